@@ -1,0 +1,92 @@
+"""What the generation code asks of a running session and of the connection that opens one.
+
+T packed tokens, D hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from nesa_node.core.span import Span
+
+if TYPE_CHECKING:
+    import torch
+
+    from nesa_node.routing.chains import Hop
+
+Want = Literal["all", "last"]
+
+
+@dataclass(frozen=True, slots=True)
+class RowSlice:
+    """`count` consecutive tokens of sequence `row`, the first of them at `position`."""
+
+    row: int
+    position: int
+    count: int
+
+
+class BlockSession(Protocol):
+    """The KV caches of `rows` sequences in a span of blocks, wherever those blocks run.
+
+    One call at a time; the caller waits for a step before it asks for the next one or rolls back.
+    """
+
+    @property
+    def rows(self) -> int: ...
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens that each row's cache holds."""
+        ...
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens that every hop has promised to hold per row."""
+        ...
+
+    @property
+    def hops(self) -> tuple[Hop, ...]:
+        """The chain as it is now; it changes when a node is replaced."""
+        ...
+
+    async def step(
+        self, hidden_TD: torch.Tensor, rows: Sequence[RowSlice], *, want: Want = "all"
+    ) -> torch.Tensor:
+        """Run packed tokens through the span, after those the caches hold.
+
+        `hidden_TD` holds the slices one after another in the order of `rows` (T is the sum of their
+        counts, each row at most once) and is not modified. Each slice's `position` must equal its
+        row's length; rows not named stay as they are. Returns [T, D], or with `want="last"` only
+        the last token of each slice, [len(rows), D], in the dtype of `hidden_TD`.
+        Raises `CacheFullError` beyond `max_tokens`, before anything is sent.
+        """
+        ...
+
+    async def rollback(self, lengths: Sequence[int]) -> None:
+        """Forget each row's tokens beyond `lengths[row]`; none may be longer than it is."""
+        ...
+
+    async def close(self) -> None:
+        """Release what every hop holds. May be called twice."""
+        ...
+
+
+class SwarmConnection(Protocol):
+    """Opens sessions. Used inside one event loop; every session is left before `close`."""
+
+    def open_session(
+        self, span: Span, *, rows: int, max_tokens: int
+    ) -> AbstractAsyncContextManager[BlockSession]:
+        """A session over the blocks of `span` that holds up to `max_tokens` in each of `rows` rows.
+
+        Entering raises `ContextLengthError` where no route promises that many tokens per row and
+        `MissingBlocksError` where some blocks stay without a node. Leaving closes the session. It
+        is entered and left by one task; steps may come from others.
+        """
+        ...
+
+    async def close(self) -> None: ...
