@@ -1,0 +1,143 @@
+"""Tensors as bytes on the wire: a small description and the encoded payload.
+
+The bytes come from peers, who may be hostile: `check` bounds a description before any memory is
+taken for its payload, and `decode` refuses whatever is not exactly what the description promises.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Mapping
+from typing import Protocol
+
+import msgspec
+import torch
+from torch import Tensor
+
+from nesa_node.core.errors import ProtocolError
+
+MAX_DIMS = 4
+MAX_DIM = 2**31 - 1
+MAX_NAME = 32
+
+DTYPES: Mapping[str, torch.dtype] = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+DTYPE_NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
+
+_FINITE_CHUNK = 1 << 20
+"""Elements looked at together by `_require_finite`: its mask stays small beside the payload."""
+
+
+class TensorMeta(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Describes a payload. Nothing in it can be relied on before `check` accepted it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    codec: str = "none"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the encoded payload. Raises `ProtocolError("bad_tensor")` as `check` does."""
+        return _codec_of(self).nbytes(self)
+
+
+class Codec(Protocol):
+    """One way to write a tensor's values as bytes. Lossy ones state their error bound."""
+
+    def nbytes(self, meta: TensorMeta) -> int: ...
+
+    def encode(self, tensor: Tensor) -> memoryview:
+        """`tensor`: contiguous, on the CPU, of a dtype in `DTYPES`."""
+        ...
+
+    def decode(self, meta: TensorMeta, data: memoryview) -> Tensor:
+        """`data` has exactly `nbytes(meta)` bytes; the result has the meta's dtype and shape."""
+        ...
+
+
+class RawCodec:
+    """The values themselves, little-endian, row-major. Exact."""
+
+    def nbytes(self, meta: TensorMeta) -> int:
+        return math.prod(meta.shape) * DTYPES[meta.dtype].itemsize
+
+    def encode(self, tensor: Tensor) -> memoryview:
+        return tensor.reshape(-1).view(torch.uint8).numpy().data
+
+    def decode(self, meta: TensorMeta, data: memoryview) -> Tensor:
+        dtype = DTYPES[meta.dtype]
+        if not data.nbytes:
+            return torch.empty(meta.shape, dtype=dtype)
+        # `frombuffer` shares memory and warns about buffers that cannot be written to.
+        writable = bytearray(data) if data.readonly else data
+        return torch.frombuffer(writable, dtype=dtype).view(meta.shape)
+
+
+CODECS: Mapping[str, Codec] = {"none": RawCodec()}
+
+
+def encode(tensor: Tensor, *, codec: str = "none") -> tuple[TensorMeta, memoryview]:
+    """Describe and encode a float32, float16 or bfloat16 tensor of at most `MAX_DIMS` dimensions.
+
+    The view shares the memory of a contiguous CPU tensor and keeps it alive: do not write to the
+    tensor while the view is in use. Other tensors are copied. Values are not checked here.
+    """
+    if sys.byteorder != "little":  # pragma: no cover
+        raise ProtocolError("bad_tensor", "tensors travel little-endian; this machine is not")
+    if tensor.dtype not in DTYPE_NAMES:
+        raise ProtocolError("bad_tensor", f"a {tensor.dtype} tensor cannot be sent")
+    meta = TensorMeta(dtype=DTYPE_NAMES[tensor.dtype], shape=tuple(tensor.shape), codec=codec)
+    payload = _codec_of(meta).encode(tensor.detach().cpu().contiguous())
+    return meta, payload
+
+
+def check(meta: TensorMeta, *, max_bytes: int) -> int:
+    """Return the payload's size in bytes. Raises `ProtocolError("bad_tensor")`.
+
+    Call it before reading the payload: an accepted description needs at most `max_bytes`.
+    """
+    nbytes = meta.nbytes
+    if nbytes > max_bytes:
+        raise ProtocolError("bad_tensor", f"a tensor of {nbytes} bytes; at most {max_bytes} fit")
+    return nbytes
+
+
+def decode(meta: TensorMeta, data: bytes | bytearray | memoryview, *, max_bytes: int) -> Tensor:
+    """Return the tensor that `encode` described, on the CPU.
+
+    A writable `data` becomes the tensor's memory (do not reuse it); a read-only one is copied.
+    Raises `ProtocolError("bad_tensor")` for an unknown codec or dtype, a shape out of bounds or a
+    payload of another size, and `ProtocolError("not_finite")` for NaN or infinite values.
+    """
+    nbytes = check(meta, max_bytes=max_bytes)
+    view = memoryview(data).cast("B")
+    if view.nbytes != nbytes:
+        raise ProtocolError(
+            "bad_tensor", f"{meta.dtype}{list(meta.shape)} takes {nbytes} bytes, got {view.nbytes}"
+        )
+    tensor = _codec_of(meta).decode(meta, view)
+    _require_finite(tensor)
+    return tensor
+
+
+def _codec_of(meta: TensorMeta) -> Codec:
+    codec = CODECS.get(meta.codec)
+    if codec is None:
+        raise ProtocolError("bad_tensor", f"unknown codec {meta.codec[:MAX_NAME]!r}")
+    if meta.dtype not in DTYPES:
+        raise ProtocolError("bad_tensor", f"unknown dtype {meta.dtype[:MAX_NAME]!r}")
+    if len(meta.shape) > MAX_DIMS:
+        raise ProtocolError("bad_tensor", f"{len(meta.shape)} dimensions; at most {MAX_DIMS}")
+    if not all(0 <= dim <= MAX_DIM for dim in meta.shape):
+        raise ProtocolError("bad_tensor", f"dimensions must be 0 to {MAX_DIM}")
+    return codec
+
+
+def _require_finite(tensor: Tensor) -> None:
+    for chunk in torch.split(tensor.view(-1), _FINITE_CHUNK):
+        if not bool(torch.isfinite(chunk).all()):
+            raise ProtocolError("not_finite", "the tensor holds NaN or infinite values")

@@ -1,0 +1,1 @@
+"""Running a span of a model: loading, KV cache, forward."""

@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import math
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nesa_node.compression.tensors import DTYPES, MAX_DIM, TensorMeta, check, decode, encode
+from nesa_node.core.errors import ProtocolError
+
+MAX_BYTES = 1 << 20
+SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)
+
+
+@given(dtype=st.sampled_from(sorted(DTYPES)), shape=SHAPES, seed=st.integers(0, 2**31))
+def test_a_tensor_survives_the_wire_bit_for_bit(
+    dtype: str, shape: tuple[int, ...], seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    tensor = torch.randn(shape, generator=generator).to(DTYPES[dtype])
+    meta, payload = encode(tensor)
+    assert payload.nbytes == meta.nbytes == tensor.nbytes
+    travelled = msgspec.msgpack.decode(msgspec.msgpack.encode(meta), type=TensorMeta)
+    for data in (bytes(payload), bytearray(payload), memoryview(bytes(payload))):
+        back = decode(travelled, data, max_bytes=MAX_BYTES)
+        assert back.dtype == tensor.dtype
+        assert back.shape == tensor.shape
+        assert torch.equal(back, tensor)
+
+
+def test_the_bytes_are_little_endian_and_row_major() -> None:
+    _, payload = encode(torch.tensor([[1.0, 2.0], [-2.0, 0.5]], dtype=torch.bfloat16).t())
+    assert bytes(payload) == bytes.fromhex("803f 00c0 0040 003f")
+
+
+def test_encoding_and_decoding_share_memory_where_they_can() -> None:
+    tensor = torch.ones(2, 3)
+    _, payload = encode(tensor)
+    tensor[0, 0] = 0.0
+    buffer = bytearray(payload)
+    meta = TensorMeta(dtype="float32", shape=(2, 3))
+    back = decode(meta, buffer, max_bytes=MAX_BYTES)
+    assert back[0, 0] == 0.0
+    back.fill_(1.0)
+    assert buffer == bytearray(bytes.fromhex("0000803f") * 6)
+
+
+@pytest.mark.parametrize(
+    ("meta", "size"),
+    [
+        (TensorMeta(dtype="float32", shape=(2,), codec="pickle"), 8),
+        (TensorMeta(dtype="int64", shape=(1,)), 8),
+        (TensorMeta(dtype="float32", shape=(-1, -2)), 8),
+        (TensorMeta(dtype="float32", shape=(MAX_DIM + 1, 0)), 0),
+        (TensorMeta(dtype="float32", shape=(MAX_DIM, MAX_DIM)), 8),
+        (TensorMeta(dtype="float32", shape=(1, 1, 1, 1, 2)), 8),
+        (TensorMeta(dtype="float32", shape=(2,)), 7),
+        (TensorMeta(dtype="float32", shape=(2,)), 9),
+        (TensorMeta(dtype="float32", shape=(MAX_BYTES // 4 + 1,)), MAX_BYTES + 4),
+    ],
+)
+def test_what_the_description_does_not_allow_is_refused(meta: TensorMeta, size: int) -> None:
+    with pytest.raises(ProtocolError) as caught:
+        decode(meta, bytes(size), max_bytes=MAX_BYTES)
+    assert caught.value.code == "bad_tensor"
+
+
+def test_a_size_is_refused_before_the_payload_exists() -> None:
+    meta = TensorMeta(dtype="bfloat16", shape=(1000, 1000))
+    assert check(meta, max_bytes=2_000_000) == 2_000_000
+    with pytest.raises(ProtocolError, match="2000000 bytes"):
+        check(meta, max_bytes=1_999_999)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", sorted(DTYPES))
+def test_values_that_are_not_finite_are_refused(value: float, dtype: str) -> None:
+    tensor = torch.zeros(3, 5, dtype=DTYPES[dtype])
+    tensor[2, 4] = value
+    meta, payload = encode(tensor)
+    with pytest.raises(ProtocolError) as caught:
+        decode(meta, payload, max_bytes=MAX_BYTES)
+    assert caught.value.code == "not_finite"
+
+
+def test_integers_cannot_be_sent() -> None:
+    with pytest.raises(ProtocolError, match="int64"):
+        encode(torch.arange(3))
