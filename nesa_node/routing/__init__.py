@@ -1,0 +1,1 @@
+"""Who runs what for a session: chains of nodes, and which nodes to avoid."""

@@ -1,0 +1,1 @@
+"""What is run where: the spans that nodes take."""

@@ -1,0 +1,1 @@
+"""What the network looks like at one time."""
