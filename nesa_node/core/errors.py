@@ -1,0 +1,162 @@
+"""Every error a user or a peer can meet.
+
+::
+
+    NesaError
+    ├── ConfigError                 a flag, variable, file or key is wrong
+    ├── ModelError
+    │   ├── ModelNotFoundError      no such folder or hub name, or a file of it is missing
+    │   ├── UnsupportedModelError   a family, quantization or dtype that cannot be served
+    │   ├── UnsafeCheckpointError   pickled weights
+    │   └── CorruptCheckpointError  a file's hash, header or tensor is not what it should be
+    ├── ResourceError
+    │   ├── InsufficientMemoryError
+    │   ├── DiskLimitError
+    │   └── CacheFullError          a sequence outgrew what it was promised
+    ├── SwarmError
+    │   ├── IdentityError           the key file cannot be used
+    │   ├── AddressInUseError       somebody listens on that port
+    │   ├── BootstrapError          none of the initial peers answered
+    │   ├── PeerUnreachableError    a peer could not be dialled or went silent
+    │   ├── RecordError             a DHT record that must not be believed
+    │   └── MissingBlocksError      no node holds some blocks of the model
+    ├── ProtocolError               a message broke the protocol; `code` is its name on the wire
+    │   ├── FrameError              bytes that are no message
+    │   ├── VersionMismatchError
+    │   ├── StreamClosedError       the other side ended the stream
+    │   ├── BusyError               no room now; `retry_after_s` says when to ask again
+    │   └── RemoteError             the peer answered with an error of its own
+    ├── ContextLengthError          more tokens than the model or the route can hold
+    └── UnsupportedFeatureError     a generation option that a swarm cannot offer
+
+The command line exits with `exit_code` of the error's class; `docs/exit-codes.md` lists them.
+"""
+
+from collections.abc import Sequence
+
+
+class NesaError(Exception):
+    """Base of all our errors. Its message says what went wrong, where, and what to do next."""
+
+    exit_code = 1
+
+
+class ConfigError(NesaError):
+    exit_code = 2
+
+
+class ModelError(NesaError):
+    exit_code = 3
+
+
+class ModelNotFoundError(ModelError):
+    pass
+
+
+class UnsupportedModelError(ModelError):
+    pass
+
+
+class UnsafeCheckpointError(ModelError):
+    pass
+
+
+class CorruptCheckpointError(ModelError):
+    pass
+
+
+class ResourceError(NesaError):
+    exit_code = 4
+
+
+class InsufficientMemoryError(ResourceError):
+    pass
+
+
+class DiskLimitError(ResourceError):
+    pass
+
+
+class CacheFullError(ResourceError):
+    pass
+
+
+class SwarmError(NesaError):
+    exit_code = 5
+
+
+class IdentityError(SwarmError):
+    pass
+
+
+class AddressInUseError(SwarmError):
+    pass
+
+
+class BootstrapError(SwarmError):
+    pass
+
+
+class PeerUnreachableError(SwarmError):
+    pass
+
+
+class RecordError(SwarmError):
+    """A record to drop. `reason` is one of the words that `Directory` counts drops by."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class MissingBlocksError(SwarmError):
+    """`missing` holds the half-open block ranges that nobody serves, in order."""
+
+    exit_code = 6
+
+    def __init__(self, missing: Sequence[tuple[int, int]], message: str) -> None:
+        super().__init__(message)
+        self.missing = tuple(missing)
+
+
+class ProtocolError(NesaError):
+    """`code` travels on the wire; `docs/protocol.md` lists the codes."""
+
+    exit_code = 7
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class FrameError(ProtocolError):
+    def __init__(self, message: str) -> None:
+        super().__init__("bad_frame", message)
+
+
+class VersionMismatchError(ProtocolError):
+    def __init__(self, message: str) -> None:
+        super().__init__("version_mismatch", message)
+
+
+class StreamClosedError(ProtocolError):
+    def __init__(self, message: str) -> None:
+        super().__init__("closed", message)
+
+
+class BusyError(ProtocolError):
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__("busy", message)
+        self.retry_after_s = retry_after_s
+
+
+class RemoteError(ProtocolError):
+    pass
+
+
+class ContextLengthError(NesaError):
+    exit_code = 8
+
+
+class UnsupportedFeatureError(NesaError):
+    exit_code = 9
