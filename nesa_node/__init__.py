@@ -1,0 +1,33 @@
+"""A swarm of machines that serves one language model: each holds a span of its blocks.
+
+    from nesa_node import AutoDistributedModelForCausalLM
+
+Exports are loaded on first use, so that `import nesa_node` costs no torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from nesa_node.client.model import (
+        AutoDistributedModelForCausalLM as AutoDistributedModelForCausalLM,
+    )
+
+__version__ = "0.1.0"
+
+_EXPORTS = {"AutoDistributedModelForCausalLM": "nesa_node.client.model"}
+
+__all__ = ["AutoDistributedModelForCausalLM", "__version__"]
+
+
+def __getattr__(name: str) -> object:
+    """Load an export on first use (PEP 562)."""
+    if name not in _EXPORTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value: object = getattr(import_module(_EXPORTS[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_EXPORTS})

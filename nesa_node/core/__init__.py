@@ -1,0 +1,1 @@
+"""Words that every part shares: identifiers, spans, errors, configuration."""

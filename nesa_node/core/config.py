@@ -1,0 +1,187 @@
+"""What a command is told, as one typed, frozen object.
+
+`load_config` merges four sources, the first that has a key wins: command line, `NESA_*`
+environment, TOML file, defaults. One file or environment can serve every command::
+
+    SharedConfig        how to find the swarm, how to log
+    ├── ClientConfig    `generate`, `chat`, `status`, `doctor`
+    └── PeerConfig      `bootstrap`
+        └── NodeConfig  `run`
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SecretStr,
+    StringConstraints,
+    model_validator,
+)
+
+from nesa_node.core.errors import ConfigError
+from nesa_node.core.ids import PeerId
+from nesa_node.core.logging import LogFormat, LogLevel
+from nesa_node.core.span import Span
+
+DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
+Route = Literal["chain", "star"]
+
+
+def default_cache_dir() -> Path:
+    """`$XDG_CACHE_HOME/nesa-node`, by default `~/.cache/nesa-node`."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nesa-node"
+
+
+def default_identity_path() -> Path:
+    """`$XDG_CONFIG_HOME/nesa-node/identity.key`, by default under `~/.config`."""
+    base = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
+    return base / "nesa-node" / "identity.key"
+
+
+def _split(value: object) -> object:
+    """Environment variables carry lists as text: separated by commas or white space."""
+    return value.replace(",", " ").split() if isinstance(value, str) else value
+
+
+def _read_span(value: object) -> object:
+    if isinstance(value, str):
+        try:
+            return Span.parse(value)
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
+    return value
+
+
+def _read_secret(value: object) -> object:
+    """`@PATH` stands for the content of that file, which keeps secrets out of process lists."""
+    if isinstance(value, str) and value.startswith("@"):
+        try:
+            value = Path(value[1:]).expanduser().read_text(encoding="utf-8").strip()
+        except OSError as error:
+            raise ValueError(f"cannot read {value[1:]}: {error.strerror}") from None
+    if value == "":
+        raise ValueError("it is empty")
+    return value
+
+
+def _reject_bool(value: object) -> object:
+    """Python counts `true` as 1; nobody who writes it means that."""
+    if isinstance(value, bool):
+        raise ValueError("a number is needed, not true or false")
+    return value
+
+
+def _expand(value: object) -> object:
+    return Path(value).expanduser() if isinstance(value, str) else value
+
+
+FilePath = Annotated[Path, BeforeValidator(_expand)]
+Secret = Annotated[SecretStr, BeforeValidator(_read_secret)]
+Count = Annotated[int, BeforeValidator(_reject_bool), Field(ge=1)]
+Positive = Annotated[float, BeforeValidator(_reject_bool), Field(gt=0, allow_inf_nan=False)]
+PeerAddress = Annotated[
+    str,
+    StringConstraints(
+        max_length=512,
+        pattern=r"^/(ip4|ip6|dns|dns4|dns6)/[^/]+/(tcp|udp)/\d{1,5}(/.+)?/p2p/[1-9A-HJ-NP-Za-km-z]+$",
+    ),
+]
+ListenAddress = Annotated[
+    str,
+    StringConstraints(
+        max_length=512, pattern=r"^/(ip4|ip6|dns|dns4|dns6)/[^/]+/(tcp|udp)/\d{1,5}(/.*)?$"
+    ),
+]
+Device = Annotated[str, StringConstraints(pattern=r"^(auto|cpu|cuda(:\d+)?|mps)$")]
+PublicName = Annotated[
+    str, StringConstraints(min_length=1, max_length=64, pattern=r"^[^\x00-\x1f]+$")
+]
+Addresses = Annotated[tuple[PeerAddress, ...], BeforeValidator(_split)]
+ListenAddresses = Annotated[tuple[ListenAddress, ...], BeforeValidator(_split)]
+PeerIds = Annotated[tuple[PeerId, ...], BeforeValidator(_split)]
+
+EXPECTED = {
+    "initial_peers": "addresses like /ip4/192.0.2.7/tcp/4001/p2p/12D3KooW...",
+    "host_maddrs": "addresses like /ip4/0.0.0.0/tcp/4001 (port 0: any free port)",
+    "announce_maddrs": "addresses like /ip4/192.0.2.7/tcp/4001",
+    "cache_dir": "a path",
+    "identity_path": "a path",
+    "ready_file": "a path",
+    "device": "auto, cpu, cuda, cuda:N or mps",
+    "num_blocks": 'a whole number of at least 1, or "auto"',
+    "block_indices": 'a half-open range like "0:10"',
+    "public_name": "1 to 64 printable characters",
+}
+"""What a field wants, where pydantic's own words would not help."""
+
+
+class SharedConfig(BaseModel):
+    """What every command needs to find a swarm."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+
+    initial_peers: Addresses = ()
+    swarm_key: Secret | None = None
+    cache_dir: FilePath = Field(default_factory=default_cache_dir)
+    token: Secret | None = None
+    device: Device = "auto"
+    torch_dtype: DtypeName = "auto"
+    revision: str | None = None
+    step_timeout_s: Positive = 30
+    threads: Count | None = None
+    log_format: LogFormat = "console"
+    log_level: LogLevel = "info"
+
+
+class ClientConfig(SharedConfig):
+    """Somebody who uses a swarm without serving it."""
+
+    model: str | None = None
+    route: Route = "chain"
+
+
+class PeerConfig(SharedConfig):
+    """A member of the DHT: reachable, with an identity that outlives restarts."""
+
+    identity_path: FilePath = Field(default_factory=default_identity_path)
+    host_maddrs: ListenAddresses = ("/ip4/0.0.0.0/tcp/0", "/ip6/::/tcp/0")
+    announce_maddrs: ListenAddresses = ()
+    public_name: PublicName | None = None
+    ready_file: FilePath | None = None
+    nat_port_map: bool = False
+    auto_nat: bool = False
+    relay: bool = False
+    allow_peers: PeerIds = ()
+    deny_peers: PeerIds = ()
+    record_ttl_s: Positive = 60
+
+
+class NodeConfig(PeerConfig):
+    """A daemon that serves a span of one model."""
+
+    model: str = Field(min_length=1)
+    num_blocks: Count | Literal["auto"] | None = None
+    block_indices: Annotated[Span, BeforeValidator(_read_span)] | None = None
+    attn_cache_tokens: Count | None = None
+    max_disk_gib: Positive | None = None
+    max_sessions_per_peer: Count = 64
+    max_cache_tokens_per_peer: Count | None = None
+    idle_timeout_s: Positive = 600
+    drain_timeout_s: Positive = 30
+
+    @model_validator(mode="after")
+    def _one_way_to_choose_a_span(self) -> NodeConfig:
+        if self.block_indices is not None and self.num_blocks is not None:
+            raise ValueError("num_blocks and block_indices exclude each other: give one of them")
+        return self
+
+
+ALL_CONFIGS: tuple[type[SharedConfig], ...] = (NodeConfig, PeerConfig, ClientConfig)
+SECRET_FIELDS = frozenset({"token", "swarm_key"})

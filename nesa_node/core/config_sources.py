@@ -1,0 +1,124 @@
+"""Merge command line, environment, TOML file and defaults, or say what is wrong and where."""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from nesa_node.core.config import ALL_CONFIGS, EXPECTED, SECRET_FIELDS, SharedConfig
+from nesa_node.core.errors import ConfigError
+
+ENV_PREFIX = "NESA_"
+CONFIG_VARIABLE = "NESA_CONFIG"
+
+_KNOWN_FIELDS = frozenset(name for config in ALL_CONFIGS for name in config.model_fields)
+_Config = TypeVar("_Config", bound=SharedConfig)
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """A value and the words that say where it came from."""
+
+    value: object
+    source: str
+
+
+def load_config(
+    cls: type[_Config],
+    cli: Mapping[str, object],
+    env: Mapping[str, str],
+    toml_path: Path | None = None,
+) -> _Config:
+    """Build a `cls`: command line > `NESA_*` variables > TOML file > defaults.
+
+    `cli` maps field names to values; `None` means "not given". `toml_path` falls back to
+    `$NESA_CONFIG`; the token also to `$HF_TOKEN`. Keys that only other commands use are accepted
+    in the environment and in the file, and ignored. Raises `ConfigError` that names source and key.
+    """
+    if toml_path is None and env.get(CONFIG_VARIABLE):
+        toml_path = Path(env[CONFIG_VARIABLE]).expanduser()
+    given: dict[str, _Given] = {}
+    if toml_path is not None:
+        given |= _from_toml(toml_path)
+    given |= _from_env(env)
+    given |= {
+        name: _Given(value, flag_of(name)) for name, value in cli.items() if value is not None
+    }
+    mine = {name: entry.value for name, entry in given.items() if name in cls.model_fields}
+    try:
+        return cls.model_validate(mine)
+    except ValidationError as error:
+        raise ConfigError(_explain(error, given)) from None
+
+
+def flag_of(name: str) -> str:
+    """The command-line flag of a field; `MODEL` is the one positional argument."""
+    return "MODEL" if name == "model" else "--" + name.replace("_", "-")
+
+
+def _from_toml(path: Path) -> dict[str, _Given]:
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read the config file {path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from None
+    for key in table:
+        if key not in _KNOWN_FIELDS:
+            raise ConfigError(f"{path}: unknown key {key!r}{did_you_mean(key, _KNOWN_FIELDS)}")
+    return {key: _Given(value, str(path)) for key, value in table.items()}
+
+
+def _from_env(env: Mapping[str, str]) -> dict[str, _Given]:
+    given = {}
+    if env.get("HF_TOKEN"):
+        given["token"] = _Given(env["HF_TOKEN"], "the environment (HF_TOKEN)")
+    known = {ENV_PREFIX + name.upper(): name for name in _KNOWN_FIELDS}
+    for variable, value in env.items():
+        if not variable.startswith(ENV_PREFIX) or variable == CONFIG_VARIABLE:
+            continue
+        if variable not in known:
+            hint = did_you_mean(variable, known)
+            raise ConfigError(f"unknown environment variable {variable}{hint}")
+        given[known[variable]] = _Given(value, f"the environment ({variable})")
+    return given
+
+
+def did_you_mean(wrong: str, known: Iterable[str]) -> str:
+    """`; did you mean 'x'?`, or nothing when no known name is close."""
+    close = difflib.get_close_matches(wrong, sorted(known), n=1, cutoff=0.6)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def _explain(error: ValidationError, given: Mapping[str, _Given]) -> str:
+    """One clause per wrong field. Never quotes a secret."""
+    wrong: dict[str, list[ErrorDetails]] = {}
+    for detail in error.errors(include_url=False, include_context=False):
+        name = str(detail["loc"][0]) if detail["loc"] else ""
+        wrong.setdefault(name, []).append(detail)
+    return "; ".join(_clause(name, details, given) for name, details in wrong.items())
+
+
+def _clause(name: str, details: list[ErrorDetails], given: Mapping[str, _Given]) -> str:
+    own = [d["msg"].removeprefix("Value error, ") for d in details if d["type"] == "value_error"]
+    if not name:
+        return "; ".join(own)
+    if name not in given:
+        return f"{flag_of(name)} is required"
+    entry = given[name]
+    if name in EXPECTED:
+        reason = f"expected {EXPECTED[name]}"
+    elif own:
+        reason = own[0]
+    else:
+        words = dict.fromkeys(d["msg"].replace("Input should be ", "") for d in details)
+        reason = f"expected {' or '.join(words)}"
+    value = "" if name in SECRET_FIELDS else f" = {entry.value!r}"
+    return f"{name}{value} (from {entry.source}) is wrong: {reason}"

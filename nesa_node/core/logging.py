@@ -1,0 +1,89 @@
+"""One structlog pipeline to stderr for our events and for the libraries' records."""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+from typing import Literal, TextIO
+
+import structlog
+from structlog.typing import EventDict, Processor, WrappedLogger
+
+LogFormat = Literal["console", "json"]
+LogLevel = Literal["debug", "info", "warning", "error"]
+
+_SECRET_KEY = re.compile(r"(^|_)(token|swarm_key|secret|password|private_key)$")
+_QUIET_LIBRARIES = ("asyncio", "hivemind", "httpcore", "httpx", "huggingface_hub", "transformers")
+
+
+def setup_logging(
+    level: LogLevel = "info", log_format: LogFormat = "console", stream: TextIO | None = None
+) -> None:
+    """Send our events, and warnings of the libraries, to `stream` (stderr by default).
+
+    Libraries say more only at level `debug`. May be called again: the last call counts.
+    """
+    out = stream if stream is not None else sys.stderr
+    shared: list[Processor] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.stdlib.add_log_level,
+        structlog.stdlib.ExtraAdder(),
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        hide_secrets,
+    ]
+    structlog.configure(
+        processors=[
+            structlog.stdlib.filter_by_level,
+            *shared,
+            structlog.stdlib.PositionalArgumentsFormatter(),
+            structlog.processors.StackInfoRenderer(),
+            structlog.stdlib.ProcessorFormatter.wrap_for_formatter,
+        ],
+        logger_factory=structlog.stdlib.LoggerFactory(),
+        wrapper_class=structlog.stdlib.BoundLogger,
+        cache_logger_on_first_use=False,
+    )
+    handler = logging.StreamHandler(out)
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=shared,
+            processors=[
+                structlog.stdlib.ProcessorFormatter.remove_processors_meta,
+                *_renderers(log_format, colors=out.isatty()),
+            ],
+        )
+    )
+    root = logging.getLogger()
+    for old in list(root.handlers):
+        if getattr(old, "_nesa_node", False):
+            root.removeHandler(old)
+    handler._nesa_node = True  # type: ignore[attr-defined]
+    root.addHandler(handler)
+    root.setLevel(logging.WARNING)
+    logging.getLogger("nesa_node").setLevel(level.upper())
+    for name in _QUIET_LIBRARIES:
+        logging.getLogger(name).setLevel(logging.DEBUG if level == "debug" else logging.WARNING)
+
+
+def hide_secrets(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
+    """Blank the values of keys that are named like a secret, should one ever be logged."""
+    for key in event:
+        if _SECRET_KEY.search(key):
+            event[key] = "***"
+    return event
+
+
+def _renderers(log_format: LogFormat, *, colors: bool) -> list[Processor]:
+    """Neither renderer may print the locals of a traceback's frames: they hold prompts and keys."""
+    if log_format == "json":
+        tracebacks = structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
+        return [
+            structlog.processors.ExceptionRenderer(tracebacks),
+            structlog.processors.JSONRenderer(),
+        ]
+    return [
+        structlog.dev.ConsoleRenderer(
+            colors=colors, pad_event_to=24, exception_formatter=structlog.dev.plain_traceback
+        )
+    ]

@@ -1,0 +1,93 @@
+"""Every test runs offline, on one torch thread, in a temporary folder of its own run, and leaves
+nothing behind: no process, no listening port, no asyncio task, no temporary file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+import shutil
+import tempfile
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.leaks import RUN_VARIABLE, Leftovers
+
+# Short, since paths of unix sockets must stay below 108 bytes.
+_RUN_DIR = Path(tempfile.mkdtemp(prefix="nn", dir="/tmp" if Path("/tmp").is_dir() else None))
+_TMP = _RUN_DIR / "t"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Prepare the environment before a test module can import torch or transformers."""
+    _TMP.mkdir()
+    tempfile.tempdir = str(_TMP)
+    os.environ.update(
+        TMPDIR=str(_TMP),
+        HF_HUB_OFFLINE="1",
+        HF_HUB_DISABLE_TELEMETRY="1",
+        TOKENIZERS_PARALLELISM="false",
+        OMP_NUM_THREADS="1",
+        MKL_NUM_THREADS="1",
+    )
+    os.environ[RUN_VARIABLE] = uuid.uuid4().hex
+    for name in [name for name in os.environ if name.startswith("NESA_")]:
+        del os.environ[name]
+    if config.option.basetemp is None:
+        config.option.basetemp = str(_RUN_DIR / "p")
+
+
+def pytest_unconfigure() -> None:
+    shutil.rmtree(_RUN_DIR, ignore_errors=True)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_torch_thread() -> None:
+    import torch
+
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _session_leaves_nothing() -> Iterator[None]:
+    before = Leftovers.now(_TMP)
+    yield
+    _check(before, "the whole run")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _module_leaves_nothing(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = Leftovers.now(_TMP)
+    yield
+    _check(before, str(request.node.nodeid))
+
+
+@pytest.fixture(autouse=True)
+def _test_leaves_nothing(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Set up before the test's own fixtures, hence torn down after them."""
+    before = Leftovers.now(_TMP)
+    if inspect.iscoroutinefunction(getattr(request.node, "obj", None)):
+        request.getfixturevalue("_no_task_left")
+    yield
+    _check(before, str(request.node.nodeid))
+
+
+@pytest.fixture
+async def _no_task_left() -> AsyncIterator[None]:
+    yield
+    left = asyncio.all_tasks() - {asyncio.current_task()}
+    if left:
+        await asyncio.wait(left, timeout=1)
+    names = sorted(f"{task.get_name()}: {task.get_coro()!r}" for task in left if not task.done())
+    if names:
+        pytest.fail("asyncio tasks left running:\n  " + "\n  ".join(names), pytrace=False)
+
+
+def _check(before: Leftovers, who: str) -> None:
+    left = before.wait_until_gone(_TMP, timeout_s=3)
+    if left:
+        pytest.fail(f"{who} left behind:\n  " + "\n  ".join(left), pytrace=False)
