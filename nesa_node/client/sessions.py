@@ -5,17 +5,15 @@ T packed tokens, D hidden.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import Literal, Protocol
+
+import torch
 
 from nesa_node.core.span import Span
-
-if TYPE_CHECKING:
-    import torch
-
-    from nesa_node.routing.chains import Hop
+from nesa_node.routing.chains import Hop
 
 Want = Literal["all", "last"]
 
@@ -76,7 +74,7 @@ class BlockSession(Protocol):
 
 
 class SwarmConnection(Protocol):
-    """Opens sessions. Used inside one event loop; every session is left before `close`."""
+    """A member of the swarm that opens sessions. Used inside one event loop."""
 
     def open_session(
         self, span: Span, *, rows: int, max_tokens: int
@@ -85,8 +83,11 @@ class SwarmConnection(Protocol):
 
         Entering raises `ContextLengthError` where no route promises that many tokens per row and
         `MissingBlocksError` where some blocks stay without a node. Leaving closes the session. It
-        is entered and left by one task; steps may come from others.
+        is entered and left by one task; steps may come from others, one at a time. A step that is
+        cancelled leaves the session unusable: it can only be left.
         """
         ...
 
-    async def close(self) -> None: ...
+
+Connect = Callable[[], AbstractAsyncContextManager[SwarmConnection]]
+"""How to join the swarm. One task enters and leaves it; sessions are left before."""

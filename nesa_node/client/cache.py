@@ -1,0 +1,118 @@
+"""What transformers takes for a KV cache: it knows columns and lengths, the blocks know the rest.
+
+B rows, L new columns, C all columns, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from nesa_node.client.inference import InferenceSession
+from nesa_node.client.packing import PackedBatch, pack
+from nesa_node.core.errors import UnsupportedFeatureError
+
+
+class SessionCache:
+    """`past_key_values` of a distributed model: the columns that went through one session.
+
+    With `match_prefix` the first batch is a prompt from its beginning: what the session holds of it
+    already is not sent again, and what it holds beyond is forgotten.
+    """
+
+    is_compileable = False
+    is_croppable = True
+
+    def __init__(
+        self, session: InferenceSession | None = None, *, match_prefix: bool = False
+    ) -> None:
+        self.session = session
+        self._match_prefix = match_prefix
+        self._columns = 0
+        self._mask_BC: torch.Tensor | None = None
+        if session is not None and not match_prefix:
+            if len(set(session.lengths)) != 1:
+                raise ValueError("rows of different lengths: continue them with session.step()")
+            self._columns = session.position
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Columns so far, padding included."""
+        return self._columns
+
+    def get_max_length(self) -> int:
+        return self.opened().max_length
+
+    def activate_past_recording(self) -> None:
+        """Nothing to do: `crop` is always possible."""
+
+    def admit(self, ids_BL: torch.Tensor, attention_mask: torch.Tensor | None) -> PackedBatch:
+        """Take in new columns: what of them is to be fed to the session.
+
+        `attention_mask` [B, C] covers the earlier columns too, as transformers has it, and must
+        hide the same of those as before.
+        """
+        session = self.opened()
+        session.check_batch(ids_BL)
+        columns = self._columns + ids_BL.shape[1]
+        mask_BL = self._admit_mask(attention_mask, columns)
+        batch = pack(ids_BL, mask_BL)
+        if self._match_prefix:
+            self._match_prefix = False
+            batch = pack(
+                ids_BL,
+                mask_BL,
+                session.keep_common_prefix([ids_L.tolist() for ids_L in batch.row_ids]),
+            )
+        self._columns = columns
+        return batch
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last `-tokens_to_remove` columns, as transformers' `crop` does."""
+        if tokens_to_remove > 0 or -tokens_to_remove > self._columns:
+            raise ValueError(f"cannot crop {self._columns} columns by {tokens_to_remove}")
+        if tokens_to_remove == 0:
+            return
+        session = self.opened()
+        removed = [-tokens_to_remove] * session.rows
+        if self._mask_BC is not None:
+            removed = self._mask_BC[:, tokens_to_remove:].ne(0).sum(1).tolist()
+            self._mask_BC = self._mask_BC[:, :tokens_to_remove]
+        session.rollback([held - less for held, less in zip(session.lengths, removed, strict=True)])
+        self._columns += tokens_to_remove
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        raise UnsupportedFeatureError(
+            "rows of a session cannot be reordered (beam search): use greedy search or sampling"
+        )
+
+    def opened(self) -> InferenceSession:
+        if self.session is None:
+            raise ValueError("this cache has no session yet: let generate() open it")
+        return self.session
+
+    def _admit_mask(self, mask_BC: torch.Tensor | None, columns: int) -> torch.Tensor | None:
+        """The part of the mask that is about the new columns; None where nothing is hidden."""
+        if mask_BC is None:
+            if self._mask_BC is not None and not bool(self._mask_BC.all()):
+                raise ValueError("earlier columns had padding: pass the whole attention_mask again")
+            self._mask_BC = None
+            return None
+        if mask_BC.ndim != 2:
+            raise UnsupportedFeatureError(
+                "attention_mask must be [rows, columns] of 0 and 1: other masks cannot be sent"
+            )
+        if mask_BC.shape[1] != columns:
+            raise ValueError(
+                f"attention_mask has {mask_BC.shape[1]} columns, cache and input have {columns}"
+            )
+        earlier_BC = mask_BC[:, : self._columns]
+        same = (
+            bool(earlier_BC.all())
+            if self._mask_BC is None
+            else torch.equal(earlier_BC, self._mask_BC)
+        )
+        if not same:
+            raise UnsupportedFeatureError(
+                "attention_mask hides or shows tokens that were sent before: roll the session back"
+            )
+        self._mask_BC = mask_BC
+        return mask_BC[:, self._columns :]

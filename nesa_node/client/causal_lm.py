@@ -1,0 +1,265 @@
+"""A model whose blocks run in a swarm, with the face of a transformers model.
+
+B rows, L columns, K kept columns, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any, NoReturn, Self
+
+import torch
+from transformers import GenerationConfig, GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from nesa_node.client.cache import SessionCache
+from nesa_node.client.ends import Ends
+from nesa_node.client.inference import InferenceSession
+from nesa_node.client.layered import open_layers
+from nesa_node.client.loop import Held, LoopThread
+from nesa_node.client.refusals import refuse_forward_arguments, refuse_generation_options
+from nesa_node.client.sessions import Connect, SwarmConnection
+from nesa_node.core.errors import ContextLengthError, UnsupportedFeatureError
+from nesa_node.core.span import Span
+
+
+class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):
+    """Made by `AutoDistributedModelForCausalLM.from_pretrained`; `generate` is transformers' own.
+
+    `layers` are the spans of the model in order and who runs each; None stands for the swarm, which
+    `connect` joins when the first session needs it. Several threads may use a model at once, each
+    with sessions of its own. `close` it, or use it as a context manager.
+    """
+
+    config_class = PretrainedConfig
+    main_input_name = "input_ids"
+    _supports_sdpa = True
+
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        generation_config: GenerationConfig,
+        ends: Ends,
+        connect: Connect,
+        layers: tuple[tuple[SwarmConnection | None, Span], ...],
+        *,
+        name: str,
+        context_length: int,
+        on_close: Callable[[], None] = lambda: None,
+    ) -> None:
+        super().__init__(copy.deepcopy(config))
+        self.generation_config = generation_config
+        self.name_or_path = name
+        self.context_length = context_length
+        """The most tokens that the model itself allows; a route may promise fewer."""
+        self.eval()
+        self._ends = ends
+        self._connect = connect
+        self._layers = layers
+        self._loop = LoopThread("nesa-client")
+        self._connection: Held[SwarmConnection] | None = None
+        self._connecting = threading.Lock()
+        self._finalizer = weakref.finalize(self, _close, self._loop, on_close)
+
+    @property
+    def device(self) -> torch.device:
+        """Where embedding and head are, and where results are returned."""
+        return self._ends.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._ends.dtype
+
+    def inference_session(self, max_length: int, batch_size: int = 1) -> InferenceSession:
+        """Open a session for up to `max_length` tokens in each of `batch_size` rows.
+
+        Raises `ContextLengthError` where the model or the route cannot hold that many,
+        `MissingBlocksError` where some blocks have no node.
+        """
+        if max_length < 1 or batch_size < 1:
+            raise ValueError("max_length and batch_size must be at least 1")
+        self._check_length(max_length)
+        layers = [
+            (self._swarm() if connection is None else connection, span)
+            for connection, span in self._layers
+            if len(span)
+        ]
+        context = open_layers(layers, rows=batch_size, max_tokens=max_length)
+        return InferenceSession(self._ends, self._loop, self._loop.hold(context))
+
+    @torch.no_grad()
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: SessionCache | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        return_dict: bool | None = None,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast | tuple[Any, ...]:
+        """Logits [B, K, V] of `input_ids` [B, L]; K is L, or what `logits_to_keep` says.
+
+        `attention_mask` [B, columns] hides padding on any side: it is not sent, positions do not
+        count it, its logits are zeros. Without `past_key_values` (a `SessionCache`) the call opens
+        a session and closes it; there are no gradients.
+        """
+        refuse_forward_arguments(kwargs)
+        if input_ids is None:
+            raise ValueError("a distributed model needs input_ids")
+        if past_key_values is not None:
+            logits = self._logits(past_key_values, input_ids, attention_mask, logits_to_keep)
+        elif use_cache:
+            raise UnsupportedFeatureError(
+                "a cache needs a session in the swarm: open one with model.inference_session(...) "
+                "and use session.step(), or pass past_key_values=SessionCache(session)"
+            )
+        else:
+            rows, columns = input_ids.shape
+            with self.inference_session(columns, rows) as session:
+                logits = self._logits(
+                    SessionCache(session), input_ids, attention_mask, logits_to_keep
+                )
+        if return_dict is False:
+            return (logits,) if past_key_values is None else (logits, past_key_values)
+        return CausalLMOutputWithPast(logits=logits, past_key_values=past_key_values)  # type: ignore[arg-type]
+
+    def generate(  # type: ignore[override]
+        self,
+        inputs: torch.Tensor | None = None,
+        *args: Any,
+        session: InferenceSession | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """What transformers' `generate` does, with its arguments, in the swarm.
+
+        Each call opens a session for the prompt and its new tokens and closes it. With `session` it
+        continues that one: the prompt is still given whole, and only what the session does not hold
+        of it is sent. Raises `ContextLengthError` before any prefill where the result could outgrow
+        the model, the route or the session, and `UnsupportedFeatureError` for beam search, static
+        caches and the like. The result's `past_key_values` is None.
+        """
+        if kwargs.get("past_key_values") is not None:
+            raise UnsupportedFeatureError(
+                "generate() takes no past_key_values: pass session=model.inference_session(...)"
+            )
+        if isinstance(kwargs.get("custom_generate"), str):
+            raise UnsupportedFeatureError(
+                "custom_generate from the hub runs foreign code: pass a function"
+            )
+        if kwargs.get("cache_implementation") == "paged":
+            raise UnsupportedFeatureError(
+                "the nodes hold the cache: leave out cache_implementation"
+            )
+        cache = SessionCache(session, match_prefix=session is not None)
+        try:
+            result = super().generate(inputs, *args, past_key_values=cache, **kwargs)
+        finally:
+            if session is None and cache.session is not None:
+                cache.session.close()
+        if isinstance(result, Mapping):
+            result["past_key_values"] = None
+        return result
+
+    def close(self) -> None:
+        """Leave all sessions and the swarm, end the background thread. May be called twice."""
+        self._finalizer()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def to(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise UnsupportedFeatureError(
+            "a distributed model stays where it is: pass device= and dtype= to from_pretrained"
+        )
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise UnsupportedFeatureError(
+            "a distributed model holds only its ends: download the checkpoint itself instead"
+        )
+
+    def generate_batch(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise UnsupportedFeatureError(
+            "continuous batching happens on the nodes: call generate() from several threads"
+        )
+
+    def _logits(
+        self,
+        cache: SessionCache,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        logits_to_keep: int | torch.Tensor,
+    ) -> torch.Tensor:
+        session = cache.opened()
+        batch = cache.admit(input_ids.to(self.device), attention_mask)
+        want = batch.want(logits_to_keep)
+        hidden_TD = session.feed(batch.row_ids, want)
+        logits_BKV = batch.logits(hidden_TD, want, logits_to_keep, self._ends.head)
+        # The ends compute in inference mode; callers may change what they get in place.
+        return logits_BKV.clone() if logits_BKV.is_inference() else logits_BKV
+
+    def _prepare_generation_config(
+        self, generation_config: GenerationConfig | None, **kwargs: Any
+    ) -> tuple[GenerationConfig, dict[str, Any]]:
+        config, model_kwargs = super()._prepare_generation_config(generation_config, **kwargs)
+        refuse_generation_options(config)
+        refuse_forward_arguments(
+            {name: model_kwargs.get(name) for name in ("inputs_embeds", "position_ids")}
+        )
+        # Neither changes a token: without a cache every step would send the whole text again, and
+        # long prompts are cut where they are sent.
+        config.use_cache = True
+        config.prefill_chunk_size = None
+        return config, model_kwargs
+
+    def _prepare_cache_for_generation(
+        self,
+        generation_config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+        generation_mode: Any,
+        batch_size: int,
+        max_cache_length: int,
+    ) -> None:
+        cache: SessionCache = model_kwargs["past_key_values"]
+        mask_BL = model_kwargs.get("attention_mask")
+        padding = 0 if mask_BL is None else int((mask_BL == 0).sum(1).min())
+        # The last token is never fed, yet whoever asks for it expects its place to exist.
+        max_length = max_cache_length + 1 - padding
+        if cache.session is None:
+            rows = batch_size * (generation_config.num_return_sequences or 1)
+            cache.session = self.inference_session(max_length, rows)
+        elif max_length > cache.session.max_length:
+            raise ContextLengthError(
+                f"prompt and new tokens may need {max_length} tokens, the session was opened for "
+                f"{cache.session.max_length}: raise its max_length or lower max_new_tokens"
+            )
+
+    def _check_length(self, length: int) -> None:
+        if length > self.context_length:
+            raise ContextLengthError(
+                f"{length} tokens are more than the {self.context_length} that {self.name_or_path} "
+                "holds: shorten the prompt or ask for fewer new tokens"
+            )
+
+    def _swarm(self) -> SwarmConnection:
+        with self._connecting:
+            if self._connection is None:
+                self._connection = self._loop.hold(self._connect())
+            return self._connection.value
+
+
+def _close(loop: LoopThread, on_close: Callable[[], None]) -> None:
+    loop.close()
+    on_close()

@@ -1,0 +1,35 @@
+"""The parts of a model that stay with the client: embedding, final norm and head.
+
+L tokens of one row, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from nesa_node.engine.ends import Embedder, Head
+
+
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """`embedder` and `head` in `dtype` on `device`; safe for several threads at once."""
+
+    embedder: Embedder
+    head: Head
+    dtype: torch.dtype
+    device: torch.device
+    hidden_size: int
+
+    def embed(self, row_ids: Sequence[torch.Tensor], positions: Sequence[int]) -> torch.Tensor:
+        """Hidden states [T, D] of each row's ids [L] (int64) from its position on, row by row."""
+        rows = [
+            self.embedder(ids_L, position)
+            for ids_L, position in zip(row_ids, positions, strict=True)
+            if ids_L.numel()
+        ]
+        if not rows:
+            return torch.empty((0, self.hidden_size), dtype=self.dtype, device=self.device)
+        return rows[0] if len(rows) == 1 else torch.cat(rows)

@@ -1,0 +1,207 @@
+"""A session for synchronous callers: token ids in, logits out, step by step.
+
+B rows, L columns, T packed tokens, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Coroutine, Sequence
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import torch
+
+from nesa_node.client.ends import Ends
+from nesa_node.client.loop import Held, LoopThread
+from nesa_node.client.packing import pack
+from nesa_node.client.sessions import BlockSession, RowSlice, Want
+from nesa_node.core.errors import ContextLengthError
+from nesa_node.routing.chains import Hop
+
+T = TypeVar("T")
+
+UNKNOWN_TOKEN = -1
+"""Stands in `token_ids` for a position that was fed as a hidden state."""
+
+
+class InferenceSession:
+    """The KV caches of `rows` sequences in the swarm, and the token ids they stand for.
+
+    Made by `model.inference_session(...)`; use it as a context manager. One thread at a time. A
+    step that fails or is interrupted closes the session.
+    """
+
+    def __init__(self, ends: Ends, loop: LoopThread, held: Held[BlockSession]) -> None:
+        self._ends = ends
+        self._loop = loop
+        self._held = held
+        self._blocks = held.value
+        self._tokens: list[list[int]] = [[] for _ in range(self._blocks.rows)]
+        self._closed = False
+        self.tokens_sent = 0
+        """Tokens that went through the blocks so far, all rows together."""
+
+    @property
+    def rows(self) -> int:
+        return len(self._tokens)
+
+    @property
+    def max_length(self) -> int:
+        """Tokens per row that every hop has promised to hold."""
+        return self._blocks.max_tokens
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens that each row holds."""
+        return tuple(len(row) for row in self._tokens)
+
+    @property
+    def position(self) -> int:
+        """Tokens that the longest row holds."""
+        return max(self.lengths)
+
+    @property
+    def token_ids(self) -> tuple[tuple[int, ...], ...]:
+        """What each row holds."""
+        return tuple(tuple(row) for row in self._tokens)
+
+    @property
+    def hops(self) -> tuple[Hop, ...]:
+        """Who runs which blocks now."""
+        return self._blocks.hops
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    @torch.no_grad()
+    def step(
+        self, inputs: torch.Tensor, attention_mask: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Append tokens: ids [B, L] or [L] give logits [B, L, V], hidden states [B, L, D] the next.
+
+        `attention_mask` [B, L] is about these new columns only: 0 marks padding, which is not sent
+        and whose results are zeros. Hidden states enter before the first block and are returned
+        after the last, without norm and head. Raises `ContextLengthError` beyond `max_length`,
+        before anything is sent.
+        """
+        if inputs.is_floating_point():
+            return self._step_hidden(inputs, attention_mask)
+        ids_BL = inputs.unsqueeze(0) if inputs.ndim == 1 else inputs
+        self.check_batch(ids_BL)
+        batch = pack(ids_BL.to(self._ends.device), attention_mask)
+        hidden_TD = self.feed(batch.row_ids)
+        return batch.logits(hidden_TD, "all", 0, self._ends.head)
+
+    def feed(self, row_ids: Sequence[torch.Tensor], want: Want = "all") -> torch.Tensor:
+        """Append each row's ids [L] (int64, may be empty); hidden [T, D] after the blocks."""
+        positions = self.lengths
+        hidden_TD = self._ends.embed(row_ids, positions)
+        return self._send(hidden_TD, [ids_L.tolist() for ids_L in row_ids], want)
+
+    def rollback(self, lengths: Sequence[int]) -> None:
+        """Forget each row's tokens beyond `lengths[row]`."""
+        if len(lengths) != self.rows or any(
+            not 0 <= new <= old for new, old in zip(lengths, self.lengths, strict=True)
+        ):
+            raise ValueError(f"cannot roll {self.lengths} back to {tuple(lengths)}")
+        self._check_open()
+        if tuple(lengths) == self.lengths:
+            return
+        self._run(self._blocks.rollback(lengths))
+        for row, length in zip(self._tokens, lengths, strict=True):
+            del row[length:]
+
+    def keep_common_prefix(self, prompts: Sequence[Sequence[int]]) -> list[int]:
+        """Roll each row back to what it shares with its prompt, less the prompt's last token.
+
+        Returns the lengths that remain: so many tokens of each prompt need not be sent again.
+        """
+        common = [
+            _common_prefix(row, prompt[:-1])
+            for row, prompt in zip(self._tokens, prompts, strict=True)
+        ]
+        self.rollback(common)
+        return common
+
+    def check_batch(self, ids_BL: torch.Tensor) -> None:
+        """Raise `ValueError` unless `ids_BL` is [rows, L]."""
+        if ids_BL.ndim != 2 or ids_BL.shape[0] != self.rows:
+            raise ValueError(
+                f"the session has {self.rows} rows, the input has shape {tuple(ids_BL.shape)}: "
+                "open the session with the batch size times num_return_sequences"
+            )
+
+    def close(self) -> None:
+        """Release the caches on every hop. May be called twice."""
+        if not self._closed:
+            self._closed = True
+            self._held.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _step_hidden(
+        self, hidden_BLD: torch.Tensor, attention_mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        self.check_batch(hidden_BLD[..., 0])
+        columns_BL = torch.arange(hidden_BLD.shape[1]).expand(hidden_BLD.shape[:2])
+        batch = pack(columns_BL, attention_mask)
+        hidden_TD = torch.cat(
+            [
+                hidden_LD[columns_L]
+                for hidden_LD, columns_L in zip(hidden_BLD, batch.row_ids, strict=True)
+            ]
+        )
+        unknown = [[UNKNOWN_TOKEN] * len(columns_L) for columns_L in batch.row_ids]
+        return batch.logits(self._send(hidden_TD, unknown, "all"), "all", 0, lambda hidden: hidden)
+
+    def _send(
+        self, hidden_TD: torch.Tensor, new_tokens: Sequence[Sequence[int]], want: Want
+    ) -> torch.Tensor:
+        slices = [
+            RowSlice(row, len(self._tokens[row]), len(tokens))
+            for row, tokens in enumerate(new_tokens)
+            if tokens
+        ]
+        self._check_open()
+        for part in slices:
+            if part.position + part.count > self.max_length:
+                raise ContextLengthError(
+                    f"row {part.row} would hold {part.position + part.count} tokens, the session "
+                    f"was opened for {self.max_length}: open it with a larger max_length"
+                )
+        if not slices:
+            return hidden_TD
+        result = self._run(self._blocks.step(hidden_TD, slices, want=want))
+        for part in slices:
+            self._tokens[part.row].extend(new_tokens[part.row])
+            self.tokens_sent += part.count
+        return result.to(self._ends.device)
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        try:
+            return self._loop.run(work)
+        except BaseException:
+            # What the hops hold is unknown now.
+            self.close()
+            raise
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ValueError("the session is closed: open a new one with model.inference_session()")
+
+
+def _common_prefix(held: Sequence[int], prompt: Sequence[int]) -> int:
+    for at, (mine, given) in enumerate(zip(held, prompt, strict=False)):
+        if mine != given:
+            return at
+    return min(len(held), len(prompt))

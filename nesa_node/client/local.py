@@ -1,0 +1,144 @@
+"""Blocks that run inside the client's own process.
+
+They serve the blocks that a client keeps for itself (`client_blocks`), and whole models in tests.
+T packed tokens, L tokens of one row, D hidden.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+
+import torch
+
+from nesa_node.client.sessions import BlockSession, RowSlice, SwarmConnection, Want
+from nesa_node.core.errors import CacheFullError, MissingBlocksError
+from nesa_node.core.ids import PeerId
+from nesa_node.core.span import Span
+from nesa_node.engine.blocks import Blocks
+from nesa_node.engine.sequence_cache import SequenceCache
+from nesa_node.routing.chains import Hop
+
+CLIENT_PEER = PeerId("client")
+"""Stands in `hops` for the process itself."""
+
+
+class LocalSession(BlockSession):
+    """KV caches of `rows` sequences in consecutive spans of blocks of this process."""
+
+    def __init__(
+        self,
+        parts: Sequence[Blocks],
+        worker: ThreadPoolExecutor,
+        *,
+        rows: int,
+        max_tokens: int,
+    ) -> None:
+        self._parts = tuple(parts)
+        self._worker = worker
+        self._caches = [[part.new_cache() for part in parts] for _ in range(rows)]
+        self._lengths = [0] * rows
+        self._max_tokens = max_tokens
+        self._hops = tuple(Hop(CLIENT_PEER, part.span) for part in parts)
+
+    @property
+    def rows(self) -> int:
+        return len(self._lengths)
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        return tuple(self._lengths)
+
+    @property
+    def max_tokens(self) -> int:
+        return self._max_tokens
+
+    @property
+    def hops(self) -> tuple[Hop, ...]:
+        return self._hops
+
+    async def step(
+        self, hidden_TD: torch.Tensor, rows: Sequence[RowSlice], *, want: Want = "all"
+    ) -> torch.Tensor:
+        check_slices(rows, self._lengths, self._max_tokens, hidden_TD.shape[0])
+        result = await asyncio.get_running_loop().run_in_executor(
+            self._worker, self._run, hidden_TD, rows, want
+        )
+        for part in rows:
+            self._lengths[part.row] += part.count
+        return result
+
+    async def rollback(self, lengths: Sequence[int]) -> None:
+        for row, length in enumerate(lengths):
+            if not 0 <= length <= self._lengths[row]:
+                raise ValueError(f"row {row} holds {self._lengths[row]} tokens, not {length}")
+            for cache in self._caches[row]:
+                cache.truncate(length)
+            self._lengths[row] = length
+
+    async def close(self) -> None:
+        self._caches = [[] for _ in self._caches]
+
+    def _run(self, hidden_TD: torch.Tensor, rows: Sequence[RowSlice], want: Want) -> torch.Tensor:
+        outputs = []
+        parts = torch.split(hidden_TD, [part.count for part in rows])
+        for part, hidden_LD in zip(rows, parts, strict=True):
+            hidden_LD = self._run_row(hidden_LD, self._caches[part.row])
+            outputs.append(hidden_LD[-1:] if want == "last" else hidden_LD)
+        result = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        return result.to(hidden_TD.device, hidden_TD.dtype)
+
+    def _run_row(self, hidden_LD: torch.Tensor, caches: Sequence[SequenceCache]) -> torch.Tensor:
+        for blocks, cache in zip(self._parts, caches, strict=True):
+            hidden_LD = blocks.forward(hidden_LD.to(blocks.device, blocks.dtype), cache)
+        return hidden_LD
+
+
+class LocalConnection(SwarmConnection):
+    """Serves sessions from `parts`, in the order of their blocks. Close it after its sessions."""
+
+    def __init__(self, parts: Sequence[Blocks]) -> None:
+        self._parts = tuple(parts)
+        # Blocks are not thread-safe: one thread runs them for every session.
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="nesa-blocks")
+
+    @asynccontextmanager
+    async def open_session(
+        self, span: Span, *, rows: int, max_tokens: int
+    ) -> AsyncIterator[BlockSession]:
+        parts: list[Blocks] = []
+        at = span.start
+        for part in self._parts:
+            if part.span.start <= at < min(part.span.end, span.end):
+                parts.append(part.part(Span(at, min(part.span.end, span.end))))
+                at = parts[-1].span.end
+        if at != span.end:
+            raise MissingBlocksError([(at, span.end)], f"no local part holds block {at}")
+        session = LocalSession(parts, self._worker, rows=rows, max_tokens=max_tokens)
+        try:
+            yield session
+        finally:
+            await session.close()
+
+    def close(self) -> None:
+        self._worker.shutdown()
+
+
+def check_slices(
+    rows: Sequence[RowSlice], lengths: Sequence[int], max_tokens: int, num_tokens: int
+) -> None:
+    """Refuse a step that does not continue the caches: `ValueError`, or `CacheFullError`."""
+    if len({part.row for part in rows}) != len(rows) or not rows:
+        raise ValueError("a step names each of its rows once")
+    if sum(part.count for part in rows) != num_tokens:
+        raise ValueError(f"{num_tokens} hidden states for {[part.count for part in rows]} tokens")
+    for part in rows:
+        if part.count < 1 or part.position != lengths[part.row]:
+            raise ValueError(f"row {part.row} holds {lengths[part.row]} tokens, step has {part}")
+        if part.position + part.count > max_tokens:
+            raise CacheFullError(
+                f"row {part.row} would hold {part.position + part.count} tokens, the session was "
+                f"opened for {max_tokens}: open it with a larger max_length"
+            )

@@ -1,0 +1,168 @@
+"""An event loop in a thread of its own, for callers that have none."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from contextlib import AbstractAsyncContextManager
+from typing import Any, Generic, TypeVar
+
+import structlog
+
+log = structlog.get_logger(__name__)
+
+T = TypeVar("T")
+
+RELEASE_TIMEOUT_S = 10.0
+"""How long leaving one context may take before its task is cancelled."""
+
+
+class Held(Generic[T]):
+    """A context manager that was entered on the loop and stays entered until `release`.
+
+    One task enters and leaves it, as contexts that own tasks need it.
+    """
+
+    def __init__(self, loop: LoopThread, value: T, task: asyncio.Task[None]) -> None:
+        self.value = value
+        self._loop = loop
+        self._task = task
+        self._released = False
+
+    def release(self) -> None:
+        """Leave the context and wait for it. May be called twice; errors of leaving are logged."""
+        if not self._released:
+            self._released = True
+            self._loop.leave(self._task)
+
+
+class LoopThread:
+    """Runs coroutines for synchronous callers, of any number of threads.
+
+    The thread starts with the first coroutine and ends with `close`, which leaves every held
+    context first, the youngest before the older. It is a daemon thread, so that a program that
+    forgets `close` still ends.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._guard = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stop: asyncio.Event | None = None
+        self._group = asyncio.TaskGroup()
+        self._tasks: dict[asyncio.Task[None], asyncio.Event] = {}
+        self._closed = False
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Wait for `work`. An interrupted wait (KeyboardInterrupt) cancels it.
+
+        Raises whatever it raises, and `RuntimeError` after `close` or inside the loop's own thread.
+        """
+        future = self._submit(work)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def hold(self, context: AbstractAsyncContextManager[T]) -> Held[T]:
+        """Enter `context` and keep it entered. Raises what entering raises."""
+        value, task = self.run(self._enter(context))
+        return Held(self, value, task)
+
+    def leave(self, task: asyncio.Task[None]) -> None:
+        """Leave the context that `task` holds; nothing to do once the loop is closed."""
+        try:
+            self.run(self._leave(task))
+        except RuntimeError:
+            if not self._closed:
+                raise
+
+    def close(self) -> None:
+        """Leave every held context and end the thread. May be called twice, and from any thread."""
+        with self._guard:
+            self._closed = True
+            thread, loop, stop = self._thread, self._loop, self._stop
+        if thread is None or loop is None or stop is None or not thread.is_alive():
+            return
+        loop.call_soon_threadsafe(stop.set)
+        if thread is not threading.current_thread():
+            thread.join()
+
+    def _submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        # The guard keeps `close` from ending the loop between the check and the submission: such a
+        # future would never be done.
+        try:
+            with self._guard:
+                if self._closed:
+                    raise RuntimeError("the model was closed")
+                if threading.current_thread() is self._thread:
+                    raise RuntimeError("a synchronous call inside the client's own event loop")
+                return asyncio.run_coroutine_threadsafe(work, self._started())
+        except RuntimeError:
+            work.close()
+            raise
+
+    def _started(self) -> asyncio.AbstractEventLoop:
+        if self._loop is None:
+            ready: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = Future()
+            self._thread = threading.Thread(
+                target=lambda: asyncio.run(self._serve(ready)), name=self._name, daemon=True
+            )
+            self._thread.start()
+            self._loop, self._stop = ready.result()
+        return self._loop
+
+    async def _serve(self, ready: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]]) -> None:
+        stop = asyncio.Event()
+        ready.set_result((asyncio.get_running_loop(), stop))
+        async with self._group:
+            await stop.wait()
+            for task in reversed(tuple(self._tasks)):
+                await self._leave(task)
+
+    async def _enter(self, context: AbstractAsyncContextManager[T]) -> tuple[T, asyncio.Task[None]]:
+        entered: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        leaving = asyncio.Event()
+        task = self._group.create_task(_hold(context, entered, leaving))
+        self._tasks[task] = leaving
+        task.add_done_callback(lambda done: self._tasks.pop(done, None))
+        try:
+            return await entered, task
+        except BaseException:
+            task.cancel()
+            await asyncio.wait([task])
+            raise
+
+    async def _leave(self, task: asyncio.Task[None]) -> None:
+        leaving = self._tasks.get(task)
+        if leaving is None:
+            return
+        leaving.set()
+        _, late = await asyncio.wait([task], timeout=RELEASE_TIMEOUT_S)
+        if late:
+            log.warning("leave_timed_out", timeout_s=RELEASE_TIMEOUT_S)
+            task.cancel()
+            await asyncio.wait([task], timeout=RELEASE_TIMEOUT_S)
+
+
+async def _hold(
+    context: AbstractAsyncContextManager[T], entered: asyncio.Future[T], leaving: asyncio.Event
+) -> None:
+    """Enter `context`, hand its value to `entered`, leave it once `leaving` is set."""
+    try:
+        async with context as value:
+            if not entered.done():
+                entered.set_result(value)
+            await leaving.wait()
+    except asyncio.CancelledError:
+        entered.cancel()
+        raise
+    except Exception as error:
+        if entered.done():
+            log.warning("context_failed", error=repr(error))
+        else:
+            entered.set_exception(error)

@@ -1,0 +1,152 @@
+"""Making a distributed model: its config, its ends, and the blocks that stay with the client."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+from transformers import GenerationConfig
+
+from nesa_node.client.causal_lm import DistributedModelForCausalLM
+from nesa_node.client.ends import Ends
+from nesa_node.client.local import LocalConnection
+from nesa_node.client.options import ConnectionOptions
+from nesa_node.client.sessions import Connect, SwarmConnection
+from nesa_node.core.config import Route, default_cache_dir
+from nesa_node.core.errors import ConfigError
+from nesa_node.core.span import Span
+from nesa_node.engine.checkpoint import Checkpoint, open_checkpoint
+from nesa_node.engine.parts import load_blocks, load_ends
+
+
+class AutoDistributedModelForCausalLM:
+    """Not made itself: `from_pretrained` gives a `DistributedModelForCausalLM`."""
+
+    def __init__(self) -> NoReturn:
+        raise TypeError("use AutoDistributedModelForCausalLM.from_pretrained(name, ...)")
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name: str | Path,
+        *,
+        initial_peers: tuple[str, ...] | list[str] = (),
+        dtype: torch.dtype | str | None = None,
+        torch_dtype: torch.dtype | str | None = None,
+        device: torch.device | str = "cpu",
+        revision: str | None = None,
+        token: str | None = None,
+        cache_dir: str | Path | None = None,
+        routing: Route = "chain",
+        client_blocks: tuple[int, int] = (0, 0),
+        swarm_key: str | None = None,
+        identity_path: str | Path | None = None,
+        host_maddrs: tuple[str, ...] | list[str] | None = None,
+        step_timeout_s: float = 30.0,
+        recovery_timeout_s: float = 60.0,
+    ) -> DistributedModelForCausalLM:
+        """A model whose blocks are run by the swarm that serves `name` (a folder or hub name).
+
+        Only the embedding, final norm and head are loaded here, in `dtype` (`torch_dtype` is its
+        older name; by default the checkpoint's own), and with `client_blocks=(first, last)` so many
+        of the first and last blocks. The swarm is joined through `initial_peers` when the first
+        session opens. `recovery_timeout_s` is how long a session waits for a replacement of a lost
+        node.
+
+        Raises the `ModelError`s of `open_checkpoint`, and `ConfigError` for arguments that
+        contradict each other.
+        """
+        if dtype is not None and torch_dtype is not None and dtype != torch_dtype:
+            raise ConfigError(f"dtype={dtype} and torch_dtype={torch_dtype}: give one of them")
+        checkpoint = open_checkpoint(
+            str(name),
+            revision=revision,
+            token=token,
+            cache_dir=default_cache_dir() if cache_dir is None else Path(cache_dir).expanduser(),
+        )
+        options = ConnectionOptions(
+            initial_peers=tuple(initial_peers),
+            routing=routing,
+            swarm_key=swarm_key,
+            identity_path=None if identity_path is None else Path(identity_path).expanduser(),
+            host_maddrs=None if host_maddrs is None else tuple(host_maddrs),
+            step_timeout_s=step_timeout_s,
+            recovery_timeout_s=recovery_timeout_s,
+        )
+
+        def connect() -> AbstractAsyncContextManager[SwarmConnection]:
+            from nesa_node.client.connection import open_connection
+
+            return open_connection(checkpoint, options)
+
+        return build_model(
+            checkpoint,
+            connect,
+            dtype=dtype if dtype is not None else torch_dtype,
+            device=device,
+            client_blocks=client_blocks,
+        )
+
+
+def build_model(
+    checkpoint: Checkpoint,
+    connect: Connect,
+    *,
+    dtype: torch.dtype | str | None = None,
+    device: torch.device | str = "cpu",
+    client_blocks: tuple[int, int] = (0, 0),
+) -> DistributedModelForCausalLM:
+    """A model over `checkpoint` that reaches the swarm's blocks through `connect`."""
+    first, remote, last = split_blocks(checkpoint.num_blocks, client_blocks)
+    resolved = (
+        dtype if isinstance(dtype, torch.dtype) else checkpoint.resolve_dtype(dtype or "auto")
+    )
+    place = torch.device(device)
+    embedder, head = load_ends(checkpoint, dtype=resolved, device=place)
+    ends = Ends(embedder, head, resolved, place, checkpoint.config.hidden_size)
+
+    local: LocalConnection | None = None
+    if len(first) or len(last):
+        local = LocalConnection(
+            [
+                load_blocks(checkpoint, span, dtype=resolved, device=place)
+                for span in (first, last)
+                if len(span)
+            ]
+        )
+    on_close: Callable[[], None] = (lambda: None) if local is None else local.close
+    return DistributedModelForCausalLM(
+        checkpoint.config,
+        load_generation_config(checkpoint),
+        ends,
+        connect,
+        ((local, first), (None, remote), (local, last)),
+        name=checkpoint.name,
+        context_length=checkpoint.context_length,
+        on_close=on_close,
+    )
+
+
+def split_blocks(num_blocks: int, client_blocks: tuple[int, int]) -> tuple[Span, Span, Span]:
+    """The client's first blocks, the swarm's, the client's last. Raises `ConfigError`."""
+    first, last = client_blocks
+    if first < 0 or last < 0 or first + last > num_blocks:
+        raise ConfigError(f"client_blocks={client_blocks} of a model that has {num_blocks} blocks")
+    return Span(0, first), Span(first, num_blocks - last), Span(num_blocks - last, num_blocks)
+
+
+def load_generation_config(checkpoint: Checkpoint) -> GenerationConfig:
+    """What transformers' own `from_pretrained` would take: generation_config.json or the config."""
+    folder = checkpoint.fetch_side_files()
+    if (folder / "generation_config.json").is_file():
+        config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+    else:
+        config = GenerationConfig.from_pretrained(
+            folder, config_file_name="config.json", _from_model_config=True, local_files_only=True
+        )
+    # The author's advice for a local cache; the nodes hold the cache here.
+    config.cache_implementation = None
+    return config

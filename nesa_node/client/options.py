@@ -1,0 +1,28 @@
+"""How a client joins the swarm and routes its sessions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from nesa_node.core.config import Route
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectionOptions:
+    """`identity_path=None` gives the client a new identity each time it connects."""
+
+    initial_peers: tuple[str, ...] = ()
+    routing: Route = "chain"
+    swarm_key: str | None = field(default=None, repr=False)
+    identity_path: Path | None = None
+    host_maddrs: tuple[str, ...] | None = None
+    step_timeout_s: float = 30.0
+    recovery_timeout_s: float = 60.0
+    """How long a session waits for a replacement before it fails with the missing blocks."""
+
+    def __post_init__(self) -> None:
+        if self.routing not in ("chain", "star"):
+            raise ValueError(f'routing must be "chain" or "star", got {self.routing!r}')
+        if self.step_timeout_s <= 0 or self.recovery_timeout_s < 0:
+            raise ValueError("step_timeout_s must be positive and recovery_timeout_s not negative")

@@ -1,0 +1,75 @@
+"""Padded batches in and out: what a step sends of them, and where its results belong.
+
+B rows, L columns of new tokens, T packed tokens, K kept columns, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from nesa_node.client.sessions import Want
+
+
+@dataclass(frozen=True, slots=True)
+class PackedBatch:
+    """A padded batch whose rows are sent without padding. `sent_BL=None` says that all is sent."""
+
+    row_ids: Sequence[torch.Tensor]
+    sent_BL: torch.Tensor | None
+    columns: int
+
+    def want(self, logits_to_keep: int | torch.Tensor) -> Want:
+        """ "last" where the last token of each row is all that the kept columns need."""
+        if isinstance(logits_to_keep, torch.Tensor) or (logits_to_keep != 1 and self.columns != 1):
+            return "all"
+        every_row_ends_here = self.sent_BL is None or bool(self.sent_BL[:, -1].all())
+        return "last" if every_row_ends_here else "all"
+
+    def logits(
+        self,
+        hidden_TD: torch.Tensor,
+        want: Want,
+        logits_to_keep: int | torch.Tensor,
+        head: Callable[[torch.Tensor], torch.Tensor],
+    ) -> torch.Tensor:
+        """Logits [B, K, V] of the kept columns; zeros in columns that were not sent.
+
+        `hidden_TD` is what a step with `want` returned. `logits_to_keep` means what transformers'
+        `forward` means by it: the last so many columns, 0 for all, or a tensor of their indices.
+        """
+        rows = len(self.row_ids)
+        if want == "last":
+            return head(hidden_TD).unsqueeze(1)
+        kept = (
+            logits_to_keep
+            if isinstance(logits_to_keep, torch.Tensor)
+            else slice(-logits_to_keep if logits_to_keep else None, None)
+        )
+        if self.sent_BL is None:
+            hidden_BKD = hidden_TD.view(rows, self.columns, -1)[:, kept]
+            return head(hidden_BKD.flatten(0, 1)).view(rows, hidden_BKD.shape[1], -1)
+        index_BL = self.sent_BL.flatten().cumsum(0).view_as(self.sent_BL) - 1
+        sent_BK = self.sent_BL[:, kept]
+        logits_TV = head(hidden_TD[index_BL[:, kept][sent_BK].to(hidden_TD.device)])
+        logits_BKV = logits_TV.new_zeros((*sent_BK.shape, logits_TV.shape[-1]))
+        logits_BKV[sent_BK.to(logits_BKV.device)] = logits_TV
+        return logits_BKV
+
+
+def pack(
+    ids_BL: torch.Tensor, mask_BL: torch.Tensor | None, skip: Sequence[int] | None = None
+) -> PackedBatch:
+    """Leave out what `mask_BL` hides (0: padding), then each row's first `skip[row]` tokens."""
+    if mask_BL is not None and bool(mask_BL.all()):
+        mask_BL = None
+    if mask_BL is None and not (skip and any(skip)):
+        return PackedBatch(ids_BL.unbind(0), None, ids_BL.shape[1])
+    sent_BL = torch.ones_like(ids_BL, dtype=torch.bool) if mask_BL is None else mask_BL != 0
+    if skip is not None:
+        start_B = torch.tensor(skip, device=sent_BL.device)
+        sent_BL = sent_BL & (sent_BL.cumsum(1) > start_B.unsqueeze(1))
+    row_ids = [ids_L[sent_L] for ids_L, sent_L in zip(ids_BL, sent_BL, strict=True)]
+    return PackedBatch(row_ids, sent_BL, ids_BL.shape[1])

@@ -1,0 +1,74 @@
+"""What a swarm cannot do for `generate` and `forward`, said before anything is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import GenerationConfig
+from transformers.generation.configuration_utils import GenerationMode
+
+from nesa_node.core.errors import UnsupportedFeatureError
+
+_FORWARD_ADVICE = {
+    "inputs_embeds": "pass input_ids, or hidden states to inference_session().step()",
+    "position_ids": "positions count each row's unmasked tokens: pass an attention_mask instead",
+    "labels": "take the logits and compute the loss from them",
+    "output_attentions": "attention weights stay on the nodes: load the model locally to see them",
+    "output_hidden_states": "hidden states stay on the nodes: load the model locally to see them",
+    "output_router_logits": "router logits stay on the nodes: load the model locally to see them",
+}
+
+_SUPPORTED_MODES = frozenset(
+    {GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.ASSISTED_GENERATION}
+)
+
+_OPTION_ADVICE = {
+    "cache_implementation": "leave it out, the nodes hold the cache",
+    "guidance_scale": "generate without classifier-free guidance",
+    "assistant_early_exit": "pass an assistant_model or prompt_lookup_num_tokens",
+    "use_mtp": "pass an assistant_model or prompt_lookup_num_tokens",
+    "speculation_type": "pass an assistant_model or prompt_lookup_num_tokens",
+    "dola_layers": "use greedy search or sampling",
+    "compile_config": "leave it out, the client has nothing to compile",
+    "output_attentions": _FORWARD_ADVICE["output_attentions"],
+    "output_hidden_states": _FORWARD_ADVICE["output_hidden_states"],
+}
+
+_HARMLESS: Mapping[str, tuple[Any, ...]] = {
+    "cache_implementation": ("dynamic",),
+    "guidance_scale": (1, 1.0),
+}
+
+
+def refuse_forward_arguments(arguments: Mapping[str, Any]) -> None:
+    """Raise `UnsupportedFeatureError` for an argument of `forward` that would change its result.
+
+    An argument that is None or False asks for nothing. Unknown ones raise `TypeError`.
+    """
+    for name, value in arguments.items():
+        if value is None or value is False:
+            continue
+        if name not in _FORWARD_ADVICE:
+            raise TypeError(f"forward() got an unexpected argument {name!r}")
+        raise UnsupportedFeatureError(
+            f"{name} is not supported by a distributed model: {_FORWARD_ADVICE[name]}"
+        )
+
+
+def refuse_generation_options(config: GenerationConfig) -> None:
+    """Raise `UnsupportedFeatureError` for an option of `generate` that a swarm cannot offer."""
+    mode = config.get_generation_mode()
+    if mode not in _SUPPORTED_MODES:
+        name = mode.value.replace("_", " ")
+        raise UnsupportedFeatureError(
+            f"{name} is not supported by a distributed model: use greedy search (num_beams=1, "
+            "do_sample=False) or sampling (num_beams=1, do_sample=True)"
+        )
+    for option, advice in _OPTION_ADVICE.items():
+        value = getattr(config, option, None)
+        if value in (None, False) or value in _HARMLESS.get(option, ()):
+            continue
+        raise UnsupportedFeatureError(
+            f"{option}={value!r} is not supported by a distributed model: {advice}"
+        )
