@@ -25,13 +25,13 @@ from pydantic import (
     model_validator,
 )
 
+from nesa_node.core.choices import DtypeName as DtypeName
+from nesa_node.core.choices import LogFormat as LogFormat
+from nesa_node.core.choices import LogLevel as LogLevel
+from nesa_node.core.choices import Route as Route
 from nesa_node.core.errors import ConfigError
 from nesa_node.core.ids import PeerId
-from nesa_node.core.logging import LogFormat, LogLevel
 from nesa_node.core.span import Span
-
-DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
-Route = Literal["chain", "star"]
 
 
 def default_cache_dir() -> Path:

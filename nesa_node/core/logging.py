@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 import re
 import sys
-from typing import Literal, TextIO
+from typing import TextIO
 
 import structlog
 from structlog.typing import EventDict, Processor, WrappedLogger
 
-LogFormat = Literal["console", "json"]
-LogLevel = Literal["debug", "info", "warning", "error"]
+from nesa_node.core.choices import LogFormat, LogLevel
 
 _SECRET_KEY = re.compile(r"(^|_)(token|swarm_key|secret|password|private_key)$")
 _QUIET_LIBRARIES = ("asyncio", "hivemind", "httpcore", "httpx", "huggingface_hub", "transformers")

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 import pytest
 import structlog
 
-from nesa_node.core.logging import LogFormat, setup_logging
+from nesa_node.core.choices import LogFormat
+from nesa_node.core.logging import setup_logging
 
 
 @pytest.fixture(autouse=True)

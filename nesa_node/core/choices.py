@@ -1,0 +1,8 @@
+"""The words a setting may take. Apart from `config.py`, so that asking for help costs no pydantic."""
+
+from typing import Literal
+
+DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
+Route = Literal["chain", "star"]
+LogFormat = Literal["console", "json"]
+LogLevel = Literal["debug", "info", "warning", "error"]
