@@ -34,7 +34,7 @@ class Hop:
 
 @dataclass(frozen=True, slots=True)
 class _Offer:
-    """What a peer may still be used for: one run inside `span`, across block boundary `via` if set."""
+    """What a peer may be used for: one run inside `span`, across block boundary `via` if set."""
 
     peer_id: PeerId
     span: Span
@@ -103,7 +103,7 @@ def chain_cost_s(
     penalty: Callable[[PeerId], float] = lambda _: 0.0,
     hop_latency_s: float = HOP_LATENCY_S,
 ) -> float:
-    """The cost that `plan_chain` minimises, of a given chain. Raises `KeyError` for unknown peers."""
+    """The cost, as `plan_chain` counts it, of `hops`. Raises `KeyError` for unknown peers."""
     nodes = {node.peer_id: node for node in snapshot.nodes}
     total_s = 0.0
     for hop in hops:

@@ -5,9 +5,9 @@ A span is better than another when, in this order, it
 1. covers more blocks that nobody holds;
 2. leaves holes that fewer further nodes of this size can fill (so that the first node of an empty
    swarm takes `0:10` or `10:20` of 30 blocks and never `5:15`);
-3. leaves the slowest blocks faster: the swarm's tokens/s per block (the sum over its holders), sorted
-   from the slowest, is lexicographically greatest. This is water filling: replicas go where the
-   swarm is narrowest.
+3. leaves the slowest blocks faster: the swarm's tokens/s per block (the sum over its holders),
+   sorted from the slowest, is lexicographically greatest. This is water filling: replicas go where
+   the swarm is narrowest.
 
 What is equal in all three is chosen by the caller's random generator.
 """
@@ -59,9 +59,8 @@ def reconsider_span(
     """The span to load after everyone that starts at the same time has announced what it took.
 
     A joining node gives way to the joining nodes whose peer id is lower than its own and to nobody
-    else. So the lowest keeps its span, the next chooses given the first, and after as many rounds as
-    there are newcomers nobody changes any more. `span` is returned unless another is strictly
-    better.
+    else. So the lowest keeps its span, the next chooses given the first, and after as many rounds
+    as there are newcomers nobody changes any more. `span` is returned unless another is better.
     """
     rivals = tuple(node for node in snapshot.joining if node.peer_id < peer_id)
     seen = replace(snapshot.without(peer_id), joining=rivals)

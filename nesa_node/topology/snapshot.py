@@ -40,7 +40,7 @@ class Snapshot:
     """The nodes of one model at `taken_at` (seconds since the epoch).
 
     `nodes` serve and can be routed through. `joining` have announced a span that they still load:
-    nobody can be routed through them, yet a newcomer counts them as holders when it chooses its own.
+    no chain goes through them, yet a newcomer counts them as holders when it chooses its own.
     """
 
     model_id: ModelId

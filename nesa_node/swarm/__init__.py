@@ -1,0 +1,1 @@
+"""The peer-to-peer network. This is the only package that imports hivemind."""

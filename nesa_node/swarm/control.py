@@ -1,0 +1,292 @@
+"""The control socket of libp2p's daemon.
+
+Messages are protobufs (`p2pd.proto`) with a varint length in front. A request has a connection of
+its own, which becomes the stream itself after STREAM_OPEN; one persistent connection multiplexes
+the unary calls that hivemind's DHT is made of. Written anew rather than taken from hivemind since
+its client leaks a socket when a request is cancelled, never ends calls whose daemon died, and keeps
+every cancelled handler in memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from nesa_node.core.errors import PeerUnreachableError, RemoteError, SwarmError
+from nesa_node.core.ids import PeerId
+from nesa_node.swarm.hive import Multiaddr, p2pd_pb2
+from nesa_node.swarm.identity import base58_decode, base58_encode
+from nesa_node.swarm.tasks import TaskSet
+
+log = structlog.get_logger(__name__)
+
+MAX_MESSAGE_BYTES = 4 * 1024**2
+"""The daemon's own limit for one unary message."""
+
+READER_LIMIT_BYTES = 64 * 1024
+"""A stream buffers twice this of what nobody has read yet. Measured: 1 MiB reads gain nothing from
+a larger buffer, and a hostile peer could fill it once per stream."""
+
+_MAX_UNARY_TASKS = 512
+_NOBODY = bytes.fromhex("002408011220") + bytes(32)
+_MAX_VARINT_BYTES = 5
+
+UnaryHandler = Callable[[PeerId, bytes], Awaitable[bytes]]
+
+
+async def read_message(reader: asyncio.StreamReader, message: Any) -> None:
+    """Read one message into `message`. Raises `SwarmError` for an oversized one."""
+    size = 0
+    for position in range(_MAX_VARINT_BYTES):
+        byte = (await reader.readexactly(1))[0]
+        size |= (byte & 0x7F) << (7 * position)
+        if byte < 0x80:
+            break
+    if size > 2 * MAX_MESSAGE_BYTES:
+        raise SwarmError(f"p2pd announced a message of {size} bytes")
+    message.ParseFromString(await reader.readexactly(size))
+
+
+def write_message(writer: asyncio.StreamWriter, message: Any) -> None:
+    size = message.ByteSize()
+    prefix = bytearray()
+    while size > 0x7F:
+        prefix.append(size & 0x7F | 0x80)
+        size >>= 7
+    prefix.append(size)
+    writer.write(bytes(prefix) + message.SerializeToString())
+
+
+class ControlSocket:
+    """Requests to the daemon. Its errors become `PeerUnreachableError` with the daemon's words."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    async def identify(self) -> tuple[PeerId, tuple[str, ...]]:
+        """The daemon's peer id and the addresses others can dial, without `/p2p/`."""
+        response = await self._ask(p2pd_pb2.Request(type=p2pd_pb2.Request.IDENTIFY))
+        addresses = tuple(str(Multiaddr(raw)) for raw in response.identify.addrs)
+        return PeerId(base58_encode(response.identify.id)), addresses
+
+    async def connect(self, peer: PeerId, addresses: Sequence[str], timeout_s: float) -> None:
+        """Dial `peer`; returns at once if it is connected already."""
+        connect = p2pd_pb2.ConnectRequest(
+            peer=base58_decode(peer),
+            addrs=[Multiaddr(address).to_bytes() for address in addresses],
+            timeout=max(1, round(timeout_s)),
+        )
+        await self._ask(p2pd_pb2.Request(type=p2pd_pb2.Request.CONNECT, connect=connect))
+
+    async def disconnect(self, peer: PeerId) -> None:
+        request = p2pd_pb2.DisconnectRequest(peer=base58_decode(peer))
+        await self._ask(p2pd_pb2.Request(type=p2pd_pb2.Request.DISCONNECT, disconnect=request))
+
+    async def connected_peers(self) -> tuple[PeerId, ...]:
+        response = await self._ask(p2pd_pb2.Request(type=p2pd_pb2.Request.LIST_PEERS))
+        return tuple(PeerId(base58_encode(peer.id)) for peer in response.peers)
+
+    async def knows_the_way(self) -> bool:
+        """Whether the daemon has anyone to ask where a peer is; false until the first handshake."""
+        query = p2pd_pb2.DHTRequest(type=p2pd_pb2.DHTRequest.FIND_PEER, peer=_NOBODY, timeout=1)
+        try:
+            await self._ask(p2pd_pb2.Request(type=p2pd_pb2.Request.DHT, dht=query))
+        except PeerUnreachableError as error:
+            return "failed to find any peer in table" not in str(error)
+        return True
+
+    async def forward_streams(self, protocol: str, listener: Path) -> None:
+        """Have the daemon connect to the unix socket `listener` for each stream of `protocol`."""
+        handler = p2pd_pb2.StreamHandlerRequest(
+            addr=Multiaddr(f"/unix{listener}").to_bytes(), proto=[protocol], balanced=False
+        )
+        await self._ask(
+            p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_HANDLER, streamHandler=handler)
+        )
+
+    async def open_stream(
+        self, peer: PeerId, protocol: str, timeout_s: float
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """A stream to `peer`; the caller closes the writer."""
+        opening = p2pd_pb2.StreamOpenRequest(
+            peer=base58_decode(peer), proto=[protocol], timeout=max(1, round(timeout_s))
+        )
+        request = p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_OPEN, streamOpen=opening)
+        reader, writer = await self._open()
+        try:
+            await _exchange(reader, writer, request)
+        except BaseException:
+            writer.close()
+            raise
+        return reader, writer
+
+    async def open_persistent(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        request = p2pd_pb2.Request(type=p2pd_pb2.Request.PERSISTENT_CONN_UPGRADE)
+        reader, writer = await self._open()
+        try:
+            await _exchange(reader, writer, request)
+        except BaseException:
+            writer.close()
+            raise
+        return reader, writer
+
+    async def _ask(self, request: Any) -> Any:
+        reader, writer = await self._open()
+        try:
+            return await _exchange(reader, writer, request)
+        finally:
+            writer.close()
+
+    async def _open(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        try:
+            return await asyncio.open_unix_connection(self._path, limit=READER_LIMIT_BYTES)
+        except OSError as error:
+            raise PeerUnreachableError("libp2p's daemon of this node is gone") from error
+
+
+async def _exchange(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, request: Any
+) -> Any:
+    response = p2pd_pb2.Response()
+    try:
+        write_message(writer, request)
+        await writer.drain()
+        await read_message(reader, response)
+    except (OSError, asyncio.IncompleteReadError) as error:
+        raise PeerUnreachableError("libp2p's daemon of this node is gone") from error
+    if response.type == p2pd_pb2.Response.ERROR:
+        raise PeerUnreachableError(response.error.msg)
+    return response
+
+
+class UnaryCalls:
+    """Request and response over the persistent connection, in both directions.
+
+    At most `_MAX_UNARY_TASKS` incoming calls are worked on at once; more are answered by an error.
+    """
+
+    def __init__(self, writer: asyncio.StreamWriter, tasks: TaskSet) -> None:
+        self._writer = writer
+        self._tasks = tasks
+        self._handlers: dict[str, UnaryHandler] = {}
+        self._calls: dict[bytes, asyncio.Future[Any]] = {}
+        self._closed = False
+
+    async def call(self, peer: PeerId, protocol: str, data: bytes) -> bytes:
+        """Raises `PeerUnreachableError`, or `RemoteError` when the peer's handler failed."""
+        request = p2pd_pb2.CallUnaryRequest(peer=base58_decode(peer), proto=protocol, data=data)
+        response = await self._ask(callUnary=request)
+        if response.HasField("callUnaryResponse"):
+            result = response.callUnaryResponse
+            if result.HasField("response"):
+                return bytes(result.response)
+            raise RemoteError("unary_failed", result.error.decode(errors="replace")[:200])
+        raise PeerUnreachableError(response.daemonError.message[:200])
+
+    async def add_handler(self, protocol: str, handler: UnaryHandler) -> None:
+        self._handlers[protocol] = handler
+        await self._ask(
+            addUnaryHandler=p2pd_pb2.AddUnaryHandlerRequest(proto=protocol, balanced=False)
+        )
+
+    async def remove_handler(self, protocol: str) -> None:
+        if self._handlers.pop(protocol, None) is not None and not self._closed:
+            with suppress(SwarmError):
+                await self._ask(
+                    removeUnaryHandler=p2pd_pb2.RemoveUnaryHandlerRequest(proto=protocol)
+                )
+
+    def close(self) -> None:
+        """Fail every pending call, and every later one at once."""
+        self._closed = True
+        for future in self._calls.values():
+            if not future.done():
+                future.set_exception(PeerUnreachableError("this node has left the network"))
+                future.exception()  # nobody may be waiting any more
+        self._writer.close()
+
+    async def receive(self, reader: asyncio.StreamReader) -> None:
+        """Dispatch what arrives until the daemon ends. Runs as a task."""
+        while True:
+            response = p2pd_pb2.PersistentConnectionResponse()
+            try:
+                await read_message(reader, response)
+            except (OSError, asyncio.IncompleteReadError):
+                return self.close()
+            if response.HasField("requestHandling"):
+                self._dispatch(response.callId, response.requestHandling)
+            elif (future := self._calls.get(response.callId)) is not None and not future.done():
+                future.set_result(response)
+
+    async def _ask(self, **fields: Any) -> Any:
+        if self._closed:
+            raise PeerUnreachableError("this node has left the network")
+        call_id = uuid.uuid4().bytes
+        future = asyncio.get_running_loop().create_future()
+        self._calls[call_id] = future
+        try:
+            await self._send(call_id, **fields)
+            return await future
+        except asyncio.CancelledError:
+            if not self._closed:
+                cancel = p2pd_pb2.PersistentConnectionRequest(
+                    callId=call_id, cancel=p2pd_pb2.Cancel()
+                )
+                write_message(self._writer, cancel)
+            raise
+        finally:
+            del self._calls[call_id]
+
+    async def _send(self, call_id: bytes, **fields: Any) -> None:
+        message = p2pd_pb2.PersistentConnectionRequest(callId=call_id, **fields)
+        if message.ByteSize() > MAX_MESSAGE_BYTES:
+            raise SwarmError(f"a unary message of {message.ByteSize()} bytes is too large")
+        write_message(self._writer, message)
+        try:
+            await self._writer.drain()
+        except OSError as error:
+            raise PeerUnreachableError("libp2p's daemon of this node is gone") from error
+
+    def _dispatch(self, call_id: bytes, request: Any) -> None:
+        handler = self._handlers.get(request.proto)
+        if handler is None or len(self._tasks) >= _MAX_UNARY_TASKS:
+            handler = _refuse
+        self._tasks.start(self._answer(handler, call_id, request), name=f"unary {request.proto}")
+
+    async def _answer(self, handler: UnaryHandler, call_id: bytes, request: Any) -> None:
+        try:
+            data = await handler(PeerId(base58_encode(request.peer)), request.data)
+            result = p2pd_pb2.CallUnaryResponse(response=data)
+        except Exception as error:  # whatever a peer sent is answered, and only that call fails
+            log.debug("unary_handler_failed", protocol=request.proto, error=repr(error)[:200])
+            result = p2pd_pb2.CallUnaryResponse(error=type(error).__name__.encode())
+        with suppress(SwarmError):
+            await self._send(call_id, unaryResponse=result)
+
+
+async def _refuse(peer: PeerId, data: bytes) -> bytes:
+    raise RemoteError("busy", "no handler or too many calls")
+
+
+@asynccontextmanager
+async def open_unary_calls(control: ControlSocket) -> AsyncIterator[UnaryCalls]:
+    """The persistent connection, on which the daemon's life depends, for as long as the context."""
+    reader, writer = await control.open_persistent()
+    tasks = TaskSet()
+    calls = UnaryCalls(writer, tasks)
+    receiver = asyncio.create_task(calls.receive(reader), name="p2pd-unary")
+    try:
+        yield calls
+    finally:
+        calls.close()
+        receiver.cancel()
+        await asyncio.wait({receiver})
+        await tasks.close()
+        with suppress(OSError):
+            await writer.wait_closed()

@@ -1,0 +1,248 @@
+"""The libp2p daemon of a node: a child process, and the private directory with its sockets.
+
+The daemon lives as long as our persistent connection to it (`control.py`), so that it ends with
+this process even on SIGKILL. What a killed process leaves behind is its runtime directory with two
+dead sockets; the next start removes it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import errno
+import fcntl
+import os
+import shutil
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
+from pathlib import Path
+
+import structlog
+
+from nesa_node.core.errors import AddressInUseError, ConfigError, SwarmError
+from nesa_node.swarm.hive import P2PD_PATH, Multiaddr
+
+log = structlog.get_logger(__name__)
+
+_START_TIMEOUT_S = 20.0
+_STOP_TIMEOUT_S = 3.0
+_UNCONNECTED_EXIT_S = 20
+_MAX_SOCKET_PATH_BYTES = 100
+_PREFIX = "nesa-node-"
+_NEW_PREFIX = ".nesa-node-new-"
+
+
+class Daemon:
+    """A running p2pd. `lost` is set when the process has ended, whoever ended it."""
+
+    def __init__(self, process: asyncio.subprocess.Process, directory: Path) -> None:
+        self.process = process
+        self.control_path = directory / "p2pd.sock"
+        self.streams_path = directory / "streams.sock"
+        self.lost = asyncio.Event()
+        self.last_lines: collections.deque[str] = collections.deque(maxlen=20)
+        self._ready = asyncio.Event()
+
+    async def watch(self) -> None:
+        """Read the daemon's output until it ends. Runs as a task for the daemon's whole life."""
+        assert self.process.stdout is not None
+        while line := await self._read_line(self.process.stdout):
+            self.last_lines.append(line)
+            log.debug("p2pd_output", line=line)
+            if line.startswith("Peer ID:"):
+                self._ready.set()
+        await self.process.wait()
+        self.lost.set()
+        self._ready.set()
+
+    async def wait_until_ready(self) -> None:
+        """Raises `AddressInUseError` or `SwarmError` with the daemon's own words if it gave up."""
+        try:
+            async with asyncio.timeout(_START_TIMEOUT_S):
+                await self._ready.wait()
+        except TimeoutError as error:
+            raise SwarmError(f"p2pd did not start within {_START_TIMEOUT_S:.0f} s") from error
+        if self.lost.is_set():
+            raise _start_error(self.last_lines[-1] if self.last_lines else "no output")
+
+    @staticmethod
+    async def _read_line(stdout: asyncio.StreamReader) -> str:
+        try:
+            line = await stdout.readline()
+        except ValueError:  # a line longer than the reader's limit; the reader has dropped it
+            return "(overlong line)\n"
+        return line.decode(errors="replace")
+
+
+@asynccontextmanager
+async def start_p2pd(
+    *,
+    identity_path: Path,
+    host_maddrs: Sequence[str],
+    announce_maddrs: Sequence[str],
+    trusted_relays: Sequence[str],
+    nat_port_map: bool,
+    auto_nat: bool,
+    relay: bool,
+    listen: bool,
+) -> AsyncIterator[Daemon]:
+    """Run a p2pd for as long as the context lasts, then stop it and wait for it.
+
+    Raises `ConfigError` for a malformed address, `AddressInUseError` if a port asked for is taken.
+    """
+    for address in (*host_maddrs, *announce_maddrs, *trusted_relays):
+        parse_multiaddr(address)
+    if listen:
+        _require_free_ports(host_maddrs)
+    with _runtime_directory() as directory:
+        arguments = [
+            f"-id={identity_path}",
+            f"-listen=/unix{directory / 'p2pd.sock'}",
+            f"-idleTimeout={_UNCONNECTED_EXIT_S}s",
+            f"-natPortMap={int(nat_port_map)}",
+            f"-autonat={int(auto_nat)}",
+            f"-relay={int(relay)}",
+            f"-autoRelay={int(relay)}",
+            f"-relayService={int(relay)}",
+            "-b=0",
+            "-tls=1",
+            "-connManager=1",
+            "-dhtServer=1" if listen else "-dhtClient=1",
+            f"-hostAddrs={','.join(host_maddrs)}" if listen else "-noListenAddrs=1",
+        ]
+        if announce_maddrs:
+            arguments.append(f"-announceAddrs={','.join(announce_maddrs)}")
+        if relay and trusted_relays:
+            arguments.append(f"-trustedRelays={','.join(trusted_relays)}")
+        async with _child(arguments, directory) as daemon:
+            yield daemon
+
+
+@asynccontextmanager
+async def _child(arguments: Sequence[str], directory: Path) -> AsyncIterator[Daemon]:
+    environment = {**os.environ, "GOLOG_LOG_FMT": "json"}
+    environment.setdefault("GOLOG_LOG_LEVEL", "error")
+    try:
+        process = await asyncio.create_subprocess_exec(
+            P2PD_PATH,
+            *arguments,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            env=environment,
+            # Ctrl-C in a terminal goes to the whole process group; the daemon must outlive it until
+            # this node has withdrawn its record.
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise SwarmError(
+            f"cannot run libp2p's daemon {P2PD_PATH}: {error.strerror}; hivemind ships it for "
+            "Linux on x86-64 only"
+        ) from error
+    daemon = Daemon(process, directory)
+    watcher = asyncio.create_task(daemon.watch(), name="p2pd-output")
+    try:
+        await daemon.wait_until_ready()
+        yield daemon
+    finally:
+        await _stop(process, watcher)
+
+
+async def _stop(process: asyncio.subprocess.Process, watcher: asyncio.Task[None]) -> None:
+    """Terminate, then kill. The watcher ends at the end of the daemon's output."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with suppress(ProcessLookupError):
+            process.send_signal(number)
+        done, _ = await asyncio.wait({watcher}, timeout=_STOP_TIMEOUT_S)
+        if done:
+            break
+    watcher.cancel()
+    await asyncio.wait({watcher})
+
+
+def parse_multiaddr(text: str) -> Multiaddr:
+    """Raises `ConfigError` naming the text."""
+    try:
+        return Multiaddr(text)
+    except Exception as error:  # the parser raises a dozen unrelated types
+        raise ConfigError(
+            f"{text!r} is not a multiaddress; they look like /ip4/1.2.3.4/tcp/31330 or, for a "
+            "peer, /ip4/1.2.3.4/tcp/31330/p2p/12D3KooW..."
+        ) from error
+
+
+def _start_error(line: str) -> SwarmError:
+    line = line.strip()
+    if "address already in use" in line:
+        return AddressInUseError(f"cannot listen: {line}; choose another port with --host-maddrs")
+    return SwarmError(f"libp2p's daemon did not start: {line}")
+
+
+def _require_free_ports(host_maddrs: Sequence[str]) -> None:
+    """The daemon would share a taken port (it sets SO_REUSEPORT) or silently skip its address."""
+    for text in host_maddrs:
+        parts = text.strip("/").split("/")
+        fields = dict(zip(parts[::2], parts[1::2], strict=False))
+        kind = socket.SOCK_DGRAM if "udp" in fields else socket.SOCK_STREAM
+        port = int(fields.get("tcp") or fields.get("udp") or 0)
+        host = fields.get("ip4") or fields.get("ip6")
+        if port == 0 or host is None:
+            continue
+        family = socket.AF_INET if "ip4" in fields else socket.AF_INET6
+        with suppress(OSError), socket.socket(family, kind) as probe:
+            if kind == socket.SOCK_STREAM:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            try:
+                probe.bind((host, port))
+            except OSError as error:
+                if error.errno == errno.EADDRINUSE:
+                    raise AddressInUseError(
+                        f"cannot listen on {text}: port {port} is in use; stop the other program "
+                        "or choose another port with --host-maddrs"
+                    ) from error
+
+
+@contextmanager
+def _runtime_directory() -> Iterator[Path]:
+    """A directory that only this user can enter, locked while in use and removed at the end."""
+    base = Path(tempfile.gettempdir())
+    if len(os.fsencode(base)) > _MAX_SOCKET_PATH_BYTES - 50:
+        raise SwarmError(f"{base} is too long a path for sockets; set TMPDIR to a shorter one")
+    _sweep(base)
+    # Locked under a name that no sweep touches, then renamed: a swept name is always locked by its
+    # owner or stale.
+    fresh = Path(tempfile.mkdtemp(prefix=_NEW_PREFIX, dir=base))
+    descriptor = os.open(fresh, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    directory = fresh.with_name(f"{_PREFIX}{os.getuid()}-{fresh.name.removeprefix(_NEW_PREFIX)}")
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        fresh.rename(directory)
+        yield directory
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+        shutil.rmtree(fresh, ignore_errors=True)
+        os.close(descriptor)
+
+
+def _sweep(base: Path) -> None:
+    """Remove the runtime directories of processes that were killed."""
+    for path in base.glob(f"{_PREFIX}{os.getuid()}-*"):
+        with suppress(OSError):
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                if os.fstat(descriptor).st_uid == os.getuid():
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(path, ignore_errors=True)
+            finally:
+                os.close(descriptor)
+    for path in base.glob(f"{_NEW_PREFIX}*"):
+        with suppress(OSError):
+            status = path.lstat()
+            if status.st_uid == os.getuid() and time.time() - status.st_mtime > 60:
+                path.rmdir()

@@ -1,0 +1,48 @@
+"""Tasks that outlive the call that started them, and end with their owner."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+import structlog
+
+log = structlog.get_logger(__name__)
+
+
+class TaskSet:
+    """Starts tasks that must not take their owner down with them.
+
+    A `TaskGroup` would cancel its body and all siblings when one stream's handler fails, and wrap
+    the body's own error in a group. Here a failure is logged, and `close` ends whatever still runs.
+    """
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._closed = False
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def start(self, coroutine: Coroutine[Any, Any, None], *, name: str) -> None:
+        """Run `coroutine` as a task; closes it unrun after `close`."""
+        if self._closed:
+            coroutine.close()
+            return
+        task = asyncio.create_task(coroutine, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._finished)
+
+    async def close(self) -> None:
+        """Cancel every task and wait until it is gone, also those that a task starts meanwhile."""
+        self._closed = True
+        while self._tasks:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.wait(self._tasks)
+
+    def _finished(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("task_failed", task=task.get_name(), exc_info=error)

@@ -1,0 +1,275 @@
+"""Streams between peers, over a libp2p daemon of our own.
+
+libp2p finds a peer by its id, encrypts, and proves both ends' ids: the `peer` that a handler gets
+is who it says. Opening a stream to a peer that just died can succeed; only the first read then
+fails, so every protocol on top acknowledges its opening and gives every read a deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+
+import structlog
+
+from nesa_node.core.errors import (
+    BootstrapError,
+    ConfigError,
+    PeerUnreachableError,
+    SwarmError,
+)
+from nesa_node.core.ids import PeerId
+from nesa_node.swarm.control import (
+    READER_LIMIT_BYTES,
+    ControlSocket,
+    UnaryCalls,
+    open_unary_calls,
+    read_message,
+)
+from nesa_node.swarm.hive import p2pd_pb2
+from nesa_node.swarm.identity import Identity, base58_encode
+from nesa_node.swarm.p2pd import Daemon, parse_multiaddr, start_p2pd
+from nesa_node.swarm.tasks import TaskSet
+
+log = structlog.get_logger(__name__)
+
+MAX_STREAMS_PER_PEER = 256
+_BOOTSTRAP_TIMEOUT_S = 15.0
+_PREAMBLE_TIMEOUT_S = 10.0
+_ROUTING_ATTEMPTS = 100
+
+StreamHandler = Callable[[PeerId, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+class Transport:
+    """This node's place in the network; made by `open_transport`."""
+
+    def __init__(
+        self, peer_id: PeerId, daemon: Daemon, control: ControlSocket, unary: UnaryCalls
+    ) -> None:
+        self.peer_id = peer_id
+        self.control = control
+        self.unary = unary
+        self.lost = daemon.lost
+        """Set when libp2p's daemon has ended: nothing works any more, and the node must restart."""
+        self.addresses: tuple[str, ...] = ()
+        """Where others can dial this node, each ending in `/p2p/<peer id>`."""
+        self._daemon = daemon
+        self._handlers: dict[str, StreamHandler] = {}
+        self._streams = TaskSet()
+        self._streams_of: Counter[PeerId] = Counter()
+
+    @property
+    def daemon_pid(self) -> int:
+        return self._daemon.process.pid
+
+    async def refresh_addresses(self) -> tuple[str, ...]:
+        """Ask the daemon again: interfaces come and go, and NAT mappings are found late."""
+        _, addresses = await self.control.identify()
+        self.addresses = tuple(f"{address}/p2p/{self.peer_id}" for address in addresses)
+        return self.addresses
+
+    async def connect(
+        self, peer: PeerId, addresses: Sequence[str] = (), timeout_s: float = 10.0
+    ) -> None:
+        """Dial `peer` at `addresses`, or where the DHT says it is. A no-op when connected.
+
+        Raises `PeerUnreachableError`. Addresses of other peers are ignored.
+        """
+        suffix = f"/p2p/{peer}"
+        bare = [address.removesuffix(suffix) for address in addresses if address.endswith(suffix)]
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self.control.connect(peer, bare, timeout_s)
+        except TimeoutError as error:
+            raise PeerUnreachableError(f"{peer} did not answer within {timeout_s:g} s") from error
+        except PeerUnreachableError as error:
+            raise PeerUnreachableError(f"cannot reach {peer}: {error}") from error
+
+    async def open_stream(
+        self,
+        peer: PeerId,
+        protocol: str,
+        addresses: Sequence[str] = (),
+        timeout_s: float = 10.0,
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """A duplex stream to `peer`; the caller closes the writer. Raises `PeerUnreachableError`.
+
+        Also when the peer does not speak `protocol`. `timeout_s` bounds dialling and opening.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                if addresses:
+                    await self.connect(peer, addresses, timeout_s)
+                return await self.control.open_stream(peer, protocol, timeout_s)
+        except TimeoutError as error:
+            raise PeerUnreachableError(f"{peer} did not answer within {timeout_s:g} s") from error
+        except PeerUnreachableError as error:
+            raise PeerUnreachableError(f"no stream to {peer}: {error}") from error
+
+    async def serve(self, protocol: str, handler: StreamHandler) -> None:
+        """Run `handler(peer, reader, writer)` in a task for each stream that a peer opens.
+
+        The writer is closed when the handler returns. An exception in it is logged and ends that
+        stream only; at close of the transport the handlers are cancelled. One peer may hold
+        `MAX_STREAMS_PER_PEER` streams; further ones are closed at once.
+        """
+        self._handlers[protocol] = handler
+        await self.control.forward_streams(protocol, self._daemon.streams_path)
+
+    def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """The daemon's end of an incoming stream has connected."""
+        self._streams.start(self._handle(reader, writer), name="incoming-stream")
+
+    async def close(self) -> None:
+        """Cancel all handlers and wait for them."""
+        await self._streams.close()
+
+    async def _handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            info = p2pd_pb2.StreamInfo()
+            async with asyncio.timeout(_PREAMBLE_TIMEOUT_S):
+                await read_message(reader, info)
+            peer = PeerId(base58_encode(info.peer))
+            await self._run_handler(info.proto, peer, reader, writer)
+        except (OSError, TimeoutError, asyncio.IncompleteReadError):
+            log.debug("incoming_stream_broke")
+        finally:
+            writer.close()
+            with suppress(OSError):
+                await writer.wait_closed()
+
+    async def _run_handler(
+        self,
+        protocol: str,
+        peer: PeerId,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+    ) -> None:
+        handler = self._handlers.get(protocol)
+        if handler is None or self._streams_of[peer] >= MAX_STREAMS_PER_PEER:
+            log.warning("stream_refused", peer=peer, protocol=protocol)
+            return
+        self._streams_of[peer] += 1
+        try:
+            await handler(peer, reader, writer)
+        except (OSError, asyncio.IncompleteReadError):
+            log.debug("stream_broke", peer=peer, protocol=protocol)
+        except Exception:  # the edge of a task: one stream's failure must not end the node
+            log.exception("stream_handler_failed", peer=peer, protocol=protocol)
+        finally:
+            self._streams_of[peer] -= 1
+            if not self._streams_of[peer]:
+                del self._streams_of[peer]
+
+
+@asynccontextmanager
+async def open_transport(
+    identity: Identity,
+    *,
+    host_maddrs: Sequence[str] = ("/ip4/0.0.0.0/tcp/0", "/ip6/::/tcp/0"),
+    announce_maddrs: Sequence[str] = (),
+    initial_peers: Sequence[str] = (),
+    nat_port_map: bool = False,
+    auto_nat: bool = False,
+    relay: bool = False,
+    listen: bool = True,
+) -> AsyncIterator[Transport]:
+    """Join the network as `identity` and leave it at the end, with nothing left behind.
+
+    With `listen=False` others can only answer. Port 0 lets the system choose. `nat_port_map` asks
+    the router by UPnP for a port, `auto_nat` asks other peers whether this one can be reached,
+    `relay` lets streams go through third peers where no direct connection is possible.
+
+    Raises `IdentityError` if the key is in use, `ConfigError` for malformed addresses,
+    `AddressInUseError` for a taken port, and `BootstrapError` if no initial peer answers.
+    """
+    peers = _parse_initial_peers(initial_peers, own=identity.peer_id)
+    async with AsyncExitStack() as stack:
+        stack.enter_context(identity.lock())
+        daemon = await stack.enter_async_context(
+            start_p2pd(
+                identity_path=identity.path,
+                host_maddrs=host_maddrs,
+                announce_maddrs=announce_maddrs,
+                trusted_relays=initial_peers,
+                nat_port_map=nat_port_map,
+                auto_nat=auto_nat,
+                relay=relay,
+                listen=listen,
+            )
+        )
+        control = ControlSocket(daemon.control_path)
+        unary = await stack.enter_async_context(open_unary_calls(control))
+        transport = Transport(identity.peer_id, daemon, control, unary)
+        server = await asyncio.start_unix_server(
+            transport.accept, daemon.streams_path, limit=READER_LIMIT_BYTES
+        )
+        stack.push_async_callback(transport.close)
+        stack.callback(server.close)
+        if not await transport.refresh_addresses() and listen:
+            raise SwarmError(f"libp2p's daemon listens on none of {', '.join(host_maddrs)}")
+        await _join(transport, peers)
+        watcher = asyncio.create_task(_report_loss(daemon), name="p2pd-watcher")
+        stack.push_async_callback(_cancel, watcher)
+        log.info("transport_opened", peer_id=transport.peer_id, addresses=transport.addresses)
+        yield transport
+
+
+async def _report_loss(daemon: Daemon) -> None:
+    await daemon.lost.wait()
+    log.error("p2pd_lost", returncode=daemon.process.returncode, output=list(daemon.last_lines))
+
+
+async def _cancel(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.wait({task})
+
+
+def split_peer_address(address: str) -> tuple[str, PeerId]:
+    """`/ip4/.../p2p/<id>` as the address and the id; `ConfigError` if it has no id."""
+    parse_multiaddr(address)
+    bare, separator, peer = address.rpartition("/p2p/")
+    if not separator or not bare or "/" in peer:
+        raise ConfigError(f"the peer address {address!r} must end in /p2p/<peer id>")
+    return bare, PeerId(peer)
+
+
+def _parse_initial_peers(addresses: Sequence[str], own: PeerId) -> dict[PeerId, list[str]]:
+    peers: dict[PeerId, list[str]] = {}
+    for address in addresses:
+        _, peer = split_peer_address(address)
+        if peer != own:
+            peers.setdefault(peer, []).append(address)
+    return peers
+
+
+async def _join(transport: Transport, peers: dict[PeerId, list[str]]) -> None:
+    """Connect to all initial peers at once; enough that one answers."""
+    if not peers:
+        return
+    results = await asyncio.gather(
+        *(
+            transport.connect(peer, addresses, _BOOTSTRAP_TIMEOUT_S)
+            for peer, addresses in peers.items()
+        ),
+        return_exceptions=True,
+    )
+    failures = dict(zip(peers, results, strict=True))
+    for peer, failure in failures.items():
+        if isinstance(failure, PeerUnreachableError):
+            log.warning("initial_peer_unreachable", peer=peer, error=str(failure))
+        elif failure is not None:
+            raise failure
+    if all(failure is not None for failure in failures.values()):
+        tried = ", ".join(address for addresses in peers.values() for address in addresses)
+        raise BootstrapError(
+            f"none of the initial peers answered: {tried}; check that one of them runs, and that "
+            "its address and port can be reached from here (`nesa-node doctor`)"
+        )
+    for _ in range(_ROUTING_ATTEMPTS):
+        if await transport.control.knows_the_way():
+            return
+        await asyncio.sleep(0.02)
