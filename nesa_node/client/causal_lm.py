@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
@@ -27,7 +27,7 @@ from nesa_node.core.errors import ContextLengthError, UnsupportedFeatureError
 from nesa_node.core.span import Span
 
 
-class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):
+class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-untyped-call]
     """Made by `AutoDistributedModelForCausalLM.from_pretrained`; `generate` is transformers' own.
 
     `layers` are the spans of the model in order and who runs each; None stands for the swarm, which
@@ -56,7 +56,7 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):
         self.name_or_path = name
         self.context_length = context_length
         """The most tokens that the model itself allows; a route may promise fewer."""
-        self.eval()
+        self.training = False
         self._ends = ends
         self._connect = connect
         self._layers = layers
@@ -126,9 +126,10 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):
                 )
         if return_dict is False:
             return (logits,) if past_key_values is None else (logits, past_key_values)
-        return CausalLMOutputWithPast(logits=logits, past_key_values=past_key_values)  # type: ignore[arg-type]
+        cache: Any = past_key_values
+        return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
 
-    def generate(  # type: ignore[override]
+    def generate(
         self,
         inputs: torch.Tensor | None = None,
         *args: Any,
@@ -157,11 +158,13 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):
             )
         cache = SessionCache(session, match_prefix=session is not None)
         try:
-            result = super().generate(inputs, *args, past_key_values=cache, **kwargs)
+            result: Any = super().generate(  # type: ignore[misc]
+                inputs, *args, past_key_values=cache, **kwargs
+            )
         finally:
             if session is None and cache.session is not None:
                 cache.session.close()
-        if isinstance(result, Mapping):
+        if isinstance(result, dict):
             result["past_key_values"] = None
         return result
 
@@ -180,11 +183,6 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):
     ) -> None:
         self.close()
 
-    def to(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise UnsupportedFeatureError(
-            "a distributed model stays where it is: pass device= and dtype= to from_pretrained"
-        )
-
     def save_pretrained(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise UnsupportedFeatureError(
             "a distributed model holds only its ends: download the checkpoint itself instead"
@@ -194,6 +192,15 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):
         raise UnsupportedFeatureError(
             "continuous batching happens on the nodes: call generate() from several threads"
         )
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        # What `to`, `cuda`, `half` and the like come down to.
+        moved = fn(torch.empty(0, dtype=self.dtype, device=self.device))
+        if moved.dtype != self.dtype or moved.device != self.device:
+            raise UnsupportedFeatureError(
+                "a distributed model stays as it is: pass device= and dtype= to from_pretrained"
+            )
+        return self
 
     def _logits(
         self,
@@ -206,14 +213,14 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):
         batch = cache.admit(input_ids.to(self.device), attention_mask)
         want = batch.want(logits_to_keep)
         hidden_TD = session.feed(batch.row_ids, want)
-        logits_BKV = batch.logits(hidden_TD, want, logits_to_keep, self._ends.head)
-        # The ends compute in inference mode; callers may change what they get in place.
-        return logits_BKV.clone() if logits_BKV.is_inference() else logits_BKV
+        return batch.logits(hidden_TD, want, logits_to_keep, self._ends.head)
 
     def _prepare_generation_config(
         self, generation_config: GenerationConfig | None, **kwargs: Any
     ) -> tuple[GenerationConfig, dict[str, Any]]:
-        config, model_kwargs = super()._prepare_generation_config(generation_config, **kwargs)
+        config, model_kwargs = super()._prepare_generation_config(  # type: ignore[misc]
+            generation_config, **kwargs
+        )
         refuse_generation_options(config)
         refuse_forward_arguments(
             {name: model_kwargs.get(name) for name in ("inputs_embeds", "position_ids")}
@@ -224,7 +231,7 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):
         config.prefill_chunk_size = None
         return config, model_kwargs
 
-    def _prepare_cache_for_generation(
+    def _prepare_cache_for_generation(  # type: ignore[override]
         self,
         generation_config: GenerationConfig,
         model_kwargs: dict[str, Any],

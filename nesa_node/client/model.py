@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 from transformers import GenerationConfig
@@ -25,7 +24,7 @@ from nesa_node.engine.parts import load_blocks, load_ends
 class AutoDistributedModelForCausalLM:
     """Not made itself: `from_pretrained` gives a `DistributedModelForCausalLM`."""
 
-    def __init__(self) -> NoReturn:
+    def __init__(self) -> None:
         raise TypeError("use AutoDistributedModelForCausalLM.from_pretrained(name, ...)")
 
     @classmethod

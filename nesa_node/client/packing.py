@@ -40,6 +40,17 @@ class PackedBatch:
         `hidden_TD` is what a step with `want` returned. `logits_to_keep` means what transformers'
         `forward` means by it: the last so many columns, 0 for all, or a tensor of their indices.
         """
+        logits_BKV = self._unpack(hidden_TD, want, logits_to_keep, head)
+        # Blocks and ends compute in inference mode; callers may change what they get in place.
+        return logits_BKV.clone() if logits_BKV.is_inference() else logits_BKV
+
+    def _unpack(
+        self,
+        hidden_TD: torch.Tensor,
+        want: Want,
+        logits_to_keep: int | torch.Tensor,
+        head: Callable[[torch.Tensor], torch.Tensor],
+    ) -> torch.Tensor:
         rows = len(self.row_ids)
         if want == "last":
             return head(hidden_TD).unsqueeze(1)

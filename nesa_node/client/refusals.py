@@ -19,6 +19,8 @@ _FORWARD_ADVICE = {
     "output_router_logits": "router logits stay on the nodes: load the model locally to see them",
 }
 
+_PASSED_ON_BY_GENERATE = ("tokenizer", "assistant_tokenizer")
+
 _SUPPORTED_MODES = frozenset(
     {GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.ASSISTED_GENERATION}
 )
@@ -47,7 +49,7 @@ def refuse_forward_arguments(arguments: Mapping[str, Any]) -> None:
     An argument that is None or False asks for nothing. Unknown ones raise `TypeError`.
     """
     for name, value in arguments.items():
-        if value is None or value is False:
+        if value is None or value is False or name in _PASSED_ON_BY_GENERATE:
             continue
         if name not in _FORWARD_ADVICE:
             raise TypeError(f"forward() got an unexpected argument {name!r}")
