@@ -1,0 +1,196 @@
+"""A model's config and tensors, from a local folder or the hub."""
+
+from __future__ import annotations
+
+import json
+import re
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from nesa_node.core.errors import (
+    ConfigError,
+    CorruptCheckpointError,
+    ModelNotFoundError,
+    UnsafeCheckpointError,
+)
+from nesa_node.engine.digests import sample_digests
+from nesa_node.engine.families import FAMILIES, Family, context_length
+from nesa_node.engine.model_config import DTYPES, parse_dtype, read_config, read_raw_config
+from nesa_node.engine.progress import Progress
+from nesa_node.engine.safetensors_file import TensorInfo, read_header, read_tensor
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+_PICKLES = re.compile(r"\.(bin|pt|pth|ckpt|pkl|h5|msgpack)$")
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+class Checkpoint(ABC):
+    """Read-only. `tensors` describes every tensor, whether its file is here already or not."""
+
+    def __init__(
+        self,
+        name: str,
+        folder: Path,
+        config: PreTrainedConfig,
+        tensors: Mapping[str, TensorInfo],
+    ) -> None:
+        self.name = name
+        self.folder = folder
+        self.config = config
+        self.tensors = tensors
+
+    @property
+    def family(self) -> Family:
+        return FAMILIES[self.config.model_type]
+
+    @property
+    def num_blocks(self) -> int:
+        return int(self.config.num_hidden_layers)
+
+    @property
+    def context_length(self) -> int:
+        return context_length(self.family, self.config)
+
+    @abstractmethod
+    def fetch(self, names: Iterable[str], progress: Progress | None = None) -> None:
+        """Have the files that hold these tensors here, complete and unchanged. Blocks.
+
+        Raises `DiskLimitError`, `CorruptCheckpointError`, `ModelNotFoundError`.
+        """
+
+    @abstractmethod
+    def fetch_side_files(self) -> Path:
+        """Return a folder with the tokenizer and generation config. Blocks."""
+
+    @abstractmethod
+    def tensor_digests(self) -> Mapping[str, str]:
+        """Return what identifies the weights (`model_id.py`)."""
+
+    def read(self, name: str) -> Tensor:
+        """Read one tensor into new CPU memory, in the checkpoint's dtype. Call `fetch` before."""
+        return read_tensor(self.folder, self.tensors[name])
+
+    def resolve_dtype(self, text: str) -> torch.dtype:
+        """Return the dtype named; `auto` is the one the weights are stored in.
+
+        Raises `ConfigError` for anything else.
+        """
+        dtype = parse_dtype(text)
+        if dtype is not None:
+            return dtype
+        stated = self.config.dtype
+        if isinstance(stated, torch.dtype) and stated in DTYPES.values():
+            return stated
+        sizes: Counter[torch.dtype] = Counter()
+        for info in self.tensors.values():
+            sizes[info.dtype] += info.numel
+        return max(DTYPES.values(), key=lambda candidate: sizes[candidate])
+
+    def raw_config(self) -> dict[str, object]:
+        return read_raw_config(self.folder, name=self.name)
+
+
+class LocalCheckpoint(Checkpoint):
+    """A folder with `config.json` and `model.safetensors`, or its shards and their index."""
+
+    def fetch(self, names: Iterable[str], progress: Progress | None = None) -> None:
+        missing = {self.tensors[name].file for name in names} - set(self._files())
+        if missing:
+            raise ModelNotFoundError(f"{self.folder} has lost {', '.join(sorted(missing))}")
+
+    def fetch_side_files(self) -> Path:
+        return self.folder
+
+    def tensor_digests(self) -> Mapping[str, str]:
+        return sample_digests(self.folder, self.tensors)
+
+    def _files(self) -> Iterable[str]:
+        return (path.name for path in self.folder.iterdir())
+
+
+def open_checkpoint(
+    model: str,
+    *,
+    revision: str | None = None,
+    token: str | None = None,
+    cache_dir: Path,
+    max_disk_bytes: int | None = None,
+    endpoint: str | None = None,
+) -> Checkpoint:
+    """Open a local folder, or a hub repository by name (its config and headers only). Blocks.
+
+    Raises `ModelNotFoundError`, `UnsupportedModelError`, `UnsafeCheckpointError`,
+    `CorruptCheckpointError`, `DiskLimitError`, and `ConfigError` for a revision of a folder.
+    """
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        if revision is not None:
+            raise ConfigError(f"a revision names a version on the hub; {folder} is a local folder")
+        return open_folder(folder)
+    if folder.exists() or not _HUB_NAME.fullmatch(model) or model.startswith("."):
+        raise ModelNotFoundError(
+            f"{model} is no folder; give a folder with config.json and *.safetensors, "
+            "or a name on the hub such as HuggingFaceTB/SmolLM2-135M-Instruct"
+        )
+    # Only here: huggingface_hub reads its environment when it is imported.
+    from nesa_node.engine.hub import open_hub
+
+    return open_hub(
+        model,
+        revision=revision,
+        token=token,
+        cache_dir=cache_dir,
+        max_disk_bytes=max_disk_bytes,
+        endpoint=endpoint,
+    )
+
+
+def open_folder(folder: Path) -> LocalCheckpoint:
+    folder = folder.resolve()
+    config = read_config(folder, name=folder.name)
+    files = weight_files({path.name for path in folder.iterdir()}, folder, name=folder.name)
+    tensors: dict[str, TensorInfo] = {}
+    for file in files:
+        tensors.update(read_header(folder / file, file))
+    return LocalCheckpoint(folder.name, folder, config, tensors)
+
+
+def weight_files(present: set[str], folder: Path, *, name: str) -> tuple[str, ...]:
+    """Return the safetensors files of a checkpoint whose folder or repository holds `present`.
+
+    `folder` must hold the index, if there is one. Raises `UnsafeCheckpointError` where only pickled
+    weights exist, and `ModelNotFoundError` where a file is missing.
+    """
+    if INDEX_FILE in present:
+        files = _indexed_files(folder / INDEX_FILE)
+        if missing := sorted(set(files) - present):
+            raise ModelNotFoundError(f"{name} lacks {', '.join(missing)}, which {INDEX_FILE} names")
+        return files
+    if SINGLE_FILE in present:
+        return (SINGLE_FILE,)
+    if pickled := sorted(file for file in present if _PICKLES.search(file)):
+        raise UnsafeCheckpointError(
+            f"{name} has its weights as {pickled[0]}, which can run code when it is opened, and no "
+            "safetensors. Where you trust it, convert it once: AutoModelForCausalLM"
+            ".from_pretrained(MODEL).save_pretrained(FOLDER), with the tokenizer's save_pretrained "
+            "too, and use FOLDER"
+        )
+    raise ModelNotFoundError(f"{name} has no weights: neither {SINGLE_FILE} nor {INDEX_FILE}")
+
+
+def _indexed_files(index: Path) -> tuple[str, ...]:
+    try:
+        files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CorruptCheckpointError(f"{index} is no safetensors index ({error!r})") from error
+    for file in files:
+        if Path(file).name != file or not file.endswith(".safetensors"):
+            raise CorruptCheckpointError(f"{index} names {file!r}, which is no file beside it")
+    return tuple(files)

@@ -1,0 +1,84 @@
+"""The two ends of a model, which a client keeps: tokens to hidden states, hidden states to logits.
+
+L tokens, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from nesa_node.core.errors import ContextLengthError
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingModules:
+    """`Family` says which of them a model has and in which order they are used."""
+
+    tokens: nn.Module
+    projection_in: nn.Module | None
+    positions: nn.Embedding | None
+    norm: nn.Module | None
+
+
+class Embedder:
+    """Token ids to the first block's input."""
+
+    def __init__(self, modules: EmbeddingModules, *, vocab_size: int, context_length: int) -> None:
+        self.vocab_size = vocab_size
+        self.context_length = context_length
+        self._modules = modules
+
+    @torch.inference_mode()
+    def __call__(self, ids_L: Tensor, position: int) -> Tensor:
+        """Embed int64 ids that stand at `position`... of their sequence.
+
+        Returns hidden_LD in the model's dtype and on its device. Raises `ContextLengthError`, and
+        `ValueError` for ids outside the vocabulary.
+        """
+        end = position + len(ids_L)
+        if not 0 <= position <= end <= self.context_length:
+            raise ContextLengthError(f"{end} tokens; the model holds {self.context_length}")
+        if len(ids_L) and not 0 <= int(ids_L.min()) <= int(ids_L.max()) < self.vocab_size:
+            raise ValueError(f"token ids must be 0 to {self.vocab_size - 1}")
+        modules = self._modules
+        device = next(modules.tokens.parameters()).device
+        hidden_LD: Tensor = modules.tokens(ids_L.to(device))
+        if modules.projection_in is not None:
+            hidden_LD = modules.projection_in(hidden_LD)
+        if modules.positions is not None:
+            offset = int(getattr(modules.positions, "offset", 0))
+            places_L = torch.arange(position + offset, end + offset, device=device)
+            hidden_LD = hidden_LD + nn.functional.embedding(places_L, modules.positions.weight)
+        if modules.norm is not None:
+            hidden_LD = modules.norm(hidden_LD)
+        return hidden_LD
+
+
+class Head:
+    """The last block's output to logits, in the model's dtype."""
+
+    def __init__(
+        self, final: Sequence[nn.Module], lm_head: nn.Linear, *, softcap: float | None
+    ) -> None:
+        self._final = tuple(final)
+        self._lm_head = lm_head
+        self._softcap = softcap
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self._lm_head.weight.shape[0])
+
+    @torch.inference_mode()
+    def __call__(self, hidden_LD: Tensor) -> Tensor:
+        weight = self._lm_head.weight
+        hidden_LD = hidden_LD.to(device=weight.device, dtype=weight.dtype)
+        for module in self._final:
+            hidden_LD = module(hidden_LD)
+        logits_LV: Tensor = self._lm_head(hidden_LD)
+        if self._softcap is not None:
+            logits_LV = torch.tanh(logits_LV / self._softcap) * self._softcap
+        return logits_LV

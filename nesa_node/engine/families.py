@@ -1,0 +1,163 @@
+"""The model families that can be served, and where each keeps its parts.
+
+A family's decoder runs a span with its own forward: masks, rotary tables and ALiBi stay
+transformers'. What differs between families is where the layers, the input side and the output side
+live, so that a span can do without the latter two. That is this table, and nothing else is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nesa_node.core.errors import UnsupportedModelError
+
+
+@dataclass(frozen=True, slots=True)
+class CacheHeads:
+    """What the cache keeps of each token and layer: a key and a value of `count * dim` elements.
+
+    `repeats` > 1: the model hands every head over that many times in a row; one of them is kept.
+    """
+
+    count: int
+    dim: int
+    repeats: int = 1
+
+
+def _grouped_query(config: Any) -> CacheHeads:
+    heads = config.num_attention_heads
+    count = getattr(config, "num_key_value_heads", None) or heads
+    return CacheHeads(count, getattr(config, "head_dim", None) or config.hidden_size // heads)
+
+
+def _falcon_heads(config: Any) -> CacheHeads:
+    heads, dim = config.num_attention_heads, config.hidden_size // config.num_attention_heads
+    if config.new_decoder_architecture:
+        return CacheHeads(config.num_kv_heads, dim, repeats=heads // config.num_kv_heads)
+    return CacheHeads(1 if config.multi_query else config.num_kv_heads, dim)
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Module names: `decoder` is a path in the causal LM, the others are the decoder's attributes.
+
+    In order of use: `embedding`, `projection_in`, `positions` (added) and `embedding_norm` before
+    the blocks; `final`, in order, and the causal LM's `lm_head` after them.
+    """
+
+    title: str
+    decoder: str = "model"
+    layers: str = "layers"
+    embedding: str = "embed_tokens"
+    projection_in: str | None = None
+    positions: str | None = None
+    embedding_norm: str | None = None
+    final: tuple[str, ...] = ("norm",)
+    cache_heads: Callable[[Any], CacheHeads] = _grouped_query
+    trained_length: int | None = None
+    """The context limit of families whose config need not state one."""
+    refuses: Mapping[str, object] | None = None
+    """Config settings, other than which a model of the family cannot be served."""
+
+    @property
+    def layers_path(self) -> str:
+        return f"{self.decoder}.{self.layers}"
+
+
+FAMILIES: Mapping[str, Family] = {
+    "llama": Family("Llama"),
+    "mistral": Family("Mistral"),
+    "mixtral": Family("Mixtral"),
+    "qwen2": Family("Qwen2"),
+    "qwen3": Family("Qwen3"),
+    "gemma2": Family("Gemma 2", refuses={"use_bidirectional_attention": True}),
+    "gemma3_text": Family("Gemma 3 (text)", refuses={"use_bidirectional_attention": True}),
+    "phi3": Family("Phi-3"),
+    "gpt2": Family(
+        "GPT-2",
+        decoder="transformer",
+        layers="h",
+        embedding="wte",
+        positions="wpe",
+        final=("ln_f",),
+        refuses={"add_cross_attention": True},
+    ),
+    "gpt_neox": Family(
+        "GPT-NeoX", decoder="gpt_neox", embedding="embed_in", final=("final_layer_norm",)
+    ),
+    "bloom": Family(
+        "BLOOM",
+        decoder="transformer",
+        layers="h",
+        embedding="word_embeddings",
+        embedding_norm="word_embeddings_layernorm",
+        final=("ln_f",),
+        trained_length=2048,
+    ),
+    "falcon": Family(
+        "Falcon",
+        decoder="transformer",
+        layers="h",
+        embedding="word_embeddings",
+        final=("ln_f",),
+        cache_heads=_falcon_heads,
+    ),
+    "opt": Family(
+        "OPT",
+        decoder="model.decoder",
+        projection_in="project_in",
+        positions="embed_positions",
+        final=("final_layer_norm", "project_out"),
+    ),
+}
+
+
+def served_families() -> str:
+    return ", ".join(family.title for family in FAMILIES.values())
+
+
+def family_of(model_type: object, *, name: str) -> Family:
+    """Return the adapter for a config's `model_type`. Raises `UnsupportedModelError`."""
+    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    if family is None:
+        raise UnsupportedModelError(
+            f"{name} is a {model_type or 'model of unknown type'}, which cannot be served. "
+            f"These families can: {served_families()}"
+        )
+    return family
+
+
+def require_servable(family: Family, config: Any, *, name: str) -> None:
+    """Raise `UnsupportedModelError` for a model of the family that is no causal decoder."""
+    for key, value in (family.refuses or {}).items():
+        if getattr(config, key, None) == value:
+            raise UnsupportedModelError(f"{name} sets {key}={value!r}, which cannot be served")
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(f"{name} is an encoder-decoder, which cannot be served")
+
+
+def context_length(family: Family, config: Any) -> int:
+    """Return how many tokens one sequence may have.
+
+    With rotary scaling of type `longrope` or `dynamic` the frequencies change once a sequence
+    outgrows the original length, and keys cached before that no longer fit: transformers starts the
+    cache again, which a chain of nodes cannot. There the limit is the original length.
+    """
+    limits = [
+        getattr(config, "max_position_embeddings", None)
+        or getattr(config, "seq_length", None)
+        or family.trained_length
+    ]
+    rope = getattr(config, "rope_parameters", None) or {}
+    limits += [
+        parameters.get("original_max_position_embeddings")
+        or getattr(config, "original_max_position_embeddings", None)
+        for parameters in (rope, *(value for value in rope.values() if isinstance(value, dict)))
+        if parameters.get("rope_type") in ("longrope", "dynamic")
+    ]
+    known = [int(limit) for limit in limits if limit]
+    if not known:
+        raise UnsupportedModelError("the model's config states no context length")
+    return min(known)

@@ -1,0 +1,288 @@
+"""Models on the Hugging Face hub: the files of a span only, each checked against its hash."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import structlog
+from huggingface_hub import HfApi, try_to_load_from_cache
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    NotASafetensorsRepoError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+    SafetensorsParsingError,
+)
+from huggingface_hub.errors import HTTPError as HubConnectionError  # type: ignore[attr-defined]
+from huggingface_hub.utils.tqdm import tqdm as hub_tqdm
+from transformers import PreTrainedConfig
+
+from nesa_node.core.errors import CorruptCheckpointError, DiskLimitError, ModelNotFoundError
+from nesa_node.engine.checkpoint import INDEX_FILE, Checkpoint, weight_files
+from nesa_node.engine.model_config import read_config
+from nesa_node.engine.progress import Progress
+from nesa_node.engine.safetensors_file import TensorInfo, read_header, tensor_info
+
+log = structlog.get_logger(__name__)
+
+MAX_SIDE_FILE_BYTES = 64 << 20
+_SIDE_FILE_SUFFIXES = (".json", ".model", ".txt", ".jinja", ".tiktoken")
+_HEADERS_AT_ONCE = 8
+_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class HubFile:
+    """`digest` is the SHA-256 of a large file, and git's SHA-1 of a small one."""
+
+    name: str
+    size: int
+    digest: str
+    large: bool
+
+
+class HubRepository:
+    """One commit of a repository, and its files in the local cache."""
+
+    def __init__(self, api: HfApi, name: str, commit: str, files: Mapping[str, HubFile]) -> None:
+        self.api = api
+        self.name = name
+        self.commit = commit
+        self.files = files
+
+    def download(
+        self, names: Iterable[str], cache_dir: Path, *, limit: int | None, progress: Progress | None
+    ) -> Path:
+        """Have these files here and unchanged; return their folder. Blocks.
+
+        Raises `DiskLimitError` before anything is downloaded, and `CorruptCheckpointError`.
+        """
+        files = [self.files[name] for name in names]
+        missing = [file for file in files if not self._cached(file, cache_dir)]
+        _require_room(cache_dir, sum(file.size for file in missing), limit, self.name)
+        done, total = 0, sum(file.size for file in missing)
+        folder = cache_dir
+        for file in files:
+            bar = _bar_class(progress, f"downloading {self.name}", done, total)
+            with _hub_errors(self.name):
+                path = self.api.hf_hub_download(
+                    self.name,
+                    file.name,
+                    revision=self.commit,
+                    cache_dir=cache_dir,
+                    tqdm_class=bar,
+                )
+            _verify(Path(path), file)
+            folder = Path(path).parent
+            done += file.size if file in missing else 0
+        return folder
+
+    def headers(self, names: Iterable[str]) -> dict[str, TensorInfo]:
+        """Return what safetensors files hold, reading only their headers over the network.
+
+        Offsets count from the end of the header, until `read_header` has seen the file itself.
+        """
+
+        def read(name: str) -> dict[str, TensorInfo]:
+            header = self.api.parse_safetensors_file_metadata(
+                self.name, name, revision=self.commit, timeout=_TIMEOUT_S
+            )
+            return {
+                key: tensor_info(
+                    name, entry.dtype, tuple(entry.shape), entry.data_offsets, data_start=0
+                )
+                for key, entry in header.tensors.items()
+            }
+
+        tensors: dict[str, TensorInfo] = {}
+        with _hub_errors(self.name), ThreadPoolExecutor(_HEADERS_AT_ONCE) as pool:
+            for part in pool.map(read, names):
+                tensors.update(part)
+        return tensors
+
+    def _cached(self, file: HubFile, cache_dir: Path) -> bool:
+        found = try_to_load_from_cache(
+            self.name, file.name, cache_dir=cache_dir, revision=self.commit
+        )
+        return isinstance(found, str)
+
+
+class HubCheckpoint(Checkpoint):
+    def __init__(
+        self,
+        repository: HubRepository,
+        folder: Path,
+        config: PreTrainedConfig,
+        tensors: dict[str, TensorInfo],
+        *,
+        cache_dir: Path,
+        max_disk_bytes: int | None,
+    ) -> None:
+        super().__init__(repository.name, folder, config, tensors)
+        self._repository = repository
+        self._known = tensors
+        self._cache_dir = cache_dir
+        self._max_disk_bytes = max_disk_bytes
+        self._here: set[str] = set()
+
+    @property
+    def commit(self) -> str:
+        """The commit that the revision named when this was opened; nothing else is ever read."""
+        return self._repository.commit
+
+    def fetch(self, names: Iterable[str], progress: Progress | None = None) -> None:
+        files = sorted({self.tensors[name].file for name in names} - self._here)
+        if not files:
+            return
+        self._repository.download(
+            files, self._cache_dir, limit=self._max_disk_bytes, progress=progress
+        )
+        for file in files:
+            self._known.update(read_header(self.folder / file, file))
+        self._here.update(files)
+
+    def fetch_side_files(self) -> Path:
+        wanted = [
+            file.name
+            for file in self._repository.files.values()
+            if "/" not in file.name
+            and file.name.endswith(_SIDE_FILE_SUFFIXES)
+            and file.size <= MAX_SIDE_FILE_BYTES
+        ]
+        return self._repository.download(
+            wanted, self._cache_dir, limit=self._max_disk_bytes, progress=None
+        )
+
+    def tensor_digests(self) -> Mapping[str, str]:
+        files = {info.file for info in self.tensors.values()}
+        return {file: self._repository.files[file].digest for file in files}
+
+
+def open_hub(
+    model: str,
+    *,
+    revision: str | None,
+    token: str | None,
+    cache_dir: Path,
+    max_disk_bytes: int | None,
+    endpoint: str | None = None,
+) -> HubCheckpoint:
+    """Open a hub repository by name: its config and what its weight files hold. Blocks.
+
+    Raises as `open_checkpoint` does.
+    """
+    api = HfApi(endpoint=endpoint, token=token)
+    repository = _look_up(api, model, revision)
+    cache_dir = cache_dir / "hub"
+    small = [name for name in ("config.json", INDEX_FILE) if name in repository.files]
+    if "config.json" not in small:
+        raise ModelNotFoundError(
+            f"{model} on the hub has no config.json; it is no transformers model"
+        )
+    folder = repository.download(small, cache_dir, limit=max_disk_bytes, progress=None)
+    config = read_config(folder, name=model)
+    tensors = repository.headers(weight_files(set(repository.files), folder, name=model))
+    return HubCheckpoint(
+        repository, folder, config, tensors, cache_dir=cache_dir, max_disk_bytes=max_disk_bytes
+    )
+
+
+def _look_up(api: HfApi, model: str, revision: str | None) -> HubRepository:
+    with _hub_errors(model):
+        info = api.model_info(model, revision=revision, files_metadata=True, timeout=_TIMEOUT_S)
+    files = {}
+    for sibling in info.siblings or ():
+        digest = sibling.lfs.sha256 if sibling.lfs else sibling.blob_id
+        if digest is not None and sibling.size is not None:
+            files[sibling.rfilename] = HubFile(
+                sibling.rfilename, sibling.size, digest, large=sibling.lfs is not None
+            )
+    if info.sha is None:
+        raise ModelNotFoundError(f"the hub names no commit for {model}")
+    return HubRepository(api, model, info.sha, files)
+
+
+def _verify(path: Path, file: HubFile) -> None:
+    """Compare a file with the hub's hash. One that differs is removed, to be downloaded again."""
+    with path.open("rb") as stream:
+        if file.large:
+            digest = hashlib.file_digest(stream, "sha256").hexdigest()
+        else:
+            # What git calls a blob; SHA-1 is all the hub states for small files.
+            content = stream.read()
+            blob = b"blob %d\0" % len(content) + content
+            digest = hashlib.sha1(blob, usedforsecurity=False).hexdigest()
+    if digest != file.digest:
+        path.resolve().unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
+        raise CorruptCheckpointError(
+            f"{file.name} is not what the hub states (its hash is {digest[:16]}, expected "
+            f"{file.digest[:16]}); it was removed, start again to download it anew"
+        )
+
+
+def _require_room(cache_dir: Path, needed: int, limit: int | None, model: str) -> None:
+    if not needed:
+        return
+    cache_dir.mkdir(parents=True, exist_ok=True)
+    used = sum(path.lstat().st_size for path in cache_dir.rglob("*") if not path.is_symlink())
+    if limit is not None and used + needed > limit:
+        raise DiskLimitError(
+            f"{model} needs {_gib(needed)} more, {cache_dir} holds {_gib(used)} and may hold "
+            f"{_gib(limit)}; raise the disk limit, take fewer blocks or clear that folder"
+        )
+    free = shutil.disk_usage(cache_dir).free
+    if needed > free:
+        raise DiskLimitError(f"{model} needs {_gib(needed)}, {cache_dir} has {_gib(free)} left")
+
+
+def _gib(count: int) -> str:
+    return f"{count / (1 << 30):.2f} GiB"
+
+
+@contextmanager
+def _hub_errors(model: str) -> Iterator[None]:
+    """Turn what can go wrong between us and the hub into `ModelNotFoundError`."""
+    try:
+        yield
+    except GatedRepoError as error:
+        raise ModelNotFoundError(
+            f"{model} is gated: accept its terms on the hub, then pass --token or set HF_TOKEN"
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise ModelNotFoundError(
+            f"{model} is neither a folder here nor a model on the hub; a private one needs --token"
+        ) from error
+    except RevisionNotFoundError as error:
+        raise ModelNotFoundError(f"{model} on the hub has no such revision") from error
+    except (NotASafetensorsRepoError, SafetensorsParsingError, ValueError) as error:
+        raise CorruptCheckpointError(f"{model} on the hub: {error}") from error
+    except (HfHubHTTPError, HubConnectionError, OSError) as error:
+        raise ModelNotFoundError(
+            f"{model} is no folder here, and the hub does not answer ({error}); give a local folder"
+        ) from error
+
+
+def _bar_class(progress: Progress | None, task: str, before: int, total: int) -> Any:
+    """Return what huggingface_hub takes for a progress bar; it tells `progress` instead."""
+    base: Any = hub_tqdm
+
+    class Bar(base):  # type: ignore[misc]
+        def __init__(self, *args: Any, **options: Any) -> None:
+            self.seen = before + int(options.get("initial") or 0)
+            super().__init__(*args, **{**options, "disable": True})
+
+        def update(self, n: float | None = 1) -> None:
+            self.seen += int(n or 0)
+            if progress is not None:
+                progress(task, self.seen, total)
+
+    return Bar

@@ -1,0 +1,41 @@
+"""The name under which nodes of one model meet."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+
+from nesa_node.core.ids import ModelId
+from nesa_node.engine.checkpoint import Checkpoint
+
+# What tools write into a config beside the architecture: it differs between two saves of one model.
+_NOT_ARCHITECTURE = frozenset(
+    {
+        "_name_or_path",
+        "architectures",
+        "auto_map",
+        "dtype",
+        "torch_dtype",
+        "transformers_version",
+        "use_cache",
+    }
+)
+
+
+def model_id(checkpoint: Checkpoint) -> ModelId:
+    """Return `name@digest`, the digest being 16 hex digits over the config and the weights.
+
+    Weights count by the hub's file hashes, or for a local folder by their headers and a sample of
+    every tensor's bytes (`digests.py`). So a folder and the hub repository that it came from are
+    two swarms, as are two folders of one name with other weights. Reads the folder; blocks.
+    """
+    config = {
+        key: value for key, value in checkpoint.raw_config().items() if key not in _NOT_ARCHITECTURE
+    }
+    return ModelId(f"{checkpoint.name}@{_digest(config, checkpoint.tensor_digests())}")
+
+
+def _digest(config: Mapping[str, object], tensors: Mapping[str, str]) -> str:
+    canonical = json.dumps([config, tensors], sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()[:16]

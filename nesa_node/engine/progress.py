@@ -1,0 +1,54 @@
+"""Showing how far a long load has come."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+import structlog
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, TextColumn, TransferSpeedColumn
+from rich.progress import Progress as Bars
+
+log = structlog.get_logger(__name__)
+
+_SECONDS_BETWEEN_LINES = 5.0
+
+
+class Progress(Protocol):
+    """Told `done` of `total` bytes of a task such as "loading blocks". May come from any thread."""
+
+    def __call__(self, task: str, done: int, total: int) -> None: ...
+
+
+@contextmanager
+def shown_progress() -> Iterator[Progress]:
+    """Yield a `Progress` that draws bars on a terminal and logs a line now and then elsewhere."""
+    if not sys.stderr.isatty():
+        yield _Lines()
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
+    with Bars(*columns, TransferSpeedColumn(), console=Console(stderr=True)) as bars:
+        tasks: dict[str, object] = {}
+
+        def show(task: str, done: int, total: int) -> None:
+            if task not in tasks:
+                tasks[task] = bars.add_task(task, total=total)
+            bars.update(tasks[task], completed=done, total=total)  # type: ignore[arg-type]
+
+        yield show
+
+
+class _Lines:
+    def __init__(self) -> None:
+        self._last: dict[str, float] = {}
+
+    def __call__(self, task: str, done: int, total: int) -> None:
+        now = time.monotonic()
+        if done < total and now - self._last.get(task, 0.0) < _SECONDS_BETWEEN_LINES:
+            return
+        self._last[task] = now
+        log.info("progress", task=task, done_mib=done >> 20, total_mib=total >> 20)

@@ -1,0 +1,142 @@
+"""Reading one tensor at a time from safetensors files.
+
+The header is parsed here rather than by the `safetensors` library because a node wants to know what
+a file holds without mapping it: pages of a mapped file count as resident memory, and a handle kept
+open over a span doubles its peak. Plain reads into the final tensor peak at the span itself.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nesa_node.core.errors import CorruptCheckpointError, UnsupportedModelError
+
+MAX_HEADER_BYTES = 100_000_000
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """Where a tensor lies: `nbytes` at `offset` in the folder's file `file`."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    nbytes: int
+    file: str
+    offset: int
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+def read_header(path: Path, file: str) -> dict[str, TensorInfo]:
+    """Return what the safetensors file at `path` holds. Every offset lies within the file.
+
+    Raises `CorruptCheckpointError`, and `UnsupportedModelError` for a dtype that cannot be served.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as stream:
+        prefix = stream.read(8)
+        if len(prefix) < 8:
+            raise CorruptCheckpointError(f"{path}: not a safetensors file (it has {size} bytes)")
+        (length,) = struct.unpack("<Q", prefix)
+        if length > min(MAX_HEADER_BYTES, size - 8):
+            raise CorruptCheckpointError(
+                f"{path}: its header claims {length} bytes, the file has {size}; download it again"
+            )
+        header = _parse_json(path, stream.read(length))
+    data = 8 + length
+    return dict(_entries(path, file, header, data_start=data, data_size=size - data))
+
+
+def tensor_info(
+    file: str, dtype: str, shape: tuple[int, ...], offsets: tuple[int, int], *, data_start: int
+) -> TensorInfo:
+    """Build the description of one header entry.
+
+    Raises `ValueError` for a size that does not fit the shape, and `UnsupportedModelError`.
+    """
+    if dtype not in DTYPES:
+        raise UnsupportedModelError(
+            f"{file} holds tensors of dtype {dtype}, which cannot be served; "
+            "use a checkpoint in float32, float16 or bfloat16"
+        )
+    begin, end = offsets
+    nbytes = math.prod(shape) * DTYPES[dtype].itemsize
+    if not 0 <= begin <= end or end - begin != nbytes or any(dim < 0 for dim in shape):
+        raise ValueError(f"{dtype}{list(shape)} cannot lie at {begin}:{end}")
+    return TensorInfo(shape, DTYPES[dtype], nbytes, file, data_start + begin)
+
+
+def read_tensor(folder: Path, info: TensorInfo) -> Tensor:
+    """Read one tensor into new CPU memory. Raises `CorruptCheckpointError` for a file cut short."""
+    tensor = torch.empty(info.shape, dtype=info.dtype)
+    if not info.nbytes:
+        return tensor
+    target = memoryview(tensor.view(-1).view(torch.uint8).numpy().data)
+    with (folder / info.file).open("rb", buffering=0) as stream:
+        stream.seek(info.offset)
+        filled = 0
+        while filled < info.nbytes:
+            count = stream.readinto(target[filled:])
+            if not count:
+                raise CorruptCheckpointError(f"{folder / info.file} ended early; download it again")
+            filled += count
+    return tensor
+
+
+def read_window(folder: Path, info: TensorInfo, start: int, length: int) -> bytes:
+    """Read `length` raw bytes of a tensor from its byte `start` on."""
+    with (folder / info.file).open("rb", buffering=0) as stream:
+        stream.seek(info.offset + start)
+        return stream.read(length)
+
+
+def _parse_json(path: Path, raw: bytes) -> dict[str, Any]:
+    try:
+        header = json.loads(raw)
+    except ValueError as error:
+        raise CorruptCheckpointError(f"{path}: its header is not JSON ({error})") from error
+    if not isinstance(header, dict):
+        raise CorruptCheckpointError(f"{path}: its header is no JSON object")
+    return header
+
+
+def _entries(
+    path: Path, file: str, header: dict[str, Any], *, data_start: int, data_size: int
+) -> Iterator[tuple[str, TensorInfo]]:
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        try:
+            begin, end = entry["data_offsets"]
+            info = tensor_info(
+                file, entry["dtype"], tuple(entry["shape"]), (begin, end), data_start=data_start
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise CorruptCheckpointError(f"{path}: bad header entry {name!r} ({error})") from error
+        if end > data_size:
+            raise CorruptCheckpointError(f"{path}: {name!r} lies beyond the end of the file")
+        yield name, info

@@ -1,0 +1,211 @@
+"""A model without weights, and which tensors of a checkpoint belong where in it."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+from transformers import initialization as init
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+from nesa_node.core.errors import CorruptCheckpointError, UnsupportedModelError
+from nesa_node.core.span import Span
+from nesa_node.engine.checkpoint import Checkpoint
+from nesa_node.engine.families import Family
+from nesa_node.engine.progress import Progress
+
+
+@dataclass(slots=True)
+class Source:
+    """The checkpoint's tensors that make up one of the model's, and how: in order, by pattern."""
+
+    names: list[tuple[str, str]] = field(default_factory=list)
+    converter: WeightConverter | None = None
+
+
+_AUTO: Any = AutoModelForCausalLM
+
+
+class Skeleton:
+    """The causal LM of a checkpoint's config on the meta device, to be filled in part.
+
+    Names are mapped as transformers maps them when it loads the whole model: renamed layers, fused
+    experts, a base model's prefix that is there or not.
+    """
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.checkpoint = checkpoint
+        self.family: Family = checkpoint.family
+        # A config is changed by the model that is built from it.
+        config = copy.deepcopy(checkpoint.config)
+        with torch.device("meta"), init.no_init_weights():
+            self.model: Any = _AUTO.from_config(config)
+        self.model.eval().requires_grad_(False)
+        self._shapes = {name: tensor.shape for name, tensor in self.model.state_dict().items()}
+        self.tied: dict[str, str] = dict(self.model.all_tied_weights_keys)
+        self._sources = self._map_names()
+
+    @property
+    def decoder(self) -> Any:
+        return self.model.get_submodule(self.family.decoder)
+
+    def block_names(self, span: Span) -> list[str]:
+        """Return the names of the model's tensors in these blocks."""
+        prefixes = tuple(f"{self.family.layers_path}.{index}." for index in range(*_ends(span)))
+        return [name for name in self._shapes if name.startswith(prefixes)]
+
+    def module_names(self, path: str) -> list[str]:
+        return [name for name in self._shapes if name.startswith(f"{path}.")]
+
+    def has(self, name: str) -> bool:
+        return name in self._sources
+
+    def source_names(self, names: Iterable[str]) -> list[str]:
+        """Return the checkpoint's names of what these tensors are made from.
+
+        Raises `CorruptCheckpointError` naming those that the checkpoint does not have.
+        """
+        wanted = list(names)
+        if missing := [name for name in wanted if name not in self._sources]:
+            shown = ", ".join(missing[:8]) + (
+                f" and {len(missing) - 8} more" if missing[8:] else ""
+            )
+            raise CorruptCheckpointError(f"{self.checkpoint.name} lacks the tensors {shown}")
+        return [source for name in wanted for _, source in self._sources[name].names]
+
+    def nbytes(self, names: Iterable[str], dtype: torch.dtype) -> int:
+        """Return what these tensors take in memory when loaded as `dtype`."""
+        return sum(
+            info.numel * dtype.itemsize
+            for info in (self.checkpoint.tensors[source] for source in self.source_names(names))
+        )
+
+    def load(
+        self,
+        names: Iterable[str],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        task: str,
+        progress: Progress | None = None,
+    ) -> None:
+        """Fetch these tensors and put them in place, one after the other. Blocks.
+
+        Peak memory is theirs plus what the largest of them is converted from.
+        Raises `CorruptCheckpointError` for a missing tensor or one of another shape.
+        """
+        wanted = list(names)
+        self.checkpoint.fetch(self.source_names(wanted), progress)
+        total, done = self.nbytes(wanted, dtype), 0
+        for name in wanted:
+            tensor = self._realize(name).to(device=device, dtype=dtype)
+            if tensor.shape != self._shapes[name]:
+                raise CorruptCheckpointError(
+                    f"{self.checkpoint.name}: {name} has shape {list(tensor.shape)}, "
+                    f"its config makes it {list(self._shapes[name])}"
+                )
+            self.put(name, tensor)
+            done += tensor.nbytes
+            if progress is not None:
+                progress(task, done, total)
+
+    def put(self, name: str, tensor: Tensor) -> None:
+        path, _, leaf = name.rpartition(".")
+        module = self.model.get_submodule(path)
+        if leaf in module._parameters:
+            module._parameters[leaf] = nn.Parameter(tensor, requires_grad=False)
+        else:
+            module._buffers[leaf] = tensor
+
+    def get(self, name: str) -> Tensor:
+        path, _, leaf = name.rpartition(".")
+        tensor = getattr(self.model.get_submodule(path), leaf)
+        assert isinstance(tensor, Tensor)
+        return tensor
+
+    def make_buffers(self, root: nn.Module, device: torch.device) -> None:
+        """Compute the buffers of `root` that no checkpoint holds (rotary frequencies, scales).
+
+        Call it before `load`: transformers initializes a module's weights in the same go.
+        Raises `UnsupportedModelError` if transformers leaves one of them unset.
+        """
+        for module in root.modules():
+            fresh = [name for name in module._non_persistent_buffers_set if _on_meta(module, name)]
+            for name in fresh:
+                module._buffers[name] = _unset_like(module._buffers[name], device)
+            if fresh:
+                self.model._init_weights(module)
+            for name in fresh:
+                if not bool(torch.isfinite(getattr(module, name)).all()):
+                    raise UnsupportedModelError(
+                        f"{self.checkpoint.name}: how transformers computes "
+                        f"{type(module).__name__}.{name} is not known here"
+                    )
+
+    def require_complete(self, root: nn.Module) -> None:
+        """Assert that nothing of `root` is left without a value."""
+        left = [name for name, value in root.state_dict(keep_vars=True).items() if value.is_meta]
+        left += [name for name, value in root.named_buffers() if value.is_meta]
+        assert not left, f"never loaded: {left}"
+
+    def _map_names(self) -> dict[str, Source]:
+        transforms = get_model_conversion_mapping(self.model)
+        renamings = [item for item in transforms if isinstance(item, WeightRenaming)]
+        converters = [item for item in transforms if isinstance(item, WeightConverter)]
+        by_pattern = {pattern: item for item in converters for pattern in item.source_patterns}
+        sources: dict[str, Source] = {}
+        # transformers' order, by numbers: experts are stacked in the order in which they come.
+        for name in sorted(self.checkpoint.tensors, key=_natural):
+            target, pattern = rename_source_key(
+                name, renamings, converters, self.model.base_model_prefix, dict(self._shapes)
+            )
+            if target not in self._shapes:
+                continue  # masks and frequencies that older versions saved; other heads
+            source = sources.setdefault(target, Source())
+            source.names.append((pattern or "", name))
+            if pattern is not None:
+                source.converter = by_pattern[pattern]
+        return sources
+
+    def _realize(self, name: str) -> Tensor:
+        source = self._sources[name]
+        read = self.checkpoint.read
+        if source.converter is None:
+            return read(source.names[0][1])
+        converter = copy.deepcopy(source.converter)
+        for pattern, origin in source.names:
+            opener: Callable[[], Tensor] = partial(read, origin)
+            converter.add_tensor(name, origin, pattern, opener)  # type: ignore[arg-type]
+        made = converter.convert(name, model=self.model, config=self.model.config)
+        if set(made) != {name}:
+            raise UnsupportedModelError(f"{name} is converted to {sorted(made)}; one is expected")
+        tensor: Tensor = made[name][0] if isinstance(made[name], list) else made[name]
+        return tensor
+
+
+def _ends(span: Span) -> tuple[int, int]:
+    return span.start, span.end
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
+
+
+def _on_meta(module: nn.Module, name: str) -> bool:
+    buffer = module._buffers.get(name)
+    return buffer is not None and buffer.is_meta
+
+
+def _unset_like(buffer: Tensor | None, device: torch.device) -> Tensor:
+    assert buffer is not None
+    if not buffer.is_floating_point():
+        raise UnsupportedModelError("a model with integer buffers outside its checkpoint")
+    return torch.full_like(buffer, torch.nan, device=device)
