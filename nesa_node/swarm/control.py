@@ -202,13 +202,17 @@ class UnaryCalls:
                     removeUnaryHandler=p2pd_pb2.RemoveUnaryHandlerRequest(proto=protocol)
                 )
 
-    def close(self) -> None:
-        """Fail every pending call, and every later one at once."""
-        self._closed = True
+    def fail_pending(self) -> None:
+        """End every call in flight with an error."""
         for future in self._calls.values():
             if not future.done():
                 future.set_exception(PeerUnreachableError("this node has left the network"))
                 future.exception()  # nobody may be waiting any more
+
+    def close(self) -> None:
+        """Fail every pending call, and every later one at once."""
+        self._closed = True
+        self.fail_pending()
         self._writer.close()
 
     async def receive(self, reader: asyncio.StreamReader) -> None:

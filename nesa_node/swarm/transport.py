@@ -76,10 +76,9 @@ class Transport:
     ) -> None:
         """Dial `peer` at `addresses`, or where the DHT says it is. A no-op when connected.
 
-        Raises `PeerUnreachableError`. Addresses of other peers are ignored.
+        Raises `PeerUnreachableError`. Malformed addresses and those of other peers are ignored.
         """
-        suffix = f"/p2p/{peer}"
-        bare = [address.removesuffix(suffix) for address in addresses if address.endswith(suffix)]
+        bare = [bare for address in addresses if (bare := _address_of(peer, address)) is not None]
         try:
             async with asyncio.timeout(timeout_s):
                 await self.control.connect(peer, bare, timeout_s)
@@ -235,6 +234,14 @@ def split_peer_address(address: str) -> tuple[str, PeerId]:
     if not separator or not bare or "/" in peer:
         raise ConfigError(f"the peer address {address!r} must end in /p2p/<peer id>")
     return bare, PeerId(peer)
+
+
+def _address_of(peer: PeerId, address: str) -> str | None:
+    try:
+        bare, owner = split_peer_address(address)
+    except ConfigError:
+        return None
+    return bare if owner == peer else None
 
 
 def _parse_initial_peers(addresses: Sequence[str], own: PeerId) -> dict[PeerId, list[str]]:

@@ -1,0 +1,216 @@
+"""Who is in the swarm: this node's own record, and everybody else's.
+
+A record lies on the DHT twice, under its model's key and in the index of all nodes, each time as
+one subkey (the peer id) of a dictionary on the five members nearest to the key. It is announced
+again well before it expires, so a node that crashes is gone after its record's time to live.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+import structlog
+
+from nesa_node.core.errors import RecordError
+from nesa_node.core.ids import ModelId, PeerId
+from nesa_node.swarm.hive import DHTNode
+from nesa_node.swarm.identity import Identity
+from nesa_node.swarm.private import Membership
+from nesa_node.swarm.records import (
+    MAX_ADDRESSES,
+    MAX_TTL_S,
+    NODES_KEY,
+    NodeRecord,
+    NodeStatus,
+    model_key,
+    seal,
+)
+from nesa_node.swarm.transport import Transport
+from nesa_node.swarm.validator import RecordValidator
+from nesa_node.topology.snapshot import Snapshot
+
+log = structlog.get_logger(__name__)
+
+FETCH_TIMEOUT_S = 10.0
+PUBLISH_TIMEOUT_S = 15.0
+DEFAULT_TTL_S = 60.0
+_MAX_REMEMBERED = 16_384
+
+
+class Directory:
+    """Reads and writes records; made by `open_swarm`. `clock` gives seconds since the epoch."""
+
+    def __init__(
+        self,
+        node: DHTNode,
+        identity: Identity,
+        transport: Transport,
+        validator: RecordValidator,
+        membership: Membership,
+        *,
+        clock: Callable[[], float],
+        ttl_s: float = DEFAULT_TTL_S,
+    ) -> None:
+        if not 0 < ttl_s <= MAX_TTL_S:
+            raise ValueError(f"a record lives between 0 and {MAX_TTL_S:g} s, not {ttl_s:g}")
+        self.ttl_s = ttl_s
+        self._node = node
+        self._identity = identity
+        self._transport = transport
+        self._validator = validator
+        self._membership = membership
+        self._clock = clock
+        self._known: dict[PeerId, NodeRecord] = {}
+        self._own: NodeRecord | None = None
+        self._publishing = asyncio.Lock()
+
+    @property
+    def dropped(self) -> Counter[str]:
+        """How many records were refused since the start, by reason."""
+        return self._validator.dropped
+
+    @property
+    def own_record(self) -> NodeRecord | None:
+        """What this node published last."""
+        return self._own
+
+    def record(self, peer: PeerId) -> NodeRecord | None:
+        """The newest valid record of `peer` seen so far; None if it has expired or withdrawn."""
+        record = self._known.get(peer)
+        if record is None or record.state == "withdrawn" or record.expires_at <= self._clock():
+            return None
+        return record
+
+    async def publish(self, status: NodeStatus) -> NodeRecord:
+        """Sign `status` and store it. Replaces what this node published before.
+
+        Whether the DHT took it is logged, not raised: the caller publishes again before the record
+        would expire (every third of `ttl_s`), and until then this node remembers it itself.
+        """
+        async with self._publishing:
+            await self._transport.refresh_addresses()
+            record = self._next_record(status)
+            sealed = seal(record, self._identity, self._membership)
+            self._own = record
+            await self._store(record, sealed)
+            if status.state == "withdrawn":
+                self._known.pop(self._identity.peer_id, None)
+            else:
+                self._known[self._identity.peer_id] = record
+        return record
+
+    async def withdraw(self) -> None:
+        """Replace this node's record by a withdrawal that outlives it; a no-op before `publish`."""
+        if self._own is not None and self._own.state != "withdrawn":
+            fields = self._own.model_dump(include=set(NodeStatus.model_fields))
+            await self.publish(NodeStatus.model_validate({**fields, "state": "withdrawn"}))
+
+    async def fetch(self, model_id: ModelId, num_blocks: int | None = None) -> Snapshot:
+        """Look up who serves `model_id` now.
+
+        Records that speak of another number of blocks are dropped: than `num_blocks`, or where that
+        is not given, than most. Members that do not answer are left out; if nobody answers in
+        `FETCH_TIMEOUT_S`, the result is what was known before and has not expired.
+        """
+        self._remember(await self._search(model_key(model_id)))
+        records = [record for record in self._alive() if record.model_id == model_id]
+        if num_blocks is None:
+            counts = Counter(record.num_blocks for record in records)
+            num_blocks = max(counts, key=lambda value: (counts[value], value), default=0)
+        agreed = [record for record in records if record.num_blocks == num_blocks]
+        if len(agreed) < len(records):
+            self.dropped["num_blocks"] += len(records) - len(agreed)
+        states = {
+            state: tuple(record.node_state() for record in agreed if record.state == state)
+            for state in ("serving", "joining")
+        }
+        return Snapshot(
+            model_id, num_blocks, states["serving"], self._clock(), joining=states["joining"]
+        )
+
+    async def fetch_all(self) -> list[NodeRecord]:
+        """Every node of every model, sorted by model, span and peer id. As lenient as `fetch`."""
+        self._remember(await self._search(NODES_KEY))
+        return sorted(
+            self._alive(), key=lambda record: (record.model_id, record.span, record.peer_id)
+        )
+
+    def _next_record(self, status: NodeStatus) -> NodeRecord:
+        """Both the sequence number and the expiry rise with every record, also across restarts."""
+        now = self._clock()
+        own = self._known.get(self._identity.peer_id) if self._own is None else self._own
+        last_seq = max(-1 if own is None else own.seq, self._validator.newest_seq(self._peer_id))
+        expires_at = now + self.ttl_s
+        if own is not None:
+            expires_at = max(expires_at, own.expires_at + 0.001)
+        fields = status.model_dump(include=set(NodeStatus.model_fields))
+        return NodeRecord(
+            **fields,
+            peer_id=self._peer_id,
+            seq=max(int(now * 1000), last_seq + 1),
+            issued_at=max(now, expires_at - MAX_TTL_S),
+            expires_at=expires_at,
+            addresses=self._transport.addresses[:MAX_ADDRESSES],
+        )
+
+    @property
+    def _peer_id(self) -> PeerId:
+        return self._identity.peer_id
+
+    async def _store(self, record: NodeRecord, sealed: bytes) -> None:
+        keys = [model_key(ModelId(record.model_id)), NODES_KEY]
+        keys = [self._membership.dht_key(key) for key in keys]
+        try:
+            async with asyncio.timeout(PUBLISH_TIMEOUT_S):
+                stored = await self._node.store_many(
+                    keys, [sealed] * 2, record.expires_at, subkeys=[record.peer_id] * 2
+                )
+        except TimeoutError:
+            log.warning("record_not_stored", seq=record.seq, reason="timeout")
+            return
+        if not all(stored.values()):
+            log.warning("record_not_stored", seq=record.seq, reason="refused")
+        log.debug("record_published", seq=record.seq, state=record.state)
+
+    async def _search(self, key: str) -> Iterable[bytes]:
+        """The sealed records under `key`, which the validator has let pass."""
+        try:
+            async with asyncio.timeout(FETCH_TIMEOUT_S):
+                found = await self._node.get(self._membership.dht_key(key), latest=True)
+        except TimeoutError:
+            log.warning("directory_timed_out", timeout_s=FETCH_TIMEOUT_S)
+            return ()
+        if found is None or not isinstance(found.value, dict):
+            return ()
+        return [item.value for item in found.value.values() if isinstance(item.value, bytes)]
+
+    def _remember(self, sealed_records: Iterable[bytes]) -> None:
+        for sealed in sealed_records:
+            try:
+                record = self._validator.open(sealed)
+            except RecordError as error:
+                self.dropped[error.reason] += 1
+                continue
+            peer = PeerId(record.peer_id)
+            known = self._known.get(peer)
+            if known is None or known.seq < record.seq:
+                self._known[peer] = record
+        self._forget_expired()
+
+    def _forget_expired(self) -> None:
+        now = self._clock()
+        alive = {peer: record for peer, record in self._known.items() if record.expires_at > now}
+        if len(alive) > _MAX_REMEMBERED:
+            latest = sorted(alive, key=lambda peer: alive[peer].issued_at)[-_MAX_REMEMBERED:]
+            alive = {peer: alive[peer] for peer in latest}
+        self._known = alive
+
+    def _alive(self) -> list[NodeRecord]:
+        now = self._clock()
+        return [
+            record
+            for record in self._known.values()
+            if record.expires_at > now and record.state != "withdrawn"
+        ]

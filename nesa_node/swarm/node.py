@@ -1,0 +1,164 @@
+"""One node's membership in the network: identity, transport, DHT and directory, opened together.
+
+On a LAN, libp2p could find peers by mDNS; the daemon that hivemind ships has no such flag (its
+`-help` lists none), so a node needs at least one initial peer, or is the first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+
+import structlog
+
+from nesa_node.core.errors import BootstrapError, PeerUnreachableError
+from nesa_node.core.ids import PeerId
+from nesa_node.swarm.dht_peer import DhtPeer, node_id_of
+from nesa_node.swarm.dht_storage import BoundedStorage
+from nesa_node.swarm.directory import DEFAULT_TTL_S, Directory
+from nesa_node.swarm.hive import DHTID, DHTNode, PeerID
+from nesa_node.swarm.identity import Identity
+from nesa_node.swarm.private import Membership
+from nesa_node.swarm.transport import Transport, open_transport, split_peer_address
+from nesa_node.swarm.validator import RecordValidator
+
+log = structlog.get_logger(__name__)
+
+_RPC_TIMEOUT_S = 3.0
+_NEIGHBOUR_SEARCH_S = 5.0
+_REJOIN_INTERVAL_S = 15.0
+_NUM_WORKERS = 4
+_MAX_BLACKLIST = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Swarm:
+    identity: Identity
+    transport: Transport
+    directory: Directory
+
+
+@asynccontextmanager
+async def open_swarm(
+    identity: Identity,
+    *,
+    host_maddrs: Sequence[str] = ("/ip4/0.0.0.0/tcp/0", "/ip6/::/tcp/0"),
+    announce_maddrs: Sequence[str] = (),
+    initial_peers: Sequence[str] = (),
+    nat_port_map: bool = False,
+    auto_nat: bool = False,
+    relay: bool = False,
+    listen: bool = True,
+    swarm_key: str | None = None,
+    record_ttl_s: float = DEFAULT_TTL_S,
+    clock: Callable[[], float] = time.time,
+) -> AsyncIterator[Swarm]:
+    """Join the network and the DHT; leave both at the end, with no task, process or file left.
+
+    With `listen=False` the node asks and never answers: a client. `swarm_key` closes the swarm to
+    everybody who does not know it (`private.py`). The record is not withdrawn here; that is the
+    caller's to do, before it stops serving.
+
+    Raises what `open_transport` raises, and `BootstrapError` if initial peers answer but none is a
+    member of this DHT (for example of another private swarm).
+    """
+    membership = Membership(swarm_key)
+    async with open_transport(
+        identity,
+        host_maddrs=host_maddrs,
+        announce_maddrs=announce_maddrs,
+        initial_peers=initial_peers,
+        nat_port_map=nat_port_map,
+        auto_nat=auto_nat,
+        relay=relay,
+        listen=listen,
+    ) as transport:
+        validator = RecordValidator(membership, clock)
+        peer = DhtPeer(identity.peer_id, transport.unary, validator, membership)
+        async with _dht_node(peer, validator, listen=listen) as node:
+            await _join_dht(node, initial_peers)
+            directory = Directory(
+                node, identity, transport, validator, membership, clock=clock, ttl_s=record_ttl_s
+            )
+            keeper = asyncio.create_task(
+                _stay_joined(node, transport, initial_peers), name="dht-rejoin"
+            )
+            try:
+                yield Swarm(identity, transport, directory)
+            finally:
+                keeper.cancel()
+                await asyncio.wait({keeper})
+
+
+@asynccontextmanager
+async def _dht_node(
+    peer: DhtPeer, validator: RecordValidator, *, listen: bool
+) -> AsyncIterator[DHTNode]:
+    node = await DHTNode.create(
+        p2p=peer,
+        node_id=DHTID.from_bytes(node_id_of(peer.peer_id.to_bytes())),
+        client_mode=not listen,
+        record_validator=validator,
+        num_workers=_NUM_WORKERS,
+        wait_timeout=_RPC_TIMEOUT_S,
+        # Records change every few seconds: nobody may serve an old one from a cache.
+        cache_locally=False,
+        cache_nearest=0,
+        cache_on_store=False,
+        cache_refresh_before_expiry=0,
+        # Joins are ours to do: hivemind would leave a sleeping task behind.
+        initial_peers=None,
+    )
+    node.protocol.storage = BoundedStorage(str(peer.peer_id), validator.dropped)
+    peer.protocol = node.protocol
+    try:
+        yield node
+    finally:
+        await node.shutdown()
+        await peer.close()
+
+
+async def _join_dht(node: DHTNode, initial_peers: Sequence[str]) -> None:
+    others = _initial_peer_ids(node, initial_peers)
+    if not others:
+        return
+    answers = await asyncio.gather(*(node.protocol.call_ping(peer) for peer in others))
+    if all(answer is None for answer in answers):
+        raise BootstrapError(
+            "the initial peers can be reached, but none of them is a member of this swarm's DHT: "
+            f"{', '.join(initial_peers)}; are they nesa-nodes, with the same --swarm-key?"
+        )
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_NEIGHBOUR_SEARCH_S):
+            await node.find_nearest_nodes([node.node_id])
+
+
+async def _stay_joined(node: DHTNode, transport: Transport, initial_peers: Sequence[str]) -> None:
+    """Return to the initial peers after they, or the connection to them, were gone for a while.
+
+    hivemind forgets a peer after one unanswered call, so that without this a short loss of network
+    would split the DHT for good.
+    """
+    addresses: dict[PeerId, list[str]] = {}
+    for address in initial_peers:
+        addresses.setdefault(split_peer_address(address)[1], []).append(address)
+    while True:
+        await asyncio.sleep(_REJOIN_INTERVAL_S)
+        if len(node.blacklist.ban_counter) > _MAX_BLACKLIST:
+            node.blacklist.clear()
+        for peer in _initial_peer_ids(node, initial_peers):
+            if peer in node.protocol.routing_table:
+                continue
+            with suppress(PeerUnreachableError):
+                name = PeerId(peer.to_base58())
+                await transport.connect(name, addresses[name], _RPC_TIMEOUT_S)
+                if await node.protocol.call_ping(peer) is not None:
+                    log.info("dht_rejoined", peer=name)
+
+
+def _initial_peer_ids(node: DHTNode, initial_peers: Sequence[str]) -> list[PeerID]:
+    names = dict.fromkeys(split_peer_address(address)[1] for address in initial_peers)
+    return [PeerID.from_base58(name) for name in names if name != str(node.peer_id)]

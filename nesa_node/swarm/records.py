@@ -1,0 +1,213 @@
+"""What a node says about itself on the DHT, signed.
+
+A sealed record is a msgpack map: `record` (bytes: msgpack of the fields below), `signature`
+(Ed25519 over a fixed prefix and these bytes), `peer_id` (whose key that is) and `tag` (32 bytes in
+a private swarm, else empty). What was signed is the bytes as sent, so fields that a later minor
+version adds survive; they are ignored here.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+import msgspec
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
+
+from nesa_node.core.errors import RecordError
+from nesa_node.core.ids import ModelId, PeerId
+from nesa_node.core.span import Span
+from nesa_node.swarm.identity import Identity, verify
+from nesa_node.swarm.private import TAG_BYTES, Membership
+from nesa_node.topology.snapshot import NodeState
+
+MAX_RECORD_BYTES = 4096
+MAX_ADDRESSES = 16
+MAX_TTL_S = 600.0
+CLOCK_SKEW_S = 30.0
+"""How far the clocks of two nodes may be apart."""
+
+RECORD_MAJOR = 1
+_SIGNED_PREFIX = b"nesa-node record 1\0"
+_PUBLIC = Membership(None)
+
+
+def _printable(text: str) -> str:
+    if not text.isprintable():
+        raise ValueError("must be printable")
+    return text
+
+
+def _from_array(value: object) -> object:
+    return tuple(value) if isinstance(value, list) else value
+
+
+Text = Annotated[str, AfterValidator(_printable)]
+Count = Annotated[int, Field(ge=0, lt=2**50)]
+Rate = Annotated[float, Field(ge=0, le=1e8)]
+Time = Annotated[float, Field(gt=0, lt=1e11)]
+Pair = Annotated[tuple[int, int], BeforeValidator(_from_array)]
+
+
+class NodeStatus(BaseModel):
+    """What a node decides about its record; `Directory.publish` adds the rest and signs.
+
+    `state`: "joining" holds a span for a node that still loads it, "serving" takes sessions,
+    "draining" finishes the ones it has, "withdrawn" has left.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="ignore", strict=True, allow_inf_nan=False)
+
+    state: Literal["joining", "serving", "draining", "withdrawn"]
+    model_id: Text = Field(min_length=1, max_length=256)
+    model_name: Text = Field(min_length=1, max_length=256)
+    num_blocks: int = Field(ge=1, le=10_000)
+    span: Pair
+    dtype: str = Field(pattern=r"^[a-z0-9_]{1,24}$")
+    quantization: str = Field(default="none", pattern=r"^[a-z0-9_]{1,24}$")
+    protocol_version: Annotated[
+        tuple[Annotated[int, Field(ge=0, le=999)], Annotated[int, Field(ge=0, le=999)]],
+        BeforeValidator(_from_array),
+    ]
+    prefill_tokens_per_s: Rate = 0.0
+    decode_tokens_per_s: Rate = 0.0
+    free_cache_tokens: Count = 0
+    total_cache_tokens: Count = 0
+    gpu_memory_total_bytes: Count = 0
+    gpu_memory_free_bytes: Count = 0
+    cpu_memory_total_bytes: Count = 0
+    cpu_memory_free_bytes: Count = 0
+    load: float = Field(default=0.0, ge=0, le=1000)
+    uptime_s: float = Field(default=0.0, ge=0, le=1e10)
+    context_length: int = Field(default=0, ge=0, lt=2**40)
+    public_name: Annotated[Text, Field(max_length=64)] | None = None
+
+    @model_validator(mode="after")
+    def _check_span(self) -> Self:
+        if not 0 <= self.span[0] < self.span[1] <= self.num_blocks:
+            raise ValueError(f"span {self.span} is not within {self.num_blocks} blocks")
+        return self
+
+
+class NodeRecord(NodeStatus):
+    """A whole record, every field within bounds. From `unseal`, it is also known who signed it."""
+
+    peer_id: str = Field(max_length=128)
+    seq: int = Field(ge=0, lt=2**53)
+    issued_at: Time
+    expires_at: Time
+    addresses: Annotated[
+        tuple[Annotated[str, Field(pattern=r"^/[!-~]{1,254}$")], ...],
+        BeforeValidator(_from_array),
+        Field(max_length=MAX_ADDRESSES),
+    ] = ()
+
+    @model_validator(mode="after")
+    def _check_addresses(self) -> Self:
+        suffix = f"/p2p/{self.peer_id}"
+        if not all(address.endswith(suffix) for address in self.addresses):
+            raise ValueError("an address must end in the node's own peer id")
+        if not 0 < self.expires_at - self.issued_at <= MAX_TTL_S:
+            raise ValueError(f"a record lives at most {MAX_TTL_S:g} s")
+        return self
+
+    def node_state(self) -> NodeState:
+        """The part that planners use."""
+        shared = self.model_dump(include=_SHARED_FIELDS)
+        return NodeState(peer_id=PeerId(self.peer_id), span=Span(*self.span), **shared)
+
+
+_SHARED_FIELDS = set(NodeState.__dataclass_fields__) - {"peer_id", "span"}
+
+
+class _Envelope(msgspec.Struct, forbid_unknown_fields=True):
+    record: bytes
+    signature: Annotated[bytes, msgspec.Meta(min_length=64, max_length=64)]
+    peer_id: Annotated[str, msgspec.Meta(max_length=128)]
+    tag: Annotated[bytes, msgspec.Meta(max_length=TAG_BYTES)] = b""
+
+
+def seal(record: NodeRecord, identity: Identity, membership: Membership = _PUBLIC) -> bytes:
+    """Sign `record`. Raises `RecordError` if it is too large or not this identity's own."""
+    if record.peer_id != identity.peer_id:
+        raise RecordError("foreign", f"cannot sign a record of {record.peer_id}")
+    body = msgspec.msgpack.encode({"version": RECORD_MAJOR, **record.model_dump()})
+    signature = identity.sign(_SIGNED_PREFIX + body)
+    tag = membership.tag(b"record", body, signature)
+    sealed = msgspec.msgpack.encode(_Envelope(body, signature, identity.peer_id, tag))
+    if len(sealed) > MAX_RECORD_BYTES:
+        raise RecordError("oversized", f"a record of {len(sealed)} bytes is too large")
+    return sealed
+
+
+def unseal(data: bytes, *, now: float, membership: Membership = _PUBLIC) -> NodeRecord:
+    """The record in `data` if it can be believed at `now` (seconds since the epoch).
+
+    Raises `RecordError` with one of the reasons oversized, malformed, foreign (not of this private
+    swarm), signature, version, expired and future.
+    """
+    record = unseal_ageless(data, membership=membership)
+    check_age(record, now)
+    return record
+
+
+def unseal_ageless(data: bytes, *, membership: Membership = _PUBLIC) -> NodeRecord:
+    """`unseal` without looking at the clock: its answer for the same bytes never changes."""
+    if len(data) > MAX_RECORD_BYTES:
+        raise RecordError("oversized", f"a record of {len(data)} bytes is too large")
+    try:
+        envelope = msgspec.msgpack.decode(data, type=_Envelope)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise RecordError("malformed", "not a sealed record") from error
+    if not membership.check(envelope.tag, b"record", envelope.record, envelope.signature):
+        raise RecordError("foreign", "the record is not of this private swarm")
+    peer_id = PeerId(envelope.peer_id)
+    if not verify(peer_id, _SIGNED_PREFIX + envelope.record, envelope.signature):
+        raise RecordError("signature", f"{peer_id} did not sign this record")
+    record = _parse(envelope.record)
+    if record.peer_id != peer_id:
+        raise RecordError("signature", f"{peer_id} signed a record of {record.peer_id}")
+    return record
+
+
+def check_age(record: NodeRecord, now: float) -> None:
+    """Raises `RecordError` if the record is over, or from further ahead than clocks may differ."""
+    if record.expires_at <= now:
+        raise RecordError("expired", f"the record of {record.peer_id} has expired")
+    if record.issued_at > now + CLOCK_SKEW_S:
+        raise RecordError(
+            "future",
+            f"the record of {record.peer_id} was made {record.issued_at - now:.0f} s from now; "
+            "one of the two clocks is wrong",
+        )
+
+
+def model_key(model_id: ModelId) -> str:
+    """The DHT key under which the nodes of a model are found."""
+    return f"nesa/1/model/{model_id}"
+
+
+NODES_KEY = "nesa/1/nodes"
+"""The DHT key under which all nodes are found."""
+
+
+def _parse(body: bytes) -> NodeRecord:
+    try:
+        fields = msgspec.msgpack.decode(body, type=dict[str, object])
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise RecordError("malformed", "a record's fields are not a msgpack map") from error
+    if fields.get("version") != RECORD_MAJOR:
+        raise RecordError(
+            "version", f"records of version {fields.get('version')!r:.20} are not read"
+        )
+    try:
+        return NodeRecord.model_validate(fields)
+    except (ValidationError, RecursionError) as error:
+        raise RecordError("malformed", f"a field is out of bounds: {str(error)[:200]}") from error
