@@ -61,7 +61,8 @@ class PackedBatch:
         )
         if self.sent_BL is None:
             hidden_BKD = hidden_TD.view(rows, self.columns, -1)[:, kept]
-            return head(hidden_BKD.flatten(0, 1)).view(rows, hidden_BKD.shape[1], -1)
+            logits_TV = head(hidden_BKD.flatten(0, 1))
+            return logits_TV.view(rows, hidden_BKD.shape[1], logits_TV.shape[-1])
         index_BL = self.sent_BL.flatten().cumsum(0).view_as(self.sent_BL) - 1
         sent_BK = self.sent_BL[:, kept]
         logits_TV = head(hidden_TD[index_BL[:, kept][sent_BK].to(hidden_TD.device)])
