@@ -28,6 +28,8 @@ def pytest_configure(config: pytest.Config) -> None:
     tempfile.tempdir = str(_TMP)
     os.environ.update(
         TMPDIR=str(_TMP),
+        # torch makes this folder on import and leaves it.
+        TORCHINDUCTOR_CACHE_DIR=str(_RUN_DIR / "inductor"),
         HF_HUB_OFFLINE="1",
         HF_HUB_DISABLE_TELEMETRY="1",
         TOKENIZERS_PARALLELISM="false",

@@ -145,6 +145,8 @@ class ClientConfig(SharedConfig):
 
     model: str | None = None
     route: Route = "chain"
+    # Somebody who reads an answer does not want the news of the network between its words.
+    log_level: LogLevel = "warning"
 
 
 class PeerConfig(SharedConfig):

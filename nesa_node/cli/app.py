@@ -1,0 +1,92 @@
+"""The `nesa-node` command: dispatch, and errors as one line and an exit code."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from cyclopts import App, CycloptsError
+
+from nesa_node import __version__
+from nesa_node.cli.bootstrap import bootstrap
+from nesa_node.cli.chat import chat
+from nesa_node.cli.demo import demo
+from nesa_node.cli.doctor import doctor
+from nesa_node.cli.flags import spread_addresses
+from nesa_node.cli.generate import generate
+from nesa_node.cli.run import run
+from nesa_node.cli.status import status
+from nesa_node.core.errors import ConfigError, NesaError
+
+INTERRUPTED = 130
+
+app = App(
+    name="nesa-node",
+    help="A swarm of machines that serves one language model: each holds a span of its blocks.",
+    help_epilogue="Every flag may also be a NESA_* variable or a key of the --config file. "
+    "Exit codes: docs/exit-codes.md.",
+    version=__version__,
+    version_flags=["--version"],
+    result_action="return_value",
+    suppress_keyboard_interrupt=False,
+)
+for _command in (run, bootstrap, generate, chat, status, doctor, demo):
+    app.command(_command)
+
+
+def main() -> NoReturn:
+    """Entry point of the console script."""
+    sys.exit(run_command(sys.argv[1:]))
+
+
+def run_command(argv: Sequence[str]) -> int:
+    """Run one command line. Returns its exit code; expected errors become one line on stderr."""
+    try:
+        result = app(spread_addresses(argv), print_error=False, exit_on_error=False)
+        sys.stdout.flush()
+    except CycloptsError as error:
+        return _report(ConfigError(_words(error)))
+    except NesaError as error:
+        return _report(error)
+    except BaseExceptionGroup as group:
+        cause = _first_expected(group)
+        if cause is None:
+            raise
+        return _report(cause)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our output has gone (`nesa-node ... | head`). Nobody is left to tell, and
+        # Python must not try to flush once more when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return result if isinstance(result, int) else 0
+
+
+def _report(error: NesaError) -> int:
+    if logging.getLogger("nesa_node").isEnabledFor(logging.DEBUG) and error.__traceback__:
+        logging.getLogger("nesa_node.cli").debug("command failed", exc_info=error)
+    print(f"error: {error}", file=sys.stderr)
+    return error.exit_code
+
+
+def _words(error: CycloptsError) -> str:
+    """The parser's message on one line, and where to read more."""
+    command = " ".join(("nesa-node", *(error.command_chain or ())))
+    text = " ".join(str(error).split()).rstrip(".")
+    return f"{text} (see {command} --help)"
+
+
+def _first_expected(group: BaseExceptionGroup[BaseException]) -> NesaError | None:
+    """The first of our own errors in `group`, unless something unexpected is in there too."""
+    expected, rest = group.split(NesaError)
+    if expected is None or rest is not None:
+        return None
+    error: BaseException = expected
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error if isinstance(error, NesaError) else None

@@ -1,0 +1,18 @@
+"""`nesa-node bootstrap`: a member of the DHT that serves no blocks."""
+
+from __future__ import annotations
+
+from nesa_node.cli.flags import PeerFlags, configure
+
+
+def bootstrap(*, flags: PeerFlags | None = None) -> int:
+    """Run a meeting point: a DHT peer that others give as --initial-peers."""
+    import asyncio
+
+    from nesa_node.core.config import PeerConfig
+
+    config = configure(PeerConfig, flags)
+    from nesa_node.server.daemon import run_bootstrap
+
+    asyncio.run(run_bootstrap(config))
+    return 0

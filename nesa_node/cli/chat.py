@@ -1,0 +1,149 @@
+"""`nesa-node chat MODEL`: a conversation that prefills only what is new in each turn."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import suppress
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from nesa_node.cli.flags import SAMPLING, ClientFlags, ModelArgument, SamplingFlags, configure
+from nesa_node.core.errors import ConfigError, ContextLengthError
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedTokenizerBase
+
+    from nesa_node.cli.text import Message, Sampling
+    from nesa_node.client.causal_lm import DistributedModelForCausalLM
+    from nesa_node.client.inference import InferenceSession
+
+HELP = "/reset starts over, /stats shows the chain and speed, /exit (or Ctrl-D) ends"
+
+
+def chat(
+    model: ModelArgument = None,
+    /,
+    *,
+    system: Annotated[str | None, Parameter(help="Instructions before the conversation.")] = None,
+    max_new_tokens: Annotated[
+        int, Parameter(group=SAMPLING, help="Length limit of one answer.")
+    ] = 512,
+    max_length: Annotated[
+        int | None,
+        Parameter(group=SAMPLING, help="Tokens of the whole conversation. [default: up to 4096]"),
+    ] = None,
+    sampling: SamplingFlags | None = None,
+    flags: ClientFlags | None = None,
+) -> int:
+    """Talk with MODEL through the swarm. Ctrl-C stops an answer, Ctrl-D ends."""
+    from nesa_node.core.config import ClientConfig
+
+    config = configure(ClientConfig, flags, model=model)
+    chosen = (sampling or SamplingFlags()).check()
+    if max_new_tokens < 1:
+        raise ConfigError("--max-new-tokens must be at least 1")
+
+    from nesa_node.cli.client_model import open_client_model
+    from nesa_node.cli.text import Sampling
+
+    distributed, tokenizer = open_client_model(config)
+    with distributed:
+        if tokenizer.chat_template is None:
+            raise ConfigError(f"{config.model} has no chat template: use `nesa-node generate`")
+        length = max_length or min(4096, distributed.context_length)
+        options = Sampling(max_new_tokens=max_new_tokens, **chosen)
+        with suppress(EOFError):
+            _Conversation(distributed, tokenizer, options, length, system).run()
+    return 0
+
+
+class _Conversation:
+    """The messages so far and the session that holds their KV cache."""
+
+    def __init__(
+        self,
+        model: DistributedModelForCausalLM,
+        tokenizer: PreTrainedTokenizerBase,
+        sampling: Sampling,
+        max_length: int,
+        system: str | None,
+    ) -> None:
+        self._model = model
+        self._tokenizer = tokenizer
+        self._sampling = sampling
+        self._max_length = max_length
+        self._opening: list[Message] = [{"role": "system", "content": system}] if system else []
+        self._messages = list(self._opening)
+        self._session: InferenceSession | None = None
+        self._figures = "nothing was generated yet"
+
+    def run(self) -> None:
+        """Read lines until the end of input or /exit. Raises `EOFError` at the end of input."""
+        interactive = sys.stdin.isatty()
+        if interactive:
+            print(HELP, file=sys.stderr)
+            with suppress(ImportError):
+                import readline  # noqa: F401  (gives `input` its line editing)
+        try:
+            while (line := input("> " if interactive else "")) != "/exit":
+                self._handle(line.strip(), interactive=interactive)
+        finally:
+            self._close()
+
+    def _handle(self, line: str, *, interactive: bool) -> None:
+        if line == "/reset":
+            self._messages = list(self._opening)
+        elif line == "/stats":
+            print(self._figures, file=sys.stderr)
+        elif line.startswith("/"):
+            print(f"unknown command {line}; {HELP}", file=sys.stderr)
+        elif line:
+            self._turn(line, interactive=interactive)
+
+    def _turn(self, line: str, *, interactive: bool) -> None:
+        from nesa_node.cli.text import encode
+
+        self._messages.append({"role": "user", "content": line})
+        ids_1L = encode(self._tokenizer, self._messages, template=True)
+        try:
+            text = self._answer(ids_1L)
+        except KeyboardInterrupt:
+            if not interactive:
+                raise
+            print("\n(stopped)", file=sys.stderr)
+            self._messages.pop()
+        except ContextLengthError as error:
+            self._messages.pop()
+            print(f"error: {error}; /reset starts over", file=sys.stderr)
+            if not interactive:
+                raise
+        else:
+            self._messages.append({"role": "assistant", "content": text})
+
+    def _answer(self, ids_1L: torch.Tensor) -> str:
+        from nesa_node.cli.client_model import chain_text
+        from nesa_node.cli.text import answer
+
+        session = self._open()
+        sent_before = session.tokens_sent
+        result = answer(
+            self._model, self._tokenizer, ids_1L, self._sampling, out=sys.stdout, session=session
+        )
+        self._figures = (
+            f"{ids_1L.shape[1]} tokens of context, {session.tokens_sent - sent_before} sent in the "
+            f"last turn, first token after {result.first_token_s:.2f} s, then "
+            f"{result.tokens_per_s:.1f} tokens/s, chain {chain_text(session.hops)}"
+        )
+        return result.text
+
+    def _open(self) -> InferenceSession:
+        """The running session; a new one where none is, or where a failed step has closed it."""
+        if self._session is None or self._session.closed:
+            self._session = self._model.inference_session(self._max_length)
+        return self._session
+
+    def _close(self) -> None:
+        if self._session is not None:
+            self._session.close()

@@ -1,0 +1,79 @@
+"""The distributed model and its tokenizer, as the command line's config asks for them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from nesa_node.core.config import ClientConfig
+from nesa_node.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from transformers import PreTrainedTokenizerBase
+
+    from nesa_node.client.causal_lm import DistributedModelForCausalLM
+    from nesa_node.routing.chains import Hop
+
+
+def require_model_and_peers(config: ClientConfig) -> str:
+    """The model's name. Raises `ConfigError` where it or every peer is missing."""
+    if config.model is None:
+        raise ConfigError("MODEL is required: a local folder or the name of a model on the hub")
+    require_peers(config)
+    return config.model
+
+
+def require_peers(config: ClientConfig) -> None:
+    """Raises `ConfigError` without initial peers: a client has no other way to find a swarm."""
+    if not config.initial_peers:
+        raise ConfigError("--initial-peers is required: the address of any member of the swarm")
+
+
+def open_client_model(
+    config: ClientConfig,
+) -> tuple[DistributedModelForCausalLM, PreTrainedTokenizerBase]:
+    """Load tokenizer and ends; the swarm is joined at the first session. Close the model.
+
+    Raises `ConfigError` without a model or peers, and what opening the checkpoint raises.
+    """
+    name = require_model_and_peers(config)
+    import torch
+    from transformers.utils import logging as transformers_logging
+
+    from nesa_node.cli.text import load_tokenizer
+    from nesa_node.client.model import AutoDistributedModelForCausalLM
+    from nesa_node.engine.checkpoint import open_checkpoint
+
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    token = config.token.get_secret_value() if config.token else None
+    checkpoint = open_checkpoint(
+        name, revision=config.revision, token=token, cache_dir=config.cache_dir
+    )
+    tokenizer = load_tokenizer(checkpoint.fetch_side_files())
+    model = AutoDistributedModelForCausalLM.from_pretrained(
+        name,
+        initial_peers=config.initial_peers,
+        dtype=config.torch_dtype,
+        # The ends are small: without a word they stay where every machine has room.
+        device="cpu" if config.device == "auto" else config.device,
+        revision=config.revision,
+        token=token,
+        cache_dir=config.cache_dir,
+        routing=config.route,
+        swarm_key=config.swarm_key.get_secret_value() if config.swarm_key else None,
+        step_timeout_s=config.step_timeout_s,
+    )
+    return model, tokenizer
+
+
+def chain_text(hops: Iterable[Hop]) -> str:
+    """`…WmQh4s 0:10 → …Pz1kLd 10:20`."""
+    return " → ".join(f"{short_peer(hop.peer_id)} {hop.span}" for hop in hops)
+
+
+def short_peer(peer_id: str) -> str:
+    """The end of a peer id: all Ed25519 ids begin alike."""
+    return f"…{peer_id[-6:]}"

@@ -1,0 +1,214 @@
+"""`nesa-node demo`: a swarm of three daemons on this machine, compared with transformers."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
+
+from nesa_node.cli.flags import SharedFlags, configure
+from nesa_node.core.errors import ConfigError
+from nesa_node.core.span import Span
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedTokenizerBase
+
+    from nesa_node.cli.local_swarm import LocalNode
+    from nesa_node.cli.text import Answer, Sampling
+    from nesa_node.routing.chains import Hop
+
+QUESTION = "What is the capital of France?"
+TIMED_PROMPT = "Describe how a lighthouse works."
+TOKENS_DIFFER = 10
+
+
+def demo(
+    model: Annotated[
+        str | None, Parameter(help="A local folder. [default: SmolLM2-135M-Instruct]")
+    ] = None,
+    /,
+    *,
+    question: Annotated[str, Parameter(help="What to ask.")] = QUESTION,
+    nodes: Annotated[int, Parameter(help="How many daemons to start.")] = 3,
+    max_new_tokens: Annotated[int, Parameter(help="Length limit of the answer.")] = 64,
+    timed_tokens: Annotated[int, Parameter(help="Tokens of the timed run.")] = 64,
+    flags: SharedFlags | None = None,
+) -> int:
+    """Start three daemons here, ask them a question, compare with local transformers.
+
+    Everything is computed in float32 with one thread per process. Ends with exit code 0 if every
+    token is the same, and stops the daemons in any case.
+    """
+    from nesa_node.core.config import ClientConfig
+
+    config = configure(ClientConfig, flags)
+    if nodes < 1 or max_new_tokens < 1 or timed_tokens < 2:
+        raise ConfigError(
+            "--nodes and --max-new-tokens must be positive, --timed-tokens at least 2"
+        )
+    import torch
+    from transformers.utils import logging as transformers_logging
+
+    from nesa_node.engine.checkpoint import open_checkpoint
+    from nesa_node.engine.demo_model import demo_model_path
+
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    torch.set_num_threads(1)
+    folder = demo_model_path(config.cache_dir) if model is None else Path(model)
+    checkpoint = open_checkpoint(str(folder), cache_dir=config.cache_dir)
+    spans = split_evenly(checkpoint.num_blocks, nodes)
+    print(
+        f"{checkpoint.name}: {checkpoint.num_blocks} blocks in float32 on "
+        f"{len(spans)} daemons of this machine\n",
+        flush=True,
+    )
+    prompts = (Prompt(question, max_new_tokens), Prompt(TIMED_PROMPT, timed_tokens, timed=True))
+    with _terminable(), tempfile.TemporaryDirectory(prefix="nesa-demo-") as temporary:
+        swarm = _ask_swarm(folder, spans, Path(temporary), prompts)
+    return _compare(swarm, _ask_transformers(folder, prompts), len(spans))
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A `timed` prompt runs for exactly `tokens` tokens and is not shown."""
+
+    text: str
+    tokens: int
+    timed: bool = False
+
+    def sampling(self) -> Sampling:
+        from nesa_node.cli.text import Sampling
+
+        return Sampling(
+            max_new_tokens=self.tokens, min_new_tokens=self.tokens if self.timed else None
+        )
+
+    def encode(self, tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
+        from nesa_node.cli.text import encode
+
+        template = tokenizer.chat_template is not None
+        return encode(tokenizer, [{"role": "user", "content": self.text}], template=template)
+
+
+def split_evenly(num_blocks: int, parts: int) -> list[Span]:
+    """`parts` adjacent spans over all blocks, no two differing by more than one block."""
+    parts = min(parts, num_blocks)
+    cuts = [num_blocks * part // parts for part in range(parts + 1)]
+    return [Span(start, end) for start, end in pairwise(cuts)]
+
+
+def _ask_swarm(
+    folder: Path, spans: Sequence[Span], temporary: Path, prompts: Sequence[Prompt]
+) -> list[Answer]:
+    from nesa_node.cli.local_swarm import local_swarm
+    from nesa_node.cli.text import load_tokenizer
+    from nesa_node.client.model import AutoDistributedModelForCausalLM
+
+    tokenizer = load_tokenizer(folder)
+    flags = ("--torch-dtype", "float32", "--device", "cpu", "--threads", "1")
+    with local_swarm(folder, spans, temporary, flags=flags) as nodes:
+        _print_nodes(nodes)
+        with AutoDistributedModelForCausalLM.from_pretrained(
+            folder, initial_peers=nodes[0].addresses, dtype="float32"
+        ) as model:
+            answers = []
+            for prompt in prompts:
+                ids_1L = prompt.encode(tokenizer)
+                with model.inference_session(ids_1L.shape[1] + prompt.tokens) as session:
+                    answers.append(_ask(model, tokenizer, prompt, session=session))
+                    hops = session.hops
+            _print_chain(hops, nodes)
+        return answers
+
+
+def _ask_transformers(folder: Path, prompts: Sequence[Prompt]) -> list[Answer]:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from nesa_node.cli.text import answer, load_tokenizer
+
+    tokenizer = load_tokenizer(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return [
+        answer(model, tokenizer, prompt.encode(tokenizer), prompt.sampling(), out=None)
+        for prompt in prompts
+    ]
+
+
+def _ask(model: Any, tokenizer: PreTrainedTokenizerBase, prompt: Prompt, **options: Any) -> Answer:
+    from nesa_node.cli.text import answer
+
+    if not prompt.timed:
+        print(f"\n  question      {prompt.text}\n  answer        ", end="", flush=True)
+    return answer(
+        model,
+        tokenizer,
+        prompt.encode(tokenizer),
+        prompt.sampling(),
+        out=None if prompt.timed else sys.stdout,
+        **options,
+    )
+
+
+def _print_nodes(nodes: Sequence[LocalNode]) -> None:
+    import asyncio
+
+    from nesa_node.cli.reading import read_swarm
+    from nesa_node.cli.swarm_view import group_by_model, print_models
+    from nesa_node.core.config import ClientConfig
+
+    for node in nodes:
+        print(
+            f"  {node.name}  blocks {node.span!s:>5}  serves {node.ready_s:.1f} s after its start"
+        )
+    print(flush=True)
+    config = ClientConfig(initial_peers=nodes[0].addresses)
+    print_models(group_by_model(asyncio.run(read_swarm(config)).records))
+    sys.stdout.flush()
+
+
+def _print_chain(hops: Sequence[Hop], nodes: Sequence[LocalNode]) -> None:
+    names = {node.peer_id: node.name for node in nodes}
+    chain = " → ".join(f"{names.get(hop.peer_id, hop.peer_id)} {hop.span}" for hop in hops)
+    print(f"\n  chain         {chain}")
+    peaks = ", ".join(f"{node.peak_memory_bytes() / 2**20:.0f}" for node in nodes)
+    print(f"  memory        {peaks} MiB at the peak of each daemon")
+
+
+def _compare(swarm: Sequence[Answer], local: Sequence[Answer], nodes: int) -> int:
+    mine = [token for one in swarm for token in one.token_ids]
+    theirs = [token for one in local for token in one.token_ids]
+    equal = sum(a == b for a, b in zip(mine, theirs, strict=False))
+    same = mine == theirs
+    print(
+        f"  swarm         {swarm[-1].tokens_per_s:.1f} tokens/s through {nodes} daemons, "
+        f"{swarm[-1].first_token_s * 1000:.0f} ms to the first token\n"
+        f"  transformers  {local[-1].tokens_per_s:.1f} tokens/s in one process, "
+        f"{local[-1].first_token_s * 1000:.0f} ms to the first token\n"
+        f"  tokens equal local transformers: {'yes' if same else 'NO'} "
+        f"({equal} of {max(len(mine), len(theirs))})"
+    )
+    return 0 if same else TOKENS_DIFFER
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """SIGTERM ends the demo as Ctrl-C does: through every `finally`."""
+
+    def stop(number: int, _frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,61 @@
+"""`nesa-node doctor`: what might keep this machine from being a good member, and what to do."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nesa_node.cli.flags import ClientFlags, ModelArgument, configure
+
+if TYPE_CHECKING:
+    from nesa_node.cli.checks import Finding
+    from nesa_node.core.config import ClientConfig
+
+_STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
+
+
+def doctor(model: ModelArgument = None, /, *, flags: ClientFlags | None = None) -> int:
+    """Check this machine, the way to each --initial-peers, and which blocks of MODEL would fit.
+
+    Ends with exit code 1 if anything failed; warnings do not count.
+    """
+    from nesa_node.core.config import ClientConfig
+
+    config = configure(ClientConfig, flags, model=model)
+    from nesa_node.cli.checks import worst
+
+    findings = []
+    for finding in _all_checks(config):
+        findings.append(finding)
+        _print(finding)
+    return 1 if worst(findings) == "fail" else 0
+
+
+def _all_checks(config: ClientConfig) -> Iterator[Finding]:
+    from nesa_node.cli import checks
+    from nesa_node.cli.remote_checks import check_model, check_peers, p2pd_path
+
+    yield from checks.check_versions()
+    yield from checks.check_p2pd(Path(p2pd_path()))
+    yield from checks.check_devices()
+    yield from checks.check_memory_and_disk(config.cache_dir)
+    yield from checks.check_listening()
+    yield from checks.check_clock()
+    yield from check_peers(config)
+    if config.model is not None:
+        yield from check_model(config, config.model)
+
+
+def _print(finding: Finding) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(file=sys.stdout, soft_wrap=True)
+    line = Text(f"{finding.level:<5}", style=_STYLES[finding.level])
+    line.append(f"{finding.subject:<13}", style="default not bold")
+    line.append(finding.detail, style="default not bold")
+    if finding.level != "ok" and finding.advice:
+        line.append(f"\n      {'':12}→ {finding.advice}", style="default not bold")
+    console.print(line)

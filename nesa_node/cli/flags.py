@@ -1,0 +1,245 @@
+"""The flags that commands share. Each is named like the config field it sets.
+
+Values stay text here: `core/config.py` checks them, so that a wrong flag, variable or file key is
+told in the same words. `None` means "not given".
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TypedDict, TypeVar
+
+from cyclopts import Group, Parameter
+
+from nesa_node.core.choices import DtypeName, LogFormat, LogLevel, Route
+from nesa_node.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from nesa_node.core.config import SharedConfig
+
+SWARM = Group("Swarm", sort_key=10)
+COMPUTE = Group("Model and device", sort_key=20)
+LIMITS = Group("Limits", sort_key=30)
+SAMPLING = Group("Sampling", sort_key=35)
+OUTPUT = Group("Output", sort_key=40)
+
+ModelArgument = Annotated[
+    str | None, Parameter(help="A local folder, or the name of a model on the hub.")
+]
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class SharedFlags:
+    initial_peers: Annotated[
+        tuple[str, ...] | None,
+        Parameter(
+            group=SWARM, negative=(), help="Addresses of swarm members: /ip4/IP/tcp/PORT/p2p/ID ..."
+        ),
+    ] = None
+    swarm_key: Annotated[
+        str | None,
+        Parameter(group=SWARM, help="Secret of a private swarm; @PATH reads it from a file."),
+    ] = None
+    step_timeout_s: Annotated[
+        str | None, Parameter(group=LIMITS, help="Seconds to wait for one step. [default: 30]")
+    ] = None
+    torch_dtype: Annotated[
+        DtypeName | None,
+        Parameter(alias="--dtype", group=COMPUTE, help="Data type to compute in. [default: auto]"),
+    ] = None
+    device: Annotated[
+        str | None, Parameter(group=COMPUTE, help="auto, cpu, cuda or cuda:N. [default: auto]")
+    ] = None
+    threads: Annotated[
+        str | None, Parameter(group=COMPUTE, help="CPU threads for tensor work. [default: all]")
+    ] = None
+    revision: Annotated[
+        str | None, Parameter(group=COMPUTE, help="Branch, tag or commit of a hub model.")
+    ] = None
+    token: Annotated[
+        str | None,
+        Parameter(group=COMPUTE, help="Hub token for gated models; @PATH reads it. [HF_TOKEN]"),
+    ] = None
+    cache_dir: Annotated[
+        str | None,
+        Parameter(group=COMPUTE, help="Folder for downloads. [default: ~/.cache/nesa-node]"),
+    ] = None
+    config: Annotated[
+        Path | None, Parameter(group=OUTPUT, help="TOML file with any of these settings.")
+    ] = None
+    log_level: Annotated[LogLevel | None, Parameter(group=OUTPUT, help="[default: info for daemons, else warning]")] = None
+    log_format: Annotated[LogFormat | None, Parameter(group=OUTPUT, help="[default: console]")] = (
+        None
+    )
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class ClientFlags(SharedFlags):
+    route: Annotated[
+        Route | None,
+        Parameter(
+            group=SWARM,
+            help="chain: nodes push to each other; star: all data passes here. [default: chain]",
+        ),
+    ] = None
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class PeerFlags(SharedFlags):
+    identity_path: Annotated[
+        str | None,
+        Parameter(
+            group=SWARM, help="Key file of this node. [default: ~/.config/nesa-node/identity.key]"
+        ),
+    ] = None
+    host_maddrs: Annotated[
+        tuple[str, ...] | None,
+        Parameter(
+            group=SWARM,
+            negative=(),
+            help="Where to listen. [default: /ip4/0.0.0.0/tcp/0 /ip6/::/tcp/0]",
+        ),
+    ] = None
+    announce_maddrs: Annotated[
+        tuple[str, ...] | None,
+        Parameter(group=SWARM, negative=(), help="Addresses to tell others, behind a NAT."),
+    ] = None
+    public_name: Annotated[
+        str | None, Parameter(group=SWARM, help="Name to show in the swarm's table.")
+    ] = None
+    ready_file: Annotated[
+        str | None, Parameter(group=OUTPUT, help="Write a JSON file there once it serves.")
+    ] = None
+    nat_port_map: Annotated[
+        bool | None, Parameter(group=SWARM, negative=(), help="Ask the router for a port by UPnP.")
+    ] = None
+    auto_nat: Annotated[
+        bool | None, Parameter(group=SWARM, negative=(), help="Help peers learn their address.")
+    ] = None
+    relay: Annotated[
+        bool | None, Parameter(group=SWARM, negative=(), help="Be reachable through relays.")
+    ] = None
+    allow_peers: Annotated[
+        tuple[str, ...] | None,
+        Parameter(group=LIMITS, negative=(), help="Serve only this peer id; may be repeated."),
+    ] = None
+    deny_peers: Annotated[
+        tuple[str, ...] | None,
+        Parameter(group=LIMITS, negative=(), help="Never serve this peer id; may be repeated."),
+    ] = None
+    record_ttl_s: Annotated[
+        str | None,
+        Parameter(group=LIMITS, help="Seconds until a crashed node is forgotten. [default: 60]"),
+    ] = None
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class NodeFlags(PeerFlags):
+    num_blocks: Annotated[
+        str | None,
+        Parameter(group=COMPUTE, help="Blocks to hold, or auto: as many as fit. [default: auto]"),
+    ] = None
+    block_indices: Annotated[
+        str | None, Parameter(group=COMPUTE, help="Exactly these blocks, half-open: a:b.")
+    ] = None
+    attn_cache_tokens: Annotated[
+        str | None, Parameter(group=LIMITS, help="Tokens that all sessions may keep together.")
+    ] = None
+    max_disk_gib: Annotated[
+        str | None, Parameter(group=LIMITS, help="Largest download of model files, in GiB.")
+    ] = None
+    max_sessions_per_peer: Annotated[str | None, Parameter(group=LIMITS, help="[default: 64]")] = (
+        None
+    )
+    max_cache_tokens_per_peer: Annotated[
+        str | None, Parameter(group=LIMITS, help="[default: no limit of its own]")
+    ] = None
+    idle_timeout_s: Annotated[
+        str | None, Parameter(group=LIMITS, help="Seconds until an idle session is closed. [600]")
+    ] = None
+    drain_timeout_s: Annotated[
+        str | None,
+        Parameter(group=LIMITS, help="Seconds that running steps get when stopped. [default: 30]"),
+    ] = None
+
+
+class SamplingChoice(TypedDict):
+    """Arguments of `cli.text.Sampling`."""
+
+    temperature: float | None
+    top_p: float | None
+    seed: int | None
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class SamplingFlags:
+    temperature: Annotated[
+        float | None, Parameter(group=SAMPLING, help="Sample; higher is more varied.")
+    ] = None
+    top_p: Annotated[
+        float | None,
+        Parameter(group=SAMPLING, help="Sample from the likeliest tokens of this share."),
+    ] = None
+    seed: Annotated[int | None, Parameter(group=SAMPLING, help="Make sampling repeatable.")] = None
+
+    def check(self) -> SamplingChoice:
+        """Raises `ConfigError` for values out of range."""
+        if self.temperature is not None and not 0 < self.temperature <= 100:
+            raise ConfigError("--temperature must lie in (0, 100]; leave it away for greedy")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ConfigError("--top-p must lie in (0, 1]")
+        return {"temperature": self.temperature, "top_p": self.top_p, "seed": self.seed}
+
+
+_Config = TypeVar("_Config", bound="SharedConfig")
+
+
+def configure(cls: type[_Config], flags: SharedFlags | None, **more: object) -> _Config:
+    """The command's config from `flags` (and fields given as `more`), environment and file.
+
+    Sets up logging as it says. Raises `ConfigError`.
+    """
+    from nesa_node.core.config_sources import load_config
+    from nesa_node.core.logging import setup_logging
+
+    given: dict[str, object] = dict(more)
+    toml_path = None
+    if flags is not None:
+        given |= {field.name: getattr(flags, field.name) for field in fields(flags)}
+        toml_path = flags.config
+    given.pop("config", None)
+    config = load_config(cls, given, os.environ, toml_path)
+    setup_logging(config.log_level, config.log_format)
+    return config
+
+
+_LIST_FLAGS = frozenset({"--initial-peers", "--host-maddrs", "--announce-maddrs"})
+_ADDRESS = re.compile(r"/(ip4|ip6|dns|dns4|dns6)/")
+
+
+def spread_addresses(tokens: Iterable[str]) -> Sequence[str]:
+    """Let `--initial-peers A B` mean `--initial-peers A --initial-peers B`.
+
+    Only what looks like an address is taken, so that a prompt may follow the list.
+    """
+    spread: list[str] = []
+    current: str | None = None
+    count = 0
+    for token in tokens:
+        if current is not None and _ADDRESS.match(token):
+            if count:
+                spread.append(current)
+            count += 1
+        else:
+            current, count = (token, 0) if token in _LIST_FLAGS else (None, 0)
+        spread.append(token)
+    return spread

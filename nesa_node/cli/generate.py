@@ -1,0 +1,81 @@
+"""`nesa-node generate MODEL "prompt"`: one answer, streamed to stdout."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from nesa_node.cli.flags import (
+    OUTPUT,
+    SAMPLING,
+    ClientFlags,
+    ModelArgument,
+    SamplingFlags,
+    configure,
+)
+from nesa_node.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from nesa_node.cli.text import Answer
+    from nesa_node.client.inference import InferenceSession
+
+
+def generate(
+    model: ModelArgument = None,
+    prompt: Annotated[
+        str | None, Parameter(help="The text to answer; read from stdin when not given.")
+    ] = None,
+    /,
+    *,
+    max_new_tokens: Annotated[int, Parameter(group=SAMPLING, help="Length limit.")] = 256,
+    chat: Annotated[
+        bool | None,
+        Parameter(group=OUTPUT, help="Use the chat template. [default: if the model has one]"),
+    ] = None,
+    sampling: SamplingFlags | None = None,
+    flags: ClientFlags | None = None,
+) -> int:
+    """Answer PROMPT through the swarm: text to stdout as it comes, the chain and speed to stderr.
+
+    Takes the most likely token each time, unless --temperature or --top-p is given.
+    """
+    from nesa_node.cli.client_model import open_client_model, require_model_and_peers
+    from nesa_node.core.config import ClientConfig
+
+    config = configure(ClientConfig, flags, model=model)
+    chosen = (sampling or SamplingFlags()).check()
+    if max_new_tokens < 1:
+        raise ConfigError("--max-new-tokens must be at least 1")
+    require_model_and_peers(config)
+    text = sys.stdin.read() if prompt is None else prompt
+    if not text.strip():
+        raise ConfigError("the prompt is empty: give it as an argument or on stdin")
+
+    from nesa_node.cli.text import Sampling, answer, encode
+
+    distributed, tokenizer = open_client_model(config)
+    with distributed:
+        template = tokenizer.chat_template is not None if chat is None else chat
+        if template and tokenizer.chat_template is None:
+            raise ConfigError(f"{config.model} has no chat template: leave --chat away")
+        ids_1L = encode(tokenizer, [{"role": "user", "content": text}], template=template)
+        options = Sampling(max_new_tokens=max_new_tokens, **chosen)
+        with distributed.inference_session(ids_1L.shape[1] + max_new_tokens) as session:
+            result = answer(
+                distributed, tokenizer, ids_1L, options, out=sys.stdout, session=session
+            )
+            _print_figures(result, ids_1L.shape[1], session)
+    return 0
+
+
+def _print_figures(result: Answer, prompt_tokens: int, session: InferenceSession) -> None:
+    from nesa_node.cli.client_model import chain_text
+
+    print(
+        f"[{prompt_tokens} + {len(result.token_ids)} tokens, first after "
+        f"{result.first_token_s:.2f} s, then {result.tokens_per_s:.1f} tokens/s, "
+        f"chain {chain_text(session.hops)}]",
+        file=sys.stderr,
+    )

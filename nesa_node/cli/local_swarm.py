@@ -1,0 +1,139 @@
+"""Real `nesa-node run` daemons on the loopback of this machine, for as long as a context lasts."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from nesa_node.core.errors import SwarmError
+from nesa_node.core.span import Span
+
+LOOPBACK = "/ip4/127.0.0.1/tcp/0"
+_POLL_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class LocalNode:
+    """A daemon that serves. `ready_s` is the time from its start to its ready file."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    log_path: Path
+    peer_id: str
+    addresses: tuple[str, ...]
+    span: Span
+    ready_s: float
+
+    def peak_memory_bytes(self) -> int:
+        """The most resident memory so far (Linux); 0 where that is unknown."""
+        try:
+            status = Path(f"/proc/{self.process.pid}/status").read_text(encoding="ascii")
+        except OSError:
+            return 0
+        lines = [line for line in status.splitlines() if line.startswith("VmHWM:")]
+        return int(lines[0].split()[1]) * 1024 if lines else 0
+
+
+@contextmanager
+def local_swarm(
+    model: Path,
+    spans: Sequence[Span],
+    folder: Path,
+    *,
+    flags: Sequence[str] = (),
+    ready_timeout_s: float = 120,
+) -> Iterator[list[LocalNode]]:
+    """Start one daemon per span, the first as the others' bootstrap; stop all at the end.
+
+    `folder` takes their keys, logs and ready files. Raises `SwarmError` with the end of a daemon's
+    log if it does not come to serve.
+    """
+    with ExitStack() as stack:
+        first = _start(stack, model, "node-1", spans[0], folder, flags)
+        nodes = [_wait(first, time.monotonic() + ready_timeout_s)]
+        more = ("--initial-peers", *nodes[0].addresses, *flags)
+        started = [
+            _start(stack, model, f"node-{number}", span, folder, more)
+            for number, span in enumerate(spans[1:], start=2)
+        ]
+        deadline = time.monotonic() + ready_timeout_s
+        yield nodes + [_wait(node, deadline) for node in started]
+
+
+@dataclass(frozen=True, slots=True)
+class _Starting:
+    name: str
+    process: subprocess.Popen[bytes]
+    ready_file: Path
+    log_path: Path
+    since: float
+
+
+def _start(
+    stack: ExitStack, model: Path, name: str, span: Span, folder: Path, flags: Sequence[str]
+) -> _Starting:
+    ready_file, log_path = folder / f"{name}.json", folder / f"{name}.log"
+    command = [sys.executable, "-m", "nesa_node", "run", str(model)]
+    command += ["--block-indices", str(span), "--public-name", name, "--host-maddrs", LOOPBACK]
+    command += ["--identity-path", str(folder / f"{name}.key"), "--ready-file", str(ready_file)]
+    with log_path.open("wb") as log:
+        process = subprocess.Popen(
+            [*command, *flags],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=_environment(),
+            # Ctrl-C in the terminal must reach us alone: we stop the daemons in order.
+            start_new_session=True,
+        )
+    stack.callback(_stop, process)
+    return _Starting(name, process, ready_file, log_path, time.monotonic())
+
+
+def _environment() -> dict[str, str]:
+    """Ours, without the settings that a user has made for daemons of their own."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("NESA_")}
+
+
+def _wait(node: _Starting, deadline: float) -> LocalNode:
+    while not node.ready_file.exists():
+        if node.process.poll() is not None:
+            words = f"ended with exit code {node.process.returncode} instead of serving"
+            raise SwarmError(f"{node.name} {words}:\n{_tail(node.log_path)}")
+        if time.monotonic() > deadline:
+            raise SwarmError(f"{node.name} did not come to serve:\n{_tail(node.log_path)}")
+        time.sleep(_POLL_S)
+    ready = json.loads(node.ready_file.read_text(encoding="utf-8"))
+    return LocalNode(
+        name=node.name,
+        process=node.process,
+        log_path=node.log_path,
+        peer_id=ready["peer_id"],
+        addresses=tuple(ready["addresses"]),
+        span=Span(*ready["span"]),
+        ready_s=time.monotonic() - node.since,
+    )
+
+
+def _tail(path: Path, lines: int = 15) -> str:
+    with path.open(encoding="utf-8", errors="replace") as log:
+        return "  " + "  ".join(deque(log, maxlen=lines)).rstrip()
+
+
+def _stop(process: subprocess.Popen[bytes], patience_s: float = 10) -> None:
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(patience_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

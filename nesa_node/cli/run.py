@@ -1,0 +1,21 @@
+"""`nesa-node run MODEL`: serve a span of a model until stopped."""
+
+from __future__ import annotations
+
+from nesa_node.cli.flags import ModelArgument, NodeFlags, configure
+
+
+def run(model: ModelArgument = None, /, *, flags: NodeFlags | None = None) -> int:
+    """Serve a span of MODEL to the swarm, until SIGTERM or Ctrl-C.
+
+    Without --initial-peers it starts a new swarm and prints the address others join with.
+    """
+    import asyncio
+
+    from nesa_node.core.config import NodeConfig
+
+    config = configure(NodeConfig, flags, model=model)
+    from nesa_node.server.daemon import run_node
+
+    asyncio.run(run_node(config))
+    return 0

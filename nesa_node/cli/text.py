@@ -1,0 +1,130 @@
+"""Text through a model: prompts to ids, a stream of text back, and how fast it came.
+
+Serves a model of the swarm and a local transformers model alike, which `demo` compares.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, TextStreamer
+
+from nesa_node.core.errors import ModelNotFoundError
+
+Message = dict[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How the next token is chosen: the most likely one, unless `temperature` or `top_p` is set."""
+
+    max_new_tokens: int = 128
+    min_new_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: int | None = None
+
+    def options(self) -> dict[str, Any]:
+        """Keyword arguments for `generate`."""
+        options: dict[str, Any] = {"max_new_tokens": self.max_new_tokens}
+        if self.min_new_tokens is not None:
+            options["min_new_tokens"] = self.min_new_tokens
+        if self.temperature is None and self.top_p is None:
+            # Temperature and top-p of the model's own generation config would draw a warning.
+            return options | {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+        chosen = {"temperature": self.temperature, "top_p": self.top_p}
+        return options | {"do_sample": True} | {k: v for k, v in chosen.items() if v is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The new tokens of one generation and when they came."""
+
+    token_ids: tuple[int, ...]
+    text: str
+    first_token_s: float
+    decode_s: float
+    """From the first token to the last one."""
+
+    @property
+    def tokens_per_s(self) -> float:
+        """After the first token; 0 if there was only one."""
+        return (len(self.token_ids) - 1) / self.decode_s if self.decode_s > 0 else 0.0
+
+
+class _TimedStreamer(TextStreamer):
+    """Writes text to `out` as it comes, and notes when each token came."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, out: TextIO | None) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self.out = out
+        self.times: list[float] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        if not self.next_tokens_are_prompt:
+            self.times.append(time.perf_counter())
+        super().put(value)  # type: ignore[no-untyped-call]
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        if self.out is not None:
+            print(text, end="\n" if stream_end else "", flush=True, file=self.out)
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer in `folder`. Raises `ModelNotFoundError`."""
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise ModelNotFoundError(f"no usable tokenizer in {folder}: {reason}") from error
+
+
+def encode(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, template: bool
+) -> torch.Tensor:
+    """Ids [1, L] of a conversation; without a template, of its last message as it stands."""
+    encoded: Any
+    if template:
+        encoded = tokenizer.apply_chat_template(
+            list(messages), add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+    else:
+        encoded = tokenizer(messages[-1]["content"], return_tensors="pt")
+    ids: torch.Tensor = encoded["input_ids"]
+    return ids
+
+
+def answer(
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    ids_1L: torch.Tensor,
+    sampling: Sampling,
+    *,
+    out: TextIO | None,
+    **options: Any,
+) -> Answer:
+    """Generate after the prompt `ids_1L`, writing text to `out` as it comes.
+
+    `model` is anything with transformers' `generate`; `options` go there as they are.
+    """
+    if sampling.seed is not None:
+        torch.manual_seed(sampling.seed)
+    streamer = _TimedStreamer(tokenizer, out)
+    started = time.perf_counter()
+    ids = model.generate(
+        input_ids=ids_1L,
+        attention_mask=torch.ones_like(ids_1L),
+        streamer=streamer,
+        **sampling.options(),
+        **options,
+    )
+    new_ids = ids[0, ids_1L.shape[1] :].tolist()
+    first = streamer.times[0] if streamer.times else time.perf_counter()
+    last = streamer.times[-1] if streamer.times else first
+    text = str(tokenizer.decode(new_ids, skip_special_tokens=True))
+    return Answer(tuple(new_ids), text, first - started, last - first)
