@@ -43,7 +43,6 @@ class AutoDistributedModelForCausalLM:
         client_blocks: tuple[int, int] = (0, 0),
         swarm_key: str | None = None,
         identity_path: str | Path | None = None,
-        host_maddrs: tuple[str, ...] | list[str] | None = None,
         step_timeout_s: float = 30.0,
         recovery_timeout_s: float = 60.0,
     ) -> DistributedModelForCausalLM:
@@ -66,12 +65,15 @@ class AutoDistributedModelForCausalLM:
             token=token,
             cache_dir=default_cache_dir() if cache_dir is None else Path(cache_dir).expanduser(),
         )
+        asked = dtype if dtype is not None else torch_dtype
+        resolved = (
+            asked if isinstance(asked, torch.dtype) else checkpoint.resolve_dtype(asked or "auto")
+        )
         options = ConnectionOptions(
             initial_peers=tuple(initial_peers),
             routing=routing,
             swarm_key=swarm_key,
             identity_path=None if identity_path is None else Path(identity_path).expanduser(),
-            host_maddrs=None if host_maddrs is None else tuple(host_maddrs),
             step_timeout_s=step_timeout_s,
             recovery_timeout_s=recovery_timeout_s,
         )
@@ -79,12 +81,12 @@ class AutoDistributedModelForCausalLM:
         def connect() -> AbstractAsyncContextManager[SwarmConnection]:
             from nesa_node.client.connection import open_connection
 
-            return open_connection(checkpoint, options)
+            return open_connection(checkpoint, options, resolved)
 
         return build_model(
             checkpoint,
             connect,
-            dtype=dtype if dtype is not None else torch_dtype,
+            dtype=resolved,
             device=device,
             client_blocks=client_blocks,
         )

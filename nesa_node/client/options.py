@@ -16,7 +16,6 @@ class ConnectionOptions:
     routing: Route = "chain"
     swarm_key: str | None = field(default=None, repr=False)
     identity_path: Path | None = None
-    host_maddrs: tuple[str, ...] | None = None
     step_timeout_s: float = 30.0
     recovery_timeout_s: float = 60.0
     """How long a session waits for a replacement before it fails with the missing blocks."""

@@ -7,24 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 
 from nesa_node.core.span import Span
 from nesa_node.routing.chains import Hop
+from nesa_node.swarm.messages import RowSlice, Want
 
-Want = Literal["all", "last"]
-
-
-@dataclass(frozen=True, slots=True)
-class RowSlice:
-    """`count` consecutive tokens of sequence `row`, the first of them at `position`."""
-
-    row: int
-    position: int
-    count: int
+__all__ = ["BlockSession", "Connect", "RowSlice", "SwarmConnection", "Want"]
 
 
 class BlockSession(Protocol):

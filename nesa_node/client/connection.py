@@ -1,0 +1,109 @@
+"""A client's place in the swarm, from which sessions are opened."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import torch
+
+from nesa_node.client.options import ConnectionOptions
+from nesa_node.client.route import RouteRequest
+from nesa_node.client.session import RemoteSession, open_remote_session
+from nesa_node.client.sessions import BlockSession
+from nesa_node.compression.tensors import DTYPE_NAMES
+from nesa_node.core.ids import ModelId
+from nesa_node.core.span import Span
+from nesa_node.engine.checkpoint import Checkpoint
+from nesa_node.engine.model_id import model_id
+from nesa_node.routing.avoidance import Avoidance
+from nesa_node.swarm.identity import Identity
+from nesa_node.swarm.node import Swarm, open_swarm
+
+
+class RemoteConnection:
+    """A `SwarmConnection` over the network. What it learns of bad peers holds for all sessions."""
+
+    def __init__(
+        self,
+        swarm: Swarm,
+        model: ModelId,
+        options: ConnectionOptions,
+        *,
+        hidden_size: int,
+        dtype: torch.dtype,
+    ) -> None:
+        self.swarm = swarm
+        self._model = model
+        self._options = options
+        self._hidden_size = hidden_size
+        self._dtype = dtype
+        self._avoidance = Avoidance(time.monotonic)
+        self._rng = random.Random()
+
+    def open_session(
+        self, span: Span, *, rows: int, max_tokens: int
+    ) -> AbstractAsyncContextManager[BlockSession]:
+        """See `SwarmConnection.open_session`."""
+        return self.open_remote(span, rows=rows, max_tokens=max_tokens)
+
+    @asynccontextmanager
+    async def open_remote(
+        self, span: Span, *, rows: int, max_tokens: int
+    ) -> AsyncIterator[RemoteSession]:
+        options = self._options
+        request = RouteRequest(
+            model_id=self._model,
+            span=span,
+            rows=rows,
+            max_tokens=max_tokens,
+            hidden_size=self._hidden_size,
+            dtype=DTYPE_NAMES[self._dtype],
+            mode=options.routing,
+            swarm_key=options.swarm_key,
+        )
+        async with open_remote_session(
+            self.swarm,
+            request,
+            self._avoidance,
+            recovery_timeout_s=options.recovery_timeout_s,
+            step_timeout_s=options.step_timeout_s,
+            rng=self._rng,
+        ) as session:
+            yield session
+
+
+@asynccontextmanager
+async def open_connection(
+    checkpoint: Checkpoint, options: ConnectionOptions, dtype: torch.dtype
+) -> AsyncIterator[RemoteConnection]:
+    """Join the swarm that serves `checkpoint`; hidden states travel in `dtype`.
+
+    Raises the `SwarmError`s of `open_swarm`.
+    """
+    async with AsyncExitStack() as stack:
+        if options.identity_path is not None:
+            identity = Identity.load_or_create(options.identity_path)
+        else:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="nesa-client-"))
+            identity = Identity.ephemeral(Path(folder))
+        swarm = await stack.enter_async_context(
+            open_swarm(
+                identity,
+                initial_peers=options.initial_peers,
+                swarm_key=options.swarm_key,
+                listen=False,
+            )
+        )
+        yield RemoteConnection(
+            swarm,
+            await asyncio.to_thread(model_id, checkpoint),
+            options,
+            hidden_size=int(checkpoint.config.hidden_size),
+            dtype=dtype,
+        )

@@ -1,0 +1,175 @@
+"""The client's stream to one node of its session."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+
+import structlog
+
+from nesa_node.core.errors import (
+    BusyError,
+    PeerUnreachableError,
+    ProtocolError,
+    RemoteError,
+    StreamClosedError,
+)
+from nesa_node.routing.chains import Hop
+from nesa_node.swarm.messages import (
+    AnyMessage,
+    Busy,
+    Close,
+    Error,
+    Leaving,
+    Link,
+    Linked,
+    Message,
+    Open,
+    Opened,
+    Output,
+    Ping,
+    Pong,
+    Rollback,
+    RolledBack,
+    Step,
+)
+from nesa_node.swarm.stream import Stream, silence_is_loss
+
+log = structlog.get_logger(__name__)
+
+OPEN_TIMEOUT_S = 10.0
+LINK_TIMEOUT_S = 30.0
+PING_TIMEOUT_S = 5.0
+
+
+class HopLink:
+    """Requests are answered in order, one at a time; outputs and notices come whenever they do.
+
+    `on_change` is called after each of them, and when the stream is lost. Whoever makes a link
+    closes it.
+    """
+
+    def __init__(
+        self, hop: Hop, stream: Stream, max_output_bytes: int, on_change: Callable[[], None]
+    ) -> None:
+        self.hop = hop
+        self.leaving = False
+        self.lost: str | None = None
+        self.downstream_lost: str | None = None
+        self.refusal: Error | None = None
+        """The node refused a step; the session's state there is as before."""
+        self.outputs: deque[tuple[Output, bytearray]] = deque()
+        self.opened: Opened | None = None
+        self._stream = stream
+        self._max_output_bytes = max_output_bytes
+        self._on_change = on_change
+        self._answer: asyncio.Future[AnyMessage] | None = None
+        self._reader = asyncio.create_task(self._read())
+
+    async def open(self, message: Open) -> None:
+        """Raises `BusyError`, `RemoteError` and `PeerUnreachableError`."""
+        answer = await self._ask(message, OPEN_TIMEOUT_S)
+        if not isinstance(answer, Opened):
+            raise self._unexpected(answer)
+        self.opened = answer
+
+    async def link(self, message: Link) -> None:
+        """Raises `RemoteError`, with code "downstream_lost" where the neighbour is to blame."""
+        answer = await self._ask(message, LINK_TIMEOUT_S)
+        if not isinstance(answer, Linked) or answer.epoch != message.epoch:
+            raise self._unexpected(answer)
+        self.downstream_lost = None
+
+    async def rollback(self, message: Rollback) -> None:
+        answer = await self._ask(message, LINK_TIMEOUT_S)
+        if not isinstance(answer, RolledBack) or answer.epoch != message.epoch:
+            raise self._unexpected(answer)
+
+    async def ping(self, nonce: int) -> Pong:
+        answer = await self._ask(Ping(nonce=nonce), PING_TIMEOUT_S)
+        if not isinstance(answer, Pong) or answer.nonce != nonce:
+            raise self._unexpected(answer)
+        return answer
+
+    async def send_step(self, step: Step, payload: memoryview | bytearray) -> None:
+        """Raises `PeerUnreachableError`."""
+        try:
+            async with silence_is_loss(self._stream.peer, LINK_TIMEOUT_S, "taking a step"):
+                await self._stream.send(step, memoryview(payload))
+        except (StreamClosedError, PeerUnreachableError) as error:
+            self._lose(str(error))
+            raise PeerUnreachableError(str(error)) from error
+
+    async def _read(self) -> None:
+        """Take in what the node sends until the stream ends."""
+        try:
+            while True:
+                message, payload = await self._stream.receive(
+                    max_tensor_bytes=self._max_output_bytes
+                )
+                self._take(message, payload)
+                self._on_change()
+        except ProtocolError as error:
+            self._lose(str(error))
+
+    def _take(self, message: AnyMessage, payload: bytearray) -> None:
+        match message:
+            case Output():
+                self.outputs.append((message, payload))
+            case Leaving():
+                self.leaving = True
+            case Error(fatal=True) if self._answer is None:
+                raise RemoteError(message.code, message.message)
+            case Error(code="downstream_lost", answers=None):
+                self.downstream_lost = message.message
+            case Error(answers="step"):
+                self.refusal = message
+            case _ if self._answer is not None and not self._answer.done():
+                self._answer.set_result(message)
+            case Error():
+                log.info("notice", peer=self._stream.peer, code=message.code)
+            case _:
+                raise ProtocolError("unexpected", f"{type(message).__name__} came unasked")
+
+    async def _ask(self, message: Message, timeout_s: float) -> AnyMessage:
+        if self.lost is not None:
+            raise PeerUnreachableError(self.lost)
+        self._answer = asyncio.get_running_loop().create_future()
+        doing = f"answering {type(message).__name__.lower()}"
+        try:
+            async with silence_is_loss(self._stream.peer, timeout_s, doing):
+                await self._stream.send(message)
+                answer = await self._answer
+        except (StreamClosedError, PeerUnreachableError) as error:
+            self._lose(str(error))
+            raise PeerUnreachableError(str(error)) from error
+        finally:
+            self._answer = None
+        if isinstance(answer, Busy):
+            raise BusyError(f"{self._stream.peer}: {answer.message}", answer.retry_after_s)
+        if isinstance(answer, Error):
+            raise RemoteError(answer.code, f"{self._stream.peer}: {answer.message}")
+        return answer
+
+    def _unexpected(self, answer: AnyMessage) -> PeerUnreachableError:
+        self._lose(f"{self._stream.peer} answered with {type(answer).__name__}")
+        return PeerUnreachableError(self.lost or "")
+
+    def _lose(self, reason: str) -> None:
+        if self.lost is None:
+            self.lost = reason
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_exception(PeerUnreachableError(reason))
+        self._on_change()
+
+    async def close(self) -> None:
+        """End the session at the node and wait until it has; silent about a node that is gone."""
+        if self.lost is None:
+            try:
+                await self._ask(Close(), 1.0)
+            except (ProtocolError, PeerUnreachableError) as error:
+                log.debug("no_goodbye", peer=self._stream.peer, reason=str(error))
+        self._reader.cancel()
+        await asyncio.gather(self._reader, return_exceptions=True)
+        await self._stream.close()

@@ -1,0 +1,341 @@
+"""A session over the swarm: steps go out, outputs come back, lost nodes are replaced on the way.
+
+T packed tokens, D hidden.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+
+import structlog
+import torch
+
+from nesa_node.client.hop import HopLink
+from nesa_node.client.route import Route, RouteRequest
+from nesa_node.compression import tensors
+from nesa_node.core.errors import (
+    BusyError,
+    CacheFullError,
+    MissingBlocksError,
+    NesaError,
+    PeerUnreachableError,
+    ProtocolError,
+    RemoteError,
+)
+from nesa_node.core.ids import PeerId
+from nesa_node.routing.avoidance import Avoidance
+from nesa_node.routing.chains import Hop
+from nesa_node.routing.repair import gaps
+from nesa_node.swarm.messages import RowSlice, Step, Want
+from nesa_node.swarm.node import Swarm
+from nesa_node.swarm.outbox import Kept, Outbox
+
+log = structlog.get_logger(__name__)
+
+MAX_ATTEMPTS = 20
+"""Of one step, each through a chain that could be linked."""
+REPLAY_WINDOW = 32
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
+_OUR_FAULT = frozenset({"not_finite", "bad_tensor", "bad_rows", "cache_full"})
+
+
+class _ChainBroken(PeerUnreachableError):
+    """Some link or node failed; the session can go on once the route is rebuilt."""
+
+
+class RemoteSession:
+    """A `BlockSession` whose blocks run on other machines."""
+
+    def __init__(
+        self,
+        swarm: Swarm,
+        request: RouteRequest,
+        avoidance: Avoidance,
+        *,
+        recovery_timeout_s: float,
+        step_timeout_s: float,
+        rng: random.Random,
+    ) -> None:
+        self.rows = request.rows
+        self.max_tokens = request.max_tokens
+        self.recoveries = 0
+        self._request = request
+        self._changed = asyncio.Event()
+        self._route = Route(swarm, request, avoidance, self._changed.set)
+        self._lengths = [0] * request.rows
+        self._outboxes: dict[int, Outbox] = {request.span.start: Outbox()}
+        self._step = 0
+        self._leaver_check_at = 0.0
+        self._recovery_timeout_s = recovery_timeout_s
+        self._step_timeout_s = step_timeout_s
+        self._rng = rng
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        return tuple(self._lengths)
+
+    @property
+    def hops(self) -> tuple[Hop, ...]:
+        return self._route.hops
+
+    async def open(self) -> None:
+        """Reserve a session on every hop, all or none; wait while nodes are busy or missing."""
+        await self._persist(lambda: self._rebuild())
+
+    async def step(
+        self, hidden_TD: torch.Tensor, rows: Sequence[RowSlice], *, want: Want = "all"
+    ) -> torch.Tensor:
+        """See `BlockSession.step`. Raises `MissingBlocksError` if lost blocks stay lost."""
+        self._check(hidden_TD, rows)
+        await self._replace_leavers()
+        for _ in range(MAX_ATTEMPTS):
+            try:
+                output = await self._attempt(hidden_TD, tuple(rows), want)
+            except PeerUnreachableError as error:
+                log.info("chain_broken", reason=str(error))
+                await self._recover()
+                continue
+            for part in rows:
+                self._lengths[part.row] += part.count
+            return output.to(hidden_TD.dtype)
+        raise PeerUnreachableError(
+            f"a step failed {MAX_ATTEMPTS} times although the chain could be linked each time"
+        )
+
+    async def rollback(self, lengths: Sequence[int]) -> None:
+        """See `BlockSession.rollback`."""
+        if len(lengths) != self.rows or any(
+            not 0 <= new <= old for new, old in zip(lengths, self._lengths, strict=True)
+        ):
+            raise ValueError(f"cannot roll back from {self._lengths} to {list(lengths)}")
+        self._lengths = list(lengths)
+        for outbox in self._outboxes.values():
+            outbox.truncate(lengths)
+        try:
+            await self._route.rollback(lengths)
+        except (PeerUnreachableError, RemoteError):
+            await self._recover()
+
+    async def close(self) -> None:
+        await self._route.close()
+
+    def _check(self, hidden_TD: torch.Tensor, rows: Sequence[RowSlice]) -> None:
+        total = sum(part.count for part in rows)
+        if hidden_TD.shape != (total, self._request.hidden_size):
+            raise ValueError(f"{list(hidden_TD.shape)} are not the hidden states of {total} tokens")
+        for part in rows:
+            if part.position != self._lengths[part.row]:
+                raise ValueError(f"row {part.row} goes on at {self._lengths[part.row]}, not {part}")
+            if part.position + part.count > self.max_tokens:
+                raise CacheFullError(
+                    f"row {part.row} would hold {part.position + part.count} tokens; "
+                    f"the session was opened for {self.max_tokens}"
+                )
+
+    async def _attempt(
+        self, hidden_TD: torch.Tensor, rows: tuple[RowSlice, ...], want: Want
+    ) -> torch.Tensor:
+        self._step += 1
+        links = self._route.links
+        sends_to = links if self._request.mode == "star" else links[:1]
+        for link in sends_to:
+            is_last = link is sends_to[-1]
+            asked: Want = want if is_last else "all"
+            meta, payload = tensors.encode(hidden_TD.to(tensors.DTYPES[self._request.dtype]))
+            kept = Kept(self._step, rows, asked, meta, payload)
+            self._outboxes.setdefault(link.hop.span.start, Outbox()).append(kept)
+            await self._send(link, kept)
+            answering = links[-1] if is_last else link
+            hidden_TD = await self._output(answering, kept)
+        return hidden_TD
+
+    async def _send(self, link: HopLink, kept: Kept) -> None:
+        await link.send_step(
+            Step(
+                session=self._route.session,
+                epoch=self._route.epoch,
+                step=kept.step,
+                rows=kept.rows,
+                tensor=kept.meta,
+                want=kept.want,
+            ),
+            kept.payload,
+        )
+
+    async def _output(self, link: HopLink, kept: Kept) -> torch.Tensor:
+        """Wait for what `link` makes of a step. Raises `_ChainBroken` and `RemoteError`."""
+        deadline = time.monotonic() + self._step_timeout_s
+        while True:
+            self._changed.clear()
+            while link.outputs:
+                output, payload = link.outputs.popleft()
+                if (output.epoch, output.step) == (self._route.epoch, kept.step):
+                    tokens = len(kept.rows) if kept.want == "last" else kept.meta.shape[0]
+                    if output.rows != kept.rows or output.tensor.shape != (
+                        tokens,
+                        self._request.hidden_size,
+                    ):
+                        raise self._misbehaved(link, "an output of another shape")
+                    try:
+                        return tensors.decode(output.tensor, payload, max_bytes=len(payload))
+                    except ProtocolError as error:
+                        raise self._misbehaved(link, str(error)) from error
+            self._check_health()
+            try:
+                async with asyncio.timeout(deadline - time.monotonic()):
+                    await self._changed.wait()
+            except TimeoutError:
+                await self._probe(kept.step)
+                deadline = time.monotonic() + self._step_timeout_s
+
+    def _misbehaved(self, link: HopLink, what: str) -> _ChainBroken:
+        self._route.suspect(link.hop.peer_id, what)
+        link.lost = link.lost or what
+        return _ChainBroken(f"{link.hop.peer_id} sent {what}")
+
+    def _check_health(self) -> None:
+        for link in self._route.links:
+            if link.lost is not None:
+                self._route.suspect(link.hop.peer_id, link.lost)
+                raise _ChainBroken(link.lost)
+            if link.downstream_lost is not None:
+                raise _ChainBroken(link.downstream_lost)
+            if link.refusal is not None:
+                refusal, link.refusal = link.refusal, None
+                if refusal.code in _OUR_FAULT:
+                    raise RemoteError(refusal.code, refusal.message)
+                link.lost = refusal.message
+                raise _ChainBroken(refusal.message)
+
+    async def _probe(self, step: int) -> None:
+        """A step is overdue: is somebody still at it? If not, the first who lacks it is lost."""
+        nonce = self._rng.getrandbits(32)
+        links = self._route.links
+        pongs = await asyncio.gather(*(link.ping(nonce) for link in links), return_exceptions=True)
+        self._check_health()
+        for link, pong in zip(links, pongs, strict=True):
+            if isinstance(pong, BaseException):
+                raise self._misbehaved(link, str(pong))
+            if pong.busy:
+                return
+        for link, pong in zip(links, pongs, strict=True):
+            if not isinstance(pong, BaseException) and pong.step < step:
+                raise self._misbehaved(link, "nothing: the step never reached it")
+        raise self._misbehaved(links[-1], "no output although it applied the step")
+
+    async def _replace_leavers(self) -> None:
+        """Move off nodes that said they leave, if others can take over; try once a second."""
+        leaving = frozenset(link.hop.peer_id for link in self._route.links if link.leaving)
+        if not leaving or time.monotonic() < self._leaver_check_at:
+            return
+        self._leaver_check_at = time.monotonic() + 1.0
+        try:
+            await self._rebuild(leaving)
+            log.info("moved_off_leaving_nodes", peers=sorted(leaving))
+        except MissingBlocksError as error:
+            log.info("cannot_move_off_yet", reason=str(error))
+        except NesaError as error:
+            log.info("moving_off_failed", reason=str(error))
+            await self._recover()
+
+    async def _recover(self) -> None:
+        self.recoveries += 1
+        for outbox in self._outboxes.values():
+            outbox.truncate(self._lengths)
+        await self._persist(lambda: self._rebuild())
+
+    async def _rebuild(self, drop: frozenset[PeerId] = frozenset()) -> None:
+        """Rebuild the route and bring its fresh nodes to where the others are."""
+        await self._route.rebuild(self._lengths, drop=drop, needs_output=self._lacks_next_outbox)
+        zeros = [0] * self.rows
+        links = self._route.links
+        for link in links if self._request.mode == "star" else links[:1]:
+            if link not in self._route.fresh:
+                continue
+            replay = list(self._outboxes[link.hop.span.start].since(zeros, self._lengths))
+            if self._request.mode == "star" and self._lacks_next_outbox(link.hop):
+                await self._replay_for_outputs(link, replay)
+            else:
+                for kept in replay:
+                    await self._send(link, kept)
+
+    def _lacks_next_outbox(self, hop: Hop) -> bool:
+        """Whether nobody has what went into the blocks after `hop`."""
+        end = hop.span.end
+        return end < self._request.span.end and end not in self._outboxes
+
+    async def _replay_for_outputs(self, link: HopLink, replay: Sequence[Kept]) -> None:
+        outbox = Outbox()
+        for start in range(0, len(replay), REPLAY_WINDOW):
+            window = replay[start : start + REPLAY_WINDOW]
+            for kept in window:
+                await self._send(link, kept)
+            for kept in window:
+                meta, payload = tensors.encode(await self._output(link, kept))
+                outbox.append(Kept(kept.step, kept.rows, "all", meta, payload))
+        self._outboxes[link.hop.span.end] = outbox
+
+    async def _persist(self, attempt: Callable[[], Awaitable[None]]) -> None:
+        """Repeat `attempt` with growing, jittered pauses until the recovery time is over."""
+        deadline = time.monotonic() + self._recovery_timeout_s
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            try:
+                return await attempt()
+            except BusyError as error:
+                last: Exception = error
+                wait_s = max(error.retry_after_s, pause_s)
+            except (MissingBlocksError, PeerUnreachableError, RemoteError) as error:
+                last, wait_s = error, pause_s
+            wait_s *= self._rng.uniform(0.5, 1.5)
+            if time.monotonic() + wait_s > deadline:
+                raise self._give_up(last) from last
+            await asyncio.sleep(wait_s)
+            pause_s = min(pause_s * 2, _LONGEST_PAUSE_S)
+
+    def _give_up(self, last: Exception) -> Exception:
+        waited = f"waited {self._recovery_timeout_s:g} s"
+        if isinstance(last, BusyError):
+            return BusyError(f"{last}; {waited}", last.retry_after_s)
+        if isinstance(last, RemoteError):
+            return last
+        alive = [link.hop for link in self._route.links if link.lost is None]
+        missing = [(gap.start, gap.end) for gap in gaps(self._request.span, alive)]
+        if isinstance(last, MissingBlocksError):
+            missing = list(last.missing)
+        ranges = ", ".join(f"{start}:{end}" for start, end in missing) or str(self._request.span)
+        return MissingBlocksError(
+            missing,
+            f"no node serves blocks {ranges} of {self._request.model_id} ({waited}); "
+            f"start one with `nesa-node run`. Last problem: {last}",
+        )
+
+
+@asynccontextmanager
+async def open_remote_session(
+    swarm: Swarm,
+    request: RouteRequest,
+    avoidance: Avoidance,
+    *,
+    recovery_timeout_s: float = 30.0,
+    step_timeout_s: float = 30.0,
+    rng: random.Random,
+) -> AsyncIterator[RemoteSession]:
+    """An open session; its nodes are let go at the end."""
+    session = RemoteSession(
+        swarm,
+        request,
+        avoidance,
+        recovery_timeout_s=recovery_timeout_s,
+        step_timeout_s=step_timeout_s,
+        rng=rng,
+    )
+    try:
+        await session.open()
+        yield session
+    finally:
+        await session.close()

@@ -1,0 +1,58 @@
+"""Chains that keep what still works of an old one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from nesa_node.core.errors import MissingBlocksError
+from nesa_node.core.ids import PeerId
+from nesa_node.core.span import Span
+from nesa_node.routing.chains import Hop, plan_chain
+from nesa_node.topology.snapshot import Snapshot
+
+
+def gaps(span: Span, kept: Sequence[Hop]) -> tuple[Span, ...]:
+    """The maximal spans of `span` that no hop of `kept` runs. `kept` is in order, disjoint."""
+    found = []
+    at = span.start
+    for hop in kept:
+        if at < hop.span.start:
+            found.append(Span(at, hop.span.start))
+        at = hop.span.end
+    if at < span.end:
+        found.append(Span(at, span.end))
+    return tuple(found)
+
+
+def fill_gaps(
+    snapshot: Snapshot,
+    span: Span,
+    kept: Sequence[Hop],
+    *,
+    penalty: Callable[[PeerId], float],
+    exclude: frozenset[PeerId] = frozenset(),
+    min_free_tokens: int = 0,
+) -> tuple[Hop, ...]:
+    """The hops of `kept` with the cheapest chain in each gap, in order; no peer occurs twice.
+
+    With nothing kept this is `plan_chain`. Gaps are filled one after another, so that with several
+    gaps the whole need not be the cheapest. Raises `MissingBlocksError` with everything missing.
+    """
+    hops = list(kept)
+    used = exclude | {hop.peer_id for hop in kept}
+    missing: list[tuple[int, int]] = []
+    message = ""
+    for gap in gaps(span, kept):
+        try:
+            filling = plan_chain(
+                snapshot, gap, penalty=penalty, exclude=used, min_free_tokens=min_free_tokens
+            )
+        except MissingBlocksError as error:
+            missing.extend(error.missing)
+            message = message or str(error)
+            continue
+        hops.extend(filling)
+        used |= {hop.peer_id for hop in filling}
+    if missing:
+        raise MissingBlocksError(missing, message)
+    return tuple(sorted(hops, key=lambda hop: hop.span))

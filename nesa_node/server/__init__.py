@@ -1,0 +1,1 @@
+"""The daemon: takes a span, announces it, serves sessions, leaves in order."""

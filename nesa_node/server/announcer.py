@@ -1,0 +1,110 @@
+"""Keeps this node's record on the DHT true."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import psutil
+import structlog
+import torch
+
+from nesa_node.core.span import Span
+from nesa_node.engine.measure import Throughput
+from nesa_node.swarm.directory import Directory
+from nesa_node.swarm.messages import VERSION
+from nesa_node.swarm.records import NodeStatus
+
+log = structlog.get_logger(__name__)
+
+State = Literal["joining", "serving", "draining"]
+REFRESH_S = 10.0
+"""At most: a record's free cache and load are this old, besides the DHT's own delay."""
+DTYPE_NAMES = {
+    torch.float32: "float32",
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeFacts:
+    """What does not change while the node runs."""
+
+    model_id: str
+    model_name: str
+    num_blocks: int
+    context_length: int
+    dtype: torch.dtype
+    device: torch.device
+    public_name: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capacity:
+    """What changes with every session."""
+
+    total_tokens: int = 0
+    free_tokens: int = 0
+    load: float = 0.0
+
+
+class Announcer:
+    """Publishes on request and, in `run`, well before each record would expire."""
+
+    def __init__(self, directory: Directory, facts: NodeFacts) -> None:
+        self.throughput = Throughput(0.0, 0.0)
+        self.capacity: Callable[[], Capacity] = Capacity
+        self._directory = directory
+        self._facts = facts
+        self._started_at = time.monotonic()
+        self._state: State = "joining"
+        self._span: Span | None = None
+
+    async def announce(self, state: State, span: Span) -> None:
+        """Publish now, and this from now on."""
+        self._state, self._span = state, span
+        await self._directory.publish(self._status(state, span))
+
+    async def run(self) -> None:
+        """Publish again and again until cancelled."""
+        pause_s = min(REFRESH_S, self._directory.ttl_s / 3)
+        while True:
+            await asyncio.sleep(pause_s)
+            if self._span is not None:
+                await self._directory.publish(self._status(self._state, self._span))
+
+    def _status(self, state: State, span: Span) -> NodeStatus:
+        facts, capacity, memory = self._facts, self.capacity(), psutil.virtual_memory()
+        gpu_free, gpu_total = _gpu_memory(facts.device)
+        return NodeStatus(
+            state=state,
+            model_id=facts.model_id,
+            model_name=facts.model_name,
+            num_blocks=facts.num_blocks,
+            span=(span.start, span.end),
+            dtype=DTYPE_NAMES[facts.dtype],
+            protocol_version=VERSION,
+            prefill_tokens_per_s=self.throughput.prefill_tokens_per_s,
+            decode_tokens_per_s=self.throughput.decode_tokens_per_s,
+            free_cache_tokens=capacity.free_tokens,
+            total_cache_tokens=capacity.total_tokens,
+            gpu_memory_total_bytes=gpu_total,
+            gpu_memory_free_bytes=gpu_free,
+            cpu_memory_total_bytes=memory.total,
+            cpu_memory_free_bytes=memory.available,
+            load=min(capacity.load, 1000.0),
+            uptime_s=time.monotonic() - self._started_at,
+            context_length=facts.context_length,
+            public_name=facts.public_name,
+        )
+
+
+def _gpu_memory(device: torch.device) -> tuple[int, int]:
+    if device.type != "cuda":
+        return 0, 0
+    free, total = torch.cuda.mem_get_info(device)
+    return int(free), int(total)

@@ -1,0 +1,123 @@
+"""A session's life: its client's messages, its worker, its end."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+import structlog
+
+from nesa_node.core.errors import FrameError, ProtocolError, StreamClosedError
+from nesa_node.server.session import Session
+from nesa_node.swarm.messages import (
+    AnyMessage,
+    Cancel,
+    Close,
+    Closed,
+    Error,
+    Leaving,
+    Link,
+    Linked,
+    Ping,
+    Pong,
+    Rollback,
+    RolledBack,
+    Step,
+)
+
+log = structlog.get_logger(__name__)
+
+
+class _Ended(Exception):
+    """The session is over in the ordinary way."""
+
+
+async def serve_session(
+    session: Session,
+    *,
+    draining: asyncio.Event,
+    drain_left_s: Callable[[], float],
+    idle_timeout_s: float,
+) -> None:
+    """Run the session until its client closes it or goes, it idles, or a drain runs out.
+
+    Raises `ProtocolError` for what must be answered with a fatal error.
+    """
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(session.run())
+            tasks.create_task(_watch_idle(session, idle_timeout_s))
+            tasks.create_task(_watch_drain(session, draining, drain_left_s))
+            tasks.create_task(_read(session))
+    except* _Ended:
+        pass
+    except* ProtocolError as group:
+        raise group.exceptions[0] from None
+
+
+async def _read(session: Session) -> None:
+    while True:
+        message, payload = await session.client.receive(
+            max_tensor_bytes=session.inbox.max_step_bytes
+        )
+        try:
+            await _obey(session, message, payload)
+        except (FrameError, StreamClosedError):
+            raise
+        except ProtocolError as error:
+            await session.client.send(
+                Error(
+                    code=error.code,
+                    message=str(error)[:2048],
+                    fatal=False,
+                    answers=type(message).__name__.lower(),
+                    step=message.step if isinstance(message, Step) else None,
+                )
+            )
+
+
+async def _obey(session: Session, message: AnyMessage, payload: bytearray) -> None:
+    client = session.client
+    match message:
+        case Step():
+            await session.submit(client.peer, message, payload)
+        case Link():
+            await session.link(message)
+            await client.send(Linked(epoch=message.epoch))
+        case Rollback():
+            await session.rollback(message.epoch, message.lengths)
+            await client.send(RolledBack(epoch=message.epoch))
+        case Ping():
+            await client.send(
+                Pong(
+                    nonce=message.nonce,
+                    epoch=session.inbox.epoch,
+                    step=session.inbox.last_step,
+                    busy=session.busy,
+                )
+            )
+        case Close() | Cancel():
+            await client.send(Closed())
+            raise _Ended
+        case _:
+            raise ProtocolError(
+                "unexpected", f"a session does not expect {type(message).__name__} from its client"
+            )
+
+
+async def _watch_idle(session: Session, timeout_s: float) -> None:
+    while True:
+        left_s = session.active_at + timeout_s - time.monotonic()
+        if left_s <= 0 and not session.busy:
+            raise ProtocolError("idle_timeout", f"nothing happened for {timeout_s:g} s")
+        await asyncio.sleep(max(left_s, 0.1))
+
+
+async def _watch_drain(
+    session: Session, draining: asyncio.Event, left_s: Callable[[], float]
+) -> None:
+    await draining.wait()
+    await session.client.send(Leaving(seconds=left_s()))
+    await asyncio.sleep(left_s())
+    raise ProtocolError("draining", "this node has left the swarm")

@@ -1,0 +1,72 @@
+"""The one thread that owns the device."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from typing import TypeVar
+
+T = TypeVar("T")
+
+LOAD_WINDOW_S = 30.0
+
+
+class Executor:
+    """Runs jobs one at a time, first come first served, away from the event loop."""
+
+    def __init__(self, pool: ThreadPoolExecutor) -> None:
+        self._pool = pool
+        self._waiting = 0
+        self._load = 0.0
+        self._marked_at = time.monotonic()
+
+    async def run(self, job: Callable[[], T]) -> T:
+        """The result of `job()`, run in the device's thread.
+
+        A job that has started cannot be interrupted: cancelling this call waits for it, so that
+        its caller never touches state that the job still changes.
+        """
+        self._waiting += 1
+        started = self._pool.submit(self._timed, job)
+        result = asyncio.wrap_future(started)
+        try:
+            return await asyncio.shield(result)
+        except asyncio.CancelledError:
+            if not started.cancel():
+                await asyncio.wait([result])
+            raise
+        finally:
+            self._waiting -= 1
+
+    def _timed(self, job: Callable[[], T]) -> T:
+        started = time.monotonic()
+        try:
+            return job()
+        finally:
+            self._note(started, time.monotonic())
+
+    def _note(self, started: float, ended: float) -> None:
+        """Exponential average of "busy" over `LOAD_WINDOW_S`."""
+        idle_s, busy_s = max(started - self._marked_at, 0.0), ended - started
+        self._load *= 0.5 ** (idle_s / LOAD_WINDOW_S)
+        self._load = 1.0 - (1.0 - self._load) * 0.5 ** (busy_s / LOAD_WINDOW_S)
+        self._marked_at = ended
+
+    @property
+    def load(self) -> float:
+        """The share of the last half minute spent computing, plus the jobs that wait beyond one."""
+        idle_s = max(time.monotonic() - self._marked_at, 0.0) if not self._waiting else 0.0
+        faded: float = self._load * 0.5 ** (idle_s / LOAD_WINDOW_S)
+        return faded + max(self._waiting - 1, 0)
+
+
+@asynccontextmanager
+async def open_executor() -> AsyncIterator[Executor]:
+    pool = ThreadPoolExecutor(1, thread_name_prefix="nesa-device")
+    try:
+        yield Executor(pool)
+    finally:
+        await asyncio.to_thread(pool.shutdown, cancel_futures=True)

@@ -1,0 +1,141 @@
+"""Which span this node takes, and how much cache it promises."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import dataclass, replace
+
+import structlog
+import torch
+
+from nesa_node.core.config import NodeConfig
+from nesa_node.core.errors import ConfigError, InsufficientMemoryError
+from nesa_node.core.ids import ModelId
+from nesa_node.core.span import Span
+from nesa_node.engine.blocks import Blocks
+from nesa_node.engine.checkpoint import Checkpoint
+from nesa_node.engine.memory import block_bytes, blocks_that_fit, free_memory_bytes
+from nesa_node.server.announcer import Announcer
+from nesa_node.sharding.choose_span import choose_span, reconsider_span
+from nesa_node.swarm.node import Swarm
+from nesa_node.topology.snapshot import Snapshot
+
+log = structlog.get_logger(__name__)
+
+PLANNED_CACHE_TOKENS = 8192
+"""Room for the cache that is kept free when the number of blocks is chosen automatically."""
+MAX_AUTO_CACHE_TOKENS = 65_536
+MIN_CACHE_TOKENS = 128
+AUTO_CACHE_FRACTION = 0.5
+JOIN_ROUNDS = 3
+JOIN_PAUSE_S = (0.5, 1.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """The model and the way this node runs it."""
+
+    checkpoint: Checkpoint
+    model_id: ModelId
+    dtype: torch.dtype
+    device: torch.device
+
+
+def count_blocks(config: NodeConfig, served: Served) -> int:
+    """How many blocks to hold. Raises `InsufficientMemoryError` and `ConfigError`."""
+    checkpoint = served.checkpoint
+    if config.block_indices is not None:
+        span = config.block_indices
+        if span.end > checkpoint.num_blocks:
+            raise ConfigError(
+                f"--block-indices {span}: {checkpoint.name} has blocks 0:{checkpoint.num_blocks}"
+            )
+        asked, start = len(span), span.start
+    elif isinstance(config.num_blocks, int):
+        if config.num_blocks > checkpoint.num_blocks:
+            raise ConfigError(
+                f"--num-blocks {config.num_blocks}: {checkpoint.name} has "
+                f"{checkpoint.num_blocks} blocks"
+            )
+        asked, start = config.num_blocks, 0
+    else:
+        cache_tokens = config.attn_cache_tokens or PLANNED_CACHE_TOKENS
+        fit = blocks_that_fit(
+            checkpoint, dtype=served.dtype, device=served.device, cache_tokens=cache_tokens
+        )
+        return fit.blocks
+    _require_memory(config, served, asked, start)
+    return asked
+
+
+def _require_memory(config: NodeConfig, served: Served, blocks: int, start: int) -> None:
+    cache_tokens = config.attn_cache_tokens or MIN_CACHE_TOKENS
+    fit = blocks_that_fit(
+        served.checkpoint, dtype=served.dtype, device=served.device, cache_tokens=cache_tokens
+    )
+    if fit.blocks < blocks:
+        needed = sum(block_bytes(served.checkpoint, served.dtype)[start : start + blocks])
+        needed += blocks * fit.cache_bytes_per_block
+        raise InsufficientMemoryError(
+            f"{blocks} blocks of {served.checkpoint.name} with {cache_tokens} tokens of cache take "
+            f"{needed >> 20} MiB, {fit.free_bytes >> 20} MiB are free; {fit.blocks} blocks would "
+            "fit: ask for fewer (--num-blocks), a smaller cache or a 16-bit --torch-dtype"
+        )
+
+
+def count_cache_tokens(config: NodeConfig, blocks: Blocks) -> int:
+    """Tokens of cache to promise, of a span that is loaded. Raises `InsufficientMemoryError`."""
+    free = free_memory_bytes(blocks.device)
+    per_token = blocks.cache_bytes_per_token
+    if config.attn_cache_tokens is not None:
+        if config.attn_cache_tokens * per_token > free:
+            raise InsufficientMemoryError(
+                f"--attn-cache-tokens {config.attn_cache_tokens} takes "
+                f"{config.attn_cache_tokens * per_token >> 20} MiB and {free >> 20} MiB are free"
+            )
+        return config.attn_cache_tokens
+    fitting = int(free * AUTO_CACHE_FRACTION) // per_token
+    if fitting < MIN_CACHE_TOKENS:
+        raise InsufficientMemoryError(
+            f"{free >> 20} MiB are free, which holds {fitting} tokens of cache; "
+            f"{MIN_CACHE_TOKENS} are the least: take fewer blocks (--num-blocks)"
+        )
+    return min(fitting, MAX_AUTO_CACHE_TOKENS)
+
+
+async def claim_span(
+    config: NodeConfig, served: Served, swarm: Swarm, announcer: Announcer, *, rng: random.Random
+) -> Span:
+    """Take the given span, or what the swarm needs most; announced as "joining" on return.
+
+    Nodes that start at the same moment see each other's claims and give way by peer id.
+    """
+    blocks = await asyncio.to_thread(count_blocks, config, served)
+    if config.block_indices is not None:
+        await announcer.announce("joining", config.block_indices)
+        return config.block_indices
+    peer = swarm.identity.peer_id
+    snapshot = _sized(await _look(served, swarm), served)
+    span = choose_span(snapshot.without(peer), blocks, rng=rng)
+    await announcer.announce("joining", span)
+    if not snapshot.nodes and not snapshot.joining and not config.initial_peers:
+        return span
+    for _ in range(JOIN_ROUNDS):
+        await asyncio.sleep(rng.uniform(*JOIN_PAUSE_S))
+        better = reconsider_span(_sized(await _look(served, swarm), served), peer, span, rng=rng)
+        if better == span:
+            break
+        log.info("span_reconsidered", was=str(span), now=str(better))
+        span = better
+        await announcer.announce("joining", span)
+    return span
+
+
+async def _look(served: Served, swarm: Swarm) -> Snapshot:
+    return await swarm.directory.fetch(served.model_id, served.checkpoint.num_blocks)
+
+
+def _sized(snapshot: Snapshot, served: Served) -> Snapshot:
+    """An empty swarm does not say how many blocks the model has; the checkpoint does."""
+    return replace(snapshot, num_blocks=served.checkpoint.num_blocks)

@@ -1,0 +1,67 @@
+"""The stream on which a chain's node hands its outputs to the next one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import structlog
+
+from nesa_node.core.errors import ProtocolError, StreamClosedError
+from nesa_node.swarm.messages import Error, Step
+from nesa_node.swarm.stream import Stream
+
+log = structlog.get_logger(__name__)
+
+SEND_TIMEOUT_S = 30.0
+"""A downstream that reads nothing for so long is as good as gone."""
+
+OnLost = Callable[[str], Awaitable[None]]
+
+
+class Push:
+    """Sends until the downstream goes or refuses; then calls `on_lost(reason)`, once."""
+
+    def __init__(self, stream: Stream, on_lost: OnLost) -> None:
+        self.lost = False
+        self._stream = stream
+        self._on_lost = on_lost
+
+    async def send(self, step: Step, payload: memoryview | bytes | bytearray) -> None:
+        """Never raises for a downstream that is gone: the sender keeps what it sends anyway."""
+        if self.lost:
+            return
+        try:
+            async with asyncio.timeout(SEND_TIMEOUT_S):
+                await self._stream.send(step, memoryview(payload))
+        except (StreamClosedError, TimeoutError) as error:
+            await self._lose(str(error) or f"it read nothing for {SEND_TIMEOUT_S:.0f} s")
+
+    async def watch(self) -> None:
+        """The downstream speaks up only to refuse something."""
+        try:
+            message, _ = await self._stream.receive()
+            words = message.message if isinstance(message, Error) else type(message).__name__
+            await self._lose(f"it answered: {words}")
+        except ProtocolError as error:
+            await self._lose(str(error))
+
+    async def _lose(self, reason: str) -> None:
+        if not self.lost:
+            self.lost = True
+            log.info("downstream_lost", peer=self._stream.peer, reason=reason)
+            await self._on_lost(reason)
+
+
+@asynccontextmanager
+async def open_push(stream: Stream, on_lost: OnLost) -> AsyncIterator[Push]:
+    """Push over `stream`, which is closed at the end."""
+    push = Push(stream, on_lost)
+    watcher = asyncio.create_task(push.watch())
+    try:
+        yield push
+    finally:
+        watcher.cancel()
+        await asyncio.gather(watcher, return_exceptions=True)
+        await stream.close()

@@ -1,0 +1,44 @@
+"""How scripts and tests learn that a daemon serves: a JSON file that exists just as long."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from nesa_node.core.errors import ConfigError
+
+
+@contextmanager
+def ready_file(path: Path | None, facts: Mapping[str, object]) -> Iterator[None]:
+    """Write `facts` to `path` in one go, and remove it at the end. No path, no file.
+
+    Raises `ConfigError` if it cannot be written.
+    """
+    if path is None:
+        yield
+        return
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        draft.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+        draft.replace(path)
+    except OSError as error:
+        draft.unlink(missing_ok=True)
+        raise ConfigError(f"cannot write the ready file {path}: {error.strerror}") from error
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def check_ready_file(path: Path | None) -> None:
+    """Find out before the long part that the file could not be written. Raises `ConfigError`."""
+    if path is None:
+        return
+    if not path.parent.is_dir():
+        raise ConfigError(f"--ready-file {path}: there is no folder {path.parent}")
+    if path.is_dir():
+        raise ConfigError(f"--ready-file {path} is a folder")
+    path.unlink(missing_ok=True)

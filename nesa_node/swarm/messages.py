@@ -1,0 +1,211 @@
+"""The messages of the session protocol. `docs/protocol.md` is their specification.
+
+A message is a MessagePack map with its name under `t`. Unknown fields are ignored, so that minor
+versions interoperate; every field is bounded here, so that a decoded message can be relied on.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from nesa_node.compression.tensors import TensorMeta
+from nesa_node.core.errors import FrameError
+
+PROTOCOL = "/nesa/session"
+VERSION = (1, 0)
+
+MAX_ROWS = 256
+MAX_TOKENS = 1 << 24
+MAX_EPOCH = 1 << 48
+
+Version = tuple[Annotated[int, Meta(ge=0, le=65535)], Annotated[int, Meta(ge=0, le=65535)]]
+Count = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
+Epoch = Annotated[int, Meta(ge=0, le=MAX_EPOCH)]
+Seconds = Annotated[float, Meta(ge=0, le=86_400)]
+Lengths = Annotated[tuple[Count, ...], Meta(max_length=MAX_ROWS)]
+PeerName = Annotated[str, Meta(min_length=1, max_length=128)]
+BlockRange = tuple[Count, Count]
+Mode = Literal["chain", "star"]
+Want = Literal["all", "last"]
+
+
+class RowSlice(msgspec.Struct, frozen=True, array_like=True):
+    """`count` consecutive tokens of sequence `row`, the first of them at `position`."""
+
+    row: Annotated[int, Meta(ge=0, lt=MAX_ROWS)]
+    position: Count
+    count: Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
+
+
+Slices = Annotated[tuple[RowSlice, ...], Meta(min_length=1, max_length=MAX_ROWS)]
+
+
+class Message(msgspec.Struct, frozen=True, tag_field="t", kw_only=True):
+    pass
+
+
+class Open(Message, frozen=True, tag="open"):
+    """Client to node: reserve a session. Nothing runs until `link`."""
+
+    version: Version
+    model: Annotated[str, Meta(max_length=256)]
+    session: Annotated[bytes, Meta(min_length=16, max_length=16)]
+    secret: Annotated[bytes, Meta(min_length=32, max_length=32)]
+    blocks: BlockRange
+    rows: Annotated[int, Meta(ge=1, le=MAX_ROWS)]
+    max_tokens: Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
+    mode: Mode
+    dtype: Literal["float32", "bfloat16", "float16"]
+    epoch: Epoch
+    upstream: PeerName | None
+    """The peer whose pushes are accepted; None: the client itself sends the steps."""
+    membership: Annotated[bytes, Meta(max_length=64)] = b""
+
+
+class Opened(Message, frozen=True, tag="opened"):
+    version: Version
+    max_tokens: Count
+    """Tokens promised per row."""
+    context_length: Count
+    step_timeout_s: Seconds
+
+
+class Busy(Message, frozen=True, tag="busy"):
+    retry_after_s: Seconds
+    free_tokens: Count
+    message: Annotated[str, Meta(max_length=1024)] = ""
+
+
+class Downstream(msgspec.Struct, frozen=True):
+    peer: PeerName
+    blocks: BlockRange
+
+
+class Link(Message, frozen=True, tag="link"):
+    """Client to node: the neighbours from this epoch on, and what everybody holds."""
+
+    epoch: Epoch
+    upstream: PeerName | None
+    downstream: Downstream | None
+    """None: outputs go to the client on this stream."""
+    lengths: Lengths
+    """Cut the caches back to these."""
+    emit_from: Lengths
+    """Per row, the first position the receiver of the outputs lacks."""
+
+
+class Linked(Message, frozen=True, tag="linked"):
+    epoch: Epoch
+
+
+class PushOpen(Message, frozen=True, tag="push_open"):
+    """Node to the next node: from now on this stream carries the session's steps."""
+
+    version: Version
+    session: Annotated[bytes, Meta(min_length=16, max_length=16)]
+    secret: Annotated[bytes, Meta(min_length=32, max_length=32)]
+    epoch: Epoch
+
+
+class PushOpened(Message, frozen=True, tag="push_opened"):
+    epoch: Epoch
+
+
+class Step(Message, frozen=True, tag="step"):
+    """Hidden states [T, D] of the packed `rows`, T being the sum of their counts."""
+
+    session: Annotated[bytes, Meta(min_length=16, max_length=16)]
+    epoch: Epoch
+    step: Epoch
+    rows: Slices
+    tensor: TensorMeta
+    want: Want = "all"
+
+
+class Output(Message, frozen=True, tag="output"):
+    """What the last blocks made of a step; with `want` "last" one token per slice."""
+
+    epoch: Epoch
+    step: Epoch
+    rows: Slices
+    tensor: TensorMeta
+
+
+class Rollback(Message, frozen=True, tag="rollback"):
+    epoch: Epoch
+    lengths: Lengths
+
+
+class RolledBack(Message, frozen=True, tag="rolled_back"):
+    epoch: Epoch
+
+
+class Ping(Message, frozen=True, tag="ping"):
+    nonce: Epoch
+
+
+class Pong(Message, frozen=True, tag="pong"):
+    nonce: Epoch
+    epoch: Epoch
+    step: int
+    """The last step applied; -1 before the first."""
+    busy: bool
+
+
+class Leaving(Message, frozen=True, tag="leaving"):
+    """Node to client: it drains and ends the session itself after `seconds`."""
+
+    seconds: Seconds
+
+
+class Cancel(Message, frozen=True, tag="cancel"):
+    """Drop what is queued and end the session."""
+
+
+class Close(Message, frozen=True, tag="close"):
+    """End the session."""
+
+
+class Closed(Message, frozen=True, tag="closed"):
+    pass
+
+
+class Error(Message, frozen=True, tag="error"):
+    code: Annotated[str, Meta(min_length=1, max_length=64)]
+    message: Annotated[str, Meta(max_length=2048)]
+    fatal: bool = True
+    """The sender ends the session after it."""
+    answers: Annotated[str, Meta(max_length=32)] | None = None
+    """The name of the message that is refused; None: it comes unasked."""
+    peer: PeerName | None = None
+    """Whom it is about, when that is a third party."""
+    step: Epoch | None = None
+
+
+AnyMessage = (
+    Open | Opened | Busy | Link | Linked | PushOpen | PushOpened | Step | Output | Rollback
+    | RolledBack | Ping | Pong | Leaving | Cancel | Close | Closed | Error
+)  # fmt: skip
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
+
+
+def encode_message(message: Message) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode_message(header: bytes | bytearray | memoryview) -> AnyMessage:
+    """Raises `FrameError` for anything but one well-formed, bounded message."""
+    try:
+        return _decoder.decode(header)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise FrameError(f"not a message of this protocol: {str(error)[:200]}") from None
+
+
+def tensor_of(message: Message) -> TensorMeta | None:
+    """The description of the payload that follows `message`, if one does."""
+    return message.tensor if isinstance(message, Step | Output) else None

@@ -1,0 +1,124 @@
+"""Messages and their tensors over one libp2p stream.
+
+A message is one frame or more. A frame is two little-endian uint32 (header bytes, payload bytes),
+the header and the payload. The first frame of a message carries its header; a tensor that does
+not fit in one frame goes on in frames without a header. Sizes are checked before memory is taken.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from nesa_node.compression import tensors
+from nesa_node.core.errors import FrameError, PeerUnreachableError, StreamClosedError
+from nesa_node.core.ids import PeerId
+from nesa_node.swarm.messages import AnyMessage, Message, decode_message, encode_message, tensor_of
+
+MAX_HEADER_BYTES = 64 * 1024
+CHUNK_BYTES = 1 << 20
+BODY_TIMEOUT_S = 30.0
+"""A frame that began must be complete within this; a peer cannot hold a reader by trickling."""
+
+_PREFIX = struct.Struct("<II")
+_BROKEN = (ConnectionError, BrokenPipeError, asyncio.IncompleteReadError, OSError)
+
+
+class Stream:
+    """One duplex stream. Any task may send; one task receives. Close it where it was opened."""
+
+    def __init__(
+        self, peer: PeerId, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        self.peer = peer
+        self.bytes_sent = 0
+        self.bytes_received = 0
+        self._reader = reader
+        self._writer = writer
+        self._sending = asyncio.Lock()
+
+    async def send(self, message: Message, payload: memoryview | bytearray | bytes = b"") -> None:
+        """Send a message and, chunked, the tensor it describes.
+
+        Waits while the peer does not read. Raises `StreamClosedError`. A send that is cancelled
+        leaves the stream unusable.
+        """
+        header = encode_message(message)
+        view = memoryview(payload).cast("B")
+        async with self._sending:
+            try:
+                for start in range(0, max(1, len(view)), CHUNK_BYTES):
+                    chunk = view[start : start + CHUNK_BYTES]
+                    self._writer.write(_PREFIX.pack(len(header), len(chunk)) + header)
+                    if len(chunk):
+                        self._writer.write(chunk)
+                    self.bytes_sent += _PREFIX.size + len(header) + len(chunk)
+                    header = b""
+                    await self._writer.drain()
+            except _BROKEN as error:
+                raise StreamClosedError(f"the stream to {self.peer} broke: {error!r}") from None
+
+    async def receive(self, *, max_tensor_bytes: int = 0) -> tuple[AnyMessage, bytearray]:
+        """Wait for the next message; its tensor's bytes are whole and of the size described.
+
+        The buffer is the caller's to keep. Raises `StreamClosedError` at the end of the stream,
+        and `FrameError` or `ProtocolError("bad_tensor")` after which nothing more can be read.
+        """
+        try:
+            prefix = await self._reader.readexactly(_PREFIX.size)
+            async with asyncio.timeout(BODY_TIMEOUT_S):
+                return await self._receive_rest(prefix, max_tensor_bytes)
+        except TimeoutError:
+            raise FrameError(f"a message stopped midway for {BODY_TIMEOUT_S:.0f} s") from None
+        except _BROKEN:
+            raise StreamClosedError(f"{self.peer} closed the stream") from None
+
+    async def _receive_rest(
+        self, prefix: bytes, max_tensor_bytes: int
+    ) -> tuple[AnyMessage, bytearray]:
+        header_bytes, chunk_bytes = _PREFIX.unpack(prefix)
+        if not 0 < header_bytes <= MAX_HEADER_BYTES:
+            raise FrameError(f"a header of {header_bytes} bytes; 1 to {MAX_HEADER_BYTES} allowed")
+        if chunk_bytes > CHUNK_BYTES:
+            raise FrameError(f"a chunk of {chunk_bytes} bytes; at most {CHUNK_BYTES} allowed")
+        message = decode_message(await self._reader.readexactly(header_bytes))
+        meta = tensor_of(message)
+        total = 0 if meta is None else tensors.check(meta, max_bytes=max_tensor_bytes)
+        self.bytes_received += _PREFIX.size + header_bytes + total
+        payload = bytearray(total)
+        filled = await self._fill(payload, 0, chunk_bytes)
+        while filled < total:
+            header_bytes, chunk_bytes = _PREFIX.unpack(await self._reader.readexactly(_PREFIX.size))
+            if header_bytes or not 0 < chunk_bytes <= CHUNK_BYTES:
+                raise FrameError("a tensor's frames were interrupted or have impossible sizes")
+            filled = await self._fill(payload, filled, chunk_bytes)
+        return message, payload
+
+    async def _fill(self, payload: bytearray, start: int, count: int) -> int:
+        if start + count > len(payload):
+            raise FrameError(f"{start + count} bytes came for a tensor of {len(payload)}")
+        if count:
+            payload[start : start + count] = await self._reader.readexactly(count)
+        return start + count
+
+    async def close(self) -> None:
+        """End the stream. May be called twice; never raises for a peer that is gone."""
+        self._writer.close()
+        try:
+            async with asyncio.timeout(1.0):
+                await self._writer.wait_closed()
+        except (TimeoutError, *_BROKEN):
+            # What matters is that our side is closed; a peer that is gone cannot confirm it.
+            self._writer.transport.abort()
+
+
+@asynccontextmanager
+async def silence_is_loss(peer: PeerId, seconds: float, doing: str) -> AsyncIterator[None]:
+    """Turn a wait for `peer` that takes longer than `seconds` into `PeerUnreachableError`."""
+    try:
+        async with asyncio.timeout(seconds):
+            yield
+    except TimeoutError:
+        raise PeerUnreachableError(f"{peer} was silent for {seconds:g} s while {doing}") from None

@@ -1,0 +1,114 @@
+"""Steps are applied once, in order, and nothing refused leaves a trace."""
+
+import pytest
+import torch
+
+from nesa_node.compression import tensors
+from nesa_node.core.errors import ProtocolError
+from nesa_node.server.inbox import Inbox
+from nesa_node.swarm.messages import RowSlice, Step
+
+SESSION = b"s" * 16
+HIDDEN = 8
+
+
+def inbox(rows: int = 2) -> Inbox:
+    made = Inbox(session=SESSION, rows=rows, max_tokens=16, hidden_size=HIDDEN, dtype="float32")
+    made.begin_epoch(1, [0] * rows)
+    return made
+
+
+def step(
+    number: int,
+    rows: list[tuple[int, int, int]],
+    *,
+    epoch: int = 1,
+    session: bytes = SESSION,
+    value: float = 1.0,
+    shape: tuple[int, ...] | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Step, bytearray]:
+    total = sum(count for _, _, count in rows)
+    meta, payload = tensors.encode(torch.full(shape or (total, HIDDEN), value, dtype=dtype))
+    message = Step(
+        session=session,
+        epoch=epoch,
+        step=number,
+        rows=tuple(RowSlice(*part) for part in rows),
+        tensor=meta,
+    )
+    return message, bytearray(payload)
+
+
+def test_steps_queue_in_order_and_are_taken_together_up_to_a_size() -> None:
+    box = inbox()
+    for number, rows in enumerate([[(0, 0, 3), (1, 0, 2)], [(0, 3, 1)], [(1, 2, 4)]]):
+        assert box.accept(*step(number, rows))
+    assert [len(queued.hidden_TD) for queued in box.take(6)] == [5, 1]
+    assert [len(queued.hidden_TD) for queued in box.take(1)] == [4]
+    assert box.expected == [4, 6]
+
+
+def test_a_repeated_step_is_applied_once_and_with_other_bytes_refused() -> None:
+    box = inbox()
+    assert box.accept(*step(5, [(0, 0, 2)]))
+    assert not box.accept(*step(5, [(0, 0, 2)]))
+    with pytest.raises(ProtocolError, match="other bytes") as refused:
+        box.accept(*step(5, [(0, 0, 2)], value=2.0))
+    assert refused.value.code == "step_conflict"
+    with pytest.raises(ProtocolError) as stale:
+        box.accept(*step(4, [(0, 2, 1)]))
+    assert stale.value.code == "stale_step"
+    assert box.expected == [2, 0]
+
+
+def test_older_epochs_are_dropped_and_future_ones_refused() -> None:
+    box = inbox()
+    box.begin_epoch(3, [0, 0])
+    assert not box.accept(*step(1, [(0, 0, 1)], epoch=2))
+    with pytest.raises(ProtocolError) as refused:
+        box.accept(*step(1, [(0, 0, 1)], epoch=4))
+    assert refused.value.code == "future_epoch"
+
+
+def test_a_new_epoch_drops_the_queue_and_takes_an_undone_step_again() -> None:
+    box = inbox()
+    box.accept(*step(1, [(0, 0, 4)]))
+    box.accept(*step(2, [(0, 4, 1)]))
+    box.begin_epoch(2, [4, 0])
+    assert not box.queue
+    assert box.accept(*step(2, [(0, 4, 1)], epoch=2))
+
+
+@pytest.mark.parametrize(("epoch", "lengths"), [(1, [0, 0]), (0, [0, 0]), (2, [1, 0]), (2, [0])])
+def test_impossible_epochs_change_nothing(epoch: int, lengths: list[int]) -> None:
+    box = inbox()
+    with pytest.raises(ProtocolError):
+        box.begin_epoch(epoch, lengths)
+    assert box.epoch == 1
+    assert box.expected == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("bad", "code"),
+    [
+        (step(1, [(0, 1, 1)]), "bad_position"),
+        (step(1, [(2, 0, 1)]), "bad_rows"),
+        (step(1, [(0, 0, 1), (0, 1, 1)]), "bad_rows"),
+        (step(1, [(0, 0, 17)]), "cache_full"),
+        (step(1, [(0, 0, 2)], shape=(3, HIDDEN)), "bad_tensor"),
+        (step(1, [(0, 0, 2)], shape=(2, HIDDEN + 1)), "bad_tensor"),
+        (step(1, [(0, 0, 2)], dtype=torch.bfloat16), "bad_tensor"),
+        (step(1, [(0, 0, 2)], value=float("nan")), "not_finite"),
+        (step(1, [(0, 0, 2)], value=float("inf")), "not_finite"),
+        (step(1, [(0, 0, 2)], session=b"t" * 16), "unknown_session"),
+    ],
+)
+def test_a_refused_step_leaves_no_trace(bad: tuple[Step, bytearray], code: str) -> None:
+    box = inbox()
+    with pytest.raises(ProtocolError) as refused:
+        box.accept(*bad)
+    assert refused.value.code == code
+    assert box.expected == [0, 0]
+    assert not box.queue
+    assert box.accept(*step(1, [(0, 0, 2)]))
