@@ -177,7 +177,7 @@ def test_a_secret_may_be_read_from_a_file(tmp_path: Path) -> None:
 def test_a_config_is_frozen() -> None:
     config = node()
     with pytest.raises(ValidationError):
-        config.threads = 3  # type: ignore[misc]
+        config.threads = 3
 
 
 @given(st.dictionaries(st.text(max_size=20), st.text(max_size=20), max_size=4))

@@ -25,11 +25,11 @@ def closure(root: str) -> set[str]:
 
 
 def licence(name: str) -> str:
-    told = metadata.metadata(name)
-    classifiers = [text for text in told.get_all("Classifier") or [] if text.startswith("License")]
+    told = metadata.metadata(name).json
+    classifiers = [text for text in told.get("classifier", ()) if text.startswith("License")]
     # Some packages put the whole text into the field; its first line names the licence.
-    first = next(iter((told.get("License") or "").strip().splitlines()), "")
-    return " | ".join([told.get("License-Expression") or "", first, *classifiers])
+    first = next(iter(str(told.get("license", "")).strip().splitlines()), "")
+    return " | ".join([str(told.get("license_expression", "")), first, *classifiers])
 
 
 def test_no_dependency_is_under_a_gpl() -> None:
