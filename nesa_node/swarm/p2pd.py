@@ -29,6 +29,7 @@ from nesa_node.swarm.hive import P2PD_PATH, Multiaddr
 log = structlog.get_logger(__name__)
 
 _START_TIMEOUT_S = 20.0
+_GRACE_S = 0.3
 _STOP_TIMEOUT_S = 3.0
 _UNCONNECTED_EXIT_S = 20
 _MAX_SOCKET_PATH_BYTES = 100
@@ -153,13 +154,15 @@ async def _child(arguments: Sequence[str], directory: Path) -> AsyncIterator[Dae
 
 
 async def _stop(process: asyncio.subprocess.Process, watcher: asyncio.Task[None]) -> None:
-    """Terminate, then kill. The watcher ends at the end of the daemon's output."""
+    """Wait, then terminate, then kill. The daemon ends by itself when its last client has gone."""
+    done, _ = await asyncio.wait({watcher}, timeout=_GRACE_S)
     for number in (signal.SIGTERM, signal.SIGKILL):
-        with suppress(ProcessLookupError):
-            process.send_signal(number)
-        done, _ = await asyncio.wait({watcher}, timeout=_STOP_TIMEOUT_S)
         if done:
             break
+        # Not process.send_signal: that may reap a child which asyncio itself waits for.
+        with suppress(ProcessLookupError):
+            os.kill(process.pid, number)
+        done, _ = await asyncio.wait({watcher}, timeout=_STOP_TIMEOUT_S)
     watcher.cancel()
     await asyncio.wait({watcher})
 

@@ -1,0 +1,40 @@
+from nesa_node.core.ids import ModelId, PeerId
+from nesa_node.core.span import Span
+from nesa_node.topology.snapshot import NodeState, Snapshot, zero_runs
+
+MODEL = ModelId("m@0")
+
+
+def _node(name: str, start: int, end: int) -> NodeState:
+    return NodeState(PeerId(name), Span(start, end))
+
+
+def test_coverage_counts_the_holders_of_each_block() -> None:
+    snapshot = Snapshot(MODEL, 5, (_node("a", 0, 3), _node("b", 2, 4)), 0.0)
+    assert snapshot.coverage() == (1, 1, 2, 1, 0)
+    assert snapshot.holes() == (Span(4, 5),)
+
+
+def test_joining_nodes_cover_nothing_yet() -> None:
+    snapshot = Snapshot(MODEL, 2, (), 0.0, joining=(_node("a", 0, 2),))
+    assert snapshot.holes() == (Span(0, 2),)
+
+
+def test_span_beyond_the_model_is_cut() -> None:
+    assert Snapshot(MODEL, 2, (_node("a", 1, 9),), 0.0).coverage() == (0, 1)
+
+
+def test_model_without_blocks_has_no_holes() -> None:
+    assert Snapshot(MODEL, 0, (), 0.0).holes() == ()
+
+
+def test_without_takes_a_peer_out_of_both_lists() -> None:
+    snapshot = Snapshot(MODEL, 2, (_node("a", 0, 1),), 0.0, joining=(_node("b", 0, 1),))
+    assert snapshot.without(PeerId("a")).nodes == ()
+    assert snapshot.without(PeerId("b")).joining == ()
+    assert snapshot.node(PeerId("a")) is snapshot.nodes[0]
+    assert snapshot.node(PeerId("b")) is None
+
+
+def test_zero_runs_are_maximal() -> None:
+    assert zero_runs((0, 0, 1, 0, 2, 0)) == (Span(0, 2), Span(3, 4), Span(5, 6))
