@@ -27,10 +27,18 @@ class EmbeddingModules:
 class Embedder:
     """Token ids to the first block's input."""
 
-    def __init__(self, modules: EmbeddingModules, *, vocab_size: int, context_length: int) -> None:
-        self.vocab_size = vocab_size
+    def __init__(self, modules: EmbeddingModules, *, context_length: int) -> None:
         self.context_length = context_length
         self._modules = modules
+        self._weight = next(modules.tokens.parameters())
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self._weight.shape[0])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._weight.dtype
 
     @torch.inference_mode()
     def __call__(self, ids_L: Tensor, position: int) -> Tensor:
@@ -45,7 +53,7 @@ class Embedder:
         if len(ids_L) and not 0 <= int(ids_L.min()) <= int(ids_L.max()) < self.vocab_size:
             raise ValueError(f"token ids must be 0 to {self.vocab_size - 1}")
         modules = self._modules
-        device = next(modules.tokens.parameters()).device
+        device = self._weight.device
         hidden_LD: Tensor = modules.tokens(ids_L.to(device))
         if modules.projection_in is not None:
             hidden_LD = modules.projection_in(hidden_LD)

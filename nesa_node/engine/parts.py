@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nesa_node.core.errors import CorruptCheckpointError
 from nesa_node.core.span import Span
 from nesa_node.engine.blocks import Blocks, sliced_decoder
 from nesa_node.engine.checkpoint import Checkpoint
@@ -99,7 +98,7 @@ def load_head(
     progress: Progress | None = None,
 ) -> Head:
     """Load what comes after the blocks. Raises as `load_blocks` does."""
-    return _load_head(Skeleton(checkpoint), dtype, torch.device(device), progress, shared=None)
+    return _load_head(Skeleton(checkpoint), dtype, torch.device(device), progress)
 
 
 def load_ends(
@@ -113,33 +112,25 @@ def load_ends(
     device = torch.device(device)
     skeleton = Skeleton(checkpoint)
     embedder = _load_embedder(skeleton, dtype, device, progress)
-    shared = skeleton.get(f"{skeleton.family.decoder}.{skeleton.family.embedding}.weight")
-    return embedder, _load_head(skeleton, dtype, device, progress, shared=shared)
+    return embedder, _load_head(skeleton, dtype, device, progress)
 
 
 def _load_embedder(
     skeleton: Skeleton, dtype: torch.dtype, device: torch.device, progress: Progress | None
 ) -> Embedder:
     family, decoder = skeleton.family, skeleton.decoder
-    weight = f"{family.decoder}.{family.embedding}.weight"
+    tokens: nn.Module = getattr(decoder, family.embedding)
     others = (family.projection_in, family.positions, family.embedding_norm)
     modules = {name: getattr(decoder, name) for name in others if name is not None}
-    tokens: nn.Module = getattr(decoder, family.embedding)
-    names = [
-        name
-        for attribute, module in modules.items()
-        if module is not None
-        for name in skeleton.module_names(f"{family.decoder}.{attribute}")
-    ]
+    kept = [family.embedding, *(name for name, module in modules.items() if module is not None)]
     skeleton.make_buffers(tokens, device)
-    # A checkpoint of tied weights may have kept either name.
-    only_head = not skeleton.has(weight) and skeleton.tied.get(f"{LM_HEAD}.weight") == weight
-    stored = f"{LM_HEAD}.weight" if only_head else weight
     skeleton.load(
-        [stored, *names], dtype=dtype, device=device, task="loading embeddings", progress=progress
+        [name for part in kept for name in skeleton.module_names(f"{family.decoder}.{part}")],
+        dtype=dtype,
+        device=device,
+        task="loading embeddings",
+        progress=progress,
     )
-    if only_head:
-        skeleton.put(weight, skeleton.get(stored))
     return Embedder(
         EmbeddingModules(
             tokens=tokens,
@@ -147,36 +138,23 @@ def _load_embedder(
             positions=modules.get(family.positions or ""),
             norm=modules.get(family.embedding_norm or ""),
         ),
-        vocab_size=int(skeleton.get(weight).shape[0]),
         context_length=skeleton.checkpoint.context_length,
     )
 
 
 def _load_head(
-    skeleton: Skeleton,
-    dtype: torch.dtype,
-    device: torch.device,
-    progress: Progress | None,
-    *,
-    shared: Tensor | None,
+    skeleton: Skeleton, dtype: torch.dtype, device: torch.device, progress: Progress | None
 ) -> Head:
     family, decoder = skeleton.family, skeleton.decoder
     final = [name for name in family.final if getattr(decoder, name) is not None]
-    names = [n for name in final for n in skeleton.module_names(f"{family.decoder}.{name}")]
-    weight = f"{LM_HEAD}.weight"
-    source = skeleton.tied.get(weight)
-    if skeleton.has(weight):
-        stored = weight
-    elif source is not None:
-        stored = source
-    else:
-        raise CorruptCheckpointError(f"{skeleton.checkpoint.name} lacks the tensors {weight}")
-    names += [name for name in skeleton.module_names(LM_HEAD) if name != weight]
-    reuse = shared is not None and (stored == source or _same_source(skeleton, stored, source))
-    if not reuse:
-        names.append(stored)
-    skeleton.load(names, dtype=dtype, device=device, task="loading the head", progress=progress)
-    skeleton.put(weight, shared if reuse and shared is not None else skeleton.get(stored))
+    kept = [*(f"{family.decoder}.{name}" for name in final), LM_HEAD]
+    skeleton.load(
+        [name for part in kept for name in skeleton.module_names(part)],
+        dtype=dtype,
+        device=device,
+        task="loading the head",
+        progress=progress,
+    )
     lm_head = skeleton.model.get_submodule(LM_HEAD)
     assert isinstance(lm_head, nn.Linear)
     return Head(
@@ -184,8 +162,3 @@ def _load_head(
         lm_head,
         softcap=getattr(skeleton.checkpoint.config, "final_logit_softcapping", None),
     )
-
-
-def _same_source(skeleton: Skeleton, stored: str, source: str | None) -> bool:
-    """Return whether the embedding was read from the head's own tensor, for want of another."""
-    return source is not None and stored != source and not skeleton.has(source)

@@ -84,6 +84,8 @@ def tensor_info(
             "use a checkpoint in float32, float16 or bfloat16"
         )
     begin, end = offsets
+    if not all(type(number) is int for number in (*shape, begin, end)):
+        raise ValueError("shapes and offsets are integers")
     nbytes = math.prod(shape) * DTYPES[dtype].itemsize
     if not 0 <= begin <= end or end - begin != nbytes or any(dim < 0 for dim in shape):
         raise ValueError(f"{dtype}{list(shape)} cannot lie at {begin}:{end}")

