@@ -15,8 +15,8 @@ from nesa_node.core.errors import UnsupportedFeatureError
 class SessionCache:
     """`past_key_values` of a distributed model: the columns that went through one session.
 
-    With `match_prefix` the first batch is a prompt from its beginning: what the session holds of it
-    already is not sent again, and what it holds beyond is forgotten.
+    With `match_prefix` the first batch is a text from its beginning: what the session holds of it
+    already is not sent again, unless its logits are wanted, and what it holds beyond is forgotten.
     """
 
     is_compileable = False
@@ -44,7 +44,12 @@ class SessionCache:
     def activate_past_recording(self) -> None:
         """Nothing to do: `crop` is always possible."""
 
-    def admit(self, ids_BL: torch.Tensor, attention_mask: torch.Tensor | None) -> PackedBatch:
+    def admit(
+        self,
+        ids_BL: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        logits_to_keep: int | torch.Tensor = 0,
+    ) -> PackedBatch:
         """Take in new columns: what of them is to be fed to the session.
 
         `attention_mask` [B, C] covers the earlier columns too, as transformers has it, and must
@@ -57,11 +62,11 @@ class SessionCache:
         batch = pack(ids_BL, mask_BL)
         if self._match_prefix:
             self._match_prefix = False
-            batch = pack(
-                ids_BL,
-                mask_BL,
-                session.keep_common_prefix([ids_L.tolist() for ids_L in batch.row_ids]),
-            )
+            wanted = logits_to_keep if isinstance(logits_to_keep, int) else 0
+            # Columns before those whose logits are wanted; `[:, :-0]` is none, as it should be.
+            before = pack(ids_BL[:, :-wanted], None if mask_BL is None else mask_BL[:, :-wanted])
+            texts = [ids_L.tolist() for ids_L in before.row_ids]
+            batch = pack(ids_BL, mask_BL, session.keep_common_prefix(texts))
         self._columns = columns
         return batch
 

@@ -156,6 +156,8 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):  # type: ig
             raise UnsupportedFeatureError(
                 "the nodes hold the cache: leave out cache_implementation"
             )
+        if session is not None and session.ends is not self._ends:
+            raise ValueError("the session was opened by another model")
         cache = SessionCache(session, match_prefix=session is not None)
         try:
             result: Any = super().generate(  # type: ignore[misc]
@@ -209,8 +211,12 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):  # type: ig
         attention_mask: torch.Tensor | None,
         logits_to_keep: int | torch.Tensor,
     ) -> torch.Tensor:
+        if not isinstance(cache, SessionCache):
+            raise UnsupportedFeatureError(
+                f"a {type(cache).__name__} holds no keys of the swarm's: pass SessionCache(session)"
+            )
         session = cache.opened()
-        batch = cache.admit(input_ids.to(self.device), attention_mask)
+        batch = cache.admit(input_ids.to(self.device), attention_mask, logits_to_keep)
         want = batch.want(logits_to_keep)
         hidden_TD = session.feed(batch.row_ids, want)
         return batch.logits(hidden_TD, want, logits_to_keep, self._ends.head)
@@ -262,7 +268,7 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):  # type: ig
 
     def _swarm(self) -> SwarmConnection:
         with self._connecting:
-            if self._connection is None:
+            if self._connection is None or not self._connection.alive:
                 self._connection = self._loop.hold(self._connect())
             return self._connection.value
 

@@ -71,6 +71,11 @@ class InferenceSession:
         return self._blocks.hops
 
     @property
+    def ends(self) -> Ends:
+        """The embedding and head it uses: those of the model that opened it."""
+        return self._ends
+
+    @property
     def closed(self) -> bool:
         return self._closed
 
@@ -112,15 +117,9 @@ class InferenceSession:
         for row, length in zip(self._tokens, lengths, strict=True):
             del row[length:]
 
-    def keep_common_prefix(self, prompts: Sequence[Sequence[int]]) -> list[int]:
-        """Roll each row back to what it shares with its prompt, less the prompt's last token.
-
-        Returns the lengths that remain: so many tokens of each prompt need not be sent again.
-        """
-        common = [
-            _common_prefix(row, prompt[:-1])
-            for row, prompt in zip(self._tokens, prompts, strict=True)
-        ]
+    def keep_common_prefix(self, texts: Sequence[Sequence[int]]) -> list[int]:
+        """Roll each row back to what it shares with its text. Returns the lengths that remain."""
+        common = [_common_prefix(row, text) for row, text in zip(self._tokens, texts, strict=True)]
         self.rollback(common)
         return common
 
@@ -200,8 +199,8 @@ class InferenceSession:
             raise ValueError("the session is closed: open a new one with model.inference_session()")
 
 
-def _common_prefix(held: Sequence[int], prompt: Sequence[int]) -> int:
-    for at, (mine, given) in enumerate(zip(held, prompt, strict=False)):
+def _common_prefix(held: Sequence[int], text: Sequence[int]) -> int:
+    for at, (mine, given) in enumerate(zip(held, text, strict=False)):
         if mine != given:
             return at
-    return min(len(held), len(prompt))
+    return min(len(held), len(text))

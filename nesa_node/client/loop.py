@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Coroutine
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Generic, TypeVar
 
@@ -30,6 +30,11 @@ class Held(Generic[T]):
         self._loop = loop
         self._task = task
         self._released = False
+
+    @property
+    def alive(self) -> bool:
+        """False once the context was left, or failed by itself."""
+        return not self._task.done()
 
     def release(self) -> None:
         """Leave the context and wait for it. May be called twice; errors of leaving are logged."""
@@ -64,6 +69,10 @@ class LoopThread:
         future = self._submit(work)
         try:
             return future.result()
+        except CancelledError:
+            if self._closed:
+                raise RuntimeError("the model was closed while this ran") from None
+            raise
         except BaseException:
             future.cancel()
             raise

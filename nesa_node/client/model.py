@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
@@ -32,7 +32,7 @@ class AutoDistributedModelForCausalLM:
         cls,
         name: str | Path,
         *,
-        initial_peers: tuple[str, ...] | list[str] = (),
+        initial_peers: str | Sequence[str] = (),
         dtype: torch.dtype | str | None = None,
         torch_dtype: torch.dtype | str | None = None,
         device: torch.device | str = "cpu",
@@ -49,10 +49,10 @@ class AutoDistributedModelForCausalLM:
         """A model whose blocks are run by the swarm that serves `name` (a folder or hub name).
 
         Only the embedding, final norm and head are loaded here, in `dtype` (`torch_dtype` is its
-        older name; by default the checkpoint's own), and with `client_blocks=(first, last)` so many
-        of the first and last blocks. The swarm is joined through `initial_peers` when the first
-        session opens. `recovery_timeout_s` is how long a session waits for a replacement of a lost
-        node.
+        older name; by default the checkpoint's own) on `device`, and with `client_blocks=(first,
+        last)` so many of the first and last blocks. The swarm is joined through `initial_peers`
+        when the first session opens. `recovery_timeout_s` is how long a session waits for a
+        replacement of a lost node.
 
         Raises the `ModelError`s of `open_checkpoint`, and `ConfigError` for arguments that
         contradict each other.
@@ -65,12 +65,11 @@ class AutoDistributedModelForCausalLM:
             token=token,
             cache_dir=default_cache_dir() if cache_dir is None else Path(cache_dir).expanduser(),
         )
-        asked = dtype if dtype is not None else torch_dtype
-        resolved = (
-            asked if isinstance(asked, torch.dtype) else checkpoint.resolve_dtype(asked or "auto")
-        )
+        resolved = checkpoint.resolve_dtype(str(dtype or torch_dtype or "auto"))
         options = ConnectionOptions(
-            initial_peers=tuple(initial_peers),
+            initial_peers=(
+                (initial_peers,) if isinstance(initial_peers, str) else tuple(initial_peers)
+            ),
             routing=routing,
             swarm_key=swarm_key,
             identity_path=None if identity_path is None else Path(identity_path).expanduser(),
@@ -102,9 +101,9 @@ def build_model(
 ) -> DistributedModelForCausalLM:
     """A model over `checkpoint` that reaches the swarm's blocks through `connect`."""
     first, remote, last = split_blocks(checkpoint.num_blocks, client_blocks)
-    resolved = (
-        dtype if isinstance(dtype, torch.dtype) else checkpoint.resolve_dtype(dtype or "auto")
-    )
+    resolved = checkpoint.resolve_dtype(str(dtype or "auto"))
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     place = torch.device(device)
     embedder, head = load_ends(checkpoint, dtype=resolved, device=place)
     ends = Ends(embedder, head, resolved, place, checkpoint.config.hidden_size)

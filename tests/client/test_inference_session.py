@@ -130,6 +130,16 @@ def test_a_changed_prompt_is_rolled_back_to_its_common_prefix(pair: Pair) -> Non
     assert torch.equal(ours, again)
 
 
+def test_candidates_that_the_session_holds_are_still_checked(pair: Pair) -> None:
+    model, alone = pair
+    ids = random_ids(1, 6).repeat(1, 4)
+    options: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False}
+    with model.inference_session(max_length=64) as session:
+        for _ in range(2):
+            ours = model.generate(ids, session=session, prompt_lookup_num_tokens=4, **options)
+            assert_same_tokens(alone, ours, ids, **options)
+
+
 def test_padded_batch_is_continued_row_by_row(pair: Pair) -> None:
     model, alone = pair
     options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
@@ -230,6 +240,16 @@ def test_wrong_number_of_rows_is_refused(pair: Pair) -> None:
     with (
         model.inference_session(max_length=16, batch_size=2) as session,
         pytest.raises(ValueError, match="2 rows"),
+    ):
+        model.generate(random_ids(1, 4), max_new_tokens=2, do_sample=False, session=session)
+
+
+def test_a_session_of_another_model_is_refused(pair: Pair, tiny: Callable[[str], Path]) -> None:
+    model, _ = pair
+    with (
+        local_model(tiny("gpt2")) as other,
+        other.inference_session(max_length=16) as session,
+        pytest.raises(ValueError, match="another model"),
     ):
         model.generate(random_ids(1, 4), max_new_tokens=2, do_sample=False, session=session)
 

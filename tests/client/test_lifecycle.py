@@ -8,6 +8,7 @@ import itertools
 import os
 import signal
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -182,6 +183,37 @@ def test_sessions_left_open_are_closed_with_the_model(tiny: Callable[[str], Path
     session.close()
     with pytest.raises(RuntimeError, match="closed"):
         model.inference_session(max_length=8)
+
+
+def test_a_connection_that_failed_is_made_again(tiny: Callable[[str], Path]) -> None:
+    connection = ScriptedConnection()
+    broken = asyncio.Event()
+
+    @asynccontextmanager
+    async def connect() -> AsyncIterator[SwarmConnection]:
+        async def watch() -> None:
+            await broken.wait()
+            raise OSError("the daemon died")
+
+        async with asyncio.TaskGroup() as group, connection.connect():
+            task = group.create_task(watch())
+            yield connection
+            task.cancel()
+
+    async def set_broken() -> None:
+        broken.set()
+
+    checkpoint = open_checkpoint(str(tiny("llama")), cache_dir=tiny("llama"))
+    with build_model(checkpoint, connect) as model:
+        model.generate(random_ids(1, 4), max_new_tokens=2, do_sample=False)
+        first = model._connection
+        assert first is not None
+        model._loop.run(set_broken())
+        while first.alive:
+            time.sleep(0.01)
+        broken.clear()
+        model.generate(random_ids(1, 4), max_new_tokens=2, do_sample=False)
+        assert connection.joined == 2
 
 
 def test_a_model_that_nobody_refers_to_ends_its_thread(tiny: Callable[[str], Path]) -> None:
