@@ -1,0 +1,1 @@
+"""The SDK: one model to the caller, a swarm behind it."""
