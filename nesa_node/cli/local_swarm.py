@@ -58,33 +58,34 @@ def local_swarm(
     log if it does not come to serve.
     """
     with ExitStack() as stack:
-        first = _start(stack, model, "node-1", spans[0], folder, flags)
-        nodes = [_wait(first, time.monotonic() + ready_timeout_s)]
+        first = start_node(stack, model, "node-1", spans[0], folder, flags)
+        nodes = [wait_until_serving(first, time.monotonic() + ready_timeout_s)]
         more = ("--initial-peers", *nodes[0].addresses, *flags)
         started = [
-            _start(stack, model, f"node-{number}", span, folder, more)
+            start_node(stack, model, f"node-{number}", span, folder, more)
             for number, span in enumerate(spans[1:], start=2)
         ]
         deadline = time.monotonic() + ready_timeout_s
-        yield nodes + [_wait(node, deadline) for node in started]
+        yield nodes + [wait_until_serving(node, deadline) for node in started]
 
 
 @dataclass(frozen=True, slots=True)
-class _Starting:
+class StartingNode:
     name: str
     process: subprocess.Popen[bytes]
     ready_file: Path
     log_path: Path
-    since: float
+    started: float
 
 
-def _start(
+def start_node(
     stack: ExitStack, model: Path, name: str, span: Span, folder: Path, flags: Sequence[str]
-) -> _Starting:
+) -> StartingNode:
     ready_file, log_path = folder / f"{name}.json", folder / f"{name}.log"
     command = [sys.executable, "-m", "nesa_node", "run", str(model)]
     command += ["--block-indices", str(span), "--public-name", name, "--host-maddrs", LOOPBACK]
     command += ["--identity-path", str(folder / f"{name}.key"), "--ready-file", str(ready_file)]
+    started = time.time()
     with log_path.open("wb") as log:
         process = subprocess.Popen(
             [*command, *flags],
@@ -95,8 +96,8 @@ def _start(
             # Ctrl-C in the terminal must reach us alone: we stop the daemons in order.
             start_new_session=True,
         )
-    stack.callback(_stop, process)
-    return _Starting(name, process, ready_file, log_path, time.monotonic())
+    stack.callback(stop_node, process)
+    return StartingNode(name, process, ready_file, log_path, started)
 
 
 def _environment() -> dict[str, str]:
@@ -104,7 +105,7 @@ def _environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith("NESA_")}
 
 
-def _wait(node: _Starting, deadline: float) -> LocalNode:
+def wait_until_serving(node: StartingNode, deadline: float) -> LocalNode:
     while not node.ready_file.exists():
         if node.process.poll() is not None:
             words = f"ended with exit code {node.process.returncode} instead of serving"
@@ -120,7 +121,7 @@ def _wait(node: _Starting, deadline: float) -> LocalNode:
         peer_id=ready["peer_id"],
         addresses=tuple(ready["addresses"]),
         span=Span(*ready["span"]),
-        ready_s=time.monotonic() - node.since,
+        ready_s=node.ready_file.stat().st_mtime - node.started,
     )
 
 
@@ -129,7 +130,7 @@ def _tail(path: Path, lines: int = 15) -> str:
         return "  " + "  ".join(deque(log, maxlen=lines)).rstrip()
 
 
-def _stop(process: subprocess.Popen[bytes], patience_s: float = 10) -> None:
+def stop_node(process: subprocess.Popen[bytes], patience_s: float = 10) -> None:
     if process.poll() is None:
         process.send_signal(signal.SIGTERM)
     try:

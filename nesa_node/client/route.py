@@ -110,6 +110,9 @@ class Route:
         Raises `MissingBlocksError`, `BusyError`, `ContextLengthError`, `PeerUnreachableError` and
         `RemoteError`.
         """
+        for link in self.links:
+            if link.lost is not None:
+                self.suspect(link.hop.peer_id, link.lost)
         await self._discard([link for link in self.links if link.lost is not None])
         kept = [link for link in self.links if link.hop.peer_id not in drop]
         snapshot = await self._swarm.directory.fetch(self._request.model_id)

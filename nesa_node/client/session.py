@@ -193,14 +193,12 @@ class RemoteSession:
                 deadline = time.monotonic() + self._step_timeout_s
 
     def _misbehaved(self, link: HopLink, what: str) -> _ChainBroken:
-        self._route.suspect(link.hop.peer_id, what)
         link.lost = link.lost or what
         return _ChainBroken(f"{link.hop.peer_id} sent {what}")
 
     def _check_health(self) -> None:
         for link in self._route.links:
             if link.lost is not None:
-                self._route.suspect(link.hop.peer_id, link.lost)
                 raise _ChainBroken(link.lost)
             if link.downstream_lost is not None:
                 raise _ChainBroken(link.downstream_lost)

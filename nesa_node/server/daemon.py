@@ -53,21 +53,23 @@ async def run_bootstrap(config: PeerConfig) -> None:
 async def run_node(config: NodeConfig) -> None:
     """Serve a span of a model until SIGTERM or SIGINT, then drain, withdraw and return.
 
+    Raises as `serve_node` does.
+    """
+    with stop_signals() as stopping:
+        await serve_node(config, stopping)
+
+
+async def serve_node(config: NodeConfig, stopping: asyncio.Event) -> None:
+    """Serve a span of a model until `stopping` is set.
+
     Raises `ConfigError`, `ModelError`, `ResourceError` and `SwarmError`.
     """
     check_ready_file(config.ready_file)
-    with stop_signals() as stopping:
-        served = await asyncio.to_thread(_open_model, config)
-        # Before anybody hears of us: an impossible request should fail at once.
-        await asyncio.to_thread(count_blocks, config, served)
-        async with _joined(config) as swarm, open_executor() as executor:
-            serving = asyncio.create_task(_serve(config, served, swarm, executor, stopping))
-            try:
-                await asyncio.wait({serving})
-                serving.result()
-            finally:
-                serving.cancel()
-                await asyncio.gather(serving, return_exceptions=True)
+    served = await asyncio.to_thread(_open_model, config)
+    # Before anybody hears of us: an impossible request should fail at once.
+    await asyncio.to_thread(count_blocks, config, served)
+    async with _joined(config) as swarm, open_executor() as executor:
+        await _serve(config, served, swarm, executor, stopping)
 
 
 @contextmanager

@@ -217,7 +217,7 @@ def _runtime_directory() -> Iterator[Path]:
     base = Path(tempfile.gettempdir())
     if len(os.fsencode(base)) > _MAX_SOCKET_PATH_BYTES - 50:
         raise SwarmError(f"{base} is too long a path for sockets; set TMPDIR to a shorter one")
-    _sweep(base)
+    sweep_stale(base)
     # Locked under a name that no sweep touches, then renamed: a swept name is always locked by its
     # owner or stale.
     fresh = Path(tempfile.mkdtemp(prefix=_NEW_PREFIX, dir=base))
@@ -233,7 +233,7 @@ def _runtime_directory() -> Iterator[Path]:
         os.close(descriptor)
 
 
-def _sweep(base: Path) -> None:
+def sweep_stale(base: Path) -> None:
     """Remove the runtime directories of processes that were killed."""
     for path in base.glob(f"{_PREFIX}{os.getuid()}-*"):
         with suppress(OSError):
