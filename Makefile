@@ -1,8 +1,5 @@
 # Every target does its own set-up: `make demo` or `make test` may be the first command in a clone.
-#
-#   make TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu" demo
-#
-# picks another build of torch than the package index's default one.
+# TORCH=... picks another build of torch than the package index's default one.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV   ?= .venv

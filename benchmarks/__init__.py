@@ -1,0 +1,1 @@
+"""Measurements that a user can repeat; see README.md in this folder."""

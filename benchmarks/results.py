@@ -1,0 +1,49 @@
+"""What is written beside every figure, so that figures of two machines are not confused."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import platform
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+FOLDER = Path(__file__).parent / "results"
+_CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "amx_int8")
+_PACKAGES = ("nesa-node", "torch", "transformers", "hivemind")
+
+
+def machine() -> dict[str, Any]:
+    """The processor, its flags that matter, memory, and the versions of what ran."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="ascii").splitlines() if info.exists() else []
+    facts = dict(line.split(":", 1) for line in lines if ":" in line)
+    facts = {key.strip(): value.strip() for key, value in facts.items()}
+    flags = facts.get("flags", "").split()
+    return {
+        "processor": facts.get("model name", platform.processor()),
+        "cpu_flags": [flag for flag in _CPU_FLAGS if flag in flags],
+        "cores": psutil.cpu_count(),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "python": platform.python_version(),
+        **{name: importlib.metadata.version(name) for name in _PACKAGES},
+    }
+
+
+def write_result(name: str, rows: Sequence[dict[str, Any]], path: Path | None) -> Path:
+    """Write the rows of one run, the machine and the date as JSON; return where."""
+    now = datetime.now(UTC)
+    target = path or FOLDER / f"{name}-{now:%Y-%m-%d}.json"
+    result = {
+        "benchmark": name,
+        "measured_at": f"{now:%Y-%m-%dT%H:%M:%SZ}",
+        "machine": machine(),
+        "rows": list(rows),
+    }
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    return target
