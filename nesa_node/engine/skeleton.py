@@ -19,6 +19,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from nesa_node.core.errors import CorruptCheckpointError, UnsupportedModelError
 from nesa_node.core.span import Span
 from nesa_node.engine.checkpoint import Checkpoint
+from nesa_node.engine.expert_stack import stack_experts, stacks_experts
 from nesa_node.engine.families import Family
 from nesa_node.engine.progress import Progress
 
@@ -99,8 +100,8 @@ class Skeleton:
     ) -> None:
         """Fetch these tensors and put them in place, one after the other. Blocks.
 
-        Peak memory is theirs plus what the largest of them is converted from. Tied tensors share
-        memory, unless the checkpoint holds different values for them.
+        Peak memory is theirs plus the largest of them. Tied tensors share memory, unless the
+        checkpoint holds different values for them.
         Raises `CorruptCheckpointError` for a missing tensor or one of another shape.
         """
         wanted = list(names)
@@ -152,7 +153,7 @@ class Skeleton:
         # transformers' order, by numbers: experts are stacked in the order in which they come.
         for name in sorted(self.checkpoint.tensors, key=_natural):
             target, pattern = rename_source_key(
-                name, renamings, converters, self.model.base_model_prefix, dict(self._shapes)
+                name, renamings, converters, self.model.base_model_prefix, self._shapes
             )
             if target not in self._shapes:
                 continue  # masks and frequencies that older versions saved; other heads
@@ -189,6 +190,11 @@ class Skeleton:
         read = self.checkpoint.read
         if source.converter is None:
             return read(source.names[0][1])
+        if stacks_experts(source.converter):
+            try:
+                return stack_experts(source.converter, source.names, read)
+            except ValueError as error:
+                raise CorruptCheckpointError(f"{self.checkpoint.name}: {name}: {error}") from error
         converter = copy.deepcopy(source.converter)
         for pattern, origin in source.names:
             opener: Callable[[], Tensor] = partial(read, origin)
