@@ -17,8 +17,8 @@ import asyncio
 import hashlib
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterable
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from typing import Any, TypeVar
 
 import structlog
 
@@ -50,6 +50,10 @@ _CALLS_PER_S = 50.0
 _BURST = 500.0
 _RECORDS_PER_CALL_UNIT = 16
 _CHECKS_PER_TURN = 16
+_UNWINDING_TURNS = 20
+_CLOSE_TIMEOUT_S = 5.0
+
+T = TypeVar("T")
 
 
 class DhtPeer:
@@ -67,6 +71,7 @@ class DhtPeer:
         self._budget = _CallBudget(time.monotonic)
         self._closed = asyncio.Event()
         self._in_flight = 0
+        self._operations: set[asyncio.Task[Any]] = set()
 
     async def add_protobuf_handler(
         self, name: str, handler: Callable[..., Awaitable[Any]], input_type: Any, **_: Any
@@ -105,15 +110,35 @@ class DhtPeer:
         finally:
             self._in_flight -= 1
 
+    async def run(self, operation: Coroutine[Any, Any, T], timeout_s: float) -> T:
+        """Await a `DHTNode` operation. Raises `TimeoutError`.
+
+        hivemind leaves tasks behind that never end when an operation is cancelled, so that it goes
+        on in the background if the caller gives up. It is soon over: each of its calls has a
+        timeout, and `close` fails them all.
+        """
+        task = asyncio.create_task(operation, name="dht-operation")
+        self._operations.add(task)
+        task.add_done_callback(self._operation_ended)
+        async with asyncio.timeout(timeout_s):
+            return await asyncio.shield(task)
+
     async def close(self) -> None:
         """End the calls in flight and let hivemind's own tasks, which wait for them, unwind."""
         self._closed.set()
-        self._unary.fail_pending()
-        while self._in_flight:
-            await asyncio.sleep(0)
+        deadline = time.monotonic() + _CLOSE_TIMEOUT_S
+        while (self._in_flight or self._operations) and time.monotonic() < deadline:
             self._unary.fail_pending()
-        for _ in range(20):  # the tasks that awaited those calls, and the ones that awaited these
             await asyncio.sleep(0)
+        for task in self._operations:
+            task.cancel()
+        for _ in range(_UNWINDING_TURNS):
+            await asyncio.sleep(0)
+
+    def _operation_ended(self, task: asyncio.Task[Any]) -> None:
+        self._operations.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.debug("dht_operation_failed", error=repr(error))
 
     async def _unary_call(self, peer: PeerId, protocol: str, body: bytes) -> bytes:
         tag = self._tag("request", self._own, peer, protocol, body)
@@ -216,14 +241,15 @@ class DhtPeer:
 class _CallBudget:
     """How many calls a peer may make: a bucket per peer that fills with time."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Callable[[], float], burst: float = _BURST) -> None:
         self._clock = clock
+        self._burst = burst
         self._left: OrderedDict[PeerId, tuple[float, float]] = OrderedDict()
 
     def spend(self, peer: PeerId, units: float) -> None:
         now = self._clock()
-        left, since = self._left.get(peer, (_BURST, now))
-        left = min(_BURST, left + (now - since) * _CALLS_PER_S)
+        left, since = self._left.get(peer, (self._burst, now))
+        left = min(self._burst, left + (now - since) * _CALLS_PER_S)
         self._left[peer] = (max(left - units, 0.0), now)
         self._left.move_to_end(peer)
         if len(self._left) > MAX_KNOWN_PEERS:

@@ -15,6 +15,7 @@ import structlog
 
 from nesa_node.core.errors import RecordError
 from nesa_node.core.ids import ModelId, PeerId
+from nesa_node.swarm.dht_peer import DhtPeer
 from nesa_node.swarm.hive import DHTNode
 from nesa_node.swarm.identity import Identity
 from nesa_node.swarm.private import Membership
@@ -45,6 +46,7 @@ class Directory:
     def __init__(
         self,
         node: DHTNode,
+        peer: DhtPeer,
         identity: Identity,
         transport: Transport,
         validator: RecordValidator,
@@ -57,6 +59,7 @@ class Directory:
             raise ValueError(f"a record lives between 0 and {MAX_TTL_S:g} s, not {ttl_s:g}")
         self.ttl_s = ttl_s
         self._node = node
+        self._peer = peer
         self._identity = identity
         self._transport = transport
         self._validator = validator
@@ -87,7 +90,8 @@ class Directory:
         """Sign `status` and store it. Replaces what this node published before.
 
         Whether the DHT took it is logged, not raised: the caller publishes again before the record
-        would expire (every third of `ttl_s`), and until then this node remembers it itself.
+        would expire (every third of `ttl_s`), and until then this node remembers it itself. Raises
+        `PeerUnreachableError` if this node's own daemon has ended.
         """
         async with self._publishing:
             await self._transport.refresh_addresses()
@@ -110,11 +114,18 @@ class Directory:
     async def fetch(self, model_id: ModelId, num_blocks: int | None = None) -> Snapshot:
         """Look up who serves `model_id` now.
 
-        Records that speak of another number of blocks are dropped: than `num_blocks`, or where that
-        is not given, than most. Members that do not answer are left out; if nobody answers in
-        `FETCH_TIMEOUT_S`, the result is what was known before and has not expired.
+        Members that do not answer are left out; if nobody does in `FETCH_TIMEOUT_S`, the result is
+        what was known before and has not expired. `num_blocks` is as in `snapshot`.
         """
         self._remember(await self._search(model_key(model_id)))
+        return self.snapshot(model_id, num_blocks)
+
+    def snapshot(self, model_id: ModelId, num_blocks: int | None = None) -> Snapshot:
+        """Who serves `model_id` as far as this node remembers, without asking anybody.
+
+        Records that speak of another number of blocks are dropped: than `num_blocks`, or where that
+        is not given, than most.
+        """
         records = [record for record in self._alive() if record.model_id == model_id]
         if num_blocks is None:
             counts = Counter(record.num_blocks for record in records)
@@ -122,13 +133,11 @@ class Directory:
         agreed = [record for record in records if record.num_blocks == num_blocks]
         if len(agreed) < len(records):
             self.dropped["num_blocks"] += len(records) - len(agreed)
-        states = {
-            state: tuple(record.node_state() for record in agreed if record.state == state)
+        serving, joining = (
+            tuple(record.node_state() for record in agreed if record.state == state)
             for state in ("serving", "joining")
-        }
-        return Snapshot(
-            model_id, num_blocks, states["serving"], self._clock(), joining=states["joining"]
         )
+        return Snapshot(model_id, num_blocks, serving, self._clock(), joining=joining)
 
     async def fetch_all(self) -> list[NodeRecord]:
         """Every node of every model, sorted by model, span and peer id. As lenient as `fetch`."""
@@ -163,10 +172,10 @@ class Directory:
         keys = [model_key(ModelId(record.model_id)), NODES_KEY]
         keys = [self._membership.dht_key(key) for key in keys]
         try:
-            async with asyncio.timeout(PUBLISH_TIMEOUT_S):
-                stored = await self._node.store_many(
-                    keys, [sealed] * 2, record.expires_at, subkeys=[record.peer_id] * 2
-                )
+            storing = self._node.store_many(
+                keys, [sealed] * 2, record.expires_at, subkeys=[record.peer_id] * 2
+            )
+            stored = await self._peer.run(storing, PUBLISH_TIMEOUT_S)
         except TimeoutError:
             log.warning("record_not_stored", seq=record.seq, reason="timeout")
             return
@@ -177,8 +186,8 @@ class Directory:
     async def _search(self, key: str) -> Iterable[bytes]:
         """The sealed records under `key`, which the validator has let pass."""
         try:
-            async with asyncio.timeout(FETCH_TIMEOUT_S):
-                found = await self._node.get(self._membership.dht_key(key), latest=True)
+            searching = self._node.get(self._membership.dht_key(key), latest=True)
+            found = await self._peer.run(searching, FETCH_TIMEOUT_S)
         except TimeoutError:
             log.warning("directory_timed_out", timeout_s=FETCH_TIMEOUT_S)
             return ()

@@ -154,8 +154,8 @@ def _create(path: Path) -> None:
 
 def _read_private(path: Path) -> bytes:
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    with os.fdopen(descriptor, "rb") as file:
-        mode = os.fstat(file.fileno()).st_mode
+    try:
+        mode = os.fstat(descriptor).st_mode
         if not stat.S_ISREG(mode):
             raise IdentityError(f"the identity {path} is not a regular file")
         if mode & 0o077:
@@ -163,7 +163,9 @@ def _read_private(path: Path) -> bytes:
                 f"the identity {path} can be read by other users (mode {stat.S_IMODE(mode):04o}); "
                 f"run `chmod 600 {path}`, and make a new one if somebody may have copied it"
             )
-        return file.read(_FILE_BYTES + 1)
+        return os.read(descriptor, _FILE_BYTES + 1)
+    finally:
+        os.close(descriptor)
 
 
 def _parse(content: bytes, path: Path) -> Ed25519PrivateKey:

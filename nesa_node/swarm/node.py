@@ -79,9 +79,16 @@ async def open_swarm(
         validator = RecordValidator(membership, clock)
         peer = DhtPeer(identity.peer_id, transport.unary, validator, membership)
         async with _dht_node(peer, validator, listen=listen) as node:
-            await _join_dht(node, initial_peers)
+            await _join_dht(node, peer, initial_peers)
             directory = Directory(
-                node, identity, transport, validator, membership, clock=clock, ttl_s=record_ttl_s
+                node,
+                peer,
+                identity,
+                transport,
+                validator,
+                membership,
+                clock=clock,
+                ttl_s=record_ttl_s,
             )
             keeper = asyncio.create_task(
                 _stay_joined(node, transport, initial_peers), name="dht-rejoin"
@@ -121,19 +128,18 @@ async def _dht_node(
         await peer.close()
 
 
-async def _join_dht(node: DHTNode, initial_peers: Sequence[str]) -> None:
+async def _join_dht(node: DHTNode, peer: DhtPeer, initial_peers: Sequence[str]) -> None:
     others = _initial_peer_ids(node, initial_peers)
     if not others:
         return
-    answers = await asyncio.gather(*(node.protocol.call_ping(peer) for peer in others))
+    answers = await asyncio.gather(*(node.protocol.call_ping(other) for other in others))
     if all(answer is None for answer in answers):
         raise BootstrapError(
             "the initial peers can be reached, but none of them is a member of this swarm's DHT: "
             f"{', '.join(initial_peers)}; are they nesa-nodes, with the same --swarm-key?"
         )
     with suppress(TimeoutError):
-        async with asyncio.timeout(_NEIGHBOUR_SEARCH_S):
-            await node.find_nearest_nodes([node.node_id])
+        await peer.run(node.find_nearest_nodes([node.node_id]), _NEIGHBOUR_SEARCH_S)
 
 
 async def _stay_joined(node: DHTNode, transport: Transport, initial_peers: Sequence[str]) -> None:

@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import time
+from collections import Counter
+
+import pytest
+
+from nesa_node.swarm import dht_storage
+from nesa_node.swarm.dht_storage import BoundedStorage
+from nesa_node.swarm.hive import DHTID, DHTLocalStorage
+
+KEY = DHTID(7)
+OWN = "own"
+
+
+@pytest.fixture
+def storage() -> BoundedStorage:
+    return BoundedStorage(OWN, Counter())
+
+
+def _subkeys(storage: BoundedStorage, key: DHTID = KEY) -> set[str]:
+    item = storage.get(key)
+    return set() if item is None else set(item.value.data)
+
+
+def test_replayed_older_record_does_not_shorten_the_life_of_a_newer(
+    storage: BoundedStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does in hivemind's own storage, which is why ours exists."""
+    now = time.time()
+    theirs = DHTLocalStorage()
+    for each in (storage, theirs):
+        assert each.store_subkey(KEY, "p", b"new", now + 60)
+        assert not each.store_subkey(KEY, "p", b"old", now + 20)
+    monkeypatch.setattr("hivemind.utils.timed_storage.get_dht_time", lambda: now + 30)
+    assert _subkeys(storage) == {"p"}
+    found = theirs.get(KEY)
+    assert found is None or "p" not in found.value
+
+
+def test_replays_take_no_memory(storage: BoundedStorage) -> None:
+    now = time.time()
+    for index in range(5000):
+        storage.store_subkey(KEY, "p", b"x" * 100, now + 60)
+        storage.store_subkey(KEY, "q", b"x" * 100, now + 60 + index * 0.001)
+    records = storage.data[KEY].value
+    assert len(records.expiration_heap) < 200
+    assert len(storage.expiration_heap) < 200
+    assert storage.total_bytes() == 200
+
+
+def test_regular_value_cannot_erase_records(storage: BoundedStorage) -> None:
+    now = time.time()
+    storage.store_subkey(KEY, "p", b"record", now + 60)
+    assert not storage.store(KEY, b"poison", now + 500)
+    assert _subkeys(storage) == {"p"}
+
+
+def test_full_key_keeps_its_members_and_refuses_newcomers(
+    storage: BoundedStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dht_storage, "MAX_BYTES_PER_KEY", 1000)
+    now = time.time()
+    accepted = [storage.store_subkey(KEY, f"p{i}", bytes(100), now + 60) for i in range(20)]
+    assert accepted == [True] * 10 + [False] * 10
+    assert storage.store_subkey(KEY, "p3", bytes(100), now + 61)
+    assert storage.store_subkey(KEY, OWN, bytes(100), now + 61)
+    assert len(_subkeys(storage)) == 11
+    assert storage._dropped == {"full": 10}
+
+
+def test_room_returns_when_records_expire(
+    storage: BoundedStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dht_storage, "MAX_BYTES_PER_KEY", 100)
+    now = time.time()
+    assert storage.store_subkey(KEY, "p", bytes(100), now + 60)
+    assert not storage.store_subkey(KEY, "q", bytes(100), now + 200)
+    monkeypatch.setattr("hivemind.utils.timed_storage.get_dht_time", lambda: now + 61)
+    assert storage.store_subkey(KEY, "q", bytes(100), now + 200)
+    assert _subkeys(storage) == {"q"}
+
+
+def test_number_of_keys_and_total_size_are_bounded(
+    storage: BoundedStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dht_storage, "MAX_KEYS", 5)
+    now = time.time()
+    stored = [storage.store_subkey(DHTID(i), "p", bytes(100), now + 60) for i in range(8)]
+    assert stored == [True] * 5 + [False] * 3
+    monkeypatch.setattr(dht_storage, "MAX_BYTES", 600)
+    assert storage.store_subkey(DHTID(0), "q", bytes(100), now + 60)
+    assert not storage.store_subkey(DHTID(0), "r", bytes(100), now + 60)
+
+
+def test_merging_into_a_result_leaves_the_storage_alone(storage: BoundedStorage) -> None:
+    now = time.time()
+    storage.store_subkey(KEY, "p", b"record", now + 60)
+    found = storage.get(KEY)
+    assert found is not None
+    found.value.store("q", b"foreign", now + 60)
+    assert _subkeys(storage) == {"p"}

@@ -1,0 +1,323 @@
+"""Streams over real p2pd processes on the loopback interface."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from nesa_node.core.errors import (
+    AddressInUseError,
+    BootstrapError,
+    ConfigError,
+    IdentityError,
+    PeerUnreachableError,
+    SwarmError,
+)
+from nesa_node.core.ids import PeerId
+from nesa_node.swarm import p2pd, transport
+from nesa_node.swarm.identity import Identity
+from nesa_node.swarm.transport import Transport, open_transport
+
+LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
+ECHO = "/test/echo"
+
+
+@asynccontextmanager
+async def _node(
+    tmp_path: Path, *initial_peers: str, listen: bool = True
+) -> AsyncIterator[Transport]:
+    identity = Identity.ephemeral(tmp_path)
+    async with open_transport(
+        identity, host_maddrs=LOOPBACK, initial_peers=initial_peers, listen=listen
+    ) as opened:
+        yield opened
+
+
+async def _echo(peer: PeerId, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    writer.write(peer.encode() + b"\n")
+    while data := await reader.read(65536):
+        writer.write(data)
+        await writer.drain()
+
+
+async def test_stream_carries_three_mebibytes_and_names_the_dialler(tmp_path: Path) -> None:
+    async with _node(tmp_path) as server, _node(tmp_path, *server.addresses) as client:
+        await server.serve(ECHO, _echo)
+        reader, writer = await client.open_stream(server.peer_id, ECHO)
+        assert await reader.readline() == client.peer_id.encode() + b"\n"
+        data = os.urandom(3 * 2**20)
+        writer.write(data)
+        assert await reader.readexactly(len(data)) == data
+        writer.close()
+
+
+async def test_daemon_has_the_peer_id_of_the_key(tmp_path: Path) -> None:
+    async with _node(tmp_path) as node:
+        peer_id, _ = await node.control.identify()
+        assert peer_id == node.peer_id
+        assert all(address.endswith(f"/p2p/{peer_id}") for address in node.addresses)
+        assert node.addresses[0].startswith("/ip4/127.0.0.1/tcp/")
+
+
+async def test_peer_is_found_by_its_id_through_a_third(tmp_path: Path) -> None:
+    async with (
+        _node(tmp_path) as first,
+        _node(tmp_path, *first.addresses) as second,
+        _node(tmp_path, *first.addresses, listen=False) as third,
+    ):
+        await second.serve(ECHO, _echo)
+        reader, writer = await third.open_stream(second.peer_id, ECHO)
+        assert await reader.readline() == third.peer_id.encode() + b"\n"
+        writer.close()
+
+
+async def test_peer_is_dialled_at_given_addresses_and_foreign_ones_are_ignored(
+    tmp_path: Path,
+) -> None:
+    async with _node(tmp_path) as server, _node(tmp_path) as client:
+        await server.serve(ECHO, _echo)
+        addresses = ("nonsense", f"/ip4/127.0.0.1/tcp/1/p2p/{client.peer_id}", *server.addresses)
+        reader, writer = await client.open_stream(server.peer_id, ECHO, addresses)
+        assert await reader.readline()
+        writer.close()
+
+
+async def test_failing_handler_ends_its_own_stream_only(tmp_path: Path) -> None:
+    async def fail(*_: object) -> None:
+        raise RuntimeError("a handler's own mistake")
+
+    async with _node(tmp_path) as server, _node(tmp_path, *server.addresses) as client:
+        await server.serve(ECHO, _echo)
+        await server.serve("/test/fail", fail)
+        kept, kept_writer = await client.open_stream(server.peer_id, ECHO)
+        await kept.readline()
+        reader, writer = await client.open_stream(server.peer_id, "/test/fail")
+        assert await reader.read() == b""
+        writer.close()
+        kept_writer.write(b"still here")
+        assert await kept.readexactly(10) == b"still here"
+        kept_writer.close()
+
+
+async def test_unknown_protocol_and_unknown_peer_are_errors(tmp_path: Path) -> None:
+    stranger = Identity.ephemeral(tmp_path).peer_id
+    async with _node(tmp_path) as server, _node(tmp_path, *server.addresses) as client:
+        with pytest.raises(PeerUnreachableError, match="protocols not supported"):
+            await client.open_stream(server.peer_id, "/test/nothing")
+        with pytest.raises(PeerUnreachableError, match="no stream to"):
+            await client.open_stream(stranger, ECHO, timeout_s=3)
+        with pytest.raises(PeerUnreachableError, match="connection refused"):
+            await client.open_stream(stranger, ECHO, [f"/ip4/127.0.0.1/tcp/1/p2p/{stranger}"])
+
+
+async def test_silent_peer_is_given_up_after_the_timeout(tmp_path: Path) -> None:
+    """A listener that accepts and says nothing is no libp2p peer."""
+    stranger = Identity.ephemeral(tmp_path).peer_id
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        async with _node(tmp_path) as client:
+            began = time.monotonic()
+            with pytest.raises(PeerUnreachableError):
+                await client.open_stream(
+                    stranger, ECHO, [f"/ip4/127.0.0.1/tcp/{port}/p2p/{stranger}"], timeout_s=1
+                )
+            assert time.monotonic() - began < 2
+
+
+async def test_one_peer_cannot_hold_streams_without_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transport, "MAX_STREAMS_PER_PEER", 3)
+    async with _node(tmp_path) as server, _node(tmp_path, *server.addresses) as client:
+        await server.serve(ECHO, _echo)
+        writers = []
+        for _ in range(3):
+            reader, writer = await client.open_stream(server.peer_id, ECHO)
+            assert await reader.readline()
+            writers.append(writer)
+        reader, refused = await client.open_stream(server.peer_id, ECHO)
+        assert await reader.read() == b""
+        for writer in [*writers, refused]:
+            writer.close()
+        await asyncio.sleep(0.1)
+        reader, writer = await client.open_stream(server.peer_id, ECHO)
+        assert await reader.readline()
+        writer.close()
+
+
+async def test_handlers_are_cancelled_at_close(tmp_path: Path) -> None:
+    started, cancelled = asyncio.Event(), asyncio.Event()
+
+    async def wait_forever(*_: object) -> None:
+        started.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.set()
+
+    async with _node(tmp_path) as client:
+        async with _node(tmp_path, *client.addresses) as server:
+            await server.serve(ECHO, wait_forever)
+            reader, writer = await client.open_stream(server.peer_id, ECHO)
+            await asyncio.wait_for(started.wait(), 5)
+        assert cancelled.is_set()
+        assert await asyncio.wait_for(reader.read(), 5) == b""
+        writer.close()
+
+
+async def test_busy_port_is_named(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        address = f"/ip4/127.0.0.1/tcp/{busy.getsockname()[1]}"
+        with pytest.raises(AddressInUseError, match=address):
+            async with open_transport(
+                Identity.ephemeral(tmp_path), host_maddrs=(*LOOPBACK, address)
+            ):
+                pass
+
+
+async def test_port_of_another_p2pd_is_busy_too(tmp_path: Path) -> None:
+    """p2pd sets SO_REUSEPORT: two of them would share the port and each lose half its streams."""
+    async with _node(tmp_path) as node:
+        bare = node.addresses[0].partition("/p2p/")[0]
+        with pytest.raises(AddressInUseError, match="in use"):
+            async with open_transport(Identity.ephemeral(tmp_path), host_maddrs=(bare,)):
+                pass
+
+
+async def test_daemon_that_can_listen_nowhere_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(SwarmError, match="did not start"):
+        async with open_transport(
+            Identity.ephemeral(tmp_path), host_maddrs=("/ip4/203.0.113.1/tcp/0",)
+        ):
+            pass
+
+
+async def test_initial_peers_that_do_not_answer_are_named(tmp_path: Path) -> None:
+    missing = f"/ip4/127.0.0.1/tcp/1/p2p/{Identity.ephemeral(tmp_path).peer_id}"
+    with pytest.raises(BootstrapError, match=missing):
+        async with _node(tmp_path, missing):
+            pass
+    async with _node(tmp_path) as alive, _node(tmp_path, missing, *alive.addresses) as node:
+        assert alive.peer_id in await node.control.connected_peers()
+
+
+async def test_own_address_among_the_initial_peers_is_skipped(tmp_path: Path) -> None:
+    identity = Identity.ephemeral(tmp_path)
+    own = f"/ip4/127.0.0.1/tcp/1/p2p/{identity.peer_id}"
+    async with open_transport(identity, host_maddrs=LOOPBACK, initial_peers=[own]):
+        pass
+
+
+@pytest.mark.parametrize("address", ["nonsense", "/ip4/127.0.0.1/tcp/1", "/p2p/12D3KooW"])
+async def test_malformed_initial_peer_is_a_config_error(tmp_path: Path, address: str) -> None:
+    with pytest.raises(ConfigError, match=address):
+        async with _node(tmp_path, address):
+            pass
+
+
+async def test_second_node_with_the_same_key_is_refused(tmp_path: Path) -> None:
+    identity = Identity.ephemeral(tmp_path)
+    async with open_transport(identity, host_maddrs=LOOPBACK):
+        with pytest.raises(IdentityError, match="in use by another"):
+            async with open_transport(identity, host_maddrs=LOOPBACK):
+                pass
+
+
+async def test_killed_daemon_is_noticed_and_calls_fail_at_once(tmp_path: Path) -> None:
+    async with _node(tmp_path) as server, _node(tmp_path, *server.addresses) as client:
+        await server.serve(ECHO, _echo)
+        reader, writer = await client.open_stream(server.peer_id, ECHO)
+        await reader.readline()
+        os.kill(client.daemon_pid, signal.SIGKILL)
+        await asyncio.wait_for(client.lost.wait(), 2)
+        assert await asyncio.wait_for(reader.read(), 2) == b""
+        writer.close()
+        with pytest.raises(PeerUnreachableError, match="daemon of this node is gone"):
+            await client.open_stream(server.peer_id, ECHO)
+        with pytest.raises(PeerUnreachableError):
+            await client.unary.call(server.peer_id, "/test/unary", b"")
+        assert not server.lost.is_set()
+
+
+async def test_error_in_the_body_comes_out_unwrapped(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError):
+        async with _node(tmp_path):
+            _ = 1 / 0
+
+
+async def test_cancelled_start_leaves_nothing(tmp_path: Path) -> None:
+    for delay_s in (0.0, 0.05, 0.15):
+
+        async def start() -> None:
+            async with _node(tmp_path):
+                await asyncio.Event().wait()
+
+        task = asyncio.create_task(start())
+        await asyncio.sleep(delay_s)
+        task.cancel()
+        await asyncio.wait({task})
+        assert task.cancelled()
+
+
+async def test_nothing_is_printed_and_log_levels_keep_their_names(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async with _node(tmp_path) as first, _node(tmp_path, *first.addresses):
+        pass
+    assert capfd.readouterr().err == ""
+    assert logging.getLevelName(logging.WARNING) == "WARNING"
+
+
+def test_directory_of_a_killed_process_is_removed_and_a_live_one_stays(tmp_path: Path) -> None:
+    with p2pd._runtime_directory() as live:
+        stale = live.with_name(live.name + "x")
+        stale.mkdir(mode=0o700)
+        (stale / "p2pd.sock").touch()
+        with p2pd._runtime_directory() as other:
+            assert live.exists()
+            assert other.stat().st_mode & 0o777 == 0o700
+        assert not stale.exists()
+    assert not live.exists()
+
+
+_RUN_A_NODE = """
+import asyncio, sys
+from pathlib import Path
+from nesa_node.swarm.identity import Identity
+from nesa_node.swarm.transport import open_transport
+async def main():
+    async with open_transport(
+        Identity.load_or_create(Path(sys.argv[1])), host_maddrs=("/ip4/127.0.0.1/tcp/0",)
+    ) as node:
+        print(node.daemon_pid, flush=True, file=sys.stderr)
+        await asyncio.Event().wait()
+asyncio.run(main())
+"""
+
+
+async def test_daemon_ends_with_a_killed_node(tmp_path: Path) -> None:
+    path = tmp_path / "node.key"
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", _RUN_A_NODE, str(path), stderr=subprocess.PIPE
+    )
+    assert process.stderr is not None
+    daemon = psutil.Process(int(await asyncio.wait_for(process.stderr.readline(), 30)))
+    process.kill()
+    await process.wait()
+    await asyncio.to_thread(psutil.wait_procs, [daemon], timeout=3)
+    assert not daemon.is_running()
+    # The kernel has released the key, and this start removes the dead one's directory.
+    async with open_transport(Identity.load_or_create(path), host_maddrs=LOOPBACK):
+        pass
