@@ -28,6 +28,7 @@ from nesa_node.swarm.records import (
 )
 
 _MAX_REMEMBERED = 16_384
+_MAX_OPENED = 4096
 _WRAPPING_BYTES = 8
 
 
@@ -40,7 +41,7 @@ class RecordValidator(RecordValidatorBase):  # type: ignore[misc]
         self._clock = clock
         self._index_id = dht_id(membership.dht_key(NODES_KEY))
         self._newest: OrderedDict[PeerId, int] = OrderedDict()
-        self._opened: OrderedDict[bytes, NodeRecord | RecordError] = OrderedDict()
+        self._opened: OrderedDict[bytes, NodeRecord | tuple[str, str]] = OrderedDict()
 
     def validate(self, record: DHTRecord) -> bool:
         try:
@@ -76,12 +77,13 @@ class RecordValidator(RecordValidatorBase):  # type: ignore[misc]
             try:
                 opened = unseal_ageless(sealed, membership=self._membership)
             except RecordError as error:
-                opened = error
+                # Not the error itself: its traceback would keep frames alive.
+                opened = error.reason, str(error)
             self._opened[digest] = opened
-            if len(self._opened) > _MAX_REMEMBERED // 4:
+            if len(self._opened) > _MAX_OPENED:
                 self._opened.popitem(last=False)
-        if isinstance(opened, RecordError):
-            raise RecordError(opened.reason, str(opened))
+        if isinstance(opened, tuple):
+            raise RecordError(*opened)
         check_age(opened, self._clock())
         return opened
 
