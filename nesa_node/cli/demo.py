@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 from cyclopts import Parameter
 
@@ -202,13 +202,24 @@ def _compare(swarm: Sequence[Answer], local: Sequence[Answer], nodes: int) -> in
 
 @contextmanager
 def _terminable() -> Iterator[None]:
-    """SIGTERM ends the demo as Ctrl-C does: through every `finally`."""
+    """SIGTERM ends the demo as Ctrl-C does: through every `finally`.
+
+    An exception out of a signal handler is lost when the signal meets a destructor, so it is raised
+    again each second until the stack unwinds.
+    """
 
     def stop(number: int, _frame: object) -> None:
-        raise SystemExit(128 + number)
+        signal.signal(signal.SIGALRM, lambda *_: None if sys.exception() else give_up(number))
+        signal.setitimer(signal.ITIMER_REAL, 1, 1)
+        give_up(number)
 
-    before = signal.signal(signal.SIGTERM, stop)
+    def give_up(number: int) -> NoReturn:
+        raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        for number, handler in before.items():
+            signal.signal(number, handler)

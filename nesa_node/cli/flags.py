@@ -72,7 +72,9 @@ class SharedFlags:
     config: Annotated[
         Path | None, Parameter(group=OUTPUT, help="TOML file with any of these settings.")
     ] = None
-    log_level: Annotated[LogLevel | None, Parameter(group=OUTPUT, help="[default: info for daemons, else warning]")] = None
+    log_level: Annotated[
+        LogLevel | None, Parameter(group=OUTPUT, help="[default: info for daemons, else warning]")
+    ] = None
     log_format: Annotated[LogFormat | None, Parameter(group=OUTPUT, help="[default: console]")] = (
         None
     )

@@ -57,16 +57,17 @@ def local_swarm(
     `folder` takes their keys, logs and ready files. Raises `SwarmError` with the end of a daemon's
     log if it does not come to serve.
     """
-    with ExitStack() as stack:
-        first = start_node(stack, model, "node-1", spans[0], folder, flags)
-        nodes = [wait_until_serving(first, time.monotonic() + ready_timeout_s)]
+    started: list[StartingNode] = []
+    try:
+        started.append(_launch(model, "node-1", spans[0], folder, flags))
+        nodes = [wait_until_serving(started[0], time.monotonic() + ready_timeout_s)]
         more = ("--initial-peers", *nodes[0].addresses, *flags)
-        started = [
-            start_node(stack, model, f"node-{number}", span, folder, more)
-            for number, span in enumerate(spans[1:], start=2)
-        ]
+        for number, span in enumerate(spans[1:], start=2):
+            started.append(_launch(model, f"node-{number}", span, folder, more))
         deadline = time.monotonic() + ready_timeout_s
-        yield nodes + [wait_until_serving(node, deadline) for node in started]
+        yield nodes + [wait_until_serving(node, deadline) for node in started[1:]]
+    finally:
+        stop_nodes([node.process for node in started])
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +82,13 @@ class StartingNode:
 def start_node(
     stack: ExitStack, model: Path, name: str, span: Span, folder: Path, flags: Sequence[str]
 ) -> StartingNode:
+    """Start a daemon that `stack` stops."""
+    node = _launch(model, name, span, folder, flags)
+    stack.callback(stop_nodes, [node.process])
+    return node
+
+
+def _launch(model: Path, name: str, span: Span, folder: Path, flags: Sequence[str]) -> StartingNode:
     ready_file, log_path = folder / f"{name}.json", folder / f"{name}.log"
     command = [sys.executable, "-m", "nesa_node", "run", str(model)]
     command += ["--block-indices", str(span), "--public-name", name, "--host-maddrs", LOOPBACK]
@@ -96,7 +104,6 @@ def start_node(
             # Ctrl-C in the terminal must reach us alone: we stop the daemons in order.
             start_new_session=True,
         )
-    stack.callback(stop_node, process)
     return StartingNode(name, process, ready_file, log_path, started)
 
 
@@ -130,11 +137,15 @@ def _tail(path: Path, lines: int = 15) -> str:
         return "  " + "  ".join(deque(log, maxlen=lines)).rstrip()
 
 
-def stop_node(process: subprocess.Popen[bytes], patience_s: float = 10) -> None:
-    if process.poll() is None:
-        process.send_signal(signal.SIGTERM)
-    try:
-        process.wait(patience_s)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+def stop_nodes(processes: Sequence[subprocess.Popen[bytes]], patience_s: float = 15) -> None:
+    """Ask all of them at once and once, then wait; kill whoever takes longer than `patience_s`."""
+    for process in processes:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+    deadline = time.monotonic() + patience_s
+    for process in processes:
+        try:
+            process.wait(max(deadline - time.monotonic(), 0.1))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
