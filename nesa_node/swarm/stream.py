@@ -19,8 +19,9 @@ from nesa_node.swarm.messages import AnyMessage, Message, decode_message, encode
 
 MAX_HEADER_BYTES = 64 * 1024
 CHUNK_BYTES = 1 << 20
-BODY_TIMEOUT_S = 30.0
-"""A frame that began must be complete within this; a peer cannot hold a reader by trickling."""
+FRAME_TIMEOUT_S = 30.0
+"""A frame that began must be complete within this, and be taken within this by who receives it:
+neither a trickling sender nor a receiver that does not read holds anybody for long."""
 
 _PREFIX = struct.Struct("<II")
 _BROKEN = (ConnectionError, BrokenPipeError, asyncio.IncompleteReadError, OSError)
@@ -42,8 +43,8 @@ class Stream:
     async def send(self, message: Message, payload: memoryview | bytearray | bytes = b"") -> None:
         """Send a message and, chunked, the tensor it describes.
 
-        Waits while the peer does not read. Raises `StreamClosedError`. A send that is cancelled
-        leaves the stream unusable.
+        Raises `StreamClosedError`, also for a peer that reads nothing for `FRAME_TIMEOUT_S`. A send
+        that is cancelled leaves the stream unusable.
         """
         header = encode_message(message)
         view = memoryview(payload).cast("B")
@@ -56,7 +57,12 @@ class Stream:
                         self._writer.write(chunk)
                     self.bytes_sent += _PREFIX.size + len(header) + len(chunk)
                     header = b""
-                    await self._writer.drain()
+                    async with asyncio.timeout(FRAME_TIMEOUT_S):
+                        await self._writer.drain()
+            except TimeoutError:
+                raise StreamClosedError(
+                    f"{self.peer} took nothing for {FRAME_TIMEOUT_S:.0f} s"
+                ) from None
             except _BROKEN as error:
                 raise StreamClosedError(f"the stream to {self.peer} broke: {error!r}") from None
 
@@ -68,10 +74,9 @@ class Stream:
         """
         try:
             prefix = await self._reader.readexactly(_PREFIX.size)
-            async with asyncio.timeout(BODY_TIMEOUT_S):
-                return await self._receive_rest(prefix, max_tensor_bytes)
+            return await self._receive_rest(prefix, max_tensor_bytes)
         except TimeoutError:
-            raise FrameError(f"a message stopped midway for {BODY_TIMEOUT_S:.0f} s") from None
+            raise FrameError(f"a message stopped midway for {FRAME_TIMEOUT_S:.0f} s") from None
         except _BROKEN:
             raise StreamClosedError(f"{self.peer} closed the stream") from None
 
@@ -83,7 +88,8 @@ class Stream:
             raise FrameError(f"a header of {header_bytes} bytes; 1 to {MAX_HEADER_BYTES} allowed")
         if chunk_bytes > CHUNK_BYTES:
             raise FrameError(f"a chunk of {chunk_bytes} bytes; at most {CHUNK_BYTES} allowed")
-        message = decode_message(await self._reader.readexactly(header_bytes))
+        async with asyncio.timeout(FRAME_TIMEOUT_S):
+            message = decode_message(await self._reader.readexactly(header_bytes))
         meta = tensor_of(message)
         total = 0 if meta is None else tensors.check(meta, max_bytes=max_tensor_bytes)
         self.bytes_received += _PREFIX.size + header_bytes + total
