@@ -95,9 +95,8 @@ class HopLink:
     async def send_step(self, step: Step, payload: memoryview | bytearray) -> None:
         """Raises `PeerUnreachableError`."""
         try:
-            async with silence_is_loss(self._stream.peer, LINK_TIMEOUT_S, "taking a step"):
-                await self._stream.send(step, memoryview(payload))
-        except (StreamClosedError, PeerUnreachableError) as error:
+            await self._stream.send(step, payload)
+        except StreamClosedError as error:
             self._lose(str(error))
             raise PeerUnreachableError(str(error)) from error
 

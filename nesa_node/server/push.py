@@ -14,9 +14,6 @@ from nesa_node.swarm.stream import Stream
 
 log = structlog.get_logger(__name__)
 
-SEND_TIMEOUT_S = 30.0
-"""A downstream that reads nothing for so long is as good as gone."""
-
 OnLost = Callable[[str], Awaitable[None]]
 
 
@@ -33,10 +30,9 @@ class Push:
         if self.lost:
             return
         try:
-            async with asyncio.timeout(SEND_TIMEOUT_S):
-                await self._stream.send(step, memoryview(payload))
-        except (StreamClosedError, TimeoutError) as error:
-            await self._lose(str(error) or f"it read nothing for {SEND_TIMEOUT_S:.0f} s")
+            await self._stream.send(step, payload)
+        except StreamClosedError as error:
+            await self._lose(str(error))
 
     async def watch(self) -> None:
         """The downstream speaks up only to refuse something."""

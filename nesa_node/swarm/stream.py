@@ -96,7 +96,9 @@ class Stream:
         payload = bytearray(total)
         filled = await self._fill(payload, 0, chunk_bytes)
         while filled < total:
-            header_bytes, chunk_bytes = _PREFIX.unpack(await self._reader.readexactly(_PREFIX.size))
+            async with asyncio.timeout(FRAME_TIMEOUT_S):
+                prefix = await self._reader.readexactly(_PREFIX.size)
+            header_bytes, chunk_bytes = _PREFIX.unpack(prefix)
             if header_bytes or not 0 < chunk_bytes <= CHUNK_BYTES:
                 raise FrameError("a tensor's frames were interrupted or have impossible sizes")
             filled = await self._fill(payload, filled, chunk_bytes)
@@ -106,7 +108,8 @@ class Stream:
         if start + count > len(payload):
             raise FrameError(f"{start + count} bytes came for a tensor of {len(payload)}")
         if count:
-            payload[start : start + count] = await self._reader.readexactly(count)
+            async with asyncio.timeout(FRAME_TIMEOUT_S):
+                payload[start : start + count] = await self._reader.readexactly(count)
         return start + count
 
     async def close(self) -> None:
