@@ -15,6 +15,8 @@ log = structlog.get_logger(__name__)
 
 T = TypeVar("T")
 
+INTERRUPT_CHECK_S = 0.5
+
 RELEASE_TIMEOUT_S = 10.0
 """How long leaving one context may take before its task is cancelled."""
 
@@ -58,7 +60,8 @@ class LoopThread:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event | None = None
         self._group = asyncio.TaskGroup()
-        self._tasks: dict[asyncio.Task[None], asyncio.Event] = {}
+        self._running: set[asyncio.Task[Any]] = set()
+        self._holding: dict[asyncio.Task[None], asyncio.Event] = {}
         self._closed = False
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
@@ -66,9 +69,11 @@ class LoopThread:
 
         Raises whatever it raises, and `RuntimeError` after `close` or inside the loop's own thread.
         """
-        future = self._submit(work)
+        # Made before anything is submitted: an interrupt may come at any moment after that.
+        future: Future[T] = Future()
         try:
-            return future.result()
+            self._submit(work, future)
+            return _wait(future)
         except CancelledError:
             if self._closed:
                 raise RuntimeError("the model was closed while this ran") from None
@@ -101,7 +106,7 @@ class LoopThread:
         if thread is not threading.current_thread():
             thread.join()
 
-    def _submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+    def _submit(self, work: Coroutine[Any, Any, T], future: Future[T]) -> None:
         # The guard keeps `close` from ending the loop between the check and the submission: such a
         # future would never be done.
         try:
@@ -110,10 +115,37 @@ class LoopThread:
                     raise RuntimeError("the model was closed")
                 if threading.current_thread() is self._thread:
                     raise RuntimeError("a synchronous call inside the client's own event loop")
-                return asyncio.run_coroutine_threadsafe(work, self._started())
+                self._started().call_soon_threadsafe(self._start, work, future)
         except RuntimeError:
             work.close()
             raise
+
+    def _start(self, work: Coroutine[Any, Any, T], future: Future[T]) -> None:
+        """In the loop: run `work` as a task that ends with `future`, also when that is cancelled."""
+        if future.cancelled():
+            work.close()
+            return
+        loop = asyncio.get_running_loop()
+        task = loop.create_task(work)
+        self._running.add(task)
+
+        def finish(task: asyncio.Task[T]) -> None:
+            self._running.discard(task)
+            error = None if task.cancelled() else task.exception()
+            if task.cancelled():
+                future.cancel()
+            elif future.set_running_or_notify_cancel():
+                if error is None:
+                    future.set_result(task.result())
+                else:
+                    future.set_exception(error)
+
+        def cancel(future: Future[T]) -> None:
+            if future.cancelled() and not task.done():
+                loop.call_soon_threadsafe(task.cancel)
+
+        task.add_done_callback(finish)
+        future.add_done_callback(cancel)
 
     def _started(self) -> asyncio.AbstractEventLoop:
         if self._loop is None:
@@ -130,15 +162,15 @@ class LoopThread:
         ready.set_result((asyncio.get_running_loop(), stop))
         async with self._group:
             await stop.wait()
-            for task in reversed(tuple(self._tasks)):
+            for task in reversed(tuple(self._holding)):
                 await self._leave(task)
 
     async def _enter(self, context: AbstractAsyncContextManager[T]) -> tuple[T, asyncio.Task[None]]:
         entered: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         leaving = asyncio.Event()
         task = self._group.create_task(_hold(context, entered, leaving))
-        self._tasks[task] = leaving
-        task.add_done_callback(lambda done: self._tasks.pop(done, None))
+        self._holding[task] = leaving
+        task.add_done_callback(lambda done: self._holding.pop(done, None))
         try:
             return await entered, task
         except BaseException:
@@ -147,7 +179,7 @@ class LoopThread:
             raise
 
     async def _leave(self, task: asyncio.Task[None]) -> None:
-        leaving = self._tasks.get(task)
+        leaving = self._holding.get(task)
         if leaving is None:
             return
         leaving.set()
@@ -156,6 +188,19 @@ class LoopThread:
             log.warning("leave_timed_out", timeout_s=RELEASE_TIMEOUT_S)
             task.cancel()
             await asyncio.wait([task], timeout=RELEASE_TIMEOUT_S)
+
+
+def _wait(future: Future[T]) -> T:
+    """Wait as `future.result()` does, but notice an interrupt that came just before the wait.
+
+    A signal that arrives between Python's last look and the system call does not end the call.
+    """
+    while True:
+        try:
+            return future.result(timeout=INTERRUPT_CHECK_S)
+        except TimeoutError:
+            if future.done():
+                return future.result()
 
 
 async def _hold(

@@ -128,7 +128,16 @@ def test_close_ends_waits_of_other_threads(loop: LoopThread) -> None:
     assert outcome == ["RuntimeError"]
 
 
-def test_an_interrupt_cancels_what_runs(loop: LoopThread) -> None:
+def test_errors_of_time_reach_the_caller_too(loop: LoopThread) -> None:
+    async def late() -> None:
+        raise TimeoutError("late")
+
+    with pytest.raises(TimeoutError, match="late"):
+        loop.run(late())
+
+
+@pytest.mark.parametrize("attempt", range(20))
+def test_an_interrupt_cancels_what_runs(loop: LoopThread, attempt: int) -> None:
     events = []
     running = threading.Event()
 
