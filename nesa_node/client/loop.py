@@ -121,7 +121,7 @@ class LoopThread:
             raise
 
     def _start(self, work: Coroutine[Any, Any, T], future: Future[T]) -> None:
-        """In the loop: run `work` as a task that ends with `future`, also when that is cancelled."""
+        """In the loop: run `work` as a task that ends with `future`, cancelled or not."""
         if future.cancelled():
             work.close()
             return
