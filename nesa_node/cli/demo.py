@@ -59,10 +59,12 @@ def demo(
     from transformers.utils import logging as transformers_logging
 
     from nesa_node.engine.checkpoint import open_checkpoint
-    from nesa_node.engine.demo_model import demo_model_path
+    from nesa_node.engine.demo_model import NAME, demo_model_path
 
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     torch.set_num_threads(1)
+    if model is None and not (config.cache_dir / NAME).is_dir():
+        print(f"{NAME}: converted once, from its GGUF file\n", flush=True)
     folder = demo_model_path(config.cache_dir) if model is None else Path(model)
     checkpoint = open_checkpoint(str(folder), cache_dir=config.cache_dir)
     spans = split_evenly(checkpoint.num_blocks, nodes)

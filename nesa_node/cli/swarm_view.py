@@ -74,7 +74,14 @@ def to_json(models: Sequence[ModelView]) -> list[dict[str, object]]:
 
 
 def print_models(models: Sequence[ModelView]) -> None:
-    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else PIPE_WIDTH)
+    console = Console(
+        file=sys.stdout,
+        width=None if sys.stdout.isatty() else PIPE_WIDTH,
+        # Names come from strangers and must stay plain text.
+        markup=False,
+        emoji=False,
+        highlight=False,
+    )
     if not models:
         console.print("no node was found: the swarm is empty, or serves other models only")
     for model in models:

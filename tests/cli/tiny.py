@@ -43,7 +43,8 @@ def write_tiny_model(folder: Path) -> Path:
     vocabulary = {word: index for index, word in enumerate(words)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unknown>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    fast: Any = PreTrainedTokenizerFast(
+    make: Any = PreTrainedTokenizerFast
+    fast = make(
         tokenizer_object=tokenizer, eos_token="<end>", pad_token="<end>", unk_token="<unknown>"
     )
     fast.chat_template = TEMPLATE

@@ -1,0 +1,169 @@
+"""What `status`, `doctor` and `demo` make of what they find, without a network."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nesa_node.cli.checks import Finding, check_memory_and_disk, check_p2pd, check_versions, worst
+from nesa_node.cli.demo import split_evenly
+from nesa_node.cli.flags import SamplingFlags
+from nesa_node.cli.reading import SwarmReading
+from nesa_node.cli.remote_checks import compare_clocks
+from nesa_node.cli.swarm_view import duration, group_by_model, print_dropped, print_models, to_json
+from nesa_node.core.errors import ConfigError
+from nesa_node.swarm.records import NodeRecord
+
+NOW = 1_800_000_000.0
+
+
+def record(name: str | None, span: tuple[int, int], **more: Any) -> NodeRecord:
+    fields: dict[str, Any] = {
+        "state": "serving",
+        "model_id": "tiny@0123456789abcdef",
+        "model_name": "tiny",
+        "num_blocks": 8,
+        "span": span,
+        "dtype": "float32",
+        "protocol_version": (1, 0),
+        "public_name": name,
+        "peer_id": f"12D3KooW{name or 'nameless'}{span[0]}",
+        "seq": 1,
+        "issued_at": NOW - 5,
+        "expires_at": NOW + 55,
+    }
+    return NodeRecord(**fields | more)
+
+
+def shown(records: list[NodeRecord], capsys: pytest.CaptureFixture[str]) -> str:
+    print_models(group_by_model(records))
+    return capsys.readouterr().out
+
+
+def test_holes_are_named_and_visible_without_colour(capsys: pytest.CaptureFixture[str]) -> None:
+    text = shown([record("a", (0, 3)), record("b", (2, 5))], capsys)
+    assert "coverage  0 11211... 8" in text
+    assert "holes     5:8: nobody serves these blocks" in text
+
+
+def test_a_node_that_loads_is_shown_and_covers_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    text = shown([record("a", (0, 8), state="joining")], capsys)
+    assert "joining" in text
+    assert "coverage  0 ........ 8" in text
+
+
+def test_a_deep_model_fits_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    text = shown([record("a", (0, 99), num_blocks=100)], capsys)
+    line = next(line for line in text.splitlines() if line.startswith("coverage"))
+    assert line == f"coverage  0 {'1' * 49}. 100  (the least of every 2 blocks)"
+
+
+@pytest.mark.parametrize("name", ["[/bold]", "[link=http://x]y[/link]", ":boom:"])
+def test_a_hostile_name_stays_plain_text(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert name in shown([record(name, (0, 8))], capsys)
+
+
+def test_no_nodes_is_said_in_words(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "no node was found" in shown([], capsys)
+
+
+@pytest.mark.parametrize("wanted", ["tiny", "/models/tiny", "./tiny/", "tiny@0123456789abcdef"])
+def test_a_model_is_found_by_name_folder_and_id(wanted: str) -> None:
+    other = record("b", (0, 8), model_id="big@1", model_name="org/big")
+    (view,) = group_by_model([record("a", (0, 8)), other], wanted)
+    assert view.model_id == "tiny@0123456789abcdef"
+
+
+def test_a_hub_name_is_matched_whole() -> None:
+    records = [record("a", (0, 8), model_name="org/tiny")]
+    assert len(group_by_model(records, "org/tiny")) == 1
+    assert group_by_model(records, "other/tiny") == []
+
+
+def test_withdrawn_nodes_are_not_shown() -> None:
+    assert group_by_model([record("a", (0, 8), state="withdrawn")]) == []
+
+
+def test_json_tells_coverage_and_holes() -> None:
+    (told,) = to_json(group_by_model([record("a", (0, 3))]))
+    assert told["coverage"] == [1, 1, 1, 0, 0, 0, 0, 0]
+    assert told["holes"] == [[3, 8]]
+
+
+def test_dropped_records_are_counted_by_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    print_dropped({"signature": 2, "expired": 0})
+    assert capsys.readouterr().out.startswith("dropped   2 signature")
+    print_dropped({})
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(3, "3 s"), (119, "119 s"), (150, "2 min"), (8000, "2 h"), (9e5, "10 d")]
+)
+def test_durations_are_short(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def clock(reading: SwarmReading) -> list[tuple[str, str]]:
+    return [(finding.subject, finding.level) for finding in compare_clocks(reading, NOW)]
+
+
+def test_clocks_that_agree_are_fine() -> None:
+    reading = SwarmReading((record("a", (0, 8)),), {})
+    assert clock(reading) == [("swarm", "ok"), ("clock", "ok")]
+
+
+def test_a_clock_behind_the_swarm_is_told() -> None:
+    ahead = record("a", (0, 8), issued_at=NOW + 25, expires_at=NOW + 85)
+    assert clock(SwarmReading((ahead,), {})) == [("swarm", "ok"), ("clock", "warn")]
+    assert clock(SwarmReading((), {"future": 3})) == [("clock", "fail")]
+
+
+def test_a_clock_ahead_of_the_swarm_is_told() -> None:
+    assert clock(SwarmReading((), {"expired": 3})) == [("clock", "fail")]
+
+
+def test_an_empty_swarm_is_a_warning() -> None:
+    assert clock(SwarmReading((), {})) == [("swarm", "warn")]
+
+
+def test_p2pd_must_be_there_and_executable(tmp_path: Path) -> None:
+    path = tmp_path / "p2pd"
+    assert [finding.level for finding in check_p2pd(path)] == ["fail"]
+    path.touch(mode=0o644)
+    if not path.stat().st_mode & 0o111:
+        assert [finding.level for finding in check_p2pd(path)] == ["fail"]
+    path.chmod(0o755)
+    assert [finding.level for finding in check_p2pd(path)] == ["ok"]
+
+
+def test_versions_are_found() -> None:
+    assert worst(list(check_versions())) == "ok"
+
+
+def test_a_cache_folder_that_does_not_exist_yet_is_fine(tmp_path: Path) -> None:
+    findings = list(check_memory_and_disk(tmp_path / "not" / "yet"))
+    assert [finding.subject for finding in findings] == ["memory", "disk"]
+    assert findings[1].level != "fail"
+
+
+def test_the_worst_finding_decides() -> None:
+    findings = [Finding("ok", "a", ""), Finding("fail", "b", ""), Finding("warn", "c", "")]
+    assert worst(findings) == "fail"
+    assert worst(findings[::2]) == "warn"
+
+
+@pytest.mark.parametrize(("blocks", "parts"), [(30, 3), (4, 3), (2, 3), (1, 1), (7, 2)])
+def test_an_even_split_covers_every_block_once(blocks: int, parts: int) -> None:
+    spans = split_evenly(blocks, parts)
+    assert [index for span in spans for index in range(span.start, span.end)] == list(range(blocks))
+    assert max(map(len, spans)) - min(map(len, spans)) <= 1
+    assert all(len(span) for span in spans)
+
+
+@pytest.mark.parametrize("flags", [SamplingFlags(temperature=0), SamplingFlags(top_p=1.5)])
+def test_sampling_values_out_of_range_are_refused(flags: SamplingFlags) -> None:
+    with pytest.raises(ConfigError):
+        flags.check()
