@@ -1,4 +1,4 @@
-"""The words a setting may take. Apart from `config.py`, so that asking for help costs no pydantic."""
+"""The words a setting may take. Apart from `config.py`, so that `--help` costs no pydantic."""
 
 from typing import Literal
 

@@ -1,4 +1,4 @@
-"""Merging steps and cutting them into jobs changes where tokens run, never which or in what order."""
+"""Merging and cutting steps changes where tokens run, never which or in what order."""
 
 import torch
 from hypothesis import given, settings
