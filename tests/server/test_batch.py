@@ -27,7 +27,7 @@ def test_every_token_runs_once_and_comes_back_to_its_step(data: st.DataObject) -
         ]
         steps.append((tuple(rows), torch.cat(marks)))
     batch = Batch(steps)
-    seen = [[] for _ in lengths]
+    seen: list[list[int]] = [[] for _ in lengths]
     for job in batch.jobs:
         assert 0 < sum(len(chunk.hidden_LD) for chunk in job) <= MAX_JOB_TOKENS
         for chunk in job:
