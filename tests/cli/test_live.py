@@ -174,6 +174,19 @@ def test_doctor_reaches_the_swarm_and_measures_the_model(
     assert "fail" not in shown
 
 
+def test_the_example_of_the_readme_runs(model: Path, nodes: list[LocalNode]) -> None:
+    example = Path(__file__).resolve().parents[2] / "examples" / "generate.py"
+    done = subprocess.run(
+        [sys.executable, str(example), str(model), nodes[0].addresses[0]],
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.split()) > 5
+
+
 def test_a_busy_port_ends_a_daemon_with_code_5(model: Path, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
