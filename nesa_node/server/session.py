@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager
 from functools import partial
 
 import structlog
@@ -68,6 +68,8 @@ class Session:
         self._emit_from: Sequence[int] = [0] * opened.rows
         self._push: Push | None = None
         self._push_scope = AsyncExitStack()
+        self._pushed: asyncio.Task[None] | None = None
+        self._closed = False
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -86,7 +88,7 @@ class Session:
         if sender != (self.upstream or self.client.peer):
             raise ProtocolError("not_upstream", f"{sender} is not upstream of this session")
         async with self._changed:
-            await self._changed.wait_for(lambda: len(self.inbox.queue) < MAX_QUEUED_STEPS)
+            await self._wait_until(lambda: len(self.inbox.queue) < MAX_QUEUED_STEPS)
             if self.inbox.accept(step, payload):
                 self._changed.notify_all()
 
@@ -116,7 +118,25 @@ class Session:
 
     async def wait_for_epoch(self, epoch: int) -> None:
         async with self._changed:
-            await self._changed.wait_for(lambda: self.inbox.epoch >= epoch)
+            await self._wait_until(lambda: self.inbox.epoch >= epoch)
+
+    @contextmanager
+    def being_pushed(self) -> Iterator[None]:
+        """Around the task that reads the upstream's stream: the session's end cancels it.
+
+        So does a later one. Else an upstream could make this node hold a step per stream, and the
+        memory of a session whose room has been given to others.
+        """
+        if self._closed:
+            raise ProtocolError("unknown_session", "the session has ended")
+        if self._pushed is not None:
+            self._pushed.cancel()
+        task = self._pushed = asyncio.current_task()
+        try:
+            yield
+        finally:
+            if self._pushed is task:
+                self._pushed = None
 
     async def run(self) -> None:
         """Compute and emit steps until cancelled."""
@@ -134,8 +154,23 @@ class Session:
             self.active_at = time.monotonic()
 
     async def close(self) -> None:
-        """Let go of the downstream stream. The caches go with the object."""
+        """Let go of the neighbours' streams, and of what admission takes for free from now on."""
+        self._closed = True
+        if self._pushed is not None:
+            self._pushed.cancel()
+        async with self._changed:
+            self._changed.notify_all()
         await self._push_scope.aclose()
+        # Whoever still knows this object must not keep its memory.
+        self._caches.clear()
+        self._outbox = Outbox()
+        self.inbox.queue.clear()
+
+    async def _wait_until(self, condition: Callable[[], bool]) -> None:
+        """With `_changed` held. Raises `ProtocolError` if the session ends first."""
+        await self._changed.wait_for(lambda: self._closed or condition())
+        if self._closed:
+            raise ProtocolError("unknown_session", "the session has ended")
 
     def _check_link(self, link: Link) -> None:
         if len(link.emit_from) != len(link.lengths):
@@ -145,7 +180,8 @@ class Session:
             return
         if self.opened.mode == "star":
             raise ProtocolError("bad_link", "a star session has no downstream")
-        if downstream.blocks[0] != self._blocks.span.end:
+        start, end = downstream.blocks
+        if start != self._blocks.span.end or start >= end:
             # Also what makes a cycle impossible: blocks only ever rise along a chain.
             raise ProtocolError(
                 "bad_link", f"blocks {downstream.blocks} do not follow {self._blocks.span}"

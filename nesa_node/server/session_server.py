@@ -148,11 +148,12 @@ class SessionServer:
                     idle_timeout_s=self._idle_timeout_s,
                 )
             finally:
+                lengths = session.lengths
                 await session.close()
                 del self._sessions[key]
                 if not self._sessions:
                     self._empty.set()
-                log.info("session_closed", lengths=session.lengths)
+                log.info("session_closed", lengths=lengths)
 
     def _check_open(self, peer: PeerId, opened: Open) -> None:
         if not verify_membership(
@@ -187,18 +188,28 @@ class SessionServer:
         if session is None or not hmac.compare_digest(session.opened.secret, opened.secret):
             # One answer for both: a stranger must not learn which sessions exist.
             raise ProtocolError("unknown_session", "no such session here, or another secret")
-        async with silence_is_loss(session.client.peer, NEIGHBOUR_S, "linking its nodes"):
-            await session.wait_for_epoch(opened.epoch)
+        await self._wait_for_link(session, opened.epoch)
         if session.upstream != stream.peer:
             raise ProtocolError("not_upstream", f"{stream.peer} is not upstream of this session")
-        await stream.send(PushOpened(epoch=opened.epoch))
-        while True:
-            message, payload = await stream.receive(max_tensor_bytes=session.inbox.max_step_bytes)
-            if not isinstance(message, Step):
-                raise ProtocolError("unexpected", f"{_name(message)} on a push stream")
-            if self._sessions.get(SessionId(opened.session)) is not session:
-                raise ProtocolError("unknown_session", "the session has ended")
-            await session.submit(stream.peer, message, payload)
+        with session.being_pushed():
+            await stream.send(PushOpened(epoch=opened.epoch))
+            while True:
+                message, payload = await stream.receive(
+                    max_tensor_bytes=session.inbox.max_step_bytes
+                )
+                if not isinstance(message, Step):
+                    raise ProtocolError("unexpected", f"{_name(message)} on a push stream")
+                await session.submit(stream.peer, message, payload)
+
+    async def _wait_for_link(self, session: Session, epoch: int) -> None:
+        """An upstream can be linked, and push, before the client's `link` has come here."""
+        try:
+            async with asyncio.timeout(NEIGHBOUR_S):
+                await session.wait_for_epoch(epoch)
+        except TimeoutError:
+            raise ProtocolError(
+                "future_epoch", f"the client did not begin epoch {epoch} within {NEIGHBOUR_S:g} s"
+            ) from None
 
     async def _dial(self, session: Session, downstream: Downstream) -> Stream:
         """A push stream to the next node, whose own record must say that it holds the blocks."""
