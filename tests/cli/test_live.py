@@ -43,21 +43,6 @@ def join(nodes: list[LocalNode]) -> list[str]:
     return ["--initial-peers", *nodes[0].addresses]
 
 
-@pytest.fixture(autouse=True)
-def _restored_streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """`configure` sets up logging for a process of its own; give pytest its handlers back."""
-    import logging
-
-    import structlog
-
-    root = logging.getLogger()
-    before, level = list(root.handlers), root.level
-    yield
-    root.handlers[:] = before
-    root.setLevel(level)
-    structlog.reset_defaults()
-
-
 def local_tokens(model: Path, text: str, count: int) -> str:
     """What local transformers answer to `text` under the chat template."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
