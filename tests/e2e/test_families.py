@@ -1,0 +1,186 @@
+"""Every family generates through three nodes what transformers generates alone.
+
+B rows, L columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from nesa_node.client.causal_lm import DistributedModelForCausalLM
+from nesa_node.client.model import AutoDistributedModelForCausalLM
+from nesa_node.core.choices import Route
+from nesa_node.core.span import Span
+from nesa_node.engine.blocks import Blocks
+from nesa_node.engine.sequence_cache import SequenceCache
+from tests.client.local_models import left_padded, random_ids
+from tests.engine.tiny_models import (
+    BLOCKS,
+    FAMILIES,
+    LEAST_DISTINCT,
+    NEW_TOKENS,
+    prompt_ids,
+    reference,
+)
+from tests.same_tokens import Ledger, ReferenceRun, assert_same_as, run_reference
+from tests.swarms import daemons, in_process_swarm, thirds
+
+ROUTES: tuple[Route, ...] = ("chain", "star")
+TOLERANCE = 1e-4
+"""Of the greatest of the reference's logits; see CONTRIBUTING, "the same tokens"."""
+
+
+def _long_prompt() -> tuple[Tensor, Tensor]:
+    ids_BL = torch.tensor([prompt_ids(700)])
+    # Without a mask, transformers takes the token 0 for padding.
+    return ids_BL, torch.ones_like(ids_BL)
+
+
+PROMPTS: dict[str, Callable[[], tuple[Tensor, Tensor]]] = {
+    "long": _long_prompt,
+    "padded batch": lambda: left_padded([5, 17, 11]),
+}
+OPTIONS: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 0}
+
+
+@dataclass
+class Case:
+    """A family's model alone, and as clients of its swarm see it by each kind of route."""
+
+    alone: PreTrainedModel
+    models: dict[Route, DistributedModelForCausalLM]
+    _runs: dict[str, ReferenceRun] = field(default_factory=dict)
+
+    def run_alone(self, prompt: str) -> ReferenceRun:
+        if prompt not in self._runs:
+            self._runs[prompt] = run_reference(self.alone, *PROMPTS[prompt](), **OPTIONS)
+        return self._runs[prompt]
+
+    def assert_equal(self, prompt: str, route: Route) -> Tensor:
+        ids_BL, mask_BL = PROMPTS[prompt]()
+        ours_BL: Tensor = self.models[route].generate(ids_BL, attention_mask=mask_BL, **OPTIONS)
+        assert_same_as(self.run_alone(prompt), ours_BL)
+        return ours_BL[:, ids_BL.shape[1] :]
+
+    def assert_logits_equal(self, route: Route) -> None:
+        ids_BL = random_ids(2, 90)
+        forward: Any = self.alone.__call__
+        with torch.no_grad():
+            theirs = forward(ids_BL).logits
+        ours = self.models[route](ids_BL).logits
+        assert ours.shape == theirs.shape
+        assert (ours - theirs).abs().max() <= TOLERANCE * theirs.abs().max()
+
+
+@contextmanager
+def _case(folder: Path, addresses: Sequence[str]) -> Iterator[Case]:
+    models = {
+        route: AutoDistributedModelForCausalLM.from_pretrained(
+            folder, initial_peers=addresses, routing=route, dtype=torch.float32
+        )
+        for route in ROUTES
+    }
+    with models["chain"], models["star"]:
+        for model in models.values():
+            # Joins now: a test must end with the processes that it began with.
+            with model.inference_session(max_length=1) as session:
+                assert [hop.span for hop in session.hops] == thirds(BLOCKS)
+        yield Case(reference(folder), models)
+
+
+EVERY_FAMILY = [
+    # What sets these apart from `falcon` is the engine's concern, and tested there.
+    pytest.param(family, marks=[pytest.mark.slow] if family.startswith("falcon_") else [])
+    for family in sorted(FAMILIES)
+]
+
+
+@pytest.fixture(scope="module", params=EVERY_FAMILY)
+def case(
+    request: pytest.FixtureRequest,
+    tiny: Callable[[str], Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Case]:
+    folder = tiny(request.param)
+    with (
+        in_process_swarm(folder, thirds(BLOCKS), tmp_path_factory.mktemp("swarm")) as addresses,
+        _case(folder, addresses) as case,
+    ):
+        yield case
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_greedy_tokens_equal_those_of_transformers(case: Case, prompt: str, route: Route) -> None:
+    new_BL = case.assert_equal(prompt, route)
+    assert new_BL.shape[1] == NEW_TOKENS
+    if len(new_BL) == 1:
+        assert len(set(new_BL[0].tolist())) >= LEAST_DISTINCT
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_logits_are_within_1e_4(case: Case, route: Route) -> None:
+    case.assert_logits_equal(route)
+
+
+FORWARD = Blocks.forward
+
+
+def _without_its_last_block(blocks: Blocks, hidden_LD: Tensor, cache: SequenceCache) -> Tensor:
+    cache.span = Span(blocks.span.start, blocks.span.end - 1)
+    return FORWARD(blocks.part(cache.span), hidden_LD, cache)
+
+
+def _one_position_late(blocks: Blocks, hidden_LD: Tensor, cache: SequenceCache) -> Tensor:
+    if not cache.length:
+        FORWARD(blocks, hidden_LD[:1], cache)
+    return FORWARD(blocks, hidden_LD, cache)
+
+
+@pytest.mark.parametrize("mistake", [_without_its_last_block, _one_position_late])
+def test_a_mistake_of_the_middle_node_is_caught(
+    case: Case,
+    mistake: Callable[[Blocks, Tensor, SequenceCache], Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Missing position codes are caught by the engine's tests, with the same tolerance."""
+    middle = thirds(BLOCKS)[1]
+
+    def forward(blocks: Blocks, hidden_LD: Tensor, cache: SequenceCache) -> Tensor:
+        run = mistake if blocks.span == middle else FORWARD
+        return run(blocks, hidden_LD, cache)
+
+    monkeypatch.setattr(Blocks, "forward", forward)
+    for route in ROUTES:
+        with pytest.raises(AssertionError):
+            case.assert_logits_equal(route)
+    if mistake is _without_its_last_block:
+        ids_BL, mask_BL = PROMPTS["padded batch"]()
+        few = OPTIONS | {"max_new_tokens": 8}
+        ours_BL = case.models["chain"].generate(ids_BL, attention_mask=mask_BL, **few)
+        with pytest.raises(AssertionError, match="is excused"):
+            assert_same_as(case.run_alone("padded batch"), ours_BL, ledger=Ledger())
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("family", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
+def test_separate_daemons_give_the_same_tokens(
+    family: str, tiny: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = tiny(family)
+    with daemons(folder, tmp_path) as nodes:
+        nodes.start_all(thirds(BLOCKS))
+        with _case(folder, nodes.addresses) as case:
+            for route in ROUTES:
+                for prompt in PROMPTS:
+                    case.assert_equal(prompt, route)
+                case.assert_logits_equal(route)
