@@ -67,9 +67,9 @@ class HopLink:
         self._answer: asyncio.Future[AnyMessage] | None = None
         self._reader = asyncio.create_task(self._read())
 
-    async def open(self, message: Open) -> None:
+    async def open(self, message: Open, timeout_s: float = OPEN_TIMEOUT_S) -> None:
         """Raises `BusyError`, `RemoteError` and `PeerUnreachableError`."""
-        answer = await self._ask(message, OPEN_TIMEOUT_S)
+        answer = await self._ask(message, timeout_s)
         if not isinstance(answer, Opened):
             raise self._unexpected(answer)
         self.opened = answer

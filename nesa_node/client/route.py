@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import structlog
 
-from nesa_node.client.hop import HopLink
+from nesa_node.client.hop import OPEN_TIMEOUT_S, HopLink
 from nesa_node.compression import tensors
 from nesa_node.core.errors import (
     BusyError,
@@ -89,6 +89,12 @@ class Route:
     def hops(self) -> tuple[Hop, ...]:
         return tuple(link.hop for link in self.links)
 
+    @property
+    def suspected(self) -> frozenset[PeerId]:
+        """Who failed, or had no room, lately."""
+        now = time.monotonic()
+        return frozenset(peer for peer, until in self._suspects.items() if until > now)
+
     def suspect(self, peer: PeerId, reason: str) -> None:
         """Remember a failure of `peer`: it is avoided for a while, in later sessions too."""
         log.info("peer_failed", peer=peer, reason=reason)
@@ -101,6 +107,7 @@ class Route:
         *,
         drop: frozenset[PeerId] = frozenset(),
         needs_output: Callable[[Hop], bool] = lambda _: False,
+        open_timeout_s: float = OPEN_TIMEOUT_S,
     ) -> None:
         """Keep the links that live and are not in `drop`, open what is missing, link them all.
 
@@ -125,7 +132,7 @@ class Route:
         self.epoch += 1
         addresses = {node.peer_id: node.addresses for node in snapshot.nodes}
         known = {link.hop: link for link in kept}
-        opened = await self._open_all(hops, known, addresses)
+        opened = await self._open_all(hops, known, addresses, open_timeout_s)
         links = [known.get(hop) or opened[hop] for hop in hops]
         try:
             await self._link_all(links, set(opened.values()), lengths, needs_output)
@@ -149,9 +156,8 @@ class Route:
         self, snapshot: Snapshot, kept: Sequence[HopLink], drop: frozenset[PeerId]
     ) -> tuple[Hop, ...]:
         """Hops that keep `kept`; if nobody fills the gaps so, hops that keep nothing."""
-        now = time.monotonic()
         tokens = self._request.tokens
-        suspects = frozenset(peer for peer, until in self._suspects.items() if until > now)
+        suspects = self.suspected
         small = {n.peer_id for n in snapshot.nodes if n.total_cache_tokens < tokens}
         barred = frozenset(self._unfit) | drop | small
         keep = tuple(link.hop for link in kept)
@@ -199,12 +205,13 @@ class Route:
         hops: Sequence[Hop],
         known: dict[Hop, HopLink],
         addresses: dict[PeerId, tuple[str, ...]],
+        timeout_s: float,
     ) -> dict[Hop, HopLink]:
         """Open the hops that are not known, all or none."""
         wanted = [(i, hop) for i, hop in enumerate(hops) if hop not in known]
         results = await asyncio.gather(
             *(
-                self._open(hop, hops[i - 1] if i else None, addresses[hop.peer_id])
+                self._open(hop, hops[i - 1] if i else None, addresses[hop.peer_id], timeout_s)
                 for i, hop in wanted
             ),
             return_exceptions=True,
@@ -220,17 +227,22 @@ class Route:
             raise failures[0]
         return opened
 
-    async def _open(self, hop: Hop, before: Hop | None, addresses: tuple[str, ...]) -> HopLink:
+    async def _open(
+        self, hop: Hop, before: Hop | None, addresses: tuple[str, ...], timeout_s: float
+    ) -> HopLink:
+        """Dialling and opening may each take `timeout_s`."""
         request, peer = self._request, hop.peer_id
         try:
-            reader, writer = await self._swarm.transport.open_stream(peer, PROTOCOL, addresses)
+            reader, writer = await self._swarm.transport.open_stream(
+                peer, PROTOCOL, addresses, timeout_s
+            )
         except PeerUnreachableError as error:
             self.suspect(peer, str(error))
             raise
         stream = Stream(peer, reader, writer)
         link = HopLink(hop, stream, request.max_output_bytes, self._on_change)
         try:
-            await link.open(self._open_message(hop, before))
+            await link.open(self._open_message(hop, before), timeout_s)
         except BaseException as error:
             await link.close()
             if isinstance(error, PeerUnreachableError):

@@ -8,18 +8,20 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import structlog
 import torch
 
-from nesa_node.client.hop import HopLink
+from nesa_node.client.hop import OPEN_TIMEOUT_S, HopLink
 from nesa_node.client.route import Route, RouteRequest
 from nesa_node.compression import tensors
 from nesa_node.core.errors import (
     BusyError,
     CacheFullError,
+    ContextLengthError,
     MissingBlocksError,
     NesaError,
     PeerUnreachableError,
@@ -40,6 +42,13 @@ MAX_ATTEMPTS = 20
 """Of one step, each through a chain that could be linked."""
 REPLAY_WINDOW = 32
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
+_SHORTEST_OPEN_S = 1.0
+_UNTIL_THERE_IS_ROOM: tuple[type[NesaError], ...] = (
+    BusyError,
+    MissingBlocksError,
+    PeerUnreachableError,
+    RemoteError,
+)
 _OUR_FAULT = frozenset({"not_finite", "bad_tensor", "bad_rows", "cache_full"})
 
 
@@ -84,7 +93,7 @@ class RemoteSession:
 
     async def open(self) -> None:
         """Reserve a session on every hop, all or none; wait while nodes are busy or missing."""
-        await self._persist(lambda: self._rebuild())
+        await self._persist(_UNTIL_THERE_IS_ROOM)
 
     async def step(
         self, hidden_TD: torch.Tensor, rows: Sequence[RowSlice], *, want: Want = "all"
@@ -230,6 +239,10 @@ class RemoteSession:
         leaving = frozenset(link.hop.peer_id for link in self._route.links if link.leaving)
         if not leaving or time.monotonic() < self._leaver_check_at:
             return
+        if any(link.lost is not None for link in self._route.links):
+            # A rebuild lets go of lost links even where it fails, and a step must not run over the
+            # others as if nothing were missing: it is for the step to find the loss and mend it.
+            return
         self._leaver_check_at = time.monotonic() + 1.0
         try:
             await self._rebuild(leaving)
@@ -244,11 +257,19 @@ class RemoteSession:
         self.recoveries += 1
         for outbox in self._outboxes.values():
             outbox.truncate(self._lengths)
-        await self._persist(lambda: self._rebuild())
+        # What is too small for the session may be joined by something larger.
+        await self._persist((*_UNTIL_THERE_IS_ROOM, ContextLengthError))
 
-    async def _rebuild(self, drop: frozenset[PeerId] = frozenset()) -> None:
+    async def _rebuild(
+        self, drop: frozenset[PeerId] = frozenset(), *, open_timeout_s: float = OPEN_TIMEOUT_S
+    ) -> None:
         """Rebuild the route and bring its fresh nodes to where the others are."""
-        await self._route.rebuild(self._lengths, drop=drop, needs_output=self._lacks_next_outbox)
+        await self._route.rebuild(
+            self._lengths,
+            drop=drop,
+            needs_output=self._lacks_next_outbox,
+            open_timeout_s=open_timeout_s,
+        )
         zeros = [0] * self.rows
         links = self._route.links
         for link in links if self._request.mode == "star" else links[:1]:
@@ -260,6 +281,10 @@ class RemoteSession:
             else:
                 for kept in replay:
                     await self._send(link, kept)
+        # Where no hop begins any more, nothing is added either: it would be taken for complete when
+        # the route comes back to these spans.
+        starts = {hop.span.start for hop in self.hops}
+        self._outboxes = {start: kept for start, kept in self._outboxes.items() if start in starts}
 
     def _lacks_next_outbox(self, hop: Hop) -> bool:
         """Whether nobody has what went into the blocks after `hop`."""
@@ -268,8 +293,10 @@ class RemoteSession:
 
     async def _replay_for_outputs(self, link: HopLink, replay: Sequence[Kept]) -> None:
         outbox = Outbox()
-        for start in range(0, len(replay), REPLAY_WINDOW):
-            window = replay[start : start + REPLAY_WINDOW]
+        # What a last hop was asked for is not enough once blocks follow it.
+        whole = [replace(kept, want="all") for kept in replay]
+        for start in range(0, len(whole), REPLAY_WINDOW):
+            window = whole[start : start + REPLAY_WINDOW]
             for kept in window:
                 await self._send(link, kept)
             for kept in window:
@@ -277,23 +304,31 @@ class RemoteSession:
                 outbox.append(Kept(kept.step, kept.rows, "all", meta, payload))
         self._outboxes[link.hop.span.end] = outbox
 
-    async def _persist(self, attempt: Callable[[], Awaitable[None]]) -> None:
-        """Repeat `attempt` with growing, jittered pauses until the recovery time is over."""
+    async def _persist(self, passing: tuple[type[NesaError], ...]) -> None:
+        """Rebuild until it works, through errors that may pass, until the recovery time is over.
+
+        The pauses between grow and are jittered. There is none where an attempt only found out that
+        another peer is gone: the next one goes elsewhere.
+        """
         deadline = time.monotonic() + self._recovery_timeout_s
         pause_s = _FIRST_PAUSE_S
         while True:
+            left_s = deadline - time.monotonic()
+            known = self._route.suspected
             try:
-                return await attempt()
-            except BusyError as error:
-                last: Exception = error
-                wait_s = max(error.retry_after_s, pause_s)
-            except (MissingBlocksError, PeerUnreachableError, RemoteError) as error:
-                last, wait_s = error, pause_s
-            wait_s *= self._rng.uniform(0.5, 1.5)
+                return await self._rebuild(
+                    open_timeout_s=min(max(left_s, _SHORTEST_OPEN_S), OPEN_TIMEOUT_S)
+                )
+            except passing as error:
+                last = error
+            wait_s = 0.0
+            if not isinstance(last, PeerUnreachableError) or self._route.suspected <= known:
+                retry_after_s = last.retry_after_s if isinstance(last, BusyError) else 0.0
+                wait_s = max(retry_after_s, pause_s) * self._rng.uniform(0.5, 1.5)
+                pause_s = min(pause_s * 2, _LONGEST_PAUSE_S)
             if time.monotonic() + wait_s > deadline:
                 raise self._give_up(last) from last
             await asyncio.sleep(wait_s)
-            pause_s = min(pause_s * 2, _LONGEST_PAUSE_S)
 
     def _give_up(self, last: Exception) -> Exception:
         waited = f"waited {self._recovery_timeout_s:g} s"
