@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from transformers import PreTrainedModel
+
+from tests.engine.tiny_models import reference, save_tiny_model
+from tests.faults.bed import Bed, open_bed
+from tests.faults.nursery import Nursery, open_nursery
+from tests.faults.runs import RECOVERIES
+
+
+@pytest.fixture(scope="package")
+def nursery() -> Iterator[Nursery]:
+    with open_nursery() as nursery:
+        yield nursery
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model("llama", tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def alone(tiny_llama: Path) -> PreTrainedModel:
+    """The same model as transformers runs it, undisturbed."""
+    model: PreTrainedModel = reference(tiny_llama)
+    return model
+
+
+@pytest.fixture
+def bed(nursery: Nursery, tiny_llama: Path, tmp_path: Path) -> Iterator[Bed]:
+    """A bed for one test, empty."""
+    with open_bed(nursery, tiny_llama, tmp_path) as bed:
+        yield bed
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    for name, seconds in sorted(RECOVERIES.items()):
+        ordered = sorted(seconds)
+        p50, p95 = (ordered[round((len(ordered) - 1) * part)] for part in (0.5, 0.95))
+        terminalreporter.write_line(
+            f"recovery, {name}: {len(ordered)} runs, p50 {p50:.2f} s, p95 {p95:.2f} s, "
+            f"longest {ordered[-1]:.2f} s"
+        )
