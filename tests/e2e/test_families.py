@@ -17,12 +17,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from nesa_node.client.causal_lm import DistributedModelForCausalLM
-from nesa_node.client.model import AutoDistributedModelForCausalLM
 from nesa_node.core.choices import Route
 from nesa_node.core.span import Span
 from nesa_node.engine.blocks import Blocks
 from nesa_node.engine.sequence_cache import SequenceCache
 from tests.client.local_models import left_padded, random_ids
+from tests.e2e.joining import ROUTES, both_routes
 from tests.engine.tiny_models import (
     BLOCKS,
     FAMILIES,
@@ -34,7 +34,6 @@ from tests.engine.tiny_models import (
 from tests.same_tokens import Ledger, ReferenceRun, assert_same_as, run_reference
 from tests.swarms import daemons, in_process_swarm, thirds
 
-ROUTES: tuple[Route, ...] = ("chain", "star")
 TOLERANCE = 1e-4
 """Of the greatest of the reference's logits; see CONTRIBUTING, "the same tokens"."""
 
@@ -83,15 +82,8 @@ class Case:
 
 @contextmanager
 def _case(folder: Path, addresses: Sequence[str]) -> Iterator[Case]:
-    models = {
-        route: AutoDistributedModelForCausalLM.from_pretrained(
-            folder, initial_peers=addresses, routing=route, dtype=torch.float32
-        )
-        for route in ROUTES
-    }
-    with models["chain"], models["star"]:
+    with both_routes(folder, addresses) as models:
         for model in models.values():
-            # Joins now: a test must end with the processes that it began with.
             with model.inference_session(max_length=1) as session:
                 assert [hop.span for hop in session.hops] == thirds(BLOCKS)
         yield Case(reference(folder), models)

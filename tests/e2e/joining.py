@@ -1,0 +1,40 @@
+"""Clients of a test's swarm."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nesa_node.client.causal_lm import DistributedModelForCausalLM
+from nesa_node.client.model import AutoDistributedModelForCausalLM
+from nesa_node.core.choices import Route
+
+ROUTES: tuple[Route, ...] = ("chain", "star")
+
+
+@contextmanager
+def joined(
+    folder: Path, addresses: Sequence[str], route: Route, **options: Any
+) -> Iterator[DistributedModelForCausalLM]:
+    """A model whose client has joined already: a test ends with the processes it began with."""
+    with AutoDistributedModelForCausalLM.from_pretrained(
+        folder, initial_peers=addresses, routing=route, **{"dtype": torch.float32, **options}
+    ) as model:
+        with model.inference_session(max_length=1):
+            pass
+        yield model
+
+
+@contextmanager
+def both_routes(
+    folder: Path, addresses: Sequence[str], **options: Any
+) -> Iterator[dict[Route, DistributedModelForCausalLM]]:
+    with (
+        joined(folder, addresses, "chain", **options) as chain,
+        joined(folder, addresses, "star", **options) as star,
+    ):
+        yield {"chain": chain, "star": star}
