@@ -198,15 +198,15 @@ def test_a_part_of_a_nodes_span_serves_between_others(
 def test_bfloat16_is_served_and_its_agreement_reported(folder: Path, tmp_path: Path) -> None:
     """transformers disagrees with itself there, so that only gross mistakes are asserted."""
     whole = reference(folder, torch.bfloat16)
-    ids_BL, options = random_ids(1, 200), OPTIONS | {"pad_token_id": 0}
+    ids_BL = random_ids(1, 200)
     theirs = _logits(whole, ids_BL)
-    expected_BL = run_reference(whole, ids_BL, **options).sequences_BL
+    expected_BL = run_reference(whole, ids_BL, **OPTIONS).sequences_BL
     with (
         in_process_swarm(folder, thirds(BLOCKS), tmp_path, torch_dtype="bfloat16") as addresses,
         both_routes(folder, addresses, dtype=torch.bfloat16) as models,
     ):
         for route, model in models.items():
-            ours, new_BL = model(ids_BL).logits, model.generate(ids_BL, **options)
+            ours, new_BL = model(ids_BL).logits, model.generate(ids_BL, **OPTIONS)
             agreement = float((ours.argmax(-1) == theirs.argmax(-1)).float().mean())
             same = float((new_BL == expected_BL)[:, 200:].float().mean())
             error = float((ours - theirs).abs().max() / theirs.abs().max())
