@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import random
 import signal
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from ipaddress import ip_address
 
 import structlog
 import torch
@@ -278,9 +279,24 @@ def _facts(swarm: Swarm, *, model: ModelId | None, span: Span | None) -> Mapping
 
 def print_invitation(config: NodeConfig, swarm: Swarm) -> None:
     """Tell whoever started the first node how others join."""
-    if not config.initial_peers and swarm.transport.addresses:
-        address = swarm.transport.addresses[0]
+    address = most_reachable(swarm.transport.addresses)
+    if not config.initial_peers and address is not None:
         log.info("join_with", command=f"nesa-node run {config.model} --initial-peers {address}")
+
+
+def most_reachable(addresses: Sequence[str]) -> str | None:
+    """The address that most others can use: a public one before a LAN's before loopback."""
+
+    def reach(address: str) -> int:
+        _, protocol, host, *_ = address.split("/")
+        if not protocol.startswith("ip"):
+            return 4
+        ip = ip_address(host)
+        if ip.is_loopback or ip.is_link_local:
+            return 0
+        return (3 if ip.is_global else 2) if ip.version == 4 else 1
+
+    return max(addresses, key=reach, default=None)
 
 
 def _secret(value: SecretStr | None) -> str | None:
