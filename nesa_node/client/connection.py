@@ -35,12 +35,14 @@ class RemoteConnection:
         model: ModelId,
         options: ConnectionOptions,
         *,
+        num_blocks: int,
         hidden_size: int,
         dtype: torch.dtype,
     ) -> None:
         self.swarm = swarm
         self._model = model
         self._options = options
+        self._num_blocks = num_blocks
         self._hidden_size = hidden_size
         self._dtype = dtype
         self._avoidance = Avoidance(time.monotonic)
@@ -66,6 +68,7 @@ class RemoteConnection:
             dtype=DTYPE_NAMES[self._dtype],
             mode=options.routing,
             swarm_key=options.swarm_key,
+            num_blocks=self._num_blocks,
         )
         async with open_remote_session(
             self.swarm,
@@ -104,6 +107,7 @@ async def open_connection(
             swarm,
             await asyncio.to_thread(model_id, checkpoint),
             options,
+            num_blocks=checkpoint.num_blocks,
             hidden_size=int(checkpoint.config.hidden_size),
             dtype=dtype,
         )

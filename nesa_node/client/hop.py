@@ -41,6 +41,8 @@ log = structlog.get_logger(__name__)
 OPEN_TIMEOUT_S = 10.0
 LINK_TIMEOUT_S = 30.0
 PING_TIMEOUT_S = 5.0
+MAX_RETRY_AFTER_S = 5.0
+"""A node may ask for patience, not for a day of it."""
 
 
 class HopLink:
@@ -60,6 +62,7 @@ class HopLink:
         self.refusal: Error | None = None
         """The node refused a step; the session's state there is as before."""
         self.outputs: deque[tuple[Output, bytearray]] = deque()
+        self._expected: set[tuple[int, int]] = set()
         self.opened: Opened | None = None
         self._stream = stream
         self._max_output_bytes = max_output_bytes
@@ -97,8 +100,18 @@ class HopLink:
         try:
             await self._stream.send(step, payload)
         except StreamClosedError as error:
-            self._lose(str(error))
+            self.lose(str(error))
             raise PeerUnreachableError(str(error)) from error
+
+    def expect(self, epoch: int, step: int) -> None:
+        """Take in this step's output. Others are dropped as they come: a node could send for ever.
+
+        Call it before the step is sent. What came or was expected in other epochs is forgotten.
+        """
+        self._expected = {other for other in self._expected if other[0] == epoch}
+        self._expected.add((epoch, step))
+        if self.outputs and self.outputs[0][0].epoch != epoch:
+            self.outputs.clear()
 
     async def _read(self) -> None:
         """Take in what the node sends until the stream ends."""
@@ -110,12 +123,14 @@ class HopLink:
                 self._take(message, payload)
                 self._on_change()
         except ProtocolError as error:
-            self._lose(str(error))
+            self.lose(str(error))
 
     def _take(self, message: AnyMessage, payload: bytearray) -> None:
         match message:
             case Output():
-                self.outputs.append((message, payload))
+                if (message.epoch, message.step) in self._expected:
+                    self._expected.discard((message.epoch, message.step))
+                    self.outputs.append((message, payload))
             case Leaving():
                 self.leaving = True
             case Error(fatal=True) if self._answer is None:
@@ -141,25 +156,28 @@ class HopLink:
                 await self._stream.send(message)
                 answer = await self._answer
         except (StreamClosedError, PeerUnreachableError) as error:
-            self._lose(str(error))
+            self.lose(str(error))
             raise PeerUnreachableError(str(error)) from error
         finally:
             self._answer = None
         if isinstance(answer, Busy):
-            raise BusyError(f"{self._stream.peer}: {answer.message}", answer.retry_after_s)
+            pause_s = min(answer.retry_after_s, MAX_RETRY_AFTER_S)
+            raise BusyError(f"{self._stream.peer}: {answer.message}", pause_s)
         if isinstance(answer, Error):
             raise RemoteError(answer.code, f"{self._stream.peer}: {answer.message}")
         return answer
 
     def _unexpected(self, answer: AnyMessage) -> PeerUnreachableError:
-        self._lose(f"{self._stream.peer} answered with {type(answer).__name__}")
+        self.lose(f"{self._stream.peer} answered with {type(answer).__name__}")
         return PeerUnreachableError(self.lost or "")
 
-    def _lose(self, reason: str) -> None:
+    def lose(self, reason: str) -> None:
+        """Let the route replace this node; whoever waits for its answer waits no more."""
         if self.lost is None:
             self.lost = reason
         if self._answer is not None and not self._answer.done():
             self._answer.set_exception(PeerUnreachableError(reason))
+            self._answer.exception()  # perhaps the request is still being sent, and fails by itself
         self._on_change()
 
     async def close(self) -> None:

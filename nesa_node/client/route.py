@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import structlog
 
+from nesa_node.client.blame import Blame
 from nesa_node.client.hop import OPEN_TIMEOUT_S, HopLink
 from nesa_node.compression import tensors
 from nesa_node.core.errors import (
@@ -49,6 +50,8 @@ class RouteRequest:
     dtype: str
     mode: Mode
     swarm_key: str | None = None
+    num_blocks: int | None = None
+    """Of the whole model. Where it is given, records that say otherwise count for nothing."""
 
     @property
     def tokens(self) -> int:
@@ -84,6 +87,7 @@ class Route:
         self._on_change = on_change
         self._suspects: dict[PeerId, float] = {}
         self._unfit: dict[PeerId, RemoteError] = {}
+        self.blame = Blame()
 
     @property
     def hops(self) -> tuple[Hop, ...]:
@@ -122,7 +126,9 @@ class Route:
                 self.suspect(link.hop.peer_id, link.lost)
         await self._discard([link for link in self.links if link.lost is not None])
         kept = [link for link in self.links if link.hop.peer_id not in drop]
-        snapshot = await self._swarm.directory.fetch(self._request.model_id)
+        snapshot = await self._swarm.directory.fetch(
+            self._request.model_id, self._request.num_blocks
+        )
         hops = self._plan(snapshot, kept, drop)
         if not {link.hop for link in kept} <= set(hops):
             # Nobody can join what is left: begin again, with other nodes or other spans.
@@ -301,21 +307,25 @@ class Route:
                 lengths=zeros if link in fresh else tuple(lengths),
                 emit_from=lacks,
             )
-            requests.append(self._link(link, message))
+            requests.append(self._link(link, message, after))
         await _all(requests)
 
-    async def _link(self, link: HopLink, message: Link) -> None:
+    async def _link(self, link: HopLink, message: Link, after: HopLink | None) -> None:
         try:
             await link.link(message)
         except PeerUnreachableError as error:
             self.suspect(link.hop.peer_id, str(error))
             raise
         except RemoteError as error:
-            if error.code == "downstream_lost" and message.downstream is not None:
-                self.suspect(PeerId(message.downstream.peer), str(error))
+            if error.code == "downstream_lost" and after is not None:
+                self.blame.one_of_both(link, after, str(error))
+                for either in (link, after):
+                    if either.lost is not None:
+                        self.suspect(either.hop.peer_id, either.lost)
             else:
-                # It cannot be brought to where the others are; replace it, it did no wrong.
-                link.lost = link.lost or str(error)
+                # It cannot be brought to where the others are.
+                link.lose(str(error))
+                self.suspect(link.hop.peer_id, str(error))
             raise
 
     async def _discard(self, links: Sequence[HopLink]) -> None:

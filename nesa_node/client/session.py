@@ -15,6 +15,7 @@ from dataclasses import replace
 import structlog
 import torch
 
+from nesa_node.client.blame import busy
 from nesa_node.client.hop import OPEN_TIMEOUT_S, HopLink
 from nesa_node.client.route import Route, RouteRequest
 from nesa_node.compression import tensors
@@ -49,7 +50,8 @@ _UNTIL_THERE_IS_ROOM: tuple[type[NesaError], ...] = (
     PeerUnreachableError,
     RemoteError,
 )
-_OUR_FAULT = frozenset({"not_finite", "bad_tensor", "bad_rows", "cache_full"})
+_MAX_BUSY_PERIODS = 10
+"""A node may be busy with a step for so many step timeouts."""
 
 
 class _ChainBroken(PeerUnreachableError):
@@ -108,6 +110,7 @@ class RemoteSession:
                 log.info("chain_broken", reason=str(error))
                 await self._recover()
                 continue
+            self._route.blame.step_done()
             for part in rows:
                 self._lengths[part.row] += part.count
             return output.to(hidden_TD.dtype)
@@ -136,6 +139,9 @@ class RemoteSession:
         total = sum(part.count for part in rows)
         if hidden_TD.shape != (total, self._request.hidden_size):
             raise ValueError(f"{list(hidden_TD.shape)} are not the hidden states of {total} tokens")
+        if not bool(torch.isfinite(hidden_TD).all()):
+            # No node would take them, and each would be blamed for it.
+            raise ProtocolError("not_finite", "the hidden states hold NaN or infinite values")
         for part in rows:
             if part.position != self._lengths[part.row]:
                 raise ValueError(f"row {part.row} goes on at {self._lengths[part.row]}, not {part}")
@@ -157,8 +163,9 @@ class RemoteSession:
             meta, payload = tensors.encode(hidden_TD.to(tensors.DTYPES[self._request.dtype]))
             kept = Kept(self._step, rows, asked, meta, payload)
             self._outboxes.setdefault(link.hop.span.start, Outbox()).append(kept)
-            await self._send(link, kept)
             answering = links[-1] if is_last else link
+            answering.expect(self._route.epoch, kept.step)
+            await self._send(link, kept)
             hidden_TD = await self._output(answering, kept)
         return hidden_TD
 
@@ -178,15 +185,18 @@ class RemoteSession:
     async def _output(self, link: HopLink, kept: Kept) -> torch.Tensor:
         """Wait for what `link` makes of a step. Raises `_ChainBroken` and `RemoteError`."""
         deadline = time.monotonic() + self._step_timeout_s
+        patience = _MAX_BUSY_PERIODS
         while True:
             self._changed.clear()
             while link.outputs:
                 output, payload = link.outputs.popleft()
                 if (output.epoch, output.step) == (self._route.epoch, kept.step):
                     tokens = len(kept.rows) if kept.want == "last" else kept.meta.shape[0]
-                    if output.rows != kept.rows or output.tensor.shape != (
-                        tokens,
-                        self._request.hidden_size,
+                    shape = (tokens, self._request.hidden_size)
+                    got = output.tensor
+                    if output.rows != kept.rows or (got.dtype, got.shape) != (
+                        self._request.dtype,
+                        shape,
                     ):
                         raise self._misbehaved(link, "an output of another shape")
                     try:
@@ -198,41 +208,40 @@ class RemoteSession:
                 async with asyncio.timeout(deadline - time.monotonic()):
                     await self._changed.wait()
             except TimeoutError:
-                await self._probe(kept.step)
+                patience -= 1
+                await self._probe(link, kept.step, give_up=patience <= 0)
                 deadline = time.monotonic() + self._step_timeout_s
 
     def _misbehaved(self, link: HopLink, what: str) -> _ChainBroken:
-        link.lost = link.lost or what
+        link.lose(what)
         return _ChainBroken(f"{link.hop.peer_id} sent {what}")
 
     def _check_health(self) -> None:
-        for link in self._route.links:
+        links = self._route.links
+        for link in links:
             if link.lost is not None:
                 raise _ChainBroken(link.lost)
-            if link.downstream_lost is not None:
-                raise _ChainBroken(link.downstream_lost)
             if link.refusal is not None:
+                # What we sent is as it should be, we made sure of that.
                 refusal, link.refusal = link.refusal, None
-                if refusal.code in _OUR_FAULT:
-                    raise RemoteError(refusal.code, refusal.message)
-                link.lost = refusal.message
-                raise _ChainBroken(refusal.message)
+                raise self._misbehaved(link, f"a refusal: {refusal.code}, {refusal.message}")
+        for link, after in zip(links, [*links[1:], None], strict=True):
+            if link.downstream_lost is not None:
+                after = after if self._request.mode == "chain" else None
+                what = self._route.blame.one_of_both(link, after, link.downstream_lost)
+                raise _ChainBroken(what)
 
-    async def _probe(self, step: int) -> None:
-        """A step is overdue: is somebody still at it? If not, the first who lacks it is lost."""
+    async def _probe(self, awaited: HopLink, step: int, *, give_up: bool) -> None:
+        """A step is overdue: return if somebody is still at it, else find out who is lost."""
         nonce = self._rng.getrandbits(32)
-        links = self._route.links
+        links = [awaited] if self._request.mode == "star" else self._route.links
         pongs = await asyncio.gather(*(link.ping(nonce) for link in links), return_exceptions=True)
         self._check_health()
-        for link, pong in zip(links, pongs, strict=True):
-            if isinstance(pong, BaseException):
-                raise self._misbehaved(link, str(pong))
-            if pong.busy:
-                return
-        for link, pong in zip(links, pongs, strict=True):
-            if not isinstance(pong, BaseException) and pong.step < step:
-                raise self._misbehaved(link, "nothing: the step never reached it")
-        raise self._misbehaved(links[-1], "no output although it applied the step")
+        at_it = busy(links, pongs)
+        if at_it is None:
+            raise _ChainBroken(self._route.blame.overdue(links, pongs, step))
+        if give_up:
+            raise self._misbehaved(at_it, f"nothing for {_MAX_BUSY_PERIODS} step timeouts")
 
     async def _replace_leavers(self) -> None:
         """Move off nodes that said they leave, if others can take over; try once a second."""
@@ -298,6 +307,7 @@ class RemoteSession:
         for start in range(0, len(whole), REPLAY_WINDOW):
             window = whole[start : start + REPLAY_WINDOW]
             for kept in window:
+                link.expect(self._route.epoch, kept.step)
                 await self._send(link, kept)
             for kept in window:
                 meta, payload = tensors.encode(await self._output(link, kept))
