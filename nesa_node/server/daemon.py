@@ -14,7 +14,7 @@ import torch
 from pydantic import SecretStr
 
 from nesa_node.core.config import NodeConfig, PeerConfig
-from nesa_node.core.errors import ConfigError, SwarmError
+from nesa_node.core.errors import ConfigError, PeerUnreachableError, SwarmError
 from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.core.span import Span
 from nesa_node.engine.blocks import Blocks
@@ -254,6 +254,9 @@ async def _withdraw(swarm: Swarm) -> None:
             await swarm.directory.withdraw()
     except TimeoutError:
         log.warning("not_withdrawn", reason="nobody answered; the record will expire")
+    except PeerUnreachableError as error:
+        # Of our own p2pd. Whatever ended us is the thing to tell, not this.
+        log.warning("not_withdrawn", reason=str(error))
 
 
 def _node_facts(config: NodeConfig, served: Served) -> NodeFacts:
