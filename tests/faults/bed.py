@@ -17,6 +17,7 @@ import psutil
 
 from nesa_node.cli.local_swarm import LOOPBACK
 from nesa_node.core.span import Span
+from nesa_node.swarm.identity import Identity
 from nesa_node.swarm.p2pd import sweep_stale
 from tests.faults.nursery import POLL_S, Forked, Nursery
 
@@ -52,12 +53,11 @@ class Starting:
 class Bed:
     """Nodes that serve now are in `nodes`. Threads may start and kill nodes."""
 
-    def __init__(self, nursery: Nursery, model: Path, folder: Path, flags: Sequence[str]) -> None:
+    def __init__(self, nursery: Nursery, model: Path, folder: Path) -> None:
         self.model = model
         self.nodes: list[Node] = []
         self._nursery = nursery
         self._folder = folder
-        self._flags = flags
         self._started: list[Forked] = []
         self._guard = threading.Lock()
 
@@ -70,10 +70,17 @@ class Bed:
         (node,) = (node for node in self.nodes if node.peer_id == peer_id)
         return node
 
+    def peer_id(self, *, ahead: int) -> str:
+        """Of a node to come: the one that is launched next has `ahead` 0."""
+        return Identity.load_or_create(self._stem(ahead).with_suffix(".key")).peer_id
+
+    def _stem(self, ahead: int = 0) -> Path:
+        return self._folder / f"node-{len(self._started) + ahead}"
+
     def launch(self, span: Span, *flags: str) -> Starting:
         """Start a daemon without waiting for it."""
         with self._guard:
-            stem = self._folder / f"node-{len(self._started)}"
+            stem = self._stem()
             ready_path, log_path = stem.with_suffix(".json"), stem.with_suffix(".log")
             argv = ["run", str(self.model), "--block-indices", str(span)]
             argv += ["--host-maddrs", LOOPBACK, "--identity-path", str(stem.with_suffix(".key"))]
@@ -81,7 +88,9 @@ class Bed:
             if self.nodes:
                 argv += ["--initial-peers", *self.addresses]
             log_path.touch()
-            process = self._nursery.run([*argv, *self._flags, *flags], log_path)
+            if "--attn-cache-tokens" not in flags:
+                argv += ["--attn-cache-tokens", "32768"]
+            process = self._nursery.run([*argv, *flags], log_path)
             self._started.append(process)
         return Starting(process, log_path, ready_path)
 
@@ -142,9 +151,9 @@ class Bed:
 
 
 @contextmanager
-def open_bed(nursery: Nursery, model: Path, folder: Path, *flags: str) -> Iterator[Bed]:
+def open_bed(nursery: Nursery, model: Path, folder: Path) -> Iterator[Bed]:
     """An empty bed; its daemons are killed at the end."""
-    bed = Bed(nursery, model, folder, ("--attn-cache-tokens", "32768", *flags))
+    bed = Bed(nursery, model, folder)
     try:
         yield bed
     finally:

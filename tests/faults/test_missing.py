@@ -152,3 +152,61 @@ def test_session_moves_to_other_spans_and_back(
             assert [hop.span for hop in session.hops[:2]] == spans
             # Continue the text: what was sent before the first move must not be taken for all.
             ids_BL = torch.cat([output_BL, random_ids(1, 5, seed=1)], 1)
+
+
+@pytest.mark.parametrize("routing", ROUTES)
+def test_node_too_small_for_the_session_is_not_taken_for_the_last_word(
+    alone: PreTrainedModel, bed: Bed, routing: Route
+) -> None:
+    bed.start(thirds(BLOCKS))
+    bed.start([Span(2, 4)], "--attn-cache-tokens", "127")
+    joining = threading.Timer(3.0, bed.start, [[Span(2, 4)]])
+    with join_bed(bed, routing) as model, model.inference_session(128) as session:
+        victim = holders(bed, session)[1]
+
+        def strike() -> None:
+            bed.kill(victim)
+            joining.start()
+
+        run_with_blow(
+            alone, model, session, random_ids(1, 20), Blow(9, strike), "too small, then another"
+        )
+        joining.join()
+
+
+def test_replacement_that_the_node_before_cannot_reach_is_given_up(
+    alone: PreTrainedModel, bed: Bed
+) -> None:
+    """One refuses streams of the other, as a firewall would; the client reaches both."""
+    first, middle, last = thirds(BLOCKS)
+    bed.start([first, middle, last])
+    with join_bed(bed, "chain") as model, model.inference_session(128) as session:
+        bed.start([last] * 2, "--deny-peers", holders(bed, session)[1].peer_id)
+        bed.start([last])
+        victim = holders(bed, session)[2]
+        blow = Blow(9, lambda: bed.kill(victim))
+        run_with_blow(alone, model, session, random_ids(1, 20), blow, "no way to the next")
+
+
+@pytest.mark.parametrize("spare", ["middle", "last"])
+def test_replacement_that_cannot_reach_the_node_after_it_is_given_up_or_that_one_is(
+    alone: PreTrainedModel, bed: Bed, spare: str
+) -> None:
+    first, middle, last = thirds(BLOCKS)
+    bed.start([first, middle])
+    with join_bed(bed, "chain") as model:
+        # Its key exists before the node does: the last one can be told to refuse it.
+        bed.start([last], "--deny-peers", bed.peer_id(ahead=1))
+        with model.inference_session(128) as session:
+            bed.start([middle])
+            victim = holders(bed, session)[1]
+
+            def strike() -> None:
+                bed.kill(victim)
+                joining.start()
+
+            joining = threading.Timer(3.0, bed.start, [[middle if spare == "middle" else last]])
+            run_with_blow(
+                alone, model, session, random_ids(1, 20), Blow(9, strike), "no way to the next"
+            )
+            joining.join()
