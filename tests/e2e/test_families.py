@@ -163,8 +163,9 @@ def test_a_mistake_of_the_middle_node_is_caught(
             assert_same_as(case.run_alone("padded batch"), ours_BL, ledger=Ledger())
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("family", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_separate_daemons_give_the_same_tokens(
     family: str, tiny: Callable[[str], Path], tmp_path: Path
 ) -> None:
