@@ -10,7 +10,7 @@ import os
 import shutil
 import tempfile
 import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -52,6 +52,20 @@ def _one_torch_thread() -> None:
     import torch
 
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def models_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where `save_tiny_model` keeps each model for the whole run."""
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(scope="session")
+def tiny(models_dir: Path) -> Callable[[str], Path]:
+    """The folder of a family's small random model, made once in a run."""
+    from tests.engine.tiny_models import save_tiny_model
+
+    return lambda family: save_tiny_model(family, models_dir)
 
 
 @pytest.fixture(autouse=True, scope="session")

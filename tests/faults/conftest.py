@@ -1,12 +1,12 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from transformers import PreTrainedModel
 
-from tests.engine.tiny_models import reference, save_tiny_model
+from tests.engine.tiny_models import reference
 from tests.faults.bed import Bed, open_bed
 from tests.faults.nursery import Nursery, open_nursery
 from tests.faults.runs import RECOVERIES
@@ -19,8 +19,8 @@ def nursery() -> Iterator[Nursery]:
 
 
 @pytest.fixture(scope="session")
-def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_model("llama", tmp_path_factory.mktemp("tiny"))
+def tiny_llama(tiny: Callable[[str], Path]) -> Path:
+    return tiny("llama")
 
 
 @pytest.fixture(scope="session")
