@@ -19,6 +19,7 @@ from nesa_node.core.errors import (
     MissingBlocksError,
     NesaError,
     PeerUnreachableError,
+    RefusedError,
     RemoteError,
 )
 from nesa_node.core.ids import ModelId, PeerId, SessionId
@@ -118,8 +119,8 @@ class Route:
         Afterwards every kept node holds `lengths[row]` tokens and those in `fresh` hold none. A
         star's fresh hop sends its outputs again only where `needs_output(hop)`. What this attempt
         opened is closed again if it fails; the old links stay, though not linked to each other.
-        Raises `MissingBlocksError`, `BusyError`, `ContextLengthError`, `PeerUnreachableError` and
-        `RemoteError`.
+        Raises `MissingBlocksError`, `BusyError`, `ContextLengthError`, `RefusedError`,
+        `PeerUnreachableError` and `RemoteError`.
         """
         for link in self.links:
             if link.lost is not None:
@@ -203,7 +204,7 @@ class Route:
                 f"most {most} per row"
             )
         if refusals and not fitting:
-            return refusals[0]
+            return RefusedError(refusals[0].code, str(refusals[0]))
         return error
 
     async def _open_all(

@@ -27,6 +27,7 @@ from nesa_node.core.errors import (
     NesaError,
     PeerUnreachableError,
     ProtocolError,
+    RefusedError,
     RemoteError,
 )
 from nesa_node.core.ids import PeerId
@@ -94,7 +95,10 @@ class RemoteSession:
         return self._route.hops
 
     async def open(self) -> None:
-        """Reserve a session on every hop, all or none; wait while nodes are busy or missing."""
+        """Reserve a session on every hop, all or none; wait while nodes are busy or missing.
+
+        Raises at once what waiting cannot help: `RefusedError` and `ContextLengthError`.
+        """
         await self._persist(_UNTIL_THERE_IS_ROOM)
 
     async def step(
@@ -266,8 +270,8 @@ class RemoteSession:
         self.recoveries += 1
         for outbox in self._outboxes.values():
             outbox.truncate(self._lengths)
-        # What is too small for the session may be joined by something larger.
-        await self._persist((*_UNTIL_THERE_IS_ROOM, ContextLengthError))
+        # Those who refuse, or are too small for the session, may be joined by others.
+        await self._persist((*_UNTIL_THERE_IS_ROOM, ContextLengthError, RefusedError))
 
     async def _rebuild(
         self, drop: frozenset[PeerId] = frozenset(), *, open_timeout_s: float = OPEN_TIMEOUT_S
@@ -344,7 +348,7 @@ class RemoteSession:
         waited = f"waited {self._recovery_timeout_s:g} s"
         if isinstance(last, BusyError):
             return BusyError(f"{last}; {waited}", last.retry_after_s)
-        if isinstance(last, RemoteError):
+        if isinstance(last, RemoteError | RefusedError):
             return last
         alive = [link.hop for link in self._route.links if link.lost is None]
         missing = [(gap.start, gap.end) for gap in gaps(self._request.span, alive)]

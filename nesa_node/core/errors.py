@@ -25,7 +25,8 @@
     │   ├── VersionMismatchError
     │   ├── StreamClosedError       the other side ended the stream
     │   ├── BusyError               no room now; `retry_after_s` says when to ask again
-    │   └── RemoteError             the peer answered with an error of its own
+    │   ├── RemoteError             the peer answered with an error of its own
+    │   └── RefusedError            everybody who holds some blocks refused this client or request
     ├── ContextLengthError          more tokens than the model or the route can hold
     └── UnsupportedFeatureError     a generation option that a swarm cannot offer
 
@@ -151,6 +152,10 @@ class BusyError(ProtocolError):
 
 
 class RemoteError(ProtocolError):
+    pass
+
+
+class RefusedError(ProtocolError):
     pass
 
 

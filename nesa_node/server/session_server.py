@@ -83,9 +83,12 @@ class SessionServer:
         """One incoming stream, until it ends. A peer's mistake is answered, never raised."""
         stream = Stream(peer, reader, writer)
         try:
+            # Its message is read before it is refused: an answer sent while a peer still writes can
+            # be lost with the stream. How many streams may wait here, the transport bounds.
+            message = await self._first_message(stream)
             self._admission.check_peer(peer)
             with self._admission.stream(peer):
-                await self._dispatch(stream)
+                await self._dispatch(stream, message)
         except StreamClosedError:
             log.debug("stream_ended", peer=peer)
         except ProtocolError as error:
@@ -104,12 +107,15 @@ class SessionServer:
         except TimeoutError:
             log.warning("drain_timed_out", sessions=len(self._sessions))
 
-    async def _dispatch(self, stream: Stream) -> None:
+    async def _first_message(self, stream: Stream) -> AnyMessage:
         try:
             async with asyncio.timeout(FIRST_MESSAGE_S):
                 message, _ = await stream.receive()
         except TimeoutError:
             raise FrameError(f"nothing came for {FIRST_MESSAGE_S:.0f} s") from None
+        return message
+
+    async def _dispatch(self, stream: Stream, message: AnyMessage) -> None:
         if isinstance(message, Open):
             _check_version(message.version)
             await self._open(stream, message)

@@ -13,7 +13,7 @@ import pytest
 from nesa_node.client.causal_lm import DistributedModelForCausalLM
 from nesa_node.client.model import AutoDistributedModelForCausalLM
 from nesa_node.core.choices import Route
-from nesa_node.core.errors import BusyError, RemoteError
+from nesa_node.core.errors import BusyError, RefusedError
 from nesa_node.swarm.identity import Identity
 from tests.client.local_models import random_ids
 from tests.e2e.joining import ROUTES
@@ -85,7 +85,7 @@ def test_tokens_beyond_the_quota_are_busy(join: Join) -> None:
 def test_a_session_larger_than_any_quota_is_told_the_quota(join: Join) -> None:
     with (
         join() as model,
-        pytest.raises(RemoteError, match=f"at most {TOKENS_PER_PEER}") as caught,
+        pytest.raises(RefusedError, match=f"at most {TOKENS_PER_PEER}") as caught,
     ):
         model.inference_session(TOKENS_PER_PEER + 1)
     assert caught.value.code == "too_large"
@@ -106,7 +106,7 @@ def test_who_waits_gets_the_room_that_another_session_leaves(join: Join) -> None
 def test_a_denied_peer_is_told_so(join: Join, denied: Path, route: Route) -> None:
     with (
         join(identity_path=denied, routing=route) as model,
-        pytest.raises(RemoteError, match="does not serve") as caught,
+        pytest.raises(RefusedError, match="does not serve") as caught,
     ):
         model.inference_session(20)
     assert caught.value.code == "not_allowed"
