@@ -255,7 +255,8 @@ class Route:
             if isinstance(error, PeerUnreachableError):
                 self.suspect(peer, str(error))
             elif isinstance(error, BusyError) or getattr(error, "code", "") == "draining":
-                self._suspects[peer] = time.monotonic() + getattr(error, "retry_after_s", SUSPECT_S)
+                # Longer than it says: others go first, and without any it is asked again anyway.
+                self._suspects[peer] = time.monotonic() + SUSPECT_S
             elif isinstance(error, RemoteError):
                 self._unfit[peer] = error
             raise

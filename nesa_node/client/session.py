@@ -321,8 +321,8 @@ class RemoteSession:
     async def _persist(self, passing: tuple[type[NesaError], ...]) -> None:
         """Rebuild until it works, through errors that may pass, until the recovery time is over.
 
-        The pauses between grow and are jittered. There is none where an attempt only found out that
-        another peer is gone: the next one goes elsewhere.
+        The pauses between grow and are jittered. There is none where an attempt found out that yet
+        another peer is gone or has no room: the next one goes elsewhere.
         """
         deadline = time.monotonic() + self._recovery_timeout_s
         pause_s = _FIRST_PAUSE_S
@@ -336,7 +336,7 @@ class RemoteSession:
             except passing as error:
                 last = error
             wait_s = 0.0
-            if not isinstance(last, PeerUnreachableError) or self._route.suspected <= known:
+            if self._route.suspected <= known:
                 retry_after_s = last.retry_after_s if isinstance(last, BusyError) else 0.0
                 wait_s = max(retry_after_s, pause_s) * self._rng.uniform(0.5, 1.5)
                 pause_s = min(pause_s * 2, _LONGEST_PAUSE_S)
