@@ -12,6 +12,7 @@ import psutil
 import structlog
 import torch
 
+from nesa_node.core.errors import SwarmError
 from nesa_node.core.span import Span
 from nesa_node.engine.measure import Throughput
 from nesa_node.swarm.directory import Directory
@@ -70,12 +71,16 @@ class Announcer:
         await self._directory.publish(self._status(state, span))
 
     async def run(self) -> None:
-        """Publish again and again until cancelled."""
+        """Publish again and again until cancelled, whatever goes wrong meanwhile."""
         pause_s = min(REFRESH_S, self._directory.ttl_s / 3)
         while True:
             await asyncio.sleep(pause_s)
             if self._span is not None:
-                await self._directory.publish(self._status(self._state, self._span))
+                try:
+                    await self._directory.publish(self._status(self._state, self._span))
+                except (SwarmError, OSError) as error:
+                    # Out of files, say. A node that stopped to announce itself would be lost.
+                    log.warning("not_announced", reason=str(error))
 
     def _status(self, state: State, span: Span) -> NodeStatus:
         facts, capacity, memory = self._facts, self.capacity(), psutil.virtual_memory()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import resource
 import signal
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -38,6 +39,7 @@ log = structlog.get_logger(__name__)
 OUTBOX_BYTES_PER_CACHE_BYTE = 1.0
 MIN_OUTBOX_BYTES = 256 << 20
 WITHDRAW_TIMEOUT_S = 5.0
+MAX_FILES = 1 << 16
 
 
 async def run_bootstrap(config: PeerConfig) -> None:
@@ -129,6 +131,7 @@ def choose_device(name: str) -> torch.device:
 
 @asynccontextmanager
 async def _joined(config: PeerConfig) -> AsyncIterator[Swarm]:
+    _allow_many_files()
     identity = Identity.load_or_create(config.identity_path)
     async with open_swarm(
         identity,
@@ -144,6 +147,14 @@ async def _joined(config: PeerConfig) -> AsyncIterator[Swarm]:
         await swarm.transport.refresh_addresses()
         log.info("joined", peer_id=identity.peer_id, addresses=swarm.transport.addresses)
         yield swarm
+
+
+def _allow_many_files() -> None:
+    """Each stream is an open file here, and the usual 1,024 are few for a node."""
+    now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_FILES if most == resource.RLIM_INFINITY else min(most, MAX_FILES)
+    if now != resource.RLIM_INFINITY and now < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
 
 async def _serve(

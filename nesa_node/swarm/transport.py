@@ -8,6 +8,8 @@ fails, so every protocol on top acknowledges its opening and gives every read a 
 from __future__ import annotations
 
 import asyncio
+import resource
+import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -113,13 +115,18 @@ class Transport:
 
         The writer is closed when the handler returns. An exception in it is logged and ends that
         stream only; at close of the transport the handlers are cancelled. One peer may hold
-        `MAX_STREAMS_PER_PEER` streams; further ones are closed at once.
+        `MAX_STREAMS_PER_PEER` streams, all together half of the files that this process may open;
+        further ones are closed at once.
         """
         self._handlers[protocol] = handler
         await self.control.forward_streams(protocol, self._daemon.streams_path)
 
     def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """The daemon's end of an incoming stream has connected."""
+        if len(self._streams) >= _max_streams():
+            log.debug("stream_refused", reason="too many streams of all peers together")
+            writer.transport.abort()
+            return
         self._streams.start(self._handle(reader, writer), name="incoming-stream")
 
     async def close(self) -> None:
@@ -162,6 +169,15 @@ class Transport:
             self._streams_of[peer] -= 1
             if not self._streams_of[peer]:
                 del self._streams_of[peer]
+
+
+def _max_streams() -> int:
+    """Incoming streams of all peers together: half of the files that this process may open.
+
+    With none left, a node could not even ask its own daemon to publish its record.
+    """
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return sys.maxsize if files == resource.RLIM_INFINITY else files // 2
 
 
 @asynccontextmanager

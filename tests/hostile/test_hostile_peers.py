@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import re
+import resource
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -201,3 +202,33 @@ async def test_five_thousand_hostile_frames_are_answered_and_leave_nothing(
     tmp_path: Path, seed: int
 ) -> None:
     await _attack(tmp_path, MANY, seed)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+async def test_streams_of_several_peers_leave_a_node_its_files(tmp_path: Path) -> None:
+    """Else it could not announce itself any more, nor be reached by anybody."""
+    model = save_tiny_model("llama", tmp_path)
+    async with AsyncExitStack() as stack:
+        running = stack.enter_context(daemons(model, tmp_path, *FLAGS))
+        node = running.start(Span(0, BLOCKS))
+        resource.prlimit(node.process.pid, resource.RLIMIT_NOFILE, (300, 300))
+        honest, *others = [
+            await stack.enter_async_context(
+                open_swarm(Identity.ephemeral(tmp_path), initial_peers=node.addresses, listen=False)
+            )
+            for _ in range(3)
+        ]
+        (record,) = await honest.directory.fetch_all()
+        facts = Facts(node.peer_id, node.addresses, record.model_id, record.span, HIDDEN)
+        async with AsyncExitStack() as streams:
+            for swarm in others:
+                attacker = Attacker(swarm, facts, random.Random(0), Tally())
+                for _ in range(200):
+                    await streams.enter_async_context(attacker.wire())
+            assert Gauge.of(node.process.pid).files < 200
+            await asyncio.sleep(4)  # a record's life is 3 s
+            assert len(await honest.directory.fetch_all()) == 1
+        await asyncio.sleep(1)
+        await closed_politely(Attacker(honest, facts, random.Random(0), Tally()))
+        _check_log(running.log(node))
