@@ -14,7 +14,6 @@ from nesa_node.swarm.messages import (
     AnyMessage,
     Cancel,
     Close,
-    Closed,
     Error,
     Leaving,
     Link,
@@ -42,8 +41,10 @@ async def serve_session(
 ) -> None:
     """Run the session until its client closes it or goes, it idles, or a drain runs out.
 
-    Raises `ProtocolError` for what must be answered with a fatal error.
+    Returns when the client closed it, which the caller answers once all is released. Raises
+    `ProtocolError` for what must be answered with a fatal error.
     """
+    failures: list[ProtocolError] = []
     try:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(session.run())
@@ -53,7 +54,10 @@ async def serve_session(
     except* _Ended:
         pass
     except* ProtocolError as group:
-        raise group.exceptions[0] from None
+        # What is raised in here would come out as a group on Python 3.11.2 and alone on 3.11.7.
+        failures.extend(error for error in group.exceptions if isinstance(error, ProtocolError))
+    if failures:
+        raise failures[0]
 
 
 async def _read(session: Session) -> None:
@@ -98,7 +102,6 @@ async def _obey(session: Session, message: AnyMessage, payload: bytearray) -> No
                 )
             )
         case Close() | Cancel():
-            await client.send(Closed())
             raise _Ended
         case _:
             raise ProtocolError(

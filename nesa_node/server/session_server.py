@@ -29,6 +29,7 @@ from nesa_node.swarm.messages import (
     VERSION,
     AnyMessage,
     Busy,
+    Closed,
     Downstream,
     Error,
     Open,
@@ -160,6 +161,8 @@ class SessionServer:
                 if not self._sessions:
                     self._empty.set()
                 log.info("session_closed", lengths=lengths)
+        # Only now, so that whoever reads it finds the room free.
+        await stream.send(Closed())
 
     def _check_open(self, peer: PeerId, opened: Open) -> None:
         if not verify_membership(
