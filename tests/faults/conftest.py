@@ -10,6 +10,7 @@ from tests.engine.tiny_models import reference
 from tests.faults.bed import Bed, open_bed
 from tests.faults.nursery import Nursery, open_nursery
 from tests.faults.runs import RECOVERIES
+from tests.same_tokens import LEDGER
 
 
 @pytest.fixture(scope="package")
@@ -38,6 +39,8 @@ def bed(nursery: Nursery, tiny_llama: Path, tmp_path: Path) -> Iterator[Bed]:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    for excuse in LEDGER.excuses:
+        terminalreporter.write_line(f"excused: {excuse}")
     for name, seconds in sorted(RECOVERIES.items()):
         ordered = sorted(seconds)
         p50, p95 = (ordered[round((len(ordered) - 1) * part)] for part in (0.5, 0.95))
