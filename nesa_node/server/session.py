@@ -257,6 +257,8 @@ class Session:
         if kept.want == "last":
             ends = torch.tensor([part.count for part in kept.rows]).cumsum(0) - 1
             meta, payload = tensors.encode(kept.tensor()[ends], codec=meta.codec)
+        elif kept.want == "none":
+            meta, payload = tensors.encode(kept.tensor()[:0], codec=meta.codec)
         await self.client.send(
             Output(epoch=epoch, step=kept.step, rows=kept.rows, tensor=meta), payload
         )

@@ -29,7 +29,7 @@ Lengths = Annotated[tuple[Count, ...], Meta(max_length=MAX_ROWS)]
 PeerName = Annotated[str, Meta(min_length=1, max_length=128)]
 BlockRange = tuple[Count, Count]
 Mode = Literal["chain", "star"]
-Want = Literal["all", "last"]
+Want = Literal["all", "last", "none"]
 
 
 class RowSlice(msgspec.Struct, frozen=True, array_like=True):
@@ -126,7 +126,7 @@ class Step(Message, frozen=True, tag="step"):
 
 
 class Output(Message, frozen=True, tag="output"):
-    """What the last blocks made of a step; with `want` "last" one token per slice."""
+    """What the last blocks made of a step: all of it, one token per slice, or nothing ([0, D])."""
 
     epoch: Epoch
     step: Epoch
