@@ -3,22 +3,57 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
+from types import ModuleType
 
-from benchmarks import swarm
+from benchmarks import concurrency, decode, swarm
+from benchmarks.models import SHAPES
+from benchmarks.options import Options
 from benchmarks.results import write_result
+from nesa_node.core.logging import setup_logging
 
-BENCHMARKS = {"swarm": swarm.run}
+BENCHMARKS: dict[str, ModuleType] = {"concurrency": concurrency, "decode": decode, "swarm": swarm}
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
+    arguments = make_parser().parse_args(argv)
+    setup_logging("warning")
+    module = BENCHMARKS[arguments.name]
+    defaults: Options = module.QUICK if arguments.quick else module.DEFAULTS
+    names = {field.name for field in fields(Options)}
+    options = defaults.updated({k: v for k, v in vars(arguments).items() if k in names})
+    rows = module.run(options)
+    path = write_result(arguments.name, rows, arguments.json, options=options.as_json())
+    print(f"\nwritten to {path}")
+
+
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("name", choices=sorted(BENCHMARKS))
-    parser.add_argument("--json", type=Path, help="where to write [default: benchmarks/results]")
-    parser.add_argument("--runs", type=int, default=5, help="how often each figure is measured")
-    arguments = parser.parse_args()
-    rows = BENCHMARKS[arguments.name](arguments.runs)
-    print(f"\nwritten to {write_result(arguments.name, rows, arguments.json)}")
+    add = parser.add_argument
+    add("name", choices=sorted(BENCHMARKS))
+    add("--json", type=Path, help="where to write [default: benchmarks/results]")
+    add("--quick", action="store_true", help="a small model and few tokens: does it still run?")
+    add("--model", help=f"{', '.join(SHAPES)}, demo, or a folder")
+    add("--dtype", choices=("float32", "bfloat16"))
+    add("--nodes", type=numbers, metavar="N,N", help="numbers of daemons to try")
+    add("--sessions", type=numbers, metavar="N,N", help="numbers of sessions to try")
+    add("--runs", type=int, help="how often each figure is measured [default: 5]")
+    add("--prompt-tokens", type=int)
+    add("--new-tokens", type=int)
+    add("--long-prompt", type=int, help="tokens of the prompt that disturbs; 0: none")
+    add("--seconds", type=float, help="how long the churn lasts [default: 180]")
+    add("--seed", type=int, help="of weights, prompts and events [default: 0]")
+    return parser
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """Read `1,2,3`. Raises `ValueError`, which argparse turns into its own message."""
+    values = tuple(int(part) for part in text.split(","))
+    if min(values) < 1:
+        raise ValueError("at least 1")
+    return values
 
 
 if __name__ == "__main__":

@@ -5,15 +5,18 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import psutil
+from rich.console import Console
+from rich.table import Table
 
 FOLDER = Path(__file__).parent / "results"
 _CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "amx_int8")
+_FILE_WIDTH = 160
 _PACKAGES = ("nesa-node", "torch", "transformers", "hivemind")
 
 
@@ -34,16 +37,39 @@ def machine() -> dict[str, Any]:
     }
 
 
-def write_result(name: str, rows: Sequence[dict[str, Any]], path: Path | None) -> Path:
-    """Write the rows of one run, the machine and the date as JSON; return where."""
+def write_result(
+    name: str,
+    rows: Sequence[Mapping[str, Any]],
+    path: Path | None,
+    *,
+    options: Mapping[str, Any],
+) -> Path:
+    """Write one JSON object per row, each with all that is to be known of it; return where.
+
+    The file is an array with one object per line.
+    """
     now = datetime.now(UTC)
     target = path or FOLDER / f"{name}-{now:%Y-%m-%d}.json"
-    result = {
+    about = {
         "benchmark": name,
         "measured_at": f"{now:%Y-%m-%dT%H:%M:%SZ}",
         "machine": machine(),
-        "rows": list(rows),
+        "options": dict(options),
     }
     target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    lines = [json.dumps({**about, **row}) for row in rows]
+    target.write_text("[\n" + ",\n".join(lines) + "\n]\n", encoding="utf-8")
     return target
+
+
+def print_table(title: str, headings: str, cells: Sequence[Sequence[str]]) -> None:
+    """`headings` are separated by "|"; a line break in one saves width."""
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=_FILE_WIDTH)
+    table = Table(title=title, title_justify="left")
+    for heading in headings.split("|"):
+        table.add_column(heading, justify="right")
+    for row in cells:
+        table.add_row(*row)
+    console.print(table)

@@ -13,10 +13,10 @@ from statistics import median
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks.options import Options
+from benchmarks.results import print_table
 from nesa_node.cli.demo import split_evenly
 from nesa_node.cli.local_swarm import LocalNode, local_swarm
 from nesa_node.client.model import AutoDistributedModelForCausalLM
@@ -26,17 +26,19 @@ from nesa_node.engine.demo_model import demo_model_path
 
 QUESTION = "Describe how a lighthouse works."
 NEW_TOKENS = 64
+DEFAULTS = Options(model="demo")
+QUICK = Options(model="demo", runs=1)
 FLAGS = ("--torch-dtype", "float32", "--device", "cpu", "--threads", "1")
 
 
-def run(runs: int) -> list[dict[str, Any]]:
-    """One row per number of daemons and routing."""
+def run(options: Options) -> list[dict[str, Any]]:
+    """One row per number of daemons and routing. Of the options only `runs` counts."""
     torch.set_num_threads(1)
     folder = demo_model_path(default_cache_dir())
     prompt = encode(folder)
     local: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     rows = [
-        measure(folder, nodes, routing, prompt, local, runs)
+        measure(folder, nodes, routing, prompt, local, options.runs)
         for nodes, routing in ((1, "chain"), (2, "chain"), (3, "chain"), (3, "star"))
     ]
     show(rows)
@@ -118,12 +120,8 @@ def generate(model: Any, prompt: torch.Tensor, tokens: int) -> torch.Tensor:
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    table = Table(title="demo model, float32, one thread per process")
-    headings = ("daemons", "routing", "tokens/s", "transformers", "ratio", "equal", "ready s")
-    for heading in (*headings, "first token s", "peak MiB"):
-        table.add_column(heading, justify="right")
-    for row in rows:
-        table.add_row(
+    cells = [
+        (
             str(row["nodes"]),
             row["routing"],
             f"{row['swarm_tokens_per_s']:.1f}",
@@ -134,4 +132,8 @@ def show(rows: list[dict[str, Any]]) -> None:
             f"{row['first_token_s']:.1f}",
             f"{max(row['peak_memory_bytes']) / 2**20:.0f}",
         )
-    Console().print(table)
+        for row in rows
+    ]
+    title = "demo model, float32, one thread per process"
+    headings = "nodes|routing|tokens/s|transformers|ratio|equal|ready s|first token s|peak MiB"
+    print_table(title, headings, cells)

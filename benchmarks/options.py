@@ -1,0 +1,39 @@
+"""What one run of a benchmark is told."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal, Self
+
+import torch
+
+Dtype = Literal["float32", "bfloat16"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """Each benchmark has its own defaults, and others for `--quick`."""
+
+    model: str = "250m"
+    dtype: Dtype = "float32"
+    nodes: tuple[int, ...] = (1, 2, 3)
+    sessions: tuple[int, ...] = (1,)
+    runs: int = 5
+    prompt_tokens: int = 32
+    new_tokens: int = 64
+    long_prompt: int = 0
+    seconds: float = 180.0
+    seed: int = 0
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype
+
+    def updated(self, given: Mapping[str, Any]) -> Self:
+        """With the values of `given` that are not None."""
+        return replace(self, **{key: value for key, value in given.items() if value is not None})
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)

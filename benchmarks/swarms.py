@@ -1,0 +1,81 @@
+"""Daemons of this machine, one thread each, and a client of theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from benchmarks.options import Options
+from nesa_node.cli.demo import split_evenly
+from nesa_node.cli.local_swarm import LocalNode, local_swarm
+from nesa_node.client.causal_lm import DistributedModelForCausalLM
+from nesa_node.client.model import AutoDistributedModelForCausalLM
+from nesa_node.core.span import Span
+from nesa_node.engine.checkpoint import Checkpoint, open_checkpoint
+from nesa_node.engine.memory import block_bytes, cache_bytes_per_token
+
+READY_TIMEOUT_S = 300.0
+"""Many daemons that start at once on few cores take their time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Swarm:
+    nodes: list[LocalNode]
+    model: DistributedModelForCausalLM
+    cache_tokens: int
+
+    @property
+    def spans(self) -> list[str]:
+        return [str(node.span) for node in self.nodes]
+
+
+def open_local(folder: Path) -> Checkpoint:
+    return open_checkpoint(str(folder), cache_dir=folder)
+
+
+def daemon_flags(options: Options, cache_tokens: int) -> list[str]:
+    flags = ["--torch-dtype", options.dtype, "--device", "cpu", "--threads", "1"]
+    flags += ["--attn-cache-tokens", str(cache_tokens), "--max-sessions-per-peer", "256"]
+    return [*flags, "--log-level", "warning"]
+
+
+@contextmanager
+def open_swarm(folder: Path, options: Options, nodes: int, cache_tokens: int) -> Iterator[Swarm]:
+    """`nodes` daemons that hold equal parts of the model, each with room for `cache_tokens`."""
+    spans = split_evenly(open_local(folder).num_blocks, nodes)
+    with (
+        TemporaryDirectory(prefix="nesa-bench-") as temporary,
+        local_swarm(
+            folder,
+            spans,
+            Path(temporary),
+            flags=daemon_flags(options, cache_tokens),
+            ready_timeout_s=READY_TIMEOUT_S,
+        ) as daemons,
+        join(folder, options, daemons) as model,
+    ):
+        yield Swarm(daemons, model, cache_tokens)
+
+
+def join(
+    folder: Path, options: Options, nodes: Sequence[LocalNode], **more: Any
+) -> DistributedModelForCausalLM:
+    """A client in this process; close it."""
+    return AutoDistributedModelForCausalLM.from_pretrained(
+        folder,
+        initial_peers=[node.addresses[0] for node in nodes],
+        dtype=options.torch_dtype,
+        **more,
+    )
+
+
+def share_of_model(folder: Path, options: Options, span: Span, cache_tokens: int) -> dict[str, int]:
+    """Bytes of a node's weights and of its cache when full."""
+    checkpoint = open_local(folder)
+    weights = block_bytes(checkpoint, options.torch_dtype)[span.start : span.end]
+    per_token = cache_bytes_per_token(checkpoint, options.torch_dtype) * len(span)
+    return {"span_bytes": sum(weights), "cache_bytes": per_token * cache_tokens}
