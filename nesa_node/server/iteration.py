@@ -1,0 +1,206 @@
+"""Which tokens of which sessions run together next. Decides without doing anything."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from nesa_node.core.ids import PeerId
+from nesa_node.core.span import Span
+from nesa_node.server.cost import CostModel
+
+PRIORITIES = ("interactive", "batch", "training")
+"""The most urgent first."""
+DECODE_TOKENS = 8
+"""A step of at most so many tokens for each row is one of a decode, speculation included."""
+GROUPS = 2
+"""Into how many groups sessions that decode are split, so that the machines of a chain work at the
+same time: while one runs a group, its neighbours run the others."""
+LEAST_GROUP_ROWS = 2
+LIVE_S = 1.0
+"""So long after its last step a session is expected to decode on."""
+DELAY = 0.5
+"""How much longer than without it a prefill may make an iteration that others decode in."""
+LEAST_CHUNK_TOKENS = 8
+MAX_ITERATION_S = 0.25
+"""Bounds how long a newcomer, or the room of a cancelled session, waits for the device."""
+MAX_ITERATION_TOKENS = 1024
+PATIENCE = 8
+"""Every so many iterations whoever waited longest goes before whoever is more urgent."""
+CREDIT_TOKENS = 256
+"""What a client that used less than its share may catch up on."""
+
+
+@dataclass(eq=False, kw_only=True)
+class Lane:
+    """What is to be known about a session."""
+
+    client: PeerId
+    priority: int
+    """Its place in `PRIORITIES`."""
+    span: Span
+    """Only sessions through the same blocks run together."""
+    tokens: int = 0
+    """Waiting to be run."""
+    decoding: bool = False
+    """All that waits is one step of a decode."""
+    since: float = 0.0
+    """When the first that waits came."""
+    held: bool = False
+    """It must not be run now."""
+    served_at: float = -math.inf
+    decoded_at: float = -math.inf
+    decode_tokens: int = 0
+    """In its last step of a decode."""
+
+    @property
+    def waits(self) -> bool:
+        return self.tokens > 0 and not self.held
+
+
+L = TypeVar("L", bound=Lane)
+
+
+class Policy(Generic[L]):
+    """Fair between clients, not between their sessions, and kind to those who decode.
+
+    An iteration runs the waiting steps of sessions that decode, as many as make a group, and fills
+    up with pieces of everything else: prefills, replays, less urgent work. These get what time the
+    decoding sessions can spare, or `MAX_ITERATION_S` where nobody decodes.
+
+    Among clients the one that was served least goes first: the virtual token counter of Sheng et
+    al., "Fairness in Serving Large Language Models" (2024), which is deficit round robin without a
+    quantum. Where they lift whoever returns to the lowest counter, we leave it `CREDIT_TOKENS`, as
+    a session that decodes leaves and returns with every token.
+    """
+
+    def __init__(self, *, groups: int = GROUPS) -> None:
+        self.cost = CostModel()
+        """Of one block."""
+        self._groups = groups
+        self._turn = 0
+        self._served: dict[PeerId, float] = {}
+        self._level = 0.0
+        self._active: set[PeerId] = set()
+
+    def plan(self, lanes: Collection[L], now: float) -> list[tuple[L, int]]:
+        """The sessions of the next iteration and how many tokens of each; empty if none waits."""
+        waiting = [lane for lane in lanes if lane.waits]
+        if not waiting:
+            return []
+        self._admit({lane.client for lane in waiting})
+        patient = self._longest_waiting(waiting)
+        live = [lane for lane in lanes if _decodes(lane, now)]
+        urgent = min((lane.priority for lane in live), default=len(PRIORITIES))
+        live = [lane for lane in live if lane.priority == urgent]
+        decoding = [lane for lane in live if lane.waits]
+        plan: list[tuple[L, int]] = []
+        for lane in self._group(decoding, live, patient):
+            self._give(plan, lane, lane.tokens, now)
+            lane.decoded_at, lane.decode_tokens = now, lane.tokens
+        rest = [lane for lane in waiting if not (lane.decoding and lane.priority == urgent)]
+        if rest:
+            more_urgent = min(lane.priority for lane in rest) < urgent
+            room = self._room(plan, rest, () if more_urgent else live)
+            self._fill(plan, rest, room, patient, now)
+        return plan
+
+    def ran(self, plan: Sequence[tuple[L, int]], seconds: float) -> None:
+        """Learn how long an iteration took."""
+        tokens = sum(count for _, count in plan)
+        self.cost.observe(tokens, seconds / len(plan[0][0].span))
+
+    def forget(self, client: PeerId) -> None:
+        """The client has no session any more."""
+        self._served.pop(client, None)
+        self._active.discard(client)
+
+    def _admit(self, clients: set[PeerId]) -> None:
+        """Nobody saves up what it did not use while it had nothing to run."""
+        for client in clients - self._active:
+            before = self._served.get(client, self._level)
+            self._served[client] = max(before, self._level - CREDIT_TOKENS)
+        self._active = clients
+        self._level = max(self._level, min(self._served[client] for client in clients))
+
+    def _give(self, plan: list[tuple[L, int]], lane: L, tokens: int, now: float) -> None:
+        plan.append((lane, tokens))
+        self._served[lane.client] += tokens
+        lane.served_at = now
+
+    def _longest_waiting(self, waiting: Sequence[L]) -> L | None:
+        """In every `PATIENCE`-th iteration: whose turn it is, however little urgent."""
+        self._turn += 1
+        if self._turn % PATIENCE:
+            return None
+        return min(waiting, key=lambda lane: max(lane.since, lane.served_at))
+
+    def _group(self, decoding: Sequence[L], live: Sequence[L], patient: L | None) -> Iterator[L]:
+        """Those of one group, fairly chosen and through the same blocks."""
+        rows = sum(lane.decode_tokens or lane.tokens for lane in live)
+        room = max(math.ceil(rows / self._groups), LEAST_GROUP_ROWS)
+        span = patient.span if patient is not None else None
+        for lane in self._in_order(decoding, patient):
+            span = span or lane.span
+            if lane.span == span:
+                yield lane
+                room -= lane.tokens
+                if room <= 0:
+                    return
+
+    def _room(self, plan: Sequence[tuple[L, int]], rest: Sequence[L], live: Sequence[L]) -> int:
+        """How many tokens more the iteration may have, for the sake of those who `live`."""
+        taken = sum(count for _, count in plan)
+        most_s = MAX_ITERATION_S / len((plan[0][0] if plan else rest[0]).span)
+        if taken and live:
+            most_s = min(most_s, self.cost.at_least(taken) * (1 + DELAY))
+        elif live:
+            expected = math.ceil(sum(lane.decode_tokens for lane in live) / self._groups)
+            most_s = min(most_s, self.cost.at_least(expected) * DELAY)
+        room = self.cost.tokens_within(most_s, MAX_ITERATION_TOKENS) - taken
+        return max(room, LEAST_CHUNK_TOKENS)
+
+    def _fill(
+        self,
+        plan: list[tuple[L, int]],
+        rest: Sequence[L],
+        room: int,
+        patient: L | None,
+        now: float,
+    ) -> None:
+        for lane in self._in_order(rest, patient):
+            if not plan or lane.span == plan[0][0].span:
+                count = min(lane.tokens, room)
+                self._give(plan, lane, count, now)
+                room -= count
+            if room <= 0:
+                return
+
+    def _in_order(self, lanes: Sequence[L], patient: L | None) -> Iterator[L]:
+        if patient is not None and patient in lanes:
+            yield patient
+        for priority in range(len(PRIORITIES)):
+            yield from self._fairly(
+                lane for lane in lanes if lane.priority == priority and lane is not patient
+            )
+
+    def _fairly(self, lanes: Iterable[L]) -> Iterator[L]:
+        """The least served client's first, and of a client's the one that came first.
+
+        What is given to them between two of these counts.
+        """
+        queues: dict[PeerId, list[L]] = {}
+        for lane in sorted(lanes, key=lambda lane: lane.since, reverse=True):
+            queues.setdefault(lane.client, []).append(lane)
+        while queues:
+            client = min(queues, key=self._served.__getitem__)
+            yield queues[client].pop()
+            if not queues[client]:
+                del queues[client]
+
+
+def _decodes(lane: Lane, now: float) -> bool:
+    """Whether it waits for a step of a decode now, or will before long."""
+    return lane.decoding if lane.waits else now - lane.decoded_at < LIVE_S

@@ -1,0 +1,65 @@
+"""What is learnt of a device's times, and what follows from it."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nesa_node.server.cost import UNKNOWN_S_PER_TOKEN, CostModel
+
+
+def test_before_anything_ran_a_device_is_taken_for_slow() -> None:
+    assert CostModel().tokens_within(0.25, 1000) == int(0.25 / UNKNOWN_S_PER_TOKEN)
+
+
+def test_fewer_tokens_take_no_longer_and_more_no_longer_per_token() -> None:
+    cost = CostModel()
+    for _ in range(20):
+        cost.observe(16, 0.4)
+    assert cost.seconds(1) == pytest.approx(0.4)
+    assert cost.seconds(64) == pytest.approx(1.6)
+    for _ in range(20):
+        cost.observe(1, 0.1)
+    assert cost.seconds(2) == pytest.approx(0.2)
+    assert cost.seconds(8) == pytest.approx(0.4)
+    assert cost.at_least(2) == pytest.approx(0.1)
+    assert cost.at_least(12) == pytest.approx(0.3)
+
+
+def test_one_hiccup_teaches_little_and_a_slower_device_is_noticed() -> None:
+    cost = CostModel()
+    cost.observe(4, 0.1)
+    cost.observe(4, 100.0)
+    assert cost.seconds(4) < 0.15
+    for _ in range(40):
+        cost.observe(4, 1.0)
+    assert cost.seconds(4) == pytest.approx(1.0, rel=0.01)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 4096), st.floats(1e-5, 10)), max_size=30),
+    st.floats(1e-5, 10),
+    st.integers(1, 2000),
+)
+def test_what_fits_into_a_time_takes_no_longer(
+    seen: list[tuple[int, float]], seconds: float, most: int
+) -> None:
+    cost = CostModel()
+    for tokens, took in seen:
+        cost.observe(tokens, took)
+    fitting = cost.tokens_within(seconds, most)
+    assert 0 <= fitting <= most
+    assert not fitting or cost.seconds(fitting) <= seconds
+    assert fitting == most or cost.seconds(fitting + 1) > seconds
+
+
+def test_chunks_approach_a_time_from_below() -> None:
+    cost = CostModel()
+    cost.observe(1, 0.02)
+    longest = 0.0
+    for _ in range(60):
+        tokens = max(cost.tokens_within(0.06, 1000), 1)
+        took = 0.019 + 0.001 * tokens
+        longest = max(longest, took)
+        cost.observe(tokens, took)
+    assert longest <= 0.06
+    assert tokens > 30

@@ -1,0 +1,258 @@
+"""Who runs next: fairness, priorities, groups and how much a prefill may delay others."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+
+from nesa_node.core.ids import PeerId
+from nesa_node.core.span import Span
+from nesa_node.server.iteration import (
+    DELAY,
+    LEAST_CHUNK_TOKENS,
+    LIVE_S,
+    MAX_ITERATION_S,
+    MAX_ITERATION_TOKENS,
+    PATIENCE,
+    PRIORITIES,
+    Lane,
+    Policy,
+)
+
+SPAN = Span(0, 4)
+
+
+class Bench:
+    """Sessions on a simulated device: an iteration takes `fixed_s` and `token_s` a token."""
+
+    def __init__(self, *, fixed_s: float = 0.02, token_s: float = 0.002, groups: int = 2) -> None:
+        self.policy: Policy[Lane] = Policy(groups=groups)
+        self.lanes: list[Lane] = []
+        self.now = 100.0
+        self.served: Counter[PeerId] = Counter()
+        self.fixed_s, self.token_s = fixed_s, token_s
+
+    def lane(self, client: str = "a", priority: str = "interactive", span: Span = SPAN) -> Lane:
+        lane = Lane(client=PeerId(client), priority=PRIORITIES.index(priority), span=span)
+        self.lanes.append(lane)
+        return lane
+
+    def decoders(self, count: int, client: str = "a", priority: str = "interactive") -> list[Lane]:
+        made = [self.lane(client, priority) for _ in range(count)]
+        for lane in made:
+            self.wants(lane, 1)
+        return made
+
+    def wants(self, lane: Lane, tokens: int) -> None:
+        lane.tokens += tokens
+        lane.decoding = lane.tokens == tokens <= 8
+        lane.since = self.now
+
+    def iterate(self) -> list[tuple[Lane, int]]:
+        plan = self.policy.plan(self.lanes, self.now)
+        assert len({id(lane) for lane, _ in plan}) == len(plan)
+        assert len({lane.span for lane, _ in plan}) <= 1
+        for lane, tokens in plan:
+            assert 0 < tokens <= lane.tokens
+            lane.tokens -= tokens
+            lane.decoding = False
+            self.served[lane.client] += tokens
+        if plan:
+            self.policy.ran(plan, self.takes(plan))
+            self.now += self.takes(plan)
+        return plan
+
+    def takes(self, plan: Sequence[tuple[Lane, int]]) -> float:
+        return self.fixed_s + self.token_s * sum(tokens for _, tokens in plan)
+
+    def warm_up(self) -> None:
+        """Let the policy learn the device, and forget who was there."""
+        lane = self.lane("warm-up")
+        for _ in range(60):
+            self.wants(lane, 1)
+            self.iterate()
+            self.wants(lane, 3000)
+            while lane.tokens:
+                self.iterate()
+        self.lanes.remove(lane)
+        self.now += LIVE_S
+
+
+def test_nothing_runs_when_nothing_waits_or_all_are_held() -> None:
+    bench = Bench()
+    assert bench.iterate() == []
+    bench.wants(held := bench.lane(), 5)
+    held.held = True
+    assert bench.iterate() == []
+
+
+def test_waiting_decodes_and_a_piece_of_a_prefill_run_together() -> None:
+    bench = Bench()
+    bench.warm_up()
+    decoders = bench.decoders(2)
+    bench.wants(prefill := bench.lane(), 2000)
+    plan = dict(bench.iterate())
+    assert [plan[lane] for lane in decoders] == [1, 1]
+    assert 0 < plan[prefill] < 2000
+
+
+def test_many_who_decode_travel_in_groups() -> None:
+    bench = Bench()
+    decoders = bench.decoders(16)
+    first, second = bench.iterate(), bench.iterate()
+    assert len(first) == len(second) == 8
+    assert {id(lane) for lane, _ in [*first, *second]} == {id(lane) for lane in decoders}
+    for lane, _ in first:
+        bench.wants(lane, 1)
+    assert len(bench.iterate()) == 8
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+def test_the_number_of_groups_can_be_chosen(groups: int) -> None:
+    bench = Bench(groups=groups)
+    bench.decoders(12)
+    assert len(bench.iterate()) == 12 // groups
+
+
+def test_a_prefill_makes_an_iteration_with_decodes_at_most_so_much_longer() -> None:
+    bench = Bench()
+    bench.warm_up()
+    decoders, prefill = bench.decoders(2), bench.lane("b")
+    bench.wants(prefill, 20_000)
+    longest, chunks = 0.0, []
+    undisturbed = bench.takes([(lane, 1) for lane in decoders])
+    for _ in range(40):
+        plan = bench.iterate()
+        longest = max(longest, bench.takes(plan))
+        chunks.append(dict(plan)[prefill])
+        for lane in decoders:
+            bench.wants(lane, 1)
+    least = bench.fixed_s + bench.token_s * (LEAST_CHUNK_TOKENS + 2)
+    assert longest <= max(undisturbed * (1 + DELAY), least) * 1.01
+    assert chunks[-1] >= LEAST_CHUNK_TOKENS
+
+
+def test_a_prefill_between_decodes_stays_short_while_they_are_expected() -> None:
+    bench = Bench()
+    bench.warm_up()
+    (decoder,) = bench.decoders(1)
+    bench.iterate()
+    bench.wants(prefill := bench.lane("b"), 20_000)
+    bench.now += LIVE_S / 2
+    (short,) = bench.iterate()
+    assert short[1] <= LEAST_CHUNK_TOKENS
+    bench.now += LIVE_S
+    (long,) = bench.iterate()
+    assert long[0] is prefill
+    assert long[1] > 80
+    assert bench.takes([long]) <= MAX_ITERATION_S
+    assert not decoder.tokens
+
+
+def test_an_iteration_is_short_before_anything_is_known_and_bounded_at_last() -> None:
+    bench = Bench(fixed_s=1e-4, token_s=1e-7)
+    bench.wants(prefill := bench.lane(), 100_000)
+    assert bench.iterate()[0][1] < 100
+    for _ in range(40):
+        (last,) = bench.iterate()
+    assert last == (prefill, MAX_ITERATION_TOKENS)
+
+
+def test_clients_share_prefill_alike_however_many_sessions_they_have() -> None:
+    bench = Bench()
+    bench.warm_up()
+    for client, sessions in {"a": 1, "b": 10, "c": 30}.items():
+        for _ in range(sessions):
+            bench.wants(bench.lane(client), 40_000)
+    bench.served.clear()
+    for _ in range(300):
+        bench.iterate()
+    shares = [bench.served[PeerId(client)] for client in "abc"]
+    assert max(shares) < 1.1 * min(shares)
+
+
+def test_one_session_is_in_every_group_beside_a_client_with_fifty() -> None:
+    bench = Bench()
+    many = bench.decoders(50, "many")
+    (single,) = bench.decoders(1, "one")
+    rounds = 30
+    turns = 0
+    for _ in range(rounds):
+        plan = bench.iterate()
+        turns += single in dict(plan)
+        for lane in [*many, single]:
+            if not lane.tokens:
+                bench.wants(lane, 1)
+    assert turns == rounds
+
+
+def test_who_was_idle_has_not_saved_up_more_than_a_credit() -> None:
+    bench = Bench()
+    bench.warm_up()
+    bench.wants(bench.lane("busy"), 1_000_000)
+    bench.wants(bench.lane("other"), 1_000_000)
+    late = bench.lane("late")
+    bench.wants(late, 1)
+    for _ in range(200):
+        bench.iterate()
+    before = bench.served.copy()
+    bench.wants(late, 1_000_000)
+    for _ in range(200):
+        bench.iterate()
+    gained = {client: bench.served[client] - before[client] for client in bench.served}
+    assert gained[PeerId("late")] < 1.15 * gained[PeerId("busy")]
+
+
+def test_more_urgent_work_goes_first_and_the_rest_is_not_starved() -> None:
+    bench = Bench()
+    bench.warm_up()
+    by_priority = {name: bench.lane(name, name) for name in PRIORITIES}
+    for lane in by_priority.values():
+        bench.wants(lane, 1_000_000)
+    bench.served.clear()
+    rounds = 40 * PATIENCE
+    for _ in range(rounds):
+        bench.iterate()
+    shares = [bench.served[lane.client] / bench.served.total() for lane in by_priority.values()]
+    assert shares[0] > 0.8
+    assert min(shares[1:]) > 0.3 / PATIENCE
+
+
+def test_less_urgent_decodes_do_not_hold_up_urgent_ones() -> None:
+    bench = Bench()
+    bench.warm_up()
+    decoders = bench.decoders(2)
+    training = [bench.lane("t", "training") for _ in range(4)]
+    for lane in training:
+        bench.wants(lane, 500)
+    undisturbed = bench.takes([(lane, 1) for lane in decoders])
+    for _ in range(20):
+        plan = bench.iterate()
+        assert {id(lane) for lane in decoders} <= {id(lane) for lane, _ in plan}
+        assert bench.takes(plan) < 2 * undisturbed
+        for lane in decoders:
+            bench.wants(lane, 1)
+
+
+def test_an_urgent_prefill_does_not_wait_for_less_urgent_decodes() -> None:
+    bench = Bench()
+    bench.warm_up()
+    batch = bench.decoders(4, "b", "batch")
+    bench.iterate()
+    bench.wants(prefill := bench.lane("a"), 5000)
+    assert dict(bench.iterate())[prefill] > 50
+    assert len(batch) == 4
+
+
+def test_sessions_through_other_blocks_take_turns() -> None:
+    bench = Bench()
+    whole, part = bench.lane("a"), bench.lane("a", span=Span(1, 3))
+    for _ in range(10):
+        for lane in (whole, part):
+            if not lane.tokens:
+                bench.wants(lane, 1)
+        bench.iterate()
+    assert abs(whole.served_at - part.served_at) < 0.1
+    assert bench.served[PeerId("a")] == 10
