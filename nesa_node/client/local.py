@@ -1,7 +1,7 @@
 """Blocks that run inside the client's own process.
 
 They serve the blocks that a client keeps for itself (`client_blocks`), and whole models in tests.
-T packed tokens, L tokens of one row, D hidden.
+T packed tokens, D hidden.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from nesa_node.client.sessions import BlockSession, RowSlice, SwarmConnection, W
 from nesa_node.core.errors import CacheFullError, MissingBlocksError
 from nesa_node.core.ids import PeerId
 from nesa_node.core.span import Span
-from nesa_node.engine.blocks import Blocks
-from nesa_node.engine.sequence_cache import SequenceCache
+from nesa_node.engine.blocks import Blocks, Run
+from nesa_node.engine.pages import PAGE_TOKENS, pages_for
 from nesa_node.routing.chains import Hop
 
 CLIENT_PEER = PeerId("client")
@@ -38,7 +38,9 @@ class LocalSession(BlockSession):
     ) -> None:
         self._parts = tuple(parts)
         self._worker = worker
-        self._caches = [[part.new_cache() for part in parts] for _ in range(rows)]
+        pages = rows * pages_for(max_tokens)
+        promises = [part.new_pool(pages * PAGE_TOKENS).promise(pages) for part in parts]
+        self._tables = [[promise.new_table() for _ in range(rows)] for promise in promises]
         self._lengths = [0] * rows
         self._max_tokens = max_tokens
         self._hops = tuple(Hop(CLIENT_PEER, part.span) for part in parts)
@@ -74,26 +76,32 @@ class LocalSession(BlockSession):
         for row, length in enumerate(lengths):
             if not 0 <= length <= self._lengths[row]:
                 raise ValueError(f"row {row} holds {self._lengths[row]} tokens, not {length}")
-            for cache in self._caches[row]:
-                cache.truncate(length)
             self._lengths[row] = length
+        self._cut()
 
     async def close(self) -> None:
-        self._caches = [[] for _ in self._caches]
+        self._tables = []
 
     def _run(self, hidden_TD: torch.Tensor, rows: Sequence[RowSlice], want: Want) -> torch.Tensor:
-        outputs = []
-        parts = torch.split(hidden_TD, [part.count for part in rows])
-        for part, hidden_LD in zip(rows, parts, strict=True):
-            hidden_LD = self._run_row(hidden_LD, self._caches[part.row])
-            outputs.append(hidden_LD[-1:] if want == "last" else hidden_LD)
-        result = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-        return result.to(hidden_TD.device, hidden_TD.dtype)
+        output_TD = hidden_TD
+        try:
+            for blocks, tables in zip(self._parts, self._tables, strict=True):
+                runs = [Run(tables[part.row], part.count) for part in rows]
+                for run in runs:
+                    run.table.reserve(run.table.length + run.count)
+                output_TD = blocks.forward(output_TD, runs)
+        except BaseException:
+            self._cut()
+            raise
+        if want != "all":
+            ends = torch.tensor([part.count for part in rows]).cumsum(0) - 1
+            output_TD = output_TD[ends if want == "last" else ends[:0]]
+        return output_TD.to(hidden_TD.device, hidden_TD.dtype)
 
-    def _run_row(self, hidden_LD: torch.Tensor, caches: Sequence[SequenceCache]) -> torch.Tensor:
-        for blocks, cache in zip(self._parts, caches, strict=True):
-            hidden_LD = blocks.forward(hidden_LD.to(blocks.device, blocks.dtype), cache)
-        return hidden_LD
+    def _cut(self) -> None:
+        for tables in self._tables:
+            for table, length in zip(tables, self._lengths, strict=True):
+                table.truncate(min(length, table.length))
 
 
 class LocalConnection(SwarmConnection):

@@ -1,11 +1,12 @@
 """A span of a model's blocks, ready to run.
 
-L tokens of this step, D hidden.
+T tokens of this step, of all rows together; L tokens of one row; D hidden.
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,15 +14,18 @@ from torch import Tensor, nn
 
 from nesa_node.core.errors import ContextLengthError
 from nesa_node.core.span import Span
+from nesa_node.engine.attention import PackedRuns, Run
 from nesa_node.engine.families import CacheHeads
-from nesa_node.engine.sequence_cache import SequenceCache
+from nesa_node.engine.pages import PagePool
+from nesa_node.engine.row_cache import RowCache
+
+__all__ = ["Blocks", "Run", "sliced_decoder"]
 
 
 class Blocks:
-    """Runs steps of sequences whose keys and values lie in caches of their own.
+    """Runs the next tokens of any number of rows at once; their keys and values lie in a pool.
 
-    Not thread-safe: one executor thread owns it. Where it keeps no state between steps, sessions do
-    not see each other.
+    Not thread-safe: one executor thread owns it. It keeps no state between steps.
     """
 
     def __init__(
@@ -33,16 +37,22 @@ class Blocks:
         heads: CacheHeads,
         hidden_size: int,
         context_length: int,
+        weight_bytes: int,
+        packs_rows: bool,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """`decoder` runs `span` on `inputs_embeds` and returns the last block's output as it is."""
+        """`decoder` runs `span` on `inputs_embeds` and returns the last block's output as it is.
+
+        `packs_rows`: its attention goes through transformers' interface, which rows packed need.
+        """
         self.span = span
         self.hidden_size = hidden_size
         self.context_length = context_length
         self.dtype = dtype
         self.device = device
-        self.weight_bytes = sum(weight.nbytes for weight in decoder.parameters())
+        self.weight_bytes = weight_bytes
+        self._packs_rows = packs_rows
         self._decoder: Any = decoder
         self._layers = layers
         self._heads = heads
@@ -72,43 +82,77 @@ class Blocks:
                 heads=self._heads,
                 hidden_size=self.hidden_size,
                 context_length=self.context_length,
+                weight_bytes=self.weight_bytes * len(span) // len(self.span),
+                packs_rows=self._packs_rows,
                 dtype=self.dtype,
                 device=self.device,
             )
         return self._parts[span]
 
-    def new_cache(self, capacity: int = 0) -> SequenceCache:
-        """Return an empty cache for one sequence, with room for `capacity` tokens at once."""
-        return SequenceCache(
-            self.span, self._heads, dtype=self.dtype, device=self.device, capacity=capacity
-        )
+    def new_pool(self, tokens: int) -> PagePool:
+        """Return an empty cache for rows of `tokens` tokens together, each through all blocks."""
+        return PagePool(self.span, self._heads, tokens=tokens, dtype=self.dtype, device=self.device)
 
     @torch.inference_mode()
-    def forward(self, hidden_LD: Tensor, cache: SequenceCache) -> Tensor:
-        """Run L >= 1 tokens at positions `cache.length`... and append them to the cache.
+    def forward(self, hidden_TD: Tensor, runs: Sequence[Run]) -> Tensor:
+        """Run the next tokens of each run's row, packed one run after another, and cache them.
 
-        `hidden_LD` may be of any floating dtype and on any device, and is not changed. The result
-        has this span's dtype and device. If it raises, the cache is as it was before.
-        Raises `ContextLengthError`, and `ValueError` for a wrong shape or another span's cache.
+        Every run's table must have room (`reserve`) and belong to a pool that covers this span.
+        `hidden_TD` may be of any floating dtype and on any device, and is not changed. The result
+        [T, D] has this span's dtype and device. If it raises, all rows are as they were.
+        Raises `ContextLengthError`, and `ValueError` for a wrong shape or another span's pool.
         """
-        if hidden_LD.ndim != 2 or hidden_LD.shape[1] != self.hidden_size or not len(hidden_LD):
-            raise ValueError(f"expected [tokens, {self.hidden_size}], got {list(hidden_LD.shape)}")
-        if cache.span != self.span:
-            raise ValueError(f"a cache of blocks {cache.span} cannot serve blocks {self.span}")
-        tokens = len(hidden_LD)
-        end = cache.length + tokens
-        if end > self.context_length:
-            raise ContextLengthError(f"{end} tokens; the model holds {self.context_length}")
-        cache.reserve(end)
+        self._check(hidden_TD, runs)
+        inputs_1TD = hidden_TD.to(device=self.device, dtype=self.dtype)[None]
+        if self._packs_rows:
+            packed = PackedRuns(runs[0].table.pool, runs)
+            output_TD = self._decode(inputs_1TD, packed.positions_1T, packed, packed=packed)
+        else:
+            output_TD = self._run_apart(inputs_1TD, runs)
+        for run in runs:
+            run.table.length += run.count
+        return output_TD
+
+    def _run_apart(self, inputs_1TD: Tensor, runs: Sequence[Run]) -> Tensor:
+        outputs, start = [], 0
+        for run in runs:
+            end = run.table.length + run.count
+            positions_1L = torch.arange(run.table.length, end, device=self.device)[None]
+            inputs_1LD = inputs_1TD[:, start : start + run.count]
+            outputs.append(self._decode(inputs_1LD, positions_1L, RowCache(run)))
+            start += run.count
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def _decode(
+        self, inputs_1LD: Tensor, positions_1L: Tensor, cache: PackedRuns | RowCache, **extra: Any
+    ) -> Tensor:
         output = self._decoder(
-            inputs_embeds=hidden_LD.to(device=self.device, dtype=self.dtype)[None],
-            position_ids=torch.arange(cache.length, end, device=self.device)[None],
+            inputs_embeds=inputs_1LD,
+            position_ids=positions_1L,
             past_key_values=cache,
             use_cache=True,
+            **extra,
         )
-        cache.advance(tokens)
-        hidden: Tensor = output.last_hidden_state[0]
-        return hidden
+        hidden_LD: Tensor = output.last_hidden_state[0]
+        return hidden_LD
+
+    def _check(self, hidden_TD: Tensor, runs: Sequence[Run]) -> None:
+        tokens = sum(run.count for run in runs)
+        if hidden_TD.shape != (tokens, self.hidden_size) or any(run.count < 1 for run in runs):
+            raise ValueError(
+                f"expected [{tokens}, {self.hidden_size}], got {list(hidden_TD.shape)}"
+            )
+        if not runs:
+            raise ValueError("expected at least one run")
+        pool = runs[0].table.pool
+        if not pool.span.covers(self.span) or any(run.table.pool is not pool for run in runs):
+            raise ValueError(f"a cache of blocks {pool.span} cannot serve blocks {self.span}")
+        for run in runs:
+            end, room = run.table.length + run.count, run.table.capacity
+            if end > self.context_length:
+                raise ContextLengthError(f"{end} tokens; the model holds {self.context_length}")
+            if end > room:
+                raise ValueError(f"{end} tokens in pages for {room}: reserve them first")
 
 
 def sliced_decoder(decoder: nn.Module, layers: str, local: Span) -> nn.Module:

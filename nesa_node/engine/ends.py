@@ -12,6 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from nesa_node.core.errors import ContextLengthError
+from nesa_node.engine.packed_linear import packed
+
+MAX_COPY_BYTES = 512 << 20
+"""A shared weight of up to this size is copied for the head's speed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,20 +74,27 @@ class Head:
     """The last block's output to logits, in the model's dtype."""
 
     def __init__(
-        self, final: Sequence[nn.Module], lm_head: nn.Linear, *, softcap: float | None
+        self,
+        final: Sequence[nn.Module],
+        lm_head: nn.Linear,
+        *,
+        softcap: float | None,
+        is_shared: bool = False,
     ) -> None:
+        """`is_shared`: the embedder holds the same weight, a packed one is a second copy of it."""
         self._final = tuple(final)
-        self._lm_head = lm_head
+        self._dtype, self._device = lm_head.weight.dtype, lm_head.weight.device
+        packs = not is_shared or lm_head.weight.nbytes <= MAX_COPY_BYTES
+        self._lm_head = (packed(lm_head) if packs else None) or lm_head
         self._softcap = softcap
 
     @property
     def vocab_size(self) -> int:
-        return int(self._lm_head.weight.shape[0])
+        return self._lm_head.out_features
 
     @torch.inference_mode()
     def __call__(self, hidden_LD: Tensor) -> Tensor:
-        weight = self._lm_head.weight
-        hidden_LD = hidden_LD.to(device=weight.device, dtype=weight.dtype)
+        hidden_LD = hidden_LD.to(device=self._device, dtype=self._dtype)
         for module in self._final:
             hidden_LD = module(hidden_LD)
         logits_LV: Tensor = self._lm_head(hidden_LD)

@@ -56,6 +56,8 @@ class Family:
     embedding_norm: str | None = None
     final: tuple[str, ...] = ("norm",)
     cache_heads: Callable[[Any], CacheHeads] = _grouped_query
+    packs_rows: bool = True
+    """Attention goes through transformers' interface; else rows run one after the other."""
     trained_length: int | None = None
     """The context limit of families whose config need not state one."""
     refuses: Mapping[str, object] | None = None
@@ -94,6 +96,7 @@ FAMILIES: Mapping[str, Family] = {
         embedding="word_embeddings",
         embedding_norm="word_embeddings_layernorm",
         final=("ln_f",),
+        packs_rows=False,
         trained_length=2048,
     ),
     "falcon": Family(
@@ -103,6 +106,7 @@ FAMILIES: Mapping[str, Family] = {
         embedding="word_embeddings",
         final=("ln_f",),
         cache_heads=_falcon_heads,
+        packs_rows=False,
     ),
     "opt": Family(
         "OPT",

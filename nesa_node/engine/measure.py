@@ -10,7 +10,8 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from nesa_node.engine.blocks import Blocks
+from nesa_node.engine.blocks import Blocks, Run
+from nesa_node.engine.pages import pages_for
 
 PREFILL_TOKENS = 128
 DECODE_TOKENS = 16
@@ -46,14 +47,16 @@ def measure_throughput(
 
 
 def _round(blocks: Blocks, hidden_LD: Tensor, clock: Callable[[], float]) -> tuple[float, float]:
-    cache = blocks.new_cache(len(hidden_LD) + DECODE_TOKENS)
+    tokens = len(hidden_LD) + DECODE_TOKENS
+    table = blocks.new_pool(tokens).promise(pages_for(tokens)).new_table()
+    table.reserve(tokens)
     start = clock()
-    blocks.forward(hidden_LD, cache)
+    blocks.forward(hidden_LD, [Run(table, len(hidden_LD))])
     _finish(blocks)
     middle = clock()
     for index in range(DECODE_TOKENS):
         row = index % len(hidden_LD)
-        blocks.forward(hidden_LD[row : row + 1], cache)
+        blocks.forward(hidden_LD[row : row + 1], [Run(table, 1)])
     _finish(blocks)
     return middle - start, (clock() - middle) / DECODE_TOKENS
 

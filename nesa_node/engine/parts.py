@@ -8,9 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from nesa_node.core.span import Span
+from nesa_node.engine.attention import NAME as PAGED_ATTENTION
 from nesa_node.engine.blocks import Blocks, sliced_decoder
 from nesa_node.engine.checkpoint import Checkpoint
 from nesa_node.engine.ends import Embedder, EmbeddingModules, Head
+from nesa_node.engine.packed_linear import pack_linear_layers
 from nesa_node.engine.progress import Progress
 from nesa_node.engine.skeleton import Skeleton
 
@@ -47,6 +49,8 @@ def load_blocks(
     device = torch.device(device)
     skeleton = Skeleton(checkpoint)
     family = skeleton.family
+    if family.packs_rows:
+        skeleton.model.config._attn_implementation = PAGED_ATTENTION
     decoder: Any = sliced_decoder(skeleton.decoder, family.layers, span)
     for name in (family.embedding, family.projection_in):
         if name is not None:
@@ -67,6 +71,8 @@ def load_blocks(
         progress=progress,
     )
     skeleton.require_complete(decoder)
+    weight_bytes = sum(weight.nbytes for weight in decoder.parameters())
+    pack_linear_layers(decoder)
     return Blocks(
         decoder,
         family.layers,
@@ -74,6 +80,8 @@ def load_blocks(
         heads=family.cache_heads(checkpoint.config),
         hidden_size=int(checkpoint.config.hidden_size),
         context_length=checkpoint.context_length,
+        weight_bytes=weight_bytes,
+        packs_rows=family.packs_rows,
         dtype=dtype,
         device=device,
     )
@@ -157,8 +165,10 @@ def _load_head(
     )
     lm_head = skeleton.model.get_submodule(LM_HEAD)
     assert isinstance(lm_head, nn.Linear)
+    embedding: Any = getattr(decoder, family.embedding)
     return Head(
         [getattr(decoder, name) for name in final],
         lm_head,
         softcap=getattr(skeleton.checkpoint.config, "final_logit_softcapping", None),
+        is_shared=lm_head.weight.data_ptr() == embedding.weight.data_ptr(),
     )

@@ -17,7 +17,8 @@ import torch
 from nesa_node.compression import tensors
 from nesa_node.core.errors import ProtocolError, StreamClosedError
 from nesa_node.core.ids import PeerId
-from nesa_node.engine.blocks import Blocks
+from nesa_node.engine.blocks import Blocks, Run
+from nesa_node.engine.pages import PAGE_TOKENS, pages_for
 from nesa_node.server.batch import Batch, RowChunk
 from nesa_node.server.executor import Executor
 from nesa_node.server.inbox import Inbox, Queued
@@ -58,7 +59,9 @@ class Session:
         )
         self.inbox.epoch = opened.epoch
         self._blocks = blocks
-        self._caches = [blocks.new_cache() for _ in range(opened.rows)]
+        pages = opened.rows * pages_for(opened.max_tokens)
+        promise = blocks.new_pool(pages * PAGE_TOKENS).promise(pages)
+        self._caches = [promise.new_table() for _ in range(opened.rows)]
         self._executor = executor
         self._dial = dial
         self._outbox = Outbox()
@@ -217,7 +220,9 @@ class Session:
         outputs = []
         for chunk in job:
             hidden_LD = chunk.hidden_LD.to(device=blocks.device, dtype=blocks.dtype)
-            output_LD = blocks.forward(hidden_LD, self._caches[chunk.row])
+            table = self._caches[chunk.row]
+            table.reserve(table.length + len(hidden_LD))
+            output_LD = blocks.forward(hidden_LD, [Run(table, len(hidden_LD))])
             outputs.append(output_LD.to(device="cpu", dtype=dtype))
         return outputs
 

@@ -19,8 +19,7 @@ from transformers import PreTrainedModel
 from nesa_node.client.causal_lm import DistributedModelForCausalLM
 from nesa_node.core.choices import Route
 from nesa_node.core.span import Span
-from nesa_node.engine.blocks import Blocks
-from nesa_node.engine.sequence_cache import SequenceCache
+from nesa_node.engine.blocks import Blocks, Run
 from tests.client.local_models import left_padded, random_ids
 from tests.e2e.joining import ROUTES, both_routes
 from tests.engine.tiny_models import (
@@ -127,29 +126,33 @@ def test_logits_are_within_1e_4(case: Case, route: Route) -> None:
 FORWARD = Blocks.forward
 
 
-def _without_its_last_block(blocks: Blocks, hidden_LD: Tensor, cache: SequenceCache) -> Tensor:
-    cache.span = Span(blocks.span.start, blocks.span.end - 1)
-    return FORWARD(blocks.part(cache.span), hidden_LD, cache)
+def _without_its_last_block(blocks: Blocks, hidden_TD: Tensor, runs: Sequence[Run]) -> Tensor:
+    return FORWARD(blocks.part(Span(blocks.span.start, blocks.span.end - 1)), hidden_TD, runs)
 
 
-def _one_position_late(blocks: Blocks, hidden_LD: Tensor, cache: SequenceCache) -> Tensor:
-    if not cache.length:
-        FORWARD(blocks, hidden_LD[:1], cache)
-    return FORWARD(blocks, hidden_LD, cache)
+def _one_position_late(blocks: Blocks, hidden_TD: Tensor, runs: Sequence[Run]) -> Tensor:
+    start = 0
+    for run in runs:
+        if not run.table.length:
+            run.table.reserve(run.count + 1)
+            FORWARD(blocks, hidden_TD[start : start + 1], [Run(run.table, 1)])
+        run.table.reserve(run.table.length + run.count)
+        start += run.count
+    return FORWARD(blocks, hidden_TD, runs)
 
 
 @pytest.mark.parametrize("mistake", [_without_its_last_block, _one_position_late])
 def test_a_mistake_of_the_middle_node_is_caught(
     case: Case,
-    mistake: Callable[[Blocks, Tensor, SequenceCache], Tensor],
+    mistake: Callable[[Blocks, Tensor, Sequence[Run]], Tensor],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Missing position codes are caught by the engine's tests, with the same tolerance."""
     middle = thirds(BLOCKS)[1]
 
-    def forward(blocks: Blocks, hidden_LD: Tensor, cache: SequenceCache) -> Tensor:
+    def forward(blocks: Blocks, hidden_TD: Tensor, runs: Sequence[Run]) -> Tensor:
         run = mistake if blocks.span == middle else FORWARD
-        return run(blocks, hidden_LD, cache)
+        return run(blocks, hidden_TD, runs)
 
     monkeypatch.setattr(Blocks, "forward", forward)
     for route in ROUTES:

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from nesa_node.core.span import Span
+from nesa_node.engine import blocks as engine
 from nesa_node.engine.blocks import Blocks
 from nesa_node.engine.checkpoint import Checkpoint, open_checkpoint
+from nesa_node.engine.pages import PageTable, pages_for
 from nesa_node.engine.parts import load_blocks, load_ends
 
 THIRDS = (Span(0, 2), Span(2, 4), Span(4, 6))
@@ -18,6 +20,22 @@ THIRDS = (Span(0, 2), Span(2, 4), Span(4, 6))
 
 def open_local(folder: Path) -> Checkpoint:
     return open_checkpoint(str(folder), cache_dir=folder / "unused")
+
+
+def distance(found: Tensor, expected: Tensor) -> float:
+    """The largest difference, relative to the largest expected value."""
+    return float((found - expected).abs().max() / expected.abs().max())
+
+
+def new_row(blocks: Blocks, tokens: int = 1024) -> PageTable:
+    """An empty row in a pool of its own."""
+    return blocks.new_pool(tokens).promise(pages_for(tokens)).new_table()
+
+
+def forward(blocks: Blocks, hidden_LD: Tensor, row: PageTable) -> Tensor:
+    """Run one row's next tokens."""
+    row.reserve(row.length + len(hidden_LD))
+    return blocks.forward(hidden_LD, [engine.Run(row, len(hidden_LD))])
 
 
 class Chain:
@@ -42,20 +60,20 @@ class Run:
     def __init__(self, chain: Chain, *, blocks: Sequence[Blocks] | None = None) -> None:
         self.chain = chain
         self.blocks = list(chain.blocks if blocks is None else blocks)
-        self.caches = [span.new_cache() for span in self.blocks]
+        self.tables = [new_row(span) for span in self.blocks]
         self.length = 0
 
     def step(self, tokens: Sequence[int]) -> Tensor:
         """Return logits_LV of these tokens, which follow those before."""
         hidden_LD = self.chain.embedder(torch.tensor(tokens), self.length)
-        for span, cache in zip(self.blocks, self.caches, strict=True):
-            hidden_LD = span.forward(hidden_LD, cache)
+        for span, table in zip(self.blocks, self.tables, strict=True):
+            hidden_LD = forward(span, hidden_LD, table)
         self.length += len(tokens)
         return self.chain.head(hidden_LD)
 
     def rollback(self, length: int) -> None:
-        for cache in self.caches:
-            cache.truncate(length)
+        for table in self.tables:
+            table.truncate(length)
         self.length = length
 
     def greedy(self, prompt: Sequence[int], count: int, *, chunk: int | None = None) -> list[int]:

@@ -11,6 +11,7 @@ import torch
 from nesa_node.core.span import Span
 from nesa_node.engine.checkpoint import open_checkpoint
 from nesa_node.engine.parts import load_blocks
+from tests.engine.chained import forward, new_row
 
 
 def peak() -> int:
@@ -24,7 +25,7 @@ def main() -> None:
     # A daemon's peak before it loads anything: imports and one matrix product.
     torch.randn(512, 512) @ torch.randn(512, 512)
     first = load_blocks(checkpoint, Span(0, 1), dtype=torch.float32, device="cpu")
-    first.forward(torch.randn(4, first.hidden_size), first.new_cache())
+    forward(first, torch.randn(4, first.hidden_size), new_row(first))
     del first
     before = peak()
     blocks = load_blocks(checkpoint, span, dtype=torch.float32, device="cpu")

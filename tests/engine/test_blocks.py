@@ -9,10 +9,13 @@ from nesa_node.core.errors import ContextLengthError
 from nesa_node.core.span import Span
 from nesa_node.engine.blocks import Blocks
 from nesa_node.engine.measure import measure_throughput
+from nesa_node.engine.pages import PAGE_TOKENS
 from nesa_node.engine.parts import load_blocks, load_embedder, load_head
-from nesa_node.engine.sequence_cache import CHUNK_TOKENS
-from tests.engine.chained import Chain, Run, open_local
+from tests.engine.chained import Chain, Run, distance, forward, new_row, open_local
 from tests.engine.tiny_models import FAMILIES, prompt_ids, reference, save_tiny_model
+
+# What a rounding in another order makes of a few blocks.
+SIXTEEN_BITS = {torch.float16: 5e-3, torch.bfloat16: 4e-2}
 
 
 def load(family: str, models_dir: Path, span: Span, dtype: torch.dtype = torch.float32) -> Blocks:
@@ -42,10 +45,9 @@ def test_a_span_holds_its_own_weights_only(blocks: Blocks, models_dir: Path) -> 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_cache_takes_what_is_announced(family: str, models_dir: Path) -> None:
     blocks = load(family, models_dir, Span(2, 5))
-    cache = blocks.new_cache()
-    assert cache.nbytes == 0
-    blocks.forward(hidden(1), cache)
-    assert cache.nbytes == CHUNK_TOKENS * blocks.cache_bytes_per_token
+    pool = blocks.new_pool(PAGE_TOKENS)
+    taken = sum(tensor.nbytes for tensor in (*pool.keys_SHD, *pool.values_SHD))
+    assert taken == PAGE_TOKENS * blocks.cache_bytes_per_token
     config = reference(save_tiny_model(family, models_dir)).config
     heads = getattr(config, "num_kv_heads", None) or getattr(config, "num_key_value_heads", None)
     heads = 1 if family == "falcon" else heads or config.num_attention_heads
@@ -53,19 +55,9 @@ def test_a_cache_takes_what_is_announced(family: str, models_dir: Path) -> None:
     assert blocks.cache_bytes_per_token == 2 * head_dim * heads * 3 * 4
 
 
-def test_a_cache_grows_by_chunks_and_keeps_what_it_holds(blocks: Blocks) -> None:
-    grown, reserved = blocks.new_cache(), blocks.new_cache(CHUNK_TOKENS + 40)
-    assert reserved.nbytes == 2 * CHUNK_TOKENS * blocks.cache_bytes_per_token
-    for start in range(0, CHUNK_TOKENS + 40, 37):
-        step = hidden(37) + start
-        assert torch.equal(blocks.forward(step, grown), blocks.forward(step, reserved))
-    assert grown.length == reserved.length > CHUNK_TOKENS
-    assert grown.nbytes == reserved.nbytes
-
-
 def test_a_cache_of_another_span_is_refused(blocks: Blocks) -> None:
     with pytest.raises(ValueError, match="2:4"):
-        blocks.forward(hidden(1), blocks.part(Span(2, 4)).new_cache())
+        forward(blocks, hidden(1), new_row(blocks.part(Span(2, 4))))
 
 
 @pytest.mark.parametrize("span", [Span(0, 2), Span(3, 5), Span(2, 2)])
@@ -77,44 +69,47 @@ def test_only_part_of_the_span_can_be_taken(blocks: Blocks, span: Span) -> None:
 def test_a_part_shares_the_weights(blocks: Blocks) -> None:
     part = blocks.part(Span(2, 4))
     assert part is blocks.part(Span(2, 4))
-    whole = {weight.data_ptr() for weight in blocks._decoder.parameters()}
-    assert {weight.data_ptr() for weight in part._decoder.parameters()} < whole
+    whole = {id(module) for module in blocks._decoder.modules()}
+    assert {id(module) for module in part._decoder.layers.modules()} - {
+        id(part._decoder.layers)
+    } < whole
+    assert part.weight_bytes * len(blocks.span) == blocks.weight_bytes * len(part.span)
 
 
 @pytest.mark.parametrize("shape", [(3,), (3, 63), (0, 64), (1, 3, 64)])
 def test_hidden_states_of_another_shape_are_refused(blocks: Blocks, shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="expected"):
-        blocks.forward(torch.zeros(shape), blocks.new_cache())
+        forward(blocks, torch.zeros(shape), new_row(blocks))
 
 
 def test_the_context_ends_where_the_model_says(blocks: Blocks) -> None:
-    cache = blocks.new_cache()
-    blocks.forward(hidden(1000), cache)
+    cache = new_row(blocks, 2048)
+    forward(blocks, hidden(1000), cache)
     with pytest.raises(ContextLengthError, match="1025 tokens; the model holds 1024"):
-        blocks.forward(hidden(25), cache)
+        forward(blocks, hidden(25), cache)
     assert cache.length == 1000
-    blocks.forward(hidden(24), cache)
+    forward(blocks, hidden(24), cache)
 
 
 def test_a_step_that_fails_leaves_the_cache_as_it_was(
     blocks: Blocks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cache, undisturbed = blocks.new_cache(), blocks.new_cache()
+    cache, undisturbed = new_row(blocks), new_row(blocks)
     for each in (cache, undisturbed):
-        blocks.forward(hidden(20), each)
+        forward(blocks, hidden(20), each)
     last = blocks._decoder.layers[-1].mlp
     with monkeypatch.context() as patch:
         patch.setattr(last, "forward", lambda hidden: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            blocks.forward(hidden(5) + 1, cache)
+            forward(blocks, hidden(5) + 1, cache)
     assert cache.length == 20
-    assert torch.equal(blocks.forward(hidden(5), cache), blocks.forward(hidden(5), undisturbed))
+    assert torch.equal(forward(blocks, hidden(5), cache), forward(blocks, hidden(5), undisturbed))
 
 
 @pytest.mark.parametrize("length", [-1, 21])
 def test_a_rollback_beyond_the_cache_is_refused(blocks: Blocks, length: int) -> None:
-    cache = blocks.new_cache()
-    blocks.forward(hidden(20), cache)
+    cache = new_row(blocks)
+    forward(blocks, hidden(20), cache)
     with pytest.raises(ValueError, match="roll back"):
         cache.truncate(length)
 
@@ -127,7 +122,7 @@ def test_a_span_the_model_does_not_have_is_refused(span: Span, models_dir: Path)
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_sixteen_bits_give_what_transformers_gives_with_them(
+def test_sixteen_bits_give_nearly_what_transformers_gives_with_them(
     family: str, dtype: torch.dtype, models_dir: Path
 ) -> None:
     folder = save_tiny_model(family, models_dir)
@@ -136,12 +131,12 @@ def test_sixteen_bits_give_what_transformers_gives_with_them(
         expected = reference(folder, dtype)(torch.tensor([prompt])).logits[0]
     logits = Run(Chain(folder, dtype=dtype)).step(prompt)
     assert logits.dtype == dtype
-    assert torch.equal(logits, expected)
+    assert distance(logits.float(), expected.float()) <= SIXTEEN_BITS[dtype]
 
 
 def test_hidden_states_of_another_dtype_are_converted(models_dir: Path) -> None:
     blocks = load("llama", models_dir, Span(0, 2), torch.bfloat16)
-    output = blocks.forward(hidden(3), blocks.new_cache())
+    output = forward(blocks, hidden(3), new_row(blocks))
     assert output.dtype == torch.bfloat16
 
 

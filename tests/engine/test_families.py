@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.engine.chained import Chain, Run
+from tests.engine.chained import Chain, Run, distance
 from tests.engine.tiny_models import (
     FAMILIES,
     LEAST_DISTINCT,
@@ -58,10 +58,6 @@ def case(request: pytest.FixtureRequest, models_dir: Path) -> Case:
 def family(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     return name
-
-
-def distance(logits: Tensor, expected: Tensor) -> float:
-    return float((logits - expected).abs().max() / expected.abs().max())
 
 
 def test_three_spans_decode_as_the_whole_model(case: Case) -> None:
@@ -149,8 +145,8 @@ def test_positions_shifted_by_one_are_caught(family: str, models_dir: Path) -> N
     # The embedder's position comes from the client, the node's from its cache.
     run.rollback(350)
     run.length = 351
-    for cache_ in run.caches:
-        cache_.length = 351
+    for table in run.tables:
+        table.length = 351
     wrong = run.step(case.prompt[350:])
     assert distance(wrong, case.logits_LV[350:]) > VISIBLE
 

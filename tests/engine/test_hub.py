@@ -17,7 +17,7 @@ from nesa_node.core.span import Span
 from nesa_node.engine.checkpoint import Checkpoint, open_checkpoint
 from nesa_node.engine.model_id import model_id
 from nesa_node.engine.parts import load_blocks
-from tests.engine.chained import open_local
+from tests.engine.chained import forward, new_row, open_local
 from tests.engine.fake_hub import COMMIT, FakeHub, fake_hub
 from tests.engine.tiny_models import reference, save_tiny_model
 
@@ -59,7 +59,7 @@ def shards_of(checkpoint: Checkpoint, block: int) -> set[str]:
 
 def load(checkpoint: Checkpoint, span: Span) -> float:
     blocks = load_blocks(checkpoint, span, dtype=torch.float32, device="cpu")
-    return float(blocks.forward(torch.ones(3, 64), blocks.new_cache()).sum())
+    return float(forward(blocks, torch.ones(3, 64), new_row(blocks)).sum())
 
 
 def test_opening_reads_headers_and_no_weights(hub: FakeHub, tmp_path: Path) -> None:

@@ -1,0 +1,192 @@
+"""Attention of many rows at once over the pages of a pool, under transformers' attention interface.
+
+The tokens of all rows are packed into one sequence. H key/value heads, G query heads for each of
+them, D head size, L tokens of one row in this step, T tokens of all rows, C tokens of one row so
+far, S slots of the pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import AttentionInterface
+
+from nesa_node.engine.pages import PagePool, PageTable
+
+NAME = "nesa_pages"
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The next `count` tokens of a row, whose pages have room for them."""
+
+    table: PageTable
+    count: int
+
+
+@dataclass(slots=True)
+class _Row:
+    """One run's place among the packed tokens and in the pool."""
+
+    start: int
+    count: int
+    past: int
+    slots: slice | Tensor
+    masks: dict[int | None, Tensor | None] = field(default_factory=dict)
+
+    def window(self, side_SHD: Tensor, window: int | None) -> Tensor:
+        """Keys or values [1, H, C, D] that this run's tokens may see, the oldest left out."""
+        kept_CHD = side_SHD[self.slots]
+        if window is not None and self.past + 1 > window:
+            kept_CHD = kept_CHD[self.past + 1 - window :]
+        return kept_CHD.transpose(0, 1).unsqueeze(0)
+
+    def mask(self, window: int | None, device: torch.device) -> Tensor | None:
+        """Which of `window`'s tokens each query sees, [L, C]; None: those up to its own."""
+        if window not in self.masks:
+            self.masks[window] = self._make_mask(window, device)
+        return self.masks[window]
+
+    def _make_mask(self, window: int | None, device: torch.device) -> Tensor | None:
+        end = self.past + self.count
+        if self.past == 0 and (window is None or end <= window):
+            return None
+        first = max(self.past + 1 - window, 0) if window is not None else 0
+        query_L1 = torch.arange(self.past, end, device=device).unsqueeze(1)
+        key_C = torch.arange(first, end, device=device)
+        seen_LC = key_C <= query_L1
+        if window is not None:
+            seen_LC &= key_C > query_L1 - window
+        return seen_LC
+
+
+class PackedRuns:
+    """The runs of one step. Also what transformers' models take for their cache."""
+
+    def __init__(self, pool: PagePool, runs: Sequence[Run]) -> None:
+        self.pool = pool
+        self.rows: list[_Row] = []
+        start = 0
+        for run in runs:
+            past = run.table.length
+            slots = run.table.slots(0, past + run.count)
+            self.rows.append(_Row(start, run.count, past, slots))
+            start += run.count
+        self.tokens = start
+
+    @cached_property
+    def positions_1T(self) -> Tensor:
+        rows = [torch.arange(row.past, row.past + row.count) for row in self.rows]
+        return torch.cat(rows).unsqueeze(0).to(self.pool.device)
+
+    def update(
+        self, keys_1HTD: Tensor, values_1HTD: Tensor, layer_idx: int, *_: object, **__: object
+    ) -> tuple[Tensor, Tensor]:
+        """Put the new tokens' keys and values of a layer where they belong, and return them."""
+        layer = layer_idx - self.pool.span.start
+        self.pool.keys_SHD[layer].index_copy_(0, self._slots_T, keys_1HTD[0].transpose(0, 1))
+        self.pool.values_SHD[layer].index_copy_(0, self._slots_T, values_1HTD[0].transpose(0, 1))
+        return keys_1HTD, values_1HTD
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+    @cached_property
+    def _slots_T(self) -> Tensor:
+        parts = []
+        for row in self.rows:
+            if isinstance(row.slots, slice):
+                end = row.slots.stop
+                parts.append(torch.arange(end - row.count, end))
+            else:
+                parts.append(row.slots[row.past :].cpu())
+        return torch.cat(parts).to(self.pool.device)
+
+
+def attend(
+    module: torch.nn.Module,
+    query_1QTD: Tensor,
+    key_1HTD: Tensor,
+    value_1HTD: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    packed: PackedRuns,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention interface: outputs [1, T, Q, D] with Q = H x G.
+
+    Keys and values of this step are in the pool already. `packed` came in through the model's own
+    keyword arguments.
+    """
+    layer: int = module.layer_idx - packed.pool.span.start  # type: ignore[operator, assignment]
+    keys_SHD, values_SHD = packed.pool.keys_SHD[layer], packed.pool.values_SHD[layer]
+    outputs = []
+    for row in packed.rows:
+        query_1QLD = query_1QTD[:, :, row.start : row.start + row.count]
+        keys_1HCD = row.window(keys_SHD, sliding_window)
+        values_1HCD = row.window(values_SHD, sliding_window)
+        mask = row.mask(sliding_window, query_1QTD.device) if row.count > 1 else None
+        if softcap is not None:
+            output = _softcapped(query_1QLD, keys_1HCD, values_1HCD, mask, scaling, softcap)
+        elif row.count == 1:
+            output = _one_token(query_1QLD, keys_1HCD, values_1HCD, scaling)
+        else:
+            output = functional.scaled_dot_product_attention(
+                query_1QLD,
+                keys_1HCD,
+                values_1HCD,
+                attn_mask=mask,
+                is_causal=mask is None,
+                scale=scaling,
+                enable_gqa=query_1QLD.shape[1] != keys_1HCD.shape[1],
+            )
+        outputs.append(output.transpose(1, 2))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1), None
+
+
+def _one_token(
+    query_1Q1D: Tensor, keys_1HCD: Tensor, values_1HCD: Tensor, scaling: float | None
+) -> Tensor:
+    """A kv head's query heads stand in as its query tokens: fewer, larger products."""
+    heads, dim = keys_1HCD.shape[1], query_1Q1D.shape[-1]
+    query_1HGD = query_1Q1D.reshape(1, heads, -1, dim)
+    output_1HGD = functional.scaled_dot_product_attention(
+        query_1HGD, keys_1HCD, values_1HCD, scale=scaling
+    )
+    return output_1HGD.reshape(1, -1, 1, dim)
+
+
+def _softcapped(
+    query_1QLD: Tensor,
+    keys_1HCD: Tensor,
+    values_1HCD: Tensor,
+    mask_LC: Tensor | None,
+    scaling: float | None,
+    softcap: float,
+) -> Tensor:
+    """Gemma 2's attention, whose scores are squeezed below `softcap`; its softmax is in float32."""
+    _, heads, context, dim = keys_1HCD.shape
+    count = query_1QLD.shape[2]
+    query_1HGLD = query_1QLD.reshape(1, heads, -1, count, dim)
+    scale = dim**-0.5 if scaling is None else scaling
+    scores_1HGLC = query_1HGLD @ keys_1HCD.unsqueeze(2).transpose(-1, -2) * scale
+    scores_1HGLC = (scores_1HGLC / softcap).tanh() * softcap
+    if count > 1:
+        if mask_LC is None:
+            mask_LC = torch.ones(count, context, dtype=torch.bool, device=keys_1HCD.device).tril()
+        scores_1HGLC = scores_1HGLC.masked_fill(~mask_LC, float("-inf"))
+    weights_1HGLC = scores_1HGLC.softmax(-1, dtype=torch.float32).to(query_1QLD.dtype)
+    output_1HGLD = weights_1HGLC @ values_1HCD.unsqueeze(2)
+    return output_1HGLD.reshape(1, -1, count, dim)
+
+
+AttentionInterface.register(NAME, attend)

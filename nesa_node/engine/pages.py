@@ -1,0 +1,303 @@
+"""The KV cache of a node: one pool of fixed-size pages, allocated once, shared by all sessions.
+
+H key/value heads, D head size, S slots of the pool (one token each), L tokens.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from nesa_node.core.errors import CacheFullError
+from nesa_node.core.span import Span
+from nesa_node.engine.families import CacheHeads
+
+PAGE_TOKENS = 32
+
+
+def pages_for(tokens: int) -> int:
+    """Return how many pages hold `tokens` tokens of one row."""
+    return -(-tokens // PAGE_TOKENS)
+
+
+class PagePool:
+    """Keys [S, H, D] and values [S, H, D] for each block of `span`, in one dtype on one device.
+
+    Which page belongs to whom is bookkeeping that any thread may do, but not about a row that is
+    being run. Memory is taken when a page is first written. A row's pages follow one another
+    wherever there is room, so that attention can read them as one view.
+    """
+
+    def __init__(
+        self,
+        span: Span,
+        heads: CacheHeads,
+        *,
+        tokens: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.span = span
+        self.heads = heads
+        self.num_pages = max(pages_for(tokens), 1)
+        shape = (self.num_pages * PAGE_TOKENS, heads.count, heads.dim)
+        self.keys_SHD = [torch.empty(shape, dtype=dtype, device=device) for _ in range(len(span))]
+        self.values_SHD = [torch.empty(shape, dtype=dtype, device=device) for _ in range(len(span))]
+        self.device = device
+        self._guard = threading.RLock()
+        self._holders = [0] * self.num_pages
+        self._held = 0
+        self._promised = 0
+        self._best_effort = 0
+
+    @property
+    def held_pages(self) -> int:
+        """Pages in use, each counted once however many rows share it."""
+        return self._held
+
+    @property
+    def free_pages(self) -> int:
+        """Pages that can still be promised."""
+        return self.num_pages - self._promised - self._best_effort
+
+    def promise(self, pages: int) -> Promise:
+        """Set `pages` aside for one session. Raises `CacheFullError` if fewer are free."""
+        promise = Promise(self)
+        promise.add(pages)
+        return promise
+
+    def export_tokens(self, table: PageTable, start: int, end: int) -> Tensor:
+        """Copy positions `start:end` of a row: [2, blocks, L, H, D] on the CPU, keys first."""
+        where = table.slots(start, end)
+        kept = [
+            torch.stack([layer_SHD[where] for layer_SHD in side])
+            for side in (self.keys_SHD, self.values_SHD)
+        ]
+        return torch.stack(kept).cpu()
+
+    def import_tokens(self, table: PageTable, start: int, kept: Tensor) -> None:
+        """Put what `export_tokens` returned at positions `start`... that are reserved."""
+        where = table.slots(start, start + kept.shape[2])
+        for side, layers in zip((self.keys_SHD, self.values_SHD), kept, strict=True):
+            for layer_SHD, tokens_LHD in zip(side, layers, strict=True):
+                layer_SHD[where] = tokens_LHD.to(self.device, layer_SHD.dtype)
+
+    def _take(self, count: int, after: int | None, expected: int) -> list[int]:
+        """Pages with one holder each: those that follow `after` if they are free."""
+        taken: list[int] = []
+        while len(taken) < count:
+            page = after + 1 if after is not None else None
+            if page is None or page >= self.num_pages or self._holders[page]:
+                page = self._roomiest(max(expected - len(taken), 1))
+            self._holders[page] = 1
+            taken.append(page)
+            after = page
+        self._held += count
+        return taken
+
+    def _roomiest(self, expected: int) -> int:
+        """Where a row of `expected` pages may grow furthest while the row before it can too."""
+        best_start, best_length = -1, 0
+        for held, run in itertools.groupby(range(self.num_pages), lambda p: bool(self._holders[p])):
+            if held:
+                continue
+            pages = list(run)
+            if len(pages) > best_length:
+                best_start, best_length = pages[0], len(pages)
+        assert best_length, "promises were kept, so a page must be free"
+        if best_start == 0:
+            return 0
+        return best_start + max(min(best_length // 2, best_length - expected), 0)
+
+    def _give_back(self, pages: Sequence[int]) -> None:
+        for page in pages:
+            self._holders[page] -= 1
+            self._held -= not self._holders[page]
+
+
+class Promise:
+    """What one session may hold. Its rows come first; beyond it they take what nobody was promised.
+
+    A shared page counts for every row that holds it: each may have to copy it.
+    """
+
+    def __init__(self, pool: PagePool) -> None:
+        self.pool = pool
+        self.pages = 0
+        self._held = 0
+        self._tables: set[PageTable] = set()
+
+    @property
+    def held(self) -> int:
+        """Pages that the session's rows hold, shared ones counted once per row."""
+        return self._held
+
+    def add(self, pages: int) -> None:
+        """Promise `pages` more. Raises `CacheFullError`, and then promises none."""
+        pool = self.pool
+        with pool._guard:
+            covered = self._beyond - max(self._held - self.pages - pages, 0)
+            if pages - covered > pool.free_pages:
+                raise CacheFullError(f"{pages} pages asked for, {pool.free_pages} are free")
+            self.pages += pages
+            pool._promised += pages
+            pool._best_effort -= covered
+
+    def new_table(self) -> PageTable:
+        """Return an empty row."""
+        table = PageTable(self)
+        self._tables.add(table)
+        return table
+
+    def close(self) -> None:
+        """Give everything back, the rows too. May be called twice."""
+        with self.pool._guard:
+            for table in tuple(self._tables):
+                table.close()
+            self.pool._promised -= self.pages
+            self.pages = 0
+
+    @property
+    def _beyond(self) -> int:
+        return max(self._held - self.pages, 0)
+
+    def _count(self, pages: int) -> None:
+        """Account for `pages` more, or fewer, that rows hold. Raises `CacheFullError` for more."""
+        pool = self.pool
+        beyond = max(self._held + pages - self.pages, 0) - self._beyond
+        if beyond > 0 and beyond > pool.free_pages:
+            raise CacheFullError(
+                f"the session holds the {self.pages} pages it was promised, and "
+                f"{pool.free_pages} others are free of {beyond} more asked for"
+            )
+        self._held += pages
+        pool._best_effort += beyond
+
+
+class PageTable:
+    """The pages of one row, in order; `length` tokens of them are written."""
+
+    def __init__(self, promise: Promise) -> None:
+        self.promise = promise
+        self.length = 0
+        self._pages: list[int] = []
+
+    @property
+    def pool(self) -> PagePool:
+        return self.promise.pool
+
+    @property
+    def pages(self) -> tuple[int, ...]:
+        return tuple(self._pages)
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that the pages have room for."""
+        return len(self._pages) * PAGE_TOKENS
+
+    def reserve(self, tokens: int) -> None:
+        """Have room for `tokens` in all, to be written by nobody else.
+
+        Raises `CacheFullError`; then nothing has changed.
+        """
+        pool, promise = self.pool, self.promise
+        with pool._guard:
+            missing = max(pages_for(tokens) - len(self._pages), 0)
+            written = self.length // PAGE_TOKENS
+            # Only the page that is partly written can be another row's too: truncation lets go of
+            # those behind it.
+            shared = (
+                tokens > self.length
+                and self.length % PAGE_TOKENS > 0
+                and pool._holders[self._pages[written]] > 1
+            )
+            if not missing and not shared:
+                return
+            promise._count(missing)
+            if shared:
+                self._replace_shared(written)
+            after = self._pages[-1] if self._pages else None
+            expected = promise.pages // max(len(promise._tables), 1)
+            self._pages += pool._take(missing, after, expected)
+
+    def truncate(self, length: int) -> None:
+        """Forget all tokens from `length` on; their pages are free at once.
+
+        Raises `ValueError` beyond what is written.
+        """
+        if not 0 <= length <= self.length:
+            raise ValueError(f"cannot roll back to {length} of {self.length} cached tokens")
+        with self.pool._guard:
+            self.length = length
+            self._drop_from(pages_for(length))
+
+    def fork(self) -> PageTable:
+        """Return a row with the same tokens, which share pages until either writes to them."""
+        with self.pool._guard:
+            twin = self.promise.new_table()
+            try:
+                twin.share(self._pages[: pages_for(self.length)], self.length)
+            except CacheFullError:
+                twin.close()
+                raise
+            return twin
+
+    def share(self, pages: Sequence[int], length: int) -> None:
+        """Begin this empty row with `length` tokens in pages that somebody holds.
+
+        Raises `CacheFullError` like `reserve`.
+        """
+        assert not self._pages
+        assert pages_for(length) == len(pages)
+        with self.pool._guard:
+            self.promise._count(len(pages))
+            for page in pages:
+                self.pool._holders[page] += 1
+            self._pages = list(pages)
+            self.length = length
+
+    def close(self) -> None:
+        """Let go of all pages. May be called twice."""
+        with self.pool._guard:
+            self.length = 0
+            self._drop_from(0)
+            self.promise._tables.discard(self)
+
+    def slots(self, start: int, end: int) -> slice | Tensor:
+        """Where positions `start:end` lie in the pool: a slice if they are in one piece."""
+        first, last = start // PAGE_TOKENS, pages_for(end)
+        pages = self._pages[first:last]
+        offset = start - first * PAGE_TOKENS
+        if not pages:
+            return slice(0, 0)
+        if pages[-1] - pages[0] == len(pages) - 1 and _rising(pages):
+            at = pages[0] * PAGE_TOKENS + offset
+            return slice(at, at + end - start)
+        starts = torch.tensor(pages).unsqueeze(1) * PAGE_TOKENS
+        slots_S = (starts + torch.arange(PAGE_TOKENS)).flatten()[offset : offset + end - start]
+        return slots_S.to(self.pool.device)
+
+    def _replace_shared(self, index: int) -> None:
+        """Put a copy of our own at `index`. What is copied is never written again by anybody."""
+        before = self._pages[index - 1] if index else None
+        shared = self._pages[index]
+        [own] = self.pool._take(1, before, 1)
+        source, target = (slice(p * PAGE_TOKENS, (p + 1) * PAGE_TOKENS) for p in (shared, own))
+        for layer_SHD in (*self.pool.keys_SHD, *self.pool.values_SHD):
+            layer_SHD[target] = layer_SHD[source]
+        self._pages[index] = own
+        self.pool._give_back([shared])
+
+    def _drop_from(self, index: int) -> None:
+        dropped = self._pages[index:]
+        del self._pages[index:]
+        self.pool._give_back(dropped)
+        self.promise._count(-len(dropped))
+
+
+def _rising(pages: Sequence[int]) -> bool:
+    return all(after == page + 1 for page, after in itertools.pairwise(pages))

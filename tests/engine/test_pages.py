@@ -1,0 +1,211 @@
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from nesa_node.core.errors import CacheFullError
+from nesa_node.core.span import Span
+from nesa_node.engine.families import CacheHeads
+from nesa_node.engine.pages import PAGE_TOKENS, PagePool, PageTable, Promise, pages_for
+
+HEADS = CacheHeads(2, 4)
+
+
+def pool_of(pages: int) -> PagePool:
+    return PagePool(
+        Span(0, 2),
+        HEADS,
+        tokens=pages * PAGE_TOKENS,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
+
+
+@pytest.fixture
+def pool() -> Iterator[PagePool]:
+    pool = pool_of(16)
+    yield pool
+    assert pool.held_pages == 0, "a test gives back what it took"
+    assert pool.free_pages == pool.num_pages
+
+
+def write(table: PageTable, tokens: int, value: float) -> None:
+    """Append `tokens` tokens, all of one value."""
+    table.reserve(table.length + tokens)
+    where = table.slots(table.length, table.length + tokens)
+    for layer in (*table.pool.keys_SHD, *table.pool.values_SHD):
+        layer[where] = value
+    table.length += tokens
+
+
+def read(table: PageTable) -> list[float]:
+    exported = table.pool.export_tokens(table, 0, table.length)
+    assert exported.shape == (2, 2, table.length, 2, 4)
+    assert torch.equal(exported, exported[:1, :1, :, :1, :1].expand_as(exported))
+    return [float(value) for value in exported[0, 0, :, 0, 0]]
+
+
+@pytest.mark.parametrize(("tokens", "pages"), [(0, 0), (1, 1), (32, 1), (33, 2), (4000, 125)])
+def test_pages_are_counted_up(tokens: int, pages: int) -> None:
+    assert pages_for(tokens) == pages
+
+
+def test_a_row_grows_page_by_page_and_gives_all_back(pool: PagePool) -> None:
+    promise = pool.promise(3)
+    table = promise.new_table()
+    assert pool.free_pages == 13
+    for expected in (1, 1, 2):
+        write(table, PAGE_TOKENS // 2, 1.0)
+        assert len(table.pages) == expected == pool.held_pages
+    table.truncate(5)
+    assert pool.held_pages == 1
+    promise.close()
+    promise.close()
+
+
+def test_a_promise_that_cannot_be_kept_is_not_made(pool: PagePool) -> None:
+    kept = pool.promise(10)
+    with pytest.raises(CacheFullError, match="7 pages asked for, 6 are free"):
+        pool.promise(7)
+    assert pool.free_pages == 6
+    kept.close()
+
+
+def test_beyond_its_promise_a_row_takes_only_what_nobody_was_promised(pool: PagePool) -> None:
+    small, large = pool.promise(2), pool.promise(12)
+    table = small.new_table()
+    table.reserve(4 * PAGE_TOKENS)
+    assert pool.free_pages == 0
+    with pytest.raises(CacheFullError, match="2 pages it was promised"):
+        table.reserve(5 * PAGE_TOKENS)
+    assert len(table.pages) == 4
+    large.new_table().reserve(12 * PAGE_TOKENS)
+    with pytest.raises(CacheFullError):
+        small.add(3)
+    small.add(2)
+    assert pool.free_pages == 0
+    table.truncate(0)
+    assert pool.free_pages == 0
+    for promise in (small, large):
+        promise.close()
+
+
+def test_rows_lie_in_one_piece_while_there_is_room(pool: PagePool) -> None:
+    promises = [pool.promise(4) for _ in range(4)]
+    tables = [promise.new_table() for promise in promises]
+    for _ in range(4):
+        for table in tables:
+            write(table, PAGE_TOKENS, 1.0)
+    assert all(isinstance(table.slots(0, table.length), slice) for table in tables)
+    for promise in promises:
+        promise.close()
+
+
+def test_a_row_in_pieces_reads_what_was_written(pool: PagePool) -> None:
+    promises = [pool.promise(1) for _ in range(16)]
+    tables = [promise.new_table() for promise in promises]
+    for number, table in enumerate(tables):
+        write(table, 1, float(number))
+    for promise in promises[::2]:
+        promise.close()
+    long = pool.promise(8)
+    row = long.new_table()
+    for number in range(8 * PAGE_TOKENS):
+        write(row, 1, float(number))
+    assert isinstance(row.slots(0, row.length), torch.Tensor)
+    assert read(row) == [float(number) for number in range(8 * PAGE_TOKENS)]
+    assert [read(table) for table in tables[1::2]] == [[float(n)] for n in range(1, 16, 2)]
+    for promise in (long, *promises):
+        promise.close()
+
+
+def test_a_fork_shares_pages_until_somebody_writes(pool: PagePool) -> None:
+    promise = pool.promise(8)
+    first = promise.new_table()
+    write(first, PAGE_TOKENS + 5, 1.0)
+    second = first.fork()
+    assert (pool.held_pages, promise.held) == (2, 4)
+    write(second, 2, 2.0)
+    assert pool.held_pages == 3
+    write(first, 1, 3.0)
+    assert pool.held_pages == 3, "the last holder of a page need not copy it"
+    shared = [1.0] * (PAGE_TOKENS + 5)
+    assert read(first) == [*shared, 3.0]
+    assert read(second) == [*shared, 2.0, 2.0]
+    first.close()
+    assert read(second) == [*shared, 2.0, 2.0]
+    promise.close()
+
+
+def test_a_fork_rolled_back_into_a_shared_page_copies_it(pool: PagePool) -> None:
+    promise = pool.promise(8)
+    first = promise.new_table()
+    write(first, 2 * PAGE_TOKENS, 1.0)
+    second = first.fork()
+    second.truncate(PAGE_TOKENS + 3)
+    write(second, 1, 2.0)
+    assert read(first) == [1.0] * 2 * PAGE_TOKENS
+    assert read(second) == [1.0] * (PAGE_TOKENS + 3) + [2.0]
+    promise.close()
+
+
+def test_exported_tokens_can_be_put_into_another_pool(pool: PagePool) -> None:
+    source, target = pool.promise(3), pool.promise(3)
+    row, copy = source.new_table(), target.new_table()
+    for number in range(50):
+        write(row, 1, float(number))
+    copy.reserve(50)
+    pool.import_tokens(copy, 0, pool.export_tokens(row, 0, 50))
+    copy.length = 50
+    assert read(copy) == read(row)
+    source.close()
+    target.close()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_no_page_leaks_and_none_has_two_owners(pool: PagePool, seed: int) -> None:
+    """Random rows against lists of numbers; every promise is kept whatever the others do."""
+    rng = random.Random(seed)
+    live: list[tuple[Promise, list[tuple[PageTable, list[float]]]]] = []
+    written = 0.0
+    for _ in range(600):
+        action = rng.choice(("open", "write", "write", "write", "rollback", "fork", "close"))
+        if action == "open":
+            pages = rng.randint(1, 6)
+            try:
+                promise = pool.promise(pages)
+            except CacheFullError:
+                continue
+            live.append((promise, [(promise.new_table(), [])]))
+        elif live:
+            promise, rows = rng.choice(live)
+            table, expected = rng.choice(rows)
+            tokens = rng.randint(1, 40)
+            if action == "write":
+                more = max(pages_for(table.length + tokens) - len(table.pages), 0)
+                covered = promise.held + more <= promise.pages
+                try:
+                    written += 1
+                    write(table, tokens, written)
+                    expected += [written] * tokens
+                except CacheFullError:
+                    assert not covered, "a promise was broken"
+            elif action == "rollback":
+                length = rng.randint(0, table.length)
+                table.truncate(length)
+                del expected[length:]
+            elif action == "fork":
+                try:
+                    rows.append((table.fork(), list(expected)))
+                except CacheFullError:
+                    continue
+            else:
+                promise.close()
+                live.remove((promise, rows))
+        for _, rows in live:
+            assert all(read(table) == expected for table, expected in rows if table.length)
+    for kept, _ in live:
+        kept.close()
