@@ -62,7 +62,8 @@ class HopLink:
         self.refusal: Error | None = None
         """The node refused a step; the session's state there is as before."""
         self.outputs: deque[tuple[Output, bytearray]] = deque()
-        self._expected: set[tuple[int, int]] = set()
+        self._epoch = -1
+        self._expected: dict[int, int] = {}
         self.opened: Opened | None = None
         self._stream = stream
         self._max_output_bytes = max_output_bytes
@@ -103,15 +104,17 @@ class HopLink:
             self.lose(str(error))
             raise PeerUnreachableError(str(error)) from error
 
-    def expect(self, epoch: int, step: int) -> None:
+    def expect(self, epoch: int, step: int, nbytes: int) -> None:
         """Take in this step's output. Others are dropped as they come: a node could send for ever.
 
-        Call it before the step is sent. What came or was expected in other epochs is forgotten.
+        Call it before the step is sent. What came or was expected in other epochs is forgotten. An
+        output of more than `nbytes` loses the link.
         """
-        self._expected = {other for other in self._expected if other[0] == epoch}
-        self._expected.add((epoch, step))
-        if self.outputs and self.outputs[0][0].epoch != epoch:
+        if epoch != self._epoch:
+            self._epoch = epoch
+            self._expected.clear()
             self.outputs.clear()
+        self._expected[step] = nbytes
 
     async def _read(self) -> None:
         """Take in what the node sends until the stream ends."""
@@ -128,8 +131,9 @@ class HopLink:
     def _take(self, message: AnyMessage, payload: bytearray) -> None:
         match message:
             case Output():
-                if (message.epoch, message.step) in self._expected:
-                    self._expected.discard((message.epoch, message.step))
+                if message.epoch == self._epoch and message.step in self._expected:
+                    if len(payload) > self._expected.pop(message.step):
+                        raise ProtocolError("bad_tensor", "an output larger than was asked for")
                     self.outputs.append((message, payload))
             case Leaving():
                 self.leaving = True

@@ -8,15 +8,17 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
 
 import structlog
 import torch
 
-from nesa_node.client.blame import busy
-from nesa_node.client.hop import OPEN_TIMEOUT_S, HopLink
+from nesa_node.client.chunks import Chunk, cut
+from nesa_node.client.flow import Flow
+from nesa_node.client.hop import OPEN_TIMEOUT_S
+from nesa_node.client.replay import Replay
 from nesa_node.client.route import Route, RouteRequest
 from nesa_node.compression import tensors
 from nesa_node.core.errors import (
@@ -30,19 +32,18 @@ from nesa_node.core.errors import (
     RefusedError,
     RemoteError,
 )
-from nesa_node.core.ids import PeerId
 from nesa_node.routing.avoidance import Avoidance
 from nesa_node.routing.chains import Hop
 from nesa_node.routing.repair import gaps
-from nesa_node.swarm.messages import RowSlice, Step, Want
+from nesa_node.swarm.messages import RowSlice, Want
 from nesa_node.swarm.node import Swarm
-from nesa_node.swarm.outbox import Kept, Outbox
+from nesa_node.swarm.outbox import Kept
 
 log = structlog.get_logger(__name__)
 
 MAX_ATTEMPTS = 20
-"""Of one step, each through a chain that could be linked."""
-REPLAY_WINDOW = 32
+"""Of a step that gets no further, each through a chain that could be linked."""
+_FRUITLESS = f"a step failed {MAX_ATTEMPTS} times although the chain could be linked each time"
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
 _SHORTEST_OPEN_S = 1.0
 _UNTIL_THERE_IS_ROOM: tuple[type[NesaError], ...] = (
@@ -51,12 +52,6 @@ _UNTIL_THERE_IS_ROOM: tuple[type[NesaError], ...] = (
     PeerUnreachableError,
     RemoteError,
 )
-_MAX_BUSY_PERIODS = 10
-"""A node may be busy with a step for so many step timeouts."""
-
-
-class _ChainBroken(PeerUnreachableError):
-    """Some link or node failed; the session can go on once the route is rebuilt."""
 
 
 class RemoteSession:
@@ -79,11 +74,13 @@ class RemoteSession:
         self._changed = asyncio.Event()
         self._route = Route(swarm, request, avoidance, self._changed.set)
         self._lengths = [0] * request.rows
-        self._outboxes: dict[int, Outbox] = {request.span.start: Outbox()}
+        self._flow = Flow(
+            self._route, request, self._changed, step_timeout_s=step_timeout_s, rng=rng
+        )
+        self._replay = Replay(self._route, request, self._flow)
         self._step = 0
         self._leaver_check_at = 0.0
         self._recovery_timeout_s = recovery_timeout_s
-        self._step_timeout_s = step_timeout_s
         self._rng = rng
 
     @property
@@ -107,20 +104,30 @@ class RemoteSession:
         """See `BlockSession.step`. Raises `MissingBlocksError` if lost blocks stay lost."""
         self._check(hidden_TD, rows)
         await self._replace_leavers()
-        for _ in range(MAX_ATTEMPTS):
+        chunks = deque(cut(rows, want, len(self.hops)))
+        wire_TD = hidden_TD.to(tensors.DTYPES[self._request.dtype])
+        outputs: list[torch.Tensor] = []
+
+        def take(_: Kept, output_TD: torch.Tensor) -> None:
+            chunk = chunks.popleft()
+            for part in chunk.rows:
+                self._lengths[part.row] += part.count
+            outputs.append(chunk.wanted(output_TD))
+
+        fruitless = 0
+        while chunks:
+            left = len(chunks)
             try:
-                output = await self._attempt(hidden_TD, tuple(rows), want)
+                await self._flow.run(self._encode(chunks, wire_TD), self._replay.stages(), take)
             except PeerUnreachableError as error:
                 log.info("chain_broken", reason=str(error))
+                fruitless = 0 if len(chunks) < left else fruitless + 1
+                if fruitless == MAX_ATTEMPTS:
+                    raise PeerUnreachableError(_FRUITLESS) from error
                 await self._recover()
-                continue
-            self._route.blame.step_done()
-            for part in rows:
-                self._lengths[part.row] += part.count
-            return output.to(hidden_TD.dtype)
-        raise PeerUnreachableError(
-            f"a step failed {MAX_ATTEMPTS} times although the chain could be linked each time"
-        )
+        self._route.blame.step_done()
+        output_TD = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        return output_TD.to(hidden_TD.dtype)
 
     async def rollback(self, lengths: Sequence[int]) -> None:
         """See `BlockSession.rollback`."""
@@ -129,8 +136,7 @@ class RemoteSession:
         ):
             raise ValueError(f"cannot roll back from {self._lengths} to {list(lengths)}")
         self._lengths = list(lengths)
-        for outbox in self._outboxes.values():
-            outbox.truncate(lengths)
+        self._replay.truncate(lengths)
         try:
             await self._route.rollback(lengths)
         except (PeerUnreachableError, RemoteError):
@@ -155,97 +161,11 @@ class RemoteSession:
                     f"the session was opened for {self.max_tokens}"
                 )
 
-    async def _attempt(
-        self, hidden_TD: torch.Tensor, rows: tuple[RowSlice, ...], want: Want
-    ) -> torch.Tensor:
-        self._step += 1
-        links = self._route.links
-        sends_to = links if self._request.mode == "star" else links[:1]
-        for link in sends_to:
-            is_last = link is sends_to[-1]
-            asked: Want = want if is_last else "all"
-            meta, payload = tensors.encode(hidden_TD.to(tensors.DTYPES[self._request.dtype]))
-            kept = Kept(self._step, rows, asked, meta, payload)
-            self._outboxes.setdefault(link.hop.span.start, Outbox()).append(kept)
-            answering = links[-1] if is_last else link
-            answering.expect(self._route.epoch, kept.step)
-            await self._send(link, kept)
-            hidden_TD = await self._output(answering, kept)
-        return hidden_TD
-
-    async def _send(self, link: HopLink, kept: Kept) -> None:
-        await link.send_step(
-            Step(
-                session=self._route.session,
-                epoch=self._route.epoch,
-                step=kept.step,
-                rows=kept.rows,
-                tensor=kept.meta,
-                want=kept.want,
-            ),
-            kept.payload,
-        )
-
-    async def _output(self, link: HopLink, kept: Kept) -> torch.Tensor:
-        """Wait for what `link` makes of a step. Raises `_ChainBroken` and `RemoteError`."""
-        deadline = time.monotonic() + self._step_timeout_s
-        patience = _MAX_BUSY_PERIODS
-        while True:
-            self._changed.clear()
-            while link.outputs:
-                output, payload = link.outputs.popleft()
-                if (output.epoch, output.step) == (self._route.epoch, kept.step):
-                    tokens = len(kept.rows) if kept.want == "last" else kept.meta.shape[0]
-                    shape = (tokens, self._request.hidden_size)
-                    got = output.tensor
-                    if output.rows != kept.rows or (got.dtype, got.shape) != (
-                        self._request.dtype,
-                        shape,
-                    ):
-                        raise self._misbehaved(link, "an output of another shape")
-                    try:
-                        return tensors.decode(output.tensor, payload, max_bytes=len(payload))
-                    except ProtocolError as error:
-                        raise self._misbehaved(link, str(error)) from error
-            self._check_health()
-            try:
-                async with asyncio.timeout(deadline - time.monotonic()):
-                    await self._changed.wait()
-            except TimeoutError:
-                patience -= 1
-                await self._probe(link, kept.step, give_up=patience <= 0)
-                deadline = time.monotonic() + self._step_timeout_s
-
-    def _misbehaved(self, link: HopLink, what: str) -> _ChainBroken:
-        link.lose(what)
-        return _ChainBroken(f"{link.hop.peer_id} sent {what}")
-
-    def _check_health(self) -> None:
-        links = self._route.links
-        for link in links:
-            if link.lost is not None:
-                raise _ChainBroken(link.lost)
-            if link.refusal is not None:
-                # What we sent is as it should be, we made sure of that.
-                refusal, link.refusal = link.refusal, None
-                raise self._misbehaved(link, f"a refusal: {refusal.code}, {refusal.message}")
-        for link, after in zip(links, [*links[1:], None], strict=True):
-            if link.downstream_lost is not None:
-                after = after if self._request.mode == "chain" else None
-                what = self._route.blame.one_of_both(link, after, link.downstream_lost)
-                raise _ChainBroken(what)
-
-    async def _probe(self, awaited: HopLink, step: int, *, give_up: bool) -> None:
-        """A step is overdue: return if somebody is still at it, else find out who is lost."""
-        nonce = self._rng.getrandbits(32)
-        links = [awaited] if self._request.mode == "star" else self._route.links
-        pongs = await asyncio.gather(*(link.ping(nonce) for link in links), return_exceptions=True)
-        self._check_health()
-        at_it = busy(links, pongs)
-        if at_it is None:
-            raise _ChainBroken(self._route.blame.overdue(links, pongs, step))
-        if give_up:
-            raise self._misbehaved(at_it, f"nothing for {_MAX_BUSY_PERIODS} step timeouts")
+    def _encode(self, chunks: Iterable[Chunk], wire_TD: torch.Tensor) -> Iterator[Kept]:
+        for chunk in chunks:
+            self._step += 1
+            meta, payload = tensors.encode(wire_TD[chunk.start : chunk.end])
+            yield Kept(self._step, chunk.rows, chunk.want, meta, payload)
 
     async def _replace_leavers(self) -> None:
         """Move off nodes that said they leave, if others can take over; try once a second."""
@@ -258,7 +178,7 @@ class RemoteSession:
             return
         self._leaver_check_at = time.monotonic() + 1.0
         try:
-            await self._rebuild(leaving)
+            await self._replay.rebuild(self._lengths, drop=leaving)
             log.info("moved_off_leaving_nodes", peers=sorted(leaving))
         except MissingBlocksError as error:
             log.info("cannot_move_off_yet", reason=str(error))
@@ -268,55 +188,9 @@ class RemoteSession:
 
     async def _recover(self) -> None:
         self.recoveries += 1
-        for outbox in self._outboxes.values():
-            outbox.truncate(self._lengths)
+        self._replay.truncate(self._lengths)
         # Those who refuse, or are too small for the session, may be joined by others.
         await self._persist((*_UNTIL_THERE_IS_ROOM, ContextLengthError, RefusedError))
-
-    async def _rebuild(
-        self, drop: frozenset[PeerId] = frozenset(), *, open_timeout_s: float = OPEN_TIMEOUT_S
-    ) -> None:
-        """Rebuild the route and bring its fresh nodes to where the others are."""
-        await self._route.rebuild(
-            self._lengths,
-            drop=drop,
-            needs_output=self._lacks_next_outbox,
-            open_timeout_s=open_timeout_s,
-        )
-        zeros = [0] * self.rows
-        links = self._route.links
-        for link in links if self._request.mode == "star" else links[:1]:
-            if link not in self._route.fresh:
-                continue
-            replay = list(self._outboxes[link.hop.span.start].since(zeros, self._lengths))
-            if self._request.mode == "star" and self._lacks_next_outbox(link.hop):
-                await self._replay_for_outputs(link, replay)
-            else:
-                for kept in replay:
-                    await self._send(link, kept)
-        # Where no hop begins any more, nothing is added either: it would be taken for complete when
-        # the route comes back to these spans.
-        starts = {hop.span.start for hop in self.hops}
-        self._outboxes = {start: kept for start, kept in self._outboxes.items() if start in starts}
-
-    def _lacks_next_outbox(self, hop: Hop) -> bool:
-        """Whether nobody has what went into the blocks after `hop`."""
-        end = hop.span.end
-        return end < self._request.span.end and end not in self._outboxes
-
-    async def _replay_for_outputs(self, link: HopLink, replay: Sequence[Kept]) -> None:
-        outbox = Outbox()
-        # What a last hop was asked for is not enough once blocks follow it.
-        whole = [replace(kept, want="all") for kept in replay]
-        for start in range(0, len(whole), REPLAY_WINDOW):
-            window = whole[start : start + REPLAY_WINDOW]
-            for kept in window:
-                link.expect(self._route.epoch, kept.step)
-                await self._send(link, kept)
-            for kept in window:
-                meta, payload = tensors.encode(await self._output(link, kept))
-                outbox.append(Kept(kept.step, kept.rows, "all", meta, payload))
-        self._outboxes[link.hop.span.end] = outbox
 
     async def _persist(self, passing: tuple[type[NesaError], ...]) -> None:
         """Rebuild until it works, through errors that may pass, until the recovery time is over.
@@ -330,8 +204,9 @@ class RemoteSession:
             left_s = deadline - time.monotonic()
             known = self._route.suspected
             try:
-                return await self._rebuild(
-                    open_timeout_s=min(max(left_s, _SHORTEST_OPEN_S), OPEN_TIMEOUT_S)
+                return await self._replay.rebuild(
+                    self._lengths,
+                    open_timeout_s=min(max(left_s, _SHORTEST_OPEN_S), OPEN_TIMEOUT_S),
                 )
             except passing as error:
                 last = error

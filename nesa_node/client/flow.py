@@ -1,0 +1,223 @@
+"""Steps on their way through a session's hops: several at once, in order, each answered in time.
+
+In a chain steps go in at the first hop and their outputs come out of the last. In a star every hop
+is a stage of its own: while a step is at the second, the next one is at the first.
+T packed tokens, D hidden.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from nesa_node.client.blame import busy
+from nesa_node.client.hop import HopLink
+from nesa_node.client.route import Route, RouteRequest
+from nesa_node.compression import tensors
+from nesa_node.core.errors import PeerUnreachableError, ProtocolError
+from nesa_node.swarm.messages import Step
+from nesa_node.swarm.outbox import Kept, Outbox
+
+WINDOW = 32
+"""Steps under way at once: a node reads no more while it has 64 of a session."""
+MAX_BUSY_PERIODS = 10
+"""A node may be busy with a step for so many step timeouts."""
+
+
+class ChainBrokenError(PeerUnreachableError):
+    """Some link or node failed; the session can go on once the route is rebuilt."""
+
+
+@dataclass(slots=True)
+class Stage:
+    """Where steps go in, where their outputs come out, and whom they pass in between."""
+
+    enter: HopLink
+    leave: HopLink
+    through: Sequence[HopLink]
+    outbox: Outbox | None = None
+    """Keeps what is sent; None where it is kept already."""
+    after: Stage | None = None
+    """Where the outputs go in; None after the last stage."""
+    awaited: deque[Kept] = field(default_factory=deque)
+    """Sent, their outputs have not come."""
+    deadline: float = 0.0
+    patience: int = 0
+
+    def asked(self, kept: Kept) -> Kept:
+        """What is sent here of a step: only the last stage may leave out tokens of its output."""
+        if kept.want == "all" or self.after is None:
+            return kept
+        return replace(kept, want="all")
+
+    def renew(self, timeout_s: float) -> None:
+        """Something came, or the first step went in."""
+        self.deadline = time.monotonic() + timeout_s
+        self.patience = MAX_BUSY_PERIODS
+
+
+class Flow:
+    """Runs one set of steps at a time over a route; `changed` is set whenever a link has news."""
+
+    def __init__(
+        self,
+        route: Route,
+        request: RouteRequest,
+        changed: asyncio.Event,
+        *,
+        step_timeout_s: float,
+        rng: random.Random,
+    ) -> None:
+        self._route = route
+        self._request = request
+        self._changed = changed
+        self._step_timeout_s = step_timeout_s
+        self._rng = rng
+
+    async def send(self, link: HopLink, kept: Kept) -> None:
+        """Raises `PeerUnreachableError`."""
+        await link.send_step(
+            Step(
+                session=self._route.session,
+                epoch=self._route.epoch,
+                step=kept.step,
+                rows=kept.rows,
+                tensor=kept.meta,
+                want=kept.want,
+            ),
+            kept.payload,
+        )
+
+    async def run(
+        self,
+        steps: Iterable[Kept],
+        stages: Sequence[Stage],
+        take: Callable[[Kept, torch.Tensor], None],
+    ) -> None:
+        """Send `steps` through `stages`, at most `WINDOW` under way.
+
+        `take` gets each with its output [T, D], in order, as soon as it comes: those have been done
+        even if this raises `PeerUnreachableError` or `RemoteError`.
+        """
+        unsent = deque(steps)
+        under_way = 0
+        while True:
+            self._changed.clear()
+            under_way -= await self._hand_on(stages, take)
+            if not unsent and not under_way:
+                return
+            self._check_health()
+            if unsent and under_way < WINDOW:
+                await self._enter(stages[0], unsent.popleft())
+                under_way += 1
+            else:
+                await self._wait(stages)
+
+    async def _hand_on(
+        self, stages: Sequence[Stage], take: Callable[[Kept, torch.Tensor], None]
+    ) -> int:
+        """Pass outputs to the next stage, those of the last to `take`: returns how many."""
+        through = 0
+        for stage in reversed(stages):
+            while (came := self._output(stage)) is not None:
+                kept, output_TD = came
+                if stage.after is None:
+                    take(kept, output_TD)
+                    through += 1
+                else:
+                    meta, payload = tensors.encode(output_TD)
+                    step = Kept(kept.step, kept.rows, kept.want, meta, payload)
+                    await self._enter(stage.after, step)
+        return through
+
+    async def _enter(self, stage: Stage, kept: Kept) -> None:
+        sent = stage.asked(kept)
+        if stage.outbox is not None:
+            stage.outbox.append(sent)
+        shape = self._output_shape(sent)
+        item_bytes = tensors.DTYPES[self._request.dtype].itemsize
+        stage.leave.expect(self._route.epoch, sent.step, math.prod(shape) * item_bytes)
+        await self.send(stage.enter, sent)
+        if not stage.awaited:
+            stage.renew(self._step_timeout_s)
+        stage.awaited.append(kept)
+
+    def _output(self, stage: Stage) -> tuple[Kept, torch.Tensor] | None:
+        """The oldest awaited step of a stage with its output, if that has come.
+
+        Raises `ChainBrokenError` for an output that is not what was asked for.
+        """
+        link = stage.leave
+        if not link.outputs or not stage.awaited:
+            return None
+        output, payload = link.outputs.popleft()
+        kept = stage.awaited.popleft()
+        shape = self._output_shape(stage.asked(kept))
+        if (output.epoch, output.step) != (self._route.epoch, kept.step):
+            raise self._misbehaved(link, "an output out of order")
+        if output.rows != kept.rows or (output.tensor.dtype, output.tensor.shape) != (
+            self._request.dtype,
+            shape,
+        ):
+            raise self._misbehaved(link, "an output of another shape")
+        try:
+            output_TD = tensors.decode(output.tensor, payload, max_bytes=len(payload))
+        except ProtocolError as error:
+            raise self._misbehaved(link, str(error)) from error
+        stage.renew(self._step_timeout_s)
+        return kept, output_TD
+
+    def _output_shape(self, sent: Kept) -> tuple[int, int]:
+        tokens = {"all": sent.meta.shape[0], "last": len(sent.rows), "none": 0}
+        return tokens[sent.want], self._request.hidden_size
+
+    async def _wait(self, stages: Sequence[Stage]) -> None:
+        """Until a link has news; a stage where nothing came for too long is looked into."""
+        late = min((stage for stage in stages if stage.awaited), key=lambda stage: stage.deadline)
+        try:
+            async with asyncio.timeout(late.deadline - time.monotonic()):
+                await self._changed.wait()
+        except TimeoutError:
+            late.patience -= 1
+            await self._probe(late)
+            late.deadline = time.monotonic() + self._step_timeout_s
+
+    async def _probe(self, stage: Stage) -> None:
+        """A step is overdue: return if somebody is still at it, else find out who is lost."""
+        nonce = self._rng.getrandbits(32)
+        links = stage.through
+        pongs = await asyncio.gather(*(link.ping(nonce) for link in links), return_exceptions=True)
+        self._check_health()
+        if stage.leave.outputs:
+            return
+        at_it = busy(links, pongs)
+        if at_it is None:
+            raise ChainBrokenError(self._route.blame.overdue(links, pongs, stage.awaited[0].step))
+        if stage.patience <= 0:
+            raise self._misbehaved(at_it, f"nothing for {MAX_BUSY_PERIODS} step timeouts")
+
+    def _misbehaved(self, link: HopLink, what: str) -> ChainBrokenError:
+        link.lose(what)
+        return ChainBrokenError(f"{link.hop.peer_id} sent {what}")
+
+    def _check_health(self) -> None:
+        links = self._route.links
+        for link in links:
+            if link.lost is not None:
+                raise ChainBrokenError(link.lost)
+            if link.refusal is not None:
+                # What we sent is as it should be, we made sure of that.
+                refusal, link.refusal = link.refusal, None
+                raise self._misbehaved(link, f"a refusal: {refusal.code}, {refusal.message}")
+        for link, after in zip(links, [*links[1:], None], strict=True):
+            if link.downstream_lost is not None:
+                after = after if self._request.mode == "chain" else None
+                what = self._route.blame.one_of_both(link, after, link.downstream_lost)
+                raise ChainBrokenError(what)

@@ -1,0 +1,97 @@
+"""What a session sent to whom, and how fresh nodes are brought to where the others are.
+
+T packed tokens, D hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from nesa_node.client.flow import Flow, Stage
+from nesa_node.client.hop import OPEN_TIMEOUT_S, HopLink
+from nesa_node.client.route import Route, RouteRequest
+from nesa_node.compression import tensors
+from nesa_node.core.ids import PeerId
+from nesa_node.routing.chains import Hop
+from nesa_node.swarm.outbox import Kept, Outbox
+
+
+class Replay:
+    """Keeps the inputs of the first hop, and in a star those of every hop, by their first block."""
+
+    def __init__(self, route: Route, request: RouteRequest, flow: Flow) -> None:
+        self._route = route
+        self._request = request
+        self._flow = flow
+        self._outboxes: dict[int, Outbox] = {request.span.start: Outbox()}
+
+    def stages(self) -> list[Stage]:
+        """What new steps go through, each keeping what it is sent."""
+        links = self._route.links
+        if self._request.mode == "chain":
+            return [Stage(links[0], links[-1], links, self._outbox(links[0]))]
+        stages: list[Stage] = []
+        for link in reversed(links):
+            after = stages[0] if stages else None
+            stages.insert(0, Stage(link, link, [link], self._outbox(link), after))
+        return stages
+
+    def truncate(self, lengths: Sequence[int]) -> None:
+        """Forget every token at or beyond `lengths[row]`."""
+        for outbox in self._outboxes.values():
+            outbox.truncate(lengths)
+
+    async def rebuild(
+        self,
+        lengths: Sequence[int],
+        *,
+        drop: frozenset[PeerId] = frozenset(),
+        open_timeout_s: float = OPEN_TIMEOUT_S,
+    ) -> None:
+        """Rebuild the route; afterwards every node holds `lengths[row]` tokens of each row.
+
+        Nothing beyond them may be kept. Raises what `Route.rebuild` does, and what sending does.
+        """
+        await self._route.rebuild(
+            lengths, drop=drop, needs_output=self._lacks_next, open_timeout_s=open_timeout_s
+        )
+        links = self._route.links
+        for link in links if self._request.mode == "star" else links[:1]:
+            if link in self._route.fresh:
+                await self._replay(link, lengths)
+        # Where no hop begins any more, nothing is added either: it would be taken for complete when
+        # the route comes back to these spans.
+        starts = {hop.span.start for hop in self._route.hops}
+        self._outboxes = {start: kept for start, kept in self._outboxes.items() if start in starts}
+
+    async def _replay(self, link: HopLink, lengths: Sequence[int]) -> None:
+        zeros = [0] * self._request.rows
+        steps = list(self._outbox(link).since(zeros, lengths))
+        if self._request.mode == "star" and self._lacks_next(link.hop):
+            await self._replay_for_outputs(link, steps)
+        else:
+            for kept in steps:
+                await self._flow.send(link, kept)
+
+    async def _replay_for_outputs(self, link: HopLink, steps: Sequence[Kept]) -> None:
+        outbox = Outbox()
+
+        def keep(kept: Kept, output_TD: torch.Tensor) -> None:
+            meta, payload = tensors.encode(output_TD)
+            outbox.append(Kept(kept.step, kept.rows, "all", meta, payload))
+
+        # What a last hop was asked for is not enough once blocks follow it.
+        whole = [replace(kept, want="all") for kept in steps]
+        await self._flow.run(whole, [Stage(link, link, [link])], keep)
+        self._outboxes[link.hop.span.end] = outbox
+
+    def _lacks_next(self, hop: Hop) -> bool:
+        """Whether nobody has what went into the blocks after `hop`."""
+        end = hop.span.end
+        return end < self._request.span.end and end not in self._outboxes
+
+    def _outbox(self, link: HopLink) -> Outbox:
+        return self._outboxes.setdefault(link.hop.span.start, Outbox())

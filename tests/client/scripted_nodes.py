@@ -1,0 +1,228 @@
+"""Nodes that speak the session protocol over a socket pair and add one to what they are given.
+
+They refuse nothing: a step that does not continue what they hold stops them. T tokens, D hidden.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import socket
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+
+from nesa_node.client.hop import HopLink
+from nesa_node.client.route import Route, RouteRequest
+from nesa_node.compression import tensors
+from nesa_node.core.errors import StreamClosedError
+from nesa_node.core.ids import ModelId, PeerId
+from nesa_node.core.span import Span
+from nesa_node.routing.avoidance import Avoidance
+from nesa_node.routing.chains import Hop
+from nesa_node.swarm.messages import Close, Closed, Mode, Output, Ping, Pong, Step
+from nesa_node.swarm.node import Swarm
+from nesa_node.swarm.stream import Stream
+
+HIDDEN = 4
+MAX_BYTES = 1 << 24
+
+
+def request(mode: Mode, *, rows: int, hops: int) -> RouteRequest:
+    return RouteRequest(
+        model_id=ModelId("scripted@0"),
+        span=Span(0, hops),
+        rows=rows,
+        max_tokens=10_000,
+        hidden_size=HIDDEN,
+        dtype="float32",
+        mode=mode,
+    )
+
+
+class ScriptedNode:
+    """One block. It dies after `dies_after` steps; each step takes `step_s` seconds."""
+
+    def __init__(self, block: int, rows: int, *, dies_after: int | None, step_s: float) -> None:
+        self.block = block
+        self.lengths = [0] * rows
+        self.emit_from = [0] * rows
+        self.steps: list[Step] = []
+        self.kept: list[tuple[Step, torch.Tensor]] = []
+        self.working = False
+        self.after: ScriptedNode | None = None
+        self.on_work: Callable[[], None] = lambda: None
+        self._dies_after = dies_after
+        self._step_s = step_s
+        self._epoch = 0
+        self._queue: asyncio.Queue[tuple[Step, torch.Tensor]] = asyncio.Queue()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def link(self, on_change: Callable[[], None]) -> HopLink:
+        """The client's end of a new stream to this node."""
+        ours, theirs = socket.socketpair()
+        self._stream = Stream(PeerId("client"), *await asyncio.open_connection(sock=ours))
+        stream = Stream(PeerId(f"node-{self.block}"), *await asyncio.open_connection(sock=theirs))
+        self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._work())]
+        hop = Hop(stream.peer, Span(self.block, self.block + 1))
+        return HopLink(hop, stream, MAX_BYTES, on_change)
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._stream.close()
+
+    def hang(self) -> None:
+        """Keep the stream open, answer nothing from now on."""
+        for task in self._tasks:
+            task.cancel()
+
+    def cut(self, epoch: int, lengths: Sequence[int]) -> None:
+        self._epoch = epoch
+        while not self._queue.empty():
+            self._queue.get_nowait()
+        assert all(new <= old for new, old in zip(lengths, self.lengths, strict=True))
+        self.lengths, self.emit_from = list(lengths), list(lengths)
+        self.kept = [
+            (step, output_TD)
+            for step, output_TD in self.kept
+            if all(part.position < lengths[part.row] for part in step.rows)
+        ]
+
+    def send_again(self) -> None:
+        assert self.after is not None
+        for step, output_TD in self.kept:
+            self.after.put(step, output_TD)
+
+    def put(self, step: Step, hidden_TD: torch.Tensor) -> None:
+        self._queue.put_nowait((step, hidden_TD))
+
+    async def _read(self) -> None:
+        while True:
+            try:
+                message, payload = await self._stream.receive(max_tensor_bytes=MAX_BYTES)
+            except StreamClosedError:
+                return
+            match message:
+                case Step() if message.epoch < self._epoch:
+                    pass
+                case Step():
+                    hidden_TD = tensors.decode(message.tensor, payload, max_bytes=MAX_BYTES)
+                    self.put(message, hidden_TD)
+                case Ping():
+                    last = self.steps[-1].step if self.steps else -1
+                    pong = Pong(nonce=message.nonce, epoch=0, step=last, busy=self.working)
+                    await self._stream.send(pong)
+                case Close():
+                    await self._stream.send(Closed())
+
+    async def _work(self) -> None:
+        while True:
+            step, hidden_TD = await self._queue.get()
+            epoch = self._epoch
+            if self._dies_after == len(self.steps):
+                await self._stream.close()
+                return
+            self.working = True
+            self.on_work()
+            await asyncio.sleep(self._step_s)
+            self.working = False
+            if epoch != self._epoch:
+                continue
+            self.steps.append(step)
+            for part in step.rows:
+                assert part.position == self.lengths[part.row], (part, self.lengths)
+                self.lengths[part.row] += part.count
+            if all(part.position >= self.emit_from[part.row] for part in step.rows):
+                await self._emit(step, hidden_TD + 1)
+
+    async def _emit(self, step: Step, output_TD: torch.Tensor) -> None:
+        if self.after is not None:
+            self.kept.append((step, output_TD))
+            self.after.put(step, output_TD)
+            return
+        if step.want == "last":
+            output_TD = output_TD[torch.tensor([p.count for p in step.rows]).cumsum(0) - 1]
+        elif step.want == "none":
+            output_TD = output_TD[:0]
+        meta, payload = tensors.encode(output_TD)
+        output = Output(epoch=step.epoch, step=step.step, rows=step.rows, tensor=meta)
+        await self._stream.send(output, payload)
+
+
+class ScriptedRoute(Route):
+    """Finds a new scripted node for every one that was lost. `deaths` are of the first ones."""
+
+    def __init__(
+        self,
+        request: RouteRequest,
+        on_change: Callable[[], None],
+        *,
+        deaths: dict[int, int] | None = None,
+        step_s: float = 0.0,
+    ) -> None:
+        super().__init__(cast(Swarm, None), request, Avoidance(lambda: 0.0), on_change)
+        self.nodes: list[ScriptedNode] = []
+        self.at_work = 0
+        """The most nodes that ever worked at the same time."""
+        self.rebuilds: list[list[int]] = []
+        self._wanted = request
+        self._deaths = dict(deaths or {})
+        self._notify = on_change
+        self._step_s = step_s
+        self._everybody: list[ScriptedNode] = []
+
+    async def rebuild(self, lengths: Sequence[int], **_: Any) -> None:
+        self.epoch += 1
+        self.rebuilds.append(list(lengths))
+        old = dict(zip(self.links, self.nodes, strict=True))
+        links: list[HopLink] = []
+        fresh: set[HopLink] = set()
+        for block in range(len(self._wanted.span)):
+            link = self.links[block] if self.links else None
+            if link is None or link.lost is not None:
+                if link is not None:
+                    await link.close()
+                node = self._new_node(block)
+                link = await node.link(self._notify)
+                old[link] = node
+                fresh.add(link)
+            else:
+                old[link].cut(self.epoch, lengths)
+            links.append(link)
+        nodes = [old[link] for link in links]
+        if self._wanted.mode == "chain":
+            for node, after, link in zip(nodes, nodes[1:], links[1:], strict=False):
+                node.after = after
+                # What the next one has already is not sent to it.
+                node.emit_from = [0] * self._wanted.rows if link in fresh else list(lengths)
+                if link in fresh:
+                    node.send_again()
+        for link in fresh:
+            if self._wanted.mode == "star" or link is links[-1]:
+                old[link].emit_from = list(lengths)
+        self.links, self.nodes, self.fresh = links, nodes, fresh
+
+    async def close(self) -> None:
+        await super().close()
+        for node in self._everybody:
+            await node.close()
+
+    def _new_node(self, block: int) -> ScriptedNode:
+        node = ScriptedNode(
+            block,
+            self._wanted.rows,
+            dies_after=self._deaths.pop(block, None),
+            step_s=self._step_s,
+        )
+        node.on_work = self._count
+        self._everybody.append(node)
+        return node
+
+    def _count(self) -> None:
+        self.at_work = max(self.at_work, sum(node.working for node in self.nodes))
+
+
+RNG = random.Random(0)

@@ -1,0 +1,139 @@
+"""Chunks of a step flow through scripted nodes: all at work, in order, done once."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from nesa_node.client import hop
+from nesa_node.client import session as session_module
+from nesa_node.client.route import RouteRequest
+from nesa_node.client.session import RemoteSession
+from nesa_node.client.sessions import RowSlice
+from nesa_node.core.choices import Route as Routing
+from nesa_node.routing.avoidance import Avoidance
+from tests.client.scripted_nodes import HIDDEN, RNG, ScriptedRoute, request
+
+HOPS = 3
+ROUTINGS: tuple[Routing, ...] = ("chain", "star")
+
+Opened = tuple[RemoteSession, ScriptedRoute]
+
+
+@asynccontextmanager
+async def opened(
+    monkeypatch: pytest.MonkeyPatch, mode: Routing, *, rows: int = 1, **script: Any
+) -> AsyncIterator[Opened]:
+    """An open session over scripted nodes."""
+    routes: list[ScriptedRoute] = []
+
+    def route(_: Any, wanted: RouteRequest, __: Any, on_change: Callable[[], None]) -> Any:
+        routes.append(ScriptedRoute(wanted, on_change, **script))
+        return routes[0]
+
+    monkeypatch.setattr(session_module, "Route", route)
+    session = RemoteSession(
+        None,  # type: ignore[arg-type]  # the scripted route needs no swarm
+        request(mode, rows=rows, hops=HOPS),
+        Avoidance(lambda: 0.0),
+        recovery_timeout_s=5.0,
+        step_timeout_s=0.5,
+        rng=RNG,
+    )
+    try:
+        await session.open()
+        yield session, routes[0]
+    finally:
+        await session.close()
+
+
+def hidden(tokens: int) -> torch.Tensor:
+    return torch.arange(tokens * HIDDEN, dtype=torch.float32).view(tokens, HIDDEN)
+
+
+@pytest.mark.parametrize("mode", ROUTINGS)
+async def test_all_hops_work_on_a_long_step_at_once(
+    monkeypatch: pytest.MonkeyPatch, mode: Routing
+) -> None:
+    async with opened(monkeypatch, mode, step_s=0.01) as (session, route):
+        output_TD = await session.step(hidden(2000), [RowSlice(0, 0, 2000)])
+        assert torch.equal(output_TD, hidden(2000) + HOPS)
+        assert route.at_work == HOPS
+        assert session.lengths == (2000,)
+        steps = [[step.step for step in node.steps] for node in route.nodes]
+        assert steps[0] == steps[1] == steps[2] == sorted(steps[0])
+        assert len(steps[0]) == 16
+
+
+@pytest.mark.parametrize("mode", ROUTINGS)
+async def test_many_rows_flow_as_micro_batches(
+    monkeypatch: pytest.MonkeyPatch, mode: Routing
+) -> None:
+    counts = [90, 10, 700, 1, 64]
+    rows = [RowSlice(row, 0, count) for row, count in enumerate(counts)]
+    async with opened(monkeypatch, mode, rows=5, step_s=0.005) as (session, route):
+        output_BD = await session.step(hidden(sum(counts)), rows, want="last")
+        ends = torch.tensor(counts).cumsum(0) - 1
+        assert torch.equal(output_BD, hidden(sum(counts))[ends] + HOPS)
+        assert session.lengths == tuple(counts)
+        assert route.at_work == HOPS
+        one_each = [RowSlice(row, count, 1) for row, count in enumerate(counts)]
+        await session.step(hidden(5), one_each, want="last")
+        assert route.nodes[0].steps[-1].rows == tuple(one_each)
+
+
+@pytest.mark.parametrize("mode", ROUTINGS)
+async def test_only_acknowledgements_come_back_for_chunks_without_a_last_token(
+    monkeypatch: pytest.MonkeyPatch, mode: Routing
+) -> None:
+    async with opened(monkeypatch, mode) as (session, route):
+        output_TD = await session.step(hidden(1000), [RowSlice(0, 0, 1000)], want="last")
+        assert torch.equal(output_TD, hidden(1000)[-1:] + HOPS)
+        assert [step.want for step in route.nodes[-1].steps] == ["none"] * 7 + ["last"]
+
+
+@pytest.mark.parametrize("dies_after", [0, 1, 5, 15])
+@pytest.mark.parametrize("block", range(HOPS))
+@pytest.mark.parametrize("mode", ROUTINGS)
+async def test_chunks_that_came_back_are_not_sent_again_after_a_loss(
+    monkeypatch: pytest.MonkeyPatch, mode: Routing, block: int, dies_after: int
+) -> None:
+    deaths = {block: dies_after}
+    async with opened(monkeypatch, mode, deaths=deaths, step_s=0.001) as (session, route):
+        output_TD = await session.step(hidden(2000), [RowSlice(0, 0, 2000)])
+        assert torch.equal(output_TD, hidden(2000) + HOPS)
+        assert session.recoveries == 1
+        (done,) = route.rebuilds[-1]
+        # The dead node's last steps may have been on their way; none that came back is undone.
+        assert dies_after * 125 >= done >= (dies_after - 2 * HOPS) * 125
+        assert [node.lengths for node in route.nodes] == [[2000]] * HOPS
+        first, survivor = done // 125, route.nodes[(block + 1) % HOPS]
+        numbers = [step.rows[0].position // 125 for step in survivor.steps]
+        assert [n for n in numbers if n < first] == list(range(first))
+
+
+@pytest.mark.parametrize("mode", ROUTINGS)
+async def test_hung_node_is_found_while_others_have_chunks(
+    monkeypatch: pytest.MonkeyPatch, mode: Routing
+) -> None:
+    monkeypatch.setattr(hop, "PING_TIMEOUT_S", 0.3)
+    async with opened(monkeypatch, mode) as (session, route):
+        hung = route.nodes[1]
+        hung.hang()
+        output_TD = await session.step(hidden(2000), [RowSlice(0, 0, 2000)])
+        assert torch.equal(output_TD, hidden(2000) + HOPS)
+        assert session.recoveries == 1
+        assert hung not in route.nodes
+        assert route.nodes[0].steps[0].step == 1, "the first node was kept"
+
+
+async def test_a_long_step_of_a_node_that_works_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with opened(monkeypatch, "chain", step_s=0.8) as (session, _):
+        await session.step(hidden(1), [RowSlice(0, 0, 1)])
+        assert session.recoveries == 0
