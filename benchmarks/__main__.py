@@ -8,13 +8,20 @@ from dataclasses import fields
 from pathlib import Path
 from types import ModuleType
 
-from benchmarks import concurrency, decode, swarm
+from benchmarks import churn, concurrency, decode, hop, prefill, swarm
 from benchmarks.models import SHAPES
 from benchmarks.options import Options
 from benchmarks.results import write_result
 from nesa_node.core.logging import setup_logging
 
-BENCHMARKS: dict[str, ModuleType] = {"concurrency": concurrency, "decode": decode, "swarm": swarm}
+BENCHMARKS: dict[str, ModuleType] = {
+    "churn": churn,
+    "concurrency": concurrency,
+    "decode": decode,
+    "hop": hop,
+    "prefill": prefill,
+    "swarm": swarm,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> None:

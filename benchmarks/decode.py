@@ -62,12 +62,13 @@ def measure(folder: Path, swarm: Swarm, local: Any, options: Options) -> dict[st
 
 
 def measure_once(swarm: Swarm, local: Any, prompt: torch.Tensor, new_tokens: int) -> dict[str, Any]:
+    start = Usage.now(swarm.nodes)
     alone = generate(local, prompt, new_tokens)
     before = Usage.now(swarm.nodes)
     ours = generate(swarm.model, prompt, new_tokens)
     used = Usage.now(swarm.nodes).since(before)
     return {
-        "local": alone.as_json(),
+        "local": alone.as_json() | {"cpu_s": before.since(start)["client_cpu_s"]},
         "swarm": ours.as_json() | used,
         "tokens_equal": ours.tokens == alone.tokens,
     }
@@ -84,7 +85,7 @@ def show(rows: list[dict[str, Any]], options: Options) -> None:
 
     headings = (
         "nodes|tokens/s|local|ratio|equal|first token\nms|local\nms|gap p50\nms|p99\nms|"
-        "CPU\nms/token|wire\nKiB/token|USS\nMiB|RSS\nMiB|span\nMiB"
+        "CPU\nms/token|local\nms/token|wire\nKiB/token|USS\nMiB|RSS\nMiB|span\nMiB"
     )
     memory = ("uss_bytes", "rss_bytes", "span_bytes")
     cells = [
@@ -99,6 +100,7 @@ def show(rows: list[dict[str, Any]], options: Options) -> None:
             f"{of(row, 'gap_p50_s') * 1000:.1f}",
             f"{of(row, 'gap_p99_s') * 1000:.1f}",
             f"{cpu_ms(row):.1f}",
+            f"{of(row, 'cpu_s', 'local') / options.new_tokens * 1000:.1f}",
             f"{of(row, 'wire_bytes') / options.new_tokens / 1024:.1f}",
             *(f"{max(one[key] for one in row['memory']) / 2**20:.0f}" for key in memory),
         )

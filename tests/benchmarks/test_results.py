@@ -35,7 +35,8 @@ def test_every_benchmark_has_defaults_and_a_quick_form() -> None:
         assert isinstance(module.DEFAULTS, Options), name
         assert isinstance(module.QUICK, Options), name
         assert module.QUICK.runs == 1, name
-    assert all(module.DEFAULTS.runs >= 5 for module in BENCHMARKS.values())
+        # Its events are its runs.
+        assert module.DEFAULTS.runs >= 5 or name == "churn"
 
 
 def test_numbers_are_read_from_a_list() -> None:
@@ -47,7 +48,7 @@ def test_numbers_are_read_from_a_list() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", sorted(set(BENCHMARKS) - {"swarm"}))
 def test_quick_form_runs_and_writes_its_rows(name: str, tmp_path: Path) -> None:
     path = tmp_path / "result.json"

@@ -1,0 +1,238 @@
+"""Sessions generate while nodes are killed, drained and added.
+
+Every span has two nodes. Every `EVERY_S` seconds something random and seeded happens; whoever is
+lost is replaced, and the next event waits until the replacement serves. What the sessions generate
+is compared with what the same swarm generated before the first event. A recovery is the longest
+wait for a token of a session that used the node, from the event on; the replacement starts only
+`RECOVERY_S` later, so that its start takes no processor time from that.
+
+In float32 the tokens must be equal, but where the model itself cannot tell two tokens apart: a
+first divergence is excused, and counted, where their logits are closer than 1e-5 x max|logit|.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from benchmarks.changing import ChangingSwarm, open_changing_swarm
+from benchmarks.events import KINDS, Event, Kind, choose_event, longest_wait
+from benchmarks.figures import percentile
+from benchmarks.models import load_local, model_folder, random_prompt
+from benchmarks.options import Options
+from benchmarks.results import print_table
+from benchmarks.swarms import join, open_local
+from benchmarks.workload import Worker, working
+from nesa_node.cli.demo import split_evenly
+from nesa_node.client.causal_lm import DistributedModelForCausalLM
+from nesa_node.core.errors import SwarmError
+
+DEFAULTS = Options(model="50m", nodes=(3,), sessions=(8,), runs=1, new_tokens=400)
+QUICK = Options(model="tiny", nodes=(2,), sessions=(2,), runs=1, new_tokens=64, seconds=15)
+REPLICAS = 2
+SPARE_NODES = 2
+PROMPTS = 2
+"""Of each session."""
+EVERY_S = 5.0
+RECOVERY_S = 2.0
+CLOSENESS = 1e-5
+
+
+@dataclass(frozen=True, slots=True)
+class Happened:
+    event: Event
+    at: float
+    """`time.perf_counter()`"""
+    hit: tuple[int, ...]
+    """The sessions that used the node."""
+
+
+def run(options: Options) -> list[dict[str, Any]]:
+    """One row for all sessions, and one for each kind of event."""
+    torch.set_num_threads(1)
+    sessions = options.sessions[0]
+    most_tokens = options.prompt_tokens + options.new_tokens + 64
+    with model_folder(options) as folder:
+        spans = split_evenly(open_local(folder).num_blocks, options.nodes[0])
+        with open_changing_swarm(folder, options, 2 * sessions * most_tokens) as swarm:
+            swarm.start(spans * REPLICAS)
+            with join(folder, options, list(swarm.nodes.values())) as model:
+                calm = make_workers(model, options)
+                with working(calm, stopping := threading.Event()):
+                    stopping.set()
+                workers = make_workers(model, options)
+                started = time.perf_counter()
+                with working(workers, threading.Event()):
+                    happened = churn(swarm, workers, options)
+                seconds = time.perf_counter() - started
+        differences = compare(calm, workers, load_local(folder, options))
+    rows = [
+        summarize(workers, happened, differences, seconds),
+        *(summarize_kind(kind, workers, happened) for kind in KINDS if kind != "add"),
+    ]
+    show(rows, options)
+    return rows
+
+
+def make_workers(model: DistributedModelForCausalLM, options: Options) -> list[Worker]:
+    """The same prompts each time."""
+    return [
+        Worker(
+            model,
+            [
+                random_prompt(model, options.prompt_tokens, options.seed + PROMPTS * session + n)
+                for n in range(PROMPTS)
+            ],
+            options.new_tokens,
+        )
+        for session in range(options.sessions[0])
+    ]
+
+
+def churn(swarm: ChangingSwarm, workers: Sequence[Worker], options: Options) -> list[Happened]:
+    """Let things happen for `options.seconds`."""
+    rng = random.Random(options.seed)
+    most_nodes = len(swarm.nodes) + SPARE_NODES
+    happened: list[Happened] = []
+    ending = time.perf_counter() + options.seconds
+    following = time.perf_counter() + EVERY_S
+    while following < ending:
+        time.sleep(max(following - time.perf_counter(), 0))
+        event = choose_event(rng, swarm.serving(), most_nodes=most_nodes)
+        following = time.perf_counter() + EVERY_S
+        happened.append(strike(swarm, workers, event))
+        following = max(following, time.perf_counter())
+    return happened
+
+
+def strike(swarm: ChangingSwarm, workers: Sequence[Worker], event: Event) -> Happened:
+    """Let it happen, and return once whoever was lost is replaced."""
+    at = time.perf_counter()
+    if event.name is None:
+        swarm.start([event.span])
+        return Happened(event, at, ())
+    victim = swarm.nodes[event.name]
+    hit = tuple(n for n, worker in enumerate(workers) if victim.peer_id in worker.peers())
+    if event.kind == "kill":
+        swarm.kill(event.name)
+    else:
+        swarm.drain(event.name)
+    time.sleep(RECOVERY_S)
+    if len(swarm.serving()[event.span]) < REPLICAS:
+        swarm.start([event.span])
+    swarm.wait_until_gone(victim)
+    return Happened(event, at, hit)
+
+
+def compare(calm: Sequence[Worker], workers: Sequence[Worker], local: Any) -> dict[str, int]:
+    """How many texts are not those of the calm swarm, and how many of these are excused."""
+    if failures := [failure for worker in calm for failure in worker.failures]:
+        raise SwarmError(f"a session failed before anything happened: {failures[0]}")
+    found = {"differ": 0, "excused": 0}
+    for before, worker in zip(calm, workers, strict=True):
+        expected = {number: generation.tokens for number, generation in before.generations}
+        for number, generation in worker.generations:
+            if generation.tokens != expected[number]:
+                prompt = worker.prompts[number][0].tolist()
+                close = is_close_call(local, prompt, expected[number], generation.tokens)
+                found["excused" if close else "differ"] += 1
+    return found
+
+
+@torch.inference_mode()
+def is_close_call(
+    local: Any, prompt: Sequence[int], expected: Sequence[int], ours: Sequence[int]
+) -> bool:
+    """Whether the model itself cannot tell the first two tokens apart that differ."""
+    if len(ours) != len(expected):
+        return False
+    at = next(n for n, (a, b) in enumerate(zip(expected, ours, strict=True)) if a != b)
+    logits_V = local(torch.tensor([[*prompt, *expected[:at]]])).logits[0, -1]
+    bound = CLOSENESS * logits_V.abs().max()
+    return bool((logits_V[[expected[at], ours[at]]] > logits_V.max() - bound).all())
+
+
+def pauses(happened: Happened, workers: Sequence[Worker]) -> list[float]:
+    """Of each session that was hit: its longest wait for a token from then on."""
+    until = happened.at + RECOVERY_S
+    waits = [
+        [longest_wait(times, happened.at, until) for times in workers[number].token_times()]
+        for number in happened.hit
+    ]
+    known = [[wait for wait in of if wait is not None] for of in waits]
+    return [max(of) for of in known if of]
+
+
+def summarize(
+    workers: Sequence[Worker],
+    happened: Sequence[Happened],
+    differences: dict[str, int],
+    seconds: float,
+) -> dict[str, Any]:
+    generations = [generation for worker in workers for _, generation in worker.generations]
+    gaps_s = [gap for generation in generations for gap in generation.gaps_s]
+    started = min(generation.started for generation in generations)
+    events = [
+        {
+            "kind": one.event.kind,
+            "span": str(one.event.span),
+            "at_s": one.at - started,
+            "sessions_hit": len(one.hit),
+            "pauses_s": pauses(one, workers),
+        }
+        for one in happened
+    ]
+    failures = [failure for worker in workers for failure in worker.failures]
+    return {
+        "kind": "all",
+        "sessions": len(workers),
+        "events": len(happened),
+        "texts": len(generations),
+        "tokens": sum(len(generation.tokens) for generation in generations),
+        "sessions_failed": len(failures),
+        "texts_that_differ": differences["differ"],
+        "texts_excused": differences["excused"],
+        "pause_p50_s": percentile(gaps_s, 50),
+        "pause_p95_s": percentile(gaps_s, 95),
+        "runs": [{"seconds": seconds, "events": events, "failures": failures}],
+    }
+
+
+def summarize_kind(
+    kind: Kind, workers: Sequence[Worker], happened: Sequence[Happened]
+) -> dict[str, Any]:
+    of_kind = [one for one in happened if one.event.kind == kind]
+    waits = [pause for one in of_kind for pause in pauses(one, workers)]
+    return {
+        "kind": kind,
+        "events": len(of_kind),
+        "sessions": sum(len(one.hit) for one in of_kind),
+        "pause_p50_s": percentile(waits, 50) if waits else None,
+        "pause_p95_s": percentile(waits, 95) if waits else None,
+        "runs": [{"pauses_s": waits}],
+    }
+
+
+def show(rows: Sequence[dict[str, Any]], options: Options) -> None:
+    def ms(seconds: float | None) -> str:
+        return "" if seconds is None else f"{seconds * 1000:.0f}"
+
+    keys = ("events", "sessions", "sessions_failed", "texts", "texts_that_differ", "texts_excused")
+    cells = [
+        (
+            str(row["kind"]),
+            *(str(row.get(key, "")) for key in keys),
+            ms(row["pause_p50_s"]),
+            ms(row["pause_p95_s"]),
+        )
+        for row in rows
+    ]
+    headings = "|events|sessions|failed|texts|differ|excused|pause p50 ms|p95 ms"
+    title = f"churn: {options.model}, {options.dtype}, {options.nodes[0]} spans of {REPLICAS} nodes"
+    print_table(title, headings, cells)
