@@ -12,9 +12,10 @@ from pathlib import Path
 
 import torch
 
+from nesa_node.client.line import Line
 from nesa_node.client.options import ConnectionOptions
 from nesa_node.client.route import RouteRequest
-from nesa_node.client.session import RemoteSession, open_remote_session
+from nesa_node.client.session import RemoteSession
 from nesa_node.client.sessions import BlockSession
 from nesa_node.compression.tensors import DTYPE_NAMES
 from nesa_node.core.ids import ModelId
@@ -46,6 +47,7 @@ class RemoteConnection:
         self._hidden_size = hidden_size
         self._dtype = dtype
         self._avoidance = Avoidance(time.monotonic)
+        self._line = Line()
         self._rng = random.Random()
 
     def open_session(
@@ -70,15 +72,21 @@ class RemoteConnection:
             swarm_key=options.swarm_key,
             num_blocks=self._num_blocks,
         )
-        async with open_remote_session(
+        session = RemoteSession(
             self.swarm,
             request,
             self._avoidance,
+            self._line,
             recovery_timeout_s=options.recovery_timeout_s,
+            queue_timeout_s=options.queue_timeout_s,
             step_timeout_s=options.step_timeout_s,
             rng=self._rng,
-        ) as session:
+        )
+        try:
+            await session.open()
             yield session
+        finally:
+            await session.close()
 
 
 @asynccontextmanager

@@ -45,6 +45,7 @@ class AutoDistributedModelForCausalLM:
         identity_path: str | Path | None = None,
         step_timeout_s: float = 30.0,
         recovery_timeout_s: float = 60.0,
+        queue_timeout_s: float = 600.0,
     ) -> DistributedModelForCausalLM:
         """A model whose blocks are run by the swarm that serves `name` (a folder or hub name).
 
@@ -52,7 +53,7 @@ class AutoDistributedModelForCausalLM:
         older name; by default the checkpoint's own) on `device`, and with `client_blocks=(first,
         last)` so many of the first and last blocks. The swarm is joined through `initial_peers`
         when the first session opens. `recovery_timeout_s` is how long a session waits for a
-        replacement of a lost node.
+        replacement of a lost node, `queue_timeout_s` how long it waits for room at busy ones.
 
         Raises the `ModelError`s of `open_checkpoint`, and `ConfigError` for arguments that
         contradict each other.
@@ -75,6 +76,7 @@ class AutoDistributedModelForCausalLM:
             identity_path=None if identity_path is None else Path(identity_path).expanduser(),
             step_timeout_s=step_timeout_s,
             recovery_timeout_s=recovery_timeout_s,
+            queue_timeout_s=queue_timeout_s,
         )
 
         def connect() -> AbstractAsyncContextManager[SwarmConnection]:

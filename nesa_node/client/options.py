@@ -18,10 +18,16 @@ class ConnectionOptions:
     identity_path: Path | None = None
     step_timeout_s: float = 30.0
     recovery_timeout_s: float = 60.0
-    """How long a session waits for a replacement before it fails with the missing blocks."""
+    """How long a session waits for a replacement before it fails with the missing blocks. Time in
+    which nodes answer that they are busy does not count."""
+    queue_timeout_s: float = 600.0
+    """How long a session waits for room at busy nodes before it fails with `BusyError`. As long as
+    nodes let an idle session keep its room, by default."""
 
     def __post_init__(self) -> None:
         if self.routing not in ("chain", "star"):
             raise ValueError(f'routing must be "chain" or "star", got {self.routing!r}')
-        if self.step_timeout_s <= 0 or self.recovery_timeout_s < 0:
-            raise ValueError("step_timeout_s must be positive and recovery_timeout_s not negative")
+        if self.step_timeout_s <= 0 or min(self.recovery_timeout_s, self.queue_timeout_s) < 0:
+            raise ValueError(
+                "step_timeout_s must be positive, the other timeouts must not be negative"
+            )

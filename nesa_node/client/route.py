@@ -133,9 +133,8 @@ class Route:
         hops = self._plan(snapshot, kept, drop)
         if not {link.hop for link in kept} <= set(hops):
             # Nobody can join what is left: begin again, with other nodes or other spans.
-            await self._discard(self.links)
+            await self.let_go()
             kept = []
-            self.session, self._secret = secrets.token_bytes(16), secrets.token_bytes(32)
         self.epoch += 1
         addresses = {node.peer_id: node.addresses for node in snapshot.nodes}
         known = {link.hop: link for link in kept}
@@ -155,6 +154,11 @@ class Route:
         self.epoch += 1
         message = Rollback(epoch=self.epoch, lengths=tuple(lengths))
         await _all([link.rollback(message) for link in self.links])
+
+    async def let_go(self) -> None:
+        """Leave every node: the next rebuild begins anew, with whoever is there."""
+        await self._discard(self.links)
+        self.session, self._secret = secrets.token_bytes(16), secrets.token_bytes(32)
 
     async def close(self) -> None:
         await self._discard(self.links)

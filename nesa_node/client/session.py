@@ -9,8 +9,7 @@ import asyncio
 import random
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Iterable, Iterator, Sequence
 
 import structlog
 import torch
@@ -18,6 +17,8 @@ import torch
 from nesa_node.client.chunks import Chunk, cut
 from nesa_node.client.flow import Flow
 from nesa_node.client.hop import OPEN_TIMEOUT_S
+from nesa_node.client.line import Line
+from nesa_node.client.patience import Patience
 from nesa_node.client.replay import Replay
 from nesa_node.client.route import Route, RouteRequest
 from nesa_node.compression import tensors
@@ -44,7 +45,6 @@ log = structlog.get_logger(__name__)
 MAX_ATTEMPTS = 20
 """Of a step that gets no further, each through a chain that could be linked."""
 _FRUITLESS = f"a step failed {MAX_ATTEMPTS} times although the chain could be linked each time"
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
 _SHORTEST_OPEN_S = 1.0
 _UNTIL_THERE_IS_ROOM: tuple[type[NesaError], ...] = (
     BusyError,
@@ -62,8 +62,10 @@ class RemoteSession:
         swarm: Swarm,
         request: RouteRequest,
         avoidance: Avoidance,
+        line: Line,
         *,
         recovery_timeout_s: float,
+        queue_timeout_s: float,
         step_timeout_s: float,
         rng: random.Random,
     ) -> None:
@@ -80,7 +82,9 @@ class RemoteSession:
         self._replay = Replay(self._route, request, self._flow)
         self._step = 0
         self._leaver_check_at = 0.0
+        self._line = line
         self._recovery_timeout_s = recovery_timeout_s
+        self._queue_timeout_s = queue_timeout_s
         self._rng = rng
 
     @property
@@ -96,7 +100,9 @@ class RemoteSession:
 
         Raises at once what waiting cannot help: `RefusedError` and `ContextLengthError`.
         """
-        await self._persist(_UNTIL_THERE_IS_ROOM)
+        patience = self._patience()
+        async with self._line.turn(patience.queue_left_s):
+            await self._persist(patience, _UNTIL_THERE_IS_ROOM)
 
     async def step(
         self, hidden_TD: torch.Tensor, rows: Sequence[RowSlice], *, want: Want = "all"
@@ -144,6 +150,7 @@ class RemoteSession:
 
     async def close(self) -> None:
         await self._route.close()
+        self._line.left()
 
     def _check(self, hidden_TD: torch.Tensor, rows: Sequence[RowSlice]) -> None:
         total = sum(part.count for part in rows)
@@ -190,38 +197,37 @@ class RemoteSession:
         self.recoveries += 1
         self._replay.truncate(self._lengths)
         # Those who refuse, or are too small for the session, may be joined by others.
-        await self._persist((*_UNTIL_THERE_IS_ROOM, ContextLengthError, RefusedError))
+        passing = (*_UNTIL_THERE_IS_ROOM, ContextLengthError, RefusedError)
+        await self._persist(self._patience(), passing)
 
-    async def _persist(self, passing: tuple[type[NesaError], ...]) -> None:
-        """Rebuild until it works, through errors that may pass, until the recovery time is over.
-
-        The pauses between grow and are jittered. There is none where an attempt found out that yet
-        another peer is gone or has no room: the next one goes elsewhere.
-        """
-        deadline = time.monotonic() + self._recovery_timeout_s
-        pause_s = _FIRST_PAUSE_S
+    async def _persist(self, patience: Patience, passing: tuple[type[NesaError], ...]) -> None:
+        """Rebuild until it works, through errors that may pass, as long as `patience` lasts."""
         while True:
-            left_s = deadline - time.monotonic()
             known = self._route.suspected
+            timeout_s = min(max(patience.recovery_left_s, _SHORTEST_OPEN_S), OPEN_TIMEOUT_S)
             try:
-                return await self._replay.rebuild(
-                    self._lengths,
-                    open_timeout_s=min(max(left_s, _SHORTEST_OPEN_S), OPEN_TIMEOUT_S),
-                )
+                return await self._replay.rebuild(self._lengths, open_timeout_s=timeout_s)
             except passing as error:
-                last = error
-            wait_s = 0.0
-            if self._route.suspected <= known:
-                retry_after_s = last.retry_after_s if isinstance(last, BusyError) else 0.0
-                wait_s = max(retry_after_s, pause_s) * self._rng.uniform(0.5, 1.5)
-                pause_s = min(pause_s * 2, _LONGEST_PAUSE_S)
-            if time.monotonic() + wait_s > deadline:
-                raise self._give_up(last) from last
-            await asyncio.sleep(wait_s)
+                # Yet another peer is gone or has no room: the next attempt goes elsewhere.
+                others_left = not self._route.suspected <= known
+                pause_s = patience.pause_s(error, others_left=others_left)
+                if pause_s is None:
+                    raise self._give_up(error) from error
+            if patience.must_let_go:
+                await self._route.let_go()
+            if pause_s:
+                await self._line.pause(pause_s)
+
+    def _patience(self) -> Patience:
+        return Patience(
+            queue_timeout_s=self._queue_timeout_s,
+            recovery_timeout_s=self._recovery_timeout_s,
+            rng=self._rng,
+        )
 
     def _give_up(self, last: Exception) -> Exception:
-        waited = f"waited {self._recovery_timeout_s:g} s"
         if isinstance(last, BusyError):
+            waited = f"waited {self._queue_timeout_s:g} s for room"
             return BusyError(f"{last}; {waited}", last.retry_after_s)
         if isinstance(last, RemoteError | RefusedError):
             return last
@@ -232,32 +238,6 @@ class RemoteSession:
         ranges = ", ".join(f"{start}:{end}" for start, end in missing) or str(self._request.span)
         return MissingBlocksError(
             missing,
-            f"no node serves blocks {ranges} of {self._request.model_id} ({waited}); "
-            f"start one with `nesa-node run`. Last problem: {last}",
+            f"no node serves blocks {ranges} of {self._request.model_id} (waited "
+            f"{self._recovery_timeout_s:g} s): start one with `nesa-node run`. Last: {last}",
         )
-
-
-@asynccontextmanager
-async def open_remote_session(
-    swarm: Swarm,
-    request: RouteRequest,
-    avoidance: Avoidance,
-    *,
-    recovery_timeout_s: float = 30.0,
-    step_timeout_s: float = 30.0,
-    rng: random.Random,
-) -> AsyncIterator[RemoteSession]:
-    """An open session; its nodes are let go at the end."""
-    session = RemoteSession(
-        swarm,
-        request,
-        avoidance,
-        recovery_timeout_s=recovery_timeout_s,
-        step_timeout_s=step_timeout_s,
-        rng=rng,
-    )
-    try:
-        await session.open()
-        yield session
-    finally:
-        await session.close()

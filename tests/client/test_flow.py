@@ -11,6 +11,7 @@ import torch
 
 from nesa_node.client import hop
 from nesa_node.client import session as session_module
+from nesa_node.client.line import Line
 from nesa_node.client.route import RouteRequest
 from nesa_node.client.session import RemoteSession
 from nesa_node.client.sessions import RowSlice
@@ -40,7 +41,9 @@ async def opened(
         None,  # type: ignore[arg-type]  # the scripted route needs no swarm
         request(mode, rows=rows, hops=HOPS),
         Avoidance(lambda: 0.0),
+        Line(),
         recovery_timeout_s=5.0,
+        queue_timeout_s=5.0,
         step_timeout_s=0.5,
         rng=RNG,
     )

@@ -40,7 +40,7 @@ def join(
 
     def join(**options: Any) -> AbstractContextManager[DistributedModelForCausalLM]:
         return AutoDistributedModelForCausalLM.from_pretrained(
-            folder, initial_peers=addresses, **{"recovery_timeout_s": 0.5, **options}
+            folder, initial_peers=addresses, **{"queue_timeout_s": 0.5, **options}
         )
 
     with in_process_swarm(
@@ -92,7 +92,7 @@ def test_a_session_larger_than_any_quota_is_told_the_quota(join: Join) -> None:
 
 
 def test_who_waits_gets_the_room_that_another_session_leaves(join: Join) -> None:
-    with join(recovery_timeout_s=20) as model:
+    with join(queue_timeout_s=20) as model:
         held = [model.inference_session(20) for _ in range(SESSIONS_PER_PEER)]
         leaving = threading.Timer(1.0, held[0].close)
         leaving.start()

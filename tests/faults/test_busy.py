@@ -47,7 +47,7 @@ def test_refused_open_releases_the_other_hops(bed: Bed, routing: Route) -> None:
     first, middle, last = bed.nodes
     with (
         join_bed(bed, routing) as patient,
-        join_bed(bed, routing, recovery_timeout_s=2.0) as hasty,
+        join_bed(bed, routing, queue_timeout_s=2.0) as hasty,
     ):
         with patient.inference_session(SESSION):
             with pytest.raises(BusyError):
@@ -70,7 +70,7 @@ def test_refused_open_releases_the_other_hops(bed: Bed, routing: Route) -> None:
 @pytest.mark.parametrize("routing", ROUTES)
 def test_room_is_back_as_soon_as_a_session_is_closed(bed: Bed, routing: Route) -> None:
     bed.start(thirds(BLOCKS), *ONE)
-    with join_bed(bed, routing, recovery_timeout_s=0.0) as model:
+    with join_bed(bed, routing, queue_timeout_s=0.0) as model:
         for number in range(30):
             with model.inference_session(SESSION) as session:
                 session.step(random_ids(1, 1 + number))
@@ -121,8 +121,8 @@ def test_clients_race_for_room_and_all_finish(
 def test_quota_of_sessions_is_shared_by_what_a_client_opens(bed: Bed, routing: Route) -> None:
     bed.start(thirds(BLOCKS), "--max-sessions-per-peer", "1")
     with (
-        join_bed(bed, routing, recovery_timeout_s=1.0) as model,
-        join_bed(bed, routing, recovery_timeout_s=1.0) as other,
+        join_bed(bed, routing, queue_timeout_s=1.0) as model,
+        join_bed(bed, routing, queue_timeout_s=1.0) as other,
     ):
         with model.inference_session(SESSION):
             with pytest.raises(BusyError):
@@ -137,7 +137,7 @@ def test_quota_of_sessions_is_shared_by_what_a_client_opens(bed: Bed, routing: R
 def test_killed_client_leaves_no_reservation(bed: Bed, routing: Route) -> None:
     """Here its libp2p daemon is killed, which is all that the nodes see of a client's death."""
     bed.start(thirds(BLOCKS), *ONE)
-    with join_bed(bed, routing, recovery_timeout_s=1.0) as dying, join_bed(bed, routing) as next_:
+    with join_bed(bed, routing, queue_timeout_s=1.0) as dying, join_bed(bed, routing) as next_:
         session = dying.inference_session(SESSION)
         (p2pd,) = [p for p in psutil.Process().children() if p.name() == "p2pd"]
         p2pd.kill()
