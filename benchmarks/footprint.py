@@ -51,11 +51,25 @@ class Usage:
         }
 
 
+def nodes_cpu_s(nodes: Sequence[LocalNode]) -> float:
+    """Processor time of the daemons and their p2pds, since they began."""
+    daemons = [psutil.Process(node.process.pid) for node in nodes]
+    children = [child for daemon in daemons for child in daemon.children()]
+    return sum(map(_cpu_s, [*daemons, *children]))
+
+
 def memory_of(node: LocalNode) -> dict[str, int]:
-    """Bytes that a daemon, its p2pd included, has to itself (USS) and resident in all (RSS)."""
+    """Bytes that a daemon, its p2pd included, has to itself (USS) and resident in all (RSS).
+
+    The peak is the most that its Python process had resident so far, p2pd not included.
+    """
     daemon = psutil.Process(node.process.pid)
     infos = [process.memory_full_info() for process in (daemon, *daemon.children())]
-    return {"uss_bytes": sum(i.uss for i in infos), "rss_bytes": sum(i.rss for i in infos)}
+    return {
+        "uss_bytes": sum(info.uss for info in infos),
+        "rss_bytes": sum(info.rss for info in infos),
+        "peak_rss_bytes": node.peak_memory_bytes(),
+    }
 
 
 def _cpu_s(process: psutil.Process) -> float:

@@ -8,7 +8,8 @@ turns of a few steps; steps carry hidden states, so that embedding and head take
 
 Each percentile is compared with the same one of the undivided steps, but for p99, which is that of
 single steps against the undivided median: what a hop adds at its worst, the noise of the whole
-chain included. On a noisy machine the p10, the steps that nothing else disturbed, says most.
+chain included. On a noisy machine the p10, the steps that nothing else disturbed, and the processor
+time that a hop takes of the daemons and their p2pds say most.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ from typing import Any
 import torch
 
 from benchmarks.figures import percentile
+from benchmarks.footprint import nodes_cpu_s
 from benchmarks.models import model_folder
 from benchmarks.options import Options
 from benchmarks.results import print_table
-from benchmarks.swarms import open_local, open_swarm
+from benchmarks.swarms import Swarm, open_local, open_swarm
 from nesa_node.client.inference import InferenceSession
 from nesa_node.core.span import Span
 from nesa_node.engine.measure import measure_throughput
@@ -46,14 +48,18 @@ def run(options: Options) -> list[dict[str, Any]]:
         raise ValueError("hop compares with one daemon: --nodes 1,2,...")
     with model_folder(options) as folder, ExitStack() as stack:
         compute_s = compute_time(folder, options)
-        sessions = {}
-        for nodes in options.nodes:
-            swarm = stack.enter_context(open_swarm(folder, options, nodes, CACHE_TOKENS))
-            held = swarm.model.inference_session(options.new_tokens + TURN_STEPS)
-            sessions[nodes] = stack.enter_context(held)
-        # The first steps touch all memory.
-        take_turns(sessions, TURN_STEPS)
-        runs = [added_time(take_turns(sessions, options.new_tokens)) for _ in range(options.runs)]
+        swarms = {
+            nodes: stack.enter_context(open_swarm(folder, options, nodes, CACHE_TOKENS))
+            for nodes in options.nodes
+        }
+        sessions = {
+            nodes: stack.enter_context(
+                swarm.model.inference_session(options.new_tokens + TURN_STEPS)
+            )
+            for nodes, swarm in swarms.items()
+        }
+        take_turns(sessions, TURN_STEPS)  # touches all memory once
+        runs = [measure_once(swarms, sessions, options.new_tokens) for _ in range(options.runs)]
     rows = [
         {"nodes": nodes, "compute_s": compute_s, "runs": [one[nodes] for one in runs]}
         for nodes in options.nodes
@@ -73,6 +79,18 @@ def compute_time(folder: Path, options: Options) -> float:
     return 1 / measure_throughput(blocks).decode_tokens_per_s
 
 
+def measure_once(
+    swarms: Mapping[int, Swarm], sessions: Mapping[int, InferenceSession], steps: int
+) -> dict[int, dict[str, float]]:
+    before = {nodes: nodes_cpu_s(swarm.nodes) for nodes, swarm in swarms.items()}
+    times = take_turns(sessions, steps)
+    cpu_s = {
+        nodes: (nodes_cpu_s(swarm.nodes) - before[nodes]) / len(times[nodes])
+        for nodes, swarm in swarms.items()
+    }
+    return added_time(times, cpu_s)
+
+
 def take_turns(sessions: Mapping[int, InferenceSession], steps: int) -> dict[int, list[float]]:
     """Seconds of each step, per number of daemons, all sessions beginning empty."""
     times: dict[int, list[float]] = {nodes: [] for nodes in sessions}
@@ -88,18 +106,22 @@ def take_turns(sessions: Mapping[int, InferenceSession], steps: int) -> dict[int
     return times
 
 
-def added_time(times: Mapping[int, Sequence[float]]) -> dict[int, dict[str, float]]:
+def added_time(
+    times: Mapping[int, Sequence[float]], cpu_s: Mapping[int, float]
+) -> dict[int, dict[str, float]]:
     """Per number of daemons: seconds of a step, and what each hop after the first adds."""
     alone = {percent: percentile(times[1], percent) for percent in (10, 50)}
     added = {}
     for nodes, steps in times.items():
         of = {percent: percentile(steps, percent) for percent in PERCENTS}
         added[nodes] = {f"step_p{percent}_s": of[percent] for percent in PERCENTS}
+        added[nodes]["step_cpu_s"] = cpu_s[nodes]
         if nodes > 1:
             added[nodes] |= {
                 f"hop_p{percent}_s": (of[percent] - alone[min(percent, 50)]) / (nodes - 1)
                 for percent in PERCENTS
             }
+            added[nodes]["hop_cpu_s"] = (cpu_s[nodes] - cpu_s[1]) / (nodes - 1)
     return added
 
 
@@ -107,7 +129,11 @@ def show(rows: Sequence[dict[str, Any]], options: Options) -> None:
     def ms(row: dict[str, Any], key: str) -> str:
         return f"{row[key] * 1000:.2f}" if key in row else ""
 
-    headings = "nodes|compute ms|step p10 ms|p50 ms|p99 ms|each hop adds\np10 ms|\np50 ms|\np99 ms"
-    keys = ["compute_s", *(f"{of}_p{percent}_s" for of in ("step", "hop") for percent in PERCENTS)]
+    headings = (
+        "nodes|compute ms|step p10 ms|p50 ms|p99 ms|CPU ms|"
+        "each hop adds\np10 ms|\np50 ms|\np99 ms|\nCPU ms"
+    )
+    figures = (*(f"p{percent}" for percent in PERCENTS), "cpu")
+    keys = ["compute_s", *(f"{of}_{figure}_s" for of in ("step", "hop") for figure in figures)]
     cells = [(str(row["nodes"]), *(ms(row, key) for key in keys)) for row in rows]
     print_table(f"hop: one token of hidden size 1024, {options.dtype}", headings, cells)
