@@ -162,7 +162,8 @@ class NodeFlags(PeerFlags):
         None
     )
     max_cache_tokens_per_peer: Annotated[
-        str | None, Parameter(group=LIMITS, help="[default: no limit of its own]")
+        str | None,
+        Parameter(group=LIMITS, help="[default: half of the cache, or one of the longest session]"),
     ] = None
     idle_timeout_s: Annotated[
         str | None, Parameter(group=LIMITS, help="Seconds until an idle session is closed. [600]")

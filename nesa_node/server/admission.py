@@ -2,48 +2,103 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from nesa_node.core.errors import BusyError, ProtocolError
+from nesa_node.core.errors import BusyError, CacheFullError, ProtocolError
 from nesa_node.core.ids import PeerId
+from nesa_node.engine.pages import PAGE_TOKENS, PagePool, pages_for
 
-MAX_RETRY_AFTER_S = 5.0
+RETRY_AFTER_S = (0.2, 5.0)
+"""Clients take more than the latter for the latter."""
+FIRST_GUESS_S = 0.5
+LEARNING_RATE = 0.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    cache_tokens: int
-    """Tokens, each through all blocks of the node's span, that the KV cache may hold."""
     outbox_bytes: int
     """Host memory for the outputs that a chain's nodes keep."""
     sessions_per_peer: int
     cache_tokens_per_peer: int
+    """Tokens, each through all blocks of the node's span, in whole pages."""
     streams_per_peer: int = 512
     allow: frozenset[PeerId] = frozenset()
     """If not empty, nobody else is served."""
     deny: frozenset[PeerId] = frozenset()
 
 
+class Place:
+    """What one session was promised: pages of the pool, and memory for its outbox."""
+
+    def __init__(self, admission: Admission, peer: PeerId, outbox_bytes_per_token: int) -> None:
+        self.promise = admission.pool.promise(0)
+        self._admission = admission
+        self._peer = peer
+        self._outbox_bytes_per_token = outbox_bytes_per_token
+        self._outbox_bytes = 0
+
+    def grow(self, pages: int, tokens: int) -> None:
+        """Be promised so much more. Raises `CacheFullError`, and then nothing is."""
+        admission, outbox_bytes = self._admission, tokens * self._outbox_bytes_per_token
+        admission.check_quota(self._peer, pages, outbox_bytes)
+        self.promise.add(pages)
+        admission.count(self._peer, pages, outbox_bytes)
+        self._outbox_bytes += outbox_bytes
+
+    def outgrow(self, have: int, want: int) -> None:
+        """Make room for `want` tokens in a row that has it for `have`, if there is some.
+
+        Raises `ProtocolError("cache_full")`.
+        """
+        try:
+            self.grow(pages_for(want) - pages_for(have), want - have)
+        except CacheFullError as error:
+            raise ProtocolError(
+                "cache_full", f"a row would hold {want} tokens, {have} were promised: {error}"
+            ) from None
+
+    def close(self) -> None:
+        self._admission.count(self._peer, -self.promise.pages, -self._outbox_bytes)
+        self.promise.close()
+
+
 class Admission:
     """Counts what is promised. A promise is made whole at open and returned whole at the end."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(
+        self, limits: Limits, pool: PagePool, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.limits = limits
-        self._tokens: Counter[PeerId] = Counter()
+        self.pool = pool
+        self._clock = clock
+        self._pages: Counter[PeerId] = Counter()
         self._sessions: Counter[PeerId] = Counter()
         self._streams: Counter[PeerId] = Counter()
         self._outbox_bytes = 0
+        self._ended_at = clock()
+        self._between_ends_s = FIRST_GUESS_S
+
+    @property
+    def total_tokens(self) -> int:
+        return self.pool.num_pages * PAGE_TOKENS
 
     @property
     def free_tokens(self) -> int:
-        return self.limits.cache_tokens - self._tokens.total()
+        return max(self.pool.free_pages, 0) * PAGE_TOKENS
 
     @property
     def sessions(self) -> int:
         return self._sessions.total()
+
+    @property
+    def retry_after_s(self) -> float:
+        """About when the next session ends."""
+        least, most = RETRY_AFTER_S
+        return min(max(self._between_ends_s, least), most)
 
     def check_peer(self, peer: PeerId) -> None:
         """Raises `ProtocolError("not_allowed")` for a peer that the operator does not serve."""
@@ -55,7 +110,7 @@ class Admission:
     def stream(self, peer: PeerId) -> Iterator[None]:
         """Hold one of the streams that `peer` may have. Raises `BusyError`."""
         if self._streams[peer] >= self.limits.streams_per_peer:
-            raise BusyError("too many streams from this peer", MAX_RETRY_AFTER_S)
+            raise BusyError("too many streams from this peer", RETRY_AFTER_S[1])
         self._streams[peer] += 1
         try:
             yield
@@ -63,37 +118,57 @@ class Admission:
             _give_back(self._streams, peer, 1)
 
     @contextmanager
-    def session(self, peer: PeerId, *, tokens: int, outbox_bytes: int) -> Iterator[None]:
-        """Hold room for one session.
+    def session(
+        self, peer: PeerId, *, rows: int, max_tokens: int, outbox_bytes_per_token: int
+    ) -> Iterator[Place]:
+        """Hold room for one session of `rows` times `max_tokens` tokens.
 
         Raises `BusyError` when the room may come back, `ProtocolError("too_large")` when the
         request could never be met.
         """
-        limits = self.limits
-        most = min(limits.cache_tokens, limits.cache_tokens_per_peer)
-        if tokens > most or outbox_bytes > limits.outbox_bytes:
+        pages, tokens = rows * pages_for(max_tokens), rows * max_tokens
+        most = min(self.pool.num_pages, pages_for(self.limits.cache_tokens_per_peer))
+        if pages > most or tokens * outbox_bytes_per_token > self.limits.outbox_bytes:
             raise ProtocolError(
                 "too_large",
-                f"{tokens} cache tokens asked for, this node gives a peer at most {most}; "
-                "ask for a shorter session or fewer rows",
+                f"{rows} x {max_tokens} cache tokens asked for, this node gives a peer at most "
+                f"{most * PAGE_TOKENS}; ask for a shorter session or fewer rows",
             )
-        if self._sessions[peer] >= limits.sessions_per_peer:
-            raise BusyError(
-                f"{peer} has {limits.sessions_per_peer} sessions, which is its quota", 1.0
-            )
-        if self._tokens[peer] + tokens > limits.cache_tokens_per_peer:
-            raise BusyError(f"the quota of {peer} has no room for {tokens} more tokens", 1.0)
-        if tokens > self.free_tokens or self._outbox_bytes + outbox_bytes > limits.outbox_bytes:
-            raise BusyError(f"{self.free_tokens} cache tokens are free, {tokens} asked for", 0.5)
-        self._sessions[peer] += 1
-        self._tokens[peer] += tokens
-        self._outbox_bytes += outbox_bytes
+        if self._sessions[peer] >= self.limits.sessions_per_peer:
+            quota = self.limits.sessions_per_peer
+            raise BusyError(f"{peer} has {quota} sessions, which is its quota", self.retry_after_s)
+        place = Place(self, peer, outbox_bytes_per_token)
         try:
-            yield
+            place.grow(pages, tokens)
+        except CacheFullError as error:
+            raise BusyError(str(error), self.retry_after_s) from None
+        self._sessions[peer] += 1
+        try:
+            yield place
         finally:
             _give_back(self._sessions, peer, 1)
-            _give_back(self._tokens, peer, tokens)
-            self._outbox_bytes -= outbox_bytes
+            place.close()
+            self._note_end()
+
+    def check_quota(self, peer: PeerId, pages: int, outbox_bytes: int) -> None:
+        """Raises `CacheFullError` for more than the peer, or the outboxes of all, may have."""
+        if self._pages[peer] + pages > pages_for(self.limits.cache_tokens_per_peer):
+            raise CacheFullError(
+                f"the quota of {peer} has no room for {pages * PAGE_TOKENS} more tokens"
+            )
+        if self._outbox_bytes + outbox_bytes > self.limits.outbox_bytes:
+            raise CacheFullError(f"no room to keep the outputs of {pages * PAGE_TOKENS} tokens")
+
+    def count(self, peer: PeerId, pages: int, outbox_bytes: int) -> None:
+        """Note what a peer holds from now on, or no longer."""
+        _give_back(self._pages, peer, -pages)
+        self._outbox_bytes += outbox_bytes
+
+    def _note_end(self) -> None:
+        now = self._clock()
+        gap_s = min(now - self._ended_at, RETRY_AFTER_S[1])
+        self._between_ends_s += LEARNING_RATE * (gap_s - self._between_ends_s)
+        self._ended_at = now
 
 
 def _give_back(counts: Counter[PeerId], peer: PeerId, amount: int) -> None:

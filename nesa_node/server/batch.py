@@ -1,72 +1,142 @@
-"""Queued steps of one session as jobs for the device, and their results as outputs per step.
+"""What one iteration runs: tokens of several sessions' steps, packed for one forward.
 
-T packed tokens, L tokens of one row, D hidden.
+T packed tokens, D hidden.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
-from nesa_node.swarm.messages import RowSlice
+from nesa_node.engine.blocks import Blocks, Run
+from nesa_node.engine.pages import PageTable
+from nesa_node.swarm.messages import Step
 
-MAX_JOB_TOKENS = 256
-"""Tokens that one job of the device's thread runs; a long prefill lets others in between."""
+
+@dataclass(eq=False, slots=True)
+class Pending:
+    """A step that is not done: `taken` of its packed tokens have been put into iterations."""
+
+    step: Step
+    hidden_TD: torch.Tensor
+    output_TD: torch.Tensor
+    arrived: float
+    taken: int = 0
+
+    @property
+    def left(self) -> int:
+        return len(self.hidden_TD) - self.taken
 
 
-@dataclass(frozen=True, slots=True)
-class RowChunk:
+@dataclass(slots=True)
+class Piece:
+    """The packed tokens `start:end` of a step."""
+
+    pending: Pending
     row: int
-    hidden_LD: torch.Tensor
+    start: int
+    end: int
 
 
-class Batch:
-    """Consecutive steps merged row by row: a replay of many small steps runs as a few jobs."""
+@dataclass(slots=True)
+class Share:
+    """A session's part of an iteration."""
 
-    def __init__(self, steps: Sequence[tuple[tuple[RowSlice, ...], torch.Tensor]]) -> None:
-        self._steps = [slices for slices, _ in steps]
-        self._starts: dict[int, int] = {}
-        self._outputs: dict[int, list[torch.Tensor]] = {}
-        parts: dict[int, list[torch.Tensor]] = {}
-        for slices, hidden_TD in steps:
-            pieces = torch.split(hidden_TD, [part.count for part in slices])
-            for part, piece_LD in zip(slices, pieces, strict=True):
-                self._starts.setdefault(part.row, part.position)
-                parts.setdefault(part.row, []).append(piece_LD)
-        self.jobs = _cut_to_size({row: _joined(pieces) for row, pieces in parts.items()})
-
-    def done(self, job: Sequence[RowChunk], outputs: Sequence[torch.Tensor]) -> None:
-        """Take the outputs [L, D] of a job's chunks. Jobs are done in their order."""
-        for chunk, output_LD in zip(job, outputs, strict=True):
-            self._outputs.setdefault(chunk.row, []).append(output_LD)
-
-    def results(self) -> list[torch.Tensor]:
-        """The outputs [T, D] of every step, packed like its input. All jobs must be done."""
-        rows = {row: _joined(pieces) for row, pieces in self._outputs.items()}
-        return [self._pick(slices, rows) for slices in self._steps]
-
-    def _pick(self, slices: Sequence[RowSlice], rows: dict[int, torch.Tensor]) -> torch.Tensor:
-        parts = []
-        for part in slices:
-            at = part.position - self._starts[part.row]
-            parts.append(rows[part.row][at : at + part.count])
-        return _joined(parts)
+    pieces: list[Piece]
+    """Their tokens, one piece after another, are those of `runs`, one run after another."""
+    runs: list[Run]
+    done: list[Pending]
+    """The steps that it completes."""
+    error: Exception | None = field(default=None)
+    """Why it could not be run."""
 
 
-def _cut_to_size(rows: dict[int, torch.Tensor]) -> list[list[RowChunk]]:
-    jobs: list[list[RowChunk]] = []
-    room = 0
-    for row, hidden_LD in rows.items():
-        for chunk_LD in torch.split(hidden_LD, MAX_JOB_TOKENS):
-            if len(chunk_LD) > room:
-                jobs.append([])
-                room = MAX_JOB_TOKENS
-            jobs[-1].append(RowChunk(row, chunk_LD))
-            room -= len(chunk_LD)
-    return jobs
+def take(queue: Iterable[Pending], tables: Sequence[PageTable], tokens: int) -> Share:
+    """Put the next `tokens` of consecutive steps into an iteration.
+
+    Raises `CacheFullError`; what was taken is lost then.
+    """
+    pieces: list[Piece] = []
+    done: list[Pending] = []
+    for pending in queue:
+        count = min(tokens, pending.left)
+        pieces += _pieces(pending, count)
+        if not pending.left:
+            done.append(pending)
+        tokens -= count
+        if not tokens:
+            break
+    # Stable: a row's tokens stay in order where several steps go together.
+    pieces.sort(key=lambda piece: piece.row)
+    counts: dict[int, int] = {}
+    for piece in pieces:
+        counts[piece.row] = counts.get(piece.row, 0) + piece.end - piece.start
+    for row, count in counts.items():
+        tables[row].reserve(tables[row].length + count)
+    runs = [Run(tables[row], count) for row, count in counts.items()]
+    return Share(_joined(pieces), runs, done)
 
 
-def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+@torch.inference_mode()
+def run_shares(blocks: Blocks, shares: Sequence[Share]) -> float:
+    """Run an iteration, on the device's thread. Returns the seconds that it took.
+
+    If it fails each session is tried alone, and `error` set for those that fail again.
+    """
+    started = time.perf_counter()
+    if len(shares) == 1:
+        shares[0].error = _tried(blocks, shares)
+    elif _tried(blocks, shares) is not None:
+        for share in shares:
+            share.error = _tried(blocks, [share])
+    return time.perf_counter() - started
+
+
+def _tried(blocks: Blocks, shares: Sequence[Share]) -> Exception | None:
+    try:
+        _forward(blocks, shares)
+    except Exception as error:
+        return error
+    return None
+
+
+def _forward(blocks: Blocks, shares: Sequence[Share]) -> None:
+    pieces = [piece for share in shares for piece in share.pieces]
+    inputs = [piece.pending.hidden_TD[piece.start : piece.end] for piece in pieces]
+    if len({tensor.dtype for tensor in inputs}) > 1:
+        inputs = [tensor.to(blocks.dtype) for tensor in inputs]
+    hidden_TD = inputs[0] if len(inputs) == 1 else torch.cat(inputs)
+    output_TD = blocks.forward(hidden_TD, [run for share in shares for run in share.runs]).cpu()
+    at = 0
+    for piece in pieces:
+        count = piece.end - piece.start
+        # A copy: what is kept of one session must not keep the others' memory.
+        piece.pending.output_TD[piece.start : piece.end] = output_TD[at : at + count]
+        at += count
+
+
+def _pieces(pending: Pending, tokens: int) -> list[Piece]:
+    pieces: list[Piece] = []
+    start, end, at = pending.taken, pending.taken + tokens, 0
+    for part in pending.step.rows:
+        first, last = max(at, start), min(at + part.count, end)
+        if first < last:
+            pieces.append(Piece(pending, part.row, first, last))
+        at += part.count
+    pending.taken = end
+    return pieces
+
+
+def _joined(pieces: Sequence[Piece]) -> list[Piece]:
+    """The same with neighbours in one: of most steps a single piece."""
+    joined: list[Piece] = []
+    for piece in pieces:
+        last = joined[-1] if joined else None
+        if last is not None and last.pending is piece.pending and last.end == piece.start:
+            last.end = piece.end
+        else:
+            joined.append(piece)
+    return joined

@@ -26,9 +26,10 @@ from nesa_node.engine.parts import load_blocks
 from nesa_node.engine.progress import shown_progress
 from nesa_node.server.admission import Admission, Limits
 from nesa_node.server.announcer import Announcer, Capacity, NodeFacts
-from nesa_node.server.executor import Executor, open_executor
+from nesa_node.server.executor import open_executor
 from nesa_node.server.placement import Served, claim_span, count_blocks, count_cache_tokens
 from nesa_node.server.ready_file import check_ready_file, ready_file
+from nesa_node.server.scheduler import Scheduler, open_scheduler
 from nesa_node.server.session_server import SessionServer
 from nesa_node.swarm.identity import Identity
 from nesa_node.swarm.messages import PROTOCOL
@@ -71,8 +72,12 @@ async def serve_node(config: NodeConfig, stopping: asyncio.Event) -> None:
     served = await asyncio.to_thread(_open_model, config)
     # Before anybody hears of us: an impossible request should fail at once.
     await asyncio.to_thread(count_blocks, config, served)
-    async with _joined(config) as swarm, open_executor() as executor:
-        await _serve(config, served, swarm, executor, stopping)
+    async with (
+        _joined(config) as swarm,
+        open_executor() as executor,
+        open_scheduler(executor) as scheduler,
+    ):
+        await _serve(config, served, swarm, scheduler, stopping)
 
 
 @contextmanager
@@ -158,12 +163,12 @@ def _allow_many_files() -> None:
 
 
 async def _serve(
-    config: NodeConfig, served: Served, swarm: Swarm, executor: Executor, stopping: asyncio.Event
+    config: NodeConfig, served: Served, swarm: Swarm, scheduler: Scheduler, stopping: asyncio.Event
 ) -> None:
     announcer = Announcer(swarm.directory, _node_facts(config, served))
     refreshing = asyncio.create_task(announcer.run())
     try:
-        loading = asyncio.create_task(_prepare(config, served, swarm, executor, announcer))
+        loading = asyncio.create_task(_prepare(config, served, swarm, scheduler, announcer))
         stopped = asyncio.create_task(_stop_or_loss(stopping, swarm))
         await asyncio.wait({loading, stopped}, return_when=asyncio.FIRST_COMPLETED)
         if not loading.done():
@@ -194,7 +199,7 @@ async def _serve(
 
 
 async def _prepare(
-    config: NodeConfig, served: Served, swarm: Swarm, executor: Executor, announcer: Announcer
+    config: NodeConfig, served: Served, swarm: Swarm, scheduler: Scheduler, announcer: Announcer
 ) -> tuple[Blocks, SessionServer]:
     """Claim a span, load and measure it, and accept sessions."""
     rng = random.Random(swarm.identity.peer_id)
@@ -210,19 +215,23 @@ async def _prepare(
                 progress=progress,
             )
 
-    blocks = await executor.run(load)
-    announcer.throughput = await executor.run(lambda: measure_throughput(blocks))
-    admission = Admission(_limits(config, blocks))
+    device = scheduler.executor
+    blocks = await device.run(load)
+    announcer.throughput = await device.run(lambda: measure_throughput(blocks))
+    scheduler.expect(announcer.throughput, span)
+    tokens = count_cache_tokens(config, blocks)
+    pool = await device.run(lambda: blocks.new_pool(tokens))
+    admission = Admission(_limits(config, blocks, tokens), pool)
     announcer.capacity = lambda: Capacity(
-        total_tokens=admission.limits.cache_tokens,
-        free_tokens=max(admission.free_tokens, 0),
-        load=executor.load,
+        total_tokens=admission.total_tokens,
+        free_tokens=admission.free_tokens,
+        load=scheduler.load,
     )
     server = SessionServer(
         swarm,
         served.model_id,
         blocks,
-        executor,
+        scheduler,
         admission,
         swarm_key=_secret(config.swarm_key),
         step_timeout_s=config.step_timeout_s,
@@ -232,15 +241,16 @@ async def _prepare(
     return blocks, server
 
 
-def _limits(config: NodeConfig, blocks: Blocks) -> Limits:
-    tokens = count_cache_tokens(config, blocks)
+def _limits(config: NodeConfig, blocks: Blocks, tokens: int) -> Limits:
+    """The limits for a cache of `tokens`."""
     outbox = int(tokens * blocks.cache_bytes_per_token * OUTBOX_BYTES_PER_CACHE_BYTE)
     needed = tokens * blocks.hidden_size * 4
+    # Nobody should be able to take all of it, but who comes alone can use the model's whole length.
+    half = max(tokens // 2, min(tokens, blocks.context_length or tokens))
     return Limits(
-        cache_tokens=tokens,
         outbox_bytes=max(min(outbox, needed), MIN_OUTBOX_BYTES),
         sessions_per_peer=config.max_sessions_per_peer,
-        cache_tokens_per_peer=config.max_cache_tokens_per_peer or tokens,
+        cache_tokens_per_peer=config.max_cache_tokens_per_peer or half,
         allow=frozenset(config.allow_peers),
         deny=frozenset(config.deny_peers),
     )

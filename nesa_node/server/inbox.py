@@ -6,8 +6,7 @@ T packed tokens, D hidden.
 from __future__ import annotations
 
 import hashlib
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,12 +15,26 @@ from nesa_node.compression import tensors
 from nesa_node.core.errors import ProtocolError
 from nesa_node.swarm.messages import Step
 
+LARGE_BYTES = 1 << 20
+"""A payload from which on `examine` takes milliseconds: not for the event loop."""
+
 
 @dataclass(frozen=True, slots=True)
-class Queued:
-    message: Step
-    hidden_TD: torch.Tensor
+class Examined:
+    """What is to be known of a step's bytes."""
+
     digest: bytes
+    hidden_TD: torch.Tensor
+
+
+def examine(step: Step, payload: bytearray) -> Examined:
+    """Read all of the payload; may run in any thread. The result keeps its memory.
+
+    Raises `ProtocolError` for a payload of another size than described, and for NaN or infinite
+    values.
+    """
+    hidden_TD = tensors.decode(step.tensor, payload, max_bytes=len(payload))
+    return Examined(_digest(step, payload), hidden_TD)
 
 
 class Inbox:
@@ -32,15 +45,27 @@ class Inbox:
     """
 
     def __init__(
-        self, *, session: bytes, rows: int, max_tokens: int, hidden_size: int, dtype: str
+        self,
+        *,
+        session: bytes,
+        rows: int,
+        max_tokens: int,
+        hidden_size: int,
+        dtype: str,
+        outgrow: Callable[[int, int], None],
     ) -> None:
+        """`outgrow(have, want)` is asked when a row outgrows `max_tokens`, and what it got then.
+
+        It raises `ProtocolError` where there is no room for `want` tokens.
+        """
         self.epoch = 0
         self.expected = [0] * rows
-        self.queue: deque[Queued] = deque()
         self._session = session
+        self._room = [max_tokens] * rows
         self._max_tokens = max_tokens
         self._hidden_size = hidden_size
         self._dtype = dtype
+        self._outgrow = outgrow
         self._last: tuple[int, bytes] = (-1, b"")
 
     @property
@@ -49,10 +74,14 @@ class Inbox:
         itemsize = tensors.DTYPES[self._dtype].itemsize
         return len(self.expected) * self._max_tokens * self._hidden_size * itemsize
 
-    def accept(self, step: Step, payload: bytearray) -> bool:
-        """Queue a step; False for one of an older epoch and for the repetition of the newest one.
+    @property
+    def last_step(self) -> int:
+        return self._last[0]
 
-        Raises `ProtocolError`; whatever was refused changed nothing.
+    def wants(self, step: Step) -> bool:
+        """Whether a step is worth examining: False for one of an older epoch.
+
+        Raises `ProtocolError` for what its header alone makes wrong.
         """
         if step.session != self._session:
             raise ProtocolError("unknown_session", "the step names another session")
@@ -62,10 +91,6 @@ class Inbox:
             raise ProtocolError(
                 "future_epoch", f"epoch {step.epoch} has not begun; it is {self.epoch}"
             )
-        digest = _digest(step, payload)
-        if self._is_repeated(step, digest):
-            return False
-        self._check_rows(step)
         total = sum(part.count for part in step.rows)
         if step.tensor.dtype != self._dtype or step.tensor.shape != (total, self._hidden_size):
             raise ProtocolError(
@@ -73,15 +98,28 @@ class Inbox:
                 f"expected {self._dtype}[{total}, {self._hidden_size}], "
                 f"got {step.tensor.dtype}{list(step.tensor.shape)}",
             )
-        hidden_TD = tensors.decode(step.tensor, payload, max_bytes=self.max_step_bytes)
+        return True
+
+    def accept(self, step: Step, examined: Examined) -> bool:
+        """Take a step; False for one of an older epoch and for the repetition of the newest one.
+
+        Raises `ProtocolError`; whatever was refused changed nothing.
+        """
+        if not self.wants(step) or self._is_repeated(step, examined.digest):
+            return False
+        self._check_rows(step)
+        for part in step.rows:
+            end = part.position + part.count
+            if end > self._room[part.row]:
+                self._outgrow(self._room[part.row], end)
+                self._room[part.row] = end
         for part in step.rows:
             self.expected[part.row] += part.count
-        self._last = (step.step, digest)
-        self.queue.append(Queued(step, hidden_TD, digest))
+        self._last = (step.step, examined.digest)
         return True
 
     def begin_epoch(self, epoch: int, lengths: Sequence[int]) -> None:
-        """Drop what is queued and expect each row to go on at `lengths[row]`.
+        """Expect each row to go on at `lengths[row]`.
 
         Raises `ProtocolError` for an epoch that is not newer and for lengths that were never
         reached; nothing has changed then.
@@ -96,24 +134,8 @@ class Inbox:
             )
         self.epoch = epoch
         self.expected = list(lengths)
-        self.queue.clear()
         # A step that the new epoch undid may come again under its old number.
         self._last = (-1, b"")
-
-    @property
-    def last_step(self) -> int:
-        return self._last[0]
-
-    def take(self, max_tokens: int) -> list[Queued]:
-        """Remove the longest run of queued steps of at most `max_tokens` tokens, at least one."""
-        taken: list[Queued] = []
-        tokens = 0
-        while self.queue:
-            tokens += len(self.queue[0].hidden_TD)
-            if taken and tokens > max_tokens:
-                break
-            taken.append(self.queue.popleft())
-        return taken
 
     def _is_repeated(self, step: Step, digest: bytes) -> bool:
         last_step, last_digest = self._last
@@ -135,12 +157,6 @@ class Inbox:
                 raise ProtocolError(
                     "bad_position",
                     f"row {part.row} goes on at {self.expected[part.row]}, not {part.position}",
-                )
-            if part.position + part.count > self._max_tokens:
-                raise ProtocolError(
-                    "cache_full",
-                    f"row {part.row} would hold {part.position + part.count} tokens; "
-                    f"{self._max_tokens} were promised",
                 )
 
 

@@ -10,8 +10,9 @@ from typing import Generic, TypeVar
 from nesa_node.core.ids import PeerId
 from nesa_node.core.span import Span
 from nesa_node.server.cost import CostModel
+from nesa_node.swarm.messages import Priority
 
-PRIORITIES = ("interactive", "batch", "training")
+PRIORITIES: tuple[Priority, ...] = ("interactive", "batch", "training")
 """The most urgent first."""
 DECODE_TOKENS = 8
 """A step of at most so many tokens for each row is one of a decode, speculation included."""

@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import hmac
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 
 import structlog
 
+from nesa_node.compression.tensors import DTYPES
 from nesa_node.core.errors import (
     BusyError,
     FrameError,
-    NesaError,
-    PeerUnreachableError,
     ProtocolError,
     StreamClosedError,
     VersionMismatchError,
@@ -22,15 +24,17 @@ from nesa_node.core.span import Span
 from nesa_node.engine.blocks import Blocks
 from nesa_node.server.admission import Admission
 from nesa_node.server.control import serve_session
-from nesa_node.server.executor import Executor
+from nesa_node.server.dial import NEIGHBOUR_S, dial
+from nesa_node.server.iteration import PRIORITIES
+from nesa_node.server.outlet import Outlet
+from nesa_node.server.refusal_log import RefusalLog
+from nesa_node.server.scheduler import Scheduler
 from nesa_node.server.session import Session
 from nesa_node.swarm.messages import (
-    PROTOCOL,
     VERSION,
     AnyMessage,
     Busy,
     Closed,
-    Downstream,
     Error,
     Open,
     Opened,
@@ -40,13 +44,11 @@ from nesa_node.swarm.messages import (
 )
 from nesa_node.swarm.node import Swarm
 from nesa_node.swarm.private import verify_membership
-from nesa_node.swarm.stream import Stream, silence_is_loss
+from nesa_node.swarm.stream import Stream
 
 log = structlog.get_logger(__name__)
 
 FIRST_MESSAGE_S = 10.0
-NEIGHBOUR_S = 10.0
-"""How long neighbours wait for each other while they link up."""
 
 
 class SessionServer:
@@ -57,7 +59,7 @@ class SessionServer:
         swarm: Swarm,
         model_id: ModelId,
         blocks: Blocks,
-        executor: Executor,
+        scheduler: Scheduler,
         admission: Admission,
         *,
         swarm_key: str | None = None,
@@ -67,12 +69,13 @@ class SessionServer:
         self._swarm = swarm
         self._model_id = model_id
         self._blocks = blocks
-        self._executor = executor
+        self._scheduler = scheduler
         self._admission = admission
         self._swarm_key = swarm_key
         self._step_timeout_s = step_timeout_s
         self._idle_timeout_s = idle_timeout_s
-        self._sessions: dict[SessionId, Session] = {}
+        self._sessions: dict[tuple[PeerId, SessionId], Session] = {}
+        self._refusals = RefusalLog()
         self._draining = asyncio.Event()
         self._drain_until = 0.0
         self._empty = asyncio.Event()
@@ -93,7 +96,7 @@ class SessionServer:
         except StreamClosedError:
             log.debug("stream_ended", peer=peer)
         except ProtocolError as error:
-            log.info("stream_refused", peer=peer, code=error.code, reason=str(error))
+            self._refusals.note(peer=peer, code=error.code, reason=str(error))
             await self._refuse(stream, error)
         finally:
             await stream.close()
@@ -130,17 +133,36 @@ class SessionServer:
 
     async def _open(self, stream: Stream, opened: Open) -> None:
         self._check_open(stream.peer, opened)
-        tokens = opened.rows * opened.max_tokens
-        outbox_bytes = tokens * self._blocks.hidden_size * 4 if opened.mode == "chain" else 0
-        span = Span(*opened.blocks)
-        key = SessionId(opened.session)
-        with self._admission.session(stream.peer, tokens=tokens, outbox_bytes=outbox_bytes):
-            session = Session(opened, stream, self._blocks.part(span), self._executor, self._dial)
-            self._sessions[key] = session
-            self._empty.clear()
-            log.info("session_opened", rows=opened.rows, max_tokens=opened.max_tokens)
+        kept = self._blocks.hidden_size * 4 if opened.mode == "chain" else 0
+        blocks = self._blocks.part(Span(*opened.blocks))
+        outlet = Outlet(
+            stream, opened.session, opened.rows, partial(dial, self._swarm, self._model_id, opened)
+        )
+        try:
+            with self._admission.session(
+                stream.peer,
+                rows=opened.rows,
+                max_tokens=opened.max_tokens,
+                outbox_bytes_per_token=kept,
+            ) as place:
+                async with self._scheduler.work(
+                    [place.promise.new_table() for _ in range(opened.rows)],
+                    blocks,
+                    client=stream.peer,
+                    priority=PRIORITIES.index(opened.priority),
+                    dtype=DTYPES[opened.dtype],
+                ) as work:
+                    await self._serve(Session(opened, stream, work, outlet, place))
+        finally:
+            await outlet.close()
+        # Only now, so that whoever reads it finds the room free.
+        await stream.send(Closed())
+
+    async def _serve(self, session: Session) -> None:
+        opened, client = session.opened, session.client
+        with self._registered(session):
             try:
-                await stream.send(
+                await client.send(
                     Opened(
                         version=VERSION,
                         max_tokens=opened.max_tokens,
@@ -155,14 +177,23 @@ class SessionServer:
                     idle_timeout_s=self._idle_timeout_s,
                 )
             finally:
-                lengths = session.lengths
                 await session.close()
-                del self._sessions[key]
-                if not self._sessions:
-                    self._empty.set()
-                log.info("session_closed", lengths=lengths)
-        # Only now, so that whoever reads it finds the room free.
-        await stream.send(Closed())
+
+    @contextmanager
+    def _registered(self, session: Session) -> Iterator[None]:
+        """Let pushes find the session, and a drain wait for it."""
+        opened = session.opened
+        key = (session.client.peer, SessionId(opened.session))
+        self._sessions[key] = session
+        self._empty.clear()
+        log.info("session_opened", rows=opened.rows, max_tokens=opened.max_tokens)
+        try:
+            yield
+        finally:
+            del self._sessions[key]
+            if not self._sessions:
+                self._empty.set()
+            log.info("session_closed", lengths=session.lengths)
 
     def _check_open(self, peer: PeerId, opened: Open) -> None:
         if not verify_membership(
@@ -187,16 +218,13 @@ class SessionServer:
             raise ProtocolError(
                 "context_length", f"{opened.max_tokens} tokens; the model holds {limit}"
             )
-        if SessionId(opened.session) in self._sessions:
+        if (peer, SessionId(opened.session)) in self._sessions:
             raise ProtocolError("session_exists", "this session is open here already")
         if self._draining.is_set():
             raise ProtocolError("draining", "this node is leaving the swarm")
 
     async def _accept_push(self, stream: Stream, opened: PushOpen) -> None:
-        session = self._sessions.get(SessionId(opened.session))
-        if session is None or not hmac.compare_digest(session.opened.secret, opened.secret):
-            # One answer for both: a stranger must not learn which sessions exist.
-            raise ProtocolError("unknown_session", "no such session here, or another secret")
+        session = self._pushed_into(opened)
         await self._wait_for_link(session, opened.epoch)
         if session.upstream != stream.peer:
             raise ProtocolError("not_upstream", f"{stream.peer} is not upstream of this session")
@@ -210,6 +238,16 @@ class SessionServer:
                     raise ProtocolError("unexpected", f"{_name(message)} on a push stream")
                 await session.submit(stream.peer, message, payload)
 
+    def _pushed_into(self, opened: PushOpen) -> Session:
+        """Whoever knows the secret means this session, whatever others call theirs."""
+        for (_, session_id), session in self._sessions.items():
+            if session_id == opened.session and hmac.compare_digest(
+                session.opened.secret, opened.secret
+            ):
+                return session
+        # One answer for both: a stranger must not learn which sessions exist.
+        raise ProtocolError("unknown_session", "no such session here, or another secret")
+
     async def _wait_for_link(self, session: Session, epoch: int) -> None:
         """An upstream can be linked, and push, before the client's `link` has come here."""
         try:
@@ -220,46 +258,6 @@ class SessionServer:
                 "future_epoch", f"the client did not begin epoch {epoch} within {NEIGHBOUR_S:g} s"
             ) from None
 
-    async def _dial(self, session: Session, downstream: Downstream) -> Stream:
-        """A push stream to the next node, whose own record must say that it holds the blocks."""
-        peer = PeerId(downstream.peer)
-        try:
-            record = self._swarm.directory.record(peer)
-            if record is None or not Span(*record.span).covers(Span(*downstream.blocks)):
-                await self._swarm.directory.fetch(self._model_id)
-                record = self._swarm.directory.record(peer)
-            if record is None or record.model_id != self._model_id:
-                raise PeerUnreachableError(f"no valid record of {peer} is known")
-            if not Span(*record.span).covers(Span(*downstream.blocks)):
-                raise PeerUnreachableError(f"{peer} announces {record.span}")
-            return await self._dial_recorded(session, peer, record.addresses)
-        except (NesaError, OSError) as error:
-            raise ProtocolError("downstream_lost", f"{peer}: {error}") from error
-
-    async def _dial_recorded(
-        self, session: Session, peer: PeerId, addresses: tuple[str, ...]
-    ) -> Stream:
-        reader, writer = await self._swarm.transport.open_stream(peer, PROTOCOL, addresses)
-        stream = Stream(peer, reader, writer)
-        try:
-            async with silence_is_loss(peer, NEIGHBOUR_S + 2, "opening a push"):
-                await stream.send(
-                    PushOpen(
-                        version=VERSION,
-                        session=session.opened.session,
-                        secret=session.opened.secret,
-                        epoch=session.inbox.epoch,
-                    )
-                )
-                answer, _ = await stream.receive()
-            if not isinstance(answer, PushOpened):
-                words = answer.message if isinstance(answer, Error) else type(answer).__name__
-                raise PeerUnreachableError(f"it answered: {words}")
-        except BaseException:
-            await stream.close()
-            raise
-        return stream
-
     async def _refuse(self, stream: Stream, error: ProtocolError) -> None:
         try:
             async with asyncio.timeout(FIRST_MESSAGE_S):
@@ -267,7 +265,7 @@ class SessionServer:
                     await stream.send(
                         Busy(
                             retry_after_s=error.retry_after_s,
-                            free_tokens=max(self._admission.free_tokens, 0),
+                            free_tokens=self._admission.free_tokens,
                             message=str(error)[:1024],
                         )
                     )

@@ -30,6 +30,7 @@ PeerName = Annotated[str, Meta(min_length=1, max_length=128)]
 BlockRange = tuple[Count, Count]
 Mode = Literal["chain", "star"]
 Want = Literal["all", "last", "none"]
+Priority = Literal["interactive", "batch", "training"]
 
 
 class RowSlice(msgspec.Struct, frozen=True, array_like=True):
@@ -63,6 +64,7 @@ class Open(Message, frozen=True, tag="open"):
     upstream: PeerName | None
     """The peer whose pushes are accepted; None: the client itself sends the steps."""
     membership: Annotated[bytes, Meta(max_length=64)] = b""
+    priority: Priority = "interactive"
 
 
 class Opened(Message, frozen=True, tag="opened"):

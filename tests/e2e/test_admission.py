@@ -14,6 +14,7 @@ from nesa_node.client.causal_lm import DistributedModelForCausalLM
 from nesa_node.client.model import AutoDistributedModelForCausalLM
 from nesa_node.core.choices import Route
 from nesa_node.core.errors import BusyError, RefusedError
+from nesa_node.engine.pages import PAGE_TOKENS
 from nesa_node.swarm.identity import Identity
 from tests.client.local_models import random_ids
 from tests.e2e.joining import ROUTES
@@ -21,7 +22,7 @@ from tests.engine.tiny_models import BLOCKS
 from tests.swarms import in_process_swarm, thirds
 
 SESSIONS_PER_PEER = 2
-TOKENS_PER_PEER = 300
+TOKENS_PER_PEER = 10 * PAGE_TOKENS
 
 Join = Callable[..., AbstractContextManager[DistributedModelForCausalLM]]
 
@@ -73,10 +74,10 @@ def test_one_session_beyond_the_quota_is_busy_and_others_are_not_hurt(
 
 def test_tokens_beyond_the_quota_are_busy(join: Join) -> None:
     with join() as model:
-        with model.inference_session(TOKENS_PER_PEER - 10):
-            with pytest.raises(BusyError, match="no room for 20 more tokens"):
-                model.inference_session(20)
-            with model.inference_session(10):
+        with model.inference_session(TOKENS_PER_PEER - PAGE_TOKENS):
+            with pytest.raises(BusyError, match=f"no room for {2 * PAGE_TOKENS} more tokens"):
+                model.inference_session(PAGE_TOKENS + 1)
+            with model.inference_session(PAGE_TOKENS):
                 pass
         with model.inference_session(TOKENS_PER_PEER):
             pass

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from nesa_node.client.causal_lm import DistributedModelForCausalLM
 from nesa_node.core.choices import Route
 from nesa_node.core.errors import BusyError
+from nesa_node.engine.pages import PAGE_TOKENS
 from tests.client.local_models import random_ids
 from tests.engine.tiny_models import BLOCKS
 from tests.faults.bed import Bed, Node
@@ -23,7 +24,7 @@ from tests.swarms import thirds
 
 pytestmark = pytest.mark.slow
 
-SESSION = 100
+SESSION = 3 * PAGE_TOKENS
 ONE = ("--attn-cache-tokens", str(SESSION))
 TWO = ("--attn-cache-tokens", str(2 * SESSION))
 

@@ -159,7 +159,7 @@ def test_node_too_small_for_the_session_is_not_taken_for_the_last_word(
     alone: PreTrainedModel, bed: Bed, routing: Route
 ) -> None:
     bed.start(thirds(BLOCKS))
-    bed.start([Span(2, 4)], "--attn-cache-tokens", "127")
+    bed.start([Span(2, 4)], "--attn-cache-tokens", "96")
     joining = threading.Timer(3.0, bed.start, [[Span(2, 4)]])
     with join_bed(bed, routing) as model, model.inference_session(128) as session:
         victim = holders(bed, session)[1]

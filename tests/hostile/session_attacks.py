@@ -79,7 +79,6 @@ def _steps(attacker: Attacker, session: HostileSession) -> list[tuple[str, bytes
     bad = rng.choice([math.nan, math.inf, -math.inf])
     number = session.last_step
     huge = rng.choice([(1 << 31, 2), (1, 1 << 31), ((1 << 31) - 1, (1 << 31) - 1), (1 << 62, 4)])
-    long = (MAX_TOKENS - at + 1) * width * 4
     return [
         ("unknown session", step(session=rng.randbytes(16)), "unknown_session"),
         ("older epoch", step(epoch=rng.randrange(session.epoch)), "ignored"),
@@ -102,7 +101,6 @@ def _steps(attacker: Attacker, session: HostileSession) -> list[tuple[str, bytes
         ("count", step(rows=[(0, at, rng.choice([0, -1, 1 << 25]))]), BAD),
         ("position", step(rows=[(0, rng.choice([at + 1, at - 1, 10**6]), 1)]), "bad_position"),
         ("position", step(rows=[(0, rng.choice([-1, 1 << 25, 1 << 63]), 1)]), BAD),
-        ("beyond the budget", step(bytes(long), count=MAX_TOKENS - at + 1), "cache_full"),
         ("stale", step(step=rng.randrange(number)), "stale_step"),
         ("replayed", session.last_frame, "ignored"),
         ("other bytes", _with_other_payload(session.last_frame, rng), "step_conflict"),

@@ -1,40 +1,111 @@
-"""Merging and cutting steps changes where tokens run, never which or in what order."""
+"""Cutting and merging steps changes where tokens run, never which or in what order."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any, cast
 
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nesa_node.server.batch import MAX_JOB_TOKENS, Batch
-from nesa_node.swarm.messages import RowSlice
+from nesa_node.core.span import Span
+from nesa_node.engine.blocks import Blocks, Run
+from nesa_node.engine.families import CacheHeads
+from nesa_node.engine.pages import PagePool
+from nesa_node.server.batch import Pending, Share, run_shares, take
+from nesa_node.swarm.messages import RowSlice, Step
+
+POOL_TOKENS = 8192
+
+
+class Recorder:
+    """Doubles what it is given, and notes which token of which row it was."""
+
+    dtype = torch.float32
+
+    def __init__(self) -> None:
+        self.seen: dict[int, list[tuple[float, float]]] = {}
+
+    def forward(self, hidden_TD: torch.Tensor, runs: list[Run]) -> torch.Tensor:
+        tables = [id(run.table) for run in runs]
+        assert len(set(tables)) == len(tables), "a row runs once in an iteration"
+        assert sum(run.count for run in runs) == len(hidden_TD)
+        at = 0
+        for run in runs:
+            table, count = run.table, run.count
+            assert table.length + count <= table.capacity
+            tokens = hidden_TD[at : at + count].tolist()
+            self.seen.setdefault(id(table), []).extend((a, b) for a, b in tokens)
+            table.length += count
+            at += count
+        return hidden_TD * 2
+
+
+def new_pool() -> PagePool:
+    heads = CacheHeads(count=1, dim=1)
+    device = torch.device("cpu")
+    return PagePool(Span(0, 1), heads, tokens=POOL_TOKENS, dtype=torch.float32, device=device)
+
+
+def pending(number: int, rows: list[RowSlice]) -> Pending:
+    """A step whose tokens say which row and position they have."""
+    marks = [[float(p.row), float(p.position + i)] for p in rows for i in range(p.count)]
+    hidden_TD = torch.tensor(marks)
+    step = Step(session=b"s" * 16, epoch=1, step=number, rows=tuple(rows), tensor=cast(Any, None))
+    return Pending(step, hidden_TD, torch.zeros_like(hidden_TD), 0.0)
 
 
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
-def test_every_token_runs_once_and_comes_back_to_its_step(data: st.DataObject) -> None:
-    lengths = [data.draw(st.integers(0, 50)) for _ in range(data.draw(st.integers(1, 3)))]
-    starts = list(lengths)
+def test_every_token_runs_once_in_order_and_comes_back_to_its_step(data: st.DataObject) -> None:
+    lengths = [0] * data.draw(st.integers(1, 4))
     steps = []
-    for _ in range(data.draw(st.integers(1, 6))):
-        chosen = sorted(data.draw(st.sets(st.integers(0, len(lengths) - 1), min_size=1)))
+    for number in range(data.draw(st.integers(1, 6))):
+        chosen = data.draw(st.lists(st.integers(0, len(lengths) - 1), min_size=1, unique=True))
         rows = []
         for row in chosen:
-            count = data.draw(st.integers(1, 300))
-            rows.append(RowSlice(row, lengths[row], count))
-            lengths[row] += count
-        marks = [
-            torch.tensor([[float(p.row), float(p.position + i)] for i in range(p.count)])
-            for p in rows
-        ]
-        steps.append((tuple(rows), torch.cat(marks)))
-    batch = Batch(steps)
-    seen: list[list[int]] = [[] for _ in lengths]
-    for job in batch.jobs:
-        assert 0 < sum(len(chunk.hidden_LD) for chunk in job) <= MAX_JOB_TOKENS
-        for chunk in job:
-            assert bool((chunk.hidden_LD[:, 0] == chunk.row).all())
-            seen[chunk.row].extend(int(p) for p in chunk.hidden_LD[:, 1])
-        batch.done(job, [chunk.hidden_LD * 2 for chunk in job])
-    for row, positions in enumerate(seen):
-        assert positions == list(range(starts[row], lengths[row]))
-    for (_, hidden_TD), output_TD in zip(steps, batch.results(), strict=True):
-        assert torch.equal(output_TD, hidden_TD * 2)
+            rows.append(RowSlice(row, lengths[row], data.draw(st.integers(1, 60))))
+            lengths[row] += rows[-1].count
+        steps.append(pending(number, rows))
+    promise = new_pool().promise(0)
+    tables = [promise.new_table() for _ in lengths]
+    queue, blocks = deque(steps), Recorder()
+    while queue:
+        tokens = data.draw(st.integers(1, sum(step.left for step in queue)))
+        share = take(queue, tables, tokens)
+        assert sum(run.count for run in share.runs) == tokens
+        run_shares(cast(Blocks, blocks), [share])
+        assert share.error is None
+        for step in share.done:
+            assert queue.popleft() is step
+            assert torch.equal(step.output_TD, step.hidden_TD * 2)
+    for row, table in enumerate(tables):
+        expected = [(float(row), float(position)) for position in range(lengths[row])]
+        assert blocks.seen.get(id(table), []) == expected
+
+
+def test_a_step_of_many_rows_is_one_piece() -> None:
+    promise = new_pool().promise(0)
+    tables = [promise.new_table() for _ in range(200)]
+    share = take([pending(1, [RowSlice(row, 0, 1) for row in range(200)])], tables, 200)
+    assert len(share.pieces) == 1
+    assert len(share.runs) == 200
+
+
+def test_only_those_that_fail_alone_too_have_failed() -> None:
+    class Poisoned(Recorder):
+        def forward(self, hidden_TD: torch.Tensor, runs: list[Run]) -> torch.Tensor:
+            if bool((hidden_TD[:, 1] == 7).any()):
+                raise RuntimeError("poison")
+            return super().forward(hidden_TD, runs)
+
+    promise = new_pool().promise(0)
+    shares: list[Share] = [
+        take([pending(1, [RowSlice(0, 0, count)])], [promise.new_table()], count)
+        for count in (3, 9, 5)
+    ]
+    run_shares(cast(Blocks, Poisoned()), shares)
+    assert [share.error is None for share in shares] == [True, False, True]
+    for share in (shares[0], shares[2]):
+        assert torch.equal(share.done[0].output_TD, share.done[0].hidden_TD * 2)

@@ -5,17 +5,38 @@ import torch
 
 from nesa_node.compression import tensors
 from nesa_node.core.errors import ProtocolError
-from nesa_node.server.inbox import Inbox
+from nesa_node.server.inbox import Inbox, examine
 from nesa_node.swarm.messages import RowSlice, Step
 
 SESSION = b"s" * 16
 HIDDEN = 8
 
 
+MOST = 20
+
+
 def inbox(rows: int = 2) -> Inbox:
-    made = Inbox(session=SESSION, rows=rows, max_tokens=16, hidden_size=HIDDEN, dtype="float32")
+    """Of 16 tokens a row, with room for `MOST`."""
+
+    def outgrow(have: int, want: int) -> None:
+        assert 16 <= have < want
+        if want > MOST:
+            raise ProtocolError("cache_full", f"{want} tokens")
+
+    made = Inbox(
+        session=SESSION,
+        rows=rows,
+        max_tokens=16,
+        hidden_size=HIDDEN,
+        dtype="float32",
+        outgrow=outgrow,
+    )
     made.begin_epoch(1, [0] * rows)
     return made
+
+
+def accept(box: Inbox, message: Step, payload: bytearray) -> bool:
+    return box.wants(message) and box.accept(message, examine(message, payload))
 
 
 def step(
@@ -40,24 +61,45 @@ def step(
     return message, bytearray(payload)
 
 
-def test_steps_queue_in_order_and_are_taken_together_up_to_a_size() -> None:
+def test_steps_follow_one_another_row_by_row() -> None:
     box = inbox()
     for number, rows in enumerate([[(0, 0, 3), (1, 0, 2)], [(0, 3, 1)], [(1, 2, 4)]]):
-        assert box.accept(*step(number, rows))
-    assert [len(queued.hidden_TD) for queued in box.take(6)] == [5, 1]
-    assert [len(queued.hidden_TD) for queued in box.take(1)] == [4]
+        assert accept(box, *step(number, rows))
     assert box.expected == [4, 6]
+    assert box.last_step == 2
+
+
+def test_a_row_grows_beyond_its_promise_while_there_is_room() -> None:
+    box = inbox()
+    assert accept(box, *step(1, [(0, 0, 16)]))
+    assert accept(box, *step(2, [(0, 16, 4)]))
+    with pytest.raises(ProtocolError) as refused:
+        accept(box, *step(3, [(0, 20, 1)]))
+    assert refused.value.code == "cache_full"
+    assert box.expected == [20, 0]
+    box.begin_epoch(2, [10, 0])
+    assert accept(box, *step(3, [(0, 10, 10)], epoch=2))
+
+
+def test_a_step_whose_epoch_ended_while_it_was_examined_is_dropped() -> None:
+    box = inbox()
+    message, payload = step(1, [(0, 0, 2)])
+    assert box.wants(message)
+    examined = examine(message, payload)
+    box.begin_epoch(2, [0, 0])
+    assert not box.accept(message, examined)
+    assert box.expected == [0, 0]
 
 
 def test_a_repeated_step_is_applied_once_and_with_other_bytes_refused() -> None:
     box = inbox()
-    assert box.accept(*step(5, [(0, 0, 2)]))
-    assert not box.accept(*step(5, [(0, 0, 2)]))
+    assert accept(box, *step(5, [(0, 0, 2)]))
+    assert not accept(box, *step(5, [(0, 0, 2)]))
     with pytest.raises(ProtocolError, match="other bytes") as refused:
-        box.accept(*step(5, [(0, 0, 2)], value=2.0))
+        accept(box, *step(5, [(0, 0, 2)], value=2.0))
     assert refused.value.code == "step_conflict"
     with pytest.raises(ProtocolError) as stale:
-        box.accept(*step(4, [(0, 2, 1)]))
+        accept(box, *step(4, [(0, 2, 1)]))
     assert stale.value.code == "stale_step"
     assert box.expected == [2, 0]
 
@@ -65,19 +107,18 @@ def test_a_repeated_step_is_applied_once_and_with_other_bytes_refused() -> None:
 def test_older_epochs_are_dropped_and_future_ones_refused() -> None:
     box = inbox()
     box.begin_epoch(3, [0, 0])
-    assert not box.accept(*step(1, [(0, 0, 1)], epoch=2))
+    assert not accept(box, *step(1, [(0, 0, 1)], epoch=2))
     with pytest.raises(ProtocolError) as refused:
-        box.accept(*step(1, [(0, 0, 1)], epoch=4))
+        accept(box, *step(1, [(0, 0, 1)], epoch=4))
     assert refused.value.code == "future_epoch"
 
 
-def test_a_new_epoch_drops_the_queue_and_takes_an_undone_step_again() -> None:
+def test_a_new_epoch_takes_an_undone_step_again() -> None:
     box = inbox()
-    box.accept(*step(1, [(0, 0, 4)]))
-    box.accept(*step(2, [(0, 4, 1)]))
+    accept(box, *step(1, [(0, 0, 4)]))
+    accept(box, *step(2, [(0, 4, 1)]))
     box.begin_epoch(2, [4, 0])
-    assert not box.queue
-    assert box.accept(*step(2, [(0, 4, 1)], epoch=2))
+    assert accept(box, *step(2, [(0, 4, 1)], epoch=2))
 
 
 @pytest.mark.parametrize(("epoch", "lengths"), [(1, [0, 0]), (0, [0, 0]), (2, [1, 0]), (2, [0])])
@@ -95,7 +136,7 @@ def test_impossible_epochs_change_nothing(epoch: int, lengths: list[int]) -> Non
         (step(1, [(0, 1, 1)]), "bad_position"),
         (step(1, [(2, 0, 1)]), "bad_rows"),
         (step(1, [(0, 0, 1), (0, 1, 1)]), "bad_rows"),
-        (step(1, [(0, 0, 17)]), "cache_full"),
+        (step(1, [(0, 0, 21)]), "cache_full"),
         (step(1, [(0, 0, 2)], shape=(3, HIDDEN)), "bad_tensor"),
         (step(1, [(0, 0, 2)], shape=(2, HIDDEN + 1)), "bad_tensor"),
         (step(1, [(0, 0, 2)], dtype=torch.bfloat16), "bad_tensor"),
@@ -107,8 +148,7 @@ def test_impossible_epochs_change_nothing(epoch: int, lengths: list[int]) -> Non
 def test_a_refused_step_leaves_no_trace(bad: tuple[Step, bytearray], code: str) -> None:
     box = inbox()
     with pytest.raises(ProtocolError) as refused:
-        box.accept(*bad)
+        accept(box, *bad)
     assert refused.value.code == code
     assert box.expected == [0, 0]
-    assert not box.queue
-    assert box.accept(*step(1, [(0, 0, 2)]))
+    assert accept(box, *step(1, [(0, 0, 2)]))

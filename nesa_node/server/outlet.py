@@ -1,0 +1,122 @@
+"""Where a session's outputs go: kept, and then to the next node or to the client.
+
+T packed tokens, D hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
+from functools import partial
+
+import structlog
+import torch
+
+from nesa_node.compression import tensors
+from nesa_node.core.errors import StreamClosedError
+from nesa_node.server.push import Push, open_push
+from nesa_node.swarm.messages import MAX_TOKENS, Downstream, Error, Output, Step
+from nesa_node.swarm.outbox import Kept, Outbox, clip
+from nesa_node.swarm.stream import Stream
+
+log = structlog.get_logger(__name__)
+
+Dial = Callable[[Downstream, int], Awaitable[Stream]]
+"""`dial(downstream, epoch)` opens a push. Raises `ProtocolError("downstream_lost")`."""
+
+
+class Outlet:
+    """Sends each step's output in order. One task at a time may call it."""
+
+    def __init__(self, client: Stream, session: bytes, rows: int, dial: Dial) -> None:
+        self._client = client
+        self._session = session
+        self._dial = dial
+        self._outbox = Outbox()
+        self._emit_from: Sequence[int] = [0] * rows
+        self._downstream: Downstream | None = None
+        self._push: Push | None = None
+        self._push_scope = AsyncExitStack()
+
+    async def emit(self, step: Step, output_TD: torch.Tensor) -> None:
+        """Keep and send the output [T, D] of a step."""
+        meta, payload = tensors.encode(output_TD)
+        kept = Kept(step.step, step.rows, step.want, meta, payload)
+        if self._downstream is not None:
+            self._outbox.append(kept)
+        await self._send(kept, step.epoch)
+
+    def truncate(self, lengths: Sequence[int]) -> None:
+        """Forget what was kept of tokens from `lengths` on; they will be sent anew."""
+        self._outbox.truncate(lengths)
+        self._emit_from = [min(pair) for pair in zip(self._emit_from, lengths, strict=True)]
+
+    async def link(
+        self, downstream: Downstream | None, epoch: int, emit_from: Sequence[int]
+    ) -> None:
+        """Send to `downstream` (None: the client) from now on, first what it lacks of the kept.
+
+        `emit_from` says, per row, from where on it lacks tokens. The stream is kept if it leads to
+        the same and lives. Raises `ProtocolError("downstream_lost")`.
+        """
+        self._emit_from = emit_from
+        alive = self._push is not None and not self._push.lost
+        if downstream != self._downstream or (downstream is not None and not alive):
+            self._downstream = downstream
+            self._push = None
+            await self._push_scope.aclose()
+            if downstream is not None:
+                stream = await self._dial(downstream, epoch)
+                self._push = await self._push_scope.enter_async_context(
+                    open_push(stream, partial(self._tell_lost, downstream.peer))
+                )
+        for kept in self._outbox.since(emit_from, [MAX_TOKENS] * len(emit_from)):
+            await self._send(kept, epoch)
+
+    def forget(self) -> None:
+        """Drop what was kept: whoever still knows this object must not keep its memory."""
+        self._outbox = Outbox()
+
+    async def close(self) -> None:
+        """End the stream downstream."""
+        await self._push_scope.aclose()
+
+    async def _send(self, kept: Kept, epoch: int) -> None:
+        """Send the part of a step that its receiver lacks."""
+        part = clip(kept, self._emit_from, [MAX_TOKENS] * len(self._emit_from))
+        if part is None:
+            return
+        if self._downstream is None:
+            await self._answer(part, epoch)
+        elif self._push is not None:
+            await self._push.send(
+                Step(
+                    session=self._session,
+                    epoch=epoch,
+                    step=part.step,
+                    rows=part.rows,
+                    tensor=part.meta,
+                    want=part.want,
+                ),
+                part.payload,
+            )
+
+    async def _answer(self, kept: Kept, epoch: int) -> None:
+        meta, payload = kept.meta, kept.payload
+        if kept.want == "last":
+            ends = torch.tensor([part.count for part in kept.rows]).cumsum(0) - 1
+            meta, payload = tensors.encode(kept.tensor()[ends], codec=meta.codec)
+        elif kept.want == "none":
+            meta, payload = tensors.encode(kept.tensor()[:0], codec=meta.codec)
+        await self._client.send(
+            Output(epoch=epoch, step=kept.step, rows=kept.rows, tensor=meta), payload
+        )
+
+    async def _tell_lost(self, peer: str, reason: str) -> None:
+        """What is computed from now on is only kept, until the client names a replacement."""
+        try:
+            await self._client.send(
+                Error(code="downstream_lost", message=reason, fatal=False, peer=peer)
+            )
+        except StreamClosedError:
+            log.debug("client_gone_too", peer=self._client.peer)

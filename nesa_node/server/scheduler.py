@@ -1,0 +1,125 @@
+"""Runs the steps of all sessions of a node together, one iteration after another."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+import structlog
+import torch
+
+from nesa_node.core.errors import CacheFullError
+from nesa_node.core.ids import PeerId
+from nesa_node.core.span import Span
+from nesa_node.engine.blocks import Blocks
+from nesa_node.engine.measure import PREFILL_TOKENS, Throughput
+from nesa_node.engine.pages import PageTable
+from nesa_node.server.batch import run_shares
+from nesa_node.server.executor import Executor
+from nesa_node.server.iteration import Policy
+from nesa_node.server.work import Work
+
+log = structlog.get_logger(__name__)
+
+
+class Scheduler:
+    """All work of a node's device. Before every iteration the policy chooses anew."""
+
+    def __init__(self, executor: Executor, policy: Policy[Work]) -> None:
+        self.executor = executor
+        self._policy = policy
+        self._works: dict[Work, None] = {}
+        self._wanted = asyncio.Event()
+        self._last_size = 1
+
+    @property
+    def load(self) -> float:
+        """The share of the last half minute spent computing, plus the iterations that wait."""
+        waiting = sum(work.waits for work in self._works)
+        return self.executor.load + waiting / self._last_size
+
+    def expect(self, throughput: Throughput, span: Span) -> None:
+        """Begin with what was measured of these blocks, instead of knowing nothing."""
+        self._policy.cost.observe(1, 1 / throughput.decode_tokens_per_s / len(span))
+        prefill_s = PREFILL_TOKENS / throughput.prefill_tokens_per_s
+        self._policy.cost.observe(PREFILL_TOKENS, prefill_s / len(span))
+
+    @asynccontextmanager
+    async def work(
+        self,
+        tables: Sequence[PageTable],
+        blocks: Blocks,
+        *,
+        client: PeerId,
+        priority: int,
+        dtype: torch.dtype,
+    ) -> AsyncIterator[Work]:
+        """A place for a session, with one table for each of its rows; `dtype` is of its outputs.
+
+        After it, also after a cancellation, no iteration uses the tables.
+        """
+        work = Work(
+            tables, blocks, client=client, priority=priority, dtype=dtype, wake=self._wanted.set
+        )
+        self._works[work] = None
+        try:
+            yield work
+        finally:
+            del self._works[work]
+            if all(other.client != client for other in self._works):
+                self._policy.forget(client)
+            work.halt()
+            await work.idle()
+
+    async def run(self) -> None:
+        """Iterate until cancelled; then no iteration runs any more."""
+        while True:
+            self._wanted.clear()
+            try:
+                plan = self._policy.plan(self._works, time.monotonic())
+                if plan:
+                    await self._iterate(plan)
+            except Exception as error:
+                # A mistake of ours. Sessions that end are better than a node that hangs.
+                for work in self._works:
+                    if work.waits:
+                        work.fail(error)
+                continue
+            if not plan:
+                await self._wanted.wait()
+
+    async def _iterate(self, plan: Sequence[tuple[Work, int]]) -> None:
+        shares = []
+        for work, tokens in plan:
+            try:
+                shares.append((work, work.enter(tokens)))
+            except CacheFullError as error:
+                work.fail(error)
+        if not shares:
+            return
+        blocks, self._last_size = shares[0][0].blocks, len(shares)
+        try:
+            seconds = await self.executor.run(
+                lambda: run_shares(blocks, [share for _, share in shares])
+            )
+        finally:
+            for work, _ in shares:
+                work.leave()
+        # Whoever waits for these encodes and sends them while the next iteration runs.
+        for work, share in shares:
+            work.deliver(share)
+        if len(shares) == len(plan) and all(share.error is None for _, share in shares):
+            self._policy.ran(plan, seconds)
+
+
+@asynccontextmanager
+async def open_scheduler(executor: Executor) -> AsyncIterator[Scheduler]:
+    scheduler = Scheduler(executor, Policy())
+    running = asyncio.create_task(scheduler.run(), name="scheduler")
+    try:
+        yield scheduler
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)

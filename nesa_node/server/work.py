@@ -1,0 +1,141 @@
+"""A session's place in the schedule: its tables, the steps that wait, the outputs.
+
+T packed tokens, D hidden.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import structlog
+import torch
+
+from nesa_node.core.errors import CacheFullError, ProtocolError
+from nesa_node.core.ids import PeerId
+from nesa_node.engine.blocks import Blocks
+from nesa_node.engine.pages import PageTable
+from nesa_node.server.batch import Pending, Share, take
+from nesa_node.server.iteration import DECODE_TOKENS, Lane
+from nesa_node.swarm.messages import Step
+
+log = structlog.get_logger(__name__)
+
+
+class Work(Lane):
+    """Everything here runs on the event loop.
+
+    The tables belong to the iteration that runs, if this session is in it, and to others only after
+    `halt` and `idle`. Whatever else an iteration has to know of a session belongs here: which
+    adapter (LoRA) it uses, say, by which `run_shares` would then group the runs of one forward.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[PageTable],
+        blocks: Blocks,
+        *,
+        client: PeerId,
+        priority: int,
+        dtype: torch.dtype,
+        wake: Callable[[], None],
+    ) -> None:
+        """`dtype` is that of the outputs; `wake` is called when there is something to run."""
+        super().__init__(client=client, priority=priority, span=blocks.span)
+        self.tables = tables
+        self.blocks = blocks
+        self._dtype = dtype
+        self._wake = wake
+        self._queue: deque[Pending] = deque()
+        self._results: asyncio.Queue[tuple[Step, torch.Tensor] | ProtocolError] = asyncio.Queue()
+        self._share: Share | None = None
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def backlog(self) -> int:
+        """Steps that are not done, and outputs that nobody has taken."""
+        return len(self._queue) + self._results.qsize()
+
+    def submit(self, step: Step, hidden_TD: torch.Tensor) -> None:
+        """Run a step [T, D] after those before it; its rows go on where the tables then end."""
+        output_TD = torch.empty(hidden_TD.shape, dtype=self._dtype)
+        self._queue.append(Pending(step, hidden_TD, output_TD, time.monotonic()))
+        self._count()
+        self._wake()
+
+    async def result(self) -> tuple[Step, torch.Tensor]:
+        """Wait for the next step that is done: it and its output [T, D], on the CPU.
+
+        Raises `ProtocolError` if it could not be run; what came after it is forgotten.
+        """
+        result = await self._results.get()
+        if isinstance(result, ProtocolError):
+            raise result
+        return result
+
+    def halt(self) -> None:
+        """Forget what was submitted and computed. What is submitted from now on waits."""
+        self._share = None
+        self._queue.clear()
+        self._count()
+        while not self._results.empty():
+            self._results.get_nowait()
+        self.held = True
+
+    async def idle(self) -> None:
+        """Return, also if cancelled, when no iteration uses the tables. Halt before."""
+        cancelled: asyncio.CancelledError | None = None
+        while not self._idle.is_set():
+            try:
+                await self._idle.wait()
+            except asyncio.CancelledError as error:
+                cancelled = error
+        if cancelled is not None:
+            raise cancelled
+
+    def resume(self) -> None:
+        self.held = False
+        self._wake()
+
+    def enter(self, tokens: int) -> Share:
+        """Take part in an iteration, with `tokens`. Raises `CacheFullError`: then `fail` it."""
+        share = self._share = take(self._queue, self.tables, tokens)
+        self._idle.clear()
+        return share
+
+    def leave(self) -> None:
+        """The iteration is over, however it ended."""
+        self._idle.set()
+
+    def deliver(self, share: Share) -> None:
+        """Hand on what an iteration completed, unless it was forgotten meanwhile."""
+        if self._share is not share:
+            return
+        if share.error is not None:
+            self.fail(share.error)
+            return
+        for pending in share.done:
+            self._queue.popleft()
+            self._results.put_nowait((pending.step, pending.output_TD))
+        self._count()
+
+    def fail(self, error: Exception) -> None:
+        """Forget what waits and let `result` raise."""
+        code = "cache_full" if isinstance(error, CacheFullError) else "not_computed"
+        log.error("step_failed", client=self.client, code=code, exc_info=error)
+        text = str(error) if code == "cache_full" else f"this node failed: {type(error).__name__}"
+        self._queue.clear()
+        self._count()
+        self._results.put_nowait(ProtocolError(code, text))
+
+    def _count(self) -> None:
+        self.tokens = sum(pending.left for pending in self._queue)
+        if not self._queue:
+            return
+        head = self._queue[0]
+        small = all(part.count <= DECODE_TOKENS for part in head.step.rows)
+        self.decoding = len(self._queue) == 1 and not head.taken and small
+        self.since = head.arrived

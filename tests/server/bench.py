@@ -1,0 +1,238 @@
+"""A node's sessions without a network: real blocks, a real scheduler, streams in memory.
+
+T packed tokens, D hidden.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any, TypeVar, cast
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from nesa_node.compression import tensors
+from nesa_node.core.errors import StreamClosedError
+from nesa_node.core.ids import ModelId, PeerId
+from nesa_node.engine.blocks import Blocks
+from nesa_node.engine.pages import PAGE_TOKENS, PagePool
+from nesa_node.server import session_server
+from nesa_node.server.admission import Admission, Limits
+from nesa_node.server.executor import open_executor
+from nesa_node.server.scheduler import Scheduler, open_scheduler
+from nesa_node.server.session_server import SessionServer
+from nesa_node.swarm.messages import (
+    VERSION,
+    AnyMessage,
+    Link,
+    Message,
+    Open,
+    Output,
+    Priority,
+    Rollback,
+    RowSlice,
+    Step,
+    Want,
+)
+
+MODEL = ModelId("tiny@0")
+NODE = PeerId("node")
+M = TypeVar("M", bound=Message)
+_numbers = itertools.count(1)
+
+
+class Wire:
+    """A stream in memory. The node has it as its `Stream`; `say` and `hear` are the peer's side."""
+
+    def __init__(self, peer: str) -> None:
+        self.peer = PeerId(peer)
+        self._to_node: asyncio.Queue[tuple[Any, bytearray] | None] = asyncio.Queue()
+        self._to_peer: asyncio.Queue[tuple[Any, bytes] | None] = asyncio.Queue()
+
+    async def send(self, message: Message, payload: memoryview | bytes = b"") -> None:
+        await asyncio.sleep(0)
+        self._to_peer.put_nowait((message, bytes(payload)))
+
+    async def receive(self, *, max_tensor_bytes: int = 0) -> tuple[AnyMessage, bytearray]:
+        got = await self._to_node.get()
+        if got is None:
+            raise StreamClosedError("the peer is gone")
+        return got
+
+    async def close(self) -> None:
+        self._to_peer.put_nowait(None)
+
+    def say(self, message: Message, payload: bytes | memoryview = b"") -> None:
+        self._to_node.put_nowait((message, bytearray(payload)))
+
+    def hang_up(self) -> None:
+        self._to_node.put_nowait(None)
+
+    async def hear(self) -> tuple[Any, bytes]:
+        """Raises `StreamClosedError` at the end."""
+        async with asyncio.timeout(20):
+            got = await self._to_peer.get()
+        if got is None:
+            raise StreamClosedError("the node has ended the stream")
+        return got
+
+    async def hear_the_end(self) -> None:
+        """Drop whatever comes until the node ends the stream."""
+        try:
+            while True:
+                await self.hear()
+        except StreamClosedError:
+            return
+
+    async def hear_a(self, kind: type[M]) -> M:
+        """The next message of this kind; others before it are dropped."""
+        while True:
+            message, _ = await self.hear()
+            if isinstance(message, kind):
+                return message
+
+
+class Peer:
+    """A client's session over a wire."""
+
+    def __init__(
+        self, wire: Wire, blocks: Blocks, *, session: bytes | None = None, secret: bytes = b"s" * 32
+    ) -> None:
+        self.wire = wire
+        self.session = session or next(_numbers).to_bytes(16, "big")
+        self.secret = secret
+        self.epoch = 0
+        self.lengths: list[int] = []
+        self._blocks = blocks
+        self._step = 0
+
+    def open(
+        self,
+        *,
+        rows: int = 1,
+        max_tokens: int = PAGE_TOKENS,
+        priority: Priority = "interactive",
+        upstream: str | None = None,
+    ) -> None:
+        self.lengths = [0] * rows
+        span = self._blocks.span
+        self.wire.say(
+            Open(
+                version=VERSION,
+                model=MODEL,
+                session=self.session,
+                secret=self.secret,
+                blocks=(span.start, span.end),
+                rows=rows,
+                max_tokens=max_tokens,
+                mode="chain" if upstream else "star",
+                dtype="float32",
+                epoch=0,
+                upstream=upstream,
+                priority=priority,
+            )
+        )
+
+    def link(self, upstream: str | None = None) -> None:
+        self.epoch += 1
+        lengths = tuple(self.lengths)
+        self.wire.say(
+            Link(
+                epoch=self.epoch,
+                upstream=upstream,
+                downstream=None,
+                lengths=lengths,
+                emit_from=(0,) * len(lengths),
+            )
+        )
+
+    def rollback(self, lengths: Sequence[int]) -> None:
+        self.epoch += 1
+        self.lengths = list(lengths)
+        self.wire.say(Rollback(epoch=self.epoch, lengths=tuple(lengths)))
+
+    def step(
+        self, counts: dict[int, int], hidden_TD: Tensor | None = None, *, want: Want = "all"
+    ) -> Step:
+        """Send a step of so many tokens for each row."""
+        total = sum(counts.values())
+        if hidden_TD is None:
+            hidden_TD = torch.randn(total, self._blocks.hidden_size)
+        meta, payload = tensors.encode(hidden_TD)
+        self._step += 1
+        slices = tuple(RowSlice(row, self.lengths[row], count) for row, count in counts.items())
+        step = Step(
+            session=self.session,
+            epoch=self.epoch,
+            step=self._step,
+            rows=slices,
+            tensor=meta,
+            want=want,
+        )
+        for row, count in counts.items():
+            self.lengths[row] += count
+        self.wire.say(step, payload)
+        return step
+
+    async def output(self) -> tuple[Output, Tensor]:
+        """The next output [T, D]."""
+        while True:
+            message, payload = await self.wire.hear()
+            if isinstance(message, Output):
+                decoded = tensors.decode(message.tensor, payload, max_bytes=len(payload))
+                return message, decoded
+
+
+class Node:
+    """What a daemon has once it serves."""
+
+    def __init__(
+        self, blocks: Blocks, pool: PagePool, scheduler: Scheduler, limits: Limits
+    ) -> None:
+        self.blocks = blocks
+        self.pool = pool
+        self.scheduler = scheduler
+        self.admission = Admission(limits, pool)
+        swarm = SimpleNamespace(identity=SimpleNamespace(peer_id=NODE))
+        self.server = SessionServer(cast(Any, swarm), MODEL, blocks, scheduler, self.admission)
+        self._tasks: asyncio.TaskGroup | None = None
+
+    def connect(self, client: str) -> Wire:
+        """A stream that the node serves until it ends."""
+        wire = Wire(client)
+        assert self._tasks is not None
+        self._tasks.create_task(self.server.handle(wire.peer, cast(Any, wire), cast(Any, None)))
+        return wire
+
+    def peer(self, client: str = "client", **options: Any) -> Peer:
+        return Peer(self.connect(client), self.blocks, **options)
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[Node]:
+        """All streams must have ended at its end."""
+        async with asyncio.TaskGroup() as self._tasks:
+            yield self
+
+
+@asynccontextmanager
+async def open_node(
+    blocks: Blocks, *, tokens: int = 4096, peer_tokens: int | None = None, sessions: int = 10_000
+) -> AsyncIterator[Node]:
+    limits = Limits(
+        outbox_bytes=1 << 30,
+        sessions_per_peer=sessions,
+        cache_tokens_per_peer=peer_tokens or tokens,
+        streams_per_peer=10_000,
+    )
+    # The wire is the stream: nothing of the network is tested here.
+    wires = patch.object(session_server, "Stream", lambda peer, reader, writer: reader)
+    async with open_executor() as executor, open_scheduler(executor) as scheduler:
+        node = Node(blocks, blocks.new_pool(tokens), scheduler, limits)
+        with wires:
+            async with node.serving():
+                yield node

@@ -1,0 +1,123 @@
+"""What is promised to whom."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+import pytest
+import torch
+
+from nesa_node.core.errors import BusyError, ProtocolError
+from nesa_node.core.ids import PeerId
+from nesa_node.core.span import Span
+from nesa_node.engine.families import CacheHeads
+from nesa_node.engine.pages import PAGE_TOKENS, PagePool
+from nesa_node.server.admission import RETRY_AFTER_S, Admission, Limits
+
+A, B = PeerId("a"), PeerId("b")
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def admission(
+    pages: int = 10, *, peer_pages: int = 10, sessions: int = 5, clock: Clock | None = None
+) -> Admission:
+    pool = PagePool(
+        Span(0, 1),
+        CacheHeads(count=1, dim=2),
+        tokens=pages * PAGE_TOKENS,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
+    limits = Limits(
+        outbox_bytes=1000,
+        sessions_per_peer=sessions,
+        cache_tokens_per_peer=peer_pages * PAGE_TOKENS,
+    )
+    return Admission(limits, pool, clock=clock or Clock())
+
+
+def enter(
+    stack: ExitStack, made: Admission, peer: PeerId, pages: int, *, outbox: int = 0
+) -> object:
+    return stack.enter_context(
+        made.session(peer, rows=pages, max_tokens=PAGE_TOKENS, outbox_bytes_per_token=outbox)
+    )
+
+
+def test_every_row_is_promised_whole_pages_and_all_come_back() -> None:
+    made = admission()
+    with made.session(A, rows=3, max_tokens=PAGE_TOKENS + 1, outbox_bytes_per_token=0) as place:
+        assert place.promise.pages == 6
+        assert made.free_tokens == 4 * PAGE_TOKENS
+        assert made.sessions == 1
+    assert made.free_tokens == made.total_tokens == 10 * PAGE_TOKENS
+    assert made.sessions == 0
+
+
+def test_who_finds_no_room_is_busy_and_who_never_could_is_told_so() -> None:
+    made = admission(10, peer_pages=6)
+    with ExitStack() as stack:
+        enter(stack, made, A, 6)
+        with pytest.raises(BusyError, match="quota of a"):
+            enter(stack, made, A, 1)
+        with pytest.raises(BusyError, match="5 pages asked for, 4 are free"):
+            enter(stack, made, B, 5)
+        enter(stack, made, B, 4)
+        with pytest.raises(ProtocolError, match=f"at most {6 * PAGE_TOKENS}") as refused:
+            enter(stack, made, B, 7)
+        assert refused.value.code == "too_large"
+        assert made.free_tokens == 0
+    assert made.free_tokens == made.total_tokens
+
+
+def test_a_peer_has_so_many_sessions_and_the_outboxes_have_a_size() -> None:
+    made = admission(sessions=2)
+    with ExitStack() as stack:
+        enter(stack, made, A, 1)
+        enter(stack, made, A, 1)
+        with pytest.raises(BusyError, match="2 sessions"):
+            enter(stack, made, A, 1)
+        enter(stack, made, B, 1, outbox=20)
+        with pytest.raises(BusyError, match="outputs"):
+            enter(stack, made, B, 1, outbox=20)
+    with ExitStack() as stack:
+        enter(stack, made, B, 1, outbox=20)
+
+
+def test_beyond_its_promise_a_session_gets_what_is_free() -> None:
+    made = admission(4, peer_pages=3)
+    with made.session(A, rows=1, max_tokens=40, outbox_bytes_per_token=1) as place:
+        place.outgrow(40, 64)
+        assert place.promise.pages == 2
+        place.outgrow(64, 65)
+        assert place.promise.pages == 3
+        with pytest.raises(ProtocolError, match="quota") as refused:
+            place.outgrow(65, 100)
+        assert refused.value.code == "cache_full"
+        assert made.free_tokens == PAGE_TOKENS
+    assert made.free_tokens == made.total_tokens
+    with made.session(A, rows=1, max_tokens=40, outbox_bytes_per_token=25):
+        pass
+
+
+def test_a_refusal_says_about_when_the_next_session_ends() -> None:
+    clock = Clock()
+    made = admission(clock=clock)
+    for _ in range(40):
+        with made.session(A, rows=1, max_tokens=1, outbox_bytes_per_token=0):
+            clock.now += 2.0
+    assert made.retry_after_s == pytest.approx(2.0, rel=0.01)
+    clock.now += 1e6
+    with made.session(A, rows=1, max_tokens=1, outbox_bytes_per_token=0):
+        pass
+    assert made.retry_after_s < RETRY_AFTER_S[1]
+    for _ in range(100):
+        with made.session(A, rows=1, max_tokens=1, outbox_bytes_per_token=0):
+            pass
+    assert made.retry_after_s == RETRY_AFTER_S[0]

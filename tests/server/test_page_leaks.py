@@ -1,0 +1,84 @@
+"""However sessions are opened, used and ended, every page comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+
+from nesa_node.engine.blocks import Blocks
+from nesa_node.swarm.messages import Busy, Cancel, Close, Opened
+from tests.server.bench import Node, open_node
+
+MAX_TOKENS = 100
+AT_ONCE = 24
+
+
+async def _session(node: Node, rng: random.Random, acts: int) -> int:
+    """One session that does random things, often before the last one is done."""
+    peer = node.peer(rng.choice("abcd"))
+    rows = rng.choice([1, 1, 2, 4])
+    peer.open(rows=rows, max_tokens=rng.randint(1, MAX_TOKENS))
+    if rng.random() < 0.02:
+        peer.wire.hang_up()
+        await peer.wire.hear_the_end()
+        return 1
+    answer, _ = await peer.wire.hear()
+    if isinstance(answer, Busy):
+        await asyncio.sleep(0.005)
+        return 1
+    assert isinstance(answer, Opened)
+    peer.link()
+    listening = asyncio.create_task(peer.wire.hear_the_end())
+    done = 1
+    for _ in range(rng.randint(0, acts)):
+        done += 1
+        if rng.random() < 0.25:
+            peer.rollback([rng.randint(0, length) for length in peer.lengths])
+        else:
+            chosen = rng.sample(range(rows), rng.randint(1, rows))
+            peer.step({row: rng.choice([1, 1, 2, 30]) for row in chosen}, want="none")
+        if rng.random() < 0.5:
+            await asyncio.sleep(rng.uniform(0, 0.004))
+    match rng.choice(["close", "cancel", "go"]):
+        case "close":
+            peer.wire.say(Close())
+        case "cancel":
+            peer.wire.say(Cancel())
+        case _:
+            peer.wire.hang_up()
+    await listening
+    return done + 1
+
+
+async def _operate(blocks: Blocks, operations: int, seed: int) -> None:
+    rng = random.Random(seed)
+    left = operations
+
+    async def work() -> None:
+        nonlocal left
+        while left > 0:
+            done = await _session(node, rng, 20)
+            left -= done
+
+    async with open_node(blocks, tokens=AT_ONCE * MAX_TOKENS) as node:
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(AT_ONCE):
+                tasks.create_task(work())
+        assert node.pool.held_pages == 0
+        assert node.pool.free_pages == node.pool.num_pages
+        assert node.admission.sessions == 0
+
+
+async def test_a_thousand_random_operations_leave_every_page_free(blocks: Blocks) -> None:
+    await _operate(blocks, 1000, seed=1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("seed", [2, 3])
+async def test_ten_thousand_random_operations_leave_every_page_free(
+    blocks: Blocks, seed: int
+) -> None:
+    await _operate(blocks, 10_000, seed)

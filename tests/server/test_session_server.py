@@ -1,0 +1,206 @@
+"""Sessions of a node: whose they are, who waits for whom, and what is left of them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from nesa_node.engine.blocks import Blocks, Run
+from nesa_node.engine.pages import PAGE_TOKENS
+from nesa_node.swarm.messages import (
+    VERSION,
+    Busy,
+    Cancel,
+    Close,
+    Closed,
+    Error,
+    Linked,
+    Opened,
+    PushOpen,
+    PushOpened,
+)
+from tests.server.bench import Node, Peer, open_node
+
+
+async def opened(node: Node, client: str = "client", **options: object) -> Peer:
+    peer = node.peer(client)
+    peer.open(**options)  # type: ignore[arg-type]
+    await peer.wire.hear_a(Opened)
+    peer.link()
+    await peer.wire.hear_a(Linked)
+    return peer
+
+
+async def end(*peers: Peer) -> None:
+    for peer in peers:
+        peer.wire.say(Close())
+        await peer.wire.hear_a(Closed)
+
+
+async def push(node: Node, peer: Peer, sender: str, secret: bytes) -> PushOpened | Error:
+    wire = node.connect(sender)
+    wire.say(PushOpen(version=VERSION, session=peer.session, secret=secret, epoch=1))
+    answer, _ = await wire.hear()
+    wire.hang_up()
+    assert isinstance(answer, PushOpened | Error)
+    return answer
+
+
+class Spied:
+    """Makes a node's blocks slow, or fail for a marked token, and counts what they run."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, seconds: float = 0.0) -> None:
+        self.iterations: list[int] = []
+        forward = Blocks.forward
+
+        def spied(blocks: Blocks, hidden_TD: Tensor, runs: Sequence[Run]) -> Tensor:
+            self.iterations.append(len(runs))
+            time.sleep(seconds)
+            if bool((hidden_TD == 1e6).any()):
+                raise RuntimeError("a kernel failed")
+            return forward(blocks, hidden_TD, runs)
+
+        monkeypatch.setattr(Blocks, "forward", spied)
+
+
+async def test_a_stranger_cannot_squat_on_a_session_id(blocks: Blocks) -> None:
+    async with open_node(blocks) as node:
+        squatter = Peer(node.connect("squatter"), blocks, session=b"i" * 16, secret=b"x" * 32)
+        owner = Peer(node.connect("owner"), blocks, session=b"i" * 16, secret=b"y" * 32)
+        for peer in (squatter, owner):
+            peer.open(upstream="up")
+            await peer.wire.hear_a(Opened)
+            peer.link(upstream="up")
+            await peer.wire.hear_a(Linked)
+        again = Peer(node.connect("owner"), blocks, session=b"i" * 16, secret=b"z" * 32)
+        again.open()
+        assert (await again.wire.hear_a(Error)).code == "session_exists"
+        assert isinstance(await push(node, owner, "up", b"y" * 32), PushOpened)
+        for sender, secret, code in (
+            ("up", b"z" * 32, "unknown_session"),
+            ("stranger", b"y" * 32, "not_upstream"),
+        ):
+            refused = await push(node, owner, sender, secret)
+            assert isinstance(refused, Error)
+            assert refused.code == code
+        await end(squatter, owner)
+
+
+async def test_waiting_steps_of_all_sessions_run_together(
+    blocks: Blocks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spied = Spied(monkeypatch, seconds=0.01)
+    async with open_node(blocks) as node:
+        peers = [await opened(node, f"client {number % 3}") for number in range(12)]
+        for _ in range(4):
+            for peer in peers:
+                peer.step({0: 1})
+            for peer in peers:
+                await peer.output()
+        await end(*peers)
+    assert sum(spied.iterations) == 4 * len(peers)
+    assert len(spied.iterations) < 4 * len(peers) / 3
+
+
+async def test_a_cancel_frees_the_pages_within_a_second_of_a_long_prefill(
+    blocks: Blocks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Spied(monkeypatch, seconds=0.2)
+    async with open_node(blocks) as node:
+        peer = await opened(node, max_tokens=1000)
+        peer.step({0: 1000})
+        await asyncio.sleep(0.3)
+        assert node.pool.held_pages > 0
+        started = time.monotonic()
+        peer.wire.say(Cancel())
+        await peer.wire.hear_a(Closed)
+        assert time.monotonic() - started < 1.0
+        assert node.pool.free_pages == node.pool.num_pages
+        assert node.pool.held_pages == 0
+
+
+async def test_a_failing_step_ends_its_own_session_only(
+    blocks: Blocks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Spied(monkeypatch, seconds=0.01)
+    async with open_node(blocks) as node:
+        good = [await opened(node, f"good {number}") for number in range(4)]
+        bad = await opened(node, "bad")
+        for _ in range(3):
+            for peer in good:
+                peer.step({0: 2})
+            bad.step({0: 1}, torch.full((1, blocks.hidden_size), 1e6))
+            for peer in good:
+                output, hidden_TD = await peer.output()
+                assert hidden_TD.isfinite().all()
+                assert output.rows[0].count == 2
+        assert (await bad.wire.hear_a(Error)).code == "not_computed"
+        await bad.wire.hear_the_end()
+        await end(*good)
+        assert node.pool.free_pages == node.pool.num_pages
+
+
+async def test_beyond_its_promise_a_session_is_told_when_the_cache_is_full(blocks: Blocks) -> None:
+    async with open_node(blocks, tokens=3 * PAGE_TOKENS) as node:
+        peer = await opened(node, max_tokens=PAGE_TOKENS)
+        for _ in range(3):
+            peer.step({0: PAGE_TOKENS})
+            await peer.output()
+        peer.step({0: 1})
+        refused = await peer.wire.hear_a(Error)
+        assert (refused.code, refused.fatal, refused.answers) == ("cache_full", False, "step")
+        peer.rollback([10])
+        peer.step({0: 5})
+        await peer.output()
+        await end(peer)
+
+
+async def test_large_steps_are_examined_off_the_event_loop(blocks: Blocks) -> None:
+    async with open_node(blocks, tokens=32_768) as node:
+        peer = await opened(node, rows=6, max_tokens=1000)
+        first = peer.step(dict.fromkeys(range(6), 900))  # 1.4 MB
+        second = peer.step({3: 1})
+        assert [(await peer.output())[0].step for _ in range(2)] == [first.step, second.step]
+        broken = torch.full((5400, blocks.hidden_size), float("nan"))
+        peer.rollback([0] * 6)
+        peer.step(dict.fromkeys(range(6), 900), broken)
+        assert (await peer.wire.hear_a(Error)).code == "not_finite"
+        await end(peer)
+
+
+async def test_two_hundred_clients_all_get_through_a_pool_for_fifty(blocks: Blocks) -> None:
+    length = 2 * PAGE_TOKENS
+    refusals: list[Busy] = []
+
+    async def work(number: int) -> None:
+        while True:
+            peer = node.peer(f"client {number}")
+            peer.open(max_tokens=length)
+            answer, _ = await peer.wire.hear()
+            if isinstance(answer, Opened):
+                break
+            assert isinstance(answer, Busy)
+            assert 0 < answer.retry_after_s <= 5
+            assert answer.free_tokens < length
+            refusals.append(answer)
+            await asyncio.sleep(answer.retry_after_s * (0.5 + number / 200))
+        peer.link()
+        peer.step({0: 20})
+        await peer.output()
+        for _ in range(10):
+            peer.step({0: 1})
+            await peer.output()
+        await end(peer)
+
+    async with open_node(blocks, tokens=50 * length) as node:
+        async with asyncio.TaskGroup() as tasks:
+            for number in range(200):
+                tasks.create_task(work(number))
+        assert len(refusals) >= 150
+        assert node.pool.free_pages == node.pool.num_pages
+        assert node.pool.held_pages == 0

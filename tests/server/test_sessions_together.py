@@ -1,0 +1,177 @@
+"""Whatever else runs, a session gets what it gets alone."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import Tensor
+
+from nesa_node.engine.blocks import Blocks, Run
+from nesa_node.server.iteration import PRIORITIES
+from nesa_node.swarm.messages import Cancel, Close, Closed, Linked, Opened, RolledBack
+from tests.server.bench import Node, Peer, open_node
+
+CLIENTS = ("a", "b", "c")
+MAX_TOKENS = 200
+TOLERANCE = 1e-5
+
+
+@dataclass
+class Rollback:
+    lengths: list[int]
+
+
+@dataclass
+class Burst:
+    """Steps that are sent without waiting for outputs."""
+
+    steps: list[dict[int, int]]
+    hidden: list[Tensor]
+
+
+@dataclass
+class Script:
+    """What one session does."""
+
+    rows: int
+    acts: list[Rollback | Burst] = field(default_factory=list)
+
+    @classmethod
+    def draw(cls, rng: random.Random, hidden_size: int) -> Script:
+        script = cls(rng.choice([1, 1, 2, 5]))
+        lengths = [0] * script.rows
+        generator = torch.Generator().manual_seed(rng.getrandbits(32))
+        for _ in range(rng.randint(2, 12)):
+            if rng.random() < 0.2 and any(lengths):
+                lengths = [rng.randint(0, length) for length in lengths]
+                script.acts.append(Rollback(list(lengths)))
+                continue
+            burst = Burst([], [])
+            for _ in range(rng.choice([1, 1, 1, 2, 4])):
+                rows = rng.sample(range(script.rows), rng.randint(1, script.rows))
+                most = rng.choice([1, 1, 1, 8, 70])
+                counts = {
+                    row: rng.randint(1, min(most, MAX_TOKENS - lengths[row]))
+                    for row in rows
+                    if lengths[row] < MAX_TOKENS
+                }
+                if not counts:
+                    continue
+                for row, count in counts.items():
+                    lengths[row] += count
+                total = sum(counts.values())
+                burst.steps.append(counts)
+                burst.hidden.append(torch.randn(total, hidden_size, generator=generator))
+            script.acts.append(burst)
+        return script
+
+
+def alone(script: Script, blocks: Blocks) -> list[Tensor]:
+    """The outputs of all steps, each row of each run by itself."""
+    pool = blocks.new_pool(script.rows * (MAX_TOKENS + 32))
+    promise = pool.promise(pool.num_pages)
+    tables = [promise.new_table() for _ in range(script.rows)]
+    outputs = []
+    for act in script.acts:
+        if isinstance(act, Rollback):
+            for table, length in zip(tables, act.lengths, strict=True):
+                table.truncate(length)
+            continue
+        for counts, hidden_TD in zip(act.steps, act.hidden, strict=True):
+            parts = []
+            pieces = torch.split(hidden_TD, list(counts.values()))
+            for (row, count), hidden_LD in zip(counts.items(), pieces, strict=True):
+                tables[row].reserve(tables[row].length + count)
+                parts.append(blocks.forward(hidden_LD, [Run(tables[row], count)]))
+            outputs.append(torch.cat(parts))
+    return outputs
+
+
+async def play(node: Node, script: Script, rng: random.Random) -> list[Tensor]:
+    """Run a script in a session of its own, and return the outputs of all steps."""
+    await _pause(rng)
+    peer = node.peer(rng.choice(CLIENTS))
+    peer.open(rows=script.rows, max_tokens=MAX_TOKENS, priority=rng.choice(PRIORITIES))
+    await peer.wire.hear_a(Opened)
+    peer.link()
+    await peer.wire.hear_a(Linked)
+    outputs = []
+    for act in script.acts:
+        await _pause(rng)
+        if isinstance(act, Rollback):
+            peer.rollback(act.lengths)
+            await peer.wire.hear_a(RolledBack)
+            continue
+        sent = []
+        for counts, hidden_TD in zip(act.steps, act.hidden, strict=True):
+            sent.append(peer.step(counts, hidden_TD))
+            await _pause(rng)
+        for step in sent:
+            output, hidden_TD = await peer.output()
+            assert (output.step, output.rows) == (step.step, step.rows)
+            outputs.append(hidden_TD)
+    peer.wire.say(Close())
+    await peer.wire.hear_a(Closed)
+    return outputs
+
+
+async def disturb(node: Node, rng: random.Random) -> None:
+    """Sessions that change their mind, cancel or go while their steps run."""
+    for _ in range(6):
+        peer: Peer = node.peer("d")
+        rows = rng.randint(1, 3)
+        peer.open(rows=rows, max_tokens=MAX_TOKENS, priority=rng.choice(PRIORITIES))
+        await peer.wire.hear_a(Opened)
+        peer.link()
+        for _ in range(rng.randint(1, 4)):
+            peer.step({row: rng.randint(1, 40) for row in range(rows)})
+            await _pause(rng)
+        ending = rng.choice(["rollback", "cancel", "go"])
+        if ending == "rollback":
+            peer.rollback([0] * rows)
+            peer.step(dict.fromkeys(range(rows), 20))
+            await _pause(rng)
+        if ending == "go":
+            peer.wire.hang_up()
+        else:
+            peer.wire.say(Cancel())
+        await peer.wire.hear_the_end()
+
+
+async def _pause(rng: random.Random) -> None:
+    for _ in range(rng.choice([0, 1, 3])):
+        await asyncio.sleep(0)
+    if rng.random() < 0.2:
+        await asyncio.sleep(rng.uniform(0, 0.01))
+
+
+def assert_same(found_TD: Tensor, expected_TD: Tensor) -> None:
+    bound = TOLERANCE * expected_TD.abs().max()
+    assert (found_TD - expected_TD).abs().max() <= bound
+    best_T2 = expected_TD.topk(2).values
+    decided_T = best_T2[:, 0] - best_T2[:, 1] > 2 * bound
+    assert torch.equal(found_TD.argmax(-1)[decided_T], expected_TD.argmax(-1)[decided_T])
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_every_session_gets_what_it_gets_alone(blocks: Blocks, seed: int) -> None:
+    rng = random.Random(seed)
+    scripts = [Script.draw(rng, blocks.hidden_size) for _ in range(14)]
+    expected = [alone(script, blocks) for script in scripts]
+    async with open_node(blocks, tokens=32_768) as node:
+        async with asyncio.TaskGroup() as tasks:
+            playing = [
+                tasks.create_task(play(node, script, random.Random(rng.random())))
+                for script in scripts
+            ]
+            tasks.create_task(disturb(node, random.Random(rng.random())))
+        assert node.pool.held_pages == 0
+        assert node.pool.free_pages == node.pool.num_pages
+    for played, outputs in zip(playing, expected, strict=True):
+        assert len(played.result()) == len(outputs)
+        for found_TD, expected_TD in zip(played.result(), outputs, strict=True):
+            assert_same(found_TD, expected_TD)
