@@ -28,9 +28,6 @@ DTYPES: Mapping[str, torch.dtype] = {
 }
 DTYPE_NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 
-_FINITE_CHUNK = 1 << 20
-"""Elements looked at together by `_require_finite`: its mask stays small beside the payload."""
-
 
 class TensorMeta(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Describes a payload. Nothing in it can be relied on before `check` accepted it."""
@@ -138,6 +135,6 @@ def _codec_of(meta: TensorMeta) -> Codec:
 
 
 def _require_finite(tensor: Tensor) -> None:
-    for chunk in torch.split(tensor.view(-1), _FINITE_CHUNK):
-        if not bool(torch.isfinite(chunk).all()):
-            raise ProtocolError("not_finite", "the tensor holds NaN or infinite values")
+    # Both ends are NaN if any value is. `isfinite` takes 30 times as long, on the event loop.
+    if tensor.numel() and not all(math.isfinite(end.item()) for end in torch.aminmax(tensor)):
+        raise ProtocolError("not_finite", "the tensor holds NaN or infinite values")

@@ -22,16 +22,13 @@ from nesa_node.core.errors import PeerUnreachableError, RemoteError, SwarmError
 from nesa_node.core.ids import PeerId
 from nesa_node.swarm.hive import Multiaddr, p2pd_pb2
 from nesa_node.swarm.identity import base58_decode, base58_encode
+from nesa_node.swarm.pipe import SCRATCH_BYTES, Pipe, open_pipe
 from nesa_node.swarm.tasks import TaskSet
 
 log = structlog.get_logger(__name__)
 
 MAX_MESSAGE_BYTES = 4 * 1024**2
 """The daemon's own limit for one unary message."""
-
-READER_LIMIT_BYTES = 64 * 1024
-"""A stream buffers twice this of what nobody has read yet. Measured: 1 MiB reads gain nothing from
-a larger buffer, and a hostile peer could fill it once per stream."""
 
 _MAX_UNARY_TASKS = 512
 _NOBODY = bytes.fromhex("002408011220") + bytes(32)
@@ -40,27 +37,27 @@ _MAX_VARINT_BYTES = 5
 UnaryHandler = Callable[[PeerId, bytes], Awaitable[bytes]]
 
 
-async def read_message(reader: asyncio.StreamReader, message: Any) -> None:
+async def read_message(pipe: Pipe, message: Any) -> None:
     """Read one message into `message`. Raises `SwarmError` for an oversized one."""
     size = 0
     for position in range(_MAX_VARINT_BYTES):
-        byte = (await reader.readexactly(1))[0]
+        byte = (await pipe.readexactly(1))[0]
         size |= (byte & 0x7F) << (7 * position)
         if byte < 0x80:
             break
     if size > 2 * MAX_MESSAGE_BYTES:
         raise SwarmError(f"p2pd announced a message of {size} bytes")
-    message.ParseFromString(await reader.readexactly(size))
+    message.ParseFromString(await pipe.readexactly(size))
 
 
-def write_message(writer: asyncio.StreamWriter, message: Any) -> None:
+def write_message(pipe: Pipe, message: Any) -> None:
     size = message.ByteSize()
     prefix = bytearray()
     while size > 0x7F:
         prefix.append(size & 0x7F | 0x80)
         size >>= 7
     prefix.append(size)
-    writer.write(bytes(prefix) + message.SerializeToString())
+    pipe.write(bytes(prefix) + message.SerializeToString())
 
 
 class ControlSocket:
@@ -68,6 +65,8 @@ class ControlSocket:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self.scratch = bytearray(SCRATCH_BYTES)
+        """For all pipes of this loop."""
 
     async def identify(self) -> tuple[PeerId, tuple[str, ...]]:
         """The daemon's peer id and the addresses others can dial, without `/p2p/`."""
@@ -110,54 +109,46 @@ class ControlSocket:
             p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_HANDLER, streamHandler=handler)
         )
 
-    async def open_stream(
-        self, peer: PeerId, protocol: str, timeout_s: float
-    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """A stream to `peer`; the caller closes the writer."""
+    async def open_stream(self, peer: PeerId, protocol: str, timeout_s: float) -> Pipe:
+        """A stream to `peer`; the caller closes it."""
         opening = p2pd_pb2.StreamOpenRequest(
             peer=base58_decode(peer), proto=[protocol], timeout=max(1, round(timeout_s))
         )
         request = p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_OPEN, streamOpen=opening)
-        reader, writer = await self._open()
-        try:
-            await _exchange(reader, writer, request)
-        except BaseException:
-            writer.close()
-            raise
-        return reader, writer
+        return await self._upgrade(request)
 
-    async def open_persistent(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        request = p2pd_pb2.Request(type=p2pd_pb2.Request.PERSISTENT_CONN_UPGRADE)
-        reader, writer = await self._open()
+    async def open_persistent(self) -> Pipe:
+        return await self._upgrade(p2pd_pb2.Request(type=p2pd_pb2.Request.PERSISTENT_CONN_UPGRADE))
+
+    async def _upgrade(self, request: Any) -> Pipe:
+        pipe = await self._open()
         try:
-            await _exchange(reader, writer, request)
+            await _exchange(pipe, request)
         except BaseException:
-            writer.close()
+            pipe.close()
             raise
-        return reader, writer
+        return pipe
 
     async def _ask(self, request: Any) -> Any:
-        reader, writer = await self._open()
+        pipe = await self._open()
         try:
-            return await _exchange(reader, writer, request)
+            return await _exchange(pipe, request)
         finally:
-            writer.close()
+            pipe.close()
 
-    async def _open(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    async def _open(self) -> Pipe:
         try:
-            return await asyncio.open_unix_connection(self._path, limit=READER_LIMIT_BYTES)
+            return await open_pipe(self._path, self.scratch)
         except OSError as error:
             raise PeerUnreachableError("libp2p's daemon of this node is gone") from error
 
 
-async def _exchange(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, request: Any
-) -> Any:
+async def _exchange(pipe: Pipe, request: Any) -> Any:
     response = p2pd_pb2.Response()
     try:
-        write_message(writer, request)
-        await writer.drain()
-        await read_message(reader, response)
+        write_message(pipe, request)
+        await pipe.drain()
+        await read_message(pipe, response)
     except (OSError, asyncio.IncompleteReadError) as error:
         raise PeerUnreachableError("libp2p's daemon of this node is gone") from error
     if response.type == p2pd_pb2.Response.ERROR:
@@ -171,8 +162,8 @@ class UnaryCalls:
     At most `_MAX_UNARY_TASKS` incoming calls are worked on at once; more are answered by an error.
     """
 
-    def __init__(self, writer: asyncio.StreamWriter, tasks: TaskSet) -> None:
-        self._writer = writer
+    def __init__(self, pipe: Pipe, tasks: TaskSet) -> None:
+        self._pipe = pipe
         self._tasks = tasks
         self._handlers: dict[str, UnaryHandler] = {}
         self._calls: dict[bytes, asyncio.Future[Any]] = {}
@@ -213,14 +204,14 @@ class UnaryCalls:
         """Fail every pending call, and every later one at once."""
         self._closed = True
         self.fail_pending()
-        self._writer.close()
+        self._pipe.close()
 
-    async def receive(self, reader: asyncio.StreamReader) -> None:
+    async def receive(self) -> None:
         """Dispatch what arrives until the daemon ends. Runs as a task."""
         while True:
             response = p2pd_pb2.PersistentConnectionResponse()
             try:
-                await read_message(reader, response)
+                await read_message(self._pipe, response)
             except (OSError, asyncio.IncompleteReadError):
                 return self.close()
             if response.HasField("requestHandling"):
@@ -242,7 +233,7 @@ class UnaryCalls:
                 cancel = p2pd_pb2.PersistentConnectionRequest(
                     callId=call_id, cancel=p2pd_pb2.Cancel()
                 )
-                write_message(self._writer, cancel)
+                write_message(self._pipe, cancel)
             raise
         finally:
             del self._calls[call_id]
@@ -251,9 +242,9 @@ class UnaryCalls:
         message = p2pd_pb2.PersistentConnectionRequest(callId=call_id, **fields)
         if message.ByteSize() > MAX_MESSAGE_BYTES:
             raise SwarmError(f"a unary message of {message.ByteSize()} bytes is too large")
-        write_message(self._writer, message)
+        write_message(self._pipe, message)
         try:
-            await self._writer.drain()
+            await self._pipe.drain()
         except OSError as error:
             raise PeerUnreachableError("libp2p's daemon of this node is gone") from error
 
@@ -281,10 +272,10 @@ async def _refuse(peer: PeerId, data: bytes) -> bytes:
 @asynccontextmanager
 async def open_unary_calls(control: ControlSocket) -> AsyncIterator[UnaryCalls]:
     """The persistent connection, on which the daemon's life depends, for as long as the context."""
-    reader, writer = await control.open_persistent()
+    pipe = await control.open_persistent()
     tasks = TaskSet()
-    calls = UnaryCalls(writer, tasks)
-    receiver = asyncio.create_task(calls.receive(reader), name="p2pd-unary")
+    calls = UnaryCalls(pipe, tasks)
+    receiver = asyncio.create_task(calls.receive(), name="p2pd-unary")
     try:
         yield calls
     finally:
@@ -292,5 +283,4 @@ async def open_unary_calls(control: ControlSocket) -> AsyncIterator[UnaryCalls]:
         receiver.cancel()
         await asyncio.wait({receiver})
         await tasks.close()
-        with suppress(OSError):
-            await writer.wait_closed()
+        await pipe.wait_closed()

@@ -11,17 +11,23 @@ import asyncio
 import struct
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 from nesa_node.compression import tensors
 from nesa_node.core.errors import FrameError, PeerUnreachableError, StreamClosedError
 from nesa_node.core.ids import PeerId
 from nesa_node.swarm.messages import AnyMessage, Message, decode_message, encode_message, tensor_of
+from nesa_node.swarm.pipe import Pipe
 
 MAX_HEADER_BYTES = 64 * 1024
 CHUNK_BYTES = 1 << 20
 FRAME_TIMEOUT_S = 30.0
 """A frame that began must be complete within this, and be taken within this by who receives it:
 neither a trickling sender nor a receiver that does not read holds anybody for long."""
+
+_JOIN_BYTES = 64 * 1024
+"""A frame up to this is copied together and written at once: libp2p then also sends it in one
+piece, which halves what a small step costs on its way."""
 
 _PREFIX = struct.Struct("<II")
 _BROKEN = (ConnectionError, BrokenPipeError, asyncio.IncompleteReadError, OSError)
@@ -30,18 +36,16 @@ _BROKEN = (ConnectionError, BrokenPipeError, asyncio.IncompleteReadError, OSErro
 class Stream:
     """One duplex stream. Any task may send; one task receives. Close it where it was opened."""
 
-    def __init__(
-        self, peer: PeerId, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
+    def __init__(self, peer: PeerId, reader: Any, writer: Any) -> None:
         self.peer = peer
         self.bytes_sent = 0
         self.bytes_received = 0
-        self._reader = reader
-        self._writer = writer
+        self._reader: Pipe = reader
+        self._writer: Pipe = writer
         self._sending = asyncio.Lock()
 
     async def send(self, message: Message, payload: memoryview | bytearray | bytes = b"") -> None:
-        """Send a message and, chunked, the tensor it describes.
+        """Send a message and, chunked, the tensor it describes; `payload` is free afterwards.
 
         Raises `StreamClosedError`, also for a peer that reads nothing for `FRAME_TIMEOUT_S`. A send
         that is cancelled leaves the stream unusable.
@@ -51,20 +55,26 @@ class Stream:
         async with self._sending:
             try:
                 for start in range(0, max(1, len(view)), CHUNK_BYTES):
-                    chunk = view[start : start + CHUNK_BYTES]
-                    self._writer.write(_PREFIX.pack(len(header), len(chunk)) + header)
-                    if len(chunk):
-                        self._writer.write(chunk)
-                    self.bytes_sent += _PREFIX.size + len(header) + len(chunk)
+                    await self._send_frame(header, view[start : start + CHUNK_BYTES])
                     header = b""
-                    async with asyncio.timeout(FRAME_TIMEOUT_S):
-                        await self._writer.drain()
             except TimeoutError:
                 raise StreamClosedError(
                     f"{self.peer} took nothing for {FRAME_TIMEOUT_S:.0f} s"
                 ) from None
             except _BROKEN as error:
                 raise StreamClosedError(f"the stream to {self.peer} broke: {error!r}") from None
+
+    async def _send_frame(self, header: bytes, chunk: memoryview) -> None:
+        prefix = _PREFIX.pack(len(header), len(chunk))
+        if len(chunk) <= _JOIN_BYTES:
+            self._writer.write(b"".join((prefix, header, chunk)))
+        else:
+            self._writer.write(prefix + header)
+            self._writer.write(chunk)
+        self.bytes_sent += len(prefix) + len(header) + len(chunk)
+        if not self._writer.settled:
+            async with asyncio.timeout(FRAME_TIMEOUT_S):
+                await self._writer.drain()
 
     async def receive(self, *, max_tensor_bytes: int = 0) -> tuple[AnyMessage, bytearray]:
         """Wait for the next message; its tensor's bytes are whole and of the size described.
@@ -73,44 +83,50 @@ class Stream:
         and `FrameError` or `ProtocolError("bad_tensor")` after which nothing more can be read.
         """
         try:
-            prefix = await self._reader.readexactly(_PREFIX.size)
-            return await self._receive_rest(prefix, max_tensor_bytes)
+            await self._reader.readable()
+            return await self._receive_message(max_tensor_bytes)
         except TimeoutError:
             raise FrameError(f"a message stopped midway for {FRAME_TIMEOUT_S:.0f} s") from None
         except _BROKEN:
             raise StreamClosedError(f"{self.peer} closed the stream") from None
 
-    async def _receive_rest(
-        self, prefix: bytes, max_tensor_bytes: int
-    ) -> tuple[AnyMessage, bytearray]:
-        header_bytes, chunk_bytes = _PREFIX.unpack(prefix)
+    async def _receive_message(self, max_tensor_bytes: int) -> tuple[AnyMessage, bytearray]:
+        header_bytes, chunk_bytes = _PREFIX.unpack(await self._bytes(_PREFIX.size))
         if not 0 < header_bytes <= MAX_HEADER_BYTES:
             raise FrameError(f"a header of {header_bytes} bytes; 1 to {MAX_HEADER_BYTES} allowed")
         if chunk_bytes > CHUNK_BYTES:
             raise FrameError(f"a chunk of {chunk_bytes} bytes; at most {CHUNK_BYTES} allowed")
-        async with asyncio.timeout(FRAME_TIMEOUT_S):
-            message = decode_message(await self._reader.readexactly(header_bytes))
+        message = decode_message(await self._bytes(header_bytes))
         meta = tensor_of(message)
         total = 0 if meta is None else tensors.check(meta, max_bytes=max_tensor_bytes)
         self.bytes_received += _PREFIX.size + header_bytes + total
+        _check_fits(chunk_bytes, total)
+        if chunk_bytes == total:
+            return message, await self._bytes(total)
         payload = bytearray(total)
-        filled = await self._fill(payload, 0, chunk_bytes)
+        view = memoryview(payload)
+        await self._fill(view[:chunk_bytes])
+        filled = chunk_bytes
         while filled < total:
-            async with asyncio.timeout(FRAME_TIMEOUT_S):
-                prefix = await self._reader.readexactly(_PREFIX.size)
-            header_bytes, chunk_bytes = _PREFIX.unpack(prefix)
+            header_bytes, chunk_bytes = _PREFIX.unpack(await self._bytes(_PREFIX.size))
             if header_bytes or not 0 < chunk_bytes <= CHUNK_BYTES:
                 raise FrameError("a tensor's frames were interrupted or have impossible sizes")
-            filled = await self._fill(payload, filled, chunk_bytes)
+            _check_fits(filled + chunk_bytes, total)
+            await self._fill(view[filled : filled + chunk_bytes])
+            filled += chunk_bytes
         return message, payload
 
-    async def _fill(self, payload: bytearray, start: int, count: int) -> int:
-        if start + count > len(payload):
-            raise FrameError(f"{start + count} bytes came for a tensor of {len(payload)}")
-        if count:
-            async with asyncio.timeout(FRAME_TIMEOUT_S):
-                payload[start : start + count] = await self._reader.readexactly(count)
-        return start + count
+    async def _bytes(self, count: int) -> bytearray:
+        """The next bytes of a message that has begun; mostly they are here already."""
+        data = self._reader.take(count)
+        if data is None:
+            data = bytearray(count)
+            await self._fill(memoryview(data))
+        return data
+
+    async def _fill(self, view: memoryview) -> None:
+        async with asyncio.timeout(FRAME_TIMEOUT_S):
+            await self._reader.fill(view)
 
     async def close(self) -> None:
         """End the stream. May be called twice; never raises for a peer that is gone."""
@@ -120,7 +136,12 @@ class Stream:
                 await self._writer.wait_closed()
         except (TimeoutError, *_BROKEN):
             # What matters is that our side is closed; a peer that is gone cannot confirm it.
-            self._writer.transport.abort()
+            self._writer.abort()
+
+
+def _check_fits(count: int, total: int) -> None:
+    if count > total:
+        raise FrameError(f"{count} bytes came for a tensor of {total}")
 
 
 @asynccontextmanager

@@ -12,7 +12,8 @@ import resource
 import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
 
 import structlog
 
@@ -23,16 +24,11 @@ from nesa_node.core.errors import (
     SwarmError,
 )
 from nesa_node.core.ids import PeerId
-from nesa_node.swarm.control import (
-    READER_LIMIT_BYTES,
-    ControlSocket,
-    UnaryCalls,
-    open_unary_calls,
-    read_message,
-)
+from nesa_node.swarm.control import ControlSocket, UnaryCalls, open_unary_calls, read_message
 from nesa_node.swarm.hive import p2pd_pb2
 from nesa_node.swarm.identity import Identity, base58_encode
 from nesa_node.swarm.p2pd import Daemon, parse_multiaddr, start_p2pd
+from nesa_node.swarm.pipe import Pipe, listen_for_pipes
 from nesa_node.swarm.tasks import TaskSet
 
 log = structlog.get_logger(__name__)
@@ -42,7 +38,7 @@ _BOOTSTRAP_TIMEOUT_S = 15.0
 _PREAMBLE_TIMEOUT_S = 10.0
 _ROUTING_ATTEMPTS = 100
 
-StreamHandler = Callable[[PeerId, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+StreamHandler = Callable[[PeerId, Any, Any], Awaitable[None]]
 
 
 class Transport:
@@ -95,8 +91,8 @@ class Transport:
         protocol: str,
         addresses: Sequence[str] = (),
         timeout_s: float = 10.0,
-    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """A duplex stream to `peer`; the caller closes the writer. Raises `PeerUnreachableError`.
+    ) -> tuple[Any, Any]:
+        """A duplex stream to `peer`; the caller closes it. Raises `PeerUnreachableError`.
 
         Also when the peer does not speak `protocol`. `timeout_s` bounds dialling and opening.
         """
@@ -104,7 +100,8 @@ class Transport:
             async with asyncio.timeout(timeout_s):
                 if addresses:
                     await self.connect(peer, addresses, timeout_s)
-                return await self.control.open_stream(peer, protocol, timeout_s)
+                pipe = await self.control.open_stream(peer, protocol, timeout_s)
+                return pipe, pipe
         except TimeoutError as error:
             raise PeerUnreachableError(f"{peer} did not answer within {timeout_s:g} s") from error
         except PeerUnreachableError as error:
@@ -121,46 +118,39 @@ class Transport:
         self._handlers[protocol] = handler
         await self.control.forward_streams(protocol, self._daemon.streams_path)
 
-    def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def accept(self, pipe: Pipe) -> None:
         """The daemon's end of an incoming stream has connected."""
         if len(self._streams) >= _max_streams():
             log.debug("stream_refused", reason="too many streams of all peers together")
-            writer.transport.abort()
+            pipe.abort()
             return
-        self._streams.start(self._handle(reader, writer), name="incoming-stream")
+        self._streams.start(self._handle(pipe), name="incoming-stream")
 
     async def close(self) -> None:
         """Cancel all handlers and wait for them."""
         await self._streams.close()
 
-    async def _handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _handle(self, pipe: Pipe) -> None:
         try:
             info = p2pd_pb2.StreamInfo()
             async with asyncio.timeout(_PREAMBLE_TIMEOUT_S):
-                await read_message(reader, info)
+                await read_message(pipe, info)
             peer = PeerId(base58_encode(info.peer))
-            await self._run_handler(info.proto, peer, reader, writer)
+            await self._run_handler(info.proto, peer, pipe)
         except (OSError, TimeoutError, asyncio.IncompleteReadError):
             log.debug("incoming_stream_broke")
         finally:
-            writer.close()
-            with suppress(OSError):
-                await writer.wait_closed()
+            pipe.close()
+            await pipe.wait_closed()
 
-    async def _run_handler(
-        self,
-        protocol: str,
-        peer: PeerId,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-    ) -> None:
+    async def _run_handler(self, protocol: str, peer: PeerId, pipe: Pipe) -> None:
         handler = self._handlers.get(protocol)
         if handler is None or self._streams_of[peer] >= MAX_STREAMS_PER_PEER:
             log.warning("stream_refused", peer=peer, protocol=protocol)
             return
         self._streams_of[peer] += 1
         try:
-            await handler(peer, reader, writer)
+            await handler(peer, pipe, pipe)
         except (OSError, asyncio.IncompleteReadError):
             log.debug("stream_broke", peer=peer, protocol=protocol)
         except Exception:  # the edge of a task: one stream's failure must not end the node
@@ -219,9 +209,7 @@ async def open_transport(
         control = ControlSocket(daemon.control_path)
         unary = await stack.enter_async_context(open_unary_calls(control))
         transport = Transport(identity.peer_id, daemon, control, unary)
-        server = await asyncio.start_unix_server(
-            transport.accept, daemon.streams_path, limit=READER_LIMIT_BYTES
-        )
+        server = await listen_for_pipes(daemon.streams_path, control.scratch, transport.accept)
         stack.push_async_callback(transport.close)
         stack.callback(server.close)
         if not await transport.refresh_addresses() and listen:

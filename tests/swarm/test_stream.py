@@ -2,6 +2,8 @@
 
 import asyncio
 import struct
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 from nesa_node.compression import tensors
 from nesa_node.core.errors import FrameError, ProtocolError, StreamClosedError
 from nesa_node.core.ids import PeerId
+from nesa_node.swarm import stream as stream_module
 from nesa_node.swarm.messages import (
     Close,
     Error,
@@ -22,33 +25,25 @@ from nesa_node.swarm.messages import (
     encode_message,
 )
 from nesa_node.swarm.stream import CHUNK_BYTES, MAX_HEADER_BYTES, Stream
+from tests.swarm.pipes import pipe_pair
 
 PEER = PeerId("12D3KooWTest")
 
 
-class Pipe:
-    """A writer whose bytes a reader gets."""
-
-    def __init__(self) -> None:
-        self.reader = asyncio.StreamReader()
-
-    def write(self, data: bytes) -> None:
-        self.reader.feed_data(bytes(data))
-
-    async def drain(self) -> None:
-        await asyncio.sleep(0)
+@asynccontextmanager
+async def piped() -> AsyncIterator[Stream]:
+    """A stream that receives what it sends."""
+    async with pipe_pair() as (here, there):
+        yield Stream(PEER, here, there)
 
 
-def piped() -> Stream:
-    pipe = Pipe()
-    return Stream(PEER, pipe.reader, pipe)  # type: ignore[arg-type]
-
-
-def fed(data: bytes) -> Stream:
-    reader = asyncio.StreamReader()
-    reader.feed_data(data)
-    reader.feed_eof()
-    return Stream(PEER, reader, None)  # type: ignore[arg-type]
+@asynccontextmanager
+async def fed(data: bytes) -> AsyncIterator[Stream]:
+    """A stream that brings `data` and ends."""
+    async with pipe_pair() as (here, there):
+        there.write(data)
+        there.close()
+        yield Stream(PEER, here, here)
 
 
 def step_of(hidden_TD: torch.Tensor) -> tuple[Step, memoryview]:
@@ -65,10 +60,10 @@ def frame(header: bytes, payload: bytes = b"") -> bytes:
 async def test_a_tensor_arrives_as_it_was_sent_in_chunks_if_it_must(tokens: int) -> None:
     hidden_TD = torch.randn(tokens, 256)
     step, payload = step_of(hidden_TD)
-    stream = piped()
-    sending = asyncio.create_task(stream.send(step, payload))
-    message, data = await stream.receive(max_tensor_bytes=len(payload))
-    await sending
+    async with piped() as stream:
+        sending = asyncio.create_task(stream.send(step, payload))
+        message, data = await stream.receive(max_tensor_bytes=len(payload))
+        await sending
     assert message == step
     assert torch.equal(tensors.decode(step.tensor, data, max_bytes=len(data)), hidden_TD)
     assert stream.bytes_received == pytest.approx(stream.bytes_sent, abs=8 * 4)
@@ -77,9 +72,8 @@ async def test_a_tensor_arrives_as_it_was_sent_in_chunks_if_it_must(tokens: int)
 
 
 async def test_messages_sent_by_several_tasks_do_not_mix() -> None:
-    stream = piped()
     step, payload = step_of(torch.randn(2000, 256))
-    async with asyncio.TaskGroup() as tasks:
+    async with piped() as stream, asyncio.TaskGroup() as tasks:
         for nonce in range(5):
             tasks.create_task(stream.send(step, payload))
             tasks.create_task(stream.send(Ping(nonce=nonce)))
@@ -88,10 +82,10 @@ async def test_messages_sent_by_several_tasks_do_not_mix() -> None:
 
 
 async def test_the_end_of_the_stream_is_no_frame_error() -> None:
-    with pytest.raises(StreamClosedError):
-        await fed(b"").receive()
-    with pytest.raises(StreamClosedError):
-        await fed(frame(encode_message(Close()))[:-1]).receive()
+    for data in (b"", b"abc", frame(encode_message(Close()))[:-1]):
+        async with fed(data) as stream:
+            with pytest.raises(StreamClosedError):
+                await stream.receive()
 
 
 @pytest.mark.parametrize(
@@ -106,23 +100,74 @@ async def test_the_end_of_the_stream_is_no_frame_error() -> None:
     ],
 )
 async def test_impossible_frames_are_refused(data: bytes, complaint: str) -> None:
-    with pytest.raises(FrameError, match=complaint):
-        await fed(data).receive(max_tensor_bytes=1 << 20)
+    async with fed(data) as stream:
+        with pytest.raises(FrameError, match=complaint):
+            await stream.receive(max_tensor_bytes=1 << 20)
 
 
 async def test_a_tensor_beyond_the_limit_is_refused_from_its_description_alone() -> None:
     step, _ = step_of(torch.zeros(10, 8))
-    with pytest.raises(ProtocolError, match="at most 319 fit"):
-        await fed(frame(encode_message(step))).receive(max_tensor_bytes=319)
+    async with fed(frame(encode_message(step))) as stream:
+        with pytest.raises(ProtocolError, match="at most 319 fit"):
+            await stream.receive(max_tensor_bytes=319)
 
 
 async def test_an_interrupted_tensor_is_refused() -> None:
     step, payload = step_of(torch.zeros(4000, 256))
     first = frame(encode_message(step), bytes(payload[:CHUNK_BYTES]))
-    with pytest.raises(FrameError, match="interrupted"):
-        await fed(first + frame(encode_message(Close()))).receive(max_tensor_bytes=1 << 23)
-    with pytest.raises(FrameError, match="came for a tensor"):
-        await fed(first + 4 * frame(b"", bytes(CHUNK_BYTES))).receive(max_tensor_bytes=1 << 23)
+    async with fed(first + frame(encode_message(Close()))) as stream:
+        with pytest.raises(FrameError, match="interrupted"):
+            await stream.receive(max_tensor_bytes=1 << 23)
+    async with fed(first + 4 * frame(b"", bytes(CHUNK_BYTES))) as stream:
+        with pytest.raises(FrameError, match="came for a tensor"):
+            await stream.receive(max_tensor_bytes=1 << 23)
+
+
+@pytest.mark.parametrize("sent", [3, 20, 200, 2000])
+async def test_a_message_that_stops_midway_is_given_up(
+    sent: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream_module, "FRAME_TIMEOUT_S", 0.1)
+    step, payload = step_of(torch.zeros(4, 256))
+    async with pipe_pair() as (here, there):
+        there.write(frame(encode_message(step), bytes(payload))[:sent])
+        with pytest.raises(FrameError, match="stopped midway"):
+            await asyncio.wait_for(Stream(PEER, here, here).receive(max_tensor_bytes=1 << 20), 5)
+
+
+async def test_silence_between_messages_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream_module, "FRAME_TIMEOUT_S", 0.05)
+    async with piped() as stream:
+        receiving = asyncio.create_task(stream.receive())
+        await asyncio.sleep(0.2)
+        await stream.send(Ping(nonce=1))
+        assert (await receiving)[0] == Ping(nonce=1)
+
+
+async def test_a_receiver_that_takes_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream_module, "FRAME_TIMEOUT_S", 0.1)
+    step, payload = step_of(torch.zeros(4000, 256))
+    async with pipe_pair() as (_, there):
+        stream = Stream(PEER, there, there)
+        with pytest.raises(StreamClosedError, match="took nothing"):
+            await asyncio.wait_for(stream.send(step, payload), 5)
+
+
+async def test_sending_to_a_peer_that_has_gone_is_noticed() -> None:
+    async with pipe_pair() as (here, there):
+        stream = Stream(PEER, there, there)
+        here.abort()
+        await asyncio.sleep(0.05)
+        with pytest.raises(StreamClosedError):
+            await _send_often(stream)
+        await stream.close()
+        await stream.close()
+
+
+async def _send_often(stream: Stream) -> None:
+    for nonce in range(100):
+        await stream.send(Ping(nonce=nonce))
+        await asyncio.sleep(0.01)
 
 
 def test_unknown_fields_of_a_later_minor_version_are_ignored() -> None:

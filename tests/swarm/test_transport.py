@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from nesa_node.core.errors import (
 from nesa_node.core.ids import PeerId
 from nesa_node.swarm import p2pd, transport
 from nesa_node.swarm.identity import Identity
+from nesa_node.swarm.pipe import Pipe
 from nesa_node.swarm.transport import Transport, open_transport
 
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
@@ -45,22 +46,40 @@ async def _node(
         yield opened
 
 
-async def _echo(peer: PeerId, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    writer.write(peer.encode() + b"\n")
-    while data := await reader.read(65536):
-        writer.write(data)
-        await writer.drain()
+async def _echo(peer: PeerId, pipe: Pipe, _: Pipe) -> None:
+    """Name the peer, then give back whatever comes in pieces of a byte or of 64 KiB."""
+    pipe.write(peer.encode())
+    while True:
+        await pipe.readable()
+        data = pipe.take(65536) or pipe.take(1)
+        assert data is not None
+        pipe.write(data)
+        await pipe.drain()
+
+
+async def _open_echo(client: Transport, server: PeerId, addresses: Sequence[str] = ()) -> Pipe:
+    """A stream whose server has greeted this client by its id."""
+    pipe: Pipe
+    pipe, _ = await client.open_stream(server, ECHO, addresses)
+    greeting = client.peer_id.encode()
+    assert await asyncio.wait_for(pipe.readexactly(len(greeting)), 10) == greeting
+    return pipe
+
+
+async def _is_over(pipe: Pipe) -> bool:
+    with pytest.raises((asyncio.IncompleteReadError, OSError)):
+        await asyncio.wait_for(pipe.readable(), 5)
+    return True
 
 
 async def test_stream_carries_three_mebibytes_and_names_the_dialler(tmp_path: Path) -> None:
     async with _node(tmp_path) as server, _node(tmp_path, *server.addresses) as client:
         await server.serve(ECHO, _echo)
-        reader, writer = await client.open_stream(server.peer_id, ECHO)
-        assert await reader.readline() == client.peer_id.encode() + b"\n"
+        pipe = await _open_echo(client, server.peer_id)
         data = os.urandom(3 * 2**20)
-        writer.write(data)
-        assert await reader.readexactly(len(data)) == data
-        writer.close()
+        pipe.write(data)
+        assert await pipe.readexactly(len(data)) == data
+        pipe.close()
 
 
 async def test_daemon_has_the_peer_id_of_the_key(tmp_path: Path) -> None:
@@ -78,9 +97,7 @@ async def test_peer_is_found_by_its_id_through_a_third(tmp_path: Path) -> None:
         _node(tmp_path, *first.addresses, listen=False) as third,
     ):
         await second.serve(ECHO, _echo)
-        reader, writer = await third.open_stream(second.peer_id, ECHO)
-        assert await reader.readline() == third.peer_id.encode() + b"\n"
-        writer.close()
+        (await _open_echo(third, second.peer_id)).close()
 
 
 async def test_peer_is_dialled_at_given_addresses_and_foreign_ones_are_ignored(
@@ -89,9 +106,7 @@ async def test_peer_is_dialled_at_given_addresses_and_foreign_ones_are_ignored(
     async with _node(tmp_path) as server, _node(tmp_path) as client:
         await server.serve(ECHO, _echo)
         addresses = ("nonsense", f"/ip4/127.0.0.1/tcp/1/p2p/{client.peer_id}", *server.addresses)
-        reader, writer = await client.open_stream(server.peer_id, ECHO, addresses)
-        assert await reader.readline()
-        writer.close()
+        (await _open_echo(client, server.peer_id, addresses)).close()
 
 
 async def test_failing_handler_ends_its_own_stream_only(tmp_path: Path) -> None:
@@ -101,14 +116,13 @@ async def test_failing_handler_ends_its_own_stream_only(tmp_path: Path) -> None:
     async with _node(tmp_path) as server, _node(tmp_path, *server.addresses) as client:
         await server.serve(ECHO, _echo)
         await server.serve("/test/fail", fail)
-        kept, kept_writer = await client.open_stream(server.peer_id, ECHO)
-        await kept.readline()
-        reader, writer = await client.open_stream(server.peer_id, "/test/fail")
-        assert await reader.read() == b""
-        writer.close()
-        kept_writer.write(b"still here")
+        kept = await _open_echo(client, server.peer_id)
+        failed, _ = await client.open_stream(server.peer_id, "/test/fail")
+        assert await _is_over(failed)
+        failed.close()
+        kept.write(b"still here")
         assert await kept.readexactly(10) == b"still here"
-        kept_writer.close()
+        kept.close()
 
 
 async def test_unknown_protocol_and_unknown_peer_are_errors(tmp_path: Path) -> None:
@@ -142,19 +156,13 @@ async def test_one_peer_cannot_hold_streams_without_end(
     monkeypatch.setattr(transport, "MAX_STREAMS_PER_PEER", 3)
     async with _node(tmp_path) as server, _node(tmp_path, *server.addresses) as client:
         await server.serve(ECHO, _echo)
-        writers = []
-        for _ in range(3):
-            reader, writer = await client.open_stream(server.peer_id, ECHO)
-            assert await reader.readline()
-            writers.append(writer)
-        reader, refused = await client.open_stream(server.peer_id, ECHO)
-        assert await reader.read() == b""
-        for writer in [*writers, refused]:
-            writer.close()
+        pipes = [await _open_echo(client, server.peer_id) for _ in range(3)]
+        refused, _ = await client.open_stream(server.peer_id, ECHO)
+        assert await _is_over(refused)
+        for pipe in [*pipes, refused]:
+            pipe.close()
         await asyncio.sleep(0.1)
-        reader, writer = await client.open_stream(server.peer_id, ECHO)
-        assert await reader.readline()
-        writer.close()
+        (await _open_echo(client, server.peer_id)).close()
 
 
 async def test_handlers_are_cancelled_at_close(tmp_path: Path) -> None:
@@ -170,11 +178,11 @@ async def test_handlers_are_cancelled_at_close(tmp_path: Path) -> None:
     async with _node(tmp_path) as client:
         async with _node(tmp_path, *client.addresses) as server:
             await server.serve(ECHO, wait_forever)
-            reader, writer = await client.open_stream(server.peer_id, ECHO)
+            pipe, _ = await client.open_stream(server.peer_id, ECHO)
             await asyncio.wait_for(started.wait(), 5)
         assert cancelled.is_set()
-        assert await asyncio.wait_for(reader.read(), 5) == b""
-        writer.close()
+        assert await _is_over(pipe)
+        pipe.close()
 
 
 async def test_busy_port_is_named(tmp_path: Path) -> None:
@@ -238,12 +246,11 @@ async def test_second_node_with_the_same_key_is_refused(tmp_path: Path) -> None:
 async def test_killed_daemon_is_noticed_and_calls_fail_at_once(tmp_path: Path) -> None:
     async with _node(tmp_path) as server, _node(tmp_path, *server.addresses) as client:
         await server.serve(ECHO, _echo)
-        reader, writer = await client.open_stream(server.peer_id, ECHO)
-        await reader.readline()
+        pipe = await _open_echo(client, server.peer_id)
         os.kill(client.daemon_pid, signal.SIGKILL)
         await asyncio.wait_for(client.lost.wait(), 2)
-        assert await asyncio.wait_for(reader.read(), 2) == b""
-        writer.close()
+        assert await _is_over(pipe)
+        pipe.close()
         with pytest.raises(PeerUnreachableError, match="daemon of this node is gone"):
             await client.open_stream(server.peer_id, ECHO)
         with pytest.raises(PeerUnreachableError):
@@ -296,6 +303,7 @@ _RUN_A_NODE = """
 import asyncio, sys
 from pathlib import Path
 from nesa_node.swarm.identity import Identity
+from nesa_node.swarm.pipe import Pipe
 from nesa_node.swarm.transport import open_transport
 async def main():
     async with open_transport(

