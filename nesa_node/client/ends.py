@@ -5,12 +5,12 @@ L tokens of one row, D hidden, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from nesa_node.engine.ends import Embedder, Head
+from nesa_node.engine.ends import Embedder
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +18,7 @@ class Ends:
     """`embedder` and `head` in `dtype` on `device`; safe for several threads at once."""
 
     embedder: Embedder
-    head: Head
+    head: Callable[[torch.Tensor], torch.Tensor]
     dtype: torch.dtype
     device: torch.device
     hidden_size: int

@@ -10,6 +10,7 @@ import torch
 from transformers import GenerationConfig
 
 from nesa_node.client.causal_lm import DistributedModelForCausalLM
+from nesa_node.client.combined import Combined
 from nesa_node.client.ends import Ends
 from nesa_node.client.local import LocalConnection
 from nesa_node.client.options import ConnectionOptions
@@ -108,7 +109,7 @@ def build_model(
         device = "cuda" if torch.cuda.is_available() else "cpu"
     place = torch.device(device)
     embedder, head = load_ends(checkpoint, dtype=resolved, device=place)
-    ends = Ends(embedder, head, resolved, place, checkpoint.config.hidden_size)
+    ends = Ends(embedder, Combined(head), resolved, place, checkpoint.config.hidden_size)
 
     local: LocalConnection | None = None
     if len(first) or len(last):

@@ -83,8 +83,9 @@ def test_who_does_not_want_to_wait_is_told_that_nodes_are_busy(
     folder = tiny("llama")
     with (
         in_process_swarm(
-        folder, thirds(BLOCKS), tmp_path, attn_cache_tokens=PAGE_TOKENS
-    ) as addresses, AutoDistributedModelForCausalLM.from_pretrained(
+            folder, thirds(BLOCKS), tmp_path, attn_cache_tokens=PAGE_TOKENS
+        ) as addresses,
+        AutoDistributedModelForCausalLM.from_pretrained(
             folder, initial_peers=addresses, queue_timeout_s=0.5
         ) as model,
         model.inference_session(PAGE_TOKENS),
