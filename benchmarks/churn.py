@@ -4,7 +4,8 @@ Every span has two nodes. Every `EVERY_S` seconds something random and seeded ha
 lost is replaced, and the next event waits until the replacement serves. What the sessions generate
 is compared with what the same swarm generated before the first event. A recovery is the longest
 wait for a token of a session that used the node, from the event on; the replacement starts only
-`RECOVERY_S` later, so that its start takes no processor time from that.
+`RECOVERY_S` later, so that its start takes no processor time from that. The daemons are forked from
+a process that has imported torch already (`tests/faults`), so that one is replaced in a moment.
 
 In float32 the tokens must be equal, but where the model itself cannot tell two tokens apart: a
 first divergence is excused, and counted, where their logits are closer than 1e-5 x max|logit|.
@@ -13,15 +14,17 @@ first divergence is excused, and counted, where their logits are closer than 1e-
 from __future__ import annotations
 
 import random
+import signal
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
-from benchmarks.changing import ChangingSwarm, open_changing_swarm
 from benchmarks.events import KINDS, Event, Kind, choose_event, longest_wait
 from benchmarks.figures import percentile
 from benchmarks.models import load_local, model_folder, random_prompt
@@ -31,7 +34,10 @@ from benchmarks.swarms import join, open_local
 from benchmarks.workload import Worker, working
 from nesa_node.cli.demo import split_evenly
 from nesa_node.client.causal_lm import DistributedModelForCausalLM
-from nesa_node.core.errors import SwarmError
+from nesa_node.core.errors import ConfigError, SwarmError
+from nesa_node.core.span import Span
+from tests.faults.bed import Bed, open_bed
+from tests.faults.nursery import open_nursery
 
 DEFAULTS = Options(model="50m", nodes=(3,), sessions=(8,), runs=1, new_tokens=400)
 QUICK = Options(model="tiny", nodes=(2,), sessions=(2,), runs=1, new_tokens=64, seconds=15)
@@ -41,6 +47,7 @@ PROMPTS = 2
 """Of each session."""
 EVERY_S = 5.0
 RECOVERY_S = 2.0
+DRAIN_TIMEOUT_S = 60.0
 CLOSENESS = 1e-5
 
 
@@ -56,21 +63,26 @@ class Happened:
 def run(options: Options) -> list[dict[str, Any]]:
     """One row for all sessions, and one for each kind of event."""
     torch.set_num_threads(1)
-    sessions = options.sessions[0]
-    most_tokens = options.prompt_tokens + options.new_tokens + 64
-    with model_folder(options) as folder:
+    if options.dtype != "float32":
+        raise ConfigError("churn compares tokens, which are equal in float32 only")
+    with (
+        model_folder(options) as folder,
+        TemporaryDirectory(prefix="nesa-bench-") as temporary,
+        open_nursery() as nursery,
+        open_bed(nursery, folder, Path(temporary)) as bed,
+    ):
         spans = split_evenly(open_local(folder).num_blocks, options.nodes[0])
-        with open_changing_swarm(folder, options, 2 * sessions * most_tokens) as swarm:
-            swarm.start(spans * REPLICAS)
-            with join(folder, options, list(swarm.nodes.values())) as model:
-                calm = make_workers(model, options)
-                with working(calm, stopping := threading.Event()):
-                    stopping.set()
-                workers = make_workers(model, options)
-                started = time.perf_counter()
-                with working(workers, threading.Event()):
-                    happened = churn(swarm, workers, options)
-                seconds = time.perf_counter() - started
+        flags = daemon_flags(options)
+        bed.start(spans * REPLICAS, *flags)
+        with join(folder, options, bed.addresses) as model:
+            calm = make_workers(model, options)
+            with working(calm, stopping := threading.Event()):
+                stopping.set()
+            workers = make_workers(model, options)
+            started = time.perf_counter()
+            with working(workers, threading.Event()):
+                happened = churn(bed, workers, options, flags)
+            seconds = time.perf_counter() - started
         differences = compare(calm, workers, load_local(folder, options))
     rows = [
         summarize(workers, happened, differences, seconds),
@@ -95,38 +107,50 @@ def make_workers(model: DistributedModelForCausalLM, options: Options) -> list[W
     ]
 
 
-def churn(swarm: ChangingSwarm, workers: Sequence[Worker], options: Options) -> list[Happened]:
+def daemon_flags(options: Options) -> list[str]:
+    """Room for every session of the swarm on each node, twice."""
+    tokens = options.prompt_tokens + options.new_tokens + 64
+    return ["--attn-cache-tokens", str(2 * options.sessions[0] * tokens), "--log-level", "warning"]
+
+
+def churn(
+    bed: Bed, workers: Sequence[Worker], options: Options, flags: Sequence[str]
+) -> list[Happened]:
     """Let things happen for `options.seconds`."""
     rng = random.Random(options.seed)
-    most_nodes = len(swarm.nodes) + SPARE_NODES
+    most_nodes = len(bed.nodes) + SPARE_NODES
     happened: list[Happened] = []
     ending = time.perf_counter() + options.seconds
     following = time.perf_counter() + EVERY_S
     while following < ending:
         time.sleep(max(following - time.perf_counter(), 0))
-        event = choose_event(rng, swarm.serving(), most_nodes=most_nodes)
+        event = choose_event(rng, serving(bed), most_nodes=most_nodes)
         following = time.perf_counter() + EVERY_S
-        happened.append(strike(swarm, workers, event))
+        happened.append(strike(bed, workers, event, flags))
         following = max(following, time.perf_counter())
     return happened
 
 
-def strike(swarm: ChangingSwarm, workers: Sequence[Worker], event: Event) -> Happened:
+def serving(bed: Bed) -> dict[Span, list[str]]:
+    """The peer ids of each span's nodes, in the order of their start."""
+    spans = sorted({node.span for node in bed.nodes})
+    return {span: [node.peer_id for node in bed.nodes if node.span == span] for span in spans}
+
+
+def strike(bed: Bed, workers: Sequence[Worker], event: Event, flags: Sequence[str]) -> Happened:
     """Let it happen, and return once whoever was lost is replaced."""
     at = time.perf_counter()
-    if event.name is None:
-        swarm.start([event.span])
+    if event.peer_id is None:
+        bed.start([event.span], *flags)
         return Happened(event, at, ())
-    victim = swarm.nodes[event.name]
-    hit = tuple(n for n, worker in enumerate(workers) if victim.peer_id in worker.peers())
-    if event.kind == "kill":
-        swarm.kill(event.name)
-    else:
-        swarm.drain(event.name)
+    victim = bed[event.peer_id]
+    hit = tuple(n for n, worker in enumerate(workers) if event.peer_id in worker.peers())
+    bed.nodes.remove(victim)
+    victim.process.send_signal(signal.SIGKILL if event.kind == "kill" else signal.SIGTERM)
     time.sleep(RECOVERY_S)
-    if len(swarm.serving()[event.span]) < REPLICAS:
-        swarm.start([event.span])
-    swarm.wait_until_gone(victim)
+    if len(serving(bed)[event.span]) < REPLICAS:
+        bed.start([event.span], *flags)
+    victim.process.wait(DRAIN_TIMEOUT_S)
     return Happened(event, at, hit)
 
 

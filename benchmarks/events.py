@@ -18,7 +18,7 @@ KINDS: tuple[Kind, ...] = ("kill", "drain", "add")
 class Event:
     kind: Kind
     span: Span
-    name: str | None
+    peer_id: str | None
     """The node that is hit; None where one is added."""
 
 
@@ -30,7 +30,7 @@ def choose_event(
     No span loses its last node, and with `most_nodes` none is added. Raises `ValueError` where
     nothing is possible.
     """
-    can_lose = [(span, name) for span, names in serving.items() if len(names) > 1 for name in names]
+    can_lose = [(span, peer) for span, peers in serving.items() if len(peers) > 1 for peer in peers]
     can_add = sum(map(len, serving.values())) < most_nodes
     kinds = [kind for kind in KINDS if (can_add if kind == "add" else can_lose)]
     if not kinds:

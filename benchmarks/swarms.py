@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from benchmarks.options import Options
 from nesa_node.cli.demo import split_evenly
@@ -56,20 +55,15 @@ def open_swarm(folder: Path, options: Options, nodes: int, cache_tokens: int) ->
             flags=daemon_flags(options, cache_tokens),
             ready_timeout_s=READY_TIMEOUT_S,
         ) as daemons,
-        join(folder, options, daemons) as model,
+        join(folder, options, [node.addresses[0] for node in daemons]) as model,
     ):
         yield Swarm(daemons, model, cache_tokens)
 
 
-def join(
-    folder: Path, options: Options, nodes: Sequence[LocalNode], **more: Any
-) -> DistributedModelForCausalLM:
+def join(folder: Path, options: Options, peers: Sequence[str]) -> DistributedModelForCausalLM:
     """A client in this process; close it."""
     return AutoDistributedModelForCausalLM.from_pretrained(
-        folder,
-        initial_peers=[node.addresses[0] for node in nodes],
-        dtype=options.torch_dtype,
-        **more,
+        folder, initial_peers=peers, dtype=options.torch_dtype
     )
 
 
