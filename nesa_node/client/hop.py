@@ -6,8 +6,6 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
-import structlog
-
 from nesa_node.core.errors import (
     BusyError,
     PeerUnreachableError,
@@ -15,6 +13,7 @@ from nesa_node.core.errors import (
     RemoteError,
     StreamClosedError,
 )
+from nesa_node.core.logging import get_logger
 from nesa_node.routing.chains import Hop
 from nesa_node.swarm.messages import (
     AnyMessage,
@@ -36,7 +35,7 @@ from nesa_node.swarm.messages import (
 )
 from nesa_node.swarm.stream import Stream, silence_is_loss
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 OPEN_TIMEOUT_S = 10.0
 LINK_TIMEOUT_S = 30.0

@@ -8,8 +8,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import structlog
-
 from nesa_node.client.blame import Blame
 from nesa_node.client.hop import OPEN_TIMEOUT_S, HopLink
 from nesa_node.compression import tensors
@@ -23,6 +21,7 @@ from nesa_node.core.errors import (
     RemoteError,
 )
 from nesa_node.core.ids import ModelId, PeerId, SessionId
+from nesa_node.core.logging import get_logger
 from nesa_node.core.span import Span
 from nesa_node.routing.avoidance import Avoidance
 from nesa_node.routing.chains import Hop
@@ -33,7 +32,7 @@ from nesa_node.swarm.private import membership_proof
 from nesa_node.swarm.stream import Stream
 from nesa_node.topology.snapshot import Snapshot
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 SUSPECT_S = 15.0
 """A peer that failed is tried again only after this, unless nobody else holds its blocks."""

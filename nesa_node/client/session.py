@@ -11,7 +11,6 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 
-import structlog
 import torch
 
 from nesa_node.client.chunks import Chunk, cut
@@ -33,6 +32,7 @@ from nesa_node.core.errors import (
     RefusedError,
     RemoteError,
 )
+from nesa_node.core.logging import get_logger
 from nesa_node.routing.avoidance import Avoidance
 from nesa_node.routing.chains import Hop
 from nesa_node.routing.repair import gaps
@@ -40,7 +40,7 @@ from nesa_node.swarm.messages import RowSlice, Want
 from nesa_node.swarm.node import Swarm
 from nesa_node.swarm.outbox import Kept
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 MAX_ATTEMPTS = 20
 """Of a step that gets no further, each through a chain that could be linked."""

@@ -5,15 +5,33 @@ from __future__ import annotations
 import logging
 import re
 import sys
-from typing import TextIO
+from typing import Any, TextIO, cast
 
 import structlog
-from structlog.typing import EventDict, Processor, WrappedLogger
+from structlog.typing import EventDict, FilteringBoundLogger, Processor, WrappedLogger
 
 from nesa_node.core.choices import LogFormat, LogLevel
 
 _SECRET_KEY = re.compile(r"(^|_)(token|swarm_key|secret|password|private_key)$")
 _QUIET_LIBRARIES = ("asyncio", "hivemind", "httpcore", "httpx", "huggingface_hub", "transformers")
+_Warnings: Any = structlog.make_filtering_bound_logger(logging.WARNING)
+
+
+def get_logger(name: str) -> FilteringBoundLogger:
+    """For our events, which go where the program's own go.
+
+    A program that has configured nothing sees warnings only, on stderr: as a library we are quiet.
+    """
+    wrapper: Any = _as_the_program_says
+    logger = structlog.wrap_logger(None, wrapper_class=wrapper, logger_factory_args=(name,))
+    return cast(FilteringBoundLogger, logger)
+
+
+def _as_the_program_says(logger: WrappedLogger, **rest: Any) -> Any:
+    """Looks anew for each event: modules ask for their logger before anybody configures."""
+    if structlog.is_configured():
+        return structlog.get_config()["wrapper_class"](logger, **rest)
+    return _Warnings(structlog.PrintLogger(sys.stderr), **rest)
 
 
 def setup_logging(

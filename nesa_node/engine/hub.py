@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import structlog
 from huggingface_hub import HfApi, try_to_load_from_cache
 from huggingface_hub.errors import (
     GatedRepoError,
@@ -26,12 +25,13 @@ from huggingface_hub.utils.tqdm import tqdm as hub_tqdm
 from transformers import PreTrainedConfig
 
 from nesa_node.core.errors import CorruptCheckpointError, DiskLimitError, ModelNotFoundError
+from nesa_node.core.logging import get_logger
 from nesa_node.engine.checkpoint import INDEX_FILE, Checkpoint, weight_files
 from nesa_node.engine.model_config import read_config
 from nesa_node.engine.progress import Progress
 from nesa_node.engine.safetensors_file import TensorInfo, read_header, tensor_info
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 MAX_SIDE_FILE_BYTES = 64 << 20
 _SIDE_FILE_SUFFIXES = (".json", ".model", ".txt", ".jinja", ".tiktoken")

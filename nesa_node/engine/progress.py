@@ -8,12 +8,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
-import structlog
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, TextColumn, TransferSpeedColumn
 from rich.progress import Progress as Bars
 
-log = structlog.get_logger(__name__)
+from nesa_node.core.logging import get_logger
+
+log = get_logger(__name__)
 
 _SECONDS_BETWEEN_LINES = 5.0
 

@@ -9,17 +9,17 @@ from dataclasses import dataclass
 from typing import Literal
 
 import psutil
-import structlog
 import torch
 
 from nesa_node.core.errors import SwarmError
+from nesa_node.core.logging import get_logger
 from nesa_node.core.span import Span
 from nesa_node.engine.measure import Throughput
 from nesa_node.swarm.directory import Directory
 from nesa_node.swarm.messages import VERSION
 from nesa_node.swarm.records import NodeStatus
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 State = Literal["joining", "serving", "draining"]
 REFRESH_S = 10.0

@@ -6,9 +6,8 @@ import asyncio
 import time
 from collections.abc import Callable
 
-import structlog
-
 from nesa_node.core.errors import FrameError, ProtocolError, StreamClosedError
+from nesa_node.core.logging import get_logger
 from nesa_node.server.session import Session
 from nesa_node.swarm.messages import (
     AnyMessage,
@@ -25,7 +24,7 @@ from nesa_node.swarm.messages import (
     Step,
 )
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 
 class _Ended(Exception):

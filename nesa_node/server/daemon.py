@@ -10,13 +10,13 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from ipaddress import ip_address
 
-import structlog
 import torch
 from pydantic import SecretStr
 
 from nesa_node.core.config import NodeConfig, PeerConfig
 from nesa_node.core.errors import ConfigError, PeerUnreachableError, SwarmError
 from nesa_node.core.ids import ModelId, PeerId
+from nesa_node.core.logging import get_logger
 from nesa_node.core.span import Span
 from nesa_node.engine.blocks import Blocks
 from nesa_node.engine.checkpoint import open_checkpoint
@@ -35,7 +35,7 @@ from nesa_node.swarm.identity import Identity
 from nesa_node.swarm.messages import PROTOCOL
 from nesa_node.swarm.node import Swarm, open_swarm
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 OUTBOX_BYTES_PER_CACHE_BYTE = 1.0
 MIN_OUTBOX_BYTES = 256 << 20

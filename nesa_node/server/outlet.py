@@ -9,17 +9,17 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 
-import structlog
 import torch
 
 from nesa_node.compression import tensors
 from nesa_node.core.errors import StreamClosedError
+from nesa_node.core.logging import get_logger
 from nesa_node.server.push import Push, open_push
 from nesa_node.swarm.messages import MAX_TOKENS, Downstream, Error, Output, Step
 from nesa_node.swarm.outbox import Kept, Outbox, clip
 from nesa_node.swarm.stream import Stream
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 Dial = Callable[[Downstream, int], Awaitable[Stream]]
 """`dial(downstream, epoch)` opens a push. Raises `ProtocolError("downstream_lost")`."""

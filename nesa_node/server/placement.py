@@ -6,12 +6,12 @@ import asyncio
 import random
 from dataclasses import dataclass, replace
 
-import structlog
 import torch
 
 from nesa_node.core.config import NodeConfig
 from nesa_node.core.errors import ConfigError, InsufficientMemoryError
 from nesa_node.core.ids import ModelId
+from nesa_node.core.logging import get_logger
 from nesa_node.core.span import Span
 from nesa_node.engine.blocks import Blocks
 from nesa_node.engine.checkpoint import Checkpoint
@@ -21,7 +21,7 @@ from nesa_node.sharding.choose_span import choose_span, reconsider_span
 from nesa_node.swarm.node import Swarm
 from nesa_node.topology.snapshot import Snapshot
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 PLANNED_CACHE_TOKENS = 8192
 """Room for the cache that is kept free when the number of blocks is chosen automatically."""

@@ -6,13 +6,12 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
-import structlog
-
 from nesa_node.core.errors import ProtocolError, StreamClosedError
+from nesa_node.core.logging import get_logger
 from nesa_node.swarm.messages import Error, Step
 from nesa_node.swarm.stream import Stream
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 OnLost = Callable[[str], Awaitable[None]]
 

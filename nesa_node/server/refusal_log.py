@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-import structlog
+from nesa_node.core.logging import get_logger
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 PERIOD_S = 10.0
 MOST = 20

@@ -7,11 +7,11 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
-import structlog
 import torch
 
 from nesa_node.core.errors import CacheFullError
 from nesa_node.core.ids import PeerId
+from nesa_node.core.logging import get_logger
 from nesa_node.core.span import Span
 from nesa_node.engine.blocks import Blocks
 from nesa_node.engine.measure import PREFILL_TOKENS, Throughput
@@ -21,7 +21,7 @@ from nesa_node.server.executor import Executor
 from nesa_node.server.iteration import Policy
 from nesa_node.server.work import Work
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 
 class Scheduler:

@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 
-import structlog
-
 from nesa_node.compression.tensors import DTYPES
 from nesa_node.core.errors import (
     BusyError,
@@ -20,6 +18,7 @@ from nesa_node.core.errors import (
     VersionMismatchError,
 )
 from nesa_node.core.ids import ModelId, PeerId, SessionId
+from nesa_node.core.logging import get_logger
 from nesa_node.core.span import Span
 from nesa_node.engine.blocks import Blocks
 from nesa_node.server.admission import Admission
@@ -46,7 +45,7 @@ from nesa_node.swarm.node import Swarm
 from nesa_node.swarm.private import verify_membership
 from nesa_node.swarm.stream import Stream
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 FIRST_MESSAGE_S = 10.0
 

@@ -10,18 +10,18 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-import structlog
 import torch
 
 from nesa_node.core.errors import CacheFullError, ProtocolError
 from nesa_node.core.ids import PeerId
+from nesa_node.core.logging import get_logger
 from nesa_node.engine.blocks import Blocks
 from nesa_node.engine.pages import PageTable
 from nesa_node.server.batch import Pending, Share, take
 from nesa_node.server.iteration import DECODE_TOKENS, Lane
 from nesa_node.swarm.messages import Step
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 
 class Work(Lane):

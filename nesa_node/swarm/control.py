@@ -16,16 +16,15 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import structlog
-
 from nesa_node.core.errors import PeerUnreachableError, RemoteError, SwarmError
 from nesa_node.core.ids import PeerId
+from nesa_node.core.logging import get_logger
 from nesa_node.swarm.hive import Multiaddr, p2pd_pb2
 from nesa_node.swarm.identity import base58_decode, base58_encode
 from nesa_node.swarm.pipe import SCRATCH_BYTES, Pipe, open_pipe
 from nesa_node.swarm.tasks import TaskSet
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 MAX_MESSAGE_BYTES = 4 * 1024**2
 """The daemon's own limit for one unary message."""

@@ -20,10 +20,9 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import Any, TypeVar
 
-import structlog
-
 from nesa_node.core.errors import ProtocolError, RecordError, SwarmError
 from nesa_node.core.ids import PeerId
+from nesa_node.core.logging import get_logger
 from nesa_node.swarm.control import UnaryCalls
 from nesa_node.swarm.hive import (
     DHTID,
@@ -37,7 +36,7 @@ from nesa_node.swarm.hive import (
 from nesa_node.swarm.private import TAG_BYTES, Membership
 from nesa_node.swarm.validator import RecordValidator
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 PROTOCOL_PREFIX = "/nesa/1/dht/"
 MAX_KEYS_PER_FIND = 16

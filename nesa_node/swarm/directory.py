@@ -11,10 +11,9 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterable
 
-import structlog
-
 from nesa_node.core.errors import RecordError
 from nesa_node.core.ids import ModelId, PeerId
+from nesa_node.core.logging import get_logger
 from nesa_node.swarm.dht_peer import DhtPeer
 from nesa_node.swarm.hive import DHTNode
 from nesa_node.swarm.identity import Identity
@@ -32,7 +31,7 @@ from nesa_node.swarm.transport import Transport
 from nesa_node.swarm.validator import RecordValidator
 from nesa_node.topology.snapshot import Snapshot
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 FETCH_TIMEOUT_S = 10.0
 PUBLISH_TIMEOUT_S = 15.0

@@ -7,9 +7,9 @@ process and uses a deprecated call of torch. Here its errors go to structlog and
 import logging
 import warnings
 
-import structlog
+from nesa_node.core.logging import get_logger
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 _level_name = logging.getLevelName(logging.WARNING)
 with warnings.catch_warnings():

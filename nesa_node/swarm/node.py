@@ -12,10 +12,9 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 
-import structlog
-
 from nesa_node.core.errors import BootstrapError, PeerUnreachableError
 from nesa_node.core.ids import PeerId
+from nesa_node.core.logging import get_logger
 from nesa_node.swarm.dht_peer import DhtPeer, node_id_of
 from nesa_node.swarm.dht_storage import BoundedStorage
 from nesa_node.swarm.directory import DEFAULT_TTL_S, Directory
@@ -25,7 +24,7 @@ from nesa_node.swarm.private import Membership
 from nesa_node.swarm.transport import Transport, open_transport, split_peer_address
 from nesa_node.swarm.validator import RecordValidator
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 _RPC_TIMEOUT_S = 3.0
 _NEIGHBOUR_SEARCH_S = 5.0

@@ -21,12 +21,11 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 
-import structlog
-
 from nesa_node.core.errors import AddressInUseError, ConfigError, SwarmError
+from nesa_node.core.logging import get_logger
 from nesa_node.swarm.hive import P2PD_PATH, Multiaddr
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 _START_TIMEOUT_S = 20.0
 _GRACE_S = 0.3

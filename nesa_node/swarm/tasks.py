@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any
 
-import structlog
+from nesa_node.core.logging import get_logger
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 
 class TaskSet:

@@ -15,8 +15,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
-import structlog
-
 from nesa_node.core.errors import (
     BootstrapError,
     ConfigError,
@@ -24,6 +22,7 @@ from nesa_node.core.errors import (
     SwarmError,
 )
 from nesa_node.core.ids import PeerId
+from nesa_node.core.logging import get_logger
 from nesa_node.swarm.control import ControlSocket, UnaryCalls, open_unary_calls, read_message
 from nesa_node.swarm.hive import p2pd_pb2
 from nesa_node.swarm.identity import Identity, base58_encode
@@ -31,7 +30,7 @@ from nesa_node.swarm.p2pd import Daemon, parse_multiaddr, start_p2pd
 from nesa_node.swarm.pipe import Pipe, listen_for_pipes
 from nesa_node.swarm.tasks import TaskSet
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 MAX_STREAMS_PER_PEER = 256
 _BOOTSTRAP_TIMEOUT_S = 15.0

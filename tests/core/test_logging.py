@@ -11,7 +11,7 @@ import pytest
 import structlog
 
 from nesa_node.core.choices import LogFormat
-from nesa_node.core.logging import setup_logging
+from nesa_node.core.logging import get_logger, setup_logging
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +28,7 @@ def _restore_logging() -> Iterator[None]:
 def test_secrets_and_locals_of_tracebacks_never_reach_the_log(log_format: LogFormat) -> None:
     out = io.StringIO()
     setup_logging("debug", log_format, out)
-    log = structlog.get_logger("nesa_node.test")
+    log = get_logger("nesa_node.test")
     log.info("joined", token="hf_abc", swarm_key="sesame", peers=3)
     prompt = "my diary"
     try:
@@ -45,7 +45,7 @@ def test_secrets_and_locals_of_tracebacks_never_reach_the_log(log_format: LogFor
 def test_json_lines_hold_event_level_and_time() -> None:
     out = io.StringIO()
     setup_logging("info", "json", out)
-    structlog.get_logger("nesa_node.test").info("chain_chosen", hops=3)
+    get_logger("nesa_node.test").info("chain_chosen", hops=3)
     line = json.loads(out.getvalue())
     assert line["event"] == "chain_chosen"
     assert line["hops"] == 3
@@ -56,7 +56,7 @@ def test_json_lines_hold_event_level_and_time() -> None:
 def test_levels_filter_ours_and_libraries_only_warn() -> None:
     out = io.StringIO()
     setup_logging("warning", "console", out)
-    structlog.get_logger("nesa_node.test").info("quiet")
+    get_logger("nesa_node.test").info("quiet")
     logging.getLogger("httpx").info("chatter")
     logging.getLogger("httpx").warning("library warning")
     assert "quiet" not in out.getvalue()
@@ -68,5 +68,31 @@ def test_setting_up_twice_does_not_print_twice() -> None:
     out = io.StringIO()
     setup_logging("info", "console", io.StringIO())
     setup_logging("info", "console", out)
-    structlog.get_logger("nesa_node.test").info("once")
+    get_logger("nesa_node.test").info("once")
     assert out.getvalue().count("once") == 1
+
+
+def test_a_program_that_configured_nothing_sees_warnings_only_and_on_stderr(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    log = get_logger("nesa_node.test")
+    log.debug("whispered")
+    log.info("said")
+    log.warning("called", peers=3)
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "called" in captured.err
+    assert "whispered" not in captured.err
+    assert "said" not in captured.err
+    structlog.get_logger().info("the program's own")
+    assert "the program's own" in capsys.readouterr().out
+
+
+def test_a_program_that_configures_structlog_gets_our_events_its_own_way(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    log = get_logger("nesa_node.test")
+    log.info("before")
+    structlog.configure(processors=[structlog.processors.JSONRenderer()])
+    log.info("after", hops=3)
+    assert json.loads(capsys.readouterr().out) == {"event": "after", "hops": 3}
