@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-import socket
 from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
 from typing import Any, cast
 
 import torch
@@ -24,6 +24,7 @@ from nesa_node.routing.chains import Hop
 from nesa_node.swarm.messages import Close, Closed, Mode, Output, Ping, Pong, Step
 from nesa_node.swarm.node import Swarm
 from nesa_node.swarm.stream import Stream
+from tests.swarm.pipes import pipe_pair
 
 HIDDEN = 4
 MAX_BYTES = 1 << 24
@@ -57,13 +58,14 @@ class ScriptedNode:
         self._step_s = step_s
         self._epoch = 0
         self._queue: asyncio.Queue[tuple[Step, torch.Tensor]] = asyncio.Queue()
+        self._pipes = AsyncExitStack()
         self._tasks: list[asyncio.Task[None]] = []
 
     async def link(self, on_change: Callable[[], None]) -> HopLink:
         """The client's end of a new stream to this node."""
-        ours, theirs = socket.socketpair()
-        self._stream = Stream(PeerId("client"), *await asyncio.open_connection(sock=ours))
-        stream = Stream(PeerId(f"node-{self.block}"), *await asyncio.open_connection(sock=theirs))
+        ours, theirs = await self._pipes.enter_async_context(pipe_pair())
+        self._stream = Stream(PeerId("client"), ours, ours)
+        stream = Stream(PeerId(f"node-{self.block}"), theirs, theirs)
         self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._work())]
         hop = Hop(stream.peer, Span(self.block, self.block + 1))
         return HopLink(hop, stream, MAX_BYTES, on_change)
@@ -72,7 +74,7 @@ class ScriptedNode:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._stream.close()
+        await self._pipes.aclose()
 
     def hang(self) -> None:
         """Keep the stream open, answer nothing from now on."""
