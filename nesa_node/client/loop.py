@@ -10,7 +10,6 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any, Generic, TypeVar
 
 from nesa_node.core.logging import get_logger
-from nesa_node.swarm import event_loop
 
 log = get_logger(__name__)
 
@@ -152,7 +151,7 @@ class LoopThread:
         if self._loop is None:
             ready: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = Future()
             self._thread = threading.Thread(
-                target=lambda: event_loop.run(self._serve(ready)), name=self._name, daemon=True
+                target=lambda: asyncio.run(self._serve(ready)), name=self._name, daemon=True
             )
             self._thread.start()
             self._loop, self._stop = ready.result()
