@@ -17,6 +17,7 @@ from benchmarks.footprint import Usage, memory_of
 from benchmarks.generation import generate
 from benchmarks.models import load_local, model_folder, random_prompt
 from benchmarks.options import Options
+from benchmarks.others import measure_others
 from benchmarks.results import print_table
 from benchmarks.swarms import Swarm, open_swarm, share_of_model
 
@@ -26,7 +27,7 @@ CACHE_TOKENS = 8192
 
 
 def run(options: Options) -> list[dict[str, Any]]:
-    """One row per number of daemons."""
+    """One row per number of daemons, and one per other program that is found here."""
     torch.set_num_threads(1)
     with model_folder(options) as folder:
         local = load_local(folder, options)
@@ -34,8 +35,8 @@ def run(options: Options) -> list[dict[str, Any]]:
         for nodes in options.nodes:
             with open_swarm(folder, options, nodes, CACHE_TOKENS) as swarm:
                 rows.append(measure(folder, swarm, local, options))
-    show(rows, options)
-    return rows
+        show(rows, options)
+        return rows + measure_others(local, options)
 
 
 def measure(folder: Path, swarm: Swarm, local: Any, options: Options) -> dict[str, Any]:
