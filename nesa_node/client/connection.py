@@ -14,7 +14,7 @@ import torch
 
 from nesa_node.client.line import Line
 from nesa_node.client.options import ConnectionOptions
-from nesa_node.client.route import RouteRequest
+from nesa_node.client.request import RouteRequest
 from nesa_node.client.session import RemoteSession
 from nesa_node.client.sessions import BlockSession
 from nesa_node.compression.tensors import DTYPE_NAMES

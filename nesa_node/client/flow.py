@@ -19,7 +19,8 @@ import torch
 
 from nesa_node.client.blame import busy
 from nesa_node.client.hop import HopLink
-from nesa_node.client.route import Route, RouteRequest
+from nesa_node.client.request import RouteRequest
+from nesa_node.client.route import Route
 from nesa_node.compression import tensors
 from nesa_node.core.errors import PeerUnreachableError, ProtocolError
 from nesa_node.swarm.messages import Step

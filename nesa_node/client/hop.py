@@ -19,7 +19,10 @@ from nesa_node.swarm.messages import (
     AnyMessage,
     Busy,
     Close,
+    Downstream,
     Error,
+    HandedOver,
+    HandOver,
     Leaving,
     Link,
     Linked,
@@ -39,6 +42,7 @@ log = get_logger(__name__)
 
 OPEN_TIMEOUT_S = 10.0
 LINK_TIMEOUT_S = 30.0
+HAND_OVER_TIMEOUT_S = 30.0
 PING_TIMEOUT_S = 5.0
 MAX_RETRY_AFTER_S = 5.0
 """A node may ask for patience, not for a day of it."""
@@ -68,6 +72,7 @@ class HopLink:
         self._max_output_bytes = max_output_bytes
         self._on_change = on_change
         self._answer: asyncio.Future[AnyMessage] | None = None
+        self._handed: asyncio.Future[tuple[int, ...]] | None = None
         self._reader = asyncio.create_task(self._read())
 
     async def open(self, message: Open, timeout_s: float = OPEN_TIMEOUT_S) -> None:
@@ -88,6 +93,25 @@ class HopLink:
         answer = await self._ask(message, LINK_TIMEOUT_S)
         if not isinstance(answer, RolledBack) or answer.epoch != message.epoch:
             raise self._unexpected(answer)
+
+    async def hand_over(self, to: Downstream) -> tuple[int, ...]:
+        """Let `to` have what this node holds; returns what it then has. Steps may go on meanwhile.
+
+        One at a time. Raises `RemoteError` and `PeerUnreachableError`, after which this link still
+        lives.
+        """
+        if self.lost is not None:
+            raise PeerUnreachableError(self.lost)
+        handed: asyncio.Future[tuple[int, ...]] = asyncio.get_running_loop().create_future()
+        self._handed = handed
+        try:
+            async with silence_is_loss(self._stream.peer, HAND_OVER_TIMEOUT_S, "handing over"):
+                await self._stream.send(HandOver(to=to))
+                return await handed
+        except StreamClosedError as error:
+            raise PeerUnreachableError(str(error)) from error
+        finally:
+            self._handed = None
 
     async def ping(self, nonce: int) -> Pong:
         answer = await self._ask(Ping(nonce=nonce), PING_TIMEOUT_S)
@@ -140,6 +164,8 @@ class HopLink:
                 raise RemoteError(message.code, message.message)
             case Error(code="downstream_lost", answers=None):
                 self.downstream_lost = message.message
+            case HandedOver() | Error(answers="handover"):
+                self._take_handed(message)
             case Error(answers="step"):
                 self.refusal = message
             case _ if self._answer is not None and not self._answer.done():
@@ -148,6 +174,14 @@ class HopLink:
                 log.info("notice", peer=self._stream.peer, code=message.code)
             case _:
                 raise ProtocolError("unexpected", f"{type(message).__name__} came unasked")
+
+    def _take_handed(self, message: HandedOver | Error) -> None:
+        if self._handed is None or self._handed.done():
+            return
+        if isinstance(message, HandedOver):
+            self._handed.set_result(message.lengths)
+        else:
+            self._handed.set_exception(RemoteError(message.code, message.message))
 
     async def _ask(self, message: Message, timeout_s: float) -> AnyMessage:
         if self.lost is not None:
@@ -178,9 +212,10 @@ class HopLink:
         """Let the route replace this node; whoever waits for its answer waits no more."""
         if self.lost is None:
             self.lost = reason
-        if self._answer is not None and not self._answer.done():
-            self._answer.set_exception(PeerUnreachableError(reason))
-            self._answer.exception()  # perhaps the request is still being sent, and fails by itself
+        for waiting in (self._answer, self._handed):
+            if waiting is not None and not waiting.done():
+                waiting.set_exception(PeerUnreachableError(reason))
+                waiting.exception()  # perhaps the request is still being sent, and fails by itself
         self._on_change()
 
     async def close(self) -> None:

@@ -12,7 +12,8 @@ import torch
 
 from nesa_node.client.flow import Flow, Stage
 from nesa_node.client.hop import OPEN_TIMEOUT_S, HopLink
-from nesa_node.client.route import Route, RouteRequest
+from nesa_node.client.request import RouteRequest
+from nesa_node.client.route import Route
 from nesa_node.compression import tensors
 from nesa_node.core.ids import PeerId
 from nesa_node.routing.chains import Hop
@@ -60,16 +61,15 @@ class Replay:
         )
         links = self._route.links
         for link in links if self._request.mode == "star" else links[:1]:
-            if link in self._route.fresh:
-                await self._replay(link, lengths)
+            if link in self._route.held:
+                await self._replay(link, self._route.held[link], lengths)
         # Where no hop begins any more, nothing is added either: it would be taken for complete when
         # the route comes back to these spans.
         starts = {hop.span.start for hop in self._route.hops}
         self._outboxes = {start: kept for start, kept in self._outboxes.items() if start in starts}
 
-    async def _replay(self, link: HopLink, lengths: Sequence[int]) -> None:
-        zeros = [0] * self._request.rows
-        steps = list(self._outbox(link).since(zeros, lengths))
+    async def _replay(self, link: HopLink, held: Sequence[int], lengths: Sequence[int]) -> None:
+        steps = list(self._outbox(link).since(held, lengths))
         if self._request.mode == "star" and self._lacks_next(link.hop):
             await self._replay_for_outputs(link, steps)
         else:

@@ -4,62 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 
 from nesa_node.client.blame import Blame
 from nesa_node.client.hop import OPEN_TIMEOUT_S, HopLink
-from nesa_node.compression import tensors
+from nesa_node.client.nodes import Nodes
+from nesa_node.client.request import RouteRequest
+from nesa_node.client.successors import Successors
 from nesa_node.core.errors import (
     BusyError,
-    ContextLengthError,
-    MissingBlocksError,
-    NesaError,
     PeerUnreachableError,
-    RefusedError,
     RemoteError,
 )
-from nesa_node.core.ids import ModelId, PeerId, SessionId
+from nesa_node.core.ids import PeerId, SessionId
 from nesa_node.core.logging import get_logger
-from nesa_node.core.span import Span
 from nesa_node.routing.avoidance import Avoidance
 from nesa_node.routing.chains import Hop
-from nesa_node.routing.repair import fill_gaps
-from nesa_node.swarm.messages import PROTOCOL, VERSION, Downstream, Link, Mode, Open, Rollback
+from nesa_node.routing.repair import gaps
+from nesa_node.swarm.messages import PROTOCOL, VERSION, Downstream, Link, Open, Rollback
 from nesa_node.swarm.node import Swarm
 from nesa_node.swarm.private import membership_proof
 from nesa_node.swarm.stream import Stream
-from nesa_node.topology.snapshot import Snapshot
 
 log = get_logger(__name__)
-
-SUSPECT_S = 15.0
-"""A peer that failed is tried again only after this, unless nobody else holds its blocks."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RouteRequest:
-    """What a session needs of its nodes."""
-
-    model_id: ModelId
-    span: Span
-    rows: int
-    max_tokens: int
-    hidden_size: int
-    dtype: str
-    mode: Mode
-    swarm_key: str | None = None
-    num_blocks: int | None = None
-    """Of the whole model. Where it is given, records that say otherwise count for nothing."""
-
-    @property
-    def tokens(self) -> int:
-        return self.rows * self.max_tokens
-
-    @property
-    def max_output_bytes(self) -> int:
-        return self.tokens * self.hidden_size * tensors.DTYPES[self.dtype].itemsize
 
 
 class Route:
@@ -78,32 +45,19 @@ class Route:
         self.links: list[HopLink] = []
         self.epoch = 0
         self.session = secrets.token_bytes(16)
-        self.fresh: set[HopLink] = set()
-        """The links of the last rebuild whose caches are empty: they need all that was sent."""
+        self.held: dict[HopLink, tuple[int, ...]] = {}
+        """What the links that the last rebuild brought in hold of each row: they need the rest."""
+        self.successors = Successors(request.rows, self._open_successor)
         self._secret = secrets.token_bytes(32)
         self._swarm = swarm
         self._request = request
-        self._avoidance = avoidance
         self._on_change = on_change
-        self._suspects: dict[PeerId, float] = {}
-        self._unfit: dict[PeerId, RemoteError] = {}
+        self.nodes = Nodes(swarm, request, avoidance)
         self.blame = Blame()
 
     @property
     def hops(self) -> tuple[Hop, ...]:
         return tuple(link.hop for link in self.links)
-
-    @property
-    def suspected(self) -> frozenset[PeerId]:
-        """Who failed, or had no room, lately."""
-        now = time.monotonic()
-        return frozenset(peer for peer, until in self._suspects.items() if until > now)
-
-    def suspect(self, peer: PeerId, reason: str) -> None:
-        """Remember a failure of `peer`: it is avoided for a while, in later sessions too."""
-        log.info("peer_failed", peer=peer, reason=reason)
-        self._avoidance.failed(peer)
-        self._suspects[peer] = time.monotonic() + SUSPECT_S
 
     async def rebuild(
         self,
@@ -115,106 +69,99 @@ class Route:
     ) -> None:
         """Keep the links that live and are not in `drop`, open what is missing, link them all.
 
-        Afterwards every kept node holds `lengths[row]` tokens and those in `fresh` hold none. A
-        star's fresh hop sends its outputs again only where `needs_output(hop)`. What this attempt
-        opened is closed again if it fails; the old links stay, though not linked to each other.
+        Afterwards every kept node holds `lengths[row]` tokens, and those in `held` what that says.
+        Where a node goes that has a successor, this takes its place. A star's new hop sends its
+        outputs again only where `needs_output(hop)`. What this attempt opened is closed again if it
+        fails; the old links stay, though not linked to each other.
         Raises `MissingBlocksError`, `BusyError`, `ContextLengthError`, `RefusedError`,
         `PeerUnreachableError` and `RemoteError`.
         """
-        for link in self.links:
+        gone = [link for link in self.links if link.lost or link.hop.peer_id in drop]
+        for link in gone:
             if link.lost is not None:
-                self.suspect(link.hop.peer_id, link.lost)
-        await self._discard([link for link in self.links if link.lost is not None])
-        kept = [link for link in self.links if link.hop.peer_id not in drop]
-        snapshot = await self._swarm.directory.fetch(
-            self._request.model_id, self._request.num_blocks
-        )
-        hops = self._plan(snapshot, kept, drop)
-        if not {link.hop for link in kept} <= set(hops):
-            # Nobody can join what is left: begin again, with other nodes or other spans.
-            await self.let_go()
-            kept = []
-        self.epoch += 1
-        addresses = {node.peer_id: node.addresses for node in snapshot.nodes}
-        known = {link.hop: link for link in kept}
-        opened = await self._open_all(hops, known, addresses, open_timeout_s)
-        links = [known.get(hop) or opened[hop] for hop in hops]
+                self.nodes.suspect(link.hop.peer_id, link.lost)
+        held = await self._succeed(gone, lengths)
+        await self._discard([link for link in gone if link.lost is not None])
+        kept = [*(link for link in self.links if link not in gone), *held]
         try:
-            await self._link_all(links, set(opened.values()), lengths, needs_output)
+            hops, addresses = await self._plan(kept, drop)
+            if not {link.hop for link in kept} <= set(hops):
+                # Nobody can join what is left: begin again, with other nodes or other spans.
+                await _close_all(list(held))
+                await self.let_go()
+                kept, held = [], {}
+            self.epoch += 1
+            known = {link.hop: link for link in kept}
+            opened = await self._open_all(hops, known, addresses, open_timeout_s)
+            held |= dict.fromkeys(opened.values(), (0,) * self._request.rows)
+            links = [known.get(hop) or opened[hop] for hop in hops]
+            await self._link_all(links, held, lengths, needs_output)
         except BaseException:
-            await _close_all(list(opened.values()))
+            await _close_all(list(held))
             raise
         dropped = [link for link in self.links if link not in links]
-        self.links, self.fresh = links, set(opened.values())
+        self.links, self.held = links, held
+        await self.successors.keep_only(links)
         await _close_all(dropped)
 
     async def rollback(self, lengths: Sequence[int]) -> None:
         """Cut every node's cache. Raises `PeerUnreachableError` or `RemoteError`."""
         self.epoch += 1
+        self.successors.truncate(lengths)
         message = Rollback(epoch=self.epoch, lengths=tuple(lengths))
         await _all([link.rollback(message) for link in self.links])
 
     async def let_go(self) -> None:
         """Leave every node: the next rebuild begins anew, with whoever is there."""
-        await self._discard(self.links)
+        await self.close()
         self.session, self._secret = secrets.token_bytes(16), secrets.token_bytes(32)
 
     async def close(self) -> None:
+        await self.successors.close()
         await self._discard(self.links)
 
-    def _plan(
-        self, snapshot: Snapshot, kept: Sequence[HopLink], drop: frozenset[PeerId]
-    ) -> tuple[Hop, ...]:
-        """Hops that keep `kept`; if nobody fills the gaps so, hops that keep nothing."""
-        tokens = self._request.tokens
-        suspects = self.suspected
-        small = {n.peer_id for n in snapshot.nodes if n.total_cache_tokens < tokens}
-        barred = frozenset(self._unfit) | drop | small
-        keep = tuple(link.hop for link in kept)
-        first: MissingBlocksError | None = None
-        # What a record says of free room is some seconds old: as a last resort it is not believed.
-        for hops, free in ((keep, tokens), (keep, 0), ((), tokens), ((), 0)):
-            for exclude in (barred | suspects, barred):
-                try:
-                    return fill_gaps(
-                        snapshot,
-                        self._request.span,
-                        hops,
-                        penalty=self._avoidance.penalty,
-                        exclude=exclude,
-                        min_free_tokens=free,
-                    )
-                except MissingBlocksError as error:
-                    first = first or error
-        assert first is not None
-        raise self._why_missing(snapshot, first)
+    async def _plan(
+        self, kept: Sequence[HopLink], drop: frozenset[PeerId]
+    ) -> tuple[tuple[Hop, ...], Mapping[PeerId, tuple[str, ...]]]:
+        """Hops that keep `kept` if that can be, and where to reach them."""
+        hops = tuple(sorted((link.hop for link in kept), key=lambda hop: hop.span.start))
+        if hops and not gaps(self._request.span, hops):
+            return hops, {}
+        return await self.nodes.plan(hops, drop)
 
-    def _why_missing(self, snapshot: Snapshot, error: MissingBlocksError) -> NesaError:
-        """Nobody holds the blocks, or those who do have no room, or refused us."""
-        request = self._request
-        holders = [
-            node
-            for node in snapshot.nodes
-            if any(node.span.start < end and start < node.span.end for start, end in error.missing)
-        ]
-        refusals = [self._unfit[n.peer_id] for n in holders if n.peer_id in self._unfit]
-        fitting = [n for n in holders if n.peer_id not in self._unfit]
-        if fitting and max(node.total_cache_tokens for node in fitting) < request.tokens:
-            most = max(node.total_cache_tokens for node in fitting) // request.rows
-            return ContextLengthError(
-                f"a session of {request.max_tokens} tokens in {request.rows} rows was asked for; "
-                f"the nodes with blocks {error.missing[0][0]}:{error.missing[0][1]} promise at "
-                f"most {most} per row"
-            )
-        if refusals and not fitting:
-            return RefusedError(refusals[0].code, str(refusals[0]))
-        return error
+    async def _succeed(
+        self, gone: Sequence[HopLink], lengths: Sequence[int]
+    ) -> dict[HopLink, tuple[int, ...]]:
+        """The successors of those who go, and what they hold of what is to stay."""
+        held: dict[HopLink, tuple[int, ...]] = {}
+        for link in gone:
+            if self.successors.link_of(link) is not None:
+                successor, reached = await self.successors.take(link)
+                held[successor] = tuple(map(min, reached, lengths))
+        if len(held) < len(gone):
+            # Whoever stands ready for others may be needed here, and takes part only once.
+            await self.successors.close()
+        return held
+
+    async def _open_successor(self, link: HopLink) -> HopLink | None:
+        """See `OpenSuccessor`. Raises as `rebuild` does."""
+        at = self.links.index(link)
+        others = tuple(other.hop for other in self.links if other is not link)
+        hops, addresses = await self.nodes.plan(
+            others, frozenset({link.hop.peer_id, *self.successors.peers})
+        )
+        if len(hops) != len(self.links) or hops[at].span != link.hop.span:
+            return None
+        hop, before = hops[at], hops[at - 1] if at else None
+        return await self._open(
+            hop, before, addresses[hop.peer_id], OPEN_TIMEOUT_S, donor=link.hop.peer_id
+        )
 
     async def _open_all(
         self,
         hops: Sequence[Hop],
         known: dict[Hop, HopLink],
-        addresses: dict[PeerId, tuple[str, ...]],
+        addresses: Mapping[PeerId, tuple[str, ...]],
         timeout_s: float,
     ) -> dict[Hop, HopLink]:
         """Open the hops that are not known, all or none."""
@@ -238,7 +185,13 @@ class Route:
         return opened
 
     async def _open(
-        self, hop: Hop, before: Hop | None, addresses: tuple[str, ...], timeout_s: float
+        self,
+        hop: Hop,
+        before: Hop | None,
+        addresses: tuple[str, ...],
+        timeout_s: float,
+        *,
+        donor: PeerId | None = None,
     ) -> HopLink:
         """Dialling and opening may each take `timeout_s`."""
         request, peer = self._request, hop.peer_id
@@ -247,25 +200,22 @@ class Route:
                 peer, PROTOCOL, addresses, timeout_s
             )
         except PeerUnreachableError as error:
-            self.suspect(peer, str(error))
+            self.nodes.suspect(peer, str(error))
             raise
         stream = Stream(peer, reader, writer)
         link = HopLink(hop, stream, request.max_output_bytes, self._on_change)
         try:
-            await link.open(self._open_message(hop, before), timeout_s)
+            await link.open(self._open_message(hop, before, donor), timeout_s)
         except BaseException as error:
             await link.close()
             if isinstance(error, PeerUnreachableError):
-                self.suspect(peer, str(error))
-            elif isinstance(error, BusyError) or getattr(error, "code", "") == "draining":
-                # Longer than it says: others go first, and without any it is asked again anyway.
-                self._suspects[peer] = time.monotonic() + SUSPECT_S
-            elif isinstance(error, RemoteError):
-                self._unfit[peer] = error
+                self.nodes.suspect(peer, str(error))
+            elif isinstance(error, BusyError | RemoteError):
+                self.nodes.refused(peer, error)
             raise
         return link
 
-    def _open_message(self, hop: Hop, before: Hop | None) -> Open:
+    def _open_message(self, hop: Hop, before: Hop | None, donor: PeerId | None) -> Open:
         request = self._request
         chained = request.mode == "chain" and before is not None
         return Open(
@@ -280,6 +230,7 @@ class Route:
             dtype=request.dtype,  # type: ignore[arg-type]  # checked by `tensors.DTYPES` before
             epoch=self.epoch - 1,
             upstream=before.peer_id if chained and before is not None else None,
+            donor=donor,
             membership=membership_proof(
                 request.swarm_key,
                 SessionId(self.session),
@@ -291,25 +242,25 @@ class Route:
     async def _link_all(
         self,
         links: Sequence[HopLink],
-        fresh: set[HopLink],
+        held: dict[HopLink, tuple[int, ...]],
         lengths: Sequence[int],
         needs_output: Callable[[Hop], bool],
     ) -> None:
-        zeros = (0,) * self._request.rows
+        zeros, everything = (0,) * self._request.rows, tuple(lengths)
         chained = self._request.mode == "chain"
         requests = []
         for i, link in enumerate(links):
             after = links[i + 1] if chained and i + 1 < len(links) else None
             if after is not None:
-                lacks = zeros if after in fresh else tuple(lengths)
+                lacks = held.get(after, everything)
             else:
-                again = not chained and link in fresh and needs_output(link.hop)
-                lacks = zeros if again else tuple(lengths)
+                again = not chained and link in held and needs_output(link.hop)
+                lacks = zeros if again else everything
             message = Link(
                 epoch=self.epoch,
                 upstream=links[i - 1].hop.peer_id if chained and i else None,
                 downstream=_downstream(after),
-                lengths=zeros if link in fresh else tuple(lengths),
+                lengths=held.get(link, everything),
                 emit_from=lacks,
             )
             requests.append(self._link(link, message, after))
@@ -319,18 +270,18 @@ class Route:
         try:
             await link.link(message)
         except PeerUnreachableError as error:
-            self.suspect(link.hop.peer_id, str(error))
+            self.nodes.suspect(link.hop.peer_id, str(error))
             raise
         except RemoteError as error:
             if error.code == "downstream_lost" and after is not None:
                 self.blame.one_of_both(link, after, str(error))
                 for either in (link, after):
                     if either.lost is not None:
-                        self.suspect(either.hop.peer_id, either.lost)
+                        self.nodes.suspect(either.hop.peer_id, either.lost)
             else:
                 # It cannot be brought to where the others are.
                 link.lose(str(error))
-                self.suspect(link.hop.peer_id, str(error))
+                self.nodes.suspect(link.hop.peer_id, str(error))
             raise
 
     async def _discard(self, links: Sequence[HopLink]) -> None:

@@ -19,7 +19,8 @@ from nesa_node.client.hop import OPEN_TIMEOUT_S
 from nesa_node.client.line import Line
 from nesa_node.client.patience import Patience
 from nesa_node.client.replay import Replay
-from nesa_node.client.route import Route, RouteRequest
+from nesa_node.client.request import RouteRequest
+from nesa_node.client.route import Route
 from nesa_node.compression import tensors
 from nesa_node.core.errors import (
     BusyError,
@@ -176,13 +177,20 @@ class RemoteSession:
 
     async def _replace_leavers(self) -> None:
         """Move off nodes that said they leave, if others can take over; try once a second."""
-        leaving = frozenset(link.hop.peer_id for link in self._route.links if link.leaving)
+        leavers = [link for link in self._route.links if link.leaving]
+        leaving = frozenset(link.hop.peer_id for link in leavers)
         if not leaving or time.monotonic() < self._leaver_check_at:
             return
         if any(link.lost is not None for link in self._route.links):
             # A rebuild lets go of lost links even where it fails, and a step must not run over the
             # others as if nothing were missing: it is for the step to find the loss and mend it.
             return
+        if self._request.mode == "chain":
+            prepare = self._route.successors.prepare
+            under_way = [link for link in leavers if prepare(link)]
+            if under_way:
+                # They serve on until others hold what they do.
+                return
         self._leaver_check_at = time.monotonic() + 1.0
         try:
             await self._replay.rebuild(self._lengths, drop=leaving)
@@ -203,13 +211,13 @@ class RemoteSession:
     async def _persist(self, patience: Patience, passing: tuple[type[NesaError], ...]) -> None:
         """Rebuild until it works, through errors that may pass, as long as `patience` lasts."""
         while True:
-            known = self._route.suspected
+            known = self._route.nodes.suspected
             timeout_s = min(max(patience.recovery_left_s, _SHORTEST_OPEN_S), OPEN_TIMEOUT_S)
             try:
                 return await self._replay.rebuild(self._lengths, open_timeout_s=timeout_s)
             except passing as error:
                 # Yet another peer is gone or has no room: the next attempt goes elsewhere.
-                others_left = not self._route.suspected <= known
+                others_left = not self._route.nodes.suspected <= known
                 pause_s = patience.pause_s(error, others_left=others_left)
                 if pause_s is None:
                     raise self._give_up(error) from error

@@ -70,21 +70,18 @@ class PagePool:
         promise.add(pages)
         return promise
 
-    def export_tokens(self, table: PageTable, start: int, end: int) -> Tensor:
-        """Copy positions `start:end` of a row: [2, blocks, L, H, D] on the CPU, keys first."""
-        where = table.slots(start, end)
-        kept = [
-            torch.stack([layer_SHD[where] for layer_SHD in side])
-            for side in (self.keys_SHD, self.values_SHD)
-        ]
-        return torch.stack(kept).cpu()
+    def export_tokens(self, slots: slice | Tensor, span: Span) -> Tensor:
+        """Copy `slots` of these blocks: [2 x blocks, L, H, D] on the CPU, all keys first."""
+        return torch.stack([side_SHD[slots] for side_SHD in self._sides(span)]).cpu()
 
-    def import_tokens(self, table: PageTable, start: int, kept: Tensor) -> None:
-        """Put what `export_tokens` returned at positions `start`... that are reserved."""
-        where = table.slots(start, start + kept.shape[2])
-        for side, layers in zip((self.keys_SHD, self.values_SHD), kept, strict=True):
-            for layer_SHD, tokens_LHD in zip(side, layers, strict=True):
-                layer_SHD[where] = tokens_LHD.to(self.device, layer_SHD.dtype)
+    def import_tokens(self, slots: slice | Tensor, span: Span, tokens: Tensor) -> None:
+        """Put what `export_tokens` returned at `slots` of these blocks."""
+        for side_SHD, tokens_LHD in zip(self._sides(span), tokens, strict=True):
+            side_SHD[slots] = tokens_LHD.to(self.device, side_SHD.dtype)
+
+    def _sides(self, span: Span) -> list[Tensor]:
+        first, last = span.start - self.span.start, span.end - self.span.start
+        return [*self.keys_SHD[first:last], *self.values_SHD[first:last]]
 
     def _take(self, count: int, after: int | None, expected: int) -> list[int]:
         """Pages with one holder each: those that follow `after` if they are free."""

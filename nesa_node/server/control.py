@@ -14,6 +14,8 @@ from nesa_node.swarm.messages import (
     Cancel,
     Close,
     Error,
+    HandedOver,
+    HandOver,
     Leaving,
     Link,
     Linked,
@@ -49,7 +51,7 @@ async def serve_session(
             tasks.create_task(session.run())
             tasks.create_task(_watch_idle(session, idle_timeout_s))
             tasks.create_task(_watch_drain(session, draining, drain_left_s))
-            tasks.create_task(_read(session))
+            tasks.create_task(_read(session, tasks))
     except* _Ended:
         pass
     except* ProtocolError as group:
@@ -59,25 +61,33 @@ async def serve_session(
         raise failures[0]
 
 
-async def _read(session: Session) -> None:
+async def _read(session: Session, tasks: asyncio.TaskGroup) -> None:
     while True:
         message, payload = await session.client.receive(
             max_tensor_bytes=session.inbox.max_step_bytes
         )
-        try:
-            await _obey(session, message, payload)
-        except (FrameError, StreamClosedError):
-            raise
-        except ProtocolError as error:
-            await session.client.send(
-                Error(
-                    code=error.code,
-                    message=str(error)[:2048],
-                    fatal=False,
-                    answers=type(message).__name__.lower(),
-                    step=message.step if isinstance(message, Step) else None,
-                )
+        if isinstance(message, HandOver):
+            # Steps go on meanwhile.
+            tasks.create_task(_answered(session, message, payload))
+        else:
+            await _answered(session, message, payload)
+
+
+async def _answered(session: Session, message: AnyMessage, payload: bytearray) -> None:
+    try:
+        await _obey(session, message, payload)
+    except (FrameError, StreamClosedError):
+        raise
+    except ProtocolError as error:
+        await session.client.send(
+            Error(
+                code=error.code,
+                message=str(error)[:2048],
+                fatal=False,
+                answers=type(message).__name__.lower(),
+                step=message.step if isinstance(message, Step) else None,
             )
+        )
 
 
 async def _obey(session: Session, message: AnyMessage, payload: bytearray) -> None:
@@ -91,6 +101,9 @@ async def _obey(session: Session, message: AnyMessage, payload: bytearray) -> No
         case Rollback():
             await session.rollback(message.epoch, message.lengths)
             await client.send(RolledBack(epoch=message.epoch))
+        case HandOver():
+            lengths = await session.hand_over(message.to)
+            await client.send(HandedOver(peer=message.to.peer, lengths=lengths))
         case Ping():
             await client.send(
                 Pong(

@@ -1,4 +1,4 @@
-"""Reaches the next node of a chain, to push a session's outputs to it."""
+"""Reaches another node about a session: to push outputs to it, or to hand the session over."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from nesa_node.swarm.messages import (
     Open,
     PushOpen,
     PushOpened,
+    TransferOpen,
+    TransferOpened,
 )
 from nesa_node.swarm.node import Swarm
 from nesa_node.swarm.stream import Stream, silence_is_loss
@@ -24,24 +26,43 @@ NEIGHBOUR_S = 10.0
 async def dial(
     swarm: Swarm, model_id: ModelId, opened: Open, downstream: Downstream, epoch: int
 ) -> Stream:
-    """A push stream to the next node, whose own record must say that it holds the blocks.
+    """A push stream to the next node. Raises `ProtocolError("downstream_lost")`."""
+    introduction = PushOpen(
+        version=VERSION, session=opened.session, secret=opened.secret, epoch=epoch
+    )
+    return await _reach(swarm, model_id, downstream, introduction, PushOpened)
 
-    Raises `ProtocolError("downstream_lost")`.
-    """
-    peer = PeerId(downstream.peer)
+
+async def dial_successor(
+    swarm: Swarm, model_id: ModelId, opened: Open, successor: Downstream
+) -> Stream:
+    """A stream to whom the session goes. Raises `ProtocolError("downstream_lost")`."""
+    introduction = TransferOpen(version=VERSION, session=opened.session, secret=opened.secret)
+    return await _reach(swarm, model_id, successor, introduction, TransferOpened)
+
+
+async def _reach(
+    swarm: Swarm,
+    model_id: ModelId,
+    whom: Downstream,
+    introduction: PushOpen | TransferOpen,
+    welcome: type[PushOpened | TransferOpened],
+) -> Stream:
+    """A stream to a peer whose own record must say that it holds the blocks."""
+    peer = PeerId(whom.peer)
     try:
         record = swarm.directory.record(peer)
-        if record is None or not Span(*record.span).covers(Span(*downstream.blocks)):
+        if record is None or not Span(*record.span).covers(Span(*whom.blocks)):
             await swarm.directory.fetch(model_id)
             record = swarm.directory.record(peer)
         if record is None or record.model_id != model_id:
             raise PeerUnreachableError(f"no valid record of {peer} is known")
-        if not Span(*record.span).covers(Span(*downstream.blocks)):
+        if not Span(*record.span).covers(Span(*whom.blocks)):
             raise PeerUnreachableError(f"{peer} announces {record.span}")
         reader, writer = await swarm.transport.open_stream(peer, PROTOCOL, record.addresses)
         stream = Stream(peer, reader, writer)
         try:
-            await _introduce(stream, opened, epoch)
+            await _introduce(stream, introduction, welcome)
         except BaseException:
             await stream.close()
             raise
@@ -50,12 +71,14 @@ async def dial(
     return stream
 
 
-async def _introduce(stream: Stream, opened: Open, epoch: int) -> None:
-    async with silence_is_loss(stream.peer, NEIGHBOUR_S + 2, "opening a push"):
-        await stream.send(
-            PushOpen(version=VERSION, session=opened.session, secret=opened.secret, epoch=epoch)
-        )
+async def _introduce(
+    stream: Stream,
+    introduction: PushOpen | TransferOpen,
+    welcome: type[PushOpened | TransferOpened],
+) -> None:
+    async with silence_is_loss(stream.peer, NEIGHBOUR_S + 2, "opening a stream between nodes"):
+        await stream.send(introduction)
         answer, _ = await stream.receive()
-    if not isinstance(answer, PushOpened):
+    if not isinstance(answer, welcome):
         words = answer.message if isinstance(answer, Error) else type(answer).__name__
         raise PeerUnreachableError(f"it answered: {words}")

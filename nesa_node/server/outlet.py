@@ -5,7 +5,7 @@ T packed tokens, D hidden.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 
@@ -45,6 +45,14 @@ class Outlet:
         if self._downstream is not None:
             self._outbox.append(kept)
         await self._send(kept, step.epoch)
+
+    def keep(self, kept: Kept) -> None:
+        """Hold what another node kept before this one took its place."""
+        self._outbox.append(kept)
+
+    def kept(self, start: Sequence[int], end: Sequence[int]) -> Iterator[Kept]:
+        """What is kept of the tokens `start[row] <= position < end[row]`."""
+        return self._outbox.since(start, end)
 
     def truncate(self, lengths: Sequence[int]) -> None:
         """Forget what was kept of tokens from `lengths` on; they will be sent anew."""

@@ -9,12 +9,16 @@ from contextlib import asynccontextmanager, contextmanager
 
 from nesa_node.core.errors import ProtocolError
 from nesa_node.core.ids import PeerId
+from nesa_node.core.logging import get_logger
 from nesa_node.server.admission import Place
 from nesa_node.server.inbox import LARGE_BYTES, Inbox, examine
 from nesa_node.server.outlet import Outlet
+from nesa_node.server.transfer import CHUNK_TOKENS, Succession, Transfers
 from nesa_node.server.work import Work
-from nesa_node.swarm.messages import Link, Open, Step
+from nesa_node.swarm.messages import Downstream, Link, Open, Pages, Step, Sync
 from nesa_node.swarm.stream import Stream
+
+log = get_logger(__name__)
 
 MAX_QUEUED_STEPS = 64
 
@@ -28,9 +32,16 @@ class Session:
     """
 
     def __init__(
-        self, opened: Open, client: Stream, work: Work, outlet: Outlet, place: Place
+        self,
+        opened: Open,
+        client: Stream,
+        work: Work,
+        outlet: Outlet,
+        place: Place,
+        transfers: Transfers,
+        succession: Succession,
     ) -> None:
-        """`work` and `outlet` are the caller's to close."""
+        """`work`, `outlet` and `transfers` are the caller's to close."""
         self.opened = opened
         self.client = client
         self.upstream: PeerId | None = PeerId(opened.upstream) if opened.upstream else None
@@ -47,6 +58,9 @@ class Session:
         self._work = work
         self._place = place
         self._outlet = outlet
+        self._transfers = transfers
+        self._succession: Succession | None = succession
+        self._adopting = asyncio.Lock()
         self._emitting = asyncio.Lock()
         self._changed = asyncio.Condition()
         self._pushed: asyncio.Task[None] | None = None
@@ -55,6 +69,13 @@ class Session:
     @property
     def lengths(self) -> tuple[int, ...]:
         return tuple(table.length for table in self._work.tables)
+
+    @property
+    def max_transfer_bytes(self) -> int:
+        """The largest tensor that a donor may send."""
+        return max(
+            self._work.blocks.cache_bytes_per_token * CHUNK_TOKENS, self.inbox.max_step_bytes
+        )
 
     @property
     def busy(self) -> bool:
@@ -92,10 +113,29 @@ class Session:
         Returns when all of it is sent. Raises `ProtocolError("downstream_lost")` if it cannot be.
         """
         self._check_link(link)
+        async with self._adopting:
+            self._succession = None
         self._begin_epoch(link.epoch, link.lengths)
         self.upstream = PeerId(link.upstream) if link.upstream else None
         async with self._cut(link.lengths):
             await self._outlet.link(link.downstream, link.epoch, link.emit_from)
+
+    async def hand_over(self, to: Downstream) -> tuple[int, ...]:
+        """Give `to` what it lacks; returns what it then holds. Raises `ProtocolError`."""
+        self.active_at = time.monotonic()
+        lengths = await self._transfers.sync(to)
+        log.info("handed_over", peer=to.peer, lengths=lengths)
+        return lengths
+
+    async def adopt(self, message: Pages | Step | Sync, payload: bytearray) -> tuple[int, ...]:
+        """Take what the donor sends; returns what is held. Raises `ProtocolError` once linked."""
+        async with self._adopting:
+            self._require_open()
+            if self._succession is None:
+                raise ProtocolError("unexpected", "the session goes on here already")
+            await self._succession.take(message, payload)
+            self.inbox.expected = list(self.lengths)
+        return self.lengths
 
     async def wait_for_epoch(self, epoch: int) -> None:
         await self._wait_until(lambda: self.inbox.epoch >= epoch)
@@ -135,6 +175,8 @@ class Session:
             self._pushed.cancel()
         await self._notify()
         self._outlet.forget()
+        async with self._adopting:
+            self._succession = None
         self._work.halt()
         await self._work.idle()
 
@@ -201,3 +243,4 @@ class Session:
         for table, length in zip(self._work.tables, lengths, strict=True):
             table.truncate(length)
         self._outlet.truncate(lengths)
+        self._transfers.truncate(lengths)

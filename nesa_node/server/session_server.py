@@ -23,12 +23,13 @@ from nesa_node.core.span import Span
 from nesa_node.engine.blocks import Blocks
 from nesa_node.server.admission import Admission
 from nesa_node.server.control import serve_session
-from nesa_node.server.dial import NEIGHBOUR_S, dial
+from nesa_node.server.dial import NEIGHBOUR_S, dial, dial_successor
 from nesa_node.server.iteration import PRIORITIES
 from nesa_node.server.outlet import Outlet
 from nesa_node.server.refusal_log import RefusalLog
 from nesa_node.server.scheduler import Scheduler
 from nesa_node.server.session import Session
+from nesa_node.server.transfer import Succession, Transfers
 from nesa_node.swarm.messages import (
     VERSION,
     AnyMessage,
@@ -37,9 +38,14 @@ from nesa_node.swarm.messages import (
     Error,
     Open,
     Opened,
+    Pages,
     PushOpen,
     PushOpened,
     Step,
+    Sync,
+    Synced,
+    TransferOpen,
+    TransferOpened,
 )
 from nesa_node.swarm.node import Swarm
 from nesa_node.swarm.private import verify_membership
@@ -125,18 +131,22 @@ class SessionServer:
         elif isinstance(message, PushOpen):
             _check_version(message.version)
             await self._accept_push(stream, message)
+        elif isinstance(message, TransferOpen):
+            _check_version(message.version)
+            await self._accept_transfer(stream, message)
         else:
             raise ProtocolError(
-                "unexpected", f"a stream begins with open or push_open, not {_name(message)}"
+                "unexpected",
+                f"a stream begins with open, push_open or transfer_open, not {_name(message)}",
             )
 
     async def _open(self, stream: Stream, opened: Open) -> None:
         self._check_open(stream.peer, opened)
         kept = self._blocks.hidden_size * 4 if opened.mode == "chain" else 0
         blocks = self._blocks.part(Span(*opened.blocks))
-        outlet = Outlet(
-            stream, opened.session, opened.rows, partial(dial, self._swarm, self._model_id, opened)
-        )
+        reach = (self._swarm, self._model_id, opened)
+        outlet = Outlet(stream, opened.session, opened.rows, partial(dial, *reach))
+        executor = self._scheduler.executor
         try:
             with self._admission.session(
                 stream.peer,
@@ -151,7 +161,15 @@ class SessionServer:
                     priority=PRIORITIES.index(opened.priority),
                     dtype=DTYPES[opened.dtype],
                 ) as work:
-                    await self._serve(Session(opened, stream, work, outlet, place))
+                    parts = (work, outlet, executor)
+                    transfers = Transfers(partial(dial_successor, *reach), opened.session, *parts)
+                    succession = Succession(*parts, opened.max_tokens)
+                    try:
+                        await self._serve(
+                            Session(opened, stream, work, outlet, place, transfers, succession)
+                        )
+                    finally:
+                        await transfers.close()
         finally:
             await outlet.close()
         # Only now, so that whoever reads it finds the room free.
@@ -237,7 +255,22 @@ class SessionServer:
                     raise ProtocolError("unexpected", f"{_name(message)} on a push stream")
                 await session.submit(stream.peer, message, payload)
 
-    def _pushed_into(self, opened: PushOpen) -> Session:
+    async def _accept_transfer(self, stream: Stream, opened: TransferOpen) -> None:
+        """Take a session over from the node that its client named, until the client links it."""
+        session = self._pushed_into(opened)
+        if session.opened.donor != stream.peer:
+            raise ProtocolError("not_donor", f"{stream.peer} is not the donor of this session")
+        with session.being_pushed():
+            await stream.send(TransferOpened())
+            while True:
+                message, payload = await stream.receive(max_tensor_bytes=session.max_transfer_bytes)
+                if not isinstance(message, Pages | Step | Sync):
+                    raise ProtocolError("unexpected", f"{_name(message)} in a transfer")
+                held = await session.adopt(message, payload)
+                if isinstance(message, Sync):
+                    await stream.send(Synced(lengths=held))
+
+    def _pushed_into(self, opened: PushOpen | TransferOpen) -> Session:
         """Whoever knows the secret means this session, whatever others call theirs."""
         for (_, session_id), session in self._sessions.items():
             if session_id == opened.session and hmac.compare_digest(

@@ -65,6 +65,8 @@ class Open(Message, frozen=True, tag="open"):
     """The peer whose pushes are accepted; None: the client itself sends the steps."""
     membership: Annotated[bytes, Meta(max_length=64)] = b""
     priority: Priority = "interactive"
+    donor: PeerName | None = None
+    """The peer that may hand over its cache of this session before it is linked."""
 
 
 class Opened(Message, frozen=True, tag="opened"):
@@ -125,6 +127,52 @@ class Step(Message, frozen=True, tag="step"):
     rows: Slices
     tensor: TensorMeta
     want: Want = "all"
+
+
+class HandOver(Message, frozen=True, tag="hand_over"):
+    """Client to node: give `to` what this node holds of the session, or what came since the last.
+
+    `to` has the session open, with this node for its `donor`.
+    """
+
+    to: Downstream
+
+
+class HandedOver(Message, frozen=True, tag="handed_over"):
+    peer: PeerName
+    lengths: Lengths
+    """What `peer` holds now."""
+
+
+class TransferOpen(Message, frozen=True, tag="transfer_open"):
+    """Node to the node it hands over to: this stream carries the session's cache and outputs."""
+
+    version: Version
+    session: Annotated[bytes, Meta(min_length=16, max_length=16)]
+    secret: Annotated[bytes, Meta(min_length=32, max_length=32)]
+
+
+class TransferOpened(Message, frozen=True, tag="transfer_opened"):
+    pass
+
+
+class Pages(Message, frozen=True, tag="pages"):
+    """Keys and values [2 x blocks, L, H, D] of a row's tokens: all keys, then all values."""
+
+    row: Annotated[int, Meta(ge=0, lt=MAX_ROWS)]
+    position: Count
+    tensor: TensorMeta
+
+
+class Sync(Message, frozen=True, tag="sync"):
+    """Forget the tokens from `lengths` on, and say when all that came before is in place."""
+
+    lengths: Lengths
+
+
+class Synced(Message, frozen=True, tag="synced"):
+    lengths: Lengths
+    """What is held now."""
 
 
 class Output(Message, frozen=True, tag="output"):
@@ -189,7 +237,8 @@ class Error(Message, frozen=True, tag="error"):
 
 AnyMessage = (
     Open | Opened | Busy | Link | Linked | PushOpen | PushOpened | Step | Output | Rollback
-    | RolledBack | Ping | Pong | Leaving | Cancel | Close | Closed | Error
+    | RolledBack | Ping | Pong | Leaving | Cancel | Close | Closed | Error | HandOver | HandedOver
+    | TransferOpen | TransferOpened | Pages | Sync | Synced
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()
@@ -210,4 +259,4 @@ def decode_message(header: bytes | bytearray | memoryview) -> AnyMessage:
 
 def tensor_of(message: Message) -> TensorMeta | None:
     """The description of the payload that follows `message`, if one does."""
-    return message.tensor if isinstance(message, Step | Output) else None
+    return message.tensor if isinstance(message, Step | Output | Pages) else None

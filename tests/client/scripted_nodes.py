@@ -14,7 +14,8 @@ from typing import Any, cast
 import torch
 
 from nesa_node.client.hop import HopLink
-from nesa_node.client.route import Route, RouteRequest
+from nesa_node.client.request import RouteRequest
+from nesa_node.client.route import Route
 from nesa_node.compression import tensors
 from nesa_node.core.errors import StreamClosedError
 from nesa_node.core.ids import ModelId, PeerId
@@ -166,7 +167,7 @@ class ScriptedRoute(Route):
         step_s: float = 0.0,
     ) -> None:
         super().__init__(cast(Swarm, None), request, Avoidance(lambda: 0.0), on_change)
-        self.nodes: list[ScriptedNode] = []
+        self.scripted: list[ScriptedNode] = []
         self.at_work = 0
         """The most nodes that ever worked at the same time."""
         self.rebuilds: list[list[int]] = []
@@ -179,7 +180,7 @@ class ScriptedRoute(Route):
     async def rebuild(self, lengths: Sequence[int], **_: Any) -> None:
         self.epoch += 1
         self.rebuilds.append(list(lengths))
-        old = dict(zip(self.links, self.nodes, strict=True))
+        old = dict(zip(self.links, self.scripted, strict=True))
         links: list[HopLink] = []
         fresh: set[HopLink] = set()
         for block in range(len(self._wanted.span)):
@@ -205,7 +206,8 @@ class ScriptedRoute(Route):
         for link in fresh:
             if self._wanted.mode == "star" or link is links[-1]:
                 old[link].emit_from = list(lengths)
-        self.links, self.nodes, self.fresh = links, nodes, fresh
+        self.links, self.scripted = links, nodes
+        self.held = dict.fromkeys(fresh, (0,) * self._wanted.rows)
 
     async def close(self) -> None:
         await super().close()
@@ -224,7 +226,7 @@ class ScriptedRoute(Route):
         return node
 
     def _count(self) -> None:
-        self.at_work = max(self.at_work, sum(node.working for node in self.nodes))
+        self.at_work = max(self.at_work, sum(node.working for node in self.scripted))
 
 
 RNG = random.Random(0)

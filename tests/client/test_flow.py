@@ -12,7 +12,7 @@ import torch
 from nesa_node.client import hop
 from nesa_node.client import session as session_module
 from nesa_node.client.line import Line
-from nesa_node.client.route import RouteRequest
+from nesa_node.client.request import RouteRequest
 from nesa_node.client.session import RemoteSession
 from nesa_node.client.sessions import RowSlice
 from nesa_node.core.choices import Route as Routing
@@ -67,7 +67,7 @@ async def test_all_hops_work_on_a_long_step_at_once(
         assert torch.equal(output_TD, hidden(2000) + HOPS)
         assert route.at_work == HOPS
         assert session.lengths == (2000,)
-        steps = [[step.step for step in node.steps] for node in route.nodes]
+        steps = [[step.step for step in node.steps] for node in route.scripted]
         assert steps[0] == steps[1] == steps[2] == sorted(steps[0])
         assert len(steps[0]) == 16
 
@@ -86,7 +86,7 @@ async def test_many_rows_flow_as_micro_batches(
         assert route.at_work == HOPS
         one_each = [RowSlice(row, count, 1) for row, count in enumerate(counts)]
         await session.step(hidden(5), one_each, want="last")
-        assert route.nodes[0].steps[-1].rows == tuple(one_each)
+        assert route.scripted[0].steps[-1].rows == tuple(one_each)
 
 
 @pytest.mark.parametrize("mode", ROUTINGS)
@@ -96,7 +96,7 @@ async def test_only_acknowledgements_come_back_for_chunks_without_a_last_token(
     async with opened(monkeypatch, mode) as (session, route):
         output_TD = await session.step(hidden(1000), [RowSlice(0, 0, 1000)], want="last")
         assert torch.equal(output_TD, hidden(1000)[-1:] + HOPS)
-        assert [step.want for step in route.nodes[-1].steps] == ["none"] * 7 + ["last"]
+        assert [step.want for step in route.scripted[-1].steps] == ["none"] * 7 + ["last"]
 
 
 @pytest.mark.parametrize("dies_after", [0, 1, 5, 15])
@@ -113,8 +113,8 @@ async def test_chunks_that_came_back_are_not_sent_again_after_a_loss(
         (done,) = route.rebuilds[-1]
         # The dead node's last steps may have been on their way; none that came back is undone.
         assert dies_after * 125 >= done >= (dies_after - 2 * HOPS) * 125
-        assert [node.lengths for node in route.nodes] == [[2000]] * HOPS
-        first, survivor = done // 125, route.nodes[(block + 1) % HOPS]
+        assert [node.lengths for node in route.scripted] == [[2000]] * HOPS
+        first, survivor = done // 125, route.scripted[(block + 1) % HOPS]
         numbers = [step.rows[0].position // 125 for step in survivor.steps]
         assert [n for n in numbers if n < first] == list(range(first))
 
@@ -125,13 +125,13 @@ async def test_hung_node_is_found_while_others_have_chunks(
 ) -> None:
     monkeypatch.setattr(hop, "PING_TIMEOUT_S", 0.3)
     async with opened(monkeypatch, mode) as (session, route):
-        hung = route.nodes[1]
+        hung = route.scripted[1]
         hung.hang()
         output_TD = await session.step(hidden(2000), [RowSlice(0, 0, 2000)])
         assert torch.equal(output_TD, hidden(2000) + HOPS)
         assert session.recoveries == 1
-        assert hung not in route.nodes
-        assert route.nodes[0].steps[0].step == 1, "the first node was kept"
+        assert hung not in route.scripted
+        assert route.scripted[0].steps[0].step == 1, "the first node was kept"
 
 
 async def test_a_long_step_of_a_node_that_works_is_waited_for(

@@ -42,10 +42,10 @@ def write(table: PageTable, tokens: int, value: float) -> None:
 
 
 def read(table: PageTable) -> list[float]:
-    exported = table.pool.export_tokens(table, 0, table.length)
-    assert exported.shape == (2, 2, table.length, 2, 4)
-    assert torch.equal(exported, exported[:1, :1, :, :1, :1].expand_as(exported))
-    return [float(value) for value in exported[0, 0, :, 0, 0]]
+    exported = table.pool.export_tokens(table.slots(0, table.length), Span(0, 2))
+    assert exported.shape == (4, table.length, 2, 4)
+    assert torch.equal(exported, exported[:1, :, :1, :1].expand_as(exported))
+    return [float(value) for value in exported[0, :, 0, 0]]
 
 
 @pytest.mark.parametrize(("tokens", "pages"), [(0, 0), (1, 1), (32, 1), (33, 2), (4000, 125)])
@@ -158,7 +158,9 @@ def test_exported_tokens_can_be_put_into_another_pool(pool: PagePool) -> None:
     for number in range(50):
         write(row, 1, float(number))
     copy.reserve(50)
-    pool.import_tokens(copy, 0, pool.export_tokens(row, 0, 50))
+    for block in (Span(0, 1), Span(1, 2)):
+        tokens = pool.export_tokens(row.slots(0, 50), block)
+        pool.import_tokens(copy.slots(0, 50), block, tokens)
     copy.length = 50
     assert read(copy) == read(row)
     source.close()

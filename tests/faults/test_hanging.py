@@ -145,10 +145,14 @@ def test_node_whose_p2pd_dies_ends_and_its_session_goes_on(
 
 def test_p2pd_dies_while_a_node_starts(bed: Bed) -> None:
     bed.start(thirds(BLOCKS))
-    for tenths in (6, 9, 12):
+    for tenths in (0, 3, 6):
         starting = bed.launch(Span(2, 4))
+        process = psutil.Process(starting.process.pid)
+        deadline = time.monotonic() + 20
+        while not process.children() and time.monotonic() < deadline:
+            time.sleep(0.01)
         time.sleep(tenths / 10)
-        for child in psutil.Process(starting.process.pid).children():
+        for child in process.children():
             child.kill()
         assert starting.process.wait(20) == 5
         last_line = starting.log_path.read_text(encoding="utf-8").splitlines()[-1]

@@ -1,0 +1,118 @@
+"""Which nodes a session may use: what records say, and what it has lived through with them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+from nesa_node.client.request import RouteRequest
+from nesa_node.core.errors import (
+    BusyError,
+    ContextLengthError,
+    MissingBlocksError,
+    NesaError,
+    RefusedError,
+    RemoteError,
+)
+from nesa_node.core.ids import PeerId
+from nesa_node.core.logging import get_logger
+from nesa_node.routing.avoidance import Avoidance
+from nesa_node.routing.chains import Hop
+from nesa_node.routing.repair import fill_gaps
+from nesa_node.swarm.node import Swarm
+from nesa_node.topology.snapshot import Snapshot
+
+log = get_logger(__name__)
+
+SUSPECT_S = 15.0
+"""A peer that failed is tried again only after this, unless nobody else holds its blocks."""
+
+
+class Nodes:
+    """Plans the hops of one session."""
+
+    def __init__(self, swarm: Swarm, request: RouteRequest, avoidance: Avoidance) -> None:
+        self._swarm = swarm
+        self._request = request
+        self._avoidance = avoidance
+        self._suspects: dict[PeerId, float] = {}
+        self._unfit: dict[PeerId, RemoteError] = {}
+
+    @property
+    def suspected(self) -> frozenset[PeerId]:
+        """Who failed, or had no room, lately."""
+        now = time.monotonic()
+        return frozenset(peer for peer, until in self._suspects.items() if until > now)
+
+    def suspect(self, peer: PeerId, reason: str) -> None:
+        """Remember a failure of `peer`: it is avoided for a while, in later sessions too."""
+        log.info("peer_failed", peer=peer, reason=reason)
+        self._avoidance.failed(peer)
+        self._suspects[peer] = time.monotonic() + SUSPECT_S
+
+    def refused(self, peer: PeerId, error: BusyError | RemoteError) -> None:
+        """Remember that `peer` did not open the session."""
+        if isinstance(error, RemoteError) and error.code != "draining":
+            self._unfit[peer] = error
+        else:
+            # Longer than it says: others go first, and without any it is asked again anyway.
+            self._suspects[peer] = time.monotonic() + SUSPECT_S
+
+    async def plan(
+        self, keep: tuple[Hop, ...], drop: frozenset[PeerId]
+    ) -> tuple[tuple[Hop, ...], Mapping[PeerId, tuple[str, ...]]]:
+        """Hops that keep `keep`; if nobody fills the gaps so, hops that keep nothing.
+
+        And the addresses of all nodes. Raises `MissingBlocksError`, `ContextLengthError` and
+        `RefusedError`, by the reason why nobody can fill them.
+        """
+        request = self._request
+        snapshot = await self._swarm.directory.fetch(request.model_id, request.num_blocks)
+        addresses = {node.peer_id: node.addresses for node in snapshot.nodes}
+        return self._fill(snapshot, keep, drop), addresses
+
+    def _fill(
+        self, snapshot: Snapshot, keep: tuple[Hop, ...], drop: frozenset[PeerId]
+    ) -> tuple[Hop, ...]:
+        tokens = self._request.tokens
+        suspects = self.suspected
+        small = {n.peer_id for n in snapshot.nodes if n.total_cache_tokens < tokens}
+        barred = frozenset(self._unfit) | drop | small
+        first: MissingBlocksError | None = None
+        # What a record says of free room is some seconds old: as a last resort it is not believed.
+        for hops, free in ((keep, tokens), (keep, 0), ((), tokens), ((), 0)):
+            for exclude in (barred | suspects, barred):
+                try:
+                    return fill_gaps(
+                        snapshot,
+                        self._request.span,
+                        hops,
+                        penalty=self._avoidance.penalty,
+                        exclude=exclude,
+                        min_free_tokens=free,
+                    )
+                except MissingBlocksError as error:
+                    first = first or error
+        assert first is not None
+        raise self._why_missing(snapshot, first)
+
+    def _why_missing(self, snapshot: Snapshot, error: MissingBlocksError) -> NesaError:
+        """Nobody holds the blocks, or those who do have no room, or refused us."""
+        request = self._request
+        holders = [
+            node
+            for node in snapshot.nodes
+            if any(node.span.start < end and start < node.span.end for start, end in error.missing)
+        ]
+        refusals = [self._unfit[n.peer_id] for n in holders if n.peer_id in self._unfit]
+        fitting = [n for n in holders if n.peer_id not in self._unfit]
+        if fitting and max(node.total_cache_tokens for node in fitting) < request.tokens:
+            most = max(node.total_cache_tokens for node in fitting) // request.rows
+            return ContextLengthError(
+                f"a session of {request.max_tokens} tokens in {request.rows} rows was asked for; "
+                f"the nodes with blocks {error.missing[0][0]}:{error.missing[0][1]} promise at "
+                f"most {most} per row"
+            )
+        if refusals and not fitting:
+            return RefusedError(refusals[0].code, str(refusals[0]))
+        return error

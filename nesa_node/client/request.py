@@ -1,0 +1,34 @@
+"""What a session needs of its nodes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nesa_node.compression import tensors
+from nesa_node.core.ids import ModelId
+from nesa_node.core.span import Span
+from nesa_node.swarm.messages import Mode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouteRequest:
+    """What a session needs of its nodes."""
+
+    model_id: ModelId
+    span: Span
+    rows: int
+    max_tokens: int
+    hidden_size: int
+    dtype: str
+    mode: Mode
+    swarm_key: str | None = None
+    num_blocks: int | None = None
+    """Of the whole model. Where it is given, records that say otherwise count for nothing."""
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.max_tokens
+
+    @property
+    def max_output_bytes(self) -> int:
+        return self.tokens * self.hidden_size * tensors.DTYPES[self.dtype].itemsize

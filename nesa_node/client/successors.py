@@ -1,0 +1,135 @@
+"""Nodes that stand ready to go on where one of a chain's nodes leaves or dies.
+
+A successor has the session open; the node it succeeds hands it the cache and the kept outputs,
+first in bulk while the session goes on, then what came since. Only in a chain: nodes of a star must
+not learn of each other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+
+from nesa_node.client.hop import HopLink
+from nesa_node.core.errors import NesaError
+from nesa_node.core.ids import PeerId
+from nesa_node.core.logging import get_logger
+from nesa_node.swarm.messages import Downstream
+
+log = get_logger(__name__)
+
+OpenSuccessor = Callable[[HopLink], Awaitable[HopLink | None]]
+"""Open the session with somebody who holds the node's blocks; None if nobody else does."""
+
+
+class _Successor:
+    """The link of one, and how far its cache reaches for certain."""
+
+    def __init__(self, link: HopLink, rows: int) -> None:
+        self.link = link
+        self.lengths = [0] * rows
+        self.cuts = 0
+
+    def truncate(self, lengths: Sequence[int]) -> None:
+        self.cuts += 1
+        self.lengths = [min(pair) for pair in zip(self.lengths, lengths, strict=True)]
+
+    async def sync(self, leaver: HopLink) -> None:
+        """Raises `NesaError`."""
+        span, cuts = self.link.hop.span, self.cuts
+        held = await leaver.hand_over(
+            Downstream(peer=self.link.hop.peer_id, blocks=(span.start, span.end))
+        )
+        if self.cuts == cuts:
+            # Else it may hold tokens that were rolled back meanwhile.
+            self.lengths = list(held)
+
+
+class Successors:
+    """By the link that each succeeds. The tasks that prepare them end with `close`."""
+
+    def __init__(self, rows: int, open_successor: OpenSuccessor) -> None:
+        self._rows = rows
+        self._open = open_successor
+        self._ready: dict[HopLink, _Successor] = {}
+        self._preparing: dict[HopLink, asyncio.Task[None]] = {}
+        self._opening = asyncio.Lock()
+
+    @property
+    def peers(self) -> frozenset[PeerId]:
+        """Who takes part as somebody's successor, which nobody can do twice."""
+        return frozenset(successor.link.hop.peer_id for successor in self._ready.values())
+
+    def prepare(self, link: HopLink) -> bool:
+        """Bring a successor of `link` to where it is; whether that is under way.
+
+        False once an attempt has ended, whether there is a successor now or not.
+        """
+        task = self._preparing.get(link)
+        if task is None:
+            task = self._preparing[link] = asyncio.create_task(self._prepare(link))
+            return True
+        if task.done():
+            del self._preparing[link]
+            return False
+        return True
+
+    def link_of(self, link: HopLink) -> HopLink | None:
+        """Who can take the place of `link`."""
+        successor = self._ready.get(link)
+        return successor.link if successor is not None and successor.link.lost is None else None
+
+    async def take(self, link: HopLink) -> tuple[HopLink, tuple[int, ...]]:
+        """The successor of `link`, which is the caller's from now on, and what it holds.
+
+        If `link` lives it is asked for what came since.
+        """
+        await self._stop(link)
+        successor = self._ready.pop(link)
+        if link.lost is None:
+            try:
+                await successor.sync(link)
+            except NesaError as error:
+                log.info("hand_over_incomplete", peer=link.hop.peer_id, reason=str(error))
+        return successor.link, tuple(successor.lengths)
+
+    def truncate(self, lengths: Sequence[int]) -> None:
+        """The session forgets tokens from `lengths` on."""
+        for successor in self._ready.values():
+            successor.truncate(lengths)
+
+    async def keep_only(self, links: Sequence[HopLink]) -> None:
+        """Let go of the successors of all others."""
+        for link in {*self._preparing, *self._ready} - set(links):
+            await self._stop(link)
+            successor = self._ready.pop(link, None)
+            if successor is not None:
+                await successor.link.close()
+
+    async def close(self) -> None:
+        await self.keep_only(())
+
+    async def _prepare(self, link: HopLink) -> None:
+        try:
+            if self.link_of(link) is None:
+                await self._replace(link)
+            if link not in self._ready:
+                return
+            await self._ready[link].sync(link)
+        except NesaError as error:
+            log.info("no_hand_over", peer=link.hop.peer_id, reason=str(error))
+
+    async def _replace(self, link: HopLink) -> None:
+        async with self._opening:
+            lost = self._ready.pop(link, None)
+            if lost is not None:
+                await lost.link.close()
+            opened = await self._open(link)
+            if opened is not None:
+                self._ready[link] = _Successor(opened, self._rows)
+
+    async def _stop(self, link: HopLink) -> None:
+        task = self._preparing.pop(link, None)
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)

@@ -1,0 +1,227 @@
+"""Hands a session over to another node: the cache, and the outputs that were kept.
+
+The donor sends what its successor lacks as often as it is asked to: once in bulk while the session
+goes on, and the little that came since when it moves. L tokens of one row, H heads, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+
+import torch
+
+from nesa_node.compression import tensors
+from nesa_node.core.errors import NesaError, ProtocolError
+from nesa_node.server.executor import Executor
+from nesa_node.server.outlet import Outlet
+from nesa_node.server.work import Work
+from nesa_node.swarm.messages import Downstream, Error, Pages, Step, Sync, Synced
+from nesa_node.swarm.outbox import Kept
+from nesa_node.swarm.stream import Stream, silence_is_loss
+
+CHUNK_TOKENS = 128
+SILENCE_S = 30.0
+
+
+class Transfer:
+    """The donor's side, for one successor. One task at a time may `sync`."""
+
+    def __init__(
+        self, stream: Stream, session: bytes, work: Work, outlet: Outlet, executor: Executor
+    ) -> None:
+        self._stream = stream
+        self._session = session
+        self._work = work
+        self._outlet = outlet
+        self._executor = executor
+        self._sent = [0] * len(work.tables)
+        self._kept_sent = [0] * len(work.tables)
+        self._cuts = 0
+        self._is_cut = False
+
+    def truncate(self, lengths: Sequence[int]) -> None:
+        """The session forgets tokens from `lengths` on, and so must the successor."""
+        self._cuts += 1
+        self._is_cut = True
+        for sent in (self._sent, self._kept_sent):
+            sent[:] = [min(pair) for pair in zip(sent, lengths, strict=True)]
+
+    async def sync(self) -> tuple[int, ...]:
+        """Send what the successor lacks; returns what it then holds.
+
+        Raises `ProtocolError("downstream_lost")` if it is gone or refuses.
+        """
+        try:
+            async with silence_is_loss(self._stream.peer, SILENCE_S, "taking over a session"):
+                if self._is_cut:
+                    self._is_cut = False
+                    await self._ask(tuple(self._sent))
+                for row in range(len(self._sent)):
+                    await self._send_row(row)
+                for kept in self._outlet.kept(self._kept_sent, tuple(self._sent)):
+                    await self._send_kept(kept)
+                return await self._ask(tuple(self._sent))
+        except NesaError as error:
+            raise ProtocolError("downstream_lost", str(error)) from error
+
+    async def close(self) -> None:
+        await self._stream.close()
+
+    async def _ask(self, lengths: tuple[int, ...]) -> tuple[int, ...]:
+        await self._stream.send(Sync(lengths=lengths))
+        answer, _ = await self._stream.receive()
+        if isinstance(answer, Synced):
+            return answer.lengths
+        words = answer.message if isinstance(answer, Error) else type(answer).__name__
+        raise ProtocolError("downstream_lost", f"{self._stream.peer} answered: {words}")
+
+    async def _send_row(self, row: int) -> None:
+        table = self._work.tables[row]
+        while (start := self._sent[row]) < (length := table.length):
+            end = min(start + CHUNK_TOKENS, length)
+            cuts, slots = self._cuts, table.slots(start, end)
+            export = partial(table.pool.export_tokens, slots, self._work.blocks.span)
+            tokens = await self._executor.run(export)
+            if self._cuts != cuts:
+                # These pages may have been somebody else's while we read them.
+                continue
+            meta, payload = tensors.encode(tokens)
+            await self._stream.send(Pages(row=row, position=start, tensor=meta), payload)
+            if self._cuts == cuts:
+                self._sent[row] = end
+
+    async def _send_kept(self, kept: Kept) -> None:
+        cuts = self._cuts
+        await self._stream.send(
+            Step(
+                session=self._session,
+                epoch=0,
+                step=kept.step,
+                rows=kept.rows,
+                tensor=kept.meta,
+                want=kept.want,
+            ),
+            kept.payload,
+        )
+        if self._cuts == cuts:
+            for part in kept.rows:
+                self._kept_sent[part.row] = part.position + part.count
+
+
+class Succession:
+    """The successor's side: fills an empty session that nobody has linked yet."""
+
+    def __init__(self, work: Work, outlet: Outlet, executor: Executor, max_tokens: int) -> None:
+        self._work = work
+        self._outlet = outlet
+        self._executor = executor
+        self._max_tokens = max_tokens
+        self._kept = [0] * len(work.tables)
+
+    async def take(self, message: Pages | Step | Sync, payload: bytearray) -> None:
+        """Raises `ProtocolError` for what does not fit the session."""
+        match message:
+            case Pages():
+                await self._take_pages(message, payload)
+            case Step():
+                self._take_output(message, payload)
+            case Sync():
+                self._cut(message.lengths)
+
+    async def _take_pages(self, pages: Pages, payload: bytearray) -> None:
+        """Append a row's tokens."""
+        if pages.row >= len(self._work.tables):
+            raise ProtocolError("bad_rows", f"row {pages.row} does not exist")
+        table, blocks = self._work.tables[pages.row], self._work.blocks
+        heads, count = table.pool.heads, (pages.tensor.shape or (0, 0))[1:2]
+        shape = (2 * len(blocks.span), *count, heads.count, heads.dim)
+        dtype = tensors.DTYPE_NAMES[blocks.dtype]
+        if (pages.tensor.dtype, pages.tensor.shape) != (dtype, shape):
+            raise ProtocolError(
+                "bad_tensor",
+                f"expected {dtype}{list(shape)}, got {pages.tensor.dtype}"
+                f"{list(pages.tensor.shape)}",
+            )
+        end = pages.position + shape[1]
+        if pages.position != table.length or end > self._max_tokens:
+            raise ProtocolError("bad_position", f"row {pages.row} goes on at {table.length}")
+        table.reserve(end)
+        await self._executor.run(partial(self._put, pages, payload, table.slots(table.length, end)))
+        table.length = end
+
+    def _take_output(self, step: Step, payload: bytearray) -> None:
+        """Keep what the donor kept, for a receiver that lacks it."""
+        tensors.check(step.tensor, max_bytes=len(payload))
+        for part in step.rows:
+            if part.row >= len(self._kept) or part.position != self._kept[part.row]:
+                raise ProtocolError("bad_position", f"a kept output of {part}")
+            self._kept[part.row] += part.count
+        if max(self._kept) > self._max_tokens:
+            raise ProtocolError("bad_position", "kept outputs beyond the session's length")
+        if step.tensor.shape != (
+            sum(part.count for part in step.rows),
+            self._work.blocks.hidden_size,
+        ):
+            raise ProtocolError("bad_tensor", f"a kept output of shape {list(step.tensor.shape)}")
+        self._outlet.keep(Kept(step.step, step.rows, step.want, step.tensor, payload))
+
+    def _cut(self, lengths: Sequence[int]) -> None:
+        if len(lengths) != len(self._work.tables):
+            raise ProtocolError("bad_rows", f"{len(lengths)} lengths")
+        for table, length in zip(self._work.tables, lengths, strict=True):
+            table.truncate(min(table.length, length))
+        self._kept = [min(pair) for pair in zip(self._kept, lengths, strict=True)]
+        self._outlet.truncate(lengths)
+
+    def _put(self, pages: Pages, payload: bytearray, slots: slice | torch.Tensor) -> None:
+        tokens = tensors.decode(pages.tensor, payload, max_bytes=len(payload))
+        self._work.tables[pages.row].pool.import_tokens(slots, self._work.blocks.span, tokens)
+
+
+class Transfers:
+    """Hands a session to one successor at a time; the stream to it stays open for what comes."""
+
+    def __init__(
+        self,
+        dial: Callable[[Downstream], Awaitable[Stream]],
+        session: bytes,
+        work: Work,
+        outlet: Outlet,
+        executor: Executor,
+    ) -> None:
+        self._dial = dial
+        self._parts = (session, work, outlet, executor)
+        self._blocks = work.blocks.span
+        self._to: Downstream | None = None
+        self._transfer: Transfer | None = None
+        self._busy = False
+
+    async def sync(self, to: Downstream) -> tuple[int, ...]:
+        """Send `to` what it lacks; returns what it then holds. Raises `ProtocolError`."""
+        if to.blocks != (self._blocks.start, self._blocks.end):
+            raise ProtocolError("bad_link", f"blocks {to.blocks} are not {self._blocks}")
+        if self._busy:
+            raise ProtocolError("unexpected", "the session is being handed over already")
+        self._busy = True
+        try:
+            if self._transfer is None or to != self._to:
+                await self.close()
+                self._to, self._transfer = to, Transfer(await self._dial(to), *self._parts)
+            return await self._transfer.sync()
+        except ProtocolError:
+            await self.close()
+            raise
+        finally:
+            self._busy = False
+
+    def truncate(self, lengths: Sequence[int]) -> None:
+        """The session forgets tokens from `lengths` on."""
+        if self._transfer is not None:
+            self._transfer.truncate(lengths)
+
+    async def close(self) -> None:
+        """End the stream. May be called twice."""
+        transfer, self._transfer = self._transfer, None
+        if transfer is not None:
+            await transfer.close()
