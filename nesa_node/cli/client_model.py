@@ -38,6 +38,10 @@ def open_client_model(
     Raises `ConfigError` without a model or peers, and what opening the checkpoint raises.
     """
     name = require_model_and_peers(config)
+    if config.replicate_cache and config.route == "star":
+        raise ConfigError(
+            "--replicate-cache needs --route chain: a star's nodes must not learn of each other"
+        )
     import torch
     from transformers.utils import logging as transformers_logging
 
@@ -65,6 +69,7 @@ def open_client_model(
         routing=config.route,
         swarm_key=config.swarm_key.get_secret_value() if config.swarm_key else None,
         step_timeout_s=config.step_timeout_s,
+        replicate_cache=config.replicate_cache,
     )
     return model, tokenizer
 

@@ -90,6 +90,14 @@ class ClientFlags(SharedFlags):
             help="chain: nodes push to each other; star: all data passes here. [default: chain]",
         ),
     ] = None
+    replicate_cache: Annotated[
+        bool | None,
+        Parameter(
+            group=SWARM,
+            negative=(),
+            help="Keep a second node close behind each, to go on at once where one dies.",
+        ),
+    ] = None
 
 
 @Parameter(name="*")

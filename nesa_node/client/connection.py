@@ -70,6 +70,7 @@ class RemoteConnection:
             dtype=DTYPE_NAMES[self._dtype],
             mode=options.routing,
             swarm_key=options.swarm_key,
+            replicates=options.replicate_cache,
             num_blocks=self._num_blocks,
         )
         session = RemoteSession(

@@ -47,6 +47,7 @@ class AutoDistributedModelForCausalLM:
         step_timeout_s: float = 30.0,
         recovery_timeout_s: float = 60.0,
         queue_timeout_s: float = 600.0,
+        replicate_cache: bool = False,
     ) -> DistributedModelForCausalLM:
         """A model whose blocks are run by the swarm that serves `name` (a folder or hub name).
 
@@ -55,6 +56,7 @@ class AutoDistributedModelForCausalLM:
         last)` so many of the first and last blocks. The swarm is joined through `initial_peers`
         when the first session opens. `recovery_timeout_s` is how long a session waits for a
         replacement of a lost node, `queue_timeout_s` how long it waits for room at busy ones.
+        With `replicate_cache` a second node is kept close behind each, to go on where it dies.
 
         Raises the `ModelError`s of `open_checkpoint`, and `ConfigError` for arguments that
         contradict each other.
@@ -78,6 +80,7 @@ class AutoDistributedModelForCausalLM:
             step_timeout_s=step_timeout_s,
             recovery_timeout_s=recovery_timeout_s,
             queue_timeout_s=queue_timeout_s,
+            replicate_cache=replicate_cache,
         )
 
         def connect() -> AbstractAsyncContextManager[SwarmConnection]:

@@ -24,9 +24,17 @@ class ConnectionOptions:
     """How long a session waits for room at busy nodes before it fails with `BusyError`. As long as
     nodes let an idle session keep its room, by default."""
 
+    replicate_cache: bool = False
+    """Keep a second node with the same blocks close behind each of a chain's nodes, which goes on
+    at once when that dies. It takes cache on both."""
+
     def __post_init__(self) -> None:
         if self.routing not in ("chain", "star"):
             raise ValueError(f'routing must be "chain" or "star", got {self.routing!r}')
+        if self.replicate_cache and self.routing == "star":
+            raise ValueError(
+                "replicate_cache needs routing='chain': a star's nodes must not learn of each other"
+            )
         if self.step_timeout_s <= 0 or min(self.recovery_timeout_s, self.queue_timeout_s) < 0:
             raise ValueError(
                 "step_timeout_s must be positive, the other timeouts must not be negative"

@@ -22,6 +22,8 @@ class RouteRequest:
     dtype: str
     mode: Mode
     swarm_key: str | None = None
+    replicates: bool = False
+    """Every node is to have a successor that is close behind it."""
     num_blocks: int | None = None
     """Of the whole model. Where it is given, records that say otherwise count for nothing."""
 

@@ -45,6 +45,8 @@ log = get_logger(__name__)
 
 MAX_ATTEMPTS = 20
 """Of a step that gets no further, each through a chain that could be linked."""
+REPLICATE_EVERY_S = 0.25
+"""What came since is computed again when a node dies that has a successor."""
 _FRUITLESS = f"a step failed {MAX_ATTEMPTS} times although the chain could be linked each time"
 _SHORTEST_OPEN_S = 1.0
 _UNTIL_THERE_IS_ROOM: tuple[type[NesaError], ...] = (
@@ -83,6 +85,7 @@ class RemoteSession:
         self._replay = Replay(self._route, request, self._flow)
         self._step = 0
         self._leaver_check_at = 0.0
+        self._replicate_at = 0.0
         self._line = line
         self._recovery_timeout_s = recovery_timeout_s
         self._queue_timeout_s = queue_timeout_s
@@ -133,6 +136,7 @@ class RemoteSession:
                     raise PeerUnreachableError(_FRUITLESS) from error
                 await self._recover()
         self._route.blame.step_done()
+        self._replicate()
         output_TD = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return output_TD.to(hidden_TD.dtype)
 
@@ -174,6 +178,13 @@ class RemoteSession:
             self._step += 1
             meta, payload = tensors.encode(wire_TD[chunk.start : chunk.end])
             yield Kept(self._step, chunk.rows, chunk.want, meta, payload)
+
+    def _replicate(self) -> None:
+        """Let successors catch up, if the session is to have them."""
+        now = time.monotonic()
+        if self._request.replicates and now >= self._replicate_at:
+            self._replicate_at = now + REPLICATE_EVERY_S
+            self._route.successors.refresh(self._route.links)
 
     async def _replace_leavers(self) -> None:
         """Move off nodes that said they leave, if others can take over; try once a second."""

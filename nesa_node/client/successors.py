@@ -74,6 +74,13 @@ class Successors:
             return False
         return True
 
+    def refresh(self, links: Sequence[HopLink]) -> None:
+        """Bring the successors of `links` to where those are, as soon as that can be."""
+        for link in links:
+            task = self._preparing.get(link)
+            if task is None or task.done():
+                self._preparing[link] = asyncio.create_task(self._prepare(link))
+
     def link_of(self, link: HopLink) -> HopLink | None:
         """Who can take the place of `link`."""
         successor = self._ready.get(link)

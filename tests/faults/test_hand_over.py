@@ -62,6 +62,30 @@ def test_successor_goes_on_with_what_it_was_handed(
         assert leaver.process.wait(8) == 0
 
 
+@pytest.mark.parametrize("hop", [pytest.param(0, marks=pytest.mark.slow), 1,
+                                 pytest.param(2, marks=pytest.mark.slow)])  # fmt: skip
+def test_standby_goes_on_where_a_node_dies(alone: PreTrainedModel, bed: Bed, hop: int) -> None:
+    bed.start([*thirds(BLOCKS), *thirds(BLOCKS)])
+    with (
+        join_bed(bed, "chain", replicate_cache=True) as model,
+        model.inference_session(512) as session,
+    ):
+        victim = holders(bed, session)[hop]
+        blow = Blow(
+            after=30,
+            strike=lambda: victim.process.send_signal(signal.SIGKILL),
+            pause_s=PAUSE_S,
+        )
+        prompt_BL = random_ids(1, PROMPT_TOKENS)
+        run_with_blow(alone, model, session, prompt_BL, blow, "warm standby")
+        assert session.hops[hop].peer_id != victim.peer_id
+        remote = _remote(session)
+        [(successor, held)] = remote._route.held.items()
+        assert successor.hop == session.hops[hop]
+        assert held[0] > PROMPT_TOKENS, "the standby had the prompt"
+        assert remote.recoveries == 1
+
+
 @pytest.mark.slow
 def test_rows_that_were_rolled_back_are_handed_over_as_they_are(
     alone: PreTrainedModel, bed: Bed
