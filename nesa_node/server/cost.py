@@ -10,11 +10,10 @@ UNKNOWN_S_PER_TOKEN = 0.02
 
 
 class CostModel:
-    """Seconds by tokens: an exponential average for each power of two.
+    """Seconds by tokens: an exponential average for each power of two, and lines between them.
 
-    What lies between, or was not seen for long, is bounded by two facts that hold for a batch:
-    fewer tokens take no longer, and more tokens take no longer per token. `seconds` is the upper
-    bound, so that whoever keeps to a time approaches it from below.
+    An average that was not renewed for long is corrected by two facts that hold for a batch: fewer
+    tokens take no longer, and more tokens take no longer per token.
     """
 
     def __init__(self) -> None:
@@ -32,17 +31,17 @@ class CostModel:
         )
 
     def seconds(self, tokens: float) -> float:
-        """What that many tokens take at most, by what is known."""
+        """What that many tokens take. Never less for more of them."""
         if not self._points:
             return tokens * UNKNOWN_S_PER_TOKEN
-        return min(seconds * max(tokens / known, 1.0) for known, seconds in self._points.values())
-
-    def at_least(self, tokens: float) -> float:
-        """The lower bound."""
-        if not self._points:
-            return tokens * UNKNOWN_S_PER_TOKEN
-        least = max(seconds * min(tokens / known, 1.0) for known, seconds in self._points.values())
-        return min(least, self.seconds(tokens))
+        points = self._points.values()
+        most = min(seconds * max(tokens / known, 1.0) for known, seconds in points)
+        below = max((point for point in points if point[0] <= tokens), default=None)
+        above = min((point for point in points if point[0] > tokens), default=None)
+        if below is None or above is None or above[1] <= below[1]:
+            return most
+        slope = (above[1] - below[1]) / (above[0] - below[0])
+        return min(below[1] + slope * (tokens - below[0]), most)
 
     def tokens_within(self, seconds: float, most: int) -> int:
         """The largest number of tokens, up to `most`, that takes no longer than `seconds`."""

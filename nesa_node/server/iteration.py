@@ -4,27 +4,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from nesa_node.core.ids import PeerId
-from nesa_node.core.span import Span
 from nesa_node.server.cost import CostModel
-from nesa_node.swarm.messages import Priority
+from nesa_node.server.lane import PRIORITIES, Lane
 
-PRIORITIES: tuple[Priority, ...] = ("interactive", "batch", "training")
-"""The most urgent first."""
-DECODE_TOKENS = 8
-"""A step of at most so many tokens for each row is one of a decode, speculation included."""
 GROUPS = 2
-"""Into how many groups sessions that decode are split, so that the machines of a chain work at the
+"""Into how many groups sessions that decode are put, so that the machines of a chain work at the
 same time: while one runs a group, its neighbours run the others."""
 LEAST_GROUP_ROWS = 2
-LIVE_S = 1.0
-"""So long after its last step a session is expected to decode on."""
+GATHER = 0.5
+"""Where sessions enter a chain, a step waits for the others of a group at most this part of the
+time that its session is away between two steps. Once they are together they stay so."""
+BURST = 0.25
+"""Elsewhere it waits for those that come with it: this part of what an iteration takes."""
 DELAY = 0.5
 """How much longer than without it a prefill may make an iteration that others decode in."""
-LEAST_CHUNK_TOKENS = 8
+LEAST_CHUNK_TOKENS = 2
+"""Of a prefill in such an iteration: it must get on."""
+LEAST_ALONE_TOKENS = 8
+"""Of a prefill in an iteration of its own: with fewer, reading the weights is most of it."""
 MAX_ITERATION_S = 0.25
 """Bounds how long a newcomer, or the room of a cancelled session, waits for the device."""
 MAX_ITERATION_TOKENS = 1024
@@ -32,34 +32,6 @@ PATIENCE = 8
 """Every so many iterations whoever waited longest goes before whoever is more urgent."""
 CREDIT_TOKENS = 256
 """What a client that used less than its share may catch up on."""
-
-
-@dataclass(eq=False, kw_only=True)
-class Lane:
-    """What is to be known about a session."""
-
-    client: PeerId
-    priority: int
-    """Its place in `PRIORITIES`."""
-    span: Span
-    """Only sessions through the same blocks run together."""
-    tokens: int = 0
-    """Waiting to be run."""
-    decoding: bool = False
-    """All that waits is one step of a decode."""
-    since: float = 0.0
-    """When the first that waits came."""
-    held: bool = False
-    """It must not be run now."""
-    served_at: float = -math.inf
-    decoded_at: float = -math.inf
-    decode_tokens: int = 0
-    """In its last step of a decode."""
-
-    @property
-    def waits(self) -> bool:
-        return self.tokens > 0 and not self.held
-
 
 L = TypeVar("L", bound=Lane)
 
@@ -86,6 +58,19 @@ class Policy(Generic[L]):
         self._level = 0.0
         self._active: set[PeerId] = set()
 
+    def pause_s(self, lanes: Collection[L], now: float) -> float:
+        """How long to wait for more before `plan`, if nothing comes meanwhile."""
+        waiting = [lane for lane in lanes if lane.waits]
+        decoding = [lane for lane in waiting if lane.decoding]
+        if not waiting or len(waiting) > len(decoding) > 0:
+            return 0.0
+        urgent = min(lane.priority for lane in waiting)
+        away = [lane for lane in lanes if lane.priority <= urgent and lane.is_away(now)]
+        if not away:
+            return 0.0
+        pause = self._for_a_group if decoding else self._for_decodes
+        return max(pause(waiting, away, now) - now, 0.0)
+
     def plan(self, lanes: Collection[L], now: float) -> list[tuple[L, int]]:
         """The sessions of the next iteration and how many tokens of each; empty if none waits."""
         waiting = [lane for lane in lanes if lane.waits]
@@ -93,19 +78,23 @@ class Policy(Generic[L]):
             return []
         self._admit({lane.client for lane in waiting})
         patient = self._longest_waiting(waiting)
-        live = [lane for lane in lanes if _decodes(lane, now)]
+        live = [lane for lane in lanes if lane.lives(now)]
         urgent = min((lane.priority for lane in live), default=len(PRIORITIES))
         live = [lane for lane in live if lane.priority == urgent]
         decoding = [lane for lane in live if lane.waits]
         plan: list[tuple[L, int]] = []
         for lane in self._group(decoding, live, patient):
             self._give(plan, lane, lane.tokens, now)
-            lane.decoded_at, lane.decode_tokens = now, lane.tokens
+            lane.decodes(now)
         rest = [lane for lane in waiting if not (lane.decoding and lane.priority == urgent)]
         if rest:
             more_urgent = min(lane.priority for lane in rest) < urgent
-            room = self._room(plan, rest, () if more_urgent else live)
-            self._fill(plan, rest, room, patient, now)
+            room = self._room(plan, rest, () if more_urgent else live, now)
+            for lane in self._in_order(rest, patient):
+                if room > 0 and (not plan or lane.span == plan[0][0].span):
+                    count = min(lane.tokens, room)
+                    self._give(plan, lane, count, now)
+                    room -= count
         return plan
 
     def ran(self, plan: Sequence[tuple[L, int]], seconds: float) -> None:
@@ -117,6 +106,33 @@ class Policy(Generic[L]):
         """The client has no session any more."""
         self._served.pop(client, None)
         self._active.discard(client)
+
+    def _for_a_group(self, decoding: Sequence[L], away: Sequence[L], now: float) -> float:
+        """Until when to wait for the rest of a group.
+
+        Left to themselves sessions that decode spread over a chain, each step alone at some node,
+        where the steps of a group together take little longer than one. Only where sessions enter
+        the chain groups are made: if every node waited for one, they would wait in a circle.
+        """
+        ready = sum(lane.tokens for lane in decoding)
+        rows = ready + sum(lane.decode_tokens for lane in away)
+        group = math.ceil(rows / self._groups)
+        if ready >= group:
+            return now
+        first = min(decoding, key=lambda lane: lane.since)
+        if first.leads:
+            deadline = first.since + GATHER * (first.away_s or 0.0)
+            away = [lane for lane in away if lane.due <= deadline]
+        else:
+            deadline = first.since + BURST * self.cost.seconds(group) * len(first.span)
+        return min(deadline, max((lane.late for lane in away), default=now))
+
+    def _for_decodes(self, rest: Sequence[L], away: Sequence[L], now: float) -> float:
+        """Until when to wait for a step of a decode, with which prefills run for little more."""
+        first = min(away, key=lambda lane: lane.soonest)
+        gap_s = (first.soonest - now) / len(rest[0].span)
+        worth_it = self.cost.seconds(LEAST_ALONE_TOKENS) <= gap_s
+        return now if worth_it else first.late
 
     def _admit(self, clients: set[PeerId]) -> None:
         """Nobody saves up what it did not use while it had nothing to run."""
@@ -145,39 +161,24 @@ class Policy(Generic[L]):
         span = patient.span if patient is not None else None
         for lane in self._in_order(decoding, patient):
             span = span or lane.span
-            if lane.span == span:
+            if room > 0 and lane.span == span:
                 yield lane
                 room -= lane.tokens
-                if room <= 0:
-                    return
 
-    def _room(self, plan: Sequence[tuple[L, int]], rest: Sequence[L], live: Sequence[L]) -> int:
+    def _room(
+        self, plan: Sequence[tuple[L, int]], rest: Sequence[L], live: Sequence[L], now: float
+    ) -> int:
         """How many tokens more the iteration may have, for the sake of those who `live`."""
         taken = sum(count for _, count in plan)
-        most_s = MAX_ITERATION_S / len((plan[0][0] if plan else rest[0]).span)
+        blocks = len((plan[0][0] if plan else rest[0]).span)
+        most_s, least = MAX_ITERATION_S / blocks, LEAST_ALONE_TOKENS
         if taken and live:
-            most_s = min(most_s, self.cost.at_least(taken) * (1 + DELAY))
+            most_s, least = self.cost.seconds(taken) * (1 + DELAY), LEAST_CHUNK_TOKENS
         elif live:
             expected = math.ceil(sum(lane.decode_tokens for lane in live) / self._groups)
-            most_s = min(most_s, self.cost.at_least(expected) * DELAY)
-        room = self.cost.tokens_within(most_s, MAX_ITERATION_TOKENS) - taken
-        return max(room, LEAST_CHUNK_TOKENS)
-
-    def _fill(
-        self,
-        plan: list[tuple[L, int]],
-        rest: Sequence[L],
-        room: int,
-        patient: L | None,
-        now: float,
-    ) -> None:
-        for lane in self._in_order(rest, patient):
-            if not plan or lane.span == plan[0][0].span:
-                count = min(lane.tokens, room)
-                self._give(plan, lane, count, now)
-                room -= count
-            if room <= 0:
-                return
+            gap_s = min(lane.soonest for lane in live) - now
+            most_s = min(most_s, max(self.cost.seconds(expected), gap_s / blocks))
+        return max(self.cost.tokens_within(most_s, MAX_ITERATION_TOKENS) - taken, least)
 
     def _in_order(self, lanes: Sequence[L], patient: L | None) -> Iterator[L]:
         if patient is not None and patient in lanes:
@@ -200,8 +201,3 @@ class Policy(Generic[L]):
             yield queues[client].pop()
             if not queues[client]:
                 del queues[client]
-
-
-def _decodes(lane: Lane, now: float) -> bool:
-    """Whether it waits for a step of a decode now, or will before long."""
-    return lane.decoding if lane.waits else now - lane.decoded_at < LIVE_S

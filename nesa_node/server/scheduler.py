@@ -68,6 +68,7 @@ class Scheduler:
             yield work
         finally:
             del self._works[work]
+            self._wanted.set()
             if all(other.client != client for other in self._works):
                 self._policy.forget(client)
             work.halt()
@@ -78,17 +79,36 @@ class Scheduler:
         while True:
             self._wanted.clear()
             try:
-                plan = self._policy.plan(self._works, time.monotonic())
-                if plan:
-                    await self._iterate(plan)
+                pause_s = await self._advance()
             except Exception as error:
                 # A mistake of ours. Sessions that end are better than a node that hangs.
                 for work in self._works:
                     if work.waits:
                         work.fail(error)
-                continue
-            if not plan:
+            else:
+                await self._wait(pause_s)
+
+    async def _advance(self) -> float | None:
+        """Run an iteration, unless there is something to wait for: so long (None: for ever)."""
+        now = time.monotonic()
+        pause_s = self._policy.pause_s(self._works, now)
+        if pause_s > 0:
+            return pause_s
+        plan = self._policy.plan(self._works, now)
+        if not plan:
+            return None
+        await self._iterate(plan)
+        return 0.0
+
+    async def _wait(self, seconds: float | None) -> None:
+        """Return as soon as something comes, or is gone."""
+        if seconds == 0.0:
+            return
+        try:
+            async with asyncio.timeout(seconds):
                 await self._wanted.wait()
+        except TimeoutError:
+            return
 
     async def _iterate(self, plan: Sequence[tuple[Work, int]]) -> None:
         shares = []

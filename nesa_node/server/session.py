@@ -117,6 +117,9 @@ class Session:
             self._succession = None
         self._begin_epoch(link.epoch, link.lengths)
         self.upstream = PeerId(link.upstream) if link.upstream else None
+        # In a star a node cannot know where the others are: the first blocks are the likely place.
+        first = self.opened.mode == "chain" or self._work.blocks.span.start == 0
+        self._work.leads = first and self.upstream is None
         async with self._cut(link.lengths):
             await self._outlet.link(link.downstream, link.epoch, link.emit_from)
 

@@ -24,7 +24,7 @@ from nesa_node.engine.blocks import Blocks
 from nesa_node.server.admission import Admission
 from nesa_node.server.control import serve_session
 from nesa_node.server.dial import NEIGHBOUR_S, dial, dial_successor
-from nesa_node.server.iteration import PRIORITIES
+from nesa_node.server.lane import PRIORITIES
 from nesa_node.server.outlet import Outlet
 from nesa_node.server.refusal_log import RefusalLog
 from nesa_node.server.scheduler import Scheduler

@@ -18,7 +18,7 @@ from nesa_node.core.logging import get_logger
 from nesa_node.engine.blocks import Blocks
 from nesa_node.engine.pages import PageTable
 from nesa_node.server.batch import Pending, Share, take
-from nesa_node.server.iteration import DECODE_TOKENS, Lane
+from nesa_node.server.lane import DECODE_TOKENS, Lane
 from nesa_node.swarm.messages import Step
 
 log = get_logger(__name__)

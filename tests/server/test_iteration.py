@@ -11,15 +11,14 @@ from nesa_node.core.ids import PeerId
 from nesa_node.core.span import Span
 from nesa_node.server.iteration import (
     DELAY,
+    LEAST_ALONE_TOKENS,
     LEAST_CHUNK_TOKENS,
-    LIVE_S,
     MAX_ITERATION_S,
     MAX_ITERATION_TOKENS,
     PATIENCE,
-    PRIORITIES,
-    Lane,
     Policy,
 )
+from nesa_node.server.lane import LIVE_S, PRIORITIES, Lane
 
 SPAN = Span(0, 4)
 
@@ -142,7 +141,7 @@ def test_a_prefill_between_decodes_stays_short_while_they_are_expected() -> None
     bench.wants(prefill := bench.lane("b"), 20_000)
     bench.now += LIVE_S / 2
     (short,) = bench.iterate()
-    assert short[1] <= LEAST_CHUNK_TOKENS
+    assert short[1] <= LEAST_ALONE_TOKENS
     bench.now += LIVE_S
     (long,) = bench.iterate()
     assert long[0] is prefill

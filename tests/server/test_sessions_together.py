@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from nesa_node.engine.blocks import Blocks, Run
-from nesa_node.server.iteration import PRIORITIES
+from nesa_node.server.lane import PRIORITIES
 from nesa_node.swarm.messages import Cancel, Close, Closed, Linked, Opened, RolledBack
 from tests.server.bench import Node, Peer, open_node
 
