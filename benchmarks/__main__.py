@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import signal
+import sys
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -64,4 +66,6 @@ def numbers(text: str) -> tuple[int, ...]:
 
 
 if __name__ == "__main__":
+    # Through every `finally`, which stop the daemons.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     main()
