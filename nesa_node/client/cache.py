@@ -85,9 +85,10 @@ class SessionCache:
         self._columns += tokens_to_remove
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        raise UnsupportedFeatureError(
-            "rows of a session cannot be reordered (beam search): use greedy search or sampling"
-        )
+        """Let each row go on as a copy of row `beam_idx[row]`."""
+        self.opened().reorder(beam_idx.tolist())
+        if self._mask_BC is not None:
+            self._mask_BC = self._mask_BC[beam_idx.to(self._mask_BC.device)]
 
     def opened(self) -> InferenceSession:
         if self.session is None:

@@ -141,8 +141,8 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):  # type: ig
         Each call opens a session for the prompt and its new tokens and closes it. With `session` it
         continues that one: the prompt is still given whole, and only what the session does not hold
         of it is sent. Raises `ContextLengthError` before any prefill where the result could outgrow
-        the model, the route or the session, and `UnsupportedFeatureError` for beam search, static
-        caches and the like. The result's `past_key_values` is None.
+        the model, the route or the session, and `UnsupportedFeatureError` for contrastive
+        search, static caches and the like. The result's `past_key_values` is None.
         """
         if kwargs.get("past_key_values") is not None:
             raise UnsupportedFeatureError(
@@ -251,7 +251,8 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):  # type: ig
         # The last token is never fed, yet whoever asks for it expects its place to exist.
         max_length = max_cache_length + 1 - padding
         if cache.session is None:
-            rows = batch_size * (generation_config.num_return_sequences or 1)
+            copies = (generation_config.num_return_sequences, generation_config.num_beams)
+            rows = batch_size * max(count or 1 for count in copies)
             cache.session = self.inference_session(max_length, rows)
         elif max_length > cache.session.max_length:
             raise ContextLengthError(

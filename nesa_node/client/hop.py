@@ -32,6 +32,8 @@ from nesa_node.swarm.messages import (
     Output,
     Ping,
     Pong,
+    Reorder,
+    Reordered,
     Rollback,
     RolledBack,
     Step,
@@ -92,6 +94,11 @@ class HopLink:
     async def rollback(self, message: Rollback) -> None:
         answer = await self._ask(message, LINK_TIMEOUT_S)
         if not isinstance(answer, RolledBack) or answer.epoch != message.epoch:
+            raise self._unexpected(answer)
+
+    async def reorder(self, message: Reorder) -> None:
+        answer = await self._ask(message, LINK_TIMEOUT_S)
+        if not isinstance(answer, Reordered) or answer.epoch != message.epoch:
             raise self._unexpected(answer)
 
     async def hand_over(self, to: Downstream) -> tuple[int, ...]:

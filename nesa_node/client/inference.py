@@ -117,6 +117,16 @@ class InferenceSession:
         for row, length in zip(self._tokens, lengths, strict=True):
             del row[length:]
 
+    def reorder(self, sources: Sequence[int]) -> None:
+        """Let each row go on as a copy of row `sources[row]`. Nothing is computed again."""
+        if len(sources) != self.rows or not all(0 <= source < self.rows for source in sources):
+            raise ValueError(f"{list(sources)} do not name one of {self.rows} rows for each")
+        self._check_open()
+        if list(sources) == list(range(self.rows)):
+            return
+        self._run(self._blocks.reorder(sources))
+        self._tokens = [list(self._tokens[source]) for source in sources]
+
     def keep_common_prefix(self, texts: Sequence[Sequence[int]]) -> list[int]:
         """Roll each row back to what it shares with its text. Returns the lengths that remain."""
         common = [_common_prefix(row, text) for row, text in zip(self._tokens, texts, strict=True)]

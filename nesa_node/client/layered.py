@@ -51,6 +51,10 @@ class LayeredSession(BlockSession):
         for layer in self._layers:
             await layer.rollback(lengths)
 
+    async def reorder(self, sources: Sequence[int]) -> None:
+        for layer in self._layers:
+            await layer.reorder(sources)
+
     async def close(self) -> None:
         for layer in self._layers:
             await layer.close()

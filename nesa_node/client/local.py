@@ -79,6 +79,11 @@ class LocalSession(BlockSession):
             self._lengths[row] = length
         self._cut()
 
+    async def reorder(self, sources: Sequence[int]) -> None:
+        for tables in self._tables:
+            tables[0].promise.reorder(tables, sources)
+        self._lengths = [self._lengths[source] for source in sources]
+
     async def close(self) -> None:
         self._tables = []
 

@@ -22,7 +22,13 @@ _FORWARD_ADVICE = {
 _PASSED_ON_BY_GENERATE = ("tokenizer", "assistant_tokenizer")
 
 _SUPPORTED_MODES = frozenset(
-    {GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.ASSISTED_GENERATION}
+    {
+        GenerationMode.GREEDY_SEARCH,
+        GenerationMode.SAMPLE,
+        GenerationMode.ASSISTED_GENERATION,
+        GenerationMode.BEAM_SEARCH,
+        GenerationMode.BEAM_SAMPLE,
+    }
 )
 
 _OPTION_ADVICE = {
@@ -64,8 +70,8 @@ def refuse_generation_options(config: GenerationConfig) -> None:
     if mode not in _SUPPORTED_MODES:
         name = mode.value.replace("_", " ")
         raise UnsupportedFeatureError(
-            f"{name} is not supported by a distributed model: use greedy search (num_beams=1, "
-            "do_sample=False) or sampling (num_beams=1, do_sample=True)"
+            f"{name} is not supported by a distributed model: use greedy search "
+            "(do_sample=False), sampling (do_sample=True) or beam search (num_beams)"
         )
     for option, advice in _OPTION_ADVICE.items():
         value = getattr(config, option, None)

@@ -45,6 +45,11 @@ class Replay:
         for outbox in self._outboxes.values():
             outbox.truncate(lengths)
 
+    def reorder(self, sources: Sequence[int]) -> None:
+        """Let each row have been sent what row `sources[row]` was."""
+        for outbox in self._outboxes.values():
+            outbox.reorder(sources)
+
     async def rebuild(
         self,
         lengths: Sequence[int],

@@ -21,7 +21,7 @@ from nesa_node.core.logging import get_logger
 from nesa_node.routing.avoidance import Avoidance
 from nesa_node.routing.chains import Hop
 from nesa_node.routing.repair import gaps
-from nesa_node.swarm.messages import PROTOCOL, VERSION, Downstream, Link, Open, Rollback
+from nesa_node.swarm.messages import PROTOCOL, VERSION, Downstream, Link, Open, Reorder, Rollback
 from nesa_node.swarm.node import Swarm
 from nesa_node.swarm.private import membership_proof
 from nesa_node.swarm.stream import Stream
@@ -110,6 +110,16 @@ class Route:
         self.successors.truncate(lengths)
         message = Rollback(epoch=self.epoch, lengths=tuple(lengths))
         await _all([link.rollback(message) for link in self.links])
+
+    async def reorder(self, sources: Sequence[int]) -> None:
+        """Let each row go on as a copy of row `sources[row]` at every node.
+
+        Raises `PeerUnreachableError` or `RemoteError`: then some may have done it and others not.
+        """
+        self.epoch += 1
+        self.successors.truncate([0] * self._request.rows)
+        message = Reorder(epoch=self.epoch, sources=tuple(sources))
+        await _all([link.reorder(message) for link in self.links])
 
     async def let_go(self) -> None:
         """Leave every node: the next rebuild begins anew, with whoever is there."""

@@ -153,6 +153,17 @@ class RemoteSession:
         except (PeerUnreachableError, RemoteError):
             await self._recover()
 
+    async def reorder(self, sources: Sequence[int]) -> None:
+        """See `BlockSession.reorder`."""
+        self._lengths = [self._lengths[source] for source in sources]
+        self._replay.reorder(sources)
+        try:
+            await self._route.reorder(sources)
+        except (PeerUnreachableError, RemoteError):
+            # Nobody knows which rows a node holds now.
+            await self._route.let_go()
+            await self._recover()
+
     async def close(self) -> None:
         await self._route.close()
         self._line.left()

@@ -59,6 +59,10 @@ class BlockSession(Protocol):
         """Forget each row's tokens beyond `lengths[row]`; none may be longer than it is."""
         ...
 
+    async def reorder(self, sources: Sequence[int]) -> None:
+        """Let each row go on as a copy of row `sources[row]`, as beam search needs it."""
+        ...
+
     async def close(self) -> None:
         """Release what every hop holds. May be called twice."""
         ...

@@ -150,6 +150,20 @@ class Promise:
         self._tables.add(table)
         return table
 
+    def reorder(self, tables: Sequence[PageTable], sources: Sequence[int]) -> None:
+        """Let each row go on as a copy of row `sources[row]`; pages are shared until written."""
+        pool = self.pool
+        with pool._guard:
+            rows = [(list(tables[source]._pages), tables[source].length) for source in sources]
+            for pages, _ in rows:
+                for page in pages:
+                    pool._holders[page] += 1
+            for table in tables:
+                table._drop_from(0)
+            for table, (pages, length) in zip(tables, rows, strict=True):
+                self._count(len(pages))
+                table._pages, table.length = pages, length
+
     def close(self) -> None:
         """Give everything back, the rows too. May be called twice."""
         with self.pool._guard:

@@ -21,6 +21,8 @@ from nesa_node.swarm.messages import (
     Linked,
     Ping,
     Pong,
+    Reorder,
+    Reordered,
     Rollback,
     RolledBack,
     Step,
@@ -101,6 +103,9 @@ async def _obey(session: Session, message: AnyMessage, payload: bytearray) -> No
         case Rollback():
             await session.rollback(message.epoch, message.lengths)
             await client.send(RolledBack(epoch=message.epoch))
+        case Reorder():
+            await session.reorder(message.epoch, message.sources)
+            await client.send(Reordered(epoch=message.epoch))
         case HandOver():
             lengths = await session.hand_over(message.to)
             await client.send(HandedOver(peer=message.to.peer, lengths=lengths))

@@ -59,6 +59,11 @@ class Outlet:
         self._outbox.truncate(lengths)
         self._emit_from = [min(pair) for pair in zip(self._emit_from, lengths, strict=True)]
 
+    def reorder(self, sources: Sequence[int]) -> None:
+        """Let each row have been sent what row `sources[row]` was."""
+        self._outbox.reorder(sources)
+        self._emit_from = [self._emit_from[source] for source in sources]
+
     async def link(
         self, downstream: Downstream | None, epoch: int, emit_from: Sequence[int]
     ) -> None:

@@ -55,6 +55,7 @@ class Session:
             outgrow=self._outgrow,
         )
         self.inbox.epoch = opened.epoch
+        self._place = place
         self._work = work
         self._place = place
         self._outlet = outlet
@@ -122,6 +123,23 @@ class Session:
         self._work.leads = first and self.upstream is None
         async with self._cut(link.lengths):
             await self._outlet.link(link.downstream, link.epoch, link.emit_from)
+
+    async def reorder(self, epoch: int, sources: Sequence[int]) -> None:
+        """Begin an epoch in which each row goes on as a copy of row `sources[row]`.
+
+        Raises `ProtocolError`, also while steps are under way.
+        """
+        rows = len(self._work.tables)
+        if len(sources) != rows or max(sources) >= rows:
+            raise ProtocolError("bad_rows", f"{len(sources)} sources for {rows} rows")
+        if tuple(self.inbox.expected) != self.lengths:
+            raise ProtocolError("bad_position", "steps are under way")
+        self._begin_epoch(epoch, self.lengths)
+        async with self._cut(self.lengths):
+            self._place.promise.reorder(self._work.tables, sources)
+            self._outlet.reorder(sources)
+            self._transfers.truncate([0] * rows)
+            self.inbox.expected = list(self.lengths)
 
     async def hand_over(self, to: Downstream) -> tuple[int, ...]:
         """Give `to` what it lacks; returns what it then holds. Raises `ProtocolError`."""

@@ -193,6 +193,19 @@ class RolledBack(Message, frozen=True, tag="rolled_back"):
     epoch: Epoch
 
 
+class Reorder(Message, frozen=True, tag="reorder"):
+    """Client to node: each row goes on as a copy of row `sources[row]`, in a new epoch."""
+
+    epoch: Epoch
+    sources: Annotated[
+        tuple[Annotated[int, Meta(ge=0, lt=MAX_ROWS)], ...], Meta(max_length=MAX_ROWS)
+    ]
+
+
+class Reordered(Message, frozen=True, tag="reordered"):
+    epoch: Epoch
+
+
 class Ping(Message, frozen=True, tag="ping"):
     nonce: Epoch
 
@@ -238,7 +251,7 @@ class Error(Message, frozen=True, tag="error"):
 AnyMessage = (
     Open | Opened | Busy | Link | Linked | PushOpen | PushOpened | Step | Output | Rollback
     | RolledBack | Ping | Pong | Leaving | Cancel | Close | Closed | Error | HandOver | HandedOver
-    | TransferOpen | TransferOpened | Pages | Sync | Synced
+    | TransferOpen | TransferOpened | Pages | Sync | Synced | Reorder | Reordered
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

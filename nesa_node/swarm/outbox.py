@@ -49,6 +49,11 @@ class Outbox:
         clipped = (clip(kept, zeros, lengths) for kept in self._kept)
         self._kept = [kept for kept in clipped if kept is not None]
 
+    def reorder(self, sources: Sequence[int]) -> None:
+        """Let each row have been sent what row `sources[row]` was."""
+        copies = (_reordered(kept, sources) for kept in self._kept)
+        self._kept = [kept for kept in copies if kept is not None]
+
     def since(self, lengths: Sequence[int], until: Sequence[int]) -> Iterator[Kept]:
         """Steps, or the parts of them, with tokens `lengths[row] <= position < until[row]`."""
         for kept in tuple(self._kept):
@@ -76,6 +81,25 @@ def clip(kept: Kept, start: Sequence[int], end: Sequence[int]) -> Kept | None:
         return kept
     if not rows:
         return None
+    return _picked(kept, rows, picks)
+
+
+def _reordered(kept: Kept, sources: Sequence[int]) -> Kept | None:
+    """What of `kept` the rows would have been sent; None if nothing."""
+    rows: list[RowSlice] = []
+    picks: list[tuple[int, int]] = []
+    for row, source in enumerate(sources):
+        offset = 0
+        for part in kept.rows:
+            if part.row == source:
+                rows.append(RowSlice(row, part.position, part.count))
+                picks.append((offset, part.count))
+            offset += part.count
+    return _picked(kept, rows, picks) if rows else None
+
+
+def _picked(kept: Kept, rows: Sequence[RowSlice], picks: Sequence[tuple[int, int]]) -> Kept:
+    """A step of `rows`, whose tokens are those of `kept` at each (offset, count)."""
     tensor_TD = kept.tensor()
     parts_TD = torch.cat([tensor_TD[at : at + count] for at, count in picks])
     meta, payload = tensors.encode(parts_TD, codec=kept.meta.codec)

@@ -72,6 +72,9 @@ class ScriptedSession(BlockSession):
     async def rollback(self, lengths: Sequence[int]) -> None:
         self._lengths = list(lengths)
 
+    async def reorder(self, sources: Sequence[int]) -> None:
+        self._lengths = [self._lengths[source] for source in sources]
+
     async def close(self) -> None:
         self.events.append("closed")
 

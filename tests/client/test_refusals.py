@@ -25,8 +25,6 @@ def model(tiny: Callable[[str], Path]) -> Iterator[DistributedModelForCausalLM]:
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"num_beams": 3}, "beam search"),
-        ({"num_beams": 2, "do_sample": True}, "beam sample"),
         ({"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5}, "group beam search"),
         ({"num_beams": 2, "force_words_ids": [[5]]}, "constrained beam search"),
         ({"penalty_alpha": 0.6, "top_k": 4}, "contrastive search"),

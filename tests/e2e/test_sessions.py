@@ -21,6 +21,7 @@ from nesa_node.core.choices import Route
 from nesa_node.core.span import Span
 from tests.client.local_models import left_padded, random_ids
 from tests.e2e.joining import ROUTES, both_routes, joined
+from tests.engine.chained import distance
 from tests.engine.tiny_models import BLOCKS, reference
 from tests.same_tokens import assert_same_tokens, run_reference
 from tests.swarms import in_process_swarm, thirds
@@ -136,6 +137,50 @@ def test_drafts_are_checked_and_rolled_back_over_the_network(
     ids_BL = random_ids(1, 6).repeat(1, 4)
     ours = model.generate(ids_BL, prompt_lookup_num_tokens=4, **OPTIONS)
     assert_same_tokens(alone, ours, ids_BL, **OPTIONS)
+
+
+@pytest.mark.parametrize("client_blocks", [(0, 0), (1, 1)])
+def test_beam_search_equals_that_of_transformers(
+    folder: Path,
+    addresses: tuple[str, ...],
+    alone: PreTrainedModel,
+    model: DistributedModelForCausalLM,
+    client_blocks: tuple[int, int],
+) -> None:
+    """Every step the rows go on as copies of others, on the nodes and with the client."""
+    ids_BL, mask_BL = left_padded([30, 41])
+    options: dict[str, Any] = {
+        "num_beams": 4,
+        "num_return_sequences": 2,
+        "max_new_tokens": 24,
+        "pad_token_id": 0,
+    }
+    expected_BL: Any = alone.generate(ids_BL, attention_mask=mask_BL, do_sample=False, **options)  # type: ignore[operator]
+    with joined(folder, addresses, "chain", client_blocks=client_blocks) as kept:
+        for each in (kept, model):
+            ours_BL = each.generate(ids_BL, attention_mask=mask_BL, **options)
+            assert torch.equal(ours_BL, expected_BL)
+
+
+def test_rows_go_on_as_copies_of_others(model: DistributedModelForCausalLM) -> None:
+    ids_BL = random_ids(3, 50)
+    more_BL = random_ids(3, 5, seed=9)
+    sources = [2, 2, 0]
+    with model.inference_session(80, 3) as session:
+        session.step(ids_BL)
+        session.reorder(sources)
+        assert session.token_ids == tuple(tuple(ids_BL[row].tolist()) for row in sources)
+        logits_BLV = session.step(more_BL)
+        session.rollback([45, 50, 20])
+        again_BLV = session.step(more_BL)
+    with model.inference_session(80, 3) as session:
+        session.step(ids_BL[sources])
+        expected_BLV = session.step(more_BL)
+        assert distance(logits_BLV, expected_BLV) <= 1e-5
+        session.rollback([45, 50, 20])
+        assert distance(again_BLV, session.step(more_BL)) <= 1e-5
+    with model.inference_session(80, 2) as session, pytest.raises(ValueError, match="2 rows"):
+        session.reorder([0, 2])
 
 
 @pytest.mark.parametrize("route", ROUTES)

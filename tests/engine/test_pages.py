@@ -152,6 +152,24 @@ def test_a_fork_rolled_back_into_a_shared_page_copies_it(pool: PagePool) -> None
     promise.close()
 
 
+def test_rows_are_reordered_within_their_promise(pool: PagePool) -> None:
+    promise = pool.promise(6)
+    tables = [promise.new_table() for _ in range(3)]
+    for number, table in enumerate(tables):
+        write(table, PAGE_TOKENS + number, float(number))
+    rest = pool.promise(10)
+    promise.reorder(tables, [2, 2, 0])
+    assert (promise.held, pool.held_pages) == (5, 3)
+    write(tables[0], 1, 7.0)
+    assert (promise.held, pool.held_pages) == (5, 4)
+    assert [table.length for table in tables] == [PAGE_TOKENS + 3, PAGE_TOKENS + 2, PAGE_TOKENS]
+    assert read(tables[0]) == [2.0] * (PAGE_TOKENS + 2) + [7.0]
+    assert read(tables[1]) == [2.0] * (PAGE_TOKENS + 2)
+    assert read(tables[2]) == [0.0] * PAGE_TOKENS
+    for kept in (promise, rest):
+        kept.close()
+
+
 def test_exported_tokens_can_be_put_into_another_pool(pool: PagePool) -> None:
     source, target = pool.promise(3), pool.promise(3)
     row, copy = source.new_table(), target.new_table()
