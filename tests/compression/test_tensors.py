@@ -89,3 +89,12 @@ def test_values_that_are_not_finite_are_refused(value: float, dtype: str) -> Non
 def test_integers_cannot_be_sent() -> None:
     with pytest.raises(ProtocolError, match="int64"):
         encode(torch.arange(3))
+
+
+@pytest.mark.parametrize("dtype", sorted(DTYPES))
+def test_a_tensor_that_wants_a_gradient_is_sent_without_it(dtype: str) -> None:
+    tensor = torch.randn(2, 3).to(DTYPES[dtype]).requires_grad_()
+    meta, payload = encode(tensor)
+    back = decode(meta, payload, max_bytes=MAX_BYTES)
+    assert not back.requires_grad
+    assert torch.equal(back, tensor)
