@@ -32,7 +32,10 @@ from nesa_node.swarm.tasks import TaskSet
 
 log = get_logger(__name__)
 
-MAX_STREAMS_PER_PEER = 256
+MAX_STREAMS_PER_PEER = 768
+"""What bounds a peer whose streams bring no first message. The server answers `busy` from fewer
+streams on (`server.admission.Limits.streams_per_peer`), once it has read what they want."""
+
 _BOOTSTRAP_TIMEOUT_S = 15.0
 _PREAMBLE_TIMEOUT_S = 10.0
 _ROUTING_ATTEMPTS = 100
