@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 
 from nesa_node.core.errors import ProtocolError
 from nesa_node.core.ids import PeerId
@@ -55,7 +56,6 @@ class Session:
             outgrow=self._outgrow,
         )
         self.inbox.epoch = opened.epoch
-        self._place = place
         self._work = work
         self._place = place
         self._outlet = outlet
@@ -91,6 +91,9 @@ class Session:
         self.active_at = time.monotonic()
         if sender != (self.upstream or self.client.peer):
             raise ProtocolError("not_upstream", f"{sender} is not upstream of this session")
+        if self._succession is not None and self.opened.donor is not None:
+            # While a donor fills the caches no iteration may use them.
+            raise ProtocolError("not_linked", "a session that is handed over begins with `link`")
         await self._wait_until(lambda: self._work.backlog < MAX_QUEUED_STEPS)
         if not self.inbox.wants(step):
             return
@@ -105,7 +108,7 @@ class Session:
     async def rollback(self, epoch: int, lengths: Sequence[int]) -> None:
         """Begin an epoch with the caches cut to `lengths`. Raises `ProtocolError`."""
         self._begin_epoch(epoch, lengths)
-        async with self._cut(lengths):
+        async with self._changing(partial(self._truncate, lengths)):
             pass
 
     async def link(self, link: Link) -> None:
@@ -121,7 +124,7 @@ class Session:
         # In a star a node cannot know where the others are: the first blocks are the likely place.
         first = self.opened.mode == "chain" or self._work.blocks.span.start == 0
         self._work.leads = first and self.upstream is None
-        async with self._cut(link.lengths):
+        async with self._changing(partial(self._truncate, link.lengths)):
             await self._outlet.link(link.downstream, link.epoch, link.emit_from)
 
     async def reorder(self, epoch: int, sources: Sequence[int]) -> None:
@@ -135,11 +138,8 @@ class Session:
         if tuple(self.inbox.expected) != self.lengths:
             raise ProtocolError("bad_position", "steps are under way")
         self._begin_epoch(epoch, self.lengths)
-        async with self._cut(self.lengths):
-            self._place.promise.reorder(self._work.tables, sources)
-            self._outlet.reorder(sources)
-            self._transfers.truncate([0] * rows)
-            self.inbox.expected = list(self.lengths)
+        async with self._changing(partial(self._permute, sources)):
+            pass
 
     async def hand_over(self, to: Downstream) -> tuple[int, ...]:
         """Give `to` what it lacks; returns what it then holds. Raises `ProtocolError`."""
@@ -243,16 +243,25 @@ class Session:
         self._work.halt()
 
     @asynccontextmanager
-    async def _cut(self, lengths: Sequence[int]) -> AsyncIterator[None]:
-        """Cut the caches; inside, nothing is emitted, while steps of the new epoch already run."""
+    async def _changing(self, change: Callable[[], None]) -> AsyncIterator[None]:
+        """Change the caches while no iteration uses them.
+
+        Inside, nothing is emitted, while steps of the new epoch already run.
+        """
         await self._notify()
         async with self._emitting:
             try:
                 await self._work.idle()
-                self._truncate(lengths)
+                change()
             finally:
                 self._work.resume()
             yield
+
+    def _permute(self, sources: Sequence[int]) -> None:
+        self._place.promise.reorder(self._work.tables, sources)
+        self._outlet.reorder(sources)
+        self._transfers.truncate([0] * len(sources))
+        self.inbox.expected = list(self.lengths)
 
     def _truncate(self, lengths: Sequence[int]) -> None:
         if any(length > have for have, length in zip(self.lengths, lengths, strict=True)):
