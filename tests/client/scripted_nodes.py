@@ -17,7 +17,7 @@ from nesa_node.client.hop import HopLink
 from nesa_node.client.request import RouteRequest
 from nesa_node.client.route import Route
 from nesa_node.compression import tensors
-from nesa_node.core.errors import StreamClosedError
+from nesa_node.core.errors import BusyError, StreamClosedError
 from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.core.span import Span
 from nesa_node.routing.avoidance import Avoidance
@@ -165,12 +165,16 @@ class ScriptedRoute(Route):
         *,
         deaths: dict[int, int] | None = None,
         step_s: float = 0.0,
+        busy: int = 0,
     ) -> None:
         super().__init__(cast(Swarm, None), request, Avoidance(lambda: 0.0), on_change)
         self.scripted: list[ScriptedNode] = []
         self.at_work = 0
         """The most nodes that ever worked at the same time."""
         self.rebuilds: list[list[int]] = []
+        self.kept_while_busy: list[int] = []
+        """How many nodes it had each time when others were busy."""
+        self._busy = busy
         self._wanted = request
         self._deaths = dict(deaths or {})
         self._notify = on_change
@@ -178,13 +182,18 @@ class ScriptedRoute(Route):
         self._everybody: list[ScriptedNode] = []
 
     async def rebuild(self, lengths: Sequence[int], **_: Any) -> None:
+        if self.rebuilds and len(self.kept_while_busy) < self._busy:
+            await self._discard([lost for lost in self.links if lost.lost is not None])
+            self.kept_while_busy.append(len(self.links))
+            raise BusyError("no replacement has room", 0.01)
         self.epoch += 1
         self.rebuilds.append(list(lengths))
-        old = dict(zip(self.links, self.scripted, strict=True))
+        linked = {link.hop.span.start: link for link in self.links}
+        old = {link: self.scripted[block] for block, link in linked.items()}
         links: list[HopLink] = []
         fresh: set[HopLink] = set()
         for block in range(len(self._wanted.span)):
-            link = self.links[block] if self.links else None
+            link = linked.get(block)
             if link is None or link.lost is not None:
                 if link is not None:
                     await link.close()

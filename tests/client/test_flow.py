@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from nesa_node.client import hop
+from nesa_node.client import hop, patience
 from nesa_node.client import session as session_module
 from nesa_node.client.line import Line
 from nesa_node.client.request import RouteRequest
@@ -140,3 +140,16 @@ async def test_a_long_step_of_a_node_that_works_is_waited_for(
     async with opened(monkeypatch, "chain", step_s=0.8) as (session, _):
         await session.step(hidden(1), [RowSlice(0, 0, 1)])
         assert session.recoveries == 0
+
+
+@pytest.mark.parametrize("mode", ROUTINGS)
+async def test_session_whose_replacements_are_busy_lets_go_of_the_others(
+    monkeypatch: pytest.MonkeyPatch, mode: Routing
+) -> None:
+    """Another session may hold just those replacements, and wait for what this one holds."""
+    monkeypatch.setattr(patience, "HOLD_S", 0.0)
+    async with opened(monkeypatch, mode, deaths={1: 5}, busy=3) as (session, route):
+        output_TD = await session.step(hidden(2000), [RowSlice(0, 0, 2000)])
+        assert torch.equal(output_TD, hidden(2000) + HOPS)
+        assert route.kept_while_busy == [2, 0, 0]
+        assert [node.lengths for node in route.scripted] == [[2000]] * HOPS
