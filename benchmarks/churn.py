@@ -109,8 +109,9 @@ def make_workers(model: DistributedModelForCausalLM, options: Options) -> list[W
 
 def daemon_flags(options: Options) -> list[str]:
     """Room for every session of the swarm on each node, twice."""
-    tokens = options.prompt_tokens + options.new_tokens + 64
-    return ["--attn-cache-tokens", str(2 * options.sessions[0] * tokens), "--log-level", "warning"]
+    tokens = str(2 * options.sessions[0] * (options.prompt_tokens + options.new_tokens + 64))
+    flags = ["--attn-cache-tokens", tokens, "--max-cache-tokens-per-peer", tokens]
+    return [*flags, "--log-level", "warning"]
 
 
 def churn(

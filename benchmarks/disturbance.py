@@ -11,11 +11,13 @@ from typing import Any
 
 from benchmarks.figures import percentile
 from benchmarks.generation import TokenTimes, generate
-from benchmarks.models import POSITIONS, random_prompt
+from benchmarks.models import random_prompt
 from benchmarks.options import Options
 from benchmarks.results import print_table
 
 CALM_TOKENS = 48
+MOST_TOKENS = 4096
+"""The session that decodes ends with the prefill, long before these."""
 TIMEOUT_S = 300.0
 
 
@@ -25,9 +27,10 @@ def disturb(model: Any, options: Options) -> dict[str, Any]:
     short = random_prompt(model, options.prompt_tokens, options.seed)
     long = random_prompt(model, options.long_prompt, options.seed + 1)
     times = TokenTimes(lambda count: calm.set() if count > CALM_TOKENS else None)
-    most = POSITIONS - options.prompt_tokens - 1
     with ThreadPoolExecutor(1) as pool:
-        decoding = pool.submit(generate, model, short, most, stop_when=over.is_set, times=times)
+        decoding = pool.submit(
+            generate, model, short, MOST_TOKENS, stop_when=over.is_set, times=times
+        )
         try:
             while not calm.wait(0.1) and not decoding.done():
                 pass

@@ -38,7 +38,9 @@ def open_local(folder: Path) -> Checkpoint:
 
 def daemon_flags(options: Options, cache_tokens: int) -> list[str]:
     flags = ["--torch-dtype", options.dtype, "--device", "cpu", "--threads", "1"]
-    flags += ["--attn-cache-tokens", str(cache_tokens), "--max-sessions-per-peer", "256"]
+    flags += ["--attn-cache-tokens", str(cache_tokens)]
+    # All sessions are those of one client.
+    flags += ["--max-sessions-per-peer", "256", "--max-cache-tokens-per-peer", str(cache_tokens)]
     return [*flags, "--log-level", "warning"]
 
 
