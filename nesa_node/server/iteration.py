@@ -21,6 +21,8 @@ BURST = 0.25
 """Elsewhere it waits for those that come with it: this part of what an iteration takes."""
 DELAY = 0.5
 """How much longer than without it a prefill may make an iteration that others decode in."""
+MOST_CLAIM = 4.0
+"""So many times that, where many sessions wait for their first token and few decode."""
 LEAST_CHUNK_TOKENS = 2
 """Of a prefill in such an iteration: it must get on."""
 LEAST_ALONE_TOKENS = 8
@@ -173,11 +175,13 @@ class Policy(Generic[L]):
         blocks = len((plan[0][0] if plan else rest[0]).span)
         most_s, least = MAX_ITERATION_S / blocks, LEAST_ALONE_TOKENS
         if taken and live:
-            most_s, least = self.cost.seconds(taken) * (1 + DELAY), LEAST_CHUNK_TOKENS
+            longer = 1 + DELAY * _claim(rest, live)
+            most_s, least = min(most_s, self.cost.seconds(taken) * longer), LEAST_CHUNK_TOKENS
         elif live:
             expected = math.ceil(sum(lane.decode_tokens for lane in live) / self._groups)
             gap_s = min(lane.soonest for lane in live) - now
-            most_s = min(most_s, max(self.cost.seconds(expected), gap_s / blocks))
+            alone_s = self.cost.seconds(expected) * _claim(rest, live)
+            most_s = min(most_s, max(alone_s, gap_s / blocks))
         return max(self.cost.tokens_within(most_s, MAX_ITERATION_TOKENS) - taken, least)
 
     def _in_order(self, lanes: Sequence[L], patient: L | None) -> Iterator[L]:
@@ -201,3 +205,11 @@ class Policy(Generic[L]):
             yield queues[client].pop()
             if not queues[client]:
                 del queues[client]
+
+
+def _claim(rest: Sequence[Lane], live: Sequence[Lane]) -> float:
+    """How many sessions wait for each that decodes, those of a client that has none as one."""
+    clients = {lane.client for lane in live}
+    waiting = sum(lane.client in clients for lane in rest)
+    waiting += len({lane.client for lane in rest} - clients)
+    return min(max(waiting / len(live), 1.0), MOST_CLAIM)

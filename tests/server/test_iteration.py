@@ -133,6 +133,21 @@ def test_a_prefill_makes_an_iteration_with_decodes_at_most_so_much_longer() -> N
     assert chunks[-1] >= LEAST_CHUNK_TOKENS
 
 
+def test_the_more_sessions_wait_for_a_first_token_the_more_they_get() -> None:
+    """Those of others count as one for each client: floods get no more than a prompt."""
+    given = {}
+    for kind in ("one", "flood of others", "own"):
+        bench = Bench()
+        bench.warm_up()
+        bench.decoders(2, "a")
+        client = "a" if kind == "own" else "b"
+        for _ in range(1 if kind == "one" else 8):
+            bench.wants(bench.lane(client), 1000)
+        given[kind] = sum(tokens for _, tokens in bench.iterate()) - 2
+    assert given["flood of others"] == given["one"]
+    assert given["own"] > 3 * given["one"]
+
+
 def test_a_prefill_between_decodes_stays_short_while_they_are_expected() -> None:
     bench = Bench()
     bench.warm_up()
