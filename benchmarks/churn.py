@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.events import KINDS, Event, Kind, choose_event, longest_wait
+from benchmarks.events import Event, Kind, choose_event, longest_wait
 from benchmarks.figures import percentile
 from benchmarks.models import load_local, model_folder, random_prompt
 from benchmarks.options import Options
@@ -74,11 +74,15 @@ def run(options: Options) -> list[dict[str, Any]]:
         spans = split_evenly(open_local(folder).num_blocks, options.nodes[0])
         flags = daemon_flags(options)
         bed.start(spans * REPLICAS, *flags)
-        with join(folder, options, bed.addresses) as model:
-            calm = make_workers(model, options)
+        with (
+            join(folder, options, bed.addresses) as plain,
+            join(folder, options, bed.addresses, replicate_cache=True) as warm,
+        ):
+            models = [warm if is_warm(n) else plain for n in range(options.sessions[0])]
+            calm = make_workers(models, options)
             with working(calm, stopping := threading.Event()):
                 stopping.set()
-            workers = make_workers(model, options)
+            workers = make_workers(models, options)
             started = time.perf_counter()
             with working(workers, threading.Event()):
                 happened = churn(bed, workers, options, flags)
@@ -86,14 +90,21 @@ def run(options: Options) -> list[dict[str, Any]]:
         differences = compare(calm, workers, load_local(folder, options))
     rows = [
         summarize(workers, happened, differences, seconds),
-        *(summarize_kind(kind, workers, happened) for kind in KINDS if kind != "add"),
+        summarize_kind("kill", workers, happened, title="kill (replay)", warm=False),
+        summarize_kind("kill", workers, happened, title="kill (warm standby)", warm=True),
+        summarize_kind("drain", workers, happened, title="drain"),
     ]
     show(rows, options)
     return rows
 
 
-def make_workers(model: DistributedModelForCausalLM, options: Options) -> list[Worker]:
-    """The same prompts each time."""
+def is_warm(session: int) -> bool:
+    """Whether a session keeps a warm standby: every other one."""
+    return session % 2 == 1
+
+
+def make_workers(models: Sequence[DistributedModelForCausalLM], options: Options) -> list[Worker]:
+    """One for each of `models`; the same prompts each time."""
     return [
         Worker(
             model,
@@ -103,13 +114,13 @@ def make_workers(model: DistributedModelForCausalLM, options: Options) -> list[W
             ],
             options.new_tokens,
         )
-        for session in range(options.sessions[0])
+        for session, model in enumerate(models)
     ]
 
 
 def daemon_flags(options: Options) -> list[str]:
-    """Room for every session of the swarm on each node, twice."""
-    tokens = str(2 * options.sessions[0] * (options.prompt_tokens + options.new_tokens + 64))
+    """Room on each node for every session of the swarm, its standby, and its successor."""
+    tokens = str(3 * options.sessions[0] * (options.prompt_tokens + options.new_tokens + 64))
     flags = ["--attn-cache-tokens", tokens, "--max-cache-tokens-per-peer", tokens]
     return [*flags, "--log-level", "warning"]
 
@@ -183,12 +194,13 @@ def is_close_call(
     return bool((logits_V[[expected[at], ours[at]]] > logits_V.max() - bound).all())
 
 
-def pauses(happened: Happened, workers: Sequence[Worker]) -> list[float]:
-    """Of each session that was hit: its longest wait for a token from then on."""
+def pauses(happened: Happened, workers: Sequence[Worker], warm: bool | None = None) -> list[float]:
+    """Of each session that was hit, with a standby or without: its longest wait from then on."""
     until = happened.at + RECOVERY_S
     waits = [
         [longest_wait(times, happened.at, until) for times in workers[number].token_times()]
         for number in happened.hit
+        if warm in (None, is_warm(number))
     ]
     known = [[wait for wait in of if wait is not None] for of in waits]
     return [max(of) for of in known if of]
@@ -230,14 +242,20 @@ def summarize(
 
 
 def summarize_kind(
-    kind: Kind, workers: Sequence[Worker], happened: Sequence[Happened]
+    kind: Kind,
+    workers: Sequence[Worker],
+    happened: Sequence[Happened],
+    *,
+    title: str,
+    warm: bool | None = None,
 ) -> dict[str, Any]:
+    """Of the sessions with a standby or without, or of all."""
     of_kind = [one for one in happened if one.event.kind == kind]
-    waits = [pause for one in of_kind for pause in pauses(one, workers)]
+    waits = [pause for one in of_kind for pause in pauses(one, workers, warm)]
     return {
-        "kind": kind,
+        "kind": title,
         "events": len(of_kind),
-        "sessions": sum(len(one.hit) for one in of_kind),
+        "sessions": sum(warm in (None, is_warm(n)) for one in of_kind for n in one.hit),
         "pause_p50_s": percentile(waits, 50) if waits else None,
         "pause_p95_s": percentile(waits, 95) if waits else None,
         "runs": [{"pauses_s": waits}],

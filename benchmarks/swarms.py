@@ -62,10 +62,15 @@ def open_swarm(folder: Path, options: Options, nodes: int, cache_tokens: int) ->
         yield Swarm(daemons, model, cache_tokens)
 
 
-def join(folder: Path, options: Options, peers: Sequence[str]) -> DistributedModelForCausalLM:
+def join(
+    folder: Path, options: Options, peers: Sequence[str], *, replicate_cache: bool = False
+) -> DistributedModelForCausalLM:
     """A client in this process; close it."""
     return AutoDistributedModelForCausalLM.from_pretrained(
-        folder, initial_peers=peers, dtype=options.torch_dtype
+        folder,
+        initial_peers=peers,
+        dtype=options.torch_dtype,
+        replicate_cache=replicate_cache,
     )
 
 
