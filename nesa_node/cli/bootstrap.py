@@ -7,12 +7,11 @@ from nesa_node.cli.flags import PeerFlags, configure
 
 def bootstrap(*, flags: PeerFlags | None = None) -> int:
     """Run a meeting point: a DHT peer that others give as --initial-peers."""
-    import asyncio
-
     from nesa_node.core.config import PeerConfig
 
     config = configure(PeerConfig, flags)
     from nesa_node.server.daemon import run_bootstrap
+    from nesa_node.swarm import event_loop
 
-    asyncio.run(run_bootstrap(config))
+    event_loop.run(run_bootstrap(config))
     return 0

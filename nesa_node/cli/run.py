@@ -10,12 +10,11 @@ def run(model: ModelArgument = None, /, *, flags: NodeFlags | None = None) -> in
 
     Without --initial-peers it starts a new swarm and prints the address others join with.
     """
-    import asyncio
-
     from nesa_node.core.config import NodeConfig
 
     config = configure(NodeConfig, flags, model=model)
     from nesa_node.server.daemon import run_node
+    from nesa_node.swarm import event_loop
 
-    asyncio.run(run_node(config))
+    event_loop.run(run_node(config))
     return 0
