@@ -57,9 +57,15 @@ def packed(module: nn.Module) -> PackedLinear | None:
 
 
 def pack_linear_layers(root: nn.Module) -> None:
-    """Replace every linear layer below `root` in place."""
-    for parent in list(root.modules()):
-        for name, child in list(parent.named_children()):
-            stand_in = packed(child)
-            if stand_in is not None:
-                setattr(parent, name, stand_in)
+    """Replace every linear layer below `root` in place, one after another."""
+    # Only parents: a list that held the layers too would keep all their weights until the end.
+    for parent in [module for module in root.modules() if module._modules]:
+        for name in list(parent._modules):
+            _replace(parent, name)
+
+
+def _replace(parent: nn.Module, name: str) -> None:
+    child = parent._modules[name]
+    stand_in = packed(child) if child is not None else None
+    if stand_in is not None:
+        setattr(parent, name, stand_in)
