@@ -8,6 +8,7 @@ import asyncio
 import inspect
 import os
 import shutil
+import signal
 import tempfile
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -24,6 +25,9 @@ _TMP = _RUN_DIR / "t"
 
 def pytest_configure(config: pytest.Config) -> None:
     """Prepare the environment before a test module can import torch or transformers."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # What a shell starts in the background ignores it, and so would the tests of interrupts.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     _TMP.mkdir()
     tempfile.tempdir = str(_TMP)
     os.environ.update(
