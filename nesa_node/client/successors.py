@@ -66,12 +66,10 @@ class Successors:
         False once an attempt has ended, whether there is a successor now or not.
         """
         task = self._preparing.get(link)
-        if task is None:
-            task = self._preparing[link] = asyncio.create_task(self._prepare(link))
-            return True
-        if task.done():
+        if task is not None and task.done():
             del self._preparing[link]
             return False
+        self.refresh([link])
         return True
 
     def refresh(self, links: Sequence[HopLink]) -> None:

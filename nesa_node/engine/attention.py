@@ -78,7 +78,6 @@ class PackedRuns:
             slots = run.table.slots(0, past + run.count)
             self.rows.append(_Row(start, run.count, past, slots))
             start += run.count
-        self.tokens = start
 
     @cached_property
     def positions_1T(self) -> Tensor:
@@ -127,6 +126,7 @@ def attend(
     Keys and values of this step are in the pool already. `packed` came in through the model's own
     keyword arguments.
     """
+    # To mypy any attribute of a module is a tensor or a module.
     layer: int = module.layer_idx - packed.pool.span.start  # type: ignore[operator, assignment]
     keys_SHD, values_SHD = packed.pool.keys_SHD[layer], packed.pool.values_SHD[layer]
     outputs = []

@@ -37,6 +37,7 @@ def can_pack(weight: Tensor) -> bool:
     return (
         weight.device.type == "cpu"
         and weight.dtype in _DTYPES
+        # torch states no types for it.
         and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
         and weight.ndim == 2
     )
