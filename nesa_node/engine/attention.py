@@ -84,13 +84,52 @@ class PackedRuns:
         rows = [torch.arange(row.past, row.past + row.count) for row in self.rows]
         return torch.cat(rows).unsqueeze(0).to(self.pool.device)
 
+    def put(self, layer_idx: int, keys_THD: Tensor, values_THD: Tensor) -> None:
+        """Put the new tokens' keys and values of a layer where they belong."""
+        layer = layer_idx - self.pool.span.start
+        self.pool.keys_SHD[layer].index_copy_(0, self._slots_T, keys_THD)
+        self.pool.values_SHD[layer].index_copy_(0, self._slots_T, values_THD)
+
+    def attend(
+        self,
+        layer_idx: int,
+        query_TQD: Tensor,
+        scaling: float | None,
+        *,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        """Attention of a layer whose new keys and values were put; [T, Q, D] with Q = H x G."""
+        layer = layer_idx - self.pool.span.start
+        keys_SHD, values_SHD = self.pool.keys_SHD[layer], self.pool.values_SHD[layer]
+        outputs = []
+        for row in self.rows:
+            query_1QLD = query_TQD[row.start : row.start + row.count].transpose(0, 1).unsqueeze(0)
+            keys_1HCD = row.window(keys_SHD, window)
+            values_1HCD = row.window(values_SHD, window)
+            mask = row.mask(window, query_TQD.device) if row.count > 1 else None
+            if softcap is not None:
+                output = _softcapped(query_1QLD, keys_1HCD, values_1HCD, mask, scaling, softcap)
+            elif row.count == 1:
+                output = _one_token(query_1QLD, keys_1HCD, values_1HCD, scaling)
+            else:
+                output = functional.scaled_dot_product_attention(
+                    query_1QLD,
+                    keys_1HCD,
+                    values_1HCD,
+                    attn_mask=mask,
+                    is_causal=mask is None,
+                    scale=scaling,
+                    enable_gqa=query_1QLD.shape[1] != keys_1HCD.shape[1],
+                )
+            outputs.append(output[0].transpose(0, 1))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
     def update(
         self, keys_1HTD: Tensor, values_1HTD: Tensor, layer_idx: int, *_: object, **__: object
     ) -> tuple[Tensor, Tensor]:
-        """Put the new tokens' keys and values of a layer where they belong, and return them."""
-        layer = layer_idx - self.pool.span.start
-        self.pool.keys_SHD[layer].index_copy_(0, self._slots_T, keys_1HTD[0].transpose(0, 1))
-        self.pool.values_SHD[layer].index_copy_(0, self._slots_T, values_1HTD[0].transpose(0, 1))
+        """What transformers' layers call: put, and hand the same back."""
+        self.put(layer_idx, keys_1HTD[0].transpose(0, 1), values_1HTD[0].transpose(0, 1))
         return keys_1HTD, values_1HTD
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -126,31 +165,15 @@ def attend(
     Keys and values of this step are in the pool already. `packed` came in through the model's own
     keyword arguments.
     """
-    # To mypy any attribute of a module is a tensor or a module.
-    layer: int = module.layer_idx - packed.pool.span.start  # type: ignore[operator, assignment]
-    keys_SHD, values_SHD = packed.pool.keys_SHD[layer], packed.pool.values_SHD[layer]
-    outputs = []
-    for row in packed.rows:
-        query_1QLD = query_1QTD[:, :, row.start : row.start + row.count]
-        keys_1HCD = row.window(keys_SHD, sliding_window)
-        values_1HCD = row.window(values_SHD, sliding_window)
-        mask = row.mask(sliding_window, query_1QTD.device) if row.count > 1 else None
-        if softcap is not None:
-            output = _softcapped(query_1QLD, keys_1HCD, values_1HCD, mask, scaling, softcap)
-        elif row.count == 1:
-            output = _one_token(query_1QLD, keys_1HCD, values_1HCD, scaling)
-        else:
-            output = functional.scaled_dot_product_attention(
-                query_1QLD,
-                keys_1HCD,
-                values_1HCD,
-                attn_mask=mask,
-                is_causal=mask is None,
-                scale=scaling,
-                enable_gqa=query_1QLD.shape[1] != keys_1HCD.shape[1],
-            )
-        outputs.append(output.transpose(1, 2))
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1), None
+    output_TQD = packed.attend(
+        # To mypy any attribute of a module is a tensor or a module.
+        module.layer_idx,  # type: ignore[arg-type]
+        query_1QTD[0].transpose(0, 1),
+        scaling,
+        window=sliding_window,
+        softcap=softcap,
+    )
+    return output_TQD.unsqueeze(0), None
 
 
 def _one_token(

@@ -58,6 +58,8 @@ class Family:
     cache_heads: Callable[[Any], CacheHeads] = _grouped_query
     packs_rows: bool = True
     """Attention goes through transformers' interface; else rows run one after the other."""
+    fuses: bool = False
+    """Its layers have Llama's shape: `FusedDecoder` can stand in for the decoder."""
     trained_length: int | None = None
     """The context limit of families whose config need not state one."""
     refuses: Mapping[str, object] | None = None
@@ -69,11 +71,11 @@ class Family:
 
 
 FAMILIES: Mapping[str, Family] = {
-    "llama": Family("Llama"),
-    "mistral": Family("Mistral"),
+    "llama": Family("Llama", fuses=True),
+    "mistral": Family("Mistral", fuses=True),
     "mixtral": Family("Mixtral"),
-    "qwen2": Family("Qwen2"),
-    "qwen3": Family("Qwen3"),
+    "qwen2": Family("Qwen2", fuses=True),
+    "qwen3": Family("Qwen3", fuses=True),
     "gemma2": Family("Gemma 2", refuses={"use_bidirectional_attention": True}),
     "gemma3_text": Family("Gemma 3 (text)", refuses={"use_bidirectional_attention": True}),
     "phi3": Family("Phi-3"),

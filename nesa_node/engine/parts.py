@@ -12,6 +12,7 @@ from nesa_node.engine.attention import NAME as PAGED_ATTENTION
 from nesa_node.engine.blocks import Blocks, sliced_decoder
 from nesa_node.engine.checkpoint import Checkpoint
 from nesa_node.engine.ends import Embedder, EmbeddingModules, Head
+from nesa_node.engine.fused_layers import FusedDecoder
 from nesa_node.engine.packed_linear import pack_linear_layers
 from nesa_node.engine.progress import Progress
 from nesa_node.engine.skeleton import Skeleton
@@ -72,6 +73,8 @@ def load_blocks(
     )
     skeleton.require_complete(decoder)
     weight_bytes = sum(weight.nbytes for weight in decoder.parameters())
+    if family.fuses:
+        decoder = FusedDecoder(decoder)
     pack_linear_layers(decoder)
     return Blocks(
         decoder,

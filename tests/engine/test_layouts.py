@@ -14,7 +14,7 @@ from nesa_node.core.errors import CorruptCheckpointError
 from nesa_node.core.span import Span
 from nesa_node.engine.ends import Head
 from nesa_node.engine.parts import load_blocks, load_ends
-from tests.engine.chained import Chain, Run, open_local
+from tests.engine.chained import Chain, Run, distance, open_local
 from tests.engine.layouts import Tensors, rewritten, set_config
 from tests.engine.tiny_models import prompt_ids, reference, save_tiny_model
 
@@ -155,7 +155,7 @@ def test_tied_by_config_but_different_on_disk_is_not_tied(models_dir: Path, tmp_
     )
     with torch.inference_mode():
         expected = reference(folder)(torch.tensor([PROMPT])).logits[0]
-    assert torch.equal(Run(Chain(folder)).step(PROMPT), expected)
+    assert distance(Run(Chain(folder)).step(PROMPT), expected) <= 1e-5
 
 
 def test_missing_tensors_are_named(models_dir: Path, tmp_path: Path) -> None:
