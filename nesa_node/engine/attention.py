@@ -79,6 +79,11 @@ class PackedRuns:
             self.rows.append(_Row(start, run.count, past, slots))
             start += run.count
 
+    @property
+    def end(self) -> int:
+        """One more than the largest position."""
+        return max(row.past + row.count for row in self.rows)
+
     @cached_property
     def positions_1T(self) -> Tensor:
         rows = [torch.arange(row.past, row.past + row.count) for row in self.rows]
@@ -87,8 +92,14 @@ class PackedRuns:
     def put(self, layer_idx: int, keys_THD: Tensor, values_THD: Tensor) -> None:
         """Put the new tokens' keys and values of a layer where they belong."""
         layer = layer_idx - self.pool.span.start
-        self.pool.keys_SHD[layer].index_copy_(0, self._slots_T, keys_THD)
-        self.pool.values_SHD[layer].index_copy_(0, self._slots_T, values_THD)
+        for side_SHD, new_THD in (
+            (self.pool.keys_SHD[layer], keys_THD),
+            (self.pool.values_SHD[layer], values_THD),
+        ):
+            if isinstance(self._new_slots, slice):
+                side_SHD[self._new_slots] = new_THD
+            else:
+                side_SHD.index_copy_(0, self._new_slots, new_THD)
 
     def attend(
         self,
@@ -135,8 +146,17 @@ class PackedRuns:
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0
 
+    def pick(self, of_positions: Tensor) -> Tensor:
+        """What a table [positions, ...] says about each token: [T, ...]."""
+        if len(self.rows) == 1:
+            row = self.rows[0]
+            return of_positions[row.past : row.past + row.count]
+        return of_positions[self.positions_1T[0]]
+
     @cached_property
-    def _slots_T(self) -> Tensor:
+    def _new_slots(self) -> slice | Tensor:
+        if len(self.rows) == 1 and isinstance(slots := self.rows[0].slots, slice):
+            return slice(slots.stop - self.rows[0].count, slots.stop)
         parts = []
         for row in self.rows:
             if isinstance(row.slots, slice):

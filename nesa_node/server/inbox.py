@@ -13,7 +13,7 @@ import torch
 
 from nesa_node.compression import tensors
 from nesa_node.core.errors import ProtocolError
-from nesa_node.swarm.messages import Step
+from nesa_node.swarm.messages import Step, encode_message
 
 LARGE_BYTES = 1 << 20
 """A payload from which on `examine` takes milliseconds: not for the event loop."""
@@ -103,9 +103,10 @@ class Inbox:
     def accept(self, step: Step, examined: Examined) -> bool:
         """Take a step; False for one of an older epoch and for the repetition of the newest one.
 
-        Raises `ProtocolError`; whatever was refused changed nothing.
+        Raises `ProtocolError`; whatever was refused changed nothing. `wants` must have said yes, an
+        epoch may have begun since.
         """
-        if not self.wants(step) or self._is_repeated(step, examined.digest):
+        if step.epoch < self.epoch or self._is_repeated(step, examined.digest):
             return False
         self._check_rows(step)
         for part in step.rows:
@@ -163,6 +164,5 @@ class Inbox:
 def _digest(step: Step, payload: bytearray) -> bytes:
     """Of everything that makes two steps the same: the tokens' places and their bytes."""
     digest = hashlib.blake2b(payload, digest_size=16)
-    digest.update(repr([(p.row, p.position, p.count) for p in step.rows]).encode())
-    digest.update(repr((step.tensor, step.want)).encode())
+    digest.update(encode_message(step))
     return digest.digest()
