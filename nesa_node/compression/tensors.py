@@ -119,8 +119,18 @@ def decode(meta: TensorMeta, data: bytes | bytearray | memoryview, *, max_bytes:
             "bad_tensor", f"{meta.dtype}{list(meta.shape)} takes {nbytes} bytes, got {view.nbytes}"
         )
     tensor = codec.decode(meta, view)
-    _require_finite(tensor)
+    if not is_finite(tensor):
+        raise ProtocolError("not_finite", "the tensor holds NaN or infinite values")
     return tensor
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether no value is NaN or infinite."""
+    # On event loops, where `isfinite` would take 30 times as long. A sum is finite only if all
+    # values are; where it overflows the extremes tell: both are NaN if any value is.
+    if math.isfinite(tensor.sum().item()):
+        return True
+    return all(math.isfinite(end.item()) for end in torch.aminmax(tensor))
 
 
 def _bounded(nbytes: int, max_bytes: int) -> int:
@@ -140,12 +150,3 @@ def _codec_of(meta: TensorMeta) -> Codec:
     if meta.shape and not 0 <= min(meta.shape) <= max(meta.shape) <= MAX_DIM:
         raise ProtocolError("bad_tensor", f"dimensions must be 0 to {MAX_DIM}")
     return codec
-
-
-def _require_finite(tensor: Tensor) -> None:
-    # On the event loop, where `isfinite` would take 30 times as long. A sum is finite only if all
-    # values are; where it overflows the extremes tell: both are NaN if any value is.
-    if math.isfinite(tensor.sum().item()):
-        return
-    if not all(math.isfinite(end.item()) for end in torch.aminmax(tensor)):
-        raise ProtocolError("not_finite", "the tensor holds NaN or infinite values")
