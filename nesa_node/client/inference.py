@@ -114,7 +114,7 @@ class InferenceSession:
             return result_TD
         self.reorder(twins)
         counts = [min(len(ids_L), 1) if want == "last" else len(ids_L) for ids_L in firsts]
-        parts = result_TD.split(counts)
+        parts = torch.split(result_TD, counts)
         return torch.cat([parts[twin] for twin in twins])
 
     def rollback(self, lengths: Sequence[int]) -> None:

@@ -114,9 +114,10 @@ def test_second_turn_prefills_only_what_is_new(pair: Pair) -> None:
 
 
 def test_samples_of_one_prompt_send_it_once(pair: Pair) -> None:
-    model, alone = pair
+    model, local = pair
+    alone: Any = local
     prompts = torch.cat((random_ids(1, 60), random_ids(1, 60, seed=1)))
-    options = {"max_new_tokens": 12, "do_sample": True, "num_return_sequences": 3}
+    options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": True, "num_return_sequences": 3}
     torch.manual_seed(5)
     expected = alone.generate(prompts, **options)
     with model.inference_session(80, batch_size=6) as session:
