@@ -148,13 +148,17 @@ class Session:
         log.info("handed_over", peer=to.peer, lengths=lengths)
         return lengths
 
+    def check_donor(self, peer: PeerId) -> None:
+        """Raises `ProtocolError` unless `peer` may fill the session now."""
+        if self.opened.donor != peer:
+            raise ProtocolError("not_donor", f"{peer} is not the donor of this session")
+        self._check_unlinked()
+
     async def adopt(self, message: Pages | Step | Sync, payload: bytearray) -> tuple[int, ...]:
         """Take what the donor sends; returns what is held. Raises `ProtocolError` once linked."""
         async with self._adopting:
             self._require_open()
-            if self._succession is None:
-                raise ProtocolError("unexpected", "the session goes on here already")
-            await self._succession.take(message, payload)
+            await self._check_unlinked().take(message, payload)
             self.inbox.expected = list(self.lengths)
         return self.lengths
 
@@ -212,6 +216,11 @@ class Session:
     async def _notify(self) -> None:
         async with self._changed:
             self._changed.notify_all()
+
+    def _check_unlinked(self) -> Succession:
+        if self._succession is None:
+            raise ProtocolError("unexpected", "the session goes on here already")
+        return self._succession
 
     def _require_open(self) -> None:
         if self._closed:

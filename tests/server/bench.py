@@ -34,6 +34,7 @@ from nesa_node.swarm.messages import (
     Open,
     Output,
     Priority,
+    Reorder,
     Rollback,
     RowSlice,
     Step,
@@ -118,6 +119,7 @@ class Peer:
         max_tokens: int = PAGE_TOKENS,
         priority: Priority = "interactive",
         upstream: str | None = None,
+        donor: str | None = None,
     ) -> None:
         self.lengths = [0] * rows
         span = self._blocks.span
@@ -130,10 +132,11 @@ class Peer:
                 blocks=(span.start, span.end),
                 rows=rows,
                 max_tokens=max_tokens,
-                mode="chain" if upstream else "star",
+                mode="chain" if upstream or donor else "star",
                 dtype="float32",
                 epoch=0,
                 upstream=upstream,
+                donor=donor,
                 priority=priority,
             )
         )
@@ -155,6 +158,11 @@ class Peer:
         self.epoch += 1
         self.lengths = list(lengths)
         self.wire.say(Rollback(epoch=self.epoch, lengths=tuple(lengths)))
+
+    def reorder(self, sources: Sequence[int]) -> None:
+        self.epoch += 1
+        self.lengths = [self.lengths[source] for source in sources]
+        self.wire.say(Reorder(epoch=self.epoch, sources=tuple(sources)))
 
     def step(
         self, counts: dict[int, int], hidden_TD: Tensor | None = None, *, want: Want = "all"
