@@ -91,9 +91,7 @@ class Session:
         self.active_at = time.monotonic()
         if sender != (self.upstream or self.client.peer):
             raise ProtocolError("not_upstream", f"{sender} is not upstream of this session")
-        if self._succession is not None and self.opened.donor is not None:
-            # While a donor fills the caches no iteration may use them.
-            raise ProtocolError("not_linked", "a session that is handed over begins with `link`")
+        self._require_linked()
         await self._wait_until(lambda: self._work.backlog < MAX_QUEUED_STEPS)
         if not self.inbox.wants(step):
             return
@@ -107,6 +105,7 @@ class Session:
 
     async def rollback(self, epoch: int, lengths: Sequence[int]) -> None:
         """Begin an epoch with the caches cut to `lengths`. Raises `ProtocolError`."""
+        self._require_linked()
         self._begin_epoch(epoch, lengths)
         async with self._changing(partial(self._truncate, lengths)):
             pass
@@ -118,8 +117,8 @@ class Session:
         """
         self._check_link(link)
         async with self._adopting:
+            self._begin_epoch(link.epoch, link.lengths)
             self._succession = None
-        self._begin_epoch(link.epoch, link.lengths)
         self.upstream = PeerId(link.upstream) if link.upstream else None
         # In a star a node cannot know where the others are: the first blocks are the likely place.
         first = self.opened.mode == "chain" or self._work.blocks.span.start == 0
@@ -132,6 +131,7 @@ class Session:
 
         Raises `ProtocolError`, also while steps are under way.
         """
+        self._require_linked()
         rows = len(self._work.tables)
         if len(sources) != rows or max(sources) >= rows:
             raise ProtocolError("bad_rows", f"{len(sources)} sources for {rows} rows")
@@ -144,6 +144,7 @@ class Session:
     async def hand_over(self, to: Downstream) -> tuple[int, ...]:
         """Give `to` what it lacks; returns what it then holds. Raises `ProtocolError`."""
         self.active_at = time.monotonic()
+        self._require_linked()
         lengths = await self._transfers.sync(to)
         log.info("handed_over", peer=to.peer, lengths=lengths)
         return lengths
@@ -216,6 +217,12 @@ class Session:
     async def _notify(self) -> None:
         async with self._changed:
             self._changed.notify_all()
+
+    def _require_linked(self) -> None:
+        if self._succession is not None and self.opened.donor is not None:
+            # While a donor fills the caches nothing else may use or change them: pages that a
+            # rollback frees would be another session's when what the donor sent is put there.
+            raise ProtocolError("not_linked", "a session that is handed over begins with `link`")
 
     def _check_unlinked(self) -> Succession:
         if self._succession is None:

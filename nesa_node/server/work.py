@@ -46,7 +46,7 @@ class Work(Lane):
         super().__init__(client=client, priority=priority, span=blocks.span)
         self.tables = tables
         self.blocks = blocks
-        self._dtype = dtype
+        self.dtype = dtype
         self._wake = wake
         self._queue: deque[Pending] = deque()
         self._results: asyncio.Queue[tuple[Step, torch.Tensor] | ProtocolError] = asyncio.Queue()
@@ -61,7 +61,7 @@ class Work(Lane):
 
     def submit(self, step: Step, hidden_TD: torch.Tensor) -> None:
         """Run a step [T, D] after those before it; its rows go on where the tables then end."""
-        self._queue.append(Pending(step, hidden_TD, self._dtype, time.monotonic()))
+        self._queue.append(Pending(step, hidden_TD, self.dtype, time.monotonic()))
         self._count()
         self._wake()
 

@@ -6,6 +6,7 @@ T packed tokens, L tokens of one row, D hidden.
 from __future__ import annotations
 
 import asyncio
+import math
 from typing import Any
 
 import pytest
@@ -35,7 +36,7 @@ from nesa_node.swarm.messages import (
     TransferOpened,
 )
 from tests.server.bench import Node, Peer, Wire, open_node
-from tests.server.test_session_server import end, opened
+from tests.server.test_session_server import Spied, end, opened
 from tests.server.test_sessions_together import assert_same
 
 DONOR, UPSTREAM = "donor", "up"
@@ -175,6 +176,86 @@ async def test_transfers_that_take_turns_as_fast_as_they_can_hurt_nobody(blocks:
         assert_same(torch.cat(outputs), past.output_TD)
         await end(bystander)
         assert node.pool.held_pages == 0
+
+
+@pytest.mark.parametrize("change", ["rollback", "reorder"])
+async def test_changes_wait_for_the_link_of_a_session_that_is_handed_over(
+    blocks: Blocks, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    """Else its pages could be another's already when what the donor sent is put there."""
+    past = Past(blocks)
+    Spied(monkeypatch, seconds=0.2)
+    async with open_node(blocks) as node:
+        bystander, peer = await opened(node, "bystander", max_tokens=2 * TOKENS), await filled(node)
+        donor = await transfer(node, peer)
+        bystander.step({0: TOKENS}, past.hidden_TD[:TOKENS])
+        await asyncio.sleep(0.05)
+        donor.say(*past.page(0, TOKENS))  # waits for the bystander's step
+        await asyncio.sleep(0.05)
+        if change == "rollback":
+            peer.rollback([0])
+        else:
+            peer.reorder([0])
+        assert await refusal(peer.wire) == "not_linked"
+        peer.epoch = 0
+        assert await synced(donor, TOKENS) == (TOKENS,)
+        bystander.step({0: 1}, past.hidden_TD[TOKENS:])
+        await goes_on(peer, past)
+        outputs = [(await bystander.output())[1] for _ in range(2)]
+        assert_same(torch.cat(outputs), past.output_TD)
+        await end(bystander)
+
+
+async def test_a_refused_link_leaves_the_donor_its_place(blocks: Blocks) -> None:
+    past = Past(blocks)
+    async with open_node(blocks) as node:
+        peer = await filled(node)
+        donor = await transfer(node, peer)
+        peer.lengths = [TOKENS]
+        peer.link()  # before anything came
+        assert await refusal(peer.wire) == "bad_position"
+        peer.epoch = 0
+        donor.say(*past.page(0, TOKENS))
+        assert await synced(donor, TOKENS) == (TOKENS,)
+        await goes_on(peer, past)
+
+
+def kept_output(
+    peer: Peer, *rows: tuple[int, int, int], hidden_TD: Tensor | None = None
+) -> tuple[Step, bytes]:
+    """An output [T, D] that the donor says it kept, by default as wide as it should be."""
+    if hidden_TD is None:
+        hidden_TD = torch.ones(sum(count for *_, count in rows), peer._blocks.hidden_size)
+    meta, payload = tensors.encode(hidden_TD)
+    slices = tuple(RowSlice(*row) for row in rows)
+    step = Step(session=peer.session, epoch=0, step=1, rows=slices, tensor=meta)
+    return step, bytes(payload)
+
+
+async def test_kept_outputs_that_cannot_be_are_refused_and_change_nothing(blocks: Blocks) -> None:
+    width, far = blocks.hidden_size, 2 * TOKENS + 1
+    async with open_node(blocks) as node:
+        peer = await filled(node, rows=2)
+        for code, (step, payload) in (
+            ("bad_rows", kept_output(peer, (0, 0, 5), (2, 0, 1))),
+            ("bad_rows", kept_output(peer, (0, 0, 5), (0, 5, 5))),
+            ("bad_position", kept_output(peer, (0, 0, 5), (1, 3, 1))),
+            ("bad_position", kept_output(peer, (0, 0, far))),
+            ("bad_tensor", kept_output(peer, (0, 0, 5), hidden_TD=torch.ones(5, width + 1))),
+            ("bad_tensor", kept_output(peer, (0, 0, 5), hidden_TD=torch.ones(4, width))),
+            ("bad_tensor", kept_output(peer, (0, 0, 5), hidden_TD=torch.ones(5, width).half())),
+            (
+                "not_finite",
+                kept_output(peer, (0, 0, 1), hidden_TD=torch.full((1, width), math.nan)),
+            ),
+        ):
+            donor = await transfer(node, peer)
+            donor.say(step, payload)
+            assert await refusal(donor) == code
+        donor = await transfer(node, peer)
+        donor.say(*kept_output(peer, (0, 0, 5), (1, 0, 1)))
+        assert await synced(donor, 0, 0) == (0, 0)
+        await end(peer)
 
 
 async def test_pages_that_cannot_be_are_refused_and_change_nothing(blocks: Blocks) -> None:
