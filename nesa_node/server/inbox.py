@@ -110,14 +110,16 @@ class Inbox:
             return False
         self._check_rows(step)
         for part in step.rows:
-            end = part.position + part.count
-            if end > self._room[part.row]:
-                self._outgrow(self._room[part.row], end)
-                self._room[part.row] = end
+            self._make_room(part.row, part.position + part.count)
         for part in step.rows:
             self.expected[part.row] += part.count
         self._last = (step.step, examined.digest)
         return True
+
+    def reorder(self, sources: Sequence[int]) -> None:
+        """Have room in each row for what row `sources[row]` holds. Raises `ProtocolError`."""
+        for row, source in enumerate(sources):
+            self._make_room(row, self.expected[source])
 
     def begin_epoch(self, epoch: int, lengths: Sequence[int]) -> None:
         """Expect each row to go on at `lengths[row]`.
@@ -137,6 +139,11 @@ class Inbox:
         self.expected = list(lengths)
         # A step that the new epoch undid may come again under its old number.
         self._last = (-1, b"")
+
+    def _make_room(self, row: int, tokens: int) -> None:
+        if tokens > self._room[row]:
+            self._outgrow(self._room[row], tokens)
+            self._room[row] = tokens
 
     def _is_repeated(self, step: Step, digest: bytes) -> bool:
         last_step, last_digest = self._last

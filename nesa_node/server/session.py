@@ -137,6 +137,7 @@ class Session:
             raise ProtocolError("bad_rows", f"{len(sources)} sources for {rows} rows")
         if tuple(self.inbox.expected) != self.lengths:
             raise ProtocolError("bad_position", "steps are under way")
+        self.inbox.reorder(sources)
         self._begin_epoch(epoch, self.lengths)
         async with self._changing(partial(self._permute, sources)):
             pass

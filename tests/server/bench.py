@@ -213,9 +213,12 @@ class Node:
     def connect(self, client: str) -> Wire:
         """A stream that the node serves until it ends."""
         wire = Wire(client)
+        self.serve(wire)
+        return wire
+
+    def serve(self, wire: Wire) -> None:
         assert self._tasks is not None
         self._tasks.create_task(self.server.handle(wire.peer, cast(Any, wire), cast(Any, None)))
-        return wire
 
     def peer(self, client: str = "client", **options: Any) -> Peer:
         return Peer(self.connect(client), self.blocks, **options)

@@ -17,17 +17,22 @@ from nesa_node.compression import tensors
 from nesa_node.compression.tensors import TensorMeta
 from nesa_node.core.errors import StreamClosedError
 from nesa_node.engine.blocks import Blocks, Run
+from nesa_node.engine.pages import PAGE_TOKENS
 from nesa_node.swarm.messages import (
     VERSION,
     Close,
     Closed,
+    Downstream,
     Error,
+    HandOver,
     Linked,
+    Message,
     Opened,
     Output,
     Pages,
     PushOpen,
     PushOpened,
+    Reordered,
     RowSlice,
     Step,
     Sync,
@@ -303,3 +308,80 @@ async def test_the_end_of_a_session_ends_its_transfer(blocks: Blocks) -> None:
         assert node.pool.free_pages == node.pool.num_pages
         with pytest.raises(StreamClosedError):
             await donor.hear_a(Synced)
+
+
+class Unread(Wire):
+    """A stream whose other end takes nothing."""
+
+    def __init__(self, peer: str) -> None:
+        super().__init__(peer)
+        self.taking = asyncio.Event()
+
+    async def send(self, message: Message, payload: memoryview | bytes = b"") -> None:
+        await self.taking.wait()
+        await super().send(message, payload)
+
+
+async def test_hand_overs_wait_until_the_answers_to_earlier_ones_are_taken(blocks: Blocks) -> None:
+    async with open_node(blocks) as node:
+        wire = Unread("client")
+        peer = Peer(wire, blocks)
+        wire.taking.set()
+        node.serve(wire)
+        peer.open()
+        await wire.hear_a(Opened)
+        peer.link()
+        await wire.hear_a(Linked)
+        wire.taking.clear()
+        before = len(asyncio.all_tasks())
+        for _ in range(1000):
+            wire.say(HandOver(to=Downstream(peer="nobody", blocks=(7, 9))))
+        await asyncio.sleep(0.1)
+        assert len(asyncio.all_tasks()) <= before + 2
+        wire.taking.set()
+        assert {await refusal(wire) for _ in range(1000)} == {"bad_link"}
+        await end(peer)
+
+
+async def test_rows_that_are_copied_have_room_for_what_they_get(blocks: Blocks) -> None:
+    """A row that outgrew its promise must not be multiplied into room that nobody has."""
+    page = PAGE_TOKENS
+    async with open_node(blocks, tokens=4 * page, peer_tokens=3 * page) as node:
+        other = await opened(node, "other", max_tokens=page)
+        peer = await opened(node, rows=2, max_tokens=page)
+        peer.step({0: page + 8})
+        await peer.output()
+        peer.reorder([0, 0])
+        assert await refusal(peer.wire) == "cache_full"
+        peer.epoch -= 1
+        peer.lengths = [page + 8, 0]
+        await end(other)
+        peer.reorder([0, 0])
+        assert await refusal(peer.wire) == "cache_full", "the quota of a peer counts copies"
+        peer.epoch -= 1
+        peer.lengths = [page + 8, 0]
+        peer.step({0: 1, 1: 1})
+        await peer.output()
+        await end(peer)
+        assert node.pool.held_pages == 0
+        assert node.pool.free_pages == node.pool.num_pages
+
+
+async def test_rows_that_are_copied_take_room_where_there_is_some(blocks: Blocks) -> None:
+    page = PAGE_TOKENS
+    async with open_node(blocks, tokens=4 * page) as node:
+        peer = await opened(node, rows=2, max_tokens=page)
+        peer.step({0: page + 8})
+        await peer.output()
+        peer.reorder([0, 0])
+        await peer.wire.hear_a(Reordered)
+        assert node.pool.held_pages == 2
+        assert node.pool.free_pages == 0, "both may write to all of it"
+        hidden_TD = torch.randn(1, blocks.hidden_size).repeat(2, 1)
+        peer.step({0: 1, 1: 1}, hidden_TD)
+        _, output_TD = await peer.output()
+        assert_same(output_TD[:1], output_TD[1:])
+        assert node.pool.held_pages == 3
+        await end(peer)
+        assert node.pool.held_pages == 0
+        assert node.pool.free_pages == node.pool.num_pages
