@@ -16,23 +16,27 @@ from pathlib import Path
 import pytest
 
 from nesa_node.cli.local_swarm import LocalNode
-from nesa_node.core.ids import ModelId, PeerId
+from nesa_node.core.ids import ModelId
 from nesa_node.core.span import Span
 from nesa_node.swarm.identity import Identity
 from nesa_node.swarm.node import Swarm, open_swarm
-from tests.engine.tiny_models import BLOCKS, HEADS, HIDDEN, save_tiny_model
+from tests.engine.tiny_models import BLOCKS, save_tiny_model
 from tests.hostile import transfer_attacks
 from tests.hostile.attacker import Attacker, Tally
 from tests.hostile.bystander import Bystander, bystander
 from tests.hostile.campaign import Attack, campaign, flood
-from tests.hostile.frames import ROWS, Facts
+from tests.hostile.daemons import (
+    check_every_page_can_be_written,
+    check_nothing_is_held,
+    connect_to,
+    facts_of,
+)
+from tests.hostile.frames import Facts
 from tests.hostile.gauge import MIB, Gauge, settled
-from tests.hostile.session_attacks import closed_politely, full_session
+from tests.hostile.session_attacks import closed_politely
 from tests.swarms import Daemons, daemons
 
 SPANS = [Span(0, BLOCKS // 2), Span(BLOCKS // 2, BLOCKS)]
-WIDTHS = (HIDDEN, (2, HIDDEN // HEADS))
-"""Of the tiny Llama's hidden states, and how many key and value heads how wide."""
 CACHE_TOKENS = 8192
 FLAGS = (
     *("--attn-cache-tokens", str(CACHE_TOKENS), "--max-cache-tokens-per-peer", "3000"),
@@ -69,21 +73,15 @@ async def _scene(folder: Path) -> AsyncIterator[Scene]:
             )
             for _ in range(4)
         ]
-        records = {record.peer_id: record for record in await swarms[0].directory.fetch_all()}
-        targets = [
-            Facts(node.peer_id, node.addresses, record.model_id, record.span, *WIDTHS)
-            for node in running.nodes
-            for record in [records[node.peer_id]]
-        ]
+        targets = await facts_of(running.nodes, swarms[0])
         for swarm in swarms[1:]:
-            for node in running.nodes:
-                await swarm.transport.connect(PeerId(node.peer_id), node.addresses)
+            await connect_to(targets, swarm)
         one = stack.enter_context(bystander(model, running.addresses))
         yield Scene(running, swarms[0], swarms[1:], targets, one)
         one.stop()
         await _check_directory(swarms[0], targets, running.nodes)
-        await _check_nothing_is_held(swarms[0], running.nodes)
-        await _check_every_page_can_be_written(swarms, targets)
+        await check_nothing_is_held(swarms[0], targets)
+        await check_every_page_can_be_written(swarms, targets, CACHE_TOKENS)
         for node in running.nodes:
             _check_log(running.log(node))
 
@@ -95,33 +93,6 @@ async def _check_directory(
     snapshot = await swarm.directory.fetch(ModelId(targets[0].model_id), BLOCKS)
     found = {state.peer_id: (state.span, state.addresses) for state in snapshot.nodes}
     assert found == {node.peer_id: (node.span, node.addresses) for node in nodes}
-
-
-async def _check_nothing_is_held(swarm: Swarm, nodes: Sequence[LocalNode | Facts]) -> None:
-    deadline = time.monotonic() + 15
-    while True:
-        records = {record.peer_id: record for record in await swarm.directory.fetch_all()}
-        held = {
-            node.peer_id: record.total_cache_tokens - record.free_cache_tokens
-            for node in nodes
-            for record in [records[node.peer_id]]
-        }
-        if not any(held.values()):
-            return
-        assert time.monotonic() < deadline, f"cache tokens are still promised: {held}"
-
-
-async def _check_every_page_can_be_written(
-    swarms: Sequence[Swarm], targets: Sequence[Facts]
-) -> None:
-    """A page that somebody still holds although nobody was promised it would be missing."""
-    for target in targets:
-        async with AsyncExitStack() as sessions:
-            for swarm in swarms:
-                attacker = Attacker(swarm, target, random.Random(0), Tally())
-                tokens = CACHE_TOKENS // len(swarms) // ROWS
-                await sessions.enter_async_context(full_session(attacker, tokens))
-    await _check_nothing_is_held(swarms[0], targets)
 
 
 def _check_log(log: str) -> None:
@@ -273,8 +244,7 @@ async def test_streams_of_several_peers_leave_a_node_its_files(tmp_path: Path) -
             )
             for _ in range(3)
         ]
-        (record,) = await honest.directory.fetch_all()
-        facts = Facts(node.peer_id, node.addresses, record.model_id, record.span, *WIDTHS)
+        [facts] = await facts_of([node], honest)
         async with AsyncExitStack() as streams:
             for swarm in others:
                 attacker = Attacker(swarm, facts, random.Random(0), Tally())
