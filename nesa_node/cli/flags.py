@@ -173,6 +173,15 @@ class NodeFlags(PeerFlags):
         str | None,
         Parameter(group=LIMITS, help="[default: half of the cache, or one of the longest session]"),
     ] = None
+    trusted_peers: Annotated[
+        tuple[str, ...] | None,
+        Parameter(
+            alias="--trust",
+            group=LIMITS,
+            negative=(),
+            help="Let these peer ids share what is cached of their prompts; may be repeated.",
+        ),
+    ] = None
     idle_timeout_s: Annotated[
         str | None, Parameter(group=LIMITS, help="Seconds until an idle session is closed. [600]")
     ] = None

@@ -176,6 +176,7 @@ class NodeConfig(PeerConfig):
     max_disk_gib: Positive | None = None
     max_sessions_per_peer: Count = 64
     max_cache_tokens_per_peer: Count | None = None
+    trusted_peers: PeerIds = ()
     idle_timeout_s: Positive = 600
     drain_timeout_s: Positive = 30
 

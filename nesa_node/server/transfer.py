@@ -117,7 +117,8 @@ class Succession:
         self._outlet = outlet
         self._executor = executor
         self._max_tokens = max_tokens
-        self._kept = [0] * len(work.tables)
+        self._kept: list[range | None] = [None] * len(work.tables)
+        """The tokens whose outputs came. The donor kept none of those that it began with."""
 
     async def take(self, message: Pages | Step | Sync, payload: bytearray) -> None:
         """Raises `ProtocolError` for what does not fit the session."""
@@ -154,11 +155,13 @@ class Succession:
         """Keep what the donor kept, for a receiver that lacks it."""
         tensors.check(step.tensor, max_bytes=len(payload))
         for part in step.rows:
-            if part.row >= len(self._kept) or part.position != self._kept[part.row]:
+            if part.row >= len(self._kept):
+                raise ProtocolError("bad_rows", f"a kept output of {part}")
+            kept = self._kept[part.row] or range(part.position, part.position)
+            end = part.position + part.count
+            if part.position != kept.stop or end > self._max_tokens:
                 raise ProtocolError("bad_position", f"a kept output of {part}")
-            self._kept[part.row] += part.count
-        if max(self._kept) > self._max_tokens:
-            raise ProtocolError("bad_position", "kept outputs beyond the session's length")
+            self._kept[part.row] = range(kept.start, end)
         if step.tensor.shape != (
             sum(part.count for part in step.rows),
             self._work.blocks.hidden_size,
@@ -171,7 +174,10 @@ class Succession:
             raise ProtocolError("bad_rows", f"{len(lengths)} lengths")
         for table, length in zip(self._work.tables, lengths, strict=True):
             table.truncate(min(table.length, length))
-        self._kept = [min(pair) for pair in zip(self._kept, lengths, strict=True)]
+        self._kept = [
+            kept and range(kept.start, min(kept.stop, length))
+            for kept, length in zip(self._kept, lengths, strict=True)
+        ]
         self._outlet.truncate(lengths)
 
     def _put(self, pages: Pages, payload: bytearray, slots: slice | torch.Tensor) -> None:
