@@ -98,6 +98,13 @@ class ClientFlags(SharedFlags):
             help="Keep a second node close behind each, to go on at once where one dies.",
         ),
     ] = None
+    reuse_prefix: Annotated[
+        bool | None,
+        Parameter(
+            group=SWARM,
+            help="Begin with what nodes still hold of an earlier prompt. [default: yes]",
+        ),
+    ] = None
 
 
 @Parameter(name="*")
