@@ -57,7 +57,7 @@ def _chain(tokens: Sequence[int], salt: bytes, digest: bytes) -> tuple[bytes, ..
         page = tokens[start : start + PREFIX_TOKENS]
         if UNKNOWN_TOKEN in page:
             break
-        digest = _keyed(salt, digest + struct.pack(f"<{PREFIX_TOKENS}i", *page))
+        digest = _keyed(salt, digest + struct.pack(f"<{PREFIX_TOKENS}q", *page))
         digests.append(digest)
     return tuple(digests)
 
