@@ -137,6 +137,19 @@ def test_a_pool_full_of_known_pages_keeps_every_promise() -> None:
     assert pool.spare_pages == 4
 
 
+def test_room_is_made_for_a_row_in_one_piece() -> None:
+    pool = pool_of(8)
+    filled(pool, range(8), [float(key) for key in range(8)])
+    pool.prefixes.forget_oldest(1, lambda _: True)
+    promise = pool.promise(4)
+    row = promise.new_table()
+    for _ in range(4):
+        write(row, PAGE_TOKENS, 1.0)
+    assert isinstance(row.slots(0, row.length), slice)
+    assert pool.prefixes.find(range(8)) == [0, 1, 2, 3]
+    promise.close()
+
+
 def test_beyond_its_promise_a_row_takes_the_room_of_known_pages() -> None:
     pool = pool_of(4)
     filled(pool, "abc", [1.0, 2.0, 3.0])
