@@ -21,6 +21,9 @@ from nesa_node.routing.chains import Hop
 
 T = TypeVar("T")
 
+LEAST_COPIED_TOKENS = 32
+"""A row is copied from one that is the same where it saves so many; a copy is a round trip."""
+
 
 class InferenceSession:
     """The KV caches of `rows` sequences in the swarm, and the token ids they stand for.
@@ -108,10 +111,21 @@ class InferenceSession:
         return batch.logits(hidden_TD, "all", 0, self._ends.head)
 
     def feed(self, row_ids: Sequence[torch.Tensor], want: Want = "all") -> torch.Tensor:
-        """Append each row's ids [L] (int64, may be empty); hidden [T, D] after the blocks."""
-        positions = self.lengths
-        hidden_TD = self._ends.embed(row_ids, positions)
-        return self._send(hidden_TD, [ids_L.tolist() for ids_L in row_ids], want)
+        """Append each row's ids [L] (int64, may be empty); hidden [T, D] after the blocks.
+
+        Rows that are the same from their beginning, as samples of one prompt are, run once.
+        """
+        new_tokens = [ids_L.tolist() for ids_L in row_ids]
+        twins = self._twins(new_tokens)
+        firsts = [ids_L if twins[row] == row else ids_L[:0] for row, ids_L in enumerate(row_ids)]
+        hidden_TD = self._ends.embed(firsts, self.lengths)
+        result_TD = self._send(hidden_TD, [ids_L.tolist() for ids_L in firsts], want)
+        if all(twin == row for row, twin in enumerate(twins)):
+            return result_TD
+        self.reorder(twins)
+        counts = [min(len(ids_L), 1) if want == "last" else len(ids_L) for ids_L in firsts]
+        parts = torch.split(result_TD, counts)
+        return torch.cat([parts[twin] for twin in twins])
 
     def rollback(self, lengths: Sequence[int]) -> None:
         """Forget each row's tokens beyond `lengths[row]`."""
@@ -169,6 +183,16 @@ class InferenceSession:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+    def _twins(self, new_tokens: Sequence[Sequence[int]]) -> list[int]:
+        """For each row the first that will hold the same, itself if a copy is not worth it."""
+        twins = list(range(self.rows))
+        if min(map(len, new_tokens)) >= LEAST_COPIED_TOKENS:
+            seen: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
+            for row, tokens in enumerate(new_tokens):
+                if UNKNOWN_TOKEN not in self._tokens[row]:
+                    twins[row] = seen.setdefault((tuple(self._tokens[row]), tuple(tokens)), row)
+        return twins
 
     def _step_hidden(
         self, hidden_BLD: torch.Tensor, attention_mask: torch.Tensor | None

@@ -189,7 +189,7 @@ class RemoteSession:
         total = sum(part.count for part in rows)
         if hidden_TD.shape != (total, self._request.hidden_size):
             raise ValueError(f"{list(hidden_TD.shape)} are not the hidden states of {total} tokens")
-        if not bool(torch.isfinite(hidden_TD).all()):
+        if not tensors.is_finite(hidden_TD):
             # No node would take them, and each would be blamed for it.
             raise ProtocolError("not_finite", "the hidden states hold NaN or infinite values")
         for part in rows:

@@ -42,10 +42,14 @@ class _Row:
 
     def window(self, side_SHD: Tensor, window: int | None) -> Tensor:
         """Keys or values [1, H, C, D] that this run's tokens may see, the oldest left out."""
-        kept_CHD = side_SHD[self.slots]
-        if window is not None and self.past + 1 > window:
-            kept_CHD = kept_CHD[self.past + 1 - window :]
-        return kept_CHD.transpose(0, 1).unsqueeze(0)
+        skipped = max(self.past + 1 - window, 0) if window is not None else 0
+        if isinstance(self.slots, slice):
+            # One call into torch where slicing and turning takes three.
+            _, heads, dim = side_SHD.shape
+            first, count = self.slots.start + skipped, self.past + self.count - skipped
+            width = heads * dim
+            return side_SHD.as_strided((1, heads, count, dim), (0, dim, width, 1), first * width)
+        return side_SHD[self.slots[skipped:]].transpose(0, 1).unsqueeze(0)
 
     def mask(self, window: int | None, device: torch.device) -> Tensor | None:
         """Which of `window`'s tokens each query sees, [L, C]; None: those up to its own."""
@@ -79,6 +83,11 @@ class PackedRuns:
             self.rows.append(_Row(start, run.count, past, slots))
             start += run.count
 
+    @property
+    def end(self) -> int:
+        """One more than the largest position."""
+        return max(row.past + row.count for row in self.rows)
+
     @cached_property
     def positions_1T(self) -> Tensor:
         rows = [torch.arange(row.past, row.past + row.count) for row in self.rows]
@@ -87,8 +96,14 @@ class PackedRuns:
     def put(self, layer_idx: int, keys_THD: Tensor, values_THD: Tensor) -> None:
         """Put the new tokens' keys and values of a layer where they belong."""
         layer = layer_idx - self.pool.span.start
-        self.pool.keys_SHD[layer].index_copy_(0, self._slots_T, keys_THD)
-        self.pool.values_SHD[layer].index_copy_(0, self._slots_T, values_THD)
+        for side_SHD, new_THD in (
+            (self.pool.keys_SHD[layer], keys_THD),
+            (self.pool.values_SHD[layer], values_THD),
+        ):
+            if isinstance(self._new_slots, slice):
+                side_SHD[self._new_slots] = new_THD
+            else:
+                side_SHD.index_copy_(0, self._new_slots, new_THD)
 
     def attend(
         self,
@@ -102,28 +117,26 @@ class PackedRuns:
         """Attention of a layer whose new keys and values were put; [T, Q, D] with Q = H x G."""
         layer = layer_idx - self.pool.span.start
         keys_SHD, values_SHD = self.pool.keys_SHD[layer], self.pool.values_SHD[layer]
+        tokens, _, dim = query_TQD.shape
+        query_THGD = query_TQD.view(tokens, keys_SHD.shape[1], -1, dim)
         outputs = []
         for row in self.rows:
-            query_1QLD = query_TQD[row.start : row.start + row.count].transpose(0, 1).unsqueeze(0)
+            query_LHGD = query_THGD[row.start : row.start + row.count]
             keys_1HCD = row.window(keys_SHD, window)
             values_1HCD = row.window(values_SHD, window)
             mask = row.mask(window, query_TQD.device) if row.count > 1 else None
             if softcap is not None:
-                output = _softcapped(query_1QLD, keys_1HCD, values_1HCD, mask, scaling, softcap)
+                output = _softcapped(query_LHGD, keys_1HCD, values_1HCD, mask, scaling, softcap)
             elif row.count == 1:
-                output = _one_token(query_1QLD, keys_1HCD, values_1HCD, scaling)
-            else:
+                # A kv head's query heads stand in as its query tokens: fewer, larger products.
                 output = functional.scaled_dot_product_attention(
-                    query_1QLD,
-                    keys_1HCD,
-                    values_1HCD,
-                    attn_mask=mask,
-                    is_causal=mask is None,
-                    scale=scaling,
-                    enable_gqa=query_1QLD.shape[1] != keys_1HCD.shape[1],
+                    query_LHGD, keys_1HCD, values_1HCD, scale=scaling
                 )
-            outputs.append(output[0].transpose(0, 1))
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+            else:
+                output = _many_tokens(query_LHGD, keys_1HCD, values_1HCD, mask, scaling)
+            outputs.append(output)
+        output_THGD = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        return output_THGD.flatten(1, 2)
 
     def update(
         self, keys_1HTD: Tensor, values_1HTD: Tensor, layer_idx: int, *_: object, **__: object
@@ -135,8 +148,17 @@ class PackedRuns:
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0
 
+    def pick(self, of_positions: Tensor) -> Tensor:
+        """What a table [positions, ...] says about each token: [T, ...]."""
+        if len(self.rows) == 1:
+            row = self.rows[0]
+            return of_positions[row.past : row.past + row.count]
+        return of_positions[self.positions_1T[0]]
+
     @cached_property
-    def _slots_T(self) -> Tensor:
+    def _new_slots(self) -> slice | Tensor:
+        if len(self.rows) == 1 and isinstance(slots := self.rows[0].slots, slice):
+            return slice(slots.stop - self.rows[0].count, slots.stop)
         parts = []
         for row in self.rows:
             if isinstance(row.slots, slice):
@@ -176,20 +198,28 @@ def attend(
     return output_TQD.unsqueeze(0), None
 
 
-def _one_token(
-    query_1Q1D: Tensor, keys_1HCD: Tensor, values_1HCD: Tensor, scaling: float | None
+def _many_tokens(
+    query_LHGD: Tensor,
+    keys_1HCD: Tensor,
+    values_1HCD: Tensor,
+    mask_LC: Tensor | None,
+    scaling: float | None,
 ) -> Tensor:
-    """A kv head's query heads stand in as its query tokens: fewer, larger products."""
-    heads, dim = keys_1HCD.shape[1], query_1Q1D.shape[-1]
-    query_1HGD = query_1Q1D.reshape(1, heads, -1, dim)
-    output_1HGD = functional.scaled_dot_product_attention(
-        query_1HGD, keys_1HCD, values_1HCD, scale=scaling
+    query_1QLD = query_LHGD.flatten(1, 2).transpose(0, 1).unsqueeze(0)
+    output_1QLD = functional.scaled_dot_product_attention(
+        query_1QLD,
+        keys_1HCD,
+        values_1HCD,
+        attn_mask=mask_LC,
+        is_causal=mask_LC is None,
+        scale=scaling,
+        enable_gqa=query_1QLD.shape[1] != keys_1HCD.shape[1],
     )
-    return output_1HGD.reshape(1, -1, 1, dim)
+    return output_1QLD[0].transpose(0, 1).view(query_LHGD.shape)
 
 
 def _softcapped(
-    query_1QLD: Tensor,
+    query_LHGD: Tensor,
     keys_1HCD: Tensor,
     values_1HCD: Tensor,
     mask_LC: Tensor | None,
@@ -197,19 +227,18 @@ def _softcapped(
     softcap: float,
 ) -> Tensor:
     """Gemma 2's attention, whose scores are squeezed below `softcap`; its softmax is in float32."""
-    _, heads, context, dim = keys_1HCD.shape
-    count = query_1QLD.shape[2]
-    query_1HGLD = query_1QLD.reshape(1, heads, -1, count, dim)
+    count, _, _, dim = query_LHGD.shape
+    context = keys_1HCD.shape[2]
+    query_HGLD = query_LHGD.permute(1, 2, 0, 3)
     scale = dim**-0.5 if scaling is None else scaling
-    scores_1HGLC = query_1HGLD @ keys_1HCD.unsqueeze(2).transpose(-1, -2) * scale
-    scores_1HGLC = (scores_1HGLC / softcap).tanh() * softcap
+    scores_HGLC = query_HGLD @ keys_1HCD[0].unsqueeze(1).transpose(-1, -2) * scale
+    scores_HGLC = (scores_HGLC / softcap).tanh() * softcap
     if count > 1:
         if mask_LC is None:
             mask_LC = torch.ones(count, context, dtype=torch.bool, device=keys_1HCD.device).tril()
-        scores_1HGLC = scores_1HGLC.masked_fill(~mask_LC, float("-inf"))
-    weights_1HGLC = scores_1HGLC.softmax(-1, dtype=torch.float32).to(query_1QLD.dtype)
-    output_1HGLD = weights_1HGLC @ values_1HCD.unsqueeze(2)
-    return output_1HGLD.reshape(1, -1, count, dim)
+        scores_HGLC = scores_HGLC.masked_fill(~mask_LC, float("-inf"))
+    weights_HGLC = scores_HGLC.softmax(-1, dtype=torch.float32).to(query_LHGD.dtype)
+    return (weights_HGLC @ values_1HCD[0].unsqueeze(1)).permute(2, 0, 1, 3)
 
 
 AttentionInterface.register(NAME, attend)

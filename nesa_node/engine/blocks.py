@@ -16,6 +16,7 @@ from nesa_node.core.errors import ContextLengthError
 from nesa_node.core.span import Span
 from nesa_node.engine.attention import PackedRuns, Run
 from nesa_node.engine.families import CacheHeads
+from nesa_node.engine.fused_layers import FusedDecoder
 from nesa_node.engine.pages import PagePool
 from nesa_node.engine.row_cache import RowCache
 
@@ -106,7 +107,10 @@ class Blocks:
         inputs_1TD = hidden_TD.to(device=self.device, dtype=self.dtype)[None]
         if self._packs_rows:
             packed = PackedRuns(runs[0].table.pool, runs)
-            output_TD = self._decode(inputs_1TD, packed.positions_1T, packed, packed=packed)
+            if isinstance(self._decoder, FusedDecoder):
+                output_TD = self._decoder.forward(inputs_1TD[0], packed)
+            else:
+                output_TD = self._decode(inputs_1TD, packed.positions_1T, packed, packed=packed)
         else:
             output_TD = self._run_apart(inputs_1TD, runs)
         for run in runs:

@@ -6,11 +6,22 @@ one token, 3 x and 1.6 x for sixteen. T tokens, I inputs, O outputs.
 
 from __future__ import annotations
 
+import os
+
 import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 _BATCH_HINT = 16
+_PRODUCTS_KEPT = 128
+"""oneDNN compiles a product for every number of tokens and shape of a layer, and keeps it: as it
+comes 1,024 of them in each of two caches, which came to 650 MiB for a tiny model that had seen 500
+lengths. These are 32 lengths or so; to compile anew takes less than a prefill notices."""
+
+for _name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+    # Read at the first product.
+    os.environ.setdefault(_name, str(_PRODUCTS_KEPT))
+
 _DTYPES = (torch.float32, torch.bfloat16)
 
 

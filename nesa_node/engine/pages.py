@@ -198,17 +198,19 @@ class Promise:
         return table
 
     def reorder(self, tables: Sequence[PageTable], sources: Sequence[int]) -> None:
-        """Let each row go on as a copy of row `sources[row]`; pages are shared until written."""
+        """Let each row go on as a copy of row `sources[row]`; pages are shared until written.
+
+        Raises `CacheFullError`; then nothing has changed.
+        """
         pool = self.pool
         with pool._guard:
             rows = [(list(tables[source]._pages), tables[source].length) for source in sources]
+            self._count(sum(len(pages) for pages, _ in rows) - sum(len(t._pages) for t in tables))
             for pages, _ in rows:
                 for page in pages:
                     pool._hold(page)
-            for table in tables:
-                table._drop_from(0)
             for table, (pages, length) in zip(tables, rows, strict=True):
-                self._count(len(pages))
+                pool._give_back(table._pages)
                 table._pages, table.length = pages, length
 
     def close(self) -> None:

@@ -74,7 +74,7 @@ def load_blocks(
     skeleton.require_complete(decoder)
     weight_bytes = sum(weight.nbytes for weight in decoder.parameters())
     if family.fuses:
-        decoder = FusedDecoder(decoder)
+        decoder = FusedDecoder(decoder, checkpoint.context_length)
     pack_linear_layers(decoder)
     return Blocks(
         decoder,

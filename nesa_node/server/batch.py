@@ -22,13 +22,22 @@ class Pending:
 
     step: Step
     hidden_TD: torch.Tensor
-    output_TD: torch.Tensor
+    dtype: torch.dtype
+    """Of its output."""
     arrived: float
     taken: int = 0
+    output_TD: torch.Tensor | None = None
+    """On the CPU, complete when the step is done."""
 
     @property
     def left(self) -> int:
-        return len(self.hidden_TD) - self.taken
+        return self.hidden_TD.shape[0] - self.taken
+
+    def put(self, start: int, end: int, output_TD: torch.Tensor) -> None:
+        """Copy the tokens `start:end` of the output."""
+        if self.output_TD is None:
+            self.output_TD = torch.empty(self.hidden_TD.shape, dtype=self.dtype)
+        self.output_TD[start:end] = output_TD
 
 
 @dataclass(slots=True)
@@ -109,12 +118,16 @@ def _forward(blocks: Blocks, shares: Sequence[Share]) -> None:
     if len({tensor.dtype for tensor in inputs}) > 1:
         inputs = [tensor.to(blocks.dtype) for tensor in inputs]
     hidden_TD = inputs[0] if len(inputs) == 1 else torch.cat(inputs)
-    output_TD = blocks.forward(hidden_TD, [run for share in shares for run in share.runs]).cpu()
-    at = 0
+    output_TD = blocks.forward(hidden_TD, [run for share in shares for run in share.runs])
+    first = pieces[0].pending
+    if output_TD.shape == first.hidden_TD.shape and len(pieces) == 1:
+        first.output_TD = output_TD.to("cpu", first.dtype)
+        return
+    output_TD, at = output_TD.cpu(), 0
     for piece in pieces:
         count = piece.end - piece.start
         # A copy: what is kept of one session must not keep the others' memory.
-        piece.pending.output_TD[piece.start : piece.end] = output_TD[at : at + count]
+        piece.pending.put(piece.start, piece.end, output_TD[at : at + count])
         at += count
 
 

@@ -31,6 +31,11 @@ from nesa_node.swarm.messages import (
 log = get_logger(__name__)
 
 
+HAND_OVERS = 2
+"""One that is under way and one that is refused. Whoever sends more waits, or a client that reads
+no answers could make this node hold any number."""
+
+
 class _Ended(Exception):
     """The session is over in the ordinary way."""
 
@@ -64,13 +69,16 @@ async def serve_session(
 
 
 async def _read(session: Session, tasks: asyncio.TaskGroup) -> None:
+    room = asyncio.Semaphore(HAND_OVERS)
     while True:
         message, payload = await session.client.receive(
             max_tensor_bytes=session.inbox.max_step_bytes
         )
         if isinstance(message, HandOver):
             # Steps go on meanwhile.
-            tasks.create_task(_answered(session, message, payload))
+            await room.acquire()
+            task = tasks.create_task(_answered(session, message, payload))
+            task.add_done_callback(lambda _: room.release())
         else:
             await _answered(session, message, payload)
 

@@ -13,7 +13,7 @@ import torch
 
 from nesa_node.compression import tensors
 from nesa_node.core.errors import ProtocolError
-from nesa_node.swarm.messages import Step
+from nesa_node.swarm.messages import Step, encode_message
 
 LARGE_BYTES = 1 << 20
 """A payload from which on `examine` takes milliseconds: not for the event loop."""
@@ -103,20 +103,23 @@ class Inbox:
     def accept(self, step: Step, examined: Examined) -> bool:
         """Take a step; False for one of an older epoch and for the repetition of the newest one.
 
-        Raises `ProtocolError`; whatever was refused changed nothing.
+        Raises `ProtocolError`; whatever was refused changed nothing. `wants` must have said yes, an
+        epoch may have begun since.
         """
-        if not self.wants(step) or self._is_repeated(step, examined.digest):
+        if step.epoch < self.epoch or self._is_repeated(step, examined.digest):
             return False
         self._check_rows(step)
         for part in step.rows:
-            end = part.position + part.count
-            if end > self._room[part.row]:
-                self._outgrow(self._room[part.row], end)
-                self._room[part.row] = end
+            self._make_room(part.row, part.position + part.count)
         for part in step.rows:
             self.expected[part.row] += part.count
         self._last = (step.step, examined.digest)
         return True
+
+    def reorder(self, sources: Sequence[int]) -> None:
+        """Have room in each row for what row `sources[row]` holds. Raises `ProtocolError`."""
+        for row, source in enumerate(sources):
+            self._make_room(row, self.expected[source])
 
     def begin_epoch(self, epoch: int, lengths: Sequence[int]) -> None:
         """Expect each row to go on at `lengths[row]`.
@@ -136,6 +139,11 @@ class Inbox:
         self.expected = list(lengths)
         # A step that the new epoch undid may come again under its old number.
         self._last = (-1, b"")
+
+    def _make_room(self, row: int, tokens: int) -> None:
+        if tokens > self._room[row]:
+            self._outgrow(self._room[row], tokens)
+            self._room[row] = tokens
 
     def _is_repeated(self, step: Step, digest: bytes) -> bool:
         last_step, last_digest = self._last
@@ -163,6 +171,5 @@ class Inbox:
 def _digest(step: Step, payload: bytearray) -> bytes:
     """Of everything that makes two steps the same: the tokens' places and their bytes."""
     digest = hashlib.blake2b(payload, digest_size=16)
-    digest.update(repr([(p.row, p.position, p.count) for p in step.rows]).encode())
-    digest.update(repr((step.tensor, step.want)).encode())
+    digest.update(encode_message(step))
     return digest.digest()

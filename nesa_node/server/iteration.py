@@ -79,6 +79,8 @@ class Policy(Generic[L]):
         if not waiting:
             return []
         self._admit({lane.client for lane in waiting})
+        if len(lanes) == 1 and waiting[0].decoding:
+            return self._alone(waiting[0], now)
         patient = self._longest_waiting(waiting)
         live = [lane for lane in lanes if lane.lives(now)]
         urgent = min((lane.priority for lane in live), default=len(PRIORITIES))
@@ -99,10 +101,20 @@ class Policy(Generic[L]):
                     room -= count
         return plan
 
+    def _alone(self, lane: L, now: float) -> list[tuple[L, int]]:
+        """What the rest of `plan` comes to for a single session, without a millisecond's part."""
+        plan: list[tuple[L, int]] = []
+        self._give(plan, lane, lane.tokens, now)
+        lane.decodes(now)
+        return plan
+
+    def seconds(self, plan: Sequence[tuple[L, int]]) -> float:
+        """How long an iteration can be expected to take."""
+        return self.cost.seconds(_tokens(plan)) * len(plan[0][0].span)
+
     def ran(self, plan: Sequence[tuple[L, int]], seconds: float) -> None:
         """Learn how long an iteration took."""
-        tokens = sum(count for _, count in plan)
-        self.cost.observe(tokens, seconds / len(plan[0][0].span))
+        self.cost.observe(_tokens(plan), seconds / len(plan[0][0].span))
 
     def forget(self, client: PeerId) -> None:
         """The client has no session any more."""
@@ -171,7 +183,7 @@ class Policy(Generic[L]):
         self, plan: Sequence[tuple[L, int]], rest: Sequence[L], live: Sequence[L], now: float
     ) -> int:
         """How many tokens more the iteration may have, for the sake of those who `live`."""
-        taken = sum(count for _, count in plan)
+        taken = _tokens(plan)
         blocks = len((plan[0][0] if plan else rest[0]).span)
         most_s, least = MAX_ITERATION_S / blocks, LEAST_ALONE_TOKENS
         if taken and live:
@@ -205,6 +217,10 @@ class Policy(Generic[L]):
             yield queues[client].pop()
             if not queues[client]:
                 del queues[client]
+
+
+def _tokens(plan: Sequence[tuple[Lane, int]]) -> int:
+    return sum(count for _, count in plan)
 
 
 def _claim(rest: Sequence[Lane], live: Sequence[Lane]) -> float:

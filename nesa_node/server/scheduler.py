@@ -23,6 +23,10 @@ from nesa_node.server.work import Work
 
 log = get_logger(__name__)
 
+BRIEF_S = 0.005
+"""An iteration expected to take no longer need not have the device's thread: Python lets a thread
+that computes keep the others, and so the event loop, waiting as long (`sys.getswitchinterval`)."""
+
 
 class Scheduler:
     """All work of a node's device. Before every iteration the policy chooses anew."""
@@ -122,14 +126,16 @@ class Scheduler:
         blocks, self._last_size = shares[0][0].blocks, len(shares)
         try:
             seconds = await self.executor.run(
-                lambda: run_shares(blocks, [share for _, share in shares])
+                lambda: run_shares(blocks, [share for _, share in shares]),
+                brief=len(self._works) == 1 and self._policy.seconds(plan) <= BRIEF_S,
             )
         finally:
             for work, _ in shares:
                 work.leave()
-        # Whoever waits for these encodes and sends them while the next iteration runs.
         for work, share in shares:
             work.deliver(share)
+        # Whoever waits for these begins to send them before the next iteration is thought of.
+        await asyncio.sleep(0)
         if len(shares) == len(plan) and all(share.error is None for _, share in shares):
             self._policy.ran(plan, seconds)
 

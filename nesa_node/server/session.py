@@ -95,9 +95,7 @@ class Session:
         self.active_at = time.monotonic()
         if sender != (self.upstream or self.client.peer):
             raise ProtocolError("not_upstream", f"{sender} is not upstream of this session")
-        if self._succession is not None and self.opened.donor is not None:
-            # While a donor fills the caches no iteration may use them.
-            raise ProtocolError("not_linked", "a session that is handed over begins with `link`")
+        self._require_linked()
         await self._wait_until(lambda: self._work.backlog < MAX_QUEUED_STEPS)
         if not self.inbox.wants(step):
             return
@@ -111,6 +109,7 @@ class Session:
 
     async def rollback(self, epoch: int, lengths: Sequence[int]) -> None:
         """Begin an epoch with the caches cut to `lengths`. Raises `ProtocolError`."""
+        self._require_linked()
         self._begin_epoch(epoch, lengths)
         async with self._changing(partial(self._truncate, lengths)):
             pass
@@ -124,8 +123,8 @@ class Session:
         # The first one gives back only what nobody was fed: what comes is still as announced.
         as_announced = self.inbox.epoch == self.opened.epoch
         async with self._adopting:
+            self._begin_epoch(link.epoch, link.lengths)
             self._succession = None
-        self._begin_epoch(link.epoch, link.lengths)
         self.upstream = PeerId(link.upstream) if link.upstream else None
         # In a star a node cannot know where the others are: the first blocks are the likely place.
         first = self.opened.mode == "chain" or self._work.blocks.span.start == 0
@@ -139,11 +138,13 @@ class Session:
 
         Raises `ProtocolError`, also while steps are under way.
         """
+        self._require_linked()
         rows = len(self._work.tables)
         if len(sources) != rows or max(sources) >= rows:
             raise ProtocolError("bad_rows", f"{len(sources)} sources for {rows} rows")
         if tuple(self.inbox.expected) != self.lengths:
             raise ProtocolError("bad_position", "steps are under way")
+        self.inbox.reorder(sources)
         self._begin_epoch(epoch, self.lengths)
         async with self._changing(partial(self._permute, sources)):
             pass
@@ -151,17 +152,22 @@ class Session:
     async def hand_over(self, to: Downstream) -> tuple[int, ...]:
         """Give `to` what it lacks; returns what it then holds. Raises `ProtocolError`."""
         self.active_at = time.monotonic()
+        self._require_linked()
         lengths = await self._transfers.sync(to)
         log.info("handed_over", peer=to.peer, lengths=lengths)
         return lengths
+
+    def check_donor(self, peer: PeerId) -> None:
+        """Raises `ProtocolError` unless `peer` may fill the session now."""
+        if self.opened.donor != peer:
+            raise ProtocolError("not_donor", f"{peer} is not the donor of this session")
+        self._check_unlinked()
 
     async def adopt(self, message: Pages | Step | Sync, payload: bytearray) -> tuple[int, ...]:
         """Take what the donor sends; returns what is held. Raises `ProtocolError` once linked."""
         async with self._adopting:
             self._require_open()
-            if self._succession is None:
-                raise ProtocolError("unexpected", "the session goes on here already")
-            await self._succession.take(message, payload)
+            await self._check_unlinked().take(message, payload)
             self.inbox.expected = list(self.lengths)
         return self.lengths
 
@@ -227,6 +233,17 @@ class Session:
     async def _notify(self) -> None:
         async with self._changed:
             self._changed.notify_all()
+
+    def _require_linked(self) -> None:
+        if self._succession is not None and self.opened.donor is not None:
+            # While a donor fills the caches nothing else may use or change them: pages that a
+            # rollback frees would be another session's when what the donor sent is put there.
+            raise ProtocolError("not_linked", "a session that is handed over begins with `link`")
+
+    def _check_unlinked(self) -> Succession:
+        if self._succession is None:
+            raise ProtocolError("unexpected", "the session goes on here already")
+        return self._succession
 
     def _require_open(self) -> None:
         if self._closed:

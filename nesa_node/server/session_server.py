@@ -262,8 +262,7 @@ class SessionServer:
     async def _accept_transfer(self, stream: Stream, opened: TransferOpen) -> None:
         """Take a session over from the node that its client named, until the client links it."""
         session = self._pushed_into(opened)
-        if session.opened.donor != stream.peer:
-            raise ProtocolError("not_donor", f"{stream.peer} is not the donor of this session")
+        session.check_donor(stream.peer)
         with session.being_pushed():
             await stream.send(TransferOpened())
             while True:

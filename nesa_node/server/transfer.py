@@ -6,6 +6,7 @@ goes on, and the little that came since when it moves. L tokens of one row, H he
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
@@ -14,6 +15,7 @@ import torch
 from nesa_node.compression import tensors
 from nesa_node.core.errors import NesaError, ProtocolError
 from nesa_node.server.executor import Executor
+from nesa_node.server.inbox import LARGE_BYTES
 from nesa_node.server.outlet import Outlet
 from nesa_node.server.work import Work
 from nesa_node.swarm.messages import Downstream, Error, Pages, Step, Sync, Synced
@@ -126,7 +128,7 @@ class Succession:
             case Pages():
                 await self._take_pages(message, payload)
             case Step():
-                self._take_output(message, payload)
+                await self._take_output(message, payload)
             case Sync():
                 self._cut(message.lengths)
 
@@ -151,23 +153,32 @@ class Succession:
         await self._executor.run(partial(self._put, pages, payload, table.slots(table.length, end)))
         table.length = end
 
-    def _take_output(self, step: Step, payload: bytearray) -> None:
+    async def _take_output(self, step: Step, payload: bytearray) -> None:
         """Keep what the donor kept, for a receiver that lacks it."""
-        tensors.check(step.tensor, max_bytes=len(payload))
+        self._check_output(step)
+        # Whoever is sent it would blame this node for what is not finite.
+        read = partial(tensors.decode, step.tensor, payload, max_bytes=len(payload))
+        await asyncio.to_thread(read) if len(payload) >= LARGE_BYTES else read()
         for part in step.rows:
-            if part.row >= len(self._kept):
-                raise ProtocolError("bad_rows", f"a kept output of {part}")
             kept = self._kept[part.row] or range(part.position, part.position)
-            end = part.position + part.count
-            if part.position != kept.stop or end > self._max_tokens:
-                raise ProtocolError("bad_position", f"a kept output of {part}")
-            self._kept[part.row] = range(kept.start, end)
-        if step.tensor.shape != (
-            sum(part.count for part in step.rows),
-            self._work.blocks.hidden_size,
-        ):
-            raise ProtocolError("bad_tensor", f"a kept output of shape {list(step.tensor.shape)}")
+            self._kept[part.row] = range(kept.start, part.position + part.count)
         self._outlet.keep(Kept(step.step, step.rows, step.want, step.tensor, payload))
+
+    def _check_output(self, step: Step) -> None:
+        rows = {part.row for part in step.rows}
+        if len(rows) < len(step.rows) or max(rows) >= len(self._kept):
+            raise ProtocolError("bad_rows", f"a kept output of rows {sorted(rows)}")
+        for part in step.rows:
+            kept = self._kept[part.row] or range(part.position, part.position)
+            if part.position != kept.stop or part.position + part.count > self._max_tokens:
+                raise ProtocolError("bad_position", f"a kept output of {part}")
+        total = sum(part.count for part in step.rows)
+        dtype, shape = tensors.DTYPE_NAMES[self._work.dtype], (total, self._work.blocks.hidden_size)
+        if (step.tensor.dtype, step.tensor.shape) != (dtype, shape):
+            raise ProtocolError(
+                "bad_tensor",
+                f"expected {dtype}{list(shape)}, got {step.tensor.dtype}{list(step.tensor.shape)}",
+            )
 
     def _cut(self, lengths: Sequence[int]) -> None:
         if len(lengths) != len(self._work.tables):

@@ -46,7 +46,7 @@ class Work(Lane):
         super().__init__(client=client, priority=priority, span=blocks.span)
         self.tables = tables
         self.blocks = blocks
-        self._dtype = dtype
+        self.dtype = dtype
         self._wake = wake
         self._queue: deque[Pending] = deque()
         self._results: asyncio.Queue[tuple[Step, torch.Tensor] | ProtocolError] = asyncio.Queue()
@@ -61,8 +61,7 @@ class Work(Lane):
 
     def submit(self, step: Step, hidden_TD: torch.Tensor) -> None:
         """Run a step [T, D] after those before it; its rows go on where the tables then end."""
-        output_TD = torch.empty(hidden_TD.shape, dtype=self._dtype)
-        self._queue.append(Pending(step, hidden_TD, output_TD, time.monotonic()))
+        self._queue.append(Pending(step, hidden_TD, self.dtype, time.monotonic()))
         self._count()
         self._wake()
 
@@ -119,6 +118,7 @@ class Work(Lane):
             return
         for pending in share.done:
             self._queue.popleft()
+            assert pending.output_TD is not None
             self._results.put_nowait((pending.step, pending.output_TD))
         self._count()
 

@@ -113,6 +113,29 @@ def test_second_turn_prefills_only_what_is_new(pair: Pair) -> None:
     assert_same_tokens(alone, second, prompt, **options)
 
 
+def test_samples_of_one_prompt_send_it_once(pair: Pair) -> None:
+    model, local = pair
+    alone: Any = local
+    prompts = torch.cat((random_ids(1, 60), random_ids(1, 60, seed=1)))
+    options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": True, "num_return_sequences": 3}
+    torch.manual_seed(5)
+    expected = alone.generate(prompts, **options)
+    with model.inference_session(80, batch_size=6) as session:
+        torch.manual_seed(5)
+        assert torch.equal(model.generate(prompts, session=session, **options), expected)
+        assert session.tokens_sent == 2 * 60 + 6 * 11
+        assert len({row[60:] for row in session.token_ids}) == 6
+
+
+def test_rows_that_were_fed_unlike_hidden_states_are_not_taken_for_the_same(pair: Pair) -> None:
+    model, _ = pair
+    ids = random_ids(1, 40).expand(2, -1)
+    with model.inference_session(60, batch_size=2) as session:
+        session.step(torch.randn(2, 3, model.config.hidden_size))
+        first, second = session.step(ids)
+    assert not torch.allclose(first, second, atol=1e-3)
+
+
 def test_a_changed_prompt_is_rolled_back_to_its_common_prefix(pair: Pair) -> None:
     model, alone = pair
     options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from nesa_node.engine.fused_layers import FusedDecoder
 from tests.engine.chained import Chain, Run, distance
 from tests.engine.tiny_models import (
     FAMILIES,
@@ -167,6 +168,9 @@ def _remove_position_code(chain: Chain, monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.setattr(positions, "weight", nn.Parameter(torch.zeros_like(positions.weight)))
         removed += 1
     for blocks in chain.blocks:
+        if isinstance(blocks._decoder, FusedDecoder):
+            # What was computed with the right frequencies must be computed again.
+            monkeypatch.setattr(blocks._decoder._rotations, "_tables", None)
         for name, module in blocks._decoder.named_modules():
             for buffer in [name for name in module._buffers if name.endswith("inv_freq")]:
                 monkeypatch.setitem(

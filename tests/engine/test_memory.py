@@ -89,3 +89,13 @@ def test_loading_a_third_peaks_at_little_more_than_the_third(tmp_path: Path) -> 
     before, after, weights = map(int, finished.stdout.split())
     assert weights > 60 << 20
     assert after - before <= 1.3 * weights
+
+
+@pytest.mark.slow
+def test_steps_of_ever_new_lengths_do_not_add_up(models_dir: Path) -> None:
+    """What oneDNN compiles for each length is let go again."""
+    folder = save_tiny_model("llama", models_dir)
+    program = [sys.executable, "-m", "tests.engine.many_lengths", str(folder)]
+    result = subprocess.run(program, check=True, capture_output=True, text=True)
+    before, after = (int(line) for line in result.stdout.split())
+    assert after - before < 40 << 20

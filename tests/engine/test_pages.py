@@ -170,6 +170,20 @@ def test_rows_are_reordered_within_their_promise(pool: PagePool) -> None:
         kept.close()
 
 
+def test_rows_that_cannot_be_copied_are_left_as_they_are(pool: PagePool) -> None:
+    promise, rest = pool.promise(2), pool.promise(11)
+    tables = [promise.new_table() for _ in range(2)]
+    write(tables[0], 4 * PAGE_TOKENS, 1.0)
+    write(tables[1], 1, 2.0)
+    with pytest.raises(CacheFullError):
+        promise.reorder(tables, [0, 0])
+    assert (promise.held, pool.held_pages, pool.free_pages) == (5, 5, 0)
+    assert read(tables[0]) == [1.0] * 4 * PAGE_TOKENS
+    assert read(tables[1]) == [2.0]
+    for kept in (promise, rest):
+        kept.close()
+
+
 def test_exported_tokens_can_be_put_into_another_pool(pool: PagePool) -> None:
     source, target = pool.promise(3), pool.promise(3)
     row, copy = source.new_table(), target.new_table()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nesa_node.swarm.node import Swarm
-from tests.hostile import floods, openings, push_attacks, session_attacks
+from tests.hostile import floods, openings, push_attacks, session_attacks, transfer_attacks
 from tests.hostile.attacker import Attacker, Tally
 from tests.hostile.forged_records import forged_records, sybils
 from tests.hostile.frames import Facts
@@ -23,20 +23,27 @@ PORTION = 20
 """Frames that one worker sends before it goes on to another kind."""
 
 SHARES: dict[Attack, float] = {
-    openings.random_first_bytes: 0.06,
-    openings.impossible_first_frames: 0.06,
-    openings.mutated_recordings: 0.12,
-    openings.impossible_opens: 0.10,
-    session_attacks.hostile_steps: 0.17,
-    session_attacks.hostile_changes: 0.12,
-    session_attacks.misplaced_and_mutated_in_session: 0.12,
+    openings.random_first_bytes: 0.03,
+    openings.impossible_first_frames: 0.03,
+    openings.mutated_recordings: 0.10,
+    openings.impossible_opens: 0.06,
+    session_attacks.hostile_steps: 0.11,
+    session_attacks.hostile_changes: 0.10,
+    session_attacks.misplaced_and_mutated_in_session: 0.09,
+    transfer_attacks.strange_donors: 0.03,
+    transfer_attacks.hostile_donors: 0.08,
+    transfer_attacks.rival_donors: 0.02,
+    transfer_attacks.awaited_donors: 0.02,
+    transfer_attacks.hostile_reorders: 0.02,
+    transfer_attacks.hostile_hand_overs: 0.03,
+    transfer_attacks.unwanted_outputs: 0.01,
     push_attacks.hostile_upstream: 0.06,
     push_attacks.pushes_that_outlive_their_session: 0.02,
     push_attacks.rival_pushes: 0.02,
     floods.half_closed_opens: 0.04,
     forged_records: 0.05,
 }
-"""Which part of the frames is spent on what; the rest are pushes into the bystander's chain."""
+"""Which part of the frames is spent on what; the rest goes into the bystander's chain."""
 
 
 async def campaign(
@@ -50,10 +57,11 @@ async def campaign(
 ) -> None:
     """About `frames` frames, the same for the same seed but for their order in time."""
     rng = random.Random(seed)
-    foreign: Attack = partial(push_attacks.foreign_pushes, victim=victim)
+    rest = max(0.0, 1.0 - sum(SHARES.values()))
     shares: list[tuple[Attack, float]] = [
         *SHARES.items(),
-        (foreign, max(0.0, 1.0 - sum(SHARES.values()))),
+        (partial(push_attacks.foreign_pushes, victim=victim), rest * 2 / 3),
+        (partial(transfer_attacks.foreign_transfers, victim=victim), rest / 3),
     ]
     jobs = [
         (attack, min(PORTION, count - done), rng.randbytes(8))

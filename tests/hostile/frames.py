@@ -18,6 +18,8 @@ from nesa_node.swarm.messages import (
     Closed,
     Downstream,
     Error,
+    HandedOver,
+    HandOver,
     Leaving,
     Link,
     Linked,
@@ -25,14 +27,21 @@ from nesa_node.swarm.messages import (
     Open,
     Opened,
     Output,
+    Pages,
     Ping,
     Pong,
     PushOpen,
     PushOpened,
+    Reorder,
+    Reordered,
     Rollback,
     RolledBack,
     RowSlice,
     Step,
+    Sync,
+    Synced,
+    TransferOpen,
+    TransferOpened,
     encode_message,
 )
 from nesa_node.swarm.stream import CHUNK_BYTES, MAX_HEADER_BYTES
@@ -49,6 +58,8 @@ class Facts:
     model_id: str
     blocks: tuple[int, int]
     hidden_size: int
+    cache_heads: tuple[int, int]
+    """How many, and how wide."""
 
 
 def frame(header: bytes, payload: bytes = b"") -> bytes:
@@ -102,11 +113,24 @@ def recordings(facts: Facts, rng: random.Random) -> list[bytes]:
         Close(),
         Closed(),
         Error(code="bad_frame", message="no"),
+        HandOver(to=Downstream(peer=facts.peer_id, blocks=facts.blocks)),
+        HandedOver(peer=facts.peer_id, lengths=(0, 0)),
+        TransferOpen(version=VERSION, session=session, secret=secret),
+        TransferOpened(),
+        Sync(lengths=(0, 0)),
+        Synced(lengths=(0, 0)),
+        Reorder(epoch=2, sources=(1, 0)),
+        Reordered(epoch=2),
     ]
+    sides = 2 * (facts.blocks[1] - facts.blocks[0])
+    cached = TensorMeta(dtype="float32", shape=(sides, TOKENS, *facts.cache_heads))
+    pages = Pages(row=0, position=0, tensor=cached)
     step = Step(session=session, epoch=1, step=1, rows=rows, tensor=meta)
     output = Output(epoch=1, step=1, rows=rows, tensor=meta)
-    return [frame(encode_message(message)) for message in plain] + [
-        frame(encode_message(message), payload) for message in (step, output)
+    return [
+        *(frame(encode_message(message)) for message in plain),
+        *(frame(encode_message(message), payload) for message in (step, output)),
+        frame(encode_message(pages), bytes(cached.nbytes)),
     ]
 
 

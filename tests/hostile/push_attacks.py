@@ -17,8 +17,10 @@ from nesa_node.swarm.messages import (
     Close,
     PushOpen,
     PushOpened,
+    Reorder,
     RowSlice,
     Step,
+    Sync,
     encode_message,
 )
 from tests.hostile.attacker import HUNG_UP, Attacker, HostileSession, Wire
@@ -167,6 +169,8 @@ def _pushed(
         ("huge shape", step(tensor={"shape": (1 << 31, 1 << 31)}), (TEN,)),
         ("position", step(rows=[(0, 5, 1)]), ("bad_position",)),
         ("close", frame(encode_message(Close())), ("unexpected",)),
+        ("reorder", message_frame(Reorder(epoch=9, sources=(0, 0))), ("unexpected",)),
+        ("sync", message_frame(Sync(lengths=(0, 0))), ("unexpected",)),
         ("push in a push", frame(encode_message(Cancel())), ("unexpected",)),
         ("impossible", impossible(rng), (BAD,)),
         ("truncated", truncated(step(), rng), (HUNG_UP, BAD)),

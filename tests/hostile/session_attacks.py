@@ -10,7 +10,17 @@ from typing import Any
 
 import torch
 
-from nesa_node.swarm.messages import MAX_EPOCH, MAX_ROWS, Close, Closed, Link, Rollback
+from nesa_node.swarm.messages import (
+    MAX_EPOCH,
+    MAX_ROWS,
+    Close,
+    Closed,
+    Link,
+    Output,
+    Reorder,
+    Rollback,
+    RowSlice,
+)
 from tests.hostile.attacker import Attacker, HostileSession
 from tests.hostile.frames import (
     MAX_TOKENS,
@@ -72,6 +82,18 @@ async def closed_politely(attacker: Attacker) -> None:
         assert isinstance(answer, Closed), f"an honest close was answered by {answer}"
 
 
+@asynccontextmanager
+async def full_session(attacker: Attacker, tokens: int) -> AsyncIterator[None]:
+    """A session whose rows hold all that they were promised."""
+    async with attacker.session(max_tokens=tokens) as session:
+        await session.link()
+        rows = tuple(RowSlice(row, 0, tokens) for row in range(ROWS))
+        await session.wire.send(session.step(count=ROWS * tokens, rows=rows, want="none"))
+        answer = await session.wire.receive()
+        assert isinstance(answer, Output), f"an honest step was answered by {answer}"
+        yield
+
+
 def _steps(attacker: Attacker, session: HostileSession) -> list[tuple[str, bytes, str]]:
     rng, step, at = attacker.rng, session.step, session.lengths[0]
     width = attacker.facts.hidden_size
@@ -118,6 +140,7 @@ def _changes(
     zeros, epoch, end = (0,) * ROWS, session.epoch + 1, attacker.facts.blocks[1]
     base = Link(epoch=epoch, upstream=None, downstream=None, lengths=zeros, emit_from=zeros)
     back = Rollback(epoch=epoch, lengths=zeros)
+    fork = Reorder(epoch=epoch, sources=(ROWS - 1,) * ROWS)
 
     def down(peer: object, *blocks: object) -> bytes:
         return message_frame(base, downstream={"peer": peer, "blocks": blocks})
@@ -149,6 +172,15 @@ def _changes(
         ("rollback: rows", message_frame(back, lengths=(0,) * 5), ("bad_rows",)),
         ("rollback: epoch", message_frame(back, epoch=rng.randrange(epoch)), ("stale_epoch",)),
         ("rollback: epoch", message_frame(back, epoch=MAX_EPOCH + 1), (BAD,)),
+        ("reorder: rows", message_frame(fork, sources=rng.choice([(), (0,) * 5])), ("bad_rows",)),
+        ("reorder: rows", message_frame(fork, sources=(0,) * (MAX_ROWS + 1)), (BAD,)),
+        ("reorder: no such row", message_frame(fork, sources=(0, ROWS)), ("bad_rows",)),
+        ("reorder: no such row", message_frame(fork, sources=(0, MAX_ROWS)), (BAD,)),
+        ("reorder: no such row", message_frame(fork, sources=(-1, 0)), (BAD,)),
+        ("reorder: epoch", message_frame(fork, epoch=rng.randrange(epoch)), ("stale_epoch",)),
+        ("reorder: epoch", message_frame(fork, epoch=MAX_EPOCH + 1), (BAD,)),
+        # Of rows that hold nothing, as everything is after a change here.
+        ("reorder: last epoch", message_frame(fork, epoch=MAX_EPOCH), ("reordered",)),
         ("rollback: last epoch", message_frame(back, epoch=MAX_EPOCH), ("rolledback",)),
     ]
 

@@ -10,27 +10,36 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from nesa_node.cli.local_swarm import LocalNode
-from nesa_node.core.ids import ModelId, PeerId
+from nesa_node.core.ids import ModelId
 from nesa_node.core.span import Span
 from nesa_node.swarm.identity import Identity
 from nesa_node.swarm.node import Swarm, open_swarm
-from tests.engine.tiny_models import BLOCKS, HIDDEN, save_tiny_model
+from tests.engine.tiny_models import BLOCKS, save_tiny_model
+from tests.hostile import transfer_attacks
 from tests.hostile.attacker import Attacker, Tally
 from tests.hostile.bystander import Bystander, bystander
-from tests.hostile.campaign import campaign, flood
+from tests.hostile.campaign import Attack, campaign, flood
+from tests.hostile.daemons import (
+    check_every_page_can_be_written,
+    check_nothing_is_held,
+    connect_to,
+    facts_of,
+)
 from tests.hostile.frames import Facts
 from tests.hostile.gauge import MIB, Gauge, settled
 from tests.hostile.session_attacks import closed_politely
 from tests.swarms import Daemons, daemons
 
 SPANS = [Span(0, BLOCKS // 2), Span(BLOCKS // 2, BLOCKS)]
+CACHE_TOKENS = 8192
 FLAGS = (
-    *("--attn-cache-tokens", "8192", "--max-cache-tokens-per-peer", "3000"),
+    *("--attn-cache-tokens", str(CACHE_TOKENS), "--max-cache-tokens-per-peer", "3000"),
     *("--record-ttl-s", "3", "--log-format", "console"),
 )
 GROWTH = 16 * MIB
@@ -64,20 +73,15 @@ async def _scene(folder: Path) -> AsyncIterator[Scene]:
             )
             for _ in range(4)
         ]
-        records = {record.peer_id: record for record in await swarms[0].directory.fetch_all()}
-        targets = [
-            Facts(node.peer_id, node.addresses, record.model_id, record.span, HIDDEN)
-            for node in running.nodes
-            for record in [records[node.peer_id]]
-        ]
+        targets = await facts_of(running.nodes, swarms[0])
         for swarm in swarms[1:]:
-            for node in running.nodes:
-                await swarm.transport.connect(PeerId(node.peer_id), node.addresses)
+            await connect_to(targets, swarm)
         one = stack.enter_context(bystander(model, running.addresses))
         yield Scene(running, swarms[0], swarms[1:], targets, one)
         one.stop()
         await _check_directory(swarms[0], targets, running.nodes)
-        await _check_nothing_is_held(swarms[0], running.nodes)
+        await check_nothing_is_held(swarms[0], targets)
+        await check_every_page_can_be_written(swarms, targets, CACHE_TOKENS)
         for node in running.nodes:
             _check_log(running.log(node))
 
@@ -89,20 +93,6 @@ async def _check_directory(
     snapshot = await swarm.directory.fetch(ModelId(targets[0].model_id), BLOCKS)
     found = {state.peer_id: (state.span, state.addresses) for state in snapshot.nodes}
     assert found == {node.peer_id: (node.span, node.addresses) for node in nodes}
-
-
-async def _check_nothing_is_held(swarm: Swarm, nodes: Sequence[LocalNode]) -> None:
-    deadline = time.monotonic() + 15
-    while True:
-        records = {record.peer_id: record for record in await swarm.directory.fetch_all()}
-        held = {
-            node.name: record.total_cache_tokens - record.free_cache_tokens
-            for node in nodes
-            for record in [records[node.peer_id]]
-        }
-        if not any(held.values()):
-            return
-        assert time.monotonic() < deadline, f"cache tokens are still promised: {held}"
 
 
 def _check_log(log: str) -> None:
@@ -204,6 +194,41 @@ async def test_five_thousand_hostile_frames_are_answered_and_leave_nothing(
     await _attack(tmp_path, MANY, seed)
 
 
+IN_TURN: dict[Attack, int] = {
+    transfer_attacks.strange_donors: 16,
+    transfer_attacks.hostile_donors: 54,
+    transfer_attacks.rival_donors: 8,
+    transfer_attacks.awaited_donors: 6,
+    transfer_attacks.hostile_reorders: 5,
+    transfer_attacks.hostile_hand_overs: 12,
+    transfer_attacks.unwanted_outputs: 10,
+}
+"""How many frames each attack by or with a donor, a fork or a hand-over takes for all its cases."""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+async def test_donors_forks_and_hand_overs_leave_a_bystander_alone(tmp_path: Path) -> None:
+    tally = Tally()
+    async with _scene(tmp_path) as scene:
+        foreign = partial(transfer_attacks.foreign_transfers, victim=scene.bystander.victim)
+        attacks: dict[Attack, int] = {**IN_TURN, foreign: 4}
+        measured, before = [scene.gauges()], scene.bystander.tokens
+        for turn in range(2):
+            for attack, count in attacks.items():
+                for target in scene.targets:
+                    rng = random.Random(turn)
+                    await attack(Attacker(scene.attackers[turn], target, rng, tally), count)
+                assert all(node.process.poll() is None for node in scene.daemons.nodes)
+            measured.append(scene.gauges())
+        print(tally.summary())
+    assert not tally.failures()
+    assert scene.bystander.tokens > before
+    for _, first, second in zip(*measured, strict=True):
+        assert second.rss - first.rss < GROWTH
+        assert second.threads <= first.threads + 1
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 async def test_streams_of_several_peers_leave_a_node_its_files(tmp_path: Path) -> None:
@@ -219,8 +244,7 @@ async def test_streams_of_several_peers_leave_a_node_its_files(tmp_path: Path) -
             )
             for _ in range(3)
         ]
-        (record,) = await honest.directory.fetch_all()
-        facts = Facts(node.peer_id, node.addresses, record.model_id, record.span, HIDDEN)
+        [facts] = await facts_of([node], honest)
         async with AsyncExitStack() as streams:
             for swarm in others:
                 attacker = Attacker(swarm, facts, random.Random(0), Tally())

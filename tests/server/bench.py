@@ -39,6 +39,7 @@ from nesa_node.swarm.messages import (
     Output,
     Prefix,
     Priority,
+    Reorder,
     Rollback,
     RowSlice,
     Step,
@@ -137,7 +138,7 @@ class Peer:
                 blocks=(span.start, span.end),
                 rows=rows,
                 max_tokens=max_tokens,
-                mode="chain" if upstream else "star",
+                mode="chain" if upstream or donor else "star",
                 dtype="float32",
                 epoch=0,
                 upstream=upstream,
@@ -178,6 +179,11 @@ class Peer:
         self.epoch += 1
         self.lengths = list(lengths)
         self.wire.say(Rollback(epoch=self.epoch, lengths=tuple(lengths)))
+
+    def reorder(self, sources: Sequence[int]) -> None:
+        self.epoch += 1
+        self.lengths = [self.lengths[source] for source in sources]
+        self.wire.say(Reorder(epoch=self.epoch, sources=tuple(sources)))
 
     def step(
         self, counts: dict[int, int], hidden_TD: Tensor | None = None, *, want: Want = "all"
@@ -228,9 +234,12 @@ class Node:
     def connect(self, client: str) -> Wire:
         """A stream that the node serves until it ends."""
         wire = Wire(client)
+        self.serve(wire)
+        return wire
+
+    def serve(self, wire: Wire) -> None:
         assert self._tasks is not None
         self._tasks.create_task(self.server.handle(wire.peer, cast(Any, wire), cast(Any, None)))
-        return wire
 
     def peer(self, client: str = "client", **options: Any) -> Peer:
         return Peer(self.connect(client), self.blocks, **options)

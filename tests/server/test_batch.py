@@ -53,7 +53,7 @@ def pending(number: int, rows: list[RowSlice]) -> Pending:
     marks = [[float(p.row), float(p.position + i)] for p in rows for i in range(p.count)]
     hidden_TD = torch.tensor(marks)
     step = Step(session=b"s" * 16, epoch=1, step=number, rows=tuple(rows), tensor=cast(Any, None))
-    return Pending(step, hidden_TD, torch.zeros_like(hidden_TD), 0.0)
+    return Pending(step, hidden_TD, hidden_TD.dtype, 0.0)
 
 
 @settings(max_examples=100, deadline=None)
@@ -79,6 +79,7 @@ def test_every_token_runs_once_in_order_and_comes_back_to_its_step(data: st.Data
         assert share.error is None
         for step in share.done:
             assert queue.popleft() is step
+            assert step.output_TD is not None
             assert torch.equal(step.output_TD, step.hidden_TD * 2)
     for row, table in enumerate(tables):
         expected = [(float(row), float(position)) for position in range(lengths[row])]
@@ -108,4 +109,5 @@ def test_only_those_that_fail_alone_too_have_failed() -> None:
     run_shares(cast(Blocks, Poisoned()), shares)
     assert [share.error is None for share in shares] == [True, False, True]
     for share in (shares[0], shares[2]):
+        assert share.done[0].output_TD is not None
         assert torch.equal(share.done[0].output_TD, share.done[0].hidden_TD * 2)

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import Counter
 
 import pytest
 
+from nesa_node.core.errors import StreamClosedError
 from nesa_node.engine.blocks import Blocks
-from nesa_node.swarm.messages import Busy, Cancel, Close, Opened, Prefix
-from tests.server.bench import Node, open_node
+from nesa_node.swarm.messages import Busy, Cancel, Close, Opened, Ping, Pong, Prefix, Reordered
+from tests.server.bench import Node, Peer, open_node
 
 MAX_TOKENS = 100
 AT_ONCE = 24
+
+Forks = Counter[tuple[bool, bool]]
+"""Sessions by whether a fork of theirs went through, and whether any pages were shared then."""
 
 
 def _prefix(rng: random.Random, rows: int) -> Prefix:
@@ -23,7 +28,39 @@ def _prefix(rng: random.Random, rows: int) -> Prefix:
     )
 
 
-async def _session(node: Node, rng: random.Random, acts: int) -> int:
+class Ear:
+    """Hears what a session is told; steps may be under way."""
+
+    def __init__(self, peer: Peer, node: Node) -> None:
+        self.forked = self.shared = False
+        self._peer = peer
+        self._pool = node.pool
+        self._pongs: asyncio.Queue[Pong | None] = asyncio.Queue()
+
+    async def listen(self) -> None:
+        """Until the node ends the stream."""
+        try:
+            while True:
+                message, _ = await self._peer.wire.hear()
+                if isinstance(message, Pong):
+                    self._pongs.put_nowait(message)
+                elif isinstance(message, Reordered):
+                    self.forked = True
+                    self.shared |= max(self._pool._holders) > 1
+        except StreamClosedError:
+            self._pongs.put_nowait(None)
+
+    async def quiet(self) -> None:
+        """Return when no step is under way, without which a fork is refused."""
+        while True:
+            self._peer.wire.say(Ping(nonce=1))
+            pong = await self._pongs.get()
+            if pong is None or not pong.busy:
+                return
+            await asyncio.sleep(0.001)
+
+
+async def _session(node: Node, rng: random.Random, acts: int, forks: Forks) -> int:
     """One session that does random things, often before the last one is done."""
     peer = node.peer(rng.choice("abcd"))
     rows = rng.choice([1, 1, 2, 4])
@@ -39,15 +76,21 @@ async def _session(node: Node, rng: random.Random, acts: int) -> int:
     assert isinstance(answer, Opened)
     peer.lengths = [rng.choice([0, held, held]) for held in answer.held]
     peer.link()
-    listening = asyncio.create_task(peer.wire.hear_the_end())
+    ear = Ear(peer, node)
+    listening = asyncio.create_task(ear.listen())
     done = 1
     if rng.random() < 0.3:
         peer.step({0: 70}, want="none")
         await asyncio.sleep(0.05)
     for _ in range(rng.randint(0, acts)):
         done += 1
-        if rng.random() < 0.25:
+        chance = rng.random()
+        if chance < 0.25:
             peer.rollback([rng.randint(0, length) for length in peer.lengths])
+        elif chance < 0.45 and rows > 1:
+            if rng.random() < 0.8:
+                await ear.quiet()
+            peer.reorder(rng.choices(range(rows), k=rows))
         else:
             chosen = rng.sample(range(rows), rng.randint(1, rows))
             peer.step({row: rng.choice([1, 1, 2, 30]) for row in chosen}, want="none")
@@ -61,17 +104,19 @@ async def _session(node: Node, rng: random.Random, acts: int) -> int:
         case _:
             peer.wire.hang_up()
     await listening
+    forks[ear.forked, ear.shared] += 1
     return done + 1
 
 
 async def _operate(blocks: Blocks, operations: int, seed: int) -> None:
     rng = random.Random(seed)
     left = operations
+    forks: Forks = Counter()
 
     async def work() -> None:
         nonlocal left
         while left > 0:
-            done = await _session(node, rng, 20)
+            done = await _session(node, rng, 20, forks)
             left -= done
 
     async with open_node(blocks, tokens=AT_ONCE * MAX_TOKENS) as node:
@@ -85,6 +130,7 @@ async def _operate(blocks: Blocks, operations: int, seed: int) -> None:
         node.pool.forget_prefixes()
         assert node.pool.spare_pages == 0
         assert node.admission.sessions == 0
+    assert forks[True, True] > operations / 200, "pages were shared time and again"
 
 
 async def test_a_thousand_random_operations_leave_every_page_free(blocks: Blocks) -> None:

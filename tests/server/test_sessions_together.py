@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from nesa_node.engine.blocks import Blocks, Run
+from nesa_node.engine.pages import PageTable
 from nesa_node.server.lane import PRIORITIES
-from nesa_node.swarm.messages import Cancel, Close, Closed, Linked, Opened, RolledBack
+from nesa_node.swarm.messages import Cancel, Close, Closed, Linked, Opened, Reordered, RolledBack
 from tests.server.bench import Node, Peer, open_node
 
 CLIENTS = ("a", "b", "c")
@@ -23,6 +24,13 @@ TOLERANCE = 1e-5
 @dataclass
 class Rollback:
     lengths: list[int]
+
+
+@dataclass
+class Fork:
+    """Each row goes on as a copy of row `sources[row]`."""
+
+    sources: list[int]
 
 
 @dataclass
@@ -38,7 +46,7 @@ class Script:
     """What one session does."""
 
     rows: int
-    acts: list[Rollback | Burst] = field(default_factory=list)
+    acts: list[Rollback | Fork | Burst] = field(default_factory=list)
 
     @classmethod
     def draw(cls, rng: random.Random, hidden_size: int) -> Script:
@@ -49,6 +57,11 @@ class Script:
             if rng.random() < 0.2 and any(lengths):
                 lengths = [rng.randint(0, length) for length in lengths]
                 script.acts.append(Rollback(list(lengths)))
+                continue
+            if rng.random() < 0.25 and script.rows > 1:
+                sources = rng.choices(range(script.rows), k=script.rows)
+                lengths = [lengths[source] for source in sources]
+                script.acts.append(Fork(sources))
                 continue
             burst = Burst([], [])
             for _ in range(rng.choice([1, 1, 1, 2, 4])):
@@ -71,24 +84,39 @@ class Script:
 
 
 def alone(script: Script, blocks: Blocks) -> list[Tensor]:
-    """The outputs of all steps, each row of each run by itself."""
+    """The outputs of all steps, each row of each run by itself. No pages are shared."""
     pool = blocks.new_pool(script.rows * (MAX_TOKENS + 32))
     promise = pool.promise(pool.num_pages)
     tables = [promise.new_table() for _ in range(script.rows)]
+    inputs = [torch.empty(0, blocks.hidden_size) for _ in range(script.rows)]
     outputs = []
     for act in script.acts:
         if isinstance(act, Rollback):
             for table, length in zip(tables, act.lengths, strict=True):
                 table.truncate(length)
+            inputs = [fed[:length] for fed, length in zip(inputs, act.lengths, strict=True)]
+            continue
+        if isinstance(act, Fork):
+            inputs = [inputs[source] for source in act.sources]
+            for table, fed_LD in zip(tables, inputs, strict=True):
+                table.truncate(0)
+                _append(table, fed_LD, blocks)
             continue
         for counts, hidden_TD in zip(act.steps, act.hidden, strict=True):
             parts = []
             pieces = torch.split(hidden_TD, list(counts.values()))
-            for (row, count), hidden_LD in zip(counts.items(), pieces, strict=True):
-                tables[row].reserve(tables[row].length + count)
-                parts.append(blocks.forward(hidden_LD, [Run(tables[row], count)]))
+            for row, hidden_LD in zip(counts, pieces, strict=True):
+                parts.append(_append(tables[row], hidden_LD, blocks))
+                inputs[row] = torch.cat([inputs[row], hidden_LD])
             outputs.append(torch.cat(parts))
     return outputs
+
+
+def _append(table: PageTable, hidden_LD: Tensor, blocks: Blocks) -> Tensor:
+    if not len(hidden_LD):
+        return hidden_LD
+    table.reserve(table.length + len(hidden_LD))
+    return blocks.forward(hidden_LD, [Run(table, len(hidden_LD))])
 
 
 async def play(node: Node, script: Script, rng: random.Random) -> list[Tensor]:
@@ -105,6 +133,10 @@ async def play(node: Node, script: Script, rng: random.Random) -> list[Tensor]:
         if isinstance(act, Rollback):
             peer.rollback(act.lengths)
             await peer.wire.hear_a(RolledBack)
+            continue
+        if isinstance(act, Fork):
+            peer.reorder(act.sources)
+            await peer.wire.hear_a(Reordered)
             continue
         sent = []
         for counts, hidden_TD in zip(act.steps, act.hidden, strict=True):
@@ -129,6 +161,12 @@ async def disturb(node: Node, rng: random.Random) -> None:
         peer.link()
         for _ in range(rng.randint(1, 4)):
             peer.step({row: rng.randint(1, 40) for row in range(rows)})
+            await _pause(rng)
+        if rng.random() < 0.5:
+            await peer.output()
+            # Refused if other steps are still under way: then so is the rest of what it does.
+            peer.reorder(rng.choices(range(rows), k=rows))
+            peer.step(dict.fromkeys(range(rows), 5))
             await _pause(rng)
         ending = rng.choice(["rollback", "cancel", "go"])
         if ending == "rollback":
@@ -157,10 +195,11 @@ def assert_same(found_TD: Tensor, expected_TD: Tensor) -> None:
     assert torch.equal(found_TD.argmax(-1)[decided_T], expected_TD.argmax(-1)[decided_T])
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(6))
 async def test_every_session_gets_what_it_gets_alone(blocks: Blocks, seed: int) -> None:
     rng = random.Random(seed)
     scripts = [Script.draw(rng, blocks.hidden_size) for _ in range(14)]
+    assert any(isinstance(act, Fork) for script in scripts for act in script.acts)
     expected = [alone(script, blocks) for script in scripts]
     async with open_node(blocks, tokens=32_768) as node:
         async with asyncio.TaskGroup() as tasks:
