@@ -67,6 +67,7 @@ def measure(
             initial_peers=daemons[0].addresses,
             dtype=torch.float32,
             routing="star" if routing == "star" else "chain",
+            reuse_prefix=False,
         ) as model,
     ):
         started = time.perf_counter()

@@ -71,6 +71,8 @@ def join(
         initial_peers=peers,
         dtype=options.torch_dtype,
         replicate_cache=replicate_cache,
+        # The same prompt is timed again and again.
+        reuse_prefix=False,
     )
 
 

@@ -126,7 +126,7 @@ class _Conversation:
         from nesa_node.cli.client_model import chain_text
         from nesa_node.cli.text import answer
 
-        session = self._open()
+        session = self._open(ids_1L)
         sent_before = session.tokens_sent
         result = answer(
             self._model, self._tokenizer, ids_1L, self._sampling, out=sys.stdout, session=session
@@ -138,10 +138,10 @@ class _Conversation:
         )
         return result.text
 
-    def _open(self) -> InferenceSession:
+    def _open(self, ids_1L: torch.Tensor) -> InferenceSession:
         """The running session; a new one where none is, or where a failed step has closed it."""
         if self._session is None or self._session.closed:
-            self._session = self._model.inference_session(self._max_length)
+            self._session = self._model.inference_session(self._max_length, prompt=ids_1L)
         return self._session
 
     def _close(self) -> None:

@@ -70,6 +70,7 @@ def open_client_model(
         swarm_key=config.swarm_key.get_secret_value() if config.swarm_key else None,
         step_timeout_s=config.step_timeout_s,
         replicate_cache=config.replicate_cache,
+        reuse_prefix=config.reuse_prefix,
     )
     return model, tokenizer
 

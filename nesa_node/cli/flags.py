@@ -98,6 +98,13 @@ class ClientFlags(SharedFlags):
             help="Keep a second node close behind each, to go on at once where one dies.",
         ),
     ] = None
+    reuse_prefix: Annotated[
+        bool | None,
+        Parameter(
+            group=SWARM,
+            help="Begin with what nodes still hold of an earlier prompt. [default: yes]",
+        ),
+    ] = None
 
 
 @Parameter(name="*")
@@ -172,6 +179,15 @@ class NodeFlags(PeerFlags):
     max_cache_tokens_per_peer: Annotated[
         str | None,
         Parameter(group=LIMITS, help="[default: half of the cache, or one of the longest session]"),
+    ] = None
+    trusted_peers: Annotated[
+        tuple[str, ...] | None,
+        Parameter(
+            alias="--trust",
+            group=LIMITS,
+            negative=(),
+            help="Let these peer ids share what is cached of their prompts; may be repeated.",
+        ),
     ] = None
     idle_timeout_s: Annotated[
         str | None, Parameter(group=LIMITS, help="Seconds until an idle session is closed. [600]")

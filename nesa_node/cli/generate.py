@@ -62,7 +62,8 @@ def generate(
             raise ConfigError(f"{config.model} has no chat template: leave --chat away")
         ids_1L = encode(tokenizer, [{"role": "user", "content": text}], template=template)
         options = Sampling(max_new_tokens=max_new_tokens, **chosen)
-        with distributed.inference_session(ids_1L.shape[1] + max_new_tokens) as session:
+        length = ids_1L.shape[1] + max_new_tokens
+        with distributed.inference_session(length, prompt=ids_1L) as session:
             result = answer(
                 distributed, tokenizer, ids_1L, options, out=sys.stdout, session=session
             )

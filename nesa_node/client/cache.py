@@ -26,6 +26,7 @@ class SessionCache:
         self, session: InferenceSession | None = None, *, match_prefix: bool = False
     ) -> None:
         self.session = session
+        self.prompt_BL: torch.Tensor | None = None
         self._match_prefix = match_prefix
         self._columns = 0
         self._mask_BC: torch.Tensor | None = None
@@ -89,6 +90,12 @@ class SessionCache:
         self.opened().reorder(beam_idx.tolist())
         if self._mask_BC is not None:
             self._mask_BC = self._mask_BC[beam_idx.to(self._mask_BC.device)]
+
+    def prompt(self, mask_BL: torch.Tensor | None) -> list[list[int]] | None:
+        """Each row's ids of what the first batch is going to be, if that is known."""
+        if self.prompt_BL is None:
+            return None
+        return [ids_L.tolist() for ids_L in pack(self.prompt_BL, mask_BL).row_ids]
 
     def opened(self) -> InferenceSession:
         if self.session is None:

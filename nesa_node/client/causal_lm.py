@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
@@ -21,8 +21,9 @@ from nesa_node.client.ends import Ends
 from nesa_node.client.inference import InferenceSession
 from nesa_node.client.layered import open_layers
 from nesa_node.client.loop import Held, LoopThread
+from nesa_node.client.prefix import SessionPrefix
 from nesa_node.client.refusals import refuse_forward_arguments, refuse_generation_options
-from nesa_node.client.sessions import Connect, SwarmConnection
+from nesa_node.client.sessions import Connect, RowSlice, SwarmConnection
 from nesa_node.core.errors import ContextLengthError, UnsupportedFeatureError
 from nesa_node.core.span import Span
 
@@ -49,8 +50,10 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):  # type: ig
         *,
         name: str,
         context_length: int,
+        prefix_salt: bytes | None = None,
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
+        """Without a `prefix_salt` no session begins with what another left."""
         super().__init__(copy.deepcopy(config))
         self.generation_config = generation_config
         self.name_or_path = name
@@ -60,6 +63,7 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):  # type: ig
         self._ends = ends
         self._connect = connect
         self._layers = layers
+        self._prefix_salt = prefix_salt
         self._loop = LoopThread("nesa-client")
         self._connection: Held[SwarmConnection] | None = None
         self._connecting = threading.Lock()
@@ -74,8 +78,18 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):  # type: ig
     def dtype(self) -> torch.dtype:
         return self._ends.dtype
 
-    def inference_session(self, max_length: int, batch_size: int = 1) -> InferenceSession:
+    def inference_session(
+        self,
+        max_length: int,
+        batch_size: int = 1,
+        *,
+        prompt: torch.Tensor | Sequence[Sequence[int]] | None = None,
+    ) -> InferenceSession:
         """Open a session for up to `max_length` tokens in each of `batch_size` rows.
+
+        With a `prompt`, ids [B, L] or each row's ids without padding, it begins with whatever nodes
+        still hold of that: `session.lengths` says how much of each row, never all of it. What
+        follows is for the caller to send.
 
         Raises `ContextLengthError` where the model or the route cannot hold that many,
         `MissingBlocksError` where some blocks have no node.
@@ -88,8 +102,9 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):  # type: ig
             for connection, span in self._layers
             if len(span)
         ]
-        context = open_layers(layers, rows=batch_size, max_tokens=max_length)
-        return InferenceSession(self._ends, self._loop, self._loop.hold(context))
+        prefix = self._prefix(prompt, batch_size)
+        context = open_layers(layers, rows=batch_size, max_tokens=max_length, prefix=prefix)
+        return InferenceSession(self._ends, self._loop, self._loop.hold(context), prefix)
 
     @torch.no_grad()
     def forward(
@@ -138,7 +153,8 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):  # type: ig
     ) -> Any:
         """What transformers' `generate` does, with its arguments, in the swarm.
 
-        Each call opens a session for the prompt and its new tokens and closes it. With `session` it
+        Each call opens a session for the prompt and its new tokens and closes it; what nodes still
+        hold of the prompt from earlier sessions is not computed again. With `session` it
         continues that one: the prompt is still given whole, and only what the session does not hold
         of it is sent. Raises `ContextLengthError` before any prefill where the result could outgrow
         the model, the route or the session, and `UnsupportedFeatureError` for contrastive
@@ -158,7 +174,7 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):  # type: ig
             )
         if session is not None and session.ends is not self._ends:
             raise ValueError("the session was opened by another model")
-        cache = SessionCache(session, match_prefix=session is not None)
+        cache = SessionCache(session, match_prefix=True)
         try:
             result: Any = super().generate(  # type: ignore[misc]
                 inputs, *args, past_key_values=cache, **kwargs
@@ -237,6 +253,13 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):  # type: ig
         config.prefill_chunk_size = None
         return config, model_kwargs
 
+    def _expand_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
+        expand: Any = super()._expand_inputs_for_generation  # type: ignore[misc]
+        ids_BL, model_kwargs = expand(*args, **kwargs)
+        cache: SessionCache = model_kwargs["past_key_values"]
+        cache.prompt_BL = ids_BL
+        return ids_BL, model_kwargs
+
     def _prepare_cache_for_generation(  # type: ignore[override]
         self,
         generation_config: GenerationConfig,
@@ -253,12 +276,38 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):  # type: ig
         if cache.session is None:
             copies = (generation_config.num_return_sequences, generation_config.num_beams)
             rows = batch_size * max(count or 1 for count in copies)
-            cache.session = self.inference_session(max_length, rows)
+            prompt = cache.prompt(mask_BL)
+            cache.session = self.inference_session(max_length, rows, prompt=prompt)
         elif max_length > cache.session.max_length:
             raise ContextLengthError(
                 f"prompt and new tokens may need {max_length} tokens, the session was opened for "
                 f"{cache.session.max_length}: raise its max_length or lower max_new_tokens"
             )
+
+    def _prefix(
+        self, prompt: torch.Tensor | Sequence[Sequence[int]] | None, rows: int
+    ) -> SessionPrefix | None:
+        """What a session of `rows` rows begins with, as far as it is reused at all."""
+        if prompt is None:
+            tokens: Sequence[Sequence[int]] = [()] * rows
+        elif isinstance(prompt, torch.Tensor):
+            tokens = (prompt[None] if prompt.ndim == 1 else prompt).tolist()
+        else:
+            tokens = prompt
+        if len(tokens) != rows:
+            raise ValueError(f"the session has {rows} rows, the prompt has {len(tokens)}")
+        if self._prefix_salt is None:
+            return None
+        ends = self._ends
+
+        async def inputs(slices: Sequence[RowSlice]) -> torch.Tensor:
+            ids = [tokens[part.row][part.position :][: part.count] for part in slices]
+            return ends.embed(
+                [torch.tensor(row, device=ends.device) for row in ids],
+                [part.position for part in slices],
+            )
+
+        return SessionPrefix(salt=self._prefix_salt, tokens=tokens, inputs=inputs)
 
     def _check_length(self, length: int) -> None:
         if length > self.context_length:

@@ -14,6 +14,7 @@ import torch
 
 from nesa_node.client.line import Line
 from nesa_node.client.options import ConnectionOptions
+from nesa_node.client.prefix import SessionPrefix
 from nesa_node.client.request import RouteRequest
 from nesa_node.client.session import RemoteSession
 from nesa_node.client.sessions import BlockSession
@@ -51,27 +52,28 @@ class RemoteConnection:
         self._rng = random.Random()
 
     def open_session(
-        self, span: Span, *, rows: int, max_tokens: int
+        self, span: Span, *, rows: int, max_tokens: int, prefix: SessionPrefix | None = None
     ) -> AbstractAsyncContextManager[BlockSession]:
         """See `SwarmConnection.open_session`."""
-        return self.open_remote(span, rows=rows, max_tokens=max_tokens)
+        return self.open_remote(span, rows=rows, max_tokens=max_tokens, prefix=prefix)
 
     @asynccontextmanager
     async def open_remote(
-        self, span: Span, *, rows: int, max_tokens: int
+        self, span: Span, *, rows: int, max_tokens: int, prefix: SessionPrefix | None = None
     ) -> AsyncIterator[RemoteSession]:
-        options = self._options
+        options, dtype = self._options, DTYPE_NAMES[self._dtype]
         request = RouteRequest(
             model_id=self._model,
             span=span,
             rows=rows,
             max_tokens=max_tokens,
             hidden_size=self._hidden_size,
-            dtype=DTYPE_NAMES[self._dtype],
+            dtype=dtype,
             mode=options.routing,
             swarm_key=options.swarm_key,
             replicates=options.replicate_cache,
             num_blocks=self._num_blocks,
+            prefix=prefix.announced(self._model, dtype) if prefix else (),
         )
         session = RemoteSession(
             self.swarm,
@@ -82,6 +84,7 @@ class RemoteConnection:
             queue_timeout_s=options.queue_timeout_s,
             step_timeout_s=options.step_timeout_s,
             rng=self._rng,
+            prefix=prefix,
         )
         try:
             await session.open()

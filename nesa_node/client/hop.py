@@ -32,6 +32,7 @@ from nesa_node.swarm.messages import (
     Output,
     Ping,
     Pong,
+    Prefix,
     Reorder,
     Reordered,
     Rollback,
@@ -225,11 +226,14 @@ class HopLink:
                 waiting.exception()  # perhaps the request is still being sent, and fails by itself
         self._on_change()
 
-    async def close(self) -> None:
-        """End the session at the node and wait until it has; silent about a node that is gone."""
+    async def close(self, prefix: Prefix = ()) -> None:
+        """End the session at the node and wait until it has; silent about a node that is gone.
+
+        `prefix` names what the rows hold, for later sessions to begin with.
+        """
         if self.lost is None:
             try:
-                await self._ask(Close(), 1.0)
+                await self._ask(Close(prefix=prefix), 1.0)
             except (ProtocolError, PeerUnreachableError) as error:
                 log.debug("no_goodbye", peer=self._stream.peer, reason=str(error))
         self._reader.cancel()

@@ -14,6 +14,7 @@ import torch
 from nesa_node.client.ends import Ends
 from nesa_node.client.loop import Held, LoopThread
 from nesa_node.client.packing import pack
+from nesa_node.client.prefix import UNKNOWN_TOKEN, SessionPrefix
 from nesa_node.client.sessions import BlockSession, RowSlice, Want
 from nesa_node.core.errors import ContextLengthError
 from nesa_node.routing.chains import Hop
@@ -22,8 +23,6 @@ T = TypeVar("T")
 
 LEAST_COPIED_TOKENS = 32
 """A row is copied from one that is the same where it saves so many; a copy is a round trip."""
-UNKNOWN_TOKEN = -1
-"""Stands in `token_ids` for a position that was fed as a hidden state."""
 
 
 class InferenceSession:
@@ -33,12 +32,23 @@ class InferenceSession:
     step that fails or is interrupted closes the session.
     """
 
-    def __init__(self, ends: Ends, loop: LoopThread, held: Held[BlockSession]) -> None:
+    def __init__(
+        self,
+        ends: Ends,
+        loop: LoopThread,
+        held: Held[BlockSession],
+        prefix: SessionPrefix | None = None,
+    ) -> None:
+        """`prefix` is what it was opened with: the rows may hold some of that already."""
         self._ends = ends
         self._loop = loop
         self._held = held
         self._blocks = held.value
-        self._tokens: list[list[int]] = [[] for _ in range(self._blocks.rows)]
+        self._prefix = prefix
+        self._tokens: list[list[int]] = [
+            list(prefix.tokens[row][:length]) if prefix is not None else []
+            for row, length in enumerate(self._blocks.lengths)
+        ]
         self._closed = False
         self.tokens_sent = 0
         """Tokens that went through the blocks so far, all rows together."""
@@ -54,7 +64,7 @@ class InferenceSession:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Tokens that each row holds."""
+        """Tokens that each row holds, from the beginning those that nodes held of its prompt."""
         return tuple(len(row) for row in self._tokens)
 
     @property
@@ -64,7 +74,7 @@ class InferenceSession:
 
     @property
     def token_ids(self) -> tuple[tuple[int, ...], ...]:
-        """What each row holds."""
+        """What each row holds; -1 stands for what was fed as a hidden state."""
         return tuple(tuple(row) for row in self._tokens)
 
     @property
@@ -155,10 +165,13 @@ class InferenceSession:
             )
 
     def close(self) -> None:
-        """Release the caches on every hop. May be called twice."""
-        if not self._closed:
-            self._closed = True
-            self._held.release()
+        """Release the caches on every hop; what they hold is found again by later sessions.
+
+        May be called twice.
+        """
+        if self._prefix is not None and not self._closed:
+            self._prefix.left[:] = self._tokens
+        self._release()
 
     def __enter__(self) -> Self:
         return self
@@ -219,12 +232,17 @@ class InferenceSession:
             self.tokens_sent += part.count
         return result.to(self._ends.device)
 
+    def _release(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._held.release()
+
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         try:
             return self._loop.run(work)
         except BaseException:
             # What the hops hold is unknown now.
-            self.close()
+            self._release()
             raise
 
     def _check_open(self) -> None:

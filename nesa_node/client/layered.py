@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 
 import torch
 
+from nesa_node.client.prefix import SessionPrefix
 from nesa_node.client.sessions import BlockSession, RowSlice, SwarmConnection, Want
 from nesa_node.core.span import Span
 from nesa_node.routing.chains import Hop
@@ -62,18 +64,31 @@ class LayeredSession(BlockSession):
 
 @asynccontextmanager
 async def open_layers(
-    layers: Sequence[tuple[SwarmConnection, Span]], *, rows: int, max_tokens: int
+    layers: Sequence[tuple[SwarmConnection, Span]],
+    *,
+    rows: int,
+    max_tokens: int,
+    prefix: SessionPrefix | None = None,
 ) -> AsyncIterator[BlockSession]:
     """A session over consecutive spans, each from its own connection; empty spans are skipped.
 
-    Raises what the connections raise; those already opened are left then.
+    Raises what the connections raise; those already opened are left then. Only the last layer can
+    begin with a `prefix`: those after it would lack its outputs. Those before it run the prefix.
     """
+    layers = [(connection, span) for connection, span in layers if len(span)]
+    sessions: list[BlockSession] = []
+
+    async def inputs(slices: Sequence[RowSlice]) -> torch.Tensor:
+        assert prefix is not None
+        hidden_TD = await prefix.inputs(slices)
+        for session in sessions:
+            hidden_TD = await session.step(hidden_TD, slices)
+        return hidden_TD
+
     async with AsyncExitStack() as stack:
-        sessions = [
-            await stack.enter_async_context(
-                connection.open_session(span, rows=rows, max_tokens=max_tokens)
-            )
-            for connection, span in layers
-            if len(span)
-        ]
+        for connection, span in layers:
+            is_last = len(sessions) == len(layers) - 1
+            its = replace(prefix, inputs=inputs) if prefix is not None and is_last else None
+            opening = connection.open_session(span, rows=rows, max_tokens=max_tokens, prefix=its)
+            sessions.append(await stack.enter_async_context(opening))
         yield sessions[0] if len(sessions) == 1 else LayeredSession(sessions)

@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 
 import torch
 
+from nesa_node.client.prefix import SessionPrefix
 from nesa_node.client.sessions import BlockSession, RowSlice, SwarmConnection, Want
 from nesa_node.core.errors import CacheFullError, MissingBlocksError
 from nesa_node.core.ids import PeerId
@@ -119,7 +120,7 @@ class LocalConnection(SwarmConnection):
 
     @asynccontextmanager
     async def open_session(
-        self, span: Span, *, rows: int, max_tokens: int
+        self, span: Span, *, rows: int, max_tokens: int, prefix: SessionPrefix | None = None
     ) -> AsyncIterator[BlockSession]:
         parts: list[Blocks] = []
         at = span.start

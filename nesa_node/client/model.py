@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -14,6 +15,7 @@ from nesa_node.client.combined import Combined
 from nesa_node.client.ends import Ends
 from nesa_node.client.local import LocalConnection
 from nesa_node.client.options import ConnectionOptions
+from nesa_node.client.prefix import SALT_BYTES
 from nesa_node.client.sessions import Connect, SwarmConnection
 from nesa_node.core.config import Route, default_cache_dir
 from nesa_node.core.errors import ConfigError
@@ -48,6 +50,8 @@ class AutoDistributedModelForCausalLM:
         recovery_timeout_s: float = 60.0,
         queue_timeout_s: float = 600.0,
         replicate_cache: bool = False,
+        reuse_prefix: bool = True,
+        prefix_salt: bytes | None = None,
     ) -> DistributedModelForCausalLM:
         """A model whose blocks are run by the swarm that serves `name` (a folder or hub name).
 
@@ -57,6 +61,12 @@ class AutoDistributedModelForCausalLM:
         when the first session opens. `recovery_timeout_s` is how long a session waits for a
         replacement of a lost node, `queue_timeout_s` how long it waits for room at busy ones.
         With `replicate_cache` a second node is kept close behind each, to go on where it dies.
+
+        With `reuse_prefix` sessions begin with what nodes still hold of earlier ones that began
+        with the same tokens. Nodes see digests salted with `prefix_salt` (16 to 64 bytes; by
+        default random, for this model only). Several clients that name the same salt share what
+        they leave on nodes whose operators trust them all, and a client of one identity
+        (`identity_path`) finds its own again. Not with `client_blocks` at the end of the model.
 
         Raises the `ModelError`s of `open_checkpoint`, and `ConfigError` for arguments that
         contradict each other.
@@ -94,6 +104,7 @@ class AutoDistributedModelForCausalLM:
             dtype=resolved,
             device=device,
             client_blocks=client_blocks,
+            prefix_salt=choose_salt(reuse_prefix, prefix_salt),
         )
 
 
@@ -104,6 +115,7 @@ def build_model(
     dtype: torch.dtype | str | None = None,
     device: torch.device | str = "cpu",
     client_blocks: tuple[int, int] = (0, 0),
+    prefix_salt: bytes | None = None,
 ) -> DistributedModelForCausalLM:
     """A model over `checkpoint` that reaches the swarm's blocks through `connect`."""
     first, remote, last = split_blocks(checkpoint.num_blocks, client_blocks)
@@ -132,8 +144,20 @@ def build_model(
         ((local, first), (None, remote), (local, last)),
         name=checkpoint.name,
         context_length=checkpoint.context_length,
+        prefix_salt=prefix_salt,
         on_close=on_close,
     )
+
+
+def choose_salt(reuse_prefix: bool, salt: bytes | None) -> bytes | None:
+    """What digests of prompts are made with; None: there are none. Raises `ConfigError`."""
+    if salt is not None and not reuse_prefix:
+        raise ConfigError("prefix_salt without reuse_prefix: give one of them")
+    if salt is not None and not 16 <= len(salt) <= 64:
+        raise ConfigError(f"prefix_salt of {len(salt)} bytes: it must have 16 to 64")
+    if not reuse_prefix:
+        return None
+    return secrets.token_bytes(SALT_BYTES) if salt is None else salt
 
 
 def split_blocks(num_blocks: int, client_blocks: tuple[int, int]) -> tuple[Span, Span, Span]:

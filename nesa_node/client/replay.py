@@ -40,6 +40,10 @@ class Replay:
             stages.insert(0, Stage(link, link, [link], self._outbox(link), after))
         return stages
 
+    def note(self, kept: Kept) -> None:
+        """Keep what the first hop would have been sent if it had not held it already."""
+        self._outboxes[self._request.span.start].append(kept)
+
     def truncate(self, lengths: Sequence[int]) -> None:
         """Forget every token at or beyond `lengths[row]`."""
         for outbox in self._outboxes.values():
@@ -54,15 +58,22 @@ class Replay:
         self,
         lengths: Sequence[int],
         *,
+        begins: bool = False,
         drop: frozenset[PeerId] = frozenset(),
         open_timeout_s: float = OPEN_TIMEOUT_S,
     ) -> None:
         """Rebuild the route; afterwards every node holds `lengths[row]` tokens of each row.
 
-        Nothing beyond them may be kept. Raises what `Route.rebuild` does, and what sending does.
+        With `begins` those are the route's to find. Nothing beyond them may be kept. Raises what
+        `Route.rebuild` does, and what sending does.
         """
         await self._route.rebuild(
-            lengths, drop=drop, needs_output=self._lacks_next, open_timeout_s=open_timeout_s
+            lengths,
+            begins=begins,
+            drop=drop,
+            needs_output=self._lacks_next,
+            on_return=self._forget_later_hops,
+            open_timeout_s=open_timeout_s,
         )
         links = self._route.links
         for link in links if self._request.mode == "star" else links[:1]:
@@ -92,6 +103,11 @@ class Replay:
         whole = [replace(kept, want="all") for kept in steps]
         await self._flow.run(whole, [Stage(link, link, [link])], keep)
         self._outboxes[link.hop.span.end] = outbox
+
+    def _forget_later_hops(self) -> None:
+        """What they were sent does not reach back as far as it must; the first hop's inputs do."""
+        start = self._request.span.start
+        self._outboxes = {start: self._outboxes[start]}
 
     def _lacks_next(self, hop: Hop) -> bool:
         """Whether nobody has what went into the blocks after `hop`."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from nesa_node.compression import tensors
 from nesa_node.core.ids import ModelId
 from nesa_node.core.span import Span
-from nesa_node.swarm.messages import Mode
+from nesa_node.swarm.messages import Mode, Prefix
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +26,8 @@ class RouteRequest:
     """Every node is to have a successor that is close behind it."""
     num_blocks: int | None = None
     """Of the whole model. Where it is given, records that say otherwise count for nothing."""
+    prefix: Prefix = ()
+    """Digests of what each row will be fed first."""
 
     @property
     def tokens(self) -> int:

@@ -6,6 +6,7 @@ import asyncio
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 
+from nesa_node.client.beginning import Beginning
 from nesa_node.client.blame import Blame
 from nesa_node.client.hop import OPEN_TIMEOUT_S, HopLink
 from nesa_node.client.nodes import Nodes
@@ -21,7 +22,16 @@ from nesa_node.core.logging import get_logger
 from nesa_node.routing.avoidance import Avoidance
 from nesa_node.routing.chains import Hop
 from nesa_node.routing.repair import gaps
-from nesa_node.swarm.messages import PROTOCOL, VERSION, Downstream, Link, Open, Reorder, Rollback
+from nesa_node.swarm.messages import (
+    PROTOCOL,
+    VERSION,
+    Downstream,
+    Link,
+    Open,
+    Prefix,
+    Reorder,
+    Rollback,
+)
 from nesa_node.swarm.node import Swarm
 from nesa_node.swarm.private import membership_proof
 from nesa_node.swarm.stream import Stream
@@ -46,7 +56,11 @@ class Route:
         self.epoch = 0
         self.session = secrets.token_bytes(16)
         self.held: dict[HopLink, tuple[int, ...]] = {}
-        """What the links that the last rebuild brought in hold of each row: they need the rest."""
+        """What the links that the last rebuild brought in, or sent back, hold of each row.
+
+        They need the rest.
+        """
+        self.beginning = Beginning(request.rows, request.prefix)
         self.successors = Successors(request.rows, self._open_successor)
         self._secret = secrets.token_bytes(32)
         self._swarm = swarm
@@ -63,13 +77,18 @@ class Route:
         self,
         lengths: Sequence[int],
         *,
+        begins: bool = False,
         drop: frozenset[PeerId] = frozenset(),
         needs_output: Callable[[Hop], bool] = lambda _: False,
+        on_return: Callable[[], None] = lambda: None,
         open_timeout_s: float = OPEN_TIMEOUT_S,
     ) -> None:
         """Keep the links that live and are not in `drop`, open what is missing, link them all.
 
         Afterwards every kept node holds `lengths[row]` tokens, and those in `held` what that says.
+        With `begins` nothing was sent yet, and all hold what `beginning.start` says. If all must go
+        back to an earlier start, `on_return` is called before they do.
+
         Where a node goes that has a successor, this takes its place. A star's new hop sends its
         outputs again only where `needs_output(hop)`. What this attempt opened is closed again if it
         fails; the old links stay, though not linked to each other.
@@ -83,21 +102,30 @@ class Route:
         held = await self._succeed(gone, lengths)
         await self._discard([link for link in gone if link.lost is not None])
         kept = [*(link for link in self.links if link not in gone), *held]
+        fresh = list(held)
         try:
             hops, addresses = await self._plan(kept, drop)
             if not {link.hop for link in kept} <= set(hops):
                 # Nobody can join what is left: begin again, with other nodes or other spans.
-                await _close_all(list(held))
+                await _close_all(fresh)
                 await self.let_go()
-                kept, held = [], {}
+                kept, held, fresh = [], {}, []
             self.epoch += 1
             known = {link.hop: link for link in kept}
             opened = await self._open_all(hops, known, addresses, open_timeout_s)
-            held |= dict.fromkeys(opened.values(), (0,) * self._request.rows)
+            fresh += opened.values()
             links = [known.get(hop) or opened[hop] for hop in hops]
-            await self._link_all(links, held, lengths, needs_output)
+            reached = [*held.values(), *map(self._held_at_open, opened.values())]
+            sent = None if begins else lengths
+            if self.beginning.agree(reached, sent, alone=not kept):
+                opened = known | opened
+                on_return()
+            held |= dict.fromkeys(opened.values(), tuple(self.beginning.start))
+            await self._link_all(
+                links, held, self.beginning.start if begins else lengths, needs_output
+            )
         except BaseException:
-            await _close_all(list(held))
+            await _close_all(fresh)
             raise
         dropped = [link for link in self.links if link not in links]
         self.links, self.held = links, held
@@ -107,6 +135,7 @@ class Route:
     async def rollback(self, lengths: Sequence[int]) -> None:
         """Cut every node's cache. Raises `PeerUnreachableError` or `RemoteError`."""
         self.epoch += 1
+        self.beginning.truncate(lengths)
         self.successors.truncate(lengths)
         message = Rollback(epoch=self.epoch, lengths=tuple(lengths))
         await _all([link.rollback(message) for link in self.links])
@@ -117,6 +146,7 @@ class Route:
         Raises `PeerUnreachableError` or `RemoteError`: then some may have done it and others not.
         """
         self.epoch += 1
+        self.beginning.reorder(sources)
         self.successors.truncate([0] * self._request.rows)
         message = Reorder(epoch=self.epoch, sources=tuple(sources))
         await _all([link.reorder(message) for link in self.links])
@@ -126,9 +156,10 @@ class Route:
         await self.close()
         self.session, self._secret = secrets.token_bytes(16), secrets.token_bytes(32)
 
-    async def close(self) -> None:
+    async def close(self, prefix: Prefix = ()) -> None:
+        """`prefix` names what every node's rows hold, for later sessions to begin with."""
         await self.successors.close()
-        await self._discard(self.links)
+        await self._discard(self.links, prefix)
 
     async def _plan(
         self, kept: Sequence[HopLink], drop: frozenset[PeerId]
@@ -225,6 +256,9 @@ class Route:
             raise
         return link
 
+    def _held_at_open(self, link: HopLink) -> tuple[int, ...]:
+        return self.beginning.held_by(link.opened)
+
     def _open_message(self, hop: Hop, before: Hop | None, donor: PeerId | None) -> Open:
         request = self._request
         chained = request.mode == "chain" and before is not None
@@ -241,6 +275,8 @@ class Route:
             epoch=self.epoch - 1,
             upstream=before.peer_id if chained and before is not None else None,
             donor=donor,
+            # A successor is handed everything.
+            prefix=self.beginning.prefix if donor is None else (),
             membership=membership_proof(
                 request.swarm_key,
                 SessionId(self.session),
@@ -256,7 +292,7 @@ class Route:
         lengths: Sequence[int],
         needs_output: Callable[[Hop], bool],
     ) -> None:
-        zeros, everything = (0,) * self._request.rows, tuple(lengths)
+        everything = tuple(lengths)
         chained = self._request.mode == "chain"
         requests = []
         for i, link in enumerate(links):
@@ -265,7 +301,7 @@ class Route:
                 lacks = held.get(after, everything)
             else:
                 again = not chained and link in held and needs_output(link.hop)
-                lacks = zeros if again else everything
+                lacks = held[link] if again else everything
             message = Link(
                 epoch=self.epoch,
                 upstream=links[i - 1].hop.peer_id if chained and i else None,
@@ -294,10 +330,10 @@ class Route:
                 self.nodes.suspect(link.hop.peer_id, str(error))
             raise
 
-    async def _discard(self, links: Sequence[HopLink]) -> None:
+    async def _discard(self, links: Sequence[HopLink], prefix: Prefix = ()) -> None:
         gone = list(links)
         self.links = [link for link in self.links if link not in gone]
-        await _close_all(gone)
+        await _close_all(gone, prefix)
 
 
 def _downstream(link: HopLink | None) -> Downstream | None:
@@ -306,8 +342,8 @@ def _downstream(link: HopLink | None) -> Downstream | None:
     return Downstream(peer=link.hop.peer_id, blocks=(link.hop.span.start, link.hop.span.end))
 
 
-async def _close_all(links: Sequence[HopLink]) -> None:
-    await asyncio.gather(*(link.close() for link in links))
+async def _close_all(links: Sequence[HopLink], prefix: Prefix = ()) -> None:
+    await asyncio.gather(*(link.close(prefix) for link in links))
 
 
 async def _all(requests: Sequence[object]) -> None:

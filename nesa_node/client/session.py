@@ -18,6 +18,7 @@ from nesa_node.client.flow import Flow
 from nesa_node.client.hop import OPEN_TIMEOUT_S
 from nesa_node.client.line import Line
 from nesa_node.client.patience import Patience
+from nesa_node.client.prefix import SessionPrefix
 from nesa_node.client.replay import Replay
 from nesa_node.client.request import RouteRequest
 from nesa_node.client.route import Route
@@ -71,11 +72,13 @@ class RemoteSession:
         queue_timeout_s: float,
         step_timeout_s: float,
         rng: random.Random,
+        prefix: SessionPrefix | None = None,
     ) -> None:
         self.rows = request.rows
         self.max_tokens = request.max_tokens
         self.recoveries = 0
         self._request = request
+        self._prefix = prefix
         self._changed = asyncio.Event()
         self._route = Route(swarm, request, avoidance, self._changed.set)
         self._lengths = [0] * request.rows
@@ -106,7 +109,9 @@ class RemoteSession:
         """
         patience = self._patience()
         async with self._line.turn(patience.queue_left_s):
-            await self._persist(patience, _UNTIL_THERE_IS_ROOM)
+            await self._persist(patience, _UNTIL_THERE_IS_ROOM, begins=True)
+        self._lengths = list(self._route.beginning.start)
+        await self._note_what_is_held()
 
     async def step(
         self, hidden_TD: torch.Tensor, rows: Sequence[RowSlice], *, want: Want = "all"
@@ -136,6 +141,7 @@ class RemoteSession:
                     raise PeerUnreachableError(_FRUITLESS) from error
                 await self._recover()
         self._route.blame.step_done()
+        self._route.beginning.caught_up()
         self._replicate()
         output_TD = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return output_TD.to(hidden_TD.dtype)
@@ -165,8 +171,19 @@ class RemoteSession:
             await self._recover()
 
     async def close(self) -> None:
-        await self._route.close()
+        request, prefix = self._request, self._prefix
+        await self._route.close(prefix.leaves(request.model_id, request.dtype) if prefix else ())
         self._line.left()
+
+    async def _note_what_is_held(self) -> None:
+        """Nodes that come later may hold less of what the rows begin with."""
+        rows = [RowSlice(row, 0, length) for row, length in enumerate(self._lengths) if length]
+        if self._prefix is None or not rows:
+            return
+        hidden_TD = await self._prefix.inputs(rows)
+        wire_TD = hidden_TD.to(tensors.DTYPES[self._request.dtype])
+        for kept in self._encode(cut(rows, "none", len(self.hops)), wire_TD):
+            self._replay.note(kept)
 
     def _check(self, hidden_TD: torch.Tensor, rows: Sequence[RowSlice]) -> None:
         total = sum(part.count for part in rows)
@@ -230,13 +247,17 @@ class RemoteSession:
         passing = (*_UNTIL_THERE_IS_ROOM, ContextLengthError, RefusedError)
         await self._persist(self._patience(), passing)
 
-    async def _persist(self, patience: Patience, passing: tuple[type[NesaError], ...]) -> None:
+    async def _persist(
+        self, patience: Patience, passing: tuple[type[NesaError], ...], *, begins: bool = False
+    ) -> None:
         """Rebuild until it works, through errors that may pass, as long as `patience` lasts."""
         while True:
             known = self._route.nodes.suspected
             timeout_s = min(max(patience.recovery_left_s, _SHORTEST_OPEN_S), OPEN_TIMEOUT_S)
             try:
-                return await self._replay.rebuild(self._lengths, open_timeout_s=timeout_s)
+                return await self._replay.rebuild(
+                    self._lengths, begins=begins, open_timeout_s=timeout_s
+                )
             except passing as error:
                 # Yet another peer is gone or has no room: the next attempt goes elsewhere.
                 others_left = not self._route.nodes.suspected <= known

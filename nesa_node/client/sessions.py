@@ -11,6 +11,7 @@ from typing import Protocol
 
 import torch
 
+from nesa_node.client.prefix import SessionPrefix
 from nesa_node.core.span import Span
 from nesa_node.routing.chains import Hop
 from nesa_node.swarm.messages import RowSlice, Want
@@ -72,10 +73,11 @@ class SwarmConnection(Protocol):
     """A member of the swarm that opens sessions. Used inside one event loop."""
 
     def open_session(
-        self, span: Span, *, rows: int, max_tokens: int
+        self, span: Span, *, rows: int, max_tokens: int, prefix: SessionPrefix | None = None
     ) -> AbstractAsyncContextManager[BlockSession]:
         """A session over the blocks of `span` that holds up to `max_tokens` in each of `rows` rows.
 
+        With a `prefix` its rows may begin with some of those tokens, as `lengths` then says.
         Entering raises `ContextLengthError` where no route promises that many tokens per row and
         `MissingBlocksError` where some blocks stay without a node. Leaving closes the session. It
         is entered and left by one task; steps may come from others, one at a time. A step that is

@@ -146,6 +146,7 @@ class ClientConfig(SharedConfig):
     model: str | None = None
     route: Route = "chain"
     replicate_cache: bool = False
+    reuse_prefix: bool = True
     # Somebody who reads an answer does not want the news of the network between its words.
     log_level: LogLevel = "warning"
 
@@ -176,6 +177,7 @@ class NodeConfig(PeerConfig):
     max_disk_gib: Positive | None = None
     max_sessions_per_peer: Count = 64
     max_cache_tokens_per_peer: Count | None = None
+    trusted_peers: PeerIds = ()
     idle_timeout_s: Positive = 600
     drain_timeout_s: Positive = 30
 

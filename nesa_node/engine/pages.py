@@ -15,8 +15,10 @@ from torch import Tensor
 from nesa_node.core.errors import CacheFullError
 from nesa_node.core.span import Span
 from nesa_node.engine.families import CacheHeads
+from nesa_node.engine.prefix_index import Key, PrefixIndex
 
 PAGE_TOKENS = 32
+ROOM_TRIES = 3
 
 
 def pages_for(tokens: int) -> int:
@@ -29,7 +31,8 @@ class PagePool:
 
     Which page belongs to whom is bookkeeping that any thread may do, but not about a row that is
     being run. Memory is taken when a page is first written. A row's pages follow one another
-    wherever there is room, so that attention can read them as one view.
+    wherever there is room, so that attention can read them as one view. Pages of `prefixes` that no
+    row holds are as good as free: they are forgotten where a row needs their room.
     """
 
     def __init__(
@@ -48,6 +51,7 @@ class PagePool:
         self.keys_SHD = [torch.empty(shape, dtype=dtype, device=device) for _ in range(len(span))]
         self.values_SHD = [torch.empty(shape, dtype=dtype, device=device) for _ in range(len(span))]
         self.device = device
+        self.prefixes = PrefixIndex()
         self._guard = threading.RLock()
         self._holders = [0] * self.num_pages
         self._held = 0
@@ -56,8 +60,15 @@ class PagePool:
 
     @property
     def held_pages(self) -> int:
-        """Pages in use, each counted once however many rows share it."""
+        """Pages that rows hold, each counted once however many share it."""
         return self._held
+
+    @property
+    def spare_pages(self) -> int:
+        """Pages that no row holds, but in which a row may find its beginning."""
+        with self._guard:
+            unheld = filter(self._is_unheld, range(self.num_pages))
+            return sum(page in self.prefixes for page in unheld)
 
     @property
     def free_pages(self) -> int:
@@ -83,32 +94,68 @@ class PagePool:
         first, last = span.start - self.span.start, span.end - self.span.start
         return [*self.keys_SHD[first:last], *self.values_SHD[first:last]]
 
+    def forget_prefixes(self) -> None:
+        """Let no row begin with what others computed before now."""
+        with self._guard:
+            self.prefixes.forget_oldest(self.num_pages, lambda _: True)
+
     def _take(self, count: int, after: int | None, expected: int) -> list[int]:
         """Pages with one holder each: those that follow `after` if they are free."""
         taken: list[int] = []
         while len(taken) < count:
             page = after + 1 if after is not None else None
-            if page is None or page >= self.num_pages or self._holders[page]:
+            if page is None or page >= self.num_pages or not self._is_free(page):
                 page = self._roomiest(max(expected - len(taken), 1))
-            self._holders[page] = 1
+            self._hold(page)
             taken.append(page)
             after = page
-        self._held += count
         return taken
 
     def _roomiest(self, expected: int) -> int:
         """Where a row of `expected` pages may grow furthest while the row before it can too."""
-        best_start, best_length = -1, 0
-        for held, run in itertools.groupby(range(self.num_pages), lambda p: bool(self._holders[p])):
-            if held:
-                continue
-            pages = list(run)
-            if len(pages) > best_length:
-                best_start, best_length = pages[0], len(pages)
+        best_start, best_length = self._make_room(expected)
         assert best_length, "promises were kept, so a page must be free"
         if best_start == 0:
             return 0
         return best_start + max(min(best_length // 2, best_length - expected), 0)
+
+    def _make_room(self, expected: int) -> tuple[int, int]:
+        """Forget old prefixes until `expected` pages are free in one piece; the longest piece.
+
+        Else every row would lie in pieces once prefixes have filled the pool. A few tries are
+        enough: those who began together, or one after another, mostly lie together.
+        """
+        for _ in range(ROOM_TRIES):
+            start, length = self._longest_run()
+            lacking = expected - length
+            if lacking <= 0 or not self.prefixes.forget_oldest(lacking, self._is_unheld):
+                return start, length
+        return self._longest_run()
+
+    def _longest_run(self) -> tuple[int, int]:
+        """Where the most pages in one piece are free, and how many."""
+        best_start, best_length = -1, 0
+        for free, run in itertools.groupby(range(self.num_pages), self._is_free):
+            if not free:
+                continue
+            pages = list(run)
+            if len(pages) > best_length:
+                best_start, best_length = pages[0], len(pages)
+        return best_start, best_length
+
+    def _is_free(self, page: int) -> bool:
+        return not self._holders[page] and page not in self.prefixes
+
+    def _is_unheld(self, page: int) -> bool:
+        return not self._holders[page]
+
+    def _is_shared(self, page: int) -> bool:
+        """Whether a page that a row holds must not be written by it."""
+        return self._holders[page] > 1 or page in self.prefixes
+
+    def _hold(self, page: int) -> None:
+        self._held += not self._holders[page]
+        self._holders[page] += 1
 
     def _give_back(self, pages: Sequence[int]) -> None:
         for page in pages:
@@ -161,7 +208,7 @@ class Promise:
             self._count(sum(len(pages) for pages, _ in rows) - sum(len(t._pages) for t in tables))
             for pages, _ in rows:
                 for page in pages:
-                    pool._holders[page] += 1
+                    pool._hold(page)
             for table, (pages, length) in zip(tables, rows, strict=True):
                 pool._give_back(table._pages)
                 table._pages, table.length = pages, length
@@ -221,12 +268,12 @@ class PageTable:
         with pool._guard:
             missing = max(pages_for(tokens) - len(self._pages), 0)
             written = self.length // PAGE_TOKENS
-            # Only the page that is partly written can be another row's too: truncation lets go of
-            # those behind it.
+            # Only the page that is partly written can be another's too: truncation lets go of those
+            # behind it. A prefix has full pages only, but a row can be cut back into one.
             shared = (
                 tokens > self.length
                 and self.length % PAGE_TOKENS > 0
-                and pool._holders[self._pages[written]] > 1
+                and pool._is_shared(self._pages[written])
             )
             if not missing and not shared:
                 return
@@ -234,7 +281,7 @@ class PageTable:
             if shared:
                 self._replace_shared(written)
             after = self._pages[-1] if self._pages else None
-            expected = promise.pages // max(len(promise._tables), 1)
+            expected = promise.pages // max(len(promise._tables), 1) - len(self._pages)
             self._pages += pool._take(missing, after, expected)
 
     def truncate(self, length: int) -> None:
@@ -260,7 +307,7 @@ class PageTable:
             return twin
 
     def share(self, pages: Sequence[int], length: int) -> None:
-        """Begin this empty row with `length` tokens in pages that somebody holds.
+        """Begin this empty row with `length` tokens in pages that a row or a prefix has.
 
         Raises `CacheFullError` like `reserve`.
         """
@@ -269,9 +316,25 @@ class PageTable:
         with self.pool._guard:
             self.promise._count(len(pages))
             for page in pages:
-                self.pool._holders[page] += 1
+                self.pool._hold(page)
             self._pages = list(pages)
             self.length = length
+
+    def begin_with(self, keys: Sequence[Key]) -> None:
+        """Begin this empty row with the pages that are known for the first of `keys`.
+
+        Raises `CacheFullError` like `reserve`.
+        """
+        with self.pool._guard:
+            pages = self.pool.prefixes.find(keys)
+            self.share(pages, len(pages) * PAGE_TOKENS)
+            self.pool.prefixes.reused_tokens += self.length
+
+    def publish(self, keys: Sequence[Key]) -> None:
+        """Let other rows begin with this one's first pages, as far as those are full."""
+        with self.pool._guard:
+            full = min(len(keys), self.length // PAGE_TOKENS)
+            self.pool.prefixes.add(keys[:full], self._pages[:full])
 
     def close(self) -> None:
         """Let go of all pages. May be called twice."""
@@ -298,6 +361,10 @@ class PageTable:
         """Put a copy of our own at `index`. What is copied is never written again by anybody."""
         before = self._pages[index - 1] if index else None
         shared = self._pages[index]
+        if self.pool._held == self.pool.num_pages:
+            # Then no row shares it: each would have been promised a page for it.
+            self.pool.prefixes.forget(shared)
+            return
         [own] = self.pool._take(1, before, 1)
         source, target = (slice(p * PAGE_TOKENS, (p + 1) * PAGE_TOKENS) for p in (shared, own))
         for layer_SHD in (*self.pool.keys_SHD, *self.pool.values_SHD):

@@ -29,6 +29,8 @@ class Limits:
     allow: frozenset[PeerId] = frozenset()
     """If not empty, nobody else is served."""
     deny: frozenset[PeerId] = frozenset()
+    trusted: frozenset[PeerId] = frozenset()
+    """A session of one of them may begin with what another's had computed."""
 
 
 class Place:

@@ -126,7 +126,10 @@ async def _obey(session: Session, message: AnyMessage, payload: bytearray) -> No
                     busy=session.busy,
                 )
             )
-        case Close() | Cancel():
+        case Close():
+            session.remember(message.prefix)
+            raise _Ended
+        case Cancel():
             raise _Ended
         case _:
             raise ProtocolError(

@@ -253,6 +253,7 @@ def _limits(config: NodeConfig, blocks: Blocks, tokens: int) -> Limits:
         cache_tokens_per_peer=config.max_cache_tokens_per_peer or half,
         allow=frozenset(config.allow_peers),
         deny=frozenset(config.deny_peers),
+        trusted=frozenset(config.trusted_peers),
     )
 
 

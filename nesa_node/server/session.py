@@ -14,9 +14,10 @@ from nesa_node.core.logging import get_logger
 from nesa_node.server.admission import Place
 from nesa_node.server.inbox import LARGE_BYTES, Inbox, examine
 from nesa_node.server.outlet import Outlet
+from nesa_node.server.prefixes import SessionPrefixes
 from nesa_node.server.transfer import CHUNK_TOKENS, Succession, Transfers
 from nesa_node.server.work import Work
-from nesa_node.swarm.messages import Downstream, Link, Open, Pages, Step, Sync
+from nesa_node.swarm.messages import Downstream, Link, Open, Pages, Prefix, Step, Sync
 from nesa_node.swarm.stream import Stream
 
 log = get_logger(__name__)
@@ -41,6 +42,7 @@ class Session:
         place: Place,
         transfers: Transfers,
         succession: Succession,
+        prefixes: SessionPrefixes,
     ) -> None:
         """`work`, `outlet` and `transfers` are the caller's to close."""
         self.opened = opened
@@ -57,6 +59,8 @@ class Session:
         )
         self.inbox.epoch = opened.epoch
         self._work = work
+        self._prefixes = prefixes
+        self.inbox.expected = list(self.lengths)
         self._place = place
         self._outlet = outlet
         self._transfers = transfers
@@ -116,6 +120,8 @@ class Session:
         Returns when all of it is sent. Raises `ProtocolError("downstream_lost")` if it cannot be.
         """
         self._check_link(link)
+        # The first one gives back only what nobody was fed: what comes is still as announced.
+        as_announced = self.inbox.epoch == self.opened.epoch
         async with self._adopting:
             self._begin_epoch(link.epoch, link.lengths)
             self._succession = None
@@ -123,7 +129,8 @@ class Session:
         # In a star a node cannot know where the others are: the first blocks are the likely place.
         first = self.opened.mode == "chain" or self._work.blocks.span.start == 0
         self._work.leads = first and self.upstream is None
-        async with self._changing(partial(self._truncate, link.lengths)):
+        cut = partial(self._truncate, link.lengths, as_announced=as_announced)
+        async with self._changing(cut):
             await self._outlet.link(link.downstream, link.epoch, link.emit_from)
 
     async def reorder(self, epoch: int, sources: Sequence[int]) -> None:
@@ -164,6 +171,13 @@ class Session:
             self.inbox.expected = list(self.lengths)
         return self.lengths
 
+    def remember(self, prefix: Prefix) -> None:
+        """Let later sessions begin with what the rows hold, by these digests.
+
+        Raises `ProtocolError`.
+        """
+        self._prefixes.publish_as(prefix)
+
     async def wait_for_epoch(self, epoch: int) -> None:
         await self._wait_until(lambda: self.inbox.epoch >= epoch)
 
@@ -191,6 +205,7 @@ class Session:
             async with self._emitting:
                 # Whoever began the next epoch waits to cut this step away; nobody expects it.
                 if step.epoch == self.inbox.epoch:
+                    self._prefixes.publish()
                     await self._outlet.emit(step, output_TD)
             self.active_at = time.monotonic()
             await self._notify()
@@ -276,11 +291,12 @@ class Session:
 
     def _permute(self, sources: Sequence[int]) -> None:
         self._place.promise.reorder(self._work.tables, sources)
+        self._prefixes.reorder(sources)
         self._outlet.reorder(sources)
         self._transfers.truncate([0] * len(sources))
         self.inbox.expected = list(self.lengths)
 
-    def _truncate(self, lengths: Sequence[int]) -> None:
+    def _truncate(self, lengths: Sequence[int], *, as_announced: bool = False) -> None:
         if any(length > have for have, length in zip(self.lengths, lengths, strict=True)):
             self._work.halt()
             self.inbox.expected = list(self.lengths)
@@ -289,5 +305,7 @@ class Session:
             )
         for table, length in zip(self._work.tables, lengths, strict=True):
             table.truncate(length)
+        if not as_announced:
+            self._prefixes.truncate(lengths)
         self._outlet.truncate(lengths)
         self._transfers.truncate(lengths)

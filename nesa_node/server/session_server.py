@@ -26,6 +26,7 @@ from nesa_node.server.control import serve_session
 from nesa_node.server.dial import NEIGHBOUR_S, dial, dial_successor
 from nesa_node.server.lane import PRIORITIES
 from nesa_node.server.outlet import Outlet
+from nesa_node.server.prefixes import SessionPrefixes, check_prefix
 from nesa_node.server.refusal_log import RefusalLog
 from nesa_node.server.scheduler import Scheduler
 from nesa_node.server.session import Session
@@ -154,8 +155,10 @@ class SessionServer:
                 max_tokens=opened.max_tokens,
                 outbox_bytes_per_token=kept,
             ) as place:
+                tables = [place.promise.new_table() for _ in range(opened.rows)]
+                prefixes = SessionPrefixes(tables, opened, stream.peer, self._admission.limits)
                 async with self._scheduler.work(
-                    [place.promise.new_table() for _ in range(opened.rows)],
+                    tables,
                     blocks,
                     client=stream.peer,
                     priority=PRIORITIES.index(opened.priority),
@@ -164,10 +167,9 @@ class SessionServer:
                     parts = (work, outlet, executor)
                     transfers = Transfers(partial(dial_successor, *reach), opened.session, *parts)
                     succession = Succession(*parts, opened.max_tokens)
+                    owned = (work, outlet, place, transfers, succession, prefixes)
                     try:
-                        await self._serve(
-                            Session(opened, stream, work, outlet, place, transfers, succession)
-                        )
+                        await self._serve(Session(opened, stream, *owned))
                     finally:
                         await transfers.close()
         finally:
@@ -185,6 +187,7 @@ class SessionServer:
                         max_tokens=opened.max_tokens,
                         context_length=self._blocks.context_length,
                         step_timeout_s=self._step_timeout_s,
+                        held=session.lengths,
                     )
                 )
                 await serve_session(
@@ -235,6 +238,7 @@ class SessionServer:
             raise ProtocolError(
                 "context_length", f"{opened.max_tokens} tokens; the model holds {limit}"
             )
+        check_prefix(opened.prefix, opened.rows)
         if (peer, SessionId(opened.session)) in self._sessions:
             raise ProtocolError("session_exists", "this session is open here already")
         if self._draining.is_set():

@@ -119,7 +119,8 @@ class Succession:
         self._outlet = outlet
         self._executor = executor
         self._max_tokens = max_tokens
-        self._kept = [0] * len(work.tables)
+        self._kept: list[range | None] = [None] * len(work.tables)
+        """The tokens whose outputs came. The donor kept none of those that it began with."""
 
     async def take(self, message: Pages | Step | Sync, payload: bytearray) -> None:
         """Raises `ProtocolError` for what does not fit the session."""
@@ -159,7 +160,8 @@ class Succession:
         read = partial(tensors.decode, step.tensor, payload, max_bytes=len(payload))
         await asyncio.to_thread(read) if len(payload) >= LARGE_BYTES else read()
         for part in step.rows:
-            self._kept[part.row] += part.count
+            kept = self._kept[part.row] or range(part.position, part.position)
+            self._kept[part.row] = range(kept.start, part.position + part.count)
         self._outlet.keep(Kept(step.step, step.rows, step.want, step.tensor, payload))
 
     def _check_output(self, step: Step) -> None:
@@ -167,8 +169,8 @@ class Succession:
         if len(rows) < len(step.rows) or max(rows) >= len(self._kept):
             raise ProtocolError("bad_rows", f"a kept output of rows {sorted(rows)}")
         for part in step.rows:
-            end = part.position + part.count
-            if part.position != self._kept[part.row] or end > self._max_tokens:
+            kept = self._kept[part.row] or range(part.position, part.position)
+            if part.position != kept.stop or part.position + part.count > self._max_tokens:
                 raise ProtocolError("bad_position", f"a kept output of {part}")
         total = sum(part.count for part in step.rows)
         dtype, shape = tensors.DTYPE_NAMES[self._work.dtype], (total, self._work.blocks.hidden_size)
@@ -183,7 +185,10 @@ class Succession:
             raise ProtocolError("bad_rows", f"{len(lengths)} lengths")
         for table, length in zip(self._work.tables, lengths, strict=True):
             table.truncate(min(table.length, length))
-        self._kept = [min(pair) for pair in zip(self._kept, lengths, strict=True)]
+        self._kept = [
+            kept and range(kept.start, min(kept.stop, length))
+            for kept, length in zip(self._kept, lengths, strict=True)
+        ]
         self._outlet.truncate(lengths)
 
     def _put(self, pages: Pages, payload: bytearray, slots: slice | torch.Tensor) -> None:

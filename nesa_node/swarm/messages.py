@@ -15,17 +15,23 @@ from nesa_node.compression.tensors import TensorMeta
 from nesa_node.core.errors import FrameError
 
 PROTOCOL = "/nesa/session"
-VERSION = (1, 0)
+VERSION = (1, 1)
 
 MAX_ROWS = 256
 MAX_TOKENS = 1 << 24
 MAX_EPOCH = 1 << 48
+MAX_DIGESTS = 2048
+"""In one message, of all rows together: more would not fit beside the rest of its header."""
+PREFIX_TOKENS = 32
+"""A row's digests stand for its first 32 tokens, its first 64, and so on."""
 
 Version = tuple[Annotated[int, Meta(ge=0, le=65535)], Annotated[int, Meta(ge=0, le=65535)]]
 Count = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
 Epoch = Annotated[int, Meta(ge=0, le=MAX_EPOCH)]
 Seconds = Annotated[float, Meta(ge=0, le=86_400)]
 Lengths = Annotated[tuple[Count, ...], Meta(max_length=MAX_ROWS)]
+Digest = Annotated[bytes, Meta(min_length=16, max_length=16)]
+Prefix = Annotated[tuple[tuple[Digest, ...], ...], Meta(max_length=MAX_ROWS)]
 PeerName = Annotated[str, Meta(min_length=1, max_length=128)]
 BlockRange = tuple[Count, Count]
 Mode = Literal["chain", "star"]
@@ -67,6 +73,8 @@ class Open(Message, frozen=True, tag="open"):
     priority: Priority = "interactive"
     donor: PeerName | None = None
     """The peer that may hand over its cache of this session before it is linked."""
+    prefix: Prefix = ()
+    """Per row, the digests of what it will be fed first."""
 
 
 class Opened(Message, frozen=True, tag="opened"):
@@ -75,6 +83,8 @@ class Opened(Message, frozen=True, tag="opened"):
     """Tokens promised per row."""
     context_length: Count
     step_timeout_s: Seconds
+    held: Lengths = ()
+    """Per row, how many of the tokens that `prefix` announced are in the cache already."""
 
 
 class Busy(Message, frozen=True, tag="busy"):
@@ -230,6 +240,9 @@ class Cancel(Message, frozen=True, tag="cancel"):
 
 class Close(Message, frozen=True, tag="close"):
     """End the session."""
+
+    prefix: Prefix = ()
+    """Per row, the digests of what it holds now: a later session may go on from there."""
 
 
 class Closed(Message, frozen=True, tag="closed"):

@@ -22,7 +22,7 @@ from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.core.span import Span
 from nesa_node.routing.avoidance import Avoidance
 from nesa_node.routing.chains import Hop
-from nesa_node.swarm.messages import Close, Closed, Mode, Output, Ping, Pong, Step
+from nesa_node.swarm.messages import Close, Closed, Mode, Output, Ping, Pong, Prefix, Step
 from nesa_node.swarm.node import Swarm
 from nesa_node.swarm.stream import Stream
 from tests.swarm.pipes import pipe_pair
@@ -218,8 +218,8 @@ class ScriptedRoute(Route):
         self.links, self.scripted = links, nodes
         self.held = dict.fromkeys(fresh, (0,) * self._wanted.rows)
 
-    async def close(self) -> None:
-        await super().close()
+    async def close(self, prefix: Prefix = ()) -> None:
+        await super().close(prefix)
         for node in self._everybody:
             await node.close()
 

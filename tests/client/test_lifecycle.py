@@ -18,6 +18,7 @@ import torch
 
 from nesa_node.client.causal_lm import DistributedModelForCausalLM
 from nesa_node.client.model import AutoDistributedModelForCausalLM, build_model
+from nesa_node.client.prefix import SessionPrefix
 from nesa_node.client.sessions import BlockSession, RowSlice, SwarmConnection, Want
 from nesa_node.core.errors import MissingBlocksError
 from nesa_node.core.span import Span
@@ -94,7 +95,7 @@ class ScriptedConnection(SwarmConnection):
 
     @asynccontextmanager
     async def open_session(
-        self, span: Span, *, rows: int, max_tokens: int
+        self, span: Span, *, rows: int, max_tokens: int, prefix: SessionPrefix | None = None
     ) -> AsyncIterator[BlockSession]:
         session = ScriptedSession(rows, max_tokens, self._on_step)
         self.sessions.append(session)

@@ -54,6 +54,14 @@ def test_environment_lists_are_split_at_commas_and_spaces() -> None:
     assert config.initial_peers == (PEER, PEER)
 
 
+def test_trusted_peers_come_from_anywhere(tmp_path: Path) -> None:
+    assert node().trusted_peers == ()
+    assert node(env={"NESA_TRUSTED_PEERS": "a b"}).trusted_peers == ("a", "b")
+    toml = write(tmp_path, 'trusted_peers = ["c"]')
+    assert node(toml=toml).trusted_peers == ("c",)
+    assert node(cli={"trusted_peers": ("d",)}, toml=toml).trusted_peers == ("d",)
+
+
 def test_block_indices_become_a_span(tmp_path: Path) -> None:
     assert node(cli={"block_indices": "3:7"}).block_indices == Span(3, 7)
     assert node(toml=write(tmp_path, 'block_indices = "0:2"')).block_indices == Span(0, 2)

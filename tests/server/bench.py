@@ -29,10 +29,15 @@ from nesa_node.server.session_server import SessionServer
 from nesa_node.swarm.messages import (
     VERSION,
     AnyMessage,
+    Close,
+    Closed,
     Link,
+    Linked,
     Message,
     Open,
+    Opened,
     Output,
+    Prefix,
     Priority,
     Reorder,
     Rollback,
@@ -119,6 +124,7 @@ class Peer:
         max_tokens: int = PAGE_TOKENS,
         priority: Priority = "interactive",
         upstream: str | None = None,
+        prefix: Prefix = (),
         donor: str | None = None,
     ) -> None:
         self.lengths = [0] * rows
@@ -136,10 +142,25 @@ class Peer:
                 dtype="float32",
                 epoch=0,
                 upstream=upstream,
-                donor=donor,
                 priority=priority,
+                prefix=prefix,
+                donor=donor,
             )
         )
+
+    async def begin(self, **options: Any) -> tuple[int, ...]:
+        """Open, go on from what the node holds already, which is returned."""
+        self.open(**options)
+        opened = await self.wire.hear_a(Opened)
+        self.lengths = list(opened.held)
+        self.link()
+        await self.wire.hear_a(Linked)
+        return opened.held
+
+    async def end(self, prefix: Prefix = ()) -> None:
+        """Close, leaving what the rows hold under these digests."""
+        self.wire.say(Close(prefix=prefix))
+        await self.wire.hear_a(Closed)
 
     def link(self, upstream: str | None = None) -> None:
         self.epoch += 1
@@ -232,13 +253,19 @@ class Node:
 
 @asynccontextmanager
 async def open_node(
-    blocks: Blocks, *, tokens: int = 4096, peer_tokens: int | None = None, sessions: int = 10_000
+    blocks: Blocks,
+    *,
+    tokens: int = 4096,
+    peer_tokens: int | None = None,
+    sessions: int = 10_000,
+    trusted: Sequence[str] = (),
 ) -> AsyncIterator[Node]:
     limits = Limits(
         outbox_bytes=1 << 30,
         sessions_per_peer=sessions,
         cache_tokens_per_peer=peer_tokens or tokens,
         streams_per_peer=10_000,
+        trusted=frozenset(map(PeerId, trusted)),
     )
     # The wire is the stream: nothing of the network is tested here.
     wires = patch.object(session_server, "Stream", lambda peer, reader, writer: reader)

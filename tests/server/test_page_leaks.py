@@ -10,7 +10,7 @@ import pytest
 
 from nesa_node.core.errors import StreamClosedError
 from nesa_node.engine.blocks import Blocks
-from nesa_node.swarm.messages import Busy, Cancel, Close, Opened, Ping, Pong, Reordered
+from nesa_node.swarm.messages import Busy, Cancel, Close, Opened, Ping, Pong, Prefix, Reordered
 from tests.server.bench import Node, Peer, open_node
 
 MAX_TOKENS = 100
@@ -18,6 +18,14 @@ AT_ONCE = 24
 
 Forks = Counter[tuple[bool, bool]]
 """Sessions by whether a fork of theirs went through, and whether any pages were shared then."""
+
+
+def _prefix(rng: random.Random, rows: int) -> Prefix:
+    """Digests of texts that often begin alike."""
+    texts = ["".join(rng.choice("ab") for _ in range(rng.randint(0, 3))) for _ in range(rows)]
+    return tuple(
+        tuple(text[:end].encode().ljust(16) for end in range(1, len(text) + 1)) for text in texts
+    )
 
 
 class Ear:
@@ -56,7 +64,7 @@ async def _session(node: Node, rng: random.Random, acts: int, forks: Forks) -> i
     """One session that does random things, often before the last one is done."""
     peer = node.peer(rng.choice("abcd"))
     rows = rng.choice([1, 1, 2, 4])
-    peer.open(rows=rows, max_tokens=rng.randint(1, MAX_TOKENS))
+    peer.open(rows=rows, max_tokens=rng.randint(1, MAX_TOKENS), prefix=_prefix(rng, rows))
     if rng.random() < 0.02:
         peer.wire.hang_up()
         await peer.wire.hear_the_end()
@@ -66,10 +74,14 @@ async def _session(node: Node, rng: random.Random, acts: int, forks: Forks) -> i
         await asyncio.sleep(0.005)
         return 1
     assert isinstance(answer, Opened)
+    peer.lengths = [rng.choice([0, held, held]) for held in answer.held]
     peer.link()
     ear = Ear(peer, node)
     listening = asyncio.create_task(ear.listen())
     done = 1
+    if rng.random() < 0.3:
+        peer.step({0: 70}, want="none")
+        await asyncio.sleep(0.05)
     for _ in range(rng.randint(0, acts)):
         done += 1
         chance = rng.random()
@@ -86,7 +98,7 @@ async def _session(node: Node, rng: random.Random, acts: int, forks: Forks) -> i
             await asyncio.sleep(rng.uniform(0, 0.004))
     match rng.choice(["close", "cancel", "go"]):
         case "close":
-            peer.wire.say(Close())
+            peer.wire.say(Close(prefix=_prefix(rng, rows)))
         case "cancel":
             peer.wire.say(Cancel())
         case _:
@@ -113,6 +125,10 @@ async def _operate(blocks: Blocks, operations: int, seed: int) -> None:
                 tasks.create_task(work())
         assert node.pool.held_pages == 0
         assert node.pool.free_pages == node.pool.num_pages
+        assert node.pool.prefixes.reused_tokens > 0
+        assert node.pool.spare_pages > 0
+        node.pool.forget_prefixes()
+        assert node.pool.spare_pages == 0
         assert node.admission.sessions == 0
     assert forks[True, True] > operations / 200, "pages were shared time and again"
 

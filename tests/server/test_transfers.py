@@ -244,7 +244,6 @@ async def test_kept_outputs_that_cannot_be_are_refused_and_change_nothing(blocks
         for code, (step, payload) in (
             ("bad_rows", kept_output(peer, (0, 0, 5), (2, 0, 1))),
             ("bad_rows", kept_output(peer, (0, 0, 5), (0, 5, 5))),
-            ("bad_position", kept_output(peer, (0, 0, 5), (1, 3, 1))),
             ("bad_position", kept_output(peer, (0, 0, far))),
             ("bad_tensor", kept_output(peer, (0, 0, 5), hidden_TD=torch.ones(5, width + 1))),
             ("bad_tensor", kept_output(peer, (0, 0, 5), hidden_TD=torch.ones(4, width))),
@@ -260,6 +259,10 @@ async def test_kept_outputs_that_cannot_be_are_refused_and_change_nothing(blocks
         donor = await transfer(node, peer)
         donor.say(*kept_output(peer, (0, 0, 5), (1, 0, 1)))
         assert await synced(donor, 0, 0) == (0, 0)
+        # Where a row began with a prefix nothing is kept of that, but then all.
+        donor.say(*kept_output(peer, (0, 7, 5), (1, 3, 1)))
+        donor.say(*kept_output(peer, (1, 4, 2), (0, 13, 1)))
+        assert await refusal(donor) == "bad_position"
         await end(peer)
 
 

@@ -1,0 +1,96 @@
+"""What a session's rows begin with of others' pages, and which of theirs others may begin with.
+
+Others are sessions of the same peer, or of any peer that the operator trusts if this one is
+trusted: a stranger finds nothing, and what it leaves behind is found by nobody else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from nesa_node.core.errors import ProtocolError
+from nesa_node.core.ids import PeerId
+from nesa_node.core.logging import get_logger
+from nesa_node.engine.pages import PAGE_TOKENS, PageTable
+from nesa_node.engine.prefix_index import Key
+from nesa_node.server.admission import Limits
+from nesa_node.swarm.messages import MAX_DIGESTS, PREFIX_TOKENS, Open, Prefix
+
+log = get_logger(__name__)
+
+assert PAGE_TOKENS == PREFIX_TOKENS, "a digest names what one page ends with"
+
+TRUSTED = PeerId("")
+"""Stands for all trusted peers together; nobody's id is empty."""
+
+
+class SessionPrefixes:
+    """One session's side of the pool's prefixes.
+
+    The client says what its tokens are by digests only. If it lies, it harms those who share with
+    it.
+    """
+
+    def __init__(
+        self, tables: Sequence[PageTable], opened: Open, client: PeerId, limits: Limits
+    ) -> None:
+        """Let the empty `tables` begin with what is there already."""
+        self._tables = tables
+        self._scope = TRUSTED if client in limits.trusted else client
+        self._blocks = opened.blocks
+        # A successor is handed everything by its donor.
+        prefix = opened.prefix if opened.donor is None else ()
+        pages = opened.max_tokens // PAGE_TOKENS
+        self._keys = [keys[:pages] for keys in self._rows(prefix)]
+        self._published = [0] * len(tables)
+        for table, keys in zip(tables, self._keys, strict=True):
+            table.begin_with(keys)
+        reused = sum(table.length for table in tables)
+        if reused:
+            log.info("prefix_reused", tokens=reused)
+
+    def publish(self) -> None:
+        """Let others begin with what the rows have been fed of the prefixes announced for them."""
+        for row, (table, keys) in enumerate(zip(self._tables, self._keys, strict=True)):
+            full = min(len(keys), table.length // PAGE_TOKENS)
+            if full > self._published[row]:
+                table.publish(keys)
+                self._published[row] = full
+
+    def publish_as(self, prefix: Prefix) -> None:
+        """Let others begin with what the rows hold, by the digests of `prefix`.
+
+        Raises `ProtocolError`.
+        """
+        check_prefix(prefix, len(self._tables))
+        for table, keys in zip(self._tables, self._rows(prefix), strict=True):
+            table.publish(keys)
+
+    def truncate(self, lengths: Sequence[int]) -> None:
+        """From `lengths` on the rows may be fed something else than was announced."""
+        self._keys = [
+            keys[: length // PAGE_TOKENS] for keys, length in zip(self._keys, lengths, strict=True)
+        ]
+        self._published = [
+            min(done, len(keys)) for done, keys in zip(self._published, self._keys, strict=True)
+        ]
+
+    def reorder(self, sources: Sequence[int]) -> None:
+        """Each row goes on as a copy of row `sources[row]`."""
+        self._keys = [self._keys[source] for source in sources]
+        self._published = [self._published[source] for source in sources]
+
+    def _rows(self, prefix: Prefix) -> list[list[Key]]:
+        rows: list[list[Key]] = [
+            [(self._scope, self._blocks, digest) for digest in digests] for digests in prefix
+        ]
+        return rows + [[] for _ in range(len(self._tables) - len(rows))]
+
+
+def check_prefix(prefix: Prefix, rows: int) -> None:
+    """Raises `ProtocolError("bad_prefix")` for more than a session of so many rows may name."""
+    if len(prefix) > rows:
+        raise ProtocolError("bad_prefix", f"prefixes of {len(prefix)} rows, there are {rows}")
+    digests = sum(map(len, prefix))
+    if digests > MAX_DIGESTS:
+        raise ProtocolError("bad_prefix", f"{digests} digests; at most {MAX_DIGESTS} are read")
