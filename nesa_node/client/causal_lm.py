@@ -273,6 +273,9 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):  # type: ig
         padding = 0 if mask_BL is None else int((mask_BL == 0).sum(1).min())
         # The last token is never fed, yet whoever asks for it expects its place to exist.
         max_length = max_cache_length + 1 - padding
+        # Candidates are checked whole, however few new tokens are still wanted.
+        candidates = generation_config.prompt_lookup_num_tokens or 0
+        max_length = max(max_length, min(max_length + candidates, self.context_length))
         if cache.session is None:
             copies = (generation_config.num_return_sequences, generation_config.num_beams)
             rows = batch_size * max(count or 1 for count in copies)

@@ -116,7 +116,7 @@ class Outlet:
 
     async def _answer(self, kept: Kept, epoch: int) -> None:
         meta, payload = kept.meta, kept.payload
-        if kept.want == "last":
+        if kept.want == "last" and any(part.count > 1 for part in kept.rows):
             ends = torch.tensor([part.count for part in kept.rows]).cumsum(0) - 1
             meta, payload = tensors.encode(kept.tensor()[ends], codec=meta.codec)
         elif kept.want == "none":

@@ -264,3 +264,14 @@ def test_threads_generate_at_the_same_time_each_its_own_tokens(pair: Pair) -> No
         thread.join()
     for index, ids in enumerate(prompts):
         assert_same_tokens(alone, results[index], ids, max_new_tokens=16, do_sample=False)
+
+
+@pytest.mark.parametrize("new_tokens", [12, 13, 15])
+def test_candidates_beyond_the_last_new_token_have_room(pair: Pair, new_tokens: int) -> None:
+    """A prompt that repeats itself has as many candidates as are asked for, to the very end."""
+    model, local = pair
+    alone: Any = local
+    ids = random_ids(1, 12, seed=19).repeat(1, 6)
+    options: dict[str, Any] = {"max_new_tokens": new_tokens, "do_sample": False}
+    ours = model.generate(ids, prompt_lookup_num_tokens=8, **options)
+    assert torch.equal(ours, alone.generate(ids, **options))
