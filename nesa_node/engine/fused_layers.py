@@ -31,9 +31,9 @@ class FusedDecoder(nn.Module):
         self.config = decoder.config
         self.rotary_emb = decoder.rotary_emb
         self.layers = nn.ModuleList()
-        for index in range(len(decoder.layers)):
-            self.layers.append(FusedLayer(decoder.layers[index]))
-            decoder.layers[index] = nn.Identity()
+        for layer in decoder.layers:
+            self.layers.append(FusedLayer(layer))
+            layer._modules.clear()  # whoever else holds the layer must not hold its weights
         self._rotations = Rotations(decoder.rotary_emb, context_length)
 
     def forward(self, hidden_TD: Tensor, packed: PackedRuns) -> Tensor:
@@ -104,6 +104,12 @@ class FusedLayer(nn.Module):
         self, hidden_TD: Tensor, rotation: tuple[Tensor, Tensor], packed: PackedRuns
     ) -> Tensor:
         """`rotation`: cosines and signed sines [T, 1, E]."""
+        hidden_TD = self._attention(hidden_TD, rotation, packed).add_(hidden_TD)
+        return self._mlp(hidden_TD).add_(hidden_TD)
+
+    def _attention(
+        self, hidden_TD: Tensor, rotation: tuple[Tensor, Tensor], packed: PackedRuns
+    ) -> Tensor:
         tokens = len(hidden_TD)
         qkv = self.qkv.forward(self.before_attention.forward(hidden_TD))
         qkv = qkv.view(tokens, -1, self.head_dim)
@@ -119,9 +125,12 @@ class FusedLayer(nn.Module):
         attended = packed.attend(
             self.layer_idx, turned[:, : self.queries], self.scaling, window=self.window
         )
-        hidden_TD = hidden_TD + self.out.forward(attended.reshape(tokens, -1))
+        output_TD: Tensor = self.out.forward(attended.reshape(tokens, -1))
+        return output_TD
+
+    def _mlp(self, hidden_TD: Tensor) -> Tensor:
         gate, up = self.gate_up.forward(self.before_mlp.forward(hidden_TD)).chunk(2, dim=-1)
-        output_TD: Tensor = hidden_TD + self.down.forward(self.act.forward(gate) * up)
+        output_TD: Tensor = self.down.forward(self.act.forward(gate).mul_(up))
         return output_TD
 
 

@@ -29,7 +29,7 @@ LEAST_ALONE_TOKENS = 8
 """Of a prefill in an iteration of its own: with fewer, reading the weights is most of it."""
 MAX_ITERATION_S = 0.25
 """Bounds how long a newcomer, or the room of a cancelled session, waits for the device."""
-MAX_ITERATION_TOKENS = 512
+MAX_ITERATION_TOKENS = 256
 PATIENCE = 8
 """Every so many iterations whoever waited longest goes before whoever is more urgent."""
 CREDIT_TOKENS = 256
