@@ -254,6 +254,7 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):  # type: ig
         return config, model_kwargs
 
     def _expand_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
+        # The mixin is untyped, as above.
         expand: Any = super()._expand_inputs_for_generation  # type: ignore[misc]
         ids_BL, model_kwargs = expand(*args, **kwargs)
         cache: SessionCache = model_kwargs["past_key_values"]

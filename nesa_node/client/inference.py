@@ -119,11 +119,12 @@ class InferenceSession:
         twins = self._twins(new_tokens)
         firsts = [ids_L if twins[row] == row else ids_L[:0] for row, ids_L in enumerate(row_ids)]
         hidden_TD = self._ends.embed(firsts, self.lengths)
-        result_TD = self._send(hidden_TD, [ids_L.tolist() for ids_L in firsts], want)
+        sent = [tokens if twins[row] == row else [] for row, tokens in enumerate(new_tokens)]
+        result_TD = self._send(hidden_TD, sent, want)
         if all(twin == row for row, twin in enumerate(twins)):
             return result_TD
         self.reorder(twins)
-        counts = [min(len(ids_L), 1) if want == "last" else len(ids_L) for ids_L in firsts]
+        counts = [min(len(tokens), 1) if want == "last" else len(tokens) for tokens in sent]
         parts = torch.split(result_TD, counts)
         return torch.cat([parts[twin] for twin in twins])
 

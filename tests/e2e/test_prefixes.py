@@ -5,7 +5,7 @@ B rows, L columns.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from nesa_node.swarm.identity import Identity
 from tests.client.local_models import left_padded, random_ids
 from tests.e2e.joining import ROUTES, both_routes, joined
 from tests.engine.chained import distance
-from tests.engine.tiny_models import BLOCKS, reference
+from tests.engine.tiny_models import BLOCKS
 from tests.same_tokens import assert_same_tokens
 from tests.swarms import in_process_swarm, thirds
 
@@ -30,18 +30,6 @@ OPTIONS: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False, "pad_token_
 SHARED = 200
 PAGE = 32
 HELD = SHARED // PAGE * PAGE
-
-
-@pytest.fixture(scope="module")
-def folder(tiny: Callable[[str], Path]) -> Path:
-    # Learned positions, which the client adds: a wrong one shows whichever side is wrong.
-    return tiny("gpt2")
-
-
-@pytest.fixture(scope="module")
-def alone(folder: Path) -> PreTrainedModel:
-    model: PreTrainedModel = reference(folder)
-    return model
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ B rows, L columns.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,18 +28,6 @@ from tests.swarms import in_process_swarm, thirds
 
 Models = dict[Route, DistributedModelForCausalLM]
 OPTIONS: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False}
-
-
-@pytest.fixture(scope="module")
-def folder(tiny: Callable[[str], Path]) -> Path:
-    # Learned positions, which the client adds: a wrong one shows whichever side is wrong.
-    return tiny("gpt2")
-
-
-@pytest.fixture(scope="module")
-def alone(folder: Path) -> PreTrainedModel:
-    model: PreTrainedModel = reference(folder)
-    return model
 
 
 @pytest.fixture(scope="module")
