@@ -23,15 +23,21 @@ class Executor:
         self._load = 0.0
         self._marked_at = time.monotonic()
 
-    async def run(self, job: Callable[[], T], *, brief: bool = False) -> T:
+    @property
+    def idle(self) -> bool:
+        return not self._waiting
+
+    def run_here(self, job: Callable[[], T]) -> T:
+        """The result of `job()`, run in the caller's thread while the device's is idle."""
+        assert self.idle
+        return self._timed(job)
+
+    async def run(self, job: Callable[[], T]) -> T:
         """The result of `job()`, run in the device's thread.
 
-        A `brief` job runs at once, in the caller's thread, if the device's is idle: handing one to
-        a thread and back takes 0.2 ms. A job that has started cannot be interrupted: cancelling
-        this call waits for it, so that its caller never touches state that the job still changes.
+        A job that has started cannot be interrupted: cancelling this call waits for it, so that its
+        caller never touches state that the job still changes.
         """
-        if brief and not self._waiting:
-            return self._timed(job)
         self._waiting += 1
         started = self._pool.submit(self._timed, job)
         result = asyncio.wrap_future(started)

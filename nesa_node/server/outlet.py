@@ -38,6 +38,13 @@ class Outlet:
         self._push: Push | None = None
         self._push_scope = AsyncExitStack()
 
+    @property
+    def settled(self) -> bool:
+        """Whether a small step can be sent without waiting for anybody."""
+        if self._downstream is None:
+            return self._client.settled
+        return self._push is None or self._push.settled
+
     async def emit(self, step: Step, output_TD: torch.Tensor) -> None:
         """Keep and send the output [T, D] of a step."""
         meta, payload = tensors.encode(output_TD)

@@ -24,6 +24,10 @@ class Push:
         self._stream = stream
         self._on_lost = on_lost
 
+    @property
+    def settled(self) -> bool:
+        return self.lost or self._stream.settled
+
     async def send(self, step: Step, payload: memoryview | bytes | bytearray) -> None:
         """Never raises for a downstream that is gone: the sender keeps what it sends anyway."""
         if self.lost:

@@ -29,8 +29,8 @@ class Session:
     """Every method runs on the event loop; `run` is the session's worker task.
 
     Steps are checked by the inbox, run by the scheduler and sent by the outlet. Whoever holds
-    `_emitting` sends: the worker, or a change of epoch while it cuts the caches and says again what
-    a new neighbour lacks.
+    `_emitting` sends: the worker, whoever brought a step that was run at once, or a change of epoch
+    while it cuts the caches and says again what a new neighbour lacks.
     """
 
     def __init__(
@@ -106,6 +106,9 @@ class Session:
             self._require_open()
         if self.inbox.accept(step, examined):
             self._work.submit(step, examined.hidden_TD)
+            if self._work.has_output and not self._emitting.locked() and self._outlet.settled:
+                # It was run at once: to wake the worker for it would take longer than to send it.
+                await self._emit_next()
 
     async def rollback(self, epoch: int, lengths: Sequence[int]) -> None:
         """Begin an epoch with the caches cut to `lengths`. Raises `ProtocolError`."""
@@ -201,14 +204,8 @@ class Session:
     async def run(self) -> None:
         """Emit what was computed until cancelled. Raises `ProtocolError` if it could not be."""
         while True:
-            step, output_TD = await self._work.result()
-            async with self._emitting:
-                # Whoever began the next epoch waits to cut this step away; nobody expects it.
-                if step.epoch == self.inbox.epoch:
-                    self._prefixes.publish()
-                    await self._outlet.emit(step, output_TD)
-            self.active_at = time.monotonic()
-            await self._notify()
+            await self._work.wait_for_result()
+            await self._emit_next()
 
     async def close(self) -> None:
         """Let nobody in any more, and free what was promised as soon as no iteration runs it."""
@@ -229,6 +226,16 @@ class Session:
             async with self._changed:
                 await self._changed.wait_for(lambda: self._closed or condition())
             self._require_open()
+
+    async def _emit_next(self) -> None:
+        async with self._emitting:
+            result = self._work.take_result()
+            # Whoever began the next epoch waits to cut this step away; nobody expects it.
+            if result is not None and result[0].epoch == self.inbox.epoch:
+                self._prefixes.publish()
+                await self._outlet.emit(*result)
+        self.active_at = time.monotonic()
+        await self._notify()
 
     async def _notify(self) -> None:
         async with self._changed:

@@ -41,15 +41,22 @@ class Work(Lane):
         priority: int,
         dtype: torch.dtype,
         wake: Callable[[], None],
+        run_here: Callable[[], bool],
     ) -> None:
-        """`dtype` is that of the outputs; `wake` is called when there is something to run."""
+        """`dtype` is that of the outputs.
+
+        `wake` is called when there is something to run, unless `run_here` has run it.
+        """
         super().__init__(client=client, priority=priority, span=blocks.span)
         self.tables = tables
         self.blocks = blocks
         self.dtype = dtype
         self._wake = wake
+        self._run_here = run_here
         self._queue: deque[Pending] = deque()
-        self._results: asyncio.Queue[tuple[Step, torch.Tensor] | ProtocolError] = asyncio.Queue()
+        self._results: deque[tuple[Step, torch.Tensor] | ProtocolError] = deque()
+        self._come = asyncio.Event()
+        """Set while there are results. Whoever waits may still find that another task took them."""
         self._share: Share | None = None
         self._idle = asyncio.Event()
         self._idle.set()
@@ -57,20 +64,33 @@ class Work(Lane):
     @property
     def backlog(self) -> int:
         """Steps that are not done, and outputs that nobody has taken."""
-        return len(self._queue) + self._results.qsize()
+        return len(self._queue) + len(self._results)
 
     def submit(self, step: Step, hidden_TD: torch.Tensor) -> None:
         """Run a step [T, D] after those before it; its rows go on where the tables then end."""
         self._queue.append(Pending(step, hidden_TD, self.dtype, time.monotonic()))
         self._count()
-        self._wake()
+        if not self._run_here():
+            self._wake()
 
-    async def result(self) -> tuple[Step, torch.Tensor]:
-        """Wait for the next step that is done: it and its output [T, D], on the CPU.
+    @property
+    def has_output(self) -> bool:
+        """Whether the next result is there, and is one."""
+        return bool(self._results) and not isinstance(self._results[0], ProtocolError)
+
+    async def wait_for_result(self) -> None:
+        """Return when a step is done, or could not be run."""
+        while not self._results:
+            await self._come.wait()
+
+    def take_result(self) -> tuple[Step, torch.Tensor] | None:
+        """The next step that is done: it and its output [T, D], on the CPU; None without one.
 
         Raises `ProtocolError` if it could not be run; what came after it is forgotten.
         """
-        result = await self._results.get()
+        result = self._results.popleft() if self._results else None
+        if not self._results:
+            self._come.clear()
         if isinstance(result, ProtocolError):
             raise result
         return result
@@ -80,8 +100,8 @@ class Work(Lane):
         self._share = None
         self._queue.clear()
         self._count()
-        while not self._results.empty():
-            self._results.get_nowait()
+        self._results.clear()
+        self._come.clear()
         self.held = True
 
     async def idle(self) -> None:
@@ -119,7 +139,7 @@ class Work(Lane):
         for pending in share.done:
             self._queue.popleft()
             assert pending.output_TD is not None
-            self._results.put_nowait((pending.step, pending.output_TD))
+            self._put((pending.step, pending.output_TD))
         self._count()
 
     def fail(self, error: Exception) -> None:
@@ -129,7 +149,11 @@ class Work(Lane):
         text = str(error) if code == "cache_full" else f"this node failed: {type(error).__name__}"
         self._queue.clear()
         self._count()
-        self._results.put_nowait(ProtocolError(code, text))
+        self._put(ProtocolError(code, text))
+
+    def _put(self, result: tuple[Step, torch.Tensor] | ProtocolError) -> None:
+        self._results.append(result)
+        self._come.set()
 
     def _count(self) -> None:
         self.tokens = sum(pending.left for pending in self._queue)

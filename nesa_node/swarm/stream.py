@@ -44,6 +44,11 @@ class Stream:
         self._writer: Pipe = writer
         self._sending = asyncio.Lock()
 
+    @property
+    def settled(self) -> bool:
+        """Whether a message of one frame can be sent without waiting for anybody."""
+        return self._writer.settled and not self._sending.locked()
+
     async def send(self, message: Message, payload: memoryview | bytearray | bytes = b"") -> None:
         """Send a message and, chunked, the tensor it describes; `payload` is free afterwards.
 

@@ -55,6 +55,8 @@ _numbers = itertools.count(1)
 class Wire:
     """A stream in memory. The node has it as its `Stream`; `say` and `hear` are the peer's side."""
 
+    settled = True
+
     def __init__(self, peer: str) -> None:
         self.peer = PeerId(peer)
         self._to_node: asyncio.Queue[tuple[Any, bytearray] | None] = asyncio.Queue()
