@@ -6,6 +6,7 @@ T packed tokens, D hidden, V vocabulary.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -14,6 +15,11 @@ LARGEST_SHARED_TOKENS = 64
 """More than this is computed by itself: those who wait for one token would wait for all of it."""
 MOST_TOGETHER = 256
 """Tokens that one thread computes in one go, so that their logits fit in memory."""
+GATHER = 0.1
+"""Where threads take turns the first one waits for others this part of what computing takes: what
+a node ran together comes out of it within some tenths of a millisecond."""
+COMPANY_S = 1.0
+"""So long after a change of turns more of them are expected."""
 
 
 class _Call:
@@ -47,6 +53,9 @@ class Combined:
         self._guard = threading.Lock()
         self._computing = False
         self._waiting: list[_Call] = []
+        self._took_s = 0.0
+        self._last_thread = 0
+        self._company_until = 0.0
 
     def __call__(self, hidden_TD: torch.Tensor) -> torch.Tensor:
         """Raises what `compute` raises. The result may share memory with that of other callers."""
@@ -58,14 +67,33 @@ class Combined:
             self._computing = True
             if not call.leads:
                 self._waiting.append(call)
+            has_company = self._has_company()
         if not call.leads:
             self._wait(call)
+        elif has_company:
+            self._gather()
         if call.leads:
             self._lead(call)
         if call.error is not None:
             raise call.error
         assert call.result_TV is not None
         return call.result_TV
+
+    def _has_company(self) -> bool:
+        """Whether other threads come too these days."""
+        now, thread = time.monotonic(), threading.get_ident()
+        if thread != self._last_thread:
+            if self._last_thread:
+                self._company_until = now + COMPANY_S
+            self._last_thread = thread
+        return now < self._company_until
+
+    def _gather(self) -> None:
+        try:
+            time.sleep(GATHER * self._took_s)
+        except BaseException:
+            self._pass_on()
+            raise
 
     def _wait(self, call: _Call) -> None:
         try:
@@ -87,8 +115,10 @@ class Combined:
                 if tokens > MOST_TOGETHER:
                     break
                 calls.append(self._waiting.pop(0))
+        started = time.monotonic()
         try:
             _compute_all(self._compute, calls)
+            self._took_s = time.monotonic() - started
         finally:
             # After an interrupt of this thread the others have no result: they try again.
             undone = [c for c in calls[1:] if c.result_TV is None and c.error is None]

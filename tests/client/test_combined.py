@@ -125,3 +125,23 @@ def test_threads_that_come_again_and_again_all_get_theirs(pool: ThreadPoolExecut
     with pool:
         for done in [pool.submit(work, number) for number in range(16)]:
             done.result(30)
+
+
+def test_threads_that_take_turns_wait_for_each_other(pool: ThreadPoolExecutor) -> None:
+    sizes: list[int] = []
+
+    def compute(hidden_TD: Tensor) -> Tensor:
+        sizes.append(len(hidden_TD))
+        time.sleep(0.2)
+        return hidden_TD * 2
+
+    combined = Combined(compute)
+    with pool:
+        for number in range(4):
+            first = pool.submit(combined, torch.full((1, 4), float(number)))
+            time.sleep(0.005)
+            second = pool.submit(combined, torch.full((1, 4), -1.0))
+            assert torch.equal(first.result(10), torch.full((1, 4), 2.0 * number))
+            assert torch.equal(second.result(10), torch.full((1, 4), -2.0))
+    # Nobody knows of the other at first.
+    assert sizes == [1, 1, 2, 2, 2]
