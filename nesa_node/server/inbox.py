@@ -13,7 +13,7 @@ import torch
 
 from nesa_node.compression import tensors
 from nesa_node.core.errors import ProtocolError
-from nesa_node.swarm.messages import Step, encode_message
+from nesa_node.swarm.messages import Step
 
 LARGE_BYTES = 1 << 20
 """A payload from which on `examine` takes milliseconds: not for the event loop."""
@@ -23,7 +23,8 @@ LARGE_BYTES = 1 << 20
 class Examined:
     """What is to be known of a step's bytes."""
 
-    digest: bytes
+    content: bytes | bytearray
+    """The same for the same bytes: themselves, or a digest of many. Not to be changed."""
     hidden_TD: torch.Tensor
 
 
@@ -34,7 +35,9 @@ def examine(step: Step, payload: bytearray) -> Examined:
     values.
     """
     hidden_TD = tensors.decode(step.tensor, payload, max_bytes=len(payload))
-    return Examined(_digest(step, payload), hidden_TD)
+    if len(payload) < LARGE_BYTES:
+        return Examined(payload, hidden_TD)
+    return Examined(hashlib.blake2b(payload, digest_size=16).digest(), hidden_TD)
 
 
 class Inbox:
@@ -66,7 +69,7 @@ class Inbox:
         self._hidden_size = hidden_size
         self._dtype = dtype
         self._outgrow = outgrow
-        self._last: tuple[int, bytes] = (-1, b"")
+        self._last: tuple[Step, bytes | bytearray] | None = None
 
     @property
     def max_step_bytes(self) -> int:
@@ -76,7 +79,7 @@ class Inbox:
 
     @property
     def last_step(self) -> int:
-        return self._last[0]
+        return self._last[0].step if self._last is not None else -1
 
     def wants(self, step: Step) -> bool:
         """Whether a step is worth examining: False for one of an older epoch.
@@ -106,14 +109,14 @@ class Inbox:
         Raises `ProtocolError`; whatever was refused changed nothing. `wants` must have said yes, an
         epoch may have begun since.
         """
-        if step.epoch < self.epoch or self._is_repeated(step, examined.digest):
+        if step.epoch < self.epoch or self._is_repeated(step, examined.content):
             return False
         self._check_rows(step)
         for part in step.rows:
             self._make_room(part.row, part.position + part.count)
         for part in step.rows:
             self.expected[part.row] += part.count
-        self._last = (step.step, examined.digest)
+        self._last = (step, examined.content)
         return True
 
     def reorder(self, sources: Sequence[int]) -> None:
@@ -138,20 +141,19 @@ class Inbox:
         self.epoch = epoch
         self.expected = list(lengths)
         # A step that the new epoch undid may come again under its old number.
-        self._last = (-1, b"")
+        self._last = None
 
     def _make_room(self, row: int, tokens: int) -> None:
         if tokens > self._room[row]:
             self._outgrow(self._room[row], tokens)
             self._room[row] = tokens
 
-    def _is_repeated(self, step: Step, digest: bytes) -> bool:
-        last_step, last_digest = self._last
-        if step.step > last_step:
+    def _is_repeated(self, step: Step, content: bytes | bytearray) -> bool:
+        if self._last is None or step.step > self._last[0].step:
             return False
-        if step.step < last_step:
-            raise ProtocolError("stale_step", f"step {step.step} came after step {last_step}")
-        if digest != last_digest:
+        if step.step < self._last[0].step:
+            raise ProtocolError("stale_step", f"step {step.step} came after {self.last_step}")
+        if (step, content) != self._last:
             raise ProtocolError("step_conflict", f"step {step.step} came again with other bytes")
         return True
 
@@ -166,10 +168,3 @@ class Inbox:
                     "bad_position",
                     f"row {part.row} goes on at {self.expected[part.row]}, not {part.position}",
                 )
-
-
-def _digest(step: Step, payload: bytearray) -> bytes:
-    """Of everything that makes two steps the same: the tokens' places and their bytes."""
-    digest = hashlib.blake2b(payload, digest_size=16)
-    digest.update(encode_message(step))
-    return digest.digest()

@@ -79,8 +79,6 @@ class Policy(Generic[L]):
         if not waiting:
             return []
         self._admit({lane.client for lane in waiting})
-        if len(lanes) == 1 and waiting[0].decoding:
-            return self._alone(waiting[0], now)
         patient = self._longest_waiting(waiting)
         live = [lane for lane in lanes if lane.lives(now)]
         urgent = min((lane.priority for lane in live), default=len(PRIORITIES))
@@ -101,16 +99,18 @@ class Policy(Generic[L]):
                     room -= count
         return plan
 
-    def _alone(self, lane: L, now: float) -> list[tuple[L, int]]:
-        """What the rest of `plan` comes to for a single session, without a millisecond's part."""
-        plan: list[tuple[L, int]] = []
-        self._give(plan, lane, lane.tokens, now)
-        lane.decodes(now)
-        return plan
+    def alone(self, lane: L, now: float) -> list[tuple[L, int]]:
+        """What `plan` comes to where there is one session, and that decodes.
 
-    def seconds(self, plan: Sequence[tuple[L, int]]) -> float:
-        """How long an iteration can be expected to take."""
-        return self.cost.seconds(_tokens(plan)) * len(plan[0][0].span)
+        It is not charged for it: what a client uses while nobody else is there costs nobody.
+        """
+        lane.served_at = now
+        lane.decodes(now)
+        return [(lane, lane.tokens)]
+
+    def brief_tokens(self, lane: L, seconds: float) -> int:
+        """Of how many tokens a step of a decode takes no longer than that."""
+        return self.cost.tokens_within(seconds / len(lane.span), MAX_ITERATION_TOKENS)
 
     def ran(self, plan: Sequence[tuple[L, int]], seconds: float) -> None:
         """Learn how long an iteration took."""

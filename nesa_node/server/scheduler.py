@@ -42,6 +42,7 @@ class Scheduler:
         self._works: dict[Work, None] = {}
         self._wanted = asyncio.Event()
         self._iterating = False
+        self._brief_tokens = 0
         self._last_size = 1
 
     @property
@@ -131,13 +132,13 @@ class Scheduler:
         if len(self._works) != 1 or self._iterating or not self.executor.idle:
             return False
         (work,) = self._works
-        plan = [(work, work.tokens)]
-        if not (work.waits and work.decoding and self._policy.seconds(plan) <= BRIEF_S):
+        if not (work.waits and work.decoding and work.tokens <= self._brief_tokens):
             return False
-        plan = self._policy.plan(self._works, time.monotonic())
+        plan = self._policy.alone(work, time.monotonic())
         with self._entered(plan) as shares:
             seconds = self.executor.run_here(partial(_run, shares)) if shares else 0.0
-        self._learn(plan, shares, seconds)
+        # Whoever sends the output need not wait for it.
+        asyncio.get_running_loop().call_soon(self._learn, plan, shares, seconds)
         return True
 
     async def _iterate(self, plan: Plan) -> None:
@@ -169,6 +170,7 @@ class Scheduler:
     def _learn(self, plan: Plan, shares: Shares, seconds: float) -> None:
         if shares and len(shares) == len(plan) and all(share.error is None for _, share in shares):
             self._policy.ran(plan, seconds)
+            self._brief_tokens = self._policy.brief_tokens(plan[0][0], BRIEF_S)
 
 
 def _run(shares: Shares) -> float:
