@@ -103,6 +103,7 @@ def pack_linear_layers(root: nn.Module) -> None:
     """Replace linear layers in bfloat16 below `root` in place, one after another."""
     for parent, name in _places(root, torch.bfloat16):
         _pack(parent, name)
+    _return_memory()
 
 
 class PackingByLoad:
@@ -110,8 +111,8 @@ class PackingByLoad:
 
     What the present layout has lost against the other is added up; what it wins is taken off, but
     no more than it had lost. Once the loss is the price of a change, the layers change, one per
-    pass, so that no pass takes much longer. Thus changes cost no more than was lost before them, and
-    a mix of loads comes to rest where it is served best.
+    pass, so that no pass takes much longer. Thus changes cost no more than was lost before them,
+    and a mix of loads comes to rest where it is served best.
 
     At no time is there more than one layer's weight in memory twice. Not thread-safe: it belongs to
     whoever runs the span.
@@ -175,7 +176,8 @@ _malloc_trim: Any = getattr(ctypes.CDLL(None), "malloc_trim", None)
 def _return_memory() -> None:
     """Let glibc return what was freed: new weights do not fit into the gaps that old ones leave.
 
-    Without it a span that was packed and unpacked took 1.4 x its size. Other libraries lack it.
+    Without it a span that was packed and unpacked twice took 2.3 x its size. Other C libraries have
+    no such function.
     """
     if _malloc_trim is not None:
         _malloc_trim(0)
