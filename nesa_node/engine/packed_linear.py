@@ -36,9 +36,9 @@ MOST_TOKENS = 64
 GAINED_BY_MANY = 0.5
 LOST_BY_FEW = 0.05
 PRICE = 8.0
-"""What a packed span gains with many tokens, loses with few, and what it takes to pack all of it or
-to turn it back, in times of one token (250m: 40 % of a forward of eight, which takes more than one
-does; 5 %; packing a layer takes as long as reading it several times)."""
+"""What a packed span gains with many tokens, what it loses with few, and what it takes to pack all
+of it or to turn it back, in times of one token. Measured (250m, one core): eight tokens take 1.4
+instead of 2.6, few of them and thirty gain less; 5 %; 7 to 10."""
 
 
 class PackedLinear(nn.Module):

@@ -40,7 +40,7 @@ def linears(dtype: torch.dtype = torch.float32) -> nn.Sequential:
     torch.manual_seed(0)
     made: list[nn.Module] = []
     for outputs, inputs in SHAPES:
-        conv: Any = Conv1D(outputs, inputs)
+        conv: Any = Conv1D(outputs, inputs)  # type: ignore[no-untyped-call]
         nn.init.normal_(conv.bias)
         made += [nn.Linear(inputs, outputs), nn.Linear(inputs, outputs, bias=False), conv]
     return nn.Sequential(*made).to(dtype).requires_grad_(False)
@@ -49,6 +49,12 @@ def linears(dtype: torch.dtype = torch.float32) -> nn.Sequential:
 def weight_OI(layer: Any) -> Tensor:
     weight: Tensor = layer.weight
     return weight.t() if isinstance(layer, Conv1D) else weight
+
+
+def same_bias(layer: Any, original: Any) -> bool:
+    if original.bias is None:
+        return layer.bias is None
+    return torch.equal(layer.bias, original.bias)
 
 
 def packed_among(layers: nn.Sequential) -> int:
@@ -66,7 +72,8 @@ def assert_same_products(layers: nn.Sequential, originals: nn.Sequential) -> Non
 def test_products_are_the_same_before_a_change_after_each_layer_and_after_all() -> None:
     layers = linears()
     originals = copy.deepcopy(layers)
-    packing, counts = PackingByLoad(layers), []
+    packing = PackingByLoad(layers)
+    counts: list[int] = []
     for tokens, forwards in ((ONE, 1), (MANY, TO_PACK + 20), (ONE, TO_UNPACK + 20)):
         for _ in range(forwards):
             packing.note(tokens)
@@ -87,8 +94,7 @@ def test_weights_come_back_bit_for_bit() -> None:
         packing.note(tokens)
         for layer, original in zip(layers, originals, strict=True):
             assert torch.equal(weight_OI(layer), weight_OI(original))
-            assert (layer.bias is None) == (original.bias is None)
-            assert layer.bias is None or torch.equal(layer.bias, original.bias)
+            assert same_bias(layer, original)
     assert {type(layer) for layer in layers} == {nn.Linear}
     assert torch.equal(torch.get_rng_state(), drawn)
 
@@ -209,24 +215,28 @@ def test_a_model_that_reads_its_weights_can(models_dir: Path) -> None:
     assert distance(after, before) <= WITHIN
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "bloom", "mixtral", "opt_projected"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bloom", "mixtral"])
 def test_tokens_are_the_same_while_layers_change(family: str, models_dir: Path) -> None:
     folder = save_tiny_model(family, models_dir)
-    prompt = prompt_ids(40)
-    expected = greedy(reference(folder), prompt, NEW_TOKENS)
+    model, prompt = reference(folder), prompt_ids(40)
+    expected = greedy(model, prompt, NEW_TOKENS)
     chain = Chain(folder, spans=(Span(0, 6),))
     [blocks] = chain.blocks
     run, other = Run(chain), new_row(blocks)
-    tokens, counts = [int(run.step(prompt)[-1].argmax())], []
-    for index in range(1, NEW_TOKENS):
+    logits, tokens, counts = [run.step(prompt)], [], []
+    for index in range(NEW_TOKENS):
+        tokens.append(int(logits[-1][-1].argmax()))
         # Another session of many tokens at a time, and then, of one.
-        many = index < NEW_TOKENS // 2
+        many = index < NEW_TOKENS // 3
         for _ in range(4 if many else 20):
             other.truncate(0)
             forward(blocks, torch.randn(MANY if many else ONE, blocks.hidden_size), other)
-        tokens.append(int(run.step(tokens[-1:])[-1].argmax()))
+        logits.append(run.step(tokens[-1:]))
         counts.append(packed_layers(blocks))
     assert tokens == expected
+    with torch.inference_mode():
+        expected_LV = model(torch.tensor([prompt + expected])).logits[0]
+    assert distance(torch.cat(logits), expected_LV) <= 1e-4
     assert turns(counts) == 2
     assert len(set(counts)) > 3
     assert counts[-1] == 0
