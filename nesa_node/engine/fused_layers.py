@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from nesa_node.engine.attention import PackedRuns
+from nesa_node.engine.packed_linear import plain_linear
 
 FIRST_POSITIONS = 1024
 
@@ -165,11 +166,8 @@ def _window(attention: Any) -> int | None:
 
 def _joined(*linears: nn.Linear) -> nn.Linear:
     """One linear layer whose outputs are those of `linears`, one after another."""
-    weight = torch.cat([linear.weight for linear in linears])
-    joined = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-    joined.weight = nn.Parameter(weight, requires_grad=False)
     biases: list[Tensor | None] = [linear.bias for linear in linears]
     known = [bias for bias in biases if bias is not None]
-    if known:
-        joined.bias = nn.Parameter(torch.cat(known), requires_grad=False)
-    return joined
+    return plain_linear(
+        torch.cat([linear.weight for linear in linears]), torch.cat(known) if known else None
+    )

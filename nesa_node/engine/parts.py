@@ -13,7 +13,7 @@ from nesa_node.engine.blocks import Blocks, sliced_decoder
 from nesa_node.engine.checkpoint import Checkpoint
 from nesa_node.engine.ends import Embedder, EmbeddingModules, Head
 from nesa_node.engine.fused_layers import FusedDecoder
-from nesa_node.engine.packed_linear import pack_linear_layers
+from nesa_node.engine.packed_linear import PackingByLoad, pack_linear_layers
 from nesa_node.engine.progress import Progress
 from nesa_node.engine.skeleton import Skeleton
 
@@ -84,6 +84,7 @@ def load_blocks(
         hidden_size=int(checkpoint.config.hidden_size),
         context_length=checkpoint.context_length,
         weight_bytes=weight_bytes,
+        packing=PackingByLoad(decoder.get_submodule(family.layers)),
         packs_rows=family.packs_rows,
         dtype=dtype,
         device=device,
