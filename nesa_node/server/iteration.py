@@ -21,6 +21,10 @@ BURST = 0.25
 """Elsewhere it waits for those that come with it: this part of what an iteration takes."""
 DELAY = 0.5
 """How much longer than without it a prefill may make an iteration that others decode in."""
+STRETCH = 3.0
+CHEAPER = 0.5
+"""Or so many times as long, where a prefill then delays them by this part per token: a processor
+may take as long for four tokens as for thirty."""
 MOST_CLAIM = 4.0
 """So many times that, where many sessions wait for their first token and few decode."""
 LEAST_CHUNK_TOKENS = 2
@@ -185,16 +189,31 @@ class Policy(Generic[L]):
         """How many tokens more the iteration may have, for the sake of those who `live`."""
         taken = _tokens(plan)
         blocks = len((plan[0][0] if plan else rest[0]).span)
-        most_s, least = MAX_ITERATION_S / blocks, LEAST_ALONE_TOKENS
-        if taken and live:
-            longer = 1 + DELAY * _claim(rest, live)
-            most_s, least = min(most_s, self.cost.seconds(taken) * longer), LEAST_CHUNK_TOKENS
-        elif live:
-            expected = math.ceil(sum(lane.decode_tokens for lane in live) / self._groups)
+        limit_s, least = MAX_ITERATION_S / blocks, LEAST_ALONE_TOKENS
+        if not live:
+            return max(self.cost.tokens_within(limit_s, MAX_ITERATION_TOKENS) - taken, least)
+        if taken:
+            usual_s = self.cost.seconds(taken)
+            most_s, least = usual_s * (1 + DELAY * _claim(rest, live)), LEAST_CHUNK_TOKENS
+        else:
+            usual_s = self.cost.seconds(
+                math.ceil(sum(lane.decode_tokens for lane in live) / self._groups)
+            )
             gap_s = min(lane.soonest for lane in live) - now
-            alone_s = self.cost.seconds(expected) * _claim(rest, live)
-            most_s = min(most_s, max(alone_s, gap_s / blocks))
-        return max(self.cost.tokens_within(most_s, MAX_ITERATION_TOKENS) - taken, least)
+            most_s = max(usual_s * _claim(rest, live), gap_s / blocks)
+        room = self.cost.tokens_within(min(most_s, limit_s), MAX_ITERATION_TOKENS) - taken
+        return self._if_cheaper(taken, max(room, least), _tokens_of(rest), usual_s)
+
+    def _if_cheaper(self, taken: int, room: int, wanted: int, usual_s: float) -> int:
+        """`room` tokens beside those `taken`, or more of those `wanted` that cost less together."""
+        before_s = self.cost.seconds(taken) if taken else 0.0
+
+        def per_token(count: int) -> float:
+            return (self.cost.seconds(taken + count) - before_s) / count
+
+        most = self.cost.tokens_within(STRETCH * usual_s, MAX_ITERATION_TOKENS) - taken
+        more = min(most, wanted)
+        return more if more > room and per_token(more) < CHEAPER * per_token(room) else room
 
     def _in_order(self, lanes: Sequence[L], patient: L | None) -> Iterator[L]:
         if patient is not None and patient in lanes:
@@ -221,6 +240,10 @@ class Policy(Generic[L]):
 
 def _tokens(plan: Sequence[tuple[Lane, int]]) -> int:
     return sum(count for _, count in plan)
+
+
+def _tokens_of(lanes: Sequence[Lane]) -> int:
+    return sum(lane.tokens for lane in lanes)
 
 
 def _claim(rest: Sequence[Lane], live: Sequence[Lane]) -> float:
