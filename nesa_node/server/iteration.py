@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Generic, TypeVar
@@ -23,8 +24,8 @@ DELAY = 0.5
 """How much longer than without it a prefill may make an iteration that others decode in."""
 STRETCH = 3.0
 CHEAPER = 0.5
-"""Or so many times as long, where a prefill then delays them by this part per token: a processor
-may take as long for four tokens as for thirty."""
+"""Or so many times as long, once, where a prefill then is done and delays them by this part per
+token: a processor may take as long for four tokens as for thirty."""
 MOST_CLAIM = 4.0
 """So many times that, where many sessions wait for their first token and few decode."""
 LEAST_CHUNK_TOKENS = 2
@@ -202,17 +203,18 @@ class Policy(Generic[L]):
             gap_s = min(lane.soonest for lane in live) - now
             most_s = max(usual_s * _claim(rest, live), gap_s / blocks)
         room = self.cost.tokens_within(min(most_s, limit_s), MAX_ITERATION_TOKENS) - taken
-        return self._if_cheaper(taken, max(room, least), _tokens_of(rest), usual_s)
+        return self._if_cheaper(taken, max(room, least), rest, usual_s)
 
-    def _if_cheaper(self, taken: int, room: int, wanted: int, usual_s: float) -> int:
-        """`room` tokens beside those `taken`, or more of those `wanted` that cost less together."""
+    def _if_cheaper(self, taken: int, room: int, rest: Sequence[L], usual_s: float) -> int:
+        """`room` tokens beside those `taken`, or more with which some of the `rest` are done."""
         before_s = self.cost.seconds(taken) if taken else 0.0
 
         def per_token(count: int) -> float:
             return (self.cost.seconds(taken + count) - before_s) / count
 
         most = self.cost.tokens_within(STRETCH * usual_s, MAX_ITERATION_TOKENS) - taken
-        more = min(most, wanted)
+        sizes = itertools.accumulate(sorted(lane.tokens for lane in rest))
+        more = max(itertools.takewhile(lambda size: size <= most, sizes), default=0)
         return more if more > room and per_token(more) < CHEAPER * per_token(room) else room
 
     def _in_order(self, lanes: Sequence[L], patient: L | None) -> Iterator[L]:
@@ -240,10 +242,6 @@ class Policy(Generic[L]):
 
 def _tokens(plan: Sequence[tuple[Lane, int]]) -> int:
     return sum(count for _, count in plan)
-
-
-def _tokens_of(lanes: Sequence[Lane]) -> int:
-    return sum(lane.tokens for lane in lanes)
 
 
 def _claim(rest: Sequence[Lane], live: Sequence[Lane]) -> float:

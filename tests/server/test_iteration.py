@@ -16,6 +16,7 @@ from nesa_node.server.iteration import (
     MAX_ITERATION_S,
     MAX_ITERATION_TOKENS,
     PATIENCE,
+    STRETCH,
     Policy,
 )
 from nesa_node.server.lane import LIVE_S, PRIORITIES, Lane
@@ -131,6 +132,46 @@ def test_a_prefill_makes_an_iteration_with_decodes_at_most_so_much_longer() -> N
     least = bench.fixed_s + bench.token_s * (LEAST_CHUNK_TOKENS + 2)
     assert longest <= max(undisturbed * (1 + DELAY), least) * 1.01
     assert chunks[-1] >= LEAST_CHUNK_TOKENS
+
+
+class Stepped(Bench):
+    """As a processor in float32: five tokens take as long as thirty."""
+
+    def takes(self, plan: Sequence[tuple[Lane, int]]) -> float:
+        return self.takes_for(sum(count for _, count in plan))
+
+    def takes_for(self, tokens: int) -> float:
+        return min(0.011 * max(tokens, 2), 0.055) + 0.001 * max(tokens - 32, 0)
+
+    def warm_up(self) -> None:
+        for tokens in (1, 2, 4, 8, 32, 128):
+            self.policy.cost.observe(tokens, self.takes_for(tokens) / len(SPAN))
+
+
+@pytest.mark.parametrize("waiting", [1, 2])
+def test_a_short_prompt_is_done_at_once_where_that_costs_less_than_pieces(waiting: int) -> None:
+    bench = Stepped()
+    bench.warm_up()
+    (decoder,) = bench.decoders(1)
+    for _ in range(waiting):
+        bench.wants(bench.lane(), 24 // waiting)
+    plan = bench.iterate()
+    assert len(plan) == 1 + waiting
+    assert not any(lane.tokens for lane in bench.lanes)
+    assert bench.takes(plan) <= STRETCH * 0.022
+    assert not decoder.tokens
+
+
+def test_a_long_prompt_is_not_done_in_pieces_that_are_cheap_but_long() -> None:
+    bench = Stepped()
+    bench.warm_up()
+    (decoder,) = bench.decoders(1)
+    bench.wants(bench.lane(), 3000)
+    taken_s = []
+    for _ in range(20):
+        taken_s.append(bench.takes(bench.iterate()))
+        bench.wants(decoder, 1)
+    assert max(taken_s[10:]) <= 0.022 * (1 + DELAY)
 
 
 def test_the_more_sessions_wait_for_a_first_token_the_more_they_get() -> None:
