@@ -10,7 +10,6 @@ from functools import partial
 
 import torch
 
-from nesa_node.core.errors import CacheFullError
 from nesa_node.core.ids import PeerId
 from nesa_node.core.logging import get_logger
 from nesa_node.core.span import Span
@@ -155,7 +154,8 @@ class Scheduler:
         for work, tokens in plan:
             try:
                 shares.append((work, work.enter(tokens)))
-            except CacheFullError as error:
+            except Exception as error:
+                # A full cache, or a mistake of ours: that of one session.
                 work.fail(error)
         self._iterating, self._last_size = True, max(len(shares), 1)
         try:

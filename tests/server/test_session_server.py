@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Sequence
 
@@ -11,7 +12,10 @@ import torch
 from torch import Tensor
 
 from nesa_node.engine.blocks import Blocks, Run
-from nesa_node.engine.pages import PAGE_TOKENS
+from nesa_node.engine.pages import PAGE_TOKENS, PageTable
+from nesa_node.server import batch, work
+from nesa_node.server.batch import Pending, Share
+from nesa_node.server.scheduler import BRIEF_S
 from nesa_node.swarm.messages import (
     VERSION,
     Busy,
@@ -56,10 +60,12 @@ class Spied:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, seconds: float = 0.0) -> None:
         self.iterations: list[int] = []
+        self.threads: list[str] = []
         forward = Blocks.forward
 
         def spied(blocks: Blocks, hidden_TD: Tensor, runs: Sequence[Run]) -> Tensor:
             self.iterations.append(len(runs))
+            self.threads.append(threading.current_thread().name)
             time.sleep(seconds)
             if bool((hidden_TD == 1e6).any()):
                 raise RuntimeError("a kernel failed")
@@ -107,6 +113,21 @@ async def test_waiting_steps_of_all_sessions_run_together(
     assert len(spied.iterations) < 4 * len(peers) / 3
 
 
+@pytest.mark.parametrize(("seconds", "sessions"), [(0.0, 1), (0.0, 2), (2 * BRIEF_S, 1)])
+async def test_only_short_steps_of_a_session_alone_run_where_they_arrive(
+    blocks: Blocks, monkeypatch: pytest.MonkeyPatch, seconds: float, sessions: int
+) -> None:
+    spied = Spied(monkeypatch, seconds=seconds)
+    async with open_node(blocks) as node:
+        peer, *others = [await opened(node) for _ in range(sessions)]
+        for _ in range(20):
+            peer.step({0: 1})
+            await peer.output()
+        await end(peer, *others)
+    alone = sessions == 1 and not seconds
+    assert spied.threads[-1].startswith("MainThread" if alone else "nesa-device")
+
+
 async def test_a_cancel_frees_the_pages_within_a_second_of_a_long_prefill(
     blocks: Blocks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -142,6 +163,42 @@ async def test_a_failing_step_ends_its_own_session_only(
         assert (await bad.wire.hear_a(Error)).code == "not_computed"
         await bad.wire.hear_the_end()
         await end(*good)
+        assert node.pool.free_pages == node.pool.num_pages
+
+
+async def test_a_session_that_cannot_take_part_ends_alone(
+    blocks: Blocks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def take(queue: Sequence[Pending], tables: Sequence[PageTable], tokens: int) -> Share:
+        if bool((queue[0].hidden_TD == 7).all()):
+            raise RuntimeError("no place for it")
+        return batch.take(queue, tables, tokens)
+
+    monkeypatch.setattr(work, "take", take)
+    async with open_node(blocks) as node:
+        good, bad = await opened(node, "good"), await opened(node, "bad")
+        good.step({0: 2})
+        bad.step({0: 1}, torch.full((1, blocks.hidden_size), 7.0))
+        await good.output()
+        assert (await bad.wire.hear_a(Error)).code == "not_computed"
+        await bad.wire.hear_the_end()
+        await end(good)
+        assert node.pool.free_pages == node.pool.num_pages
+
+
+async def test_a_session_alone_whose_step_fails_is_told_and_ends(
+    blocks: Blocks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Spied(monkeypatch)
+    async with open_node(blocks) as node:
+        peer = await opened(node)
+        for _ in range(3):
+            peer.step({0: 1})
+            await peer.output()
+        peer.step({0: 1}, torch.full((1, blocks.hidden_size), 1e6))
+        refused = await peer.wire.hear_a(Error)
+        assert (refused.code, refused.fatal) == ("not_computed", True)
+        await peer.wire.hear_the_end()
         assert node.pool.free_pages == node.pool.num_pages
 
 
