@@ -112,7 +112,7 @@ class Blocks:
         self._check(hidden_TD, runs)
         inputs_1TD = hidden_TD.to(device=self.device, dtype=self.dtype)[None]
         if self._packs_rows:
-            self._packing.note(len(hidden_TD))
+            self._packing.note(len(hidden_TD), len(self.span))
             packed = PackedRuns(runs[0].table.pool, runs)
             if isinstance(self._decoder, FusedDecoder):
                 output_TD = self._decoder.forward(inputs_1TD[0], packed)
@@ -127,7 +127,7 @@ class Blocks:
     def _run_apart(self, inputs_1TD: Tensor, runs: Sequence[Run]) -> Tensor:
         outputs, start = [], 0
         for run in runs:
-            self._packing.note(run.count)
+            self._packing.note(run.count, len(self.span))
             end = run.table.length + run.count
             positions_1L = torch.arange(run.table.length, end, device=self.device)[None]
             inputs_1LD = inputs_1TD[:, start : start + run.count]

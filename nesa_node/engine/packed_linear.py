@@ -17,6 +17,10 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from nesa_node.core.logging import get_logger
+
+log = get_logger(__name__)
+
 _BATCH_HINT = 16
 _PRODUCTS_KEPT = 128
 """oneDNN compiles a product for every number of tokens and shape of a layer, and keeps it: as it
@@ -118,19 +122,30 @@ class PackingByLoad:
     whoever runs the span.
     """
 
-    def __init__(self, layers: nn.Module) -> None:
+    def __init__(self, layers: nn.Module, blocks: int) -> None:
+        """`layers` are those of so many blocks."""
+        self._blocks = blocks
         self._places = _places(layers, torch.float32)
         self._wants_packed = False
         self._packed = 0  # that many of the places, from the first
         self._lost = 0.0
 
-    def note(self, tokens: int) -> None:
-        """Count a pass through the span's layers that is about to run with T = `tokens`."""
+    def note(self, tokens: int, blocks: int) -> None:
+        """Count a pass through so many of the blocks that is about to run with T = `tokens`."""
         if tokens <= MOST_TOKENS:
             gain = GAINED_BY_MANY if tokens >= MANY_TOKENS else -LOST_BY_FEW
+            gain *= blocks / self._blocks
             self._lost = max(self._lost + (-gain if self._wants_packed else gain), 0.0)
         if self._lost >= PRICE:
             self._wants_packed, self._lost = not self._wants_packed, 0.0
+        try:
+            self._change_one()
+        except (RuntimeError, MemoryError) as error:
+            # No memory for it, say. What there is serves as well.
+            log.warning("packing_failed", error=str(error)[:200])
+            self._wants_packed, self._lost = not self._wants_packed, 0.0
+
+    def _change_one(self) -> None:
         if self._wants_packed and self._packed < len(self._places):
             _pack(*self._places[self._packed])
             self._packed += 1

@@ -84,7 +84,7 @@ def load_blocks(
         hidden_size=int(checkpoint.config.hidden_size),
         context_length=checkpoint.context_length,
         weight_bytes=weight_bytes,
-        packing=PackingByLoad(decoder.get_submodule(family.layers)),
+        packing=PackingByLoad(decoder.get_submodule(family.layers), len(span)),
         packs_rows=family.packs_rows,
         dtype=dtype,
         device=device,

@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 
 from nesa_node.core.ids import PeerId
 from nesa_node.server.cost import CostModel
-from nesa_node.server.lane import PRIORITIES, Lane
+from nesa_node.server.lane import DECODE_TOKENS, PRIORITIES, Lane
 
 GROUPS = 2
 """Into how many groups sessions that decode are put, so that the machines of a chain work at the
@@ -96,7 +96,10 @@ class Policy(Generic[L]):
         rest = [lane for lane in waiting if not (lane.decoding and lane.priority == urgent)]
         if rest:
             more_urgent = min(lane.priority for lane in rest) < urgent
-            room = self._room(plan, rest, () if more_urgent else live, now)
+            first = list(self._in_order(rest, patient))
+            span = (plan[0][0] if plan else first[0]).span
+            sizes = [lane.tokens for lane in first if lane.span == span]
+            room = self._room(plan, rest, () if more_urgent else live, now, sizes)
             for lane in self._in_order(rest, patient):
                 if room > 0 and (not plan or lane.span == plan[0][0].span):
                     count = min(lane.tokens, room)
@@ -115,7 +118,7 @@ class Policy(Generic[L]):
 
     def brief_tokens(self, lane: L, seconds: float) -> int:
         """Of how many tokens a step of a decode takes no longer than that."""
-        return self.cost.tokens_within(seconds / len(lane.span), MAX_ITERATION_TOKENS)
+        return self.cost.tokens_within(seconds / len(lane.span), DECODE_TOKENS)
 
     def ran(self, plan: Sequence[tuple[L, int]], seconds: float) -> None:
         """Learn how long an iteration took."""
@@ -185,9 +188,17 @@ class Policy(Generic[L]):
                 room -= lane.tokens
 
     def _room(
-        self, plan: Sequence[tuple[L, int]], rest: Sequence[L], live: Sequence[L], now: float
+        self,
+        plan: Sequence[tuple[L, int]],
+        rest: Sequence[L],
+        live: Sequence[L],
+        now: float,
+        sizes: Sequence[int],
     ) -> int:
-        """How many tokens more the iteration may have, for the sake of those who `live`."""
+        """How many tokens more the iteration may have, for the sake of those who `live`.
+
+        `sizes`: see `_if_cheaper`.
+        """
         taken = _tokens(plan)
         blocks = len((plan[0][0] if plan else rest[0]).span)
         limit_s, least = MAX_ITERATION_S / blocks, LEAST_ALONE_TOKENS
@@ -203,18 +214,21 @@ class Policy(Generic[L]):
             gap_s = min(lane.soonest for lane in live) - now
             most_s = max(usual_s * _claim(rest, live), gap_s / blocks)
         room = self.cost.tokens_within(min(most_s, limit_s), MAX_ITERATION_TOKENS) - taken
-        return self._if_cheaper(taken, max(room, least), rest, usual_s)
+        most = self.cost.tokens_within(min(STRETCH * usual_s, limit_s), MAX_ITERATION_TOKENS)
+        return self._if_cheaper(taken, max(room, least), most - taken, sizes)
 
-    def _if_cheaper(self, taken: int, room: int, rest: Sequence[L], usual_s: float) -> int:
-        """`room` tokens beside those `taken`, or more with which some of the `rest` are done."""
+    def _if_cheaper(self, taken: int, room: int, most: int, sizes: Sequence[int]) -> int:
+        """`room` tokens beside those `taken`, or more, up to `most`, with which the first are done.
+
+        `sizes`: of those who wait, in the order in which they are given tokens.
+        """
         before_s = self.cost.seconds(taken) if taken else 0.0
 
         def per_token(count: int) -> float:
             return (self.cost.seconds(taken + count) - before_s) / count
 
-        most = self.cost.tokens_within(STRETCH * usual_s, MAX_ITERATION_TOKENS) - taken
-        sizes = itertools.accumulate(sorted(lane.tokens for lane in rest))
-        more = max(itertools.takewhile(lambda size: size <= most, sizes), default=0)
+        done = itertools.takewhile(lambda size: size <= most, itertools.accumulate(sizes))
+        more = max(done, default=0)
         return more if more > room and per_token(more) < CHEAPER * per_token(room) else room
 
     def _in_order(self, lanes: Sequence[L], patient: L | None) -> Iterator[L]:

@@ -30,6 +30,8 @@ Shares = Sequence[tuple[Work, Share]]
 BRIEF_S = 0.03
 """A session that is alone on its node may keep the event loop from everything else for so long. To
 wake the scheduler, the device's thread and whoever sends takes 0.4 ms of every step."""
+PENANCE_S = 1.0
+"""After a step that took longer than that none is run there for so long."""
 
 
 class Scheduler:
@@ -41,7 +43,9 @@ class Scheduler:
         self._works: dict[Work, None] = {}
         self._wanted = asyncio.Event()
         self._iterating = False
-        self._brief_tokens = 0
+        self._brief: tuple[Span, int] | None = None
+        """Up to how many tokens a step through these blocks may be run where it arrives."""
+        self._not_here_before = 0.0
         self._last_size = 1
 
     @property
@@ -131,11 +135,19 @@ class Scheduler:
         if len(self._works) != 1 or self._iterating or not self.executor.idle:
             return False
         (work,) = self._works
-        if not (work.waits and work.decoding and work.tokens <= self._brief_tokens):
+        if self._brief is None or work.span != self._brief[0] or work.tokens > self._brief[1]:
             return False
-        plan = self._policy.alone(work, time.monotonic())
+        now = time.monotonic()
+        if not (work.waits and work.decoding) or now < self._not_here_before:
+            return False
+        # Until it was learnt from: whoever sent many steps at once may have no more than one run
+        # before the event loop had its turn.
+        self._brief = None
+        plan = self._policy.alone(work, now)
         with self._entered(plan) as shares:
             seconds = self.executor.run_here(partial(_run, shares)) if shares else 0.0
+        if seconds > BRIEF_S:
+            self._not_here_before = now + PENANCE_S
         # Whoever sends the output need not wait for it.
         asyncio.get_running_loop().call_soon(self._learn, plan, shares, seconds)
         return True
@@ -170,7 +182,8 @@ class Scheduler:
     def _learn(self, plan: Plan, shares: Shares, seconds: float) -> None:
         if shares and len(shares) == len(plan) and all(share.error is None for _, share in shares):
             self._policy.ran(plan, seconds)
-            self._brief_tokens = self._policy.brief_tokens(plan[0][0], BRIEF_S)
+            lane = plan[0][0]
+            self._brief = lane.span, self._policy.brief_tokens(lane, BRIEF_S)
 
 
 def _run(shares: Shares) -> float:

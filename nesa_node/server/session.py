@@ -23,6 +23,8 @@ from nesa_node.swarm.stream import Stream
 log = get_logger(__name__)
 
 MAX_QUEUED_STEPS = 64
+SMALL_BYTES = 32 * 1024
+"""Of an output that whoever brought the step may send."""
 
 
 class Session:
@@ -106,9 +108,7 @@ class Session:
             self._require_open()
         if self.inbox.accept(step, examined):
             self._work.submit(step, examined.hidden_TD)
-            if self._work.has_output and not self._emitting.locked() and self._outlet.settled:
-                # It was run at once: to wake the worker for it would take longer than to send it.
-                await self._emit_next()
+            await self._emit_at_once()
 
     async def rollback(self, epoch: int, lengths: Sequence[int]) -> None:
         """Begin an epoch with the caches cut to `lengths`. Raises `ProtocolError`."""
@@ -204,7 +204,7 @@ class Session:
     async def run(self) -> None:
         """Emit what was computed until cancelled. Raises `ProtocolError` if it could not be."""
         while True:
-            await self._work.wait_for_result()
+            await self._work.wait_for_output()
             await self._emit_next()
 
     async def close(self) -> None:
@@ -227,9 +227,24 @@ class Session:
                 await self._changed.wait_for(lambda: self._closed or condition())
             self._require_open()
 
+    async def _emit_at_once(self) -> None:
+        """Send what was run where it arrived: to wake the worker would take longer than that.
+
+        Only what can be sent without waiting: the caller has other messages to read.
+        """
+        output_bytes = self._work.output_bytes
+        if output_bytes is None or output_bytes > SMALL_BYTES:
+            return
+        if self._emitting.locked() or not self._outlet.settled:
+            return
+        try:
+            await self._emit_next()
+        except ProtocolError as error:
+            self._work.end(error)
+
     async def _emit_next(self) -> None:
         async with self._emitting:
-            result = self._work.take_result()
+            result = self._work.take_output()
             # Whoever began the next epoch waits to cut this step away; nobody expects it.
             if result is not None and result[0].epoch == self.inbox.epoch:
                 self._prefixes.publish()

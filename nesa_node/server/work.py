@@ -74,25 +74,29 @@ class Work(Lane):
             self._wake()
 
     @property
-    def has_output(self) -> bool:
-        """Whether the next result is there, and is one."""
-        return bool(self._results) and not isinstance(self._results[0], ProtocolError)
+    def output_bytes(self) -> int | None:
+        """The size of the next output; None where there is none."""
+        result = self._results[0] if self._results else None
+        return None if result is None or isinstance(result, ProtocolError) else result[1].nbytes
 
-    async def wait_for_result(self) -> None:
-        """Return when a step is done, or could not be run."""
-        while not self._results:
-            await self._come.wait()
-
-    def take_result(self) -> tuple[Step, torch.Tensor] | None:
-        """The next step that is done: it and its output [T, D], on the CPU; None without one.
+    async def wait_for_output(self) -> None:
+        """Return when a step is done. Another task may take it first.
 
         Raises `ProtocolError` if it could not be run; what came after it is forgotten.
         """
-        result = self._results.popleft() if self._results else None
+        while not self._results:
+            await self._come.wait()
+        if isinstance(self._results[0], ProtocolError):
+            raise self._results[0]
+
+    def take_output(self) -> tuple[Step, torch.Tensor] | None:
+        """The next step that is done: it and its output [T, D], on the CPU; None without one."""
+        if self.output_bytes is None:
+            return None
+        result = self._results.popleft()
+        assert not isinstance(result, ProtocolError)
         if not self._results:
             self._come.clear()
-        if isinstance(result, ProtocolError):
-            raise result
         return result
 
     def halt(self) -> None:
@@ -149,7 +153,11 @@ class Work(Lane):
         text = str(error) if code == "cache_full" else f"this node failed: {type(error).__name__}"
         self._queue.clear()
         self._count()
-        self._put(ProtocolError(code, text))
+        self.end(ProtocolError(code, text))
+
+    def end(self, error: ProtocolError) -> None:
+        """Let whoever waits for outputs raise `error` after those that are there."""
+        self._put(error)
 
     def _put(self, result: tuple[Step, torch.Tensor] | ProtocolError) -> None:
         self._results.append(result)

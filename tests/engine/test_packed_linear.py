@@ -8,7 +8,7 @@ import random
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.pytorch_utils import Conv1D
 
 from nesa_node.core.span import Span
+from nesa_node.engine import packed_linear
 from nesa_node.engine.blocks import Blocks
 from nesa_node.engine.measure import measure_throughput
 from nesa_node.engine.packed_linear import PackedLinear, PackingByLoad, pack_linear_layers
@@ -72,11 +73,11 @@ def assert_same_products(layers: nn.Sequential, originals: nn.Sequential) -> Non
 def test_products_are_the_same_before_a_change_after_each_layer_and_after_all() -> None:
     layers = linears()
     originals = copy.deepcopy(layers)
-    packing = PackingByLoad(layers)
+    packing = PackingByLoad(layers, 1)
     counts: list[int] = []
     for tokens, forwards in ((ONE, 1), (MANY, TO_PACK + 20), (ONE, TO_UNPACK + 20)):
         for _ in range(forwards):
-            packing.note(tokens)
+            packing.note(tokens, 1)
             if not counts or packed_among(layers) != counts[-1]:
                 counts.append(packed_among(layers))
                 assert_same_products(layers, originals)
@@ -89,9 +90,9 @@ def test_weights_come_back_bit_for_bit() -> None:
     layers = linears()
     originals = copy.deepcopy(layers)
     drawn = torch.get_rng_state()
-    packing = PackingByLoad(layers)
+    packing = PackingByLoad(layers, 1)
     for tokens in [*[MANY] * 2 * TO_PACK, *[ONE] * 2 * TO_UNPACK]:
-        packing.note(tokens)
+        packing.note(tokens, 1)
         for layer, original in zip(layers, originals, strict=True):
             assert torch.equal(weight_OI(layer), weight_OI(original))
             assert same_bias(layer, original)
@@ -103,9 +104,9 @@ def test_sixteen_bits_are_packed_at_once_and_stay() -> None:
     layers = linears(torch.bfloat16)
     originals = copy.deepcopy(layers)
     pack_linear_layers(layers)
-    packing = PackingByLoad(layers)
+    packing = PackingByLoad(layers, 1)
     for tokens in [*[MANY] * 2 * TO_PACK, *[ONE] * 2 * TO_UNPACK]:
-        packing.note(tokens)
+        packing.note(tokens, 1)
         assert packed_among(layers) == len(layers)
     for layer, original in zip(layers, originals, strict=True):
         assert torch.equal(weight_OI(layer), weight_OI(original))
@@ -150,9 +151,9 @@ def test_up_to_three_rows_leave_a_span_as_it_is(few: int, blocks: Blocks) -> Non
 )
 def test_a_mixed_load_packs_a_span_once(pattern: tuple[int, ...]) -> None:
     layers = linears()
-    packing, counts = PackingByLoad(layers), []
+    packing, counts = PackingByLoad(layers, 1), []
     for index in range(3000):
-        packing.note(pattern[index % len(pattern)])
+        packing.note(pattern[index % len(pattern)], 1)
         counts.append(packed_among(layers))
     assert counts[-1] == len(layers)
     assert turns(counts) == 1
@@ -160,9 +161,9 @@ def test_a_mixed_load_packs_a_span_once(pattern: tuple[int, ...]) -> None:
 
 def test_a_load_that_both_layouts_serve_alike_rarely_changes_them() -> None:
     layers, draw = linears(), random.Random(0)
-    packing, counts = PackingByLoad(layers), []
+    packing, counts = PackingByLoad(layers, 1), []
     for _ in range(20_000):
-        packing.note(MANY if draw.random() < 1 / 11 else ONE)
+        packing.note(MANY if draw.random() < 1 / 11 else ONE, 1)
         counts.append(packed_among(layers))
     assert turns(counts) <= 20
 
@@ -184,7 +185,7 @@ def test_a_part_changes_with_its_span(blocks: Blocks) -> None:
     part, other = blocks.part(Span(1, 2)), blocks.part(Span(2, 4))
     hidden_TD = torch.randn(5, blocks.hidden_size)
     before = forward(other, hidden_TD, new_row(other))
-    decode(part, MANY, TO_PACK + LAYERS * len(blocks.span))
+    decode(part, MANY, (TO_PACK + LAYERS) * len(blocks.span))
     assert packed_layers(part) == LAYERS
     assert packed_layers(other) == 2 * LAYERS
     assert distance(forward(other, hidden_TD, new_row(other)), before) <= WITHIN
@@ -269,3 +270,31 @@ def test_a_span_takes_no_more_memory_when_it_has_changed(tmp_path: Path) -> None
     for after, peak in changes:
         assert after <= weights + largest
         assert peak <= weights + 3 * largest
+
+
+def test_where_packing_fails_layers_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = linears()
+    packing = PackingByLoad(layers, 1)
+
+    def no_memory(*_: object) -> NoReturn:
+        raise RuntimeError("not enough memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(packed_linear, "PackedLinear", no_memory)
+        for _ in range(4 * TO_PACK):
+            packing.note(MANY, 1)
+    assert packed_among(layers) == 0
+    for _ in range(2 * TO_PACK + len(layers)):
+        packing.note(MANY, 1)
+    assert packed_among(layers) == len(layers)
+
+
+def test_a_part_of_the_blocks_gains_its_part() -> None:
+    layers = linears()
+    packing = PackingByLoad(layers, 4)
+    for _ in range(2 * TO_PACK):
+        packing.note(MANY, 1)
+    assert packed_among(layers) == 0
+    for _ in range(2 * TO_PACK + len(layers)):
+        packing.note(MANY, 1)
+    assert packed_among(layers) == len(layers)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -160,6 +161,18 @@ def test_a_short_prompt_is_done_at_once_where_that_costs_less_than_pieces(waitin
     assert not any(lane.tokens for lane in bench.lanes)
     assert bench.takes(plan) <= STRETCH * 0.022
     assert not decoder.tokens
+
+
+@pytest.mark.parametrize("other", [{"priority": "batch"}, {"span": Span(0, 2)}])
+def test_nobody_is_delayed_for_a_short_prompt_whose_turn_it_is_not(other: dict[str, Any]) -> None:
+    bench = Stepped()
+    bench.warm_up()
+    bench.decoders(1)
+    bench.wants(bench.lane(), 3000)
+    bench.wants(short := bench.lane(**other), 24)
+    plan = bench.iterate()
+    assert short.tokens == 24
+    assert bench.takes(plan) <= 0.022 * (1 + 2 * DELAY)
 
 
 def test_a_long_prompt_is_not_done_in_pieces_that_are_cheap_but_long() -> None:
