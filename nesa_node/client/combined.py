@@ -92,6 +92,7 @@ class Combined:
         try:
             time.sleep(GATHER * self._took_s)
         except BaseException:
+            # Interrupted, as below.
             self._pass_on()
             raise
 

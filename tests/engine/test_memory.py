@@ -3,11 +3,9 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
 
 from nesa_node.core.errors import InsufficientMemoryError
 from nesa_node.core.span import Span
@@ -20,6 +18,7 @@ from nesa_node.engine.memory import (
 )
 from nesa_node.engine.parts import load_blocks
 from tests.engine.chained import open_local
+from tests.engine.own_process import figures
 from tests.engine.tiny_models import FAMILIES, save_tiny_model
 
 
@@ -70,23 +69,16 @@ def test_a_container_has_what_its_limit_leaves(tmp_path: Path) -> None:
 
 def test_loading_a_third_peaks_at_little_more_than_the_third(tmp_path: Path) -> None:
     """Of 30 blocks; in a process of its own, since a peak never falls."""
-    config = LlamaConfig(
-        vocab_size=128,
+    lines = figures(
+        "peak_memory",
+        tmp_path / "m",
+        "10:20",
         hidden_size=384,
         intermediate_size=1024,
         num_hidden_layers=30,
         num_attention_heads=6,
     )
-    auto: Any = AutoModelForCausalLM
-    auto.from_config(config).save_pretrained(tmp_path / "m")
-    finished = subprocess.run(
-        [sys.executable, "-m", "tests.engine.peak_memory", str(tmp_path / "m"), "10:20"],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    before, after, weights = map(int, finished.stdout.split())
+    before, after, weights = (number for line in lines for number in line)
     assert weights > 60 << 20
     assert after - before <= 1.3 * weights
 

@@ -5,15 +5,12 @@ from __future__ import annotations
 import copy
 import itertools
 import random
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.pytorch_utils import Conv1D
 
 from nesa_node.core.span import Span
@@ -23,6 +20,7 @@ from nesa_node.engine.measure import measure_throughput
 from nesa_node.engine.packed_linear import PackedLinear, PackingByLoad, pack_linear_layers
 from nesa_node.engine.parts import load_blocks
 from tests.engine.chained import Chain, Run, distance, forward, new_row, open_local
+from tests.engine.own_process import figures
 from tests.engine.packing import MANY, ONE, decode, packed_layers
 from tests.engine.tiny_models import NEW_TOKENS, greedy, prompt_ids, reference, save_tiny_model
 
@@ -41,6 +39,7 @@ def linears(dtype: torch.dtype = torch.float32) -> nn.Sequential:
     torch.manual_seed(0)
     made: list[nn.Module] = []
     for outputs, inputs in SHAPES:
+        # transformers states no types for it.
         conv: Any = Conv1D(outputs, inputs)  # type: ignore[no-untyped-call]
         nn.init.normal_(conv.bias)
         made += [nn.Linear(inputs, outputs), nn.Linear(inputs, outputs, bias=False), conv]
@@ -56,6 +55,11 @@ def same_bias(layer: Any, original: Any) -> bool:
     if original.bias is None:
         return layer.bias is None
     return torch.equal(layer.bias, original.bias)
+
+
+def note_many(packing: PackingByLoad, passes: int) -> None:
+    for _ in range(passes):
+        packing.note(MANY, 1)
 
 
 def packed_among(layers: nn.Sequential) -> int:
@@ -246,25 +250,15 @@ def test_tokens_are_the_same_while_layers_change(family: str, models_dir: Path) 
 @pytest.mark.slow
 def test_a_span_takes_no_more_memory_when_it_has_changed(tmp_path: Path) -> None:
     """In a process of its own, since others leave gaps that weights would fit into."""
-    config = LlamaConfig(
-        vocab_size=128,
+    (weights, largest), *changes = figures(
+        "packing_memory",
+        tmp_path / "m",
+        "1:9",
         hidden_size=512,
         intermediate_size=1408,
         num_hidden_layers=9,
         num_attention_heads=8,
     )
-    auto: Any = AutoModelForCausalLM
-    auto.from_config(config).save_pretrained(tmp_path / "m")
-    finished = subprocess.run(
-        [sys.executable, "-m", "tests.engine.packing_memory", str(tmp_path / "m"), "1:9"],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    (weights, largest), *changes = [
-        [int(number) for number in line.split()] for line in finished.stdout.splitlines()
-    ]
     assert weights > 90 << 20
     assert len(changes) == 4
     for after, peak in changes:
@@ -281,20 +275,16 @@ def test_where_packing_fails_layers_stay_as_they_are(monkeypatch: pytest.MonkeyP
 
     with monkeypatch.context() as patched:
         patched.setattr(packed_linear, "PackedLinear", no_memory)
-        for _ in range(4 * TO_PACK):
-            packing.note(MANY, 1)
+        note_many(packing, 4 * TO_PACK)
     assert packed_among(layers) == 0
-    for _ in range(2 * TO_PACK + len(layers)):
-        packing.note(MANY, 1)
+    note_many(packing, 2 * TO_PACK + len(layers))
     assert packed_among(layers) == len(layers)
 
 
 def test_a_part_of_the_blocks_gains_its_part() -> None:
     layers = linears()
     packing = PackingByLoad(layers, 4)
-    for _ in range(2 * TO_PACK):
-        packing.note(MANY, 1)
+    note_many(packing, 2 * TO_PACK)
     assert packed_among(layers) == 0
-    for _ in range(2 * TO_PACK + len(layers)):
-        packing.note(MANY, 1)
+    note_many(packing, 2 * TO_PACK + len(layers))
     assert packed_among(layers) == len(layers)
