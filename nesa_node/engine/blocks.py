@@ -17,7 +17,6 @@ from nesa_node.core.span import Span
 from nesa_node.engine.attention import PackedRuns, Run
 from nesa_node.engine.families import CacheHeads
 from nesa_node.engine.fused_layers import FusedDecoder
-from nesa_node.engine.packed_linear import PackingByLoad
 from nesa_node.engine.pages import PagePool
 from nesa_node.engine.row_cache import RowCache
 
@@ -27,8 +26,7 @@ __all__ = ["Blocks", "Run", "sliced_decoder"]
 class Blocks:
     """Runs the next tokens of any number of rows at once; their keys and values lie in a pool.
 
-    Not thread-safe: one executor thread owns it. It keeps no state between steps, but for the
-    layout of weights (`PackingByLoad`), which changes nothing but last bits.
+    Not thread-safe: one executor thread owns it. It keeps no state between steps.
     """
 
     def __init__(
@@ -41,14 +39,12 @@ class Blocks:
         hidden_size: int,
         context_length: int,
         weight_bytes: int,
-        packing: PackingByLoad,
         packs_rows: bool,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         """`decoder` runs `span` on `inputs_embeds` and returns the last block's output as it is.
 
-        `packing` is that of the loaded span, also where this is a part of it.
         `packs_rows`: its attention goes through transformers' interface, which rows packed need.
         """
         self.span = span
@@ -57,7 +53,6 @@ class Blocks:
         self.dtype = dtype
         self.device = device
         self.weight_bytes = weight_bytes
-        self._packing = packing
         self._packs_rows = packs_rows
         self._decoder: Any = decoder
         self._layers = layers
@@ -89,7 +84,6 @@ class Blocks:
                 hidden_size=self.hidden_size,
                 context_length=self.context_length,
                 weight_bytes=self.weight_bytes * len(span) // len(self.span),
-                packing=self._packing,
                 packs_rows=self._packs_rows,
                 dtype=self.dtype,
                 device=self.device,
@@ -112,7 +106,6 @@ class Blocks:
         self._check(hidden_TD, runs)
         inputs_1TD = hidden_TD.to(device=self.device, dtype=self.dtype)[None]
         if self._packs_rows:
-            self._packing.note(len(hidden_TD), len(self.span))
             packed = PackedRuns(runs[0].table.pool, runs)
             if isinstance(self._decoder, FusedDecoder):
                 output_TD = self._decoder.forward(inputs_1TD[0], packed)
@@ -127,7 +120,6 @@ class Blocks:
     def _run_apart(self, inputs_1TD: Tensor, runs: Sequence[Run]) -> Tensor:
         outputs, start = [], 0
         for run in runs:
-            self._packing.note(run.count, len(self.span))
             end = run.table.length + run.count
             positions_1L = torch.arange(run.table.length, end, device=self.device)[None]
             inputs_1LD = inputs_1TD[:, start : start + run.count]

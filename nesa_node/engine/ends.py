@@ -12,10 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from nesa_node.core.errors import ContextLengthError
-from nesa_node.engine.packed_linear import packed
-
-MAX_COPY_BYTES = 512 << 20
-"""A shared weight of up to this size is copied for the head's speed."""
+from nesa_node.engine.linear import Linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,13 +76,10 @@ class Head:
         lm_head: nn.Linear,
         *,
         softcap: float | None,
-        is_shared: bool = False,
     ) -> None:
-        """`is_shared`: the embedder holds the same weight, a packed one is a second copy of it."""
         self._final = tuple(final)
         self._dtype, self._device = lm_head.weight.dtype, lm_head.weight.device
-        packs = not is_shared or lm_head.weight.nbytes <= MAX_COPY_BYTES
-        self._lm_head = (packed(lm_head) if packs else None) or lm_head
+        self._lm_head = Linear(lm_head)
         self._softcap = softcap
 
     @property

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nesa_node.engine import huge_pages
 from nesa_node.engine.attention import PackedRuns
-from nesa_node.engine.packed_linear import plain_linear
+from nesa_node.engine.linear import plain_linear
 
 FIRST_POSITIONS = 1024
 
@@ -168,6 +169,5 @@ def _joined(*linears: nn.Linear) -> nn.Linear:
     """One linear layer whose outputs are those of `linears`, one after another."""
     biases: list[Tensor | None] = [linear.bias for linear in linears]
     known = [bias for bias in biases if bias is not None]
-    return plain_linear(
-        torch.cat([linear.weight for linear in linears]), torch.cat(known) if known else None
-    )
+    weight_OI = huge_pages.copied(torch.cat([linear.weight for linear in linears]))
+    return plain_linear(weight_OI, torch.cat(known) if known else None)

@@ -13,7 +13,7 @@ from nesa_node.engine.blocks import Blocks, sliced_decoder
 from nesa_node.engine.checkpoint import Checkpoint
 from nesa_node.engine.ends import Embedder, EmbeddingModules, Head
 from nesa_node.engine.fused_layers import FusedDecoder
-from nesa_node.engine.packed_linear import PackingByLoad, pack_linear_layers
+from nesa_node.engine.linear import use_fast_linear
 from nesa_node.engine.progress import Progress
 from nesa_node.engine.skeleton import Skeleton
 
@@ -75,7 +75,7 @@ def load_blocks(
     weight_bytes = sum(weight.nbytes for weight in decoder.parameters())
     if family.fuses:
         decoder = FusedDecoder(decoder, checkpoint.context_length)
-    pack_linear_layers(decoder)
+    use_fast_linear(decoder)
     return Blocks(
         decoder,
         family.layers,
@@ -84,7 +84,6 @@ def load_blocks(
         hidden_size=int(checkpoint.config.hidden_size),
         context_length=checkpoint.context_length,
         weight_bytes=weight_bytes,
-        packing=PackingByLoad(decoder.get_submodule(family.layers), len(span)),
         packs_rows=family.packs_rows,
         dtype=dtype,
         device=device,
@@ -169,10 +168,8 @@ def _load_head(
     )
     lm_head = skeleton.model.get_submodule(LM_HEAD)
     assert isinstance(lm_head, nn.Linear)
-    embedding: Any = getattr(decoder, family.embedding)
     return Head(
         [getattr(decoder, name) for name in final],
         lm_head,
         softcap=getattr(skeleton.checkpoint.config, "final_logit_softcapping", None),
-        is_shared=lm_head.weight.data_ptr() == embedding.weight.data_ptr(),
     )

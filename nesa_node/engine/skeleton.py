@@ -18,6 +18,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 
 from nesa_node.core.errors import CorruptCheckpointError, UnsupportedModelError
 from nesa_node.core.span import Span
+from nesa_node.engine import huge_pages
 from nesa_node.engine.checkpoint import Checkpoint
 from nesa_node.engine.expert_stack import stack_experts, stacks_experts
 from nesa_node.engine.families import Family
@@ -181,6 +182,7 @@ class Skeleton:
             )
         if twin is not None and torch.equal(twin, tensor):
             return twin
+        tensor = huge_pages.copied(tensor)
         if name in self._twins:
             self._loaded_twins[name] = tensor
         return tensor

@@ -113,19 +113,11 @@ def weight_of(head: Head) -> torch.Tensor:
     return head._lm_head.weight
 
 
-@pytest.fixture
-def unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The head keeps the weight that it was given."""
-    monkeypatch.setattr("nesa_node.engine.ends.packed", lambda module: None)
-
-
-@pytest.mark.usefixtures("unpacked")
 def test_tied_ends_share_their_weight(models_dir: Path) -> None:
     embedder, head = load_ends(open_local(save_tiny_model("llama_tied", models_dir)), **CPU)  # type: ignore[arg-type]
     assert weight_of(head).data_ptr() == embedder._weight.data_ptr()
 
 
-@pytest.mark.usefixtures("unpacked")
 def test_a_tied_weight_saved_twice_is_shared(models_dir: Path, tmp_path: Path) -> None:
     folder = rewritten(
         save_tiny_model("llama_tied", models_dir),

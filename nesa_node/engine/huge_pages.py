@@ -1,0 +1,37 @@
+"""Weights in huge pages: one core reads them 1.1 to 1.2 x as fast as from pages of 4 KiB."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+HUGE_PAGE = 2 << 20
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Return a tensor on the CPU, as `torch.empty` does, in huge pages as far as it fills them."""
+    count = torch.Size(shape).numel()
+    size = count * dtype.itemsize
+    whole = size // HUGE_PAGE * HUGE_PAGE
+    if not whole or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(shape, dtype=dtype)
+    memory = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    start = -address(memory) % HUGE_PAGE
+    # What comes after the last whole page lies in small ones, so that nothing is lost to its end.
+    memory.madvise(mmap.MADV_HUGEPAGE, start, whole)
+    return torch.frombuffer(memory, dtype=dtype, count=count, offset=start).view(shape)
+
+
+def copied(tensor: Tensor) -> Tensor:
+    """Return a contiguous tensor in huge pages: a copy, but for what is small or not on the CPU."""
+    if tensor.nbytes < HUGE_PAGE or tensor.device.type != "cpu":
+        return tensor.contiguous()
+    return empty(tensor.shape, tensor.dtype).copy_(tensor)
+
+
+def address(memory: mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
