@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from nesa_node.engine import huge_pages
 from nesa_node.engine.attention import PackedRuns
+from nesa_node.engine.few_tokens import FewTokens
 from nesa_node.engine.linear import plain_linear
 
 FIRST_POSITIONS = 1024
@@ -37,10 +38,13 @@ class FusedDecoder(nn.Module):
             self.layers.append(FusedLayer(layer))
             layer._modules.clear()  # whoever else holds the layer must not hold its weights
         self._rotations = Rotations(decoder.rotary_emb, context_length)
+        self._few = _few_tokens(self.layers)
 
     def forward(self, hidden_TD: Tensor, packed: PackedRuns) -> Tensor:
         """The last layer's output [T, D]."""
         cos_P1E, sin_P1E = self._rotations.tables(packed.end, hidden_TD)
+        if self._few is not None and self._few.serves(packed):
+            return self._few.run(self.layers, hidden_TD, (cos_P1E, sin_P1E), packed)
         rotation = packed.pick(cos_P1E), packed.pick(sin_P1E)
         for layer in self.layers:
             hidden_TD = layer.forward(hidden_TD, rotation, packed)
@@ -88,6 +92,7 @@ class FusedLayer(nn.Module):
             self.head_dim
         )
         self.queries = attention.q_proj.out_features // self.head_dim
+        self.heads = self.turned - self.queries
         self.qkv = _joined(attention.q_proj, attention.k_proj, attention.v_proj)
         self.out = attention.o_proj
         self.gate_up = _joined(mlp.gate_proj, mlp.up_proj)
@@ -152,6 +157,14 @@ class _Norm(nn.Module):
         wide = inputs.float()
         scale = wide.square().mean(-1, keepdim=True).add_(self.eps).rsqrt_()
         return (wide * scale).to(inputs.dtype).mul_(self.weight)
+
+
+def _few_tokens(layers: nn.ModuleList) -> FewTokens | None:
+    """What runs few tokens, where there is such a thing for layers of this shape."""
+    try:
+        return FewTokens(layers[0])  # type: ignore[arg-type]
+    except ValueError:
+        return None
 
 
 def _window(attention: Any) -> int | None:

@@ -36,7 +36,7 @@ def test_a_folder_is_described_without_reading_its_tensors(folder: Path) -> None
     assert checkpoint.num_blocks == 6
     assert checkpoint.context_length == 1024
     info = checkpoint.tensors["model.layers.0.self_attn.k_proj.weight"]
-    assert (info.shape, info.dtype, info.nbytes) == ((32, 64), torch.float32, 32 * 64 * 4)
+    assert (info.shape, info.dtype, info.nbytes) == ((64, 64), torch.float32, 64 * 64 * 4)
 
 
 def test_tensors_read_back_as_the_library_reads_them(folder: Path) -> None:

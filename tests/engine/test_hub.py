@@ -106,7 +106,7 @@ def test_a_spoiled_config_is_refused(hub: FakeHub, tmp_path: Path) -> None:
 
 
 def test_the_disk_limit_is_kept_before_downloading(hub: FakeHub, tmp_path: Path) -> None:
-    checkpoint = opened(hub, tmp_path, max_disk_bytes=200_000)
+    checkpoint = opened(hub, tmp_path, max_disk_bytes=500_000)
     load(checkpoint, Span(3, 4))
     hub.downloads.clear()
     with pytest.raises(DiskLimitError, match=r"org/tiny needs .* raise the disk limit"):

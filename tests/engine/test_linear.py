@@ -17,13 +17,15 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from nesa_node.core.span import Span
-from nesa_node.engine import gemv as gemv_module
-from nesa_node.engine import huge_pages
+from nesa_node.engine import huge_pages, machine_code
 from nesa_node.engine.blocks import Blocks, Run
 from nesa_node.engine.fused_layers import FusedDecoder
-from nesa_node.engine.gemv import MOST_TOKENS, Gemv, gemv
-from nesa_node.engine.gemv_compiler import Processor, compiled
+from nesa_node.engine.gemv import MOST_TOKENS, NAMES, Gemv, gemv
 from nesa_node.engine.linear import Linear, plain_linear, use_fast_linear
+from nesa_node.engine.machine_code import functions
+from nesa_node.engine.native.code import constants
+from nesa_node.engine.native.processor import Processor
+from nesa_node.engine.native.program import compiled
 from nesa_node.engine.parts import load_blocks
 from tests.engine.chained import distance, open_local
 from tests.engine.tiny_models import save_tiny_model
@@ -212,16 +214,9 @@ def test_layers_of_a_model_are_replaced_and_keep_their_weights() -> None:
 
 @pytest.fixture
 def anew() -> Iterator[None]:
-    gemv.cache_clear()
+    machine_code.compiled.cache_clear()
     yield
-    gemv.cache_clear()
-
-
-def uncompiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str) -> Linear:
-    compiler = tmp_path / "compiler.py"
-    compiler.write_text(program)
-    monkeypatch.setattr(gemv_module, "_COMPILER", compiler)
-    return layer(64, 128, torch.float32)
+    machine_code.compiled.cache_clear()
 
 
 @pytest.mark.usefixtures("anew")
@@ -231,7 +226,7 @@ def uncompiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str) ->
         ("import llvmlite_that_nobody_has", "llvmlite_that_nobody_has"),
         ("print('no JSON')", "Expecting value"),
         ("print('[1]')", "bytes-like"),
-        ("print('{}')", "expected 8 products"),
+        ("print('[\"\"]')", "expected 8 functions, got 0"),
         ("import time; time.sleep(60)", "timed out"),
     ],
 )
@@ -242,14 +237,17 @@ def test_where_products_cannot_be_compiled_torch_computes(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(gemv_module, "COMPILE_S", 2)
-    linear = uncompiled(tmp_path, monkeypatch, program)
+    (tmp_path / "other_compiler.py").write_text(program)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(machine_code, "_PROGRAM", "other_compiler")
+    monkeypatch.setattr(machine_code, "COMPILE_S", 2)
+    linear = layer(64, 128, torch.float32)
     assert linear._gemv is None
     for tokens in (1, 2, 4, 8, 20):
         input_TI = torch.randn(tokens, 128)
         assert_product(linear(input_TI), linear, input_TI)
     shown = capsys.readouterr().err
-    assert shown.count("products_not_compiled") == 1
+    assert shown.count("machine_code_missing") == 1
     assert reason in shown
 
 
@@ -257,7 +255,7 @@ def test_where_products_cannot_be_compiled_torch_computes(
 def test_where_made_code_may_not_run_torch_computes(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(gemv_module, "_READ_AND_RUN", 1 << 20)  # no such protection
+    monkeypatch.setattr(machine_code, "_READ_AND_RUN", 1 << 20)  # no such protection
     assert layer(64, 128, torch.float32)._gemv is None
     assert "may not run code" in capsys.readouterr().err
 
@@ -267,7 +265,9 @@ def test_where_made_code_may_not_run_torch_computes(
 def test_a_processor_without_wide_registers_computes_the_same(dtype: torch.dtype) -> None:
     if "avx2" not in Path("/proc/cpuinfo").read_text():
         pytest.skip("this processor has no AVX2")
-    product = Gemv(compiled(str(dtype).removeprefix("torch."), Processor("haswell", "", 16, 8)))
+    wanted = [("product", NAMES[dtype], tokens) for tokens in range(1, MOST_TOKENS + 1)]
+    codes = compiled(wanted, Processor("haswell", "", 16, 8))
+    product = Gemv(functions(constants(), codes))
     for outputs in (2, 7, 64):
         linear = layer(outputs, 256, dtype)
         for tokens in range(1, MOST_TOKENS + 1):
@@ -278,7 +278,7 @@ def test_a_processor_without_wide_registers_computes_the_same(dtype: torch.dtype
 def test_a_processor_that_cannot_multiply_and_add_is_refused() -> None:
     """Its products would call a library's."""
     with pytest.raises(RuntimeError, match="refers to what is outside"):
-        compiled("float32", Processor("x86-64", "", 16, 4))
+        compiled([("product", "float32", 1)], Processor("x86-64", "", 16, 4))
 
 
 @pytest.mark.parametrize("shape", [(1 << 19,), (1025, 1024), (3, 700, 1024)])

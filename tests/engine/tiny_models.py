@@ -86,8 +86,9 @@ _BLOOM: dict[str, Any] = {
 }
 
 FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
-    "llama": lambda: LlamaConfig(**_LLAMA),
-    "mistral": lambda: MistralConfig(**_LLAMA, sliding_window=WINDOW),
+    # Heads of 32 have machine code (`engine/few_tokens.py`), those of 16 have not.
+    "llama": lambda: LlamaConfig(**_LLAMA, head_dim=32),
+    "mistral": lambda: MistralConfig(**_LLAMA, head_dim=32, sliding_window=WINDOW),
     "qwen2": lambda: Qwen2Config(**_QWEN),
     "qwen3": lambda: Qwen3Config(**_QWEN, head_dim=32),
     "gemma2": lambda: Gemma2Config(

@@ -1,0 +1,130 @@
+"""Functions in machine code for this processor, made by `engine/native/`, and how they are run."""
+
+from __future__ import annotations
+
+import base64
+import ctypes
+import functools
+import json
+import mmap
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nesa_node.core.logging import get_logger
+from nesa_node.engine import huge_pages
+
+log = get_logger(__name__)
+
+COMPILE_S = 60
+LINE = 64
+_PROGRAM = "nesa_node.engine.native.program"
+_READ_AND_RUN = 1 | 4  # PROT_READ | PROT_EXEC
+
+_NOBODY = (0, 0)
+
+Wanted = tuple[str | int, ...]
+"""A function of `native/program.py` and its arguments: a dtype's name, sizes."""
+
+
+class _Memory:
+    """Machine code, and its constants, for as long as a function of it is there."""
+
+    def __init__(self, constants: bytes, codes: Sequence[bytes]) -> None:
+        """Raises `OSError` if this process may not run it."""
+        self._constants = ctypes.create_string_buffer(constants, len(constants))
+        self.constants = ctypes.addressof(self._constants)
+        size = sum(_whole_lines(code) for code in codes)
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        self._memory = mmap.mmap(-1, size, flags=flags)
+        base, start = huge_pages.address(self._memory), 0
+        self.addresses: list[int] = []
+        for code in codes:
+            self._memory[start : start + len(code)] = code
+            self.addresses.append(base + start)
+            start += _whole_lines(code)
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.mprotect(ctypes.c_void_p(base), ctypes.c_size_t(size), _READ_AND_RUN):
+            raise OSError(ctypes.get_errno(), "this process may not run code that it made")
+
+
+class Function:
+    """One function. Whoever calls it must know that what its fields point to is there."""
+
+    def __init__(self, memory: _Memory, address: int) -> None:
+        self._memory, self._address = memory, address
+        self._openmp = _OpenMP.of_torch()
+        self._run = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)
+
+    def __call__(self, *fields: int, threads: int = 1) -> None:
+        """Run it with these fields on so many of torch's threads, or on the calling one alone."""
+        openmp = self._openmp if threads > 1 else None
+        asks = _NOBODY if openmp is None else openmp.asks
+        job = (ctypes.c_int64 * (len(fields) + 3))(*asks, self._memory.constants, *fields)
+        if openmp is None:
+            self._run(ctypes.addressof(job))
+        else:
+            openmp.run(self._address, ctypes.addressof(job), threads)
+
+
+class _OpenMP:
+    """The threads that torch computes with."""
+
+    def __init__(self, library: Any) -> None:
+        self._parallel = library.GOMP_parallel
+        self._parallel.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+        self._parallel.restype = None
+        self.asks: Sequence[int] = [
+            ctypes.cast(function, ctypes.c_void_p).value or 0
+            for function in (library.omp_get_thread_num, library.omp_get_num_threads)
+        ]
+
+    @classmethod
+    @functools.cache
+    def of_torch(cls) -> _OpenMP | None:
+        """None where torch brings no GNU OpenMP."""
+        folder = Path(torch.__file__).with_name("lib")
+        for path in folder.glob("libgomp*.so*"):
+            return cls(ctypes.CDLL(str(path)))
+        return None
+
+    def run(self, function: int, job: int, threads: int) -> None:
+        self._parallel(function, job, threads, 0)
+
+
+@functools.cache
+def compiled(*wanted: Wanted) -> list[Function] | None:
+    """Return these functions for this processor; None, with a warning, where they cannot be had."""
+    try:
+        finished = subprocess.run(
+            [sys.executable, "-P", "-m", _PROGRAM],
+            input=json.dumps(wanted).encode(),
+            capture_output=True,
+            timeout=COMPILE_S,
+            check=True,
+        )
+        constants, *codes = (base64.b64decode(code) for code in json.loads(finished.stdout))
+        if len(codes) != len(wanted):
+            raise ValueError(f"expected {len(wanted)} functions, got {len(codes)}")
+        return functions(constants, codes)
+    except subprocess.CalledProcessError as error:
+        reason = error.stderr.decode(errors="replace")[-200:]
+    except (subprocess.TimeoutExpired, OSError, ValueError, TypeError) as error:
+        reason = str(error)[:200]
+    # What torch has does as well.
+    log.warning("machine_code_missing", wanted=wanted[0], error=reason)
+    return None
+
+
+def functions(constants: bytes, codes: Sequence[bytes]) -> list[Function]:
+    """Return what `native/program.py` compiled. Raises `OSError` if this process may not run it."""
+    memory = _Memory(constants, codes)
+    return [Function(memory, address) for address in memory.addresses]
+
+
+def _whole_lines(code: bytes) -> int:
+    return -(-len(code) // LINE) * LINE

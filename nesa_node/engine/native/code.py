@@ -1,0 +1,297 @@
+"""Writes a function `void name(int64_t *job)` for LLVM.
+
+A job's fields are 8 bytes each, whatever they hold. The first three are OpenMP's functions
+`omp_get_thread_num` and `omp_get_num_threads`, or 0 where the calling thread is to do all of it,
+and the address of `CONSTANTS`: machine code that is to run anywhere has no data of its own.
+Everything is computed in float32. Tensors are float32 or bfloat16; what goes into the latter is
+rounded to even, and NaN stays NaN.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+
+from llvmlite import ir
+
+from nesa_node.engine.native.processor import Processor
+
+BYTE, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+FLOAT, POINTER, NOTHING = ir.FloatType(), ir.PointerType(), ir.VoidType()
+ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+OWN_FIELDS = 3
+THREAD, THREADS, CONSTANTS_AT = range(OWN_FIELDS)
+TO_SECOND_LEVEL, DATA = 2, 1
+
+# exp(x) = 2^n exp(r) with r = x - n ln 2; the polynomial is that of Cephes' expf, within 2 ulp.
+_EXP = (
+    1.9875691500e-4,
+    1.3981999507e-3,
+    8.3334519073e-3,
+    4.1665795894e-2,
+    1.6666665459e-1,
+    5.0000001201e-1,
+)
+CONSTANTS = {
+    "one": 1.0,
+    "lowest": float("-inf"),
+    "least": -87.0,
+    "most": 88.0,
+    "log2(e)": 1.44269504088896341,
+    "ln(2), above": -0.693359375,
+    "ln(2), below": 2.12194440e-4,
+    **{f"exp {power}": factor for power, factor in enumerate(_EXP)},
+}
+"""Floats, in this order."""
+BITS = {"half": 0x7FFF, "odd": 1, "nan": 0x7FC0}
+"""Integers of 32 bits that come after them."""
+
+
+def constants() -> bytes:
+    """What the third field points to."""
+    return struct.pack(f"<{len(CONSTANTS)}f{len(BITS)}i", *CONSTANTS.values(), *BITS.values())
+
+
+class Code:
+    """One function of one dtype."""
+
+    def __init__(self, name: str, dtype: str, processor: Processor) -> None:
+        self.name, self.dtype, self.processor = name, dtype, processor
+        self.item_bytes = ITEM_BYTES[dtype]
+        self.floats = processor.floats
+        self.vector = ir.VectorType(FLOAT, self.floats)
+        self.module = ir.Module(name)
+        kind = ir.FunctionType(NOTHING, [POINTER])
+        self.function = ir.Function(self.module, kind, name=name)
+        self.at = ir.IRBuilder(self.function.append_basic_block("entry"))
+        self._constants: dict[str, ir.Value] = {}
+        self._hoist_constants()
+
+    # Fields
+
+    def number(self, index: int) -> ir.Value:
+        """A field of ours, those that every job has left out."""
+        return self._field(OWN_FIELDS + index, I64)
+
+    def pointer(self, index: int) -> ir.Value:
+        return self._field(OWN_FIELDS + index, POINTER)
+
+    def real(self, index: int) -> ir.Value:
+        return self._field(OWN_FIELDS + index, FLOAT)
+
+    # Control
+
+    def loop(
+        self,
+        first: ir.Value,
+        end: ir.Value,
+        step: int,
+        values: Sequence[ir.Value],
+        body: Callable[[ir.Value, list[ir.Value]], Sequence[ir.Value]],
+    ) -> list[ir.Value]:
+        """From `first` in steps of `step` to `end`; `values` become what `body` makes of them."""
+        at = self.at
+        before = at.block
+        inside, after = (self.function.append_basic_block(name) for name in ("loop", "after"))
+        at.cbranch(at.icmp_signed("<", first, end), inside, after)
+        at.position_at_end(inside)
+        index = at.phi(I64)
+        carried = [at.phi(value.type) for value in values]
+        results = list(body(index, list(carried)))
+        following = at.add(index, I64(step))
+        last = at.block
+        at.cbranch(at.icmp_signed("<", following, end), inside, after)
+        for phi, initial, result in zip(
+            (index, *carried), (first, *values), (following, *results), strict=True
+        ):
+            phi.add_incoming(initial, before)
+            phi.add_incoming(result, last)
+        at.position_at_end(after)
+        outcomes = [at.phi(value.type) for value in values]
+        for phi, initial, result in zip(outcomes, values, results, strict=True):
+            phi.add_incoming(initial, before)
+            phi.add_incoming(result, last)
+        return outcomes
+
+    def each(
+        self, first: ir.Value, end: ir.Value, step: int, body: Callable[[ir.Value], None]
+    ) -> None:
+        def run(index: ir.Value, _: list[ir.Value]) -> Sequence[ir.Value]:
+            body(index)
+            return ()
+
+        self.loop(first, end, step, (), run)
+
+    def share(self, count: ir.Value, unit: int = 1) -> tuple[ir.Value, ir.Value, ir.Value]:
+        """Of `count` things this thread's first, its end, both in whole units, and its number."""
+        at = self.at
+        alone = at.block
+        among, shared = (self.function.append_basic_block(name) for name in ("among", "shared"))
+        asks = ir.FunctionType(I32, []).as_pointer()
+        which, of_how_many = self._field(THREAD, asks), self._field(THREADS, asks)
+        at.cbranch(at.icmp_unsigned("==", at.ptrtoint(which, I64), I64(0)), shared, among)
+        at.position_at_end(among)
+        index, threads = (at.sext(at.call(asked, []), I64) for asked in (which, of_how_many))
+        at.branch(shared)
+        at.position_at_end(shared)
+        mine, all_ = at.phi(I64), at.phi(I64)
+        for phi, one, many in ((mine, I64(0), index), (all_, I64(1), threads)):
+            phi.add_incoming(one, alone)
+            phi.add_incoming(many, among)
+        units = self._divided_up(count, I64(unit))
+        size = at.mul(self._divided_up(units, all_), I64(unit))
+        first = at.mul(mine, size)
+        end = at.add(first, size)
+        return first, at.select(at.icmp_signed("<", end, count), end, count), mine
+
+    def return_(self) -> ir.Module:
+        self.at.ret_void()
+        return self.module
+
+    # Memory
+
+    def address(self, base: ir.Value, index: ir.Value, size: int = 0) -> ir.Value:
+        """Of item `index`, which has so many bytes, or those of the dtype."""
+        at = self.at
+        offset = at.mul(index, I64(size or self.item_bytes))
+        return at.gep(base, [offset], source_etype=BYTE)
+
+    def load(self, address: ir.Value) -> ir.Value:
+        """A vector of the dtype as float32."""
+        at = self.at
+        if self.dtype == "float32":
+            return self.load_wide(address)
+        halves = at.load(address, align=2, typ=ir.VectorType(I16, self.floats))
+        return self._from_upper_half(at.zext(halves, ir.VectorType(I32, self.floats)))
+
+    def load_wide(self, address: ir.Value) -> ir.Value:
+        """A vector of float32."""
+        return self.at.load(address, align=4, typ=self.vector)
+
+    def load_float(self, address: ir.Value) -> ir.Value:
+        return self.at.load(address, align=4, typ=FLOAT)
+
+    def load_number(self, base: ir.Value, index: ir.Value) -> ir.Value:
+        return self.at.load(self.address(base, index, 8), align=8, typ=I64)
+
+    def store(self, value: ir.Value, address: ir.Value) -> None:
+        """A vector or a number of float32 as the dtype."""
+        if self.dtype == "bfloat16":
+            many = isinstance(value.type, ir.VectorType)
+            halves = ir.VectorType(I16, self.floats) if many else I16
+            value = self.at.trunc(self._rounded_bits(value), halves)
+        self.at.store(value, address, align=self.item_bytes)
+
+    def store_rounded(self, value: ir.Value, address: ir.Value) -> ir.Value:
+        """Store a vector; return it as the dtype holds it."""
+        if self.dtype == "float32":
+            self.store(value, address)
+            return value
+        at = self.at
+        bits = self._rounded_bits(value)
+        at.store(at.trunc(bits, ir.VectorType(I16, self.floats)), address, align=2)
+        return self._from_upper_half(bits)
+
+    def store_wide(self, value: ir.Value, address: ir.Value) -> None:
+        self.at.store(value, address, align=4)
+
+    def prefetch(self, address: ir.Value) -> None:
+        """Into the second level."""
+        kind = ir.FunctionType(NOTHING, [POINTER, I32, I32, I32])
+        function = self._intrinsic("llvm.prefetch.p0", kind)
+        self.at.call(function, [address, I32(0), I32(TO_SECOND_LEVEL), I32(DATA)])
+
+    # Arithmetic
+
+    @property
+    def zeros(self) -> ir.Value:
+        return ir.Constant(self.vector, [0.0] * self.floats)
+
+    def constant(self, name: str) -> ir.Value:
+        """A vector of it."""
+        return self._constants[name]
+
+    def spread(self, value: ir.Value) -> ir.Value:
+        """A vector of this number."""
+        at = self.at
+        kind = ir.VectorType(value.type, self.floats)
+        one = at.insert_element(ir.Constant(kind, ir.Undefined), value, I32(0))
+        lanes = ir.Constant(ir.VectorType(I32, self.floats), [0] * self.floats)
+        return at.shuffle_vector(one, ir.Constant(kind, ir.Undefined), lanes)
+
+    def multiply_add(self, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
+        kind = ir.FunctionType(self.vector, [self.vector] * 3)
+        return self.at.call(self._intrinsic(f"llvm.fma.v{self.floats}f32", kind), [a, b, c])
+
+    def total(self, lanes: ir.Value) -> ir.Value:
+        kind = ir.FunctionType(FLOAT, [FLOAT, self.vector])
+        add = self._intrinsic(f"llvm.vector.reduce.fadd.v{self.floats}f32", kind)
+        return self.at.call(add, [FLOAT(-0.0), lanes], fastmath=("reassoc",))
+
+    def largest(self, a: ir.Value, b: ir.Value) -> ir.Value:
+        return self.at.select(self.at.fcmp_ordered(">", a, b), a, b)
+
+    def square_root(self, value: ir.Value) -> ir.Value:
+        root = self._intrinsic("llvm.sqrt.f32", ir.FunctionType(FLOAT, [FLOAT]))
+        return self.at.call(root, [value])
+
+    def rounded(self, value: ir.Value) -> ir.Value:
+        """A vector as the dtype would hold it."""
+        if self.dtype == "float32":
+            return value
+        return self._from_upper_half(self._rounded_bits(value))
+
+    def exp(self, x: ir.Value) -> ir.Value:
+        """Of a vector, within 2 ulp between -87 and 88, and as there beyond."""
+        at, constant = self.at, self.constant
+        least, most = constant("least"), constant("most")
+        x = at.select(at.fcmp_ordered("<", x, least), least, x)
+        x = at.select(at.fcmp_ordered(">", x, most), most, x)
+        kind = ir.FunctionType(self.vector, [self.vector])
+        nearest = self._intrinsic(f"llvm.rint.v{self.floats}f32", kind)
+        power = at.call(nearest, [at.fmul(x, constant("log2(e)"))])
+        rest = self.multiply_add(power, constant("ln(2), above"), x)
+        rest = self.multiply_add(power, constant("ln(2), below"), rest)
+        sum_ = constant("exp 0")
+        for index in range(1, len(_EXP)):
+            sum_ = self.multiply_add(sum_, rest, constant(f"exp {index}"))
+        sum_ = self.multiply_add(at.fmul(sum_, rest), rest, at.fadd(rest, constant("one")))
+        wide = ir.VectorType(I32, self.floats)
+        exponent = at.shl(at.fptosi(power, wide), ir.Constant(wide, [23] * self.floats))
+        return at.bitcast(at.add(at.bitcast(sum_, wide), exponent), self.vector)
+
+    def _rounded_bits(self, value: ir.Value) -> ir.Value:
+        """The upper half of a float32, to the nearest and to even, as integers of 32 bits."""
+        at = self.at
+        many = isinstance(value.type, ir.VectorType)
+        wide = ir.VectorType(I32, self.floats) if many else I32
+        sixteen = ir.Constant(wide, [16] * self.floats) if many else I32(16)
+        half, one, nan = (
+            self._constants[name] if many else I32(bits) for name, bits in BITS.items()
+        )
+        bits = at.bitcast(value, wide)
+        odd = at.and_(at.lshr(bits, sixteen), one)
+        nearest = at.lshr(at.add(at.add(bits, half), odd), sixteen)
+        return at.select(at.fcmp_unordered("uno", value, value), nan, nearest)
+
+    def _from_upper_half(self, bits: ir.Value) -> ir.Value:
+        sixteen = ir.Constant(bits.type, [16] * self.floats)
+        return self.at.bitcast(self.at.shl(bits, sixteen), self.vector)
+
+    def _hoist_constants(self) -> None:
+        base = self._field(CONSTANTS_AT, POINTER)
+        kinds = {**dict.fromkeys(CONSTANTS, FLOAT), **dict.fromkeys(BITS, I32)}
+        for index, (name, kind) in enumerate(kinds.items()):
+            place = self.address(base, I64(index), 4)
+            self._constants[name] = self.spread(self.at.load(place, align=4, typ=kind))
+
+    def _field(self, index: int, kind: ir.Type) -> ir.Value:
+        place = self.at.gep(self.function.args[0], [I64(8 * index)], source_etype=BYTE)
+        return self.at.load(place, typ=kind)
+
+    def _divided_up(self, value: ir.Value, by: ir.Value) -> ir.Value:
+        return self.at.sdiv(self.at.sub(self.at.add(value, by), I64(1)), by)
+
+    def _intrinsic(self, name: str, kind: ir.FunctionType) -> ir.Function:
+        known = self.module.globals.get(name)
+        return known or ir.Function(self.module, kind, name=name)

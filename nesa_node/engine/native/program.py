@@ -1,0 +1,68 @@
+"""Run as a program: compile what standard input names for this processor, and print the code.
+
+Input is JSON: a list of functions, each the name of one in `FUNCTIONS` with its arguments. Output
+is JSON in base64: the constants, and the machine code of each. It is a program of its own because
+LLVM takes 75 MB and is needed for a fraction of a second.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import sys
+from collections.abc import Callable, Sequence
+
+import llvmlite.binding as llvm
+from llvmlite import ir
+
+from nesa_node.engine.native.code import constants
+from nesa_node.engine.native.layer import activate, add_and_norm, attend, rotate
+from nesa_node.engine.native.processor import Processor
+from nesa_node.engine.native.product import product
+
+FUNCTIONS: dict[str, Callable[..., ir.Module]] = {
+    "product": product,
+    "add_and_norm": add_and_norm,
+    "rotate": rotate,
+    "attend": attend,
+    "activate": activate,
+}
+
+
+def compiled(functions: Sequence[Sequence[str | int]], processor: Processor) -> list[bytes]:
+    """The machine code of each, which runs wherever it is put.
+
+    Raises `RuntimeError` if it would need something beside it.
+    """
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    # ELF on every system.
+    architecture, *_ = llvm.get_process_triple().split("-")
+    target = llvm.Target.from_triple(f"{architecture}-unknown-linux-gnu")
+    machine = target.create_target_machine(
+        cpu=processor.name,
+        features=processor.features,
+        opt=3,
+        reloc="pic",
+        codemodel="small",
+    )
+    return [
+        _machine_code(FUNCTIONS[str(name)](*arguments, processor), machine)
+        for name, *arguments in functions
+    ]
+
+
+def _machine_code(module: ir.Module, machine: llvm.TargetMachine) -> bytes:
+    parsed = llvm.parse_assembly(str(module))
+    parsed.verify()
+    file = llvm.ObjectFileRef.from_data(machine.emit_object(parsed))
+    sections = {section.name() or b"": section.data() for section in file.sections()}
+    if {b".rela.text", b".rel.text"} & sections.keys():
+        raise RuntimeError(f"{module.name} refers to what is outside its code")
+    code: bytes = sections[b".text"]
+    return code
+
+
+if __name__ == "__main__":
+    codes = compiled(json.load(sys.stdin), Processor.of_host())
+    json.dump([base64.b64encode(each).decode() for each in (constants(), *codes)], sys.stdout)

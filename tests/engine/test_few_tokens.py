@@ -1,0 +1,249 @@
+"""What layers compute between their products, against torch's own operations.
+
+T tokens, D hidden, F inner size, Q query heads, H key/value heads, E head size, S slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from nesa_node.core.span import Span
+from nesa_node.engine.blocks import Blocks
+from nesa_node.engine.few_tokens import LANES, MOST_TOKENS, FewTokens, field
+from nesa_node.engine.fused_layers import FusedDecoder
+from nesa_node.engine.gemv import NAMES
+from nesa_node.engine.machine_code import Function, compiled, functions
+from nesa_node.engine.native import program
+from nesa_node.engine.native.code import constants
+from nesa_node.engine.native.processor import Processor
+from nesa_node.engine.parts import load_blocks
+from tests.engine.chained import distance, forward, new_row, open_local
+from tests.engine.tiny_models import save_tiny_model
+
+Machine = tuple[Callable[..., Function], torch.dtype]
+Attention = tuple[Tensor, Tensor, Tensor, list[int], list[int]]
+
+WITHIN = {torch.float32: 1e-6, torch.bfloat16: 2**-7}
+"""Relative to the largest: one step of the dtype, where a last bit was rounded the other way."""
+
+
+def here(*wanted: str | int) -> Function:
+    found = compiled(wanted)
+    assert found is not None
+    return found[0]
+
+
+def for_haswell(*wanted: str | int) -> Function:
+    """Registers of 8 floats. LLVM has no way to round to bfloat16 there without data."""
+    if "avx2" not in Path("/proc/cpuinfo").read_text():
+        pytest.skip("this processor has no AVX2")
+    [code] = program.compiled([wanted], Processor("haswell", "", 16, 8))
+    return functions(constants(), [code])[0]
+
+
+MACHINES = [(here, torch.float32), (here, torch.bfloat16), (for_haswell, torch.float32)]
+
+
+@pytest.fixture(params=MACHINES, ids=["float32", "bfloat16", "haswell"])
+def machine(request: pytest.FixtureRequest) -> Any:
+    torch.manual_seed(0)
+    return request.param
+
+
+@pytest.fixture(params=NAMES)
+def dtype(request: pytest.FixtureRequest) -> Any:
+    torch.manual_seed(0)
+    return request.param
+
+
+def addresses(*tensors: Tensor) -> list[int]:
+    assert all(tensor.is_contiguous() for tensor in tensors)
+    return [tensor.data_ptr() for tensor in tensors]
+
+
+@pytest.mark.parametrize(("tokens", "size"), [(1, 16), (3, 64), (2, 1040)])
+def test_sum_and_norm(machine: Machine, tokens: int, size: int) -> None:
+    compile_, dtype = machine
+    x_TD, added_TD = (torch.randn(tokens, size).to(dtype) for _ in range(2))
+    weight_D, out_TD = torch.randn(size).to(dtype), torch.empty(tokens, size, dtype=dtype)
+    sum_TD = x_TD + added_TD
+    wide = sum_TD.float()
+    root = (wide.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+    expected_TD = (wide * root).to(dtype) * weight_D
+    add_and_norm = compile_("add_and_norm", NAMES[dtype])
+    add_and_norm(*addresses(x_TD, added_TD, weight_D, out_TD), tokens, size, field(1e-5))
+    assert torch.equal(x_TD, sum_TD)
+    assert distance(out_TD.double(), expected_TD.double()) <= WITHIN[dtype]
+
+
+@pytest.mark.parametrize("scale", [1.0, 30.0, 1e4])
+def test_activation(machine: Machine, scale: float) -> None:
+    compile_, dtype = machine
+    gate_up = (torch.randn(3, 2 * 4096) * scale).to(dtype)
+    gate_up[0, :4] = torch.tensor([0.0, -0.0, torch.inf, -88.0])
+    out_TF = torch.empty(3, 4096, dtype=dtype)
+    compile_("activate", NAMES[dtype])(*addresses(gate_up, out_TF), 3, 4096)
+    gate, up = gate_up.chunk(2, dim=-1)
+    expected_TF = functional.silu(gate) * up
+    close = torch.isclose(out_TF, expected_TF, rtol=WITHIN[dtype], atol=1e-28)
+    assert close.all()
+
+
+def test_not_a_number_is_not_lost(dtype: torch.dtype) -> None:
+    gate_up, out_TF = torch.ones(1, 32, dtype=dtype), torch.empty(1, 16, dtype=dtype)
+    gate_up[0, 3], gate_up[0, 16 + 5] = torch.nan, torch.nan
+    here("activate", NAMES[dtype])(*addresses(gate_up, out_TF), 1, 16)
+    assert out_TF.isnan()[0].nonzero().flatten().tolist() == [3, 5]
+
+
+@pytest.mark.parametrize("dim", [32, 64, 128])
+def test_rotation(machine: Machine, dim: int) -> None:
+    compile_, dtype = machine
+    tokens, queries, heads, slots = 3, 6, 2, 10
+    qkv = torch.randn(tokens, queries + 2 * heads, dim).to(dtype)
+    cosines, sines = (torch.randn(20, dim).to(dtype) for _ in range(2))
+    cache = [torch.full((slots, heads, dim), torch.nan, dtype=dtype) for _ in range(2)]
+    positions, places = torch.tensor([3, 7, 19]), torch.tensor([1, 9, 4])
+    turned = qkv[:, : queries + heads]
+    expected = turned * cosines[positions].unsqueeze(1)
+    expected += turned.roll(dim // 2, -1) * sines[positions].unsqueeze(1)
+    values = qkv[:, queries + heads :].clone()
+    rotate = compile_("rotate", NAMES[dtype], dim)
+    numbers = addresses(qkv, cosines, sines, *cache, positions, places)
+    rotate(*numbers, tokens, queries, heads)
+    assert distance(qkv[:, :queries].double(), expected[:, :queries].double()) <= WITHIN[dtype]
+    keys = cache[0][places]
+    assert distance(keys.double(), expected[:, queries:].double()) <= WITHIN[dtype]
+    assert torch.equal(cache[1][places], values)
+    for side in cache:
+        written = ~side.isnan().flatten(1).any(1)
+        assert written.nonzero().flatten().tolist() == [1, 4, 9]
+
+
+def attention(dtype: torch.dtype, dim: int, group: int, heads: int = 2) -> Attention:
+    """Of three tokens over the first, the middle and the last of 400 slots."""
+    qkv = torch.randn(3, heads * (group + 2), dim).to(dtype)
+    keys, values = (torch.randn(400, heads, dim).to(dtype) for _ in range(2))
+    return qkv, keys, values, [0, 20, 393], [1, 300, 7]
+
+
+def attend(function: Function, case: Attention, group: int, *, threads: int = 1) -> Tensor:
+    qkv, keys, values, firsts, counts = case
+    tokens, heads, dim = len(qkv), keys.shape[1], keys.shape[2]
+    out_TQE = torch.empty(tokens, heads * group, dim, dtype=keys.dtype)
+    room = -(-max(counts) // LANES) * LANES
+    scratch = torch.full((threads, room), torch.nan)
+    numbers = [torch.tensor(firsts), torch.tensor(counts)]
+    tensors = addresses(qkv, keys, values, out_TQE, *numbers, scratch)
+    function(*tensors, tokens, heads, room, field(dim**-0.5), threads=threads)
+    return out_TQE
+
+
+def reference(case: Attention, group: int) -> Tensor:
+    qkv, keys, values, firsts, counts = case
+    outputs = []
+    for query, first, count in zip(qkv, firsts, counts, strict=True):
+        seen = slice(first, first + count)
+        k, v = (side[seen].double().transpose(0, 1).unsqueeze(0) for side in (keys, values))
+        query_1Q1E = query[: group * keys.shape[1]].double().unsqueeze(0).unsqueeze(2)
+        output = functional.scaled_dot_product_attention(query_1Q1E, k, v, enable_gqa=True)
+        outputs.append(output[0, :, 0])
+    return torch.stack(outputs)
+
+
+@pytest.mark.parametrize(("dim", "group"), [(32, 1), (64, 2), (64, 3), (128, 8)])
+def test_attention(machine: Machine, dim: int, group: int) -> None:
+    compile_, dtype = machine
+    case = attention(dtype, dim, group)
+    output = attend(compile_("attend", NAMES[dtype], dim, group), case, group)
+    assert distance(output.double(), reference(case, group)) <= WITHIN[dtype]
+
+
+def test_attention_to_what_stands_out(dtype: torch.dtype) -> None:
+    """Scores of thousands, as attention sinks have: no exponent overflows."""
+    case = attention(dtype, 64, 2)
+    case[1].mul_(300)
+    output = attend(here("attend", NAMES[dtype], 64, 2), case, 2)
+    assert distance(output.double(), reference(case, 2)) <= 4 * WITHIN[dtype]
+
+
+def test_threads_change_no_bit_of_attention(dtype: torch.dtype) -> None:
+    case, function = attention(dtype, 64, 2), here("attend", NAMES[dtype], 64, 2)
+    alone = attend(function, case, 2)
+    for threads in (2, 3, 16):
+        assert torch.equal(attend(function, case, 2, threads=threads), alone)
+
+
+def test_one_rows_numbers_do_not_reach_another() -> None:
+    """Nor does what lies in the cache beside what a token sees."""
+    qkv, keys, values, firsts, counts = attention(torch.float32, 64, 2)
+    function = here("attend", "float32", 64, 2)
+    expected = attend(function, (qkv, keys, values, firsts, counts), 2)
+    for side in (keys, values):
+        side[1:20] = side[320:393] = torch.nan
+    qkv[0] = torch.nan
+    output = attend(function, (qkv, keys, values, firsts, counts), 2)
+    assert output[0].isnan().all()
+    assert torch.equal(output[1:], expected[1:])
+
+
+def load(family: str, models_dir: Path, dtype: torch.dtype) -> Blocks:
+    checkpoint = open_local(save_tiny_model(family, models_dir))
+    return load_blocks(checkpoint, Span(1, 4), dtype=dtype, device="cpu")
+
+
+def without(blocks: Blocks) -> None:
+    assert isinstance(blocks._decoder, FusedDecoder)
+    assert blocks._decoder._few is not None
+    blocks._decoder._few = None
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])
+def test_a_span_computes_the_same_as_with_torchs_operations(
+    family: str, models_dir: Path, dtype: torch.dtype
+) -> None:
+    """A prompt of few tokens, and steps over a window's end."""
+    blocks, plain = (load(family, models_dir, dtype) for _ in range(2))
+    without(plain)
+    rows = [new_row(each) for each in (blocks, plain)]
+    for tokens in (7, 60, 1, 1, MOST_TOKENS, 2):
+        hidden_TD = torch.randn(tokens, blocks.hidden_size).to(dtype)
+        before = hidden_TD.clone()
+        outputs = [
+            forward(each, hidden_TD, row).double()
+            for each, row in zip((blocks, plain), rows, strict=True)
+        ]
+        assert torch.equal(hidden_TD, before)
+        assert distance(*outputs) <= (1e-5 if dtype == torch.float32 else 0.05)
+
+
+@pytest.mark.parametrize(
+    ("family", "has"), [("llama", True), ("qwen3", True), ("llama_tied", False)]
+)
+def test_which_spans_have_machine_code(family: str, has: bool, models_dir: Path) -> None:
+    decoder = load(family, models_dir, torch.float32)._decoder
+    assert isinstance(decoder, FusedDecoder)
+    assert (decoder._few is not None) == has
+
+
+def test_few_tokens_run_in_it(models_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = load("llama", models_dir, torch.float32)
+
+    class Used(Exception):
+        """Machine code was."""
+
+    def run(*_: object) -> NoReturn:
+        raise Used
+
+    monkeypatch.setattr(FewTokens, "run", run)
+    hidden_TD, row = torch.randn(MOST_TOKENS + 1, blocks.hidden_size), new_row(blocks)
+    with pytest.raises(Used):
+        forward(blocks, hidden_TD[:MOST_TOKENS], row)
+    forward(blocks, hidden_TD, row)
