@@ -1,7 +1,7 @@
 """Layers of Llama's shape for a few tokens, in machine code but for their products.
 
 What a small step costs beside its weights is operations: each takes torch 5 to 30 microseconds, and
-a layer has some thirty of them. Here they are four, and five products.
+a layer has some thirty of them. Here they are five, and four products.
 
 T tokens, D hidden, F inner size, Q query heads, H key/value heads, E head size, P positions,
 S slots.
@@ -10,13 +10,14 @@ S slots.
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
-from nesa_node.engine.attention import PackedRuns
+from nesa_node.engine.attention import PackedRuns, Row
 from nesa_node.engine.gemv import NAMES
 from nesa_node.engine.machine_code import compiled
 
@@ -27,23 +28,23 @@ MOST_TOKENS = 32
 """For more of them torch's operations on whole tensors cost little, and its attention less."""
 LANES = 16
 """Floats in the widest vector there is: sizes must be multiples of it."""
-WORTH_THREADS = 1 << 20
-"""Numbers of keys: to read fewer takes less time than to call other threads."""
+WORTH_THREADS = 1 << 14
+"""Slots times heads: to read fewer keys takes less time than to call other threads."""
 
 
 class FewTokens:
     """Runs layers of one shape and dtype."""
 
-    def __init__(self, layer: FusedLayer) -> None:
-        """Raises `ValueError` for a layer of another shape, or where there is no compiler."""
-        weight = layer.before_mlp.weight
-        if not _fits(layer):
-            raise ValueError("this layer's sizes, activation, dtype or device have no machine code")
-        dtype, group = NAMES[weight.dtype], layer.queries // layer.heads
+    def __init__(self, layers: Iterable[FusedLayer]) -> None:
+        """Raises `ValueError` for layers of another shape, or where there is no compiler."""
+        [shape, *others] = {_shape(layer) for layer in layers}
+        if others or shape is None:
+            raise ValueError("these layers' sizes, activation, dtype or device have none")
+        dtype, dim, group = shape
         functions = compiled(
             ("add_and_norm", dtype),
-            ("rotate", dtype, layer.head_dim),
-            ("attend", dtype, layer.head_dim, group),
+            ("rotate", dtype, dim),
+            ("attend", dtype, dim, group),
             ("activate", dtype),
         )
         if functions is None:
@@ -51,10 +52,15 @@ class FewTokens:
         self._add_and_norm, self._rotate, self._attend, self._activate = functions
 
     def serves(self, packed: PackedRuns) -> bool:
-        """Whether these are few tokens, and the cache of each row lies in one piece."""
+        """Whether these are few tokens, and the cache of each row lies in one piece.
+
+        Not where gradients are wanted: it has none.
+        """
         last = packed.rows[-1]
-        return last.start + last.count <= MOST_TOKENS and all(
-            isinstance(row.slots, slice) for row in packed.rows
+        return (
+            last.start + last.count <= MOST_TOKENS
+            and all(isinstance(row.slots, slice) for row in packed.rows)
+            and not torch.is_grad_enabled()
         )
 
     def run(
@@ -65,7 +71,7 @@ class FewTokens:
         packed: PackedRuns,
     ) -> Tensor:
         """The last layer's output [T, D]. `tables`: cosines and signed sines [P, 1, E]."""
-        hidden_TD = hidden_TD.clone()
+        hidden_TD = hidden_TD.clone(memory_format=torch.contiguous_format)
         step = _Step(packed, tables)
         added_TD = torch.zeros_like(hidden_TD)
         for layer in layers:
@@ -80,7 +86,6 @@ class FewTokens:
         if layer.of_heads is not None:
             turned = qkv.view(tokens, -1, layer.head_dim)[:, : layer.turned]
             turned.copy_(layer.of_heads.forward(turned))
-        attended = torch.empty(tokens, layer.queries * layer.head_dim, dtype=qkv.dtype)
         keys, values = step.cache(layer.layer_idx)
         cosines, sines = step.tables
         self._rotate(
@@ -95,22 +100,7 @@ class FewTokens:
             layer.queries,
             layer.heads,
         )
-        seen = step.seen(layer.window)
-        scratch, threads = seen.scratch(layer.heads * layer.head_dim)
-        self._attend(
-            qkv.data_ptr(),
-            keys,
-            values,
-            attended.data_ptr(),
-            seen.firsts,
-            seen.counts,
-            scratch.data_ptr(),
-            tokens,
-            layer.heads,
-            seen.room,
-            field(layer.scaling),
-            threads=threads,
-        )
+        attended = self._attended(layer, qkv, step)
         normed_TD = self._normed(layer.before_mlp, hidden_TD, layer.out.forward(attended))
         gate_up = layer.gate_up.forward(normed_TD)
         inner = gate_up.shape[1] // 2
@@ -118,6 +108,32 @@ class FewTokens:
         self._activate(gate_up.data_ptr(), active_TF.data_ptr(), tokens, inner)
         output_TD: Tensor = layer.down.forward(active_TF)
         return output_TD
+
+    def _attended(self, layer: FusedLayer, qkv: Tensor, step: _Step) -> Tensor:
+        """Attention's output [T, Q x E]."""
+        tokens = len(qkv)
+        attended_TQE = torch.empty(tokens, layer.queries, layer.head_dim, dtype=qkv.dtype)
+        seen = step.seen(layer.window)
+        if seen.tokens:
+            scratch, threads = seen.scratch(layer.queries // layer.heads, layer.heads)
+            self._attend(
+                qkv.data_ptr(),
+                *step.cache(layer.layer_idx),
+                attended_TQE.data_ptr(),
+                *seen.numbers,
+                scratch.data_ptr(),
+                seen.tokens,
+                layer.heads,
+                seen.room,
+                field(layer.scaling),
+                threads=threads,
+            )
+        for row in step.longer_rows:
+            query_TQE = qkv.view(tokens, -1, layer.head_dim)[:, : layer.queries]
+            attended_TQE[row.start : row.start + row.count] = step.packed.attend_row(
+                row, layer.layer_idx, query_TQE, layer.scaling, window=layer.window
+            )
+        return attended_TQE.flatten(1)
 
     def _normed(self, norm: nn.Module, hidden_TD: Tensor, added_TD: Tensor) -> Tensor:
         normed_TD = torch.empty_like(hidden_TD)
@@ -133,69 +149,82 @@ class FewTokens:
 
 
 class _Seen:
-    """Which slots each token sees: the addresses of their first ones and their counts."""
+    """Which slots those tokens see that are their rows' only ones."""
 
-    def __init__(self, firsts: list[int], counts: list[int]) -> None:
-        self._numbers = torch.tensor([firsts, counts])
-        self.firsts = self._numbers.data_ptr()
-        self.counts = self.firsts + 8 * len(firsts)
+    def __init__(self, rows: list[Row], window: int | None) -> None:
+        ends = [row.past + 1 for row in rows]
+        skipped = [max(end - window, 0) if window is not None else 0 for end in ends]
+        counts = [end - skip for end, skip in zip(ends, skipped, strict=True)]
+        firsts = [_start(row) + skip for row, skip in zip(rows, skipped, strict=True)]
+        self.tokens = len(rows)
+        self.room = -(-max(counts, default=0) // LANES) * LANES
+        self.numbers, self._tensor = _numbers([row.start for row in rows], firsts, counts)
         self._total = sum(counts)
-        self.room = -(-max(counts) // LANES) * LANES
         self._scratch: Tensor | None = None
 
-    def scratch(self, width: int) -> tuple[Tensor, int]:
-        """Room for scores, and for how many threads; a slot's keys have `width` numbers."""
-        threads = torch.get_num_threads() if self._total * width >= WORTH_THREADS else 1
-        if self._scratch is None or len(self._scratch) < threads:
-            self._scratch = torch.empty(threads, self.room)
-        return self._scratch, threads
+    def scratch(self, group: int, heads: int) -> tuple[Tensor, int]:
+        """Room for scores, and for how many threads."""
+        if self._scratch is None:
+            worth_it = self._total * heads >= WORTH_THREADS
+            threads = torch.get_num_threads() if worth_it else 1
+            self._scratch = torch.empty(threads, group, self.room, dtype=torch.float32)
+        return self._scratch, len(self._scratch)
 
 
 class _Step:
     """What all layers of a step have in common."""
 
     def __init__(self, packed: PackedRuns, tables: tuple[Tensor, Tensor]) -> None:
-        self._pool = packed.pool
+        self.packed = packed
         self._tensors = tables
         self.tables = tuple(table.data_ptr() for table in tables)
-        self._starts: list[int] = []
-        self._positions: list[int] = []
-        for row in packed.rows:
-            assert isinstance(row.slots, slice)
-            self._starts += [row.slots.start] * row.count
-            self._positions += range(row.past, row.past + row.count)
-        slots = [start + at for start, at in zip(self._starts, self._positions, strict=True)]
-        self._numbers = torch.tensor([self._positions, slots])
-        self.positions = self._numbers.data_ptr()
-        self.slots = self.positions + 8 * len(slots)
+        self.longer_rows = [row for row in packed.rows if row.count > 1]
+        """Their tokens share what they read: torch's attention takes less time for them."""
+        self._single_rows = [row for row in packed.rows if row.count == 1]
+        positions = [row.past + n for row in packed.rows for n in range(row.count)]
+        slots = [_start(row) + row.past + n for row in packed.rows for n in range(row.count)]
+        (self.positions, self.slots), self._places = _numbers(positions, slots)
         self._seen: dict[int | None, _Seen] = {}
 
     def cache(self, layer_idx: int) -> tuple[int, int]:
         """Where a layer's keys and values [S, H, E] are."""
-        layer = layer_idx - self._pool.span.start
-        keys, values = self._pool.keys_SHD[layer], self._pool.values_SHD[layer]
-        return keys.data_ptr(), values.data_ptr()
+        pool = self.packed.pool
+        layer = layer_idx - pool.span.start
+        return pool.keys_SHD[layer].data_ptr(), pool.values_SHD[layer].data_ptr()
 
     def seen(self, window: int | None) -> _Seen:
         seen = self._seen.get(window)
         if seen is None:
-            ends = [position + 1 for position in self._positions]
-            skipped = [max(end - window, 0) if window is not None else 0 for end in ends]
-            firsts = [start + skip for start, skip in zip(self._starts, skipped, strict=True)]
-            counts = [end - skip for end, skip in zip(ends, skipped, strict=True)]
-            seen = self._seen[window] = _Seen(firsts, counts)
+            seen = self._seen[window] = _Seen(self._single_rows, window)
         return seen
 
 
-def _fits(layer: FusedLayer) -> bool:
+def _start(row: Row) -> int:
+    assert isinstance(row.slots, slice)
+    start: int = row.slots.start
+    return start
+
+
+def _numbers(*lists: list[int]) -> tuple[list[int], Tensor]:
+    """Addresses of these as int64, and what keeps them there."""
+    tensor = torch.tensor(lists)
+    size = 8 * tensor.shape[1]
+    return [tensor.data_ptr() + size * index for index in range(len(lists))], tensor
+
+
+def _shape(layer: FusedLayer) -> tuple[str, int, int] | None:
+    """A layer's dtype, E and G; None if it has no machine code."""
     weight = layer.before_mlp.weight
     sizes = (len(weight), layer.down.in_features, layer.head_dim // 2)
-    return (
-        weight.device.type == "cpu"
-        and weight.dtype in NAMES
-        and isinstance(layer.act, SiLUActivation | nn.SiLU)
-        and all(size % LANES == 0 for size in sizes)
-    )
+    if (
+        weight.device.type != "cpu"
+        or weight.dtype not in NAMES
+        or not isinstance(layer.act, SiLUActivation | nn.SiLU)
+        or any(size % LANES for size in sizes)
+        or layer.queries % layer.heads
+    ):
+        return None
+    return NAMES[weight.dtype], layer.head_dim, layer.queries // layer.heads
 
 
 def field(value: float) -> int:

@@ -37,7 +37,8 @@ class FusedDecoder(nn.Module):
         for layer in decoder.layers:
             self.layers.append(FusedLayer(layer))
             layer._modules.clear()  # whoever else holds the layer must not hold its weights
-        self._rotations = Rotations(decoder.rotary_emb, context_length)
+        head_dim: int = self.layers[0].head_dim  # type: ignore[assignment]
+        self._rotations = Rotations(decoder.rotary_emb, head_dim, context_length)
         self._few = _few_tokens(self.layers)
 
     def forward(self, hidden_TD: Tensor, packed: PackedRuns) -> Tensor:
@@ -57,8 +58,9 @@ class Rotations:
     They do not depend on a sequence's length: a span's context ends where they would begin to.
     """
 
-    def __init__(self, rotary_emb: Any, context_length: int) -> None:
+    def __init__(self, rotary_emb: Any, head_dim: int, context_length: int) -> None:
         self._rotary_emb = rotary_emb
+        self._head_dim = head_dim
         self._most = context_length
         self._tables: tuple[Tensor, Tensor] | None = None
 
@@ -73,6 +75,8 @@ class Rotations:
         count = min(max(2 * positions, FIRST_POSITIONS), self._most)
         positions_1P = torch.arange(count, device=like.device).unsqueeze(0)
         cos_1PE, sin_1PE = self._rotary_emb(like.unsqueeze(0), positions_1P)
+        if cos_1PE.shape[-1] != self._head_dim:
+            raise ValueError(f"{cos_1PE.shape[-1]} of {self._head_dim} numbers of a head rotated")
         half = sin_1PE.shape[-1] // 2
         signed_1PE = torch.cat((-sin_1PE[..., :half], sin_1PE[..., half:]), dim=-1)
         return cos_1PE[0].unsqueeze(1), signed_1PE[0].unsqueeze(1)
@@ -162,7 +166,7 @@ class _Norm(nn.Module):
 def _few_tokens(layers: nn.ModuleList) -> FewTokens | None:
     """What runs few tokens, where there is such a thing for layers of this shape."""
     try:
-        return FewTokens(layers[0])  # type: ignore[arg-type]
+        return FewTokens(layers)  # type: ignore[arg-type]
     except ValueError:
         return None
 
@@ -182,5 +186,5 @@ def _joined(*linears: nn.Linear) -> nn.Linear:
     """One linear layer whose outputs are those of `linears`, one after another."""
     biases: list[Tensor | None] = [linear.bias for linear in linears]
     known = [bias for bias in biases if bias is not None]
-    weight_OI = huge_pages.copied(torch.cat([linear.weight for linear in linears]))
+    weight_OI = huge_pages.joined([linear.weight for linear in linears])
     return plain_linear(weight_OI, torch.cat(known) if known else None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 from collections.abc import Sequence
@@ -22,7 +23,8 @@ def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     memory = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     start = -address(memory) % HUGE_PAGE
     # What comes after the last whole page lies in small ones, so that nothing is lost to its end.
-    memory.madvise(mmap.MADV_HUGEPAGE, start, whole)
+    with contextlib.suppress(OSError):  # a kernel without them
+        memory.madvise(mmap.MADV_HUGEPAGE, start, whole)
     return torch.frombuffer(memory, dtype=dtype, count=count, offset=start).view(shape)
 
 
@@ -31,6 +33,15 @@ def copied(tensor: Tensor) -> Tensor:
     if tensor.nbytes < HUGE_PAGE or tensor.device.type != "cpu":
         return tensor.contiguous()
     return empty(tensor.shape, tensor.dtype).copy_(tensor)
+
+
+def joined(tensors: Sequence[Tensor]) -> Tensor:
+    """Return these one after another along their first dimension, in huge pages on the CPU."""
+    first = tensors[0]
+    if first.device.type != "cpu":
+        return torch.cat(list(tensors))
+    rows = sum(len(tensor) for tensor in tensors)
+    return torch.cat(list(tensors), out=empty((rows, *first.shape[1:]), first.dtype))
 
 
 def address(memory: mmap.mmap) -> int:

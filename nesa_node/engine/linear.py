@@ -49,23 +49,29 @@ class Linear(nn.Linear):
         super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")
         self._parameters.update(linear._parameters)
         weight = linear.weight
-        bias: Tensor | None = linear.bias
         self._gemv = gemv(weight.dtype) if fits(weight) else None
         self._few = _most_few(weight.dtype) if self._gemv is not None else FEW_WITHOUT_OURS
         # Where torch has no better order, one is as good as the other.
         self._many = MANY_TOKENS.get(weight.dtype, 0) if weight.device.type == "cpu" else 0
-        if self._gemv is not None:
-            self._bias_O = torch.zeros(len(weight)) if bias is None else bias.detach().float()
+        self._zeros_O = torch.zeros(0 if self._gemv is None else len(weight), dtype=torch.float32)
+        self._dtype = weight.dtype
 
     def forward(self, input: Tensor) -> Tensor:
-        """With gradients it is torch's own."""
+        """With gradients it is torch's own, and where torch would say what is wrong."""
         tokens = input.numel() // self.in_features
-        if not 0 < tokens < self._many or torch.is_grad_enabled():
+        if (
+            not 0 < tokens < self._many
+            or torch.is_grad_enabled()
+            or input.shape[-1] != self.in_features
+            or not input.dtype == self.weight.dtype == self._dtype
+        ):
             return super().forward(input)
         if tokens > self._few:
             output_TO = self._turned(input.reshape(tokens, -1))
         elif self._gemv is not None:
-            output_TO = self._gemv(input.reshape(tokens, -1), self.weight, self._bias_O)
+            bias_O: Tensor | None = self.bias
+            bias_O = self._zeros_O if bias_O is None else bias_O.float()
+            output_TO = self._gemv(input.reshape(tokens, -1), self.weight, bias_O)
         else:
             return super().forward(input)
         return output_TO.view(*input.shape[:-1], -1)

@@ -7,14 +7,17 @@ import ctypes
 import functools
 import json
 import mmap
+import os
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+import nesa_node
 from nesa_node.core.logging import get_logger
 from nesa_node.engine import huge_pages
 
@@ -26,6 +29,7 @@ _PROGRAM = "nesa_node.engine.native.program"
 _READ_AND_RUN = 1 | 4  # PROT_READ | PROT_EXEC
 
 _NOBODY = (0, 0)
+_compiling = threading.Lock()
 
 Wanted = tuple[str | int, ...]
 """A function of `native/program.py` and its arguments: a dtype's name, sizes."""
@@ -60,6 +64,9 @@ class Function:
         self._openmp = _OpenMP.of_torch()
         self._run = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)
 
+    def __deepcopy__(self, _: object) -> Function:
+        return self
+
     def __call__(self, *fields: int, threads: int = 1) -> None:
         """Run it with these fields on so many of torch's threads, or on the calling one alone."""
         openmp = self._openmp if threads > 1 else None
@@ -86,38 +93,54 @@ class _OpenMP:
     @classmethod
     @functools.cache
     def of_torch(cls) -> _OpenMP | None:
-        """None where torch brings no GNU OpenMP."""
-        folder = Path(torch.__file__).with_name("lib")
-        for path in folder.glob("libgomp*.so*"):
-            return cls(ctypes.CDLL(str(path)))
-        return None
+        """None where torch's is not GNU's."""
+        library = Path(torch.__file__).with_name("lib") / "libtorch_cpu.so"
+        try:
+            return cls(ctypes.CDLL(str(library)))
+        except (OSError, AttributeError):
+            return None
 
     def run(self, function: int, job: int, threads: int) -> None:
         self._parallel(function, job, threads, 0)
 
 
-@functools.cache
 def compiled(*wanted: Wanted) -> list[Function] | None:
     """Return these functions for this processor; None, with a warning, where they cannot be had."""
+    with _compiling:
+        return _compiled(*wanted)
+
+
+@functools.cache
+def _compiled(*wanted: Wanted) -> list[Function] | None:
     try:
+        if sys.platform != "linux":
+            raise OSError(f"never tried on {sys.platform}")
         finished = subprocess.run(
             [sys.executable, "-P", "-m", _PROGRAM],
             input=json.dumps(wanted).encode(),
             capture_output=True,
             timeout=COMPILE_S,
             check=True,
+            # What compiles must be what runs it, whichever copies of the package there are.
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(_search_path())},
         )
         constants, *codes = (base64.b64decode(code) for code in json.loads(finished.stdout))
         if len(codes) != len(wanted):
             raise ValueError(f"expected {len(wanted)} functions, got {len(codes)}")
         return functions(constants, codes)
     except subprocess.CalledProcessError as error:
-        reason = error.stderr.decode(errors="replace")[-200:]
+        shown = error.stderr.decode(errors="replace").strip()
+        reason = f"{error.returncode}: {shown[-200:]}"
     except (subprocess.TimeoutExpired, OSError, ValueError, TypeError) as error:
         reason = str(error)[:200]
     # What torch has does as well.
     log.warning("machine_code_missing", wanted=wanted[0], error=reason)
     return None
+
+
+def _search_path() -> list[str]:
+    given = os.environ.get("PYTHONPATH")
+    return [str(Path(nesa_node.__file__).parents[1]), *([given] if given else [])]
 
 
 def functions(constants: bytes, codes: Sequence[bytes]) -> list[Function]:

@@ -5,6 +5,9 @@ T tokens, D hidden, F inner size, Q query heads, H key/value heads, E head size,
 
 from __future__ import annotations
 
+import ctypes
+import itertools
+import mmap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -15,7 +18,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from nesa_node.core.span import Span
-from nesa_node.engine.blocks import Blocks
+from nesa_node.engine import huge_pages
+from nesa_node.engine.attention import PackedRuns
+from nesa_node.engine.blocks import Blocks, Run
 from nesa_node.engine.few_tokens import LANES, MOST_TOKENS, FewTokens, field
 from nesa_node.engine.fused_layers import FusedDecoder
 from nesa_node.engine.gemv import NAMES
@@ -30,6 +35,8 @@ from tests.engine.tiny_models import save_tiny_model
 Machine = tuple[Callable[..., Function], torch.dtype]
 Attention = tuple[Tensor, Tensor, Tensor, list[int], list[int]]
 
+PAGE = mmap.PAGESIZE
+
 WITHIN = {torch.float32: 1e-6, torch.bfloat16: 2**-7}
 """Relative to the largest: one step of the dtype, where a last bit was rounded the other way."""
 
@@ -41,17 +48,14 @@ def here(*wanted: str | int) -> Function:
 
 
 def for_haswell(*wanted: str | int) -> Function:
-    """Registers of 8 floats. LLVM has no way to round to bfloat16 there without data."""
+    """Registers of 8 floats, and 16 of them."""
     if "avx2" not in Path("/proc/cpuinfo").read_text():
         pytest.skip("this processor has no AVX2")
     [code] = program.compiled([wanted], Processor("haswell", "", 16, 8))
     return functions(constants(), [code])[0]
 
 
-MACHINES = [(here, torch.float32), (here, torch.bfloat16), (for_haswell, torch.float32)]
-
-
-@pytest.fixture(params=MACHINES, ids=["float32", "bfloat16", "haswell"])
+@pytest.fixture(params=itertools.product((here, for_haswell), NAMES), ids=str)
 def machine(request: pytest.FixtureRequest) -> Any:
     torch.manual_seed(0)
     return request.param
@@ -139,11 +143,12 @@ def attend(function: Function, case: Attention, group: int, *, threads: int = 1)
     tokens, heads, dim = len(qkv), keys.shape[1], keys.shape[2]
     out_TQE = torch.empty(tokens, heads * group, dim, dtype=keys.dtype)
     room = -(-max(counts) // LANES) * LANES
-    scratch = torch.full((threads, room), torch.nan)
-    numbers = [torch.tensor(firsts), torch.tensor(counts)]
-    tensors = addresses(qkv, keys, values, out_TQE, *numbers, scratch)
+    scratch = torch.full((threads, group, room), torch.nan)
+    numbers = [torch.tensor(each) for each in ([*reversed(range(tokens))], firsts, counts)]
+    turned = qkv.flip(0)
+    tensors = addresses(turned, keys, values, out_TQE, *numbers, scratch)
     function(*tensors, tokens, heads, room, field(dim**-0.5), threads=threads)
-    return out_TQE
+    return out_TQE.flip(0)
 
 
 def reference(case: Attention, group: int) -> Tensor:
@@ -205,7 +210,7 @@ def without(blocks: Blocks) -> None:
     blocks._decoder._few = None
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "llama_biased", "mistral", "qwen3"])
 def test_a_span_computes_the_same_as_with_torchs_operations(
     family: str, models_dir: Path, dtype: torch.dtype
 ) -> None:
@@ -225,12 +230,99 @@ def test_a_span_computes_the_same_as_with_torchs_operations(
 
 
 @pytest.mark.parametrize(
-    ("family", "has"), [("llama", True), ("qwen3", True), ("llama_tied", False)]
+    ("family", "has"), [("llama_biased", True), ("qwen3", True), ("llama_tied", False)]
 )
 def test_which_spans_have_machine_code(family: str, has: bool, models_dir: Path) -> None:
     decoder = load(family, models_dir, torch.float32)._decoder
     assert isinstance(decoder, FusedDecoder)
     assert (decoder._few is not None) == has
+
+
+def test_hidden_states_may_lie_in_any_order(models_dir: Path) -> None:
+    blocks = load("llama", models_dir, torch.float32)
+    turned_TD = torch.randn(blocks.hidden_size, 5).t()
+    expected = forward(blocks, turned_TD.contiguous(), new_row(blocks))
+    assert torch.equal(forward(blocks, turned_TD, new_row(blocks)), expected)
+
+
+def test_the_default_dtype_changes_nothing(models_dir: Path) -> None:
+    """It is the process's: transformers sets it while another thread loads a model."""
+    blocks = load("llama", models_dir, torch.float32)
+    row, other = new_row(blocks), new_row(blocks)
+    hidden_TD = torch.randn(900, blocks.hidden_size)
+    for each in (row, other):
+        forward(blocks, hidden_TD, each)
+    expected = forward(blocks, hidden_TD[:1], row)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert torch.equal(forward(blocks, hidden_TD[:1], other), expected)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_it_gives_no_gradients(models_dir: Path) -> None:
+    blocks = load("llama", models_dir, torch.float32)
+    table = new_row(blocks)
+    table.reserve(3)
+    packed = PackedRuns(table.pool, [Run(table, 3)])
+    few = blocks._decoder._few
+    assert not few.serves(packed)
+    with torch.inference_mode():
+        assert few.serves(packed)
+
+
+def test_half_a_rotation_is_refused(models_dir: Path) -> None:
+    blocks = load("llama", models_dir, torch.float32)
+    rotary_emb = blocks._decoder.rotary_emb
+    rotary_emb.inv_freq = rotary_emb.inv_freq[:8]
+    with pytest.raises(ValueError, match="16 of 32 numbers of a head"):
+        forward(blocks, torch.randn(1, blocks.hidden_size), new_row(blocks))
+
+
+def test_layers_that_differ_have_none(models_dir: Path) -> None:
+    layers = load("llama", models_dir, torch.float32)._decoder.layers
+    layers[1].act = torch.nn.GELU()
+    with pytest.raises(ValueError, match="have none"):
+        FewTokens(layers)
+
+
+def guarded(tensor: Tensor) -> Tensor:
+    """A copy that ends where no memory is."""
+    pages = -(-tensor.nbytes // PAGE)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    memory = mmap.mmap(-1, (pages + 2) * PAGE, flags=flags)
+    first = huge_pages.address(memory)
+    for start in (first, first + (pages + 1) * PAGE):
+        nothing = ctypes.CDLL(None).mprotect(ctypes.c_void_p(start), ctypes.c_size_t(PAGE), 0)
+        assert nothing == 0
+    offset = (pages + 1) * PAGE - tensor.nbytes
+    copy = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=offset)
+    return copy.view(tensor.shape).copy_(tensor)
+
+
+def test_nothing_beyond_the_tensors_is_read_or_written(dtype: torch.dtype) -> None:
+    tokens, size, heads, group, dim, slots = 3, 48, 2, 3, 32, 1001
+
+    def random(*shape: int) -> Tensor:
+        return guarded(torch.randn(*shape).to(dtype))
+
+    name = NAMES[dtype]
+    normed = [random(tokens, size), random(tokens, size), random(size), random(tokens, size)]
+    here("add_and_norm", name)(*addresses(*normed), tokens, size, field(1e-6))
+    gates = [random(tokens, 2 * size), random(tokens, size)]
+    here("activate", name)(*addresses(*gates), tokens, size)
+    qkv, cache = random(tokens, heads * (group + 2), dim), [random(slots, heads, dim)] * 2
+    tables = [random(9, dim), random(9, dim)]
+    places = [guarded(torch.tensor(each)) for each in ([0, 8, 4], [0, slots - 1, 5])]
+    tensors = addresses(qkv, *tables, *cache, *places)
+    here("rotate", name, dim)(*tensors, tokens, group * heads, heads)
+    numbers = [guarded(torch.tensor(each)) for each in ([0, 1, 2], [0, 1, 1000], [1001, 1000, 1])]
+    attention = here("attend", name, dim, group)
+    for threads in (1, 2, 5):
+        scratch = guarded(torch.empty(threads, group, 1008))
+        out_TQE = random(tokens, heads * group, dim)
+        tensors = addresses(qkv, *cache, out_TQE, *numbers, scratch)
+        attention(*tensors, tokens, heads, 1008, field(dim**-0.5), threads=threads)
 
 
 def test_few_tokens_run_in_it(models_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

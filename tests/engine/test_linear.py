@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import mmap
+import re
+import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -214,9 +218,9 @@ def test_layers_of_a_model_are_replaced_and_keep_their_weights() -> None:
 
 @pytest.fixture
 def anew() -> Iterator[None]:
-    machine_code.compiled.cache_clear()
+    machine_code._compiled.cache_clear()
     yield
-    machine_code.compiled.cache_clear()
+    machine_code._compiled.cache_clear()
 
 
 @pytest.mark.usefixtures("anew")
@@ -272,13 +276,86 @@ def test_a_processor_without_wide_registers_computes_the_same(dtype: torch.dtype
         linear = layer(outputs, 256, dtype)
         for tokens in range(1, MOST_TOKENS + 1):
             input_TI = torch.randn(tokens, 256).to(dtype)
-            assert_product(product(input_TI, linear.weight, linear._bias_O), linear, input_TI)
+            assert_product(product(input_TI, linear.weight, linear._zeros_O), linear, input_TI)
 
 
 def test_a_processor_that_cannot_multiply_and_add_is_refused() -> None:
     """Its products would call a library's."""
     with pytest.raises(RuntimeError, match="refers to what is outside"):
         compiled([("product", "float32", 1)], Processor("x86-64", "", 16, 4))
+
+
+def test_inputs_of_another_shape_or_dtype_are_refused() -> None:
+    linear = layer(8, 128, torch.float32)
+    wrong = [torch.randn(2, 64), torch.randn(1, 130), torch.randn(2, 128).double()]
+    for inputs in wrong:
+        with pytest.raises(RuntimeError, match=r"dtype|shapes"):
+            linear(inputs)
+
+
+def test_a_layer_may_be_copied_converted_and_filled_anew() -> None:
+    with torch.inference_mode(False):
+        linear, inputs = layer(8, 128, torch.float32, bias=True), torch.randn(2, 128)
+        copied = copy.deepcopy(linear)
+    assert torch.equal(copied(inputs), linear(inputs))
+    other = layer(9, 128, torch.float32, bias=True)
+    with torch.inference_mode(False):
+        linear.load_state_dict({name: tensor[:8] for name, tensor in other.state_dict().items()})
+    assert_product(linear(inputs), linear, inputs)
+    assert not torch.equal(copied(inputs), linear(inputs))
+    linear.bfloat16()
+    assert_product(linear(inputs.bfloat16()), linear, inputs.bfloat16())
+
+
+def test_the_default_dtype_changes_nothing() -> None:
+    """It is the process's: transformers sets it while another thread loads a model."""
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        linear = layer(300, 128, torch.float32)
+        inputs = torch.randn(2, 128, dtype=torch.float32)
+        assert linear._zeros_O.dtype == torch.float32
+        assert_product(linear(inputs), linear, inputs)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.usefixtures("anew")
+def test_threads_that_ask_at_once_compile_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs, real = [], subprocess.run
+
+    def run(*arguments: Any, **keywords: Any) -> Any:
+        runs.append(arguments)
+        return real(*arguments, **keywords)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(machine_code.compiled, [("activate", "float32")] * 4))
+    assert len(runs) == 1
+    assert all(functions is found[0] for functions in found)
+
+
+def huge_kilobytes(tensor: Tensor) -> int:
+    """What of a tensor's memory the kernel was asked to put in huge pages."""
+    text, within = Path("/proc/self/smaps").read_text(), 0
+    for mapping in re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", text):
+        first, last = (int(end, 16) for end in mapping.split()[0].split("-"))
+        if re.search(r"VmFlags:.*\bhg\b", mapping):
+            start, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+            within += max(min(last, end) - max(first, start), 0)
+    return within >> 10
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's map of memory")
+def test_the_kernel_is_asked_for_whole_huge_pages() -> None:
+    if not Path("/sys/kernel/mm/transparent_hugepage").exists():
+        pytest.skip("this kernel has none")
+    tensor = huge_pages.empty((5 << 20,), torch.int8)
+    assert huge_kilobytes(tensor) == 4 << 10
+
+
+def test_a_kernel_without_huge_pages_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mmap, "MADV_HUGEPAGE", 12345)
+    assert huge_pages.copied(torch.ones(1 << 20)).sum() == 1 << 20
 
 
 @pytest.mark.parametrize("shape", [(1 << 19,), (1025, 1024), (3, 700, 1024)])

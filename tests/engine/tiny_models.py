@@ -120,7 +120,7 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
 """A config of each family of `nesa_node.engine.families`, Falcon in its three architectures."""
 
 VARIANTS: dict[str, Callable[[], PreTrainedConfig]] = {
-    "llama_biased": lambda: LlamaConfig(**_LLAMA, attention_bias=True, mlp_bias=True),
+    "llama_biased": lambda: LlamaConfig(**_LLAMA, head_dim=32, attention_bias=True, mlp_bias=True),
     "llama_tied": lambda: LlamaConfig(**_LLAMA, tie_word_embeddings=True),
     "llama3_rope": lambda: LlamaConfig(
         **_LLAMA,

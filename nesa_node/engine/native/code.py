@@ -43,7 +43,7 @@ CONSTANTS = {
     **{f"exp {power}": factor for power, factor in enumerate(_EXP)},
 }
 """Floats, in this order."""
-BITS = {"half": 0x7FFF, "odd": 1, "nan": 0x7FC0}
+BITS = {"half": 0x7FFF, "odd": 1, "nan": 0x7FC00000, "upper half": -0x10000}
 """Integers of 32 bits that come after them."""
 
 
@@ -162,7 +162,8 @@ class Code:
         if self.dtype == "float32":
             return self.load_wide(address)
         halves = at.load(address, align=2, typ=ir.VectorType(I16, self.floats))
-        return self._from_upper_half(at.zext(halves, ir.VectorType(I32, self.floats)))
+        bits = at.zext(halves, ir.VectorType(I32, self.floats))
+        return at.bitcast(at.shl(bits, self._sixteen(bits.type)), self.vector)
 
     def load_wide(self, address: ir.Value) -> ir.Value:
         """A vector of float32."""
@@ -177,9 +178,7 @@ class Code:
     def store(self, value: ir.Value, address: ir.Value) -> None:
         """A vector or a number of float32 as the dtype."""
         if self.dtype == "bfloat16":
-            many = isinstance(value.type, ir.VectorType)
-            halves = ir.VectorType(I16, self.floats) if many else I16
-            value = self.at.trunc(self._rounded_bits(value), halves)
+            value = self._upper_half(self._rounded_bits(value))
         self.at.store(value, address, align=self.item_bytes)
 
     def store_rounded(self, value: ir.Value, address: ir.Value) -> ir.Value:
@@ -187,10 +186,9 @@ class Code:
         if self.dtype == "float32":
             self.store(value, address)
             return value
-        at = self.at
         bits = self._rounded_bits(value)
-        at.store(at.trunc(bits, ir.VectorType(I16, self.floats)), address, align=2)
-        return self._from_upper_half(bits)
+        self.at.store(self._upper_half(bits), address, align=2)
+        return self._cleared(bits)
 
     def store_wide(self, value: ir.Value, address: ir.Value) -> None:
         self.at.store(value, address, align=4)
@@ -239,7 +237,7 @@ class Code:
         """A vector as the dtype would hold it."""
         if self.dtype == "float32":
             return value
-        return self._from_upper_half(self._rounded_bits(value))
+        return self._cleared(self._rounded_bits(value))
 
     def exp(self, x: ir.Value) -> ir.Value:
         """Of a vector, within 2 ulp between -87 and 88, and as there beyond."""
@@ -261,22 +259,28 @@ class Code:
         return at.bitcast(at.add(at.bitcast(sum_, wide), exponent), self.vector)
 
     def _rounded_bits(self, value: ir.Value) -> ir.Value:
-        """The upper half of a float32, to the nearest and to even, as integers of 32 bits."""
+        """Bits of float32 whose upper half is the number in bfloat16, nearest and to even."""
         at = self.at
         many = isinstance(value.type, ir.VectorType)
-        wide = ir.VectorType(I32, self.floats) if many else I32
-        sixteen = ir.Constant(wide, [16] * self.floats) if many else I32(16)
-        half, one, nan = (
+        half, one, nan, _ = (
             self._constants[name] if many else I32(bits) for name, bits in BITS.items()
         )
-        bits = at.bitcast(value, wide)
-        odd = at.and_(at.lshr(bits, sixteen), one)
-        nearest = at.lshr(at.add(at.add(bits, half), odd), sixteen)
+        bits = at.bitcast(value, half.type)
+        odd = at.and_(at.lshr(bits, self._sixteen(half.type)), one)
+        nearest = at.add(at.add(bits, half), odd)
         return at.select(at.fcmp_unordered("uno", value, value), nan, nearest)
 
-    def _from_upper_half(self, bits: ir.Value) -> ir.Value:
-        sixteen = ir.Constant(bits.type, [16] * self.floats)
-        return self.at.bitcast(self.at.shl(bits, sixteen), self.vector)
+    def _upper_half(self, bits: ir.Value) -> ir.Value:
+        many = isinstance(bits.type, ir.VectorType)
+        halves = ir.VectorType(I16, self.floats) if many else I16
+        return self.at.trunc(self.at.lshr(bits, self._sixteen(bits.type)), halves)
+
+    def _cleared(self, bits: ir.Value) -> ir.Value:
+        """A vector of what is in the upper halves."""
+        return self.at.bitcast(self.at.and_(bits, self._constants["upper half"]), self.vector)
+
+    def _sixteen(self, kind: ir.Type) -> ir.Value:
+        return ir.Constant(kind, [16] * self.floats) if isinstance(kind, ir.VectorType) else I32(16)
 
     def _hoist_constants(self) -> None:
         base = self._field(CONSTANTS_AT, POINTER)

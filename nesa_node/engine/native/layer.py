@@ -11,6 +11,9 @@ from llvmlite import ir
 
 from nesa_node.engine.native.code import FLOAT, I64, Code
 from nesa_node.engine.native.processor import Processor
+from nesa_node.engine.native.product import LINE
+
+SLOTS_AHEAD = 16
 
 
 def add_and_norm(dtype: str, processor: Processor) -> ir.Module:
@@ -102,82 +105,165 @@ def rotate(dtype: str, dim: int, processor: Processor) -> ir.Module:
 
 
 def attend(dtype: str, dim: int, group: int, processor: Processor) -> ir.Module:
-    """Attention of each token over slots that follow one another.
+    """Attention of some of the tokens, each over slots that follow one another.
 
-    Fields: qkv [T, Q + 2 H, E], keys [S, H, E], values [S, H, E], out [T, Q, E], first slots [T],
-    counts of slots [T] (int64), scratch [threads, room] (float32); T, H, room (the largest count
-    rounded up to a vector's lanes); scale (float32).
+    Fields: qkv [T, Q + 2 H, E], keys [S, H, E], values [S, H, E], out [T, Q, E]; which tokens [N],
+    their first slots [N], their counts of slots [N] (int64); scratch [threads, G, room] (float32);
+    N, H, room (the largest count rounded up to a vector's lanes); scale (float32).
     """
     code = Code("attend", dtype, processor)
-    at, parts = code.at, dim // code.floats
-    qkv, keys, values, out, firsts, counts, scratch = (code.pointer(index) for index in range(7))
-    tokens, heads, room = (code.number(index) for index in range(7, 10))
-    scale = code.spread(code.real(10))
-    queries = at.mul(heads, I64(group))
-    start, end, thread = code.share(at.mul(tokens, queries))
-    scores = code.address(scratch, at.mul(thread, room), 4)
-    lowest = at.extract_element(code.constant("lowest"), I64(0))
+    at = code.at
+    which, firsts, counts, scratch = (code.pointer(index) for index in range(4, 8))
+    chosen, heads, room = (code.number(index) for index in range(8, 11))
+    side = _Attention(code, dim, group, heads, room)
+    blocks = at.mul(heads, I64(group // side.width))
+    start, end, thread = code.share(at.mul(chosen, blocks))
+    scores = code.address(scratch, at.mul(at.mul(thread, I64(group)), room), 4)
 
-    def of_query(item: ir.Value) -> None:
-        token, query = at.sdiv(item, queries), at.srem(item, queries)
-        head, all_heads = at.sdiv(query, I64(group)), at.add(queries, at.mul(heads, I64(2)))
-        count = code.load_number(counts, token)
-        base = at.add(at.mul(code.load_number(firsts, token), heads), head)
-        stride = at.mul(heads, I64(dim))
-        source = code.address(qkv, at.mul(at.add(at.mul(token, all_heads), query), I64(dim)))
-        asked = [
-            at.fmul(code.load(code.address(source, I64(part * code.floats))), scale)
-            for part in range(parts)
+    def of_block(item: ir.Value) -> None:
+        number, block = at.sdiv(item, blocks), at.srem(item, blocks)
+        token = code.load_number(which, number)
+        first, count = (code.load_number(numbers, number) for numbers in (firsts, counts))
+        side.run(token, block, first, count, scores)
+
+    code.each(start, end, 1, of_block)
+    return code.return_()
+
+
+class _Attention:
+    """Some query heads of one key/value head for one token: as many as fit into registers."""
+
+    def __init__(self, code: Code, dim: int, group: int, heads: ir.Value, room: ir.Value) -> None:
+        self.code, self.dim, self.group, self.heads, self.room = code, dim, group, heads, room
+        self.parts = dim // code.floats
+        at_once = max(code.processor.registers // (2 * self.parts), 1)
+        self.width = max(n for n in range(1, group + 1) if group % n == 0 and n <= at_once)
+        self.qkv, self.keys, self.values, self.out = (code.pointer(index) for index in range(4))
+        self.scale = code.spread(code.real(11))
+        self.stride = code.at.mul(heads, I64(dim))
+        self.lowest = code.at.extract_element(code.constant("lowest"), I64(0))
+
+    def run(
+        self,
+        token: ir.Value,
+        block: ir.Value,
+        first: ir.Value,
+        count: ir.Value,
+        scores: ir.Value,
+    ) -> None:
+        code, at = self.code, self.code.at
+        queries = at.mul(self.heads, I64(self.group))
+        query = at.mul(block, I64(self.width))
+        head = at.sdiv(query, I64(self.group))
+        base = at.mul(at.add(at.mul(first, self.heads), head), I64(self.dim))
+        keys, values = (code.address(tensor, base) for tensor in (self.keys, self.values))
+        of_query = [
+            code.address(scores, at.mul(I64(number), self.room), 4) for number in range(self.width)
         ]
-
-        def side(tensor: ir.Value, slot: ir.Value, part: int) -> ir.Value:
-            place = at.add(at.mul(base, I64(dim)), at.mul(slot, stride))
-            return code.load(code.address(tensor, at.add(place, I64(part * code.floats))))
-
-        def score(slot: ir.Value, most: list[ir.Value]) -> list[ir.Value]:
-            sums = code.zeros
-            for part in range(parts):
-                sums = code.multiply_add(asked[part], side(keys, slot, part), sums)
-            value = code.total(sums)
-            code.store_wide(value, code.address(scores, slot, 4))
-            return [code.largest(value, most[0])]
-
-        [most] = code.loop(I64(0), count, 1, [lowest], score)
-        spread_most = code.spread(most)
+        row = at.mul(token, at.add(queries, at.mul(self.heads, I64(2))))
+        asked = [
+            [at.fmul(lane, self.scale) for lane in self._lanes(self.qkv, at.add(row, each))]
+            for each in self._numbers(query)
+        ]
+        most = self._score(asked, keys, count, of_query)
         # The last vector is filled up with what counts nothing.
         rounded_up = at.and_(at.add(count, I64(code.floats - 1)), I64(-code.floats))
+        for place, largest in zip(of_query, most, strict=True):
+            self._exponentials(place, count, rounded_up, code.spread(largest))
+        sums = self._weigh(values, count, of_query)
+        row = at.mul(token, queries)
+        for each, (whole, lanes) in zip(self._numbers(query), sums, strict=True):
+            divisor = code.spread(whole)
+            target = code.address(self.out, at.mul(at.add(row, each), I64(self.dim)))
+            for part, lane in enumerate(lanes):
+                where = code.address(target, I64(part * code.floats))
+                code.store(at.fdiv(lane, divisor), where)
+
+    def _numbers(self, query: ir.Value) -> list[ir.Value]:
+        return [self.code.at.add(query, I64(number)) for number in range(self.width)]
+
+    def _lanes(self, tensor: ir.Value, row: ir.Value) -> list[ir.Value]:
+        """Row `row` of a tensor of rows of E."""
+        code = self.code
+        start = code.address(tensor, code.at.mul(row, I64(self.dim)))
+        return [
+            code.load(code.address(start, I64(part * code.floats))) for part in range(self.parts)
+        ]
+
+    def _slot(self, side: ir.Value, slot: ir.Value) -> list[ir.Value]:
+        """What a head has in a slot. Later ones are fetched: no processor foresees such strides."""
+        code, at = self.code, self.code.at
+        start = at.mul(slot, self.stride)
+        later = code.address(side, at.add(start, at.mul(self.stride, I64(SLOTS_AHEAD))))
+        for line in range(0, self.dim * code.item_bytes, LINE):
+            code.prefetch(code.address(later, I64(line), 1))
+        return [
+            code.load(code.address(side, at.add(start, I64(part * code.floats))))
+            for part in range(self.parts)
+        ]
+
+    def _score(
+        self,
+        asked: list[list[ir.Value]],
+        keys: ir.Value,
+        count: ir.Value,
+        scores: list[ir.Value],
+    ) -> list[ir.Value]:
+        """Put each query's scores of all slots; return the largest of each."""
+        code = self.code
+
+        def score(slot: ir.Value, most: list[ir.Value]) -> list[ir.Value]:
+            lanes, largest = self._slot(keys, slot), []
+            for query, place, before in zip(asked, scores, most, strict=True):
+                sums = code.at.fmul(query[0], lanes[0])
+                for mine, lane in zip(query[1:], lanes[1:], strict=True):
+                    sums = code.multiply_add(mine, lane, sums)
+                value = code.total(sums)
+                code.store_wide(value, code.address(place, slot, 4))
+                largest.append(code.largest(value, before))
+            return largest
+
+        return code.loop(I64(0), count, 1, [self.lowest] * self.width, score)
+
+    def _exponentials(
+        self, scores: ir.Value, count: ir.Value, rounded_up: ir.Value, most: ir.Value
+    ) -> None:
+        code = self.code
         code.each(
             count,
             rounded_up,
             1,
-            lambda slot: code.store_wide(lowest, code.address(scores, slot, 4)),
+            lambda slot: code.store_wide(self.lowest, code.address(scores, slot, 4)),
         )
 
-        def exponential(slot: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
+        def exponential(slot: ir.Value) -> None:
             where = code.address(scores, slot, 4)
-            value = code.exp(at.fsub(code.load_wide(where), spread_most))
-            code.store_wide(value, where)
-            return []
+            code.store_wide(code.exp(code.at.fsub(code.load_wide(where), most)), where)
 
-        code.loop(I64(0), rounded_up, code.floats, [], exponential)
+        code.each(I64(0), rounded_up, code.floats, exponential)
+
+    def _weigh(
+        self, values: ir.Value, count: ir.Value, weights: list[ir.Value]
+    ) -> list[tuple[ir.Value, list[ir.Value]]]:
+        """Of each query the sum of its weights, and that of the values by their weights."""
+        code, size = self.code, self.parts + 1
 
         def weigh(slot: ir.Value, sums: list[ir.Value]) -> list[ir.Value]:
-            weight = code.load_float(code.address(scores, slot, 4))
-            lanes = code.spread(weight)
-            weighed = [
-                code.multiply_add(lanes, side(values, slot, part), sums[part])
-                for part in range(parts)
-            ]
-            return [*weighed, at.fadd(sums[parts], weight)]
+            lanes, results = self._slot(values, slot), []
+            for number, place in enumerate(weights):
+                whole, *mine = sums[number * size : (number + 1) * size]
+                weight = code.load_float(code.address(place, slot, 4))
+                spread = code.spread(weight)
+                results.append(code.at.fadd(whole, weight))
+                results += [
+                    code.multiply_add(spread, lane, sum_)
+                    for lane, sum_ in zip(lanes, mine, strict=True)
+                ]
+            return results
 
-        *sums, whole = code.loop(I64(0), count, 1, [*([code.zeros] * parts), FLOAT(0.0)], weigh)
-        divisor = code.spread(whole)
-        target = code.address(out, at.mul(item, I64(dim)))
-        for part, value in enumerate(sums):
-            code.store(at.fdiv(value, divisor), code.address(target, I64(part * code.floats)))
-
-    code.each(start, end, 1, of_query)
-    return code.return_()
+        nothing = [FLOAT(0.0), *([code.zeros] * self.parts)]
+        sums = code.loop(I64(0), count, 1, nothing * self.width, weigh)
+        return [(sums[at], sums[at + 1 : at + size]) for at in range(0, len(sums), size)]
 
 
 def activate(dtype: str, processor: Processor) -> ir.Module:
