@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-import nesa_node
 from nesa_node.core.logging import get_logger
 from nesa_node.engine import huge_pages
 
@@ -140,7 +139,7 @@ def _compiled(*wanted: Wanted) -> list[Function] | None:
 
 def _search_path() -> list[str]:
     given = os.environ.get("PYTHONPATH")
-    return [str(Path(nesa_node.__file__).parents[1]), *([given] if given else [])]
+    return [str(Path(__file__).parents[2]), *([given] if given else [])]
 
 
 def functions(constants: bytes, codes: Sequence[bytes]) -> list[Function]:

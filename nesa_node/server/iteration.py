@@ -98,11 +98,12 @@ class Policy(Generic[L]):
             more_urgent = min(lane.priority for lane in rest) < urgent
             first = list(self._in_order(rest, patient))
             span = (plan[0][0] if plan else first[0]).span
-            sizes = [lane.tokens for lane in first if lane.span == span]
+            sizes = [lane.tokens for lane in first if lane.span == span and not lane.prefilled]
             room = self._room(plan, rest, () if more_urgent else live, now, sizes)
             for lane in self._in_order(rest, patient):
                 if room > 0 and (not plan or lane.span == plan[0][0].span):
                     count = min(lane.tokens, room)
+                    lane.prefilled |= count == lane.tokens
                     self._give(plan, lane, count, now)
                     room -= count
         return plan
@@ -220,7 +221,8 @@ class Policy(Generic[L]):
     def _if_cheaper(self, taken: int, room: int, most: int, sizes: Sequence[int]) -> int:
         """`room` tokens beside those `taken`, or more, up to `most`, with which the first are done.
 
-        `sizes`: of those who wait, in the order in which they are given tokens.
+        `sizes`: of those who wait, in the order in which they are given tokens, but for chunks of
+        prompts that have had theirs.
         """
         before_s = self.cost.seconds(taken) if taken else 0.0
 

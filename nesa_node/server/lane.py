@@ -39,6 +39,8 @@ class Lane:
     """All that waits is one step of a decode."""
     since: float = 0.0
     """When the first that waits came."""
+    prefilled: bool = False
+    """A step of a prefill was run since it decoded: what waits is a chunk of a longer one."""
     held: bool = False
     """It must not be run now."""
     served_at: float = -math.inf
@@ -87,3 +89,4 @@ class Lane:
             self.away_s += LEARNING_RATE * (away_s - self.away_s)
             self.calm_s += CALM_RATES[away_s > self.calm_s] * (away_s - self.calm_s)
         self.decoded_at, self.decode_tokens = now, self.tokens
+        self.prefilled = False

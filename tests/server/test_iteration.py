@@ -187,6 +187,20 @@ def test_a_long_prompt_is_not_done_in_pieces_that_are_cheap_but_long() -> None:
     assert max(taken_s[10:]) <= 0.022 * (1 + DELAY)
 
 
+def test_a_long_prompt_in_short_chunks_is_favoured_once() -> None:
+    bench = Stepped()
+    bench.warm_up()
+    (decoder,) = bench.decoders(1)
+    bench.wants(prompt := bench.lane(), 24)
+    assert prompt.tokens == 24
+    bench.iterate()
+    assert not prompt.tokens
+    for _ in range(20):
+        bench.wants(decoder, 1)
+        bench.wants(prompt, 24 - prompt.tokens)
+        assert bench.takes(bench.iterate()) <= 0.022 * (1 + DELAY)
+
+
 def test_the_more_sessions_wait_for_a_first_token_the_more_they_get() -> None:
     """Those of others count as one for each client: floods get no more than a prompt."""
     given = {}
