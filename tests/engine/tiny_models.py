@@ -37,6 +37,8 @@ _LOGGING: Any = transformers_logging
 
 HIDDEN = 64
 HEADS = 4
+HEAD_DIM = 32
+"""Of Llama and Mistral: these have machine code (`engine/few_tokens.py`), heads of 16 have not."""
 BLOCKS = 6
 POSITIONS = 1024
 VOCABULARY = 320
@@ -86,9 +88,8 @@ _BLOOM: dict[str, Any] = {
 }
 
 FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
-    # Heads of 32 have machine code (`engine/few_tokens.py`), those of 16 have not.
-    "llama": lambda: LlamaConfig(**_LLAMA, head_dim=32),
-    "mistral": lambda: MistralConfig(**_LLAMA, head_dim=32, sliding_window=WINDOW),
+    "llama": lambda: LlamaConfig(**_LLAMA, head_dim=HEAD_DIM),
+    "mistral": lambda: MistralConfig(**_LLAMA, head_dim=HEAD_DIM, sliding_window=WINDOW),
     "qwen2": lambda: Qwen2Config(**_QWEN),
     "qwen3": lambda: Qwen3Config(**_QWEN, head_dim=32),
     "gemma2": lambda: Gemma2Config(

@@ -10,7 +10,7 @@ from contextlib import AsyncExitStack
 from nesa_node.cli.local_swarm import LocalNode
 from nesa_node.core.ids import PeerId
 from nesa_node.swarm.node import Swarm
-from tests.engine.tiny_models import HEADS, HIDDEN
+from tests.engine.tiny_models import HEAD_DIM, HIDDEN
 from tests.hostile.attacker import Attacker, Tally
 from tests.hostile.frames import ROWS, Facts
 from tests.hostile.session_attacks import full_session
@@ -20,7 +20,7 @@ KEY_VALUE_HEADS = 2
 
 async def facts_of(nodes: Sequence[LocalNode], swarm: Swarm) -> list[Facts]:
     records = {record.peer_id: record for record in await swarm.directory.fetch_all()}
-    heads = (KEY_VALUE_HEADS, HIDDEN // HEADS)
+    heads = (KEY_VALUE_HEADS, HEAD_DIM)
     return [
         Facts(node.peer_id, node.addresses, record.model_id, record.span, HIDDEN, heads)
         for node in nodes
