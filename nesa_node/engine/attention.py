@@ -113,42 +113,34 @@ class PackedRuns:
         *,
         window: int | None = None,
         softcap: float | None = None,
+        rows: Sequence[Row] | None = None,
     ) -> Tensor:
-        """Attention of a layer whose new keys and values were put; [T, Q, D] with Q = H x G."""
-        outputs = [
-            self.attend_row(row, layer_idx, query_TQD, scaling, window=window, softcap=softcap)
-            for row in self.rows
-        ]
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        """Attention of a layer whose new keys and values were put; Q = H x G.
 
-    def attend_row(
-        self,
-        row: Row,
-        layer_idx: int,
-        query_TQD: Tensor,
-        scaling: float | None,
-        *,
-        window: int | None = None,
-        softcap: float | None = None,
-    ) -> Tensor:
-        """Attention of one row's tokens, [L, Q, D]; `query_TQD` are those of all."""
+        Of all rows' tokens [T, Q, D], or of those of `rows`, one row after another.
+        """
         layer = layer_idx - self.pool.span.start
         keys_SHD, values_SHD = self.pool.keys_SHD[layer], self.pool.values_SHD[layer]
-        query_LQD = query_TQD[row.start : row.start + row.count]
-        query_LHGD = query_LQD.view(row.count, keys_SHD.shape[1], -1, query_LQD.shape[2])
-        keys_1HCD = row.window(keys_SHD, window)
-        values_1HCD = row.window(values_SHD, window)
-        mask = row.mask(window, query_TQD.device) if row.count > 1 else None
-        if softcap is not None:
-            output = _softcapped(query_LHGD, keys_1HCD, values_1HCD, mask, scaling, softcap)
-        elif row.count == 1:
-            # A kv head's query heads stand in as its query tokens: fewer, larger products.
-            output = functional.scaled_dot_product_attention(
-                query_LHGD, keys_1HCD, values_1HCD, scale=scaling
-            )
-        else:
-            output = _many_tokens(query_LHGD, keys_1HCD, values_1HCD, mask, scaling)
-        return output.flatten(1, 2)
+        tokens, _, dim = query_TQD.shape
+        query_THGD = query_TQD.view(tokens, keys_SHD.shape[1], -1, dim)
+        outputs = []
+        for row in self.rows if rows is None else rows:
+            query_LHGD = query_THGD[row.start : row.start + row.count]
+            keys_1HCD = row.window(keys_SHD, window)
+            values_1HCD = row.window(values_SHD, window)
+            mask = row.mask(window, query_TQD.device) if row.count > 1 else None
+            if softcap is not None:
+                output = _softcapped(query_LHGD, keys_1HCD, values_1HCD, mask, scaling, softcap)
+            elif row.count == 1:
+                # A kv head's query heads stand in as its query tokens: fewer, larger products.
+                output = functional.scaled_dot_product_attention(
+                    query_LHGD, keys_1HCD, values_1HCD, scale=scaling
+                )
+            else:
+                output = _many_tokens(query_LHGD, keys_1HCD, values_1HCD, mask, scaling)
+            outputs.append(output)
+        output_THGD = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        return output_THGD.flatten(1, 2)
 
     def update(
         self, keys_1HTD: Tensor, values_1HTD: Tensor, layer_idx: int, *_: object, **__: object

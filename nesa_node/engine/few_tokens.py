@@ -22,7 +22,7 @@ from nesa_node.engine.gemv import NAMES
 from nesa_node.engine.machine_code import compiled
 
 if TYPE_CHECKING:
-    from nesa_node.engine.fused_layers import FusedLayer
+    from nesa_node.engine.fused_layers import FusedLayer, Norm
 
 MOST_TOKENS = 32
 """For more of them torch's operations on whole tensors cost little, and its attention less."""
@@ -65,7 +65,7 @@ class FewTokens:
 
     def run(
         self,
-        layers: nn.ModuleList,
+        layers: Iterable[FusedLayer],
         hidden_TD: Tensor,
         tables: tuple[Tensor, Tensor],
         packed: PackedRuns,
@@ -75,7 +75,7 @@ class FewTokens:
         step = _Step(packed, tables)
         added_TD = torch.zeros_like(hidden_TD)
         for layer in layers:
-            added_TD = self._layer(layer, hidden_TD, added_TD, step)  # type: ignore[arg-type]
+            added_TD = self._layer(layer, hidden_TD, added_TD, step)
         return hidden_TD.add_(added_TD)
 
     def _layer(self, layer: FusedLayer, hidden_TD: Tensor, added_TD: Tensor, step: _Step) -> Tensor:
@@ -130,20 +130,20 @@ class FewTokens:
             )
         for row in step.longer_rows:
             query_TQE = qkv.view(tokens, -1, layer.head_dim)[:, : layer.queries]
-            attended_TQE[row.start : row.start + row.count] = step.packed.attend_row(
-                row, layer.layer_idx, query_TQE, layer.scaling, window=layer.window
+            attended_TQE[row.start : row.start + row.count] = step.packed.attend(
+                layer.layer_idx, query_TQE, layer.scaling, window=layer.window, rows=[row]
             )
         return attended_TQE.flatten(1)
 
-    def _normed(self, norm: nn.Module, hidden_TD: Tensor, added_TD: Tensor) -> Tensor:
+    def _normed(self, norm: Norm, hidden_TD: Tensor, added_TD: Tensor) -> Tensor:
         normed_TD = torch.empty_like(hidden_TD)
         self._add_and_norm(
             hidden_TD.data_ptr(),
             added_TD.data_ptr(),
-            norm.weight.data_ptr(),  # type: ignore[operator]
+            norm.weight.data_ptr(),
             normed_TD.data_ptr(),
             *hidden_TD.shape,
-            field(norm.eps),  # type: ignore[arg-type]
+            field(norm.eps),
         )
         return normed_TD
 

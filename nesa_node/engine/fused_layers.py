@@ -9,6 +9,7 @@ T packed tokens, D hidden, Q query heads, H key/value heads, E head size, P posi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -33,13 +34,13 @@ class FusedDecoder(nn.Module):
         super().__init__()
         self.config = decoder.config
         self.rotary_emb = decoder.rotary_emb
-        self.layers = nn.ModuleList()
+        layers: list[FusedLayer] = []
         for layer in decoder.layers:
-            self.layers.append(FusedLayer(layer))
+            layers.append(FusedLayer(layer))
             layer._modules.clear()  # whoever else holds the layer must not hold its weights
-        head_dim: int = self.layers[0].head_dim  # type: ignore[assignment]
-        self._rotations = Rotations(decoder.rotary_emb, head_dim, context_length)
-        self._few = _few_tokens(self.layers)
+        self.layers: Any = nn.ModuleList(layers)
+        self._rotations = Rotations(decoder.rotary_emb, layers[0].head_dim, context_length)
+        self._few = _few_tokens(layers)
 
     def forward(self, hidden_TD: Tensor, packed: PackedRuns) -> Tensor:
         """The last layer's output [T, D]."""
@@ -102,14 +103,14 @@ class FusedLayer(nn.Module):
         self.gate_up = _joined(mlp.gate_proj, mlp.up_proj)
         self.down = mlp.down_proj
         self.act = mlp.act_fn
-        self.before_attention = _Norm.like(layer.input_layernorm)
-        self.before_mlp = _Norm.like(layer.post_attention_layernorm)
-        self.of_heads: _Norm | None = None
+        self.before_attention = Norm.like(layer.input_layernorm)
+        self.before_mlp = Norm.like(layer.post_attention_layernorm)
+        self.of_heads: Norm | None = None
         if hasattr(attention, "q_norm"):
             query_E, key_E = attention.q_norm.weight, attention.k_norm.weight
             keys = self.turned - self.queries
             weight = torch.cat((query_E.expand(self.queries, -1), key_E.expand(keys, -1)))
-            self.of_heads = _Norm(weight, attention.q_norm.variance_epsilon)
+            self.of_heads = Norm(weight, attention.q_norm.variance_epsilon)
 
     def forward(
         self, hidden_TD: Tensor, rotation: tuple[Tensor, Tensor], packed: PackedRuns
@@ -145,7 +146,7 @@ class FusedLayer(nn.Module):
         return output_TD
 
 
-class _Norm(nn.Module):
+class Norm(nn.Module):
     """Root mean square norm, in float32 as transformers has it."""
 
     def __init__(self, weight: Tensor, eps: float) -> None:
@@ -154,7 +155,7 @@ class _Norm(nn.Module):
         self.eps = eps
 
     @classmethod
-    def like(cls, norm: Any) -> _Norm:
+    def like(cls, norm: Any) -> Norm:
         return cls(norm.weight, norm.variance_epsilon)
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -163,10 +164,10 @@ class _Norm(nn.Module):
         return (wide * scale).to(inputs.dtype).mul_(self.weight)
 
 
-def _few_tokens(layers: nn.ModuleList) -> FewTokens | None:
+def _few_tokens(layers: Sequence[FusedLayer]) -> FewTokens | None:
     """What runs few tokens, where there is such a thing for layers of this shape."""
     try:
-        return FewTokens(layers)  # type: ignore[arg-type]
+        return FewTokens(layers)
     except ValueError:
         return None
 

@@ -12,12 +12,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nesa_node.engine.machine_code import Function, compiled
+from nesa_node.engine.machine_code import LINE, Function, compiled
 
 MOST_TOKENS = 8
 LEAST_OUTPUTS = 2
-LINE = 64
-"""Bytes of a cache line. A row of weights must be whole ones."""
+"""Rows of weights that are read at a time."""
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
@@ -59,7 +58,10 @@ def gemv(dtype: torch.dtype) -> Gemv | None:
 
 
 def fits(weight_OI: Tensor) -> bool:
-    """Whether a weight has the shape, the layout and the place that products need."""
+    """Whether a weight has the shape, the layout and the place that products need.
+
+    Its rows must be whole cache lines.
+    """
     return (
         weight_OI.device.type == "cpu"
         and weight_OI.is_contiguous()

@@ -45,4 +45,5 @@ def joined(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def address(memory: mmap.mmap) -> int:
+    """Return where mapped memory begins."""
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))

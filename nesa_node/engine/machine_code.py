@@ -24,6 +24,7 @@ log = get_logger(__name__)
 
 COMPILE_S = 60
 LINE = 64
+"""Bytes of a cache line."""
 _PROGRAM = "nesa_node.engine.native.program"
 _READ_AND_RUN = 1 | 4  # PROT_READ | PROT_EXEC
 
@@ -70,7 +71,8 @@ class Function:
         """Run it with these fields on so many of torch's threads, or on the calling one alone."""
         openmp = self._openmp if threads > 1 else None
         asks = _NOBODY if openmp is None else openmp.asks
-        job = (ctypes.c_int64 * (len(fields) + 3))(*asks, self._memory.constants, *fields)
+        all_fields = (*asks, self._memory.constants, *fields)
+        job = (ctypes.c_int64 * len(all_fields))(*all_fields)
         if openmp is None:
             self._run(ctypes.addressof(job))
         else:
