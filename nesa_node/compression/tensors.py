@@ -8,25 +8,32 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping
-from typing import Protocol
 
 import msgspec
 import torch
 from torch import Tensor
 
+from nesa_node.compression.codec import DTYPE_NAMES, DTYPES, Codec, is_finite
+from nesa_node.compression.codecs import RAW, parse
 from nesa_node.core.errors import ProtocolError
+
+__all__ = [
+    "DTYPES",
+    "DTYPE_NAMES",
+    "MAX_DIM",
+    "MAX_DIMS",
+    "TensorMeta",
+    "check",
+    "decode",
+    "encode",
+    "error_bound",
+    "is_finite",
+]
 
 MAX_DIMS = 4
 MAX_DIM = 2**31 - 1
 MAX_NAME = 32
-
-DTYPES: Mapping[str, torch.dtype] = {
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-}
-DTYPE_NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
+_CPU = torch.device("cpu")
 
 
 class TensorMeta(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -35,114 +42,118 @@ class TensorMeta(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dtype: str
     shape: tuple[int, ...]
     codec: str = "none"
+    size: int | msgspec.UnsetType = msgspec.UNSET
+    """Bytes of the payload, where the values decide: `lossless`. Else it is not on the wire."""
 
     @property
     def nbytes(self) -> int:
         """Bytes of the encoded payload. Raises `ProtocolError("bad_tensor")` as `check` does."""
-        return _codec_of(self).nbytes(self)
+        return _nbytes(_codec_of(self), self)
 
-
-class Codec(Protocol):
-    """One way to write a tensor's values as bytes. Lossy ones state their error bound."""
-
-    def nbytes(self, meta: TensorMeta) -> int: ...
-
-    def encode(self, tensor: Tensor) -> memoryview:
-        """`tensor`: contiguous, on the CPU, of a dtype in `DTYPES`."""
-        ...
-
-    def decode(self, meta: TensorMeta, data: memoryview) -> Tensor:
-        """`data` has exactly `nbytes(meta)` bytes; the result has the meta's dtype and shape."""
-        ...
-
-
-class RawCodec:
-    """The values themselves, little-endian, row-major. Exact."""
-
-    def nbytes(self, meta: TensorMeta) -> int:
-        return math.prod(meta.shape) * DTYPES[meta.dtype].itemsize
-
-    def encode(self, tensor: Tensor) -> memoryview:
-        # With cold caches a call into torch takes 20 us and more, so this makes one or two.
-        plain = tensor.view(torch.int16) if tensor.dtype.itemsize == 2 else tensor
-        array = plain.numpy()
-        return array.data.cast("B") if array.size else memoryview(b"")
-
-    def decode(self, meta: TensorMeta, data: memoryview) -> Tensor:
-        dtype = DTYPES[meta.dtype]
-        if not data.nbytes:
-            return torch.empty(meta.shape, dtype=dtype)
-        # `frombuffer` shares memory and warns about buffers that cannot be written to.
-        writable = bytearray(data) if data.readonly else data
-        return torch.frombuffer(writable, dtype=dtype).view(meta.shape)
-
-
-CODECS: Mapping[str, Codec] = {"none": RawCodec()}
+    @property
+    def values_nbytes(self) -> int:
+        """Bytes of the decoded tensor, under the same condition."""
+        _codec_of(self)
+        return RAW.nbytes(self)
 
 
 def encode(tensor: Tensor, *, codec: str = "none") -> tuple[TensorMeta, memoryview]:
     """Describe and encode a float32, float16 or bfloat16 tensor of at most `MAX_DIMS` dimensions.
 
-    The view shares the memory of a contiguous CPU tensor and keeps it alive: do not write to the
-    tensor while the view is in use. Other tensors are copied. Values are not checked here.
+    With `none` the view shares the memory of a contiguous CPU tensor and keeps it alive: do not
+    write to the tensor while the view is in use. Other tensors are copied. `none` does not look at
+    the values; other codecs raise `ProtocolError("not_finite")` for NaN and infinities, and
+    `ProtocolError("bad_tensor")` for values too large for them.
     """
     if sys.byteorder != "little":  # pragma: no cover
         raise ProtocolError("bad_tensor", "tensors travel little-endian; this machine is not")
     if tensor.dtype not in DTYPE_NAMES:
         raise ProtocolError("bad_tensor", f"a {tensor.dtype} tensor cannot be sent")
     meta = TensorMeta(dtype=DTYPE_NAMES[tensor.dtype], shape=tuple(tensor.shape), codec=codec)
-    if tensor.requires_grad or not tensor.is_cpu or not tensor.is_contiguous():
-        tensor = tensor.detach().cpu().contiguous()
-    return meta, _codec_of(meta).encode(tensor)
+    chosen = _codec_of(meta)
+    if tensor.requires_grad or not tensor.is_contiguous():
+        tensor = tensor.detach().contiguous()
+    if chosen is RAW:
+        return meta, RAW.encode(tensor)
+    payload = chosen.encode(tensor) if tensor.numel() else memoryview(b"")
+    size = payload.nbytes if chosen.text == "lossless" else msgspec.UNSET
+    return TensorMeta(meta.dtype, meta.shape, chosen.text, size), payload
 
 
 def check(meta: TensorMeta, *, max_bytes: int) -> int:
     """Return the payload's size in bytes. Raises `ProtocolError("bad_tensor")`.
 
-    Call it before reading the payload: an accepted description needs at most `max_bytes`.
+    Call it before reading the payload: of an accepted description neither the payload nor the
+    decoded tensor takes more than `max_bytes`.
     """
-    return _bounded(meta.nbytes, max_bytes)
+    return _checked(_codec_of(meta), meta, max_bytes)
 
 
-def decode(meta: TensorMeta, data: bytes | bytearray | memoryview, *, max_bytes: int) -> Tensor:
-    """Return the tensor that `encode` described, on the CPU.
+def decode(
+    meta: TensorMeta,
+    data: bytes | bytearray | memoryview,
+    *,
+    max_bytes: int,
+    device: torch.device = _CPU,
+) -> Tensor:
+    """Return the tensor that `encode` described, on `device`: the same values on every one.
 
-    A writable `data` becomes the tensor's memory (do not reuse it); a read-only one is copied.
+    A writable `data` may become the tensor's memory (do not reuse it); a read-only one is copied.
+    `max_bytes` bounds the payload and the tensor, as in `check`.
     Raises `ProtocolError("bad_tensor")` for an unknown codec or dtype, a shape out of bounds or a
     payload of another size, and `ProtocolError("not_finite")` for NaN or infinite values.
     """
     codec = _codec_of(meta)
-    nbytes = _bounded(codec.nbytes(meta), max_bytes)
+    nbytes = _checked(codec, meta, max_bytes)
     view = memoryview(data).cast("B")
     if view.nbytes != nbytes:
         raise ProtocolError(
             "bad_tensor", f"{meta.dtype}{list(meta.shape)} takes {nbytes} bytes, got {view.nbytes}"
         )
-    tensor = codec.decode(meta, view)
+    if codec is RAW:
+        tensor = RAW.decode(meta, view, device)
+    elif nbytes:
+        # torch warns about buffers that cannot be written to.
+        view = memoryview(bytearray(view)) if view.readonly else view
+        tensor = codec.decode(meta, view, device)
+    else:
+        tensor = torch.empty(meta.shape, dtype=DTYPES[meta.dtype], device=device)
     if not is_finite(tensor):
         raise ProtocolError("not_finite", "the tensor holds NaN or infinite values")
     return tensor
 
 
-def is_finite(tensor: Tensor) -> bool:
-    """Whether no value is NaN or infinite."""
-    # On event loops, where `isfinite` would take 30 times as long. A sum is finite only if all
-    # values are; where it overflows the extremes tell: both are NaN if any value is.
-    if math.isfinite(tensor.sum().item()):
-        return True
-    return all(math.isfinite(end.item()) for end in torch.aminmax(tensor))
+def error_bound(tensor: Tensor, *, codec: str) -> Tensor:
+    """For each value of a finite tensor, how far off it can be after `codec`: float64, its shape.
+
+    Each codec's own `error_bound` has the formula. Raises `ProtocolError` where `encode` would.
+    """
+    if not tensor.numel():
+        return torch.zeros_like(tensor, dtype=torch.float64)
+    return parse(codec).error_bound(tensor.detach().contiguous())
 
 
-def _bounded(nbytes: int, max_bytes: int) -> int:
-    if nbytes > max_bytes:
-        raise ProtocolError("bad_tensor", f"a tensor of {nbytes} bytes; at most {max_bytes} fit")
+def _checked(codec: Codec, meta: TensorMeta, max_bytes: int) -> int:
+    nbytes = _nbytes(codec, meta)
+    # Few bytes can stand for a tensor of any size.
+    needed = nbytes if codec is RAW else max(nbytes, RAW.nbytes(meta))
+    if needed > max_bytes:
+        raise ProtocolError("bad_tensor", f"a tensor of {needed} bytes; at most {max_bytes} fit")
     return nbytes
 
 
+def _nbytes(codec: Codec, meta: TensorMeta) -> int:
+    if codec is RAW:
+        return RAW.nbytes(meta)
+    if math.prod(meta.shape):
+        return codec.nbytes(meta)
+    return 0
+
+
 def _codec_of(meta: TensorMeta) -> Codec:
-    codec = CODECS.get(meta.codec)
-    if codec is None:
-        raise ProtocolError("bad_tensor", f"unknown codec {meta.codec[:MAX_NAME]!r}")
+    codec: Codec = RAW if meta.codec == "none" else parse(meta.codec)
+    if meta.size is not msgspec.UNSET and codec.text != "lossless":
+        raise ProtocolError("bad_tensor", f"codec {codec.text} announces no size")
     if meta.dtype not in DTYPES:
         raise ProtocolError("bad_tensor", f"unknown dtype {meta.dtype[:MAX_NAME]!r}")
     if len(meta.shape) > MAX_DIMS:

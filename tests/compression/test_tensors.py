@@ -98,3 +98,21 @@ def test_a_tensor_that_wants_a_gradient_is_sent_without_it(dtype: str) -> None:
     back = decode(meta, payload, max_bytes=MAX_BYTES)
     assert not back.requires_grad
     assert torch.equal(back, tensor)
+
+
+class OlderMeta(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What peers of protocol 1.1 read and write."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    codec: str = "none"
+
+
+def test_without_a_codec_the_description_is_that_of_older_peers() -> None:
+    meta, _ = encode(torch.ones(2, 3, dtype=torch.bfloat16))
+    older = msgspec.msgpack.encode(OlderMeta("bfloat16", (2, 3)))
+    assert msgspec.msgpack.encode(meta) == older
+    assert msgspec.msgpack.decode(older, type=TensorMeta) == meta
+    lossless, _ = encode(torch.ones(2, 3), codec="lossless")
+    with pytest.raises(msgspec.ValidationError, match="size"):
+        msgspec.msgpack.decode(msgspec.msgpack.encode(lossless), type=OlderMeta)

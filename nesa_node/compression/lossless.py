@@ -1,0 +1,127 @@
+"""`lossless`: the bytes of all values by significance, each such plane compressed by Zstandard.
+
+Signs and exponents of hidden states are alike, their last bits are noise; side by side neither can
+be compressed. For those who need identical tokens.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nesa_node.compression.codec import DTYPES, require_finite
+from nesa_node.core.errors import ProtocolError
+
+if TYPE_CHECKING:
+    from nesa_node.compression.tensors import TensorMeta
+
+LEVEL = 1
+"""Of Zstandard: higher ones gain nothing on such bytes."""
+MAX_VALUES = 2**32 - 1
+_LENGTH = struct.Struct("<I")
+_SMALLEST_WINDOW = 1024
+_contexts = threading.local()
+
+
+@dataclass(frozen=True, slots=True)
+class Lossless:
+    """Payload: a plane for each byte of a value, the most significant first.
+
+    A plane is its length (4 bytes, little-endian) and that many bytes: as many as there are values,
+    and it is these bytes of the values; fewer, and it is one Zstandard frame of them that tells their
+    number. The size depends on the values, so the description announces it (`TensorMeta.size`).
+    """
+
+    text: ClassVar[str] = "lossless"
+    exact: ClassVar[bool] = True
+
+    def nbytes(self, meta: TensorMeta) -> int:
+        """What is announced; at most the values' own size and 4 bytes for each plane."""
+        values, planes = math.prod(meta.shape), DTYPES[meta.dtype].itemsize
+        least, most = planes * _LENGTH.size, planes * (_LENGTH.size + values)
+        if values > MAX_VALUES:
+            raise ProtocolError("bad_tensor", f"{values} values; lossless takes {MAX_VALUES}")
+        if not isinstance(meta.size, int) or not least <= meta.size <= most:
+            raise ProtocolError("bad_tensor", f"a lossless size must be {least} to {most} bytes")
+        return meta.size
+
+    def encode(self, tensor: Tensor) -> memoryview:
+        require_finite(tensor)
+        if tensor.numel() > MAX_VALUES:
+            raise ProtocolError("bad_tensor", f"{tensor.numel()} values; at most {MAX_VALUES}")
+        planes = tensor.dtype.itemsize
+        bytes_VP = tensor.reshape(-1).view(torch.uint8).cpu().numpy().reshape(-1, planes)
+        payload = bytearray()
+        for plane in reversed(range(planes)):
+            plain = np.ascontiguousarray(bytes_VP[:, plane])
+            packed = _compressor().compress(plain.data)
+            kept = packed if len(packed) < len(plain) else plain.data
+            payload += _LENGTH.pack(len(kept))
+            payload += kept
+        return memoryview(payload)
+
+    def decode(self, meta: TensorMeta, data: memoryview, device: torch.device) -> Tensor:
+        dtype, values = DTYPES[meta.dtype], math.prod(meta.shape)
+        bytes_VP = np.empty((values, dtype.itemsize), dtype=np.uint8)
+        start = 0
+        for plane in reversed(range(dtype.itemsize)):
+            if data.nbytes - start < _LENGTH.size:
+                raise ProtocolError("bad_tensor", "lossless: a plane is missing")
+            (length,) = _LENGTH.unpack_from(data, start)
+            start += _LENGTH.size
+            if length > min(values, data.nbytes - start):
+                raise ProtocolError("bad_tensor", f"lossless: a plane of {length} bytes")
+            part = data[start : start + length]
+            plain = part if length == values else _decompressed(part, values)
+            bytes_VP[:, plane] = np.frombuffer(plain, dtype=np.uint8)
+            start += length
+        if start != data.nbytes:
+            raise ProtocolError("bad_tensor", "lossless: bytes after the last plane")
+        return torch.from_numpy(bytes_VP).view(dtype).view(meta.shape).to(device)
+
+    def error_bound(self, tensor: Tensor) -> Tensor:
+        """Zeros."""
+        return torch.zeros_like(tensor, dtype=torch.float64)
+
+
+def _decompressed(frame: memoryview, size: int) -> bytes:
+    """Exactly `size` bytes. Raises `ProtocolError`, before it takes memory for anything else."""
+    import zstandard
+
+    try:
+        facts = zstandard.get_frame_parameters(frame)
+        # Whatever the frame announces would be allocated.
+        if facts.content_size != size or facts.dict_id:
+            raise ProtocolError("bad_tensor", "lossless: a plane of another size")
+        if facts.window_size > max(2 * size, _SMALLEST_WINDOW):
+            raise ProtocolError("bad_tensor", "lossless: a window larger than the plane")
+        plain: bytes = _decompressor().decompress(frame, allow_extra_data=False)
+    except zstandard.ZstdError as error:
+        raise ProtocolError("bad_tensor", f"lossless: {error}") from None
+    if len(plain) != size:
+        raise ProtocolError("bad_tensor", "lossless: a plane of another size")
+    return plain
+
+
+def _compressor() -> Any:
+    """This thread's own: contexts cannot be shared, and making one takes longer than using it."""
+    if not hasattr(_contexts, "compressor"):
+        import zstandard
+
+        _contexts.compressor = zstandard.ZstdCompressor(level=LEVEL, write_checksum=False)
+    return _contexts.compressor
+
+
+def _decompressor() -> Any:
+    if not hasattr(_contexts, "decompressor"):
+        import zstandard
+
+        _contexts.decompressor = zstandard.ZstdDecompressor()
+    return _contexts.decompressor

@@ -1,0 +1,223 @@
+"""What holds for every codec, whatever the tensor."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+
+import msgspec
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from nesa_node.compression.codec import DTYPES, FLOAT16_MAX
+from nesa_node.compression.codecs import FAMILIES, parse
+from nesa_node.compression.hadamard import hadamard
+from nesa_node.compression.tensors import TensorMeta, check, decode, encode, error_bound
+from nesa_node.core.errors import ProtocolError
+from tests.compression.hidden_states import CODECS, KINDS, LOSSY, values
+
+MAX_BYTES = 1 << 24
+SHAPES = st.one_of(
+    st.lists(st.integers(0, 5), max_size=4),
+    st.lists(st.integers(0, 140), min_size=1, max_size=2),
+    st.sampled_from([[1, 576], [3, 1024], [2, 1000], [1, 1, 2, 65], [70, 1], [0, 576]]),
+).map(tuple)
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    codec=st.sampled_from(CODECS),
+    dtype=st.sampled_from(sorted(DTYPES)),
+    kind=st.sampled_from(KINDS),
+    shape=SHAPES,
+    seed=st.integers(0, 2**31),
+)
+@example(codec="int4", dtype="float16", kind="large", shape=(2, 64), seed=0)
+@example(codec="bfloat16", dtype="float16", kind="large", shape=(2, 64), seed=0)
+def test_no_value_is_further_off_than_stated(
+    codec: str, dtype: str, kind: str, shape: tuple[int, ...], seed: int
+) -> None:
+    tensor = values(kind, shape, DTYPES[dtype], seed)
+    before = tensor.clone()
+    meta, payload = encode(tensor, codec=codec)
+    assert torch.equal(tensor, before)
+    assert payload.nbytes == meta.nbytes == check(meta, max_bytes=MAX_BYTES)
+    travelled = msgspec.msgpack.decode(msgspec.msgpack.encode(meta), type=TensorMeta)
+    back = decode(travelled, bytes(payload), max_bytes=MAX_BYTES)
+    assert back.dtype == tensor.dtype
+    assert back.shape == tensor.shape
+    bound = error_bound(tensor, codec=codec)
+    assert bound.shape == tensor.shape
+    assert bool(((back.double() - tensor.double()).abs() <= bound).all())
+    assert torch.equal(decode(meta, bytearray(payload), max_bytes=MAX_BYTES), back)
+    if parse(codec).exact:
+        assert not bound.any()
+
+
+@pytest.mark.parametrize("codec", ["bfloat16", "blockwise8", "int8"])
+def test_all_of_float32_stays_within_the_bound(codec: str) -> None:
+    generator = torch.Generator().manual_seed(1)
+    exponents = torch.randint(-149, 127, (500, 96), generator=generator)
+    tensor = torch.randn(500, 96, generator=generator).sign() * 2.0**exponents
+    tensor[0, :2] = torch.tensor([3.38e38, -3.38e38])
+    meta, payload = encode(tensor, codec=codec)
+    error = (decode(meta, payload, max_bytes=MAX_BYTES).double() - tensor.double()).abs()
+    assert bool((error <= error_bound(tensor, codec=codec)).all())
+
+
+def test_the_largest_float32_survives_int8() -> None:
+    tensor = torch.full((1, 64), torch.finfo(torch.float32).max)
+    meta, payload = encode(tensor, codec="int8")
+    back = decode(meta, payload, max_bytes=MAX_BYTES)
+    assert torch.allclose(back, tensor, rtol=1e-4)
+
+
+@pytest.mark.parametrize("codec", LOSSY)
+@pytest.mark.parametrize("kind", ["random", "outliers"])
+def test_a_bound_is_not_far_above_the_errors(codec: str, kind: str) -> None:
+    tensor = values(kind, (64, 576), torch.float32)
+    meta, payload = encode(tensor, codec=codec)
+    error = (decode(meta, payload, max_bytes=MAX_BYTES) - tensor).abs().double()
+    bound = error_bound(tensor, codec=codec)
+    # The errors of all the rotated values of a block rarely add up.
+    assert bool((error > bound * (0.1 if codec.startswith("int4") else 0.8)).any())
+
+
+@pytest.mark.parametrize("codec", [codec for codec in CODECS if codec != "none"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", sorted(DTYPES))
+def test_values_that_are_not_finite_are_refused(codec: str, value: float, dtype: str) -> None:
+    for place in (0, 70):
+        tensor = torch.zeros(3, 71, dtype=DTYPES[dtype])
+        tensor[1, place] = value
+        with pytest.raises(ProtocolError) as caught:
+            encode(tensor, codec=codec)
+        assert caught.value.code == "not_finite"
+
+
+@pytest.mark.parametrize(
+    ("codec", "value"), [("float16", 1e30), ("float16", 65_520.0), ("bfloat16", 3.4e38)]
+)
+def test_a_value_that_a_cast_cannot_hold_is_refused(codec: str, value: float) -> None:
+    with pytest.raises(ProtocolError, match="does not fit"):
+        encode(torch.tensor([1.0, value]), codec=codec)
+
+
+def test_int4_refuses_what_would_overflow() -> None:
+    with pytest.raises(ProtocolError, match="too large"):
+        encode(torch.full((1, 64), 1e31), codec="int4")
+
+
+def test_a_float16_close_to_the_largest_does_not_become_infinite() -> None:
+    tensor = torch.full((4, 64), FLOAT16_MAX, dtype=torch.float16)
+    for codec in LOSSY:
+        meta, payload = encode(tensor, codec=codec)
+        assert decode(meta, payload, max_bytes=MAX_BYTES).isfinite().all()
+
+
+@pytest.mark.parametrize("codec", ["int8", "blockwise8", "int4"])
+def test_huge_channels_spoil_nothing(codec: str) -> None:
+    calm = values("random", (16, 576), torch.float32)
+    hidden = calm.clone()
+    hidden[:, 100] = 2000.0
+    hidden[0, 400] = -25_000.0
+    meta, payload = encode(hidden, codec=codec)
+    error = (decode(meta, payload, max_bytes=MAX_BYTES) - hidden).abs()
+    error[:, 100] = error[0, 400] = 0
+    # Of 16 channels with a scale of their own all but the largest in each row.
+    spoilt = (error > (0.7 if codec == "int4" else 0.05)).sum()
+    assert spoilt <= 15 * 16 if codec != "int4" else spoilt == 0
+
+
+@pytest.mark.parametrize("codec", ["int8:64:0", "blockwise8:64:0"])
+def test_a_huge_channel_spoils_no_other_block(codec: str) -> None:
+    hidden = values("random", (16, 200), torch.float32)
+    hidden[3, 100] = 1e6
+    meta, payload = encode(hidden, codec=codec)
+    error = (decode(meta, payload, max_bytes=MAX_BYTES) - hidden).abs()
+    error[3, 64:128] = 0
+    assert error.max() < 0.05
+
+
+@pytest.mark.parametrize("hidden_size", [576, 1024, 2048, 4096])
+@pytest.mark.parametrize("tokens", [1, 2, 57, 128])
+def test_sizes_are_what_was_asked_for(hidden_size: int, tokens: int) -> None:
+    tensor = values("random", (tokens, hidden_size), torch.bfloat16)
+    ratios = {}
+    for codec in ("blockwise8", "int8", "int4", "int8:64:0", "bfloat16", "float16"):
+        _, payload = encode(tensor, codec=codec)
+        ratios[codec] = payload.nbytes / tensor.nbytes
+    assert ratios["int8"] == ratios["blockwise8"]
+    small = 48 / tensor.nbytes if tensor.nbytes < 1 << 16 else 0
+    assert ratios["blockwise8"] <= 0.54 + small
+    assert ratios["int8:64:0"] == 0.53125
+    assert ratios["int4"] < 0.35
+    assert ratios["bfloat16"] == ratios["float16"] == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "canonical"),
+    [
+        ("none", "none"),
+        ("int8", "int8:64:16"),
+        ("int8@1:128", "int8:128:16"),
+        ("blockwise8:64:0", "blockwise8:64:0"),
+        ("int4", "int4:8:64"),
+        ("int4:64", "int4:64:64"),
+        ("int4:32:0", "int4:32:0"),
+        ("lossless", "lossless"),
+    ],
+)
+def test_a_text_has_one_form(text: str, canonical: str) -> None:
+    assert parse(text).text == canonical
+    assert parse(canonical) == parse(text)
+    meta, _ = encode(torch.ones(2, 2), codec=text)
+    assert meta.codec == canonical
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "None", "pickle", "int8:", "int8:63", "int8:064", "int8:64:257", "int8:8192", "int8:-64",
+        "blockwise8:32", "int4:32:1", "int4:32:5000", "int4:512", "lossless:3", "none:1", "int8\n",
+        "int8:٦٤", " int8", "int8@0", "int8" * 20, "bfloat16:2",
+    ],
+)  # fmt: skip
+def test_other_texts_are_refused(text: str) -> None:
+    with pytest.raises(ProtocolError) as caught:
+        TensorMeta(dtype="float32", shape=(2,), codec=text).nbytes  # noqa: B018
+    assert caught.value.code == "bad_tensor"
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_a_format_of_the_future_is_refused_by_its_number(name: str) -> None:
+    with pytest.raises(ProtocolError, match="format 2, this node has 1"):
+        parse(f"{name}@2")
+
+
+def test_what_peers_make_it_parse_is_not_kept_for_ever() -> None:
+    for share in range(2, 4097):
+        parse(f"int4:32:{share}")
+    assert parse.cache_info().currsize <= 256
+
+
+@pytest.mark.parametrize("block", [1, 2, 8, 32, 256])
+def test_the_butterflies_are_the_matrix(block: int) -> None:
+    places = range(block)
+    matrix = torch.tensor([[(-1.0) ** (i & j).bit_count() for i in places] for j in places])
+    values_NB = torch.randint(-50, 50, (7, block)).float()
+    assert torch.equal(hadamard(values_NB), values_NB @ matrix)
+
+
+def test_importing_the_codecs_loads_neither_bitsandbytes_nor_zstandard() -> None:
+    program = (
+        "import sys, torch; from nesa_node.compression import tensors;"
+        "meta, data = tensors.encode(torch.ones(2, 64), codec='int8');"
+        "tensors.decode(meta, data, max_bytes=999);"
+        "tensors.decode(tensors.TensorMeta('float32', (1, 64), 'blockwise8'), bytes(68), max_bytes=999);"
+        "sys.exit('bitsandbytes' in sys.modules or 'zstandard' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
