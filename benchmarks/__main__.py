@@ -10,7 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 from types import ModuleType
 
-from benchmarks import churn, concurrency, decode, hop, prefill, swarm
+from benchmarks import churn, codecs, concurrency, decode, hop, prefill, swarm
 from benchmarks.models import SHAPES
 from benchmarks.options import Options
 from benchmarks.results import write_result
@@ -18,6 +18,7 @@ from nesa_node.core.logging import setup_logging
 
 BENCHMARKS: dict[str, ModuleType] = {
     "churn": churn,
+    "codecs": codecs,
     "concurrency": concurrency,
     "decode": decode,
     "hop": hop,
