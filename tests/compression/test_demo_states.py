@@ -121,7 +121,7 @@ def test_massive_activations_are_there_and_spoil_little(demo: Demo) -> None:
     largest_L = after_20_LD.abs().amax(-1)
     assert largest_L[0] > 1000 * after_20_LD.abs().median()
     typical_LD = after_20_LD.abs() < 20 * after_20_LD.abs().median(-1, keepdim=True).values
-    for codec, worst in (("blockwise8", 0.05), ("int8", 0.05), ("int4", 0.25)):
+    for codec, worst in (("blockwise8", 0.05), ("int8", 0.1), ("int4", 0.1)):
         error_LD = (through(codec)(after_20_LD[None])[0] - after_20_LD) * typical_LD
         relative_L = error_LD.norm(dim=-1) / (after_20_LD * typical_LD).norm(dim=-1)
         assert relative_L.max() < worst, codec
@@ -129,15 +129,13 @@ def test_massive_activations_are_there_and_spoil_little(demo: Demo) -> None:
 
 @pytest.mark.parametrize(("dtype", "ratio"), [(torch.bfloat16, 0.75), (torch.float32, 0.88)])
 def test_lossless_shrinks_real_hidden_states(demo: Demo, dtype: torch.dtype, ratio: float) -> None:
-    nbytes = sent = 0
-    for state_LD in demo.states():
+    # What is embedded repeats itself; blocks' outputs do not.
+    for state_LD in demo.states()[1:]:
         hidden_LD = state_LD.to(dtype)
         meta, payload = encode(hidden_LD, codec="lossless")
         assert torch.equal(decode(meta, payload, max_bytes=hidden_LD.nbytes + 64), hidden_LD)
-        nbytes += hidden_LD.nbytes
-        sent += payload.nbytes
-    print(f"lossless, {dtype}: {sent / nbytes:.3f}")
-    assert sent <= ratio * nbytes
+        print(f"lossless, {dtype}: {payload.nbytes / hidden_LD.nbytes:.3f}")
+        assert payload.nbytes <= ratio * hidden_LD.nbytes
 
 
 def test_lossless_gives_identical_tokens(demo: Demo) -> None:
