@@ -123,7 +123,7 @@ class _Conversation:
             self._messages.append({"role": "assistant", "content": text})
 
     def _answer(self, ids_1L: torch.Tensor) -> str:
-        from nesa_node.cli.client_model import chain_text
+        from nesa_node.cli.client_model import route_text
         from nesa_node.cli.text import answer
 
         session = self._open(ids_1L)
@@ -134,7 +134,7 @@ class _Conversation:
         self._figures = (
             f"{ids_1L.shape[1]} tokens of context, {session.tokens_sent - sent_before} sent in the "
             f"last turn, first token after {result.first_token_s:.2f} s, then "
-            f"{result.tokens_per_s:.1f} tokens/s, chain {chain_text(session.hops)}"
+            f"{result.tokens_per_s:.1f} tokens/s, {route_text(session)}"
         )
         return result.text
 

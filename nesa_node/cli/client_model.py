@@ -8,12 +8,10 @@ from nesa_node.core.config import ClientConfig
 from nesa_node.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from transformers import PreTrainedTokenizerBase
 
     from nesa_node.client.causal_lm import DistributedModelForCausalLM
-    from nesa_node.routing.chains import Hop
+    from nesa_node.client.inference import InferenceSession
 
 
 def require_model_and_peers(config: ClientConfig) -> str:
@@ -70,14 +68,18 @@ def open_client_model(
         swarm_key=config.swarm_key.get_secret_value() if config.swarm_key else None,
         step_timeout_s=config.step_timeout_s,
         replicate_cache=config.replicate_cache,
+        quality=config.quality,
         reuse_prefix=config.reuse_prefix,
     )
     return model, tokenizer
 
 
-def chain_text(hops: Iterable[Hop]) -> str:
-    """`…WmQh4s 0:10 → …Pz1kLd 10:20`."""
-    return " → ".join(f"{short_peer(hop.peer_id)} {hop.span}" for hop in hops)
+def route_text(session: InferenceSession) -> str:
+    """`chain …WmQh4s 0:10 → …Pz1kLd 10:20`, and how hidden states travelled if not as they are."""
+    hops = " → ".join(f"{short_peer(hop.peer_id)} {hop.span}" for hop in session.hops)
+    codecs = session.codecs
+    compressed = any(codec != "none" for codec in codecs)
+    return f"chain {hops}, sent as {' → '.join(codecs)}" if compressed else f"chain {hops}"
 
 
 def short_peer(peer_id: str) -> str:

@@ -98,6 +98,14 @@ class ClientFlags(SharedFlags):
             help="Keep a second node close behind each, to go on at once where one dies.",
         ),
     ] = None
+    quality: Annotated[
+        str | None,
+        Parameter(
+            group=SWARM,
+            help="What compression may lose on slow links: exact, high, balanced, or a codec's "
+            "name for all links. [default: exact]",
+        ),
+    ] = None
     reuse_prefix: Annotated[
         bool | None,
         Parameter(

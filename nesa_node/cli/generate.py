@@ -72,11 +72,11 @@ def generate(
 
 
 def _print_figures(result: Answer, prompt_tokens: int, session: InferenceSession) -> None:
-    from nesa_node.cli.client_model import chain_text
+    from nesa_node.cli.client_model import route_text
 
     print(
         f"[{prompt_tokens} + {len(result.token_ids)} tokens, first after "
         f"{result.first_token_s:.2f} s, then {result.tokens_per_s:.1f} tokens/s, "
-        f"chain {chain_text(session.hops)}]",
+        f"{route_text(session)}]",
         file=sys.stderr,
     )

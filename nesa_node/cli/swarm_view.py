@@ -115,6 +115,7 @@ def _table(records: Sequence[NodeRecord]) -> Table:
         table.add_column(name, no_wrap=True)
     for name in ("prefill", "decode", "cache free", "load", "up"):
         table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("sends", no_wrap=True)
     table.add_column("state", no_wrap=True)
     for record in records:
         table.add_row(
@@ -127,9 +128,22 @@ def _table(records: Sequence[NodeRecord]) -> Table:
             f"{record.free_cache_tokens}/{record.total_cache_tokens}",
             f"{record.load:.0%}",
             duration(record.uptime_s),
+            sends(record.sent_bytes),
             Text(record.state, style=_STATE_STYLES.get(record.state, "")),
         )
     return table
+
+
+def sends(sent_bytes: Mapping[str, int]) -> str:
+    """How a node's hidden states travel, by bytes: `int8:64:16`, or `int8:64:16 80%, none 20%`."""
+    total = sum(sent_bytes.values())
+    if not total:
+        return "-"
+    shares = [(codec, count / total) for codec, count in sent_bytes.items() if count * 100 >= total]
+    if len(shares) == 1:
+        return shares[0][0]
+    largest_first = sorted(shares, key=lambda pair: -pair[1])
+    return ", ".join(f"{codec} {share:.0%}" for codec, share in largest_first)
 
 
 def _coverage_text(coverage: Sequence[int]) -> Text:

@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -73,8 +74,11 @@ class RemoteConnection:
             swarm_key=options.swarm_key,
             replicates=options.replicate_cache,
             num_blocks=self._num_blocks,
-            prefix=prefix.announced(self._model, dtype) if prefix else (),
+            quality=options.quality,
         )
+        if prefix is not None:
+            announced = prefix.announced(self._model, request.precision)
+            request = replace(request, prefix=announced)
         session = RemoteSession(
             self.swarm,
             request,

@@ -25,6 +25,7 @@ from nesa_node.compression import tensors
 from nesa_node.core.errors import PeerUnreachableError, ProtocolError
 from nesa_node.swarm.messages import Step
 from nesa_node.swarm.outbox import Kept, Outbox
+from nesa_node.swarm.wire import check_allowed, passed_on
 
 WINDOW = 32
 """Steps under way at once: a node reads no more while it has 64 of a session."""
@@ -81,9 +82,12 @@ class Flow:
         self._changed = changed
         self._step_timeout_s = step_timeout_s
         self._rng = rng
+        self.via: tuple[str, ...] = ()
+        """How the hidden states of the last output travelled; empty: as they are all the way."""
 
     async def send(self, link: HopLink, kept: Kept) -> None:
         """Raises `PeerUnreachableError`."""
+        kept = link.wire.readable(kept)
         await link.send_step(
             Step(
                 session=self._route.session,
@@ -92,6 +96,7 @@ class Flow:
                 rows=kept.rows,
                 tensor=kept.meta,
                 want=kept.want,
+                via=passed_on(kept.via, kept.meta.codec),
             ),
             kept.payload,
         )
@@ -107,17 +112,20 @@ class Flow:
         `take` gets each with its output [T, D], in order, as soon as it comes: those have been done
         even if this raises `PeerUnreachableError` or `RemoteError`.
         """
-        unsent = deque(steps)
+        # One by one: each is compressed as late as it can be, while others are under way.
+        unsent = iter(steps)
+        upcoming = next(unsent, None)
         under_way = 0
         while True:
             self._changed.clear()
             under_way -= await self._hand_on(stages, take)
-            if not unsent and not under_way:
+            if upcoming is None and not under_way:
                 return
             self._check_health()
-            if unsent and under_way < WINDOW:
-                await self._enter(stages[0], unsent.popleft())
+            if upcoming is not None and under_way < WINDOW:
+                await self._enter(stages[0], upcoming)
                 under_way += 1
+                upcoming = next(unsent, None)
             else:
                 await self._wait(stages)
 
@@ -128,13 +136,13 @@ class Flow:
         through = 0
         for stage in reversed(stages):
             while (came := self._output(stage)) is not None:
-                kept, output_TD = came
+                kept, output_TD, self.via = came
                 if stage.after is None:
                     take(kept, output_TD)
                     through += 1
                 else:
-                    meta, payload = tensors.encode(output_TD)
-                    step = Kept(kept.step, kept.rows, kept.want, meta, payload)
+                    meta, payload = stage.after.enter.wire.encode(output_TD)
+                    step = Kept(kept.step, kept.rows, kept.want, meta, payload, self.via)
                     await self._enter(stage.after, step)
         return through
 
@@ -150,8 +158,8 @@ class Flow:
             stage.renew(self._step_timeout_s)
         stage.awaited.append(kept)
 
-    def _output(self, stage: Stage) -> tuple[Kept, torch.Tensor] | None:
-        """The oldest awaited step of a stage with its output, if that has come.
+    def _output(self, stage: Stage) -> tuple[Kept, torch.Tensor, tuple[str, ...]] | None:
+        """The oldest awaited step of a stage, its output and how that travelled, if it has come.
 
         Raises `ChainBrokenError` for an output that is not what was asked for.
         """
@@ -169,11 +177,12 @@ class Flow:
         ):
             raise self._misbehaved(link, "an output of another shape")
         try:
-            output_TD = tensors.decode(output.tensor, payload, max_bytes=len(payload))
+            check_allowed(self._request.quality, output.tensor)
+            output_TD = tensors.decode(output.tensor, payload, max_bytes=output.tensor.most_nbytes)
         except ProtocolError as error:
             raise self._misbehaved(link, str(error)) from error
         stage.renew(self._step_timeout_s)
-        return kept, output_TD
+        return kept, output_TD, output.via
 
     def _output_shape(self, sent: Kept) -> tuple[int, int]:
         tokens = {"all": sent.meta.shape[0], "last": len(sent.rows), "none": 0}

@@ -6,6 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
+from nesa_node.client.request import RouteRequest
 from nesa_node.core.errors import (
     BusyError,
     PeerUnreachableError,
@@ -15,6 +16,7 @@ from nesa_node.core.errors import (
 )
 from nesa_node.core.logging import get_logger
 from nesa_node.routing.chains import Hop
+from nesa_node.swarm.link_speed import LinkSpeed
 from nesa_node.swarm.messages import (
     AnyMessage,
     Busy,
@@ -33,6 +35,8 @@ from nesa_node.swarm.messages import (
     Ping,
     Pong,
     Prefix,
+    Probe,
+    Received,
     Reorder,
     Reordered,
     Rollback,
@@ -40,6 +44,7 @@ from nesa_node.swarm.messages import (
     Step,
 )
 from nesa_node.swarm.stream import Stream, silence_is_loss
+from nesa_node.swarm.wire import States, Wire, report_arrival
 
 log = get_logger(__name__)
 
@@ -59,9 +64,16 @@ class HopLink:
     """
 
     def __init__(
-        self, hop: Hop, stream: Stream, max_output_bytes: int, on_change: Callable[[], None]
+        self,
+        hop: Hop,
+        stream: Stream,
+        request: RouteRequest,
+        speed: LinkSpeed,
+        on_change: Callable[[], None],
     ) -> None:
         self.hop = hop
+        self.wire = Wire(request.quality, (), speed)
+        """How steps travel to the node."""
         self.leaving = False
         self.lost: str | None = None
         self.downstream_lost: str | None = None
@@ -72,7 +84,8 @@ class HopLink:
         self._expected: dict[int, int] = {}
         self.opened: Opened | None = None
         self._stream = stream
-        self._max_output_bytes = max_output_bytes
+        self._request = request
+        self._speed = speed
         self._on_change = on_change
         self._answer: asyncio.Future[AnyMessage] | None = None
         self._handed: asyncio.Future[tuple[int, ...]] | None = None
@@ -84,6 +97,7 @@ class HopLink:
         if not isinstance(answer, Opened):
             raise self._unexpected(answer)
         self.opened = answer
+        self.wire = Wire(self._request.quality, answer.codecs, self._speed)
 
     async def link(self, message: Link) -> None:
         """Raises `RemoteError`, with code "downstream_lost" where the neighbour is to blame."""
@@ -91,6 +105,10 @@ class HopLink:
         if not isinstance(answer, Linked) or answer.epoch != message.epoch:
             raise self._unexpected(answer)
         self.downstream_lost = None
+        if message.upstream is None:
+            request = self._request
+            states = States(request.hidden_size, request.dtype, request.tokens)
+            await self.wire.begin(self._stream, states)
 
     async def rollback(self, message: Rollback) -> None:
         answer = await self._ask(message, LINK_TIMEOUT_S)
@@ -152,9 +170,12 @@ class HopLink:
         try:
             while True:
                 message, payload = await self._stream.receive(
-                    max_tensor_bytes=self._max_output_bytes
+                    max_tensor_bytes=self._request.max_output_bytes
                 )
                 self._take(message, payload)
+                if self.opened is not None:
+                    version = self.opened.version
+                    await report_arrival(self._stream, self._request.quality, version)
                 self._on_change()
         except ProtocolError as error:
             self.lose(str(error))
@@ -166,6 +187,10 @@ class HopLink:
                     if len(payload) > self._expected.pop(message.step):
                         raise ProtocolError("bad_tensor", "an output larger than was asked for")
                     self.outputs.append((message, payload))
+            case Received():
+                self.wire.note(message)
+            case Probe():
+                pass
             case Leaving():
                 self.leaving = True
             case Error(fatal=True) if self._answer is None:

@@ -83,6 +83,11 @@ class InferenceSession:
         return self._blocks.hops
 
     @property
+    def codecs(self) -> tuple[str, ...]:
+        """How the last step's hidden states travelled, stream by stream: client, nodes, client."""
+        return self._blocks.codecs
+
+    @property
     def ends(self) -> Ends:
         """The embedding and head it uses: those of the model that opened it."""
         return self._ends

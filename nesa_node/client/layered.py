@@ -41,6 +41,10 @@ class LayeredSession(BlockSession):
     def hops(self) -> tuple[Hop, ...]:
         return tuple(hop for layer in self._layers for hop in layer.hops)
 
+    @property
+    def codecs(self) -> tuple[str, ...]:
+        return tuple(codec for layer in self._layers for codec in layer.codecs)
+
     async def step(
         self, hidden_TD: torch.Tensor, rows: Sequence[RowSlice], *, want: Want = "all"
     ) -> torch.Tensor:

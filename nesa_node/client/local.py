@@ -62,6 +62,11 @@ class LocalSession(BlockSession):
     def hops(self) -> tuple[Hop, ...]:
         return self._hops
 
+    @property
+    def codecs(self) -> tuple[str, ...]:
+        """See `BlockSession.codecs`."""
+        return ()
+
     async def step(
         self, hidden_TD: torch.Tensor, rows: Sequence[RowSlice], *, want: Want = "all"
     ) -> torch.Tensor:

@@ -50,6 +50,7 @@ class AutoDistributedModelForCausalLM:
         recovery_timeout_s: float = 60.0,
         queue_timeout_s: float = 600.0,
         replicate_cache: bool = False,
+        quality: str = "exact",
         reuse_prefix: bool = True,
         prefix_salt: bytes | None = None,
     ) -> DistributedModelForCausalLM:
@@ -61,6 +62,10 @@ class AutoDistributedModelForCausalLM:
         when the first session opens. `recovery_timeout_s` is how long a session waits for a
         replacement of a lost node, `queue_timeout_s` how long it waits for room at busy ones.
         With `replicate_cache` a second node is kept close behind each, to go on where it dies.
+
+        `quality` is what compression may do to hidden states on slow links: nothing ("exact"),
+        what costs no more than 0.5 % of perplexity ("high") or 3 % ("balanced"), or a codec's name
+        for all links ("lossless", "int8", ...: `compression/quality.py`).
 
         With `reuse_prefix` sessions begin with what nodes still hold of earlier ones that began
         with the same tokens. Nodes see digests salted with `prefix_salt` (16 to 64 bytes; by
@@ -91,6 +96,7 @@ class AutoDistributedModelForCausalLM:
             recovery_timeout_s=recovery_timeout_s,
             queue_timeout_s=queue_timeout_s,
             replicate_cache=replicate_cache,
+            quality=quality,
         )
 
         def connect() -> AbstractAsyncContextManager[SwarmConnection]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from nesa_node.compression.quality import EXACT, check_quality
 from nesa_node.core.config import Route
 
 
@@ -28,7 +29,12 @@ class ConnectionOptions:
     """Keep a second node with the same blocks close behind each of a chain's nodes, which goes on
     at once when that dies. It takes cache on both."""
 
+    quality: str = EXACT
+    """What compression may do to hidden states on their way: a floor (`exact`, `high`, `balanced`),
+    above which each link chooses by its speed, or one codec for all links."""
+
     def __post_init__(self) -> None:
+        object.__setattr__(self, "quality", check_quality(self.quality))
         if self.routing not in ("chain", "star"):
             raise ValueError(f'routing must be "chain" or "star", got {self.routing!r}')
         if self.replicate_cache and self.routing == "star":

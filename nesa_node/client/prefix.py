@@ -35,18 +35,18 @@ class SessionPrefix:
     inputs: Inputs
     left: list[Sequence[int]] = field(default_factory=list, repr=False)
 
-    def announced(self, model: str, dtype: str) -> Prefix:
+    def announced(self, model: str, precision: str) -> Prefix:
         """Digests of what comes first, without the last token: of that an output is wanted."""
-        return _digests([tokens[:-1] for tokens in self.tokens], self.salt, model, dtype)
+        return _digests([tokens[:-1] for tokens in self.tokens], self.salt, model, precision)
 
-    def leaves(self, model: str, dtype: str) -> Prefix:
+    def leaves(self, model: str, precision: str) -> Prefix:
         """Digests of what the rows hold at the end."""
-        return _digests(self.left, self.salt, model, dtype)
+        return _digests(self.left, self.salt, model, precision)
 
 
-def _digests(rows: Sequence[Sequence[int]], salt: bytes, model: str, dtype: str) -> Prefix:
+def _digests(rows: Sequence[Sequence[int]], salt: bytes, model: str, precision: str) -> Prefix:
     """One for each full page of each row, as many as fit into a message."""
-    root = _keyed(salt, f"nesa prefix 1\n{model}\n{dtype}".encode())
+    root = _keyed(salt, f"nesa prefix 1\n{model}\n{precision}".encode())
     pages = MAX_DIGESTS // max(len(rows), 1)
     return tuple(_chain(tokens[: pages * PREFIX_TOKENS], salt, root) for tokens in rows)
 

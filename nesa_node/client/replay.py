@@ -14,7 +14,6 @@ from nesa_node.client.flow import Flow, Stage
 from nesa_node.client.hop import OPEN_TIMEOUT_S, HopLink
 from nesa_node.client.request import RouteRequest
 from nesa_node.client.route import Route
-from nesa_node.compression import tensors
 from nesa_node.core.ids import PeerId
 from nesa_node.routing.chains import Hop
 from nesa_node.swarm.outbox import Kept, Outbox
@@ -96,8 +95,8 @@ class Replay:
         outbox = Outbox()
 
         def keep(kept: Kept, output_TD: torch.Tensor) -> None:
-            meta, payload = tensors.encode(output_TD)
-            outbox.append(Kept(kept.step, kept.rows, "all", meta, payload))
+            meta, payload = self._after(link).wire.encode(output_TD)
+            outbox.append(Kept(kept.step, kept.rows, "all", meta, payload, self._flow.via))
 
         # What a last hop was asked for is not enough once blocks follow it.
         whole = [replace(kept, want="all") for kept in steps]
@@ -113,6 +112,10 @@ class Replay:
         """Whether nobody has what went into the blocks after `hop`."""
         end = hop.span.end
         return end < self._request.span.end and end not in self._outboxes
+
+    def _after(self, link: HopLink) -> HopLink:
+        links = self._route.links
+        return links[links.index(link) + 1]
 
     def _outbox(self, link: HopLink) -> Outbox:
         return self._outboxes.setdefault(link.hop.span.start, Outbox())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from nesa_node.compression import tensors
+from nesa_node.compression.quality import EXACT
 from nesa_node.core.ids import ModelId
 from nesa_node.core.span import Span
 from nesa_node.swarm.messages import Mode, Prefix
@@ -28,6 +29,13 @@ class RouteRequest:
     """Of the whole model. Where it is given, records that say otherwise count for nothing."""
     prefix: Prefix = ()
     """Digests of what each row will be fed first."""
+    quality: str = EXACT
+    """What compression may do to hidden states."""
+
+    @property
+    def precision(self) -> str:
+        """What the hidden states that reach a node depend on beside the tokens."""
+        return self.dtype if self.quality == EXACT else f"{self.dtype} {self.quality}"
 
     @property
     def tokens(self) -> int:

@@ -12,6 +12,7 @@ from nesa_node.client.hop import OPEN_TIMEOUT_S, HopLink
 from nesa_node.client.nodes import Nodes
 from nesa_node.client.request import RouteRequest
 from nesa_node.client.successors import Successors
+from nesa_node.compression.quality import codec_names
 from nesa_node.core.errors import (
     BusyError,
     PeerUnreachableError,
@@ -35,6 +36,7 @@ from nesa_node.swarm.messages import (
 from nesa_node.swarm.node import Swarm
 from nesa_node.swarm.private import membership_proof
 from nesa_node.swarm.stream import Stream
+from nesa_node.swarm.wire import speed_to
 
 log = get_logger(__name__)
 
@@ -244,7 +246,8 @@ class Route:
             self.nodes.suspect(peer, str(error))
             raise
         stream = Stream(peer, reader, writer)
-        link = HopLink(hop, stream, request.max_output_bytes, self._on_change)
+        speed = await speed_to(self._swarm, peer, request.quality)
+        link = HopLink(hop, stream, request, speed, self._on_change)
         try:
             await link.open(self._open_message(hop, before, donor), timeout_s)
         except BaseException as error:
@@ -277,6 +280,8 @@ class Route:
             donor=donor,
             # A successor is handed everything.
             prefix=self.beginning.prefix if donor is None else (),
+            quality=request.quality,
+            codecs=codec_names(),
             membership=membership_proof(
                 request.swarm_key,
                 SessionId(self.session),

@@ -102,6 +102,13 @@ class RemoteSession:
     def hops(self) -> tuple[Hop, ...]:
         return self._route.hops
 
+    @property
+    def codecs(self) -> tuple[str, ...]:
+        """How the last step's hidden states travelled, stream by stream from here to here."""
+        streams = len(self.hops) + 1 if self._request.mode == "chain" else 2 * len(self.hops)
+        via = self._flow.via
+        return ("none",) * (streams - len(via)) + via
+
     async def open(self) -> None:
         """Reserve a session on every hop, all or none; wait while nodes are busy or missing.
 
@@ -172,7 +179,9 @@ class RemoteSession:
 
     async def close(self) -> None:
         request, prefix = self._request, self._prefix
-        await self._route.close(prefix.leaves(request.model_id, request.dtype) if prefix else ())
+        await self._route.close(
+            prefix.leaves(request.model_id, request.precision) if prefix else ()
+        )
         self._line.left()
 
     async def _note_what_is_held(self) -> None:
@@ -204,7 +213,7 @@ class RemoteSession:
     def _encode(self, chunks: Iterable[Chunk], wire_TD: torch.Tensor) -> Iterator[Kept]:
         for chunk in chunks:
             self._step += 1
-            meta, payload = tensors.encode(wire_TD[chunk.start : chunk.end])
+            meta, payload = self._route.links[0].wire.encode(wire_TD[chunk.start : chunk.end])
             yield Kept(self._step, chunk.rows, chunk.want, meta, payload)
 
     def _replicate(self) -> None:

@@ -43,6 +43,11 @@ class BlockSession(Protocol):
         """The chain as it is now; it changes when a node is replaced."""
         ...
 
+    @property
+    def codecs(self) -> tuple[str, ...]:
+        """How the last step's hidden states travelled, stream by stream; empty without streams."""
+        ...
+
     async def step(
         self, hidden_TD: torch.Tensor, rows: Sequence[RowSlice], *, want: Want = "all"
     ) -> torch.Tensor:

@@ -51,6 +51,14 @@ class TensorMeta(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return _nbytes(_codec_of(self), self)
 
     @property
+    def most_nbytes(self) -> int:
+        """Bytes of the payload or of the decoded tensor, whatever is more, as `check` bounds them.
+
+        Raises `ProtocolError("bad_tensor")` as it does.
+        """
+        return max(self.nbytes, self.values_nbytes)
+
+    @property
     def values_nbytes(self) -> int:
         """Bytes of the decoded tensor, under the same condition."""
         _codec_of(self)

@@ -146,6 +146,7 @@ class ClientConfig(SharedConfig):
     model: str | None = None
     route: Route = "chain"
     replicate_cache: bool = False
+    quality: str = "exact"
     reuse_prefix: bool = True
     # Somebody who reads an answer does not want the news of the network between its words.
     log_level: LogLevel = "warning"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -11,6 +12,7 @@ from typing import Literal
 import psutil
 import torch
 
+from nesa_node.compression.quality import codec_names
 from nesa_node.core.errors import SwarmError
 from nesa_node.core.logging import get_logger
 from nesa_node.core.span import Span
@@ -24,6 +26,7 @@ log = get_logger(__name__)
 State = Literal["joining", "serving", "draining"]
 REFRESH_S = 10.0
 """At most: a record's free cache and load are this old, besides the DHT's own delay."""
+MAX_CODECS_TOLD = 16
 DTYPE_NAMES = {
     torch.float32: "float32",
     torch.bfloat16: "bfloat16",
@@ -56,9 +59,13 @@ class Capacity:
 class Announcer:
     """Publishes on request and, in `run`, well before each record would expire."""
 
-    def __init__(self, directory: Directory, facts: NodeFacts) -> None:
+    def __init__(
+        self, directory: Directory, facts: NodeFacts, sent_bytes: Counter[str] | None = None
+    ) -> None:
+        """`sent_bytes`: of hidden states, by codec; read whenever a record is made."""
         self.throughput = Throughput(0.0, 0.0)
         self.capacity: Callable[[], Capacity] = Capacity
+        self._sent_bytes = Counter() if sent_bytes is None else sent_bytes
         self._directory = directory
         self._facts = facts
         self._started_at = time.monotonic()
@@ -105,6 +112,8 @@ class Announcer:
             uptime_s=time.monotonic() - self._started_at,
             context_length=facts.context_length,
             public_name=facts.public_name,
+            codecs=codec_names(),
+            sent_bytes=dict(self._sent_bytes.most_common(MAX_CODECS_TOLD)),
         )
 
 

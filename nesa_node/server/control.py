@@ -21,12 +21,15 @@ from nesa_node.swarm.messages import (
     Linked,
     Ping,
     Pong,
+    Probe,
+    Received,
     Reorder,
     Reordered,
     Rollback,
     RolledBack,
     Step,
 )
+from nesa_node.swarm.wire import report_arrival
 
 log = get_logger(__name__)
 
@@ -74,6 +77,7 @@ async def _read(session: Session, tasks: asyncio.TaskGroup) -> None:
         message, payload = await session.client.receive(
             max_tensor_bytes=session.inbox.max_step_bytes
         )
+        await report_arrival(session.client, session.opened.quality, session.opened.version)
         if isinstance(message, HandOver):
             # Steps go on meanwhile.
             await room.acquire()
@@ -126,6 +130,10 @@ async def _obey(session: Session, message: AnyMessage, payload: bytearray) -> No
                     busy=session.busy,
                 )
             )
+        case Received():
+            session.client_wire.note(message)
+        case Probe():
+            pass
         case Close():
             session.remember(message.prefix)
             raise _Ended

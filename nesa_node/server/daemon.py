@@ -165,7 +165,7 @@ def _allow_many_files() -> None:
 async def _serve(
     config: NodeConfig, served: Served, swarm: Swarm, scheduler: Scheduler, stopping: asyncio.Event
 ) -> None:
-    announcer = Announcer(swarm.directory, _node_facts(config, served))
+    announcer = Announcer(swarm.directory, _node_facts(config, served), swarm.speeds.sent_bytes)
     refreshing = asyncio.create_task(announcer.run())
     try:
         loading = asyncio.create_task(_prepare(config, served, swarm, scheduler, announcer))

@@ -18,6 +18,7 @@ from nesa_node.swarm.messages import (
 )
 from nesa_node.swarm.node import Swarm
 from nesa_node.swarm.stream import Stream, silence_is_loss
+from nesa_node.swarm.wire import Wire, speed_to
 
 NEIGHBOUR_S = 10.0
 """How long neighbours wait for each other while they link up."""
@@ -25,12 +26,15 @@ NEIGHBOUR_S = 10.0
 
 async def dial(
     swarm: Swarm, model_id: ModelId, opened: Open, downstream: Downstream, epoch: int
-) -> Stream:
+) -> tuple[Stream, Wire]:
     """A push stream to the next node. Raises `ProtocolError("downstream_lost")`."""
     introduction = PushOpen(
         version=VERSION, session=opened.session, secret=opened.secret, epoch=epoch
     )
-    return await _reach(swarm, model_id, downstream, introduction, PushOpened)
+    stream, answer = await _reach(swarm, model_id, downstream, introduction, PushOpened)
+    codecs = answer.codecs if isinstance(answer, PushOpened) else ()
+    speed = await speed_to(swarm, stream.peer, opened.quality)
+    return stream, Wire(opened.quality, codecs, speed)
 
 
 async def dial_successor(
@@ -38,7 +42,8 @@ async def dial_successor(
 ) -> Stream:
     """A stream to whom the session goes. Raises `ProtocolError("downstream_lost")`."""
     introduction = TransferOpen(version=VERSION, session=opened.session, secret=opened.secret)
-    return await _reach(swarm, model_id, successor, introduction, TransferOpened)
+    stream, _ = await _reach(swarm, model_id, successor, introduction, TransferOpened)
+    return stream
 
 
 async def _reach(
@@ -47,8 +52,8 @@ async def _reach(
     whom: Downstream,
     introduction: PushOpen | TransferOpen,
     welcome: type[PushOpened | TransferOpened],
-) -> Stream:
-    """A stream to a peer whose own record must say that it holds the blocks."""
+) -> tuple[Stream, PushOpened | TransferOpened]:
+    """A stream to a peer whose own record must say that it holds the blocks, and its answer."""
     peer = PeerId(whom.peer)
     try:
         record = swarm.directory.record(peer)
@@ -62,23 +67,24 @@ async def _reach(
         reader, writer = await swarm.transport.open_stream(peer, PROTOCOL, record.addresses)
         stream = Stream(peer, reader, writer)
         try:
-            await _introduce(stream, introduction, welcome)
+            answer = await _introduce(stream, introduction, welcome)
         except BaseException:
             await stream.close()
             raise
     except (NesaError, OSError) as error:
         raise ProtocolError("downstream_lost", f"{peer}: {error}") from error
-    return stream
+    return stream, answer
 
 
 async def _introduce(
     stream: Stream,
     introduction: PushOpen | TransferOpen,
     welcome: type[PushOpened | TransferOpened],
-) -> None:
+) -> PushOpened | TransferOpened:
     async with silence_is_loss(stream.peer, NEIGHBOUR_S + 2, "opening a stream between nodes"):
         await stream.send(introduction)
         answer, _ = await stream.receive()
     if not isinstance(answer, welcome):
         words = answer.message if isinstance(answer, Error) else type(answer).__name__
         raise PeerUnreachableError(f"it answered: {words}")
+    return answer

@@ -12,11 +12,20 @@ from dataclasses import dataclass
 import torch
 
 from nesa_node.compression import tensors
+from nesa_node.compression.tensors import TensorMeta
 from nesa_node.core.errors import ProtocolError
 from nesa_node.swarm.messages import Step
+from nesa_node.swarm.wire import ASIDE_BYTES, PLAIN, check_allowed
 
 LARGE_BYTES = 1 << 20
 """A payload from which on `examine` takes milliseconds: not for the event loop."""
+
+
+def is_quick(meta: TensorMeta, payload: bytearray) -> bool:
+    """Whether `examine` may run on the event loop."""
+    if meta.codec == PLAIN:
+        return len(payload) < LARGE_BYTES
+    return meta.most_nbytes < ASIDE_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +43,7 @@ def examine(step: Step, payload: bytearray) -> Examined:
     Raises `ProtocolError` for a payload of another size than described, and for NaN or infinite
     values.
     """
-    hidden_TD = tensors.decode(step.tensor, payload, max_bytes=len(payload))
+    hidden_TD = tensors.decode(step.tensor, payload, max_bytes=step.tensor.most_nbytes)
     if len(payload) < LARGE_BYTES:
         return Examined(payload, hidden_TD)
     return Examined(hashlib.blake2b(payload, digest_size=16).digest(), hidden_TD)
@@ -55,6 +64,7 @@ class Inbox:
         max_tokens: int,
         hidden_size: int,
         dtype: str,
+        quality: str,
         outgrow: Callable[[int, int], None],
     ) -> None:
         """`outgrow(have, want)` is asked when a row outgrows `max_tokens`, and what it got then.
@@ -68,6 +78,7 @@ class Inbox:
         self._max_tokens = max_tokens
         self._hidden_size = hidden_size
         self._dtype = dtype
+        self._quality = quality
         self._outgrow = outgrow
         self._last: tuple[Step, bytes | bytearray] | None = None
 
@@ -94,6 +105,7 @@ class Inbox:
             raise ProtocolError(
                 "future_epoch", f"epoch {step.epoch} has not begun; it is {self.epoch}"
             )
+        check_allowed(self._quality, step.tensor)
         total = sum(part.count for part in step.rows)
         if step.tensor.dtype != self._dtype or step.tensor.shape != (total, self._hidden_size):
             raise ProtocolError(

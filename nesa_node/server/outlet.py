@@ -15,25 +15,31 @@ from nesa_node.compression import tensors
 from nesa_node.core.errors import StreamClosedError
 from nesa_node.core.logging import get_logger
 from nesa_node.server.push import Push, open_push
-from nesa_node.swarm.messages import MAX_TOKENS, Downstream, Error, Output, Step
+from nesa_node.swarm.messages import MAX_TOKENS, Downstream, Error, Open, Output, Step
 from nesa_node.swarm.outbox import Kept, Outbox, clip
 from nesa_node.swarm.stream import Stream
+from nesa_node.swarm.wire import PLAIN, States, Wire, passed_on
 
 log = get_logger(__name__)
 
-Dial = Callable[[Downstream, int], Awaitable[Stream]]
+Dial = Callable[[Downstream, int], Awaitable[tuple[Stream, Wire]]]
 """`dial(downstream, epoch)` opens a push. Raises `ProtocolError("downstream_lost")`."""
 
 
 class Outlet:
     """Sends each step's output in order. One task at a time may call it."""
 
-    def __init__(self, client: Stream, session: bytes, rows: int, dial: Dial) -> None:
+    def __init__(
+        self, client: Stream, wire: Wire, opened: Open, hidden_size: int, dial: Dial
+    ) -> None:
+        """`wire` is that of the client."""
         self._client = client
-        self._session = session
+        self._wire = self.client_wire = wire
+        self._session = opened.session
+        self._states = States(hidden_size, opened.dtype, opened.rows * opened.max_tokens)
         self._dial = dial
         self._outbox = Outbox()
-        self._emit_from: Sequence[int] = [0] * rows
+        self._emit_from: Sequence[int] = [0] * opened.rows
         self._downstream: Downstream | None = None
         self._push: Push | None = None
         self._push_scope = AsyncExitStack()
@@ -47,8 +53,12 @@ class Outlet:
 
     async def emit(self, step: Step, output_TD: torch.Tensor) -> None:
         """Keep and send the output [T, D] of a step."""
-        meta, payload = tensors.encode(output_TD)
-        kept = Kept(step.step, step.rows, step.want, meta, payload)
+        if self._downstream is None:
+            # For the client it is compressed when it is known which tokens it wants.
+            meta, payload = tensors.encode(output_TD)
+        else:
+            meta, payload = await self._wire.encode_aside(output_TD)
+        kept = Kept(step.step, step.rows, step.want, meta, payload, step.via)
         if self._downstream is not None:
             self._outbox.append(kept)
         await self._send(kept, step.epoch)
@@ -82,14 +92,16 @@ class Outlet:
         self._emit_from = emit_from
         alive = self._push is not None and not self._push.lost
         if downstream != self._downstream or (downstream is not None and not alive):
-            self._downstream = downstream
+            self._downstream, self._wire = downstream, self.client_wire
             self._push = None
             await self._push_scope.aclose()
             if downstream is not None:
-                stream = await self._dial(downstream, epoch)
+                stream, self._wire = await self._dial(downstream, epoch)
                 self._push = await self._push_scope.enter_async_context(
-                    open_push(stream, partial(self._tell_lost, downstream.peer))
+                    open_push(stream, self._wire, partial(self._tell_lost, downstream.peer))
                 )
+        stream = self._client if self._push is None else self._push.stream
+        await self._wire.begin(stream, self._states)
         for kept in self._outbox.since(emit_from, [MAX_TOKENS] * len(emit_from)):
             await self._send(kept, epoch)
 
@@ -109,6 +121,7 @@ class Outlet:
         if self._downstream is None:
             await self._answer(part, epoch)
         elif self._push is not None:
+            part = self._wire.readable(part)
             await self._push.send(
                 Step(
                     session=self._session,
@@ -117,6 +130,7 @@ class Outlet:
                     rows=part.rows,
                     tensor=part.meta,
                     want=part.want,
+                    via=passed_on(part.via, part.meta.codec),
                 ),
                 part.payload,
             )
@@ -125,11 +139,14 @@ class Outlet:
         meta, payload = kept.meta, kept.payload
         if kept.want == "last" and any(part.count > 1 for part in kept.rows):
             ends = torch.tensor([part.count for part in kept.rows]).cumsum(0) - 1
-            meta, payload = tensors.encode(kept.tensor()[ends], codec=meta.codec)
+            meta, payload = await self.client_wire.encode_aside(kept.tensor()[ends])
         elif kept.want == "none":
-            meta, payload = tensors.encode(kept.tensor()[:0], codec=meta.codec)
+            meta, payload = tensors.encode(kept.tensor()[:0])
+        elif self.client_wire.compresses and meta.codec == PLAIN:
+            meta, payload = await self.client_wire.encode_aside(kept.tensor())
+        via = passed_on(kept.via, meta.codec)
         await self._client.send(
-            Output(epoch=epoch, step=kept.step, rows=kept.rows, tensor=meta), payload
+            Output(epoch=epoch, step=kept.step, rows=kept.rows, tensor=meta, via=via), payload
         )
 
     async def _tell_lost(self, peer: str, reason: str) -> None:

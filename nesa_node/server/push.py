@@ -8,8 +8,9 @@ from contextlib import asynccontextmanager
 
 from nesa_node.core.errors import ProtocolError, StreamClosedError
 from nesa_node.core.logging import get_logger
-from nesa_node.swarm.messages import Error, Step
+from nesa_node.swarm.messages import Error, Received, Step
 from nesa_node.swarm.stream import Stream
+from nesa_node.swarm.wire import Wire
 
 log = get_logger(__name__)
 
@@ -19,28 +20,32 @@ OnLost = Callable[[str], Awaitable[None]]
 class Push:
     """Sends until the downstream goes or refuses; then calls `on_lost(reason)`, once."""
 
-    def __init__(self, stream: Stream, on_lost: OnLost) -> None:
+    def __init__(self, stream: Stream, wire: Wire, on_lost: OnLost) -> None:
         self.lost = False
-        self._stream = stream
+        self.stream = stream
+        self._wire = wire
         self._on_lost = on_lost
 
     @property
     def settled(self) -> bool:
-        return self.lost or self._stream.settled
+        return self.lost or self.stream.settled
 
     async def send(self, step: Step, payload: memoryview | bytes | bytearray) -> None:
         """Never raises for a downstream that is gone: the sender keeps what it sends anyway."""
         if self.lost:
             return
         try:
-            await self._stream.send(step, payload)
+            await self.stream.send(step, payload)
         except StreamClosedError as error:
             await self._lose(str(error))
 
     async def watch(self) -> None:
-        """The downstream speaks up only to refuse something."""
+        """The downstream speaks up to tell how fast messages came, and to refuse something."""
         try:
-            message, _ = await self._stream.receive()
+            message, _ = await self.stream.receive()
+            while isinstance(message, Received):
+                self._wire.note(message)
+                message, _ = await self.stream.receive()
             words = message.message if isinstance(message, Error) else type(message).__name__
             await self._lose(f"it answered: {words}")
         except ProtocolError as error:
@@ -49,14 +54,14 @@ class Push:
     async def _lose(self, reason: str) -> None:
         if not self.lost:
             self.lost = True
-            log.info("downstream_lost", peer=self._stream.peer, reason=reason)
+            log.info("downstream_lost", peer=self.stream.peer, reason=reason)
             await self._on_lost(reason)
 
 
 @asynccontextmanager
-async def open_push(stream: Stream, on_lost: OnLost) -> AsyncIterator[Push]:
+async def open_push(stream: Stream, wire: Wire, on_lost: OnLost) -> AsyncIterator[Push]:
     """Push over `stream`, which is closed at the end."""
-    push = Push(stream, on_lost)
+    push = Push(stream, wire, on_lost)
     watcher = asyncio.create_task(push.watch())
     try:
         yield push

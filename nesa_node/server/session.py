@@ -12,13 +12,14 @@ from nesa_node.core.errors import ProtocolError
 from nesa_node.core.ids import PeerId
 from nesa_node.core.logging import get_logger
 from nesa_node.server.admission import Place
-from nesa_node.server.inbox import LARGE_BYTES, Inbox, examine
+from nesa_node.server.inbox import Inbox, examine, is_quick
 from nesa_node.server.outlet import Outlet
 from nesa_node.server.prefixes import SessionPrefixes
 from nesa_node.server.transfer import CHUNK_TOKENS, Succession, Transfers
 from nesa_node.server.work import Work
 from nesa_node.swarm.messages import Downstream, Link, Open, Pages, Prefix, Step, Sync
 from nesa_node.swarm.stream import Stream
+from nesa_node.swarm.wire import Wire
 
 log = get_logger(__name__)
 
@@ -57,6 +58,7 @@ class Session:
             max_tokens=opened.max_tokens,
             hidden_size=work.blocks.hidden_size,
             dtype=opened.dtype,
+            quality=opened.quality,
             outgrow=self._outgrow,
         )
         self.inbox.epoch = opened.epoch
@@ -88,6 +90,11 @@ class Session:
     def busy(self) -> bool:
         return self._work.backlog > 0 or self._emitting.locked()
 
+    @property
+    def client_wire(self) -> Wire:
+        """How outputs travel to the client."""
+        return self._outlet.client_wire
+
     async def submit(self, sender: PeerId, step: Step, payload: bytearray) -> None:
         """Check and queue a step that `sender` brought; waits while the queue is full.
 
@@ -101,7 +108,7 @@ class Session:
         await self._wait_until(lambda: self._work.backlog < MAX_QUEUED_STEPS)
         if not self.inbox.wants(step):
             return
-        if len(payload) < LARGE_BYTES:
+        if is_quick(step.tensor, payload):
             examined = examine(step, payload)
         else:
             examined = await asyncio.to_thread(examine, step, payload)

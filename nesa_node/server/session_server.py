@@ -9,9 +9,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 
+from nesa_node.compression.quality import check_quality, codec_names
 from nesa_node.compression.tensors import DTYPES
 from nesa_node.core.errors import (
     BusyError,
+    ConfigError,
     FrameError,
     ProtocolError,
     StreamClosedError,
@@ -40,6 +42,7 @@ from nesa_node.swarm.messages import (
     Open,
     Opened,
     Pages,
+    Probe,
     PushOpen,
     PushOpened,
     Step,
@@ -51,6 +54,7 @@ from nesa_node.swarm.messages import (
 from nesa_node.swarm.node import Swarm
 from nesa_node.swarm.private import verify_membership
 from nesa_node.swarm.stream import Stream
+from nesa_node.swarm.wire import Wire, report_arrival, speed_to
 
 log = get_logger(__name__)
 
@@ -146,7 +150,9 @@ class SessionServer:
         kept = self._blocks.hidden_size * 4 if opened.mode == "chain" else 0
         blocks = self._blocks.part(Span(*opened.blocks))
         reach = (self._swarm, self._model_id, opened)
-        outlet = Outlet(stream, opened.session, opened.rows, partial(dial, *reach))
+        speed = await speed_to(self._swarm, stream.peer, opened.quality)
+        wire = Wire(opened.quality, opened.codecs, speed)
+        outlet = Outlet(stream, wire, opened, self._blocks.hidden_size, partial(dial, *reach))
         executor = self._scheduler.executor
         try:
             with self._admission.session(
@@ -188,6 +194,7 @@ class SessionServer:
                         context_length=self._blocks.context_length,
                         step_timeout_s=self._step_timeout_s,
                         held=session.lengths,
+                        codecs=codec_names(),
                     )
                 )
                 await serve_session(
@@ -239,6 +246,7 @@ class SessionServer:
                 "context_length", f"{opened.max_tokens} tokens; the model holds {limit}"
             )
         check_prefix(opened.prefix, opened.rows)
+        _check_quality(opened.quality)
         if (peer, SessionId(opened.session)) in self._sessions:
             raise ProtocolError("session_exists", "this session is open here already")
         if self._draining.is_set():
@@ -250,14 +258,16 @@ class SessionServer:
         if session.upstream != stream.peer:
             raise ProtocolError("not_upstream", f"{stream.peer} is not upstream of this session")
         with session.being_pushed():
-            await stream.send(PushOpened(epoch=opened.epoch))
+            await stream.send(PushOpened(epoch=opened.epoch, codecs=codec_names()))
             while True:
                 message, payload = await stream.receive(
                     max_tensor_bytes=session.inbox.max_step_bytes
                 )
-                if not isinstance(message, Step):
+                if isinstance(message, Step):
+                    await session.submit(stream.peer, message, payload)
+                elif not isinstance(message, Probe):
                     raise ProtocolError("unexpected", f"{_name(message)} on a push stream")
-                await session.submit(stream.peer, message, payload)
+                await report_arrival(stream, session.opened.quality, opened.version)
 
     async def _accept_transfer(self, stream: Stream, opened: TransferOpen) -> None:
         """Take a session over from the node that its client named, until the client links it."""
@@ -308,6 +318,15 @@ class SessionServer:
                     await stream.send(Error(code=error.code, message=str(error)[:2048]))
         except (ProtocolError, TimeoutError):
             log.debug("refusal_not_delivered", peer=stream.peer)
+
+
+def _check_quality(quality: str) -> None:
+    try:
+        full = check_quality(quality)
+    except ConfigError as error:
+        raise ProtocolError("unknown_quality", str(error)) from None
+    if full != quality:
+        raise ProtocolError("unknown_quality", f"{quality!r} lacks parameters: write {full!r}")
 
 
 def _check_version(version: tuple[int, int]) -> None:

@@ -15,7 +15,7 @@ import torch
 from nesa_node.compression import tensors
 from nesa_node.core.errors import NesaError, ProtocolError
 from nesa_node.server.executor import Executor
-from nesa_node.server.inbox import LARGE_BYTES
+from nesa_node.server.inbox import is_quick
 from nesa_node.server.outlet import Outlet
 from nesa_node.server.work import Work
 from nesa_node.swarm.messages import Downstream, Error, Pages, Step, Sync, Synced
@@ -157,8 +157,8 @@ class Succession:
         """Keep what the donor kept, for a receiver that lacks it."""
         self._check_output(step)
         # Whoever is sent it would blame this node for what is not finite.
-        read = partial(tensors.decode, step.tensor, payload, max_bytes=len(payload))
-        await asyncio.to_thread(read) if len(payload) >= LARGE_BYTES else read()
+        read = partial(tensors.decode, step.tensor, payload, max_bytes=step.tensor.most_nbytes)
+        read() if is_quick(step.tensor, payload) else await asyncio.to_thread(read)
         for part in step.rows:
             kept = self._kept[part.row] or range(part.position, part.position)
             self._kept[part.row] = range(kept.start, part.position + part.count)
@@ -192,7 +192,7 @@ class Succession:
         self._outlet.truncate(lengths)
 
     def _put(self, pages: Pages, payload: bytearray, slots: slice | torch.Tensor) -> None:
-        tokens = tensors.decode(pages.tensor, payload, max_bytes=len(payload))
+        tokens = tensors.decode(pages.tensor, payload, max_bytes=pages.tensor.most_nbytes)
         self._work.tables[pages.row].pool.import_tokens(slots, self._work.blocks.span, tokens)
 
 

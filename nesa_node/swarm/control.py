@@ -90,6 +90,17 @@ class ControlSocket:
         response = await self._ask(p2pd_pb2.Request(type=p2pd_pb2.Request.LIST_PEERS))
         return tuple(PeerId(base58_encode(peer.id)) for peer in response.peers)
 
+    async def addresses_of(self, peer: PeerId) -> tuple[str, ...]:
+        """The other ends of the connections to `peer`; none if it is not connected."""
+        response = await self._ask(p2pd_pb2.Request(type=p2pd_pb2.Request.LIST_PEERS))
+        wanted = base58_decode(peer)
+        return tuple(
+            str(Multiaddr(address))
+            for listed in response.peers
+            if listed.id == wanted
+            for address in listed.addrs
+        )
+
     async def knows_the_way(self) -> bool:
         """Whether the daemon has anyone to ask where a peer is; false until the first handshake."""
         query = p2pd_pb2.DHTRequest(type=p2pd_pb2.DHTRequest.FIND_PEER, peer=_NOBODY, timeout=1)

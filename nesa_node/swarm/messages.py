@@ -15,7 +15,7 @@ from nesa_node.compression.tensors import TensorMeta
 from nesa_node.core.errors import FrameError
 
 PROTOCOL = "/nesa/session"
-VERSION = (1, 1)
+VERSION = (1, 2)
 
 MAX_ROWS = 256
 MAX_TOKENS = 1 << 24
@@ -37,6 +37,8 @@ BlockRange = tuple[Count, Count]
 Mode = Literal["chain", "star"]
 Want = Literal["all", "last", "none"]
 Priority = Literal["interactive", "batch", "training"]
+CodecName = Annotated[str, Meta(min_length=1, max_length=32)]
+Codecs = Annotated[tuple[CodecName, ...], Meta(max_length=64)]
 
 
 class RowSlice(msgspec.Struct, frozen=True, array_like=True):
@@ -75,6 +77,10 @@ class Open(Message, frozen=True, tag="open"):
     """The peer that may hand over its cache of this session before it is linked."""
     prefix: Prefix = ()
     """Per row, the digests of what it will be fed first."""
+    quality: CodecName = "exact"
+    """What compression may do to its hidden states: `compression/quality.py`."""
+    codecs: Codecs = ()
+    """What the client decodes beside "none"."""
 
 
 class Opened(Message, frozen=True, tag="opened"):
@@ -85,6 +91,8 @@ class Opened(Message, frozen=True, tag="opened"):
     step_timeout_s: Seconds
     held: Lengths = ()
     """Per row, how many of the tokens that `prefix` announced are in the cache already."""
+    codecs: Codecs = ()
+    """What the node decodes beside "none"."""
 
 
 class Busy(Message, frozen=True, tag="busy"):
@@ -126,6 +134,8 @@ class PushOpen(Message, frozen=True, tag="push_open"):
 
 class PushOpened(Message, frozen=True, tag="push_opened"):
     epoch: Epoch
+    codecs: Codecs = ()
+    """What the node decodes beside "none"."""
 
 
 class Step(Message, frozen=True, tag="step"):
@@ -137,6 +147,8 @@ class Step(Message, frozen=True, tag="step"):
     rows: Slices
     tensor: TensorMeta
     want: Want = "all"
+    via: Codecs = ()
+    """How the session's hidden states travelled up to here, hop by hop; empty: as they are."""
 
 
 class HandOver(Message, frozen=True, tag="hand_over"):
@@ -192,6 +204,21 @@ class Output(Message, frozen=True, tag="output"):
     step: Epoch
     rows: Slices
     tensor: TensorMeta
+    via: Codecs = ()
+    """As in `step`."""
+
+
+class Probe(Message, frozen=True, tag="probe"):
+    """Bytes that mean nothing: how fast do they arrive?"""
+
+    tensor: TensorMeta
+
+
+class Received(Message, frozen=True, tag="received"):
+    """Receiver to sender: so long the payload of a message took to come, once it had begun."""
+
+    nbytes: Annotated[int, Meta(ge=1, le=MAX_EPOCH)]
+    seconds: Annotated[float, Meta(gt=0, le=86_400)]
 
 
 class Rollback(Message, frozen=True, tag="rollback"):
@@ -264,7 +291,7 @@ class Error(Message, frozen=True, tag="error"):
 AnyMessage = (
     Open | Opened | Busy | Link | Linked | PushOpen | PushOpened | Step | Output | Rollback
     | RolledBack | Ping | Pong | Leaving | Cancel | Close | Closed | Error | HandOver | HandedOver
-    | TransferOpen | TransferOpened | Pages | Sync | Synced | Reorder | Reordered
+    | TransferOpen | TransferOpened | Pages | Sync | Synced | Reorder | Reordered | Probe | Received
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()
@@ -285,4 +312,4 @@ def decode_message(header: bytes | bytearray | memoryview) -> AnyMessage:
 
 def tensor_of(message: Message) -> TensorMeta | None:
     """The description of the payload that follows `message`, if one does."""
-    return message.tensor if isinstance(message, Step | Output | Pages) else None
+    return message.tensor if isinstance(message, Step | Output | Pages | Probe) else None

@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from nesa_node.core.errors import BootstrapError, PeerUnreachableError
 from nesa_node.core.ids import PeerId
@@ -20,6 +20,7 @@ from nesa_node.swarm.dht_storage import BoundedStorage
 from nesa_node.swarm.directory import DEFAULT_TTL_S, Directory
 from nesa_node.swarm.hive import DHTID, DHTNode, PeerID
 from nesa_node.swarm.identity import Identity
+from nesa_node.swarm.link_speed import LinkSpeeds
 from nesa_node.swarm.private import Membership
 from nesa_node.swarm.transport import Transport, open_transport, split_peer_address
 from nesa_node.swarm.validator import RecordValidator
@@ -38,6 +39,7 @@ class Swarm:
     identity: Identity
     transport: Transport
     directory: Directory
+    speeds: LinkSpeeds = field(default_factory=LinkSpeeds)
 
 
 @asynccontextmanager

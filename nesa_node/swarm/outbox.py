@@ -24,10 +24,12 @@ class Kept:
     want: Want
     meta: TensorMeta
     payload: memoryview | bytearray
+    via: tuple[str, ...] = ()
+    """How what it was computed from had travelled."""
 
     def tensor(self) -> torch.Tensor:
         """The hidden states [T, D]; shares memory with `payload`, do not write to it."""
-        return tensors.decode(self.meta, self.payload, max_bytes=len(self.payload))
+        return tensors.decode(self.meta, self.payload, max_bytes=self.meta.most_nbytes)
 
 
 class Outbox:
@@ -99,8 +101,11 @@ def _reordered(kept: Kept, sources: Sequence[int]) -> Kept | None:
 
 
 def _picked(kept: Kept, rows: Sequence[RowSlice], picks: Sequence[tuple[int, int]]) -> Kept:
-    """A step of `rows`, whose tokens are those of `kept` at each (offset, count)."""
+    """A step of `rows`, whose tokens are those of `kept` at each (offset, count).
+
+    They are not compressed again, which could change them.
+    """
     tensor_TD = kept.tensor()
     parts_TD = torch.cat([tensor_TD[at : at + count] for at, count in picks])
-    meta, payload = tensors.encode(parts_TD, codec=kept.meta.codec)
-    return Kept(kept.step, tuple(rows), kept.want, meta, payload)
+    meta, payload = tensors.encode(parts_TD)
+    return Kept(kept.step, tuple(rows), kept.want, meta, payload, kept.via)

@@ -45,6 +45,11 @@ class Pipe(asyncio.BufferedProtocol):
         """Whether the system took all that was written and takes more: `drain` would do nothing."""
         return self._flushed.is_set() and not self._closing
 
+    @property
+    def unread(self) -> int:
+        """Bytes that have come and that nobody has read."""
+        return len(self._unread)
+
     async def readable(self) -> None:
         """Wait for a byte. Raises `IncompleteReadError` at the end, `OSError` if the pipe broke."""
         while not self._unread:

@@ -53,6 +53,7 @@ Text = Annotated[str, AfterValidator(_printable)]
 Count = Annotated[int, Field(ge=0, lt=2**50)]
 Rate = Annotated[float, Field(ge=0, le=1e8)]
 Time = Annotated[float, Field(gt=0, lt=1e11)]
+CodecText = Annotated[str, Field(pattern=r"^[a-z0-9:@]{1,32}$")]
 Pair = Annotated[tuple[int, int], BeforeValidator(_from_array)]
 
 
@@ -88,6 +89,12 @@ class NodeStatus(BaseModel):
     uptime_s: float = Field(default=0.0, ge=0, le=1e10)
     context_length: int = Field(default=0, ge=0, lt=2**40)
     public_name: Annotated[Text, Field(max_length=64)] | None = None
+    codecs: Annotated[
+        tuple[CodecText, ...], BeforeValidator(_from_array), Field(max_length=32)
+    ] = ()
+    """What it decodes beside "none"."""
+    sent_bytes: dict[CodecText, Count] = Field(default_factory=dict, max_length=16)
+    """Of hidden states, by codec, since it started."""
 
     @model_validator(mode="after")
     def _check_span(self) -> Self:

@@ -9,15 +9,24 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 from nesa_node.compression import tensors
 from nesa_node.core.errors import FrameError, PeerUnreachableError, StreamClosedError
 from nesa_node.core.ids import PeerId
-from nesa_node.swarm.messages import AnyMessage, Message, decode_message, encode_message, tensor_of
-from nesa_node.swarm.pipe import Pipe
+from nesa_node.swarm.link_speed import LEAST_BYTES
+from nesa_node.swarm.messages import (
+    AnyMessage,
+    Message,
+    Received,
+    decode_message,
+    encode_message,
+    tensor_of,
+)
+from nesa_node.swarm.pipe import MAX_UNREAD_BYTES, Pipe
 
 MAX_HEADER_BYTES = 64 * 1024
 CHUNK_BYTES = 1 << 20
@@ -40,6 +49,8 @@ class Stream:
         self.peer = peer
         self.bytes_sent = 0
         self.bytes_received = 0
+        self.arrival: Received | None = None
+        """How fast the payload of the last message came, if that says something of the network."""
         self._reader: Pipe = reader
         self._writer: Pipe = writer
         self._sending = asyncio.Lock()
@@ -106,8 +117,16 @@ class Stream:
         total = 0 if meta is None else tensors.check(meta, max_bytes=max_tensor_bytes)
         self.bytes_received += _PREFIX.size + header_bytes + total
         _check_fits(chunk_bytes, total)
+        self.arrival = None
         if chunk_bytes == total:
-            return message, await self._bytes(total)
+            if total < LEAST_BYTES:
+                return message, await self._bytes(total)
+            with self._timed(total):
+                return message, await self._bytes(total)
+        with self._timed(total):
+            return message, await self._chunks(chunk_bytes, total)
+
+    async def _chunks(self, chunk_bytes: int, total: int) -> bytearray:
         payload = bytearray(total)
         view = memoryview(payload)
         await self._fill(view[:chunk_bytes])
@@ -119,7 +138,16 @@ class Stream:
             _check_fits(filled + chunk_bytes, total)
             await self._fill(view[filled : filled + chunk_bytes])
             filled += chunk_bytes
-        return message, payload
+        return payload
+
+    @contextmanager
+    def _timed(self, nbytes: int) -> Iterator[None]:
+        """Around the arrival of a payload: what was here before says nothing of the network."""
+        here, started = self._reader.unread, time.perf_counter()
+        yield
+        seconds = time.perf_counter() - started
+        if here < MAX_UNREAD_BYTES and nbytes - here >= LEAST_BYTES // 2:
+            self.arrival = Received(nbytes=nbytes - here, seconds=seconds)
 
     async def _bytes(self, count: int) -> bytearray:
         """The next bytes of a message that has begun; mostly they are here already."""

@@ -39,6 +39,7 @@ streams on (`server.admission.Limits.streams_per_peer`), once it has read what t
 _BOOTSTRAP_TIMEOUT_S = 15.0
 _PREAMBLE_TIMEOUT_S = 10.0
 _ROUTING_ATTEMPTS = 100
+_LOOPBACK = ("/ip4/127.", "/ip6/::1/")
 
 StreamHandler = Callable[[PeerId, Any, Any], Awaitable[None]]
 
@@ -86,6 +87,14 @@ class Transport:
             raise PeerUnreachableError(f"{peer} did not answer within {timeout_s:g} s") from error
         except PeerUnreachableError as error:
             raise PeerUnreachableError(f"cannot reach {peer}: {error}") from error
+
+    async def is_local(self, peer: PeerId) -> bool:
+        """Whether `peer` is connected over the loopback interface."""
+        try:
+            addresses = await self.control.addresses_of(peer)
+        except PeerUnreachableError:
+            return False
+        return any(address.startswith(_LOOPBACK) for address in addresses)
 
     async def open_stream(
         self,

@@ -22,6 +22,7 @@ from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.core.span import Span
 from nesa_node.routing.avoidance import Avoidance
 from nesa_node.routing.chains import Hop
+from nesa_node.swarm.link_speed import LinkSpeed
 from nesa_node.swarm.messages import Close, Closed, Mode, Output, Ping, Pong, Prefix, Step
 from nesa_node.swarm.node import Swarm
 from nesa_node.swarm.stream import Stream
@@ -69,7 +70,16 @@ class ScriptedNode:
         stream = Stream(PeerId(f"node-{self.block}"), theirs, theirs)
         self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._work())]
         hop = Hop(stream.peer, Span(self.block, self.block + 1))
-        return HopLink(hop, stream, MAX_BYTES, on_change)
+        request = RouteRequest(
+            model_id=ModelId("scripted"),
+            span=hop.span,
+            rows=1,
+            max_tokens=MAX_BYTES // 4 // HIDDEN,
+            hidden_size=HIDDEN,
+            dtype="float32",
+            mode="chain",
+        )
+        return HopLink(hop, stream, request, LinkSpeed(), on_change)
 
     async def close(self) -> None:
         for task in self._tasks:

@@ -49,6 +49,10 @@ class ScriptedSession(BlockSession):
         return self._max_tokens
 
     @property
+    def codecs(self) -> tuple[str, ...]:
+        return ()
+
+    @property
     def hops(self) -> tuple[Hop, ...]:
         return ()
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import zstandard
 
 from nesa_node.compression import tensors
 from nesa_node.core.errors import NesaError
@@ -34,8 +35,10 @@ from nesa_node.swarm.messages import (
     Output,
     Ping,
     Pong,
+    Probe,
     PushOpen,
     PushOpened,
+    Received,
     Step,
 )
 from nesa_node.swarm.node import Swarm, open_swarm
@@ -61,16 +64,20 @@ class Served:
         stream._writer.write(data)
         await stream._writer.drain()
 
-    async def answer(self, to: Step, hidden_TD: torch.Tensor, **changes: Any) -> None:
+    async def answer(
+        self, to: Step, hidden_TD: torch.Tensor, *, codec: str = "none", **changes: Any
+    ) -> None:
         """An output for a step that may say anything."""
-        meta, payload = tensors.encode(hidden_TD)
+        meta, payload = tensors.encode(hidden_TD, codec=codec)
         output = Output(epoch=to.epoch, step=to.step, rows=to.rows, tensor=meta)
         await self.send_raw(self.client, message_frame(output, bytes(payload), **changes))
 
-    async def hand_on(self, step: Step, hidden_TD: torch.Tensor, **changes: Any) -> None:
+    async def hand_on(
+        self, step: Step, hidden_TD: torch.Tensor, *, codec: str = "none", **changes: Any
+    ) -> None:
         """A push of `step` to the next node."""
         assert self.push is not None
-        meta, payload = tensors.encode(hidden_TD)
+        meta, payload = tensors.encode(hidden_TD, codec=codec)
         message = Step(
             session=step.session,
             epoch=step.epoch,
@@ -230,6 +237,25 @@ async def wrong_dtype(fake: FakeNode, served: Served, step: Step) -> None:
     await served.answer(step, fake.hidden(step).to(torch.float16))
 
 
+async def below_the_floor(fake: FakeNode, served: Served, step: Step) -> None:
+    await served.answer(step, fake.hidden(step), codec="int8:64:16")
+
+
+async def bomb(fake: FakeNode, served: Served, step: Step) -> None:
+    """A gibibyte of zeros in some tens of kilobytes."""
+    payload = zstandard.ZstdCompressor().compress(bytes(1 << 30))
+    meta = {"dtype": "float32", "shape": (1 << 18, 1 << 10), "codec": "lossless"}
+    await served.answer(step, fake.hidden(step), tensor=meta | {"size": len(payload)})
+    await served.send_raw(served.client, payload)
+
+
+async def many_arrivals(fake: FakeNode, served: Served, step: Step) -> None:
+    """Nobody asked how fast anything came."""
+    for _ in range(10_000):
+        await served.client.send(Received(nbytes=1, seconds=86_400.0))
+    await served.client.send(Probe(tensor=tensors.encode(torch.zeros(16))[0]), bytes(64))
+
+
 async def wrong_rows(fake: FakeNode, served: Served, step: Step) -> None:
     await served.answer(step, fake.hidden(step), rows=[(9, 9, 9)])
 
@@ -287,6 +313,10 @@ async def push_not_finite(fake: FakeNode, served: Served, step: Step) -> None:
     await served.hand_on(step, torch.full((total, fake.hidden_size), math.nan))
 
 
+async def push_below_the_floor(fake: FakeNode, served: Served, step: Step) -> None:
+    await served.hand_on(step, fake.hidden(step), codec="int8:64:16")
+
+
 async def push_garbage(fake: FakeNode, served: Served, step: Step) -> None:
     assert served.push is not None
     await served.send_raw(served.push, fake.rng.randbytes(200))
@@ -323,6 +353,9 @@ AS_LAST: Sequence[Behaviour] = (
     Behaviour("wrong shape", wrong_shape),
     Behaviour("wrong dtype", wrong_dtype),
     Behaviour("wrong rows", wrong_rows),
+    Behaviour("below the floor", below_the_floor),
+    Behaviour("bomb", bomb),
+    Behaviour("many arrivals", many_arrivals),
     Behaviour("not finite", not_finite),
     Behaviour("other steps", other_steps),
     Behaviour("hang up", hang_up),
@@ -350,6 +383,7 @@ AS_LAST: Sequence[Behaviour] = (
 
 AS_FIRST: Sequence[Behaviour] = (
     Behaviour("push not finite", push_not_finite),
+    Behaviour("push below the floor", push_below_the_floor),
     Behaviour("push garbage", push_garbage),
     Behaviour("push elsewhere", push_elsewhere),
     Behaviour("push nothing", silence),

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any, TypeVar, cast
-from unittest.mock import patch
+from unittest.mock import AsyncMock, patch
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from nesa_node.server.admission import Admission, Limits
 from nesa_node.server.executor import open_executor
 from nesa_node.server.scheduler import Scheduler, open_scheduler
 from nesa_node.server.session_server import SessionServer
+from nesa_node.swarm.link_speed import LinkSpeeds
 from nesa_node.swarm.messages import (
     VERSION,
     AnyMessage,
@@ -39,6 +40,7 @@ from nesa_node.swarm.messages import (
     Output,
     Prefix,
     Priority,
+    Received,
     Reorder,
     Rollback,
     RowSlice,
@@ -59,6 +61,7 @@ class Wire:
 
     def __init__(self, peer: str) -> None:
         self.peer = PeerId(peer)
+        self.arrival: Received | None = None
         self._to_node: asyncio.Queue[tuple[Any, bytearray] | None] = asyncio.Queue()
         self._to_peer: asyncio.Queue[tuple[Any, bytes] | None] = asyncio.Queue()
 
@@ -128,6 +131,8 @@ class Peer:
         upstream: str | None = None,
         prefix: Prefix = (),
         donor: str | None = None,
+        quality: str = "exact",
+        codecs: Sequence[str] = (),
     ) -> None:
         self.lengths = [0] * rows
         span = self._blocks.span
@@ -147,6 +152,8 @@ class Peer:
                 priority=priority,
                 prefix=prefix,
                 donor=donor,
+                quality=quality,
+                codecs=tuple(codecs),
             )
         )
 
@@ -188,13 +195,18 @@ class Peer:
         self.wire.say(Reorder(epoch=self.epoch, sources=tuple(sources)))
 
     def step(
-        self, counts: dict[int, int], hidden_TD: Tensor | None = None, *, want: Want = "all"
+        self,
+        counts: dict[int, int],
+        hidden_TD: Tensor | None = None,
+        *,
+        want: Want = "all",
+        codec: str = "none",
     ) -> Step:
         """Send a step of so many tokens for each row."""
         total = sum(counts.values())
         if hidden_TD is None:
             hidden_TD = torch.randn(total, self._blocks.hidden_size)
-        meta, payload = tensors.encode(hidden_TD)
+        meta, payload = tensors.encode(hidden_TD, codec=codec)
         self._step += 1
         slices = tuple(RowSlice(row, self.lengths[row], count) for row, count in counts.items())
         step = Step(
@@ -215,7 +227,9 @@ class Peer:
         while True:
             message, payload = await self.wire.hear()
             if isinstance(message, Output):
-                decoded = tensors.decode(message.tensor, payload, max_bytes=len(payload))
+                decoded = tensors.decode(
+                    message.tensor, payload, max_bytes=message.tensor.most_nbytes
+                )
                 return message, decoded
 
 
@@ -229,7 +243,12 @@ class Node:
         self.pool = pool
         self.scheduler = scheduler
         self.admission = Admission(limits, pool)
-        swarm = SimpleNamespace(identity=SimpleNamespace(peer_id=NODE))
+        swarm = SimpleNamespace(
+            identity=SimpleNamespace(peer_id=NODE),
+            speeds=LinkSpeeds(),
+            transport=SimpleNamespace(is_local=AsyncMock(return_value=False)),
+        )
+        self.speeds: LinkSpeeds = swarm.speeds
         self.server = SessionServer(cast(Any, swarm), MODEL, blocks, scheduler, self.admission)
         self._tasks: asyncio.TaskGroup | None = None
 

@@ -29,6 +29,7 @@ def inbox(rows: int = 2) -> Inbox:
         max_tokens=16,
         hidden_size=HIDDEN,
         dtype="float32",
+        quality="exact",
         outgrow=outgrow,
     )
     made.begin_epoch(1, [0] * rows)

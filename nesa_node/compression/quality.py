@@ -1,0 +1,82 @@
+"""What a session lets compression do to its hidden states.
+
+A quality is a floor: whoever sends may choose what is better, never what is worse. With "exact"
+nothing is compressed. Codecs are texts as in `TensorMeta.codec`, with all their parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from nesa_node.compression.codecs import FAMILIES, parse
+from nesa_node.core.errors import ConfigError, ProtocolError
+
+EXACT = "exact"
+"""The tokens are those of no compression at all. What a session has that says nothing else."""
+
+_ALSO: Mapping[str, tuple[str, ...]] = {
+    EXACT: ("none", "lossless"),
+    "high": ("bfloat16", "int8:64:16", "blockwise8:64:16"),
+    "balanced": ("int4:8:64",),
+}
+"""What each floor allows that a higher one does not."""
+
+FLOORS = tuple(_ALSO)
+_HEAVY = ("blockwise8:64:16",)
+"""Allowed, but never chosen: bitsandbytes takes memory and time to load, and it loses more."""
+
+
+def check_quality(quality: str) -> str:
+    """Return it, a codec with all its parameters. Raises `ConfigError` for anything else."""
+    if quality in FLOORS:
+        return quality
+    try:
+        return parse(quality).text
+    except ProtocolError:
+        raise ConfigError(
+            f"unknown quality {quality!r}: give {', '.join(FLOORS)}, or a codec "
+            f"({', '.join(FAMILIES)}, with parameters as in int8:64:16)"
+        ) from None
+
+
+def allows(quality: str, codec: str) -> bool:
+    """Whether hidden states of a session may travel so.
+
+    Raises `ProtocolError` for a codec that is unknown here.
+    """
+    text = parse(codec).text
+    if quality not in FLOORS:
+        return text in (*_ALSO[EXACT], quality)
+    return text in _upto(quality)
+
+
+def candidates(quality: str, decodes: Collection[str]) -> tuple[str, ...]:
+    """What a sender may choose from for a receiver that decodes these, the plainest first.
+
+    `decodes`: names without parameters, as of `codec_names`. A codec by name is used wherever it
+    can be; "none" always can.
+    """
+    if quality == EXACT:
+        return ("none",)
+    if quality in FLOORS:
+        named = [codec for codec in _upto(quality) if codec not in _HEAVY]
+    else:
+        named = [quality]
+    known = {"none", *decodes}
+    return tuple(codec for codec in named if name_of(codec) in known) or ("none",)
+
+
+def codec_names() -> tuple[str, ...]:
+    """All that this process decodes beside "none", with the versions of their formats."""
+    names = (name_of(name) for name in FAMILIES)
+    return tuple(name for name in names if name != "none")
+
+
+def name_of(codec: str) -> str:
+    """A codec's name without its parameters, with its version if that is not the first."""
+    return codec.partition(":")[0]
+
+
+def _upto(floor: str) -> tuple[str, ...]:
+    floors = FLOORS[: FLOORS.index(floor) + 1]
+    return tuple(codec for floor in floors for codec in _ALSO[floor])

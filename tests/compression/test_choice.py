@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nesa_node.compression.choice import FAST_BYTES_PER_S, PLAIN, WORTH_IT, Cost, fastest
+
+COSTS = {
+    "none": PLAIN,
+    "lossless": Cost(5e-5, 8e-9, 0.8),
+    "int8:64:16": Cost(1e-4, 2e-9, 0.27),
+    "int4:8:64": Cost(2e-4, 6e-9, 0.16),
+}
+NAMES = tuple(COSTS)
+MEGABIT = 1e6 / 8
+
+
+def test_nothing_is_compressed_at_the_speed_of_loopback() -> None:
+    assert fastest(NAMES, 1 << 20, 1e9, COSTS) == "none"
+
+
+def test_a_long_prompt_is_compressed_on_a_slow_uplink() -> None:
+    assert fastest(NAMES, 1 << 20, 20 * MEGABIT, COSTS) == "int4:8:64"
+    assert fastest(NAMES[:3], 1 << 20, 20 * MEGABIT, COSTS) == "int8:64:16"
+
+
+def test_a_token_is_sent_as_it_is_where_compressing_takes_longer_than_sending() -> None:
+    assert fastest(NAMES, 2048, 1000 * MEGABIT, COSTS) == "none"
+
+
+def test_an_equal_choice_is_the_plainest() -> None:
+    assert fastest(("none", "same"), 1 << 20, MEGABIT, {"none": PLAIN, "same": PLAIN}) == "none"
+
+
+@given(st.integers(1, 1 << 24), st.floats(1e3, FAST_BYTES_PER_S, exclude_max=True))
+def test_no_other_candidate_is_much_sooner(nbytes: int, rate: float) -> None:
+    chosen = COSTS[fastest(NAMES, nbytes, rate, COSTS)]
+    for cost in COSTS.values():
+        at_best = cost.fixed_s + cost.per_byte_s * nbytes + cost.ratio * nbytes / rate
+        taken = chosen.fixed_s + chosen.per_byte_s * nbytes + chosen.ratio * nbytes / rate
+        assert WORTH_IT * taken <= at_best * (1 + 1e-12)

@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import math
+
+from nesa_node.core.ids import PeerId
+from nesa_node.swarm.link_speed import LinkSpeed, LinkSpeeds
+
+
+def test_rate_is_unknown_before_the_first_report() -> None:
+    assert LinkSpeed().rate_bytes_per_s is None
+
+
+def test_reports_of_a_receiver_that_was_busy_do_not_count() -> None:
+    speed = LinkSpeed()
+    for seconds in (0.1, 5.0, 0.3):
+        speed.note(1_000_000, seconds)
+    assert speed.rate_bytes_per_s == 1e7
+
+
+def test_small_messages_do_not_count_beside_large_ones() -> None:
+    speed = LinkSpeed()
+    speed.note(1_000_000, 1.0)
+    speed.note(100_000, 0.001)
+    assert speed.rate_bytes_per_s == 1e6
+
+
+def test_a_link_that_became_slower_is_noticed() -> None:
+    speed = LinkSpeed()
+    for seconds in (0.1,) * 20 + (1.0,) * 6:
+        speed.note(1_000_000, seconds)
+    assert speed.rate_bytes_per_s == 1e6
+
+
+def test_impossible_reports_are_ignored() -> None:
+    speed = LinkSpeed()
+    speed.note(0, 1.0)
+    speed.note(10, 0.0)
+    assert speed.rate_bytes_per_s is None
+
+
+def test_peers_are_forgotten_in_the_order_in_which_they_were_last_used() -> None:
+    speeds = LinkSpeeds()
+    speeds.to(PeerId("first")).note(10, 1.0)
+    for number in range(1023):
+        speeds.to(PeerId(str(number)))
+    assert speeds.to(PeerId("first")).rate_bytes_per_s == 10.0
+    speeds.to(PeerId("one more"))
+    assert speeds.to(PeerId("first")).rate_bytes_per_s == 10.0
+    assert len(speeds._speeds) == 1024
+
+
+def test_a_peer_on_this_machine_is_not_waited_for() -> None:
+    speed = LinkSpeed()
+    speed.is_local = True
+    speed.note(1_000_000, 100.0)
+    assert speed.rate_bytes_per_s == math.inf
