@@ -69,6 +69,7 @@ def open_client_model(
         step_timeout_s=config.step_timeout_s,
         replicate_cache=config.replicate_cache,
         quality=config.quality,
+        min_precision=config.min_precision,
         reuse_prefix=config.reuse_prefix,
     )
     return model, tokenizer

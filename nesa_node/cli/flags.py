@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, TypedDict, TypeVar
 
 from cyclopts import Group, Parameter
 
-from nesa_node.core.choices import DtypeName, LogFormat, LogLevel, Route
+from nesa_node.core.choices import DtypeName, LogFormat, LogLevel, Precision, Route
 from nesa_node.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -104,6 +104,14 @@ class ClientFlags(SharedFlags):
             group=SWARM,
             help="What compression may lose on slow links: exact, high, balanced, or a codec's "
             "name for all links. [default: exact]",
+        ),
+    ] = None
+    min_precision: Annotated[
+        Precision | None,
+        Parameter(
+            group=SWARM,
+            help="The coarsest weights that nodes may compute with: nf4, int8 or full. "
+            "[default: nf4]",
         ),
     ] = None
     reuse_prefix: Annotated[

@@ -75,6 +75,7 @@ class RemoteConnection:
             replicates=options.replicate_cache,
             num_blocks=self._num_blocks,
             quality=options.quality,
+            min_precision=options.min_precision,
         )
         if prefix is not None:
             announced = prefix.announced(self._model, request.precision)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from typing import get_args
 
 from nesa_node.client.request import RouteRequest
+from nesa_node.core.choices import Precision
 from nesa_node.core.errors import (
     BusyError,
     ContextLengthError,
@@ -20,7 +22,7 @@ from nesa_node.routing.avoidance import Avoidance
 from nesa_node.routing.chains import Hop
 from nesa_node.routing.repair import fill_gaps
 from nesa_node.swarm.node import Swarm
-from nesa_node.topology.snapshot import Snapshot
+from nesa_node.topology.snapshot import NodeState, Snapshot
 
 log = get_logger(__name__)
 
@@ -77,7 +79,8 @@ class Nodes:
         tokens = self._request.tokens
         suspects = self.suspected
         small = {n.peer_id for n in snapshot.nodes if n.total_cache_tokens < tokens}
-        barred = frozenset(self._unfit) | drop | small
+        coarse = {n.peer_id for n in snapshot.nodes if self._is_coarse(n)}
+        barred = frozenset(self._unfit) | drop | small | coarse
         first: MissingBlocksError | None = None
         # What a record says of free room is some seconds old: as a last resort it is not believed.
         for hops, free in ((keep, tokens), (keep, 0), ((), tokens), ((), 0)):
@@ -96,6 +99,12 @@ class Nodes:
         assert first is not None
         raise self._why_missing(snapshot, first)
 
+    def _is_coarse(self, node: NodeState) -> bool:
+        """Whether a node computes with weights coarser than asked for, or unheard of."""
+        order = get_args(Precision)
+        precision = "full" if node.quantization == "none" else node.quantization
+        return precision not in order[order.index(self._request.min_precision) :]
+
     def _why_missing(self, snapshot: Snapshot, error: MissingBlocksError) -> NesaError:
         """Nobody holds the blocks, or those who do have no room, or refused us."""
         request = self._request
@@ -104,6 +113,15 @@ class Nodes:
             for node in snapshot.nodes
             if any(node.span.start < end and start < node.span.end for start, end in error.missing)
         ]
+        precise = [node for node in holders if not self._is_coarse(node)]
+        if holders and not precise:
+            found = ", ".join(sorted({node.quantization for node in holders}))
+            return RefusedError(
+                "too_coarse",
+                f"the nodes with blocks {error.missing[0][0]}:{error.missing[0][1]} hold them in "
+                f"{found}, and {request.min_precision} was asked for at least (--min-precision)",
+            )
+        holders = precise
         refusals = [self._unfit[n.peer_id] for n in holders if n.peer_id in self._unfit]
         fitting = [n for n in holders if n.peer_id not in self._unfit]
         if fitting and max(node.total_cache_tokens for node in fitting) < request.tokens:

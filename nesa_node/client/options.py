@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import get_args
 
 from nesa_node.compression.quality import EXACT, check_quality
+from nesa_node.core.choices import Precision
 from nesa_node.core.config import Route
+from nesa_node.core.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,10 +36,17 @@ class ConnectionOptions:
     """What compression may do to hidden states on their way: a floor (`exact`, `high`, `balanced`),
     above which each link chooses by its speed, or one codec for all links."""
 
+    min_precision: Precision = "nf4"
+    """The coarsest that nodes may hold their weights in."""
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "quality", check_quality(self.quality))
         if self.routing not in ("chain", "star"):
             raise ValueError(f'routing must be "chain" or "star", got {self.routing!r}')
+        if self.min_precision not in get_args(Precision):
+            raise ConfigError(
+                f"unknown precision {self.min_precision!r}: give {', '.join(get_args(Precision))}"
+            )
         if self.replicate_cache and self.routing == "star":
             raise ValueError(
                 "replicate_cache needs routing='chain': a star's nodes must not learn of each other"

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from nesa_node.compression import tensors
 from nesa_node.compression.quality import EXACT
+from nesa_node.core.choices import Precision
 from nesa_node.core.ids import ModelId
 from nesa_node.core.span import Span
 from nesa_node.swarm.messages import Mode, Prefix
@@ -29,13 +30,20 @@ class RouteRequest:
     """Of the whole model. Where it is given, records that say otherwise count for nothing."""
     prefix: Prefix = ()
     """Digests of what each row will be fed first."""
+    min_precision: Precision = "nf4"
+    """The coarsest that nodes may hold their weights in."""
     quality: str = EXACT
     """What compression may do to hidden states."""
 
     @property
     def precision(self) -> str:
         """What the hidden states that reach a node depend on beside the tokens."""
-        return self.dtype if self.quality == EXACT else f"{self.dtype} {self.quality}"
+        words = [self.dtype]
+        if self.quality != EXACT:
+            words.append(self.quality)
+        if self.min_precision != "nf4":
+            words.append(f"weights {self.min_precision}")
+        return " ".join(words)
 
     @property
     def tokens(self) -> int:

@@ -28,6 +28,7 @@ from pydantic import (
 from nesa_node.core.choices import DtypeName as DtypeName
 from nesa_node.core.choices import LogFormat as LogFormat
 from nesa_node.core.choices import LogLevel as LogLevel
+from nesa_node.core.choices import Precision as Precision
 from nesa_node.core.choices import Route as Route
 from nesa_node.core.errors import ConfigError
 from nesa_node.core.ids import PeerId
@@ -147,6 +148,7 @@ class ClientConfig(SharedConfig):
     route: Route = "chain"
     replicate_cache: bool = False
     quality: str = "exact"
+    min_precision: Precision = "nf4"
     reuse_prefix: bool = True
     # Somebody who reads an answer does not want the news of the network between its words.
     log_level: LogLevel = "warning"

@@ -1,0 +1,78 @@
+"""Whom a session may use, by what records say of their weights."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest.mock import AsyncMock
+
+import pytest
+
+from nesa_node.client.nodes import Nodes
+from nesa_node.client.request import RouteRequest
+from nesa_node.core.choices import Precision
+from nesa_node.core.errors import RefusedError
+from nesa_node.core.ids import ModelId, PeerId
+from nesa_node.core.span import Span
+from nesa_node.routing.avoidance import Avoidance
+from nesa_node.topology.snapshot import NodeState, Snapshot
+
+MODEL = ModelId("tiny@0")
+
+
+def node(name: str, span: Span, quantization: str) -> NodeState:
+    return NodeState(
+        PeerId(name),
+        span,
+        quantization=quantization,
+        decode_tokens_per_s=1000.0 if quantization != "none" else 1.0,
+        free_cache_tokens=1000,
+        total_cache_tokens=1000,
+    )
+
+
+async def planned(precision: Precision, *nodes: NodeState) -> list[str]:
+    snapshot = Snapshot(MODEL, 4, nodes, taken_at=0.0)
+    swarm = SimpleNamespace(directory=SimpleNamespace(fetch=AsyncMock(return_value=snapshot)))
+    request = RouteRequest(
+        model_id=MODEL,
+        span=Span(0, 4),
+        rows=1,
+        max_tokens=10,
+        hidden_size=4,
+        dtype="float32",
+        mode="chain",
+        min_precision=precision,
+    )
+    hops, _ = await Nodes(cast(Any, swarm), request, Avoidance(lambda: 0.0)).plan((), frozenset())
+    return [str(hop.peer_id) for hop in hops]
+
+
+NODES = [
+    node("nf4", Span(0, 4), "nf4"),
+    node("int8", Span(0, 4), "int8"),
+    node("full", Span(0, 2), "none"),
+    node("full too", Span(2, 4), "none"),
+    node("new", Span(0, 4), "int3"),
+]
+
+
+@pytest.mark.parametrize(
+    ("precision", "allowed"),
+    [
+        ("nf4", {"nf4", "int8", "full", "full too"}),
+        ("int8", {"int8", "full", "full too"}),
+        ("full", {"full", "full too"}),
+    ],
+)
+async def test_no_node_is_coarser_than_asked_for(precision: Precision, allowed: set[str]) -> None:
+    assert set(await planned(precision, *NODES)) <= allowed
+    barred = [node for node in NODES if node.peer_id not in allowed]
+    with pytest.raises(RefusedError, match="was asked for"):
+        await planned(precision, *barred)
+
+
+async def test_blocks_that_only_coarse_nodes_hold_are_refused_with_the_reason() -> None:
+    coarse = [node("nf4", Span(2, 4), "nf4"), node("int8", Span(2, 4), "int8")]
+    with pytest.raises(RefusedError, match="2:4 hold them in int8, nf4, and full was asked for"):
+        await planned("full", node("full", Span(0, 2), "none"), *coarse)
