@@ -10,6 +10,7 @@ import os
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +19,7 @@ from benchmarks.emulator.tun import DEVICE
 
 _CLONE_NEWNET = 0x40000000
 _CAP_NET_ADMIN, _CAP_SYS_ADMIN = 12, 21
+_KILL_S = 5.0
 _OURS = "/proc/thread-self/ns/net"
 
 
@@ -76,17 +78,30 @@ def elsewhere() -> Iterator[None]:
 
 
 def kill_within(namespaces: Collection[int]) -> None:
-    """Kill every process, but for the caller's, whose first thread is in one of `namespaces`."""
+    """Kill every process, but for the caller's, whose first thread is in one of `namespaces`.
+
+    Returns once there is none, as some may just be starting others, or after 5 s.
+    """
     marks = {_mark(os.fstat(namespace)) for namespace in namespaces}
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit() or int(entry.name) == os.getpid():
-            continue
-        try:
-            if _mark((entry / "ns" / "net").stat()) in marks:
-                os.kill(int(entry.name), signal.SIGKILL)
-        except OSError:
-            # It has just ended.
-            continue
+    deadline = time.monotonic() + _KILL_S
+    while sum(_kill_if_in(marks, entry) for entry in Path("/proc").iterdir()):
+        if time.monotonic() > deadline:
+            return
+        time.sleep(0.01)
+
+
+def _kill_if_in(marks: Collection[tuple[int, int]], entry: Path) -> bool:
+    """Whether `entry` of /proc is such a process."""
+    if not entry.name.isdigit() or int(entry.name) == os.getpid():
+        return False
+    try:
+        if _mark((entry / "ns" / "net").stat()) not in marks:
+            return False
+        os.kill(int(entry.name), signal.SIGKILL)
+    except OSError:
+        # It has just ended.
+        return False
+    return True
 
 
 def _mark(status: os.stat_result) -> tuple[int, int]:

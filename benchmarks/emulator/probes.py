@@ -12,8 +12,7 @@ from benchmarks.emulator.wan import Wan
 
 _TIMEOUT_S = 20.0
 _CHUNK = bytes(262_144)
-_LEAST_BUFFER_BYTES = 524_288
-_MOST_BUFFER_BYTES = 2**27
+_MOST_WINDOW_BYTES = 2**26
 _RAMP_ROUND_TRIPS = 14
 """In so many the window grows from 10 segments to 25 MB, which 1 Gbit/s at 200 ms takes."""
 _SO_SNDBUFFORCE, _SO_RCVBUFFORCE = 32, 33
@@ -51,16 +50,21 @@ def round_trips_ms(
 
 def throughput_mbit_per_s(wan: Wan, a: str, b: str, *, seconds: float = 1.0) -> float:
     """What a TCP stream from `a` to `b` carries, its own bytes only, over `seconds` once its window
-    has grown. Its buffers are as large as that takes, whatever the system's limits."""
+    has grown.
+
+    The window is what fills the line and half of its queue: larger than the system's limits may be,
+    and nothing overflows. What is lost would come in bursts when it has been sent again.
+    """
     round_trip_s = (wan.link(a, b).latency_ms + wan.link(b, a).latency_ms) / 1000
-    buffer = _buffer_bytes(wan.link(a, b), round_trip_s)
+    window = _window_bytes(wan.link(a, b), round_trip_s)
     with wan.inside(b):
         listener = socket.create_server((wan.address(b), 0))
     with wan.inside(a):
         sender = socket.socket()
     with listener, sender:
-        listener.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, buffer)
-        sender.setsockopt(socket.SOL_SOCKET, _SO_SNDBUFFORCE, buffer)
+        listener.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, 2 * window)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_WINDOW_CLAMP, window)
+        sender.setsockopt(socket.SOL_SOCKET, _SO_SNDBUFFORCE, 2 * window)
         sender.settimeout(_TIMEOUT_S)
         sender.connect(listener.getsockname())
         receiver, _ = listener.accept()
@@ -84,11 +88,11 @@ def throughput_mbit_per_s(wan: Wan, a: str, b: str, *, seconds: float = 1.0) -> 
     return received * 8 / took_s / 1e6
 
 
-def _buffer_bytes(link: Link, round_trip_s: float) -> int:
+def _window_bytes(link: Link, round_trip_s: float) -> int:
     if link.bandwidth_mbit_per_s is None:
-        return _MOST_BUFFER_BYTES
-    wanted = int(link.bytes_per_s * round_trip_s * 3)
-    return min(max(wanted, _LEAST_BUFFER_BYTES), _MOST_BUFFER_BYTES)
+        return _MOST_WINDOW_BYTES
+    wanted = link.bytes_per_s * round_trip_s + link.queue_limit_bytes / 2
+    return int(min(wanted, _MOST_WINDOW_BYTES))
 
 
 def _receive(receiver: socket.socket, seconds: float) -> tuple[int, float]:

@@ -22,8 +22,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
-from ipaddress import IPv4Address
+from ipaddress import IPv4Address, IPv4Interface
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -84,8 +83,6 @@ class Router:
                 line = self._lines[a, b]
                 counted = ("packets", "bytes", "overflowed", "lost")
                 return {name: getattr(line, name) for name in counted}
-            case {"links": _}:
-                return [[a, b, asdict(line.link)] for (a, b), line in self._lines.items()]
         raise ValueError(f"unknown request: {request}")
 
     def _deliver(self) -> float:
@@ -118,7 +115,13 @@ class Router:
                 heapq.heappush(self._under_way, (due, self._sent, number, frame))
 
 
-def make_sites(addresses: Sequence[str], mtu: int) -> tuple[list[int], list[int]]:
+def make_sites(
+    addresses: Sequence[str],
+    *,
+    mtu: int,
+    congestion_control: str | None,
+    sysctls: Mapping[str, str],
+) -> tuple[list[int], list[int]]:
     """File descriptors of a new namespace and of its device for each address."""
     namespaces, devices = [], []
     with elsewhere():
@@ -126,13 +129,25 @@ def make_sites(addresses: Sequence[str], mtu: int) -> tuple[list[int], list[int]
             namespaces.append(new_namespace())
             # Only IPv4 is routed; without this the kernel sends neighbour discovery.
             with contextlib.suppress(OSError):
-                Path("/proc/sys/net/ipv6/conf/default/disable_ipv6").write_text("1")
+                set_sysctl("net.ipv6.conf.default.disable_ipv6", "1")
+            for name, value in sysctls.items():
+                set_sysctl(name, value)
             devices.append(open_tun(INTERFACE))
             run_ip("link", "set", "lo", "up")
             run_ip("address", "add", f"{address}/{PREFIX_BITS}", "dev", INTERFACE)
             length = ("txqueuelen", str(_QUEUED_PACKETS))
             run_ip("link", "set", INTERFACE, "mtu", str(mtu), *length, "up")
+            if congestion_control is not None:
+                # A namespace's own default may be `reno` or what the machine's is, nothing else.
+                network = str(IPv4Interface(f"{address}/{PREFIX_BITS}").network)
+                chosen = ("congctl", congestion_control)
+                run_ip("route", "replace", network, "dev", INTERFACE, "src", address, *chosen)
     return namespaces, devices
+
+
+def set_sysctl(name: str, value: str) -> None:
+    """In the namespace that this process is in. Raises `OSError`."""
+    Path("/proc/sys", *name.split(".")).write_text(value, encoding="ascii")
 
 
 def run_ip(*arguments: str) -> None:
@@ -156,7 +171,7 @@ def main() -> None:
     namespaces: list[int] = []
     try:
         try:
-            namespaces, devices = make_sites(settings["addresses"], settings["mtu"])
+            namespaces, devices = make_sites(**settings["sites"])
         except OSError as error:
             control.send(json.dumps({"error": str(error)}).encode())
             return
@@ -164,7 +179,8 @@ def main() -> None:
         socket.send_fds(control, [ready], namespaces)
         # Nothing here makes cycles, and a collection would delay packets.
         gc.disable()
-        Router(devices, settings["addresses"], settings["seed"]).serve(control)
+        addresses = settings["sites"]["addresses"]
+        Router(devices, addresses, settings["seed"]).serve(control)
     finally:
         kill_within(namespaces)
 

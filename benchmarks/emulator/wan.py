@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import combinations
@@ -27,6 +27,7 @@ from benchmarks.emulator.namespaces import inside, kill_within, why_unavailable
 from benchmarks.emulator.router import REQUEST_BYTES
 
 MTU = 1500
+MOST_SITES = 200
 _ROOT = Path(__file__).parents[2]
 _START_S = 20.0
 _ANSWER_S = 10.0
@@ -136,6 +137,8 @@ class Wan:
                 self._control.send(json.dumps(request).encode())
                 answer = self._control.recv(REQUEST_BYTES)
             except OSError as error:
+                # A late answer would be taken for that to another request.
+                self._control.close()
                 raise EmulatorError(f"the emulated network's router is gone: {error}") from error
         if not answer:
             raise EmulatorError("the emulated network's router is gone")
@@ -143,16 +146,33 @@ class Wan:
 
 
 @contextmanager
-def open_wan(sites: Sequence[str], *, seed: int = 0, mtu: int = MTU) -> Iterator[Wan]:
+def open_wan(
+    sites: Sequence[str],
+    *,
+    seed: int = 0,
+    mtu: int = MTU,
+    congestion_control: str | None = None,
+    sysctls: Mapping[str, str] | None = None,
+) -> Iterator[Wan]:
     """Make `sites`, joined by links without delay or limit; all is gone at the end.
 
-    `seed` is that of loss and jitter. Raises `EmulatorError` where that cannot be had.
+    `seed` is that of loss and jitter, `congestion_control` what TCP uses in the sites: None stands
+    for what this machine uses. `sysctls` are set in each site (`net.ipv4.tcp_sack`: `0`, say); what
+    they do not name is as in a new namespace. Raises `EmulatorError` where that cannot be had.
     """
     if (reason := why_unavailable()) is not None:
         raise EmulatorError(f"no emulated network here: {reason}")
-    if not 0 < len(sites) < 255 or len(set(sites)) != len(sites):
-        raise ValueError("1 to 254 sites, each with a name of its own")
-    settings = {"addresses": [_address(n) for n in range(len(sites))], "mtu": mtu, "seed": seed}
+    if not 0 < len(sites) <= MOST_SITES or len(set(sites)) != len(sites):
+        raise ValueError(f"1 to {MOST_SITES} sites, each with a name of its own")
+    settings = {
+        "sites": {
+            "addresses": [_address(number) for number in range(len(sites))],
+            "mtu": mtu,
+            "congestion_control": congestion_control,
+            "sysctls": dict(sysctls or {}),
+        },
+        "seed": seed,
+    }
     with ExitStack() as stack:
         control = stack.enter_context(_start_router(stack, settings))
         answer, namespaces, _, _ = socket.recv_fds(control, REQUEST_BYTES, len(sites))
@@ -169,16 +189,21 @@ def _start_router(stack: ExitStack, settings: dict[str, Any]) -> socket.socket:
     """Our end of the socket to a new router, which ends once that is closed."""
     control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     control.settimeout(_START_S)
-    with theirs:
-        fd = theirs.fileno()
+    command = [sys.executable, "-m", "benchmarks.emulator.router", str(theirs.fileno())]
+    try:
         process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.emulator.router", str(fd), json.dumps(settings)],
+            [*command, json.dumps(settings)],
             stdin=subprocess.DEVNULL,
-            pass_fds=[fd],
+            pass_fds=[theirs.fileno()],
             cwd=_ROOT,
             # An interrupt from the terminal is for us, who close it in order.
             start_new_session=True,
         )
+    except BaseException:
+        control.close()
+        raise
+    finally:
+        theirs.close()
     stack.callback(process.wait)
     return control
 

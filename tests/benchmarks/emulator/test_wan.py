@@ -122,6 +122,31 @@ def test_processes_see_their_site_only() -> None:
 
 
 @needs_wan
+def test_congestion_control_is_that_which_was_asked() -> None:
+    with open_wan(["a", "b"], congestion_control="reno") as net:
+        with net.inside("a"):
+            listener = socket.create_server((net.address("a"), 0))
+        with net.inside("b"):
+            client = socket.socket()
+        with listener, client:
+            client.connect(listener.getsockname())
+            with listener.accept()[0] as accepted:
+                for end in (client, accepted):
+                    name = end.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
+                    assert name.rstrip(b"\0") == b"reno"
+
+
+@needs_wan
+def test_sysctls_are_the_sites_own() -> None:
+    setting = Path("/proc/sys/net/ipv4/tcp_slow_start_after_idle")
+    before = setting.read_text(encoding="ascii")
+    name = "net.ipv4.tcp_slow_start_after_idle"
+    with open_wan(["a"], sysctls={name: "0"}) as net, net.inside("a"):
+        assert setting.read_text(encoding="ascii") == "0\n"
+    assert setting.read_text(encoding="ascii") == before
+
+
+@needs_wan
 def test_everything_goes_when_its_owner_is_killed() -> None:
     script = (
         "import sys, os, time\n"
