@@ -14,6 +14,8 @@ from benchmarks import churn, codecs, concurrency, decode, hop, prefill, swarm
 from benchmarks.models import SHAPES
 from benchmarks.options import Options
 from benchmarks.results import write_result
+from benchmarks.wan import bench as wan
+from benchmarks.wan.cells import CODECS
 from nesa_node.core.logging import setup_logging
 
 BENCHMARKS: dict[str, ModuleType] = {
@@ -24,6 +26,7 @@ BENCHMARKS: dict[str, ModuleType] = {
     "hop": hop,
     "prefill": prefill,
     "swarm": swarm,
+    "wan": wan,
 }
 
 
@@ -54,16 +57,40 @@ def make_parser() -> argparse.ArgumentParser:
     add("--new-tokens", type=int)
     add("--long-prompt", type=int, help="tokens of the prompt that disturbs; 0: none")
     add("--seconds", type=float, help="how long the churn lasts [default: 180]")
+    add("--round-trips-ms", type=numbers_or_0, metavar="MS,MS", help="between any two (wan)")
+    add("--bandwidths-mbit", type=numbers, metavar="M,M", help="Mbit/s between any two (wan)")
+    add("--batches", type=numbers, metavar="N,N", help="rows of the session (wan)")
+    add("--codecs", type=codecs, metavar="NAME,NAME", help=f"{', '.join(CODECS)} (wan)")
+    add("--congestion-control", help="of TCP between the machines [default: cubic] (wan)")
+    add("--sysctls", type=sysctls, metavar="NAME=VALUE,...", help="of the machines (wan)")
     add("--seed", type=int, help="of weights, prompts and events [default: 0]")
     return parser
 
 
-def numbers(text: str) -> tuple[int, ...]:
+def numbers(text: str, least: int = 1) -> tuple[int, ...]:
     """Read `1,2,3`. Raises `ValueError`, which argparse turns into its own message."""
     values = tuple(int(part) for part in text.split(","))
-    if min(values) < 1:
-        raise ValueError("at least 1")
+    if min(values) < least:
+        raise ValueError(f"at least {least}")
     return values
+
+
+def numbers_or_0(text: str) -> tuple[int, ...]:
+    return numbers(text, least=0)
+
+
+def sysctls(text: str) -> tuple[str, ...]:
+    settings = tuple(text.split(","))
+    if not all("=" in setting for setting in settings):
+        raise ValueError("each is NAME=VALUE")
+    return settings
+
+
+def codecs(text: str) -> tuple[str, ...]:
+    names = tuple(text.split(","))
+    if unknown := set(names) - CODECS.keys():
+        raise ValueError(f"unknown codecs: {unknown}")
+    return names
 
 
 if __name__ == "__main__":

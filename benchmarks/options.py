@@ -24,6 +24,12 @@ class Options:
     new_tokens: int = 64
     long_prompt: int = 0
     seconds: float = 180.0
+    round_trips_ms: tuple[int, ...] = (0, 10, 50, 100, 200)
+    bandwidths_mbit: tuple[int, ...] = (1000, 100, 10)
+    batches: tuple[int, ...] = (1, 8, 32)
+    codecs: tuple[str, ...] = ("none",)
+    congestion_control: str = "cubic"
+    sysctls: tuple[str, ...] = ()
     seed: int = 0
 
     @property

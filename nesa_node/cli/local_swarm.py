@@ -80,18 +80,32 @@ class StartingNode:
 
 
 def start_node(
-    stack: ExitStack, model: Path, name: str, span: Span, folder: Path, flags: Sequence[str]
+    stack: ExitStack,
+    model: Path,
+    name: str,
+    span: Span,
+    folder: Path,
+    flags: Sequence[str],
+    *,
+    listen: str = LOOPBACK,
 ) -> StartingNode:
-    """Start a daemon that `stack` stops."""
-    node = _launch(model, name, span, folder, flags)
+    """Start a daemon that `stack` stops. `listen` is the address that it serves at."""
+    node = _launch(model, name, span, folder, flags, listen)
     stack.callback(stop_nodes, [node.process])
     return node
 
 
-def _launch(model: Path, name: str, span: Span, folder: Path, flags: Sequence[str]) -> StartingNode:
+def _launch(
+    model: Path,
+    name: str,
+    span: Span,
+    folder: Path,
+    flags: Sequence[str],
+    listen: str = LOOPBACK,
+) -> StartingNode:
     ready_file, log_path = folder / f"{name}.json", folder / f"{name}.log"
     command = [sys.executable, "-m", "nesa_node", "run", str(model)]
-    command += ["--block-indices", str(span), "--public-name", name, "--host-maddrs", LOOPBACK]
+    command += ["--block-indices", str(span), "--public-name", name, "--host-maddrs", listen]
     command += ["--identity-path", str(folder / f"{name}.key"), "--ready-file", str(ready_file)]
     started = time.time()
     with log_path.open("wb") as log:

@@ -1,0 +1,1 @@
+"""What distance costs: one session through daemons that an emulated network keeps apart."""
