@@ -60,7 +60,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--round-trips-ms", type=numbers_or_0, metavar="MS,MS", help="between any two (wan)")
     add("--bandwidths-mbit", type=numbers, metavar="M,M", help="Mbit/s between any two (wan)")
     add("--batches", type=numbers, metavar="N,N", help="rows of the session (wan)")
-    add("--codecs", type=codecs, metavar="NAME,NAME", help=f"{', '.join(CODECS)} (wan)")
+    add("--codecs", type=names_of_codecs, metavar="NAME,NAME", help=f"{', '.join(CODECS)} (wan)")
     add("--congestion-control", help="of TCP between the machines [default: cubic] (wan)")
     add("--sysctls", type=sysctls, metavar="NAME=VALUE,...", help="of the machines (wan)")
     add("--seed", type=int, help="of weights, prompts and events [default: 0]")
@@ -86,7 +86,7 @@ def sysctls(text: str) -> tuple[str, ...]:
     return settings
 
 
-def codecs(text: str) -> tuple[str, ...]:
+def names_of_codecs(text: str) -> tuple[str, ...]:
     names = tuple(text.split(","))
     if unknown := set(names) - CODECS.keys():
         raise ValueError(f"unknown codecs: {unknown}")
