@@ -14,11 +14,13 @@ from benchmarks import churn, codecs, concurrency, decode, hop, prefill, swarm
 from benchmarks.models import SHAPES
 from benchmarks.options import Options
 from benchmarks.results import write_result
+from benchmarks.wan import auto
 from benchmarks.wan import bench as wan
 from benchmarks.wan.cells import CODECS
 from nesa_node.core.logging import setup_logging
 
 BENCHMARKS: dict[str, ModuleType] = {
+    "auto": auto,
     "churn": churn,
     "codecs": codecs,
     "concurrency": concurrency,
@@ -61,6 +63,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--bandwidths-mbit", type=numbers, metavar="M,M", help="Mbit/s between any two (wan)")
     add("--batches", type=numbers, metavar="N,N", help="rows of the session (wan)")
     add("--codecs", type=names_of_codecs, metavar="NAME,NAME", help=f"{', '.join(CODECS)} (wan)")
+    add("--prompts", type=numbers, metavar="N,N", help="tokens of prompts (auto)")
     add("--congestion-control", help="of TCP between the machines [default: cubic] (wan)")
     add("--sysctls", type=sysctls, metavar="NAME=VALUE,...", help="of the machines (wan)")
     add("--seed", type=int, help="of weights, prompts and events [default: 0]")

@@ -28,6 +28,7 @@ class Options:
     bandwidths_mbit: tuple[int, ...] = (1000, 100, 10)
     batches: tuple[int, ...] = (1, 8, 32)
     codecs: tuple[str, ...] = ("none",)
+    prompts: tuple[int, ...] = ()
     congestion_control: str = "cubic"
     sysctls: tuple[str, ...] = ()
     seed: int = 0

@@ -140,7 +140,9 @@ class RemoteSession:
         while chunks:
             left = len(chunks)
             try:
-                await self._flow.run(self._encode(chunks, wire_TD), self._replay.stages(), take)
+                # Encoded one by one, while outputs of the first take theirs off the list.
+                steps = self._encode(tuple(chunks), wire_TD)
+                await self._flow.run(steps, self._replay.stages(), take)
             except PeerUnreachableError as error:
                 log.info("chain_broken", reason=str(error))
                 fruitless = 0 if len(chunks) < left else fruitless + 1

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter, OrderedDict, deque
+from collections.abc import Callable
 
 from nesa_node.core.ids import PeerId
 
 LEAST_BYTES = 64 * 1024
 """Of a message that says something about the rate. Smaller ones come in one piece."""
 _REPORTS = 6
+_FRESH_S = 60.0
+"""Links change: reports so much older than the newest do not count."""
+PROBE_AGAIN_S = 300.0
+"""A probe takes as long as what it is there to save: 0.2 s at 5 Mbit/s."""
 _MAX_PEERS = 1024
 
 
@@ -19,12 +25,15 @@ class LinkSpeed:
     Only large messages count where there were any: the first of their bytes often come in a burst.
     """
 
-    def __init__(self, sent_bytes: Counter[str] | None = None) -> None:
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, sent_bytes: Counter[str] | None = None
+    ) -> None:
+        self._clock = clock
         self.sent_bytes = Counter() if sent_bytes is None else sent_bytes
         """By codec, to all peers together."""
         self.is_local = False
         """The peer is on this machine: whatever takes long there, it is not the network."""
-        self._reports: deque[tuple[int, float]] = deque(maxlen=_REPORTS)
+        self._reports: deque[tuple[float, int, float]] = deque(maxlen=_REPORTS)
 
     @property
     def rate_bytes_per_s(self) -> float | None:
@@ -33,23 +42,33 @@ class LinkSpeed:
             return math.inf
         if not self._reports:
             return None
-        large = max(nbytes for nbytes, _ in self._reports) / 2
-        return max(nbytes / seconds for nbytes, seconds in self._reports if nbytes >= large)
+        since = self._reports[-1][0] - _FRESH_S
+        fresh = [(nbytes, seconds) for at, nbytes, seconds in self._reports if at >= since]
+        large = max(nbytes for nbytes, _ in fresh) / 2
+        return max(nbytes / seconds for nbytes, seconds in fresh if nbytes >= large)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether too little is known of the link now to choose by."""
+        if self.is_local:
+            return False
+        return not self._reports or self._clock() - self._reports[-1][0] > PROBE_AGAIN_S
 
     def note(self, nbytes: int, seconds: float) -> None:
         if nbytes > 0 and seconds > 0:
-            self._reports.append((nbytes, seconds))
+            self._reports.append((self._clock(), nbytes, seconds))
 
 
 class LinkSpeeds:
     """One for each peer that was sent something lately, for all sessions of this process."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self.sent_bytes: Counter[str] = Counter()
         self._speeds: OrderedDict[PeerId, LinkSpeed] = OrderedDict()
 
     def to(self, peer: PeerId) -> LinkSpeed:
-        speed = self._speeds.setdefault(peer, LinkSpeed(self.sent_bytes))
+        speed = self._speeds.setdefault(peer, LinkSpeed(self._clock, self.sent_bytes))
         self._speeds.move_to_end(peer)
         if len(self._speeds) > _MAX_PEERS:
             self._speeds.popitem(last=False)

@@ -80,7 +80,7 @@ class Wire:
         for codec in self._candidates:
             self._costs[codec] = await asyncio.to_thread(_cost, codec, hidden_size, dtype)
         nbytes = min(PROBE_BYTES, states.most_nbytes)
-        if self._speed.rate_bytes_per_s is None and nbytes >= LEAST_BYTES:
+        if self._speed.is_due and nbytes >= LEAST_BYTES:
             meta, payload = tensors.encode(torch.zeros(nbytes // 4))
             await stream.send(Probe(tensor=meta), payload)
 

@@ -54,3 +54,22 @@ def test_a_peer_on_this_machine_is_not_waited_for() -> None:
     speed.is_local = True
     speed.note(1_000_000, 100.0)
     assert speed.rate_bytes_per_s == math.inf
+
+
+def test_old_reports_do_not_count_and_a_link_of_which_nothing_is_known_is_due() -> None:
+    now = [0.0]
+    speed = LinkSpeed(lambda: now[0])
+    due = [speed.is_due]
+    speed.note(1_000_000, 0.01)
+    due.append(speed.is_due)
+    now[0] = 301.0
+    due.append(speed.is_due)
+    speed.note(1_000_000, 1.0)
+    assert speed.rate_bytes_per_s == 1e6
+    assert [*due, speed.is_due] == [True, False, True, False]
+
+
+def test_a_peer_on_this_machine_is_never_probed() -> None:
+    speed = LinkSpeed()
+    speed.is_local = True
+    assert not speed.is_due
