@@ -9,6 +9,7 @@ from typing import Any, Literal, Self
 import torch
 
 Dtype = Literal["float32", "bfloat16"]
+Quant = Literal["none", "int8", "nf4"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,6 +18,7 @@ class Options:
 
     model: str = "250m"
     dtype: Dtype = "float32"
+    quant_type: Quant = "none"
     nodes: tuple[int, ...] = (1, 2, 3)
     sessions: tuple[int, ...] = (1,)
     runs: int = 5

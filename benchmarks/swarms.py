@@ -37,7 +37,8 @@ def open_local(folder: Path) -> Checkpoint:
 
 
 def daemon_flags(options: Options, cache_tokens: int) -> list[str]:
-    flags = ["--torch-dtype", options.dtype, "--device", "cpu", "--threads", "1"]
+    flags = ["--torch-dtype", options.dtype, "--quant-type", options.quant_type]
+    flags += ["--device", "cpu", "--threads", "1"]
     flags += ["--attn-cache-tokens", str(cache_tokens)]
     # All sessions are those of one client.
     flags += ["--max-sessions-per-peer", "256", "--max-cache-tokens-per-peer", str(cache_tokens)]
@@ -79,6 +80,7 @@ def join(
 def share_of_model(folder: Path, options: Options, span: Span, cache_tokens: int) -> dict[str, int]:
     """Bytes of a node's weights and of its cache when full."""
     checkpoint = open_local(folder)
-    weights = block_bytes(checkpoint, options.torch_dtype)[span.start : span.end]
+    sizes = block_bytes(checkpoint, options.torch_dtype, options.quant_type)
+    weights = sizes[span.start : span.end]
     per_token = cache_bytes_per_token(checkpoint, options.torch_dtype) * len(span)
     return {"span_bytes": sum(weights), "cache_bytes": per_token * cache_tokens}

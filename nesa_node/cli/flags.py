@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, TypedDict, TypeVar
 
 from cyclopts import Group, Parameter
 
-from nesa_node.core.choices import DtypeName, LogFormat, LogLevel, Precision, Route
+from nesa_node.core.choices import DtypeName, LogFormat, LogLevel, Precision, QuantType, Route
 from nesa_node.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -179,6 +179,13 @@ class NodeFlags(PeerFlags):
     num_blocks: Annotated[
         str | None,
         Parameter(group=COMPUTE, help="Blocks to hold, or auto: as many as fit. [default: auto]"),
+    ] = None
+    quant_type: Annotated[
+        QuantType | None,
+        Parameter(
+            group=COMPUTE,
+            help="Hold weights in 8 or 4.5 bits: none, int8 or nf4. [default: none]",
+        ),
     ] = None
     block_indices: Annotated[
         str | None, Parameter(group=COMPUTE, help="Exactly these blocks, half-open: a:b.")

@@ -3,6 +3,7 @@
 from typing import Literal
 
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
+QuantType = Literal["none", "int8", "nf4"]
 Route = Literal["chain", "star"]
 Precision = Literal["nf4", "int8", "full"]
 """Of weights, the coarsest first. "full": as `--torch-dtype` says, not quantized."""

@@ -29,6 +29,7 @@ from nesa_node.core.choices import DtypeName as DtypeName
 from nesa_node.core.choices import LogFormat as LogFormat
 from nesa_node.core.choices import LogLevel as LogLevel
 from nesa_node.core.choices import Precision as Precision
+from nesa_node.core.choices import QuantType as QuantType
 from nesa_node.core.choices import Route as Route
 from nesa_node.core.errors import ConfigError
 from nesa_node.core.ids import PeerId
@@ -175,6 +176,7 @@ class NodeConfig(PeerConfig):
 
     model: str = Field(min_length=1)
     num_blocks: Count | Literal["auto"] | None = None
+    quant_type: QuantType = "none"
     block_indices: Annotated[Span, BeforeValidator(_read_span)] | None = None
     attn_cache_tokens: Count | None = None
     max_disk_gib: Positive | None = None

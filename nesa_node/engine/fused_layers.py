@@ -19,6 +19,7 @@ from nesa_node.engine import huge_pages
 from nesa_node.engine.attention import PackedRuns
 from nesa_node.engine.few_tokens import FewTokens
 from nesa_node.engine.linear import plain_linear
+from nesa_node.engine.quantize import QuantizedLinear
 
 FIRST_POSITIONS = 1024
 
@@ -183,8 +184,12 @@ def _window(attention: Any) -> int | None:
     return window
 
 
-def _joined(*linears: nn.Linear) -> nn.Linear:
+def _joined(*linears: Any) -> nn.Module:
     """One linear layer whose outputs are those of `linears`, one after another."""
+    kind = type(linears[0])
+    if issubclass(kind, QuantizedLinear):
+        joined: nn.Module = kind.joined(linears)
+        return joined
     biases: list[Tensor | None] = [linear.bias for linear in linears]
     known = [bias for bias in biases if bias is not None]
     weight_OI = huge_pages.joined([linear.weight for linear in linears])

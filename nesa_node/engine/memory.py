@@ -8,6 +8,7 @@ from pathlib import Path
 import psutil
 import torch
 
+from nesa_node.core.choices import QuantType
 from nesa_node.core.errors import InsufficientMemoryError
 from nesa_node.core.span import Span
 from nesa_node.engine.checkpoint import Checkpoint
@@ -37,11 +38,16 @@ def free_memory_bytes(device: torch.device | str, *, cgroup: Path = CGROUP) -> i
     return min(psutil.virtual_memory().available, _cgroup_free(cgroup))
 
 
-def block_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> tuple[int, ...]:
-    """Return what each block's weights take in memory. Raises `CorruptCheckpointError`."""
+def block_bytes(
+    checkpoint: Checkpoint, dtype: torch.dtype, quant_type: QuantType = "none"
+) -> tuple[int, ...]:
+    """Return what each block's weights take in memory.
+
+    Raises `CorruptCheckpointError`, and `UnsupportedModelError` where they do not fit into nf4.
+    """
     skeleton = Skeleton(checkpoint)
     return tuple(
-        skeleton.nbytes(skeleton.block_names(Span(index, index + 1)), dtype)
+        skeleton.nbytes(skeleton.block_names(Span(index, index + 1)), dtype, quant_type)
         for index in range(checkpoint.num_blocks)
     )
 
@@ -58,14 +64,16 @@ def blocks_that_fit(
     dtype: torch.dtype,
     device: torch.device | str,
     cache_tokens: int,
+    quant_type: QuantType = "none",
     free_bytes: int | None = None,
 ) -> Fit:
     """Return how many of the model's blocks fit into free memory with room for `cache_tokens`.
 
-    Sized by the largest block. Raises `InsufficientMemoryError` if not even one does.
+    Sized by the largest block. Raises `InsufficientMemoryError` if not even one does, and what
+    `block_bytes` raises.
     """
     free = free_memory_bytes(device) if free_bytes is None else free_bytes
-    largest = max(block_bytes(checkpoint, dtype))
+    largest = max(block_bytes(checkpoint, dtype, quant_type))
     cache = cache_tokens * cache_bytes_per_token(checkpoint, dtype)
     usable = free - max(int(free * RESERVE_FRACTION), RESERVE_BYTES)
     count = min(max(usable, 0) // (largest + cache), checkpoint.num_blocks)
@@ -73,7 +81,7 @@ def blocks_that_fit(
         raise InsufficientMemoryError(
             f"one block of {checkpoint.name} takes {_mib(largest)}, and {_mib(cache)} for "
             f"{cache_tokens} tokens of cache, but {_mib(max(usable, 0))} of {_mib(free)} free can "
-            "be used; free memory, ask for a smaller cache or a 16-bit dtype"
+            "be used; free memory, ask for a smaller cache, a 16-bit dtype or --quant-type int8"
         )
     return Fit(int(count), free, largest, cache)
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nesa_node.core.choices import QuantType
 from nesa_node.core.span import Span
 from nesa_node.engine.attention import NAME as PAGED_ATTENTION
 from nesa_node.engine.blocks import Blocks, sliced_decoder
@@ -37,13 +38,16 @@ def load_blocks(
     *,
     dtype: torch.dtype,
     device: torch.device | str,
+    quant_type: QuantType = "none",
     progress: Progress | None = None,
 ) -> Blocks:
     """Load blocks `span` of a model, their tensors only. Blocks the thread.
 
-    Peak memory is the span's plus the largest tensor's. Raises `CorruptCheckpointError` (a tensor
-    is missing or misshapen), what `Checkpoint.fetch` raises, and `ValueError` for a span that is
-    empty or not the model's.
+    Linear layers are held as `quant_type` says, everything else as `dtype`, which is that of
+    activations too. Peak memory is the span's plus the largest tensor's, as it is in the
+    checkpoint. Raises `CorruptCheckpointError` (a tensor is missing or misshapen), what
+    `Checkpoint.fetch` raises, `UnsupportedModelError` for weights that cannot be held so, and
+    `ValueError` for a span that is empty or not the model's.
     """
     if not len(span) or span.end > checkpoint.num_blocks:
         raise ValueError(f"{checkpoint.name} has blocks 0:{checkpoint.num_blocks}, not {span}")
@@ -69,6 +73,7 @@ def load_blocks(
         dtype=dtype,
         device=device,
         task=f"loading blocks {span}",
+        quant_type=quant_type,
         progress=progress,
     )
     skeleton.require_complete(decoder)

@@ -16,6 +16,7 @@ from transformers import initialization as init
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
+from nesa_node.core.choices import QuantType
 from nesa_node.core.errors import CorruptCheckpointError, UnsupportedModelError
 from nesa_node.core.span import Span
 from nesa_node.engine import huge_pages
@@ -23,6 +24,7 @@ from nesa_node.engine.checkpoint import Checkpoint
 from nesa_node.engine.expert_stack import stack_experts, stacks_experts
 from nesa_node.engine.families import Family
 from nesa_node.engine.progress import Progress
+from nesa_node.engine.quantize import quantized_bytes, quantized_linear, quantizes
 
 
 @dataclass(slots=True)
@@ -83,12 +85,22 @@ class Skeleton:
         stored = (self._sources[self._stored_as(name)] for name in wanted)
         return [name for source in stored for _, name in source.names]
 
-    def nbytes(self, names: Iterable[str], dtype: torch.dtype) -> int:
-        """Return what these tensors take in memory when loaded as `dtype`."""
-        return sum(
-            info.numel * dtype.itemsize
-            for info in (self.checkpoint.tensors[source] for source in self.source_names(names))
-        )
+    def nbytes(
+        self, names: Iterable[str], dtype: torch.dtype, quant_type: QuantType = "none"
+    ) -> int:
+        """Return what these tensors take in memory when loaded so.
+
+        Raises `UnsupportedModelError` where weights do not fit into nf4's blocks.
+        """
+        plain, total = [], 0
+        for name in names:
+            module = self._quantized(name, quant_type)
+            if module is None:
+                plain.append(name)
+            else:
+                total += quantized_bytes(module, quant_type)
+        infos = (self.checkpoint.tensors[source] for source in self.source_names(plain))
+        return total + sum(info.numel * dtype.itemsize for info in infos)
 
     def load(
         self,
@@ -97,26 +109,30 @@ class Skeleton:
         dtype: torch.dtype,
         device: torch.device,
         task: str,
+        quant_type: QuantType = "none",
         progress: Progress | None = None,
     ) -> None:
         """Fetch these tensors and put them in place, one after the other. Blocks.
 
-        Peak memory is theirs plus the largest of them. Tied tensors share memory, unless the
-        checkpoint holds different values for them.
-        Raises `CorruptCheckpointError` for a missing tensor or one of another shape.
+        With a `quant_type` linear layers are replaced by quantized ones as their weights come.
+        Peak memory is theirs plus the largest of them, as it is in the checkpoint. Tied tensors
+        share memory, unless the checkpoint holds different values for them.
+        Raises `CorruptCheckpointError` for a missing tensor or one of another shape, and
+        `UnsupportedModelError` for weights that cannot be quantized so.
         """
         wanted = list(names)
         self.checkpoint.fetch(self.source_names(wanted), progress)
-        total, done = self.nbytes(wanted, dtype), 0
+        total, done = self.nbytes(wanted, dtype, quant_type), 0
         for name in wanted:
-            tensor = self._tensor(name, dtype, device)
-            path, _, leaf = name.rpartition(".")
-            module = self.model.get_submodule(path)
-            if leaf in module._parameters:
-                module._parameters[leaf] = nn.Parameter(tensor, requires_grad=False)
+            linear = self._quantized(name, quant_type)
+            if linear is None:
+                done += self._put(name, self._tensor(name, dtype, device))
             else:
-                module._buffers[leaf] = tensor
-            done += tensor.nbytes
+                weight = self._checked(name, self._stored_as(name))
+                made = quantized_linear(linear, weight, quant_type, dtype=dtype, device=device)
+                del weight
+                self.model.set_submodule(name.rpartition(".")[0], made, strict=True)
+                done += quantized_bytes(linear, quant_type)
             if progress is not None:
                 progress(task, done, total)
 
@@ -169,22 +185,44 @@ class Skeleton:
         twin = self._twins.get(name)
         return twin if twin in self._sources and name not in self._sources else name
 
+    def _quantized(self, name: str, quant_type: QuantType) -> nn.Module | None:
+        """The layer whose weight this is, if it is to be quantized."""
+        path, _, leaf = name.rpartition(".")
+        if quant_type == "none" or leaf != "weight":
+            return None
+        module: nn.Module = self.model.get_submodule(path)
+        return module if quantizes(module) else None
+
+    def _put(self, name: str, tensor: Tensor) -> int:
+        path, _, leaf = name.rpartition(".")
+        module = self.model.get_submodule(path)
+        if leaf in module._parameters:
+            module._parameters[leaf] = nn.Parameter(tensor, requires_grad=False)
+        else:
+            module._buffers[leaf] = tensor
+        return tensor.nbytes
+
     def _tensor(self, name: str, dtype: torch.dtype, device: torch.device) -> Tensor:
         stored = self._stored_as(name)
         twin = self._loaded_twins.get(self._twins.get(name, ""))
         if twin is not None and stored != name:
             return twin
-        tensor = self._realize(stored).to(device=device, dtype=dtype)
-        if tensor.shape != self._shapes[name]:
-            raise CorruptCheckpointError(
-                f"{self.checkpoint.name}: {stored} has shape {list(tensor.shape)}, "
-                f"its config makes it {list(self._shapes[name])}"
-            )
+        tensor = self._checked(name, stored).to(device=device, dtype=dtype)
         if twin is not None and torch.equal(twin, tensor):
             return twin
         tensor = huge_pages.copied(tensor)
         if name in self._twins:
             self._loaded_twins[name] = tensor
+        return tensor
+
+    def _checked(self, name: str, stored: str) -> Tensor:
+        """A tensor as the checkpoint has it."""
+        tensor = self._realize(stored)
+        if tensor.shape != self._shapes[name]:
+            raise CorruptCheckpointError(
+                f"{self.checkpoint.name}: {stored} has shape {list(tensor.shape)}, "
+                f"its config makes it {list(self._shapes[name])}"
+            )
         return tensor
 
     def _realize(self, name: str) -> Tensor:

@@ -13,9 +13,10 @@ from ipaddress import ip_address
 import torch
 from pydantic import SecretStr
 
+from nesa_node.core.choices import QuantType
 from nesa_node.core.config import NodeConfig, PeerConfig
 from nesa_node.core.errors import ConfigError, PeerUnreachableError, SwarmError
-from nesa_node.core.ids import ModelId, PeerId
+from nesa_node.core.ids import PeerId
 from nesa_node.core.logging import get_logger
 from nesa_node.core.span import Span
 from nesa_node.engine.blocks import Blocks
@@ -25,7 +26,7 @@ from nesa_node.engine.model_id import model_id
 from nesa_node.engine.parts import load_blocks
 from nesa_node.engine.progress import shown_progress
 from nesa_node.server.admission import Admission, Limits
-from nesa_node.server.announcer import Announcer, Capacity, NodeFacts
+from nesa_node.server.announcer import DTYPE_NAMES, Announcer, Capacity, NodeFacts
 from nesa_node.server.executor import open_executor
 from nesa_node.server.placement import Served, claim_span, count_blocks, count_cache_tokens
 from nesa_node.server.ready_file import check_ready_file, ready_file
@@ -48,7 +49,7 @@ async def run_bootstrap(config: PeerConfig) -> None:
     check_ready_file(config.ready_file)
     with stop_signals() as stopping:
         async with _joined(config) as swarm:
-            facts = _facts(swarm, model=None, span=None)
+            facts = _facts(swarm)
             with ready_file(config.ready_file, facts):
                 log.info("bootstrap_ready", addresses=swarm.transport.addresses)
                 await _stop_or_loss(stopping, swarm)
@@ -116,12 +117,16 @@ def _open_model(config: NodeConfig) -> Served:
         checkpoint=checkpoint,
         model_id=model_id(checkpoint),
         dtype=checkpoint.resolve_dtype(config.torch_dtype),
-        device=choose_device(config.device),
+        quant_type=config.quant_type,
+        device=choose_device(config.device, config.quant_type),
     )
 
 
-def choose_device(name: str) -> torch.device:
-    """`auto` is the first GPU, or the CPU. Raises `ConfigError` for one that is not there."""
+def choose_device(name: str, quant_type: QuantType) -> torch.device:
+    """`auto` is the first GPU, or the CPU.
+
+    Raises `ConfigError` for one that is not there, or cannot compute with such weights.
+    """
     if name == "auto":
         return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     device = torch.device(name)
@@ -131,6 +136,8 @@ def choose_device(name: str) -> torch.device:
         )
     if device.type == "mps" and not torch.backends.mps.is_available():
         raise ConfigError("--device mps: this machine or this torch has none; use --device cpu")
+    if device.type == "mps" and quant_type != "none":
+        raise ConfigError(f"--quant-type {quant_type} needs --device cpu or cuda")
     return device
 
 
@@ -179,12 +186,15 @@ async def _serve(
         stopped.cancel()
         blocks, server = loading.result()
         await announcer.announce("serving", blocks.span)
-        facts = _facts(swarm, model=served.model_id, span=blocks.span)
+        facts = _facts(swarm, served, blocks.span)
         with ready_file(config.ready_file, facts):
             log.info(
                 "serving",
                 model=served.model_id,
                 span=str(blocks.span),
+                dtype=DTYPE_NAMES[served.dtype],
+                quant_type=served.quant_type,
+                weight_mib=blocks.weight_bytes >> 20,
                 decode_tokens_per_s=round(announcer.throughput.decode_tokens_per_s, 1),
                 cache_tokens=announcer.capacity().total_tokens,
             )
@@ -212,6 +222,7 @@ async def _prepare(
                 span,
                 dtype=served.dtype,
                 device=served.device,
+                quant_type=served.quant_type,
                 progress=progress,
             )
 
@@ -293,12 +304,16 @@ def _node_facts(config: NodeConfig, served: Served) -> NodeFacts:
     )
 
 
-def _facts(swarm: Swarm, *, model: ModelId | None, span: Span | None) -> Mapping[str, object]:
+def _facts(
+    swarm: Swarm, served: Served | None = None, span: Span | None = None
+) -> Mapping[str, object]:
     return {
         "peer_id": PeerId(swarm.identity.peer_id),
         "addresses": list(swarm.transport.addresses),
-        "model": model,
+        "model": None if served is None else served.model_id,
         "span": None if span is None else [span.start, span.end],
+        "dtype": None if served is None else DTYPE_NAMES[served.dtype],
+        "quant_type": None if served is None else served.quant_type,
     }
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from nesa_node.core.choices import QuantType
 from nesa_node.core.config import NodeConfig
 from nesa_node.core.errors import ConfigError, InsufficientMemoryError
 from nesa_node.core.ids import ModelId
@@ -15,7 +16,7 @@ from nesa_node.core.logging import get_logger
 from nesa_node.core.span import Span
 from nesa_node.engine.blocks import Blocks
 from nesa_node.engine.checkpoint import Checkpoint
-from nesa_node.engine.memory import block_bytes, blocks_that_fit, free_memory_bytes
+from nesa_node.engine.memory import Fit, block_bytes, blocks_that_fit, free_memory_bytes
 from nesa_node.server.announcer import Announcer
 from nesa_node.sharding.choose_span import choose_span, reconsider_span
 from nesa_node.swarm.node import Swarm
@@ -39,11 +40,16 @@ class Served:
     checkpoint: Checkpoint
     model_id: ModelId
     dtype: torch.dtype
+    quant_type: QuantType
     device: torch.device
 
 
 def count_blocks(config: NodeConfig, served: Served) -> int:
-    """How many blocks to hold. Raises `InsufficientMemoryError` and `ConfigError`."""
+    """How many blocks to hold.
+
+    Raises `InsufficientMemoryError`, `ConfigError`, and `UnsupportedModelError` for weights that
+    nf4 cannot hold.
+    """
     checkpoint = served.checkpoint
     if config.block_indices is not None:
         span = config.block_indices
@@ -61,27 +67,33 @@ def count_blocks(config: NodeConfig, served: Served) -> int:
         asked, start = config.num_blocks, 0
     else:
         cache_tokens = config.attn_cache_tokens or PLANNED_CACHE_TOKENS
-        fit = blocks_that_fit(
-            checkpoint, dtype=served.dtype, device=served.device, cache_tokens=cache_tokens
-        )
-        return fit.blocks
+        return _fit(served, cache_tokens).blocks
     _require_memory(config, served, asked, start)
     return asked
 
 
 def _require_memory(config: NodeConfig, served: Served, blocks: int, start: int) -> None:
     cache_tokens = config.attn_cache_tokens or MIN_CACHE_TOKENS
-    fit = blocks_that_fit(
-        served.checkpoint, dtype=served.dtype, device=served.device, cache_tokens=cache_tokens
-    )
+    fit = _fit(served, cache_tokens)
     if fit.blocks < blocks:
-        needed = sum(block_bytes(served.checkpoint, served.dtype)[start : start + blocks])
-        needed += blocks * fit.cache_bytes_per_block
+        sizes = block_bytes(served.checkpoint, served.dtype, served.quant_type)
+        needed = sum(sizes[start : start + blocks]) + blocks * fit.cache_bytes_per_block
         raise InsufficientMemoryError(
             f"{blocks} blocks of {served.checkpoint.name} with {cache_tokens} tokens of cache take "
             f"{needed >> 20} MiB, {fit.free_bytes >> 20} MiB are free; {fit.blocks} blocks would "
-            "fit: ask for fewer (--num-blocks), a smaller cache or a 16-bit --torch-dtype"
+            "fit: ask for fewer (--num-blocks), a smaller cache, a 16-bit --torch-dtype or "
+            "--quant-type int8"
         )
+
+
+def _fit(served: Served, cache_tokens: int) -> Fit:
+    return blocks_that_fit(
+        served.checkpoint,
+        dtype=served.dtype,
+        device=served.device,
+        cache_tokens=cache_tokens,
+        quant_type=served.quant_type,
+    )
 
 
 def count_cache_tokens(config: NodeConfig, blocks: Blocks) -> int:

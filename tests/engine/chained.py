@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from nesa_node.core.choices import QuantType
 from nesa_node.core.span import Span
 from nesa_node.engine import blocks as engine
 from nesa_node.engine.blocks import Blocks
@@ -48,10 +49,14 @@ class Chain:
         spans: Sequence[Span] = THIRDS,
         dtype: torch.dtype = torch.float32,
         device: str = "cpu",
+        quant_type: QuantType = "none",
     ) -> None:
         checkpoint = open_local(folder)
         self.embedder, self.head = load_ends(checkpoint, dtype=dtype, device=device)
-        self.blocks = [load_blocks(checkpoint, span, dtype=dtype, device=device) for span in spans]
+        self.blocks = [
+            load_blocks(checkpoint, span, dtype=dtype, device=device, quant_type=quant_type)
+            for span in spans
+        ]
 
 
 class Run:

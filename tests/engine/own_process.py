@@ -10,12 +10,12 @@ from typing import Any
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 
-def figures(program: str, folder: Path, span: str, **shape: Any) -> list[list[int]]:
+def figures(program: str, folder: Path, span: str, *more: str, **shape: Any) -> list[list[int]]:
     """The numbers that `tests.engine.PROGRAM` prints, line by line, of a Llama in `folder`."""
     auto: Any = AutoModelForCausalLM
     auto.from_config(LlamaConfig(vocab_size=128, **shape)).save_pretrained(folder)
     finished = subprocess.run(
-        [sys.executable, "-m", f"tests.engine.{program}", str(folder), span],
+        [sys.executable, "-m", f"tests.engine.{program}", str(folder), span, *more],
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,

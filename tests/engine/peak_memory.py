@@ -1,15 +1,19 @@
-"""Run as a program: print the peak resident bytes before and after loading a span."""
+"""Run as a program: print the peak resident bytes before and after loading a span, what its weights
+take, and one of its layers in float32.
+"""
 
 from __future__ import annotations
 
 import resource
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from nesa_node.core.span import Span
 from nesa_node.engine.checkpoint import open_checkpoint
+from nesa_node.engine.memory import block_bytes
 from nesa_node.engine.parts import load_blocks
 from tests.engine.chained import forward, new_row
 
@@ -24,12 +28,13 @@ def main() -> None:
     checkpoint = open_checkpoint(str(folder), cache_dir=folder)
     # A daemon's peak before it loads anything: imports and one matrix product.
     torch.randn(512, 512) @ torch.randn(512, 512)
-    first = load_blocks(checkpoint, Span(0, 1), dtype=torch.float32, device="cpu")
+    how: Any = {"dtype": torch.float32, "device": "cpu", "quant_type": (*sys.argv[3:], "none")[0]}
+    first = load_blocks(checkpoint, Span(0, 1), **how)
     forward(first, torch.randn(4, first.hidden_size), new_row(first))
     del first
     before = peak()
-    blocks = load_blocks(checkpoint, span, dtype=torch.float32, device="cpu")
-    print(before, peak(), blocks.weight_bytes)
+    blocks = load_blocks(checkpoint, span, **how)
+    print(before, peak(), blocks.weight_bytes, block_bytes(checkpoint, torch.float32)[0])
 
 
 if __name__ == "__main__":

@@ -3,10 +3,12 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
 
+from nesa_node.core.choices import QuantType
 from nesa_node.core.errors import InsufficientMemoryError
 from nesa_node.core.span import Span
 from nesa_node.engine.memory import (
@@ -22,11 +24,16 @@ from tests.engine.own_process import figures
 from tests.engine.tiny_models import FAMILIES, save_tiny_model
 
 
+@pytest.mark.parametrize("quant_type", get_args(QuantType))
 @pytest.mark.parametrize("family", FAMILIES)
-def test_blocks_take_what_was_foretold(family: str, models_dir: Path) -> None:
+def test_blocks_take_what_was_foretold(
+    family: str, quant_type: QuantType, models_dir: Path
+) -> None:
     checkpoint = open_local(save_tiny_model(family, models_dir))
-    sizes = block_bytes(checkpoint, torch.bfloat16)
-    blocks = load_blocks(checkpoint, Span(1, 3), dtype=torch.bfloat16, device="cpu")
+    sizes = block_bytes(checkpoint, torch.bfloat16, quant_type)
+    blocks = load_blocks(
+        checkpoint, Span(1, 3), dtype=torch.bfloat16, device="cpu", quant_type=quant_type
+    )
     assert blocks.weight_bytes == sizes[1] + sizes[2]
     assert blocks.cache_bytes_per_token == 2 * cache_bytes_per_token(checkpoint, torch.bfloat16)
 
@@ -42,6 +49,23 @@ def test_as_many_blocks_as_fit_beside_their_cache(models_dir: Path) -> None:
         )
         assert fit.blocks == min(room, 6)
         assert (fit.bytes_per_block, fit.cache_bytes_per_block) == (block, cache)
+
+
+def test_more_blocks_fit_in_fewer_bits(models_dir: Path) -> None:
+    checkpoint = open_local(save_tiny_model("llama", models_dir))
+    room = RESERVE_BYTES + 3 * block_bytes(checkpoint, torch.float32)[0]
+    fitting = {
+        quant_type: blocks_that_fit(
+            checkpoint,
+            dtype=torch.float32,
+            device="cpu",
+            cache_tokens=1,
+            quant_type=quant_type,
+            free_bytes=room,
+        ).blocks
+        for quant_type in get_args(QuantType)
+    }
+    assert fitting == {"none": 2, "int8": 6, "nf4": 6}
 
 
 def test_too_little_memory_for_one_block_says_so(models_dir: Path) -> None:
@@ -78,9 +102,28 @@ def test_loading_a_third_peaks_at_little_more_than_the_third(tmp_path: Path) -> 
         num_hidden_layers=30,
         num_attention_heads=6,
     )
-    before, after, weights = (number for line in lines for number in line)
+    [(before, after, weights, _)] = lines
     assert weights > 60 << 20
     assert after - before <= 1.3 * weights
+
+
+@pytest.mark.parametrize("quant_type", ["int8", "nf4"])
+def test_loading_in_fewer_bits_peaks_at_a_layer_more_than_the_span(
+    quant_type: str, tmp_path: Path
+) -> None:
+    lines = figures(
+        "peak_memory",
+        tmp_path / "m",
+        "10:20",
+        quant_type,
+        hidden_size=768,
+        intermediate_size=2048,
+        num_hidden_layers=20,
+        num_attention_heads=12,
+    )
+    [(before, after, weights, layer)] = lines
+    assert weights > 35 << 20
+    assert after - before <= 1.05 * weights + layer
 
 
 @pytest.mark.slow

@@ -16,12 +16,18 @@ import llvmlite.binding as llvm
 from llvmlite import ir
 
 from nesa_node.engine.native.code import constants
+from nesa_node.engine.native.int8 import int8_product, int8_split
 from nesa_node.engine.native.layer import activate, add_and_norm, attend, rotate
+from nesa_node.engine.native.nf4 import nf4_product, nf4_unpack
 from nesa_node.engine.native.processor import Processor
 from nesa_node.engine.native.product import product
 
 FUNCTIONS: dict[str, Callable[..., ir.Module]] = {
     "product": product,
+    "int8_split": int8_split,
+    "int8_product": int8_product,
+    "nf4_product": nf4_product,
+    "nf4_unpack": nf4_unpack,
     "add_and_norm": add_and_norm,
     "rotate": rotate,
     "attend": attend,

@@ -1,0 +1,67 @@
+"""Which weights of a span are held in fewer bits, and how many bytes they take.
+
+Those of the blocks' linear layers; norms, biases, routers and the stacked experts of a mixture stay
+as they are, as they do with bitsandbytes. O outputs, I inputs.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from transformers.models.falcon.modeling_falcon import FalconLinear
+from transformers.pytorch_utils import Conv1D
+
+from nesa_node.core.choices import QuantType
+from nesa_node.core.errors import UnsupportedModelError
+from nesa_node.engine import int8, nf4
+from nesa_node.engine.int8 import Int8Linear
+from nesa_node.engine.nf4 import Nf4Linear
+
+QuantizedLinear = Int8Linear | Nf4Linear
+
+
+def quantizes(module: nn.Module) -> bool:
+    """Whether a module's weight is held in fewer bits: where it is a linear layer and no more."""
+    return type(module) in (nn.Linear, Conv1D, FalconLinear)
+
+
+def quantized_bytes(module: nn.Module, quant_type: QuantType) -> int:
+    """What the weight of such a layer takes. Raises `UnsupportedModelError`."""
+    outputs, inputs = _shape(module)
+    if quant_type == "int8":
+        return int8.nbytes(outputs, inputs)
+    if not nf4.fits(outputs, inputs):
+        raise UnsupportedModelError(
+            f"nf4 holds weights in blocks of {nf4.BLOCK}, of which a layer of {outputs} x {inputs} "
+            "has no whole number; use --quant-type int8"
+        )
+    return nf4.nbytes(outputs, inputs)
+
+
+def quantized_linear(
+    module: nn.Module,
+    weight: Tensor,
+    quant_type: QuantType,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> QuantizedLinear:
+    """Return what stands in for a layer with this weight, and with the layer's own bias.
+
+    On the CPU, so that every machine holds the same bytes, then moved to `device`. `dtype` is that
+    of the inputs to come. Raises `UnsupportedModelError` for weights beyond float16.
+    """
+    weight_OI = weight.t() if isinstance(module, Conv1D) else weight
+    bias_O = module.bias if isinstance(module.bias, nn.Parameter) else None
+    if quant_type == "int8":
+        levels_OI, scales_O = int8.quantized(weight_OI)
+        return Int8Linear(levels_OI.to(device), scales_O.to(device), bias_O, dtype)
+    packed, peaks = nf4.quantized(weight_OI)
+    return Nf4Linear(packed.to(device), peaks.to(device), weight_OI.shape, bias_O, dtype)
+
+
+def _shape(module: nn.Module) -> tuple[int, int]:
+    weight = module.weight
+    assert isinstance(weight, Tensor)
+    rows, columns = weight.shape
+    return (columns, rows) if isinstance(module, Conv1D) else (rows, columns)

@@ -1,0 +1,330 @@
+"""LLM.int8() against bitsandbytes' own layer, and against what it means in double precision.
+
+T tokens, I inputs, O outputs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from bitsandbytes import functional as theirs
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from nesa_node.core.errors import UnsupportedModelError
+from nesa_node.engine import huge_pages, int8
+from nesa_node.engine.gemv import MOST_TOKENS, NAMES
+from nesa_node.engine.int8 import LEVELS, THRESHOLD, Int8Linear, quantized, rows_in_levels
+from nesa_node.engine.int8_gemv import Int8Gemv, int8_gemv
+from nesa_node.engine.machine_code import functions
+from nesa_node.engine.native.code import constants
+from nesa_node.engine.native.processor import Processor
+from nesa_node.engine.native.program import compiled
+from tests.engine.their_layers import int8_layer
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SUM = 2e-6
+"""Of the sum of the sizes of what is added up, in float32."""
+THEIR_CONSTANT = 1.9e-5
+"""bitsandbytes' torch kernels multiply by 6.200124e-05 where 1 / 127^2 is 6.2000124e-05."""
+ROUNDING = {torch.float32: 2**-24, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+PAGE = mmap.PAGESIZE
+
+
+@pytest.fixture(autouse=True)
+def forward_only() -> Iterator[None]:
+    with torch.inference_mode():
+        yield
+
+
+def weights(outputs: int, inputs: int) -> Tensor:
+    generator = torch.Generator().manual_seed(outputs * 1000 + inputs)
+    weight_OI: Tensor = torch.randn(outputs, inputs, generator=generator) / inputs**0.5
+    return weight_OI
+
+
+def layer(
+    outputs: int, inputs: int, dtype: torch.dtype = torch.float32, *, bias: bool = False
+) -> Int8Linear:
+    levels_OI, scales_O = quantized(weights(outputs, inputs))
+    bias_O = nn.Parameter(torch.randn(outputs).to(dtype), requires_grad=False) if bias else None
+    return Int8Linear(levels_OI, scales_O, bias_O, dtype)
+
+
+def activations(tokens: int, inputs: int, outliers: int, dtype: torch.dtype) -> Tensor:
+    """Each token has outliers of its own, as many as that."""
+    x_TI = torch.randn(tokens, inputs)
+    for row in x_TI:
+        row[torch.randperm(inputs)[:outliers]] *= 30
+    return x_TI.to(dtype)
+
+
+def wanted(linear: Int8Linear, x_TI: Tensor) -> tuple[Tensor, Tensor]:
+    """The product in double precision, and the sum of the sizes of its terms."""
+    half_TI = x_TI.half() if x_TI.dtype == torch.float32 else x_TI
+    beyond_TI = ~(half_TI.abs() < THRESHOLD)
+    levels_TI, steps_T1 = rows_in_levels(half_TI.float().masked_fill(beyond_TI, 0))
+    meant_TI = torch.where(beyond_TI, x_TI.double(), levels_TI.double() * steps_T1)
+    weight_OI = linear.levels.double() * linear.scales.double().unsqueeze(1) / LEVELS
+    bias_O = torch.zeros(1) if linear.bias is None else linear.bias
+    terms = (meant_TI, weight_OI, bias_O.double().expand(len(weight_OI)))
+    return (
+        nn.functional.linear(*terms),
+        nn.functional.linear(*(term.abs() for term in terms)),
+    )
+
+
+def size_of_levels(linear: Int8Linear, x_TI: Tensor) -> Tensor:
+    """Of the part of the product that levels make."""
+    without = Int8Linear(linear.levels, linear.scales, None, torch.float32)
+    return wanted(without, x_TI.masked_fill(x_TI.half().abs() >= THRESHOLD, 0))[0].abs()
+
+
+def assert_product(output: Tensor, linear: Int8Linear, x_TI: Tensor) -> None:
+    expected, sizes = wanted(linear, x_TI)
+    assert output.dtype == x_TI.dtype
+    assert output.shape == expected.shape
+    error = (output.double() - expected).abs()
+    assert (error <= SUM * sizes + ROUNDING[x_TI.dtype] * expected.abs()).all()
+
+
+def one_by_one(x_TI: Tensor) -> list[Tensor]:
+    return [x_TI[token : token + 1] for token in range(len(x_TI))]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 1), (70, 33), (1025, 700), (3, 4096)])
+def test_the_format_is_that_of_bitsandbytes(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    weight_OI = weights(*shape).to(dtype)
+    weight_OI[-1, : shape[1] // 2] *= 50
+    levels_OI, scales_O = quantized(weight_OI)
+    expected_OI, expected_O, _ = theirs.int8_vectorwise_quant(weight_OI.half())
+    assert torch.equal(levels_OI, expected_OI)
+    assert torch.equal(scales_O, expected_O)
+    turned_OI, _ = quantized(weight_OI.t().contiguous().t())
+    assert torch.equal(turned_OI, expected_OI)
+
+
+def test_a_row_of_zeros_stays_zero() -> None:
+    weight_OI = weights(4, 64)
+    weight_OI[2] = 0
+    levels_OI, scales_O = quantized(weight_OI)
+    assert not levels_OI[2].any()
+    x_TI = activations(3, 64, 2, torch.float32)
+    output = Int8Linear(levels_OI, scales_O, None, torch.float32)(x_TI)
+    assert not output[:, 2].any()
+    assert output.isfinite().all()
+
+
+def test_weights_beyond_sixteen_bits_are_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="--quant-type none"):
+        quantized(weights(4, 64) * 1e6)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("outliers", [0, 3, 40])
+@pytest.mark.parametrize("tokens", [*range(1, 10), 16, 31, 47, 48, 64])
+def test_each_token_is_what_bitsandbytes_makes_of_it_alone(
+    tokens: int, outliers: int, bias: bool
+) -> None:
+    linear = layer(96, 192, bias=bias)
+    reference = int8_layer(weights(96, 192), linear.bias)
+    x_TI = activations(tokens, 192, outliers, torch.float32)
+    expected = torch.cat([reference(row) for row in one_by_one(x_TI)])
+    _, sizes = wanted(linear, x_TI)
+    error = (linear(x_TI) - expected).abs()
+    assert (error <= SUM * sizes + THEIR_CONSTANT * size_of_levels(linear, x_TI)).all()
+
+
+@pytest.mark.parametrize("outliers", [0, 3, 40])
+@pytest.mark.parametrize("tokens", [2, 8, 9, 64])
+def test_tokens_together_are_within_half_a_level_of_bitsandbytes(
+    tokens: int, outliers: int
+) -> None:
+    """It takes a column apart for all tokens where one has an outlier there; here the others' part
+    of it is rounded to levels."""
+    linear, reference = layer(96, 192), int8_layer(weights(96, 192), None)
+    x_TI = activations(tokens, 192, outliers, torch.float32)
+    half_TI = x_TI.half().float()
+    beyond_TI = half_TI.abs() >= THRESHOLD
+    _, steps_T1 = rows_in_levels(half_TI.masked_fill(beyond_TI, 0))
+    rounded_TI = (beyond_TI.any(0) & ~beyond_TI) * steps_T1 / 2
+    bound_TO = rounded_TI @ linear.dequantized(torch.float32).abs().t()
+    _, sizes = wanted(linear, x_TI)
+    error = (linear(x_TI) - reference(x_TI)).abs()
+    rounding_TO = SUM * sizes + THEIR_CONSTANT * size_of_levels(linear, x_TI)
+    assert (error <= bound_TO + rounding_TO).all()
+    assert outliers or (error <= rounding_TO).all()
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    dtype=st.sampled_from(DTYPES),
+    outputs=st.integers(1, 70),
+    inputs=st.integers(1, 6).map(lambda n: n * 64) | st.integers(1, 200),
+    tokens=st.integers(0, 20) | st.sampled_from((47, 48, 64, 130)),
+    outliers=st.sampled_from((0, 1, 5, 200)),
+    bias=st.booleans(),
+)
+def test_products_are_those_of_double_precision(
+    dtype: torch.dtype, outputs: int, inputs: int, tokens: int, outliers: int, bias: bool
+) -> None:
+    with torch.inference_mode():
+        linear = layer(outputs, inputs, dtype, bias=bias)
+        x_TI = activations(tokens, inputs, outliers, dtype)
+        assert_product(linear(x_TI), linear, x_TI)
+
+
+def test_without_products_of_bytes_torch_computes_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(int8, "_MULTIPLIES_BYTES", False)
+    linear = layer(96, 192, bias=True)
+    linear._gemv = None
+    for tokens in (1, 8, 9, 64):
+        x_TI = activations(tokens, 192, 3, torch.float32)
+        assert_product(linear(x_TI), linear, x_TI)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(2, 64), (33, 128), (1024, 576)])
+def test_a_token_has_the_same_bits_whatever_it_is_batched_with(
+    dtype: torch.dtype, shape: tuple[int, int]
+) -> None:
+    linear = layer(*shape, dtype, bias=True)
+    x_TI = activations(MOST_TOKENS, shape[1], 3, dtype)
+    alone = torch.cat([linear(row) for row in one_by_one(x_TI)])
+    for tokens in range(1, MOST_TOKENS + 1):
+        assert torch.equal(linear(x_TI[:tokens]), alone[:tokens])
+        assert torch.equal(linear(x_TI[-tokens:]), alone[-tokens:])
+
+
+def test_without_outliers_few_tokens_and_many_have_the_same_bits() -> None:
+    """What is summed is whole numbers."""
+    linear = layer(96, 192)
+    x_TI = activations(64, 192, 0, torch.float32).clamp(-5, 5)
+    many = linear(x_TI)
+    for start in range(0, 64, 4):
+        assert torch.equal(linear(x_TI[start : start + 4]), many[start : start + 4])
+
+
+@pytest.mark.parametrize("outputs", [2, 3, 5, 64, 1001])
+def test_threads_change_no_bit(outputs: int) -> None:
+    linear, results, before = layer(outputs, 128), [], torch.get_num_threads()
+    x_TI = activations(3, 128, 2, torch.float32)
+    try:
+        for threads in (1, 2, 3, 8):
+            torch.set_num_threads(threads)
+            results.append(linear(x_TI))
+            assert torch.equal(results[-1], results[0])
+    finally:
+        torch.set_num_threads(before)
+    assert_product(results[0], linear, x_TI)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's flags of processors")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_processor_that_multiplies_no_bytes_computes_the_same(dtype: torch.dtype) -> None:
+    if "avx2" not in Path("/proc/cpuinfo").read_text():
+        pytest.skip("this processor has no AVX2")
+    name = NAMES[dtype]
+    wanted = [("int8_product", name, tokens) for tokens in range(1, MOST_TOKENS + 1)]
+    codes = compiled([("int8_split", name), *wanted], Processor("haswell", "", 16, 8))
+    split, *products = functions(constants(), codes)
+    for outputs in (2, 7, 64):
+        linear = layer(outputs, 256, dtype)
+        linear._gemv = Int8Gemv(split, products)
+        for tokens in range(1, MOST_TOKENS + 1):
+            x_TI = activations(tokens, 256, 3, dtype)
+            assert_product(linear(x_TI), linear, x_TI)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_nothing_beside_the_tensors_is_read_or_written(dtype: torch.dtype) -> None:
+    """The weight ends where memory ends, and so do the inputs."""
+    gemv = int8_gemv(dtype)
+    assert gemv is not None
+    levels_OI = at_the_end(PAGE // 64, 64, torch.int8)
+    levels_OI.random_(-LEVELS, LEVELS)
+    scales_O = torch.rand(len(levels_OI))
+    linear = Int8Linear(levels_OI, scales_O, None, dtype)
+    for tokens in range(1, MOST_TOKENS + 1):
+        x_TI = at_the_end(tokens, 64, dtype).copy_(activations(tokens, 64, 3, dtype))
+        assert_product(linear(x_TI), linear, x_TI)
+
+
+def at_the_end(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+    memory = mmap.mmap(-1, 2 * PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    beyond = ctypes.c_void_p(huge_pages.address(memory) + PAGE)
+    assert ctypes.CDLL(None).mprotect(beyond, ctypes.c_size_t(PAGE), 0) == 0
+    start = PAGE - rows * columns * dtype.itemsize
+    count = rows * columns
+    return torch.frombuffer(memory, dtype=dtype, count=count, offset=start).view(rows, columns)
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 9, 64])
+def test_what_is_no_number_is_not_lost(tokens: int) -> None:
+    linear = layer(8, 64)
+    x_TI = activations(tokens, 64, 2, torch.float32)
+    x_TI[0, 5] = torch.nan
+    output = linear(x_TI)
+    assert output[0].isnan().all()
+    assert output[1:].isfinite().all()
+
+
+@pytest.mark.parametrize("tokens", [1, 9, 64])
+def test_sizes_of_inputs_far_from_one(tokens: int) -> None:
+    linear = layer(8, 64)
+    for size in (0, 1e-20, 1e-6, 1e-4):
+        x_TI = torch.randn(tokens, 64) * size
+        assert_product(linear(x_TI), linear, x_TI)
+    x_TI = torch.randn(tokens, 64) * 1e20
+    assert_product(linear(x_TI), linear, x_TI)
+
+
+@pytest.mark.parametrize("shape", [(128,), (0, 128), (1, 0, 128), (2, 3, 128), (1, 1, 9, 128)])
+def test_inputs_of_any_rank_that_lie_apart(shape: tuple[int, ...]) -> None:
+    linear = layer(64, 128, torch.bfloat16)
+    wide = activations(max(torch.Size(shape[:-1]).numel(), 0), 256, 3, torch.bfloat16)
+    inputs = wide[:, ::2].reshape(shape) if wide.numel() else torch.zeros(shape).bfloat16()
+    assert linear(inputs).shape == (*shape[:-1], 64)
+    assert_product(linear(inputs).view(-1, 64), linear, inputs.reshape(-1, 128))
+
+
+def test_joined_layers_give_their_outputs_one_after_another() -> None:
+    parts = [layer(outputs, 128, bias=True) for outputs in (64, 6, 33)]
+    joined = Int8Linear.joined(parts)
+    for tokens in (1, 20):
+        x_TI = activations(tokens, 128, 3, torch.float32)
+        assert torch.equal(joined(x_TI), torch.cat([part(x_TI) for part in parts], dim=1))
+
+
+def test_gradients_of_inputs_go_through_the_weights_that_are_meant() -> None:
+    with torch.inference_mode(False):
+        linear = layer(64, 128, bias=True)
+        x_TI = torch.randn(3, 128, requires_grad=True)
+        [found] = torch.autograd.grad(linear(x_TI).sum(), x_TI)
+    expected = (linear.levels * linear.scales.unsqueeze(1) / LEVELS).sum(0)
+    assert torch.allclose(found, expected.expand(3, -1), atol=1e-5)
+
+
+def test_bitsandbytes_is_not_imported_on_the_cpu() -> None:
+    """It takes seconds and 120 MB, and may fetch code to run."""
+    program = (
+        "import sys, torch\n"
+        "from nesa_node.engine.quantize import quantized_linear\n"
+        "for kind in ('int8', 'nf4'):\n"
+        "    linear = quantized_linear(torch.nn.Linear(64, 64), torch.randn(64, 64), kind,\n"
+        "        dtype=torch.float32, device=torch.device('cpu'))\n"
+        "    linear(torch.randn(1, 64)), linear(torch.randn(20, 64))\n"
+        "assert 'bitsandbytes' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parents[2])

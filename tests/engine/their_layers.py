@@ -1,0 +1,98 @@
+"""bitsandbytes' own quantized layers, and models of transformers made of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import bitsandbytes
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from nesa_node.core.choices import QuantType
+from nesa_node.engine.int8 import LEVELS, THRESHOLD
+from nesa_node.engine.linear import plain_linear
+from nesa_node.engine.nf4 import BLOCK
+
+_LAYERS: Any = bitsandbytes.nn
+_FUNCTIONS: Any = bitsandbytes.functional
+
+
+def int8_layer(weight_OI: Tensor, bias_O: Tensor | None) -> Any:
+    outputs, inputs = weight_OI.shape
+    made = _LAYERS.Linear8bitLt(
+        inputs, outputs, bias=bias_O is not None, has_fp16_weights=False, threshold=THRESHOLD
+    )
+    made.weight = _LAYERS.Int8Params(weight_OI.clone(), requires_grad=False, has_fp16_weights=False)
+    return _with_bias(made, bias_O).eval()
+
+
+class ExactInt8(nn.Module):
+    """What `int8_layer` computes, step by step, with 1 / 127^2 in place of the 6.200124e-05 of
+    bitsandbytes' torch kernels.
+
+    That is 1.9e-5 off, which in the next layer takes inputs to other levels.
+    """
+
+    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None) -> None:
+        super().__init__()
+        levels_OI, scales_O, _ = _FUNCTIONS.int8_vectorwise_quant(weight_OI.half())
+        self.levels, self.scales, self.bias = levels_OI, scales_O, bias_O
+
+    def forward(self, x: Tensor) -> Tensor:
+        x_TI = x.reshape(-1, x.shape[-1])
+        levels_TI, scales_T, columns_K = _FUNCTIONS.int8_vectorwise_quant(
+            x_TI.half(), threshold=THRESHOLD
+        )
+        sums_TO = _FUNCTIONS.int8_linear_matmul(levels_TI, self.levels)
+        output_TO: Tensor = sums_TO * (scales_T.unsqueeze(1) / LEVELS) * (self.scales / LEVELS)
+        if columns_K is not None:
+            weight_OK = self.levels[:, columns_K] * self.scales.unsqueeze(1) / LEVELS
+            output_TO += x_TI[:, columns_K] @ weight_OK.t()
+        if self.bias is not None:
+            output_TO += self.bias
+        return output_TO.view(*x.shape[:-1], -1)
+
+
+def nf4_layer(weight_OI: Tensor, bias_O: Tensor | None) -> Any:
+    outputs, inputs = weight_OI.shape
+    if inputs % BLOCK:
+        return plain_linear(nf4_and_back(weight_OI), bias_O)
+    made = _LAYERS.Linear4bit(inputs, outputs, bias=bias_O is not None, quant_type="nf4")
+    made.weight = _LAYERS.Params4bit(
+        weight_OI.clone(),
+        requires_grad=False,
+        quant_type="nf4",
+        blocksize=BLOCK,
+        compress_statistics=False,
+    )
+    # In training, or it would compute in bfloat16 on processors that do.
+    return _with_bias(made, bias_O)
+
+
+def nf4_and_back(weight_OI: Tensor) -> Tensor:
+    """By blocks: on the CPU bitsandbytes (0.50) mistakes rows that are no whole number of them."""
+    blocks = weight_OI.reshape(-1, BLOCK)
+    packed, state = _FUNCTIONS.quantize_4bit(blocks, blocksize=BLOCK, quant_type="nf4")
+    weight: Tensor = _FUNCTIONS.dequantize_4bit(packed, state)
+    return weight.view(weight_OI.shape)
+
+
+def quantize(layers: nn.Module, quant_type: QuantType) -> int:
+    """Replace all linear layers below by bitsandbytes'; return how many there were."""
+    make: Any = ExactInt8 if quant_type == "int8" else nf4_layer
+    count = 0
+    for parent in list(layers.modules()):
+        children: dict[str, Any] = parent._modules
+        for name, child in children.items():
+            if isinstance(child, nn.Linear | Conv1D):
+                weight = child.weight.detach()
+                weight_OI = weight.t().contiguous() if isinstance(child, Conv1D) else weight
+                setattr(parent, name, make(weight_OI, child.bias))
+                count += 1
+    return count
+
+
+def _with_bias(made: Any, bias_O: Tensor | None) -> Any:
+    if bias_O is not None:
+        made.bias = nn.Parameter(bias_O.clone(), requires_grad=False)
+    return made.to("cpu")
