@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from types import ModuleType
+from typing import get_args
 
 from benchmarks import churn, codecs, concurrency, decode, hop, prefill, swarm
 from benchmarks.models import SHAPES
-from benchmarks.options import Options
+from benchmarks.options import Options, Quant
 from benchmarks.results import write_result
 from benchmarks.wan import auto
 from benchmarks.wan import bench as wan
@@ -55,6 +56,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--nodes", type=numbers, metavar="N,N", help="numbers of daemons to try")
     add("--sessions", type=numbers, metavar="N,N", help="numbers of sessions to try")
     add("--runs", type=int, help="how often each figure is measured [default: 5]")
+    add("--quant-type", choices=get_args(Quant), help="of the daemons' weights [default: none]")
     add("--prompt-tokens", type=int)
     add("--new-tokens", type=int)
     add("--long-prompt", type=int, help="tokens of the prompt that disturbs; 0: none")

@@ -107,4 +107,5 @@ def show(rows: list[dict[str, Any]], options: Options) -> None:
         )
         for row in rows
     ]
-    print_table(f"decode: {options.model}, {options.dtype}, one session", headings, cells)
+    kind = options.dtype if options.quant_type == "none" else options.quant_type
+    print_table(f"decode: {options.model}, {kind}, one session", headings, cells)

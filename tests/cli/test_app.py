@@ -106,6 +106,7 @@ def test_typo_in_the_environment_is_an_error(
         (["run", "m", "--initial-peers", "192.0.2.7"], "addresses like /ip4/"),
         (["run", "m", "--num-blocks", "2", "--block-indices", "0:2"], "exclude each other"),
         (["run", "m", "--torch-dtype", "int8"], "--torch-dtype"),
+        (["run", "m", "--quant-type", "int4"], "--quant-type"),
         (["run", "m", "surplus"], "surplus"),
         (["generate"], "MODEL is required"),
         (["generate", "m", "hello"], "--initial-peers is required"),

@@ -110,6 +110,7 @@ def test_keys_of_other_commands_are_accepted_and_ignored(tmp_path: Path) -> None
         ("initial_peers = 3", "addresses like"),
         ('host_maddrs = ["0.0.0.0"]', "addresses like /ip4/0.0.0.0/tcp/4001"),
         ('torch_dtype = "int8"', "'auto', 'float32', 'bfloat16' or 'float16'"),
+        ('quant_type = "fp4"', "'none', 'int8' or 'nf4'"),
         ('device = "gpu"', "auto, cpu, cuda"),
         ('block_indices = "3:3"', 'a half-open range like "0:10"'),
         ("cache_dir = 3", "a path"),

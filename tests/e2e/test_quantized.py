@@ -1,0 +1,56 @@
+"""Daemons that hold their weights in fewer bits."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from nesa_node.core.choices import QuantType
+from tests.client.local_models import random_ids
+from tests.e2e.joining import joined
+from tests.engine.chained import Chain, Run
+from tests.engine.tiny_models import BLOCKS
+from tests.swarms import daemons, thirds
+
+NEW_TOKENS = 24
+
+
+@pytest.fixture(scope="module")
+def folder(tiny: Callable[[str], Path]) -> Path:
+    return tiny("llama")
+
+
+@pytest.mark.parametrize("quant_type", ["int8", "nf4"])
+def test_a_chain_of_daemons_generates_what_the_quantized_model_does(
+    quant_type: QuantType, folder: Path, tmp_path: Path
+) -> None:
+    ids = random_ids(1, 20)
+    prompt = ids[0].tolist()
+    expected = Run(Chain(folder, quant_type=quant_type)).greedy(prompt, NEW_TOKENS)
+    assert expected != Run(Chain(folder)).greedy(prompt, NEW_TOKENS)
+    with daemons(folder, tmp_path, "--quant-type", quant_type) as nodes:
+        started = nodes.start_all(thirds(BLOCKS))
+        for node in started:
+            ready = json.loads((tmp_path / f"{node.name}.json").read_text())
+            assert (ready["dtype"], ready["quant_type"]) == ("float32", quant_type)
+            assert f"quant_type={quant_type}" in nodes.log(node)
+        with joined(folder, nodes.addresses, "chain") as model:
+            ours = model.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False)
+    assert isinstance(ours, torch.Tensor)
+    assert ours[0, len(prompt) :].tolist() == expected
+
+
+def test_nodes_of_different_precision_serve_one_model(folder: Path, tmp_path: Path) -> None:
+    ids = random_ids(1, 20)
+    with daemons(folder, tmp_path) as nodes:
+        first, *others = thirds(BLOCKS)
+        nodes.start(first, "--quant-type", "int8")
+        nodes.start_all(others)
+        with joined(folder, nodes.addresses, "chain") as model:
+            ours = model.generate(ids, max_new_tokens=4, do_sample=False)
+    assert isinstance(ours, torch.Tensor)
+    assert ours.shape == (1, 24)
