@@ -13,6 +13,7 @@ import psutil
 import torch
 
 from nesa_node.compression.quality import codec_names
+from nesa_node.core.choices import QuantType
 from nesa_node.core.errors import SwarmError
 from nesa_node.core.logging import get_logger
 from nesa_node.core.span import Span
@@ -43,6 +44,7 @@ class NodeFacts:
     num_blocks: int
     context_length: int
     dtype: torch.dtype
+    quant_type: QuantType
     device: torch.device
     public_name: str | None
 
@@ -99,6 +101,7 @@ class Announcer:
             num_blocks=facts.num_blocks,
             span=(span.start, span.end),
             dtype=DTYPE_NAMES[facts.dtype],
+            quantization=facts.quant_type,
             protocol_version=VERSION,
             prefill_tokens_per_s=self.throughput.prefill_tokens_per_s,
             decode_tokens_per_s=self.throughput.decode_tokens_per_s,

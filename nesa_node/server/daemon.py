@@ -299,6 +299,7 @@ def _node_facts(config: NodeConfig, served: Served) -> NodeFacts:
         num_blocks=served.checkpoint.num_blocks,
         context_length=served.checkpoint.context_length,
         dtype=served.dtype,
+        quant_type=served.quant_type,
         device=served.device,
         public_name=config.public_name,
     )
