@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from nesa_node.core.choices import QuantType
+from nesa_node.core.errors import RefusedError
 from tests.client.local_models import random_ids
 from tests.e2e.joining import joined
 from tests.engine.chained import Chain, Run
@@ -41,6 +42,11 @@ def test_a_chain_of_daemons_generates_what_the_quantized_model_does(
             assert f"quant_type={quant_type}" in nodes.log(node)
         with joined(folder, nodes.addresses, "chain") as model:
             ours = model.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False)
+        with (
+            pytest.raises(RefusedError, match=f"hold them in {quant_type}, and full was asked for"),
+            joined(folder, nodes.addresses, "chain", min_precision="full"),
+        ):
+            pass
     assert isinstance(ours, torch.Tensor)
     assert ours[0, len(prompt) :].tolist() == expected
 
