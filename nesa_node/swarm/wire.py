@@ -74,13 +74,14 @@ class Wire:
 
     async def begin(self, stream: Stream, states: States) -> None:
         """Find out what there is to choose by. Raises `StreamClosedError`."""
-        if len(self._candidates) == 1:
+        if not self.compresses:
             return
         hidden_size, dtype = states.hidden_size, tensors.DTYPES[states.dtype]
         for codec in self._candidates:
+            # Even where there is no choice: the first use of bitsandbytes takes seconds.
             self._costs[codec] = await asyncio.to_thread(_cost, codec, hidden_size, dtype)
         nbytes = min(PROBE_BYTES, states.most_nbytes)
-        if self._speed.is_due and nbytes >= LEAST_BYTES:
+        if len(self._candidates) > 1 and self._speed.is_due and nbytes >= LEAST_BYTES:
             meta, payload = tensors.encode(torch.zeros(nbytes // 4))
             await stream.send(Probe(tensor=meta), payload)
 
