@@ -17,10 +17,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.options import Options
 from benchmarks.results import print_table
-from nesa_node.cli.demo import split_evenly
 from nesa_node.cli.local_swarm import LocalNode, local_swarm
 from nesa_node.client.model import AutoDistributedModelForCausalLM
 from nesa_node.core.config import default_cache_dir
+from nesa_node.core.span import split_evenly
 from nesa_node.engine.checkpoint import open_checkpoint
 from nesa_node.engine.demo_model import demo_model_path
 

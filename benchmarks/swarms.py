@@ -9,11 +9,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from benchmarks.options import Options
-from nesa_node.cli.demo import split_evenly
 from nesa_node.cli.local_swarm import LocalNode, local_swarm
 from nesa_node.client.causal_lm import DistributedModelForCausalLM
 from nesa_node.client.model import AutoDistributedModelForCausalLM
-from nesa_node.core.span import Span
+from nesa_node.core.span import Span, split_evenly
 from nesa_node.engine.checkpoint import Checkpoint, open_checkpoint
 from nesa_node.engine.memory import block_bytes, cache_bytes_per_token
 

@@ -8,7 +8,6 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -16,7 +15,7 @@ from cyclopts import Parameter
 
 from nesa_node.cli.flags import SharedFlags, configure
 from nesa_node.core.errors import ConfigError
-from nesa_node.core.span import Span
+from nesa_node.core.span import Span, split_evenly
 
 if TYPE_CHECKING:
     import torch
@@ -99,13 +98,6 @@ class Prompt:
 
         template = tokenizer.chat_template is not None
         return encode(tokenizer, [{"role": "user", "content": self.text}], template=template)
-
-
-def split_evenly(num_blocks: int, parts: int) -> list[Span]:
-    """`parts` adjacent spans over all blocks, no two differing by more than one block."""
-    parts = min(parts, num_blocks)
-    cuts = [num_blocks * part // parts for part in range(parts + 1)]
-    return [Span(start, end) for start, end in pairwise(cuts)]
 
 
 def _ask_swarm(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from itertools import pairwise
 
 from nesa_node.core.errors import ConfigError
 
@@ -35,3 +36,10 @@ class Span:
         if match is None or int(match[1]) >= int(match[2]):
             raise ConfigError(f"block indices must look like 0:10 (half-open), got {text!r}")
         return cls(int(match[1]), int(match[2]))
+
+
+def split_evenly(num_blocks: int, parts: int) -> list[Span]:
+    """`parts` adjacent spans over all blocks, no two differing by more than one block."""
+    parts = min(parts, num_blocks)
+    cuts = [num_blocks * part // parts for part in range(parts + 1)]
+    return [Span(start, end) for start, end in pairwise(cuts)]

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from nesa_node.cli.checks import Finding, check_memory_and_disk, check_p2pd, check_versions, worst
-from nesa_node.cli.demo import split_evenly
 from nesa_node.cli.flags import SamplingFlags
 from nesa_node.cli.reading import SwarmReading
 from nesa_node.cli.remote_checks import compare_clocks
 from nesa_node.cli.swarm_view import duration, group_by_model, print_dropped, print_models, to_json
 from nesa_node.core.errors import ConfigError
+from nesa_node.core.span import split_evenly
 from nesa_node.swarm.records import NodeRecord
 
 NOW = 1_800_000_000.0
