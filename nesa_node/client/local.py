@@ -1,7 +1,7 @@
 """Blocks that run inside the client's own process.
 
-They serve the blocks that a client keeps for itself (`client_blocks`), and whole models in tests.
-T packed tokens, D hidden.
+They serve the blocks that a client keeps for itself (`client_blocks`), and whole models where a
+swarm is only imitated: in tests, and in `evaluation`. T packed tokens, D hidden.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 
 from nesa_node.client.prefix import SessionPrefix
 from nesa_node.client.sessions import BlockSession, RowSlice, SwarmConnection, Want
+from nesa_node.compression.tensors import decode, encode
 from nesa_node.core.errors import CacheFullError, MissingBlocksError
 from nesa_node.core.ids import PeerId
 from nesa_node.core.span import Span
@@ -36,9 +37,11 @@ class LocalSession(BlockSession):
         *,
         rows: int,
         max_tokens: int,
+        codec: str = "none",
     ) -> None:
         self._parts = tuple(parts)
         self._worker = worker
+        self._codec = codec
         pages = rows * pages_for(max_tokens)
         promises = [part.new_pool(pages * PAGE_TOKENS).promise(pages) for part in parts]
         self._tables = [[promise.new_table() for _ in range(rows)] for promise in promises]
@@ -100,14 +103,21 @@ class LocalSession(BlockSession):
                 runs = [Run(tables[part.row], part.count) for part in rows]
                 for run in runs:
                     run.table.reserve(run.table.length + run.count)
-                output_TD = blocks.forward(output_TD, runs)
+                output_TD = blocks.forward(self._sent(output_TD), runs)
         except BaseException:
             self._cut()
             raise
         if want != "all":
             ends = torch.tensor([part.count for part in rows]).cumsum(0) - 1
             output_TD = output_TD[ends if want == "last" else ends[:0]]
-        return output_TD.to(hidden_TD.device, hidden_TD.dtype)
+        return self._sent(output_TD).to(hidden_TD.device, hidden_TD.dtype)
+
+    def _sent(self, hidden_TD: torch.Tensor) -> torch.Tensor:
+        """What the other side would get of it."""
+        if self._codec == "none":
+            return hidden_TD
+        meta, data = encode(hidden_TD, codec=self._codec)
+        return decode(meta, data, max_bytes=max(data.nbytes, hidden_TD.nbytes))
 
     def _cut(self) -> None:
         for tables in self._tables:
@@ -116,10 +126,15 @@ class LocalSession(BlockSession):
 
 
 class LocalConnection(SwarmConnection):
-    """Serves sessions from `parts`, in the order of their blocks. Close it after its sessions."""
+    """Serves sessions from `parts`, in the order of their blocks. Close it after its sessions.
 
-    def __init__(self, parts: Sequence[Blocks]) -> None:
+    Hidden states are rounded by `codec` wherever nodes would send them: into the first part, from
+    each to the next, and out of the last.
+    """
+
+    def __init__(self, parts: Sequence[Blocks], *, codec: str = "none") -> None:
         self._parts = tuple(parts)
+        self._codec = codec
         # Blocks are not thread-safe: one thread runs them for every session.
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="nesa-blocks")
 
@@ -135,7 +150,9 @@ class LocalConnection(SwarmConnection):
                 at = parts[-1].span.end
         if at != span.end:
             raise MissingBlocksError([(at, span.end)], f"no local part holds block {at}")
-        session = LocalSession(parts, self._worker, rows=rows, max_tokens=max_tokens)
+        session = LocalSession(
+            parts, self._worker, rows=rows, max_tokens=max_tokens, codec=self._codec
+        )
         try:
             yield session
         finally:
