@@ -1,0 +1,55 @@
+"""Cells of the table: how many bits the weights have, and the hidden states on their way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+
+from nesa_node.compression.tensors import encode
+from nesa_node.core.errors import ConfigError, ProtocolError
+
+WEIGHTS = ("none", "int8", "nf4")
+WIRE = ("none", "blockwise8:64", "int4:32:16")
+SERVED = "as served"
+"""Weights of a live swarm: what its nodes hold."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    weights: str
+    wire: str
+
+    def __str__(self) -> str:
+        return f"weights {self.weights}, wire {self.wire}"
+
+
+def grid(weights: Iterable[str], wire: Iterable[str]) -> list[Cell]:
+    """All combinations, weights by weights; the first is what all are compared with.
+
+    That is no quantization of either, whether it is asked for or not.
+    """
+    baseline = "none"
+    rows = list(dict.fromkeys(weights))
+    baseline_weights = SERVED if SERVED in rows else baseline
+    first = Cell(baseline_weights, baseline)
+    ordered = sorted(product(rows, dict.fromkeys(wire)), key=lambda pair: pair[0] != first.weights)
+    return list(dict.fromkeys([first, *(Cell(*pair) for pair in ordered)]))
+
+
+def check_weights(names: Sequence[str]) -> None:
+    """Raises `ConfigError` for a name that is none of `WEIGHTS`."""
+    for name in names:
+        if name not in WEIGHTS:
+            raise ConfigError(f"--weights {name}: choose among {', '.join(WEIGHTS)}")
+
+
+def check_wire(names: Sequence[str], *, hidden_size: int) -> None:
+    """Raises `ConfigError` for a codec that is unknown or does not fit the model's hidden size."""
+    for name in names:
+        try:
+            encode(torch.zeros(1, hidden_size), codec=name)
+        except ProtocolError as error:
+            raise ConfigError(f"--wire {name}: {error}") from error

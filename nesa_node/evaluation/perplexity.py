@@ -1,0 +1,97 @@
+"""Perplexity of a text: each token is predicted once, from a window of the tokens before it.
+
+N scored tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from nesa_node.client.causal_lm import DistributedModelForCausalLM
+from nesa_node.core.errors import ConfigError
+from nesa_node.evaluation.paired import mean_and_error
+from nesa_node.evaluation.scoring import Query, score
+
+BLOCK_TOKENS = 64
+"""Surprises of neighbouring tokens go together; those of blocks of so many hardly do."""
+LEAST_TOKENS = 2 * BLOCK_TOKENS + 1
+
+
+@dataclass(frozen=True, slots=True)
+class Perplexity:
+    """exp(m) of the mean negative log-likelihood m over all scored tokens.
+
+    Standard error: the tokens are cut into consecutive blocks of about `BLOCK_TOKENS`; with s the
+    standard deviation of the k blocks' means, m is uncertain by s / sqrt(k), and exp(m) by
+    exp(m) s / sqrt(k) (delta method). That is the uncertainty of another text of this kind and
+    length, and too small where blocks depend on one another.
+    """
+
+    tokens: int
+    block_nll: tuple[float, ...]
+    mean_nll: float
+
+    @classmethod
+    def of(cls, nll_N: Tensor) -> Perplexity:
+        """From the negative log-likelihoods in the order of the text, at least two blocks."""
+        tokens = len(nll_N)
+        blocks = tokens // BLOCK_TOKENS
+        if blocks < 2:
+            raise ValueError(f"{tokens} tokens are fewer than two blocks of {BLOCK_TOKENS}")
+        cuts = [tokens * block // blocks for block in range(blocks + 1)]
+        means = tuple(float(nll_N[start:end].mean()) for start, end in pairwise(cuts))
+        return cls(tokens, means, float(nll_N.mean()))
+
+    @property
+    def value(self) -> float:
+        return math.exp(self.mean_nll)
+
+    @property
+    def standard_error(self) -> float:
+        return self.value * mean_and_error(self.block_nll)[1]
+
+
+def window_queries(ids: Sequence[int], *, context: int, stride: int) -> list[Query]:
+    """Cut `ids` into overlapping windows of `context` tokens, `stride` apart.
+
+    The first scores all its tokens but the first, which nothing precedes; each later one its last
+    `stride` (the last window perhaps fewer), from at least `context - stride` tokens before.
+    Raises `ConfigError` for a stride that leaves tokens out.
+    """
+    if not 1 <= stride < context:
+        raise ConfigError(f"--stride {stride} must be at least 1 and below --context {context}")
+    queries, done = [], 1
+    while done < len(ids):
+        end = min(context if done == 1 else done + stride, len(ids))
+        queries.append(Query(ids[max(0, end - context) : end], end - done))
+        done = end
+    return queries
+
+
+def measure_perplexity(
+    model: DistributedModelForCausalLM, ids: Sequence[int], *, context: int, stride: int
+) -> Perplexity:
+    """Perplexity of at least `LEAST_TOKENS` ids. Raises as `window_queries` and `score` do."""
+    scores = score(model, window_queries(ids, context=context, stride=stride))
+    return Perplexity.of(-torch.cat([one.log_likelihoods_S for one in scores]))
+
+
+def rolling_queries(ids: Sequence[int], *, first: int, context: int) -> list[Query]:
+    """All of `ids` scored once, as lm-evaluation-harness does: in windows that do not overlap.
+
+    The first begins with the token `first`; each later one with the last token before it. The last
+    one reaches back, so that it too feeds `context` tokens.
+    """
+    told = [first, *ids]
+    queries, done = [], 1
+    while done < len(told):
+        end = min(done + context, len(told))
+        queries.append(Query(told[max(0, end - context - 1) : end], end - done))
+        done = end
+    return queries
