@@ -1,0 +1,141 @@
+"""lm-evaluation-harness over a distributed model, so that its tasks run against a swarm.
+
+The harness is optional (`pip install 'nesa-node[eval]'`); only this file imports it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
+
+from nesa_node.client.causal_lm import DistributedModelForCausalLM
+from nesa_node.core.errors import ConfigError, UnsupportedFeatureError
+from nesa_node.evaluation.encoding import encode_pair, encode_text, prefix_token
+from nesa_node.evaluation.perplexity import rolling_queries
+from nesa_node.evaluation.scoring import score
+
+try:
+    from lm_eval.api.model import LM
+except ImportError as missing:
+    raise UnsupportedFeatureError(
+        "lm-evaluation-harness is not installed: pip install 'nesa-node[eval]'"
+    ) from missing
+
+NEW_TOKENS = 256
+"""Of an answer to a task that does not say how long it may be."""
+
+
+class HarnessModel(LM):
+    """What the harness asks of a model. Its requests are computed in their order.
+
+    Texts are tokenized as its own `HFLM` does, and cut at the beginning where they are longer than
+    `max_length` (by default the model's context).
+    """
+
+    def __init__(
+        self,
+        model: DistributedModelForCausalLM,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        max_length: int | None = None,
+    ) -> None:
+        super().__init__()
+        self._model = model
+        self._tokenizer: Any = tokenizer
+        self.max_length = min(max_length or model.context_length, model.context_length)
+
+    @property
+    def tokenizer_name(self) -> str:
+        return str(self._tokenizer.name_or_path).replace("/", "__")
+
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        return str(
+            self._tokenizer.apply_chat_template(
+                chat_history,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=not add_generation_prompt,
+            )
+        )
+
+    def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
+        """For each `(context, continuation)` its log-likelihood, and whether it is greedy's."""
+        queries = [
+            encode_pair(self._tokenizer, *request.args, most_tokens=self.max_length)
+            for request in requests
+        ]
+        answers = [(one.total, one.greedy) for one in score(self._model, queries)]
+        for request, answer in zip(requests, answers, strict=True):
+            self.cache_hook.add_partial("loglikelihood", request.args, answer)
+        return answers
+
+    def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
+        """The log-likelihood of each whole text, in windows of `max_length` tokens."""
+        texts = [
+            rolling_queries(
+                encode_text(self._tokenizer, request.args[0]),
+                first=prefix_token(self._tokenizer),
+                context=self.max_length,
+            )
+            for request in requests
+        ]
+        scores = score(self._model, [query for queries in texts for query in queries])
+        totals = [sum(next(scores).total for _ in queries) for queries in texts]
+        for request, total in zip(requests, totals, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
+        return totals
+
+    def generate_until(self, requests: Sequence[Any]) -> list[str]:
+        """Each `(context, options)` continued until one of `options["until"]`, without it."""
+        answers = []
+        for request in requests:
+            context, options = request.args
+            answers.append(self._generate(context, options))
+            self.cache_hook.add_partial("generate_until", request.args, answers[-1])
+        return answers
+
+    def decode(self, ids_L: torch.Tensor) -> str:
+        return str(self._tokenizer.decode(ids_L, skip_special_tokens=True))
+
+    def _generate(self, context: str, options: Mapping[str, Any]) -> str:
+        given = dict(options)
+        until = given.pop("until", None) or []
+        stops = [until] if isinstance(until, str) else list(until)
+        most = int(given.pop("max_gen_toks", NEW_TOKENS))
+        if most >= self.max_length:
+            raise ConfigError(f"{most} new tokens leave no room in {self.max_length} tokens")
+        if not given.get("temperature"):
+            given |= {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+        prompt = encode_text(self._tokenizer, context) or [prefix_token(self._tokenizer)]
+        ids_1L = torch.tensor([prompt[-(self.max_length - most) :]])
+        new_ids = self._model.generate(
+            ids_1L,
+            attention_mask=torch.ones_like(ids_1L),
+            max_new_tokens=most,
+            stopping_criteria=StoppingCriteriaList([_Stops(self, ids_1L.shape[1], stops)]),
+            pad_token_id=prefix_token(self._tokenizer),
+            **given,
+        )[0, ids_1L.shape[1] :]
+        text = self.decode(new_ids)
+        for stop in stops:
+            text = text.partition(stop)[0]
+        return text
+
+
+class _Stops(StoppingCriteria):
+    """transformers' own wants tokenizers whose tokens it can take apart into letters."""
+
+    def __init__(self, model: HarnessModel, prompt: int, stops: Sequence[str]) -> None:
+        self._model = model
+        self._prompt = prompt
+        self._stops = stops
+
+    def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:
+        text = self._model.decode(input_ids[0, self._prompt :])
+        stopped = any(stop in text for stop in self._stops)
+        return torch.tensor([stopped], device=input_ids.device)

@@ -1,0 +1,119 @@
+"""Tasks of lm-evaluation-harness, item by item, so that runs can be compared in pairs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from nesa_node.client.causal_lm import DistributedModelForCausalLM
+from nesa_node.core.errors import ConfigError, UnsupportedFeatureError
+from nesa_node.evaluation.paired import mcnemar, mean_and_error, paired_t
+
+TABLE_1 = (
+    "hellaswag",
+    "lambada_openai",
+    "bigbench_causal_judgment_multiple_choice",
+    "bigbench_disambiguation_qa_multiple_choice",
+    "bigbench_logical_deduction_multiple_choice",
+)
+"""What the Nesa paper's table 1 measures."""
+
+_PREFERRED = ("acc_norm", "acc", "exact_match")
+
+
+@dataclass(frozen=True, slots=True)
+class TaskResult:
+    """One figure per item, of the metric that the table shows: `acc_norm` before `acc`."""
+
+    metric: str
+    values: tuple[float, ...]
+
+    @property
+    def value(self) -> float:
+        return sum(self.values) / len(self.values)
+
+    @property
+    def standard_error(self) -> float:
+        """s / sqrt(n), which is what the harness states for means."""
+        return mean_and_error(self.values)[1]
+
+    def p_value(self, baseline: TaskResult) -> float:
+        """McNemar's test where items are right or wrong, a paired t test otherwise."""
+        if set(self.values) | set(baseline.values) <= {0.0, 1.0}:
+            return mcnemar(
+                [value == 1 for value in self.values], [value == 1 for value in baseline.values]
+            )
+        return paired_t(self.values, baseline.values).p_value
+
+
+class Tasks:
+    """The named tasks; datasets come from the hub, unless a task of one's own names local files."""
+
+    def __init__(
+        self, names: Sequence[str], *, folder: Path | None = None, limit: int | None = None
+    ) -> None:
+        """`folder` holds YAML files of tasks of one's own, `limit` is how many items of each count.
+
+        Raises `UnsupportedFeatureError` without the harness, `ConfigError` for an unknown name.
+        """
+        require_harness()
+        from lm_eval.tasks import TaskManager
+
+        self._names = tuple(names)
+        self._limit = limit
+        own = None if folder is None else str(folder)
+        # The harness reads thousands of files to know its own.
+        self._manager: Any = own and TaskManager(include_path=own, include_defaults=False)
+        if not own or self._unknown():
+            self._manager = TaskManager(include_path=own)
+        if unknown := self._unknown():
+            raise ConfigError(f"--tasks {unknown[0]}: the harness knows no such task")
+
+    def _unknown(self) -> list[str]:
+        return [name for name in self._names if not self._manager.match_tasks([name])]
+
+    def measure(
+        self, model: DistributedModelForCausalLM, tokenizer: PreTrainedTokenizerBase
+    ) -> dict[str, TaskResult]:
+        """Run them all. Raises what sessions raise, and `ConfigError` where data cannot be had."""
+        from lm_eval import simple_evaluate
+
+        from nesa_node.evaluation.harness import HarnessModel
+
+        try:
+            told: Any = simple_evaluate(
+                model=HarnessModel(model, tokenizer),
+                tasks=list(self._names),
+                task_manager=self._manager,
+                limit=self._limit,
+                bootstrap_iters=0,
+            )
+        except OSError as error:
+            reason = " ".join(str(error).split())
+            raise ConfigError(f"--tasks: their data cannot be had: {reason}") from error
+        return {name: _result(name, items) for name, items in told["samples"].items()}
+
+
+@functools.cache
+def require_harness() -> None:
+    """Raises `UnsupportedFeatureError` where lm-evaluation-harness is not installed."""
+    import nesa_node.evaluation.harness  # noqa: F401
+
+
+def _result(name: str, items: Sequence[Mapping[str, Any]]) -> TaskResult:
+    # One entry per item and filter; the first filter is the one that leaves answers as they are.
+    first = items[0].get("filter")
+    own = sorted(
+        (item for item in items if item.get("filter") == first), key=lambda item: item["doc_id"]
+    )
+    for metric in _PREFERRED:
+        if metric in own[0]:
+            return TaskResult(metric, tuple(float(item[metric]) for item in own))
+    raise UnsupportedFeatureError(
+        f"--tasks {name}: none of its metrics is a mean over items ({', '.join(_PREFERRED)})"
+    )
