@@ -15,6 +15,7 @@ from nesa_node.cli.bootstrap import bootstrap
 from nesa_node.cli.chat import chat
 from nesa_node.cli.demo import demo
 from nesa_node.cli.doctor import doctor
+from nesa_node.cli.eval import evaluate
 from nesa_node.cli.flags import spread_addresses
 from nesa_node.cli.generate import generate
 from nesa_node.cli.run import run
@@ -35,6 +36,7 @@ app = App(
 )
 for _command in (run, bootstrap, generate, chat, status, doctor, demo):
     app.command(_command)
+app.command(evaluate, name="eval")
 
 
 def main() -> NoReturn:

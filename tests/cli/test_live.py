@@ -19,8 +19,10 @@ from nesa_node.cli.local_swarm import LocalNode, local_swarm
 from nesa_node.core.errors import SwarmError
 from nesa_node.core.span import Span
 from tests.cli.tiny import BLOCKS, write_tiny_model
+from tests.evaluation.models import random_text
 
 FLAGS = ("--torch-dtype", "float32", "--device", "cpu", "--threads", "1")
+NARROW = "int4:32:16"
 ABSENT = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
 
 
@@ -103,6 +105,26 @@ def test_generate_streams_what_transformers_answers(
     assert said.out.split() == local_tokens(model, "hello", 12).split()
     assert "tokens/s" in said.err
     assert " 0:3 → " in said.err
+
+
+def test_eval_measures_a_live_swarm_as_it_measures_the_model_here(
+    model: Path, join: list[str], tmp_path: Path
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text(random_text(2000), encoding="utf-8")
+    told = []
+    for where in ([*join, "--wire", f"none,{NARROW}"], ["--weights", "none", "--wire", "none"]):
+        table = tmp_path / "table.json"
+        argv = ["eval", str(model), *where, "--text", str(text), "--json", str(table)]
+        argv += ["--tokens", "300", "--context", "64", "--items", "12", "--dtype", "float32"]
+        assert run_command(argv) == 0
+        told += json.loads(table.read_text(encoding="utf-8"))
+    swarm, narrow, here = told
+    assert swarm["weights"] == "as served"
+    assert swarm["perplexity"]["value"] == pytest.approx(here["perplexity"]["value"], rel=1e-4)
+    assert swarm["acc_norm"]["right"] == here["acc_norm"]["right"]
+    assert narrow["wire"] == NARROW
+    assert 1e-3 < abs(narrow["perplexity"]["change"]) < 1
 
 
 def test_sampling_with_a_seed_repeats_itself(

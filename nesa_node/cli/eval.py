@@ -1,0 +1,265 @@
+"""`nesa-node eval`: what fewer bits for weights and wire cost in perplexity and accuracy."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Group, Parameter
+
+from nesa_node.cli.flags import COMPUTE, OUTPUT, ClientFlags, configure
+from nesa_node.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from nesa_node.client.causal_lm import DistributedModelForCausalLM
+    from nesa_node.core.config import ClientConfig
+    from nesa_node.engine.checkpoint import Checkpoint
+    from nesa_node.evaluation.cells import Cell
+    from nesa_node.evaluation.rows import OpenModel, Row, Sample
+
+PRECISIONS = Group("Precisions", sort_key=5)
+SAMPLE = Group("Texts and items", sort_key=6)
+GENERATED = "generated"
+
+
+def evaluate(
+    model: Annotated[
+        str | None,
+        Parameter(
+            help="A local folder, or the name of a model on the hub. "
+            "[default: SmolLM2-135M-Instruct]"
+        ),
+    ] = None,
+    /,
+    *,
+    weights: Annotated[
+        str | None,
+        Parameter(group=PRECISIONS, help="Of none, int8, nf4. [default: none,int8,nf4]"),
+    ] = None,
+    wire: Annotated[
+        str | None,
+        Parameter(
+            group=PRECISIONS,
+            help="Codecs of the hidden states. [default: none,blockwise8:64,int4:32:16]",
+        ),
+    ] = None,
+    text: Annotated[
+        str | None,
+        Parameter(
+            group=SAMPLE,
+            help="A file, debian-handbook or bible-kjv. [default: what is installed of these two]",
+        ),
+    ] = None,
+    tokens: Annotated[
+        int, Parameter(group=SAMPLE, help="Of the text, for the perplexity; 0 leaves it out.")
+    ] = 4096,
+    context: Annotated[int, Parameter(group=SAMPLE, help="Tokens of a window.")] = 512,
+    stride: Annotated[
+        int | None,
+        Parameter(group=SAMPLE, help="Tokens that each window scores. [default: half a window]"),
+    ] = None,
+    choices: Annotated[
+        str,
+        Parameter(
+            group=SAMPLE,
+            help='A file of lines {"context": "...", "endings": ["...", "..."], "label": 0}, '
+            "or generated: from the text.",
+        ),
+    ] = GENERATED,
+    items: Annotated[
+        int, Parameter(group=SAMPLE, help="Multiple-choice items; 0 leaves them out.")
+    ] = 100,
+    seed: Annotated[int, Parameter(group=SAMPLE, help="Of the generated items.")] = 0,
+    tasks: Annotated[
+        str | None,
+        Parameter(
+            group=SAMPLE,
+            help="Tasks of lm-evaluation-harness, or table-1: the five of the Nesa paper's table.",
+        ),
+    ] = None,
+    task_folder: Annotated[
+        Path | None, Parameter(group=SAMPLE, help="YAML files of tasks of your own.")
+    ] = None,
+    task_limit: Annotated[
+        int | None, Parameter(group=SAMPLE, help="Items of each task. [default: all]")
+    ] = None,
+    nodes: Annotated[
+        int, Parameter(group=COMPUTE, help="In how many parts this process runs the blocks.")
+    ] = 3,
+    json: Annotated[
+        Path | None, Parameter(group=OUTPUT, help="Write the table there, with single results.")
+    ] = None,
+    flags: ClientFlags | None = None,
+) -> int:
+    """Measure perplexity and multiple-choice accuracy, for each combination of precisions.
+
+    This process runs the model, its blocks in parts as a swarm would have them, in bfloat16 unless
+    --torch-dtype says otherwise. With --initial-peers a live swarm runs it, with the weights that
+    its nodes hold. Each combination is compared with the one without quantization.
+    """
+    from nesa_node.core.config import ClientConfig
+
+    config = configure(ClientConfig, flags, model=model)
+    live = bool(config.initial_peers)
+    if live and weights is not None:
+        raise ConfigError("--weights and --initial-peers: the nodes of a swarm hold what they hold")
+    if config.quality != "exact":
+        raise ConfigError("--quality: say --wire, which may name several codecs")
+    _check_numbers(tokens=tokens, items=items, nodes=nodes, task_limit=task_limit, tasks=tasks)
+    if json is not None and not json.expanduser().parent.is_dir():
+        raise ConfigError(f"--json {json}: there is no folder {json.expanduser().parent}")
+
+    from nesa_node.cli.eval_sample import (
+        choose_items,
+        choose_tasks,
+        make_sample,
+        names,
+        read_passage,
+        sample_text,
+    )
+    from nesa_node.evaluation.cells import SERVED, WEIGHTS, WIRE, check_weights, check_wire, grid
+
+    chosen = names("--weights", weights, (SERVED,) if live else WEIGHTS)
+    codecs = names("--wire", wire, ("none",) if live else WIRE)
+    if not live:
+        check_weights(chosen)
+
+    from nesa_node.evaluation.report import print_rows
+
+    checkpoint, tokenizer, config = _open(config)
+    check_wire(codecs, hidden_size=int(checkpoint.config.hidden_size))
+    name, passage = read_passage(
+        text, needed=bool(tokens) or (bool(items) and choices == GENERATED)
+    )
+    sample = make_sample(
+        tokenizer,
+        passage,
+        tokens=tokens,
+        context=min(context, checkpoint.context_length),
+        stride=stride,
+        items=choose_items(choices, passage, items, seed),
+        tasks=choose_tasks(tasks, task_folder, task_limit),
+    )
+    # Of the hidden states on the wire, where the nodes of a live swarm compute as they like.
+    dtype = "bfloat16" if config.torch_dtype == "auto" and not live else config.torch_dtype
+    open_model = (
+        _live_models(config) if live else _local_models(checkpoint, config, dtype, nodes=nodes)
+    )
+    rows = _measure(open_model, tokenizer, grid(chosen, codecs), sample)
+    title = f"{checkpoint.name} on {name or (choices if items else tasks)}{sample_text(sample)}"
+    print_rows(rows, title=title, unquantized=dtype, out=sys.stdout)
+    if json is not None:
+        options: dict[str, object] = {
+            "model": checkpoint.name,
+            "dtype": dtype,
+            "nodes": "live" if live else nodes,
+            "text": name,
+            "choices": choices,
+            "tasks": tasks,
+            "task_limit": task_limit,
+            "seed": seed,
+        }
+        _write(rows, sample, json, options)
+    return 0
+
+
+def _write(rows: Sequence[Row], sample: Sample, path: Path, options: dict[str, object]) -> None:
+    from nesa_node.evaluation.report import write_rows
+
+    sizes = {
+        "tokens": len(sample.ids),
+        "context": sample.context,
+        "stride": sample.stride,
+        "items": len(sample.items),
+    }
+    try:
+        write_rows(rows, path.expanduser(), options=options | sizes)
+    except OSError as error:
+        raise ConfigError(f"--json {path}: cannot be written ({error.strerror})") from error
+
+
+def _check_numbers(
+    *, tokens: int, items: int, nodes: int, tasks: str | None, task_limit: int | None
+) -> None:
+    if task_limit is not None and task_limit < 2:
+        raise ConfigError(f"--task-limit {task_limit}: at least 2, or a mean has no error")
+    if tokens < 0 or items < 0 or nodes < 1:
+        raise ConfigError("--tokens and --items must not be negative, --nodes must be positive")
+    if not tokens and not items and not tasks:
+        raise ConfigError("--tokens 0 and --items 0 leave nothing to measure")
+
+
+def _open(config: ClientConfig) -> tuple[Checkpoint, PreTrainedTokenizerBase, ClientConfig]:
+    """The checkpoint and its tokenizer; the config then names the model."""
+    import torch
+    from transformers.utils import logging as transformers_logging
+
+    from nesa_node.cli.text import load_tokenizer
+    from nesa_node.engine.checkpoint import open_checkpoint
+    from nesa_node.engine.demo_model import demo_model_path
+
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    if config.model is None:
+        config = config.model_copy(update={"model": str(demo_model_path(config.cache_dir))})
+    assert config.model is not None
+    checkpoint = open_checkpoint(
+        config.model,
+        revision=config.revision,
+        token=config.token.get_secret_value() if config.token else None,
+        cache_dir=config.cache_dir,
+    )
+    return checkpoint, load_tokenizer(checkpoint.fetch_side_files()), config
+
+
+def _local_models(
+    checkpoint: Checkpoint, config: ClientConfig, dtype: str, *, nodes: int
+) -> OpenModel:
+    import torch
+
+    from nesa_node.evaluation.models import LocalModels
+
+    device = config.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return LocalModels(
+        checkpoint,
+        nodes=nodes,
+        dtype=checkpoint.resolve_dtype(dtype),
+        device=torch.device(device),
+    ).open
+
+
+def _live_models(config: ClientConfig) -> OpenModel:
+    from nesa_node.cli.client_model import open_client_model
+    from nesa_node.compression.quality import EXACT
+
+    @contextmanager
+    def open_model(cell: Cell) -> Iterator[DistributedModelForCausalLM]:
+        quality = EXACT if cell.wire == "none" else cell.wire
+        model, _ = open_client_model(config.model_copy(update={"quality": quality}))
+        with model:
+            yield model
+
+    return open_model
+
+
+def _measure(
+    open_model: OpenModel,
+    tokenizer: PreTrainedTokenizerBase,
+    cells: Sequence[Cell],
+    sample: Sample,
+) -> list[Row]:
+    from nesa_node.evaluation.rows import measure
+
+    rows = []
+    for row in measure(open_model, tokenizer, cells, sample):
+        rows.append(row)
+        print(f"{len(rows)}/{len(cells)} {row.cell}: {row.seconds:.0f} s", file=sys.stderr)
+    return rows

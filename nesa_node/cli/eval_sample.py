@@ -1,0 +1,90 @@
+"""What `nesa-node eval` measures on, as its flags say: text, items, tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from nesa_node.cli.eval import GENERATED
+from nesa_node.core.errors import ConfigError
+from nesa_node.evaluation.choices import LEAST_ITEMS, Item, read_items
+from nesa_node.evaluation.encoding import first_tokens
+from nesa_node.evaluation.items import generate_items
+from nesa_node.evaluation.perplexity import LEAST_TOKENS, window_queries
+from nesa_node.evaluation.rows import Sample
+from nesa_node.evaluation.tasks import TABLE_1, Tasks
+from nesa_node.evaluation.texts import default_text, read_text
+
+
+def names(flag: str, given: str | None, default: Sequence[str]) -> tuple[str, ...]:
+    """What a flag lists, separated by commas. Raises `ConfigError` for empty names."""
+    if given is None:
+        return tuple(default)
+    listed = tuple(name.strip() for name in given.split(","))
+    if not all(listed):
+        raise ConfigError(f"{flag} takes names separated by commas, got {given!r}")
+    return listed
+
+
+def read_passage(text: str | None, *, needed: bool) -> tuple[str | None, str]:
+    """What the text is called, and the text; nothing where nothing is measured on it."""
+    if not needed:
+        return None, ""
+    name = default_text() if text is None else text
+    return name, read_text(name)
+
+
+def choose_items(choices: str, passage: str, count: int, seed: int) -> Sequence[Item]:
+    if not count:
+        return ()
+    if count < LEAST_ITEMS:
+        raise ConfigError(f"--items {count}: at least {LEAST_ITEMS}, or 0 for none")
+    if choices == GENERATED:
+        return generate_items(passage, count=count, seed=seed)
+    return read_items(Path(choices).expanduser())[:count]
+
+
+def choose_tasks(given: str | None, folder: Path | None, limit: int | None) -> Tasks | None:
+    if given is None:
+        return None
+    if folder is not None and not folder.expanduser().is_dir():
+        raise ConfigError(f"--task-folder {folder}: no such folder")
+    chosen = TABLE_1 if given == "table-1" else names("--tasks", given, ())
+    return Tasks(chosen, folder=None if folder is None else folder.expanduser(), limit=limit)
+
+
+def make_sample(
+    tokenizer: PreTrainedTokenizerBase,
+    passage: str,
+    *,
+    tokens: int,
+    context: int,
+    stride: int | None,
+    items: Sequence[Item],
+    tasks: Tasks | None,
+) -> Sample:
+    stride = context // 2 if stride is None else stride
+    ids: Sequence[int] = ()
+    if tokens:
+        if tokens < LEAST_TOKENS:
+            raise ConfigError(f"--tokens {tokens}: at least {LEAST_TOKENS}, or 0 for none")
+        window_queries((), context=context, stride=stride)
+        ids = first_tokens(tokenizer, passage, tokens)
+        if len(ids) < tokens:
+            raise ConfigError(
+                f"the text has {len(ids)} tokens, {tokens} are asked for: give a longer --text "
+                "or fewer --tokens"
+            )
+    return Sample(ids, context, stride, items, tasks)
+
+
+def sample_text(sample: Sample) -> str:
+    """Its sizes, for the table's title."""
+    parts = []
+    if sample.ids:
+        parts.append(f"{len(sample.ids)} tokens in windows of {sample.context}")
+    if sample.items:
+        parts.append(f"{len(sample.items)} items of multiple choice")
+    return f": {', '.join(parts)}" if parts else ""

@@ -1,0 +1,124 @@
+"""`nesa-node eval` on a tiny model, in this process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from nesa_node.cli.app import run_command
+from tests.cli.tiny import write_tiny_model
+from tests.evaluation.models import random_text
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("text") / "text.txt"
+    file.write_text(random_text(3000), encoding="utf-8")
+    return file
+
+
+SMALL = ["--tokens", "400", "--context", "64", "--items", "20"]
+
+
+def test_eval_shows_each_combination_and_writes_it(
+    model: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = tmp_path / "table.json"
+    argv = ["eval", str(model), "--text", str(text), *SMALL, "--json", str(table)]
+    assert run_command([*argv, "--weights", "int8,none", "--wire", "none,blockwise8:64"]) == 0
+    said = capsys.readouterr()
+    assert said.err.count(" s\n") == 4
+    assert "tiny on" in said.out
+    for word in ("bfloat16", "int8", "blockwise8:64", "perplexity", "acc_norm"):
+        assert word in said.out
+    rows = json.loads(table.read_text(encoding="utf-8"))
+    assert [(row["weights"], row["wire"]) for row in rows] == [
+        ("none", "none"),
+        ("none", "blockwise8:64"),
+        ("int8", "none"),
+        ("int8", "blockwise8:64"),
+    ]
+    assert rows[0]["perplexity"]["change"] == 0
+    assert rows[0]["perplexity"]["p_value"] == 1
+    assert rows[0]["options"]["dtype"] == "bfloat16"
+    assert len(rows[3]["acc"]["right"]) == 20
+    assert rows[3]["perplexity"]["tokens"] == 399
+
+
+def test_the_same_seed_gives_the_same_table(
+    model: Path, text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["eval", str(model), "--text", str(text), *SMALL, "--weights", "none", "--wire", "none"]
+    told = []
+    for seed in ("1", "1", "2"):
+        assert run_command([*argv, "--seed", seed, "--dtype", "float32"]) == 0
+        told.append(capsys.readouterr().out)
+    assert told[0] == told[1]
+    assert told[0] != told[2]
+
+
+def test_choices_of_a_file_need_no_text(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "items.jsonl"
+    lines = [
+        {"context": random_text(9, seed=seed), "endings": ["w1 w2", "hello w3 w4"], "label": 0}
+        for seed in range(6)
+    ]
+    file.write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")
+    argv = ["eval", str(model), "--choices", str(file), "--tokens", "0", "--items", "5"]
+    assert run_command([*argv, "--weights", "none", "--wire", "none"]) == 0
+    said = capsys.readouterr().out
+    assert "5 items of multiple choice" in said
+    assert "perplexity" not in said
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--weights", "int9"], "--weights int9: choose among none, int8, nf4"),
+        (["--weights", "int8,,nf4"], "names separated by commas"),
+        (["--wire", "gzip"], "--wire gzip: unknown codec"),
+        (["--text", "no-such-file"], "--text no-such-file: no such file"),
+        (["--tokens", "5000"], "3000 tokens, 5000 are asked for"),
+        (["--tokens", "100"], "--tokens 100: at least 129"),
+        (["--tokens", "-1"], "must not be negative"),
+        (["--tokens", "0", "--items", "0"], "nothing to measure"),
+        (["--items", "1"], "--items 1: at least 2"),
+        (["--items", "500"], "room for"),
+        (["--choices", "no-such-file"], "--choices no-such-file: cannot be read"),
+        (["--stride", "64"], "--stride 64 must be at least 1 and below --context 64"),
+        (["--nodes", "0"], "--nodes must be positive"),
+        (["--task-limit", "1"], "--task-limit 1"),
+        (["--tasks", "hellaswag", "--task-folder", "none"], "--task-folder none: no such folder"),
+        (["--json", "no/such/folder.json"], "there is no folder no/such"),
+    ],
+)
+def test_wrong_arguments_end_with_code_2_before_anything_runs(
+    model: Path,
+    text: Path,
+    argv: list[str],
+    words: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    usual = {"--text": str(text), "--tokens": "400", "--context": "64", "--items": "20"}
+    rest = [word for flag, value in usual.items() if flag not in argv for word in (flag, value)]
+    assert run_command(["eval", str(model), *rest, *argv]) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith("error: ")
+    assert said.err.count("\n") == 1
+    assert words in said.err
+    assert said.out == ""
+
+
+def test_weights_of_a_live_swarm_cannot_be_chosen(capsys: pytest.CaptureFixture[str]) -> None:
+    peer = "/ip4/192.0.2.7/tcp/4001/p2p/12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
+    assert run_command(["eval", "m", "--weights", "int8", "--initial-peers", peer]) == 2
+    assert "hold what they hold" in capsys.readouterr().err
