@@ -25,7 +25,7 @@ from nesa_node.compression import tensors
 from nesa_node.compression.codecs import FAMILIES
 
 DEFAULTS = Options(model="demo", runs=15, prompt_tokens=1024)
-QUICK = Options(model="thin", runs=2, prompt_tokens=32)
+QUICK = Options(model="thin", runs=1, prompt_tokens=32)
 _MESSAGE_NBYTES = 1 << 20
 _DTYPES = (torch.bfloat16, torch.float32)
 
