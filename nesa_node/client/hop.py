@@ -108,7 +108,11 @@ class HopLink:
         if message.upstream is None:
             request = self._request
             states = States(request.hidden_size, request.dtype, request.tokens)
-            await self.wire.begin(self._stream, states)
+            try:
+                await self.wire.begin(self._stream, states)
+            except StreamClosedError as error:
+                self.lose(str(error))
+                raise PeerUnreachableError(str(error)) from error
 
     async def rollback(self, message: Rollback) -> None:
         answer = await self._ask(message, LINK_TIMEOUT_S)
@@ -173,10 +177,10 @@ class HopLink:
                     max_tensor_bytes=self._request.max_output_bytes
                 )
                 self._take(message, payload)
+                self._on_change()
                 if self.opened is not None:
                     version = self.opened.version
                     await report_arrival(self._stream, self._request.quality, version)
-                self._on_change()
         except ProtocolError as error:
             self.lose(str(error))
 

@@ -246,7 +246,11 @@ class Route:
             self.nodes.suspect(peer, str(error))
             raise
         stream = Stream(peer, reader, writer)
-        speed = await speed_to(self._swarm, peer, request.quality)
+        try:
+            speed = await speed_to(self._swarm, peer, request.quality)
+        except BaseException:
+            await stream.close()
+            raise
         link = HopLink(hop, stream, request, speed, self._on_change)
         try:
             await link.open(self._open_message(hop, before, donor), timeout_s)

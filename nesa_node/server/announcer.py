@@ -27,7 +27,6 @@ log = get_logger(__name__)
 State = Literal["joining", "serving", "draining"]
 REFRESH_S = 10.0
 """At most: a record's free cache and load are this old, besides the DHT's own delay."""
-MAX_CODECS_TOLD = 16
 DTYPE_NAMES = {
     torch.float32: "float32",
     torch.bfloat16: "bfloat16",
@@ -88,8 +87,10 @@ class Announcer:
                 try:
                     await self._directory.publish(self._status(self._state, self._span))
                 except (SwarmError, OSError) as error:
-                    # Out of files, say. A node that stopped to announce itself would be lost.
+                    # Out of files, say.
                     log.warning("not_announced", reason=str(error))
+                except Exception:  # a mistake of ours: a node that stops to announce is lost
+                    log.exception("not_announced")
 
     def _status(self, state: State, span: Span) -> NodeStatus:
         facts, capacity, memory = self._facts, self.capacity(), psutil.virtual_memory()
@@ -116,7 +117,7 @@ class Announcer:
             context_length=facts.context_length,
             public_name=facts.public_name,
             codecs=codec_names(),
-            sent_bytes=dict(self._sent_bytes.most_common(MAX_CODECS_TOLD)),
+            sent_bytes=dict(self._sent_bytes),
         )
 
 

@@ -33,7 +33,11 @@ async def dial(
     )
     stream, answer = await _reach(swarm, model_id, downstream, introduction, PushOpened)
     codecs = answer.codecs if isinstance(answer, PushOpened) else ()
-    speed = await speed_to(swarm, stream.peer, opened.quality)
+    try:
+        speed = await speed_to(swarm, stream.peer, opened.quality)
+    except BaseException:
+        await stream.close()
+        raise
     return stream, Wire(opened.quality, codecs, speed)
 
 

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from nesa_node.compression import tensors
-from nesa_node.core.errors import StreamClosedError
+from nesa_node.core.errors import ProtocolError, StreamClosedError
 from nesa_node.core.logging import get_logger
 from nesa_node.server.push import Push, open_push
 from nesa_node.swarm.messages import MAX_TOKENS, Downstream, Error, Open, Output, Step
@@ -100,10 +100,17 @@ class Outlet:
                 self._push = await self._push_scope.enter_async_context(
                     open_push(stream, self._wire, partial(self._tell_lost, downstream.peer))
                 )
-        stream = self._client if self._push is None else self._push.stream
-        await self._wire.begin(stream, self._states)
+        await self._begin()
         for kept in self._outbox.since(emit_from, [MAX_TOKENS] * len(emit_from)):
             await self._send(kept, epoch)
+
+    async def _begin(self) -> None:
+        if self._push is None:
+            return await self._wire.begin(self._client, self._states)
+        try:
+            await self._wire.begin(self._push.stream, self._states)
+        except StreamClosedError as error:
+            raise ProtocolError("downstream_lost", str(error)) from error
 
     def forget(self) -> None:
         """Drop what was kept: whoever still knows this object must not keep its memory."""

@@ -172,7 +172,7 @@ class SessionServer:
                 ) as work:
                     parts = (work, outlet, executor)
                     transfers = Transfers(partial(dial_successor, *reach), opened.session, *parts)
-                    succession = Succession(*parts, opened.max_tokens)
+                    succession = Succession(*parts, opened.max_tokens, opened.quality)
                     owned = (work, outlet, place, transfers, succession, prefixes)
                     try:
                         await self._serve(Session(opened, stream, *owned))

@@ -21,6 +21,7 @@ from nesa_node.server.work import Work
 from nesa_node.swarm.messages import Downstream, Error, Pages, Step, Sync, Synced
 from nesa_node.swarm.outbox import Kept
 from nesa_node.swarm.stream import Stream, silence_is_loss
+from nesa_node.swarm.wire import PLAIN, check_allowed
 
 CHUNK_TOKENS = 128
 SILENCE_S = 30.0
@@ -103,6 +104,7 @@ class Transfer:
                 rows=kept.rows,
                 tensor=kept.meta,
                 want=kept.want,
+                via=kept.via,
             ),
             kept.payload,
         )
@@ -114,7 +116,10 @@ class Transfer:
 class Succession:
     """The successor's side: fills an empty session that nobody has linked yet."""
 
-    def __init__(self, work: Work, outlet: Outlet, executor: Executor, max_tokens: int) -> None:
+    def __init__(
+        self, work: Work, outlet: Outlet, executor: Executor, max_tokens: int, quality: str
+    ) -> None:
+        self._quality = quality
         self._work = work
         self._outlet = outlet
         self._executor = executor
@@ -140,11 +145,12 @@ class Succession:
         heads, count = table.pool.heads, (pages.tensor.shape or (0, 0))[1:2]
         shape = (2 * len(blocks.span), *count, heads.count, heads.dim)
         dtype = tensors.DTYPE_NAMES[blocks.dtype]
-        if (pages.tensor.dtype, pages.tensor.shape) != (dtype, shape):
+        found = (pages.tensor.dtype, pages.tensor.shape, pages.tensor.codec)
+        if found != (dtype, shape, PLAIN):
             raise ProtocolError(
                 "bad_tensor",
                 f"expected {dtype}{list(shape)}, got {pages.tensor.dtype}"
-                f"{list(pages.tensor.shape)}",
+                f"{list(pages.tensor.shape)} as {pages.tensor.codec[:32]!r}",
             )
         end = pages.position + shape[1]
         if pages.position != table.length or end > self._max_tokens:
@@ -162,9 +168,10 @@ class Succession:
         for part in step.rows:
             kept = self._kept[part.row] or range(part.position, part.position)
             self._kept[part.row] = range(kept.start, part.position + part.count)
-        self._outlet.keep(Kept(step.step, step.rows, step.want, step.tensor, payload))
+        self._outlet.keep(Kept(step.step, step.rows, step.want, step.tensor, payload, step.via))
 
     def _check_output(self, step: Step) -> None:
+        check_allowed(self._quality, step.tensor)
         rows = {part.row for part in step.rows}
         if len(rows) < len(step.rows) or max(rows) >= len(self._kept):
             raise ProtocolError("bad_rows", f"a kept output of rows {sorted(rows)}")

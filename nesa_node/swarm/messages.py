@@ -20,6 +20,7 @@ VERSION = (1, 2)
 MAX_ROWS = 256
 MAX_TOKENS = 1 << 24
 MAX_EPOCH = 1 << 48
+MAX_CODECS = 64
 MAX_DIGESTS = 2048
 """In one message, of all rows together: more would not fit beside the rest of its header."""
 PREFIX_TOKENS = 32
@@ -38,7 +39,7 @@ Mode = Literal["chain", "star"]
 Want = Literal["all", "last", "none"]
 Priority = Literal["interactive", "batch", "training"]
 CodecName = Annotated[str, Meta(min_length=1, max_length=32)]
-Codecs = Annotated[tuple[CodecName, ...], Meta(max_length=64)]
+Codecs = Annotated[tuple[CodecName, ...], Meta(max_length=MAX_CODECS)]
 
 
 class RowSlice(msgspec.Struct, frozen=True, array_like=True):

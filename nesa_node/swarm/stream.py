@@ -51,6 +51,7 @@ class Stream:
         self.bytes_received = 0
         self.arrival: Received | None = None
         """How fast the payload of the last message came, if that says something of the network."""
+        self._is_late = False
         self._reader: Pipe = reader
         self._writer: Pipe = writer
         self._sending = asyncio.Lock()
@@ -100,6 +101,8 @@ class Stream:
         """
         try:
             await self._reader.readable()
+            # The pipe has stopped reading: how long the rest waits already nobody knows.
+            self._is_late = self._reader.unread >= MAX_UNREAD_BYTES
             return await self._receive_message(max_tensor_bytes)
         except TimeoutError:
             raise FrameError(f"a message stopped midway for {FRAME_TIMEOUT_S:.0f} s") from None
@@ -146,7 +149,7 @@ class Stream:
         here, started = self._reader.unread, time.perf_counter()
         yield
         seconds = time.perf_counter() - started
-        if here < MAX_UNREAD_BYTES and nbytes - here >= LEAST_BYTES // 2:
+        if not self._is_late and nbytes - here >= LEAST_BYTES // 2:
             self.arrival = Received(nbytes=nbytes - here, seconds=seconds)
 
     async def _bytes(self, count: int) -> bytearray:

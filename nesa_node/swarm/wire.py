@@ -22,7 +22,7 @@ from nesa_node.core.errors import ProtocolError
 from nesa_node.core.ids import PeerId
 from nesa_node.core.logging import get_logger
 from nesa_node.swarm.link_speed import LEAST_BYTES, LinkSpeed
-from nesa_node.swarm.messages import Probe, Received, Version
+from nesa_node.swarm.messages import MAX_CODECS, Probe, Received, Version
 from nesa_node.swarm.node import Swarm
 from nesa_node.swarm.outbox import Kept
 from nesa_node.swarm.stream import Stream
@@ -62,6 +62,7 @@ class Wire:
         self._candidates = candidates(quality, self._decodes)
         self._speed = speed
         self._costs: dict[str, Cost] = {}
+        self._begun = False
 
     @property
     def compresses(self) -> bool:
@@ -73,15 +74,23 @@ class Wire:
         self._speed.note(received.nbytes, received.seconds)
 
     async def begin(self, stream: Stream, states: States) -> None:
-        """Find out what there is to choose by. Raises `StreamClosedError`."""
+        """Find out what there is to choose by. Nothing is compressed before.
+
+        Raises `StreamClosedError`.
+        """
         if not self.compresses:
+            return
+        if len(self._candidates) == 1:
+            # The first use of bitsandbytes takes seconds.
+            await asyncio.to_thread(tensors.encode, torch.ones(1, 64), codec=self._candidates[0])
+            self._begun = True
             return
         hidden_size, dtype = states.hidden_size, tensors.DTYPES[states.dtype]
         for codec in self._candidates:
-            # Even where there is no choice: the first use of bitsandbytes takes seconds.
             self._costs[codec] = await asyncio.to_thread(_cost, codec, hidden_size, dtype)
+        self._begun = True
         nbytes = min(PROBE_BYTES, states.most_nbytes)
-        if len(self._candidates) > 1 and self._speed.is_due and nbytes >= LEAST_BYTES:
+        if self._speed.is_due and nbytes >= LEAST_BYTES:
             meta, payload = tensors.encode(torch.zeros(nbytes // 4))
             await stream.send(Probe(tensor=meta), payload)
 
@@ -90,24 +99,20 @@ class Wire:
 
         The result may share the tensor's memory.
         """
-        codec = self._choose(hidden_TD.nbytes)
-        if codec != PLAIN:
-            try:
-                meta, payload = tensors.encode(hidden_TD, codec=codec)
-                if len(payload) < hidden_TD.nbytes:
-                    self._speed.sent_bytes[codec] += len(payload)
-                    return meta, payload
-            except ProtocolError as error:
-                # Values that it cannot hold; others can.
-                log.debug("not_compressed", codec=codec, reason=str(error))
-        self._speed.sent_bytes[PLAIN] += hidden_TD.nbytes
-        return tensors.encode(hidden_TD)
+        return self._counted(_encoded(hidden_TD, self._choose(hidden_TD.nbytes)))
 
     async def encode_aside(self, hidden_TD: torch.Tensor) -> tuple[TensorMeta, memoryview]:
         """The same, in another thread where it would take long."""
-        if hidden_TD.nbytes < ASIDE_BYTES or not self.compresses:
-            return self.encode(hidden_TD)
-        return await asyncio.to_thread(self.encode, hidden_TD)
+        codec = self._choose(hidden_TD.nbytes)
+        if hidden_TD.nbytes < ASIDE_BYTES or codec == PLAIN:
+            return self._counted(_encoded(hidden_TD, codec))
+        return self._counted(await asyncio.to_thread(_encoded, hidden_TD, codec))
+
+    def _counted(self, encoded: tuple[TensorMeta, memoryview]) -> tuple[TensorMeta, memoryview]:
+        meta, payload = encoded
+        # By name: of parameters there are thousands, and peers choose them.
+        self._speed.sent_bytes[name_of(meta.codec)] += payload.nbytes
+        return encoded
 
     def readable(self, kept: Kept) -> Kept:
         """What was encoded for another receiver, for this one: the same bytes, or the same values.
@@ -120,12 +125,26 @@ class Wire:
         return Kept(kept.step, kept.rows, kept.want, meta, payload, kept.via)
 
     def _choose(self, nbytes: int) -> str:
+        if not self._begun:
+            return PLAIN
         if len(self._candidates) == 1:
             return self._candidates[0]
         rate = self._speed.rate_bytes_per_s
-        if rate is None or len(self._costs) < len(self._candidates):
+        if rate is None:
             return self._candidates[0]
         return fastest(self._candidates, nbytes, rate, self._costs)
+
+
+def _encoded(hidden_TD: torch.Tensor, codec: str) -> tuple[TensorMeta, memoryview]:
+    """In `codec`, unless that makes it no smaller or cannot hold its values."""
+    if codec != PLAIN:
+        try:
+            meta, payload = tensors.encode(hidden_TD, codec=codec)
+            if payload.nbytes < hidden_TD.nbytes:
+                return meta, payload
+        except ProtocolError as error:
+            log.debug("not_compressed", codec=codec, reason=str(error))
+    return tensors.encode(hidden_TD)
 
 
 @functools.cache
@@ -160,12 +179,16 @@ async def speed_to(swarm: Swarm, peer: PeerId, quality: str) -> LinkSpeed:
 
 
 async def report_arrival(stream: Stream, quality: str, version: Version) -> None:
-    """Tell the sender how fast its last message came, where it can do something about it."""
+    """Tell the sender how fast its last message came, where it can do something about it.
+
+    Not while something else is being sent: whoever reads must not wait for whoever writes, or both
+    ends could wait for each other.
+    """
     arrival, stream.arrival = stream.arrival, None
-    if arrival is not None and quality != EXACT and version >= SINCE:
+    if arrival is not None and quality != EXACT and version >= SINCE and stream.settled:
         await stream.send(arrival)
 
 
 def passed_on(via: Sequence[str], codec: str) -> tuple[str, ...]:
     """How hidden states travelled, one hop further; empty as long as that was as they are."""
-    return (*via, codec) if via or codec != PLAIN else ()
+    return (*via, codec)[-MAX_CODECS:] if via or codec != PLAIN else ()

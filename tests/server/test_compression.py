@@ -12,8 +12,8 @@ from nesa_node.compression import tensors
 from nesa_node.compression.quality import codec_names
 from nesa_node.core.ids import PeerId
 from nesa_node.engine.blocks import Blocks
-from nesa_node.swarm.messages import Error, Linked, Opened, Probe, Received
-from nesa_node.swarm.wire import PROBE_BYTES
+from nesa_node.swarm.messages import MAX_CODECS, Error, Linked, Opened, Probe, Received
+from nesa_node.swarm.wire import PROBE_BYTES, passed_on
 from tests.server.bench import Peer, open_node
 
 SLOW = 1e6
@@ -73,6 +73,25 @@ async def test_step_below_the_floor_is_refused_and_changes_nothing(
         peer.step({0: LONG}, codec="lossless")
         await peer.output()
         await peer.end()
+
+
+async def test_nothing_is_compressed_before_the_link(blocks: Blocks) -> None:
+    """bitsandbytes would be loaded on the event loop."""
+    async with open_node(blocks) as node:
+        peer = node.peer()
+        peer.open(quality="blockwise8:64:16", codecs=codec_names(), max_tokens=LONG)
+        await peer.wire.hear_a(Opened)
+        peer.step({0: 8})
+        message, _ = await peer.output()
+        assert message.tensor.codec == "none"
+        await peer.end()
+
+
+def test_via_keeps_to_what_a_message_may_hold() -> None:
+    via: tuple[str, ...] = ()
+    for _ in range(3 * MAX_CODECS):
+        via = passed_on(via, "int8:64:16")
+    assert len(via) == MAX_CODECS
 
 
 @pytest.mark.parametrize("quality", ["best", "int8", "int8:7", "", "int8:64@9"])

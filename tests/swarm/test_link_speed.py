@@ -12,7 +12,7 @@ def test_rate_is_unknown_before_the_first_report() -> None:
 
 def test_reports_of_a_receiver_that_was_busy_do_not_count() -> None:
     speed = LinkSpeed()
-    for seconds in (0.1, 5.0, 0.3):
+    for seconds in (0.1, 5.0, 0.3, 0.1, 1e-4):
         speed.note(1_000_000, seconds)
     assert speed.rate_bytes_per_s == 1e7
 
