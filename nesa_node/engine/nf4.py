@@ -27,12 +27,11 @@ from torch.nn import functional
 from nesa_node.engine import huge_pages
 from nesa_node.engine.gemv import MOST_TOKENS, NAMES
 from nesa_node.engine.machine_code import Function, compiled
+from nesa_node.engine.unpacked import product_by_rows
 
 BLOCK = 64
 _SMALLEST = 1e-38
 _ROUND_BLOCKS = 1 << 14
-_UNPACKED_BYTES = 1 << 20
-"""So much of a layer at a time, which stays in a core's own cache."""
 NUMBERS = (
     -1.0,
     -0.6961928009986877,
@@ -128,26 +127,20 @@ class Nf4Linear(nn.Module):
         return output_TO
 
     def _of_many(self, unpack: Function, input_TI: Tensor) -> Tensor:
-        """Some rows of weights at a time, always in the same memory."""
-        outputs, inputs = self.out_features, self.in_features
-        # So many rows are whole blocks whatever their length.
-        step = max(_UNPACKED_BYTES // (inputs * input_TI.itemsize) // BLOCK, 1) * BLOCK
-        weight_RI = torch.empty(min(step, outputs), inputs, dtype=input_TI.dtype)
-        results = []
-        for start in range(0, outputs, step):
-            rows = min(step, outputs - start)
-            blocks = rows * inputs // BLOCK
+        inputs = self.in_features
+
+        # What begins at a multiple of 256 rows is whole blocks whatever their length.
+        def unpacked(start: int, weight_RI: Tensor) -> None:
             unpack(
                 self.packed.data_ptr() + start * inputs // 2,
                 self.peaks.data_ptr() + start * inputs // BLOCK * self.peaks.itemsize,
                 self._numbers.data_ptr(),
                 weight_RI.data_ptr(),
-                blocks,
+                weight_RI.numel() // BLOCK,
                 threads=torch.get_num_threads(),
             )
-            bias_R = None if self.bias is None else self.bias[start : start + rows]
-            results.append(functional.linear(input_TI, weight_RI[:rows], bias_R))
-        return results[0] if len(results) == 1 else torch.cat(results, dim=1)
+
+        return product_by_rows(input_TI, self.out_features, self.bias, unpacked)
 
     def _bitsandbytes(self, input: Tensor) -> Tensor:
         # Only here: it takes seconds and 120 MB, and where the package `kernels` is installed it

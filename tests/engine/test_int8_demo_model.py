@@ -50,17 +50,13 @@ def perplexity(folder: Path, quant_type: QuantType) -> float:
 
 
 @pytest.mark.timeout(300)
-def test_perplexity_in_int8_is_that_of_bfloat16_within_two_hundredths(folder: Path) -> None:
-    """Measured: 15.26, and 15.49 in int8 (+1.5 %).
-
-    Weights alone add 0.03 %; the rest is that inputs are rounded to levels, which with
-    bitsandbytes' whole columns of outliers comes to 1.1 %.
-    """
+def test_perplexity_in_int8_is_that_of_bfloat16_within_three_thousandths(folder: Path) -> None:
+    """Measured: 15.26, and 15.24 in int8 (-0.1 %); LLM.int8(), which rounds inputs, adds 1.1 %."""
     plain, int8, nf4 = (perplexity(folder, kind) for kind in ("none", "int8", "nf4"))
     print(f"perplexity: bfloat16 {plain:.3f}, int8 {int8:.3f}, nf4 {nf4:.3f}")
     assert plain < 30
     assert int8 != plain
-    assert abs(int8 / plain - 1) <= 0.02
+    assert abs(int8 / plain - 1) <= 0.003
     assert nf4 / plain <= 1.4
 
 

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from nesa_node.engine import huge_pages, nf4
+from nesa_node.engine import huge_pages, unpacked
 from nesa_node.engine.gemv import MOST_TOKENS
 from nesa_node.engine.nf4 import BLOCK, Nf4Linear, quantized
 from tests.engine.their_layers import nf4_and_back, nf4_layer
@@ -116,8 +116,8 @@ def test_rows_of_half_a_block_more(dtype: torch.dtype) -> None:
 def test_layers_of_more_than_one_round_of_unpacking(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nf4, "_UNPACKED_BYTES", 1 << 15)
-    for shape in ((1000, 128), (130, 96), (64, 1 << 15)):
+    monkeypatch.setattr(unpacked, "_UNPACKED_BYTES", 1 << 15)
+    for shape in ((1000, 128), (386, 96), (64, 1 << 15)):
         linear = layer(*shape, dtype, bias=True)
         inputs = torch.randn(20, shape[1]).to(dtype)
         assert_product(linear(inputs), linear, inputs)

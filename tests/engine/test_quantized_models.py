@@ -1,4 +1,4 @@
-"""Every family with weights in fewer bits, against transformers with bitsandbytes' layers.
+"""Every family with weights in fewer bits, against transformers with bitsandbytes' weights.
 
 L tokens, V vocabulary.
 """
@@ -25,14 +25,11 @@ from tests.engine.tiny_models import FAMILIES, prompt_ids, reference, save_tiny_
 
 TOKENS = 24
 SAME = 1e-4
-JUMP = 1e-2
-"""In int8 the last bits of an input halfway between two levels decide which it is, and a model with
-random weights makes much of that. It happens in one of these families."""
 
 
 @torch.inference_mode()
 def their_logits(folder: Path, ids: list[int], quant_type: QuantType) -> tuple[Tensor, Tensor]:
-    """Of transformers with its own layers and with bitsandbytes', token by token."""
+    """Of transformers with its own weights and with bitsandbytes', token by token."""
     model = reference(folder)
     plain_LV = model(torch.tensor([ids])).logits[0]
     path = ADAPTERS[open_local(folder).config.model_type].layers_path
@@ -55,9 +52,8 @@ def test_token_by_token_as_bitsandbytes(
     run = Run(Chain(folder, quant_type=quant_type))
     logits_LV = torch.cat([run.step([token]) for token in ids])
     changed = distance(plain_LV, expected_LV)
-    assert changed > 100 * SAME
-    error = distance(logits_LV, expected_LV)
-    assert error <= (min(JUMP, changed / 2) if quant_type == "int8" else SAME)
+    assert changed > 30 * SAME
+    assert distance(logits_LV, expected_LV) <= SAME
 
 
 @pytest.mark.parametrize("quant_type", ["int8", "nf4"])
@@ -65,13 +61,12 @@ def test_token_by_token_as_bitsandbytes(
 def test_a_prompt_in_one_step_is_what_its_tokens_are(
     family: str, quant_type: QuantType, models_dir: Path
 ) -> None:
-    """bitsandbytes takes columns apart for all tokens together: there it is 0.04 to 0.1 off."""
+    """In int8 bitsandbytes takes columns apart for all tokens together: it is 0.04 to 0.1 off."""
     chain = Chain(save_tiny_model(family, models_dir), quant_type=quant_type)
     ids = prompt_ids(TOKENS)
     one_by_one = Run(chain)
     expected_LV = torch.cat([one_by_one.step([token]) for token in ids])
-    error = distance(Run(chain).step(ids), expected_LV)
-    assert error <= (JUMP if quant_type == "int8" else SAME)
+    assert distance(Run(chain).step(ids), expected_LV) <= SAME
 
 
 def test_nf4_refuses_layers_that_are_no_whole_blocks(models_dir: Path, tmp_path: Path) -> None:

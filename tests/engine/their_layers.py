@@ -9,12 +9,14 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from nesa_node.core.choices import QuantType
-from nesa_node.engine.int8 import LEVELS, THRESHOLD
+from nesa_node.engine.int8 import LEVELS
 from nesa_node.engine.linear import plain_linear
 from nesa_node.engine.nf4 import BLOCK
 
 _LAYERS: Any = bitsandbytes.nn
 _FUNCTIONS: Any = bitsandbytes.functional
+THRESHOLD = 6.0
+"""Of outliers in LLM.int8()."""
 
 
 def int8_layer(weight_OI: Tensor, bias_O: Tensor | None) -> Any:
@@ -26,31 +28,10 @@ def int8_layer(weight_OI: Tensor, bias_O: Tensor | None) -> Any:
     return _with_bias(made, bias_O).eval()
 
 
-class ExactInt8(nn.Module):
-    """What `int8_layer` computes, step by step, with 1 / 127^2 in place of the 6.200124e-05 of
-    bitsandbytes' torch kernels.
-
-    That is 1.9e-5 off, which in the next layer takes inputs to other levels.
-    """
-
-    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None) -> None:
-        super().__init__()
-        levels_OI, scales_O, _ = _FUNCTIONS.int8_vectorwise_quant(weight_OI.half())
-        self.levels, self.scales, self.bias = levels_OI, scales_O, bias_O
-
-    def forward(self, x: Tensor) -> Tensor:
-        x_TI = x.reshape(-1, x.shape[-1])
-        levels_TI, scales_T, columns_K = _FUNCTIONS.int8_vectorwise_quant(
-            x_TI.half(), threshold=THRESHOLD
-        )
-        sums_TO = _FUNCTIONS.int8_linear_matmul(levels_TI, self.levels)
-        output_TO: Tensor = sums_TO * (scales_T.unsqueeze(1) / LEVELS) * (self.scales / LEVELS)
-        if columns_K is not None:
-            weight_OK = self.levels[:, columns_K] * self.scales.unsqueeze(1) / LEVELS
-            output_TO += x_TI[:, columns_K] @ weight_OK.t()
-        if self.bias is not None:
-            output_TO += self.bias
-        return output_TO.view(*x.shape[:-1], -1)
+def int8_and_back(weight_OI: Tensor) -> Tensor:
+    levels_OI, scales_O, _ = _FUNCTIONS.int8_vectorwise_quant(weight_OI.half())
+    weight: Tensor = levels_OI * (scales_O / LEVELS).unsqueeze(1)
+    return weight
 
 
 def nf4_layer(weight_OI: Tensor, bias_O: Tensor | None) -> Any:
@@ -78,8 +59,8 @@ def nf4_and_back(weight_OI: Tensor) -> Tensor:
 
 
 def quantize(layers: nn.Module, quant_type: QuantType) -> int:
-    """Replace all linear layers below by bitsandbytes'; return how many there were."""
-    make: Any = ExactInt8 if quant_type == "int8" else nf4_layer
+    """Replace all linear layers below by some with bitsandbytes' weights; return how many there
+    were. In int8 those are torch's own, since bitsandbytes' layers round inputs, too."""
     count = 0
     for parent in list(layers.modules()):
         children: dict[str, Any] = parent._modules
@@ -87,7 +68,11 @@ def quantize(layers: nn.Module, quant_type: QuantType) -> int:
             if isinstance(child, nn.Linear | Conv1D):
                 weight = child.weight.detach()
                 weight_OI = weight.t().contiguous() if isinstance(child, Conv1D) else weight
-                setattr(parent, name, make(weight_OI, child.bias))
+                if quant_type == "int8":
+                    made = plain_linear(int8_and_back(weight_OI), child.bias)
+                else:
+                    made = nf4_layer(weight_OI, child.bias)
+                setattr(parent, name, made)
                 count += 1
     return count
 

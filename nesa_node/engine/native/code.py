@@ -40,20 +40,10 @@ CONSTANTS = {
     "log2(e)": 1.44269504088896341,
     "ln(2), above": -0.693359375,
     "ln(2), below": 2.12194440e-4,
-    "threshold": 6.0,
-    "levels": 127.0,
-    "smallest": 1e-30,
     **{f"exp {power}": factor for power, factor in enumerate(_EXP)},
 }
 """Floats, in this order."""
-BITS = {
-    "half": 0x7FFF,
-    "odd": 1,
-    "nan": 0x7FC00000,
-    "upper half": -0x10000,
-    "middle byte": 0x80,
-    "middle bytes": -0x7F7F7F80,
-}
+BITS = {"half": 0x7FFF, "rounds up": 0x8000, "odd": 1, "nan": 0x7FC00000, "upper half": -0x10000}
 """Integers of 32 bits that come after them."""
 
 
@@ -209,6 +199,14 @@ class Code:
     def store_wide(self, value: ir.Value, address: ir.Value) -> None:
         self.at.store(value, address, align=4)
 
+    def store_number(self, value: ir.Value, address: ir.Value) -> None:
+        """A vector of finite numbers as the dtype, halves away from zero: half the work."""
+        if self.dtype == "bfloat16":
+            bits = self.at.bitcast(value, self._constants["half"].type)
+            half = self._constants["rounds up"]
+            value = self._upper_half(self.at.add(bits, half))
+        self.at.store(value, address, align=self.item_bytes)
+
     def prefetch(self, address: ir.Value) -> None:
         """Into the second level."""
         kind = ir.FunctionType(NOTHING, [POINTER, I32, I32, I32])
@@ -245,39 +243,6 @@ class Code:
     def largest(self, a: ir.Value, b: ir.Value) -> ir.Value:
         return self.at.select(self.at.fcmp_ordered(">", a, b), a, b)
 
-    def peak(self, lanes: ir.Value) -> ir.Value:
-        """The largest of a vector's lanes."""
-        kind = ir.FunctionType(FLOAT, [self.vector])
-        most = self._intrinsic(f"llvm.vector.reduce.fmax.v{self.floats}f32", kind)
-        return self.at.call(most, [lanes], fastmath=("nnan",))
-
-    def sum(self, lanes: ir.Value) -> ir.Value:
-        """Of a vector of integers."""
-        kind = ir.FunctionType(I32, [lanes.type])
-        add = self._intrinsic(f"llvm.vector.reduce.add.v{self.floats}i32", kind)
-        return self.at.call(add, [lanes])
-
-    def nearest(self, value: ir.Value) -> ir.Value:
-        """A vector as whole numbers, halves to even."""
-        kind = ir.FunctionType(self.vector, [self.vector])
-        return self.at.call(self._intrinsic(f"llvm.rint.v{self.floats}f32", kind), [value])
-
-    def add_byte_products(self, sums: ir.Value, a: ir.Value, b: ir.Value) -> ir.Value:
-        """Lanes of 32 bits plus four products each of unsigned bytes `a` with signed bytes `b`."""
-        kind = ir.FunctionType(sums.type, [sums.type, a.type, b.type])
-        add = self._intrinsic("llvm.x86.avx512.vpdpbusd.512", kind)
-        return self.at.call(add, [sums, a, b])
-
-    def as_half(self, value: ir.Value) -> ir.Value:
-        """A vector rounded to float16, if the dtype can tell the difference.
-
-        That bfloat16 reaches further, above and below, is not minded.
-        """
-        if self.dtype != "float32":
-            return value
-        half = self.at.fptrunc(value, ir.VectorType(ir.HalfType(), self.floats))
-        return self.at.fpext(half, self.vector)
-
     def picked(self, numbers: ir.Value, indices: ir.Value) -> ir.Value:
         """Of sixteen floats those that the last four bits of each index name."""
         kind = ir.FunctionType(numbers.type, [numbers.type, indices.type])
@@ -300,7 +265,9 @@ class Code:
         least, most = constant("least"), constant("most")
         x = at.select(at.fcmp_ordered("<", x, least), least, x)
         x = at.select(at.fcmp_ordered(">", x, most), most, x)
-        power = self.nearest(at.fmul(x, constant("log2(e)")))
+        kind = ir.FunctionType(self.vector, [self.vector])
+        nearest = self._intrinsic(f"llvm.rint.v{self.floats}f32", kind)
+        power = at.call(nearest, [at.fmul(x, constant("log2(e)"))])
         rest = self.multiply_add(power, constant("ln(2), above"), x)
         rest = self.multiply_add(power, constant("ln(2), below"), rest)
         sum_ = constant("exp 0")

@@ -16,19 +16,15 @@ class Processor:
     registers: int
     floats: int
     """That many in a register."""
-    multiplies_bytes: bool = False
-    """Sums products of bytes in registers of 512 bits (VNNI)."""
 
     @classmethod
     def of_host(cls) -> Processor:
         features = llvm.get_host_cpu_features()
-        registers, floats, multiplies_bytes = 16, 4, False
+        registers, floats = 16, 4
         if features.get("avx512f"):
             registers, floats = 32, 16
-            multiplies_bytes = bool(features.get("avx512vnni"))
         elif features.get("avx2"):
             floats = 8
         elif features.get("neon"):
             registers = 32
-        name = llvm.get_host_cpu_name()
-        return cls(name, features.flatten(), registers, floats, multiplies_bytes)
+        return cls(llvm.get_host_cpu_name(), features.flatten(), registers, floats)

@@ -6,6 +6,9 @@ time, with a prefetch far ahead of what is computed.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 from llvmlite import ir
 
 from nesa_node.engine.native.code import I64, Code
@@ -24,7 +27,18 @@ WEIGHT, INPUT, BIAS, OUTPUT, INPUTS, OUTPUTS = range(6)
 def product(dtype: str, tokens: int, processor: Processor) -> ir.Module:
     """Rows of W must be whole cache lines. A token's result has the same bits for every T."""
     code = Code(f"product_{dtype}_{tokens}", dtype, processor)
-    at, rows = code.at, 2 if 2 * tokens + 3 <= processor.registers else 1
+    return product_of(code, tokens, code.load, code.item_bytes, lambda value, _: value)
+
+
+def product_of(
+    code: Code,
+    tokens: int,
+    load: Callable[[ir.Value], ir.Value],
+    item_bytes: int,
+    finish: Callable[[ir.Value, ir.Value], ir.Value],
+) -> ir.Module:
+    """`load`: a vector of weights, each of `item_bytes`, as float32. `finish`: a sum, of a row."""
+    at, rows = code.at, 2 if 2 * tokens + 3 <= code.processor.registers else 1
     inputs, outputs = code.number(INPUTS), code.number(OUTPUTS)
     first, end, _ = code.share(outputs, rows)
     # The last round begins early enough to be whole.
@@ -32,26 +46,35 @@ def product(dtype: str, tokens: int, processor: Processor) -> ir.Module:
 
     def round_(row: ir.Value) -> None:
         begin = at.select(at.icmp_signed("<", row, latest), row, latest)
-        sums = _sums(code, begin, inputs, rows, tokens)
+        weights = _Weights(load, item_bytes, begin, rows)
+        sums = _sums(code, weights, inputs, tokens)
         for number, of_row in enumerate(sums):
             place = at.add(begin, I64(number))
             bias = code.load_float(code.address(code.pointer(BIAS), place, 4))
             for token, lanes in enumerate(of_row):
                 where = at.add(at.mul(I64(token), outputs), place)
-                value = at.fadd(code.total(lanes), bias)
-                code.store(value, code.address(code.pointer(OUTPUT), where))
+                value = finish(code.total(lanes), place)
+                code.store(at.fadd(value, bias), code.address(code.pointer(OUTPUT), where))
 
     code.each(first, end, rows, round_)
     return code.return_()
 
 
-def _sums(
-    code: Code, begin: ir.Value, inputs: ir.Value, rows: int, tokens: int
-) -> list[list[ir.Value]]:
+@dataclass(frozen=True)
+class _Weights:
+    """Some rows of them."""
+
+    load: Callable[[ir.Value], ir.Value]
+    item_bytes: int
+    begin: ir.Value
+    rows: int
+
+
+def _sums(code: Code, weights: _Weights, inputs: ir.Value, tokens: int) -> list[list[ir.Value]]:
     """Of each row and token as many sums as a vector has lanes."""
-    at, step = code.at, LINE // code.item_bytes
-    weights = [
-        code.address(code.pointer(WEIGHT), at.mul(at.add(begin, I64(row)), inputs))
+    at, size, rows = code.at, weights.item_bytes, weights.rows
+    starts = [
+        code.address(code.pointer(WEIGHT), at.mul(at.add(weights.begin, I64(row)), inputs), size)
         for row in range(rows)
     ]
     tensor = code.pointer(INPUT)
@@ -59,12 +82,12 @@ def _sums(
 
     def step_(index: ir.Value, sums: list[ir.Value]) -> list[ir.Value]:
         # These rows lie one after another: what comes after them is read in its own order, too.
-        ahead = at.mul(index, I64(rows * code.item_bytes))
+        ahead = at.mul(index, I64(rows * size))
         for row in range(rows):
-            code.prefetch(code.address(weights[0], at.add(ahead, I64(AHEAD + LINE * row)), 1))
-        for part in range(0, step, code.floats):
+            code.prefetch(code.address(starts[0], at.add(ahead, I64(AHEAD + LINE * row)), 1))
+        for part in range(0, LINE // size, code.floats):
             place = at.add(index, I64(part))
-            lanes = [code.load(code.address(weight, place)) for weight in weights]
+            lanes = [weights.load(code.address(start, place, size)) for start in starts]
             for token, values in enumerate(of_tokens):
                 lane = code.load_wide(code.address(values, place, 4))
                 for row, weight in enumerate(lanes):
@@ -72,5 +95,5 @@ def _sums(
                     sums[each] = code.multiply_add(weight, lane, sums[each])
         return sums
 
-    sums = code.loop(I64(0), inputs, step, [code.zeros] * (rows * tokens), step_)
+    sums = code.loop(I64(0), inputs, LINE // size, [code.zeros] * (rows * tokens), step_)
     return [sums[row * tokens : (row + 1) * tokens] for row in range(rows)]

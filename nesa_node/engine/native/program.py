@@ -16,7 +16,7 @@ import llvmlite.binding as llvm
 from llvmlite import ir
 
 from nesa_node.engine.native.code import constants
-from nesa_node.engine.native.int8 import int8_product, int8_split
+from nesa_node.engine.native.int8 import int8_product, int8_unpack
 from nesa_node.engine.native.layer import activate, add_and_norm, attend, rotate
 from nesa_node.engine.native.nf4 import nf4_product, nf4_unpack
 from nesa_node.engine.native.processor import Processor
@@ -24,8 +24,8 @@ from nesa_node.engine.native.product import product
 
 FUNCTIONS: dict[str, Callable[..., ir.Module]] = {
     "product": product,
-    "int8_split": int8_split,
     "int8_product": int8_product,
+    "int8_unpack": int8_unpack,
     "nf4_product": nf4_product,
     "nf4_unpack": nf4_unpack,
     "add_and_norm": add_and_norm,
