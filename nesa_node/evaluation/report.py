@@ -30,7 +30,7 @@ def print_rows(rows: Sequence[Row], *, title: str, unquantized: str, out: TextIO
     console = Console(file=out, width=None if out.isatty() else PIPE_WIDTH)
     table = Table(title=title, title_justify="left")
     table.add_column("weights")
-    table.add_column("wire")
+    table.add_column("wire", no_wrap=True)
     for heading in _headings(rows[0]):
         table.add_column(heading, justify="right")
     for row in rows:
