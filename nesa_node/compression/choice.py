@@ -26,7 +26,7 @@ class Cost:
         return self.fixed_s + nbytes * (self.per_byte_s + self.ratio / rate_bytes_per_s)
 
 
-PLAIN = Cost(0.0, 0.0, 1.0)
+PLAIN_COST = Cost(0.0, 0.0, 1.0)
 
 
 def fastest(

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from nesa_node.compression import tensors
-from nesa_node.compression.choice import PLAIN as PLAIN_COST
-from nesa_node.compression.choice import Cost, fastest
+from nesa_node.compression.choice import PLAIN_COST, Cost, fastest
 from nesa_node.compression.cost import measure_cost
 from nesa_node.compression.quality import EXACT, allows, candidates, name_of
 from nesa_node.compression.tensors import TensorMeta
@@ -82,7 +81,8 @@ class Wire:
             return
         if len(self._candidates) == 1:
             # The first use of bitsandbytes takes seconds.
-            await asyncio.to_thread(tensors.encode, torch.ones(1, 64), codec=self._candidates[0])
+            token_1D = torch.ones(1, 64, dtype=torch.float32)
+            await asyncio.to_thread(tensors.encode, token_1D, codec=self._candidates[0])
             self._begun = True
             return
         hidden_size, dtype = states.hidden_size, tensors.DTYPES[states.dtype]
@@ -91,7 +91,7 @@ class Wire:
         self._begun = True
         nbytes = min(PROBE_BYTES, states.most_nbytes)
         if self._speed.is_due and nbytes >= LEAST_BYTES:
-            meta, payload = tensors.encode(torch.zeros(nbytes // 4))
+            meta, payload = tensors.encode(torch.zeros(nbytes // 4, dtype=torch.float32))
             await stream.send(Probe(tensor=meta), payload)
 
     def encode(self, hidden_TD: torch.Tensor) -> tuple[TensorMeta, memoryview]:

@@ -3,10 +3,10 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nesa_node.compression.choice import FAST_BYTES_PER_S, PLAIN, WORTH_IT, Cost, fastest
+from nesa_node.compression.choice import FAST_BYTES_PER_S, PLAIN_COST, WORTH_IT, Cost, fastest
 
 COSTS = {
-    "none": PLAIN,
+    "none": PLAIN_COST,
     "lossless": Cost(5e-5, 8e-9, 0.8),
     "int8:64:16": Cost(1e-4, 2e-9, 0.27),
     "int4:8:64": Cost(2e-4, 6e-9, 0.16),
@@ -29,7 +29,7 @@ def test_a_token_is_sent_as_it_is_where_compressing_takes_longer_than_sending() 
 
 
 def test_an_equal_choice_is_the_plainest() -> None:
-    assert fastest(("none", "same"), 1 << 20, MEGABIT, {"none": PLAIN, "same": PLAIN}) == "none"
+    assert fastest(("none", "same"), 1 << 20, MEGABIT, {"none": PLAIN_COST, "same": PLAIN_COST}) == "none"
 
 
 @given(st.integers(1, 1 << 24), st.floats(1e3, FAST_BYTES_PER_S, exclude_max=True))
