@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.core.span import Span
+from nesa_node.topology.links import Links
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +16,10 @@ class NodeState:
 
     `prefill_tokens_per_s` and `decode_tokens_per_s` are measured through the node's whole span by
     one session; `load` is the share of its time that it was busy lately (0 idle, 1 saturated, more
-    when it queues). Zero speeds mean "not measured".
+    when it queues). Zero speeds mean "not measured". `max_blocks` of this model fit into the memory
+    that the node gives, 0 if it has not said so. `reliability` is the chance, 0 to 1, that it is
+    there when it is needed. `location` is latitude and longitude in degrees, if the operator says
+    where.
     """
 
     peer_id: PeerId
@@ -33,6 +37,9 @@ class NodeState:
     context_length: int = 0
     protocol_version: tuple[int, int] = (1, 0)
     seq: int = 0
+    max_blocks: int = 0
+    reliability: float = 1.0
+    location: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +48,7 @@ class Snapshot:
 
     `nodes` serve and can be routed through. `joining` have announced a span that they still load:
     no chain goes through them, yet a newcomer counts them as holders when it chooses its own.
+    `links` are those among any of them, in an order of its own; None if nobody has measured.
     """
 
     model_id: ModelId
@@ -48,6 +56,7 @@ class Snapshot:
     nodes: tuple[NodeState, ...]
     taken_at: float
     joining: tuple[NodeState, ...] = ()
+    links: Links | None = None
 
     def coverage(self) -> tuple[int, ...]:
         """How many serving nodes hold each block; one number per block."""

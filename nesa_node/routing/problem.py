@@ -1,0 +1,114 @@
+"""What a chain is chosen from: the nodes of a snapshot as arrays, in seconds.
+
+N nodes, B blocks of the session's span, numbered from 0. Everything is for one *step* of the
+session: one token of each row when it decodes, a chunk of the prompt when it prefills.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nesa_node.core.ids import PeerId
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Visit:
+    """Node number `node` runs blocks `start <= b < end` of the problem's."""
+
+    node: int
+    start: int
+    end: int
+
+
+Chain = tuple[Visit, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Problem:
+    """N nodes to choose a chain from.
+
+    A step's time through a chain is the sum of: `entry_s_N` of the first node (from the client to
+    it), for every visit `visit_s_N` and its blocks times `block_s_N` times (1 + `load_N`),
+    `transfer_s_NN[i, j]` where i sends to j, and `exit_s_N` of the last (back to the client).
+
+    `starts_N`, `ends_N`: the blocks that a node holds, cut to the problem's. `visit_s_N`: what a
+    visit costs whatever it runs, penalties for failures included. `load_N`: the share of its time
+    that a node is busy with others, 0 idle, 1 saturated. `spare_N`: G of eq. 18, the free share of
+    its memory, 0 to 1. `reliability_N`: R of eq. 18, the chance that it is there when needed;
+    `stability_N`: that of its place in the network (homology), 1 where unknown.
+    """
+
+    peers: tuple[PeerId, ...]
+    num_blocks: int
+    starts_N: Ints
+    ends_N: Ints
+    block_s_N: Floats
+    visit_s_N: Floats
+    load_N: Floats
+    spare_N: Floats
+    reliability_N: Floats
+    stability_N: Floats
+    entry_s_N: Floats
+    exit_s_N: Floats
+    transfer_s_NN: Floats
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.peers)
+
+    @property
+    def busy_block_s_N(self) -> Floats:
+        """Seconds for a block, waiting for others included."""
+        return self.block_s_N * (1.0 + self.load_N)
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What one step through a chain takes, in seconds, by cause."""
+
+    entry_s: float
+    visits_s: float
+    compute_s: float
+    transfer_s: float
+    exit_s: float
+
+    @property
+    def total_s(self) -> float:
+        return self.entry_s + self.visits_s + self.compute_s + self.transfer_s + self.exit_s
+
+
+def terms(problem: Problem, chain: Sequence[Visit]) -> Terms:
+    """The time of a step through `chain`. Raises `ValueError` if it does not fit the problem."""
+    check_chain(problem, chain)
+    if not chain:
+        return Terms(0.0, 0.0, 0.0, 0.0, 0.0)
+    nodes = [visit.node for visit in chain]
+    lengths = np.array([visit.end - visit.start for visit in chain])
+    return Terms(
+        entry_s=float(problem.entry_s_N[nodes[0]]),
+        visits_s=float(problem.visit_s_N[nodes].sum()),
+        compute_s=float((problem.busy_block_s_N[nodes] * lengths).sum()),
+        transfer_s=float(problem.transfer_s_NN[nodes[:-1], nodes[1:]].sum()),
+        exit_s=float(problem.exit_s_N[nodes[-1]]),
+    )
+
+
+def check_chain(problem: Problem, chain: Sequence[Visit]) -> None:
+    """Raise `ValueError` unless `chain` runs every block once, in order, where it is held."""
+    at = 0
+    for visit in chain:
+        if visit.start != at or visit.end <= visit.start:
+            raise ValueError(f"blocks are not in order at {visit}, expected to go on from {at}")
+        held = range(int(problem.starts_N[visit.node]), int(problem.ends_N[visit.node]))
+        if visit.start not in held or visit.end - 1 not in held:
+            raise ValueError(f"{visit} runs blocks that node {visit.node} does not hold")
+        at = visit.end
+    if at != problem.num_blocks:
+        raise ValueError(f"the chain ends at block {at} of {problem.num_blocks}")
