@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from nesa_node.core.errors import RecordError
 from nesa_node.core.ids import ModelId, PeerId
@@ -29,6 +30,7 @@ from nesa_node.swarm.records import (
 )
 from nesa_node.swarm.transport import Transport
 from nesa_node.swarm.validator import RecordValidator
+from nesa_node.topology.assemble import assemble_links
 from nesa_node.topology.snapshot import Snapshot
 
 log = get_logger(__name__)
@@ -137,6 +139,14 @@ class Directory:
             for state in ("serving", "joining")
         )
         return Snapshot(model_id, num_blocks, serving, self._clock(), joining=joining)
+
+    def with_links(self, snapshot: Snapshot) -> Snapshot:
+        """The same with the links among its nodes, as their newest records tell them."""
+        measured = {
+            node.peer_id: record.measured_links() if (record := self.record(node.peer_id)) else ()
+            for node in (*snapshot.nodes, *snapshot.joining)
+        }
+        return replace(snapshot, links=assemble_links(measured))
 
     async def fetch_all(self) -> list[NodeRecord]:
         """Every node of every model, sorted by model, span and peer id. As lenient as `fetch`."""
