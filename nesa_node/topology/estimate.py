@@ -7,7 +7,7 @@ place have only the second; for the others both are tried on measured pairs that
 Measured pairs are left alone, and no estimate is faster than light.
 
 `python -m benchmarks estimate` compares this with coordinates alone and with factors of low rank;
-`docs/decisions/009` has the figures. N nodes.
+`docs/decisions/010` has the figures. N nodes.
 """
 
 from __future__ import annotations
