@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from nesa_node.core.errors import MissingBlocksError
 from nesa_node.routing.minplus import Mask, MinPlus, Path, held
-from nesa_node.routing.problem import Chain, Problem, Visit, terms
+from nesa_node.routing.problem import Chain, Ints, Problem, Visit, terms
 
 MAX_SEARCHES = 1000
 """Shortest paths that one search may cost. Swarms of nodes that nobody made up need a few."""
@@ -30,6 +30,9 @@ class Solved:
         return self.cost_s / self.bound_s - 1.0 if self.bound_s > 0.0 else 0.0
 
 
+NO_CHAIN = Solved((), math.inf, math.inf)
+
+
 def exact_latency(problem: Problem, *, may_return: bool = False) -> Chain:
     """The chain whose step takes least time, as `problem.terms` counts it.
 
@@ -43,48 +46,62 @@ def exact_latency(problem: Problem, *, may_return: bool = False) -> Chain:
 def solve_latency(
     problem: Problem, *, may_return: bool = False, max_searches: int = MAX_SEARCHES
 ) -> Solved:
-    """`exact_latency`, with its proof.
+    """`exact_latency`, with its proof: what no chain can be below."""
+    if problem.num_blocks == 0:
+        return Solved((), 0.0, 0.0)
+    program = MinPlus(problem)
+    holds_BN = held(problem)
+    if may_return:
+        path = program.shortest(holds_BN)
+        solved = Solved(path.chain, path.cost_s, path.cost_s) if path is not None else NO_CHAIN
+    else:
+        solved = search(program, holds_BN, max_searches=max_searches)
+    if solved.cost_s == math.inf:
+        raise _not_linked(program, holds_BN)
+    return solved
+
+
+def search(
+    program: MinPlus, holds_BN: Mask, *, most_N: Ints | None = None, max_searches: int
+) -> Solved:
+    """The cheapest chain that visits no node twice, nor runs more than `most_N` blocks on it.
 
     A shortest path may leave a slow node for a fast one and come back. So the search is branch and
     bound: where the relaxed optimum visits a node twice, parting at block boundary `m`, any allowed
     chain uses that node before `m` only, after `m` only, or in one run across `m`; each of these
     three is searched with its own shortest path, cheapest first. The cost of every open branch is a
     lower bound, so that the first chain without a repetition is optimal. Replacing all that lies
-    between a node's visits by the node itself makes an allowed chain of any path: what costs more
-    than the best of those is not searched, and after `max_searches` it is the answer.
+    between a node's visits by the node itself may make an allowed chain of a path: what costs more
+    than the best of those is not searched, and after `max_searches` it is the answer. A cost of
+    infinity says that none was found, a bound of infinity that there is none.
     """
-    if problem.num_blocks == 0:
-        return Solved((), 0.0, 0.0)
-    program = MinPlus(problem)
-    holds_BN = held(problem)
-    path = program.shortest(holds_BN)
-    if path is None:
-        raise _not_linked(program, holds_BN)
-    if may_return:
-        return Solved(path.chain, path.cost_s, path.cost_s)
-    best = _straightened(problem, path.chain)
+    best = Path(math.inf, ())
     order = itertools.count()
-    branches = [(path.cost_s, len(path.chain), next(order), path, holds_BN)]
-    searches = 1
+    searches = 0
+    branches: list[tuple[float, int, int, Path, Mask]] = []
+
+    def look(masked_BN: Mask) -> None:
+        nonlocal best, searches
+        searches += 1
+        found = program.shortest(masked_BN, most_N=most_N, below_s=best.cost_s)
+        if found is not None:
+            straight = _straightened(program.problem, found.chain, most_N)
+            best = min(best, straight, key=lambda path: (path.cost_s, len(path.chain)))
+            entry = (found.cost_s, len(found.chain), next(order), found, masked_BN)
+            heapq.heappush(branches, entry)
+
+    look(holds_BN)
     while branches:
-        _, _, _, path, holds_BN = heapq.heappop(branches)
-        if path.cost_s >= best.cost_s:
-            break
+        _, _, _, path, masked_BN = heapq.heappop(branches)
         twice = _first_repetition(path.chain)
         if twice is None:
             return Solved(path.chain, path.cost_s, path.cost_s)
+        if path.cost_s >= best.cost_s:
+            break
         if searches >= max_searches:
             return Solved(best.chain, best.cost_s, path.cost_s)
-        for narrowed_BN in _branch(holds_BN, *twice):
-            found = program.shortest(narrowed_BN, below_s=best.cost_s)
-            searches += 1
-            if found is not None:
-                candidate = _straightened(problem, found.chain)
-                best = min(best, candidate, key=lambda path: (path.cost_s, len(path.chain)))
-                entry = (found.cost_s, len(found.chain), next(order), found, narrowed_BN)
-                heapq.heappush(branches, entry)
-    if best.cost_s == math.inf:
-        raise _not_linked(program, held(problem))
+        for narrowed_BN in _branch(masked_BN, *twice):
+            look(narrowed_BN)
     return Solved(best.chain, best.cost_s, best.cost_s)
 
 
@@ -100,8 +117,10 @@ def without_returns(chain: Iterable[Visit]) -> Chain:
     return tuple(kept)
 
 
-def _straightened(problem: Problem, chain: Chain) -> Path:
+def _straightened(problem: Problem, chain: Chain, most_N: Ints | None) -> Path:
     straight = without_returns(chain)
+    if most_N is not None and any(visit.end - visit.start > most_N[visit.node] for visit in straight):
+        return Path(math.inf, ())
     return Path(terms(problem, straight).total_s, straight)
 
 

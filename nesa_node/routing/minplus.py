@@ -66,14 +66,20 @@ class MinPlus:
         self.nearest_s_N = _off_diagonal_minima(problem.transfer_s_NN)
 
     def shortest(
-        self, holds_BN: Mask, *, at_ends: bool = False, below_s: float = np.inf
+        self,
+        holds_BN: Mask,
+        *,
+        at_ends: bool = False,
+        most_N: Ints | None = None,
+        below_s: float = np.inf,
     ) -> Path | None:
         """The cheapest path that runs each block on a node that `holds_BN` has for it.
 
         None if there is none, or none of at most `below_s`. `at_ends` leaves nodes only where their
-        spans end. Ties: staying before moving, then the lower index.
+        spans end; `most_N` is the most blocks that a node may run in one visit. Ties: staying
+        before moving, then the lower index.
         """
-        program = _Program(self, holds_BN, at_ends)
+        program = _Program(self, holds_BN, at_ends, most_N)
         found_s = program.forward(below_s, _BEAM)
         cost_s = program.forward(min(below_s, found_s) * _SLACK, None)
         if not cost_s <= below_s or cost_s == np.inf:
@@ -82,16 +88,26 @@ class MinPlus:
 
     def unreached(self, holds_BN: Mask) -> Span:
         """The blocks that no path gets to, for want of links."""
-        program = _Program(self, holds_BN, False)
+        program = _Program(self, holds_BN)
         program.forward(np.inf, None)
         done = np.isfinite(program.done_s_BN[1:]).any(axis=1)
         return Span(int(done.sum()), self.problem.num_blocks)
 
 
 class _Program:
-    def __init__(self, shared: MinPlus, holds_BN: Mask, at_ends: bool) -> None:
+    """`since_BN[b, i]`: where the visit began by which i ran the last of the b blocks."""
+
+    def __init__(
+        self,
+        shared: MinPlus,
+        holds_BN: Mask,
+        at_ends: bool = False,
+        most_N: Ints | None = None,
+    ) -> None:
         problem = shared.problem
         self.problem = problem
+        self.most_N = most_N
+        self.holds_BN = holds_BN
         self.busy_block_s_N = shared.busy_block_s_N
         self.nearest_s_N = shared.nearest_s_N
         self.holders = [np.flatnonzero(holds_N) for holds_N in holds_BN]
@@ -103,6 +119,7 @@ class _Program:
         shape = (problem.num_blocks + 1, problem.num_nodes)
         self.done_s_BN = np.full(shape, np.inf)
         self.entered_s_BN = np.full(shape, np.inf)
+        self.since_BN = np.zeros(shape, dtype=np.int64)
 
     def _backward(self) -> tuple[Floats, list[float]]:
         """At least what it takes from "block b runs on i" on, and from entering anybody at b."""
@@ -126,18 +143,20 @@ class _Program:
     def forward(self, limit_s: float, beam: int | None) -> float:
         """The cost of the cheapest path of at most `limit_s`, by `beam` senders per boundary."""
         problem = self.problem
+        run_of_N = np.zeros(problem.num_nodes, dtype=np.int64)
         for block, holders in enumerate(self.holders):
-            done_s_N = self.done_s_BN[block]
             entered_s_N = self.entered_s_BN[block]
             entered_s_N.fill(np.inf)
             if block == 0:
                 entered_s_N[holders] = problem.entry_s_N[holders] + problem.visit_s_N[holders]
             else:
                 self._enter(block, limit_s, beam)
-            after_N = self.done_s_BN[block + 1]
-            after_N.fill(np.inf)
-            best_s = np.minimum(done_s_N[holders], entered_s_N[holders])
-            after_N[holders] = best_s + self.busy_block_s_N[holders]
+            self.done_s_BN[block + 1].fill(np.inf)
+            if self.most_N is None:
+                self._run(block, holders)
+            else:
+                run_of_N = np.where(self.holds_BN[block], run_of_N + 1, 0)
+                self._run_at_most(block, holders, np.minimum(self.most_N, run_of_N)[holders])
         last = self.leavers[-1]
         return float((self.done_s_BN[-1, last] + problem.exit_s_N[last]).min(initial=np.inf))
 
@@ -158,8 +177,32 @@ class _Program:
             senders, done_s_S = senders[few], done_s_S[few]
         sums_s_SR = problem.transfer_s_NN[np.ix_(senders, receivers)]
         sums_s_SR += done_s_S[:, None]
+        if self.most_N is not None:
+            # Who goes on is not entered: else it could run as many blocks again.
+            sums_s_SR[senders[:, None] == receivers] = np.inf
         entered_s_R = sums_s_SR.min(axis=0) + problem.visit_s_N[receivers]
         self.entered_s_BN[block, receivers] = entered_s_R
+
+    def _run(self, block: int, holders: Ints) -> None:
+        """Run `block` on each holder, going on or entering."""
+        stayed_s = self.done_s_BN[block, holders]
+        entered_s = self.entered_s_BN[block, holders]
+        went_on = stayed_s <= entered_s
+        cost_s = np.where(went_on, stayed_s, entered_s) + self.busy_block_s_N[holders]
+        self.done_s_BN[block + 1, holders] = cost_s
+        self.since_BN[block + 1, holders] = np.where(went_on, self.since_BN[block, holders], block)
+
+    def _run_at_most(self, block: int, holders: Ints, most: Ints) -> None:
+        """The same where the visit may have begun only `most` blocks ago, this one included."""
+        if not most.any():
+            return
+        starts_W1 = np.arange(max(0, block + 1 - int(most.max())), block + 1)[:, None]
+        lengths_W1 = block + 1 - starts_W1
+        costs_s = self.entered_s_BN[starts_W1, holders] + lengths_W1 * self.busy_block_s_N[holders]
+        costs_s[lengths_W1 > most] = np.inf
+        best = costs_s.argmin(axis=0)
+        self.done_s_BN[block + 1, holders] = costs_s[best, np.arange(len(holders))]
+        self.since_BN[block + 1, holders] = starts_W1[best, 0]
 
     def _senders(self, block: int) -> tuple[Ints, Floats]:
         senders = self.leavers[block - 1]
@@ -172,17 +215,16 @@ class _Program:
         problem = self.problem
         last = self.leavers[-1]
         node = int(last[np.argmin(self.done_s_BN[-1, last] + problem.exit_s_N[last])])
-        end = start = problem.num_blocks
+        end = problem.num_blocks
         visits: list[Visit] = []
-        while start > 0:
-            start -= 1
-            if self.done_s_BN[start, node] <= self.entered_s_BN[start, node]:
-                continue
+        while True:
+            start = int(self.since_BN[end, node])
             visits.append(Visit(node, start, end))
+            if start == 0:
+                break
+            senders, done_s_S = self._senders(start)
+            node = int(senders[np.argmin(done_s_S + problem.transfer_s_NN[senders, node])])
             end = start
-            if start > 0:
-                senders, done_s_S = self._senders(start)
-                node = int(senders[np.argmin(done_s_S + problem.transfer_s_NN[senders, node])])
         return tuple(reversed(visits))
 
 
