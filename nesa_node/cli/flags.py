@@ -15,7 +15,15 @@ from typing import TYPE_CHECKING, Annotated, TypedDict, TypeVar
 
 from cyclopts import Group, Parameter
 
-from nesa_node.core.choices import DtypeName, LogFormat, LogLevel, Precision, QuantType, Route
+from nesa_node.core.choices import (
+    DtypeName,
+    LogFormat,
+    LogLevel,
+    Precision,
+    QuantType,
+    Route,
+    StrategyName,
+)
 from nesa_node.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -113,6 +121,10 @@ class ClientFlags(SharedFlags):
             help="The coarsest weights that nodes may compute with: nf4, int8 or full. "
             "[default: nf4]",
         ),
+    ] = None
+    strategy: Annotated[
+        StrategyName | None,
+        Parameter(group=SWARM, help="How nodes are chosen. [default: exact-latency]"),
     ] = None
     reuse_prefix: Annotated[
         bool | None,
