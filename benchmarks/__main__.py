@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import get_args
 
-from benchmarks import churn, codecs, concurrency, decode, hop, prefill, swarm
+from benchmarks import changes, churn, codecs, concurrency, decode, hop, prefill, stability, swarm
 from benchmarks.models import SHAPES
 from benchmarks.options import Options, Quant
 from benchmarks.results import write_result
@@ -22,12 +22,14 @@ from nesa_node.core.logging import setup_logging
 
 BENCHMARKS: dict[str, ModuleType] = {
     "auto": auto,
+    "changes": changes,
     "churn": churn,
     "codecs": codecs,
     "concurrency": concurrency,
     "decode": decode,
     "hop": hop,
     "prefill": prefill,
+    "stability": stability,
     "swarm": swarm,
     "wan": wan,
 }
@@ -68,6 +70,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--prompts", type=numbers, metavar="N,N", help="tokens of prompts (auto)")
     add("--congestion-control", help="of TCP between the machines [default: cubic] (wan)")
     add("--sysctls", type=sysctls, metavar="NAME=VALUE,...", help="of the machines (wan)")
+    add("--snapshots", type=int, help="of a trace (changes, stability)")
+    add("--trace", help="round trips to replay: an .npz of [slices, nodes, nodes] (same)")
     add("--seed", type=int, help="of weights, prompts and events [default: 0]")
     return parser
 

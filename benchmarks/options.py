@@ -33,6 +33,8 @@ class Options:
     prompts: tuple[int, ...] = ()
     congestion_control: str = "cubic"
     sysctls: tuple[str, ...] = ()
+    snapshots: int = 0
+    trace: str | None = None
     seed: int = 0
 
     @property
