@@ -22,6 +22,7 @@ from nesa_node.topology.homology.merge_tree import MergeTree, merge_tree
 
 # Of these nodes all round trips are remembered: 160 kB a snapshot, however large the swarm is.
 _SAMPLED = 200
+_COMPARED = 500
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -122,8 +123,9 @@ def _remember(now: Connections) -> Remembered:
 
 
 def _shift(reference: tuple[Remembered, ...], now: Remembered, cap: float) -> float:
-    common = set(now.place).intersection(*(old.place for old in reference))
-    peers = sorted(common)
+    """Of at most 500 of the nodes they share, which are pairs enough."""
+    common = sorted(set(now.place).intersection(*(old.place for old in reference)))
+    peers = common[:: -(-len(common) // _COMPARED) or 1]
     nodes_KC = np.array([[old.place[peer] for peer in peers] for old in reference], dtype=np.int64)
     now_C = np.array([now.place[peer] for peer in peers], dtype=np.int64)
     return mean_difference([old.tree for old in reference], nodes_KC, now.tree, now_C, cap=cap)

@@ -39,17 +39,19 @@ def cophenetic_matrix(tree: MergeTree, dtype: type[np.floating] = np.float32) ->
 
 
 def quantile_heights(tree: MergeTree, share: float = 0.5, *, cap: float = np.inf) -> Floats:
-    """[N] float64: the scale at which each node is connected with `share` of the others.
+    """[N] float64: the least scale at which each node is connected with `share` of the others.
 
-    At a half, its median height, that is where the large parts of the network meet, and at a tenth
-    it is the node's own neighbourhood. Heights above `cap` count as `cap`. 0.0 for a node alone.
+    At a half, that is where the large parts of the network meet, and at a tenth it is the node's
+    own neighbourhood. Heights above `cap` count as `cap`. 0.0 for a node alone.
     """
+    others = len(tree) - 1
     height_N = np.zeros(len(tree))
-    if len(tree) > 1:
+    if others > 0:
+        # The first place is the node itself.
+        place = max(1, int(np.ceil(share * others)))
         for leaf, node in enumerate(tree.order_N.tolist()):
-            row_N = np.delete(heights_from(tree, leaf), leaf)
-            height_N[node] = np.quantile(np.minimum(row_N, cap), share)
-    return height_N
+            height_N[node] = np.partition(heights_from(tree, leaf), place)[place]
+    return np.minimum(height_N, cap, out=height_N)
 
 
 def mean_difference(

@@ -219,3 +219,19 @@ def test_peers_must_be_as_many_as_nodes_and_differ() -> None:
         connections_of(("a", "a"), make_filtration(np.zeros((2, 2))))
     with pytest.raises(ValueError, match="different peers"):
         connections_of(("a",), make_filtration(np.zeros((2, 2))))
+
+
+def test_a_large_swarm_is_judged_by_some_of_its_nodes() -> None:
+    """1,200 nodes: heights of 400 of them, round trips of 200."""
+    count = 1200
+    peers = tuple(f"n{node:04}" for node in range(count))
+    half_N = np.arange(count) % 2
+    near = half_N[:, None] == half_N
+    state = ChangeState()
+    for added_s in (0.0, 0.0, 0.08, 0.08):
+        seconds_NN = np.where(near, 0.01, 0.1 + added_s)
+        np.fill_diagonal(seconds_NN, 0.0)
+        state, report = observe(state, seen(seconds_NN, peers=peers))
+    assert set(report.fired) == {"shift", "round trips"}
+    shift = named(report, "shift")
+    assert 0.3 < shift.figure < 10.0

@@ -103,7 +103,7 @@ def test_unreachable_parts_count_as_the_cap() -> None:
     whole = merge_tree(make_filtration(np.where(np.isinf(weight_NN), 2.0, weight_NN)))
     nodes = np.arange(3)
     assert mean_difference([tree], nodes[None], whole, nodes, cap=10.0) == pytest.approx(4 * 8 / 6)
-    assert quantile_heights(tree, cap=10.0).tolist() == [5.5, 5.5, 10.0]
+    assert quantile_heights(tree, cap=10.0).tolist() == [1.0, 1.0, 10.0]
 
 
 def test_components_at_a_scale_are_those_of_the_graph() -> None:
