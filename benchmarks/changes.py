@@ -150,7 +150,7 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
             f"{1e3 * row['quiet']['counts'].get(name, 0) / max(row['quiet']['snapshots'], 1):.1f}"
         )
 
-    alarms = ("shift", "round trips", "replicas", "capacity", "plan")
+    alarms = ("shift", "round trips", "departures", "replicas", "capacity", "plan")
     moves = ("move for a loss", "move for a gain", "move false")
     print_table(
         "changes: per 1,000 quiet snapshots with 3 % churn",
@@ -164,7 +164,7 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
             for row in rows
         ],
     )
-    names = ("any", "shift", "round trips", "coverage", "replicas", "capacity")
+    names = ("any", "shift", "round trips", "departures", "coverage", "replicas", "capacity")
     print_table(
         "changes: found within two snapshots, % of events",
         "world|event|" + "|".join(names),

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from nesa_node.topology.changes.membership import Holdings, judge_membership
+from nesa_node.topology.changes.jitter import Jitter
+from nesa_node.topology.changes.membership import Holdings, judge_departures, judge_membership
 from nesa_node.topology.changes.shift import Connections, ShiftState, judge_shift
 from nesa_node.topology.changes.triggers import Sensitivity, Trigger, TriggerName
 
@@ -41,6 +42,8 @@ class ChangeState:
     """What has to be remembered between snapshots. Begin with `ChangeState()`."""
 
     shift: ShiftState | None = None
+    peers: frozenset[str] = frozenset()
+    departures: Jitter = field(default_factory=Jitter)
     holdings: Holdings | None = None
     plan_in_a_row: int = 0
     gain_in_a_row: int = 0
@@ -76,6 +79,9 @@ def observe(state: ChangeState, now: Observation) -> tuple[ChangeState, ChangeRe
     """Judge one snapshot. Neither argument is modified. Raises `ValueError` for what makes no sense."""
     sensitivity = state.sensitivity
     shift, triggers = judge_shift(state.shift, now.connections, sensitivity)
+    peers = frozenset(now.connections.peers)
+    departures, left = judge_departures(state.departures, state.peers, peers, sensitivity)
+    triggers += (left,)
     holdings = state.holdings
     if now.holdings is not None:
         holdings, losses = judge_membership(state.holdings, now.holdings, sensitivity)
@@ -90,7 +96,7 @@ def observe(state: ChangeState, now: Observation) -> tuple[ChangeState, ChangeRe
         gains = sure >= sensitivity.move_in_a_row
         if gains:
             sure = 0
-    after = ChangeState(shift, holdings, in_a_row, sure, sensitivity)
+    after = ChangeState(shift, peers, departures, holdings, in_a_row, sure, sensitivity)
     return after, ChangeReport(triggers, gains)
 
 

@@ -26,7 +26,7 @@ class Jitter:
 def judge_jitter(
     jitter: Jitter, name: TriggerName, figure: float, sensitivity: Sensitivity, what: str
 ) -> tuple[Jitter, Trigger]:
-    """The memory for next time, and the trigger. `what` begins the reason, before the figure.
+    """The memory for next time, and the trigger. `what` is the reason, with {} for the figure.
 
     A figure above the threshold that the next snapshot does not confirm was jitter, and is
     remembered as such: thresholds learn what is usual here. What fired is forgotten.
@@ -40,7 +40,7 @@ def judge_jitter(
         figure=figure,
         threshold=threshold,
         in_a_row=len(pending),
-        reason=f"{what} {figure:.1%} of the median round trip; above {threshold:.1%} is no jitter",
+        reason=f"{what.format(f'{figure:.1%}')}; above {threshold:.1%} is no jitter",
     )
     if above:
         return Jitter(jitter.past, () if found.fired else pending), found

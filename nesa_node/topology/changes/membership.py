@@ -1,4 +1,4 @@
-"""What left with the nodes that left: coverage, replicas or capacity.
+"""Who left, and what left with them: coverage, replicas or capacity.
 
 No homology sees this: a region that is gone takes its part of the merge tree along.
 
@@ -7,8 +7,9 @@ Legend: B blocks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from nesa_node.topology.changes.jitter import Jitter, judge_jitter
 from nesa_node.topology.changes.triggers import Sensitivity, Trigger, TriggerName
 
 
@@ -61,6 +62,19 @@ def judge_membership(
     holders = now.holders_B if thin else tuple(map(max, before.holders_B, now.holders_B))
     capacity = now.capacity if short else max(before.capacity, now.capacity)
     return Holdings(holders, capacity), triggers
+
+
+def judge_departures(
+    jitter: Jitter, before: frozenset[str], now: frozenset[str], sensitivity: Sensitivity
+) -> tuple[Jitter, Trigger]:
+    """Whether more left since the last snapshot than usually do, as when a small region is gone.
+
+    One snapshot is enough: records do not jitter, and who left cannot leave twice.
+    """
+    share = len(before - now) / len(before) if before else 0.0
+    once = replace(sensitivity, in_a_row=1, least_threshold=sensitivity.least_departed)
+    what = "{} of the nodes left since the last snapshot"
+    return judge_jitter(jitter, "departures", share, once, what)
 
 
 def _trigger(

@@ -92,14 +92,14 @@ def judge_shift(
         "shift",
         _shift(reference, remembered, cap) / reference[-1].unit,
         sensitivity,
-        "nodes connect at scales that differ by",
+        "nodes connect at scales that differ by {} of the median round trip",
     )
     trips, moved = judge_jitter(
         old.round_trips,
         "round trips",
         _moved(reference, now, remembered.place) / reference[-1].unit,
         sensitivity,
-        "round trips differ by",
+        "round trips differ by {} of their median",
     )
     if state is None:  # which compared a snapshot with itself
         return old, (shifted, moved)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-TriggerName = Literal["shift", "round trips", "coverage", "replicas", "capacity", "plan"]
+TriggerName = Literal["shift", "round trips", "departures", "coverage", "replicas", "capacity", "plan"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +33,7 @@ class Sensitivity:
     least_threshold : shifts below this share of the median round trip never count.
     reference : calm snapshots, the latest ones, that the next is compared with.
     unreachable : median round trips that a pair without any connection counts as.
+    least_departed : smaller shares of nodes that leave at once never count.
     replicas_wanted : fewer holders of a block than this, and than before, are a loss.
     capacity_lost : the share of capacity whose loss counts.
     plan_gain : how many times the best plan's cost the current one's must be, to be looked into.
@@ -49,6 +50,7 @@ class Sensitivity:
     least_threshold: float = 0.02
     reference: int = 5
     unreachable: float = 10.0
+    least_departed: float = 0.05
     replicas_wanted: int = 2
     capacity_lost: float = 0.1
     plan_gain: float = 1.1
