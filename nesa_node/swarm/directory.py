@@ -10,10 +10,12 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from nesa_node.core.errors import RecordError
 from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.core.logging import get_logger
+from nesa_node.core.span import Span
 from nesa_node.swarm.dht_peer import DhtPeer
 from nesa_node.swarm.hive import DHTNode
 from nesa_node.swarm.identity import Identity
@@ -136,7 +138,12 @@ class Directory:
             tuple(record.node_state() for record in agreed if record.state == state)
             for state in ("serving", "joining")
         )
-        return Snapshot(model_id, num_blocks, serving, self._clock(), joining=joining)
+        moving = tuple(
+            replace(record.node_state(), span=Span(*record.next_span))
+            for record in agreed
+            if record.state == "draining" and record.next_span is not None
+        )
+        return Snapshot(model_id, num_blocks, serving, self._clock(), joining=(*joining, *moving))
 
     async def fetch_all(self) -> list[NodeRecord]:
         """Every node of every model, sorted by model, span and peer id. As lenient as `fetch`."""
