@@ -230,6 +230,12 @@ class NodeFlags(PeerFlags):
         str | None,
         Parameter(group=LIMITS, help="Seconds between two such changes. [default: 120]"),
     ] = None
+    rebalance_every_s: Annotated[
+        str | None,
+        Parameter(
+            group=LIMITS, help="Seconds between looks for blocks nobody holds. [default: 60]"
+        ),
+    ] = None
 
 
 class SamplingChoice(TypedDict):

@@ -187,6 +187,7 @@ class NodeConfig(PeerConfig):
     drain_timeout_s: Positive = 30
     max_moves_per_hour: Annotated[int, BeforeValidator(_reject_bool), Field(ge=0)] = 4
     move_pause_s: Positive = 120
+    rebalance_every_s: Positive = 60
 
     @model_validator(mode="after")
     def _one_way_to_choose_a_span(self) -> NodeConfig:

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import resource
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 
 from nesa_node.core.config import NodeConfig, PeerConfig, secret_text
 from nesa_node.core.errors import PeerUnreachableError
+from nesa_node.core.ids import PeerId
 from nesa_node.core.logging import get_logger
 from nesa_node.server.announcer import Announcer, NodeFacts
 from nesa_node.server.ending import Ending, stop_signals
 from nesa_node.server.executor import open_executor
 from nesa_node.server.moves import Moves
-from nesa_node.server.placement import count_blocks
+from nesa_node.server.placement import count_blocks, look
 from nesa_node.server.ready_file import check_ready_file, ready_facts, ready_file
+from nesa_node.server.rebalance import rebalance
 from nesa_node.server.scheduler import Scheduler, open_scheduler
 from nesa_node.server.served import Served, open_served
 from nesa_node.server.spans import Spans
@@ -52,7 +56,7 @@ async def serve_node(
 ) -> None:
     """Serve a span of a model until `stopping` is set, others as `moves` brings wishes.
 
-    Without `moves` nobody wishes. Raises `ConfigError`, `ModelError`,
+    Without `moves` only the node itself wishes. Raises `ConfigError`, `ModelError`,
     `ResourceError` and `SwarmError`.
     """
     check_ready_file(config.ready_file)
@@ -114,12 +118,23 @@ async def _serve(
         moves=moves,
         ending=Ending(stopping, swarm),
     )
-    refreshing = asyncio.create_task(announcer.run(), name="announcer")
+    peer_id = swarm.identity.peer_id
+    background = [asyncio.create_task(announcer.run(), name="announcer")]
+    if not moves.pinned:
+        watching = rebalance(
+            partial(look, served, swarm),
+            PeerId(peer_id),
+            moves,
+            every_s=config.rebalance_every_s,
+            rng=random.Random(),
+        )
+        background.append(asyncio.create_task(watching, name="rebalance"))
     try:
         await spans.run()
     finally:
-        refreshing.cancel()
-        await asyncio.gather(refreshing, return_exceptions=True)
+        for task in background:
+            task.cancel()
+        await asyncio.gather(*background, return_exceptions=True)
         await _withdraw(swarm)
 
 

@@ -1,6 +1,6 @@
 """Wishes that this node should hold another span, and how many of them it grants.
 
-Whoever decides where blocks should be asks; `spans.py` carries one wish
+Whoever decides where blocks should be (`rebalance.py`, a planner) asks; `spans.py` carries one wish
 out after the other. A wish is granted at most `per_hour` times in any hour, `pause_s` after the
 move before, and never where the operator has said which blocks to hold.
 """
