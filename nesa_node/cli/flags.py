@@ -236,6 +236,14 @@ class NodeFlags(PeerFlags):
             group=LIMITS, help="Seconds between looks for blocks nobody holds. [default: 60]"
         ),
     ] = None
+    ping_every_s: Annotated[
+        str | None,
+        Parameter(group=SWARM, help="Seconds between two pings of other nodes. [default: 6]"),
+    ] = None
+    location: Annotated[
+        str | None,
+        Parameter(group=SWARM, help="Where this machine is, as LATITUDE,LONGITUDE in degrees."),
+    ] = None
 
 
 class SamplingChoice(TypedDict):

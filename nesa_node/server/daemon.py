@@ -24,6 +24,7 @@ from nesa_node.server.scheduler import Scheduler, open_scheduler
 from nesa_node.server.served import Served, open_served
 from nesa_node.server.spans import Spans
 from nesa_node.swarm.identity import Identity
+from nesa_node.swarm.measuring import keep_measuring
 from nesa_node.swarm.node import Swarm, open_swarm
 
 log = get_logger(__name__)
@@ -62,13 +63,15 @@ async def serve_node(
     check_ready_file(config.ready_file)
     served = await asyncio.to_thread(open_served, config)
     # Before anybody hears of us: an impossible request should fail at once.
-    await asyncio.to_thread(count_blocks, config, served)
+    blocks = await asyncio.to_thread(count_blocks, config, served)
     async with (
         _joined(config) as swarm,
         open_executor() as executor,
         open_scheduler(executor) as scheduler,
     ):
-        await _serve(config, served, swarm, scheduler, stopping, moves or moves_of(config))
+        about = _node_facts(config, served, blocks)
+        moves = moves or moves_of(config)
+        await _serve(config, served, about, swarm, scheduler, stopping, moves)
 
 
 @asynccontextmanager
@@ -102,12 +105,18 @@ def _allow_many_files() -> None:
 async def _serve(
     config: NodeConfig,
     served: Served,
+    about: NodeFacts,
     swarm: Swarm,
     scheduler: Scheduler,
     stopping: asyncio.Event,
     moves: Moves,
 ) -> None:
-    announcer = Announcer(swarm.directory, _node_facts(config, served), swarm.speeds.sent_bytes)
+    announcer = Announcer(
+        swarm.directory,
+        about,
+        swarm.speeds.sent_bytes,
+        lambda: swarm.distances.measured(swarm.speeds),
+    )
     announcer.movable = lambda: moves.refusal is None
     spans = Spans(
         config=config,
@@ -118,17 +127,24 @@ async def _serve(
         moves=moves,
         ending=Ending(stopping, swarm),
     )
-    peer_id = swarm.identity.peer_id
-    background = [asyncio.create_task(announcer.run(), name="announcer")]
+    peer_id = PeerId(swarm.identity.peer_id)
+    measuring = keep_measuring(
+        swarm,
+        served.model_id,
+        about.num_blocks,
+        random.Random(peer_id),
+        ping_every_s=config.ping_every_s,
+    )
+    background = [asyncio.create_task(announcer.run()), asyncio.create_task(measuring)]
     if not moves.pinned:
         watching = rebalance(
             partial(look, served, swarm),
-            PeerId(peer_id),
+            peer_id,
             moves,
             every_s=config.rebalance_every_s,
             rng=random.Random(),
         )
-        background.append(asyncio.create_task(watching, name="rebalance"))
+        background.append(asyncio.create_task(watching))
     try:
         await spans.run()
     finally:
@@ -158,7 +174,7 @@ async def _withdraw(swarm: Swarm) -> None:
         log.warning("not_withdrawn", reason=str(error))
 
 
-def _node_facts(config: NodeConfig, served: Served) -> NodeFacts:
+def _node_facts(config: NodeConfig, served: Served, max_blocks: int) -> NodeFacts:
     return NodeFacts(
         model_id=served.model_id,
         model_name=served.checkpoint.name,
@@ -168,4 +184,6 @@ def _node_facts(config: NodeConfig, served: Served) -> NodeFacts:
         quant_type=served.quant_type,
         device=served.device,
         public_name=config.public_name,
+        max_blocks=max_blocks,
+        location=config.location,
     )

@@ -1,0 +1,125 @@
+"""Pairs that nobody has measured, filled in from those that somebody has.
+
+First what is expected of a pair. Either light along the great circle, stretched, and both access
+links (`height_fit`); or network coordinates (`vivaldi`), which begin at the places that are known.
+Then what measured pairs nearby say about such expectations (`smoothing`). Pairs with an unknown
+place have only the second; for the others both are tried on measured pairs that they are not shown.
+Measured pairs are left alone, and no estimate is faster than light.
+
+`python -m benchmarks estimate` compares this with coordinates alone and with factors of low rank;
+`docs/decisions/010` has the figures. N nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nesa_node.core.ids import PeerId
+from nesa_node.topology.access_rates import fit_access_rates
+from nesa_node.topology.expected import from_coordinates, from_places
+from nesa_node.topology.links import Links, mirror
+from nesa_node.topology.places import as_array, believable
+from nesa_node.topology.snapshot import Snapshot
+
+Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
+
+ESTIMATE_CONFIDENCE = 0.3
+"""Of an estimate between two nodes that have many measurements; less where they have few."""
+TRIAL_NODES = 300
+"""Among whom it is tried whether places or coordinates guess better."""
+HELD_OUT = 0.2
+LEAST_TRIAL = 5
+_ENOUGH = 4
+
+
+def fill_snapshot(snapshot: Snapshot, rng: np.random.Generator) -> Snapshot:
+    """`snapshot` with links among all its nodes, joining ones included, and no round trip unknown."""
+    nodes = (*snapshot.nodes, *snapshot.joining)
+    peers = tuple(node.peer_id for node in nodes)
+    known = Links.unknown(peers) if snapshot.links is None else snapshot.links.of(peers)
+    return replace(snapshot, links=fill(known, [node.location for node in nodes], rng))
+
+
+def fill(
+    links: Links,
+    locations: Sequence[tuple[float, float] | None],
+    rng: np.random.Generator,
+) -> Links:
+    """`links` with an estimate wherever a round trip or a rate is unknown.
+
+    `locations`, in the order of `links.peers`, are what operators say. Ages of estimates stay NaN;
+    their confidence is at most `ESTIMATE_CONFIDENCE`. Rates stay unknown where neither end was
+    ever seen to transfer anything.
+    """
+    rtt_ms_NN = estimate_rtt_ms(links.rtt_ms_NN, as_array(locations), rng)
+    measured_NN: Bools = np.isfinite(links.rtt_ms_NN)
+    rate_NN = np.array(links.rate_bytes_per_s_NN)
+    unknown_NN: Bools = np.isnan(rate_NN)
+    if unknown_NN.any():
+        rate_NN[unknown_NN] = fit_access_rates(rate_NN).predict_NN()[unknown_NN]
+    count_N = np.asarray(measured_NN.sum(axis=1), dtype=np.float64) - 1.0
+    share_N = ESTIMATE_CONFIDENCE * count_N / (count_N + _ENOUGH)
+    confidence_NN = np.minimum(share_N[:, None], share_N[None, :])
+    confidence_NN[measured_NN] = links.confidence_NN[measured_NN]
+    return Links(links.peers, rtt_ms_NN, rate_NN, links.age_s_NN, confidence_NN)
+
+
+def estimate_rtt_ms(rtt_ms_NN: Floats, places_N2: Floats, rng: np.random.Generator) -> Floats:
+    """A complete matrix, equal to `rtt_ms_NN` wherever that is finite."""
+    if not len(rtt_ms_NN):
+        return rtt_ms_NN
+    measured_NN = np.isfinite(rtt_ms_NN)
+    places_N2 = believable(places_N2, rtt_ms_NN)
+    placed_N = np.isfinite(places_N2).all(axis=1)
+    full_NN = np.empty_like(rtt_ms_NN)
+    by_places = placed_N.any() and places_win(rtt_ms_NN, places_N2, rng)
+    if not by_places or not placed_N.all():
+        full_NN[:] = from_coordinates(rtt_ms_NN, places_N2, rng)
+    if by_places:
+        both = np.ix_(placed_N, placed_N)
+        full_NN[both] = from_places(rtt_ms_NN[both], places_N2[placed_N])
+    full_NN[measured_NN] = rtt_ms_NN[measured_NN]
+    mirror(full_NN)  # sums of the same terms in another order differ in their last bit
+    return full_NN
+
+
+def places_win(rtt_ms_NN: Floats, places_N2: Floats, rng: np.random.Generator) -> bool:
+    """Whether places guess held-out pairs better than coordinates do; so by default.
+
+    A fifth of the measured pairs between placed nodes is held out, among at most `TRIAL_NODES`.
+    Access links and great circles explain most swarms best; where routes have little to do with
+    geography and many pairs are measured, coordinates do.
+    """
+    rows = np.flatnonzero(np.isfinite(places_N2).all(axis=1))
+    if len(rows) > TRIAL_NODES:
+        rows = np.sort(rng.choice(rows, TRIAL_NODES, replace=False))
+    true_NN, places_N2 = rtt_ms_NN[np.ix_(rows, rows)], places_N2[rows]
+    held_NN = np.triu(np.isfinite(true_NN) & (rng.random(true_NN.shape) < HELD_OUT), 1)
+    if held_NN.sum() < LEAST_TRIAL:
+        return True
+    shown_NN = np.where(held_NN | held_NN.T, np.nan, true_NN)
+    guesses = (from_places(shown_NN, places_N2), from_coordinates(shown_NN, places_N2, rng))
+    errors = [np.median(np.abs(np.log(guess[held_NN] / true_NN[held_NN]))) for guess in guesses]
+    return bool(errors[0] <= errors[1])
+
+
+def neighbours_to_measure(
+    links: Links, peer: PeerId, count: int, rng: np.random.Generator
+) -> tuple[PeerId, ...]:
+    """Whom `peer` should ping next: half those it knows least, half anybody.
+
+    Least known is least confident. Estimates need far links as much as near ones, so the other half
+    is drawn at random.
+    """
+    row = links.peers.index(peer)
+    others = np.array([other for other in range(len(links.peers)) if other != row], dtype=np.int64)
+    rng.shuffle(others)
+    least = others[np.argsort(links.confidence_NN[row, others], kind="stable")]
+    chosen = list(least[: (count + 1) // 2])
+    chosen += [other for other in others if other not in set(chosen)][: count - len(chosen)]
+    return tuple(links.peers[int(other)] for other in chosen[:count])
