@@ -194,6 +194,9 @@ class NodeConfig(PeerConfig):
     trusted_peers: PeerIds = ()
     idle_timeout_s: Positive = 600
     drain_timeout_s: Positive = 30
+    max_moves_per_hour: Annotated[int, BeforeValidator(_reject_bool), Field(ge=0)] = 4
+    move_pause_s: Positive = 120
+    rebalance_every_s: Positive = 60
     ping_every_s: Positive = 6
     location: Annotated[Location, BeforeValidator(_read_location)] | None = None
 
@@ -206,3 +209,8 @@ class NodeConfig(PeerConfig):
 
 ALL_CONFIGS: tuple[type[SharedConfig], ...] = (NodeConfig, PeerConfig, ClientConfig)
 SECRET_FIELDS = frozenset({"token", "swarm_key"})
+
+
+def secret_text(value: SecretStr | None) -> str | None:
+    """What a secret is, for whoever needs it."""
+    return None if value is None else value.get_secret_value()
