@@ -20,6 +20,7 @@ from nesa_node.client.request import RouteRequest
 from nesa_node.client.session import RemoteSession
 from nesa_node.client.sessions import BlockSession
 from nesa_node.compression.tensors import DTYPE_NAMES
+from nesa_node.core.decision_log import DecisionLog
 from nesa_node.core.ids import ModelId
 from nesa_node.core.span import Span
 from nesa_node.engine.checkpoint import Checkpoint
@@ -47,9 +48,14 @@ class RemoteConnection:
         self._num_blocks = num_blocks
         self._hidden_size = hidden_size
         self._dtype = dtype
-        self._planner = Planner(swarm, options.strategy)
+        decisions = None if options.decisions is None else DecisionLog(options.decisions)
+        self._planner = Planner(swarm, options.strategy, decisions=decisions)
         self._line = Line()
         self._rng = random.Random()
+
+    async def close(self) -> None:
+        """End what goes on beside sessions."""
+        await self._planner.close()
 
     def open_session(
         self, span: Span, *, rows: int, max_tokens: int, prefix: SessionPrefix | None = None
@@ -119,7 +125,7 @@ async def open_connection(
                 listen=False,
             )
         )
-        yield RemoteConnection(
+        connection = RemoteConnection(
             swarm,
             await asyncio.to_thread(model_id, checkpoint),
             options,
@@ -127,3 +133,5 @@ async def open_connection(
             hidden_size=int(checkpoint.config.hidden_size),
             dtype=dtype,
         )
+        stack.push_async_callback(connection.close)
+        yield connection

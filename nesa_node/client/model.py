@@ -17,7 +17,13 @@ from nesa_node.client.local import LocalConnection
 from nesa_node.client.options import ConnectionOptions
 from nesa_node.client.prefix import SALT_BYTES
 from nesa_node.client.sessions import Connect, SwarmConnection
-from nesa_node.core.config import Precision, Route, StrategyName, default_cache_dir
+from nesa_node.core.config import (
+    Precision,
+    Route,
+    StrategyName,
+    default_cache_dir,
+    default_decisions_path,
+)
 from nesa_node.core.errors import ConfigError
 from nesa_node.core.span import Span
 from nesa_node.engine.checkpoint import Checkpoint, open_checkpoint
@@ -82,12 +88,8 @@ class AutoDistributedModelForCausalLM:
         """
         if dtype is not None and torch_dtype is not None and dtype != torch_dtype:
             raise ConfigError(f"dtype={dtype} and torch_dtype={torch_dtype}: give one of them")
-        checkpoint = open_checkpoint(
-            str(name),
-            revision=revision,
-            token=token,
-            cache_dir=default_cache_dir() if cache_dir is None else Path(cache_dir).expanduser(),
-        )
+        cache = default_cache_dir() if cache_dir is None else Path(cache_dir).expanduser()
+        checkpoint = open_checkpoint(str(name), revision=revision, token=token, cache_dir=cache)
         resolved = checkpoint.resolve_dtype(str(dtype or torch_dtype or "auto"))
         options = ConnectionOptions(
             initial_peers=(
@@ -103,6 +105,7 @@ class AutoDistributedModelForCausalLM:
             quality=quality,
             min_precision=min_precision,
             strategy=strategy,
+            decisions=default_decisions_path(),
         )
 
         def connect() -> AbstractAsyncContextManager[SwarmConnection]:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from typing import get_args
 
-from nesa_node.client.planner import Planner, View
+from nesa_node.client.planner import Hops, Plan, Planner, View
 from nesa_node.client.request import RouteRequest
 from nesa_node.core.choices import Precision
 from nesa_node.core.errors import (
@@ -19,7 +19,6 @@ from nesa_node.core.errors import (
 )
 from nesa_node.core.ids import PeerId
 from nesa_node.core.logging import get_logger
-from nesa_node.routing.chains import Hop
 from nesa_node.swarm.node import Swarm
 from nesa_node.topology.snapshot import NodeState, Snapshot
 
@@ -64,11 +63,12 @@ class Nodes:
             self._suspects[peer] = time.monotonic() + SUSPECT_S
 
     async def plan(
-        self, keep: tuple[Hop, ...], drop: frozenset[PeerId]
-    ) -> tuple[tuple[Hop, ...], Mapping[PeerId, tuple[str, ...]]]:
+        self, keep: Hops, drop: frozenset[PeerId], session: bytes = b""
+    ) -> tuple[Hops, Mapping[PeerId, tuple[str, ...]]]:
         """Hops that keep `keep`; if nobody fills the gaps so, hops that keep nothing.
 
-        And the addresses of all nodes. Raises `MissingBlocksError`, `ContextLengthError` and
+        And the addresses of all nodes. It is written down why `session`, if named, gets them.
+        Raises `MissingBlocksError`, `ContextLengthError` and
         `RefusedError`, by the reason why nobody can fill them.
         """
         request = self._request
@@ -76,9 +76,13 @@ class Nodes:
         # Who mends a chain has no time to wait for pings.
         view = await self._planner.view(snapshot, request, may_ask=not self.suspected)
         addresses = {node.peer_id: node.addresses for node in snapshot.nodes}
-        return self._fill(view, keep, drop), addresses
+        plan = self._fill(view, keep, drop)
+        if session:
+            reason = "a chain to begin with" if not keep and not drop else "nodes left or failed"
+            self._planner.decided(session, reason, view, plan.asked, plan.hops)
+        return plan.hops, addresses
 
-    def _fill(self, view: View, keep: tuple[Hop, ...], drop: frozenset[PeerId]) -> tuple[Hop, ...]:
+    def _fill(self, view: View, keep: Hops, drop: frozenset[PeerId]) -> Plan:
         snapshot, tokens = view.snapshot, self._request.tokens
         suspects = self.suspected
         small = {n.peer_id for n in snapshot.nodes if n.total_cache_tokens < tokens}

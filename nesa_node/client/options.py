@@ -42,6 +42,9 @@ class ConnectionOptions:
     strategy: StrategyName = "exact-latency"
     """How chains are chosen (`routing/strategies.py`)."""
 
+    decisions: Path | None = None
+    """Where the last decisions are kept, for `nesa-node explain`; None: nowhere."""
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "quality", check_quality(self.quality))
         if self.routing not in ("chain", "star"):

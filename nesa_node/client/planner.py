@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from nesa_node.client.decisions import describe
 from nesa_node.client.request import RouteRequest
 from nesa_node.client.surroundings import Surroundings
 from nesa_node.compression import tensors
+from nesa_node.core.decision_log import Decision, DecisionLog
 from nesa_node.core.ids import PeerId
-from nesa_node.core.span import Span
+from nesa_node.core.logging import get_logger
 from nesa_node.routing.avoidance import Avoidance
 from nesa_node.routing.build import Request
 from nesa_node.routing.chains import Hop
@@ -20,8 +23,13 @@ from nesa_node.routing.claims import Claims
 from nesa_node.routing.repair import fill_gaps
 from nesa_node.routing.strategies import DEFAULT, make_strategy
 from nesa_node.swarm.node import Swarm
+from nesa_node.swarm.tasks import TaskSet
 from nesa_node.topology.links import Links
 from nesa_node.topology.snapshot import Snapshot
+
+log = get_logger(__name__)
+
+Hops = tuple[Hop, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,14 +40,27 @@ class View:
     rtt_ms: Mapping[PeerId, float]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Plan:
+    hops: Hops
+    asked: Request
+
+
 class Planner:
     """Shared by the sessions of a client. `clock` returns seconds and never goes back."""
 
     def __init__(
-        self, swarm: Swarm, strategy: str = DEFAULT, clock: Callable[[], float] = time.monotonic
+        self,
+        swarm: Swarm,
+        strategy: str = DEFAULT,
+        *,
+        decisions: DecisionLog | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Raises `ConfigError` for a strategy that there is not."""
         self.strategy = make_strategy(strategy, np.random.default_rng())
+        self._decisions = decisions
+        self._writing = TaskSet()
         self.avoidance = Avoidance(clock)
         self.claims = Claims(clock)
         self.surroundings = Surroundings(swarm)
@@ -63,18 +84,42 @@ class Planner:
         *,
         exclude: frozenset[PeerId],
         min_free_tokens: int,
-    ) -> tuple[Hop, ...]:
+    ) -> Plan:
         """Hops that keep `keep`. Raises `MissingBlocksError`."""
-        if len(request.span) == 0:
-            return ()
-        asked = replace(
-            self.asked(view, request, request.span),
-            exclude=exclude,
-            min_free_tokens=min_free_tokens,
-        )
-        return fill_gaps(view.snapshot, asked, keep, choose=self.strategy.choose)
+        asked = replace(self.asked(view, request), exclude=exclude, min_free_tokens=min_free_tokens)
+        hops = fill_gaps(view.snapshot, asked, keep, choose=self.strategy.choose)
+        return Plan(hops, asked)
 
-    def asked(self, view: View, request: RouteRequest, span: Span) -> Request:
+    def decided(self, session: bytes, reason: str, view: View, asked: Request, hops: Hops) -> None:
+        """Write down why `session` got `hops`, while it goes on."""
+        if self._decisions is not None and hops:
+            self._writing.start(
+                self._write(self._decisions, session, reason, view, asked, hops), name="decision"
+            )
+
+    async def close(self) -> None:
+        """Let go of what is not written yet."""
+        await self._writing.close()
+
+    async def _write(
+        self,
+        decisions: DecisionLog,
+        session: bytes,
+        reason: str,
+        view: View,
+        asked: Request,
+        hops: Hops,
+    ) -> None:
+        def write() -> None:
+            body = describe(view.snapshot, asked, hops, self.strategy, reason)
+            decisions.add(Decision("session", session.hex(), time.time(), body))
+
+        try:
+            await asyncio.to_thread(write)
+        except OSError as error:
+            log.warning("decision_not_kept", reason=str(error))
+
+    def asked(self, view: View, request: RouteRequest) -> Request:
         """What a decoded token of the session needs of a chain."""
         penalties_s = {
             node.peer_id: penalty_s
@@ -82,7 +127,7 @@ class Planner:
             if (penalty_s := self.avoidance.penalty(node.peer_id)) > 0
         }
         return Request(
-            span=span,
+            span=request.span,
             bytes_per_token=request.hidden_size * tensors.DTYPES[request.dtype].itemsize,
             entry_rtt_ms=view.rtt_ms,
             penalties_s=penalties_s,

@@ -170,7 +170,7 @@ class Route:
         hops = tuple(sorted((link.hop for link in kept), key=lambda hop: hop.span.start))
         if hops and not gaps(self._request.span, hops):
             return hops, {}
-        return await self.nodes.plan(hops, drop)
+        return await self.nodes.plan(hops, drop, self.session)
 
     async def _succeed(
         self, gone: Sequence[HopLink], lengths: Sequence[int]

@@ -42,6 +42,12 @@ def default_cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nesa-node"
 
 
+def default_decisions_path() -> Path:
+    """`$XDG_STATE_HOME/nesa-node/decisions.db`, by default under `~/.local/state`."""
+    base = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
+    return base / "nesa-node" / "decisions.db"
+
+
 def default_identity_path() -> Path:
     """`$XDG_CONFIG_HOME/nesa-node/identity.key`, by default under `~/.config`."""
     base = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
