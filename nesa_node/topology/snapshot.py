@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.core.span import Span
+from nesa_node.topology.digest import digest
 from nesa_node.topology.links import Links
 
 
@@ -76,6 +77,10 @@ class Snapshot:
             nodes=tuple(node for node in self.nodes if node.peer_id not in peers),
             joining=tuple(node for node in self.joining if node.peer_id not in peers),
         )
+
+    def digest(self) -> str:
+        """SHA-256 of its content in hexadecimal; the same in whatever order nodes are listed."""
+        return digest(self)
 
 
 def count_holders(nodes: Sequence[NodeState], num_blocks: int) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ violations are as normal as they are outside.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,7 @@ from nesa_node.topology.devices import LLAMA_70B, Block
 from nesa_node.topology.geography import CITIES, Region, least_rtt_ms
 from nesa_node.topology.links import Links
 from nesa_node.topology.snapshot import Snapshot
+from nesa_node.topology.tables import RegionTable
 from nesa_node.topology.world_links import Access, draw_access, mirror, rates, round_trips
 from nesa_node.topology.world_nodes import draw_devices, draw_nodes, fit_devices
 from nesa_node.topology.world_spans import choose_spans
@@ -103,6 +104,68 @@ def _cable_round_trips(regions: Sequence[Region], rng: np.random.Generator) -> F
     rtt_ms_RR = least_rtt_ms(places(regions), places(regions)) * stretch_RR
     mirror(rtt_ms_RR)
     return rtt_ms_RR + 0.5
+
+
+def world_from_table(
+    table: RegionTable,
+    num_nodes: int,
+    num_blocks: int,
+    rng: np.random.Generator,
+    *,
+    num_clients: int = 4,
+    residential_share: float = 0.7,
+    block: Block = LLAMA_70B,
+    taken_at: float = 0.0,
+) -> World:
+    """Like `make_world`, in the regions of a table and with its round trips between them."""
+    return populate(
+        table.regions,
+        table.rtt_ms_RR,
+        num_nodes,
+        num_blocks,
+        rng,
+        num_clients=num_clients,
+        residential_share=residential_share,
+        block=block,
+        taken_at=taken_at,
+    )
+
+
+def world_from_round_trips(
+    rtt_ms_NN: Floats,
+    num_blocks: int,
+    rng: np.random.Generator,
+    *,
+    num_clients: int = 4,
+    block: Block = LLAMA_70B,
+    taken_at: float = 0.0,
+) -> World:
+    """A swarm whose nodes are the machines of a measured matrix, at home and nowhere in particular.
+
+    `rtt_ms_NN` must be symmetric and complete (`estimate.symmetric` and `estimate.fill`). Clients
+    are machines of the matrix, one access link further away.
+    """
+    nowhere = (Region("nowhere", 0.0, 0.0),)
+    world = populate(
+        nowhere,
+        np.zeros((1, 1)),
+        len(rtt_ms_NN),
+        num_blocks,
+        rng,
+        num_clients=num_clients,
+        residential_share=1.0,
+        block=block,
+        taken_at=taken_at,
+    )
+    links = replace(world.links, rtt_ms_NN=rtt_ms_NN)
+    nodes = tuple(replace(node, location=None) for node in world.snapshot.nodes)
+    near_C = rng.integers(len(rtt_ms_NN), size=num_clients)
+    access_ms_C = draw_access(np.ones(num_clients, dtype=bool), rng).rtt_ms_A
+    return replace(
+        world,
+        snapshot=replace(world.snapshot, nodes=nodes, links=links),
+        client_rtt_ms_CN=rtt_ms_NN[near_C] + access_ms_C[:, None],
+    )
 
 
 def populate(
