@@ -27,7 +27,7 @@ def mend(room: Room, layout: Layout, *, keep: frozenset[int] = frozenset()) -> L
             break
         best, best_lacks = layout, before
         for node in movable:
-            moved = _most_wanted(room, layout, node)
+            moved = most_wanted(room, layout, node)
             lacks = moved.lacks(room)
             if lacks < best_lacks:
                 best, best_lacks = moved, lacks
@@ -37,7 +37,7 @@ def mend(room: Room, layout: Layout, *, keep: frozenset[int] = frozenset()) -> L
     return layout
 
 
-def _most_wanted(room: Room, layout: Layout, node: int) -> Layout:
+def most_wanted(room: Room, layout: Layout, node: int) -> Layout:
     """`node` moved to where it fills most of what would be missing without it."""
     most = int(room.most_N[node])
     if most == 0:
@@ -50,13 +50,14 @@ def _most_wanted(room: Room, layout: Layout, node: int) -> Layout:
     return layout.moved(node, Span(start, start + most))
 
 
-def widen(room: Room, layout: Layout, *, tries: int = 200) -> Layout:
+def widen(room: Room, layout: Layout, *, tries: int = 200, max_moves: int | None = None) -> Layout:
     """Move nodes that do nothing for the bottleneck to it, until none helps or `tries` are over."""
     rate_N = room.blocks_per_s_N
     blocks = room.problem.num_blocks
     lacks = layout.lacks(room)
     flow = measure_flow(layout, rate_N, blocks)
-    while tries > 0:
+    moves = 0
+    while tries > 0 and moves != max_moves:
         improved = False
         for node in _idle(room, layout, flow.narrow_B):
             for start in _touching(flow.narrow_B, int(room.most_N[node])):
@@ -68,6 +69,7 @@ def widen(room: Room, layout: Layout, *, tries: int = 200) -> Layout:
                 if wider.steps_per_s > flow.steps_per_s * _GAIN:
                     layout, flow, lacks = moved, wider, moved.lacks(room)
                     improved = True
+                    moves += 1
                     break
             if improved or tries <= 0:
                 break

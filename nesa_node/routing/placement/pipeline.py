@@ -34,9 +34,7 @@ def find_pipeline(room: Room, allowed: Ints, nearest_s_N: Floats | None = None) 
     if len(allowed) <= MAX_EXACT:
         nodes = _through_sets(room, allowed)
     else:
-        if nearest_s_N is None:
-            nearest_s_N = nearest_s(room.problem.transfer_s_NN)
-        nodes = _through_states(room, _promising(room, allowed, nearest_s_N))
+        nodes = _through_states(room, promising(room, allowed, nearest_s_N))
     return None if nodes is None else cut_pipeline(room, nodes, quickest_cuts)
 
 
@@ -51,9 +49,15 @@ def cut_pipeline(room: Room, nodes: Sequence[int], cut: Cut) -> Chain:
     )
 
 
-def _promising(room: Room, allowed: Ints, nearest_s_N: Floats) -> Ints:
-    """The nodes that would be best if everyone were like them, and as many as hold the model."""
+def promising(room: Room, allowed: Ints, nearest_s_N: Floats | None = None) -> Ints:
+    """The nodes of which a chain would be best if all were like them, the best first.
+
+    As many as hold the model twice, and `MAX_CANDIDATES` at least, if there are so many.
+    """
     problem = room.problem
+    allowed = allowed[room.most_N[allowed] > 0]
+    if nearest_s_N is None:
+        nearest_s_N = nearest_s(problem.transfer_s_NN)
     blocks, most_N = problem.num_blocks, room.most_N[allowed]
     per_visit_s = problem.visit_s_N[allowed] + nearest_s_N[allowed]
     score_s = (
