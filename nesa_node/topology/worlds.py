@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from nesa_node.core.ids import ModelId
 from nesa_node.topology.devices import LLAMA_70B, Block
 from nesa_node.topology.geography import CITIES, Region, least_rtt_ms
-from nesa_node.topology.links import Links
+from nesa_node.topology.links import Links, mirror
 from nesa_node.topology.snapshot import Snapshot
 from nesa_node.topology.tables import RegionTable
-from nesa_node.topology.world_links import Access, draw_access, mirror, rates, round_trips
+from nesa_node.topology.world_links import Access, draw_access, rates, round_trips
 from nesa_node.topology.world_nodes import draw_devices, draw_nodes, fit_devices
 from nesa_node.topology.world_spans import choose_spans
 
@@ -47,6 +47,7 @@ class World:
     device_N: tuple[str, ...]
     access_N: Access
     region_C: Ints
+    access_C: Access
     client_rtt_ms_CN: Floats
     client_up_bytes_per_s_CN: Floats
     client_down_bytes_per_s_CN: Floats
@@ -216,6 +217,7 @@ def populate(
         device_N=tuple(device.name for device in devices),
         access_N=access_N,
         region_C=region_C,
+        access_C=access_C,
         client_rtt_ms_CN=round_trips(
             region_rtt_ms_RR, region_C, access_C, region_N, access_N, rng
         ),
