@@ -12,12 +12,11 @@ import numpy as np
 from nesa_node.core.errors import ConfigError
 from nesa_node.core.ids import PeerId
 from nesa_node.core.span import Span
-from nesa_node.routing.bottleneck import bottleneck
 from nesa_node.routing.build import Request
-from nesa_node.routing.exact import exact_latency
 from nesa_node.routing.placement.moves import MoveCosts
 from nesa_node.routing.placement.score import Goal
 from nesa_node.routing.placement.what_if import Answer, Question, Strategy, study, take_spans
+from nesa_node.routing.strategies import make_strategy
 from nesa_node.topology.devices import LLAMA_70B, Block
 from nesa_node.topology.geography import CITIES
 from nesa_node.topology.newcomer import join, parse_newcomer
@@ -25,10 +24,6 @@ from nesa_node.topology.snapshot import Snapshot
 from nesa_node.topology.swarm_file import read_swarm
 from nesa_node.topology.worlds import make_world
 
-STRATEGIES: Mapping[str, Strategy] = {
-    "exact-latency": exact_latency,
-    "bottleneck": lambda problem: bottleneck(problem).chain,
-}
 _WORLD_KEYS = {"regions": 8.0, "nodes": 30.0, "blocks": 80.0, "clients": 4.0, "homes": 0.7}
 
 
@@ -148,9 +143,10 @@ def _with_newcomers(
 
 def chosen_strategy(name: str) -> Strategy:
     """Raises `ConfigError` for a name that is none."""
-    if name not in STRATEGIES:
-        raise ConfigError(f"--strategy {name}: there are {', '.join(STRATEGIES)}")
-    return STRATEGIES[name]
+    try:
+        return make_strategy(name, np.random.default_rng(0)).choose
+    except ConfigError as error:
+        raise ConfigError(f"--strategy: {error}") from None
 
 
 def read_file(path: Path) -> Scene:

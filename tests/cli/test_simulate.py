@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from nesa_node.cli.app import run_command
+from nesa_node.routing.strategies import STRATEGIES
 from nesa_node.topology.serial import to_json
 from nesa_node.topology.worlds import make_world
 
@@ -93,7 +94,7 @@ def test_a_made_up_world_is_the_same_for_the_same_seed(capsys: pytest.CaptureFix
     assert len(first["now"]["spans"]) == 12
 
 
-@pytest.mark.parametrize("strategy", ["exact-latency", "bottleneck"])
+@pytest.mark.parametrize("strategy", list(STRATEGIES))
 def test_strategies_choose_the_chains(
     strategy: str, swarm: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -171,7 +172,10 @@ def test_without_matplotlib_the_extra_is_named(
         (["--world", "nodes=5", "--remove", "nobody"], "--remove nobody: no node is called that"),
         (["--world", "nodes=5", "--remove", "*"], "leaves no node at all"),
         (["--world", "nodes=5", "--replicas", "0"], "--replicas 0"),
-        (["--world", "nodes=5", "--strategy", "luck"], "--strategy luck: there are exact-latency"),
+        (
+            ["--world", "nodes=5", "--strategy", "luck"],
+            "no routing strategy 'luck'; choose one of exact",
+        ),
         (["--world", "nodes=5", "--plot", "x.bmp"], "must end in one of .svg"),
         (["--world", "nodes=5", "--plot", "/no/such/x.svg"], "there is no folder"),
         (["--replay", "/no/such.jsonl"], "--replay /no/such.jsonl: No such file"),
