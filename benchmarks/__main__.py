@@ -11,7 +11,18 @@ from pathlib import Path
 from types import ModuleType
 from typing import get_args
 
-from benchmarks import churn, codecs, concurrency, decode, estimate, hop, prefill, swarm
+from benchmarks import (
+    churn,
+    codecs,
+    concurrency,
+    decode,
+    estimate,
+    hop,
+    prefill,
+    scale,
+    schemas,
+    swarm,
+)
 from benchmarks.models import SHAPES
 from benchmarks.options import Options, Quant
 from benchmarks.results import write_result
@@ -29,6 +40,8 @@ BENCHMARKS: dict[str, ModuleType] = {
     "estimate": estimate,
     "hop": hop,
     "prefill": prefill,
+    "scale": scale,
+    "schemas": schemas,
     "swarm": swarm,
     "wan": wan,
 }
