@@ -19,9 +19,11 @@ from benchmarks import (
     estimate,
     hop,
     prefill,
+    routing,
     scale,
     schemas,
     swarm,
+    tuning,
 )
 from benchmarks.models import SHAPES
 from benchmarks.options import Options, Quant
@@ -40,9 +42,11 @@ BENCHMARKS: dict[str, ModuleType] = {
     "estimate": estimate,
     "hop": hop,
     "prefill": prefill,
+    "routing": routing,
     "scale": scale,
     "schemas": schemas,
     "swarm": swarm,
+    "tuning": tuning,
     "wan": wan,
 }
 
@@ -82,7 +86,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--prompts", type=numbers, metavar="N,N", help="tokens of prompts (auto)")
     add("--congestion-control", help="of TCP between the machines [default: cubic] (wan)")
     add("--sysctls", type=sysctls, metavar="NAME=VALUE,...", help="of the machines (wan)")
-    add("--matrix", help="an .npz of round trips in seconds, zeros missing (estimate)")
+    add("--matrix", help="an .npz of round trips in seconds, zeros missing (estimate, routing)")
     add("--seed", type=int, help="of weights, prompts and events [default: 0]")
     return parser
 

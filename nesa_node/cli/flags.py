@@ -15,7 +15,15 @@ from typing import TYPE_CHECKING, Annotated, TypedDict, TypeVar
 
 from cyclopts import Group, Parameter
 
-from nesa_node.core.choices import DtypeName, LogFormat, LogLevel, Precision, QuantType, Route
+from nesa_node.core.choices import (
+    DtypeName,
+    LogFormat,
+    LogLevel,
+    Precision,
+    QuantType,
+    Route,
+    StrategyName,
+)
 from nesa_node.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -113,6 +121,10 @@ class ClientFlags(SharedFlags):
             help="The coarsest weights that nodes may compute with: nf4, int8 or full. "
             "[default: nf4]",
         ),
+    ] = None
+    strategy: Annotated[
+        StrategyName | None,
+        Parameter(group=SWARM, help="How nodes are chosen. [default: exact-latency]"),
     ] = None
     reuse_prefix: Annotated[
         bool | None,
@@ -218,6 +230,14 @@ class NodeFlags(PeerFlags):
     drain_timeout_s: Annotated[
         str | None,
         Parameter(group=LIMITS, help="Seconds that running steps get when stopped. [default: 30]"),
+    ] = None
+    ping_every_s: Annotated[
+        str | None,
+        Parameter(group=SWARM, help="Seconds between two pings of other nodes. [default: 6]"),
+    ] = None
+    location: Annotated[
+        str | None,
+        Parameter(group=SWARM, help="Where this machine is, as LATITUDE,LONGITUDE in degrees."),
     ] = None
 
 

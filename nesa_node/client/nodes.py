@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping
 from typing import get_args
 
+from nesa_node.client.planner import Planner, View
 from nesa_node.client.request import RouteRequest
 from nesa_node.core.choices import Precision
 from nesa_node.core.errors import (
@@ -18,9 +19,7 @@ from nesa_node.core.errors import (
 )
 from nesa_node.core.ids import PeerId
 from nesa_node.core.logging import get_logger
-from nesa_node.routing.avoidance import Avoidance
 from nesa_node.routing.chains import Hop
-from nesa_node.routing.repair import fill_gaps
 from nesa_node.swarm.node import Swarm
 from nesa_node.topology.snapshot import NodeState, Snapshot
 
@@ -33,10 +32,10 @@ SUSPECT_S = 15.0
 class Nodes:
     """Plans the hops of one session."""
 
-    def __init__(self, swarm: Swarm, request: RouteRequest, avoidance: Avoidance) -> None:
+    def __init__(self, swarm: Swarm, request: RouteRequest, planner: Planner) -> None:
         self._swarm = swarm
         self._request = request
-        self._avoidance = avoidance
+        self._planner = planner
         self._suspects: dict[PeerId, float] = {}
         self._unfit: dict[PeerId, RemoteError] = {}
 
@@ -49,7 +48,7 @@ class Nodes:
     def suspect(self, peer: PeerId, reason: str) -> None:
         """Remember a failure of `peer`: it is avoided for a while, in later sessions too."""
         log.info("peer_failed", peer=peer, reason=reason)
-        self._avoidance.failed(peer)
+        self._planner.avoidance.failed(peer)
         self._suspects[peer] = time.monotonic() + SUSPECT_S
 
     def refused(self, peer: PeerId, error: BusyError | RemoteError) -> None:
@@ -70,34 +69,38 @@ class Nodes:
         """
         request = self._request
         snapshot = await self._swarm.directory.fetch(request.model_id, request.num_blocks)
+        # Who mends a chain has no time to wait for pings.
+        view = await self._planner.view(snapshot, request, may_ask=not self.suspected)
         addresses = {node.peer_id: node.addresses for node in snapshot.nodes}
-        return self._fill(snapshot, keep, drop), addresses
+        return self._fill(view, keep, drop), addresses
 
-    def _fill(
-        self, snapshot: Snapshot, keep: tuple[Hop, ...], drop: frozenset[PeerId]
-    ) -> tuple[Hop, ...]:
-        tokens = self._request.tokens
+    def _fill(self, view: View, keep: tuple[Hop, ...], drop: frozenset[PeerId]) -> tuple[Hop, ...]:
+        snapshot, tokens = view.snapshot, self._request.tokens
         suspects = self.suspected
         small = {n.peer_id for n in snapshot.nodes if n.total_cache_tokens < tokens}
         coarse = {n.peer_id for n in snapshot.nodes if self._is_coarse(n)}
-        barred = frozenset(self._unfit) | drop | small | coarse
+        only = self._request.only
+        others = (
+            () if only is None else (n.peer_id for n in snapshot.nodes if n.peer_id not in only)
+        )
+        barred = frozenset(self._unfit).union(drop, small, coarse, others)
         first: MissingBlocksError | None = None
         # What a record says of free room is some seconds old: as a last resort it is not believed.
         for hops, free in ((keep, tokens), (keep, 0), ((), tokens), ((), 0)):
             for exclude in (barred | suspects, barred):
                 try:
-                    return fill_gaps(
-                        snapshot,
-                        self._request.span,
-                        hops,
-                        penalty=self._avoidance.penalty,
-                        exclude=exclude,
-                        min_free_tokens=free,
+                    return self._planner.plan(
+                        view, self._request, hops, exclude=exclude, min_free_tokens=free
                     )
                 except MissingBlocksError as error:
                     first = first or error
         assert first is not None
         raise self._why_missing(snapshot, first)
+
+    def _unwanted(self, snapshot: Snapshot) -> frozenset[PeerId]:
+        only = self._request.only
+        peers = frozenset(node.peer_id for node in snapshot.nodes)
+        return frozenset() if only is None else peers - only
 
     def _is_coarse(self, node: NodeState) -> bool:
         """Whether a node computes with weights coarser than asked for, or unheard of."""

@@ -31,6 +31,7 @@ from nesa_node.core.choices import LogLevel as LogLevel
 from nesa_node.core.choices import Precision as Precision
 from nesa_node.core.choices import QuantType as QuantType
 from nesa_node.core.choices import Route as Route
+from nesa_node.core.choices import StrategyName as StrategyName
 from nesa_node.core.errors import ConfigError
 from nesa_node.core.ids import PeerId
 from nesa_node.core.span import Span
@@ -84,6 +85,12 @@ def _expand(value: object) -> object:
     return Path(value).expanduser() if isinstance(value, str) else value
 
 
+def _read_location(value: object) -> object:
+    """Text as `52.5,13.4`; a TOML file may have a list of two numbers."""
+    return tuple(value.split(",")) if isinstance(value, str) else value
+
+
+Location = tuple[Annotated[float, Field(ge=-90, le=90)], Annotated[float, Field(ge=-180, le=180)]]
 FilePath = Annotated[Path, BeforeValidator(_expand)]
 Secret = Annotated[SecretStr, BeforeValidator(_read_secret)]
 Count = Annotated[int, BeforeValidator(_reject_bool), Field(ge=1)]
@@ -119,6 +126,7 @@ EXPECTED = {
     "device": "auto, cpu, cuda, cuda:N or mps",
     "num_blocks": 'a whole number of at least 1, or "auto"',
     "block_indices": 'a half-open range like "0:10"',
+    "location": 'degrees of latitude and longitude like "52.5,13.4"',
     "public_name": "1 to 64 printable characters",
 }
 """What a field wants, where pydantic's own words would not help."""
@@ -150,6 +158,7 @@ class ClientConfig(SharedConfig):
     replicate_cache: bool = False
     quality: str = "exact"
     min_precision: Precision = "nf4"
+    strategy: StrategyName = "exact-latency"
     reuse_prefix: bool = True
     # Somebody who reads an answer does not want the news of the network between its words.
     log_level: LogLevel = "warning"
@@ -185,6 +194,8 @@ class NodeConfig(PeerConfig):
     trusted_peers: PeerIds = ()
     idle_timeout_s: Positive = 600
     drain_timeout_s: Positive = 30
+    ping_every_s: Positive = 6
+    location: Annotated[Location, BeforeValidator(_read_location)] | None = None
 
     @model_validator(mode="after")
     def _one_way_to_choose_a_span(self) -> NodeConfig:
