@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from nesa_node.client.audit import measure_speed
 from nesa_node.client.line import Line
 from nesa_node.client.options import ConnectionOptions
 from nesa_node.client.planner import Planner
@@ -49,7 +50,12 @@ class RemoteConnection:
         self._hidden_size = hidden_size
         self._dtype = dtype
         decisions = None if options.decisions is None else DecisionLog(options.decisions)
-        self._planner = Planner(swarm, options.strategy, decisions=decisions)
+        self._planner = Planner(
+            swarm,
+            options.strategy,
+            decisions=decisions,
+            audit=lambda node, request: measure_speed(swarm, node, request),
+        )
         self._line = Line()
         self._rng = random.Random()
 

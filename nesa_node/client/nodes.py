@@ -28,6 +28,9 @@ SUSPECT_S = 15.0
 """A peer that failed is tried again only after this, unless nobody else holds its blocks."""
 
 
+WORTH_MOVING = 1.1
+"""How much slower a chain is than the best that a session moves: the third trigger for change."""
+
 PASSING = frozenset({"draining", "wrong_blocks"})
 """Refusals of a node that leaves, or has moved since it was looked up: it may be of use later."""
 
@@ -41,6 +44,8 @@ class Nodes:
         self._planner = planner
         self._suspects: dict[PeerId, float] = {}
         self._unfit: dict[PeerId, RemoteError] = {}
+        self.expected_s: float | None = None
+        """What a step should take by the last plan."""
 
     @property
     def suspected(self) -> frozenset[PeerId]:
@@ -77,10 +82,31 @@ class Nodes:
         view = await self._planner.view(snapshot, request, may_ask=not self.suspected)
         addresses = {node.peer_id: node.addresses for node in snapshot.nodes}
         plan = self._fill(view, keep, drop)
+        self.expected_s = self._planner.step_s(view, plan, plan.hops)
         if session:
             reason = "a chain to begin with" if not keep and not drop else "nodes left or failed"
             self._planner.decided(session, reason, view, plan.asked, plan.hops)
         return plan.hops, addresses
+
+    async def to_leave(self, hops: Hops) -> frozenset[PeerId]:
+        """Whom of `hops` a session should move off, since others are faster by `WORTH_MOVING`.
+
+        After the hops were measured anew. Raises as `plan` does.
+        """
+        request = self._request
+        snapshot = await self._swarm.directory.fetch(request.model_id, request.num_blocks)
+        await self._planner.recheck(snapshot, request, hops)
+        view = await self._planner.view(snapshot, request, may_ask=True)
+        plan = self._fill(view, (), frozenset())
+        known = {node.peer_id for node in snapshot.nodes}
+        if not {hop.peer_id for hop in hops} <= known:
+            return frozenset()
+        now_s = self._planner.step_s(view, plan, hops)
+        best_s = self._planner.step_s(view, plan, plan.hops)
+        log.info("chain_reconsidered", step_ms=now_s * 1000, best_ms=best_s * 1000)
+        if now_s <= WORTH_MOVING * best_s:
+            return frozenset()
+        return frozenset(hop.peer_id for hop in hops) - {hop.peer_id for hop in plan.hops}
 
     def _fill(self, view: View, keep: Hops, drop: frozenset[PeerId]) -> Plan:
         snapshot, tokens = view.snapshot, self._request.tokens

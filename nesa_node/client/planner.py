@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -18,18 +18,23 @@ from nesa_node.core.ids import PeerId
 from nesa_node.core.logging import get_logger
 from nesa_node.routing.avoidance import Avoidance
 from nesa_node.routing.build import Request
-from nesa_node.routing.chains import Hop
+from nesa_node.routing.chains import Hop, chain_cost_s
 from nesa_node.routing.claims import Claims
 from nesa_node.routing.repair import fill_gaps
 from nesa_node.routing.strategies import DEFAULT, make_strategy
 from nesa_node.swarm.node import Swarm
 from nesa_node.swarm.tasks import TaskSet
 from nesa_node.topology.links import Links
-from nesa_node.topology.snapshot import Snapshot
+from nesa_node.topology.snapshot import NodeState, Snapshot
 
 log = get_logger(__name__)
 
 Hops = tuple[Hop, ...]
+Audit = Callable[[NodeState, RouteRequest], Awaitable[float | None]]
+"""Measures the tokens/s that a node decodes; None where that cannot be done."""
+
+AUDIT_EVERY_S = 600.0
+"""An audit is some work for the node."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,9 +60,11 @@ class Planner:
         strategy: str = DEFAULT,
         *,
         decisions: DecisionLog | None = None,
+        audit: Audit | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Raises `ConfigError` for a strategy that there is not."""
+        """Raises `ConfigError` for a strategy that there is not. Without `audit` claims stand."""
+        self._audit = audit
         self.strategy = make_strategy(strategy, np.random.default_rng())
         self._decisions = decisions
         self._writing = TaskSet()
@@ -89,6 +96,24 @@ class Planner:
         asked = replace(self.asked(view, request), exclude=exclude, min_free_tokens=min_free_tokens)
         hops = fill_gaps(view.snapshot, asked, keep, choose=self.strategy.choose)
         return Plan(hops, asked)
+
+    async def recheck(self, snapshot: Snapshot, request: RouteRequest, hops: Hops) -> None:
+        """Measure again how far the nodes of `hops` are, and, now and then, how fast."""
+        used = {hop.peer_id for hop in hops}
+        nodes = [node for node in snapshot.nodes if node.peer_id in used]
+        await self.surroundings.measure(nodes)
+        for node in nodes:
+            if self._audit is not None and self.claims.age_s(node.peer_id) > AUDIT_EVERY_S:
+                tokens_per_s = await self._audit(node, request)
+                if tokens_per_s is not None:
+                    log.info("node_audited", peer=node.peer_id, tokens_per_s=tokens_per_s)
+                    self.claims.measured(node.peer_id, tokens_per_s)
+
+    def step_s(self, view: View, plan: Plan, hops: Hops) -> float:
+        """What a step through `hops` should take, by the view that `plan` was made from."""
+        used = frozenset(hop.peer_id for hop in hops)
+        asked = replace(plan.asked, exclude=plan.asked.exclude - used)
+        return chain_cost_s(view.snapshot, asked, hops)
 
     def decided(self, session: bytes, reason: str, view: View, asked: Request, hops: Hops) -> None:
         """Write down why `session` got `hops`, while it goes on."""

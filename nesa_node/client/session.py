@@ -23,6 +23,7 @@ from nesa_node.client.prefix import SessionPrefix
 from nesa_node.client.replay import Replay
 from nesa_node.client.request import RouteRequest
 from nesa_node.client.route import Route
+from nesa_node.client.watch import Watch
 from nesa_node.compression import tensors
 from nesa_node.core.errors import (
     BusyError,
@@ -41,6 +42,7 @@ from nesa_node.routing.repair import gaps
 from nesa_node.swarm.messages import RowSlice, Want
 from nesa_node.swarm.node import Swarm
 from nesa_node.swarm.outbox import Kept
+from nesa_node.swarm.tasks import TaskSet
 
 log = get_logger(__name__)
 
@@ -93,6 +95,9 @@ class RemoteSession:
         self._recovery_timeout_s = recovery_timeout_s
         self._queue_timeout_s = queue_timeout_s
         self._rng = rng
+        self._watch = Watch(time.monotonic)
+        self._watched: tuple[Hop, ...] = ()
+        self._looking = TaskSet()
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -134,6 +139,7 @@ class RemoteSession:
         """
         self._check(hidden_TD, rows)
         await self._replace_leavers()
+        began = time.perf_counter()
         chunks = deque(cut(rows, want, len(self.hops), chunk_tokens))
         wire_TD = hidden_TD.to(tensors.DTYPES[self._request.dtype])
         outputs: list[torch.Tensor] = []
@@ -160,6 +166,8 @@ class RemoteSession:
         self._route.blame.step_done()
         self._route.beginning.caught_up()
         self._replicate()
+        if len(hidden_TD) == len(rows):
+            self._look_out(time.perf_counter() - began)
         output_TD = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return output_TD.to(hidden_TD.dtype)
 
@@ -188,6 +196,7 @@ class RemoteSession:
             await self._recover()
 
     async def close(self) -> None:
+        await self._looking.close()
         request, prefix = self._request, self._prefix
         await self._route.close(
             prefix.leaves(request.model_id, request.precision) if prefix else ()
@@ -228,6 +237,26 @@ class RemoteSession:
             self._step += 1
             meta, payload = self._route.links[0].wire.encode(wire_TD[chunk.start : chunk.end])
             yield Kept(self._step, chunk.rows, chunk.want, meta, payload)
+
+    def _look_out(self, step_s: float) -> None:
+        """Look for better nodes beside the session, if its steps take longer than they should."""
+        if self._watched != self.hops:
+            self._watched = self.hops
+            self._watch.begin(self._route.nodes.expected_s)
+        self._watch.note(step_s)
+        if self._watch.complains():
+            self._looking.start(self._reconsider(self.hops), name="reconsider-chain")
+
+    async def _reconsider(self, hops: tuple[Hop, ...]) -> None:
+        try:
+            leave = await self._route.nodes.to_leave(hops)
+        except NesaError as error:
+            log.info("chain_not_reconsidered", reason=str(error))
+            return
+        for link in self._route.links:
+            if link.hop.peer_id in leave:
+                # As if it had said so itself: the session moves off it when others are ready.
+                link.leaving = True
 
     def _replicate(self) -> None:
         """Let successors catch up, if the session is to have them."""

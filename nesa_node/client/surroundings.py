@@ -53,19 +53,24 @@ class Surroundings:
                 rtt_ms[peer] = measured
         return replace(snapshot, links=links), rtt_ms
 
+    async def measure(self, nodes: Sequence[NodeState]) -> None:
+        """Ping `nodes` now."""
+        asked = {node.peer_id: node.addresses for node in nodes}
+        await self._swarm.distances.measure(self._swarm.transport, asked, timeout_s=_PATIENCE_S)
+        self._made_at = -math.inf
+
     async def _ping_ends(self, snapshot: Snapshot, span: Span) -> None:
         distances = self._swarm.distances
-        asked: dict[PeerId, Sequence[str]] = {}
+        asked: dict[PeerId, NodeState] = {}
         for end in (span.start, span.end - 1):
             holders = [node for node in snapshot.nodes if node.span.start <= end < node.span.end]
             if len(holders) < 2:
                 continue
             due = [node for node in holders if distances.age_s(node.peer_id) > FRESH_S]
             for node in sorted(due, key=self._expected_ms)[:MAX_PINGED]:
-                asked[node.peer_id] = node.addresses
+                asked[node.peer_id] = node
         if asked:
-            await distances.measure(self._swarm.transport, asked, timeout_s=_PATIENCE_S)
-            self._made_at = -math.inf
+            await self.measure(list(asked.values()))
 
     def _expected_ms(self, node: NodeState) -> tuple[float, PeerId]:
         """The nearest first, by what is known; in a strange network by peer id, so at random."""

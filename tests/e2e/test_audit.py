@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from torch import Tensor
 
+from nesa_node.client import watch
 from nesa_node.client.audit import measure_speed
 from nesa_node.client.request import RouteRequest
 from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.core.span import Span
+from nesa_node.engine.attention import Run
 from nesa_node.engine.blocks import Blocks
 from nesa_node.engine.measure import Throughput, measure_throughput
 from nesa_node.routing.claims import Claims
-from nesa_node.server import daemon
+from nesa_node.server import served_span
 from nesa_node.swarm.identity import Identity
 from nesa_node.swarm.node import open_swarm
 from nesa_node.topology.snapshot import NodeState
-from tests.engine.tiny_models import BLOCKS, HIDDEN
+from tests.client.local_models import random_ids
+from tests.e2e.joining import joined
+from tests.engine.tiny_models import BLOCKS, HIDDEN, reference
+from tests.same_tokens import assert_same_tokens
 from tests.swarm.local_swarm import local_swarm
 from tests.swarms import in_process_swarm
 
@@ -42,7 +48,7 @@ async def test_a_node_that_claims_a_hundred_times_its_speed_is_found_out(
             decode_tokens_per_s=factor * last.decode_tokens_per_s,
         )
 
-    monkeypatch.setattr(daemon, "measure_throughput", boast)
+    monkeypatch.setattr(served_span, "measure_throughput", boast)
     folder = tiny("llama")
     spans = [Span(0, BLOCKS), Span(0, BLOCKS)]
     with in_process_swarm(folder, spans, tmp_path) as addresses:
@@ -78,3 +84,44 @@ def _request(model_id: ModelId) -> RouteRequest:
         dtype="float32",
         mode="chain",
     )
+
+
+def test_a_session_leaves_a_liar_that_is_slow(
+    tiny: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It claims most, so it is chosen; it is found out by its steps, and the text is the same."""
+    monkeypatch.setattr(watch, "PAUSE_S", 0.5)
+    made: list[Blocks] = []
+
+    def boast(blocks: Blocks) -> Throughput:
+        made.append(blocks)
+        honest = measure_throughput(blocks)
+        if len(made) > 1:
+            return honest
+        forward = blocks.forward
+
+        def slow(hidden_TD: Tensor, runs: Sequence[Run]) -> Tensor:
+            time.sleep(0.1)
+            return forward(hidden_TD, runs)
+
+        monkeypatch.setattr(blocks, "forward", slow)
+        speed = LIE * honest.decode_tokens_per_s
+        return replace(honest, decode_tokens_per_s=speed)
+
+    monkeypatch.setattr(served_span, "measure_throughput", boast)
+    folder = tiny("llama")
+    spans = [Span(0, BLOCKS), Span(0, BLOCKS)]
+    options = {"max_new_tokens": 300, "do_sample": False}
+    with (
+        in_process_swarm(folder, spans, tmp_path) as addresses,
+        joined(folder, addresses, "chain") as model,
+        model.inference_session(max_length=512) as session,
+    ):
+        (liar,) = session.hops
+        prompt = random_ids(1, 8)
+        ids = model.generate(prompt, session=session, **options)
+        (honest,) = session.hops
+        assert honest.peer_id != liar.peer_id
+        with model.inference_session(max_length=32) as later:
+            assert later.hops == (honest,)
+    assert_same_tokens(reference(folder), ids, prompt, **options)

@@ -1,0 +1,215 @@
+"""What `simulate` is given: files, made-up worlds, and the nodes that join or are lost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import numpy as np
+
+from nesa_node.core.errors import ConfigError
+from nesa_node.core.ids import PeerId
+from nesa_node.core.span import Span
+from nesa_node.routing.build import Request
+from nesa_node.routing.placement.moves import MoveCosts
+from nesa_node.routing.placement.score import Goal
+from nesa_node.routing.placement.what_if import Answer, Question, Strategy, study, take_spans
+from nesa_node.routing.strategies import make_strategy
+from nesa_node.topology.devices import LLAMA_70B, Block
+from nesa_node.topology.geography import CITIES
+from nesa_node.topology.newcomer import join, parse_newcomer
+from nesa_node.topology.snapshot import Snapshot
+from nesa_node.topology.swarm_file import read_swarm
+from nesa_node.topology.worlds import make_world
+
+_WORLD_KEYS = {"regions": 8.0, "nodes": 30.0, "blocks": 80.0, "clients": 4.0, "homes": 0.7}
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """A node that joins, and what it then holds."""
+
+    peer_id: PeerId
+    span: Span
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What was asked, of whom, and the answer."""
+
+    name: str
+    client: str
+    question: Question
+    joined: tuple[Joined, ...]
+    lost: tuple[PeerId, ...]
+    answer: Answer
+
+    @property
+    def change(self) -> bool:
+        return bool(self.joined or self.lost)
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """A swarm to ask about. `client_rtt_ms_CN`: round trips of each client to the nodes."""
+
+    name: str
+    snapshot: Snapshot
+    client: str
+    client_rtt_ms_CN: np.ndarray
+    block: Block
+    quantization: str
+
+    def ask(self, *, goal: Goal, replicas: int, strategy: Strategy) -> Question:
+        costs = MoveCosts(
+            block_bytes=self.block.weight_bytes(self.quantization),
+            cache_bytes=float(self.block.cache_bytes),
+        )
+        return Question(
+            requests=self._requests(self.snapshot),
+            goal=goal,
+            replicas=replicas,
+            strategy=strategy,
+            costs=costs,
+        )
+
+    def _requests(self, joined: Snapshot) -> list[Request]:
+        """A newcomer is as far from clients as the node is that is nearest to it."""
+        peers = [node.peer_id for node in joined.nodes]
+        old = len(self.snapshot.nodes)
+        assert joined.links is not None, "descriptions have links"
+        rtt_ms_NN = joined.links.of(peers).rtt_ms_NN
+        like = [*range(old), *np.argmin(rtt_ms_NN[old:, :old], axis=1).tolist()]
+        rows = [
+            dict(zip(peers, rtt_ms_N[like].tolist(), strict=True))
+            for rtt_ms_N in self.client_rtt_ms_CN
+        ]
+        return [
+            Request(
+                span=Span(0, self.snapshot.num_blocks),
+                bytes_per_token=float(self.block.hidden_bytes),
+                entry_rtt_ms=row,
+            )
+            for row in rows
+        ]
+
+    def changed_by(self, add: Sequence[str], remove: Sequence[str], asked: Question) -> Outcome:
+        before = take_spans(self.snapshot, asked)
+        lost = self._lost(remove)
+        joined = _with_newcomers(before, add, self.block, self.quantization)
+        names = [node.peer_id for node in joined.nodes[len(before.nodes) :]]
+        asked = replace(asked, requests=self._requests(joined))
+        changed = joined.without(*lost)
+        if not changed.nodes:
+            raise ConfigError("--remove leaves no node at all; keep one, or --add another")
+        changed = take_spans(changed, asked)
+        spans = {node.peer_id: node.span for node in changed.nodes}
+        answer = study(before, changed, asked)
+        return Outcome(
+            self.name,
+            self.client,
+            asked,
+            tuple(Joined(peer, spans[peer]) for peer in names),
+            lost,
+            answer,
+        )
+
+    def _lost(self, patterns: Sequence[str]) -> tuple[PeerId, ...]:
+        peers = [node.peer_id for node in self.snapshot.nodes]
+        lost: list[PeerId] = []
+        for pattern in patterns:
+            found = [peer for peer in peers if fnmatchcase(peer, pattern)]
+            if not found:
+                some = ", ".join(peers[:8]) + (", ..." if len(peers) > 8 else "")
+                raise ConfigError(f"--remove {pattern}: no node is called that; there are {some}")
+            lost += [peer for peer in found if peer not in lost]
+        return tuple(lost)
+
+
+def _with_newcomers(
+    snapshot: Snapshot, words: Sequence[str], block: Block, quantization: str
+) -> Snapshot:
+    rng = np.random.default_rng(0)
+    for each in words:
+        try:
+            newcomer = parse_newcomer(each)
+        except ConfigError as error:
+            raise ConfigError(f"--add: {error}") from None
+        snapshot = join(snapshot, newcomer, rng, block=block, quantization=quantization)
+    return snapshot
+
+
+def chosen_strategy(name: str) -> Strategy:
+    """Raises `ConfigError` for a name that is none."""
+    try:
+        return make_strategy(name, np.random.default_rng(0)).choose
+    except ConfigError as error:
+        raise ConfigError(f"--strategy: {error}") from None
+
+
+def read_file(path: Path) -> Scene:
+    """Raises `ConfigError` if it cannot be read."""
+    try:
+        text = path.read_bytes()
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ConfigError(f"--nodes {path}: {reason}; docs/simulate.md has an example") from None
+    swarm = read_swarm(text, np.random.default_rng(0), where=str(path))
+    peers = [node.peer_id for node in swarm.snapshot.nodes]
+    if swarm.client_rtt_ms is not None:
+        rtt_ms_N = np.array([swarm.client_rtt_ms[peer] for peer in peers])
+        client = "as the file says"
+    else:
+        assert swarm.snapshot.links is not None, "a swarm that was written down has links"
+        rtt_ms_NN = swarm.snapshot.links.of(peers).rtt_ms_NN
+        nearest = int(np.nan_to_num(rtt_ms_NN, nan=1e6).sum(axis=1).argmin())
+        rtt_ms_N = rtt_ms_NN[nearest]
+        client = f"beside {peers[nearest]}, in the middle (the file names none)"
+    return Scene(path.name, swarm.snapshot, client, rtt_ms_N[None], swarm.block, swarm.quantization)
+
+
+def read_world(words: str, seed: int) -> Scene:
+    """`regions=3,nodes=30`. Raises `ConfigError` for what is not one."""
+    values = dict(_WORLD_KEYS)
+    for part in filter(None, words.split(",")):
+        key, equals, text = (piece.strip() for piece in part.partition("="))
+        if key not in values or not equals:
+            raise ConfigError(f"--world {part}: give KEY=NUMBER of {', '.join(_WORLD_KEYS)}")
+        try:
+            values[key] = float(text)
+        except ValueError:
+            raise ConfigError(f"--world {part}: {text!r} is no number") from None
+    _check_world(values)
+    made = make_world(
+        int(values["nodes"]),
+        int(values["blocks"]),
+        np.random.default_rng(seed),
+        num_regions=int(values["regions"]),
+        num_clients=int(values["clients"]),
+        residential_share=values["homes"],
+    )
+    regions = ", ".join(region.name for region in made.regions)
+    return Scene(
+        f"a world of {int(values['nodes'])} nodes in {regions}",
+        made.snapshot,
+        f"the mean of {made.num_clients}",
+        made.client_rtt_ms_CN,
+        LLAMA_70B,
+        made.snapshot.nodes[0].quantization,
+    )
+
+
+def _check_world(values: Mapping[str, float]) -> None:
+    limits = {
+        "regions": len(CITIES),
+        "nodes": 5000,
+        "blocks": 1000,
+        "clients": 64,
+    }
+    for key, most in limits.items():
+        if not 1 <= values[key] <= most or values[key] % 1:
+            raise ConfigError(f"--world {key}={values[key]:g}: a whole number from 1 to {most}")
+    if not 0 <= values["homes"] <= 1:
+        raise ConfigError(f"--world homes={values['homes']:g}: a share from 0 to 1")
