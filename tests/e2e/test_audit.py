@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import Tensor
@@ -111,7 +112,7 @@ def test_a_session_leaves_a_liar_that_is_slow(
     monkeypatch.setattr(served_span, "measure_throughput", boast)
     folder = tiny("llama")
     spans = [Span(0, BLOCKS), Span(0, BLOCKS)]
-    options = {"max_new_tokens": 300, "do_sample": False}
+    options: dict[str, Any] = {"max_new_tokens": 300, "do_sample": False}
     with (
         in_process_swarm(folder, spans, tmp_path) as addresses,
         joined(folder, addresses, "chain") as model,
