@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from nesa_node.core.errors import RecordError
 from nesa_node.core.ids import ModelId, PeerId
@@ -29,6 +30,8 @@ from nesa_node.swarm.records import (
 )
 from nesa_node.swarm.transport import Transport
 from nesa_node.swarm.validator import RecordValidator
+from nesa_node.topology.assemble import assemble_links
+from nesa_node.topology.packed import Measured
 from nesa_node.topology.snapshot import Snapshot
 
 log = get_logger(__name__)
@@ -137,6 +140,16 @@ class Directory:
             for state in ("serving", "joining")
         )
         return Snapshot(model_id, num_blocks, serving, self._clock(), joining=joining)
+
+    def measured(self, snapshot: Snapshot) -> dict[PeerId, tuple[Measured, ...]]:
+        """What the nodes of `snapshot` say in their newest records of their links."""
+        nodes = (*snapshot.nodes, *snapshot.joining)
+        records = {node.peer_id: self.record(node.peer_id) for node in nodes}
+        return {peer: record.measured_links() if record else () for peer, record in records.items()}
+
+    def with_links(self, snapshot: Snapshot) -> Snapshot:
+        """`snapshot` with the links among its nodes, as far as they have measured them."""
+        return replace(snapshot, links=assemble_links(self.measured(snapshot)))
 
     async def fetch_all(self) -> list[NodeRecord]:
         """Every node of every model, sorted by model, span and peer id. As lenient as `fetch`."""

@@ -18,9 +18,11 @@ from nesa_node.core.logging import get_logger
 from nesa_node.swarm.dht_peer import DhtPeer, node_id_of
 from nesa_node.swarm.dht_storage import BoundedStorage
 from nesa_node.swarm.directory import DEFAULT_TTL_S, Directory
+from nesa_node.swarm.distances import Distances
 from nesa_node.swarm.hive import DHTID, DHTNode, PeerID
 from nesa_node.swarm.identity import Identity
 from nesa_node.swarm.link_speed import LinkSpeeds
+from nesa_node.swarm.ping import PING_PROTOCOL, answer_pings
 from nesa_node.swarm.private import Membership
 from nesa_node.swarm.transport import Transport, open_transport, split_peer_address
 from nesa_node.swarm.validator import RecordValidator
@@ -40,6 +42,7 @@ class Swarm:
     transport: Transport
     directory: Directory
     speeds: LinkSpeeds = field(default_factory=LinkSpeeds)
+    distances: Distances = field(default_factory=Distances)
 
 
 @asynccontextmanager
@@ -91,6 +94,8 @@ async def open_swarm(
                 clock=clock,
                 ttl_s=record_ttl_s,
             )
+            if listen:
+                await transport.serve(PING_PROTOCOL, answer_pings)
             keeper = asyncio.create_task(
                 _stay_joined(node, transport, initial_peers), name="dht-rejoin"
             )
