@@ -34,6 +34,7 @@ def pytest_configure(config: pytest.Config) -> None:
         TMPDIR=str(_TMP),
         # torch makes this folder on import and leaves it.
         TORCHINDUCTOR_CACHE_DIR=str(_RUN_DIR / "inductor"),
+        XDG_STATE_HOME=str(_RUN_DIR / "state"),
         HF_HUB_OFFLINE="1",
         HF_HUB_DISABLE_TELEMETRY="1",
         TOKENIZERS_PARALLELISM="false",

@@ -16,6 +16,7 @@ from nesa_node.cli.chat import chat
 from nesa_node.cli.demo import demo
 from nesa_node.cli.doctor import doctor
 from nesa_node.cli.eval import evaluate
+from nesa_node.cli.explain import explain
 from nesa_node.cli.flags import spread_addresses
 from nesa_node.cli.generate import generate
 from nesa_node.cli.run import run
@@ -34,7 +35,7 @@ app = App(
     result_action="return_value",
     suppress_keyboard_interrupt=False,
 )
-for _command in (run, bootstrap, generate, chat, status, doctor, demo):
+for _command in (run, bootstrap, generate, chat, status, explain, doctor, demo):
     app.command(_command)
 app.command(evaluate, name="eval")
 

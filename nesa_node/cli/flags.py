@@ -15,7 +15,15 @@ from typing import TYPE_CHECKING, Annotated, TypedDict, TypeVar
 
 from cyclopts import Group, Parameter
 
-from nesa_node.core.choices import DtypeName, LogFormat, LogLevel, Precision, QuantType, Route
+from nesa_node.core.choices import (
+    DtypeName,
+    LogFormat,
+    LogLevel,
+    Precision,
+    QuantType,
+    Route,
+    StrategyName,
+)
 from nesa_node.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -113,6 +121,10 @@ class ClientFlags(SharedFlags):
             help="The coarsest weights that nodes may compute with: nf4, int8 or full. "
             "[default: nf4]",
         ),
+    ] = None
+    strategy: Annotated[
+        StrategyName | None,
+        Parameter(group=SWARM, help="How nodes are chosen. [default: exact-latency]"),
     ] = None
     reuse_prefix: Annotated[
         bool | None,
@@ -218,6 +230,23 @@ class NodeFlags(PeerFlags):
     drain_timeout_s: Annotated[
         str | None,
         Parameter(group=LIMITS, help="Seconds that running steps get when stopped. [default: 30]"),
+    ] = None
+    max_moves_per_hour: Annotated[
+        str | None,
+        Parameter(
+            group=LIMITS,
+            help="How often it may change its blocks; with --block-indices never. [default: 4]",
+        ),
+    ] = None
+    move_pause_s: Annotated[
+        str | None,
+        Parameter(group=LIMITS, help="Seconds between two such changes. [default: 120]"),
+    ] = None
+    rebalance_every_s: Annotated[
+        str | None,
+        Parameter(
+            group=LIMITS, help="Seconds between looks for blocks nobody holds. [default: 60]"
+        ),
     ] = None
     ping_every_s: Annotated[
         str | None,

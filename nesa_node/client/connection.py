@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 import tempfile
-import time
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import replace
@@ -15,16 +14,17 @@ import torch
 
 from nesa_node.client.line import Line
 from nesa_node.client.options import ConnectionOptions
+from nesa_node.client.planner import Planner
 from nesa_node.client.prefix import SessionPrefix
 from nesa_node.client.request import RouteRequest
 from nesa_node.client.session import RemoteSession
 from nesa_node.client.sessions import BlockSession
 from nesa_node.compression.tensors import DTYPE_NAMES
+from nesa_node.core.decision_log import DecisionLog
 from nesa_node.core.ids import ModelId
 from nesa_node.core.span import Span
 from nesa_node.engine.checkpoint import Checkpoint
 from nesa_node.engine.model_id import model_id
-from nesa_node.routing.avoidance import Avoidance
 from nesa_node.swarm.identity import Identity
 from nesa_node.swarm.node import Swarm, open_swarm
 
@@ -48,9 +48,14 @@ class RemoteConnection:
         self._num_blocks = num_blocks
         self._hidden_size = hidden_size
         self._dtype = dtype
-        self._avoidance = Avoidance(time.monotonic)
+        decisions = None if options.decisions is None else DecisionLog(options.decisions)
+        self._planner = Planner(swarm, options.strategy, decisions=decisions)
         self._line = Line()
         self._rng = random.Random()
+
+    async def close(self) -> None:
+        """End what goes on beside sessions."""
+        await self._planner.close()
 
     def open_session(
         self, span: Span, *, rows: int, max_tokens: int, prefix: SessionPrefix | None = None
@@ -83,7 +88,7 @@ class RemoteConnection:
         session = RemoteSession(
             self.swarm,
             request,
-            self._avoidance,
+            self._planner,
             self._line,
             recovery_timeout_s=options.recovery_timeout_s,
             queue_timeout_s=options.queue_timeout_s,
@@ -120,7 +125,7 @@ async def open_connection(
                 listen=False,
             )
         )
-        yield RemoteConnection(
+        connection = RemoteConnection(
             swarm,
             await asyncio.to_thread(model_id, checkpoint),
             options,
@@ -128,3 +133,5 @@ async def open_connection(
             hidden_size=int(checkpoint.config.hidden_size),
             dtype=dtype,
         )
+        stack.push_async_callback(connection.close)
+        yield connection

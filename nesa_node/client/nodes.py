@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping
 from typing import get_args
 
+from nesa_node.client.planner import Hops, Plan, Planner, View
 from nesa_node.client.request import RouteRequest
 from nesa_node.core.choices import Precision
 from nesa_node.core.errors import (
@@ -18,9 +19,6 @@ from nesa_node.core.errors import (
 )
 from nesa_node.core.ids import PeerId
 from nesa_node.core.logging import get_logger
-from nesa_node.routing.avoidance import Avoidance
-from nesa_node.routing.chains import Hop
-from nesa_node.routing.repair import fill_gaps
 from nesa_node.swarm.node import Swarm
 from nesa_node.topology.snapshot import NodeState, Snapshot
 
@@ -30,13 +28,17 @@ SUSPECT_S = 15.0
 """A peer that failed is tried again only after this, unless nobody else holds its blocks."""
 
 
+PASSING = frozenset({"draining", "wrong_blocks"})
+"""Refusals of a node that leaves, or has moved since it was looked up: it may be of use later."""
+
+
 class Nodes:
     """Plans the hops of one session."""
 
-    def __init__(self, swarm: Swarm, request: RouteRequest, avoidance: Avoidance) -> None:
+    def __init__(self, swarm: Swarm, request: RouteRequest, planner: Planner) -> None:
         self._swarm = swarm
         self._request = request
-        self._avoidance = avoidance
+        self._planner = planner
         self._suspects: dict[PeerId, float] = {}
         self._unfit: dict[PeerId, RemoteError] = {}
 
@@ -49,34 +51,39 @@ class Nodes:
     def suspect(self, peer: PeerId, reason: str) -> None:
         """Remember a failure of `peer`: it is avoided for a while, in later sessions too."""
         log.info("peer_failed", peer=peer, reason=reason)
-        self._avoidance.failed(peer)
+        self._planner.avoidance.failed(peer)
         self._suspects[peer] = time.monotonic() + SUSPECT_S
 
     def refused(self, peer: PeerId, error: BusyError | RemoteError) -> None:
         """Remember that `peer` did not open the session."""
-        if isinstance(error, RemoteError) and error.code != "draining":
+        if isinstance(error, RemoteError) and error.code not in PASSING:
             self._unfit[peer] = error
         else:
             # Longer than it says: others go first, and without any it is asked again anyway.
             self._suspects[peer] = time.monotonic() + SUSPECT_S
 
     async def plan(
-        self, keep: tuple[Hop, ...], drop: frozenset[PeerId]
-    ) -> tuple[tuple[Hop, ...], Mapping[PeerId, tuple[str, ...]]]:
+        self, keep: Hops, drop: frozenset[PeerId], session: bytes = b""
+    ) -> tuple[Hops, Mapping[PeerId, tuple[str, ...]]]:
         """Hops that keep `keep`; if nobody fills the gaps so, hops that keep nothing.
 
-        And the addresses of all nodes. Raises `MissingBlocksError`, `ContextLengthError` and
+        And the addresses of all nodes. It is written down why `session`, if named, gets them.
+        Raises `MissingBlocksError`, `ContextLengthError` and
         `RefusedError`, by the reason why nobody can fill them.
         """
         request = self._request
         snapshot = await self._swarm.directory.fetch(request.model_id, request.num_blocks)
+        # Who mends a chain has no time to wait for pings.
+        view = await self._planner.view(snapshot, request, may_ask=not self.suspected)
         addresses = {node.peer_id: node.addresses for node in snapshot.nodes}
-        return self._fill(snapshot, keep, drop), addresses
+        plan = self._fill(view, keep, drop)
+        if session:
+            reason = "a chain to begin with" if not keep and not drop else "nodes left or failed"
+            self._planner.decided(session, reason, view, plan.asked, plan.hops)
+        return plan.hops, addresses
 
-    def _fill(
-        self, snapshot: Snapshot, keep: tuple[Hop, ...], drop: frozenset[PeerId]
-    ) -> tuple[Hop, ...]:
-        tokens = self._request.tokens
+    def _fill(self, view: View, keep: Hops, drop: frozenset[PeerId]) -> Plan:
+        snapshot, tokens = view.snapshot, self._request.tokens
         suspects = self.suspected
         small = {n.peer_id for n in snapshot.nodes if n.total_cache_tokens < tokens}
         coarse = {n.peer_id for n in snapshot.nodes if self._is_coarse(n)}
@@ -90,13 +97,8 @@ class Nodes:
         for hops, free in ((keep, tokens), (keep, 0), ((), tokens), ((), 0)):
             for exclude in (barred | suspects, barred):
                 try:
-                    return fill_gaps(
-                        snapshot,
-                        self._request.span,
-                        hops,
-                        penalty=self._avoidance.penalty,
-                        exclude=exclude,
-                        min_free_tokens=free,
+                    return self._planner.plan(
+                        view, self._request, hops, exclude=exclude, min_free_tokens=free
                     )
                 except MissingBlocksError as error:
                     first = first or error

@@ -7,5 +7,15 @@ QuantType = Literal["none", "int8", "nf4"]
 Route = Literal["chain", "star"]
 Precision = Literal["nf4", "int8", "full"]
 """Of weights, the coarsest first. "full": as `--torch-dtype` says, not quantized."""
+StrategyName = Literal[
+    "exact-latency",
+    "exact-throughput",
+    "bottleneck",
+    "homology-greedy",
+    "paper-literal",
+    "petals",
+    "random",
+]
+"""Of `routing/strategies.py`."""
 LogFormat = Literal["console", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]

@@ -31,6 +31,7 @@ from nesa_node.core.choices import LogLevel as LogLevel
 from nesa_node.core.choices import Precision as Precision
 from nesa_node.core.choices import QuantType as QuantType
 from nesa_node.core.choices import Route as Route
+from nesa_node.core.choices import StrategyName as StrategyName
 from nesa_node.core.errors import ConfigError
 from nesa_node.core.ids import PeerId
 from nesa_node.core.span import Span
@@ -39,6 +40,12 @@ from nesa_node.core.span import Span
 def default_cache_dir() -> Path:
     """`$XDG_CACHE_HOME/nesa-node`, by default `~/.cache/nesa-node`."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nesa-node"
+
+
+def default_decisions_path() -> Path:
+    """`$XDG_STATE_HOME/nesa-node/decisions.db`, by default under `~/.local/state`."""
+    base = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
+    return base / "nesa-node" / "decisions.db"
 
 
 def default_identity_path() -> Path:
@@ -157,6 +164,7 @@ class ClientConfig(SharedConfig):
     replicate_cache: bool = False
     quality: str = "exact"
     min_precision: Precision = "nf4"
+    strategy: StrategyName = "exact-latency"
     reuse_prefix: bool = True
     # Somebody who reads an answer does not want the news of the network between its words.
     log_level: LogLevel = "warning"
@@ -192,6 +200,9 @@ class NodeConfig(PeerConfig):
     trusted_peers: PeerIds = ()
     idle_timeout_s: Positive = 600
     drain_timeout_s: Positive = 30
+    max_moves_per_hour: Annotated[int, BeforeValidator(_reject_bool), Field(ge=0)] = 4
+    move_pause_s: Positive = 120
+    rebalance_every_s: Positive = 60
     ping_every_s: Positive = 6
     location: Annotated[Location, BeforeValidator(_read_location)] | None = None
 
@@ -204,3 +215,8 @@ class NodeConfig(PeerConfig):
 
 ALL_CONFIGS: tuple[type[SharedConfig], ...] = (NodeConfig, PeerConfig, ClientConfig)
 SECRET_FIELDS = frozenset({"token", "swarm_key"})
+
+
+def secret_text(value: SecretStr | None) -> str | None:
+    """What a secret is, for whoever needs it."""
+    return None if value is None else value.get_secret_value()

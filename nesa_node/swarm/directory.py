@@ -15,6 +15,7 @@ from dataclasses import replace
 from nesa_node.core.errors import RecordError
 from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.core.logging import get_logger
+from nesa_node.core.span import Span
 from nesa_node.swarm.dht_peer import DhtPeer
 from nesa_node.swarm.hive import DHTNode
 from nesa_node.swarm.identity import Identity
@@ -139,7 +140,12 @@ class Directory:
             tuple(record.node_state() for record in agreed if record.state == state)
             for state in ("serving", "joining")
         )
-        return Snapshot(model_id, num_blocks, serving, self._clock(), joining=joining)
+        moving = tuple(
+            replace(record.node_state(), span=Span(*record.next_span))
+            for record in agreed
+            if record.state == "draining" and record.next_span is not None
+        )
+        return Snapshot(model_id, num_blocks, serving, self._clock(), joining=(*joining, *moving))
 
     def measured(self, snapshot: Snapshot) -> dict[PeerId, tuple[Measured, ...]]:
         """What the nodes of `snapshot` say in their newest records of their links."""

@@ -107,6 +107,36 @@ def test_generate_streams_what_transformers_answers(
     assert " 0:3 → " in said.err
 
 
+def test_explain_says_why_a_session_got_its_nodes(
+    model: Path,
+    join: list[str],
+    nodes: list[LocalNode],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    assert run_command(["explain"]) == 0
+    assert "nothing was decided" in capsys.readouterr().out
+    argv = ["generate", str(model), *join, "hello", "--max-new-tokens", "4", "--dtype", "float32"]
+    assert run_command(argv) == 0
+    capsys.readouterr()
+    assert run_command(["explain", "--json"]) == 0
+    (told,) = json.loads(capsys.readouterr().out)
+    assert [visit["peer"] for visit in told["chain"]] == [node.peer_id for node in nodes]
+    assert told["strategy"] == "exact-latency"
+    assert told["cost"] == pytest.approx(sum(told["step_s"].values()))
+    assert [other["without"] for other in told["alternatives"]] == [n.peer_id for n in nodes]
+    assert all(other["chain"] is None for other in told["alternatives"])
+    assert run_command(["explain", told["name"][:8]]) == 0
+    shown = capsys.readouterr().out
+    assert "a step was expected to take" in shown
+    assert "nobody else could" in shown
+    assert all(node.peer_id[-6:] in shown for node in nodes)
+    assert run_command(["explain", "ffffffffffffffff"]) == 2
+    assert "no decision about" in capsys.readouterr().err
+
+
 def test_eval_measures_a_live_swarm_as_it_measures_the_model_here(
     model: Path, join: list[str], tmp_path: Path
 ) -> None:

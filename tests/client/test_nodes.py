@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 from unittest.mock import AsyncMock
 
 import pytest
 
 from nesa_node.client.nodes import Nodes
+from nesa_node.client.planner import Planner
 from nesa_node.client.request import RouteRequest
 from nesa_node.core.choices import Precision
-from nesa_node.core.errors import RefusedError
+from nesa_node.core.errors import PeerUnreachableError, RefusedError
 from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.core.span import Span
-from nesa_node.routing.avoidance import Avoidance
+from nesa_node.swarm.distances import Distances
+from nesa_node.swarm.link_speed import LinkSpeeds
 from nesa_node.topology.snapshot import NodeState, Snapshot
 
 MODEL = ModelId("tiny@0")
@@ -33,7 +35,15 @@ def node(name: str, span: Span, quantization: str) -> NodeState:
 
 async def planned(precision: Precision, *nodes: NodeState) -> list[str]:
     snapshot = Snapshot(MODEL, 4, nodes, taken_at=0.0)
-    swarm = SimpleNamespace(directory=SimpleNamespace(fetch=AsyncMock(return_value=snapshot)))
+    swarm: Any = SimpleNamespace(
+        identity=SimpleNamespace(peer_id=PeerId("client")),
+        directory=SimpleNamespace(
+            fetch=AsyncMock(return_value=snapshot), measured=lambda snapshot: {}
+        ),
+        transport=SimpleNamespace(open_stream=AsyncMock(side_effect=PeerUnreachableError("far"))),
+        distances=Distances(),
+        speeds=LinkSpeeds(),
+    )
     request = RouteRequest(
         model_id=MODEL,
         span=Span(0, 4),
@@ -44,7 +54,7 @@ async def planned(precision: Precision, *nodes: NodeState) -> list[str]:
         mode="chain",
         min_precision=precision,
     )
-    hops, _ = await Nodes(cast(Any, swarm), request, Avoidance(lambda: 0.0)).plan((), frozenset())
+    hops, _ = await Nodes(swarm, request, Planner(swarm)).plan((), frozenset())
     return [str(hop.peer_id) for hop in hops]
 
 

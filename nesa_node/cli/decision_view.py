@@ -1,0 +1,123 @@
+"""Decisions for people to read."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from nesa_node.cli.client_model import short_peer
+from nesa_node.core.decision_log import Decision
+
+PIPE_WIDTH = 100
+_TERMS = {
+    "entry_s": "the way from here to the first node",
+    "visits_s": "taking and passing on, and penalties for failures",
+    "compute_s": "computing, waiting for others included",
+    "transfer_s": "the ways between nodes",
+    "exit_s": "the way back",
+}
+
+
+def print_list(decisions: Sequence[Decision]) -> None:
+    """The last ones, the newest at the end."""
+    console = _console()
+    if not decisions:
+        console.print("nothing was decided on this machine yet: generate something first")
+        return
+    table = Table("when", "what", "name", "strategy", "a step", "nodes")
+    for decision in decisions:
+        body = decision.body
+        chain = body.get("chain") or []
+        table.add_row(
+            _when(decision),
+            decision.kind,
+            decision.name[:12],
+            Text(str(body.get("strategy", ""))),
+            _ms(sum(body["step_s"].values())) if body.get("step_s") else "",
+            Text(" → ".join(_hop(visit) for visit in chain)),
+        )
+    console.print(table)
+    console.print("`nesa-node explain NAME` says why.")
+
+
+def print_decision(decision: Decision) -> None:
+    """One, with the terms of its cost and the alternatives."""
+    if decision.kind == "session":
+        _print_session(decision)
+    else:
+        _console().print_json(data=dict(decision.body))
+
+
+def _print_session(decision: Decision) -> None:
+    console, body = _console(), decision.body
+    console.print(
+        Text(
+            f"session {decision.name}, {_when(decision)}: {body['reason']}\n"
+            f"model {body['model']}, strategy {body['strategy']}, among {body['nodes']} nodes"
+            + (f" ({body['excluded']} were excluded)" if body["excluded"] else "")
+        )
+    )
+    table = Table("node", "blocks", "the way to it", "passing on", "computing", "load")
+    for visit in body["chain"]:
+        table.add_row(
+            short_peer(visit["peer"]),
+            _blocks(visit),
+            *(_ms(visit[key]) for key in ("way_s", "visit_s", "compute_s")),
+            f"{visit['load']:.2f}",
+        )
+    console.print(table)
+    step_s = body["step_s"]
+    causes = ", ".join(
+        f"{_ms(seconds)} {_TERMS.get(term, term)}" for term, seconds in step_s.items() if seconds
+    )
+    console.print(Text(f"a step was expected to take {_ms(sum(step_s.values()))}: {causes}"))
+    if dict(body["terms"]) != dict(step_s):
+        terms = ", ".join(f"{term} {value:.4g}" for term, value in body["terms"].items())
+        console.print(Text(f"the strategy's own cost was {body['cost']:.4g}: {terms}"))
+    _print_alternatives(console, body)
+
+
+def _print_alternatives(console: Console, body: Mapping[str, Any]) -> None:
+    table = Table("without", "instead", "a step", "more")
+    chosen_s = sum(body["step_s"].values())
+    for alternative in body["alternatives"]:
+        chain = alternative["chain"]
+        if chain is None:
+            table.add_row(short_peer(alternative["without"]), "nobody else could", "", "")
+            continue
+        table.add_row(
+            short_peer(alternative["without"]),
+            Text(" → ".join(_hop(visit) for visit in chain)),
+            _ms(alternative["step_s"]),
+            f"{100 * (alternative['step_s'] / chosen_s - 1):+.0f} %" if chosen_s else "",
+        )
+    console.print(table)
+
+
+def _hop(visit: Mapping[str, Any]) -> str:
+    return f"{short_peer(visit['peer'])} {_blocks(visit)}"
+
+
+def _blocks(visit: Mapping[str, Any]) -> str:
+    start, end = visit["blocks"]
+    return f"{start}:{end}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{1000 * seconds:.1f} ms"
+
+
+def _when(decision: Decision) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(decision.made_at))
+
+
+def _console() -> Console:
+    # Peer ids and models' names come from strangers: plain text only.
+    width = None if sys.stdout.isatty() else PIPE_WIDTH
+    return Console(file=sys.stdout, width=width, markup=False, highlight=False, emoji=False)

@@ -1,0 +1,56 @@
+"""`nesa-node explain [NAME]`: why a session got its nodes, or nodes their blocks."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from nesa_node.cli.flags import OUTPUT
+
+if TYPE_CHECKING:
+    from nesa_node.core.decision_log import Decision
+
+LISTED = 20
+
+
+def explain(
+    name: Annotated[
+        str | None,
+        Parameter(help="Of a session or placement, or how it begins. [default: list the last]"),
+    ] = None,
+    /,
+    *,
+    as_json: Annotated[
+        bool, Parameter(name="--json", negative=(), group=OUTPUT, help="Print JSON.")
+    ] = False,
+) -> int:
+    """Show what the last decisions of this user's programs cost, and what else there was."""
+    from nesa_node.core.config import default_decisions_path
+    from nesa_node.core.decision_log import DecisionLog
+
+    log = DecisionLog(default_decisions_path())
+    found = log.recent(LISTED) if name is None else log.find(name)
+    if as_json:
+        json.dump([_plain(decision) for decision in found], sys.stdout, indent=2)
+        print()
+        return 0
+    from nesa_node.cli.decision_view import print_decision, print_list
+
+    if name is None:
+        print_list(found)
+    else:
+        for decision in found:
+            print_decision(decision)
+    return 0
+
+
+def _plain(decision: Decision) -> dict[str, object]:
+    return {
+        "kind": decision.kind,
+        "name": decision.name,
+        "made_at": decision.made_at,
+        **decision.body,
+    }
