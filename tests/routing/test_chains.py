@@ -171,15 +171,15 @@ def _linked(snapshot: Snapshot, rtt_ms: dict[tuple[str, str], float]) -> Snapsho
 def test_chain_stays_among_nodes_that_are_near_each_other() -> None:
     nodes = [_node("a", 0, 2), _node("b", 2, 4), _node("c", 2, 4, speed=11.0)]
     snapshot = _snapshot(4, *nodes)
-    assert plan_chain(snapshot, Span(0, 4))[1].peer_id == C
+    assert plan_chain(snapshot, Request(span=Span(0, 4)))[1].peer_id == C
     near = _linked(snapshot, {("a", "b"): 5.0})
-    assert [hop.peer_id for hop in plan_chain(near, Span(0, 4))] == [A, B]
+    assert [hop.peer_id for hop in plan_chain(near, Request(span=Span(0, 4)))] == [A, B]
 
 
 def test_chain_begins_near_a_client_who_has_measured() -> None:
     snapshot = _snapshot(4, _node("a", 0, 4), _node("b", 0, 4))
-    assert plan_chain(snapshot, Span(0, 4))[0].peer_id == A
-    hops = plan_chain(snapshot, Span(0, 4), entry_rtt_ms={A: 80.0, B: 3.0})
+    assert plan_chain(snapshot, Request(span=Span(0, 4)))[0].peer_id == A
+    hops = plan_chain(snapshot, Request(span=Span(0, 4), entry_rtt_ms={A: 80.0, B: 3.0}))
     assert hops[0].peer_id == B
 
 
@@ -188,14 +188,13 @@ def test_gap_is_filled_near_its_neighbours() -> None:
     snapshot = _linked(_snapshot(6, *nodes), {("a", "c"): 5.0, ("c", "d"): 5.0})
     kept = (Hop(A, Span(0, 2)), Hop(PeerId("d"), Span(4, 6)))
     # The client is nearer to the other, which does not matter inside a chain.
-    filled = fill_gaps(
-        snapshot, Span(0, 6), kept, penalty=lambda _: 0.0, entry_rtt_ms={B: 1.0, C: 300.0}
-    )
+    request = Request(span=Span(0, 6), entry_rtt_ms={B: 1.0, C: 300.0})
+    filled = fill_gaps(snapshot, request, kept)
     assert filled[1] == Hop(C, Span(2, 4))
 
 
 def test_another_strategy_can_choose() -> None:
     snapshot = _snapshot(4, _node("a", 0, 4, load=0.9, speed=30.0), _node("b", 0, 4))
-    assert plan_chain(snapshot, Span(0, 4))[0].peer_id == A
+    assert plan_chain(snapshot, Request(span=Span(0, 4)))[0].peer_id == A
     strategy = make_strategy("exact-throughput", np.random.default_rng(0))
-    assert plan_chain(snapshot, Span(0, 4), choose=strategy.choose)[0].peer_id == B
+    assert plan_chain(snapshot, Request(span=Span(0, 4)), choose=strategy.choose)[0].peer_id == B
