@@ -22,7 +22,7 @@ from nesa_node.routing.greedy import GreedyRule, Parameters
 from nesa_node.routing.problem import terms
 from nesa_node.routing.tuner import tune
 
-DEFAULTS = Options(nodes=(10, 30, 100, 300, 1000), runs=30)
+DEFAULTS = Options(nodes=(10, 30, 100, 300, 1000), runs=40)
 QUICK = Options(nodes=(10, 30), runs=2)
 START = Parameters()
 
@@ -34,11 +34,10 @@ _HELD_OUT = 2_000_000
 def run(options: Options) -> list[dict[str, Any]]:
     """One row per set of parameters: before, genetic, random."""
     rng = np.random.default_rng(options.seed)
-    quick = options.runs < DEFAULTS.runs
     learn = scenarios(options, _LEARN_FROM, options.runs, rng)
     held_out = scenarios(options, _HELD_OUT, 2 * options.runs, rng)
     began = time.perf_counter()
-    report = tune(learn, held_out, rng, before=START, population=32, generations=2 if quick else 25)
+    report = tune(learn, held_out, rng, before=START, generations=min(options.runs, 20))
     seconds = time.perf_counter() - began
     print(f"{len(learn)} sessions to learn from, {len(held_out)} held out, {seconds:.0f} s")
     print(report)
@@ -56,6 +55,8 @@ def run(options: Options) -> list[dict[str, Any]]:
             "history": search.history if search else (),
             "held_out": cost,
             "held_out_latency": latencies(parameters, held_out),
+            "gain": report.gain,
+            "gain_error": report.gain_error,
             "candidates": report.evaluations,
             "sessions": len(learn),
             "seconds": seconds,

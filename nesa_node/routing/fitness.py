@@ -37,10 +37,22 @@ class Scenario:
     failures_N: Floats
 
     @classmethod
-    def of(cls, problem: Problem, rng: np.random.Generator, *, draws: int = DRAWS) -> Scenario:
-        """Failures are drawn from the nodes' reliability. Raises `MissingBlocksError`."""
+    def of(
+        cls,
+        problem: Problem,
+        rng: np.random.Generator,
+        *,
+        present_N: Floats | None = None,
+        draws: int = DRAWS,
+    ) -> Scenario:
+        """Failures are drawn from `present_N`, the chance that a node stays for a session.
+
+        By default that is its reliability; of a recorded snapshot, what came after it may tell
+        better. Raises `MissingBlocksError`.
+        """
+        chance_N = problem.reliability_N if present_N is None else present_N
         optimum_s = terms(problem, exact_latency(problem)).total_s
-        fails_KN = rng.random((draws, problem.num_nodes)) >= problem.reliability_N
+        fails_KN = rng.random((draws, problem.num_nodes)) >= chance_N
         return cls(Prepared.of(problem), optimum_s, fails_KN.mean(axis=0))
 
     def ratio(self, chain: Chain) -> float:
@@ -50,9 +62,13 @@ class Scenario:
         return (terms(self.prepared.problem, chain).total_s + lost_s) / self.optimum_s
 
 
+def ratios(parameters: Parameters, scenarios: Sequence[Scenario]) -> Floats:
+    """`Scenario.ratio` of the chain that the rule picks in each."""
+    chains = (GreedyRule(scenario.prepared, parameters).choose() for scenario in scenarios)
+    pairs = zip(scenarios, chains, strict=True)
+    return np.array([scenario.ratio(chain) for scenario, chain in pairs])
+
+
 def fitness(parameters: Parameters, scenarios: Sequence[Scenario]) -> float:
-    """The mean ratio of the chains that the rule picks: 1 is perfect, less is better."""
-    ratios = [
-        scenario.ratio(GreedyRule(scenario.prepared, parameters).choose()) for scenario in scenarios
-    ]
-    return float(np.mean(ratios))
+    """Their mean: 1 is perfect, less is better."""
+    return float(ratios(parameters, scenarios).mean())

@@ -46,6 +46,7 @@ class Parameters:
     reliability_weight: float = 0.1
     context: int = 0
     load: LoadTerm = "seconds"
+    starts: int = 4
 
     def __post_init__(self) -> None:
         numbers = (
@@ -54,6 +55,8 @@ class Parameters:
         )
         if not all(0.0 <= number < float("inf") for number in numbers) or self.context < 0:
             raise ValueError(f"exponents, weights and context must be finite, not below 0: {self}")
+        if self.starts < 1:
+            raise ValueError(f"the rule needs a node to start with, got {self.starts} starts")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -98,7 +101,7 @@ class Prepared:
 
 
 class GreedyRule:
-    """The rule for one problem and one set of parameters: chains cost some 0.1 ms each."""
+    """The rule for one problem and one set of parameters: chains cost some 0.3 ms each."""
 
     def __init__(self, prepared: Prepared, parameters: Parameters) -> None:
         self._prepared = prepared
@@ -164,17 +167,34 @@ class GreedyRule:
         return sums
 
     def choose(self) -> Chain:
-        """The chain by the rule. It visits no node twice: each runs to its span's end."""
-        problem = self._prepared.problem
-        visits: tuple[Visit, ...] = ()
+        """The chain by the rule. It visits no node twice: each runs to its span's end.
+
+        A first node that is the best by a little may lead nowhere near others, so each of the
+        `starts` best is tried, and the chain with the least sum of terms is chosen.
+        """
+        if self._prepared.problem.num_blocks == 0:
+            return ()
+        _, scores = self.scores(0, ())
+        firsts = np.argsort(scores, kind="stable")[: self._parameters.starts]
+        _, chain = min(self._follow(int(first)) for first in firsts)
+        return hand_over(self._prepared.problem, chain)
+
+    def _follow(self, pick: int) -> tuple[float, Chain]:
+        """The chain that begins with that one of the first block's holders, and its terms' sum."""
+        prepared = self._prepared
+        problem = prepared.problem
+        total = 0.0
+        chain: Chain = ()
         block = 0
         while block < problem.num_blocks:
-            nodes, scores = self.scores(block, visits)
-            node = int(nodes[np.argmin(scores)])
-            end = int(problem.ends_N[node])
-            visits = (*visits, Visit(node, block, end))
-            block = end
-        return hand_over(problem, visits)
+            nodes, scores = self.scores(block, chain)
+            if chain:
+                pick = int(np.argmin(scores))
+            total += float(scores[pick] * prepared.gained_K[prepared.first_B1[block] + pick])
+            node = int(nodes[pick])
+            chain = (*chain, Visit(node, block, int(problem.ends_N[node])))
+            block = chain[-1].end
+        return total, chain
 
 
 def hand_over(problem: Problem, chain: Chain) -> Chain:

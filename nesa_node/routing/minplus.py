@@ -97,11 +97,12 @@ class MinPlus:
         return nodes, program.ahead_s_BN[:, nodes]
 
     def unreached(self, holds_BN: Mask) -> Span:
-        """The blocks that no path gets to, for want of links."""
+        """The blocks that no path gets to for want of links; the last if only the way back is."""
         program = _Program(self, holds_BN)
         program.forward(np.inf, None)
         done = np.isfinite(program.done_s_BN[1:]).any(axis=1)
-        return Span(int(done.sum()), self.problem.num_blocks)
+        blocks = self.problem.num_blocks
+        return Span(min(int(done.sum()), blocks - 1), blocks)
 
 
 class _Program:

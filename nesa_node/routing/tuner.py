@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from nesa_node.routing.fitness import Scenario, fitness
+from nesa_node.routing.fitness import Scenario, fitness, ratios
 from nesa_node.routing.greedy import Parameters
 from nesa_node.routing.problem import Floats
 
@@ -48,25 +48,28 @@ class Search:
 class Report:
     """Fitness of the genetic algorithm's parameters, of random search's, and of those before.
 
-    `tuned` is what to use: the better of the two searches on the scenarios they saw, unless
-    `before` is better on the held-out ones.
+    `winner` is the better of the two searches on the scenarios they saw; on the others it saves
+    `gain` of the cost per session, give or take `gain_error` (standard error of paired sessions).
     """
 
-    tuned: Parameters
+    before: Parameters
     genetic: Search
     random: Search
+    held_out_before: float
     held_out_genetic: float
     held_out_random: float
-    held_out_before: float
+    gain: float
+    gain_error: float
     evaluations: int
 
     @property
-    def gain(self) -> float:
-        """The share of its cost that `tuned` saves on held-out scenarios; 0 if it is as before."""
-        best = self.held_out_genetic
-        if self.random.cost < self.genetic.cost:
-            best = self.held_out_random
-        return max(0.0, 1.0 - best / self.held_out_before)
+    def winner(self) -> Parameters:
+        return (self.random if self.random.cost < self.genetic.cost else self.genetic).best
+
+    @property
+    def tuned(self) -> Parameters:
+        """What to use: `winner` where its gain is more than chance, else what was before."""
+        return self.winner if self.gain > 2.0 * self.gain_error else self.before
 
     @property
     def genetic_won(self) -> bool:
@@ -74,10 +77,12 @@ class Report:
 
     def __str__(self) -> str:
         won = "beats" if self.genetic_won else "does NOT beat"
+        kept = "is kept" if self.tuned == self.before else "goes"
         return (
             f"held out: before {self.held_out_before:.4f}, genetic {self.held_out_genetic:.4f}, "
             f"random {self.held_out_random:.4f}; the genetic algorithm {won} random search "
-            f"of as many candidates ({self.evaluations})"
+            f"of as many candidates ({self.evaluations}); the winner saves {self.gain:.2%} "
+            f"+- {self.gain_error:.2%}, what was before {kept}"
         )
 
 
@@ -104,16 +109,19 @@ def tune(
     genetic = genetic_search(cost, rng, before, population=population, generations=generations)
     evaluations = len(genetic.history)
     random = random_search(cost, rng, before, evaluations=evaluations)
-    winner = min(genetic, random, key=lambda search: search.cost)
-    held_out_before = fitness(before, held_out)
-    gains = fitness(winner.best, held_out) < held_out_before
+    old, by_genetic, by_random = (
+        ratios(parameters, held_out) for parameters in (before, genetic.best, random.best)
+    )
+    saved = 1.0 - (by_random if random.cost < genetic.cost else by_genetic) / old
     return Report(
-        tuned=winner.best if gains else before,
+        before=before,
         genetic=genetic,
         random=random,
-        held_out_genetic=fitness(genetic.best, held_out),
-        held_out_random=fitness(random.best, held_out),
-        held_out_before=held_out_before,
+        held_out_before=float(old.mean()),
+        held_out_genetic=float(by_genetic.mean()),
+        held_out_random=float(by_random.mean()),
+        gain=float(saved.mean()),
+        gain_error=float(saved.std() / math.sqrt(len(saved))),
         evaluations=evaluations,
     )
 

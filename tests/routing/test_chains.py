@@ -3,7 +3,9 @@ from __future__ import annotations
 import math
 import random
 import time
+from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,6 +15,9 @@ from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.core.span import Span
 from nesa_node.routing.build import Request
 from nesa_node.routing.chains import Hop, chain_cost_s, plan_chain
+from nesa_node.routing.repair import fill_gaps
+from nesa_node.routing.strategies import make_strategy
+from nesa_node.topology.links import Links
 from nesa_node.topology.snapshot import NodeState, Snapshot
 
 A, B, C = PeerId("a"), PeerId("b"), PeerId("c")
@@ -149,3 +154,47 @@ def test_hundred_nodes_are_planned_in_a_fraction_of_a_second() -> None:
     hops = plan_chain(snapshot, Request(span=Span(0, 80)))
     assert time.perf_counter() - began < 1.0
     _check_shape(snapshot, Span(0, 80), hops)
+
+
+def _linked(snapshot: Snapshot, rtt_ms: dict[tuple[str, str], float]) -> Snapshot:
+    """The snapshot with those round trips; all others are 100 ms."""
+    peers = [node.peer_id for node in snapshot.nodes]
+    rtt_ms_NN = np.full((len(peers), len(peers)), 100.0)
+    np.fill_diagonal(rtt_ms_NN, 0.0)
+    for (one, other), value in rtt_ms.items():
+        row, column = peers.index(PeerId(one)), peers.index(PeerId(other))
+        rtt_ms_NN[row, column] = rtt_ms_NN[column, row] = value
+    blank = Links.unknown(peers)
+    return replace(snapshot, links=replace(blank, rtt_ms_NN=rtt_ms_NN))
+
+
+def test_chain_stays_among_nodes_that_are_near_each_other() -> None:
+    nodes = [_node("a", 0, 2), _node("b", 2, 4), _node("c", 2, 4, speed=11.0)]
+    snapshot = _snapshot(4, *nodes)
+    assert plan_chain(snapshot, Request(span=Span(0, 4)))[1].peer_id == C
+    near = _linked(snapshot, {("a", "b"): 5.0})
+    assert [hop.peer_id for hop in plan_chain(near, Request(span=Span(0, 4)))] == [A, B]
+
+
+def test_chain_begins_near_a_client_who_has_measured() -> None:
+    snapshot = _snapshot(4, _node("a", 0, 4), _node("b", 0, 4))
+    assert plan_chain(snapshot, Request(span=Span(0, 4)))[0].peer_id == A
+    hops = plan_chain(snapshot, Request(span=Span(0, 4), entry_rtt_ms={A: 80.0, B: 3.0}))
+    assert hops[0].peer_id == B
+
+
+def test_gap_is_filled_near_its_neighbours() -> None:
+    nodes = [_node("a", 0, 2), _node("b", 2, 4), _node("c", 2, 4), _node("d", 4, 6)]
+    snapshot = _linked(_snapshot(6, *nodes), {("a", "c"): 5.0, ("c", "d"): 5.0})
+    kept = (Hop(A, Span(0, 2)), Hop(PeerId("d"), Span(4, 6)))
+    # The client is nearer to the other, which does not matter inside a chain.
+    request = Request(span=Span(0, 6), entry_rtt_ms={B: 1.0, C: 300.0})
+    filled = fill_gaps(snapshot, request, kept)
+    assert filled[1] == Hop(C, Span(2, 4))
+
+
+def test_another_strategy_can_choose() -> None:
+    snapshot = _snapshot(4, _node("a", 0, 4, load=0.9, speed=30.0), _node("b", 0, 4))
+    assert plan_chain(snapshot, Request(span=Span(0, 4)))[0].peer_id == A
+    strategy = make_strategy("exact-throughput", np.random.default_rng(0))
+    assert plan_chain(snapshot, Request(span=Span(0, 4)), choose=strategy.choose)[0].peer_id == B

@@ -12,7 +12,7 @@ import pytest
 from nesa_node.core.errors import MissingBlocksError
 from nesa_node.routing.exact import exact_latency, solve_latency, without_returns
 from nesa_node.routing.problem import Chain, Problem, Visit, terms
-from tests.routing.problems import least_by_trying_everything, random_problem, small_problem
+from tests.routing.problems import covered_problem, least_by_trying_everything, random_problem, small_problem
 
 
 def _cost(problem: Problem, **options: bool) -> float:
@@ -116,6 +116,24 @@ def test_blocks_that_no_link_leads_to_are_missing() -> None:
     with pytest.raises(MissingBlocksError, match="links") as caught:
         exact_latency(problem)
     assert caught.value.missing == ((5, 8),)
+
+
+def test_last_block_is_missing_where_nobody_can_answer() -> None:
+    problem = random_problem(np.random.default_rng(0), 1, 8)
+    problem.starts_N[:], problem.ends_N[:], problem.exit_s_N[:] = 0, 8, np.inf
+    with pytest.raises(MissingBlocksError) as caught:
+        exact_latency(problem)
+    assert caught.value.missing == ((7, 8),)
+
+
+@pytest.mark.parametrize("nodes", [5, 20, 1000])
+def test_nodes_without_distance_are_no_harder(nodes: int) -> None:
+    """Where moving costs nothing the relaxed optimum returns all the time."""
+    problem = covered_problem(np.random.default_rng(nodes), nodes, 80)
+    problem.visit_s_N[:], problem.transfer_s_NN[:] = 0.0, 0.0
+    began = time.process_time()
+    assert solve_latency(problem).gap == 0.0
+    assert time.process_time() - began < 0.5
 
 
 def test_no_nodes_miss_everything_and_no_blocks_need_nobody() -> None:

@@ -176,3 +176,15 @@ def test_explanation_names_the_terms_and_what_else_there_was(name: str) -> None:
             assert visit.node not in {used.node for used in other.chain}
             if name.startswith("exact") or name in ("bottleneck", "petals"):
                 assert other.cost >= explained.cost - 1e-9
+
+
+def test_more_first_nodes_find_cheaper_chains_by_the_rule() -> None:
+    better = 0
+    for seed in range(30):
+        prepared = Prepared.of(covered_problem(np.random.default_rng(seed), 40, 20))
+        one, four = (GreedyRule(prepared, Parameters(starts=starts)) for starts in (1, 4))
+        costs = [sum(rule.terms(rule.choose()).values()) for rule in (one, four)]
+        better += costs[1] < costs[0] - 1e-9
+    assert better >= 5
+    with pytest.raises(ValueError, match="starts"):
+        Parameters(starts=0)

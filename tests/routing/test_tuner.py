@@ -76,9 +76,21 @@ def test_report_is_the_same_for_the_same_seed_and_says_who_won() -> None:
     )
     assert first == again
     assert first.evaluations == 6 + 3 * 4
-    assert first.gain >= 0.0
-    assert fitness(first.tuned, held_out) <= first.held_out_before
+    assert first.winner in (first.genetic.best, first.random.best)
+    gains = first.gain > 2 * first.gain_error
+    assert first.tuned == (first.winner if gains else BEFORE)
+    assert fitness(BEFORE, held_out) == first.held_out_before
     assert ("does NOT beat" in str(first)) == (not first.genetic_won)
+
+
+def test_parameters_that_gain_by_chance_alone_are_not_taken() -> None:
+    learn, held_out = _scenarios(0, 2), _scenarios(100, 2)
+    report = tune(
+        learn, held_out, np.random.default_rng(5), before=BEFORE, population=6, generations=1
+    )
+    assert replace(report, gain=0.01, gain_error=0.006).tuned == BEFORE
+    assert replace(report, gain=0.01, gain_error=0.004).tuned == report.winner
+    assert "is kept" in str(replace(report, gain=-0.01))
 
 
 def test_reliability_is_learned_from_failures() -> None:
