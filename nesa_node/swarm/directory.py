@@ -27,14 +27,13 @@ from nesa_node.swarm.records import (
     model_key,
     seal,
 )
+from nesa_node.swarm.shelf import Shelf
 from nesa_node.swarm.transport import Transport
 from nesa_node.swarm.validator import RecordValidator
 from nesa_node.topology.snapshot import Snapshot
 
 log = get_logger(__name__)
 
-FETCH_TIMEOUT_S = 10.0
-PUBLISH_TIMEOUT_S = 15.0
 DEFAULT_TTL_S = 60.0
 _MAX_REMEMBERED = 16_384
 
@@ -64,6 +63,7 @@ class Directory:
         self._validator = validator
         self._membership = membership
         self._clock = clock
+        self.shelf = Shelf(node, peer, membership)
         self._known: dict[PeerId, NodeRecord] = {}
         self._own: NodeRecord | None = None
         self._publishing = asyncio.Lock()
@@ -169,30 +169,15 @@ class Directory:
 
     async def _store(self, record: NodeRecord, sealed: bytes) -> None:
         keys = [model_key(ModelId(record.model_id)), NODES_KEY]
-        keys = [self._membership.dht_key(key) for key in keys]
-        try:
-            storing = self._node.store_many(
-                keys, [sealed] * 2, record.expires_at, subkeys=[record.peer_id] * 2
-            )
-            stored = await self._peer.run(storing, PUBLISH_TIMEOUT_S)
-        except TimeoutError:
-            log.warning("record_not_stored", seq=record.seq, reason="timeout")
-            return
-        if not all(stored.values()):
-            log.warning("record_not_stored", seq=record.seq, reason="refused")
-        log.debug("record_published", seq=record.seq, state=record.state)
+        failure = await self.shelf.put(keys, sealed, record.expires_at, record.peer_id)
+        if failure is not None:
+            log.warning("record_not_stored", seq=record.seq, reason=failure)
+        if failure != "timeout":
+            log.debug("record_published", seq=record.seq, state=record.state)
 
     async def _search(self, key: str) -> Iterable[bytes]:
         """The sealed records under `key`, which the validator has let pass."""
-        try:
-            searching = self._node.get(self._membership.dht_key(key), latest=True)
-            found = await self._peer.run(searching, FETCH_TIMEOUT_S)
-        except TimeoutError:
-            log.warning("directory_timed_out", timeout_s=FETCH_TIMEOUT_S)
-            return ()
-        if found is None or not isinstance(found.value, dict):
-            return ()
-        return [item.value for item in found.value.values() if isinstance(item.value, bytes)]
+        return await self.shelf.find(key)
 
     def _remember(self, sealed_records: Iterable[bytes]) -> None:
         for sealed in sealed_records:

@@ -21,6 +21,7 @@ from nesa_node.swarm.directory import DEFAULT_TTL_S, Directory
 from nesa_node.swarm.hive import DHTID, DHTNode, PeerID
 from nesa_node.swarm.identity import Identity
 from nesa_node.swarm.link_speed import LinkSpeeds
+from nesa_node.swarm.notice_board import NoticeBoard
 from nesa_node.swarm.private import Membership
 from nesa_node.swarm.transport import Transport, open_transport, split_peer_address
 from nesa_node.swarm.validator import RecordValidator
@@ -39,6 +40,7 @@ class Swarm:
     identity: Identity
     transport: Transport
     directory: Directory
+    notices: NoticeBoard
     speeds: LinkSpeeds = field(default_factory=LinkSpeeds)
 
 
@@ -91,11 +93,12 @@ async def open_swarm(
                 clock=clock,
                 ttl_s=record_ttl_s,
             )
+            notices = NoticeBoard(directory.shelf, identity, validator, membership, clock=clock)
             keeper = asyncio.create_task(
                 _stay_joined(node, transport, initial_peers), name="dht-rejoin"
             )
             try:
-                yield Swarm(identity, transport, directory)
+                yield Swarm(identity, transport, directory, notices)
             finally:
                 keeper.cancel()
                 await asyncio.wait({keeper})
@@ -120,7 +123,9 @@ async def _dht_node(
         # Joins are ours to do: hivemind would leave a sleeping task behind.
         initial_peers=None,
     )
-    node.protocol.storage = BoundedStorage(str(peer.peer_id), validator.dropped)
+    node.protocol.storage = BoundedStorage(
+        str(peer.peer_id), validator.dropped, validator.acquaintance.known_s
+    )
     peer.protocol = node.protocol
     try:
         yield node
