@@ -84,6 +84,9 @@ class Notice(BaseModel):
         most = self.bounds.max_ttl_s
         if not 0 < self.expires_at - self.issued_at <= most:
             raise ValueError(f"a {self.bounds.kind.name} lives at most {most:g} s")
+        # There was never more than one a second. So nobody can use up the numbers.
+        if self.epoch > self.issued_at:
+            raise ValueError("an epoch of the far future")
         return self
 
 

@@ -15,7 +15,7 @@ from nesa_node.swarm.dht_storage import BoundedStorage
 from nesa_node.swarm.hive import DHTID, MSGPackSerializer
 from nesa_node.swarm.identity import Identity
 from nesa_node.swarm.node import open_swarm
-from nesa_node.swarm.notices import Failure, Lease, Placement, Report, seal_notice
+from nesa_node.swarm.notices import Failure, Lease, Notice, Placement, Report, seal_notice
 from tests.swarm.local_swarm import local_swarm
 from tests.swarm.notice_fields import FIELDS, PEERS, make_notice
 from tests.swarm.record_fields import MODEL_ID, make_status
@@ -63,10 +63,10 @@ async def test_notices_expire(tmp_path: Path) -> None:
         assert other.notices.known(Lease, MODEL) == []
 
 
-def _notice_value(name: str, folder: Path) -> bytes:
+def _notice_value(kind: type[Notice], folder: Path) -> bytes:
     stranger = Identity.ephemeral(folder)
-    kind = {"lease": Lease, "report": Report}[name]
-    return MSGPackSerializer.dumps(seal_notice(make_notice(kind, stranger, time.time()), stranger))
+    sealed = seal_notice(make_notice(kind, stranger, time.time()), stranger)
+    return bytes(MSGPackSerializer.dumps(sealed))
 
 
 def test_strangers_notices_neither_grow_nor_push_out_those_who_are_known(
@@ -74,7 +74,7 @@ def test_strangers_notices_neither_grow_nor_push_out_those_who_are_known(
 ) -> None:
     known = {PeerId("old"): 500.0, PeerId("young"): 5.0}
     storage = BoundedStorage("own", Counter(), lambda peer: known.get(peer, 0.0))
-    value, until = _notice_value("lease", tmp_path), time.time() + 60
+    value, until = _notice_value(Lease, tmp_path), time.time() + 60
     assert storage.store_subkey(KEY, "young", value, until)
     for index in range(200):
         storage.store_subkey(KEY, f"stranger{index}", value, until)
@@ -96,7 +96,7 @@ def test_notices_about_many_models_take_no_room_of_records_nor_of_known_signers(
     monkeypatch.setattr(dht_storage, "MAX_KEYS", 3)
     known = {PeerId("old"): 500.0}
     storage = BoundedStorage("own", Counter(), lambda peer: known.get(peer, 0.0))
-    value, until = _notice_value("report", tmp_path), time.time() + 60
+    value, until = _notice_value(Report, tmp_path), time.time() + 60
     stored = [storage.store_subkey(DHTID(100 + i), "stranger", value, until) for i in range(50)]
     assert sum(stored) == 20
     assert storage.store_subkey(DHTID(1), "old", value, until)
@@ -112,7 +112,7 @@ def test_notices_about_many_models_take_no_room_of_records_nor_of_known_signers(
 def test_bytes_of_notices_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dht_storage, "MAX_NOTICE_BYTES", 10 * Report.bounds.kind.max_bytes)
     storage = BoundedStorage("own", Counter())
-    value, until = _notice_value("report", tmp_path), time.time() + 60
+    value, until = _notice_value(Report, tmp_path), time.time() + 60
     stored = [storage.store_subkey(DHTID(i % 5), f"s{i}", value, until) for i in range(30)]
     assert sum(stored) == 10
     assert storage.store_subkey(DHTID(0), "s0", value, until + 1)

@@ -140,6 +140,7 @@ def test_private_swarm_reads_its_own_notices_only(identity: Identity) -> None:
     [
         (Lease, {"epoch": -1}),
         (Lease, {"epoch": 2**48}),
+        (Lease, {"epoch": int(NOW) + 1}),
         (Lease, {"role": "king"}),
         (Lease, {"expires_at": NOW + 121}),
         (Lease, {"expires_at": NOW}),
