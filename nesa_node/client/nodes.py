@@ -1,4 +1,4 @@
-"""Which nodes a session may use: what records say, and what it has lived through with them."""
+"""Which nodes a session may use: what records and reports say, and what it has lived through."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ from nesa_node.core.logging import get_logger
 from nesa_node.routing.avoidance import Avoidance
 from nesa_node.routing.chains import Hop
 from nesa_node.routing.repair import fill_gaps
+from nesa_node.routing.reputation import blame_penalty_s
 from nesa_node.swarm.node import Swarm
+from nesa_node.swarm.notices import FailureKind
 from nesa_node.topology.snapshot import NodeState, Snapshot
 
 log = get_logger(__name__)
@@ -46,9 +48,16 @@ class Nodes:
         now = time.monotonic()
         return frozenset(peer for peer, until in self._suspects.items() if until > now)
 
-    def suspect(self, peer: PeerId, reason: str) -> None:
-        """Remember a failure of `peer`: it is avoided for a while, in later sessions too."""
+    def suspect(
+        self, peer: PeerId, reason: str, kind: FailureKind = "lost", *, tell: bool = True
+    ) -> None:
+        """Remember a failure of `peer`: it is avoided for a while, in later sessions too.
+
+        With `tell` others hear of it.
+        """
         log.info("peer_failed", peer=peer, reason=reason)
+        if tell:
+            self._swarm.reporter.note(self._request.model_id, peer, kind)
         self._avoidance.failed(peer)
         self._suspects[peer] = time.monotonic() + SUSPECT_S
 
@@ -78,6 +87,11 @@ class Nodes:
     ) -> tuple[Hop, ...]:
         tokens = self._request.tokens
         suspects = self.suspected
+        blames = self._swarm.directory.blames(self._request.model_id)
+
+        def penalty(peer: PeerId) -> float:
+            return self._avoidance.penalty(peer) + blame_penalty_s(blames.get(peer, 0.0))
+
         small = {n.peer_id for n in snapshot.nodes if n.total_cache_tokens < tokens}
         coarse = {n.peer_id for n in snapshot.nodes if self._is_coarse(n)}
         barred = frozenset(self._unfit) | drop | small | coarse
@@ -90,7 +104,7 @@ class Nodes:
                         snapshot,
                         self._request.span,
                         hops,
-                        penalty=self._avoidance.penalty,
+                        penalty=penalty,
                         exclude=exclude,
                         min_free_tokens=free,
                     )

@@ -23,6 +23,8 @@ from nesa_node.swarm.identity import Identity
 from nesa_node.swarm.link_speed import LinkSpeeds
 from nesa_node.swarm.notice_board import NoticeBoard
 from nesa_node.swarm.private import Membership
+from nesa_node.swarm.reporter import Reporter
+from nesa_node.swarm.shelf import Shelf
 from nesa_node.swarm.transport import Transport, open_transport, split_peer_address
 from nesa_node.swarm.validator import RecordValidator
 
@@ -41,6 +43,7 @@ class Swarm:
     transport: Transport
     directory: Directory
     notices: NoticeBoard
+    reporter: Reporter
     speeds: LinkSpeeds = field(default_factory=LinkSpeeds)
 
 
@@ -83,25 +86,31 @@ async def open_swarm(
         peer = DhtPeer(identity.peer_id, transport.unary, validator, membership)
         async with _dht_node(peer, validator, listen=listen) as node:
             await _join_dht(node, peer, initial_peers)
+            shelf = Shelf(node, peer, membership)
+            notices = NoticeBoard(shelf, identity, validator, membership, clock=clock)
             directory = Directory(
                 node,
                 peer,
                 identity,
                 transport,
                 validator,
-                membership,
+                notices,
                 clock=clock,
                 ttl_s=record_ttl_s,
             )
-            notices = NoticeBoard(directory.shelf, identity, validator, membership, clock=clock)
-            keeper = asyncio.create_task(
-                _stay_joined(node, transport, initial_peers), name="dht-rejoin"
-            )
+            reporter = Reporter(notices, identity.peer_id, clock=clock)
+            tasks = {
+                asyncio.create_task(
+                    _stay_joined(node, transport, initial_peers), name="dht-rejoin"
+                ),
+                asyncio.create_task(reporter.run(), name="reporter"),
+            }
             try:
-                yield Swarm(identity, transport, directory, notices)
+                yield Swarm(identity, transport, directory, notices, reporter)
             finally:
-                keeper.cancel()
-                await asyncio.wait({keeper})
+                for task in tasks:
+                    task.cancel()
+                await asyncio.wait(tasks)
 
 
 @asynccontextmanager

@@ -36,10 +36,10 @@ class NoticeBoard:
         *,
         clock: Callable[[], float],
     ) -> None:
-        self._shelf = shelf
+        self.shelf = shelf
+        self.membership = membership
         self._identity = identity
         self._validator = validator
-        self._membership = membership
         self._clock = clock
         self._known: dict[_Topic, dict[PeerId, Notice]] = {}
 
@@ -64,10 +64,10 @@ class NoticeBoard:
         and `PeerUnreachableError` if this node's own daemon has ended.
         """
         notice = self._next(kind, model_id, epoch, ttl_s, fields)
-        sealed = seal_notice(notice, self._identity, self._membership)
+        sealed = seal_notice(notice, self._identity, self.membership)
         self._keep(notice)
         name = kind.bounds.kind.name
-        failure = await self._shelf.put(
+        failure = await self.shelf.put(
             [notice_key(kind, model_id)], sealed, notice.expires_at, notice.peer_id
         )
         if failure is not None:
@@ -76,7 +76,7 @@ class NoticeBoard:
 
     async def fetch(self, kind: type[_Kind], model_id: ModelId) -> list[_Kind]:
         """All notices of a kind about a model that are valid now, and those known before."""
-        for sealed in await self._shelf.find(notice_key(kind, model_id)):
+        for sealed in await self.shelf.find(notice_key(kind, model_id)):
             try:
                 notice = self._validator.open_notice(kind, sealed)
             except RecordError as error:
