@@ -219,6 +219,14 @@ class NodeFlags(PeerFlags):
         str | None,
         Parameter(group=LIMITS, help="Seconds that running steps get when stopped. [default: 30]"),
     ] = None
+    ping_every_s: Annotated[
+        str | None,
+        Parameter(group=SWARM, help="Seconds between two pings of other nodes. [default: 6]"),
+    ] = None
+    location: Annotated[
+        str | None,
+        Parameter(group=SWARM, help="Where this machine is, as LATITUDE,LONGITUDE in degrees."),
+    ] = None
 
 
 class SamplingChoice(TypedDict):

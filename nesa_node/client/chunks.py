@@ -39,15 +39,18 @@ class Chunk:
         return output_TD[:-1] if self.goes_on and self.want == "last" else output_TD
 
 
-def cut(rows: Sequence[RowSlice], want: Want, hops: int) -> list[Chunk]:
+def cut(
+    rows: Sequence[RowSlice], want: Want, hops: int, chunk_tokens: int | None = None
+) -> list[Chunk]:
     """Consecutive chunks of nearly equal size, which may end and begin within a row.
 
-    Steps of up to `CHUNK_TOKENS` tokens stay whole, and so do those with one token for each row.
+    They have `chunk_tokens` at most. Without it, steps of up to `CHUNK_TOKENS` tokens stay whole,
+    and so do those with one token for each row.
     """
     total = sum(part.count for part in rows)
-    if total <= CHUNK_TOKENS or total == len(rows):
+    if chunk_tokens is None and (total <= CHUNK_TOKENS or total == len(rows)):
         return [Chunk(tuple(rows), 0, total, want, False)]
-    count = math.ceil(total / _chunk_tokens(total, hops))
+    count = math.ceil(total / (chunk_tokens or _chunk_tokens(total, hops)))
     left = deque(rows)
     ends = [total * number // count for number in range(count + 1)]
     return [_take(left, start, end, want) for start, end in itertools.pairwise(ends)]

@@ -94,7 +94,11 @@ class Nodes:
 
         small = {n.peer_id for n in snapshot.nodes if n.total_cache_tokens < tokens}
         coarse = {n.peer_id for n in snapshot.nodes if self._is_coarse(n)}
-        barred = frozenset(self._unfit) | drop | small | coarse
+        only = self._request.only
+        others = (
+            () if only is None else (n.peer_id for n in snapshot.nodes if n.peer_id not in only)
+        )
+        barred = frozenset(self._unfit).union(drop, small, coarse, others)
         first: MissingBlocksError | None = None
         # What a record says of free room is some seconds old: as a last resort it is not believed.
         for hops, free in ((keep, tokens), (keep, 0), ((), tokens), ((), 0)):
@@ -112,6 +116,11 @@ class Nodes:
                     first = first or error
         assert first is not None
         raise self._why_missing(snapshot, first)
+
+    def _unwanted(self, snapshot: Snapshot) -> frozenset[PeerId]:
+        only = self._request.only
+        peers = frozenset(node.peer_id for node in snapshot.nodes)
+        return frozenset() if only is None else peers - only
 
     def _is_coarse(self, node: NodeState) -> bool:
         """Whether a node computes with weights coarser than asked for, or unheard of."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from nesa_node.compression import tensors
 from nesa_node.compression.quality import EXACT
 from nesa_node.core.choices import Precision
-from nesa_node.core.ids import ModelId
+from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.core.span import Span
 from nesa_node.swarm.messages import Mode, Prefix
 
@@ -34,6 +34,8 @@ class RouteRequest:
     """The coarsest that nodes may hold their weights in."""
     quality: str = EXACT
     """What compression may do to hidden states."""
+    only: frozenset[PeerId] | None = None
+    """Whom it may use; None: anybody."""
 
     @property
     def precision(self) -> str:

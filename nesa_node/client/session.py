@@ -121,12 +121,20 @@ class RemoteSession:
         await self._note_what_is_held()
 
     async def step(
-        self, hidden_TD: torch.Tensor, rows: Sequence[RowSlice], *, want: Want = "all"
+        self,
+        hidden_TD: torch.Tensor,
+        rows: Sequence[RowSlice],
+        *,
+        want: Want = "all",
+        chunk_tokens: int | None = None,
     ) -> torch.Tensor:
-        """See `BlockSession.step`. Raises `MissingBlocksError` if lost blocks stay lost."""
+        """See `BlockSession.step`. Raises `MissingBlocksError` if lost blocks stay lost.
+
+        With `chunk_tokens` it travels in pieces of so many tokens.
+        """
         self._check(hidden_TD, rows)
         await self._replace_leavers()
-        chunks = deque(cut(rows, want, len(self.hops)))
+        chunks = deque(cut(rows, want, len(self.hops), chunk_tokens))
         wire_TD = hidden_TD.to(tensors.DTYPES[self._request.dtype])
         outputs: list[torch.Tensor] = []
 

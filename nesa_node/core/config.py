@@ -84,6 +84,12 @@ def _expand(value: object) -> object:
     return Path(value).expanduser() if isinstance(value, str) else value
 
 
+def _read_location(value: object) -> object:
+    """Text as `52.5,13.4`; a TOML file may have a list of two numbers."""
+    return tuple(value.split(",")) if isinstance(value, str) else value
+
+
+Location = tuple[Annotated[float, Field(ge=-90, le=90)], Annotated[float, Field(ge=-180, le=180)]]
 FilePath = Annotated[Path, BeforeValidator(_expand)]
 Secret = Annotated[SecretStr, BeforeValidator(_read_secret)]
 Count = Annotated[int, BeforeValidator(_reject_bool), Field(ge=1)]
@@ -119,6 +125,7 @@ EXPECTED = {
     "device": "auto, cpu, cuda, cuda:N or mps",
     "num_blocks": 'a whole number of at least 1, or "auto"',
     "block_indices": 'a half-open range like "0:10"',
+    "location": 'degrees of latitude and longitude like "52.5,13.4"',
     "public_name": "1 to 64 printable characters",
 }
 """What a field wants, where pydantic's own words would not help."""
@@ -185,6 +192,8 @@ class NodeConfig(PeerConfig):
     trusted_peers: PeerIds = ()
     idle_timeout_s: Positive = 600
     drain_timeout_s: Positive = 30
+    ping_every_s: Positive = 6
+    location: Annotated[Location, BeforeValidator(_read_location)] | None = None
 
     @model_validator(mode="after")
     def _one_way_to_choose_a_span(self) -> NodeConfig:

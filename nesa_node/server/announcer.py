@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,6 +21,7 @@ from nesa_node.engine.measure import Throughput
 from nesa_node.swarm.directory import Directory
 from nesa_node.swarm.messages import VERSION
 from nesa_node.swarm.records import NodeStatus
+from nesa_node.topology.measured import Measured, pack_measured
 
 log = get_logger(__name__)
 
@@ -46,6 +47,8 @@ class NodeFacts:
     quant_type: QuantType
     device: torch.device
     public_name: str | None
+    max_blocks: int
+    location: tuple[float, float] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,12 +64,17 @@ class Announcer:
     """Publishes on request and, in `run`, well before each record would expire."""
 
     def __init__(
-        self, directory: Directory, facts: NodeFacts, sent_bytes: Counter[str] | None = None
+        self,
+        directory: Directory,
+        facts: NodeFacts,
+        sent_bytes: Counter[str] | None = None,
+        measured: Callable[[], Sequence[Measured]] = tuple,
     ) -> None:
-        """`sent_bytes`: of hidden states, by codec; read whenever a record is made."""
+        """`sent_bytes`: of hidden states, by codec. It and `measured` are read for every record."""
         self.throughput = Throughput(0.0, 0.0)
         self.capacity: Callable[[], Capacity] = Capacity
         self._sent_bytes = Counter() if sent_bytes is None else sent_bytes
+        self._measured = measured
         self._directory = directory
         self._facts = facts
         self._started_at = time.monotonic()
@@ -118,6 +126,9 @@ class Announcer:
             public_name=facts.public_name,
             codecs=codec_names(),
             sent_bytes=dict(self._sent_bytes),
+            measured=pack_measured(self._measured()),
+            max_blocks=facts.max_blocks,
+            location=facts.location,
         )
 
 

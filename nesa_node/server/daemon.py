@@ -33,6 +33,7 @@ from nesa_node.server.ready_file import check_ready_file, ready_file
 from nesa_node.server.scheduler import Scheduler, open_scheduler
 from nesa_node.server.session_server import SessionServer
 from nesa_node.swarm.identity import Identity
+from nesa_node.swarm.measuring import keep_measuring
 from nesa_node.swarm.messages import PROTOCOL
 from nesa_node.swarm.node import Swarm, open_swarm
 
@@ -72,13 +73,14 @@ async def serve_node(config: NodeConfig, stopping: asyncio.Event) -> None:
     check_ready_file(config.ready_file)
     served = await asyncio.to_thread(_open_model, config)
     # Before anybody hears of us: an impossible request should fail at once.
-    await asyncio.to_thread(count_blocks, config, served)
+    blocks = await asyncio.to_thread(count_blocks, config, served)
     async with (
         _joined(config) as swarm,
         open_executor() as executor,
         open_scheduler(executor) as scheduler,
     ):
-        await _serve(config, served, swarm, scheduler, stopping)
+        facts = _node_facts(config, served, blocks)
+        await _serve(config, served, facts, swarm, scheduler, stopping)
 
 
 @contextmanager
@@ -170,10 +172,31 @@ def _allow_many_files() -> None:
 
 
 async def _serve(
-    config: NodeConfig, served: Served, swarm: Swarm, scheduler: Scheduler, stopping: asyncio.Event
+    config: NodeConfig,
+    served: Served,
+    about: NodeFacts,
+    swarm: Swarm,
+    scheduler: Scheduler,
+    stopping: asyncio.Event,
 ) -> None:
-    announcer = Announcer(swarm.directory, _node_facts(config, served), swarm.speeds.sent_bytes)
-    refreshing = asyncio.create_task(announcer.run())
+    announcer = Announcer(
+        swarm.directory,
+        about,
+        swarm.speeds.sent_bytes,
+        lambda: swarm.distances.measured(swarm.speeds),
+    )
+    background = [
+        asyncio.create_task(announcer.run()),
+        asyncio.create_task(
+            keep_measuring(
+                swarm,
+                served.model_id,
+                about.num_blocks,
+                random.Random(swarm.identity.peer_id),
+                ping_every_s=config.ping_every_s,
+            )
+        ),
+    ]
     try:
         loading = asyncio.create_task(_prepare(config, served, swarm, scheduler, announcer))
         stopped = asyncio.create_task(_stop_or_loss(stopping, swarm))
@@ -203,8 +226,9 @@ async def _serve(
         await announcer.announce("draining", blocks.span)
         await server.drain(config.drain_timeout_s)
     finally:
-        refreshing.cancel()
-        await asyncio.gather(refreshing, return_exceptions=True)
+        for task in background:
+            task.cancel()
+        await asyncio.gather(*background, return_exceptions=True)
         await _withdraw(swarm)
 
 
@@ -292,7 +316,7 @@ async def _withdraw(swarm: Swarm) -> None:
         log.warning("not_withdrawn", reason=str(error))
 
 
-def _node_facts(config: NodeConfig, served: Served) -> NodeFacts:
+def _node_facts(config: NodeConfig, served: Served, max_blocks: int) -> NodeFacts:
     return NodeFacts(
         model_id=served.model_id,
         model_name=served.checkpoint.name,
@@ -302,6 +326,8 @@ def _node_facts(config: NodeConfig, served: Served) -> NodeFacts:
         quant_type=served.quant_type,
         device=served.device,
         public_name=config.public_name,
+        max_blocks=max_blocks,
+        location=config.location,
     )
 
 

@@ -69,6 +69,12 @@ class LinkSpeeds:
         self.sent_bytes: Counter[str] = Counter()
         self._speeds: OrderedDict[PeerId, LinkSpeed] = OrderedDict()
 
+    def rate_to(self, peer: PeerId) -> float:
+        """Bytes/s; NaN where nothing was sent lately, or nothing that says so."""
+        speed = self._speeds.get(peer)
+        rate = None if speed is None else speed.rate_bytes_per_s
+        return math.nan if rate is None else rate
+
     def to(self, peer: PeerId) -> LinkSpeed:
         speed = self._speeds.setdefault(peer, LinkSpeed(self._clock, self.sent_bytes))
         self._speeds.move_to_end(peer)

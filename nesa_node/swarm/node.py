@@ -18,10 +18,12 @@ from nesa_node.core.logging import get_logger
 from nesa_node.swarm.dht_peer import DhtPeer, node_id_of
 from nesa_node.swarm.dht_storage import BoundedStorage
 from nesa_node.swarm.directory import DEFAULT_TTL_S, Directory
+from nesa_node.swarm.distances import Distances
 from nesa_node.swarm.hive import DHTID, DHTNode, PeerID
 from nesa_node.swarm.identity import Identity
 from nesa_node.swarm.link_speed import LinkSpeeds
 from nesa_node.swarm.notice_board import NoticeBoard
+from nesa_node.swarm.ping import PING_PROTOCOL, answer_pings
 from nesa_node.swarm.private import Membership
 from nesa_node.swarm.reporter import Reporter
 from nesa_node.swarm.shelf import Shelf
@@ -45,6 +47,7 @@ class Swarm:
     notices: NoticeBoard
     reporter: Reporter
     speeds: LinkSpeeds = field(default_factory=LinkSpeeds)
+    distances: Distances = field(default_factory=Distances)
 
 
 @asynccontextmanager
@@ -99,6 +102,8 @@ async def open_swarm(
                 ttl_s=record_ttl_s,
             )
             reporter = Reporter(notices, identity.peer_id, clock=clock)
+            if listen:
+                await transport.serve(PING_PROTOCOL, answer_pings)
             tasks = {
                 asyncio.create_task(
                     _stay_joined(node, transport, initial_peers), name="dht-rejoin"

@@ -32,6 +32,7 @@ from nesa_node.swarm.sealing import (
     read_fields,
     seal_body,
 )
+from nesa_node.topology.measured import MAX_PACKED_BYTES, unpack_measured
 from nesa_node.topology.snapshot import NodeState
 
 MAX_RECORD_BYTES = 4096
@@ -60,6 +61,14 @@ Count = Annotated[int, Field(ge=0, lt=2**50)]
 Rate = Annotated[float, Field(ge=0, le=1e8)]
 Time = Annotated[float, Field(gt=0, lt=1e11)]
 CodecText = Annotated[str, Field(pattern=r"^[a-z0-9:@]{1,32}$")]
+
+
+def _unpackable(packed: bytes) -> bytes:
+    unpack_measured(packed)
+    return packed
+
+
+PackedLinks = Annotated[bytes, Field(max_length=MAX_PACKED_BYTES), AfterValidator(_unpackable)]
 Pair = Annotated[tuple[int, int], BeforeValidator(_from_array)]
 
 
@@ -101,6 +110,18 @@ class NodeStatus(BaseModel):
     """What it decodes beside "none"."""
     sent_bytes: dict[CodecText, Count] = Field(default_factory=dict, max_length=16)
     """Of hidden states, by codec, since it started."""
+    measured: PackedLinks = b""
+    """Round trips and rates to others, packed (`topology/measured.py`)."""
+    max_blocks: int = Field(default=0, ge=0, le=10_000)
+    """How many of the model's blocks fit into the memory that it gives; 0 says nothing."""
+    location: (
+        Annotated[
+            tuple[Annotated[float, Field(ge=-90, le=90)], Annotated[float, Field(ge=-180, le=180)]],
+            BeforeValidator(_from_array),
+        ]
+        | None
+    ) = None
+    """Latitude and longitude in degrees."""
 
     @model_validator(mode="after")
     def _check_span(self) -> Self:
@@ -134,10 +155,15 @@ class NodeRecord(NodeStatus):
     def node_state(self) -> NodeState:
         """The part that planners use."""
         shared = self.model_dump(include=_SHARED_FIELDS)
-        return NodeState(peer_id=PeerId(self.peer_id), span=Span(*self.span), **shared)
+        return NodeState(
+            peer_id=PeerId(self.peer_id),
+            span=Span(*self.span),
+            measured=unpack_measured(self.measured),
+            **shared,
+        )
 
 
-_SHARED_FIELDS = set(NodeState.__dataclass_fields__) - {"peer_id", "span"}
+_SHARED_FIELDS = set(NodeState.__dataclass_fields__) - {"peer_id", "span", "measured"}
 
 
 def seal(record: NodeRecord, identity: Identity, membership: Membership = _PUBLIC) -> bytes:

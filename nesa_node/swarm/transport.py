@@ -124,10 +124,12 @@ class Transport:
         The writer is closed when the handler returns. An exception in it is logged and ends that
         stream only; at close of the transport the handlers are cancelled. One peer may hold
         `MAX_STREAMS_PER_PEER` streams, all together half of the files that this process may open;
-        further ones are closed at once.
+        further ones are closed at once. A second handler of a protocol takes the first one's place.
         """
+        is_new = protocol not in self._handlers
         self._handlers[protocol] = handler
-        await self.control.forward_streams(protocol, self._daemon.streams_path)
+        if is_new:
+            await self.control.forward_streams(protocol, self._daemon.streams_path)
 
     def accept(self, pipe: Pipe) -> None:
         """The daemon's end of an incoming stream has connected."""

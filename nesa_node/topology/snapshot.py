@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.core.span import Span
 from nesa_node.topology.links import Links
+from nesa_node.topology.measured import Measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,7 @@ class NodeState:
     max_blocks: int = 0
     reliability: float = 1.0
     location: tuple[float, float] | None = None
+    measured: tuple[Measured, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

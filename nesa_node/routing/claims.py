@@ -1,0 +1,54 @@
+"""How fast nodes are: what they claim, capped by what others have measured."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import replace
+
+from nesa_node.core.ids import PeerId
+from nesa_node.topology.snapshot import NodeState
+
+TOLERANCE = 1.25
+"""A claim may be so much above what was measured: a busy moment, a slow network."""
+REMEMBERED_S = 3600.0
+_MAX_PEERS = 4096
+
+
+class Claims:
+    """Decoding speeds of nodes as somebody measured them from outside.
+
+    `clock` returns seconds and never goes back (`time.monotonic`).
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._measured: OrderedDict[PeerId, tuple[float, float]] = OrderedDict()
+
+    def measured(self, peer: PeerId, tokens_per_s: float) -> None:
+        """`peer` decoded so fast, through its whole span, for one session."""
+        if not tokens_per_s > 0:
+            raise ValueError(f"{tokens_per_s} tokens/s is no speed")
+        self._measured[peer] = (tokens_per_s, self._clock())
+        self._measured.move_to_end(peer)
+        if len(self._measured) > _MAX_PEERS:
+            self._measured.popitem(last=False)
+
+    def age_s(self, peer: PeerId) -> float:
+        """Since `peer` was measured; inf if it never was."""
+        known = self._measured.get(peer)
+        return float("inf") if known is None else self._clock() - known[1]
+
+    def believed(self, node: NodeState) -> NodeState:
+        """`node` with the speeds that can be believed: both shrink by what decoding was over."""
+        if self.age_s(node.peer_id) > REMEMBERED_S or node.decode_tokens_per_s <= 0:
+            return node
+        most = TOLERANCE * self._measured[node.peer_id][0]
+        share = min(most / node.decode_tokens_per_s, 1.0)
+        if share == 1.0:
+            return node
+        return replace(
+            node,
+            decode_tokens_per_s=share * node.decode_tokens_per_s,
+            prefill_tokens_per_s=share * node.prefill_tokens_per_s,
+        )

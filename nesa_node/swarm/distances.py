@@ -1,0 +1,102 @@
+"""How far other nodes are from this one, as it has measured itself."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+import statistics
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping, Sequence
+
+from nesa_node.core.errors import PeerUnreachableError
+from nesa_node.core.ids import PeerId
+from nesa_node.swarm.link_speed import LinkSpeeds
+from nesa_node.swarm.ping import ping
+from nesa_node.swarm.transport import Transport
+from nesa_node.topology.measured import MAX_MEASURED, Measured, peer_digest
+
+_PINGS_KEPT = 5
+_MAX_PEERS = 1024
+
+
+class Distances:
+    """The last pings of each peer. `clock` returns seconds and never goes back."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._pings: OrderedDict[PeerId, deque[float]] = OrderedDict()
+        self._measured_at: dict[PeerId, float] = {}
+
+    def note(self, peer: PeerId, rtt_ms: float) -> None:
+        self._pings.setdefault(peer, deque(maxlen=_PINGS_KEPT)).append(rtt_ms)
+        self._pings.move_to_end(peer)
+        self._measured_at[peer] = self._clock()
+        if len(self._pings) > _MAX_PEERS:
+            forgotten, _ = self._pings.popitem(last=False)
+            del self._measured_at[forgotten]
+
+    def forget(self, peer: PeerId) -> None:
+        """It does not answer any more: what it was does not count."""
+        self._pings.pop(peer, None)
+        self._measured_at.pop(peer, None)
+
+    def rtt_ms(self, peer: PeerId) -> float:
+        """The median of the last pings; NaN if there was none."""
+        pings = self._pings.get(peer)
+        return statistics.median(pings) if pings else math.nan
+
+    def age_s(self, peer: PeerId) -> float:
+        """Since the last ping; inf if there was none."""
+        at = self._measured_at.get(peer)
+        return math.inf if at is None else self._clock() - at
+
+    def measured(self, speeds: LinkSpeeds) -> tuple[Measured, ...]:
+        """What a record can tell: the nearest, and the freshest of the others, half of each."""
+        known = sorted(self._pings, key=lambda peer: (self.rtt_ms(peer), peer))
+        near, far = known[: MAX_MEASURED // 2], known[MAX_MEASURED // 2 :]
+        fresh = sorted(far, key=self.age_s)[: MAX_MEASURED - len(near)]
+        return tuple(
+            Measured(peer_digest(peer), self.rtt_ms(peer), speeds.rate_to(peer), self.age_s(peer))
+            for peer in (*near, *fresh)
+        )
+
+    async def measure(
+        self,
+        transport: Transport,
+        peers: Mapping[PeerId, Sequence[str]],
+        *,
+        timeout_s: float = 5.0,
+    ) -> None:
+        """Ping `peers`, given with their addresses, all at once. Who does not answer is unknown."""
+
+        async def one(peer: PeerId, addresses: Sequence[str]) -> None:
+            try:
+                self.note(peer, await ping(transport, peer, addresses, timeout_s=timeout_s))
+            except PeerUnreachableError:
+                self.forget(peer)
+
+        async with asyncio.TaskGroup() as group:
+            for peer, addresses in peers.items():
+                group.create_task(one(peer, addresses))
+
+
+def next_to_ping(
+    distances: Distances, peers: Sequence[PeerId], rng: random.Random, *, refresh_s: float
+) -> PeerId | None:
+    """Whom to ping now among `peers`, other nodes: somebody unknown, the nearest, or anybody.
+
+    In a small swarm everybody is pinged in turn. In a large one half of the pings go to the
+    `MAX_MEASURED` nearest, which matter most to routing, and half to random others, by which
+    nearer ones are found. None if all that could be pinged have been within `refresh_s`.
+    """
+    due = [peer for peer in peers if distances.age_s(peer) >= refresh_s]
+    if not due:
+        return None
+    known = [peer for peer in due if distances.age_s(peer) < math.inf]
+    unknown = [peer for peer in due if distances.age_s(peer) == math.inf]
+    if unknown and (len(peers) <= MAX_MEASURED or not known or rng.random() < 0.5):
+        return rng.choice(unknown)
+    near = sorted(known, key=lambda peer: (distances.rtt_ms(peer), peer))[:MAX_MEASURED]
+    return max(near, key=distances.age_s)

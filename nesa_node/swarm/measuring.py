@@ -1,0 +1,60 @@
+"""A daemon's own part of the picture of the network: a ping now and then."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+
+from nesa_node.core.errors import SwarmError
+from nesa_node.core.ids import ModelId
+from nesa_node.core.logging import get_logger
+from nesa_node.swarm.distances import next_to_ping
+from nesa_node.swarm.node import Swarm
+
+log = get_logger(__name__)
+
+PING_EVERY_S = 6.0
+"""A ping takes 1 kB of the network, by all that is around its bytes."""
+REFRESH_S = 60.0
+LOOK_EVERY_S = 60.0
+
+
+async def keep_measuring(
+    swarm: Swarm,
+    model_id: ModelId,
+    num_blocks: int,
+    rng: random.Random,
+    *,
+    ping_every_s: float = PING_EVERY_S,
+    refresh_s: float = REFRESH_S,
+    look_every_s: float = LOOK_EVERY_S,
+) -> None:
+    """Ping the nodes of a model in turn, until cancelled. What comes of it is in `distances`.
+
+    `look_every_s`: how often the DHT is asked who there is.
+    """
+    looked = time.monotonic()
+    while True:
+        await asyncio.sleep(ping_every_s * rng.uniform(0.8, 1.2))
+        try:
+            if time.monotonic() - looked >= look_every_s:
+                looked = time.monotonic()
+                await swarm.directory.fetch(model_id, num_blocks)
+            await _ping_one(swarm, model_id, num_blocks, rng, refresh_s)
+        except (SwarmError, OSError) as error:
+            log.info("not_measured", reason=str(error))
+
+
+async def _ping_one(
+    swarm: Swarm, model_id: ModelId, num_blocks: int, rng: random.Random, refresh_s: float
+) -> None:
+    snapshot = swarm.directory.snapshot(model_id, num_blocks)
+    others = {
+        node.peer_id: node.addresses
+        for node in (*snapshot.nodes, *snapshot.joining)
+        if node.peer_id != swarm.identity.peer_id
+    }
+    peer = next_to_ping(swarm.distances, sorted(others), rng, refresh_s=refresh_s)
+    if peer is not None:
+        await swarm.distances.measure(swarm.transport, {peer: others[peer]})

@@ -1,0 +1,57 @@
+"""How long a few bytes take to a peer and back."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+from nesa_node.core.errors import PeerUnreachableError
+from nesa_node.core.ids import PeerId
+from nesa_node.swarm.pipe import Pipe
+from nesa_node.swarm.transport import Transport
+
+PING_PROTOCOL = "/nesa/ping/1"
+PING_BYTES = 8
+PINGS = 3
+"""The first one also waits for the peer's libp2p to agree on the protocol."""
+_MAX_ANSWERS = 16
+_IDLE_S = 10.0
+
+
+async def answer_pings(peer: PeerId, reader: Pipe, writer: Pipe) -> None:
+    """Send back what comes, for a while: a stream's handler."""
+    for _ in range(_MAX_ANSWERS):
+        try:
+            async with asyncio.timeout(_IDLE_S):
+                writer.write(await reader.readexactly(PING_BYTES))
+                await writer.drain()
+        except TimeoutError:
+            return
+
+
+async def ping(
+    transport: Transport, peer: PeerId, addresses: Sequence[str] = (), *, timeout_s: float = 5.0
+) -> float:
+    """The shortest of a few round trips to `peer` and back, in ms.
+
+    Whatever disturbs one makes it longer, so the shortest says most about the way. Raises
+    `PeerUnreachableError` if the peer does not answer, or answers something else.
+    """
+    pipe, _ = await transport.open_stream(peer, PING_PROTOCOL, addresses, timeout_s)
+    try:
+        async with asyncio.timeout(timeout_s):
+            return min([await _round_trip_ms(pipe, number) for number in range(PINGS)])
+    except (TimeoutError, OSError, asyncio.IncompleteReadError) as error:
+        raise PeerUnreachableError(f"{peer} does not answer pings: {error}") from error
+    finally:
+        pipe.close()
+
+
+async def _round_trip_ms(pipe: Pipe, number: int) -> float:
+    sent = number.to_bytes(PING_BYTES, "little")
+    started = time.perf_counter()
+    pipe.write(sent)
+    if await pipe.readexactly(PING_BYTES) != sent:
+        raise ConnectionError("something else came back")
+    return (time.perf_counter() - started) * 1000

@@ -1,0 +1,80 @@
+"""Speeds measured from outside, at real nodes, one of which lies."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from nesa_node.client.audit import measure_speed
+from nesa_node.client.request import RouteRequest
+from nesa_node.core.ids import ModelId, PeerId
+from nesa_node.core.span import Span
+from nesa_node.engine.blocks import Blocks
+from nesa_node.engine.measure import Throughput, measure_throughput
+from nesa_node.routing.claims import Claims
+from nesa_node.server import daemon
+from nesa_node.swarm.identity import Identity
+from nesa_node.swarm.node import open_swarm
+from nesa_node.topology.snapshot import NodeState
+from tests.engine.tiny_models import BLOCKS, HIDDEN
+from tests.swarm.local_swarm import local_swarm
+from tests.swarms import in_process_swarm
+
+LIE = 100.0
+
+
+async def test_a_node_that_claims_a_hundred_times_its_speed_is_found_out(
+    tiny: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured: list[Throughput] = []
+
+    def boast(blocks: Blocks) -> Throughput:
+        measured.append(measure_throughput(blocks))
+        factor = LIE if len(measured) == 1 else 1.0
+        last = measured[-1]
+        return replace(
+            last,
+            prefill_tokens_per_s=factor * last.prefill_tokens_per_s,
+            decode_tokens_per_s=factor * last.decode_tokens_per_s,
+        )
+
+    monkeypatch.setattr(daemon, "measure_throughput", boast)
+    folder = tiny("llama")
+    spans = [Span(0, BLOCKS), Span(0, BLOCKS)]
+    with in_process_swarm(folder, spans, tmp_path) as addresses:
+        async with open_swarm(
+            Identity.ephemeral(tmp_path), initial_peers=addresses, listen=False
+        ) as swarm:
+            (record, *_) = await swarm.directory.fetch_all()
+            request = _request(ModelId(record.model_id))
+            snapshot = await swarm.directory.fetch(request.model_id)
+            liar, other = sorted(snapshot.nodes, key=lambda node: -node.decode_tokens_per_s)
+            assert liar.decode_tokens_per_s > LIE / 5 * other.decode_tokens_per_s
+            claims = Claims(time.monotonic)
+            for node in snapshot.nodes:
+                speed = await measure_speed(swarm, node, request)
+                assert speed is not None
+                claims.measured(node.peer_id, speed)
+            assert claims.believed(liar).decode_tokens_per_s < liar.decode_tokens_per_s / 20
+
+
+async def test_nobody_who_is_gone_is_measured(tmp_path: Path) -> None:
+    async with local_swarm(tmp_path, 1) as (swarm,):
+        ghost = NodeState(PeerId("12D3KooWghost"), Span(0, BLOCKS))
+        assert await measure_speed(swarm, ghost, _request(ModelId("tiny@0"))) is None
+
+
+def _request(model_id: ModelId) -> RouteRequest:
+    return RouteRequest(
+        model_id=model_id,
+        span=Span(0, BLOCKS),
+        rows=4,
+        max_tokens=100,
+        hidden_size=HIDDEN,
+        dtype="float32",
+        mode="chain",
+    )

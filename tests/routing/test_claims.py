@@ -1,0 +1,49 @@
+"""Speeds that nodes claim."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from nesa_node.core.ids import PeerId
+from nesa_node.core.span import Span
+from nesa_node.routing.claims import REMEMBERED_S, TOLERANCE, Claims
+from nesa_node.topology.snapshot import NodeState
+
+A = PeerId("a")
+LIAR = NodeState(A, Span(0, 4), decode_tokens_per_s=1000.0, prefill_tokens_per_s=50_000.0)
+
+
+class _Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_claim_far_above_what_was_measured_is_cut_for_a_while() -> None:
+    clock = _Clock()
+    claims = Claims(clock)
+    assert claims.believed(LIAR) is LIAR
+    assert claims.age_s(A) == math.inf
+    claims.measured(A, 10.0)
+    believed = claims.believed(LIAR)
+    assert believed.decode_tokens_per_s == pytest.approx(10.0 * TOLERANCE)
+    assert believed.prefill_tokens_per_s == pytest.approx(500.0 * TOLERANCE)
+    clock.now = REMEMBERED_S + 1
+    assert claims.believed(LIAR) is LIAR
+
+
+def test_an_honest_claim_stays_as_it_is() -> None:
+    claims = Claims(_Clock())
+    claims.measured(A, 900.0)
+    assert claims.believed(LIAR) is LIAR
+    claims.measured(A, 5000.0)
+    assert claims.believed(LIAR) is LIAR
+
+
+@pytest.mark.parametrize("speed", [0.0, -1.0, math.nan])
+def test_no_speed_is_refused(speed: float) -> None:
+    with pytest.raises(ValueError, match="no speed"):
+        Claims(_Clock()).measured(A, speed)

@@ -1,0 +1,179 @@
+"""Pings over real p2pd processes, and what is kept of them."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from nesa_node.core.errors import PeerUnreachableError
+from nesa_node.core.ids import ModelId, PeerId
+from nesa_node.swarm.distances import Distances, next_to_ping
+from nesa_node.swarm.identity import Identity
+from nesa_node.swarm.link_speed import LinkSpeeds
+from nesa_node.swarm.measuring import keep_measuring
+from nesa_node.swarm.node import Swarm, open_swarm
+from nesa_node.swarm.ping import PING_PROTOCOL, ping
+from nesa_node.swarm.pipe import Pipe
+from nesa_node.topology.assemble import with_links
+from nesa_node.topology.measured import MAX_MEASURED, pack_measured, peer_digest
+from tests.swarm.local_swarm import eventually, local_swarm
+from tests.swarm.record_fields import MODEL_ID, make_status
+
+MODEL = ModelId(MODEL_ID)
+
+
+class _Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+async def test_every_member_answers_pings_and_a_client_may_ask(tmp_path: Path) -> None:
+    async with local_swarm(tmp_path, 2) as (one, two):
+        peer = two.identity.peer_id
+        assert 0 < await ping(one.transport, peer, two.transport.addresses) < 1000
+        async with open_swarm(
+            Identity.ephemeral(tmp_path), initial_peers=one.transport.addresses, listen=False
+        ) as client:
+            await client.distances.measure(
+                client.transport, {peer: two.transport.addresses, PeerId("12D3KooWnobody"): ()}
+            )
+            assert 0 < client.distances.rtt_ms(peer) < 1000
+            assert math.isnan(client.distances.rtt_ms(PeerId("12D3KooWnobody")))
+
+
+@pytest.mark.parametrize("answer", [b"", b"short", b"not what was asked for here"])
+async def test_whoever_answers_something_else_counts_as_unreachable(
+    tmp_path: Path, answer: bytes
+) -> None:
+    async def lie(peer: PeerId, reader: Pipe, writer: Pipe) -> None:
+        writer.write(answer)
+        await writer.drain()
+
+    async with local_swarm(tmp_path, 2) as (one, two):
+        await two.transport.serve(PING_PROTOCOL, lie)
+        one.distances.note(two.identity.peer_id, 5.0)
+        peers = {two.identity.peer_id: two.transport.addresses}
+        await one.distances.measure(one.transport, peers)
+        assert math.isnan(one.distances.rtt_ms(two.identity.peer_id))
+
+
+async def test_a_peer_that_keeps_silent_is_given_up(tmp_path: Path) -> None:
+    async def keep_silent(peer: PeerId, reader: Pipe, writer: Pipe) -> None:
+        await asyncio.sleep(60)
+
+    async with local_swarm(tmp_path, 2) as (one, two):
+        await two.transport.serve(PING_PROTOCOL, keep_silent)
+        with pytest.raises(PeerUnreachableError, match="does not answer pings"):
+            await ping(one.transport, two.identity.peer_id, two.transport.addresses, timeout_s=0.5)
+
+
+async def test_a_stream_of_pings_ends(tmp_path: Path) -> None:
+    """Nobody holds a node's stream open by asking for ever."""
+    async with local_swarm(tmp_path, 2) as (one, two):
+        pipe, _ = await one.transport.open_stream(
+            two.identity.peer_id, PING_PROTOCOL, two.transport.addresses
+        )
+        answered = 0
+        with suppress(asyncio.IncompleteReadError, OSError):
+            for _ in range(100):
+                pipe.write(bytes(8))
+                await pipe.readexactly(8)
+                answered += 1
+        pipe.close()
+        assert 3 <= answered < 100
+
+
+async def test_measuring_nodes_know_their_links_from_each_others_records(tmp_path: Path) -> None:
+    async with local_swarm(tmp_path, 3) as members, asyncio.TaskGroup() as group:
+        for member in members:
+            await member.directory.publish(make_status())
+        tasks = [
+            group.create_task(
+                keep_measuring(
+                    member, MODEL, 30, random.Random(0), ping_every_s=0.02, look_every_s=0.1
+                )
+            )
+            for member in members
+        ]
+
+        async def all_links_are_known() -> bool:
+            for member in members:
+                measured = pack_measured(member.distances.measured(member.speeds))
+                await member.directory.publish(make_status(measured=measured))
+            return all(await asyncio.gather(*(_knows_all(member) for member in members)))
+
+        await eventually(all_links_are_known, 20)
+        for task in tasks:
+            task.cancel()
+
+
+async def _knows_all(member: Swarm) -> bool:
+    links = with_links(await member.directory.fetch(MODEL, 30)).links
+    assert links is not None
+    return len(links.peers) == 3 and bool((links.confidence_NN > 0.9).all())
+
+
+def test_what_is_kept_is_the_median_of_the_last_pings() -> None:
+    clock = _Clock()
+    distances = Distances(clock)
+    peer = PeerId("a")
+    assert math.isnan(distances.rtt_ms(peer))
+    assert distances.age_s(peer) == math.inf
+    for rtt_ms in (900.0, 10.0, 11.0, 12.0, 13.0, 400.0):
+        distances.note(peer, rtt_ms)
+    clock.now = 7.0
+    assert distances.rtt_ms(peer) == 12.0
+    assert distances.age_s(peer) == 7.0
+
+
+def test_a_record_names_the_nearest_and_the_freshest() -> None:
+    clock = _Clock()
+    distances = Distances(clock)
+    for index in range(100):
+        clock.now = index
+        distances.note(PeerId(f"p{index}"), 100.0 + index)
+    measured = distances.measured(LinkSpeeds())
+    assert len(measured) == MAX_MEASURED
+    expected = {*range(8), *range(92, 100)}
+    assert {link.digest for link in measured} == {
+        peer_digest(PeerId(f"p{index}")) for index in expected
+    }
+    assert all(math.isnan(link.rate_bytes_per_s) for link in measured)
+
+
+def test_a_small_swarm_is_pinged_in_turn_and_then_left_alone() -> None:
+    clock, rng = _Clock(), random.Random(1)
+    distances = Distances(clock)
+    peers = [PeerId(f"p{index}") for index in range(11)]
+    for _ in range(2):
+        asked = []
+        for _ in range(11):
+            peer = next_to_ping(distances, peers, rng, refresh_s=60)
+            assert peer is not None
+            asked.append(peer)
+            clock.now += 1
+            distances.note(peer, 10.0)
+        assert sorted(asked) == sorted(peers)
+        assert next_to_ping(distances, peers, rng, refresh_s=60) is None
+        clock.now += 60
+
+
+def test_a_large_swarm_is_explored_while_the_nearest_stay_fresh() -> None:
+    clock, rng = _Clock(), random.Random(1)
+    distances = Distances(clock)
+    rtt_ms = {PeerId(f"p{index}"): 1.0 + index for index in range(500)}
+    for _ in range(3000):
+        peer = next_to_ping(distances, sorted(rtt_ms), rng, refresh_s=60)
+        if peer is not None:
+            distances.note(peer, rtt_ms[peer])
+        clock.now += 6
+    nearest = sorted(rtt_ms, key=lambda peer: rtt_ms[peer])[:MAX_MEASURED]
+    assert all(distances.age_s(peer) < 400 for peer in nearest)
+    assert sum(distances.age_s(peer) < math.inf for peer in rtt_ms) > 400
