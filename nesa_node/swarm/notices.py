@@ -151,6 +151,11 @@ class Placement(Notice):
     trigger: _Name
     reason: Text = Field(max_length=256)
 
+    @property
+    def name(self) -> str:
+        """How logs and `nesa-node explain` call it."""
+        return f"{self.epoch}.{self.seq}@{self.peer_id[-8:]}"
+
     @model_validator(mode="after")
     def _check_moves(self) -> Self:
         if len({move.peer for move in self.moves}) < len(self.moves):
