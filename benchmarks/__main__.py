@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import get_args
 
-from benchmarks import churn, codecs, concurrency, decode, hop, prefill, swarm
+from benchmarks import churn, codecs, concurrency, decode, estimate, hop, prefill, swarm
 from benchmarks.models import SHAPES
 from benchmarks.options import Options, Quant
 from benchmarks.results import write_result
@@ -26,6 +26,7 @@ BENCHMARKS: dict[str, ModuleType] = {
     "codecs": codecs,
     "concurrency": concurrency,
     "decode": decode,
+    "estimate": estimate,
     "hop": hop,
     "prefill": prefill,
     "swarm": swarm,
@@ -68,6 +69,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--prompts", type=numbers, metavar="N,N", help="tokens of prompts (auto)")
     add("--congestion-control", help="of TCP between the machines [default: cubic] (wan)")
     add("--sysctls", type=sysctls, metavar="NAME=VALUE,...", help="of the machines (wan)")
+    add("--matrix", help="an .npz of round trips in seconds, zeros missing (estimate)")
     add("--seed", type=int, help="of weights, prompts and events [default: 0]")
     return parser
 

@@ -33,6 +33,7 @@ class Options:
     prompts: tuple[int, ...] = ()
     congestion_control: str = "cubic"
     sysctls: tuple[str, ...] = ()
+    matrix: str | None = None
     seed: int = 0
 
     @property

@@ -21,7 +21,7 @@ from nesa_node.engine.measure import Throughput
 from nesa_node.swarm.directory import Directory
 from nesa_node.swarm.messages import VERSION
 from nesa_node.swarm.records import NodeStatus
-from nesa_node.topology.measured import Measured, pack_measured
+from nesa_node.topology.packed import Measured, pack_measured
 
 log = get_logger(__name__)
 

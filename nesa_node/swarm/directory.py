@@ -32,6 +32,7 @@ from nesa_node.swarm.records import (
 )
 from nesa_node.swarm.transport import Transport
 from nesa_node.swarm.validator import RecordValidator
+from nesa_node.topology.assemble import assemble_links
 from nesa_node.topology.snapshot import NodeState, Snapshot
 
 log = get_logger(__name__)
@@ -151,6 +152,14 @@ class Directory:
         """How much each peer is blamed for failures now (`routing/reputation.py`)."""
         records = [record for record in self._alive() if record.model_id == model_id]
         return self._hearsay.blames(model_id, records)
+
+    def with_links(self, snapshot: Snapshot) -> Snapshot:
+        """The same with the links among its nodes, as their newest records tell them."""
+        measured = {
+            node.peer_id: record.measured_links() if (record := self.record(node.peer_id)) else ()
+            for node in (*snapshot.nodes, *snapshot.joining)
+        }
+        return replace(snapshot, links=assemble_links(measured))
 
     async def fetch_all(self) -> list[NodeRecord]:
         """Every node of every model, sorted by model, span and peer id. As lenient as `fetch`."""

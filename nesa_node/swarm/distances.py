@@ -15,7 +15,7 @@ from nesa_node.core.ids import PeerId
 from nesa_node.swarm.link_speed import LinkSpeeds
 from nesa_node.swarm.ping import ping
 from nesa_node.swarm.transport import Transport
-from nesa_node.topology.measured import MAX_MEASURED, Measured, peer_digest
+from nesa_node.topology.packed import MAX_MEASURED, Measured, peer_digest
 
 _PINGS_KEPT = 5
 _MAX_PEERS = 1024

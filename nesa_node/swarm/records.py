@@ -32,7 +32,7 @@ from nesa_node.swarm.sealing import (
     read_fields,
     seal_body,
 )
-from nesa_node.topology.measured import MAX_PACKED_BYTES, unpack_measured
+from nesa_node.topology.packed import MAX_PACKED_BYTES, Measured, unpack_measured
 from nesa_node.topology.snapshot import NodeState
 
 MAX_RECORD_BYTES = 4096
@@ -111,7 +111,7 @@ class NodeStatus(BaseModel):
     sent_bytes: dict[CodecText, Count] = Field(default_factory=dict, max_length=16)
     """Of hidden states, by codec, since it started."""
     measured: PackedLinks = b""
-    """Round trips and rates to others, packed (`topology/measured.py`)."""
+    """Round trips and rates to others, packed (`topology/packed.py`)."""
     max_blocks: int = Field(default=0, ge=0, le=10_000)
     """How many of the model's blocks fit into the memory that it gives; 0 says nothing."""
     location: (
@@ -155,15 +155,13 @@ class NodeRecord(NodeStatus):
     def node_state(self) -> NodeState:
         """The part that planners use."""
         shared = self.model_dump(include=_SHARED_FIELDS)
-        return NodeState(
-            peer_id=PeerId(self.peer_id),
-            span=Span(*self.span),
-            measured=unpack_measured(self.measured),
-            **shared,
-        )
+        return NodeState(peer_id=PeerId(self.peer_id), span=Span(*self.span), **shared)
+
+    def measured_links(self) -> tuple[Measured, ...]:
+        return unpack_measured(self.measured)
 
 
-_SHARED_FIELDS = set(NodeState.__dataclass_fields__) - {"peer_id", "span", "measured"}
+_SHARED_FIELDS = set(NodeState.__dataclass_fields__) - {"peer_id", "span"}
 
 
 def seal(record: NodeRecord, identity: Identity, membership: Membership = _PUBLIC) -> bytes:

@@ -72,6 +72,18 @@ class Links:
             arrays.append(array)
         return Links(tuple(peers), *arrays)
 
+    def between(self, peers: Sequence[PeerId]) -> tuple[Floats, Floats]:
+        """Round trips and rates among `peers` alone, in that order; cheaper than `of`."""
+        if tuple(peers) == self.peers:
+            return self.rtt_ms_NN, self.rate_bytes_per_s_NN
+        rows = np.array([self._rows.get(peer, -1) for peer in peers], dtype=np.int64)
+        picked = np.ix_(rows, rows)
+        rtt_ms_NN, rate_NN = self.rtt_ms_NN[picked], self.rate_bytes_per_s_NN[picked]
+        for array in (rtt_ms_NN, rate_NN):
+            array[rows < 0, :] = np.nan
+            array[:, rows < 0] = np.nan
+        return rtt_ms_NN, rate_NN
+
     def rtt_ms(self, one: PeerId, other: PeerId) -> float:
         """NaN if either is not in here."""
         if one not in self._rows or other not in self._rows:

@@ -1,68 +1,84 @@
-"""What one node has measured of its links, as small as it travels in every record.
+"""What daemons measured, made into links: one round trip per pair, and how much to trust it.
 
-A round trip is a float16 in ms (exact to 0.05 %, up to 65 s), a rate a float16 in MB/s, an age a
-float16 in minutes. A peer is the first bytes of its id's digest: who grinds an id that collides
-with another's gets what was measured of that one counted as its own, which a later ping corrects.
+N nodes. Row i, column j of a directed array is what i measured to j: the median of its last pings.
+A round trip has no direction, but its measurements do. What differs between the two ends is the
+waiting inside whichever was busy, and that only ever adds: so the smaller of both medians counts.
+(On the Seattle testbed it is 16 % off what the next minutes bring, in the median; the mean of both
+37 %, the larger 53 %.) Triangle violations stay as they are: packets do take detours.
+
+The smaller one can also be a lie, to attract traffic. Nobody can make others measure less than the
+network needs, so a node is found out when what it claims is less than half of what the others
+measured of it, in the median: then only the others count. (0.4 of Seattle's 99 nodes, none of which
+lies; the error grows to 16.1 %.)
 """
 
 from __future__ import annotations
 
-import hashlib
-import math
-import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
 
 from nesa_node.core.ids import PeerId
+from nesa_node.topology.links import Links
 
-MAX_MEASURED = 16
-"""Links in one record."""
-DIGEST_BYTES = 6
-_FORMAT = struct.Struct(f"<{DIGEST_BYTES}seee")
-MAX_PACKED_BYTES = MAX_MEASURED * _FORMAT.size
-_MOST = 60_000.0
+Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
 
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """The link to the peer with the id's `digest`; `rate_bytes_per_s` is NaN where unknown."""
-
-    digest: bytes
-    rtt_ms: float
-    rate_bytes_per_s: float
-    age_s: float
+STALE_S = 600.0
+"""A measurement that is older than the other end's by more says what was, and does not count."""
+HALF_LIFE_S = 1800.0
+"""In which confidence halves: routes change within hours."""
+ONE_END = 0.7
+"""Confidence where the other end has not measured."""
+LEAST_RTT_MS = 0.01
+MAX_RTT_MS = 60_000.0
+_LIE = 0.5
+_PAIRS_TO_JUDGE = 3
 
 
-def peer_digest(peer: PeerId) -> bytes:
-    return hashlib.sha256(peer.encode()).digest()[:DIGEST_BYTES]
+def links_from_measurements(
+    peers: Sequence[PeerId],
+    rtt_ms_NN: Floats,
+    age_s_NN: Floats,
+    rate_bytes_per_s_NN: Floats | None = None,
+) -> Links:
+    """Links of `peers` from directed measurements, NaN where there is none.
+
+    Round trips that are not between 0.01 ms and a minute, and rates that are not above zero, are
+    ignored.
+    """
+    rtt_NN, age_NN, ends_NN = symmetric(rtt_ms_NN, age_s_NN)
+    rate_NN = np.full_like(rtt_NN, np.nan)
+    if rate_bytes_per_s_NN is not None:
+        sane_NN = rate_bytes_per_s_NN > 0
+        rate_NN[sane_NN] = rate_bytes_per_s_NN[sane_NN]
+    np.fill_diagonal(rate_NN, np.inf)
+    confidence_NN = np.where(ends_NN == 2, 1.0, ONE_END) * 0.5 ** (age_NN / HALF_LIFE_S)
+    confidence_NN[ends_NN == 0] = 0.0
+    np.fill_diagonal(confidence_NN, 1.0)
+    return Links(tuple(peers), rtt_NN, rate_NN, age_NN, confidence_NN)
 
 
-def pack_measured(links: Sequence[Measured]) -> bytes:
-    """Raises `ValueError` for more than `MAX_MEASURED`."""
-    if len(links) > MAX_MEASURED:
-        raise ValueError(f"{len(links)} links do not fit a record, {MAX_MEASURED} do")
-    return b"".join(
-        _FORMAT.pack(
-            link.digest,
-            min(link.rtt_ms, _MOST),
-            min(link.rate_bytes_per_s / 1e6, _MOST),
-            min(link.age_s / 60, _MOST),
-        )
-        for link in links
-    )
+def symmetric(rtt_ms_NN: Floats, age_s_NN: Floats) -> tuple[Floats, Floats, NDArray[np.int64]]:
+    """Round trips and their ages, NaN where nobody measured, and how many ends measured: 0 to 2."""
+    sane_NN = (rtt_ms_NN >= LEAST_RTT_MS) & (rtt_ms_NN <= MAX_RTT_MS) & (age_s_NN >= 0)
+    np.fill_diagonal(sane_NN, False)
+    sane_NN &= ~(_flatterers(np.where(sane_NN, rtt_ms_NN, np.nan))[:, None] & sane_NN.T)
+    sane_NN &= ~(sane_NN.T & (age_s_NN > age_s_NN.T + STALE_S))
+    own_NN = np.where(sane_NN, rtt_ms_NN, np.nan)
+    rtt_NN = np.fmin(own_NN, own_NN.T)
+    age_NN = np.where(sane_NN, age_s_NN, np.nan)
+    age_NN = np.fmin(age_NN, age_NN.T)
+    np.fill_diagonal(rtt_NN, 0.0)
+    np.fill_diagonal(age_NN, 0.0)
+    return rtt_NN, age_NN, sane_NN.astype(np.int64) + sane_NN.T
 
 
-def unpack_measured(packed: bytes) -> tuple[Measured, ...]:
-    """Raises `ValueError` for what `pack_measured` cannot have made."""
-    if len(packed) > MAX_PACKED_BYTES or len(packed) % _FORMAT.size:
-        raise ValueError(f"{len(packed)} bytes are no list of measured links")
-    links = []
-    for digest, rtt_ms, rate_mb_per_s, age_min in _FORMAT.iter_unpack(packed):
-        link = Measured(digest, rtt_ms, rate_mb_per_s * 1e6, age_min * 60)
-        rate_is_fine = math.isnan(rate_mb_per_s) or 0 <= rate_mb_per_s < math.inf
-        if not (0 <= rtt_ms < math.inf and rate_is_fine and 0 <= age_min < math.inf):
-            raise ValueError(f"not a measured link: {link}")
-        links.append(link)
-    if len({link.digest for link in links}) < len(links):
-        raise ValueError("a peer occurs twice among measured links")
-    return tuple(links)
+def _flatterers(rtt_ms_NN: Floats) -> Bools:
+    """Nodes that claim much less than others measured of them, [N]."""
+    ratio_NN = rtt_ms_NN / rtt_ms_NN.T
+    found_N = np.zeros(len(rtt_ms_NN), dtype=bool)
+    for node in np.flatnonzero(np.isfinite(ratio_NN).sum(axis=1) >= _PAIRS_TO_JUDGE):
+        found_N[node] = np.nanmedian(ratio_NN[node]) < _LIE
+    return found_N

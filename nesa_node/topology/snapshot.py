@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.core.span import Span
+from nesa_node.topology.digest import digest
 from nesa_node.topology.links import Links
-from nesa_node.topology.measured import Measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,6 @@ class NodeState:
     max_blocks: int = 0
     reliability: float = 1.0
     location: tuple[float, float] | None = None
-    measured: tuple[Measured, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +77,10 @@ class Snapshot:
             nodes=tuple(node for node in self.nodes if node.peer_id not in peers),
             joining=tuple(node for node in self.joining if node.peer_id not in peers),
         )
+
+    def digest(self) -> str:
+        """SHA-256 of its content in hexadecimal; the same in whatever order nodes are listed."""
+        return digest(self)
 
 
 def count_holders(nodes: Sequence[NodeState], num_blocks: int) -> tuple[int, ...]:

@@ -36,6 +36,8 @@ def test_wheel_holds_our_package_once_and_nothing_else(tmp_path: Path) -> None:
         next(name for name in names if name.endswith("/METADATA")).partition("/")[0],
     }
     assert "nesa_node/py.typed" in names
+    assert "nesa_node/topology/tables/gcp.json" in names
+    assert "nesa_node/topology/tables/gcp.LICENSE" in names
     sources = {str(path.relative_to(ROOT)) for path in (ROOT / "nesa_node").rglob("*.py")}
     assert sources <= set(names)
 

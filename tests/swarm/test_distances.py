@@ -19,8 +19,7 @@ from nesa_node.swarm.measuring import keep_measuring
 from nesa_node.swarm.node import Swarm, open_swarm
 from nesa_node.swarm.ping import PING_PROTOCOL, ping
 from nesa_node.swarm.pipe import Pipe
-from nesa_node.topology.assemble import with_links
-from nesa_node.topology.measured import MAX_MEASURED, pack_measured, peer_digest
+from nesa_node.topology.packed import MAX_MEASURED, pack_measured, peer_digest
 from tests.swarm.local_swarm import eventually, local_swarm
 from tests.swarm.record_fields import MODEL_ID, make_status
 
@@ -115,7 +114,7 @@ async def test_measuring_nodes_know_their_links_from_each_others_records(tmp_pat
 
 
 async def _knows_all(member: Swarm) -> bool:
-    links = with_links(await member.directory.fetch(MODEL, 30)).links
+    links = member.directory.with_links(await member.directory.fetch(MODEL, 30)).links
     assert links is not None
     return len(links.peers) == 3 and bool((links.confidence_NN > 0.9).all())
 

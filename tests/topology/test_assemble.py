@@ -7,30 +7,34 @@ import math
 import numpy as np
 import pytest
 
-from nesa_node.core.ids import ModelId, PeerId
-from nesa_node.core.span import Span
-from nesa_node.topology.assemble import HALF_LIFE_S, ONE_SIDED, with_links
+from nesa_node.core.ids import PeerId
+from nesa_node.topology.assemble import assemble_links
 from nesa_node.topology.links import Links
-from nesa_node.topology.measured import Measured, peer_digest
-from nesa_node.topology.snapshot import NodeState, Snapshot
+from nesa_node.topology.measured import HALF_LIFE_S, ONE_END
+from nesa_node.topology.packed import Measured, peer_digest
 
 A, B, C, D = (PeerId(name) for name in "abcd")
 
 
-def _node(peer: PeerId, *measured: tuple[PeerId, float, float, float]) -> NodeState:
-    links = (Measured(peer_digest(other), rtt, rate, age) for other, rtt, rate, age in measured)
-    return NodeState(peer, Span(0, 1), measured=tuple(links))
+Said = tuple[PeerId, list[tuple[PeerId, float, float, float]]]
 
 
-def _links(*nodes: NodeState) -> Links:
-    links = with_links(Snapshot(ModelId("m@0"), 1, nodes[1:], 0.0, joining=nodes[:1])).links
-    assert links is not None
-    return links
+def _node(peer: PeerId, *measured: tuple[PeerId, float, float, float]) -> Said:
+    return peer, list(measured)
 
 
-def test_the_larger_of_both_ends_medians_is_the_round_trip() -> None:
-    links = _links(_node(A, (B, 1.0, 5e6, 0.0)), _node(B, (A, 40.0, math.nan, 60.0)))
-    assert links.rtt_ms(A, B) == links.rtt_ms(B, A) == 40.0
+def _links(*nodes: Said) -> Links:
+    return assemble_links(
+        {
+            peer: [Measured(peer_digest(other), *figures) for other, *figures in measured]
+            for peer, measured in nodes
+        }
+    )
+
+
+def test_both_ends_make_one_round_trip_and_each_direction_keeps_its_rate() -> None:
+    links = _links(_node(A, (B, 38.0, 5e6, 0.0)), _node(B, (A, 40.0, math.nan, 60.0)))
+    assert links.rtt_ms(A, B) == links.rtt_ms(B, A) == 38.0
     by_name = links.of((A, B))
     assert by_name.rate_bytes_per_s_NN[0, 1] == 5e6
     assert math.isnan(by_name.rate_bytes_per_s_NN[1, 0])
@@ -41,7 +45,7 @@ def test_the_larger_of_both_ends_medians_is_the_round_trip() -> None:
 def test_one_sided_and_old_measurements_are_believed_less() -> None:
     links = _links(_node(A, (B, 10.0, math.nan, HALF_LIFE_S)), _node(B)).of((A, B))
     assert links.rtt_ms(B, A) == 10.0
-    assert links.confidence_NN[1, 0] == pytest.approx(ONE_SIDED / 2)
+    assert links.confidence_NN[1, 0] == pytest.approx(ONE_END / 2)
 
 
 def test_unmeasured_pairs_and_peers_from_elsewhere_are_unknown() -> None:

@@ -1,74 +1,69 @@
-"""The packed form of links in records."""
-
-from __future__ import annotations
-
-import math
-import struct
-
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
 
 from nesa_node.core.ids import PeerId
-from nesa_node.topology.measured import (
-    MAX_MEASURED,
-    Measured,
-    pack_measured,
-    peer_digest,
-    unpack_measured,
-)
+from nesa_node.topology.links import Floats
+from nesa_node.topology.measured import HALF_LIFE_S, STALE_S, links_from_measurements, symmetric
 
-LINKS = st.lists(
-    st.builds(
-        Measured,
-        digest=st.binary(min_size=6, max_size=6),
-        rtt_ms=st.floats(0, 1e9),
-        rate_bytes_per_s=st.floats(0, math.inf) | st.just(math.nan),
-        age_s=st.floats(0, 1e9),
-    ),
-    max_size=MAX_MEASURED,
-    unique_by=lambda link: link.digest,
-)
+PEERS = tuple(PeerId(name) for name in "abcd")
+ANY = arrays(np.float64, (4, 4), elements=st.floats(allow_nan=True, allow_infinity=True, width=64))
 
 
-@given(LINKS)
-def test_what_is_packed_comes_back_to_half_a_permille(links: list[Measured]) -> None:
-    packed = pack_measured(links)
-    assert len(packed) == 12 * len(links)
-    for link, back in zip(links, unpack_measured(packed), strict=True):
-        assert back.digest == link.digest
-        assert back.rtt_ms == pytest.approx(min(link.rtt_ms, 60_000), rel=6e-4, abs=1e-4)
-        assert back.age_s == pytest.approx(min(link.age_s, 3.6e6), rel=6e-4, abs=1e-4)
-        if math.isnan(link.rate_bytes_per_s):
-            assert math.isnan(back.rate_bytes_per_s)
-        else:
-            expected = min(link.rate_bytes_per_s, 6e10)
-            assert back.rate_bytes_per_s == pytest.approx(expected, rel=6e-4, abs=1)
+def _nothing() -> Floats:
+    return np.full((4, 4), np.nan)
 
 
-@given(st.binary(max_size=400))
-def test_any_bytes_are_read_or_refused(packed: bytes) -> None:
-    try:
-        links = unpack_measured(packed)
-    except ValueError:
-        return
-    assert len(links) <= MAX_MEASURED
-    assert all(0 <= link.rtt_ms < math.inf and 0 <= link.age_s < math.inf for link in links)
+def test_smaller_of_both_ends_counts() -> None:
+    rtt_NN = _nothing()
+    rtt_NN[0, 1], rtt_NN[1, 0], rtt_NN[2, 0] = 30.0, 50.0, 70.0
+    got_NN, age_NN, ends_NN = symmetric(rtt_NN, np.where(np.isnan(rtt_NN), np.nan, 5.0))
+    assert got_NN[0, 1] == got_NN[1, 0] == 30.0
+    assert got_NN[0, 2] == got_NN[2, 0] == 70.0
+    assert np.isnan(got_NN[3, 0])
+    assert ends_NN[0, 1] == 2
+    assert ends_NN[0, 2] == 1
+    assert age_NN[0, 1] == 5.0
 
 
-@pytest.mark.parametrize(
-    "values", [(math.nan, 1, 1), (math.inf, 1, 1), (-1, 1, 1), (1, -1, 1), (1, 1, math.nan)]
-)
-def test_impossible_values_are_refused(values: tuple[float, float, float]) -> None:
-    with pytest.raises(ValueError, match="not a measured link"):
-        unpack_measured(struct.pack("<6seee", b"abcdef", *values))
+def test_what_is_stale_does_not_hide_what_has_become_slower() -> None:
+    rtt_NN, age_NN = _nothing(), _nothing()
+    rtt_NN[0, 1], rtt_NN[1, 0] = 30.0, 110.0
+    age_NN[0, 1], age_NN[1, 0] = STALE_S + 20.0, 10.0
+    got_NN, got_age_NN, ends_NN = symmetric(rtt_NN, age_NN)
+    assert got_NN[0, 1] == 110.0
+    assert got_age_NN[0, 1] == 10.0
+    assert ends_NN[0, 1] == 1
 
 
-def test_a_peer_is_listed_once_and_lists_are_bounded() -> None:
-    link = Measured(peer_digest(PeerId("a")), 1.0, 1.0, 1.0)
-    with pytest.raises(ValueError, match="twice"):
-        unpack_measured(pack_measured([link, link]))
-    with pytest.raises(ValueError, match="16 do"):
-        pack_measured([link] * 17)
-    with pytest.raises(ValueError, match="no list"):
-        unpack_measured(bytes(13))
+def test_node_that_flatters_itself_is_not_asked() -> None:
+    rtt_NN = np.full((4, 4), 100.0)
+    rtt_NN[0, 1:] = 1.0
+    got_NN, _, _ = symmetric(rtt_NN, np.zeros((4, 4)))
+    assert (got_NN[0, 1:] == 100.0).all()
+    # Its victims, of whom it claims so much, are not taken for liars.
+    assert (got_NN[1, 2:] == 100.0).all()
+
+
+def test_confidence_falls_with_age_and_with_silence_of_one_end() -> None:
+    rtt_NN, age_NN = np.full((4, 4), 50.0), np.zeros((4, 4))
+    age_NN[0, 2] = age_NN[2, 0] = HALF_LIFE_S
+    rtt_NN[3, 0] = np.nan
+    rtt_NN[3, 1] = rtt_NN[1, 3] = np.nan
+    confidence_NN = links_from_measurements(PEERS, rtt_NN, age_NN).confidence_NN
+    assert confidence_NN[0, 1] == 1.0
+    assert confidence_NN[0, 2] == pytest.approx(0.5)
+    assert 0 < confidence_NN[0, 3] < 1
+    assert confidence_NN[1, 3] == 0.0
+
+
+@given(ANY, ANY, ANY)
+def test_links_hold_nothing_absurd(rtt: Floats, age: Floats, rate: Floats) -> None:
+    links = links_from_measurements(PEERS, rtt, age, rate)
+    known_NN = ~np.isnan(links.rtt_ms_NN)
+    assert np.array_equal(links.rtt_ms_NN, links.rtt_ms_NN.T, equal_nan=True)
+    assert ((links.rtt_ms_NN >= 0) & (links.rtt_ms_NN <= 60_000))[known_NN].all()
+    assert ((links.confidence_NN >= 0) & (links.confidence_NN <= 1)).all()
+    assert not (links.rate_bytes_per_s_NN <= 0).any()

@@ -1,0 +1,177 @@
+"""A snapshot and a session's request, turned into the problem that strategies solve."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nesa_node.core.ids import PeerId
+from nesa_node.core.span import Span
+from nesa_node.routing.problem import Problem
+from nesa_node.topology.snapshot import NodeState, Snapshot
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+PerNode = Mapping[PeerId, float] | Floats | None
+"""By peer, or an array in the order of `Snapshot.nodes`; missing and NaN are unknown."""
+
+DEFAULT_RTT_MS = 100.0
+"""Of a link that nobody has measured: between continents, so that a known near one wins."""
+DEFAULT_BYTES_PER_S = 1.25e6
+"""Of a link on which nobody has seen a transfer: 10 Mbit/s, what most homes can send."""
+DEFAULT_BLOCK_S = 0.01
+"""Per token and block, where no node at all has measured its speed."""
+VISIT_S = 0.001
+"""What a node needs besides computing, to take a small message and pass it on
+(`python -m benchmarks hop`, a slow core)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Request:
+    """What a session needs of a chain.
+
+    `span`: the blocks to run. `tokens`: of one step, all rows together; 1 when decoding, a
+    chunk of the prompt when prefilling. `bytes_per_token`: of hidden states on the wire.
+    `entry_rtt_ms`: round trips between the client and nodes; `entry_bytes_per_s` is the rate from
+    the client to them, `exit_bytes_per_s` the rate back. `penalties_s`: seconds that a visit to a
+    node costs extra (failures seen, doubts). `stability`: of nodes' places, 1 where it is missing.
+    Nodes in `exclude`, and those with less than `min_free_tokens` of cache, are not used.
+    """
+
+    span: Span
+    tokens: int = 1
+    bytes_per_token: float = 16_384.0
+    entry_rtt_ms: PerNode = None
+    entry_bytes_per_s: PerNode = None
+    exit_bytes_per_s: PerNode = None
+    penalties_s: Mapping[PeerId, float] = field(default_factory=dict)
+    stability: Mapping[PeerId, float] = field(default_factory=dict)
+    exclude: frozenset[PeerId] = frozenset()
+    min_free_tokens: int = 0
+    visit_s: float = VISIT_S
+    default_rtt_ms: float = DEFAULT_RTT_MS
+    default_bytes_per_s: float = DEFAULT_BYTES_PER_S
+
+    def __post_init__(self) -> None:
+        if len(self.span) == 0 or self.tokens < 1:
+            raise ValueError(f"nothing to run: blocks {self.span}, {self.tokens} tokens")
+
+
+def build_problem(snapshot: Snapshot, request: Request) -> Problem:
+    """The nodes of `snapshot` that hold some of `request.span`, in the snapshot's order.
+
+    A transfer takes half a round trip and the message's bytes at the link's rate. What nobody
+    knows is taken to be the request's default, an unmeasured speed to be that of the slowest
+    measured node: whoever says nothing gains nothing.
+    """
+    rows = np.array(
+        [row for row, node in enumerate(snapshot.nodes) if _usable(node, request)], dtype=np.int64
+    )
+    nodes = [snapshot.nodes[row] for row in rows]
+    peers = tuple(node.peer_id for node in nodes)
+    span = request.span
+    entry_trip_s_N = _trip_s(_per_node(request.entry_rtt_ms, snapshot, rows), request)
+    up_N = _per_node(request.entry_bytes_per_s, snapshot, rows)
+    down_N = _per_node(request.exit_bytes_per_s, snapshot, rows)
+    return Problem(
+        peers=peers,
+        num_blocks=len(span),
+        starts_N=_ints([max(node.span.start, span.start) - span.start for node in nodes]),
+        ends_N=_ints([min(node.span.end, span.end) - span.start for node in nodes]),
+        block_s_N=block_seconds(nodes, request.tokens),
+        visit_s_N=request.visit_s + _floats([request.penalties_s.get(peer, 0.0) for peer in peers]),
+        load_N=_floats([node.load for node in nodes]),
+        spare_N=_floats([_spare(node) for node in nodes]),
+        reliability_N=_floats([node.reliability for node in nodes]),
+        stability_N=_floats([request.stability.get(peer, 1.0) for peer in peers]),
+        entry_s_N=entry_trip_s_N + _message_s(up_N, request),
+        exit_s_N=entry_trip_s_N + _message_s(down_N, request),
+        transfer_s_NN=_transfers(snapshot, peers, request),
+    )
+
+
+def block_seconds(nodes: Sequence[NodeState], tokens: int) -> Floats:
+    """Seconds for a step of `tokens` through one block of each node when it is idle, [N].
+
+    One token goes at the speed of decoding, more at that of prefilling. An unmeasured node is as
+    slow as the slowest measured one, `DEFAULT_BLOCK_S` per token if none is.
+    """
+    speed_N = _floats(
+        [node.decode_tokens_per_s if tokens == 1 else node.prefill_tokens_per_s for node in nodes]
+    )
+    length_N = _floats([len(node.span) for node in nodes])
+    measured_N = (speed_N > 0) & np.isfinite(speed_N)
+    block_s_N = np.full(len(nodes), DEFAULT_BLOCK_S * tokens)
+    block_s_N[measured_N] = tokens / (speed_N[measured_N] * length_N[measured_N])
+    if measured_N.any():
+        block_s_N[~measured_N] = block_s_N[measured_N].max()
+    return block_s_N
+
+
+def _usable(node: NodeState, request: Request) -> bool:
+    return (
+        node.span.start < request.span.end
+        and request.span.start < node.span.end
+        and len(node.span) > 0
+        and node.peer_id not in request.exclude
+        and node.free_cache_tokens >= request.min_free_tokens
+    )
+
+
+def _spare(node: NodeState) -> float:
+    if node.total_cache_tokens <= 0:
+        return max(0.0, 1.0 - node.load)
+    return min(1.0, max(0.0, node.free_cache_tokens / node.total_cache_tokens))
+
+
+def _per_node(values: PerNode, snapshot: Snapshot, rows: Ints) -> Floats:
+    """The values of the nodes at `rows`, NaN where there is none."""
+    if values is None:
+        return np.full(len(rows), np.nan)
+    if isinstance(values, Mapping):
+        nodes = snapshot.nodes
+        return _floats([values.get(nodes[row].peer_id, np.nan) for row in rows])
+    if values.shape != (len(snapshot.nodes),):
+        raise ValueError(f"{values.shape} values for {len(snapshot.nodes)} nodes")
+    return values[rows]
+
+
+def _transfers(snapshot: Snapshot, peers: Sequence[PeerId], request: Request) -> Floats:
+    """Seconds for the step's message from every node to every other; none to itself."""
+    size = len(peers)
+    if snapshot.links is None:
+        nothing_NN = np.full((size, size), np.nan)
+        transfer_s_NN = _trip_s(nothing_NN, request) + _message_s(nothing_NN, request)
+    else:
+        rtt_ms_NN, rate_NN = snapshot.links.between(peers)
+        transfer_s_NN = _trip_s(rtt_ms_NN, request)
+        transfer_s_NN += _message_s(rate_NN, request)
+    np.fill_diagonal(transfer_s_NN, 0.0)
+    return transfer_s_NN
+
+
+def _trip_s(rtt_ms: Floats, request: Request) -> Floats:
+    """Seconds one way, a new array."""
+    seconds = np.where(np.isnan(rtt_ms), request.default_rtt_ms, rtt_ms)
+    seconds *= 0.0005
+    return seconds
+
+
+def _message_s(bytes_per_s: Floats, request: Request) -> Floats:
+    """Seconds until a step's message is through, a new array."""
+    known = bytes_per_s > 0  # False for NaN; a rate of zero is a mistake and no rate
+    rate = np.where(known, bytes_per_s, request.default_bytes_per_s)
+    seconds: Floats = np.divide(request.tokens * request.bytes_per_token, rate, out=rate)
+    return seconds
+
+
+def _floats(values: Sequence[float]) -> Floats:
+    return np.array(values, dtype=np.float64)
+
+
+def _ints(values: Sequence[int]) -> Ints:
+    return np.array(values, dtype=np.int64)

@@ -1,0 +1,68 @@
+"""What one node has measured of its links, as small as it travels in every record.
+
+A round trip is a float16 in ms (exact to 0.05 %, up to 65 s), a rate a float16 in MB/s, an age a
+float16 in minutes. A peer is the first bytes of its id's digest: who grinds an id that collides
+with another's gets what was measured of that one counted as its own, which a later ping corrects.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from nesa_node.core.ids import PeerId
+
+MAX_MEASURED = 16
+"""Links in one record."""
+DIGEST_BYTES = 6
+_FORMAT = struct.Struct(f"<{DIGEST_BYTES}seee")
+MAX_PACKED_BYTES = MAX_MEASURED * _FORMAT.size
+_MOST = 60_000.0
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """The link to the peer with the id's `digest`; `rate_bytes_per_s` is NaN where unknown."""
+
+    digest: bytes
+    rtt_ms: float
+    rate_bytes_per_s: float
+    age_s: float
+
+
+def peer_digest(peer: PeerId) -> bytes:
+    return hashlib.sha256(peer.encode()).digest()[:DIGEST_BYTES]
+
+
+def pack_measured(links: Sequence[Measured]) -> bytes:
+    """Raises `ValueError` for more than `MAX_MEASURED`."""
+    if len(links) > MAX_MEASURED:
+        raise ValueError(f"{len(links)} links do not fit a record, {MAX_MEASURED} do")
+    return b"".join(
+        _FORMAT.pack(
+            link.digest,
+            min(link.rtt_ms, _MOST),
+            min(link.rate_bytes_per_s / 1e6, _MOST),
+            min(link.age_s / 60, _MOST),
+        )
+        for link in links
+    )
+
+
+def unpack_measured(packed: bytes) -> tuple[Measured, ...]:
+    """Raises `ValueError` for what `pack_measured` cannot have made."""
+    if len(packed) > MAX_PACKED_BYTES or len(packed) % _FORMAT.size:
+        raise ValueError(f"{len(packed)} bytes are no list of measured links")
+    links = []
+    for digest, rtt_ms, rate_mb_per_s, age_min in _FORMAT.iter_unpack(packed):
+        link = Measured(digest, rtt_ms, rate_mb_per_s * 1e6, age_min * 60)
+        rate_is_fine = math.isnan(rate_mb_per_s) or 0 <= rate_mb_per_s < math.inf
+        if not (0 <= rtt_ms < math.inf and rate_is_fine and 0 <= age_min < math.inf):
+            raise ValueError(f"not a measured link: {link}")
+        links.append(link)
+    if len({link.digest for link in links}) < len(links):
+        raise ValueError("a peer occurs twice among measured links")
+    return tuple(links)

@@ -1,0 +1,201 @@
+"""Network coordinates: where each node seems to be, from the round trips that it measured itself.
+
+Dabek et al., "Vivaldi: a decentralized network coordinate system", SIGCOMM 2004, with heights: the
+round trip between two nodes is the distance of their positions plus both heights, which stand for
+access links. Every node moves its own coordinate a little after each measurement, so a daemon needs
+only what its peers announce, and every pair has an estimate though few were measured.
+
+Peers are hostile, so one measurement moves a node by at most `MAX_STEP_MS`, whoever claims to be
+sure is believed no more than `MIN_ERROR` allows, and a coordinate that is out of bounds or not
+finite is ignored (Kaafar et al., "Real attacks on virtual networks", 2006, says what happens else).
+
+N nodes, K dimensions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nesa_node.topology.geography import EARTH_RADIUS_KM, KM_PER_MS_OF_ROUND_TRIP, unit_vectors
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+DIMENSIONS = 3
+MAX_POSITION_MS = 1000.0
+MIN_HEIGHT_MS = 0.1
+MAX_HEIGHT_MS = 1000.0
+MIN_ERROR = 0.05
+MAX_ERROR = 1.0
+MIN_RTT_MS = 0.05
+MAX_RTT_MS = 5000.0
+MAX_STEP_MS = 40.0
+GAIN = 0.25
+"""c_c and c_e of the paper."""
+CABLE = 1.6
+"""How much longer round trips are than those of light along a great circle, for first guesses."""
+
+
+@dataclass(frozen=True, slots=True)
+class Coordinate:
+    """`error` is how wrong its predictions lately were, relative to the round trips."""
+
+    position_ms: tuple[float, ...] = (0.0,) * DIMENSIONS
+    height_ms: float = 10.0
+    error: float = MAX_ERROR
+
+    @property
+    def is_sane(self) -> bool:
+        """Whether every number is finite and within bounds. A peer's may not be."""
+        return (
+            len(self.position_ms) == DIMENSIONS
+            and all(abs(value) <= MAX_POSITION_MS for value in self.position_ms)
+            and MIN_HEIGHT_MS <= self.height_ms <= MAX_HEIGHT_MS
+            and 0.0 <= self.error <= MAX_ERROR
+        )
+
+
+def first_guess(location: tuple[float, float] | None) -> Coordinate:
+    """Where a node begins that has measured nothing: where its operator says that it is."""
+    if location is None or not all(math.isfinite(degrees) for degrees in location):
+        return Coordinate()
+    position_3 = places_ms(np.array([location]))[0]
+    return Coordinate(tuple(float(value) for value in position_3))
+
+
+def places_ms(locations_N2: Floats) -> Floats:
+    """Positions on the globe in milliseconds of round trip, [N, 3]. Zero for unknown places."""
+    positions_N3 = unit_vectors(locations_N2) * (EARTH_RADIUS_KM / KM_PER_MS_OF_ROUND_TRIP * CABLE)
+    return np.nan_to_num(positions_N3)
+
+
+def predict_ms(one: Coordinate, other: Coordinate) -> float:
+    """The round trip that two coordinates promise."""
+    return math.dist(one.position_ms, other.position_ms) + one.height_ms + other.height_ms
+
+
+def update(
+    own: Coordinate, other: Coordinate, rtt_ms: float, rng: np.random.Generator
+) -> Coordinate:
+    """`own` after a round trip of `rtt_ms` to a node that says it is at `other`.
+
+    Unchanged if either makes no sense. `rng` is used where both are at the same point, and
+    somebody has to choose a direction.
+    """
+    if not other.is_sane or not MIN_RTT_MS <= rtt_ms <= MAX_RTT_MS:
+        return own
+    moved = move(Cloud.of([own]), Cloud.of([other]), np.array([rtt_ms]), rng)
+    return moved.coordinate(0)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Cloud:
+    """The coordinates of N nodes."""
+
+    position_ms_NK: Floats
+    height_ms_N: Floats
+    error_N: Floats
+
+    @classmethod
+    def of(cls, coordinates: Sequence[Coordinate]) -> Cloud:
+        return cls(
+            np.array([each.position_ms for each in coordinates], dtype=np.float64),
+            np.array([each.height_ms for each in coordinates], dtype=np.float64),
+            np.array([each.error for each in coordinates], dtype=np.float64),
+        )
+
+    def coordinate(self, row: int) -> Coordinate:
+        return Coordinate(
+            tuple(float(value) for value in self.position_ms_NK[row]),
+            float(self.height_ms_N[row]),
+            float(self.error_N[row]),
+        )
+
+    def at(self, rows: Ints) -> Cloud:
+        return Cloud(self.position_ms_NK[rows], self.height_ms_N[rows], self.error_N[rows])
+
+    def predict_ms_NN(self) -> Floats:
+        """The round trips between all, zero on the diagonal."""
+        square_N = np.einsum("nk,nk->n", self.position_ms_NK, self.position_ms_NK)
+        rtt_ms_NN = self.position_ms_NK @ self.position_ms_NK.T
+        rtt_ms_NN *= -2.0
+        rtt_ms_NN += square_N[:, None]
+        rtt_ms_NN += square_N[None, :]
+        np.sqrt(np.maximum(rtt_ms_NN, 0.0, out=rtt_ms_NN), out=rtt_ms_NN)
+        rtt_ms_NN += self.height_ms_N[:, None]
+        rtt_ms_NN += self.height_ms_N[None, :]
+        np.fill_diagonal(rtt_ms_NN, 0.0)
+        return rtt_ms_NN
+
+
+def move(
+    own: Cloud, other: Cloud, rtt_ms_N: Floats, rng: np.random.Generator, gain: float = GAIN
+) -> Cloud:
+    """`own` after one round trip each; all of `other` must be sane. The paper's figure 3."""
+    apart_NK = own.position_ms_NK - other.position_ms_NK
+    distance_N = np.linalg.norm(apart_NK, axis=1)
+    heights_N = own.height_ms_N + other.height_ms_N
+    expected_N = distance_N + heights_N
+    weight_N = own.error_N / (own.error_N + np.maximum(other.error_N, MIN_ERROR))
+    wrong_N = np.minimum(np.abs(expected_N - rtt_ms_N) / rtt_ms_N, MAX_ERROR)
+    error_N = own.error_N + gain * weight_N * (wrong_N - own.error_N)
+    step_N = np.clip(gain * weight_N * (rtt_ms_N - expected_N), -MAX_STEP_MS, MAX_STEP_MS)
+
+    together_N = distance_N < 1e-6
+    anywhere_NK = rng.normal(size=apart_NK.shape)
+    anywhere_NK /= np.linalg.norm(anywhere_NK, axis=1, keepdims=True)
+    away_NK = apart_NK / np.maximum(distance_N, 1e-6)[:, None]
+    away_NK[together_N] = anywhere_NK[together_N]
+    # The unit vector of a height vector: what is not height pushes positions apart.
+    outward_N = np.where(together_N, 1.0, distance_N / expected_N)
+    position_NK = own.position_ms_NK + (step_N * outward_N)[:, None] * away_NK
+    height_N = own.height_ms_N + step_N * heights_N / expected_N
+    return Cloud(
+        np.clip(position_NK, -MAX_POSITION_MS, MAX_POSITION_MS),
+        np.clip(height_N, MIN_HEIGHT_MS, MAX_HEIGHT_MS),
+        np.clip(error_N, MIN_ERROR, MAX_ERROR),
+    )
+
+
+def settle(
+    rtt_ms_NN: Floats, start: Cloud, rng: np.random.Generator, *, rounds: int = 800
+) -> Cloud:
+    """`start` after `rounds` in which every node measured one of its neighbours.
+
+    `rtt_ms_NN`: NaN where nobody measured. Nodes without any neighbour stay. Steps get smaller
+    towards the end, for which nodes that never stop have no reason.
+    """
+    known_NN = np.isfinite(rtt_ms_NN)
+    np.fill_diagonal(known_NN, False)
+    degree_N = known_NN.sum(axis=1)
+    rows_M = np.flatnonzero(degree_N)
+    if not len(rows_M):
+        return start
+    neighbours_E = np.nonzero(known_NN)[1]
+    first_M = np.concatenate(([0], np.cumsum(degree_N)[:-1]))[rows_M]
+    cloud = start
+    for turn in range(rounds):
+        pick_M = first_M + rng.integers(degree_N[rows_M])
+        others_M = neighbours_E[pick_M]
+        gain = GAIN * min(1.0, 2.0 * (1.0 - turn / rounds))
+        moved = move(cloud.at(rows_M), cloud.at(others_M), rtt_ms_NN[rows_M, others_M], rng, gain)
+        cloud = _with_rows(cloud, rows_M, moved)
+    return cloud
+
+
+def _with_rows(cloud: Cloud, rows_M: Ints, new: Cloud) -> Cloud:
+    arrays = []
+    for old_N, new_M in (
+        (cloud.position_ms_NK, new.position_ms_NK),
+        (cloud.height_ms_N, new.height_ms_N),
+        (cloud.error_N, new.error_N),
+    ):
+        array = old_N.copy()
+        array[rows_M] = new_M
+        arrays.append(array)
+    return Cloud(*arrays)

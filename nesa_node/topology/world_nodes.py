@@ -1,0 +1,101 @@
+"""The machines of a synthetic swarm. N nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nesa_node.core.ids import PeerId
+from nesa_node.core.span import Span
+from nesa_node.topology.devices import BYTES_PER_PARAMETER, CACHE_SHARE, DEVICES, Block, Device
+from nesa_node.topology.snapshot import NodeState
+
+Floats = NDArray[np.float64]
+
+MAX_LOAD = 0.95
+WANTED_HOLDERS = 2.5
+"""How often a swarm's memory holds the model: enough that every block is held twice."""
+
+
+def draw_devices(count: int, residential_share: float, rng: np.random.Generator) -> list[Device]:
+    """Machines as their `share` says, so many of them in homes."""
+    home_N = rng.random(count) < residential_share
+    drawn: list[Device] = [DEVICES["a100"]] * count
+    for home in (True, False):
+        kinds = [kind for kind in DEVICES.values() if kind.residential is home]
+        weights = np.array([kind.share for kind in kinds])
+        rows = np.flatnonzero(home_N == home)
+        numbers = rng.choice(len(kinds), size=len(rows), p=weights / weights.sum())
+        for row, number in zip(rows, numbers, strict=True):
+            drawn[int(row)] = kinds[int(number)]
+    return drawn
+
+
+def fit_devices(
+    devices: Sequence[Device], num_blocks: int, block: Block
+) -> tuple[list[Device], str]:
+    """The machines and the quantization with which they hold the model `WANTED_HOLDERS` times.
+
+    The first of float16, int8 and nf4 that suffices; where none does, the smallest machines become
+    A100s until nf4 does or all are.
+    """
+    fitted = list(devices)
+    for quantization in BYTES_PER_PARAMETER:
+        if _capacity(fitted, num_blocks, block, quantization) >= WANTED_HOLDERS * num_blocks:
+            return fitted, quantization
+    for row in sorted(range(len(fitted)), key=lambda row: fitted[row].memory_bytes):
+        fitted[row] = DEVICES["a100"]
+        if _capacity(fitted, num_blocks, block, "nf4") >= WANTED_HOLDERS * num_blocks:
+            break
+    return fitted, "nf4"
+
+
+def _capacity(
+    devices: Sequence[Device], num_blocks: int, block: Block, quantization: str
+) -> int:
+    return sum(min(num_blocks, device.max_blocks(block, quantization)) for device in devices)
+
+
+def draw_nodes(
+    devices: Sequence[Device],
+    quantization: str,
+    spans: Sequence[Span],
+    places_N2: Floats,
+    block: Block,
+    rng: np.random.Generator,
+) -> tuple[NodeState, ...]:
+    """States of nodes that hold `spans`: loaded, reliable and lucky in different degrees."""
+    count = len(devices)
+    home_N = np.array([device.residential for device in devices])
+    load_N = MAX_LOAD * rng.beta(1.2, 2.5, size=count)
+    taken_N = np.clip(load_N + rng.normal(0.0, 0.1, count), 0.0, 1.0)
+    luck_N = rng.lognormal(0.0, 0.1, size=count)
+    # Means 0.93 and 0.99: 0.95 in a swarm of which 70 % are in homes.
+    reliability_N = np.where(home_N, rng.beta(13.0, 1.0, count), rng.beta(99.0, 1.0, count))
+    uptime_s_N = rng.exponential(np.where(home_N, 8.0, 240.0)) * 3600.0
+    location_N2 = places_N2 + rng.normal(0.0, 0.5, (count, 2))
+    nodes = []
+    for row, (device, span) in enumerate(zip(devices, spans, strict=True)):
+        blocks = len(span)
+        luck = float(luck_N[row])
+        cache_tokens = int(device.memory_bytes * CACHE_SHARE / (block.cache_bytes * blocks))
+        nodes.append(
+            NodeState(
+                PeerId(f"n{row:04d}"),
+                span,
+                dtype="float16",
+                quantization=quantization,
+                prefill_tokens_per_s=luck * device.prefill_block_tokens_per_s(block) / blocks,
+                decode_tokens_per_s=luck / (device.decode_block_s(block, quantization) * blocks),
+                free_cache_tokens=int(cache_tokens * (1.0 - taken_N[row])),
+                total_cache_tokens=cache_tokens,
+                load=float(load_N[row]),
+                uptime_s=float(uptime_s_N[row]),
+                max_blocks=max(blocks, device.max_blocks(block, quantization)),
+                reliability=float(reliability_N[row]),
+                location=(float(location_N2[row, 0]), float(location_N2[row, 1])),
+            )
+        )
+    return tuple(nodes)

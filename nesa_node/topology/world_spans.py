@@ -1,0 +1,51 @@
+"""Which blocks the nodes of a synthetic swarm hold. N nodes, B blocks.
+
+What a swarm looks like after its nodes chose for themselves, without a planner: whole, and uneven.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nesa_node.core.span import Span
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+MAX_SHARE = 0.5
+"""Of the model, per node: chains of a swarm have more than one hop. More where nodes are few."""
+
+
+def choose_spans(max_blocks_N: Ints, num_blocks: int, rng: np.random.Generator) -> list[Span]:
+    """A span for every node, no longer than `max_blocks_N` and never empty.
+
+    The longest choose first, each the window with the most blocks that nobody holds, then that
+    only one holds; once all are held twice, windows are random.
+    """
+    count = len(max_blocks_N)
+    cap = max(1, round(num_blocks * min(1.0, max(MAX_SHARE, 2.5 / count))))
+    length_N = np.clip(max_blocks_N, 1, cap)
+    # Not everybody gives all that they have.
+    length_N = np.maximum(1, np.ceil(length_N * rng.uniform(0.7, 1.0, count))).astype(np.int64)
+    holders_B = np.zeros(num_blocks, dtype=np.int64)
+    spans = [Span(0, 0)] * count
+    for node in np.argsort(-length_N, kind="stable"):
+        start = _choose_start(holders_B, int(length_N[node]), rng)
+        end = start + int(length_N[node])
+        holders_B[start:end] += 1
+        spans[int(node)] = Span(start, end)
+    return spans
+
+
+def _choose_start(holders_B: Ints, length: int, rng: np.random.Generator) -> int:
+    starts = len(holders_B) - length + 1
+    if holders_B.min() >= 2:
+        return int(rng.integers(starts))
+    need_B = np.where(holders_B == 0, len(holders_B) + 1.0, np.where(holders_B == 1, 1.0, 0.0))
+    sums = np.concatenate(([0.0], np.cumsum(need_B)))
+    need_S = sums[length:] - sums[:-length]
+    best = np.flatnonzero(need_S == need_S.max())
+    # A window that leaves a gap too narrow for others costs the swarm a node: prefer the edges of
+    # what is held, which are the first and last of the best.
+    return int(best[0] if rng.random() < 0.5 else best[-1])

@@ -1,0 +1,229 @@
+"""Synthetic swarms: regions, access links, machines, and the clients who use them.
+
+R regions, N nodes, C clients. A round trip is that between the two regions' exchanges (a great
+circle with the detours that cables make) and, at each end, the way to the machine: short in a data
+centre, long at home. Every pair has some luck of its own and a few go a long way round, so triangle
+violations are as normal as they are outside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nesa_node.core.ids import ModelId
+from nesa_node.topology.devices import LLAMA_70B, Block
+from nesa_node.topology.geography import CITIES, Region, least_rtt_ms
+from nesa_node.topology.links import Links
+from nesa_node.topology.snapshot import Snapshot
+from nesa_node.topology.tables import RegionTable
+from nesa_node.topology.world_links import Access, draw_access, mirror, rates, round_trips
+from nesa_node.topology.world_nodes import draw_devices, draw_nodes, fit_devices
+from nesa_node.topology.world_spans import choose_spans
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+MODEL = ModelId("world@0")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class World:
+    """A swarm of which everything is known.
+
+    `snapshot`: all nodes serve, all links have just been measured. `region_N` and `region_C` count
+    in `regions`, `device_N` are names in `devices.DEVICES`. `client_rtt_ms_CN` are round trips
+    between clients and nodes, `client_up_bytes_per_s_CN` the rates from client to node,
+    `client_down_bytes_per_s_CN` those back.
+    """
+
+    snapshot: Snapshot
+    regions: tuple[Region, ...]
+    region_rtt_ms_RR: Floats
+    region_N: Ints
+    device_N: tuple[str, ...]
+    access_N: Access
+    region_C: Ints
+    client_rtt_ms_CN: Floats
+    client_up_bytes_per_s_CN: Floats
+    client_down_bytes_per_s_CN: Floats
+
+    @property
+    def links(self) -> Links:
+        assert self.snapshot.links is not None, "a world's snapshot has links"
+        return self.snapshot.links
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.device_N)
+
+    @property
+    def num_clients(self) -> int:
+        return len(self.region_C)
+
+
+def make_world(
+    num_nodes: int,
+    num_blocks: int,
+    rng: np.random.Generator,
+    *,
+    num_regions: int = 8,
+    num_clients: int = 4,
+    residential_share: float = 0.7,
+    block: Block = LLAMA_70B,
+    taken_at: float = 0.0,
+) -> World:
+    """A swarm in some of `geography.CITIES`; the same arguments give the same one.
+
+    Two nodes or more hold every block wherever memory allows it (`world_nodes.fit_devices`).
+    `load` is 0 to 0.95, `reliability` 0.95 in the mean and lower in homes.
+    """
+    if not 1 <= num_regions <= len(CITIES):
+        raise ValueError(f"1 to {len(CITIES)} regions, got {num_regions}")
+    chosen = np.sort(rng.choice(len(CITIES), size=num_regions, replace=False))
+    regions = tuple(CITIES[int(city)] for city in chosen)
+    return populate(
+        regions,
+        _cable_round_trips(regions, rng),
+        num_nodes,
+        num_blocks,
+        rng,
+        num_clients=num_clients,
+        residential_share=residential_share,
+        block=block,
+        taken_at=taken_at,
+    )
+
+
+def _cable_round_trips(regions: Sequence[Region], rng: np.random.Generator) -> Floats:
+    """Between exchanges, [R, R]: cables are 1.2 to 2.5 times as long as great circles."""
+    stretch_RR = 1.2 + rng.gamma(2.0, 0.18, (len(regions), len(regions))).clip(max=1.3)
+    rtt_ms_RR = least_rtt_ms(places(regions), places(regions)) * stretch_RR
+    mirror(rtt_ms_RR)
+    return rtt_ms_RR + 0.5
+
+
+def world_from_table(
+    table: RegionTable,
+    num_nodes: int,
+    num_blocks: int,
+    rng: np.random.Generator,
+    *,
+    num_clients: int = 4,
+    residential_share: float = 0.7,
+    block: Block = LLAMA_70B,
+    taken_at: float = 0.0,
+) -> World:
+    """Like `make_world`, in the regions of a table and with its round trips between them."""
+    return populate(
+        table.regions,
+        table.rtt_ms_RR,
+        num_nodes,
+        num_blocks,
+        rng,
+        num_clients=num_clients,
+        residential_share=residential_share,
+        block=block,
+        taken_at=taken_at,
+    )
+
+
+def world_from_round_trips(
+    rtt_ms_NN: Floats,
+    num_blocks: int,
+    rng: np.random.Generator,
+    *,
+    num_clients: int = 4,
+    block: Block = LLAMA_70B,
+    taken_at: float = 0.0,
+) -> World:
+    """A swarm whose nodes are the machines of a measured matrix, at home and nowhere in particular.
+
+    `rtt_ms_NN` must be symmetric and complete (`estimate.symmetric` and `estimate.fill`). Clients
+    are machines of the matrix, one access link further away.
+    """
+    nowhere = (Region("nowhere", 0.0, 0.0),)
+    world = populate(
+        nowhere,
+        np.zeros((1, 1)),
+        len(rtt_ms_NN),
+        num_blocks,
+        rng,
+        num_clients=num_clients,
+        residential_share=1.0,
+        block=block,
+        taken_at=taken_at,
+    )
+    links = replace(world.links, rtt_ms_NN=rtt_ms_NN)
+    nodes = tuple(replace(node, location=None) for node in world.snapshot.nodes)
+    near_C = rng.integers(len(rtt_ms_NN), size=num_clients)
+    access_ms_C = draw_access(np.ones(num_clients, dtype=bool), rng).rtt_ms_A
+    return replace(
+        world,
+        snapshot=replace(world.snapshot, nodes=nodes, links=links),
+        client_rtt_ms_CN=rtt_ms_NN[near_C] + access_ms_C[:, None],
+    )
+
+
+def populate(
+    regions: tuple[Region, ...],
+    region_rtt_ms_RR: Floats,
+    num_nodes: int,
+    num_blocks: int,
+    rng: np.random.Generator,
+    *,
+    num_clients: int = 4,
+    residential_share: float = 0.7,
+    block: Block = LLAMA_70B,
+    taken_at: float = 0.0,
+) -> World:
+    """A swarm in regions whose round trips are given, in milliseconds."""
+    if num_nodes < 1 or num_blocks < 1:
+        raise ValueError(f"a world needs nodes and blocks, got {num_nodes} and {num_blocks}")
+    share_R = rng.dirichlet(np.full(len(regions), 2.0))
+    region_N = rng.choice(len(regions), size=num_nodes, p=share_R)
+    region_C = rng.choice(len(regions), size=num_clients, p=share_R)
+    devices, quantization = fit_devices(
+        draw_devices(num_nodes, residential_share, rng), num_blocks, block
+    )
+    access_N = draw_access(np.array([device.residential for device in devices]), rng)
+    access_C = draw_access(np.ones(num_clients, dtype=bool), rng)
+    max_blocks_N = np.array([device.max_blocks(block, quantization) for device in devices])
+    nodes = draw_nodes(
+        devices,
+        quantization,
+        choose_spans(max_blocks_N, num_blocks, rng),
+        places(regions)[region_N],
+        block,
+        rng,
+    )
+    rtt_ms_NN = round_trips(region_rtt_ms_RR, region_N, access_N, region_N, access_N, rng)
+    mirror(rtt_ms_NN)
+    rate_NN = rates(access_N, access_N, rng)
+    np.fill_diagonal(rate_NN, np.inf)
+    just_now_NN = np.broadcast_to(0.0, rtt_ms_NN.shape)
+    sure_NN = np.broadcast_to(1.0, rtt_ms_NN.shape)
+    peers = tuple(node.peer_id for node in nodes)
+    links = Links(peers, rtt_ms_NN, rate_NN, just_now_NN, sure_NN)
+    return World(
+        snapshot=Snapshot(MODEL, num_blocks, nodes, taken_at, links=links),
+        regions=regions,
+        region_rtt_ms_RR=region_rtt_ms_RR,
+        region_N=region_N,
+        device_N=tuple(device.name for device in devices),
+        access_N=access_N,
+        region_C=region_C,
+        client_rtt_ms_CN=round_trips(
+            region_rtt_ms_RR, region_C, access_C, region_N, access_N, rng
+        ),
+        client_up_bytes_per_s_CN=rates(access_C, access_N, rng),
+        client_down_bytes_per_s_CN=rates(access_N, access_C, rng).T,
+    )
+
+
+def places(regions: Sequence[Region]) -> Floats:
+    """Degrees, [R, 2]."""
+    return np.array([(region.latitude, region.longitude) for region in regions])
