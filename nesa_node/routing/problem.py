@@ -30,6 +30,13 @@ class Visit:
 Chain = tuple[Visit, ...]
 
 
+_TIMES = ("block_s_N", "visit_s_N", "entry_s_N", "exit_s_N", "transfer_s_NN")
+_PER_NODE = (
+    *("starts_N", "ends_N", "load_N", "spare_N", "reliability_N", "stability_N"),
+    *("block_s_N", "visit_s_N", "entry_s_N", "exit_s_N"),
+)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Problem:
     """N nodes to choose a chain from.
@@ -43,6 +50,9 @@ class Problem:
     that a node is busy with others, 0 idle, 1 saturated. `spare_N`: G of eq. 18, the free share of
     its memory, 0 to 1. `reliability_N`: R of eq. 18, the chance that it is there when needed;
     `stability_N`: that of its place in the network (homology), 1 where unknown.
+
+    Raises `ValueError` for other shapes, for NaN, for times and loads below 0, and for spans
+    outside the problem's. Times may be infinite: such nodes and links are not used.
     """
 
     peers: tuple[PeerId, ...]
@@ -58,6 +68,27 @@ class Problem:
     entry_s_N: Floats
     exit_s_N: Floats
     transfer_s_NN: Floats
+
+    def __post_init__(self) -> None:
+        size = self.num_nodes
+        for name in _PER_NODE:
+            if getattr(self, name).shape != (size,):
+                raise ValueError(f"{name} must have shape {(size,)}")
+        if self.transfer_s_NN.shape != (size, size):
+            raise ValueError(f"transfer_s_NN must have shape {(size, size)}")
+        spans = (self.starts_N >= 0) & (self.starts_N <= self.ends_N)
+        if not (spans & (self.ends_N <= self.num_blocks)).all():
+            raise ValueError(f"spans must lie within 0:{self.num_blocks}")
+        for name in (*_TIMES, "load_N"):
+            # Written so that NaN, which no comparison holds for, is refused as well.
+            if not getattr(self, name).min(initial=0.0) >= 0.0:
+                raise ValueError(f"{name} must not be negative or NaN")
+        for name in ("spare_N", "reliability_N", "stability_N"):
+            shares_N = getattr(self, name)
+            if not ((shares_N >= 0.0) & (shares_N <= 1.0)).all():
+                raise ValueError(f"{name} must lie within 0 and 1")
+        if not np.isfinite(self.load_N).all():
+            raise ValueError("load_N must be finite")
 
     @property
     def num_nodes(self) -> int:

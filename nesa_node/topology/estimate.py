@@ -21,7 +21,7 @@ from nesa_node.core.ids import PeerId
 from nesa_node.topology.access_rates import fit_access_rates
 from nesa_node.topology.geography import great_circle_km, least_rtt_ms
 from nesa_node.topology.height_fit import HeightFit, fit_heights
-from nesa_node.topology.links import Links
+from nesa_node.topology.links import Links, mirror
 from nesa_node.topology.smoothing import smooth_corrections
 from nesa_node.topology.snapshot import Snapshot
 from nesa_node.topology.vivaldi import CABLE, MAX_ERROR, Cloud, places_ms, settle
@@ -83,7 +83,7 @@ def estimate_rtt_ms(rtt_ms_NN: Floats, places_N2: Floats, rng: np.random.Generat
         both = np.ix_(placed_N, placed_N)
         full_NN[both] = _from_places(rtt_ms_NN[both], places_N2[placed_N])
     full_NN[measured_NN] = rtt_ms_NN[measured_NN]
-    np.fill_diagonal(full_NN, 0.0)
+    mirror(full_NN)  # sums of the same terms in another order differ in their last bit
     return full_NN
 
 

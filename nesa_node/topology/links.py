@@ -89,3 +89,10 @@ class Links:
         if one not in self._rows or other not in self._rows:
             return float("nan")
         return float(self.rtt_ms_NN[self._rows[one], self._rows[other]])
+
+
+def mirror(rtt_ms_NN: Floats) -> None:
+    """Make it symmetric with a zero diagonal, in place: what is above the diagonal counts."""
+    for row in range(1, len(rtt_ms_NN)):
+        rtt_ms_NN[row, :row] = rtt_ms_NN[:row, row]
+    np.fill_diagonal(rtt_ms_NN, 0.0)

@@ -69,7 +69,7 @@ def round_trips(
     access_B: Access,
     rng: np.random.Generator,
 ) -> Floats:
-    """Milliseconds from every A to every B. Luck differs by direction: see `mirror`."""
+    """Milliseconds from every A to every B. Luck differs by direction: see `links.mirror`."""
     rtt_ms_AB = np.empty((len(region_A), len(region_B)))
     for start in range(0, len(region_A), _ROWS_AT_ONCE):
         rows = slice(start, start + _ROWS_AT_ONCE)
@@ -81,13 +81,6 @@ def round_trips(
         part_AB += access_B.rtt_ms_A[None, :]
         rtt_ms_AB[rows] = part_AB
     return rtt_ms_AB
-
-
-def mirror(rtt_ms_NN: Floats) -> None:
-    """Make it symmetric with a zero diagonal, in place: what is above the diagonal counts."""
-    for row in range(1, len(rtt_ms_NN)):
-        rtt_ms_NN[row, :row] = rtt_ms_NN[:row, row]
-    np.fill_diagonal(rtt_ms_NN, 0.0)
 
 
 def rates(access_A: Access, access_B: Access, rng: np.random.Generator) -> Floats:

@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from nesa_node.core.ids import ModelId
 from nesa_node.topology.devices import LLAMA_70B, Block
 from nesa_node.topology.geography import CITIES, Region, least_rtt_ms
-from nesa_node.topology.links import Links
+from nesa_node.topology.links import Links, mirror
 from nesa_node.topology.snapshot import Snapshot
 from nesa_node.topology.tables import RegionTable
-from nesa_node.topology.world_links import Access, draw_access, mirror, rates, round_trips
+from nesa_node.topology.world_links import Access, draw_access, rates, round_trips
 from nesa_node.topology.world_nodes import draw_devices, draw_nodes, fit_devices
 from nesa_node.topology.world_spans import choose_spans
 

@@ -67,7 +67,7 @@ def test_measured_pairs_are_left_alone_and_nothing_is_unknown() -> None:
     measured_NN = np.isfinite(seen.rtt_ms_NN)
     assert np.array_equal(filled.rtt_ms_NN[measured_NN], seen.rtt_ms_NN[measured_NN])
     assert np.isfinite(filled.rtt_ms_NN).all()
-    assert np.allclose(filled.rtt_ms_NN, filled.rtt_ms_NN.T)
+    assert np.array_equal(filled.rtt_ms_NN, filled.rtt_ms_NN.T)
     assert (filled.rtt_ms_NN[~np.eye(80, dtype=bool)] > 0).all()
     assert (np.diag(filled.rtt_ms_NN) == 0).all()
     assert (filled.confidence_NN[measured_NN] == 1.0).all()

@@ -1,0 +1,97 @@
+"""`nesa-node simulate`: what joins and losses would do to a swarm that need not exist."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from cyclopts import Group, Parameter
+
+from nesa_node.cli.flags import OUTPUT
+from nesa_node.core.errors import ConfigError
+
+WHICH = Group("Which swarm", sort_key=5)
+CHANGES = Group("What changes", sort_key=6)
+PLANS = Group("What is wanted", sort_key=7)
+
+
+def simulate(
+    *,
+    nodes: Annotated[
+        Path | None, Parameter(group=WHICH, help="A file that describes a swarm: docs/simulate.md.")
+    ] = None,
+    world: Annotated[
+        str | None,
+        Parameter(
+            group=WHICH,
+            help="A made-up swarm instead: regions=3,nodes=30,blocks=80,clients=4,homes=0.7.",
+        ),
+    ] = None,
+    replay: Annotated[
+        Path | None,
+        Parameter(group=WHICH, help="Recorded snapshots instead, one JSON document per line."),
+    ] = None,
+    seed: Annotated[int, Parameter(group=WHICH, help="Of the made-up swarm.")] = 0,
+    add: Annotated[
+        tuple[str, ...],
+        Parameter(
+            group=CHANGES,
+            negative=(),
+            help="A node that joins: DEVICE@PLACE, where the place is a round trip to everybody "
+            "(rtx3090@40ms) or a region (a100@london). May be given again.",
+        ),
+    ] = (),
+    remove: Annotated[
+        tuple[str, ...],
+        Parameter(
+            group=CHANGES, negative=(), help="A node that is lost, by name; lab-* for several."
+        ),
+    ] = (),
+    goal: Annotated[
+        Literal["latency", "throughput"], Parameter(group=PLANS, help="What moves are to improve.")
+    ] = "latency",
+    replicas: Annotated[
+        int, Parameter(group=PLANS, help="Holders that every block should have.")
+    ] = 2,
+    strategy: Annotated[
+        str, Parameter(group=PLANS, help="Which chain sessions use.")
+    ] = "exact-latency",
+    plot: Annotated[
+        Path | None, Parameter(group=OUTPUT, help="Draw it, too: a file that ends in .svg or .png.")
+    ] = None,
+    as_json: Annotated[
+        bool, Parameter(name="--json", negative=(), group=OUTPUT, help="Print JSON.")
+    ] = False,
+) -> int:
+    """Show what joins and losses would do to a swarm: latency, throughput, coverage, and who moves.
+
+    Nothing is started and nobody is asked: the planners of the live swarm run on a description.
+    """
+    if sum(given is not None for given in (nodes, world, replay)) != 1:
+        raise ConfigError("give one of --nodes FILE, --world KEY=NUMBER,... and --replay FILE")
+    if not 1 <= replicas <= 100:
+        raise ConfigError(f"--replicas {replicas}: a number from 1 to 100")
+    if replay is not None and (add or remove):
+        raise ConfigError("--replay shows what was recorded: leave out --add and --remove")
+    from nesa_node.cli import simulate_plot as plots
+    from nesa_node.cli import simulate_view as views
+    from nesa_node.cli.simulate_input import chosen_strategy, read_file, read_world
+
+    if plot is not None:
+        plots.check(plot)
+    use = chosen_strategy(strategy)
+    if replay is not None:
+        from nesa_node.cli.simulate_replay import replayed
+
+        rows = replayed(replay, goal=goal, replicas=replicas, strategy=use)
+        views.print_replay(rows, as_json=as_json)
+        if plot is not None:
+            plots.plot_replay(rows, plot)
+        return 0
+    scene = read_file(nodes) if nodes is not None else read_world(world or "", seed)
+    asked = scene.ask(goal=goal, replicas=replicas, strategy=use)
+    outcome = scene.changed_by(add, remove, asked)
+    views.print_outcome(outcome, as_json=as_json)
+    if plot is not None:
+        plots.plot_outcome(outcome, plot)
+    return 0

@@ -1,0 +1,179 @@
+"""The paper's routing rule (eq. 18), corrected: one node after another, each the cheapest next.
+
+N nodes, B blocks, K pairs of a block and a node that holds it, K_b of them at block b.
+
+Printed, the rule adds (G/C)^beta to a cost and so prefers the busiest node, prefers the unreliable
+one by (1/(R+1))^alpha with R = 1 - uptime, charges transfers from every earlier node though only
+the last one sends, adds seconds to pure numbers, and does not see how many blocks a node covers
+(`literal.py` keeps it). Here the next node is the one with the least::
+
+    ( w_t sum over the last 1 + context senders of (transfer / reference)^gamma
+    + w_c (seconds of the visit, or C/G, / reference)^beta
+    + w_r (unreliability / reference)^alpha ) / blocks gained
+
+where unreliability is 1 - R x stability of the node's place (section 3.1). The last sender's
+transfer includes the way back to the client, charged as far as a node makes it longer: a rule that
+sees one step ahead would otherwise go to the other side of the world for a faster node and pay on
+its return. A node runs its span to the end, but for blocks that the next one takes over because it
+is faster.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from nesa_node.routing.minplus import held
+from nesa_node.routing.problem import Chain, Floats, Ints, Problem, Visit
+
+LoadTerm = Literal["seconds", "ratio"]
+
+_LEAST_SPARE = 0.01
+_SAMPLES = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameters:
+    """Exponents and weights of the rule; `context` is alpha of eq. 2, not that of eq. 18."""
+
+    gamma: float = 1.0
+    beta: float = 1.0
+    alpha: float = 1.0
+    transfer_weight: float = 1.0
+    load_weight: float = 1.0
+    reliability_weight: float = 0.1
+    context: int = 0
+    load: LoadTerm = "seconds"
+
+    def __post_init__(self) -> None:
+        numbers = (
+            *(self.gamma, self.beta, self.alpha),
+            *(self.transfer_weight, self.load_weight, self.reliability_weight),
+        )
+        if not all(0.0 <= number < float("inf") for number in numbers) or self.context < 0:
+            raise ValueError(f"exponents, weights and context must be finite, not below 0: {self}")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prepared:
+    """What the rule needs of a problem whatever its parameters: arrays over pairs, block by block.
+
+    `first_B1[b]:first_B1[b + 1]` are the pairs of block b. `gained_K`: blocks to the end of the
+    node's span. `seconds_K`: of running them. `ratio_N`: C/G of eq. 18. `unreliable_N`: its
+    complement of R, stability included. References are medians, so that terms are about 1.
+    """
+
+    problem: Problem
+    first_B1: tuple[int, ...]
+    node_K: Ints
+    gained_K: Floats
+    seconds_K: Floats
+    ratio_N: Floats
+    unreliable_N: Floats
+    reference_s: float
+    reference_unreliable: float
+
+    @classmethod
+    def of(cls, problem: Problem) -> Prepared:
+        """Raises `MissingBlocksError` if nobody holds some block."""
+        block_K, node_K = np.nonzero(held(problem))
+        gained_K = (problem.ends_N[node_K] - block_K).astype(np.float64)
+        first_B1 = np.searchsorted(block_K, np.arange(problem.num_blocks + 1))
+        seconds_K = problem.visit_s_N[node_K] + gained_K * problem.busy_block_s_N[node_K]
+        transfers = problem.transfer_s_NN.ravel()[:: max(1, problem.num_nodes**2 // _SAMPLES)]
+        unreliable_N = 1.0 - problem.reliability_N * problem.stability_N
+        return cls(
+            problem=problem,
+            first_B1=tuple(first_B1.tolist()),
+            node_K=node_K,
+            gained_K=gained_K,
+            seconds_K=seconds_K,
+            ratio_N=problem.load_N / np.maximum(problem.spare_N, _LEAST_SPARE),
+            unreliable_N=unreliable_N,
+            reference_s=_typical(np.concatenate((transfers, problem.entry_s_N)), 0.1),
+            reference_unreliable=_typical(unreliable_N, 0.01),
+        )
+
+
+class GreedyRule:
+    """The rule for one problem and one set of parameters: chains cost some 0.1 ms each."""
+
+    def __init__(self, prepared: Prepared, parameters: Parameters) -> None:
+        self._prepared = prepared
+        self._parameters = parameters
+        self._fixed_K = self._fixed()
+
+    def _fixed(self) -> Floats:
+        """What a choice costs apart from the way to it, per block gained, [K]."""
+        p, prepared = self._parameters, self._prepared
+        if p.load == "seconds":
+            load_K = (prepared.seconds_K / prepared.reference_s) ** p.beta
+        else:
+            load_K = (prepared.ratio_N**p.beta)[prepared.node_K]
+        unreliable_N = (prepared.unreliable_N / prepared.reference_unreliable) ** p.alpha
+        fixed_K: Floats = p.load_weight * load_K
+        fixed_K += (p.reliability_weight * unreliable_N)[prepared.node_K]
+        fixed_K /= prepared.gained_K
+        return fixed_K
+
+    def _transfer_term(self, transfer_s: Floats) -> Floats:
+        p = self._parameters
+        term: Floats = p.transfer_weight * (transfer_s / self._prepared.reference_s) ** p.gamma
+        return term
+
+    def scores(self, block: int, senders: Chain) -> tuple[Ints, Floats]:
+        """The nodes that hold `block` and what each costs per block gained, [K_b] both.
+
+        `senders` are the visits so far; none: the client sends.
+        """
+        prepared = self._prepared
+        problem = prepared.problem
+        here = slice(prepared.first_B1[block], prepared.first_B1[block + 1])
+        nodes = prepared.node_K[here]
+        back_s = problem.exit_s_N[nodes]
+        if senders:
+            last = senders[-1].node
+            way_s = problem.transfer_s_NN[last, nodes] + back_s
+            way_s -= problem.exit_s_N[last]
+            way = self._transfer_term(np.maximum(way_s, 0.0))
+        else:
+            way = self._transfer_term(problem.entry_s_N[nodes] + back_s)
+        for visit in senders[-1 - self._parameters.context : -1]:
+            way += self._transfer_term(problem.transfer_s_NN[visit.node, nodes])
+        way /= prepared.gained_K[here]
+        way += self._fixed_K[here]
+        return nodes, way
+
+    def choose(self) -> Chain:
+        """The chain by the rule. It visits no node twice: each runs to its span's end."""
+        problem = self._prepared.problem
+        visits: tuple[Visit, ...] = ()
+        block = 0
+        while block < problem.num_blocks:
+            nodes, scores = self.scores(block, visits)
+            node = int(nodes[np.argmin(scores)])
+            end = int(problem.ends_N[node])
+            visits = (*visits, Visit(node, block, end))
+            block = end
+        return hand_over(problem, visits)
+
+
+def hand_over(problem: Problem, chain: Chain) -> Chain:
+    """`chain` with each block at the faster of two neighbours that both hold it, none left out."""
+    visits = list(chain)
+    for at in range(len(visits) - 1, 0, -1):
+        sender, receiver = visits[at - 1], visits[at]
+        if problem.busy_block_s_N[receiver.node] < problem.busy_block_s_N[sender.node]:
+            cut = max(int(problem.starts_N[receiver.node]), sender.start + 1)
+            if cut < receiver.start:
+                visits[at - 1] = Visit(sender.node, sender.start, cut)
+                visits[at] = Visit(receiver.node, cut, receiver.end)
+    return tuple(visits)
+
+
+def _typical(values: Floats, otherwise: float) -> float:
+    """The median of what is finite and above 0."""
+    values = values[(values > 0.0) & np.isfinite(values)]
+    return float(np.median(values)) if len(values) else otherwise

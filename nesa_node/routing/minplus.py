@@ -1,0 +1,240 @@
+"""Shortest paths over (block, node) by min-plus steps.
+
+N nodes, B blocks, S nodes that may send at a boundary, R nodes that may receive there.
+
+State (b, i) is "blocks before b are done, the last of them by node i". A node is entered only at
+the boundary between two blocks, where every receiver takes the minimum over all senders: S x R
+numbers per boundary. The path may leave a node and come back to it; `exact.py` forbids that.
+
+Two bounds keep the sums small. Going backwards, with every transfer replaced by its sender's
+shortest one, gives what each state has before it at least. Going forwards from few senders gives a
+chain. A state that the first bound puts above the second is on no shortest path.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nesa_node.core.errors import MissingBlocksError
+from nesa_node.core.span import Span
+from nesa_node.routing.problem import Chain, Floats, Ints, Problem, Visit
+from nesa_node.topology.snapshot import zero_runs
+
+Mask = NDArray[np.bool_]
+
+_BEAM = 16
+_SLACK = 1.0 + 1e-9
+"""For sums that two ways of adding round differently."""
+
+
+@dataclass(frozen=True, slots=True)
+class Path:
+    """A chain that may visit a node twice, and its cost."""
+
+    cost_s: float
+    chain: Chain
+
+
+def held(problem: Problem) -> Mask:
+    """[B, N], whether a node holds a block. Raises `MissingBlocksError` if nobody holds one."""
+    blocks_B1 = np.arange(problem.num_blocks)[:, None]
+    holds_BN = (problem.starts_N <= blocks_B1) & (blocks_B1 < problem.ends_N)
+    missing = zero_runs(holds_BN.sum(axis=1).tolist())
+    if missing:
+        raise missing_blocks(missing)
+    return holds_BN
+
+
+def missing_blocks(missing: tuple[Span, ...]) -> MissingBlocksError:
+    ranges = ", ".join(str(run) for run in missing)
+    return MissingBlocksError(
+        [(run.start, run.end) for run in missing],
+        f"no usable node holds blocks {ranges}; wait for one to join or start one with "
+        f"`nesa-node run MODEL --block-indices {missing[0]}`",
+    )
+
+
+class MinPlus:
+    """What all searches of one problem share."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.busy_block_s_N = problem.busy_block_s_N
+        self.nearest_s_N = _off_diagonal_minima(problem.transfer_s_NN)
+
+    def shortest(
+        self,
+        holds_BN: Mask,
+        *,
+        at_ends: bool = False,
+        most_N: Ints | None = None,
+        below_s: float = np.inf,
+    ) -> Path | None:
+        """The cheapest path that runs each block on a node that `holds_BN` has for it.
+
+        None if there is none, or none of at most `below_s`. `at_ends` leaves nodes only where their
+        spans end; `most_N` is the most blocks that a node may run in one visit. Ties: staying
+        before moving, then the lower index.
+        """
+        program = _Program(self, holds_BN, at_ends, most_N)
+        found_s = program.forward(below_s, _BEAM)
+        cost_s = program.forward(min(below_s, found_s) * _SLACK, None)
+        if not cost_s <= below_s or cost_s == np.inf:
+            return None
+        return Path(cost_s, program.trace())
+
+    def unreached(self, holds_BN: Mask) -> Span:
+        """The blocks that no path gets to, for want of links."""
+        program = _Program(self, holds_BN)
+        program.forward(np.inf, None)
+        done = np.isfinite(program.done_s_BN[1:]).any(axis=1)
+        return Span(int(done.sum()), self.problem.num_blocks)
+
+
+class _Program:
+    """`since_BN[b, i]`: where the visit began by which i ran the last of the b blocks."""
+
+    def __init__(
+        self,
+        shared: MinPlus,
+        holds_BN: Mask,
+        at_ends: bool = False,
+        most_N: Ints | None = None,
+    ) -> None:
+        problem = shared.problem
+        self.problem = problem
+        self.most_N = most_N
+        self.holds_BN = holds_BN
+        self.busy_block_s_N = shared.busy_block_s_N
+        self.nearest_s_N = shared.nearest_s_N
+        self.holders = [np.flatnonzero(holds_N) for holds_N in holds_BN]
+        self.leavers = [
+            holders[problem.ends_N[holders] == block + 1] if at_ends else holders
+            for block, holders in enumerate(self.holders)
+        ]
+        self.ahead_s_BN, self.from_here_s_B = self._backward()
+        shape = (problem.num_blocks + 1, problem.num_nodes)
+        self.done_s_BN = np.full(shape, np.inf)
+        self.entered_s_BN = np.full(shape, np.inf)
+        self.since_BN = np.zeros(shape, dtype=np.int64)
+
+    def _backward(self) -> tuple[Floats, list[float]]:
+        """At least what it takes from "block b runs on i" on, and from entering anybody at b."""
+        problem = self.problem
+        ahead_s_BN = np.full((problem.num_blocks, problem.num_nodes), np.inf)
+        from_here_s_B = [np.inf] * problem.num_blocks
+        for block in range(problem.num_blocks - 1, -1, -1):
+            holders, leavers = self.holders[block], self.leavers[block]
+            if block + 1 < problem.num_blocks:
+                ahead_s_BN[block, holders] = ahead_s_BN[block + 1, holders]
+                leaving_s = self.nearest_s_N[leavers] + from_here_s_B[block + 1]
+            else:
+                leaving_s = problem.exit_s_N[leavers]
+            row_N = ahead_s_BN[block]
+            row_N[leavers] = np.minimum(row_N[leavers], leaving_s)
+            row_N[holders] += self.busy_block_s_N[holders]
+            if len(holders):
+                from_here_s_B[block] = float((problem.visit_s_N[holders] + row_N[holders]).min())
+        return ahead_s_BN, from_here_s_B
+
+    def forward(self, limit_s: float, beam: int | None) -> float:
+        """The cost of the cheapest path of at most `limit_s`, by `beam` senders per boundary."""
+        problem = self.problem
+        run_of_N = np.zeros(problem.num_nodes, dtype=np.int64)
+        for block, holders in enumerate(self.holders):
+            entered_s_N = self.entered_s_BN[block]
+            entered_s_N.fill(np.inf)
+            if block == 0:
+                entered_s_N[holders] = problem.entry_s_N[holders] + problem.visit_s_N[holders]
+            else:
+                self._enter(block, limit_s, beam)
+            self.done_s_BN[block + 1].fill(np.inf)
+            if self.most_N is None:
+                self._run(block, holders)
+            else:
+                run_of_N = np.where(self.holds_BN[block], run_of_N + 1, 0)
+                self._run_at_most(block, holders, np.minimum(self.most_N, run_of_N)[holders])
+        last = self.leavers[-1]
+        return float((self.done_s_BN[-1, last] + problem.exit_s_N[last]).min(initial=np.inf))
+
+    def _enter(self, block: int, limit_s: float, beam: int | None) -> None:
+        """Set what entering costs at `block`, for those for whom it may be worth it."""
+        problem = self.problem
+        senders, done_s_S = self._senders(block)
+        leaving_s_S = done_s_S + self.nearest_s_N[senders]
+        keep = leaving_s_S + self.from_here_s_B[block] <= limit_s
+        senders, done_s_S, leaving_s_S = senders[keep], done_s_S[keep], leaving_s_S[keep]
+        if not len(senders):
+            return
+        receivers = self.holders[block]
+        least_s_R = problem.visit_s_N[receivers] + leaving_s_S.min()
+        receivers = receivers[least_s_R + self.ahead_s_BN[block, receivers] <= limit_s]
+        if beam is not None and len(senders) > beam:
+            few = np.argpartition(leaving_s_S, beam)[:beam]
+            senders, done_s_S = senders[few], done_s_S[few]
+        sums_s_SR = problem.transfer_s_NN[np.ix_(senders, receivers)]
+        sums_s_SR += done_s_S[:, None]
+        if self.most_N is not None:
+            # Who goes on is not entered: else it could run as many blocks again.
+            sums_s_SR[senders[:, None] == receivers] = np.inf
+        entered_s_R = sums_s_SR.min(axis=0) + problem.visit_s_N[receivers]
+        self.entered_s_BN[block, receivers] = entered_s_R
+
+    def _run(self, block: int, holders: Ints) -> None:
+        """Run `block` on each holder, going on or entering."""
+        stayed_s = self.done_s_BN[block, holders]
+        entered_s = self.entered_s_BN[block, holders]
+        went_on = stayed_s <= entered_s
+        cost_s = np.where(went_on, stayed_s, entered_s) + self.busy_block_s_N[holders]
+        self.done_s_BN[block + 1, holders] = cost_s
+        self.since_BN[block + 1, holders] = np.where(went_on, self.since_BN[block, holders], block)
+
+    def _run_at_most(self, block: int, holders: Ints, most: Ints) -> None:
+        """The same where the visit may have begun only `most` blocks ago, this one included."""
+        if not most.any():
+            return
+        starts_W1 = np.arange(max(0, block + 1 - int(most.max())), block + 1)[:, None]
+        lengths_W1 = block + 1 - starts_W1
+        costs_s = self.entered_s_BN[starts_W1, holders] + lengths_W1 * self.busy_block_s_N[holders]
+        costs_s[lengths_W1 > most] = np.inf
+        best = costs_s.argmin(axis=0)
+        self.done_s_BN[block + 1, holders] = costs_s[best, np.arange(len(holders))]
+        self.since_BN[block + 1, holders] = starts_W1[best, 0]
+
+    def _senders(self, block: int) -> tuple[Ints, Floats]:
+        senders = self.leavers[block - 1]
+        done_s_S = self.done_s_BN[block, senders]
+        reached = done_s_S < np.inf
+        return senders[reached], done_s_S[reached]
+
+    def trace(self) -> Chain:
+        """The path that the last `forward` found."""
+        problem = self.problem
+        last = self.leavers[-1]
+        node = int(last[np.argmin(self.done_s_BN[-1, last] + problem.exit_s_N[last])])
+        end = problem.num_blocks
+        visits: list[Visit] = []
+        while True:
+            start = int(self.since_BN[end, node])
+            visits.append(Visit(node, start, end))
+            if start == 0:
+                break
+            senders, done_s_S = self._senders(start)
+            node = int(senders[np.argmin(done_s_S + problem.transfer_s_NN[senders, node])])
+            end = start
+        return tuple(reversed(visits))
+
+
+def _off_diagonal_minima(array_NN: Floats, rows_at_once: int = 64) -> Floats:
+    """The least of each row, its diagonal left out. Some rows at a time stay in the cache."""
+    size = len(array_NN)
+    minima_N = np.full(size, np.inf)
+    for start in range(0, size, rows_at_once):
+        rows = np.array(array_NN[start : start + rows_at_once])
+        here = np.arange(len(rows))
+        rows[here, start + here] = np.inf
+        minima_N[start : start + len(rows)] = rows.min(axis=1, initial=np.inf)
+    return minima_N

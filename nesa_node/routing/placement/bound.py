@@ -1,0 +1,189 @@
+"""What the best chain costs at least where spans are still free.
+
+N nodes, B blocks, S senders. With free spans node i may run any `most_N[i]` consecutive blocks or
+fewer. Finding the best such chain is a knapsack and a travelling salesman at once. A program over
+(blocks done, last node) that forgets which nodes it has been through gives a bound.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from nesa_node.routing.placement.room import Room
+from nesa_node.routing.problem import Floats, Ints, Problem
+
+_SLACK = 1.0 + 1e-9
+_ROWS_AT_ONCE = 64
+
+
+MAX_ROUNDS = 30
+ROUNDS_BY_NODES = 6000
+MAX_WALKED = 2000
+"""With more nodes than that the program takes seconds, and `fluid_latency_s` must do."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Walk:
+    """The cheapest way to run all blocks when nodes may be visited again, and whom it visits."""
+
+    cost_s: float
+    nodes: tuple[int, ...]
+
+
+def least_latency_s(room: Room, known_s: float = np.inf, *, rounds: int | None = None) -> float:
+    """No placement has a chain below this; inf if no chain can be had at all.
+
+    `known_s` is the cost of a chain that exists; the answer is never above it. The program's
+    cheapest walk goes to and fro between the fastest nodes. So each node is charged for being
+    visited, the sum of charges is taken off the answer again (Lagrange multipliers of "at most one
+    visit"), and charges rise where a walk visits twice, in `rounds` of subgradient steps [default:
+    fewer the larger the swarm].
+    """
+    problem = room.problem
+    if int(room.most_N.sum()) < problem.num_blocks:
+        return np.inf
+    if problem.num_nodes > MAX_WALKED:
+        return min(fluid_latency_s(room), known_s)
+    if rounds is None:
+        rounds = min(MAX_ROUNDS, ROUNDS_BY_NODES // max(problem.num_nodes, 1))
+    nearest_s_N = nearest_s(problem.transfer_s_NN)
+    charge_s_N = np.zeros(problem.num_nodes)
+    best_s = 0.0
+    pace = 1.0
+    for _ in range(rounds + 1):
+        visit_s_N = problem.visit_s_N + charge_s_N
+        total_s = float(charge_s_N.sum())
+        walk = _cheapest_walk(room, visit_s_N, nearest_s_N, known_s + total_s)
+        if walk is None:
+            return known_s
+        bound_s = walk.cost_s - total_s
+        excess_N = np.bincount(walk.nodes, minlength=problem.num_nodes) - 1.0
+        if bound_s > best_s:
+            best_s = bound_s
+        else:
+            pace *= 0.8
+        if excess_N.max() <= 0 and not charge_s_N.any():
+            break
+        # A node that is not visited and not charged has no say in how long the step is.
+        excess_N[(excess_N < 0) & (charge_s_N == 0)] = 0.0
+        length = float((excess_N**2).sum())
+        if length == 0:
+            break
+        target_s = known_s if np.isfinite(known_s) else 1.5 * best_s
+        step = pace * max(target_s - bound_s, 1e-3 * target_s) / length
+        charge_s_N = np.maximum(charge_s_N + step * excess_N, 0.0)
+    return min(best_s, known_s)
+
+
+def fluid_latency_s(room: Room) -> float:
+    """A bound that costs no program: nodes hand over to their nearest and may be split.
+
+    A node that runs all it can is the cheapest per block, fixed costs shared out. The blocks go to
+    the cheapest nodes, each as many as it holds.
+    """
+    problem = room.problem
+    held = room.most_N > 0
+    most_N = room.most_N[held]
+    if int(most_N.sum()) < problem.num_blocks:
+        return np.inf
+    onward_s_N = np.minimum(nearest_s(problem.transfer_s_NN), problem.exit_s_N)[held]
+    fixed_s_N = problem.visit_s_N[held] + onward_s_N
+    per_block_s_N = problem.busy_block_s_N[held] + fixed_s_N / most_N
+    cheapest = np.argsort(per_block_s_N, kind="stable")
+    filled = np.minimum(np.cumsum(most_N[cheapest]), problem.num_blocks)
+    lengths = np.diff(filled, prepend=0)
+    ends_s = problem.entry_s_N[held].min() + (problem.exit_s_N[held] - onward_s_N).min()
+    return float(ends_s + (lengths * per_block_s_N[cheapest]).sum())
+
+
+def _cheapest_walk(
+    room: Room, visit_s_N: Floats, nearest_s_N: Floats, limit_s: float
+) -> _Walk | None:
+    """None if there is none of at most `limit_s`."""
+    problem, most_N = room.problem, room.most_N
+    blocks, nodes = problem.num_blocks, problem.num_nodes
+    least_s_B = _look_ahead(room, visit_s_N, nearest_s_N)
+    limit_s *= _SLACK
+    done_s_BN = np.full((blocks + 1, nodes), np.inf)
+    since_BN = np.zeros((blocks + 1, nodes), dtype=np.int64)
+    for block in range(blocks):
+        if block == 0:
+            reached_s_N = problem.entry_s_N
+        else:
+            leaving_s_N = done_s_BN[block] + nearest_s_N
+            senders = np.flatnonzero(leaving_s_N + least_s_B[blocks - block] <= limit_s)
+            if not len(senders):
+                continue
+            reached_s_N = _reach(problem, senders, done_s_BN[block, senders])
+        able = np.flatnonzero(reached_s_N + least_s_B[blocks - block] <= limit_s)
+        entered_s_K = reached_s_N[able] + visit_s_N[able]
+        block_s_K, most_K = problem.busy_block_s_N[able], most_N[able]
+        counts_C1 = np.arange(1, min(blocks - block, int(most_K.max(initial=0))) + 1)[:, None]
+        cost_s_CK = entered_s_K + counts_C1 * block_s_K
+        cost_s_CK[counts_C1 > most_K] = np.inf
+        here = slice(block + 1, block + 1 + len(counts_C1))
+        more, who = np.nonzero(cost_s_CK < done_s_BN[here, able])
+        done_s_BN[here][more, able[who]] = cost_s_CK[more, who]
+        since_BN[here][more, able[who]] = block
+    total_s_N = done_s_BN[blocks] + problem.exit_s_N
+    last = int(total_s_N.argmin())
+    if not total_s_N[last] <= limit_s or total_s_N[last] == np.inf:
+        return None
+    return _Walk(float(total_s_N[last]), _trace(problem, done_s_BN, since_BN, last))
+
+
+def _trace(problem: Problem, done_s_BN: Floats, since_BN: Ints, last: int) -> tuple[int, ...]:
+    nodes = [last]
+    block = int(since_BN[problem.num_blocks, last])
+    while block > 0:
+        arrived_s_N = done_s_BN[block] + problem.transfer_s_NN[:, nodes[-1]]
+        arrived_s_N[nodes[-1]] = np.inf
+        nodes.append(int(arrived_s_N.argmin()))
+        block = int(since_BN[block, nodes[-1]])
+    return tuple(nodes)
+
+
+def _look_ahead(room: Room, visit_s_N: Floats, nearest_s_N: Floats) -> Floats:
+    """[r]: what r blocks cost at least from entering somebody on, the way there excluded.
+
+    Every node hands over to its nearest, so that no chain is cheaper, whatever came before.
+    """
+    problem, most_N = room.problem, room.most_N
+    middle_s_B = np.full(problem.num_blocks + 1, np.inf)
+    last_s_B = middle_s_B.copy()
+    counts_C1 = np.arange(1, int(most_N.max(initial=0)) + 1)[:, None]
+    run_s_CN = visit_s_N + counts_C1 * problem.busy_block_s_N
+    run_s_CN[counts_C1 > most_N] = np.inf
+    middle_s_B[1 : len(counts_C1) + 1] = (run_s_CN + nearest_s_N).min(axis=1, initial=np.inf)
+    last_s_B[1 : len(counts_C1) + 1] = (run_s_CN + problem.exit_s_N).min(axis=1, initial=np.inf)
+    least_s_B = np.full(problem.num_blocks + 1, np.inf)
+    least_s_B[0] = 0.0
+    for left in range(1, problem.num_blocks + 1):
+        onward_s = middle_s_B[1:left] + least_s_B[left - 1 : 0 : -1]
+        least_s_B[left] = min(float(last_s_B[left]), float(onward_s.min(initial=np.inf)))
+    return least_s_B
+
+
+def _reach(problem: Problem, senders: Ints, done_s_S: Floats) -> Floats:
+    """The least that getting to each node costs, from any of `senders` but itself."""
+    reached_s_N = np.full(problem.num_nodes, np.inf)
+    for start in range(0, len(senders), _ROWS_AT_ONCE):
+        rows = senders[start : start + _ROWS_AT_ONCE]
+        sums_s_SN = problem.transfer_s_NN[rows] + done_s_S[start : start + _ROWS_AT_ONCE, None]
+        sums_s_SN[np.arange(len(rows)), rows] = np.inf
+        np.minimum(reached_s_N, sums_s_SN.min(axis=0), out=reached_s_N)
+    return reached_s_N
+
+
+def nearest_s(transfer_s_NN: Floats) -> Floats:
+    """The least of each row, its diagonal left out."""
+    size = len(transfer_s_NN)
+    nearest_s_N = np.full(size, np.inf)
+    for start in range(0, size, _ROWS_AT_ONCE):
+        rows = np.array(transfer_s_NN[start : start + _ROWS_AT_ONCE])
+        here = np.arange(len(rows))
+        rows[here, start + here] = np.inf
+        nearest_s_N[start : start + len(rows)] = rows.min(axis=1, initial=np.inf)
+    return nearest_s_N

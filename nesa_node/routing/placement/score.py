@@ -1,0 +1,70 @@
+"""What a layout is worth: who lacks blocks, what a step takes, how many the swarm does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from nesa_node.core.errors import MissingBlocksError
+from nesa_node.routing.exact import exact_latency, solve_latency
+from nesa_node.routing.placement.flow import measure_flow
+from nesa_node.routing.placement.room import Lacks, Layout, Room
+from nesa_node.routing.problem import Chain, Problem, terms
+
+Goal = Literal["latency", "throughput"]
+
+MANY_NODES = 1000
+SAME = 0.01
+"""Costs that differ by less are decided by the other goal: estimates are no better than that."""
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """`latency_s` of the best chain, the mean over the room's clients; inf if there is none."""
+
+    lacks: Lacks
+    latency_s: float
+    steps_per_s: float
+
+    def cost(self, goal: Goal) -> float:
+        """Seconds: of a step, or from one step of the swarm to the next."""
+        if goal == "latency":
+            return self.latency_s
+        return 1.0 / self.steps_per_s if self.steps_per_s > 0 else np.inf
+
+    def better(self, other: Score, goal: Goal) -> bool:
+        """Blocks that nobody holds decide first, then missing replicas, then the goal."""
+        if self.lacks != other.lacks:
+            return self.lacks < other.lacks
+        mine, theirs = self.cost(goal), other.cost(goal)
+        if mine < theirs * (1 - SAME) or theirs < mine * (1 - SAME):
+            return mine < theirs
+        side: Goal = "throughput" if goal == "latency" else "latency"
+        return (self.cost(side), mine) < (other.cost(side), theirs)
+
+
+def measure(room: Room, layout: Layout) -> Score:
+    flow = measure_flow(layout, room.blocks_per_s_N, room.problem.num_blocks)
+    latencies_s = [
+        latency_s(room.problem_of(layout, client)) for client in range(len(room.clients))
+    ]
+    return Score(layout.lacks(room), float(np.mean(latencies_s)), flow.steps_per_s)
+
+
+def latency_s(problem: Problem) -> float:
+    """Of the best chain; inf if there is none."""
+    chain = best_chain(problem)
+    return terms(problem, chain).total_s if chain is not None else np.inf
+
+
+def best_chain(problem: Problem) -> Chain | None:
+    """The cheapest chain through the spans, None if some block is held by nobody."""
+    try:
+        if problem.num_nodes > MANY_NODES:
+            # A proof takes many searches there; the straightened relaxation is within a percent.
+            return solve_latency(problem, max_searches=1).chain
+        return exact_latency(problem)
+    except MissingBlocksError:
+        return None

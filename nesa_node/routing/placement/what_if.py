@@ -1,0 +1,207 @@
+"""What joins and losses would do to a swarm: the same plans that a live one makes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from nesa_node.core.errors import MissingBlocksError
+from nesa_node.core.ids import PeerId
+from nesa_node.core.span import Span
+from nesa_node.routing.build import Request
+from nesa_node.routing.chains import Hop
+from nesa_node.routing.exact import exact_latency
+from nesa_node.routing.placement.capacity import make_room
+from nesa_node.routing.placement.fill import Water, fill
+from nesa_node.routing.placement.moves import MoveCosts, Moves
+from nesa_node.routing.placement.plan import Placement, best_layout, describe, hops
+from nesa_node.routing.placement.rebalance import Policy, rebalance
+from nesa_node.routing.placement.room import Lacks, Room
+from nesa_node.routing.placement.score import Goal, measure
+from nesa_node.routing.problem import Chain, Problem, terms
+from nesa_node.topology.links import Links
+from nesa_node.topology.snapshot import NodeState, Snapshot
+
+Strategy = Callable[[Problem], Chain]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """Who asks (`requests`, one per client), for what, and what moving would cost."""
+
+    requests: Sequence[Request]
+    goal: Goal = "latency"
+    replicas: int = 2
+    strategy: Strategy = exact_latency
+    policy: Policy = Policy()
+    costs: MoveCosts = MoveCosts()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """A swarm and what it does for the clients: `latency_s` is the mean of the chains that the
+    strategy chooses for them, `chain` the first client's.
+    """
+
+    snapshot: Snapshot
+    latency_s: float
+    steps_per_s: float
+    chain: tuple[Hop, ...]
+    lacks: Lacks
+
+    @property
+    def coverage(self) -> tuple[int, ...]:
+        return self.snapshot.coverage()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """The swarm as it is, after the change, after the moves that would follow, and placed anew."""
+
+    before: Stage
+    changed: Stage
+    settled: Stage
+    best: Stage
+    moves: Moves
+    placement: Placement
+
+
+def study(snapshot: Snapshot, changed: Snapshot, question: Question) -> Answer:
+    """Both snapshots are complete: who holds nothing would take a span first (`take_spans`)."""
+    moves = rebalance(
+        changed,
+        question.requests,
+        goal=question.goal,
+        replicas=question.replicas,
+        policy=question.policy,
+        costs=question.costs,
+    )
+    after = hold(changed, {move.peer_id: move.after for move in moves.moves})
+    room = make_room(changed, question.requests, replicas=question.replicas)
+    layout, score, method = best_layout(room, question.goal)
+    placement = describe(changed, room, question.goal, layout, score, method)
+    return Answer(
+        before=stage(snapshot, question),
+        changed=stage(changed, question),
+        settled=stage(after, question),
+        best=stage(hold(changed, placement.spans), question),
+        moves=moves,
+        placement=placement,
+    )
+
+
+def stage(snapshot: Snapshot, question: Question) -> Stage:
+    room = make_room(snapshot, question.requests, replicas=question.replicas)
+    score = measure(room, room.now())
+    chains = [_chain(room, question.strategy, client) for client in range(len(room.clients))]
+    latencies_s = [
+        np.inf if chain is None else terms(room.clients[client], chain).total_s
+        for client, chain in enumerate(chains)
+    ]
+    return Stage(
+        snapshot=snapshot,
+        latency_s=float(np.mean(latencies_s)),
+        steps_per_s=score.steps_per_s,
+        chain=hops(room, chains[0] or ()),
+        lacks=score.lacks,
+    )
+
+
+def _chain(room: Room, strategy: Strategy, client: int) -> Chain | None:
+    try:
+        return strategy(room.clients[client])
+    except MissingBlocksError:
+        return None
+
+
+def take_spans(snapshot: Snapshot, question: Question) -> Snapshot:
+    """Nodes without a span take one, as newcomers would; a swarm of such nodes is planned."""
+    room = make_room(snapshot, question.requests, replicas=question.replicas)
+    problem = room.problem
+    empty_N = problem.ends_N <= problem.starts_N
+    if not empty_N.any():
+        return snapshot
+    if empty_N.all():
+        layout, _, _ = best_layout(room, question.goal)
+        spans = {peer: layout.span(node) for node, peer in enumerate(problem.peers)}
+        return hold(snapshot, spans)
+    water = Water.none(problem.num_blocks)
+    rate_N = room.blocks_per_s_N
+    for node in np.flatnonzero(~empty_N).tolist():
+        start, end = int(problem.starts_N[node]), int(problem.ends_N[node])
+        water.pour(start, end - start, float(rate_N[node]))
+    starts_N = problem.starts_N.copy()
+    newcomers = sorted(np.flatnonzero(empty_N).tolist(), key=lambda node: -int(room.most_N[node]))
+    fill(room, starts_N, water, newcomers)
+    spans = {
+        problem.peers[node]: Span(int(starts_N[node]), int(starts_N[node] + room.most_N[node]))
+        for node in newcomers
+    }
+    return hold(snapshot, spans)
+
+
+def hold(snapshot: Snapshot, spans: Mapping[PeerId, Span]) -> Snapshot:
+    """The same nodes with those spans, as fast per block as before."""
+    return replace(
+        snapshot,
+        nodes=tuple(_holding(node, spans.get(node.peer_id)) for node in snapshot.nodes),
+        joining=tuple(_holding(node, spans.get(node.peer_id)) for node in snapshot.joining),
+    )
+
+
+def _holding(node: NodeState, span: Span | None) -> NodeState:
+    if span is None or span == node.span:
+        return node
+    share = max(len(node.span), 1) / max(len(span), 1)
+    return replace(
+        node,
+        span=span,
+        prefill_tokens_per_s=node.prefill_tokens_per_s * share,
+        decode_tokens_per_s=node.decode_tokens_per_s * share,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Newcomer:
+    """A node, and its round trips to each of the snapshot's nodes in their order."""
+
+    node: NodeState
+    rtt_ms_N: Sequence[float]
+    bytes_per_s: float = np.nan
+
+
+def join(snapshot: Snapshot, newcomers: Iterable[Newcomer]) -> Snapshot:
+    """The snapshot with nodes more. Newcomers are as far from each other as both are from others
+    (the mean of their medians), since nobody can have measured that.
+    """
+    for newcomer in newcomers:
+        peers = tuple(node.peer_id for node in snapshot.nodes)
+        links = (snapshot.links or Links.unknown(peers)).of(peers)
+        given = list(newcomer.rtt_ms_N)[: len(peers)]
+        given += [float(np.median(newcomer.rtt_ms_N))] * (len(peers) - len(given))
+        arrays = (
+            _grown(links.rtt_ms_NN, np.array(given), 0.0),
+            _grown(links.rate_bytes_per_s_NN, newcomer.bytes_per_s, np.inf),
+            _grown(links.age_s_NN, np.nan, 0.0),
+            _grown(links.confidence_NN, 0.0, 1.0),
+        )
+        snapshot = replace(
+            snapshot,
+            nodes=(*snapshot.nodes, newcomer.node),
+            links=Links((*peers, newcomer.node.peer_id), *arrays),
+        )
+    return snapshot
+
+
+def _grown(
+    array_NN: np.ndarray, edge: np.ndarray | float, corner: float
+) -> np.ndarray:
+    size = len(array_NN)
+    grown = np.empty((size + 1, size + 1))
+    grown[:size, :size] = array_NN
+    grown[size, :size] = edge
+    grown[:size, size] = edge
+    grown[size, size] = corner
+    return grown

@@ -1,0 +1,271 @@
+"""A swarm as a person writes it down, for questions about swarms that do not exist (yet).
+
+    {
+      "num_blocks": 80,
+      "nodes": [
+        {"name": "attic", "device": "rtx3090", "region": "frankfurt", "span": "0:20"},
+        {"name": "lab", "device": "a100", "count": 3, "region": "london", "datacenter": true},
+        {"name": "old", "tokens_per_s": 40, "max_blocks": 8, "location": [48.1, 11.6]}
+      ],
+      "round_trips_ms": {"attic": {"old": 18}},
+      "client": {"region": "paris"}
+    }
+
+Of a node's speed and room the file says either its `device` (`devices.DEVICES`) or `tokens_per_s`,
+decoding through one block, with `max_blocks` or `memory_gb`. Where it is: a `region` (a city of
+`geography.CITIES` or a region of a table), a `location` in degrees, or round trips to others. What
+nobody says is estimated as in a live swarm (`estimate.fill`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+
+from nesa_node.core.errors import ConfigError
+from nesa_node.core.ids import ModelId, PeerId
+from nesa_node.core.span import Span
+from nesa_node.topology.devices import CACHE_SHARE, GB, LLAMA_70B, Block, Device, device
+from nesa_node.topology.geography import CITIES, Region
+from nesa_node.topology.snapshot import NodeState, Snapshot
+from nesa_node.topology.swarm_links import Place, link_up, round_trips
+from nesa_node.topology.tables import NAMES, load_table
+from nesa_node.topology.world_links import MBIT
+
+MAX_BYTES = 16 << 20
+MAX_NODES = 5_000
+
+_Name = Annotated[str, Meta(min_length=1, max_length=64)]
+_Positive = Annotated[float, Meta(gt=0.0, le=1e9)]
+_Blocks = Annotated[int, Meta(ge=1, le=10_000)]
+_Share = Annotated[float, Meta(ge=0.0, le=1.0)]
+_Degrees = tuple[
+    Annotated[float, Meta(ge=-90.0, le=90.0)], Annotated[float, Meta(ge=-180.0, le=180.0)]
+]
+_Millis = Annotated[float, Meta(gt=0.0, le=60_000.0)]
+
+
+class _Part(msgspec.Struct, forbid_unknown_fields=True):
+    pass
+
+
+class _Where(_Part):
+    region: _Name | None = None
+    location: _Degrees | None = None
+    access_ms: _Millis | None = None
+    up_mbit: _Positive | None = None
+    down_mbit: _Positive | None = None
+    datacenter: bool | None = None
+
+
+class _Node(_Where):
+    name: _Name = ""
+    count: Annotated[int, Meta(ge=1, le=MAX_NODES)] = 1
+    device: _Name | None = None
+    tokens_per_s: _Positive | None = None
+    prefill_tokens_per_s: _Positive | None = None
+    memory_gb: _Positive | None = None
+    max_blocks: _Blocks | None = None
+    span: str | None = None
+    load: Annotated[float, Meta(ge=0.0, le=100.0)] = 0.0
+    reliability: _Share = 1.0
+
+
+class _Block(_Part):
+    parameters: Annotated[int, Meta(ge=1, le=10**12)]
+    cache_bytes: Annotated[int, Meta(ge=1, le=10**9)] = LLAMA_70B.cache_bytes
+    hidden_bytes: Annotated[int, Meta(ge=1, le=10**9)] = LLAMA_70B.hidden_bytes
+
+
+class _Swarm(_Part):
+    nodes: Annotated[list[_Node], Meta(min_length=1, max_length=MAX_NODES)]
+    num_blocks: _Blocks = 80
+    model: _Name = "swarm"
+    quantization: str = "none"
+    block: _Block | None = None
+    round_trips_ms: dict[str, dict[str, _Millis]] = {}
+    client: _Where | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SwarmFile:
+    """What a file says. `client_rtt_ms` is None if it says nothing of a client.
+
+    Nodes without a span hold the empty one: a planner chooses. `places` are those of
+    `snapshot.nodes`, in their order; `block` is the block that speeds and memory were reckoned for.
+    """
+
+    snapshot: Snapshot
+    places: tuple[Place, ...]
+    block: Block
+    quantization: str
+    client_rtt_ms: Mapping[PeerId, float] | None
+
+
+def read_swarm(
+    text: bytes | str, rng: np.random.Generator, *, where: str = "swarm.json"
+) -> SwarmFile:
+    """Read a swarm. Raises `ConfigError`, which says what is wrong, where, and what would be right.
+
+    `rng` is for the estimates of round trips between nodes that have no places.
+    """
+    if len(text) > MAX_BYTES:
+        raise ConfigError(f"{where} has {len(text)} bytes; at most {MAX_BYTES} are read")
+    try:
+        swarm = msgspec.json.decode(text, type=_Swarm)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(f"{where} cannot be read: {error}; docs/swarm-file.md has an example") from error
+    block = LLAMA_70B
+    if swarm.block is not None:
+        block = Block(swarm.block.parameters, swarm.block.cache_bytes, swarm.block.hidden_bytes)
+    nodes: list[NodeState] = []
+    places: list[Place] = []
+    for number, node in enumerate(swarm.nodes):
+        at = f"{where}: nodes[{number}]" + (f" ({node.name})" if node.name else "")
+        place = _place(node, at)
+        for name in _names(node, number):
+            state = _state(node, PeerId(name), place, swarm, block, at)
+            nodes.append(state)
+            places.append(place)
+    _check_names([node.peer_id for node in nodes], where)
+    known = _explicit(swarm.round_trips_ms, {node.peer_id for node in nodes}, where)
+    links = link_up([node.peer_id for node in nodes], places, known, rng)
+    client_rtt_ms = None
+    if swarm.client is not None:
+        client = _place(swarm.client, f"{where}: client")
+        rtt_ms_N = round_trips([client], places)[0]
+        client_rtt_ms = {
+            node.peer_id: float(rtt) for node, rtt in zip(nodes, rtt_ms_N, strict=True)
+        }
+    snapshot = Snapshot(ModelId(f"{swarm.model}@0"), swarm.num_blocks, tuple(nodes), 0.0, (), links)
+    return SwarmFile(snapshot, tuple(places), block, swarm.quantization, client_rtt_ms)
+
+
+def _names(node: _Node, number: int) -> list[str]:
+    name = node.name or f"node{number}"
+    return [name] if node.count == 1 else [f"{name}-{copy}" for copy in range(1, node.count + 1)]
+
+
+def _check_names(names: Sequence[str], where: str) -> None:
+    if len(names) > MAX_NODES:
+        raise ConfigError(f"{where} has {len(names)} nodes; at most {MAX_NODES} are simulated")
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise ConfigError(f"{where}: two nodes are called {name!r}; give each its own name")
+        seen.add(name)
+
+
+def _state(
+    node: _Node, peer: PeerId, place: Place, swarm: _Swarm, block: Block, at: str
+) -> NodeState:
+    kind = None if node.device is None else _device(node.device, at)
+    try:
+        weight_bytes = block.weight_bytes(swarm.quantization)
+    except KeyError:
+        raise ConfigError(
+            f"{at}: quantization {swarm.quantization!r} is none of none, int8, nf4"
+        ) from None
+    if kind is None and node.tokens_per_s is None:
+        raise ConfigError(f"{at} needs a device or tokens_per_s, so that its speed is known")
+    memory = node.memory_gb * GB if node.memory_gb else kind.memory_bytes if kind else None
+    if node.max_blocks is None and memory is None:
+        raise ConfigError(f"{at} needs max_blocks, memory_gb or a device, so that its room is known")
+    max_blocks = node.max_blocks or int((memory or 0) * (1 - CACHE_SHARE) // weight_bytes)
+    if max_blocks < 1:
+        raise ConfigError(
+            f"{at} has no room for a block of {weight_bytes / GB:.2f} GB; give it more memory_gb,"
+            " max_blocks, or the swarm a quantization of int8 or nf4"
+        )
+    span = Span(0, 0) if node.span is None else _span(node.span, swarm.num_blocks, at)
+    if len(span) > max_blocks:
+        raise ConfigError(f"{at}: span {span} is longer than the {max_blocks} blocks that fit")
+    decode = node.tokens_per_s or (1 / kind.decode_block_s(block, swarm.quantization) if kind else 0)
+    prefill = kind.prefill_block_tokens_per_s(block) if kind else 8.0 * decode
+    length = max(1, len(span))
+    cache = int((memory or weight_bytes * max_blocks) * CACHE_SHARE / (block.cache_bytes * length))
+    return NodeState(
+        peer,
+        span,
+        dtype="float16",
+        quantization=swarm.quantization,
+        prefill_tokens_per_s=(node.prefill_tokens_per_s or prefill) / length,
+        decode_tokens_per_s=decode / length,
+        free_cache_tokens=cache,
+        total_cache_tokens=cache,
+        load=node.load,
+        max_blocks=max_blocks,
+        reliability=node.reliability,
+        location=place.location,
+    )
+
+
+def _device(name: str, at: str) -> Device:
+    try:
+        return device(name)
+    except ConfigError as error:
+        raise ConfigError(f"{at}: {error}") from None
+
+
+def _span(text: str, num_blocks: int, at: str) -> Span:
+    try:
+        span = Span.parse(text)
+    except ConfigError as error:
+        raise ConfigError(f"{at}: {error}") from None
+    if span.end > num_blocks:
+        raise ConfigError(f"{at}: span {span} goes beyond the model's {num_blocks} blocks")
+    return span
+
+
+def _place(part: _Where, at: str) -> Place:
+    if part.region is not None and part.location is not None:
+        raise ConfigError(f"{at} has a region and a location; leave one of them out")
+    location = part.location
+    if part.region is not None:
+        region = known_regions().get(part.region)
+        if region is None:
+            raise ConfigError(
+                f"{at}: no region is called {part.region!r}; there are"
+                f" {', '.join(sorted(known_regions()))}, or give a location in degrees"
+            )
+        location = (region.latitude, region.longitude)
+    datacenter = part.datacenter
+    if datacenter is None and isinstance(part, _Node) and part.device is not None:
+        datacenter = not _device(part.device, at).residential
+    home = not datacenter
+    return Place(
+        part.region,
+        location,
+        part.access_ms or (9.0 if home else 0.6),
+        (part.up_mbit or (40.0 if home else 2000.0)) * MBIT,
+        (part.down_mbit or (250.0 if home else 2000.0)) * MBIT,
+    )
+
+
+def known_regions() -> dict[str, Region]:
+    tables = {region.name: region for name in NAMES for region in load_table(name).regions}
+    return {**tables, **{city.name: city for city in CITIES}}
+
+
+def _explicit(
+    given: Mapping[str, Mapping[str, float]], names: set[PeerId], where: str
+) -> dict[tuple[PeerId, PeerId], float]:
+    known: dict[tuple[PeerId, PeerId], float] = {}
+    for one, row in given.items():
+        for other, rtt_ms in row.items():
+            at = f"{where}: round_trips_ms.{one}.{other}"
+            for name in (one, other):
+                if name not in names:
+                    raise ConfigError(f"{at}: no node is called {name!r}")
+            if one == other:
+                raise ConfigError(f"{at}: a node has no round trip to itself")
+            before = known.get((PeerId(other), PeerId(one)), rtt_ms)
+            if before != rtt_ms:
+                raise ConfigError(f"{at} is {rtt_ms} ms, the other way round {before}; keep one")
+            known[PeerId(one), PeerId(other)] = rtt_ms
+    return known
