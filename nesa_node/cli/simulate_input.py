@@ -116,7 +116,8 @@ class Scene:
         changed = before.without(*lost)
         newcomers = self._newcomers(add)
         to_client = [
-            (newcomer.node.peer_id, float(np.median(newcomer.rtt_ms_N))) for newcomer, _ in newcomers
+            (newcomer.node.peer_id, float(np.median(newcomer.rtt_ms_N)))
+            for newcomer, _ in newcomers
         ]
         asked = replace(asked, requests=self._requests(to_client))
         kept = [row for row, node in enumerate(before.nodes) if node.peer_id not in lost]
@@ -226,9 +227,7 @@ def read_file(path: Path) -> Scene:
         nearest = int(np.nan_to_num(rtt_ms_NN, nan=1e6).sum(axis=1).argmin())
         rtt_ms_N = rtt_ms_NN[nearest]
         client = f"beside {peers[nearest]}, in the middle (the file names none)"
-    return Scene(
-        path.name, swarm.snapshot, client, rtt_ms_N[None], swarm.block, swarm.quantization
-    )
+    return Scene(path.name, swarm.snapshot, client, rtt_ms_N[None], swarm.block, swarm.quantization)
 
 
 def read_world(words: str, seed: int) -> Scene:

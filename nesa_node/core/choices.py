@@ -7,5 +7,7 @@ QuantType = Literal["none", "int8", "nf4"]
 Route = Literal["chain", "star"]
 Precision = Literal["nf4", "int8", "full"]
 """Of weights, the coarsest first. "full": as `--torch-dtype` says, not quantized."""
+PlacementGoal = Literal["latency", "throughput"]
+"""Of an orchestrator: the time of one step, or the steps of all clients together."""
 LogFormat = Literal["console", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]

@@ -6,15 +6,16 @@ import asyncio
 import random
 import resource
 import signal
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from ipaddress import ip_address
+from typing import Any
 
 import torch
 from pydantic import SecretStr
 
 from nesa_node.core.choices import QuantType
-from nesa_node.core.config import NodeConfig, PeerConfig
+from nesa_node.core.config import NodeConfig, OrchestratorConfig, PeerConfig
 from nesa_node.core.errors import ConfigError, PeerUnreachableError, SwarmError
 from nesa_node.core.ids import PeerId
 from nesa_node.core.logging import get_logger
@@ -28,6 +29,7 @@ from nesa_node.engine.progress import shown_progress
 from nesa_node.server.admission import Admission, Limits
 from nesa_node.server.announcer import DTYPE_NAMES, Announcer, Capacity, NodeFacts
 from nesa_node.server.executor import open_executor
+from nesa_node.server.orchestrate import find_model, orchestrate
 from nesa_node.server.placement import Served, claim_span, count_blocks, count_cache_tokens
 from nesa_node.server.ready_file import check_ready_file, ready_file
 from nesa_node.server.scheduler import Scheduler, open_scheduler
@@ -54,6 +56,19 @@ async def run_bootstrap(config: PeerConfig) -> None:
             with ready_file(config.ready_file, facts):
                 log.info("bootstrap_ready", addresses=swarm.transport.addresses)
                 await _stop_or_loss(stopping, swarm)
+
+
+async def run_orchestrator(config: OrchestratorConfig) -> None:
+    """Plan for a swarm until SIGTERM or SIGINT. Raises `SwarmError` and `ConfigError`."""
+    check_ready_file(config.ready_file)
+    with stop_signals() as stopping:
+        async with _joined(config) as swarm:
+
+            async def plan() -> None:
+                await orchestrate(config, swarm, await find_model(swarm, config.model))
+
+            with ready_file(config.ready_file, _facts(swarm)):
+                await _until_stopped(plan(), stopping, swarm)
 
 
 async def run_node(config: NodeConfig) -> None:
@@ -197,6 +212,8 @@ async def _serve(
             )
         ),
     ]
+    if config.orchestrator:
+        background.append(asyncio.create_task(orchestrate(config, swarm, served.model_id)))
     try:
         loading = asyncio.create_task(_prepare(config, served, swarm, scheduler, announcer))
         stopped = asyncio.create_task(_stop_or_loss(stopping, swarm))
@@ -290,6 +307,24 @@ def _limits(config: NodeConfig, blocks: Blocks, tokens: int) -> Limits:
         deny=frozenset(config.deny_peers),
         trusted=frozenset(config.trusted_peers),
     )
+
+
+async def _until_stopped(
+    work: Coroutine[Any, Any, None], stopping: asyncio.Event, swarm: Swarm
+) -> None:
+    """Run `work`, which has no end, until asked to stop. Raises what it does, and `SwarmError`."""
+    working = asyncio.create_task(work)
+    stopped = asyncio.create_task(_stop_or_loss(stopping, swarm))
+    tasks = (working, stopped)
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    for task in tasks:
+        if not task.cancelled():
+            task.result()
 
 
 async def _stop_or_loss(stopping: asyncio.Event, swarm: Swarm) -> None:

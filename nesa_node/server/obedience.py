@@ -35,9 +35,12 @@ _TIMES = 4.0
 
 @dataclass(frozen=True, slots=True)
 class Worth:
-    """Of a swarm: blocks that nobody serves, seconds of a step, steps per second in all."""
+    """Of a swarm: blocks that nobody serves, holders missing to have two of each, seconds of a
+    step, steps per second in all.
+    """
 
     holes: int
+    thin: int
     latency_s: float
     steps_per_s: float
 
@@ -177,7 +180,9 @@ class Obedience:
         without = self._appraise(_moved(snapshot, others))
         if after.holes < without.holes:
             return Verdict(move.span, "recomputed")
-        if after.holes == before.holes and self._gains(before, after, without):
+        if after.holes == before.holes and (
+            self._thickens(before, after, without) or self._gains(before, after, without)
+        ):
             return Verdict(move.span, "recomputed")
         return Verdict(None, "no_gain")
 
@@ -210,6 +215,11 @@ class Obedience:
         return worst > -self._min_gain and any(
             whole >= self._min_gain and own >= _MATTERS for whole, own in goals
         )
+
+    def _thickens(self, before: Worth, after: Worth, without: Worth) -> bool:
+        """Whether this node's move gives blocks a second holder, at no great cost."""
+        mends = after.thin < min(before.thin, without.thin)
+        return mends and min(_savings(before, after)) > -self._min_gain
 
     def _epoch_to_beat(self, signer: PeerId) -> int:
         """A stranger's number is no reason to refuse an allowed signer's."""

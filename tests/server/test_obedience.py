@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -33,9 +34,10 @@ def appraise(snapshot: Snapshot) -> Worth:
         for block in range(node.span.start, min(node.span.end, snapshot.num_blocks)):
             speeds[block].append(node.decode_tokens_per_s * len(node.span))
     holes = sum(not each for each in speeds)
+    thin = sum(max(2 - len(each), 0) for each in speeds)
     if holes:
-        return Worth(holes, float("inf"), 0.0)
-    return Worth(0, sum(1 / max(each) for each in speeds), min(map(sum, speeds)))
+        return Worth(holes, thin, float("inf"), 0.0)
+    return Worth(0, thin, sum(1 / max(each) for each in speeds), min(map(sum, speeds)))
 
 
 def swarm(spans: Mapping[PeerId, tuple[int, int]], taken_at: float = NOW - 5) -> Snapshot:
@@ -95,6 +97,22 @@ def test_repair_of_a_loss_is_reason_to_obey_a_stranger() -> None:
     found = node().consider([placement(*TO_SECOND, repairs=4)], swarm(TORN))
     assert found is not None
     assert found[1].reason == "recomputed"
+
+
+def test_second_holder_is_reason_enough_to_obey_a_stranger() -> None:
+    """Nothing gets faster by it: the node is slow."""
+    nodes = [
+        replace(each, decode_tokens_per_s=0.01) if each.peer_id == ME else each
+        for each in swarm(UNEVEN).nodes
+    ]
+    slow = replace(swarm(UNEVEN), nodes=tuple(nodes))
+    found = node().consider([placement((ME, (0, 4), (4, 8)), gain=0.0)], slow)
+    assert found is not None
+    assert found[1].reason == "recomputed"
+    thick = placement((ME, (0, 4), (4, 8)), gain=0.0, seq=2)
+    obedience = node()
+    assert obedience.consider([thick], swarm({**EVEN, PeerId(PEERS[8]): (0, 4)})) is None
+    assert obedience.refused == {"no_gain": 1}
 
 
 def test_move_without_a_gain_is_made_for_an_allowed_signer_only() -> None:
