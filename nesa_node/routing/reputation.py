@@ -25,8 +25,8 @@ from nesa_node.core.ids import PeerId
 HALF_LIFE_S = 60.0
 MAX_BLAME = 3.0
 MIN_FACTOR = 1.0 / (1.0 + MAX_BLAME)
-FULL_STANDING_S = 600.0
-"""After so long in the swarm a node's word counts in full."""
+NEWCOMER_S, FULL_STANDING_S = 60.0, 660.0
+"""From when on a node's word begins to count, and in full."""
 HORIZON_S = 600.0
 """A session's length: what has to be survived."""
 PRIOR_S, PRIOR_FAILURES = 3600.0, 0.1
@@ -86,7 +86,8 @@ def believed_uptime_s(claimed_s: float, known_s: float) -> float:
 
 def standing(known_s: float, reliability: float) -> float:
     """What the word of a serving node counts, 0 to 1: by its time here and by its own record."""
-    return min(max(known_s, 0.0) / FULL_STANDING_S, 1.0) * min(max(reliability, 0.0), 1.0)
+    seniority = (known_s - NEWCOMER_S) / (FULL_STANDING_S - NEWCOMER_S)
+    return min(max(seniority, 0.0), 1.0) * min(max(reliability, 0.0), 1.0)
 
 
 def blames(

@@ -10,6 +10,7 @@ from nesa_node.routing.reputation import (
     HALF_LIFE_S,
     MAX_BLAME,
     MIN_FACTOR,
+    NEWCOMER_S,
     Accusation,
     believed_uptime_s,
     blame_factor,
@@ -143,6 +144,6 @@ def test_claims_of_uptime_are_believed_to_a_point() -> None:
 
 
 def test_standing_grows_with_the_time_in_which_a_node_was_known() -> None:
-    assert standing(0.0, 1.0) == 0.0
-    assert standing(FULL_STANDING_S / 2, 1.0) == 0.5
+    assert standing(0.0, 1.0) == standing(NEWCOMER_S, 1.0) == 0.0
+    assert standing((NEWCOMER_S + FULL_STANDING_S) / 2, 1.0) == 0.5
     assert standing(1e9, 0.8) == 0.8
