@@ -24,11 +24,12 @@ from benchmarks.options import Options
 from benchmarks.results import print_table
 from nesa_node.core.ids import PeerId
 from nesa_node.topology.access_rates import fit_access_rates
-from nesa_node.topology.estimate import as_array, estimate_rtt_ms
+from nesa_node.topology.estimate import estimate_rtt_ms
 from nesa_node.topology.geography import least_rtt_ms
 from nesa_node.topology.height_fit import fit_heights
 from nesa_node.topology.low_rank import biases, complete_low_rank
 from nesa_node.topology.measured import links_from_measurements
+from nesa_node.topology.places import as_array
 from nesa_node.topology.tables import load_table
 from nesa_node.topology.vivaldi import DIMENSIONS, Cloud, settle
 from nesa_node.topology.worlds import World, make_world, places, world_from_table

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any, Literal, Self
 
 import torch
@@ -46,4 +47,5 @@ class Options:
         return replace(self, **{key: value for key, value in given.items() if value is not None})
 
     def as_json(self) -> dict[str, Any]:
-        return asdict(self)
+        """For results: of a file only its name, since its folder is this machine's."""
+        return {**asdict(self), "matrix": self.matrix and Path(self.matrix).name}

@@ -27,9 +27,9 @@ CODECS: Mapping[str, Codec] = {
     "bfloat16": Codec(16, {"quality": "bfloat16"}),
     "blockwise8": Codec(8.6, {"quality": "blockwise8"}),
     "int8": Codec(8.6, {"quality": "int8"}),
-    "int4": Codec(5.3, {"quality": "int4"}),
+    "int4": Codec(5.6, {"quality": "int4"}),
     "high": Codec(8.6, {"quality": "high"}),
-    "balanced": Codec(5.3, {"quality": "balanced"}),
+    "balanced": Codec(5.6, {"quality": "balanced"}),
 }
 """The last two are floors, above which each link chooses: the bound is that of their smallest."""
 

@@ -3,7 +3,8 @@
     none | bfloat16 | float16 | lossless
     blockwise8[:block[:apart]] | int8[:block[:apart]] | int4[:block[:share]]
 
-A name may be followed by `@` and the version of its format; without, it is 1.
+A name may be followed by `@` and the version of its format. Without, it is 1 in what travels
+(`parse`), and this node's own in what its user says (`expand`).
 """
 
 from __future__ import annotations
@@ -53,9 +54,18 @@ FAMILIES: Mapping[str, Family] = {
     # What bitsandbytes' CUDA kernels can do.
     "blockwise8": Family(Blockwise8, (_powers(64, 4096), frozenset(range(257)))),
     "int8": Family(Int8, (_powers(8, 4096), frozenset(range(257)))),
-    "int4": Family(Int4, (_powers(4, 256), frozenset({0, *range(2, 4097)}))),
+    "int4": Family(Int4, (_powers(4, 256), frozenset({0, *range(2, 4097)})), version=2),
     "lossless": Family(Lossless),
 }
+
+
+def expand(text: str) -> str:
+    """The text with all parameters, and with the version where it is not 1. Raises as `parse`."""
+    name, colon, parameters = text.partition(":")
+    family = FAMILIES.get(name)
+    if family is not None and family.version > 1:
+        name = f"{name}@{family.version}"
+    return parse(name + colon + parameters).text
 
 
 # Peers choose the texts, so what is kept of them is bounded.

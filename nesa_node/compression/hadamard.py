@@ -5,28 +5,29 @@ Legend: N blocks, B values of a block, a power of two.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
-
-
-_PIECE = 4096
-"""Blocks at a time: what is computed in between stays in the processor's cache."""
 
 
 def hadamard(values_NB: Tensor) -> Tensor:
     """Multiply each block by the matrix whose entries are (-1)^popcount(i & j). float32; a copy.
 
-    Applied twice it multiplies by B. log2(B) times over, the sums of neighbours (0 and 1, 2 and 3,
-    ...) become the block's first half and their differences the second. In this order on every
-    device; a matrix product would add in another one on each.
+    Applied twice it multiplies by B. Exact where all sums are below 2^24 and the values integers
+    (below 2^8 also where torch may multiply in fewer bits); of others each device rounds the sums
+    in an order of its own. Additions in log2(B) rounds, as the transform is commonly computed, take
+    ten times as long: each is an operation on strided memory.
     """
-    pieces = [_transformed(piece_NB) for piece_NB in torch.split(values_NB, _PIECE)]
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+    # With `out`, autocast keeps its hands off.
+    matrix = _matrix(values_NB.shape[1], values_NB.device)
+    return torch.mm(values_NB, matrix, out=torch.empty_like(values_NB))
 
 
-def _transformed(values_NB: Tensor) -> Tensor:
-    count, block = values_NB.shape
-    for _ in range(block.bit_length() - 1):
-        even, odd = values_NB.view(count, block // 2, 2).unbind(-1)
-        values_NB = torch.cat((even + odd, even - odd), dim=1)
-    return values_NB
+@functools.lru_cache(maxsize=32)
+def _matrix(block: int, device: torch.device) -> Tensor:
+    """[B, B] float32, of Sylvester's doubling: H, H above H, -H."""
+    matrix = torch.ones(1, 1, device=device)
+    while len(matrix) < block:
+        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
+    return matrix

@@ -1,8 +1,11 @@
-"""`int4`: four bits per value after a rotation of each block, outlier channels kept in 16 bits.
+"""`int4`: a third of 16 bits. Codes of four bits and a fifth that halves their error, after a rotation.
 
 A few channels of a language model's hidden states are hundreds of times larger than the others,
-for all tokens: they are sent apart. What is left of each block is rotated, which makes it nearly
-Gaussian whatever it was (as in QuaRot, arXiv 2404.00456), and rounded to 16 levels that suit that.
+for all tokens: they are sent apart, in 16 bits. What is left of each block is rotated, which makes
+it nearly Gaussian whatever it was (as in QuaRot, arXiv 2404.00456), and rounded to 32 levels.
+
+Four bits for each of 8 values and a scale of 8 bits would take as much room as five bits for each
+of 32 and one scale; their squared error is twice as large (`docs/decisions/009`).
 
 Legend: R rows, D channels, K blocks of a row, N = R K blocks, B values of a block, C kept channels.
 """
@@ -18,14 +21,8 @@ import torch
 from torch import Tensor
 
 from nesa_node.compression.blocks import Blocks
-from nesa_node.compression.codec import (
-    DTYPES,
-    part_of,
-    payload_of,
-    require_finite,
-    round_to,
-    rounded_bound,
-)
+from nesa_node.compression.codec import DTYPES, part_of, payload_of, round_to, rounded_bound
+from nesa_node.compression.five_bits import pack, packed_nbytes, unpack
 from nesa_node.compression.hadamard import hadamard
 from nesa_node.compression.outliers import largest_channels, list_dtype, read_list
 from nesa_node.core.errors import ProtocolError
@@ -33,15 +30,21 @@ from nesa_node.core.errors import ProtocolError
 if TYPE_CHECKING:
     from nesa_node.compression.tensors import TensorMeta
 
-_POSITIVE = (15, 41, 71, 101, 131, 169, 207, 253)
-"""In 256ths of a block's scale: near the best 16 levels for 8 Gaussian numbers (Lloyd-Max).
+_HALF = 16
+"""Levels of each sign: the odd multiples of a block's scale up to 31."""
+_REACH = 1.04
+"""A block's scale is the nearest to 1/32 of its largest rotated |value| times this.
 
-Halfway between neighbours lie multiples of 2/256, so that a table of 256 entries finds the nearest.
+Of the least squared error for hidden states. The largest may lie beyond the last level, and is then
+about as far off as values between two levels can be.
 """
-_WORST = 23 / 256
-"""Half the largest distance of two neighbours."""
+_WORST = 0.036
+"""How far off a rotated value can be, in parts of the largest of its block.
+
+Between levels 1.04 2^(1/16) / 32 = 0.0340, beyond the last 1 - 1.04 2^(-1/16) 31/32 = 0.0352; the
+rest is for float32's rounding.
+"""
 _OCTAVE = 8
-_AWAY = (0, 1, -1, 2, -2)
 _LAST = 255
 _FACTOR_BITS = 15
 LARGEST = 2.0**100
@@ -50,24 +53,25 @@ LARGEST = 2.0**100
 
 @dataclass(frozen=True, slots=True)
 class Int4:
-    """One of every `share` channels is kept, those that are largest; 0: none.
+    """Of the 16 bits of each value one in `share` is for the channels that are kept; 0: none.
 
-    Payload: a factor in float32, a power of two; the list of the C channels, rising, of 2 bytes each
-    (4 if D > 65,536); their values / factor [R, C] in float16; a byte for each block's scale [N]; the
-    codes [N, B], two in a byte, the first in the low bits.
+    These are the largest. Payload: a factor in float32, a power of two; the list of the C channels,
+    rising, of 2 bytes each (4 if D > 65,536); their values / factor [R, C] in float16; a byte for
+    each block's scale [N]; the codes [N, B] in five bits (`five_bits.py`).
     """
 
-    block: int = 8
-    share: int = 64
+    block: int = 32
+    share: int = 48
     exact: ClassVar[bool] = False
 
     @property
     def text(self) -> str:
-        return f"int4:{self.block}:{self.share}"
+        return f"int4@2:{self.block}:{self.share}"
 
     def nbytes(self, meta: TensorMeta) -> int:
         blocks = self._blocks(meta.shape)
-        return self._scales_start(blocks) + blocks.count + -(-blocks.count * blocks.block // 2)
+        codes = packed_nbytes(blocks.count * blocks.block)
+        return self._scales_start(blocks) + blocks.count + codes
 
     def encode(self, tensor: Tensor) -> memoryview:
         blocks = self._blocks(tensor.shape)
@@ -75,17 +79,17 @@ class Int4:
         factor = _factor(values_RD)
         channels_C = largest_channels(values_RD, self._count(blocks))
         rotated_NB = _rotated(blocks, values_RD, channels_C)
-        top = factor * 2.0**_FACTOR_BITS
-        scale_N1 = _scale_codes(rotated_NB, top)
-        codes = _nearest(tensor.device).index_select(0, _steps(rotated_NB, scale_N1, top))
-        if codes.numel() % 2:
-            codes = torch.nn.functional.pad(codes, (0, 1))
+        scale_N1 = _scale_codes(rotated_NB, factor)
+        # Blocks that are lost are divided by infinity.
+        step_N1 = 2 * _scales(tensor.device)[scale_N1.int()] * (factor * 2.0**_FACTOR_BITS)
+        each_N1 = step_N1.masked_fill_(scale_N1 == 0, torch.inf).reciprocal_()
+        codes_NB = rotated_NB.mul_(each_N1).add_(_HALF).clamp_(0, 2 * _HALF - 1).to(torch.uint8)
         return payload_of(
             torch.tensor([factor], dtype=torch.float32, device=tensor.device),
             channels_C.to(list_dtype(blocks.width)),
             (values_RD[:, channels_C] / factor).half(),
             scale_N1,
-            codes[0::2] + (codes[1::2] << 4),
+            pack(codes_NB.view(-1)),
         )
 
     def decode(self, meta: TensorMeta, data: memoryview, device: torch.device) -> Tensor:
@@ -96,9 +100,10 @@ class Int4:
         real_N = _scales(device).index_select(0, scale_N.int()) * (factor * 2.0**_FACTOR_BITS)
         start += blocks.count
         packed = part_of(data, start, data.nbytes - start, torch.uint8).to(device)
-        levels = _pairs(device).index_select(0, packed.int()).view(-1)
-        levels_NB = levels[: blocks.count * blocks.block].view(blocks.count, blocks.block)
-        values_RD = blocks.join(hadamard(levels_NB * real_N.view(-1, 1)))
+        codes_NB = unpack(packed, blocks.count * blocks.block).view(blocks.count, blocks.block)
+        # Small odd numbers, of which any order of additions makes the same sums.
+        levels_NB = codes_NB.float().mul_(2).sub_(2 * _HALF - 1)
+        values_RD = blocks.join(hadamard(levels_NB).mul_(real_N.view(-1, 1)))
         if count := self._count(blocks):
             channels_C = read_list(data, 4, count, blocks.width).to(device)
             start = 4 + count * list_dtype(blocks.width).itemsize
@@ -107,20 +112,18 @@ class Int4:
         return round_to(values_RD.reshape(meta.shape), DTYPES[meta.dtype])
 
     def error_bound(self, tensor: Tensor) -> Tensor:
-        """Kept: |value| 2^-11 + factor 2^-25. Others: B times 0.094 of their block's largest rotated.
+        """Kept: |value| 2^-11 + factor 2^-25. Others: B times 0.036 of their block's largest rotated.
 
-        Each of the B rotated values that a value is the sum of is off by 23/256 of a scale, which is
-        at most 2^(1/16) of the largest of them; and all of it, where that is below 2^-30 of the
-        tensor's largest |value|. Another scale is taken only if the sum of squares is less, which
-        keeps sums of B below that too. Typical errors are a tenth of it: they cancel.
+        Each of the B rotated values that a value is the sum of is off by that; and by all of it,
+        where it is below 2^-31 of the tensor's largest |value|. Typical errors are a tenth of that:
+        they cancel.
         """
         blocks = self._blocks(tensor.shape)
         values_RD = tensor.reshape(blocks.rows, blocks.width).float()
         factor = _factor(values_RD)
         channels_C = largest_channels(values_RD, self._count(blocks))
         absmax_N1 = _rotated(blocks, values_RD, channels_C).double().abs().amax(-1, keepdim=True)
-        lost = factor * 2.0 ** (_FACTOR_BITS - 31)
-        each_N1 = absmax_N1 * (_WORST * 2 ** (1 / 16) * (1 + 2.0**-8)) + lost
+        each_N1 = absmax_N1 * _WORST + factor * 2.0 ** (_FACTOR_BITS - 31)
         bound_NB = (each_N1 * blocks.block).expand(-1, blocks.block).contiguous()
         bound_RD = blocks.join(bound_NB).clone()
         kept_RC = values_RD[:, channels_C].double().abs()
@@ -133,7 +136,11 @@ class Int4:
         return Blocks.of(shape, min(self.block, 1 << (width - 1).bit_length()))
 
     def _count(self, blocks: Blocks) -> int:
-        return blocks.width // self.share if self.share else 0
+        """As many as list and values have room for; in few rows the list takes much of it."""
+        if not self.share:
+            return 0
+        entry = list_dtype(blocks.width).itemsize + 2 * blocks.rows
+        return 2 * blocks.rows * blocks.width // (self.share * entry)
 
     def _scales_start(self, blocks: Blocks) -> int:
         each = list_dtype(blocks.width).itemsize + 2 * blocks.rows
@@ -156,72 +163,21 @@ def _factor(values_RD: Tensor) -> float:
 
 
 def _rotated(blocks: Blocks, values_RD: Tensor, channels_C: Tensor) -> Tensor:
-    """[N, B]: the blocks without the kept channels, rotated and divided by B."""
+    """[N, B]: the blocks without the kept channels, rotated and divided by B; a copy."""
     if len(channels_C):
         values_RD = values_RD.index_fill(1, channels_C, 0)
     return hadamard(blocks.split(values_RD)).mul_(1 / blocks.block)
 
 
-def _scale_codes(rotated_NB: Tensor, top: float) -> Tensor:
-    """[N, 1] uint8: the scale of the least squared error, 0 for blocks that are lost.
-
-    Of the eighths of an octave that are nearest to the largest |value|: on average that costs a
-    sixth less than the nearest.
-    """
-    eighths_N1 = (rotated_NB.abs().amax(-1, keepdim=True) / top).log2_().mul_(_OCTAVE).add_(_LAST)
-    nearest_N1 = eighths_N1.round_().clamp_(0, _LAST)
-    lost_N1 = nearest_N1 == 0
-    best_N1, least_N1 = nearest_N1, torch.full_like(nearest_N1, torch.inf)
-    for away in _AWAY:
-        scale_N1 = (nearest_N1 + away).clamp_(1, _LAST)
-        steps = _steps(rotated_NB, scale_N1, top)
-        decoded_NB = _coarse(rotated_NB.device).index_select(0, steps).view_as(rotated_NB)
-        real_N1 = _scales(rotated_NB.device)[scale_N1.int()] * top
-        error_N1 = (decoded_NB.mul_(real_N1).sub_(rotated_NB)).square_().sum(-1, keepdim=True)
-        best_N1 = torch.where(error_N1 < least_N1, scale_N1, best_N1)
-        least_N1 = torch.minimum(least_N1, error_N1)
-    return best_N1.masked_fill(lost_N1, 0).to(torch.uint8)
-
-
-def _steps(rotated_NB: Tensor, scale_N1: Tensor, top: float) -> Tensor:
-    """[N B] int32: the values in truncated 128ths of their scale, from 0 to 255."""
-    # Blocks that are lost are divided by infinity.
-    real_N1 = (_scales(rotated_NB.device)[scale_N1.int()] * top).masked_fill_(
-        scale_N1 == 0, torch.inf
-    )
-    return (rotated_NB * (128 / real_N1)).add_(128).clamp_(0, 255).view(-1).int()
+def _scale_codes(rotated_NB: Tensor, factor: float) -> Tensor:
+    """[N, 1] uint8: the nearest eighth of an octave, 0 for blocks that are lost."""
+    most = rotated_NB.abs().amax(-1, keepdim=True)
+    parts_N1 = most.mul_(_REACH / (factor * 2.0**_FACTOR_BITS))
+    return parts_N1.log2_().mul_(_OCTAVE).add_(_LAST).round_().clamp_(0, _LAST).to(torch.uint8)
 
 
 @functools.lru_cache(maxsize=8)
 def _scales(device: torch.device) -> Tensor:
     """[256] float32: the parts of 2^15 factors that scale codes stand for."""
-    values = [0.0, *(2.0 ** ((code - _LAST) / _OCTAVE) for code in range(1, _LAST + 1))]
+    values = [0.0, *(2.0 ** ((code - _LAST) / _OCTAVE - 5) for code in range(1, _LAST + 1))]
     return torch.tensor(values, dtype=torch.float32, device=device)
-
-
-@functools.lru_cache(maxsize=8)
-def _levels(device: torch.device) -> Tensor:
-    """[16] float32: the parts of a scale that codes stand for, rising."""
-    negative = [-level for level in reversed(_POSITIVE)]
-    return torch.tensor([*negative, *_POSITIVE], dtype=torch.float32, device=device) / 256
-
-
-@functools.lru_cache(maxsize=8)
-def _nearest(device: torch.device) -> Tensor:
-    """[256] uint8: the code nearest to (index - 127.5) / 128."""
-    centres = (torch.arange(256, device=device) - 127.5) / 128
-    distance = (centres.view(-1, 1) - _levels(device)).abs()
-    return distance.argmin(-1).to(torch.uint8)
-
-
-@functools.lru_cache(maxsize=8)
-def _coarse(device: torch.device) -> Tensor:
-    """[256] float32: the level nearest to (index - 127.5) / 128."""
-    return _levels(device)[_nearest(device).int()]
-
-
-@functools.lru_cache(maxsize=8)
-def _pairs(device: torch.device) -> Tensor:
-    """[256, 2] float32: the two levels that a byte holds."""
-    byte = torch.arange(256, device=device)
-    return torch.stack((_levels(device)[byte & 15], _levels(device)[byte >> 4]), dim=-1)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from nesa_node.compression.codecs import FAMILIES, parse
+from nesa_node.compression.codecs import FAMILIES, expand, parse
 from nesa_node.core.errors import ConfigError, ProtocolError
 
 EXACT = "exact"
@@ -17,7 +17,7 @@ EXACT = "exact"
 _ALSO: Mapping[str, tuple[str, ...]] = {
     EXACT: ("none", "lossless"),
     "high": ("bfloat16", "int8:64:16", "blockwise8:64:16"),
-    "balanced": ("int4:8:64",),
+    "balanced": ("int4@2:32:48",),
 }
 """What each floor allows that a higher one does not."""
 
@@ -31,7 +31,7 @@ def check_quality(quality: str) -> str:
     if quality in FLOORS:
         return quality
     try:
-        return parse(quality).text
+        return expand(quality)
     except ProtocolError:
         raise ConfigError(
             f"unknown quality {quality!r}: give {', '.join(FLOORS)}, or a codec "
@@ -68,7 +68,7 @@ def candidates(quality: str, decodes: Collection[str]) -> tuple[str, ...]:
 
 def codec_names() -> tuple[str, ...]:
     """All that this process decodes beside "none", with the versions of their formats."""
-    names = (name_of(name) for name in FAMILIES)
+    names = (name_of(expand(name)) for name in FAMILIES)
     return tuple(name for name in names if name != "none")
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from nesa_node.compression.codec import DTYPE_NAMES, DTYPES, Codec, is_finite
-from nesa_node.compression.codecs import RAW, parse
+from nesa_node.compression.codecs import RAW, expand, parse
 from nesa_node.core.errors import ProtocolError
 
 __all__ = [
@@ -77,7 +77,8 @@ def encode(tensor: Tensor, *, codec: str = "none") -> tuple[TensorMeta, memoryvi
         raise ProtocolError("bad_tensor", "tensors travel little-endian; this machine is not")
     if tensor.dtype not in DTYPE_NAMES:
         raise ProtocolError("bad_tensor", f"a {tensor.dtype} tensor cannot be sent")
-    meta = TensorMeta(dtype=DTYPE_NAMES[tensor.dtype], shape=tuple(tensor.shape), codec=codec)
+    text = codec if codec == "none" else expand(codec)
+    meta = TensorMeta(dtype=DTYPE_NAMES[tensor.dtype], shape=tuple(tensor.shape), codec=text)
     chosen = _codec_of(meta)
     if tensor.requires_grad or not tensor.is_contiguous():
         tensor = tensor.detach().contiguous()
@@ -138,7 +139,7 @@ def error_bound(tensor: Tensor, *, codec: str) -> Tensor:
     """
     if not tensor.numel():
         return torch.zeros_like(tensor, dtype=torch.float64)
-    return parse(codec).error_bound(tensor.detach().contiguous())
+    return parse(expand(codec)).error_bound(tensor.detach().contiguous())
 
 
 def _checked(codec: Codec, meta: TensorMeta, max_bytes: int) -> int:

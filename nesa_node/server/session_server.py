@@ -326,7 +326,7 @@ def _check_quality(quality: str) -> None:
     except ConfigError as error:
         raise ProtocolError("unknown_quality", str(error)) from None
     if full != quality:
-        raise ProtocolError("unknown_quality", f"{quality!r} lacks parameters: write {full!r}")
+        raise ProtocolError("unknown_quality", f"{quality!r} is not complete: write {full!r}")
 
 
 def _check_version(version: tuple[int, int]) -> None:

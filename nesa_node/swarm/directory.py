@@ -33,6 +33,7 @@ from nesa_node.swarm.records import (
 from nesa_node.swarm.transport import Transport
 from nesa_node.swarm.validator import RecordValidator
 from nesa_node.topology.assemble import assemble_links
+from nesa_node.topology.packed import Measured
 from nesa_node.topology.snapshot import NodeState, Snapshot
 
 log = get_logger(__name__)
@@ -153,13 +154,15 @@ class Directory:
         records = [record for record in self._alive() if record.model_id == model_id]
         return self._hearsay.blames(model_id, records)
 
+    def measured(self, snapshot: Snapshot) -> dict[PeerId, tuple[Measured, ...]]:
+        """What the nodes of `snapshot` say in their newest records of their links."""
+        nodes = (*snapshot.nodes, *snapshot.joining)
+        records = {node.peer_id: self.record(node.peer_id) for node in nodes}
+        return {peer: record.measured_links() if record else () for peer, record in records.items()}
+
     def with_links(self, snapshot: Snapshot) -> Snapshot:
-        """The same with the links among its nodes, as their newest records tell them."""
-        measured = {
-            node.peer_id: record.measured_links() if (record := self.record(node.peer_id)) else ()
-            for node in (*snapshot.nodes, *snapshot.joining)
-        }
-        return replace(snapshot, links=assemble_links(measured))
+        """`snapshot` with the links among its nodes, as far as they have measured them."""
+        return replace(snapshot, links=assemble_links(self.measured(snapshot)))
 
     async def fetch_all(self) -> list[NodeRecord]:
         """Every node of every model, sorted by model, span and peer id. As lenient as `fetch`."""

@@ -12,6 +12,8 @@ from nesa_node.core.ids import PeerId
 LEAST_BYTES = 64 * 1024
 """Of a message that says something about the rate. Smaller ones come in one piece."""
 _REPORTS = 6
+_SLOWER = 0.5
+"""Two reports in a row of less than this of what was thought: the link is another now."""
 _FRESH_S = 60.0
 """Links change: reports so much older than the newest do not count."""
 PROBE_AGAIN_S = 300.0
@@ -23,7 +25,8 @@ class LinkSpeed:
     """The second fastest of the last reports: a receiver with other things to do takes longer.
 
     Now and then one comes to data that waits already, and takes next to no time. Only large
-    messages count where there were any: the first of their bytes often come in a burst.
+    messages count where there were any: the first of their bytes often come in a burst. That makes
+    small ones look fast, so where even they are slow, whatever their size, large ones are history.
     """
 
     def __init__(
@@ -35,6 +38,7 @@ class LinkSpeed:
         self.is_local = False
         """The peer is on this machine: whatever takes long there, it is not the network."""
         self._reports: deque[tuple[float, int, float]] = deque(maxlen=_REPORTS)
+        self._was_slower = False
 
     @property
     def rate_bytes_per_s(self) -> float | None:
@@ -57,8 +61,16 @@ class LinkSpeed:
         return not self._reports or self._clock() - self._reports[-1][0] > PROBE_AGAIN_S
 
     def note(self, nbytes: int, seconds: float) -> None:
-        if nbytes > 0 and seconds > 0:
-            self._reports.append((self._clock(), nbytes, seconds))
+        if nbytes <= 0 or seconds <= 0:
+            return
+        rate = self.rate_bytes_per_s
+        is_slower = rate is not None and nbytes / seconds < _SLOWER * rate
+        if is_slower and self._was_slower:
+            while len(self._reports) > 1:
+                self._reports.popleft()
+            is_slower = False
+        self._was_slower = is_slower
+        self._reports.append((self._clock(), nbytes, seconds))
 
 
 class LinkSpeeds:

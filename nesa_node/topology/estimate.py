@@ -1,12 +1,13 @@
 """Pairs that nobody has measured, filled in from those that somebody has.
 
-First what is expected of a pair. Between nodes whose places are known: light along the great circle,
-stretched, and both access links (`height_fit`). Otherwise network coordinates (`vivaldi`), which
-begin at the places that are known. Then what measured pairs nearby say about such expectations
-(`smoothing`). Measured pairs are left alone, and no estimate is faster than light.
+First what is expected of a pair. Either light along the great circle, stretched, and both access
+links (`height_fit`); or network coordinates (`vivaldi`), which begin at the places that are known.
+Then what measured pairs nearby say about such expectations (`smoothing`). Pairs with an unknown
+place have only the second; for the others both are tried on measured pairs that they are not shown.
+Measured pairs are left alone, and no estimate is faster than light.
 
 `python -m benchmarks estimate` compares this with coordinates alone and with factors of low rank;
-`docs/decisions/009` has the figures. N nodes.
+`docs/decisions/010` has the figures. N nodes.
 """
 
 from __future__ import annotations
@@ -19,23 +20,21 @@ from numpy.typing import NDArray
 
 from nesa_node.core.ids import PeerId
 from nesa_node.topology.access_rates import fit_access_rates
-from nesa_node.topology.geography import great_circle_km, least_rtt_ms
-from nesa_node.topology.height_fit import HeightFit, fit_heights
+from nesa_node.topology.expected import from_coordinates, from_places
 from nesa_node.topology.links import Links, mirror
-from nesa_node.topology.smoothing import smooth_corrections
+from nesa_node.topology.places import as_array, believable
 from nesa_node.topology.snapshot import Snapshot
-from nesa_node.topology.vivaldi import CABLE, MAX_ERROR, Cloud, places_ms, settle
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 
-REACH_KM = 300.0
-REACH_MS = 25.0
-"""How far a measurement's word carries, over the globe and between network coordinates."""
 ESTIMATE_CONFIDENCE = 0.3
 """Of an estimate between two nodes that have many measurements; less where they have few."""
+TRIAL_NODES = 300
+"""Among whom it is tried whether places or coordinates guess better."""
+HELD_OUT = 0.2
+LEAST_TRIAL = 5
 _ENOUGH = 4
-_LEAST_RTT_MS = 0.1
 
 
 def fill_snapshot(snapshot: Snapshot, rng: np.random.Generator) -> Snapshot:
@@ -72,90 +71,41 @@ def fill(
 
 def estimate_rtt_ms(rtt_ms_NN: Floats, places_N2: Floats, rng: np.random.Generator) -> Floats:
     """A complete matrix, equal to `rtt_ms_NN` wherever that is finite."""
+    if not len(rtt_ms_NN):
+        return rtt_ms_NN
     measured_NN = np.isfinite(rtt_ms_NN)
     places_N2 = believable(places_N2, rtt_ms_NN)
     placed_N = np.isfinite(places_N2).all(axis=1)
     full_NN = np.empty_like(rtt_ms_NN)
-    if not placed_N.all():
-        cloud = _coordinates(rtt_ms_NN, places_N2, rng)
-        full_NN[:] = _from_coordinates(rtt_ms_NN, cloud)
-    if placed_N.any():
+    by_places = placed_N.any() and places_win(rtt_ms_NN, places_N2, rng)
+    if not by_places or not placed_N.all():
+        full_NN[:] = from_coordinates(rtt_ms_NN, places_N2, rng)
+    if by_places:
         both = np.ix_(placed_N, placed_N)
-        full_NN[both] = _from_places(rtt_ms_NN[both], places_N2[placed_N])
+        full_NN[both] = from_places(rtt_ms_NN[both], places_N2[placed_N])
     full_NN[measured_NN] = rtt_ms_NN[measured_NN]
     mirror(full_NN)  # sums of the same terms in another order differ in their last bit
     return full_NN
 
 
-def believable(places_N2: Floats, rtt_ms_NN: Floats) -> Floats:
-    """`places_N2` less those from which most measured round trips would have outrun light.
+def places_win(rtt_ms_NN: Floats, places_N2: Floats, rng: np.random.Generator) -> bool:
+    """Whether places guess held-out pairs better than coordinates do; so by default.
 
-    Of the nodes that disagree, the one with most disagreements goes first: its peers, which told
-    the truth, disagree with nobody else.
+    A fifth of the measured pairs between placed nodes is held out, among at most `TRIAL_NODES`.
+    Access links and great circles explain most swarms best; where routes have little to do with
+    geography and many pairs are measured, coordinates do.
     """
-    kept_N2 = places_N2.copy()
-    with np.errstate(invalid="ignore"):
-        outrun_NN = rtt_ms_NN < 0.9 * least_rtt_ms(places_N2, places_N2)
-    np.fill_diagonal(outrun_NN, False)
-    measured_NN: Bools = np.isfinite(rtt_ms_NN)
-    while True:
-        placed_N: Bools = np.logical_and(*np.isfinite(kept_N2).T)
-        outrun_NN &= placed_N[:, None] & placed_N[None, :]
-        judged_N = (measured_NN & placed_N[None, :]).sum(axis=1) - 1
-        share_N = outrun_NN.sum(axis=1) / np.maximum(judged_N, 1)
-        worst = int(np.argmax(share_N)) if len(share_N) else 0
-        if not len(share_N) or share_N[worst] <= 0.5:
-            return kept_N2
-        kept_N2[worst] = np.nan
-
-
-def as_array(locations: Sequence[tuple[float, float] | None]) -> Floats:
-    """Degrees, [N, 2]; NaN where nobody says, or says nonsense."""
-    places_N2 = np.array([place or (np.nan, np.nan) for place in locations], dtype=np.float64)
-    places_N2 = places_N2.reshape(-1, 2)
-    nonsense_N = ~((np.abs(places_N2[:, 0]) <= 90) & (np.abs(places_N2[:, 1]) <= 180))
-    places_N2[nonsense_N] = np.nan
-    return places_N2
-
-
-def _from_places(rtt_ms_NN: Floats, places_N2: Floats) -> Floats:
-    light_ms_NN = least_rtt_ms(places_N2, places_N2)
-    expected_NN = fit_heights(rtt_ms_NN, light_ms_NN).predict_ms_NN(light_ms_NN)
-
-    def distance_km(node: int) -> Floats:
-        distance_1N = great_circle_km(places_N2[node : node + 1], places_N2)
-        flat_N: Floats = distance_1N[0]
-        return flat_N
-
-    expected_NN *= smooth_corrections(rtt_ms_NN, expected_NN, distance_km, REACH_KM)
-    return np.maximum(expected_NN, np.maximum(light_ms_NN, _LEAST_RTT_MS), out=expected_NN)
-
-
-def _coordinates(rtt_ms_NN: Floats, places_N2: Floats, rng: np.random.Generator) -> Cloud:
-    """Coordinates that explain the measurements, those of placed nodes near their places."""
-    size = len(rtt_ms_NN)
-    placed_N = np.isfinite(places_N2).all(axis=1)
-    fit = HeightFit(np.full(size, 8.0), CABLE)
-    if placed_N.any():
-        fit = fit_heights(rtt_ms_NN, least_rtt_ms(places_N2, places_N2))
-    start = Cloud(
-        places_ms(places_N2) * (fit.stretch / CABLE),
-        fit.height_ms_N,
-        np.where(placed_N, 0.2, MAX_ERROR),
-    )
-    return settle(rtt_ms_NN, start, rng)
-
-
-def _from_coordinates(rtt_ms_NN: Floats, cloud: Cloud) -> Floats:
-    expected_NN = cloud.predict_ms_NN()
-
-    def distance_ms(node: int) -> Floats:
-        apart_NK = cloud.position_ms_NK - cloud.position_ms_NK[node]
-        norm_N: Floats = np.linalg.norm(apart_NK, axis=1)
-        return norm_N
-
-    expected_NN *= smooth_corrections(rtt_ms_NN, expected_NN, distance_ms, REACH_MS)
-    return np.maximum(expected_NN, _LEAST_RTT_MS, out=expected_NN)
+    rows = np.flatnonzero(np.isfinite(places_N2).all(axis=1))
+    if len(rows) > TRIAL_NODES:
+        rows = np.sort(rng.choice(rows, TRIAL_NODES, replace=False))
+    true_NN, places_N2 = rtt_ms_NN[np.ix_(rows, rows)], places_N2[rows]
+    held_NN = np.triu(np.isfinite(true_NN) & (rng.random(true_NN.shape) < HELD_OUT), 1)
+    if held_NN.sum() < LEAST_TRIAL:
+        return True
+    shown_NN = np.where(held_NN | held_NN.T, np.nan, true_NN)
+    guesses = (from_places(shown_NN, places_N2), from_coordinates(shown_NN, places_N2, rng))
+    errors = [np.median(np.abs(np.log(guess[held_NN] / true_NN[held_NN]))) for guess in guesses]
+    return bool(errors[0] <= errors[1])
 
 
 def neighbours_to_measure(

@@ -119,7 +119,8 @@ def read_swarm(
     try:
         swarm = msgspec.json.decode(text, type=_Swarm)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError(f"{where} cannot be read: {error}; docs/swarm-file.md has an example") from error
+        hint = "docs/swarm-file.md has an example"
+        raise ConfigError(f"{where} cannot be read: {error}; {hint}") from error
     block = LLAMA_70B
     if swarm.block is not None:
         block = Block(swarm.block.parameters, swarm.block.cache_bytes, swarm.block.hidden_bytes)

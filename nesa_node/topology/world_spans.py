@@ -17,18 +17,25 @@ MAX_SHARE = 0.5
 """Of the model, per node: chains of a swarm have more than one hop. More where nodes are few."""
 
 
-def choose_spans(max_blocks_N: Ints, num_blocks: int, rng: np.random.Generator) -> list[Span]:
+def choose_spans(
+    max_blocks_N: Ints,
+    num_blocks: int,
+    rng: np.random.Generator,
+    holders_B: Ints | None = None,
+) -> list[Span]:
     """A span for every node, no longer than `max_blocks_N` and never empty.
 
+    `holders_B` is how many hold each block already, besides these nodes; nobody if it is None.
     The longest choose first, each the window with the most blocks that nobody holds, then that
     only one holds; once all are held twice, windows are random.
     """
     count = len(max_blocks_N)
-    cap = max(1, round(num_blocks * min(1.0, max(MAX_SHARE, 2.5 / count))))
+    share = MAX_SHARE if holders_B is not None else max(MAX_SHARE, 2.5 / max(1, count))
+    cap = max(1, round(num_blocks * min(1.0, share)))
     length_N = np.clip(max_blocks_N, 1, cap)
     # Not everybody gives all that they have.
     length_N = np.maximum(1, np.ceil(length_N * rng.uniform(0.7, 1.0, count))).astype(np.int64)
-    holders_B = np.zeros(num_blocks, dtype=np.int64)
+    holders_B = np.zeros(num_blocks, dtype=np.int64) if holders_B is None else holders_B.copy()
     spans = [Span(0, 0)] * count
     for node in np.argsort(-length_N, kind="stable"):
         start = _choose_start(holders_B, int(length_N[node]), rng)

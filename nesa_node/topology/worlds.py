@@ -47,6 +47,7 @@ class World:
     device_N: tuple[str, ...]
     access_N: Access
     region_C: Ints
+    access_C: Access
     client_rtt_ms_CN: Floats
     client_up_bytes_per_s_CN: Floats
     client_down_bytes_per_s_CN: Floats
@@ -216,6 +217,7 @@ def populate(
         device_N=tuple(device.name for device in devices),
         access_N=access_N,
         region_C=region_C,
+        access_C=access_C,
         client_rtt_ms_CN=round_trips(
             region_rtt_ms_RR, region_C, access_C, region_N, access_N, rng
         ),

@@ -25,7 +25,7 @@ from tests.same_tokens import assert_same_tokens
 from tests.swarms import in_process_swarm, thirds
 
 STREAMS: dict[Route, int] = {"chain": 4, "star": 6}
-LOSSY = ("bfloat16", "int8:64:16", "blockwise8:64:16", "int4:8:64")
+LOSSY = ("bfloat16", "int8:64:16", "blockwise8:64:16", "int4@2:32:48")
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +123,7 @@ def test_exact_session_does_not_begin_with_what_a_lossy_one_left(
         "identity_path": tmp_path / "client.key",
     }
     options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
-    for quality, held in (("int4:8:64", 0), ("int4:8:64", 192), ("exact", 0), ("exact", 192)):
+    for quality, held in (("int4@2:32:48", 0), ("int4@2:32:48", 192), ("exact", 0), ("exact", 192)):
         with (
             joined(folder, addresses, "chain", quality=quality, **shared) as model,
             model.inference_session(256, prompt=ids_BL) as session,

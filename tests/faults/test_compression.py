@@ -36,13 +36,13 @@ def test_replacement_is_sent_what_the_dead_node_was(bed: Bed, hop: int) -> None:
     """Rounded as it was: compressed anew from what was received, it would be rounded twice."""
     bed.start([*thirds(BLOCKS), thirds(BLOCKS)[hop]])
     ids_BL = random_ids(1, 40, seed=hop)
-    with join_bed(bed, "chain", quality="int4:8:64") as model:
+    with join_bed(bed, "chain", quality="int4@2:32:48") as model:
         with model.inference_session(200) as session:
             calm_BL = generate(model, ids_BL, session, new_tokens=40)
         with model.inference_session(200) as session:
             victim = holders(bed, session)[hop]
             blow = Blow(after=20, strike=lambda: bed.kill(victim))
             struck_BL = generate(model, ids_BL, session, new_tokens=40, streamer=blow)
-            assert session.codecs == ("int4:8:64",) * 4
+            assert session.codecs == ("int4@2:32:48",) * 4
         blow.check()
     assert struck_BL.tolist() == calm_BL.tolist()

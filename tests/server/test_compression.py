@@ -27,7 +27,9 @@ async def linked(peer: Peer, quality: str, codecs: tuple[str, ...] = codec_names
     peer.link()
 
 
-@pytest.mark.parametrize("codec", ["bfloat16", "int8:64:16", "int8:32:16", "int4:8:64", "lossless"])
+@pytest.mark.parametrize(
+    "codec", ["bfloat16", "int8:64:16", "int8:32:16", "int4@2:32:48", "lossless"]
+)
 async def test_client_is_answered_in_the_codec_that_it_named(blocks: Blocks, codec: str) -> None:
     hidden_TD = torch.randn(LONG, blocks.hidden_size)
     outputs = {}
@@ -64,10 +66,10 @@ async def test_step_below_the_floor_is_refused_and_changes_nothing(
     async with open_node(blocks) as node:
         peer = node.peer()
         await linked(peer, quality)
-        peer.step({0: LONG}, codec="int4:8:64")
+        peer.step({0: LONG}, codec="int4@2:32:48")
         refusal = await peer.wire.hear_a(Error)
         assert (refusal.code, refusal.fatal, refusal.answers) == ("bad_tensor", False, "step")
-        assert "int4:8:64" in refusal.message
+        assert "int4@2:32:48" in refusal.message
         assert quality in refusal.message
         peer.lengths = [0]
         peer.step({0: LONG}, codec="lossless")

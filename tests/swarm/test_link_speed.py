@@ -31,6 +31,24 @@ def test_a_link_that_became_slower_is_noticed() -> None:
     assert speed.rate_bytes_per_s == 1e6
 
 
+def test_small_messages_tell_that_a_link_became_slower() -> None:
+    speed = LinkSpeed()
+    for _ in range(6):
+        speed.note(2_000_000, 0.02)
+    speed.note(65_536, 0.008)
+    assert speed.rate_bytes_per_s == 1e8
+    speed.note(65_536, 0.008)
+    assert speed.rate_bytes_per_s == 65_536 / 0.008
+
+
+def test_one_slow_report_between_others_changes_nothing() -> None:
+    speed = LinkSpeed()
+    for _ in range(9):
+        speed.note(1_000_000, 0.1)
+        speed.note(1_000_000, 1.0)
+        assert speed.rate_bytes_per_s == 1e7
+
+
 def test_impossible_reports_are_ignored() -> None:
     speed = LinkSpeed()
     speed.note(0, 1.0)

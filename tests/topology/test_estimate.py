@@ -8,19 +8,20 @@ from nesa_node.core.span import Span
 from nesa_node.topology.access_rates import fit_access_rates
 from nesa_node.topology.estimate import (
     ESTIMATE_CONFIDENCE,
-    as_array,
-    believable,
     estimate_rtt_ms,
     fill,
     fill_snapshot,
     neighbours_to_measure,
+    places_win,
 )
 from nesa_node.topology.geography import least_rtt_ms
 from nesa_node.topology.height_fit import fit_heights
 from nesa_node.topology.links import Floats, Links
 from nesa_node.topology.low_rank import biases, complete_low_rank
+from nesa_node.topology.places import as_array, believable
 from nesa_node.topology.snapshot import NodeState, Snapshot
-from nesa_node.topology.worlds import World, make_world
+from nesa_node.topology.tables import load_table
+from nesa_node.topology.worlds import World, make_world, places
 
 WORLD = make_world(80, 80, np.random.default_rng(7))
 PLACES_N2 = as_array([node.location for node in WORLD.snapshot.nodes])
@@ -80,6 +81,21 @@ def test_no_estimate_outruns_light() -> None:
     guess_NN = estimate_rtt_ms(seen.rtt_ms_NN, PLACES_N2, np.random.default_rng(0))
     held_NN = np.isnan(seen.rtt_ms_NN)
     assert (guess_NN >= least_rtt_ms(PLACES_N2, PLACES_N2) - 1e-9)[held_NN].all()
+
+
+def test_coordinates_are_used_where_routes_have_little_to_do_with_places() -> None:
+    """As in a cloud all of whose regions are known, but one lies behind an ocean of detours."""
+    table = load_table()
+    rtt_NN = np.where(np.eye(20, dtype=bool), 0.0, table.rtt_ms_RR)
+    places_N2 = places(table.regions)
+    rng = np.random.default_rng(0)
+    drawn_NN = np.triu(rng.random((20, 20)) < 0.5, 1) | np.eye(20, dtype=bool)
+    seen_NN: Floats = np.where(drawn_NN | drawn_NN.T, rtt_NN, np.nan)
+    assert not places_win(seen_NN, places_N2, rng)
+    assert places_win(_hide(WORLD, 0.3).rtt_ms_NN, PLACES_N2, rng)
+    guess_NN = estimate_rtt_ms(seen_NN, places_N2, rng)
+    assert _median_error(guess_NN, seen_NN, rtt_NN) < 0.06
+    assert (guess_NN >= least_rtt_ms(places_N2, places_N2) - 1e-3).all()
 
 
 def test_same_generator_gives_the_same_estimates() -> None:

@@ -1,0 +1,196 @@
+"""A synthetic swarm a while later: some nodes have left, some have joined, and pings vary.
+
+Where traces of round trips serve change detection, these are whole worlds, whose nodes have spans
+and speeds, for planners. N nodes, M that stay, C clients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nesa_node.core.ids import PeerId
+from nesa_node.topology.devices import LLAMA_70B, Block
+from nesa_node.topology.links import Links, mirror
+from nesa_node.topology.snapshot import NodeState
+from nesa_node.topology.world_links import Access, draw_access, rates, round_trips
+from nesa_node.topology.world_nodes import MAX_LOAD, draw_devices, draw_nodes
+from nesa_node.topology.world_spans import choose_spans
+from nesa_node.topology.worlds import World, places
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+_LOAD_FORGETS = 0.2
+"""The share of a node's load that is new at each step."""
+
+
+def steps(
+    world: World,
+    count: int,
+    rng: np.random.Generator,
+    *,
+    leave: float = 0.03,
+    jitter: float = 0.05,
+    seconds: float = 60.0,
+) -> Iterator[World]:
+    """`count` worlds, `seconds` apart: `world` first, then what becomes of it.
+
+    `jitter` is the standard deviation of a measured round trip's logarithm. It does not add up: what
+    is measured varies about what is.
+    """
+    for turn in range(count):
+        if turn:
+            world = step(world, rng, leave=leave, seconds=seconds)
+        yield jittered(world, rng, jitter)
+
+
+def step(
+    world: World,
+    rng: np.random.Generator,
+    *,
+    leave: float = 0.03,
+    joins: float | None = None,
+    seconds: float = 60.0,
+    residential_share: float = 0.7,
+    block: Block = LLAMA_70B,
+) -> World:
+    """`world` after `seconds`: a share `leave` of its nodes has gone, the unreliable ones sooner.
+
+    At least one node stays. In the mean `joins` come (as many as leave, if it is None), under new
+    ids, with the spans that fewest hold. Whoever stays keeps id, machine, place and span; loads
+    wander. In a world of a measured matrix nobody can join, since nobody knows where.
+    """
+    shaky_N = 1.01 - np.array([node.reliability for node in world.snapshot.nodes])
+    leaves_N = rng.random(world.num_nodes) < leave * shaky_N / shaky_N.mean()
+    if leaves_N.all():
+        leaves_N[int(rng.integers(world.num_nodes))] = False
+    mean_joins = leave * world.num_nodes if joins is None else joins
+    count = int(rng.poisson(mean_joins)) if world.region_rtt_ms_RR.any() else 0
+    following = 1 + max(int(node.peer_id[1:]) for node in world.snapshot.nodes)
+    later = _aged(_only(world, np.flatnonzero(~leaves_N)), rng, seconds)
+    return _grown(later, count, following, residential_share, block, rng) if count else later
+
+
+def jittered(world: World, rng: np.random.Generator, jitter: float) -> World:
+    """`world` as one measurement of each pair would show it."""
+    rtt_ms_NN = world.links.rtt_ms_NN * rng.lognormal(0.0, jitter, world.links.rtt_ms_NN.shape)
+    mirror(rtt_ms_NN)
+    links = replace(world.links, rtt_ms_NN=rtt_ms_NN)
+    noise_CN = rng.lognormal(0.0, jitter, world.client_rtt_ms_CN.shape)
+    return replace(
+        world,
+        snapshot=replace(world.snapshot, links=links),
+        client_rtt_ms_CN=world.client_rtt_ms_CN * noise_CN,
+    )
+
+
+def _only(world: World, rows_M: Ints) -> World:
+    nodes = tuple(world.snapshot.nodes[row] for row in rows_M)
+    links = world.links.of([node.peer_id for node in nodes])
+    return replace(
+        world,
+        snapshot=replace(world.snapshot, nodes=nodes, links=links),
+        region_N=world.region_N[rows_M],
+        device_N=tuple(world.device_N[row] for row in rows_M),
+        access_N=world.access_N.at(rows_M),
+        client_rtt_ms_CN=world.client_rtt_ms_CN[:, rows_M],
+        client_up_bytes_per_s_CN=world.client_up_bytes_per_s_CN[:, rows_M],
+        client_down_bytes_per_s_CN=world.client_down_bytes_per_s_CN[:, rows_M],
+    )
+
+
+def _aged(world: World, rng: np.random.Generator, seconds: float) -> World:
+    fresh_N = MAX_LOAD * rng.beta(1.2, 2.5, world.num_nodes)
+    nodes = tuple(
+        replace(
+            node,
+            load=(1 - _LOAD_FORGETS) * node.load + _LOAD_FORGETS * float(fresh),
+            uptime_s=node.uptime_s + seconds,
+            seq=node.seq + 1,
+        )
+        for node, fresh in zip(world.snapshot.nodes, fresh_N, strict=True)
+    )
+    taken_at = world.snapshot.taken_at + seconds
+    return replace(world, snapshot=replace(world.snapshot, nodes=nodes, taken_at=taken_at))
+
+
+def _grown(
+    world: World,
+    count: int,
+    following: int,
+    residential_share: float,
+    block: Block,
+    rng: np.random.Generator,
+) -> World:
+    snapshot = world.snapshot
+    quantization = snapshot.nodes[0].quantization
+    devices = draw_devices(count, residential_share, rng)
+    region_new = rng.choice(world.region_N, count)  # where others are
+    max_blocks = np.array([device.max_blocks(block, quantization) for device in devices])
+    holders_B = np.array(snapshot.coverage(), dtype=np.int64)
+    spans = choose_spans(max_blocks, snapshot.num_blocks, rng, holders_B)
+    drawn = draw_nodes(
+        devices, quantization, spans, places(world.regions)[region_new], block, rng
+    )
+    fresh = tuple(
+        replace(node, peer_id=PeerId(f"n{following + number:04d}"), uptime_s=0.0)
+        for number, node in enumerate(drawn)
+    )
+    access_new = draw_access(np.array([device.residential for device in devices]), rng)
+    access_C = world.access_C
+    base_RR = world.region_rtt_ms_RR
+    to_all = (np.append(world.region_N, region_new), _joined(world.access_N, access_new))
+    rtt_new = round_trips(base_RR, region_new, access_new, *to_all, rng)
+    rtt_C = round_trips(base_RR, world.region_C, access_C, region_new, access_new, rng)
+    up_C, down_C = rates(access_C, access_new, rng), rates(access_new, access_C, rng).T
+    return replace(
+        world,
+        snapshot=replace(
+            snapshot,
+            nodes=(*snapshot.nodes, *fresh),
+            links=_extended(world.links, fresh, rtt_new, to_all[1], access_new, rng),
+        ),
+        region_N=to_all[0],
+        device_N=(*world.device_N, *(device.name for device in devices)),
+        access_N=to_all[1],
+        client_rtt_ms_CN=np.hstack((world.client_rtt_ms_CN, rtt_C)),
+        client_up_bytes_per_s_CN=np.hstack((world.client_up_bytes_per_s_CN, up_C)),
+        client_down_bytes_per_s_CN=np.hstack((world.client_down_bytes_per_s_CN, down_C)),
+    )
+
+
+def _extended(
+    links: Links,
+    fresh: tuple[NodeState, ...],
+    rtt_new: Floats,
+    access_N: Access,
+    access_new: Access,
+    rng: np.random.Generator,
+) -> Links:
+    """`links` and those of the fresh nodes, which come last, with everybody."""
+    old = len(links.peers)
+    size = old + len(fresh)
+    rtt_ms_NN, rate_NN = np.empty((size, size)), np.empty((size, size))
+    rtt_ms_NN[:old, :old] = links.rtt_ms_NN
+    rtt_ms_NN[:, old:] = rtt_new.T
+    mirror(rtt_ms_NN)
+    rate_NN[:old, :old] = links.rate_bytes_per_s_NN
+    rate_NN[old:, :] = rates(access_new, access_N, rng)
+    rate_NN[:, old:] = rates(access_N, access_new, rng)
+    np.fill_diagonal(rate_NN, np.inf)
+    peers = (*links.peers, *(node.peer_id for node in fresh))
+    just_now_NN = np.broadcast_to(0.0, (size, size))
+    return Links(peers, rtt_ms_NN, rate_NN, just_now_NN, np.broadcast_to(1.0, (size, size)))
+
+
+def _joined(one: Access, other: Access) -> Access:
+    return Access(
+        np.append(one.residential_A, other.residential_A),
+        np.append(one.rtt_ms_A, other.rtt_ms_A),
+        np.append(one.up_bytes_per_s_A, other.up_bytes_per_s_A),
+        np.append(one.down_bytes_per_s_A, other.down_bytes_per_s_A),
+    )
