@@ -235,6 +235,12 @@ class NodeFlags(OrchestratorFlags):
             help="Stand for the lease of this model's orchestrator, beside serving.",
         ),
     ] = None
+    follow_every_s: Annotated[
+        str | None,
+        Parameter(
+            group=ORCHESTRATION, help="Seconds between two looks at placements. [default: 15]"
+        ),
+    ] = None
     num_blocks: Annotated[
         str | None,
         Parameter(group=COMPUTE, help="Blocks to hold, or auto: as many as fit. [default: auto]"),

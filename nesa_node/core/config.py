@@ -198,6 +198,7 @@ class NodeConfig(OrchestratorConfig):
 
     model: str = Field(min_length=1)
     orchestrator: bool = False
+    follow_every_s: Positive = 15
     num_blocks: Count | Literal["auto"] | None = None
     quant_type: QuantType = "none"
     block_indices: Annotated[Span, BeforeValidator(_read_span)] | None = None

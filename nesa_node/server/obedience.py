@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Set
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Set
+from dataclasses import dataclass
 
 from nesa_node.core.ids import PeerId
 from nesa_node.core.logging import get_logger
 from nesa_node.core.span import Span
+from nesa_node.server.worth import Appraise, Worth, covered_without, holds, moved, savings
 from nesa_node.swarm.notices import Move, Placement
 from nesa_node.topology.snapshot import NodeState, Snapshot
 
@@ -31,22 +32,6 @@ _MATTERS = 0.01
 _EXAGGERATED = 0.5
 _TIMES = 4.0
 """Measurements differ: a promise is a lie only if it is more than 4 times the truth and a half."""
-
-
-@dataclass(frozen=True, slots=True)
-class Worth:
-    """Of a swarm: blocks that nobody serves, holders missing to have two of each, seconds of a
-    step, steps per second in all.
-    """
-
-    holes: int
-    thin: int
-    latency_s: float
-    steps_per_s: float
-
-
-Appraise = Callable[[Snapshot], Worth]
-"""What the serving nodes of a snapshot are worth together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,13 +156,13 @@ class Obedience:
                 return Verdict(None, "doubtful")
             return self._lie(placement, lie)
         before = self._appraise(snapshot)
-        after = self._appraise(_moved(snapshot, placement.moves))
-        if not _covered_without(snapshot, own, move.span):
+        after = self._appraise(moved(snapshot, placement.moves))
+        if not covered_without(snapshot, own, move.span):
             return Verdict(None, "uncovered")
         if placement.signer in self._allowed:
             return Verdict(move.span, "allowed")
         others = tuple(each for each in placement.moves if each is not move)
-        without = self._appraise(_moved(snapshot, others))
+        without = self._appraise(moved(snapshot, others))
         if after.holes < without.holes:
             return Verdict(move.span, "recomputed")
         if after.holes == before.holes and (
@@ -190,11 +175,11 @@ class Obedience:
         """Why it cannot be true in that picture; None if it can, or if they speak of different
         swarms.
         """
-        if not all(_holds(snapshot, move) for move in placement.moves):
+        if not all(holds(snapshot, move) for move in placement.moves):
             return None
         before = self._appraise(snapshot)
-        after = self._appraise(_moved(snapshot, placement.moves))
-        gain, promised = max(_savings(before, after)), placement.gain
+        after = self._appraise(moved(snapshot, placement.moves))
+        gain, promised = max(savings(before, after)), placement.gain
         if after.holes > before.holes:
             return "its moves take the last holders of blocks"
         if promised > 1.0 and math.isfinite(before.latency_s):
@@ -210,8 +195,8 @@ class Obedience:
 
     def _gains(self, before: Worth, after: Worth, without: Worth) -> bool:
         """Whether all moves together gain enough, and this node's is one of those that do."""
-        goals = zip(_savings(before, after), _savings(without, after), strict=True)
-        worst = min(_savings(before, after))
+        goals = zip(savings(before, after), savings(without, after), strict=True)
+        worst = min(savings(before, after))
         return worst > -self._min_gain and any(
             whole >= self._min_gain and own >= _MATTERS for whole, own in goals
         )
@@ -219,7 +204,7 @@ class Obedience:
     def _thickens(self, before: Worth, after: Worth, without: Worth) -> bool:
         """Whether this node's move gives blocks a second holder, at no great cost."""
         mends = after.thin < min(before.thin, without.thin)
-        return mends and min(_savings(before, after)) > -self._min_gain
+        return mends and min(savings(before, after)) > -self._min_gain
 
     def _epoch_to_beat(self, signer: PeerId) -> int:
         """A stranger's number is no reason to refuse an allowed signer's."""
@@ -253,56 +238,3 @@ class Obedience:
         self._counted.move_to_end(placement.signer)
         if len(self._counted) > _MAX_SIGNERS:
             self._counted.popitem(last=False)
-
-
-def _moved(snapshot: Snapshot, moves: Iterable[Move]) -> Snapshot:
-    """The swarm after those of the moves that still begin where their nodes are."""
-    spans = {move.peer: move.span for move in moves if _holds(snapshot, move)}
-    return replace(
-        snapshot,
-        nodes=tuple(
-            _with_span(node, spans[node.peer_id]) if node.peer_id in spans else node
-            for node in snapshot.nodes
-        ),
-    )
-
-
-def _with_span(node: NodeState, span: Span) -> NodeState:
-    """As fast per block as before."""
-    share = max(len(node.span), 1) / max(len(span), 1)
-    return replace(
-        node,
-        span=span,
-        prefill_tokens_per_s=node.prefill_tokens_per_s * share,
-        decode_tokens_per_s=node.decode_tokens_per_s * share,
-    )
-
-
-def _holds(snapshot: Snapshot, move: Move) -> bool:
-    node = snapshot.node(PeerId(move.peer))
-    return node is not None and node.span == move.old_span
-
-
-def _covered_without(snapshot: Snapshot, own: NodeState, span: Span) -> bool:
-    """Whether somebody else serves every block that is given up."""
-    coverage = snapshot.without(own.peer_id).coverage()
-    given_up = set(range(own.span.start, own.span.end)) - set(range(span.start, span.end))
-    return all(coverage[block] > 0 for block in given_up if block < len(coverage))
-
-
-def _savings(before: Worth, after: Worth) -> tuple[float, float]:
-    """Shares of the time of a step, and of the time between steps, that are saved."""
-    return (
-        _saving(before.latency_s, after.latency_s),
-        _saving(_inverse(before.steps_per_s), _inverse(after.steps_per_s)),
-    )
-
-
-def _saving(before: float, after: float) -> float:
-    if not math.isfinite(before):
-        return 0.0 if not math.isfinite(after) else 1.0
-    return 1.0 - after / before if before > 0 else 0.0
-
-
-def _inverse(rate: float) -> float:
-    return 1.0 / rate if rate > 0 else math.inf

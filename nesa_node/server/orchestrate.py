@@ -1,4 +1,4 @@
-"""An orchestrator's place in a swarm: beside a daemon that serves, or alone."""
+"""Orchestrators and those who follow them, as their operators configure them."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ import random
 import time
 from collections.abc import Collection
 
-from nesa_node.core.config import OrchestratorConfig
+from nesa_node.core.config import NodeConfig, OrchestratorConfig
 from nesa_node.core.errors import ConfigError
 from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.core.logging import get_logger
 from nesa_node.routing.succession import Terms
 from nesa_node.server.decision_log import DecisionLog, decision_log_path
+from nesa_node.server.follow import MovesLike, follow
+from nesa_node.server.obedience import Obedience
 from nesa_node.server.orchestrator import Orchestrator, Pace
-from nesa_node.server.planner import Planner, Rebalancer
+from nesa_node.server.planner import Planner, Rebalancer, appraise
 from nesa_node.swarm.lease import LeaseKeeper, Whom
 from nesa_node.swarm.node import Swarm
 from nesa_node.swarm.records import NodeRecord
@@ -67,6 +69,45 @@ async def orchestrate(
     )
     log.info("orchestrator_ready", model=model_id)
     await orchestrator.run()
+
+
+def obedience_of(config: NodeConfig, own: PeerId, *, num_blocks: int, max_blocks: int) -> Obedience:
+    """A node's judgement of placements as its operator wants it."""
+    allowed = {*config.allow_orchestrators, *((own,) if config.orchestrator else ())}
+    return Obedience(
+        own,
+        appraise,
+        num_blocks=num_blocks,
+        max_blocks=max_blocks,
+        allowed=frozenset(allowed),
+    )
+
+
+async def follow_placements(
+    config: NodeConfig,
+    swarm: Swarm,
+    model_id: ModelId,
+    obedience: Obedience,
+    moves: MovesLike,
+    *,
+    num_blocks: int,
+) -> None:
+    """Wish for what placements ask of this node where it is willing, until cancelled."""
+    directory = swarm.directory
+
+    async def look() -> Snapshot:
+        return directory.with_links(await directory.fetch(model_id, num_blocks))
+
+    await follow(
+        swarm.notices,
+        lambda: directory.with_links(directory.snapshot(model_id, num_blocks)),
+        look,
+        model_id,
+        obedience,
+        moves,
+        every_s=config.follow_every_s,
+        rng=random.Random(swarm.identity.peer_id),
+    )
 
 
 async def find_model(swarm: Swarm, wanted: str | None) -> ModelId:

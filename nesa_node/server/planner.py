@@ -16,7 +16,7 @@ from nesa_node.routing.placement.capacity import make_room
 from nesa_node.routing.placement.moves import MoveCosts, Moves
 from nesa_node.routing.placement.rebalance import Policy, confirmed, rebalance
 from nesa_node.routing.placement.score import Goal, Score, measure
-from nesa_node.server.obedience import Worth
+from nesa_node.server.worth import Worth
 from nesa_node.swarm.notices import MAX_MOVES, Move
 from nesa_node.topology.snapshot import Snapshot
 

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.core.span import Span
 from nesa_node.server.follow import follow
-from nesa_node.server.obedience import Obedience, Worth
+from nesa_node.server.obedience import Obedience
+from nesa_node.server.worth import Worth
 from nesa_node.swarm.notices import Move, Placement
 from nesa_node.topology.snapshot import NodeState, Snapshot
 from tests.swarm.notice_fields import PEERS

@@ -31,7 +31,7 @@ from tests.swarm.notice_fields import PEERS
 from tests.swarm.record_fields import MODEL_ID, make_status
 
 MODEL = ModelId(MODEL_ID)
-QUICK = Terms(ttl_s=3.0, patience_s=0.4)
+QUICK = Terms(ttl_s=3.0, patience_s=1.5)
 IDLE = Decision(
     moves=(),
     gain=0.0,
@@ -131,7 +131,7 @@ async def test_those_who_stand_ready_do_not_plan_until_the_leader_is_gone(tmp_pa
         try:
 
             async def planned() -> bool:
-                return len(await node.notices.fetch(Placement, MODEL)) == 1
+                return len(await node.notices.fetch(Placement, MODEL)) > 0
 
             await eventually(planned, timeout_s=20)
             leads = [lease.leads for _, lease in built]
