@@ -11,7 +11,18 @@ from pathlib import Path
 from types import ModuleType
 from typing import get_args
 
-from benchmarks import churn, codecs, concurrency, decode, estimate, hop, prefill, swarm
+from benchmarks import (
+    churn,
+    codecs,
+    concurrency,
+    decode,
+    estimate,
+    hop,
+    prefill,
+    routing,
+    swarm,
+    tuning,
+)
 from benchmarks.models import SHAPES
 from benchmarks.options import Options, Quant
 from benchmarks.results import write_result
@@ -29,7 +40,9 @@ BENCHMARKS: dict[str, ModuleType] = {
     "estimate": estimate,
     "hop": hop,
     "prefill": prefill,
+    "routing": routing,
     "swarm": swarm,
+    "tuning": tuning,
     "wan": wan,
 }
 
@@ -69,7 +82,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--prompts", type=numbers, metavar="N,N", help="tokens of prompts (auto)")
     add("--congestion-control", help="of TCP between the machines [default: cubic] (wan)")
     add("--sysctls", type=sysctls, metavar="NAME=VALUE,...", help="of the machines (wan)")
-    add("--matrix", help="an .npz of round trips in seconds, zeros missing (estimate)")
+    add("--matrix", help="an .npz of round trips in seconds, zeros missing (estimate, routing)")
     add("--seed", type=int, help="of weights, prompts and events [default: 0]")
     return parser
 

@@ -14,15 +14,12 @@ from functools import partial
 
 import numpy as np
 
-from nesa_node.routing.exact import exact_latency, search
-from nesa_node.routing.minplus import MinPlus, held
-from nesa_node.routing.problem import Chain, Floats, Problem, terms
+from nesa_node.routing.exact import exact_latency
+from nesa_node.routing.problem import Chain, Floats, Problem
 from nesa_node.routing.within import SLACK, Within
 
 EFFORT = 200_000
 """Swarms of up to some twenty nodes are done before."""
-
-_POLISHING = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +47,7 @@ def bottleneck_s(problem: Problem, chain: Chain) -> float:
 
 
 def bottleneck(problem: Problem, *, effort: int = EFFORT) -> Bottleneck:
-    """The chain with the least bottleneck, and if easily found that of least latency among those.
+    """The chain with the least bottleneck; that of least latency if it is among those.
 
     A threshold on the bottleneck says how many blocks each node may run, and a search whether a
     chain keeps to it. The thresholds that can matter, blocks times seconds of some node, are
@@ -79,15 +76,7 @@ def bottleneck(problem: Problem, *, effort: int = EFFORT) -> Bottleneck:
         # The relaxation's own threshold, tried first, nearly always does.
         at = (low + high) // 2
     seconds = bottleneck_s(problem, best)
-    best = _faster(problem, best, seconds)
     return Bottleneck(best, seconds, min(seconds, float(thresholds_s[min(bound, high)])))
-
-
-def _faster(problem: Problem, chain: Chain, seconds: float) -> Chain:
-    """The chain of least latency among those of `seconds`, or `chain` where that is hard to say."""
-    most_N = Within(problem, seconds).most_N
-    found = search(MinPlus(problem), held(problem), most_N=most_N, max_searches=_POLISHING)
-    return found.chain if found.cost_s < terms(problem, chain).total_s else chain
 
 
 def _thresholds(problem: Problem) -> Floats:

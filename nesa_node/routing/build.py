@@ -90,7 +90,7 @@ def build_problem(snapshot: Snapshot, request: Request) -> Problem:
         stability_N=_floats([request.stability.get(peer, 1.0) for peer in peers]),
         entry_s_N=entry_trip_s_N + _message_s(up_N, request),
         exit_s_N=entry_trip_s_N + _message_s(down_N, request),
-        transfer_s_NN=_transfers(snapshot, peers, request),
+        transfer_s_NN=transfer_seconds(snapshot, peers, request),
     )
 
 
@@ -140,7 +140,7 @@ def _per_node(values: PerNode, snapshot: Snapshot, rows: Ints) -> Floats:
     return values[rows]
 
 
-def _transfers(snapshot: Snapshot, peers: Sequence[PeerId], request: Request) -> Floats:
+def transfer_seconds(snapshot: Snapshot, peers: Sequence[PeerId], request: Request) -> Floats:
     """Seconds for the step's message from every node to every other; none to itself."""
     size = len(peers)
     if snapshot.links is None:

@@ -146,6 +146,23 @@ class GreedyRule:
         way += self._fixed_K[here]
         return nodes, way
 
+    def terms(self, chain: Chain) -> dict[str, float]:
+        """The rule's terms for `chain`, weighted, summed over its visits, not divided by blocks."""
+        p, prepared = self._parameters, self._prepared
+        sums = {"transfer": 0.0, "load": 0.0, "reliability": 0.0}
+        for at, visit in enumerate(chain):
+            pairs = slice(prepared.first_B1[visit.start], prepared.first_B1[visit.start + 1])
+            nodes, scores = self.scores(visit.start, chain[:at])
+            pick = int(np.searchsorted(nodes, visit.node))
+            gained = float(prepared.gained_K[pairs][pick])
+            unreliable = float(prepared.unreliable_N[visit.node]) / prepared.reference_unreliable
+            fixed = float(self._fixed_K[pairs][pick]) * gained
+            reliability = p.reliability_weight * unreliable**p.alpha
+            sums["transfer"] += float(scores[pick]) * gained - fixed
+            sums["load"] += fixed - reliability
+            sums["reliability"] += reliability
+        return sums
+
     def choose(self) -> Chain:
         """The chain by the rule. It visits no node twice: each runs to its span's end."""
         problem = self._prepared.problem

@@ -26,7 +26,7 @@ from nesa_node.topology.snapshot import zero_runs
 Mask = NDArray[np.bool_]
 
 _BEAM = 16
-_SLACK = 1.0 + 1e-9
+SLACK = 1.0 + 1e-9
 """For sums that two ways of adding round differently."""
 
 
@@ -70,21 +70,31 @@ class MinPlus:
         holds_BN: Mask,
         *,
         at_ends: bool = False,
-        most_N: Ints | None = None,
         below_s: float = np.inf,
     ) -> Path | None:
         """The cheapest path that runs each block on a node that `holds_BN` has for it.
 
         None if there is none, or none of at most `below_s`. `at_ends` leaves nodes only where their
-        spans end; `most_N` is the most blocks that a node may run in one visit. Ties: staying
-        before moving, then the lower index.
+        spans end. Ties: staying before moving, then the lower index.
         """
-        program = _Program(self, holds_BN, at_ends, most_N)
+        program = _Program(self, holds_BN, at_ends)
         found_s = program.forward(below_s, _BEAM)
-        cost_s = program.forward(min(below_s, found_s) * _SLACK, None)
+        cost_s = program.forward(min(below_s, found_s) * SLACK, None)
         if not cost_s <= below_s or cost_s == np.inf:
             return None
         return Path(cost_s, program.trace())
+
+    def worthwhile(self, holds_BN: Mask, limit_s: float) -> tuple[Ints, Floats]:
+        """The nodes that some path of at most `limit_s` may use, and what is ahead of them.
+
+        [n] and [B, n]: the least that is left to pay before a node runs a block, that included.
+        """
+        program = _Program(self, holds_BN)
+        program.forward(limit_s * SLACK, None)
+        before_s_BN = np.minimum(program.done_s_BN[:-1], program.entered_s_BN[:-1])
+        least_s_N = (before_s_BN + program.ahead_s_BN).min(axis=0)
+        nodes = np.flatnonzero(least_s_N <= limit_s * SLACK)
+        return nodes, program.ahead_s_BN[:, nodes]
 
     def unreached(self, holds_BN: Mask) -> Span:
         """The blocks that no path gets to, for want of links."""
@@ -102,12 +112,9 @@ class _Program:
         shared: MinPlus,
         holds_BN: Mask,
         at_ends: bool = False,
-        most_N: Ints | None = None,
     ) -> None:
         problem = shared.problem
         self.problem = problem
-        self.most_N = most_N
-        self.holds_BN = holds_BN
         self.busy_block_s_N = shared.busy_block_s_N
         self.nearest_s_N = shared.nearest_s_N
         self.holders = [np.flatnonzero(holds_N) for holds_N in holds_BN]
@@ -143,7 +150,6 @@ class _Program:
     def forward(self, limit_s: float, beam: int | None) -> float:
         """The cost of the cheapest path of at most `limit_s`, by `beam` senders per boundary."""
         problem = self.problem
-        run_of_N = np.zeros(problem.num_nodes, dtype=np.int64)
         for block, holders in enumerate(self.holders):
             entered_s_N = self.entered_s_BN[block]
             entered_s_N.fill(np.inf)
@@ -152,11 +158,7 @@ class _Program:
             else:
                 self._enter(block, limit_s, beam)
             self.done_s_BN[block + 1].fill(np.inf)
-            if self.most_N is None:
-                self._run(block, holders)
-            else:
-                run_of_N = np.where(self.holds_BN[block], run_of_N + 1, 0)
-                self._run_at_most(block, holders, np.minimum(self.most_N, run_of_N)[holders])
+            self._run(block, holders)
         last = self.leavers[-1]
         return float((self.done_s_BN[-1, last] + problem.exit_s_N[last]).min(initial=np.inf))
 
@@ -177,9 +179,6 @@ class _Program:
             senders, done_s_S = senders[few], done_s_S[few]
         sums_s_SR = problem.transfer_s_NN[np.ix_(senders, receivers)]
         sums_s_SR += done_s_S[:, None]
-        if self.most_N is not None:
-            # Who goes on is not entered: else it could run as many blocks again.
-            sums_s_SR[senders[:, None] == receivers] = np.inf
         entered_s_R = sums_s_SR.min(axis=0) + problem.visit_s_N[receivers]
         self.entered_s_BN[block, receivers] = entered_s_R
 
@@ -191,18 +190,6 @@ class _Program:
         cost_s = np.where(went_on, stayed_s, entered_s) + self.busy_block_s_N[holders]
         self.done_s_BN[block + 1, holders] = cost_s
         self.since_BN[block + 1, holders] = np.where(went_on, self.since_BN[block, holders], block)
-
-    def _run_at_most(self, block: int, holders: Ints, most: Ints) -> None:
-        """The same where the visit may have begun only `most` blocks ago, this one included."""
-        if not most.any():
-            return
-        starts_W1 = np.arange(max(0, block + 1 - int(most.max())), block + 1)[:, None]
-        lengths_W1 = block + 1 - starts_W1
-        costs_s = self.entered_s_BN[starts_W1, holders] + lengths_W1 * self.busy_block_s_N[holders]
-        costs_s[lengths_W1 > most] = np.inf
-        best = costs_s.argmin(axis=0)
-        self.done_s_BN[block + 1, holders] = costs_s[best, np.arange(len(holders))]
-        self.since_BN[block + 1, holders] = starts_W1[best, 0]
 
     def _senders(self, block: int) -> tuple[Ints, Floats]:
         senders = self.leavers[block - 1]

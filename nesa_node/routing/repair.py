@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 
 from nesa_node.core.errors import MissingBlocksError
 from nesa_node.core.ids import PeerId
 from nesa_node.core.span import Span
-from nesa_node.routing.chains import Hop, plan_chain
+from nesa_node.routing.chains import Choose, Hop, Penalty, plan_chain
+from nesa_node.routing.exact import exact_latency
 from nesa_node.topology.snapshot import Snapshot
 
 
@@ -29,13 +30,16 @@ def fill_gaps(
     span: Span,
     kept: Sequence[Hop],
     *,
-    penalty: Callable[[PeerId], float],
+    penalty: Penalty,
     exclude: frozenset[PeerId] = frozenset(),
     min_free_tokens: int = 0,
+    choose: Choose = exact_latency,
+    entry_rtt_ms: Mapping[PeerId, float] | None = None,
 ) -> tuple[Hop, ...]:
-    """The hops of `kept` with the cheapest chain in each gap, in order; no peer occurs twice.
+    """The hops of `kept` with the best chain in each gap, in order; no peer occurs twice.
 
-    With nothing kept this is `plan_chain`. Gaps are filled one after another, so that with several
+    `choose` and `entry_rtt_ms` as in `plan_chain`; a gap between kept hops is charged the ways from
+    the one before it and to the one after. With nothing kept this is `plan_chain`. Gaps are filled one after another, so that with several
     gaps the whole need not be the cheapest. Raises `MissingBlocksError` with everything missing.
     """
     hops = list(kept)
@@ -45,7 +49,15 @@ def fill_gaps(
     for gap in gaps(span, kept):
         try:
             filling = plan_chain(
-                snapshot, gap, penalty=penalty, exclude=used, min_free_tokens=min_free_tokens
+                snapshot,
+                gap,
+                penalty=penalty,
+                exclude=used,
+                min_free_tokens=min_free_tokens,
+                choose=choose,
+                entry_rtt_ms=entry_rtt_ms,
+                after=next((hop.peer_id for hop in kept if hop.span.end == gap.start), None),
+                before=next((hop.peer_id for hop in kept if hop.span.start == gap.end), None),
             )
         except MissingBlocksError as error:
             missing.extend(error.missing)

@@ -77,3 +77,11 @@ def least_by_trying_everything(
 
     extend(())
     return best
+
+
+def covered_problem(rng: np.random.Generator, num_nodes: int, num_blocks: int) -> Problem:
+    """The first node holds everything, slowly; the others up to half."""
+    problem = random_problem(rng, num_nodes, num_blocks, longest=max(1, num_blocks // 2))
+    problem.starts_N[0], problem.ends_N[0] = 0, num_blocks
+    problem.block_s_N[0] = 0.05
+    return problem

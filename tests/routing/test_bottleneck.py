@@ -53,12 +53,3 @@ def test_gap_is_reported_and_bounds_hold_where_the_search_is_cut_short(seed: int
     assert slow.bound_s <= slow.seconds <= quick.seconds * (1 + 1e-9)
     assert quick.bound_s <= slow.seconds
     assert slow.gap <= 0.1
-
-
-def test_least_latency_decides_among_equal_bottlenecks() -> None:
-    problem = random_problem(np.random.default_rng(0), 2, 4)
-    problem.starts_N[:], problem.ends_N[:] = 0, 4
-    problem.block_s_N[:], problem.visit_s_N[:], problem.load_N[:] = 0.01, 0.0, 0.0
-    problem.transfer_s_NN[:] = [[0.0, 0.5], [0.1, 0.0]]
-    problem.entry_s_N[:], problem.exit_s_N[:] = 0.01, 0.01
-    assert bottleneck(problem).chain == (Visit(1, 0, 2), Visit(0, 2, 4))

@@ -80,7 +80,7 @@ def test_plain_program_equals_the_shortest_path_that_networkx_finds() -> None:
         assert _cost(problem, may_return=True) == pytest.approx(_networkx_cost(problem), rel=1e-12)
 
 
-def test_more_than_one_search_proves_a_chain_optimal() -> None:
+def test_watching_nodes_proves_a_chain_optimal() -> None:
     """Many nodes with cheap blocks amid slow ones: the relaxed optimum returns again and again."""
     rng = np.random.default_rng(3)
     problem = random_problem(rng, 40, 30)
@@ -90,7 +90,7 @@ def test_more_than_one_search_proves_a_chain_optimal() -> None:
     solved = solve_latency(problem)
     assert solved.gap == 0.0
     assert solved.cost_s > relaxed.cost_s
-    cut_short = solve_latency(problem, max_searches=1)
+    cut_short = solve_latency(problem, max_states=1)
     assert cut_short.bound_s == relaxed.cost_s
     assert cut_short.cost_s >= solved.cost_s
     assert terms(problem, cut_short.chain).total_s == cut_short.cost_s

@@ -1,0 +1,101 @@
+"""Parameters of the greedy rule by the genetic algorithm, judged on worlds that it has not seen.
+
+`nesa_node/routing/tuned.py` is what this prints. `--nodes`, and per size `--runs` worlds to learn
+from and twice as many to be judged on, of 1,000 nodes and more a third.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+
+from benchmarks.options import Options
+from benchmarks.results import print_table
+from benchmarks.routing_worlds import Source
+from nesa_node.routing.fitness import Scenario
+from nesa_node.routing.greedy import GreedyRule, Parameters
+from nesa_node.routing.problem import terms
+from nesa_node.routing.tuner import tune
+
+DEFAULTS = Options(nodes=(10, 30, 100, 300, 1000), runs=30)
+QUICK = Options(nodes=(10, 30), runs=2)
+START = Parameters()
+
+_LEARN_FROM = 1_000_000
+_HELD_OUT = 2_000_000
+"""Seeds that no other benchmark uses."""
+
+
+def run(options: Options) -> list[dict[str, Any]]:
+    """One row per set of parameters: before, genetic, random."""
+    rng = np.random.default_rng(options.seed)
+    quick = options.runs < DEFAULTS.runs
+    learn = scenarios(options, _LEARN_FROM, options.runs, rng)
+    held_out = scenarios(options, _HELD_OUT, 2 * options.runs, rng)
+    began = time.perf_counter()
+    report = tune(learn, held_out, rng, before=START, population=32, generations=2 if quick else 25)
+    seconds = time.perf_counter() - began
+    print(f"{len(learn)} sessions to learn from, {len(held_out)} held out, {seconds:.0f} s")
+    print(report)
+    print(report.tuned)
+    found = {
+        "before": (START, None, report.held_out_before),
+        "genetic": (report.genetic.best, report.genetic, report.held_out_genetic),
+        "random": (report.random.best, report.random, report.held_out_random),
+    }
+    rows = [
+        {
+            "parameters": name,
+            **asdict(parameters),
+            "learned": search.cost if search else None,
+            "history": search.history if search else (),
+            "held_out": cost,
+            "held_out_latency": latencies(parameters, held_out),
+            "candidates": report.evaluations,
+            "sessions": len(learn),
+            "seconds": seconds,
+        }
+        for name, (parameters, search, cost) in found.items()
+    ]
+    print_table(
+        "Greedy rule: mean latency over the optimum, on held-out worlds",
+        "|".join(("parameters", "fitness", *(f"{count} nodes" for count in options.nodes))),
+        [
+            (
+                str(row["parameters"]),
+                f"{row['held_out']:.4f}",
+                *(f"{ratio:.3f}" for ratio in row["held_out_latency"].values()),
+            )
+            for row in rows
+        ],
+    )
+    return rows
+
+
+def scenarios(options: Options, seed: int, worlds: int, rng: np.random.Generator) -> list[Scenario]:
+    source = Source("made up", options)
+    return [
+        Scenario.of(session.decode, rng)
+        for count in options.nodes
+        for session in source.sessions(count, range(seed, seed + _fewer(worlds, count)))
+    ]
+
+
+def _fewer(worlds: int, num_nodes: int) -> int:
+    return worlds if num_nodes < 1000 else -(-worlds // 3)
+
+
+def latencies(parameters: Parameters, held_out: Sequence[Scenario]) -> dict[int, float]:
+    """By size, failures apart."""
+    ratios: dict[int, list[float]] = {}
+    for scenario in held_out:
+        problem = scenario.prepared.problem
+        chain = GreedyRule(scenario.prepared, parameters).choose()
+        ratio = terms(problem, chain).total_s / scenario.optimum_s
+        ratios.setdefault(problem.num_nodes, []).append(ratio)
+    return {count: fmean(values) for count, values in ratios.items()}

@@ -1,0 +1,88 @@
+"""What strategies are measured against: the paper's rule as printed, Petals' rule, and chance."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from nesa_node.routing.exact import not_linked
+from nesa_node.routing.minplus import MinPlus, held
+from nesa_node.routing.problem import Chain, Floats, Ints, Problem, Visit
+
+_LEAST_LOAD = 0.01
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Printed:
+    """Eq. 18 as it is printed: the next node is the one with the least::
+
+        sum over all earlier j of (D / B + L)^gamma + (G / C)^beta + (1 / (R + 1))^alpha
+
+    with G the spare memory, C the load, R = 1 - uptime. `greedy.py` says what is wrong with it.
+    """
+
+    gamma: float = 1.0
+    beta: float = 1.0
+    alpha: float = 1.0
+
+    def choose(self, problem: Problem) -> Chain:
+        """Each node runs its span to the end. Raises `MissingBlocksError`."""
+
+        def pick(chain: Chain, nodes: Ints) -> int:
+            terms = self._terms(problem, chain, nodes)
+            return int(np.argmin(terms["transfer"] + terms["load"] + terms["reliability"]))
+
+        return _follow(problem, pick)
+
+    def terms(self, problem: Problem, chain: Chain) -> dict[str, float]:
+        """Summed over the visits."""
+        sums = {"transfer": 0.0, "load": 0.0, "reliability": 0.0}
+        for at, visit in enumerate(chain):
+            node = np.array([visit.node])
+            for name, term in self._terms(problem, chain[:at], node).items():
+                sums[name] += float(term[0])
+        return sums
+
+    def _terms(self, problem: Problem, chain: Chain, nodes: Ints) -> dict[str, Floats]:
+        senders = np.array([visit.node for visit in chain], dtype=np.int64)
+        load = np.maximum(problem.load_N[nodes], _LEAST_LOAD)
+        unreliable = 1.0 - problem.reliability_N[nodes]
+        return {
+            "transfer": (problem.transfer_s_NN[np.ix_(senders, nodes)] ** self.gamma).sum(axis=0),
+            "load": (problem.spare_N[nodes] / load) ** self.beta,
+            "reliability": (1.0 / (unreliable + 1.0)) ** self.alpha,
+        }
+
+
+def petals_chain(problem: Problem) -> Chain:
+    """The shortest path that leaves nodes only where their spans end, as Petals' clients do.
+
+    Such a path cannot return. Raises `MissingBlocksError`.
+    """
+    if problem.num_blocks == 0:
+        return ()
+    program, holds_BN = MinPlus(problem), held(problem)
+    path = program.shortest(holds_BN, at_ends=True)
+    if path is None:
+        raise not_linked(program, holds_BN)
+    return path.chain
+
+
+def random_chain(problem: Problem, rng: np.random.Generator) -> Chain:
+    """Any holder of the next block, to its span's end. Raises `MissingBlocksError`."""
+    return _follow(problem, lambda _, nodes: int(rng.integers(len(nodes))))
+
+
+def _follow(problem: Problem, pick: Callable[[Chain, Ints], int]) -> Chain:
+    """`pick` says which of the nodes that hold the next block comes next, by its place."""
+    holds_BN = held(problem)
+    chain: Chain = ()
+    block = 0
+    while block < problem.num_blocks:
+        nodes = np.flatnonzero(holds_BN[block])
+        node = int(nodes[pick(chain, nodes)])
+        chain = (*chain, Visit(node, block, int(problem.ends_N[node])))
+        block = chain[-1].end
+    return chain

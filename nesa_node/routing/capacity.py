@@ -1,0 +1,81 @@
+"""How many tokens per second a swarm can give at most, and how many a strategy gets out of it.
+
+N nodes, B blocks, K pairs of a block and a node that holds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from nesa_node.routing.minplus import held
+from nesa_node.routing.problem import Chain, Problem
+
+_NOTHING = 1e-6
+
+
+def most_tokens_per_s(problem: Problem) -> float:
+    """The largest flow of tokens that leaves no node busy for more than all its time.
+
+    A linear program: x_bi tokens per second run block b on node i, as many for every block; node i
+    has 1 - load of its time. What visits cost is left out, and flows may return, so that no set of
+    chains does better. Raises `MissingBlocksError` if nobody holds some block.
+    """
+    # scipy's optimisers take half a second to import.
+    from scipy.optimize import linprog
+    from scipy.sparse import csr_array
+
+    block_K, node_K = np.nonzero(held(problem))
+    pairs = len(block_K)
+    nodes, blocks = problem.num_nodes, problem.num_blocks
+    if blocks == 0:
+        raise ValueError("a flow through no blocks has no limit")
+    # The last variable is the flow; times are divided by their median, for the solver's tolerances.
+    unit_s = float(np.median(problem.block_s_N)) or 1.0
+    busy: Any = csr_array(
+        (problem.block_s_N[node_K] / unit_s, (node_K, np.arange(pairs))), shape=(nodes, pairs + 1)
+    )
+    same: Any = csr_array(
+        (
+            np.concatenate((np.ones(pairs), np.full(blocks, -1.0))),
+            (
+                np.concatenate((block_K, np.arange(blocks))),
+                np.concatenate((np.arange(pairs), np.full(blocks, pairs))),
+            ),
+        ),
+        shape=(blocks, pairs + 1),
+    )
+    cost = np.zeros(pairs + 1)
+    cost[-1] = -1.0
+    room_N = np.maximum(1.0 - problem.load_N, 0.0)
+    bounds_N, zeros_B = room_N.tolist(), np.zeros(blocks).tolist()
+    solved = linprog(cost, A_ub=busy, b_ub=bounds_N, A_eq=same, b_eq=zeros_B)
+    if solved.fun is None:
+        raise RuntimeError(f"the linear program has no answer: {solved.message}")
+    return float(-solved.fun) / unit_s
+
+
+def fill(problem: Problem, choose: Callable[[Problem], Chain], *, step: float = 0.1) -> float:
+    """Tokens per second that a swarm takes from sessions which come one after another.
+
+    `choose` routes each by the loads that those before it have left. A session brings as many
+    tokens per second as make some node's load rise by `step` or, if less is left there, to 1: many
+    small ones, in fewer chains. Over when a chain leads through a node that has nothing left.
+    """
+    total_tokens_per_s = 0.0
+    load_N = problem.load_N.copy()
+    while True:
+        chain = choose(replace(problem, load_N=load_N))
+        busy_s_N = np.zeros(problem.num_nodes)
+        for visit in chain:
+            busy_s_N[visit.node] += (visit.end - visit.start) * problem.block_s_N[visit.node]
+        used = np.flatnonzero(busy_s_N)
+        left = 1.0 - load_N[used]
+        if (left <= _NOTHING).any():
+            return total_tokens_per_s
+        tokens_per_s = float((np.minimum(left, step) / busy_s_N[used]).min())
+        load_N = load_N + tokens_per_s * busy_s_N
+        total_tokens_per_s += tokens_per_s

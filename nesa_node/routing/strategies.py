@@ -1,0 +1,172 @@
+"""Ways to choose a chain, by name, and why one chose what it chose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Protocol
+
+import numpy as np
+
+from nesa_node.core.errors import ConfigError, MissingBlocksError
+from nesa_node.core.ids import PeerId
+from nesa_node.routing.baselines import Printed, petals_chain, random_chain
+from nesa_node.routing.bottleneck import bottleneck, bottleneck_s
+from nesa_node.routing.exact import exact_latency
+from nesa_node.routing.greedy import GreedyRule, Parameters, Prepared
+from nesa_node.routing.problem import Chain, Problem, terms
+from nesa_node.routing.throughput import exact_throughput, priced
+from nesa_node.routing.tuned import TUNED
+
+
+class Strategy(Protocol):
+    """Chooses chains by a cost of its own."""
+
+    @property
+    def name(self) -> str: ...
+
+    def choose(self, problem: Problem) -> Chain:
+        """Raises `MissingBlocksError` if there is no chain."""
+
+    def terms(self, problem: Problem, chain: Chain) -> Mapping[str, float]:
+        """What makes up the cost of `chain`; the cost is their sum."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plain:
+    """A strategy whose cost is the time of a step, and so are its terms."""
+
+    name: str
+    choose: Callable[[Problem], Chain]
+
+    def terms(self, problem: Problem, chain: Chain) -> Mapping[str, float]:
+        return asdict(terms(problem, chain))
+
+
+@dataclass(frozen=True, slots=True)
+class Throughput:
+    """Terms are seconds, those of compute at marginal prices."""
+
+    name: str = "exact-throughput"
+
+    def choose(self, problem: Problem) -> Chain:
+        return exact_throughput(problem)
+
+    def terms(self, problem: Problem, chain: Chain) -> Mapping[str, float]:
+        return asdict(terms(priced(problem), chain))
+
+
+@dataclass(frozen=True, slots=True)
+class SlowestNode:
+    """The only term is what the slowest node takes per token."""
+
+    name: str = "bottleneck"
+
+    def choose(self, problem: Problem) -> Chain:
+        return bottleneck(problem).chain
+
+    def terms(self, problem: Problem, chain: Chain) -> Mapping[str, float]:
+        return {"slowest_node_s": bottleneck_s(problem, chain)}
+
+
+@dataclass(frozen=True, slots=True)
+class Greedy:
+    """Terms are those of eq. 18, corrected, summed over the visits."""
+
+    parameters: Parameters = TUNED
+    name: str = "homology-greedy"
+
+    def choose(self, problem: Problem) -> Chain:
+        return GreedyRule(Prepared.of(problem), self.parameters).choose()
+
+    def terms(self, problem: Problem, chain: Chain) -> Mapping[str, float]:
+        return GreedyRule(Prepared.of(problem), self.parameters).terms(chain)
+
+
+@dataclass(frozen=True, slots=True)
+class Literal:
+    """Terms are those of eq. 18 as printed, summed over the visits."""
+
+    rule: Printed = field(default_factory=Printed)
+    name: str = "paper-literal"
+
+    def choose(self, problem: Problem) -> Chain:
+        return self.rule.choose(problem)
+
+    def terms(self, problem: Problem, chain: Chain) -> Mapping[str, float]:
+        return self.rule.terms(problem, chain)
+
+
+DEFAULT = "exact-latency"
+
+STRATEGIES: dict[str, Callable[[np.random.Generator], Strategy]] = {
+    "exact-latency": lambda _: Plain("exact-latency", exact_latency),
+    "exact-throughput": lambda _: Throughput(),
+    "bottleneck": lambda _: SlowestNode(),
+    "homology-greedy": lambda _: Greedy(),
+    "paper-literal": lambda _: Literal(),
+    "petals": lambda _: Plain("petals", petals_chain),
+    "random": lambda rng: Plain("random", lambda problem: random_chain(problem, rng)),
+}
+
+
+def make_strategy(name: str, rng: np.random.Generator) -> Strategy:
+    """Raises `ConfigError` for a name that is none."""
+    if name not in STRATEGIES:
+        names = ", ".join(STRATEGIES)
+        raise ConfigError(f"there is no routing strategy {name!r}; choose one of {names}")
+    return STRATEGIES[name](rng)
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """What the strategy chooses without `without`: None and infinity if it finds no chain."""
+
+    without: PeerId
+    chain: Chain | None
+    cost: float
+    step_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Why a chain: its terms and cost by the strategy, the time of a step by cause, and the rest.
+
+    `alternatives` are by visit. A cost below the chain's own shows that the strategy is a rule of
+    thumb, or that the chain was chosen when things were different.
+    """
+
+    strategy: str
+    chain: Chain
+    terms: Mapping[str, float]
+    cost: float
+    step_s: Mapping[str, float]
+    alternatives: tuple[Alternative, ...]
+
+
+def explain(problem: Problem, chain: Chain, strategy: Strategy) -> Explanation:
+    """What `strategy` makes of `chain`, and what it would choose without each of its nodes."""
+    costs = strategy.terms(problem, chain)
+    return Explanation(
+        strategy=strategy.name,
+        chain=chain,
+        terms=costs,
+        cost=sum(costs.values()),
+        step_s=asdict(terms(problem, chain)),
+        alternatives=tuple(_alternative(problem, visit.node, strategy) for visit in chain),
+    )
+
+
+def _alternative(problem: Problem, node: int, strategy: Strategy) -> Alternative:
+    ends_N = problem.ends_N.copy()
+    ends_N[node] = problem.starts_N[node]
+    try:
+        chain = strategy.choose(replace(problem, ends_N=ends_N))
+    except MissingBlocksError:
+        return Alternative(problem.peers[node], None, float("inf"), float("inf"))
+    return Alternative(
+        without=problem.peers[node],
+        chain=chain,
+        cost=sum(strategy.terms(problem, chain).values()),
+        step_s=terms(problem, chain).total_s,
+    )

@@ -1,0 +1,196 @@
+"""A genetic algorithm for the parameters of the greedy rule (section 3.2, eq. 20, corrected).
+
+A candidate is a point of the unit cube, one axis per gene. Eq. 20 mixes two parents with an eta
+between 0 and 1: children lie between them, and the population only contracts. Here eta is drawn
+from -0.25 to 1.25 for each gene, parents are chosen by rank (costs near 1 are too alike for a
+roulette), the best survive, and genes mutate.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from nesa_node.routing.fitness import Scenario, fitness
+from nesa_node.routing.greedy import Parameters
+from nesa_node.routing.problem import Floats
+
+_ETA = (-0.25, 1.25)
+_ELITE = 2
+_MUTATION_RATE = 0.3
+_MUTATION_SIZE = 0.12
+
+_GENES = {
+    "gamma": (0.3, 3.0),
+    "beta": (0.3, 3.0),
+    "alpha": (0.3, 3.0),
+    "transfer_weight": (0.03, 10.0),
+    "reliability_weight": (0.001, 3.0),
+}
+"""Least and most; between them on a logarithmic scale. The third weight is 1: scales cancel."""
+
+Cost = Callable[[Parameters], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """What a search found, and its best cost after each candidate."""
+
+    best: Parameters
+    cost: float
+    history: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Fitness of the genetic algorithm's parameters, of random search's, and of those before.
+
+    `tuned` is what to use: the better of the two searches on the scenarios they saw, unless
+    `before` is better on the held-out ones.
+    """
+
+    tuned: Parameters
+    genetic: Search
+    random: Search
+    held_out_genetic: float
+    held_out_random: float
+    held_out_before: float
+    evaluations: int
+
+    @property
+    def gain(self) -> float:
+        """The share of its cost that `tuned` saves on held-out scenarios; 0 if it is as before."""
+        best = self.held_out_genetic
+        if self.random.cost < self.genetic.cost:
+            best = self.held_out_random
+        return max(0.0, 1.0 - best / self.held_out_before)
+
+    @property
+    def genetic_won(self) -> bool:
+        return self.held_out_genetic < self.held_out_random
+
+    def __str__(self) -> str:
+        won = "beats" if self.genetic_won else "does NOT beat"
+        return (
+            f"held out: before {self.held_out_before:.4f}, genetic {self.held_out_genetic:.4f}, "
+            f"random {self.held_out_random:.4f}; the genetic algorithm {won} random search "
+            f"of as many candidates ({self.evaluations})"
+        )
+
+
+def tune(
+    scenarios: Sequence[Scenario],
+    held_out: Sequence[Scenario],
+    rng: np.random.Generator,
+    *,
+    before: Parameters,
+    population: int = 24,
+    generations: int = 20,
+) -> Report:
+    """Search parameters on `scenarios` and judge them on `held_out`.
+
+    `before` gives what is not searched (context, load term) and is the first candidate of both.
+    The same generator state gives the same report.
+    """
+    if not scenarios or not held_out:
+        raise ValueError("tuning needs scenarios to learn from and others to be judged on")
+
+    def cost(parameters: Parameters) -> float:
+        return fitness(parameters, scenarios)
+
+    genetic = genetic_search(cost, rng, before, population=population, generations=generations)
+    evaluations = len(genetic.history)
+    random = random_search(cost, rng, before, evaluations=evaluations)
+    winner = min(genetic, random, key=lambda search: search.cost)
+    held_out_before = fitness(before, held_out)
+    gains = fitness(winner.best, held_out) < held_out_before
+    return Report(
+        tuned=winner.best if gains else before,
+        genetic=genetic,
+        random=random,
+        held_out_genetic=fitness(genetic.best, held_out),
+        held_out_random=fitness(random.best, held_out),
+        held_out_before=held_out_before,
+        evaluations=evaluations,
+    )
+
+
+def genetic_search(
+    cost: Cost,
+    rng: np.random.Generator,
+    before: Parameters,
+    *,
+    population: int,
+    generations: int,
+) -> Search:
+    """`population` at first, then as many per generation, less the two that survive."""
+    if population <= _ELITE:
+        raise ValueError(f"a population needs more than {_ELITE}, got {population}")
+    genomes = rng.random((population, len(_GENES)))
+    genomes[0] = encode(before)
+    costs = np.array([cost(decode(genome, before)) for genome in genomes])
+    history = list(costs)
+    for _ in range(generations):
+        order = np.argsort(costs, kind="stable")
+        genomes, costs = genomes[order], costs[order]
+        children = _children(genomes, population - _ELITE, rng)
+        born = np.array([cost(decode(genome, before)) for genome in children])
+        history.extend(born)
+        genomes = np.concatenate((genomes[:_ELITE], children))
+        costs = np.concatenate((costs[:_ELITE], born))
+    best = int(np.argmin(costs))
+    return Search(decode(genomes[best], before), float(costs[best]), _least_so_far(history))
+
+
+def random_search(
+    cost: Cost, rng: np.random.Generator, before: Parameters, *, evaluations: int
+) -> Search:
+    """As many candidates, each on its own."""
+    genomes = rng.random((evaluations, len(_GENES)))
+    genomes[0] = encode(before)
+    costs = [cost(decode(genome, before)) for genome in genomes]
+    best = int(np.argmin(costs))
+    return Search(decode(genomes[best], before), float(costs[best]), _least_so_far(costs))
+
+
+def encode(parameters: Parameters) -> Floats:
+    """The point of the unit cube; what lies outside is brought to its faces."""
+    shares = []
+    for name, (least, most) in _GENES.items():
+        value = getattr(parameters, name) / (
+            parameters.load_weight if name.endswith("weight") and parameters.load_weight else 1.0
+        )
+        value = min(max(value, least), most)
+        shares.append(math.log(value / least) / math.log(most / least))
+    return np.array(shares)
+
+
+def decode(genome: Floats, before: Parameters) -> Parameters:
+    """The parameters at a point; the rest as in `before`."""
+    genes = {
+        name: least * (most / least) ** float(share)
+        for share, (name, (least, most)) in zip(genome, _GENES.items(), strict=True)
+    }
+    return replace(before, load_weight=1.0, **genes)
+
+
+def _children(genomes: Floats, number: int, rng: np.random.Generator) -> Floats:
+    """Of parents chosen by rank: `genomes` are sorted, the best first."""
+    size, genes = genomes.shape
+    weights = np.arange(size, 0, -1, dtype=np.float64)
+    weights /= weights.sum()
+    mothers = genomes[rng.choice(size, number, p=weights)]
+    fathers = genomes[rng.choice(size, number, p=weights)]
+    eta = rng.uniform(*_ETA, (number, genes))
+    children = eta * mothers + (1.0 - eta) * fathers
+    mutates = rng.random((number, genes)) < _MUTATION_RATE
+    children += mutates * rng.normal(0.0, _MUTATION_SIZE, (number, genes))
+    clipped: Floats = children.clip(0.0, 1.0)
+    return clipped
+
+
+def _least_so_far(costs: Sequence[float]) -> tuple[float, ...]:
+    return tuple(np.minimum.accumulate(np.array(costs)).tolist())

@@ -1,0 +1,178 @@
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from nesa_node.core.errors import ConfigError, MissingBlocksError
+from nesa_node.routing.exact import exact_latency
+from nesa_node.routing.greedy import GreedyRule, Parameters, Prepared, hand_over
+from nesa_node.routing.problem import Problem, Visit, check_chain, terms
+from nesa_node.routing.strategies import STRATEGIES, explain, make_strategy
+from tests.routing.problems import covered_problem, random_problem, small_problem
+
+
+def _total_s(problem: Problem, name: str) -> float:
+    strategy = make_strategy(name, np.random.default_rng(0))
+    return terms(problem, strategy.choose(problem)).total_s
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_strategy_gives_chains_that_fit_and_names_what_is_missing(name: str) -> None:
+    strategy = make_strategy(name, np.random.default_rng(0))
+    assert strategy.name == name
+    missing = 0
+    for seed in range(60):
+        problem = small_problem(seed)
+        if not np.isfinite(problem.transfer_s_NN).all():
+            continue
+        try:
+            chain = strategy.choose(problem)
+        except MissingBlocksError as error:
+            missing += 1
+            assert error.missing
+            continue
+        check_chain(problem, chain)
+        assert len({visit.node for visit in chain}) == len(chain)
+        assert terms(problem, chain).total_s >= terms(problem, exact_latency(problem)).total_s - 1e-9
+        assert all(term >= 0.0 for term in strategy.terms(problem, chain).values())
+    assert missing > 0
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_hostile_problems_are_survived(name: str) -> None:
+    strategy = make_strategy(name, np.random.default_rng(0))
+    nobody = random_problem(np.random.default_rng(0), 0, 4)
+    with pytest.raises(MissingBlocksError):
+        strategy.choose(nobody)
+    problem = covered_problem(np.random.default_rng(1), 12, 8)
+    overloaded = replace(
+        problem,
+        load_N=np.full(12, 1e12),
+        spare_N=np.zeros(12),
+        reliability_N=np.zeros(12),
+        stability_N=np.zeros(12),
+    )
+    check_chain(overloaded, strategy.choose(overloaded))
+    instant = replace(
+        problem,
+        block_s_N=np.zeros(12),
+        visit_s_N=np.zeros(12),
+        entry_s_N=np.zeros(12),
+        exit_s_N=np.zeros(12),
+        transfer_s_NN=np.zeros((12, 12)),
+    )
+    check_chain(instant, strategy.choose(instant))
+
+
+def test_unknown_strategy_is_refused_with_the_names() -> None:
+    with pytest.raises(ConfigError, match="homology-greedy"):
+        make_strategy("best", np.random.default_rng(0))
+
+
+def test_petals_leaves_nodes_only_at_their_ends() -> None:
+    problem = covered_problem(np.random.default_rng(2), 40, 20)
+    chain = make_strategy("petals", np.random.default_rng(0)).choose(problem)
+    assert all(problem.ends_N[visit.node] == visit.end for visit in chain)
+    assert _total_s(problem, "exact-latency") <= _total_s(problem, "petals")
+    assert _total_s(problem, "petals") <= _total_s(problem, "random")
+
+
+def _twins(**arrays: list[float]) -> Problem:
+    """Two nodes that differ in nothing but `arrays`."""
+    problem = random_problem(np.random.default_rng(0), 2, 4)
+    same = replace(
+        problem,
+        starts_N=np.zeros(2, dtype=np.int64),
+        ends_N=np.full(2, 4),
+        block_s_N=np.full(2, 0.01),
+        visit_s_N=np.zeros(2),
+        load_N=np.full(2, 0.2),
+        spare_N=np.full(2, 0.5),
+        reliability_N=np.full(2, 0.9),
+        stability_N=np.ones(2),
+        entry_s_N=np.full(2, 0.01),
+        exit_s_N=np.full(2, 0.01),
+        transfer_s_NN=np.full((2, 2), 0.01),
+    )
+    for name, values in arrays.items():
+        getattr(same, name)[:] = values
+    return same
+
+
+@pytest.mark.parametrize(
+    ("arrays", "greedy", "literal"),
+    [
+        ({"load_N": [0.9, 0.1]}, 1, 0),
+        ({"reliability_N": [0.5, 0.99]}, 1, 0),
+        ({"stability_N": [0.5, 1.0]}, 1, 0),
+    ],
+)
+def test_greedy_prefers_what_the_printed_rule_avoids(
+    arrays: dict[str, list[float]], greedy: int, literal: int
+) -> None:
+    problem = _twins(**arrays)
+    rng = np.random.default_rng(0)
+    assert make_strategy("homology-greedy", rng).choose(problem)[0].node == greedy
+    assert make_strategy("paper-literal", rng).choose(problem)[0].node == literal
+
+
+def test_greedy_with_the_ratio_prefers_the_idle_node() -> None:
+    prepared = Prepared.of(_twins(load_N=[0.9, 0.1]))
+    assert GreedyRule(prepared, Parameters(load="ratio")).choose()[0].node == 1
+
+
+def test_context_charges_transfers_from_earlier_senders() -> None:
+    problem = covered_problem(np.random.default_rng(3), 30, 20)
+    prepared = Prepared.of(problem)
+    senders = (Visit(0, 0, 1), Visit(1, 1, 2))
+    nodes, alone = GreedyRule(prepared, Parameters()).scores(2, senders)
+    _, both = GreedyRule(prepared, Parameters(context=1)).scores(2, senders)
+    gained = problem.ends_N[nodes] - 2
+    extra = problem.transfer_s_NN[0, nodes] / prepared.reference_s / gained
+    assert both - alone == pytest.approx(extra)
+
+
+def test_blocks_go_to_the_faster_of_two_neighbours() -> None:
+    problem = _twins(block_s_N=[0.02, 0.01])
+    problem = replace(problem, starts_N=np.array([0, 1]), ends_N=np.array([3, 4]))
+    assert hand_over(problem, (Visit(0, 0, 3), Visit(1, 3, 4))) == (Visit(0, 0, 1), Visit(1, 1, 4))
+
+
+def test_greedy_takes_less_than_a_millisecond_for_a_thousand_nodes() -> None:
+    problem = covered_problem(np.random.default_rng(1), 1000, 80)
+    rule = GreedyRule(Prepared.of(problem), Parameters(gamma=1.8, beta=1.2))
+    began = time.process_time()
+    for _ in range(50):
+        rule.choose()
+    assert (time.process_time() - began) / 50 < 1e-3
+
+
+def test_parameters_that_mean_nothing_are_refused() -> None:
+    with pytest.raises(ValueError, match="finite"):
+        Parameters(gamma=float("nan"))
+    with pytest.raises(ValueError, match="below 0"):
+        Parameters(transfer_weight=-1.0)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_explanation_names_the_terms_and_what_else_there_was(name: str) -> None:
+    problem = covered_problem(np.random.default_rng(4), 20, 12)
+    strategy = make_strategy(name, np.random.default_rng(0))
+    chain = strategy.choose(problem)
+    explained = explain(problem, chain, strategy)
+    assert explained.cost == pytest.approx(sum(explained.terms.values()))
+    assert sum(explained.step_s.values()) == pytest.approx(terms(problem, chain).total_s)
+    assert [other.without for other in explained.alternatives] == [
+        problem.peers[visit.node] for visit in chain
+    ]
+    for visit, other in zip(chain, explained.alternatives, strict=True):
+        if other.chain is None:
+            assert other.cost == math.inf
+        else:
+            assert visit.node not in {used.node for used in other.chain}
+            if name.startswith("exact") or name in ("bottleneck", "petals"):
+                assert other.cost >= explained.cost - 1e-9

@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from nesa_node.routing.exact import exact_latency
+from nesa_node.routing.fitness import RECOVERY_S, TOKENS, Scenario, fitness
+from nesa_node.routing.greedy import Parameters
+from nesa_node.routing.problem import terms
+from nesa_node.routing.tuner import (
+    decode,
+    encode,
+    genetic_search,
+    random_search,
+    tune,
+)
+from tests.routing.problems import covered_problem
+
+BEFORE = Parameters()
+
+
+def _scenarios(first: int, count: int) -> list[Scenario]:
+    rng = np.random.default_rng(first)
+    return [
+        Scenario.of(covered_problem(np.random.default_rng(seed), 30, 20), rng)
+        for seed in range(first, first + count)
+    ]
+
+
+def test_ratio_is_time_over_the_optimum_with_recoveries() -> None:
+    problem = covered_problem(np.random.default_rng(0), 10, 8)
+    sure = replace(problem, reliability_N=np.ones(10))
+    rng = np.random.default_rng(0)
+    scenario = Scenario.of(sure, rng)
+    chain = exact_latency(sure)
+    by_hand = terms(sure, chain).total_s / scenario.optimum_s
+    assert scenario.ratio(chain) == pytest.approx(by_hand)
+    lost = Scenario.of(replace(problem, reliability_N=np.zeros(10)), rng)
+    extra = len(chain) * RECOVERY_S / TOKENS / scenario.optimum_s
+    assert lost.ratio(chain) == pytest.approx(by_hand + extra)
+
+
+def test_genes_survive_their_encoding() -> None:
+    parameters = Parameters(gamma=0.5, beta=2.0, alpha=1.5, transfer_weight=3.0, context=2)
+    again = decode(encode(parameters), parameters)
+    assert encode(again) == pytest.approx(encode(parameters))
+    assert again.context == 2
+
+
+def test_genetic_search_finds_a_known_optimum_better_than_chance() -> None:
+    goal = encode(Parameters(gamma=0.5, beta=2.0, alpha=0.6, transfer_weight=3.0))
+
+    def cost(parameters: Parameters) -> float:
+        return float(np.square(encode(parameters) - goal).sum())
+
+    wins = 0
+    for seed in range(10):
+        rng = np.random.default_rng(seed)
+        genetic = genetic_search(cost, rng, BEFORE, population=16, generations=12)
+        chance = random_search(cost, rng, BEFORE, evaluations=len(genetic.history))
+        assert list(genetic.history) == sorted(genetic.history, reverse=True)
+        assert genetic.cost == pytest.approx(cost(genetic.best))
+        wins += genetic.cost < chance.cost
+    assert wins >= 9
+
+
+def test_report_is_the_same_for_the_same_seed_and_says_who_won() -> None:
+    learn, held_out = _scenarios(0, 4), _scenarios(100, 4)
+    first, again = (
+        tune(
+            learn, held_out, np.random.default_rng(5), before=BEFORE, population=6, generations=3
+        )
+        for _ in range(2)
+    )
+    assert first == again
+    assert first.evaluations == 6 + 3 * 4
+    assert first.gain >= 0.0
+    assert fitness(first.tuned, held_out) <= first.held_out_before
+    assert ("does NOT beat" in str(first)) == (not first.genetic_won)
+
+
+def test_reliability_is_learned_from_failures() -> None:
+    """Every node fails or never does: a rule that looks loses far less."""
+    rng = np.random.default_rng(0)
+    scenarios = []
+    for seed in range(6):
+        problem = covered_problem(np.random.default_rng(seed), 60, 20)
+        problem.reliability_N[:] = np.random.default_rng(seed).choice([0.0, 1.0], 60)
+        problem.stability_N[:] = 1.0
+        scenarios.append(Scenario.of(problem, rng))
+    blind = fitness(replace(BEFORE, reliability_weight=0.0), scenarios)
+    assert fitness(replace(BEFORE, reliability_weight=3.0), scenarios) < blind
+
+
+def test_tuning_needs_scenarios_to_judge_by() -> None:
+    with pytest.raises(ValueError, match="judged"):
+        tune(_scenarios(0, 1), [], np.random.default_rng(0), before=BEFORE)
