@@ -13,18 +13,20 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from nesa_node.cli.local_swarm import LOOPBACK, LocalNode, start_node, wait_until_serving
 from nesa_node.core.config import NodeConfig
 from nesa_node.core.span import Span
 from nesa_node.server.daemon import serve_node
+from nesa_node.server.moves import Moves
 from nesa_node.swarm.p2pd import sweep_stale
 
 READY_S = 60.0
+T = TypeVar("T")
 
 
 def thirds(num_blocks: int) -> list[Span]:
@@ -41,12 +43,21 @@ class NodeThread:
         self._stopping: list[asyncio.Event] = []
         self._running: list[Any] = []
 
-    def start(self, config: NodeConfig) -> None:
+    def start(self, config: NodeConfig, moves: Moves | None = None) -> None:
         stopping = asyncio.Event()
         self._stopping.append(stopping)
         self._running.append(
-            asyncio.run_coroutine_threadsafe(serve_node(config, stopping), self._loop)
+            asyncio.run_coroutine_threadsafe(serve_node(config, stopping, moves), self._loop)
         )
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of `work`, in the nodes' thread."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(READY_S)
+
+    def stop(self) -> None:
+        """Ask every node to leave."""
+        for stopping in self._stopping:
+            self._loop.call_soon_threadsafe(stopping.set)
 
     def check(self) -> None:
         """Raise what a node raised."""
@@ -59,8 +70,7 @@ class NodeThread:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for stopping in self._stopping:
-            self._loop.call_soon_threadsafe(stopping.set)
+        self.stop()
         for running in self._running:
             running.exception(READY_S)
         self._loop.call_soon_threadsafe(self._loop.stop)

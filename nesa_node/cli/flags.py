@@ -284,6 +284,23 @@ class NodeFlags(OrchestratorFlags):
         str | None,
         Parameter(group=LIMITS, help="Seconds that running steps get when stopped. [default: 30]"),
     ] = None
+    max_moves_per_hour: Annotated[
+        str | None,
+        Parameter(
+            group=LIMITS,
+            help="How often it may change its blocks; with --block-indices never. [default: 4]",
+        ),
+    ] = None
+    move_pause_s: Annotated[
+        str | None,
+        Parameter(group=LIMITS, help="Seconds between two such changes. [default: 120]"),
+    ] = None
+    rebalance_every_s: Annotated[
+        str | None,
+        Parameter(
+            group=LIMITS, help="Seconds between looks for blocks nobody holds. [default: 60]"
+        ),
+    ] = None
     ping_every_s: Annotated[
         str | None,
         Parameter(group=SWARM, help="Seconds between two pings of other nodes. [default: 6]"),

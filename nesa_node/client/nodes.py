@@ -32,6 +32,10 @@ SUSPECT_S = 15.0
 """A peer that failed is tried again only after this, unless nobody else holds its blocks."""
 
 
+PASSING = frozenset({"draining", "wrong_blocks"})
+"""Refusals of a node that leaves, or has moved since it was looked up: it may be of use later."""
+
+
 class Nodes:
     """Plans the hops of one session."""
 
@@ -63,7 +67,7 @@ class Nodes:
 
     def refused(self, peer: PeerId, error: BusyError | RemoteError) -> None:
         """Remember that `peer` did not open the session."""
-        if isinstance(error, RemoteError) and error.code != "draining":
+        if isinstance(error, RemoteError) and error.code not in PASSING:
             self._unfit[peer] = error
         else:
             # Longer than it says: others go first, and without any it is asked again anyway.

@@ -209,6 +209,9 @@ class NodeConfig(OrchestratorConfig):
     trusted_peers: PeerIds = ()
     idle_timeout_s: Positive = 600
     drain_timeout_s: Positive = 30
+    max_moves_per_hour: Annotated[int, BeforeValidator(_reject_bool), Field(ge=0)] = 4
+    move_pause_s: Positive = 120
+    rebalance_every_s: Positive = 60
     ping_every_s: Positive = 6
     location: Annotated[Location, BeforeValidator(_read_location)] | None = None
 
@@ -226,3 +229,8 @@ ALL_CONFIGS: tuple[type[SharedConfig], ...] = (
     ClientConfig,
 )
 SECRET_FIELDS = frozenset({"token", "swarm_key"})
+
+
+def secret_text(value: SecretStr | None) -> str | None:
+    """What a secret is, for whoever needs it."""
+    return None if value is None else value.get_secret_value()

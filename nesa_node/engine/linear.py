@@ -97,7 +97,7 @@ def use_fast_linear(root: nn.Module) -> None:
                 child = plain_linear(huge_pages.copied(child.weight.t()), child.bias)
             if type(child) is nn.Linear:
                 setattr(parent, name, Linear(child))
-    _return_memory()
+    return_memory()
 
 
 def plain_linear(weight_OI: Tensor, bias_O: Tensor | None) -> nn.Linear:
@@ -119,7 +119,7 @@ def _most_few(dtype: torch.dtype) -> int:
 _malloc_trim: Any = getattr(ctypes.CDLL(None), "malloc_trim", None)
 
 
-def _return_memory() -> None:
+def return_memory() -> None:
     """Let glibc return what was freed: new weights do not fit into the gaps that old ones leave.
 
     Other C libraries have no such function.

@@ -1,7 +1,8 @@
-"""How many blocks fit."""
+"""How many blocks fit, and how their memory comes back."""
 
 from __future__ import annotations
 
+import gc
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from nesa_node.core.choices import QuantType
 from nesa_node.core.errors import InsufficientMemoryError
 from nesa_node.core.span import Span
 from nesa_node.engine.checkpoint import Checkpoint
+from nesa_node.engine.linear import return_memory
 from nesa_node.engine.skeleton import Skeleton
 
 # What is left for activations, the largest tensor while it is converted, and everybody else.
@@ -84,6 +86,16 @@ def blocks_that_fit(
             "be used; free memory, ask for a smaller cache, a 16-bit dtype or --quant-type int8"
         )
     return Fit(int(count), free, largest, cache)
+
+
+def give_back_memory() -> None:
+    """Let the system have what nothing refers to any more. Blocks the thread for a moment.
+
+    Modules refer to each other in cycles, and allocators keep what is freed.
+    """
+    gc.collect()
+    return_memory()
+    torch.cuda.empty_cache()  # does nothing before CUDA is used
 
 
 def _cgroup_free(cgroup: Path) -> int:

@@ -73,6 +73,7 @@ class Announcer:
         """`sent_bytes`: of hidden states, by codec. It and `measured` are read for every record."""
         self.throughput = Throughput(0.0, 0.0)
         self.capacity: Callable[[], Capacity] = Capacity
+        self.movable: Callable[[], bool] = bool
         self._sent_bytes = Counter() if sent_bytes is None else sent_bytes
         self._measured = measured
         self._directory = directory
@@ -80,11 +81,18 @@ class Announcer:
         self._started_at = time.monotonic()
         self._state: State = "joining"
         self._span: Span | None = None
+        self._next_span: Span | None = None
 
-    async def announce(self, state: State, span: Span) -> None:
-        """Publish now, and this from now on."""
-        self._state, self._span = state, span
-        await self._directory.publish(self._status(state, span))
+    async def announce(self, state: State, span: Span, *, next_span: Span | None = None) -> None:
+        """Publish now, and this from now on. `next_span` is what the node moves to.
+
+        Where there are no files left to do it with, `run` does it later.
+        """
+        self._state, self._span, self._next_span = state, span, next_span
+        try:
+            await self._directory.publish(self._status(state, span))
+        except OSError as error:
+            log.warning("not_announced", reason=str(error))
 
     async def run(self) -> None:
         """Publish again and again until cancelled, whatever goes wrong meanwhile."""
@@ -126,10 +134,16 @@ class Announcer:
             public_name=facts.public_name,
             codecs=codec_names(),
             sent_bytes=dict(self._sent_bytes),
+            movable=self.movable(),
+            next_span=_pair(self._next_span),
             measured=pack_measured(self._measured()),
             max_blocks=facts.max_blocks,
             location=facts.location,
         )
+
+
+def _pair(span: Span | None) -> tuple[int, int] | None:
+    return None if span is None else (span.start, span.end)
 
 
 def _gpu_memory(device: torch.device) -> tuple[int, int]:

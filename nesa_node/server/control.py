@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
 
 from nesa_node.core.errors import FrameError, ProtocolError, StreamClosedError
 from nesa_node.core.logging import get_logger
+from nesa_node.server.drain import Drain
 from nesa_node.server.session import Session
 from nesa_node.swarm.messages import (
     AnyMessage,
@@ -46,8 +46,7 @@ class _Ended(Exception):
 async def serve_session(
     session: Session,
     *,
-    draining: asyncio.Event,
-    drain_left_s: Callable[[], float],
+    drain: Drain,
     idle_timeout_s: float,
 ) -> None:
     """Run the session until its client closes it or goes, it idles, or a drain runs out.
@@ -60,7 +59,7 @@ async def serve_session(
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(session.run())
             tasks.create_task(_watch_idle(session, idle_timeout_s))
-            tasks.create_task(_watch_drain(session, draining, drain_left_s))
+            tasks.create_task(_watch_drain(session, drain))
             tasks.create_task(_read(session, tasks))
     except* _Ended:
         pass
@@ -153,10 +152,12 @@ async def _watch_idle(session: Session, timeout_s: float) -> None:
         await asyncio.sleep(max(left_s, 0.1))
 
 
-async def _watch_drain(
-    session: Session, draining: asyncio.Event, left_s: Callable[[], float]
-) -> None:
-    await draining.wait()
-    await session.client.send(Leaving(seconds=left_s()))
-    await asyncio.sleep(left_s())
-    raise ProtocolError("draining", "this node has left the swarm")
+async def _watch_drain(session: Session, drain: Drain) -> None:
+    await drain.wait()
+    await session.client.send(Leaving(seconds=drain.left_s))
+    while True:
+        busy = session.busy or session.is_handed_over
+        left_s = drain.left_s_after(session.active_at, busy=busy)
+        if left_s <= 0:
+            raise ProtocolError("draining", "this node has given its blocks up")
+        await asyncio.sleep(left_s)

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import random
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-import torch
-
-from nesa_node.core.choices import QuantType
 from nesa_node.core.config import NodeConfig
 from nesa_node.core.errors import ConfigError, InsufficientMemoryError
-from nesa_node.core.ids import ModelId
 from nesa_node.core.logging import get_logger
 from nesa_node.core.span import Span
 from nesa_node.engine.blocks import Blocks
-from nesa_node.engine.checkpoint import Checkpoint
 from nesa_node.engine.memory import Fit, block_bytes, blocks_that_fit, free_memory_bytes
 from nesa_node.server.announcer import Announcer
+from nesa_node.server.served import Served
 from nesa_node.sharding.choose_span import choose_span, reconsider_span
 from nesa_node.swarm.node import Swarm
 from nesa_node.topology.snapshot import Snapshot
@@ -31,17 +27,6 @@ MIN_CACHE_TOKENS = 128
 AUTO_CACHE_FRACTION = 0.5
 JOIN_ROUNDS = 3
 JOIN_PAUSE_S = (0.5, 1.0)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Served:
-    """The model and the way this node runs it."""
-
-    checkpoint: Checkpoint
-    model_id: ModelId
-    dtype: torch.dtype
-    quant_type: QuantType
-    device: torch.device
 
 
 def count_blocks(config: NodeConfig, served: Served) -> int:
@@ -68,13 +53,17 @@ def count_blocks(config: NodeConfig, served: Served) -> int:
     else:
         cache_tokens = config.attn_cache_tokens or PLANNED_CACHE_TOKENS
         return _fit(served, cache_tokens).blocks
-    _require_memory(config, served, asked, start)
+    require_memory(config, served, Span(start, start + asked))
     return asked
 
 
-def _require_memory(config: NodeConfig, served: Served, blocks: int, start: int) -> None:
+def require_memory(
+    config: NodeConfig, served: Served, span: Span, *, regained_bytes: int = 0
+) -> None:
+    """Raises `InsufficientMemoryError` unless `span` fits, once that much has come back."""
+    blocks, start = len(span), span.start
     cache_tokens = config.attn_cache_tokens or MIN_CACHE_TOKENS
-    fit = _fit(served, cache_tokens)
+    fit = _fit(served, cache_tokens, regained_bytes)
     if fit.blocks < blocks:
         sizes = block_bytes(served.checkpoint, served.dtype, served.quant_type)
         needed = sum(sizes[start : start + blocks]) + blocks * fit.cache_bytes_per_block
@@ -86,13 +75,14 @@ def _require_memory(config: NodeConfig, served: Served, blocks: int, start: int)
         )
 
 
-def _fit(served: Served, cache_tokens: int) -> Fit:
+def _fit(served: Served, cache_tokens: int, regained_bytes: int = 0) -> Fit:
     return blocks_that_fit(
         served.checkpoint,
         dtype=served.dtype,
         device=served.device,
         cache_tokens=cache_tokens,
         quant_type=served.quant_type,
+        free_bytes=free_memory_bytes(served.device) + regained_bytes,
     )
 
 
@@ -128,14 +118,14 @@ async def claim_span(
         await announcer.announce("joining", config.block_indices)
         return config.block_indices
     peer = swarm.identity.peer_id
-    snapshot = _sized(await _look(served, swarm), served)
+    snapshot = await look(served, swarm)
     span = choose_span(snapshot.without(peer), blocks, rng=rng)
     await announcer.announce("joining", span)
     if not snapshot.nodes and not snapshot.joining and not config.initial_peers:
         return span
     for _ in range(JOIN_ROUNDS):
         await asyncio.sleep(rng.uniform(*JOIN_PAUSE_S))
-        better = reconsider_span(_sized(await _look(served, swarm), served), peer, span, rng=rng)
+        better = reconsider_span(await look(served, swarm), peer, span, rng=rng)
         if better == span:
             break
         log.info("span_reconsidered", was=str(span), now=str(better))
@@ -144,10 +134,8 @@ async def claim_span(
     return span
 
 
-async def _look(served: Served, swarm: Swarm) -> Snapshot:
-    return await swarm.directory.fetch(served.model_id, served.checkpoint.num_blocks)
-
-
-def _sized(snapshot: Snapshot, served: Served) -> Snapshot:
-    """An empty swarm does not say how many blocks the model has; the checkpoint does."""
-    return replace(snapshot, num_blocks=served.checkpoint.num_blocks)
+async def look(served: Served, swarm: Swarm) -> Snapshot:
+    """Who serves the model now. An empty swarm does not say how many blocks it has."""
+    num_blocks = served.checkpoint.num_blocks
+    snapshot = await swarm.directory.fetch(served.model_id, num_blocks)
+    return replace(snapshot, num_blocks=num_blocks)

@@ -9,6 +9,24 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from nesa_node.core.errors import ConfigError
+from nesa_node.core.span import Span
+from nesa_node.server.announcer import DTYPE_NAMES
+from nesa_node.server.served import Served
+from nesa_node.swarm.node import Swarm
+
+
+def ready_facts(
+    swarm: Swarm, served: Served | None = None, span: Span | None = None
+) -> Mapping[str, object]:
+    """What the file says."""
+    return {
+        "peer_id": swarm.identity.peer_id,
+        "addresses": list(swarm.transport.addresses),
+        "model": None if served is None else served.model_id,
+        "span": None if span is None else [span.start, span.end],
+        "dtype": None if served is None else DTYPE_NAMES[served.dtype],
+        "quant_type": None if served is None else served.quant_type,
+    }
 
 
 @contextmanager

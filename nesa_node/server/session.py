@@ -91,6 +91,11 @@ class Session:
         return self._work.backlog > 0 or self._emitting.locked()
 
     @property
+    def is_handed_over(self) -> bool:
+        """Whether a successor is being sent what it lacks."""
+        return self._transfers.busy
+
+    @property
     def client_wire(self) -> Wire:
         """How outputs travel to the client."""
         return self._outlet.client_wire

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 from nesa_node.compression.quality import check_quality, codec_names
 from nesa_node.compression.tensors import DTYPES
 from nesa_node.core.errors import (
-    BusyError,
     ConfigError,
-    FrameError,
     ProtocolError,
     StreamClosedError,
     VersionMismatchError,
@@ -26,6 +24,8 @@ from nesa_node.engine.blocks import Blocks
 from nesa_node.server.admission import Admission
 from nesa_node.server.control import serve_session
 from nesa_node.server.dial import NEIGHBOUR_S, dial, dial_successor
+from nesa_node.server.drain import Drain
+from nesa_node.server.greeting import first_message, refuse
 from nesa_node.server.lane import PRIORITIES
 from nesa_node.server.outlet import Outlet
 from nesa_node.server.prefixes import SessionPrefixes, check_prefix
@@ -36,9 +36,7 @@ from nesa_node.server.transfer import Succession, Transfers
 from nesa_node.swarm.messages import (
     VERSION,
     AnyMessage,
-    Busy,
     Closed,
-    Error,
     Open,
     Opened,
     Pages,
@@ -58,11 +56,12 @@ from nesa_node.swarm.wire import Wire, report_arrival, speed_to
 
 log = get_logger(__name__)
 
-FIRST_MESSAGE_S = 10.0
+LAST_WORDS_S = 0.5
+"""For the answers to those whose sessions have just ended."""
 
 
 class SessionServer:
-    """All sessions of one node. `drain` refuses new ones and ends the others."""
+    """All sessions of one span. `drain` refuses new ones and ends the others, `close` cuts off."""
 
     def __init__(
         self,
@@ -86,8 +85,8 @@ class SessionServer:
         self._idle_timeout_s = idle_timeout_s
         self._sessions: dict[tuple[PeerId, SessionId], Session] = {}
         self._refusals = RefusalLog()
-        self._draining = asyncio.Event()
-        self._drain_until = 0.0
+        self._drain = Drain()
+        self._handling: set[asyncio.Task[Any]] = set()
         self._empty = asyncio.Event()
         self._empty.set()
 
@@ -96,10 +95,11 @@ class SessionServer:
     ) -> None:
         """One incoming stream, until it ends. A peer's mistake is answered, never raised."""
         stream = Stream(peer, reader, writer)
+        self._note_handler()
         try:
             # Its message is read before it is refused: an answer sent while a peer still writes can
             # be lost with the stream. How many streams may wait here, the transport bounds.
-            message = await self._first_message(stream)
+            message = await first_message(stream)
             self._admission.check_peer(peer)
             with self._admission.stream(peer):
                 await self._dispatch(stream, message)
@@ -107,27 +107,37 @@ class SessionServer:
             log.debug("stream_ended", peer=peer)
         except ProtocolError as error:
             self._refusals.note(peer=peer, code=error.code, reason=str(error))
-            await self._refuse(stream, error)
+            await refuse(stream, error, free_tokens=self._admission.free_tokens)
         finally:
             await stream.close()
 
-    async def drain(self, timeout_s: float) -> None:
-        """Tell every client to move on; after `timeout_s` seconds the rest is cut off."""
-        self._drain_until = time.monotonic() + timeout_s
-        self._draining.set()
+    async def drain(self, timeout_s: float, *, idle_s: float | None = None) -> None:
+        """Tell every client to move on; after `timeout_s` seconds the rest is cut off.
+
+        Those that do nothing for `idle_s` are cut off then.
+        """
+        self._drain.begin(timeout_s, idle_s)
         try:
             async with asyncio.timeout(timeout_s):
                 await self._empty.wait()
         except TimeoutError:
             log.warning("drain_timed_out", sessions=len(self._sessions))
 
-    async def _first_message(self, stream: Stream) -> AnyMessage:
-        try:
-            async with asyncio.timeout(FIRST_MESSAGE_S):
-                message, _ = await stream.receive()
-        except TimeoutError:
-            raise FrameError(f"nothing came for {FIRST_MESSAGE_S:.0f} s") from None
-        return message
+    async def close(self) -> None:
+        """End every stream that is still open here; afterwards nothing uses the blocks."""
+        if self._handling:
+            await asyncio.wait(self._handling, timeout=LAST_WORDS_S)
+        while tasks := [task for task in self._handling if not task.done()]:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+
+    def _note_handler(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        if task not in self._handling:
+            self._handling.add(task)
+            task.add_done_callback(self._handling.discard)
 
     async def _dispatch(self, stream: Stream, message: AnyMessage) -> None:
         if isinstance(message, Open):
@@ -199,8 +209,7 @@ class SessionServer:
                 )
                 await serve_session(
                     session,
-                    draining=self._draining,
-                    drain_left_s=lambda: max(self._drain_until - time.monotonic(), 0.0),
+                    drain=self._drain,
                     idle_timeout_s=self._idle_timeout_s,
                 )
             finally:
@@ -249,8 +258,8 @@ class SessionServer:
         _check_quality(opened.quality)
         if (peer, SessionId(opened.session)) in self._sessions:
             raise ProtocolError("session_exists", "this session is open here already")
-        if self._draining.is_set():
-            raise ProtocolError("draining", "this node is leaving the swarm")
+        if self._drain.began:
+            raise ProtocolError("draining", "this node gives its blocks up")
 
     async def _accept_push(self, stream: Stream, opened: PushOpen) -> None:
         session = self._pushed_into(opened)
@@ -302,22 +311,6 @@ class SessionServer:
             raise ProtocolError(
                 "future_epoch", f"the client did not begin epoch {epoch} within {NEIGHBOUR_S:g} s"
             ) from None
-
-    async def _refuse(self, stream: Stream, error: ProtocolError) -> None:
-        try:
-            async with asyncio.timeout(FIRST_MESSAGE_S):
-                if isinstance(error, BusyError):
-                    await stream.send(
-                        Busy(
-                            retry_after_s=error.retry_after_s,
-                            free_tokens=self._admission.free_tokens,
-                            message=str(error)[:1024],
-                        )
-                    )
-                else:
-                    await stream.send(Error(code=error.code, message=str(error)[:2048]))
-        except (ProtocolError, TimeoutError):
-            log.debug("refusal_not_delivered", peer=stream.peer)
 
 
 def _check_quality(quality: str) -> None:

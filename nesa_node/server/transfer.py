@@ -221,6 +221,11 @@ class Transfers:
         self._transfer: Transfer | None = None
         self._busy = False
 
+    @property
+    def busy(self) -> bool:
+        """Whether something is on its way to the successor."""
+        return self._busy
+
     async def sync(self, to: Downstream) -> tuple[int, ...]:
         """Send `to` what it lacks; returns what it then holds. Raises `ProtocolError`."""
         if to.blocks != (self._blocks.start, self._blocks.end):

@@ -15,6 +15,7 @@ from dataclasses import replace
 from nesa_node.core.errors import RecordError
 from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.core.logging import get_logger
+from nesa_node.core.span import Span
 from nesa_node.swarm.dht_peer import DhtPeer
 from nesa_node.swarm.hearsay import Hearsay
 from nesa_node.swarm.hive import DHTNode
@@ -147,7 +148,12 @@ class Directory:
             tuple(self._state(record, blames) for record in agreed if record.state == state)
             for state in ("serving", "joining")
         )
-        return Snapshot(model_id, num_blocks, serving, self._clock(), joining=joining)
+        moving = tuple(
+            replace(record.node_state(), span=Span(*record.next_span))
+            for record in agreed
+            if record.state == "draining" and record.next_span is not None
+        )
+        return Snapshot(model_id, num_blocks, serving, self._clock(), joining=(*joining, *moving))
 
     def blames(self, model_id: ModelId) -> Mapping[PeerId, float]:
         """How much each peer is blamed for failures now (`routing/reputation.py`)."""

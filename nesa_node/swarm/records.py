@@ -110,6 +110,10 @@ class NodeStatus(BaseModel):
     """What it decodes beside "none"."""
     sent_bytes: dict[CodecText, Count] = Field(default_factory=dict, max_length=16)
     """Of hidden states, by codec, since it started."""
+    movable: bool = False
+    """Whether it may hold other blocks instead, by its operator's wish and its own limits."""
+    next_span: Pair | None = None
+    """Where it drains in order to move: what it will hold."""
     measured: PackedLinks = b""
     """Round trips and rates to others, packed (`topology/packed.py`)."""
     max_blocks: int = Field(default=0, ge=0, le=10_000)
@@ -127,6 +131,8 @@ class NodeStatus(BaseModel):
     def _check_span(self) -> Self:
         if not 0 <= self.span[0] < self.span[1] <= self.num_blocks:
             raise ValueError(f"span {self.span} is not within {self.num_blocks} blocks")
+        if self.next_span and not 0 <= self.next_span[0] < self.next_span[1] <= self.num_blocks:
+            raise ValueError(f"next span {self.next_span} is not within {self.num_blocks} blocks")
         return self
 
 

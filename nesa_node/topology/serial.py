@@ -78,6 +78,7 @@ class _Node(_Document):
     seq: _Count = 0
     max_blocks: _Block = 0
     reliability: _Share = 1.0
+    movable: bool = False
     location: tuple[_Latitude, _Longitude] | None = None
 
 

@@ -19,7 +19,8 @@ class NodeState:
     one session; `load` is the share of its time that it was busy lately (0 idle, 1 saturated, more
     when it queues). Zero speeds mean "not measured". `max_blocks` of this model fit into the memory
     that the node gives, 0 if it has not said so. `reliability` is the chance, 0 to 1, that it is
-    there when it is needed. `location` is latitude and longitude in degrees, if the operator says
+    there when it is needed. `movable`: it would hold other blocks if that served the swarm.
+    `location` is latitude and longitude in degrees, if the operator says
     where.
     """
 
@@ -40,6 +41,7 @@ class NodeState:
     seq: int = 0
     max_blocks: int = 0
     reliability: float = 1.0
+    movable: bool = False
     location: tuple[float, float] | None = None
 
 
@@ -47,8 +49,8 @@ class NodeState:
 class Snapshot:
     """The nodes of one model at `taken_at` (seconds since the epoch).
 
-    `nodes` serve and can be routed through. `joining` have announced a span that they still load:
-    no chain goes through them, yet a newcomer counts them as holders when it chooses its own.
+    `nodes` serve and can be routed through. `joining` have announced a span that they still load,
+    or will load once their sessions have left the one before: no chain goes through them, yet a newcomer counts them as holders when it chooses its own.
     `links` are those among any of them, in an order of its own; None if nobody has measured.
     """
 

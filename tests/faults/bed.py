@@ -77,12 +77,13 @@ class Bed:
     def _stem(self, ahead: int = 0) -> Path:
         return self._folder / f"node-{len(self._started) + ahead}"
 
-    def launch(self, span: Span, *flags: str) -> Starting:
-        """Start a daemon without waiting for it."""
+    def launch(self, span: Span | int, *flags: str) -> Starting:
+        """Start a daemon, with this span or so many blocks, without waiting for it."""
         with self._guard:
             stem = self._stem()
             ready_path, log_path = stem.with_suffix(".json"), stem.with_suffix(".log")
-            argv = ["run", str(self.model), "--block-indices", str(span)]
+            chosen = "--block-indices" if isinstance(span, Span) else "--num-blocks"
+            argv = ["run", str(self.model), chosen, str(span)]
             argv += ["--host-maddrs", LOOPBACK, "--identity-path", str(stem.with_suffix(".key"))]
             argv += ["--ready-file", str(ready_path), "--torch-dtype", "float32", "--threads", "1"]
             if self.nodes:

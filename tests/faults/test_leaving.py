@@ -38,7 +38,7 @@ EXIT_S = 8.0
 """For a node without sessions to withdraw and end, on a busy machine."""
 
 
-def _peers_in_directory(addresses: tuple[str, ...]) -> set[str]:
+def peers_in_directory(addresses: tuple[str, ...]) -> set[str]:
     async def look() -> set[str]:
         with tempfile.TemporaryDirectory() as folder:
             identity = Identity.ephemeral(Path(folder))
@@ -52,7 +52,7 @@ def _assert_left(bed: Bed, leaver: Node, within_s: float) -> None:
     assert leaver.process.wait(within_s) == 0, leaver.log()
     assert not leaver.ready_path.exists()
     bed.forget_dead()
-    assert _peers_in_directory(bed.addresses) == {node.peer_id for node in bed.nodes}
+    assert peers_in_directory(bed.addresses) == {node.peer_id for node in bed.nodes}
 
 
 @pytest.mark.parametrize("hop", [0, 1, 2])
@@ -207,7 +207,7 @@ def test_node_is_stopped_while_it_starts(bed: Bed, number: signal.Signals) -> No
         assert code in {0, *early}, f"{code} after {tenths / 10} s: {log}"
         assert not early or tenths <= 14, "it should catch its signals by now"
         assert not starting.ready_path.exists()
-    assert _peers_in_directory(bed.addresses) == {node.peer_id for node in bed.nodes}
+    assert peers_in_directory(bed.addresses) == {node.peer_id for node in bed.nodes}
 
 
 def _catches_sigterm(pid: int) -> bool:

@@ -260,3 +260,19 @@ async def test_members_return_to_an_initial_peer_that_restarts(
             return len((await again.directory.fetch(MODEL)).nodes) == 1
 
         await eventually(is_back, timeout_s=20)
+
+
+async def test_node_that_drains_to_move_holds_a_place_where_it_will_be(tmp_path: Path) -> None:
+    async with local_swarm(tmp_path, 2) as (mover, other):
+        await mover.directory.publish(make_status(state="serving", movable=True))
+        await other.directory.publish(make_status(state="serving"))
+        seen = await other.directory.fetch(MODEL)
+        assert {node.peer_id for node in seen.nodes if node.movable} == {mover.identity.peer_id}
+        await mover.directory.publish(make_status(state="draining", next_span=(10, 20)))
+        seen = await other.directory.fetch(MODEL)
+        assert [node.peer_id for node in seen.nodes] == [other.identity.peer_id]
+        assert [(node.peer_id, node.span) for node in seen.joining] == [
+            (mover.identity.peer_id, Span(10, 20))
+        ]
+        await mover.directory.publish(make_status(state="draining"))
+        assert not (await other.directory.fetch(MODEL)).joining

@@ -1,8 +1,8 @@
-"""Small decisions of the daemon."""
+"""Which address others are told."""
 
 import pytest
 
-from nesa_node.server.daemon import most_reachable
+from nesa_node.server.invitation import most_reachable
 
 LOOPBACK, LAN = "/ip4/127.0.0.1/tcp/1/p2p/x", "/ip4/192.168.1.7/tcp/1/p2p/x"
 PUBLIC, V6, NAME = "/ip4/8.8.8.8/tcp/1/p2p/x", "/ip6/fd00::2/tcp/1/p2p/x", "/dns4/a.b/tcp/1/p2p/x"

@@ -1,0 +1,86 @@
+"""What ends a daemon: somebody's wish, or the loss of libp2p's own daemon."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from nesa_node.core.errors import SwarmError
+from nesa_node.core.logging import get_logger
+from nesa_node.swarm.node import Swarm
+
+log = get_logger(__name__)
+
+T = TypeVar("T")
+
+
+@contextmanager
+def stop_signals() -> Iterator[asyncio.Event]:
+    """An event that SIGTERM or SIGINT sets; a second one of them ends the process the hard way."""
+    loop = asyncio.get_running_loop()
+    stopping = asyncio.Event()
+
+    def stop(number: signal.Signals) -> None:
+        log.info("stopping", signal=number.name)
+        stopping.set()
+        loop.remove_signal_handler(number)
+
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    for number in numbers:
+        loop.add_signal_handler(number, stop, number)
+    try:
+        yield stopping
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)
+
+
+class Ending:
+    """Both reasons to end, as one thing to wait for."""
+
+    def __init__(self, stopping: asyncio.Event, swarm: Swarm) -> None:
+        self._stopping = stopping
+        self._lost = swarm.transport.lost
+
+    @property
+    def asked(self) -> bool:
+        """Whether somebody has asked the daemon to stop."""
+        return self._stopping.is_set()
+
+    async def wait(self) -> None:
+        """Return when asked to stop. Raises `SwarmError` if libp2p's daemon is gone."""
+        waits = [asyncio.create_task(event.wait()) for event in (self._stopping, self._lost)]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+            await asyncio.gather(*waits, return_exceptions=True)
+        if self._lost.is_set() and not self._stopping.is_set():
+            raise SwarmError("libp2p's daemon (p2pd) has ended; restart this node")
+
+    async def unless(self, work: Coroutine[Any, Any, T]) -> T | None:
+        """The result of `work`; None, and `work` is cancelled, if the end comes first.
+
+        Raises what `work` raises, and `SwarmError` as `wait` does.
+        """
+        working = asyncio.create_task(work)
+        ended = asyncio.create_task(self.wait())
+        try:
+            await asyncio.wait({working, ended}, return_when=asyncio.FIRST_COMPLETED)
+            if working.done():
+                return working.result()
+            await _gone(working)
+            ended.result()
+            return None
+        finally:
+            await _gone(working)
+            await _gone(ended)
+
+
+async def _gone(task: asyncio.Task[Any]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)

@@ -1,0 +1,68 @@
+"""The model that a daemon serves, and the way it runs it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from nesa_node.core.choices import QuantType
+from nesa_node.core.config import NodeConfig, secret_text
+from nesa_node.core.errors import ConfigError
+from nesa_node.core.ids import ModelId
+from nesa_node.engine.checkpoint import Checkpoint, open_checkpoint
+from nesa_node.engine.model_id import model_id
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """The model and the way this node runs it."""
+
+    checkpoint: Checkpoint
+    model_id: ModelId
+    dtype: torch.dtype
+    quant_type: QuantType
+    device: torch.device
+
+
+def open_served(config: NodeConfig) -> Served:
+    """Read what the model is, without its weights. Blocks the thread.
+
+    Raises `ConfigError`, `ModelError` and `ResourceError`.
+    """
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    disk = None if config.max_disk_gib is None else int(config.max_disk_gib * (1 << 30))
+    checkpoint = open_checkpoint(
+        config.model,
+        revision=config.revision,
+        token=secret_text(config.token),
+        cache_dir=config.cache_dir,
+        max_disk_bytes=disk,
+    )
+    return Served(
+        checkpoint=checkpoint,
+        model_id=model_id(checkpoint),
+        dtype=checkpoint.resolve_dtype(config.torch_dtype),
+        quant_type=config.quant_type,
+        device=choose_device(config.device, config.quant_type),
+    )
+
+
+def choose_device(name: str, quant_type: QuantType) -> torch.device:
+    """`auto` is the first GPU, or the CPU.
+
+    Raises `ConfigError` for one that is not there, or cannot compute with such weights.
+    """
+    if name == "auto":
+        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    device = torch.device(name)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(
+            f"--device {name}: {torch.cuda.device_count()} CUDA devices are here; use --device cpu"
+        )
+    if device.type == "mps" and not torch.backends.mps.is_available():
+        raise ConfigError("--device mps: this machine or this torch has none; use --device cpu")
+    if device.type == "mps" and quant_type != "none":
+        raise ConfigError(f"--quant-type {quant_type} needs --device cpu or cuda")
+    return device

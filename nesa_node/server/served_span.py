@@ -1,0 +1,107 @@
+"""A span as this node serves it: weights, cache, and the sessions that use both."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+
+from nesa_node.core.config import NodeConfig, secret_text
+from nesa_node.core.span import Span
+from nesa_node.engine.blocks import Blocks
+from nesa_node.engine.measure import Throughput, measure_throughput
+from nesa_node.engine.parts import load_blocks
+from nesa_node.engine.progress import shown_progress
+from nesa_node.server.admission import Admission, Limits
+from nesa_node.server.announcer import Capacity
+from nesa_node.server.placement import count_cache_tokens
+from nesa_node.server.scheduler import Scheduler
+from nesa_node.server.served import Served
+from nesa_node.server.session_server import SessionServer
+from nesa_node.swarm.node import Swarm
+
+OUTBOX_BYTES_PER_CACHE_BYTE = 1.0
+MIN_OUTBOX_BYTES = 256 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedSpan:
+    blocks: Blocks
+    throughput: Throughput
+    admission: Admission
+    server: SessionServer
+    scheduler: Scheduler
+
+    def capacity(self) -> Capacity:
+        return Capacity(
+            total_tokens=self.admission.total_tokens,
+            free_tokens=self.admission.free_tokens,
+            load=self.scheduler.load,
+        )
+
+
+@asynccontextmanager
+async def open_span(
+    config: NodeConfig, served: Served, swarm: Swarm, scheduler: Scheduler, span: Span
+) -> AsyncIterator[ServedSpan]:
+    """Load and measure `span`, and make its cache. In the end no session uses it any more.
+
+    The memory comes back once the caller has let go of it too. Raises `ModelError`,
+    `ResourceError` and `OSError`.
+    """
+    device = scheduler.executor
+    blocks = await device.run(partial(_load, served, span))
+    throughput = await device.run(partial(measure_throughput, blocks))
+    scheduler.expect(throughput, span)
+    tokens = count_cache_tokens(config, blocks)
+    pool = await device.run(partial(blocks.new_pool, tokens))
+    admission = Admission(_limits(config, blocks, tokens), pool)
+    server = SessionServer(
+        swarm,
+        served.model_id,
+        blocks,
+        scheduler,
+        admission,
+        swarm_key=secret_text(config.swarm_key),
+        step_timeout_s=config.step_timeout_s,
+        idle_timeout_s=config.idle_timeout_s,
+    )
+    try:
+        yield ServedSpan(
+            blocks=blocks,
+            throughput=throughput,
+            admission=admission,
+            server=server,
+            scheduler=scheduler,
+        )
+    finally:
+        await server.close()
+
+
+def _load(served: Served, span: Span) -> Blocks:
+    with shown_progress() as progress:
+        return load_blocks(
+            served.checkpoint,
+            span,
+            dtype=served.dtype,
+            device=served.device,
+            quant_type=served.quant_type,
+            progress=progress,
+        )
+
+
+def _limits(config: NodeConfig, blocks: Blocks, tokens: int) -> Limits:
+    """The limits for a cache of `tokens`."""
+    outbox = int(tokens * blocks.cache_bytes_per_token * OUTBOX_BYTES_PER_CACHE_BYTE)
+    needed = tokens * blocks.hidden_size * 4
+    # Nobody should be able to take all of it, but who comes alone can use the model's whole length.
+    half = max(tokens // 2, min(tokens, blocks.context_length or tokens))
+    return Limits(
+        outbox_bytes=max(min(outbox, needed), MIN_OUTBOX_BYTES),
+        sessions_per_peer=config.max_sessions_per_peer,
+        cache_tokens_per_peer=config.max_cache_tokens_per_peer or half,
+        allow=frozenset(config.allow_peers),
+        deny=frozenset(config.deny_peers),
+        trusted=frozenset(config.trusted_peers),
+    )
