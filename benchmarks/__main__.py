@@ -20,6 +20,8 @@ from benchmarks import (
     hop,
     prefill,
     routing,
+    scale,
+    schemas,
     swarm,
     tuning,
 )
@@ -41,6 +43,8 @@ BENCHMARKS: dict[str, ModuleType] = {
     "hop": hop,
     "prefill": prefill,
     "routing": routing,
+    "scale": scale,
+    "schemas": schemas,
     "swarm": swarm,
     "tuning": tuning,
     "wan": wan,

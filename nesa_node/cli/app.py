@@ -20,6 +20,7 @@ from nesa_node.cli.flags import spread_addresses
 from nesa_node.cli.generate import generate
 from nesa_node.cli.orchestrate import orchestrate
 from nesa_node.cli.run import run
+from nesa_node.cli.simulate import simulate
 from nesa_node.cli.status import status
 from nesa_node.core.errors import ConfigError, NesaError
 
@@ -35,7 +36,7 @@ app = App(
     result_action="return_value",
     suppress_keyboard_interrupt=False,
 )
-for _command in (run, bootstrap, orchestrate, generate, chat, status, doctor, demo):
+for _command in (run, bootstrap, orchestrate, generate, chat, status, doctor, demo, simulate):
     app.command(_command)
 app.command(evaluate, name="eval")
 

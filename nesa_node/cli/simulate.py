@@ -37,8 +37,8 @@ def simulate(
         Parameter(
             group=CHANGES,
             negative=(),
-            help="A node that joins: DEVICE@PLACE, where the place is a round trip to everybody "
-            "(rtx3090@40ms) or a region (a100@london). May be given again.",
+            help="Nodes that join, so far from everybody (rtx3090@40ms) or in a region "
+            "(3xa100@london). May be given again.",
         ),
     ] = (),
     remove: Annotated[

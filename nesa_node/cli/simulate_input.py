@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -13,45 +12,26 @@ import numpy as np
 from nesa_node.core.errors import ConfigError
 from nesa_node.core.ids import PeerId
 from nesa_node.core.span import Span
-from nesa_node.routing.bottleneck import bottleneck
 from nesa_node.routing.build import Request
-from nesa_node.routing.exact import exact_latency
 from nesa_node.routing.placement.moves import MoveCosts
 from nesa_node.routing.placement.score import Goal
-from nesa_node.routing.placement.what_if import (
-    Answer,
-    Newcomer,
-    Question,
-    Strategy,
-    join,
-    study,
-    take_spans,
-)
-from nesa_node.topology.devices import LLAMA_70B, Block, Device, device
+from nesa_node.routing.placement.what_if import Answer, Question, Strategy, study, take_spans
+from nesa_node.routing.strategies import make_strategy
+from nesa_node.topology.devices import LLAMA_70B, Block
 from nesa_node.topology.geography import CITIES
-from nesa_node.topology.snapshot import NodeState, Snapshot
+from nesa_node.topology.newcomer import join, parse_newcomer
+from nesa_node.topology.snapshot import Snapshot
 from nesa_node.topology.swarm_file import read_swarm
-from nesa_node.topology.swarm_links import Place, round_trips_from
-from nesa_node.topology.world_links import MBIT
 from nesa_node.topology.worlds import make_world
 
-STRATEGIES: Mapping[str, Strategy] = {
-    "exact-latency": exact_latency,
-    "bottleneck": lambda problem: bottleneck(problem).chain,
-}
-_HOME = (9.0, 40 * MBIT, 250 * MBIT)
-_RACK = (0.6, 2000 * MBIT, 2000 * MBIT)
-_ROUND_TRIP = re.compile(r"(\d{1,5}(?:\.\d{1,3})?) ?ms")
 _WORLD_KEYS = {"regions": 8.0, "nodes": 30.0, "blocks": 80.0, "clients": 4.0, "homes": 0.7}
 
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """A node that joins, the words it was given by, and what it then held."""
+    """A node that joins, and what it then holds."""
 
     peer_id: PeerId
-    words: str
-    max_blocks: int
     span: Span
 
 
@@ -88,17 +68,22 @@ class Scene:
             cache_bytes=float(self.block.cache_bytes),
         )
         return Question(
-            requests=self._requests([]),
+            requests=self._requests(self.snapshot),
             goal=goal,
             replicas=replicas,
             strategy=strategy,
             costs=costs,
         )
 
-    def _requests(self, more: Sequence[tuple[PeerId, float]]) -> list[Request]:
-        peers = [node.peer_id for node in self.snapshot.nodes]
+    def _requests(self, joined: Snapshot) -> list[Request]:
+        """A newcomer is as far from clients as the node is that is nearest to it."""
+        peers = [node.peer_id for node in joined.nodes]
+        old = len(self.snapshot.nodes)
+        assert joined.links is not None, "descriptions have links"
+        rtt_ms_NN = joined.links.of(peers).rtt_ms_NN
+        like = [*range(old), *np.argmin(rtt_ms_NN[old:, :old], axis=1).tolist()]
         rows = [
-            dict(zip(peers, rtt_ms_N.tolist(), strict=True)) | dict(more)
+            dict(zip(peers, rtt_ms_N[like].tolist(), strict=True))
             for rtt_ms_N in self.client_rtt_ms_CN
         ]
         return [
@@ -113,31 +98,23 @@ class Scene:
     def changed_by(self, add: Sequence[str], remove: Sequence[str], asked: Question) -> Outcome:
         before = take_spans(self.snapshot, asked)
         lost = self._lost(remove)
-        changed = before.without(*lost)
-        newcomers = self._newcomers(add)
-        to_client = [
-            (newcomer.node.peer_id, float(np.median(newcomer.rtt_ms_N)))
-            for newcomer, _ in newcomers
-        ]
-        asked = replace(asked, requests=self._requests(to_client))
-        kept = [row for row, node in enumerate(before.nodes) if node.peer_id not in lost]
-        changed = join(
-            changed,
-            (
-                replace(newcomer, rtt_ms_N=[newcomer.rtt_ms_N[row] for row in kept])
-                for newcomer, _ in newcomers
-            ),
-        )
-        changed = take_spans(changed, asked)
-        joined = []
-        for newcomer, words in newcomers:
-            node = changed.node(newcomer.node.peer_id)
-            assert node is not None, "who joins is there"
-            joined.append(Joined(node.peer_id, words, node.max_blocks, node.span))
+        joined = _with_newcomers(before, add, self.block, self.quantization)
+        names = [node.peer_id for node in joined.nodes[len(before.nodes) :]]
+        asked = replace(asked, requests=self._requests(joined))
+        changed = joined.without(*lost)
         if not changed.nodes:
-            raise ConfigError("--remove leaves no node at all; keep one")
+            raise ConfigError("--remove leaves no node at all; keep one, or --add another")
+        changed = take_spans(changed, asked)
+        spans = {node.peer_id: node.span for node in changed.nodes}
         answer = study(before, changed, asked)
-        return Outcome(self.name, self.client, asked, tuple(joined), lost, answer)
+        return Outcome(
+            self.name,
+            self.client,
+            asked,
+            tuple(Joined(peer, spans[peer]) for peer in names),
+            lost,
+            answer,
+        )
 
     def _lost(self, patterns: Sequence[str]) -> tuple[PeerId, ...]:
         peers = [node.peer_id for node in self.snapshot.nodes]
@@ -150,63 +127,26 @@ class Scene:
             lost += [peer for peer in found if peer not in lost]
         return tuple(lost)
 
-    def _newcomers(self, words: Sequence[str]) -> list[tuple[Newcomer, str]]:
-        taken = {node.peer_id for node in self.snapshot.nodes}
-        newcomers = []
-        for each in words:
-            kind, rtt_ms_N, rate = self._parse(each)
-            name = _free_name(kind.name, taken)
-            taken.add(name)
-            node = NodeState(
-                name,
-                Span(0, 0),
-                quantization=self.quantization,
-                decode_tokens_per_s=1.0 / kind.decode_block_s(self.block, self.quantization),
-                prefill_tokens_per_s=kind.prefill_block_tokens_per_s(self.block),
-                max_blocks=min(
-                    kind.max_blocks(self.block, self.quantization), self.snapshot.num_blocks
-                ),
-            )
-            newcomers.append((Newcomer(node, rtt_ms_N.tolist(), rate), each))
-        return newcomers
 
-    def _parse(self, words: str) -> tuple[Device, np.ndarray, float]:
-        """The device, its round trips to all nodes, and the rate at which it sends."""
-        name, at, place = words.partition("@")
-        if not at or not place:
-            raise ConfigError(
-                f"--add {words}: give DEVICE@PLACE, such as rtx3090@40ms or a100@london"
-            )
+def _with_newcomers(
+    snapshot: Snapshot, words: Sequence[str], block: Block, quantization: str
+) -> Snapshot:
+    rng = np.random.default_rng(0)
+    for each in words:
         try:
-            kind = device(name)
+            newcomer = parse_newcomer(each)
         except ConfigError as error:
-            raise ConfigError(f"--add {words}: {error}") from None
-        access_ms, up, down = _HOME if kind.residential else _RACK
-        count = len(self.snapshot.nodes)
-        if match := _ROUND_TRIP.fullmatch(place.strip()):
-            return kind, np.full(count, float(match[1])), up
-        region = next((city for city in CITIES if city.name == place.strip().lower()), None)
-        if region is None:
-            names = ", ".join(city.name for city in CITIES)
-            raise ConfigError(
-                f"--add {words}: {place!r} is neither a round trip such as 40ms nor one of {names}"
-            )
-        here = Place(None, (region.latitude, region.longitude), access_ms, up, down)
-        others = [Place(None, node.location, *_HOME) for node in self.snapshot.nodes]
-        rtt_ms_N = round_trips_from(here, others)
-        if np.isnan(rtt_ms_N).any():
-            raise ConfigError(
-                f"--add {words}: some nodes have no region or location; give a round trip instead, "
-                f"{name}@40ms"
-            )
-        return kind, rtt_ms_N, up
+            raise ConfigError(f"--add: {error}") from None
+        snapshot = join(snapshot, newcomer, rng, block=block, quantization=quantization)
+    return snapshot
 
 
 def chosen_strategy(name: str) -> Strategy:
     """Raises `ConfigError` for a name that is none."""
-    if name not in STRATEGIES:
-        raise ConfigError(f"--strategy {name}: there are {', '.join(STRATEGIES)}")
-    return STRATEGIES[name]
+    try:
+        return make_strategy(name, np.random.default_rng(0)).choose
+    except ConfigError as error:
+        raise ConfigError(f"--strategy: {error}") from None
 
 
 def read_file(path: Path) -> Scene:
@@ -273,11 +213,3 @@ def _check_world(values: Mapping[str, float]) -> None:
             raise ConfigError(f"--world {key}={values[key]:g}: a whole number from 1 to {most}")
     if not 0 <= values["homes"] <= 1:
         raise ConfigError(f"--world homes={values['homes']:g}: a share from 0 to 1")
-
-
-def _free_name(name: str, taken: set[PeerId]) -> PeerId:
-    number, free = 1, name
-    while free in taken:
-        number += 1
-        free = f"{name}-{number}"
-    return PeerId(free)

@@ -49,7 +49,8 @@ def test_every_setting_has_a_flag_and_every_flag_a_setting(
 
 
 @pytest.mark.parametrize(
-    "command", ["run", "bootstrap", "generate", "chat", "status", "doctor", "demo", "eval"]
+    "command",
+    ["run", "bootstrap", "generate", "chat", "status", "doctor", "demo", "eval", "simulate"],
 )
 def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command([command, "--help"]) == 0

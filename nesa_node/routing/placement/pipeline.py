@@ -38,6 +38,23 @@ def find_pipeline(room: Room, allowed: Ints, nearest_s_N: Floats | None = None) 
     return None if nodes is None else cut_pipeline(room, nodes, quickest_cuts)
 
 
+def thumb_pipeline(room: Room, allowed: Ints, nearest_s_N: Floats | None = None) -> Chain | None:
+    """A chain by rule of thumb: who promises most, until the model is held, each to its nearest."""
+    best_first = promising(room, allowed, nearest_s_N)
+    held = np.cumsum(room.most_N[best_first])
+    if not len(held) or held[-1] < room.problem.num_blocks:
+        return None
+    count = int(np.searchsorted(held, room.problem.num_blocks)) + 1
+    left = best_first[: min(count, room.problem.num_blocks)].tolist()
+    nodes = [min(left, key=lambda node: float(room.problem.entry_s_N[node]))]
+    left.remove(nodes[0])
+    while left:
+        away_s_N = room.problem.transfer_s_NN[nodes[-1]]
+        nodes.append(min(left, key=lambda node: float(away_s_N[node])))
+        left.remove(nodes[-1])
+    return cut_pipeline(room, nodes, quickest_cuts)
+
+
 def cut_pipeline(room: Room, nodes: Sequence[int], cut: Cut) -> Chain:
     """The chain through `nodes` in that order."""
     chosen = np.array(nodes)

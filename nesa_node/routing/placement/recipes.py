@@ -16,11 +16,15 @@ import numpy as np
 from nesa_node.routing.placement.bound import nearest_s
 from nesa_node.routing.placement.cuts import even_cuts
 from nesa_node.routing.placement.fill import Water, fill
-from nesa_node.routing.placement.pipeline import cut_pipeline, find_pipeline
+from nesa_node.routing.placement.pipeline import cut_pipeline, find_pipeline, thumb_pipeline
 from nesa_node.routing.placement.room import Layout, Room
 from nesa_node.routing.problem import Chain, Floats, Ints
 
 Order = Literal["memory", "speed", "near"]
+
+
+_NEAR_GROUPS = 4
+"""That nodes are ordered by, where order is all that matters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,13 +32,15 @@ class Recipe:
     """`pipelines` are laid first, each the best of the nodes that are left, at most so many; what
     they hold beyond what they run, and all other nodes, fill up where the swarm is narrowest.
 
-    `cut`: a pipeline's blocks go to its fastest nodes, or to all in proportion to speed. `order`:
-    of the nodes that fill. `regions`: fill each of so many groups of near nodes for itself, if it
-    holds the model; 1 for the swarm as a whole.
+    `searched`: pipelines are searched for; else the nodes that promise most are taken, which costs
+    next to nothing. `cut`: a pipeline's blocks go to its fastest nodes, or to all in proportion to
+    speed. `order`: of the nodes that fill. `regions`: fill each of so many groups of near nodes for
+    itself, if it holds the model; 1 for the swarm as a whole.
     """
 
     name: str
     pipelines: int = 0
+    searched: bool = True
     cut: Literal["quickest", "even"] = "quickest"
     order: Order = "memory"
     regions: int = 1
@@ -60,8 +66,9 @@ class Pipelines:
     For one client after the other, found when asked for: recipes share them.
     """
 
-    def __init__(self, room: Room) -> None:
+    def __init__(self, room: Room, *, searched: bool = True) -> None:
         self._room = room
+        self._find = find_pipeline if searched else thumb_pipeline
         self._free_N = room.most_N > 0
         self._found: list[Chain] = []
         self._nearest_s_N: Floats | None = None
@@ -74,7 +81,7 @@ class Pipelines:
                 self._nearest_s_N = nearest_s(self._room.problem.transfer_s_NN)
             client = len(self._found) % len(self._room.clients)
             free = np.flatnonzero(self._free_N)
-            chain = find_pipeline(self._room.seen_by(client), free, self._nearest_s_N)
+            chain = self._find(self._room.seen_by(client), free, self._nearest_s_N)
             if chain is None:
                 self._exhausted = True
             else:
@@ -86,13 +93,15 @@ class Pipelines:
 def lay_out(room: Room, recipe: Recipe, pipelines: Pipelines | None = None) -> Layout:
     """The layout that the recipe gives; every node holds as much as fits into it.
 
-    `pipelines` are the room's, if they have been looked for before.
+    `pipelines` are those searched for in the room, if that has been done before.
     """
     blocks = room.problem.num_blocks
     starts_N = np.zeros(room.problem.num_nodes, dtype=np.int64)
     water = Water.none(blocks)
     free_N = room.most_N > 0
-    for chain in (pipelines or Pipelines(room)).first(recipe.pipelines):
+    if pipelines is None or not recipe.searched:
+        pipelines = Pipelines(room, searched=recipe.searched)
+    for chain in pipelines.first(recipe.pipelines):
         if recipe.cut == "even":
             chain = cut_pipeline(room, [visit.node for visit in chain], even_cuts)
         grow(room, starts_N, water, chain)
@@ -129,7 +138,7 @@ def _groups(room: Room, nodes: Ints, recipe: Recipe) -> Sequence[Ints]:
     """The nodes that fill, in groups of near ones, the largest group first, and in order."""
     if recipe.regions == 1 and recipe.order != "near":
         return [_ordered(room, nodes, recipe.order)]
-    group_N = near_groups(room, nodes, max(recipe.regions, 4))
+    group_N = near_groups(room, nodes, recipe.regions if recipe.regions > 1 else _NEAR_GROUPS)
     members = [nodes[group_N == group] for group in np.unique(group_N)]
     members.sort(key=lambda group: (-int(room.most_N[group].sum()), int(group[0])))
     order: Order = "memory" if recipe.order == "near" else recipe.order

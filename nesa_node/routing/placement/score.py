@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 
 from nesa_node.core.errors import MissingBlocksError
-from nesa_node.routing.exact import exact_latency, solve_latency
+from nesa_node.routing.exact import exact_latency
 from nesa_node.routing.placement.flow import measure_flow
 from nesa_node.routing.placement.room import Lacks, Layout, Room
 from nesa_node.routing.problem import Chain, Problem, terms
@@ -62,9 +62,6 @@ def latency_s(problem: Problem) -> float:
 def best_chain(problem: Problem) -> Chain | None:
     """The cheapest chain through the spans, None if some block is held by nobody."""
     try:
-        if problem.num_nodes > MANY_NODES:
-            # A proof takes many searches there; the straightened relaxation is within a percent.
-            return solve_latency(problem, max_searches=1).chain
         return exact_latency(problem)
     except MissingBlocksError:
         return None

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -21,7 +21,6 @@ from nesa_node.routing.placement.rebalance import Policy, rebalance
 from nesa_node.routing.placement.room import Lacks, Room
 from nesa_node.routing.placement.score import Goal, measure
 from nesa_node.routing.problem import Chain, Problem, terms
-from nesa_node.topology.links import Links
 from nesa_node.topology.snapshot import NodeState, Snapshot
 
 Strategy = Callable[[Problem], Chain]
@@ -35,8 +34,8 @@ class Question:
     goal: Goal = "latency"
     replicas: int = 2
     strategy: Strategy = exact_latency
-    policy: Policy = Policy()
-    costs: MoveCosts = MoveCosts()
+    policy: Policy = field(default_factory=Policy)
+    costs: MoveCosts = field(default_factory=MoveCosts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,47 +160,3 @@ def _holding(node: NodeState, span: Span | None) -> NodeState:
         prefill_tokens_per_s=node.prefill_tokens_per_s * share,
         decode_tokens_per_s=node.decode_tokens_per_s * share,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class Newcomer:
-    """A node, and its round trips to each of the snapshot's nodes in their order."""
-
-    node: NodeState
-    rtt_ms_N: Sequence[float]
-    bytes_per_s: float = np.nan
-
-
-def join(snapshot: Snapshot, newcomers: Iterable[Newcomer]) -> Snapshot:
-    """The snapshot with nodes more. Newcomers are as far from each other as both are from others
-    (the mean of their medians), since nobody can have measured that.
-    """
-    for newcomer in newcomers:
-        peers = tuple(node.peer_id for node in snapshot.nodes)
-        links = (snapshot.links or Links.unknown(peers)).of(peers)
-        given = list(newcomer.rtt_ms_N)[: len(peers)]
-        given += [float(np.median(newcomer.rtt_ms_N))] * (len(peers) - len(given))
-        arrays = (
-            _grown(links.rtt_ms_NN, np.array(given), 0.0),
-            _grown(links.rate_bytes_per_s_NN, newcomer.bytes_per_s, np.inf),
-            _grown(links.age_s_NN, np.nan, 0.0),
-            _grown(links.confidence_NN, 0.0, 1.0),
-        )
-        snapshot = replace(
-            snapshot,
-            nodes=(*snapshot.nodes, newcomer.node),
-            links=Links((*peers, newcomer.node.peer_id), *arrays),
-        )
-    return snapshot
-
-
-def _grown(
-    array_NN: np.ndarray, edge: np.ndarray | float, corner: float
-) -> np.ndarray:
-    size = len(array_NN)
-    grown = np.empty((size + 1, size + 1))
-    grown[:size, :size] = array_NN
-    grown[size, :size] = edge
-    grown[:size, size] = edge
-    grown[size, size] = corner
-    return grown

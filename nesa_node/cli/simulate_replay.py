@@ -1,0 +1,97 @@
+"""Recorded snapshots through the planner: what sessions cost then, and what would have moved."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from nesa_node.core.errors import ConfigError
+from nesa_node.core.span import Span
+from nesa_node.routing.build import Request
+from nesa_node.routing.placement.moves import Moves
+from nesa_node.routing.placement.rebalance import confirmed, rebalance
+from nesa_node.routing.placement.score import Goal
+from nesa_node.routing.placement.what_if import Question, Strategy, stage
+from nesa_node.topology.serial import MAX_BYTES, from_json
+from nesa_node.topology.snapshot import Snapshot
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """One snapshot, `at_s` after the first. `moves` are those that two snapshots agree on."""
+
+    at_s: float
+    nodes: int
+    latency_s: float
+    steps_per_s: float
+    fewest_holders: int
+    holes: tuple[Span, ...]
+    moves: Moves
+
+
+def replayed(path: Path, *, goal: Goal, replicas: int, strategy: Strategy) -> list[Recorded]:
+    """Nothing is moved: every snapshot is taken as it was recorded.
+
+    The client is beside the node in the middle of each. Raises `ConfigError` for a file that cannot
+    be read, by line.
+    """
+    rows: list[Recorded] = []
+    earlier: Moves | None = None
+    first_at = 0.0
+    for snapshot in _snapshots(path):
+        question = Question(
+            requests=[_in_the_middle(snapshot)], goal=goal, replicas=replicas, strategy=strategy
+        )
+        found = rebalance(
+            snapshot,
+            question.requests,
+            goal=goal,
+            replicas=replicas,
+            policy=question.policy,
+            costs=question.costs,
+        )
+        seen = stage(snapshot, question)
+        first_at = first_at if rows else snapshot.taken_at
+        rows.append(
+            Recorded(
+                at_s=snapshot.taken_at - first_at,
+                nodes=len(snapshot.nodes),
+                latency_s=seen.latency_s,
+                steps_per_s=seen.steps_per_s,
+                fewest_holders=min(seen.coverage),
+                holes=snapshot.holes(),
+                moves=confirmed(earlier, found),
+            )
+        )
+        earlier = found
+    if not rows:
+        raise ConfigError(f"--replay {path}: no snapshot in it; a line holds one JSON document")
+    return rows
+
+
+def _snapshots(path: Path) -> list[Snapshot]:
+    try:
+        with path.open("rb") as file:
+            lines = [line for line in file if line.strip()]
+    except OSError as error:
+        raise ConfigError(f"--replay {path}: {error.strerror or error}") from None
+    if sum(map(len, lines)) > MAX_BYTES:
+        raise ConfigError(f"--replay {path} has more than {MAX_BYTES} bytes; replay a part of it")
+    found = [from_json(line, where=f"{path}, line {at}") for at, line in enumerate(lines, 1)]
+    for at, snapshot in enumerate(found, 1):
+        if snapshot.num_blocks < 1 or not snapshot.nodes:
+            raise ConfigError(f"{path}, line {at}: a snapshot without nodes or blocks")
+    return found
+
+
+def _in_the_middle(snapshot: Snapshot) -> Request:
+    peers = [node.peer_id for node in snapshot.nodes]
+    whole = Span(0, snapshot.num_blocks)
+    if snapshot.links is None:
+        return Request(span=whole)
+    rtt_ms_NN = snapshot.links.of(peers).rtt_ms_NN
+    nearest = int(np.nan_to_num(rtt_ms_NN, nan=1e4).sum(axis=1).argmin())
+    known = zip(peers, rtt_ms_NN[nearest].tolist(), strict=True)
+    return Request(span=whole, entry_rtt_ms={peer: ms for peer, ms in known if ms == ms})

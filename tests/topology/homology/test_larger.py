@@ -1,0 +1,154 @@
+"""gudhi and ripser on networks too large for the boundary matrix of the tests."""
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from scipy.cluster.hierarchy import cophenet, linkage
+from scipy.spatial.distance import squareform
+
+from nesa_node.topology.homology.cophenetic import (
+    cophenetic_matrix,
+    heights_from,
+    mean_difference,
+    median_heights,
+)
+from nesa_node.topology.homology.filtration import Filtration, make_filtration
+from nesa_node.topology.homology.landmarks import choose_landmarks
+from nesa_node.topology.homology.loops import longest_loops, loop_diagram
+from nesa_node.topology.homology.merge_tree import merge_tree
+from nesa_node.topology.homology.shape import shape_of
+
+# ripser computes in float32: a value is rounded by at most 2^-24 of itself, and a lifetime that is
+# shorter than that may vanish.
+RIPSER_TOLERANCE = 2.0**-23
+
+
+def round_trips(count: int, seed: int) -> Filtration:
+    """Four regions, links that know no triangle inequality."""
+    rng = np.random.default_rng(seed)
+    centre_42 = rng.random((4, 2)) * 0.2
+    point_N2 = centre_42[rng.integers(0, 4, count)] + rng.normal(0.0, 0.01, (count, 2))
+    seconds_NN = np.hypot(*(point_N2[:, None] - point_N2).transpose(2, 0, 1))
+    seconds_NN = np.triu(seconds_NN * rng.lognormal(0.0, 0.2, (count, count)), 1)
+    return make_filtration(seconds_NN + seconds_NN.T)
+
+
+def lasting(points: NDArray[np.float64], least: float) -> NDArray[np.float64]:
+    """Sorted, without what ripser's rounding may lose."""
+    kept = points[points[:, 1] - points[:, 0] > least]
+    return kept[np.lexsort((kept[:, 1], kept[:, 0]))]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize(("count", "seed"), [(60, 0), (150, 1), (300, 2)])
+def test_ripser_finds_the_same_within_float32(count: int, seed: int) -> None:
+    from ripser import ripser
+
+    filtration = round_trips(count, seed)
+    theirs = ripser(filtration.weight_NN, distance_matrix=True, maxdim=1)["dgms"]
+    least = 2 * RIPSER_TOLERANCE * filtration.largest_weight()
+    for ours, points in zip(
+        (merge_tree(filtration).diagram(), loop_diagram(filtration)), theirs, strict=True
+    ):
+        expected = lasting(np.asarray(points, dtype=np.float64), least)
+        found = lasting(ours.as_P2(), least)
+        assert len(found) == len(expected) > 5
+        np.testing.assert_allclose(found, expected, rtol=RIPSER_TOLERANCE)
+
+
+@pytest.mark.parametrize("threshold", [0.05, 0.1, np.inf])
+def test_loops_have_the_bars_of_the_diagram(threshold: float) -> None:
+    """Two ways through gudhi: its ripser, and a simplex tree after edges were collapsed."""
+    filtration = round_trips(120, seed=3)
+    diagram = loop_diagram(filtration, threshold=threshold)
+    loops = longest_loops(filtration, most=len(diagram) + 5, threshold=threshold)
+    assert sorted((loop.birth, loop.death) for loop in loops) == sorted(diagram.barcode())
+    for loop in loops:
+        assert max(filtration.weight_NN[edge] for edge in loop.edges) == loop.birth
+
+
+def test_cophenetic_matrix_is_that_of_scipys_single_linkage() -> None:
+    filtration = round_trips(200, seed=4)
+    expected = squareform(cophenet(linkage(squareform(filtration.weight_NN), "single")))
+    tree = merge_tree(filtration)
+    np.testing.assert_array_equal(cophenetic_matrix(tree, np.float64), expected)
+    np.testing.assert_array_equal(heights_from(tree, 7), expected[tree.order_N[7], tree.order_N])
+    off_diagonal = ~np.eye(200, dtype=bool)
+    medians = [np.median(row[mask]) for row, mask in zip(expected, off_diagonal, strict=True)]
+    np.testing.assert_allclose(median_heights(tree), medians)
+
+
+def test_mean_difference_is_that_of_the_matrices() -> None:
+    first, second = merge_tree(round_trips(80, seed=5)), merge_tree(round_trips(90, seed=6))
+    rng = np.random.default_rng(0)
+    common = np.stack([rng.permutation(80)[:50], rng.permutation(90)[:50]], axis=1)
+    a = cophenetic_matrix(first, np.float64)[np.ix_(common[:, 0], common[:, 0])]
+    b = cophenetic_matrix(second, np.float64)[np.ix_(common[:, 1], common[:, 1])]
+    expected = np.abs(a - b)[~np.eye(50, dtype=bool)].mean()
+    assert mean_difference(first, second, common) == pytest.approx(expected)
+    assert mean_difference(first, first, [(i, i) for i in range(80)]) == 0.0
+    assert mean_difference(first, second, common[:1]) == 0.0
+
+
+def test_unreachable_parts_count_as_the_cap() -> None:
+    weight_NN = np.array([[0, 1, np.inf], [1, 0, np.inf], [np.inf, np.inf, 0]])
+    tree = merge_tree(make_filtration(weight_NN))
+    whole = merge_tree(make_filtration(np.where(np.isinf(weight_NN), 2.0, weight_NN)))
+    pairs = [(0, 0), (1, 1), (2, 2)]
+    assert mean_difference(tree, whole, pairs, cap=10.0) == pytest.approx(4 * 8.0 / 6)
+    assert median_heights(tree, cap=10.0).tolist() == [5.5, 5.5, 10.0]
+
+
+def test_components_at_a_scale_are_those_of_the_graph() -> None:
+    from scipy.sparse import csr_array
+    from scipy.sparse.csgraph import connected_components
+
+    filtration = round_trips(100, seed=7)
+    born = np.linspace(0.0, 0.02, 100)
+    filtration = make_filtration(filtration.weight_NN, born)
+    tree = merge_tree(filtration)
+    for scale in (0.005, 0.01, 0.05):
+        alive = born <= scale
+        graph = (filtration.weight_NN <= scale) & alive & alive[:, None]
+        expected = connected_components(csr_array(graph[np.ix_(alive, alive)].astype(np.float64)))[1]
+        found = tree.components(scale)
+        assert (found[~alive] == -1).all()
+        pairs = set(zip(found[alive].tolist(), expected.tolist(), strict=True))
+        assert len(pairs) == len(set(expected.tolist())) == found.max() + 1
+
+
+def test_landmarks_cover_what_they_say() -> None:
+    filtration = round_trips(300, seed=8)
+    chosen = choose_landmarks(filtration, 40)
+    nearest = filtration.weight_NN[chosen.node_K].min(axis=0)
+    assert chosen.radius == nearest.max()
+    assert len(set(chosen.node_K.tolist())) == 40
+    assert choose_landmarks(filtration, 400).radius == 0.0
+    assert choose_landmarks(filtration, 10).radius >= chosen.radius
+
+
+def test_every_unreachable_part_gets_a_landmark() -> None:
+    weight_NN = np.full((9, 9), np.inf)
+    for start in (0, 3, 6):
+        weight_NN[start : start + 3, start : start + 3] = 1.0
+    np.fill_diagonal(weight_NN, 0.0)
+    chosen = choose_landmarks(make_filtration(weight_NN), 3)
+    assert {node // 3 for node in chosen.node_K.tolist()} == {0, 1, 2}
+
+
+def ring(count: int) -> Filtration:
+    angle_N = np.arange(count) * 2 * np.pi / count
+    chord_NN = 2 * np.abs(np.sin((angle_N[:, None] - angle_N) / 2))
+    return make_filtration((chord_NN + chord_NN.T) / 2)
+
+
+def test_landmarks_of_a_ring_show_its_hole() -> None:
+    shape = shape_of(ring(400), exact_up_to=100, landmarks=30)
+    exact = shape_of(ring(400), exact_up_to=500)
+    assert len(shape.h1) == len(exact.h1) == 1
+    bars = np.array([shape.h1.barcode()[0], exact.h1.barcode()[0]])
+    assert np.abs(bars[0] - bars[1]).max() <= 2 * shape.landmarks.radius
+    # Nodes are those of the whole ring, and the cycle goes all the way round.
+    nodes = shape.loops[0].nodes
+    assert set(nodes) <= set(shape.landmarks.node_K.tolist())
+    assert max(b - a for a, b in zip(nodes, nodes[1:], strict=False)) <= 400 // 3
