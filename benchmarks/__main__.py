@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import get_args
 
 from benchmarks import (
+    changes,
     churn,
     codecs,
     concurrency,
@@ -22,6 +23,7 @@ from benchmarks import (
     routing,
     scale,
     schemas,
+    stability,
     swarm,
     tuning,
 )
@@ -35,6 +37,7 @@ from nesa_node.core.logging import setup_logging
 
 BENCHMARKS: dict[str, ModuleType] = {
     "auto": auto,
+    "changes": changes,
     "churn": churn,
     "codecs": codecs,
     "concurrency": concurrency,
@@ -45,6 +48,7 @@ BENCHMARKS: dict[str, ModuleType] = {
     "routing": routing,
     "scale": scale,
     "schemas": schemas,
+    "stability": stability,
     "swarm": swarm,
     "tuning": tuning,
     "wan": wan,
@@ -86,7 +90,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--prompts", type=numbers, metavar="N,N", help="tokens of prompts (auto)")
     add("--congestion-control", help="of TCP between the machines [default: cubic] (wan)")
     add("--sysctls", type=sysctls, metavar="NAME=VALUE,...", help="of the machines (wan)")
-    add("--matrix", help="an .npz of round trips in seconds, zeros missing (estimate, routing)")
+    add("--matrix", help="an .npz of round trips in seconds, zeros missing")
+    add("--snapshots", type=int, help="of a trace (changes, stability)")
     add("--seed", type=int, help="of weights, prompts and events [default: 0]")
     return parser
 

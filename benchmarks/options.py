@@ -35,6 +35,7 @@ class Options:
     congestion_control: str = "cubic"
     sysctls: tuple[str, ...] = ()
     matrix: str | None = None
+    snapshots: int = 0
     seed: int = 0
 
     @property

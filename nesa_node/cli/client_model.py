@@ -70,6 +70,7 @@ def open_client_model(
         replicate_cache=config.replicate_cache,
         quality=config.quality,
         min_precision=config.min_precision,
+        strategy=config.strategy,
         reuse_prefix=config.reuse_prefix,
     )
     return model, tokenizer

@@ -23,6 +23,7 @@ from nesa_node.core.choices import (
     Precision,
     QuantType,
     Route,
+    StrategyName,
 )
 from nesa_node.core.errors import ConfigError
 
@@ -122,6 +123,10 @@ class ClientFlags(SharedFlags):
             help="The coarsest weights that nodes may compute with: nf4, int8 or full. "
             "[default: nf4]",
         ),
+    ] = None
+    strategy: Annotated[
+        StrategyName | None,
+        Parameter(group=SWARM, help="How nodes are chosen. [default: exact-latency]"),
     ] = None
     reuse_prefix: Annotated[
         bool | None,

@@ -10,11 +10,11 @@ from dataclasses import replace
 import torch
 
 from nesa_node.client.line import Line
+from nesa_node.client.planner import Planner
 from nesa_node.client.request import RouteRequest
 from nesa_node.client.session import RemoteSession
 from nesa_node.core.errors import NesaError
 from nesa_node.core.logging import get_logger
-from nesa_node.routing.avoidance import Avoidance
 from nesa_node.swarm.messages import RowSlice
 from nesa_node.swarm.node import Swarm
 from nesa_node.swarm.ping import ping
@@ -47,7 +47,7 @@ async def measure_speed(swarm: Swarm, node: NodeState, request: RouteRequest) ->
     session = RemoteSession(
         swarm,
         alone,
-        Avoidance(time.monotonic),
+        Planner(swarm),
         Line(),
         recovery_timeout_s=_TIMEOUT_S / 4,
         queue_timeout_s=_TIMEOUT_S / 4,

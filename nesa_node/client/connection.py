@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 import tempfile
-import time
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import replace
@@ -15,6 +14,7 @@ import torch
 
 from nesa_node.client.line import Line
 from nesa_node.client.options import ConnectionOptions
+from nesa_node.client.planner import Planner
 from nesa_node.client.prefix import SessionPrefix
 from nesa_node.client.request import RouteRequest
 from nesa_node.client.session import RemoteSession
@@ -24,7 +24,6 @@ from nesa_node.core.ids import ModelId
 from nesa_node.core.span import Span
 from nesa_node.engine.checkpoint import Checkpoint
 from nesa_node.engine.model_id import model_id
-from nesa_node.routing.avoidance import Avoidance
 from nesa_node.swarm.identity import Identity
 from nesa_node.swarm.node import Swarm, open_swarm
 
@@ -48,7 +47,7 @@ class RemoteConnection:
         self._num_blocks = num_blocks
         self._hidden_size = hidden_size
         self._dtype = dtype
-        self._avoidance = Avoidance(time.monotonic)
+        self._planner = Planner(swarm, options.strategy)
         self._line = Line()
         self._rng = random.Random()
 
@@ -83,7 +82,7 @@ class RemoteConnection:
         session = RemoteSession(
             self.swarm,
             request,
-            self._avoidance,
+            self._planner,
             self._line,
             recovery_timeout_s=options.recovery_timeout_s,
             queue_timeout_s=options.queue_timeout_s,

@@ -17,7 +17,7 @@ from nesa_node.client.local import LocalConnection
 from nesa_node.client.options import ConnectionOptions
 from nesa_node.client.prefix import SALT_BYTES
 from nesa_node.client.sessions import Connect, SwarmConnection
-from nesa_node.core.config import Precision, Route, default_cache_dir
+from nesa_node.core.config import Precision, Route, StrategyName, default_cache_dir
 from nesa_node.core.errors import ConfigError
 from nesa_node.core.span import Span
 from nesa_node.engine.checkpoint import Checkpoint, open_checkpoint
@@ -52,6 +52,7 @@ class AutoDistributedModelForCausalLM:
         replicate_cache: bool = False,
         quality: str = "exact",
         min_precision: Precision = "nf4",
+        strategy: StrategyName = "exact-latency",
         reuse_prefix: bool = True,
         prefix_salt: bytes | None = None,
     ) -> DistributedModelForCausalLM:
@@ -67,7 +68,8 @@ class AutoDistributedModelForCausalLM:
         `quality` is what compression may do to hidden states on slow links: nothing ("exact"),
         what costs no more than 0.5 % of perplexity ("high") or 3 % ("balanced"), or a codec's name
         for all links ("lossless", "int8", ...: `compression/quality.py`). `min_precision` is the
-        coarsest that nodes may hold their weights in: "nf4", "int8" or "full".
+        coarsest that nodes may hold their weights in: "nf4", "int8" or "full". `strategy` is how
+        chains are chosen (`routing/strategies.py`).
 
         With `reuse_prefix` sessions begin with what nodes still hold of earlier ones that began
         with the same tokens. Nodes see digests salted with `prefix_salt` (16 to 64 bytes; by
@@ -100,6 +102,7 @@ class AutoDistributedModelForCausalLM:
             replicate_cache=replicate_cache,
             quality=quality,
             min_precision=min_precision,
+            strategy=strategy,
         )
 
         def connect() -> AbstractAsyncContextManager[SwarmConnection]:

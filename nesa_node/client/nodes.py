@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping
 from typing import get_args
 
+from nesa_node.client.planner import Planner, View
 from nesa_node.client.request import RouteRequest
 from nesa_node.core.choices import Precision
 from nesa_node.core.errors import (
@@ -18,10 +19,7 @@ from nesa_node.core.errors import (
 )
 from nesa_node.core.ids import PeerId
 from nesa_node.core.logging import get_logger
-from nesa_node.routing.avoidance import Avoidance
 from nesa_node.routing.chains import Hop
-from nesa_node.routing.repair import fill_gaps
-from nesa_node.routing.reputation import blame_penalty_s
 from nesa_node.swarm.node import Swarm
 from nesa_node.swarm.notices import FailureKind
 from nesa_node.topology.snapshot import NodeState, Snapshot
@@ -39,10 +37,10 @@ PASSING = frozenset({"draining", "wrong_blocks"})
 class Nodes:
     """Plans the hops of one session."""
 
-    def __init__(self, swarm: Swarm, request: RouteRequest, avoidance: Avoidance) -> None:
+    def __init__(self, swarm: Swarm, request: RouteRequest, planner: Planner) -> None:
         self._swarm = swarm
         self._request = request
-        self._avoidance = avoidance
+        self._planner = planner
         self._suspects: dict[PeerId, float] = {}
         self._unfit: dict[PeerId, RemoteError] = {}
 
@@ -62,7 +60,7 @@ class Nodes:
         log.info("peer_failed", peer=peer, reason=reason)
         if tell:
             self._swarm.reporter.note(self._request.model_id, peer, kind)
-        self._avoidance.failed(peer)
+        self._planner.avoidance.failed(peer)
         self._suspects[peer] = time.monotonic() + SUSPECT_S
 
     def refused(self, peer: PeerId, error: BusyError | RemoteError) -> None:
@@ -83,19 +81,14 @@ class Nodes:
         """
         request = self._request
         snapshot = await self._swarm.directory.fetch(request.model_id, request.num_blocks)
+        # Who mends a chain has no time to wait for pings.
+        view = await self._planner.view(snapshot, request, may_ask=not self.suspected)
         addresses = {node.peer_id: node.addresses for node in snapshot.nodes}
-        return self._fill(snapshot, keep, drop), addresses
+        return self._fill(view, keep, drop), addresses
 
-    def _fill(
-        self, snapshot: Snapshot, keep: tuple[Hop, ...], drop: frozenset[PeerId]
-    ) -> tuple[Hop, ...]:
-        tokens = self._request.tokens
+    def _fill(self, view: View, keep: tuple[Hop, ...], drop: frozenset[PeerId]) -> tuple[Hop, ...]:
+        snapshot, tokens = view.snapshot, self._request.tokens
         suspects = self.suspected
-        blames = self._swarm.directory.blames(self._request.model_id)
-
-        def penalty(peer: PeerId) -> float:
-            return self._avoidance.penalty(peer) + blame_penalty_s(blames.get(peer, 0.0))
-
         small = {n.peer_id for n in snapshot.nodes if n.total_cache_tokens < tokens}
         coarse = {n.peer_id for n in snapshot.nodes if self._is_coarse(n)}
         only = self._request.only
@@ -108,13 +101,8 @@ class Nodes:
         for hops, free in ((keep, tokens), (keep, 0), ((), tokens), ((), 0)):
             for exclude in (barred | suspects, barred):
                 try:
-                    return fill_gaps(
-                        snapshot,
-                        self._request.span,
-                        hops,
-                        penalty=penalty,
-                        exclude=exclude,
-                        min_free_tokens=free,
+                    return self._planner.plan(
+                        view, self._request, hops, exclude=exclude, min_free_tokens=free
                     )
                 except MissingBlocksError as error:
                     first = first or error

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import get_args
 
 from nesa_node.compression.quality import EXACT, check_quality
-from nesa_node.core.choices import Precision
+from nesa_node.core.choices import Precision, StrategyName
 from nesa_node.core.config import Route
 from nesa_node.core.errors import ConfigError
 
@@ -39,6 +39,9 @@ class ConnectionOptions:
     min_precision: Precision = "nf4"
     """The coarsest that nodes may hold their weights in."""
 
+    strategy: StrategyName = "exact-latency"
+    """How chains are chosen (`routing/strategies.py`)."""
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "quality", check_quality(self.quality))
         if self.routing not in ("chain", "star"):
@@ -47,6 +50,9 @@ class ConnectionOptions:
             raise ConfigError(
                 f"unknown precision {self.min_precision!r}: give {', '.join(get_args(Precision))}"
             )
+        if self.strategy not in get_args(StrategyName):
+            names = ", ".join(get_args(StrategyName))
+            raise ConfigError(f"there is no routing strategy {self.strategy!r}: give {names}")
         if self.replicate_cache and self.routing == "star":
             raise ValueError(
                 "replicate_cache needs routing='chain': a star's nodes must not learn of each other"

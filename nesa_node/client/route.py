@@ -10,6 +10,7 @@ from nesa_node.client.beginning import Beginning
 from nesa_node.client.blame import Blame
 from nesa_node.client.hop import OPEN_TIMEOUT_S, HopLink
 from nesa_node.client.nodes import Nodes
+from nesa_node.client.planner import Planner
 from nesa_node.client.request import RouteRequest
 from nesa_node.client.successors import Successors
 from nesa_node.compression.quality import codec_names
@@ -20,7 +21,6 @@ from nesa_node.core.errors import (
 )
 from nesa_node.core.ids import PeerId, SessionId
 from nesa_node.core.logging import get_logger
-from nesa_node.routing.avoidance import Avoidance
 from nesa_node.routing.chains import Hop
 from nesa_node.routing.repair import gaps
 from nesa_node.swarm.messages import (
@@ -51,7 +51,7 @@ class Route:
         self,
         swarm: Swarm,
         request: RouteRequest,
-        avoidance: Avoidance,
+        planner: Planner,
         on_change: Callable[[], None],
     ) -> None:
         self.links: list[HopLink] = []
@@ -68,7 +68,7 @@ class Route:
         self._swarm = swarm
         self._request = request
         self._on_change = on_change
-        self.nodes = Nodes(swarm, request, avoidance)
+        self.nodes = Nodes(swarm, request, planner)
         self.blame = Blame()
 
     @property

@@ -18,6 +18,7 @@ from nesa_node.client.flow import Flow
 from nesa_node.client.hop import OPEN_TIMEOUT_S
 from nesa_node.client.line import Line
 from nesa_node.client.patience import Patience
+from nesa_node.client.planner import Planner
 from nesa_node.client.prefix import SessionPrefix
 from nesa_node.client.replay import Replay
 from nesa_node.client.request import RouteRequest
@@ -35,7 +36,6 @@ from nesa_node.core.errors import (
     RemoteError,
 )
 from nesa_node.core.logging import get_logger
-from nesa_node.routing.avoidance import Avoidance
 from nesa_node.routing.chains import Hop
 from nesa_node.routing.repair import gaps
 from nesa_node.swarm.messages import RowSlice, Want
@@ -65,7 +65,7 @@ class RemoteSession:
         self,
         swarm: Swarm,
         request: RouteRequest,
-        avoidance: Avoidance,
+        planner: Planner,
         line: Line,
         *,
         recovery_timeout_s: float,
@@ -80,7 +80,7 @@ class RemoteSession:
         self._request = request
         self._prefix = prefix
         self._changed = asyncio.Event()
-        self._route = Route(swarm, request, avoidance, self._changed.set)
+        self._route = Route(swarm, request, planner, self._changed.set)
         self._lengths = [0] * request.rows
         self._flow = Flow(
             self._route, request, self._changed, step_timeout_s=step_timeout_s, rng=rng

@@ -34,13 +34,16 @@ class Surroundings:
         self._links: Links | None = None
         self._made_at = -math.inf
 
-    async def look(self, snapshot: Snapshot, span: Span) -> tuple[Snapshot, Mapping[PeerId, float]]:
+    async def look(
+        self, snapshot: Snapshot, span: Span, *, may_ask: bool = True
+    ) -> tuple[Snapshot, Mapping[PeerId, float]]:
         """`snapshot` with all its links, and the client's round trips to its nodes in ms.
 
-        Nodes that could begin or end a chain over `span` are pinged, where there is a choice and
-        that was not done lately. What nobody has measured is estimated.
+        With `may_ask`, nodes that could begin or end a chain over `span` are pinged, where there is
+        a choice and that was not done lately. What nobody has measured is estimated.
         """
-        await self._ping_ends(snapshot, span)
+        if may_ask:
+            await self._ping_ends(snapshot, span)
         own = self._swarm.identity.peer_id
         peers = [node.peer_id for node in (*snapshot.nodes, *snapshot.joining)]
         links = await self._linked(snapshot, peers)

@@ -9,5 +9,15 @@ Precision = Literal["nf4", "int8", "full"]
 """Of weights, the coarsest first. "full": as `--torch-dtype` says, not quantized."""
 PlacementGoal = Literal["latency", "throughput"]
 """Of an orchestrator: the time of one step, or the steps of all clients together."""
+StrategyName = Literal[
+    "exact-latency",
+    "exact-throughput",
+    "bottleneck",
+    "homology-greedy",
+    "paper-literal",
+    "petals",
+    "random",
+]
+"""Of `routing/strategies.py`."""
 LogFormat = Literal["console", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]

@@ -33,6 +33,7 @@ from nesa_node.core.choices import PlacementGoal as PlacementGoal
 from nesa_node.core.choices import Precision as Precision
 from nesa_node.core.choices import QuantType as QuantType
 from nesa_node.core.choices import Route as Route
+from nesa_node.core.choices import StrategyName as StrategyName
 from nesa_node.core.errors import ConfigError
 from nesa_node.core.ids import PeerId
 from nesa_node.core.span import Span
@@ -160,6 +161,7 @@ class ClientConfig(SharedConfig):
     replicate_cache: bool = False
     quality: str = "exact"
     min_precision: Precision = "nf4"
+    strategy: StrategyName = "exact-latency"
     reuse_prefix: bool = True
     # Somebody who reads an answer does not want the news of the network between its words.
     log_level: LogLevel = "warning"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
@@ -36,6 +37,9 @@ class Source:
 
 
 _AUTO: Any = AutoModelForCausalLM
+_no_init = threading.Lock()
+"""`no_init_weights` replaces functions of whole modules while it lasts: of two threads inside it,
+the second to leave would put back, for good, what the first had put there."""
 
 
 class Skeleton:
@@ -50,7 +54,7 @@ class Skeleton:
         self.family: Family = checkpoint.family
         # A config is changed by the model that is built from it.
         config = copy.deepcopy(checkpoint.config)
-        with torch.device("meta"), init.no_init_weights():
+        with _no_init, torch.device("meta"), init.no_init_weights():
             self.model: Any = _AUTO.from_config(config)
         self.model.eval().requires_grad_(False)
         self._shapes = {name: tensor.shape for name, tensor in self.model.state_dict().items()}

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 
 from nesa_node.core.errors import MissingBlocksError
-from nesa_node.core.ids import PeerId
 from nesa_node.core.span import Span
-from nesa_node.routing.chains import Choose, Hop, Penalty, plan_chain
+from nesa_node.routing.build import Request
+from nesa_node.routing.chains import Choose, Hop, plan_chain
 from nesa_node.routing.exact import exact_latency
 from nesa_node.topology.snapshot import Snapshot
 
@@ -27,35 +28,27 @@ def gaps(span: Span, kept: Sequence[Hop]) -> tuple[Span, ...]:
 
 def fill_gaps(
     snapshot: Snapshot,
-    span: Span,
+    request: Request,
     kept: Sequence[Hop],
     *,
-    penalty: Penalty,
-    exclude: frozenset[PeerId] = frozenset(),
-    min_free_tokens: int = 0,
     choose: Choose = exact_latency,
-    entry_rtt_ms: Mapping[PeerId, float] | None = None,
 ) -> tuple[Hop, ...]:
     """The hops of `kept` with the best chain in each gap, in order; no peer occurs twice.
 
-    `choose` and `entry_rtt_ms` as in `plan_chain`; a gap between kept hops is charged the ways from
-    the one before it and to the one after. With nothing kept this is `plan_chain`. Gaps are filled one after another, so that with several
-    gaps the whole need not be the cheapest. Raises `MissingBlocksError` with everything missing.
+    A gap between kept hops is charged the ways from the one before it and to the one after. With
+    nothing kept this is `plan_chain`. Gaps are filled one after another, so that with several gaps
+    the whole need not be the cheapest. Raises `MissingBlocksError` with everything missing.
     """
     hops = list(kept)
-    used = exclude | {hop.peer_id for hop in kept}
+    used = request.exclude | {hop.peer_id for hop in kept}
     missing: list[tuple[int, int]] = []
     message = ""
-    for gap in gaps(span, kept):
+    for gap in gaps(request.span, kept):
         try:
             filling = plan_chain(
                 snapshot,
-                gap,
-                penalty=penalty,
-                exclude=used,
-                min_free_tokens=min_free_tokens,
+                replace(request, span=gap, exclude=used),
                 choose=choose,
-                entry_rtt_ms=entry_rtt_ms,
                 after=next((hop.peer_id for hop in kept if hop.span.end == gap.start), None),
                 before=next((hop.peer_id for hop in kept if hop.span.start == gap.end), None),
             )

@@ -14,13 +14,13 @@ from typing import Any, cast
 import torch
 
 from nesa_node.client.hop import HopLink
+from nesa_node.client.planner import Planner
 from nesa_node.client.request import RouteRequest
 from nesa_node.client.route import Route
 from nesa_node.compression import tensors
 from nesa_node.core.errors import BusyError, StreamClosedError
 from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.core.span import Span
-from nesa_node.routing.avoidance import Avoidance
 from nesa_node.routing.chains import Hop
 from nesa_node.swarm.link_speed import LinkSpeed
 from nesa_node.swarm.messages import Close, Closed, Mode, Output, Ping, Pong, Prefix, Step
@@ -177,7 +177,7 @@ class ScriptedRoute(Route):
         step_s: float = 0.0,
         busy: int = 0,
     ) -> None:
-        super().__init__(cast(Swarm, None), request, Avoidance(lambda: 0.0), on_change)
+        super().__init__(cast(Swarm, None), request, Planner(cast(Swarm, None)), on_change)
         self.scripted: list[ScriptedNode] = []
         self.at_work = 0
         """The most nodes that ever worked at the same time."""

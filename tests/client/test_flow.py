@@ -12,11 +12,11 @@ import torch
 from nesa_node.client import hop, patience
 from nesa_node.client import session as session_module
 from nesa_node.client.line import Line
+from nesa_node.client.planner import Planner
 from nesa_node.client.request import RouteRequest
 from nesa_node.client.session import RemoteSession
 from nesa_node.client.sessions import RowSlice
 from nesa_node.core.choices import Route as Routing
-from nesa_node.routing.avoidance import Avoidance
 from tests.client.scripted_nodes import HIDDEN, RNG, ScriptedRoute, request
 
 HOPS = 3
@@ -40,7 +40,7 @@ async def opened(
     session = RemoteSession(
         None,  # type: ignore[arg-type]  # the scripted route needs no swarm
         request(mode, rows=rows, hops=HOPS),
-        Avoidance(lambda: 0.0),
+        Planner(None),  # type: ignore[arg-type]
         Line(),
         recovery_timeout_s=5.0,
         queue_timeout_s=5.0,

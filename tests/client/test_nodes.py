@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 from unittest.mock import AsyncMock
 
 import pytest
 
 from nesa_node.client.nodes import Nodes
+from nesa_node.client.planner import Planner
 from nesa_node.client.request import RouteRequest
 from nesa_node.core.choices import Precision
-from nesa_node.core.errors import RefusedError
+from nesa_node.core.errors import PeerUnreachableError, RefusedError
 from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.core.span import Span
-from nesa_node.routing.avoidance import Avoidance
+from nesa_node.swarm.distances import Distances
+from nesa_node.swarm.link_speed import LinkSpeeds
 from nesa_node.topology.snapshot import NodeState, Snapshot
 
 MODEL = ModelId("tiny@0")
@@ -36,10 +38,17 @@ async def planned(
     precision: Precision, *nodes: NodeState, blames: Mapping[str, float] | None = None
 ) -> list[str]:
     snapshot = Snapshot(MODEL, 4, nodes, taken_at=0.0)
-    directory = SimpleNamespace(
-        fetch=AsyncMock(return_value=snapshot), blames=lambda _: blames or {}
+    swarm: Any = SimpleNamespace(
+        identity=SimpleNamespace(peer_id=PeerId("client")),
+        directory=SimpleNamespace(
+            fetch=AsyncMock(return_value=snapshot),
+            measured=lambda snapshot: {},
+            blames=lambda _: blames or {},
+        ),
+        transport=SimpleNamespace(open_stream=AsyncMock(side_effect=PeerUnreachableError("far"))),
+        distances=Distances(),
+        speeds=LinkSpeeds(),
     )
-    swarm = SimpleNamespace(directory=directory)
     request = RouteRequest(
         model_id=MODEL,
         span=Span(0, 4),
@@ -50,7 +59,7 @@ async def planned(
         mode="chain",
         min_precision=precision,
     )
-    hops, _ = await Nodes(cast(Any, swarm), request, Avoidance(lambda: 0.0)).plan((), frozenset())
+    hops, _ = await Nodes(swarm, request, Planner(swarm)).plan((), frozenset())
     return [str(hop.peer_id) for hop in hops]
 
 

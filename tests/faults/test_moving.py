@@ -153,3 +153,62 @@ def test_node_that_is_stopped_while_it_loads_leaves_in_order(
         assert moving.finish() == "ended"
     assert not mover.ready_path.exists()
     assert peers_in_directory(bed.addresses) == {node.peer_id for node in bed.nodes}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_several_sessions_go_on_while_a_node_moves_to_and_fro(
+    alone: PreTrainedModel, bed: Bed, tmp_path: Path
+) -> None:
+    bed.start([HIGH])
+    failures: list[BaseException] = []
+    stop = threading.Event()
+
+    def work(routing: Route, seed: int) -> None:
+        try:
+            with join_bed(bed, routing) as model:
+                while not stop.is_set():
+                    ids_BL = random_ids(1, 20, seed=seed)
+                    with model.inference_session(128) as session:
+                        output_BL = generate(model, ids_BL, session, new_tokens=40)
+                    assert_undisturbed(alone, output_BL, ids_BL, new_tokens=40)
+                    seed += 10
+        except BaseException as error:
+            failures.append(error)
+
+    with open_mover(bed, LOW, tmp_path) as mover:
+        routings: tuple[Route, ...] = ("chain", "chain", "star")
+        workers = [
+            threading.Thread(target=work, args=(routing, seed))
+            for seed, routing in enumerate(routings)
+        ]
+        for worker in workers:
+            worker.start()
+        try:
+            bed.start([LOW])
+            answers = [mover.ask(span) for span in (HIGH, LOW) * 3]
+        finally:
+            stop.set()
+            for worker in workers:
+                worker.join()
+    assert not failures, failures
+    assert answers == ["moved"] * 6
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_last_two_holders_do_not_both_give_their_blocks_up(bed: Bed, tmp_path: Path) -> None:
+    bed.start([HIGH])
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.mkdir()
+    second.mkdir()
+    with open_mover(bed, LOW, first) as one, open_mover(bed, LOW, second) as other:
+        for _ in range(4):
+            moving = [_Moving(one, HIGH), _Moving(other, HIGH)]
+            for each in moving:
+                each()
+            answers = sorted(each.finish() for each in moving)
+            assert answers in (["moved", "uncovered"], ["uncovered", "uncovered"])
+            for mover in (one, other):
+                if mover.span == HIGH:
+                    assert mover.ask(LOW) == "moved"

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from nesa_node.core.errors import MissingBlocksError
 from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.core.span import Span
+from nesa_node.routing.build import Request
 from nesa_node.routing.chains import Hop, chain_cost_s, plan_chain
 from nesa_node.topology.snapshot import NodeState, Snapshot
 
@@ -36,7 +37,7 @@ def _cheapest_by_trying_everything(
     def extend(position: int, hops: tuple[Hop, ...]) -> None:
         nonlocal best
         if position == span.end:
-            best = min(best, chain_cost_s(snapshot, hops, penalty=lambda peer: penalties[peer]))
+            best = min(best, chain_cost_s(snapshot, Request(span=span, penalties_s=penalties), hops))
             return
         used = {hop.peer_id for hop in hops}
         for node in snapshot.nodes:
@@ -65,12 +66,12 @@ def test_chain_is_as_cheap_as_exhaustive_search_finds(seed: int) -> None:
     span = Span(start, rng.randint(start + 1, blocks))
     best = _cheapest_by_trying_everything(snapshot, span, penalties)
     try:
-        hops = plan_chain(snapshot, span, penalty=lambda peer: penalties[peer])
+        hops = plan_chain(snapshot, Request(span=span, penalties_s=penalties))
     except MissingBlocksError:
         assert best == math.inf
         return
     _check_shape(snapshot, span, hops)
-    cost = chain_cost_s(snapshot, hops, penalty=lambda peer: penalties[peer])
+    cost = chain_cost_s(snapshot, Request(span=span, penalties_s=penalties), hops)
     assert cost == pytest.approx(best, rel=1e-9)
 
 
@@ -85,60 +86,56 @@ def _check_shape(snapshot: Snapshot, span: Span, hops: tuple[Hop, ...]) -> None:
 def test_slow_node_is_not_entered_twice_around_a_fast_one() -> None:
     """The relaxed optimum is a, b, a; a chain must not return."""
     snapshot = _snapshot(6, _node("a", 0, 6, speed=0.5), _node("b", 2, 4, speed=1000.0))
-    hops = plan_chain(snapshot, Span(0, 6))
+    hops = plan_chain(snapshot, Request(span=Span(0, 6)))
     assert hops == (Hop(A, Span(0, 6)),)
 
 
 def test_node_is_used_in_part_where_a_faster_one_takes_over() -> None:
     snapshot = _snapshot(6, _node("a", 0, 6, speed=0.5), _node("b", 2, 6, speed=1000.0))
-    assert plan_chain(snapshot, Span(0, 6)) == (Hop(A, Span(0, 2)), Hop(B, Span(2, 6)))
+    assert plan_chain(snapshot, Request(span=Span(0, 6))) == (Hop(A, Span(0, 2)), Hop(B, Span(2, 6)))
 
 
 def test_chain_avoids_a_penalised_node_that_has_a_replica() -> None:
     snapshot = _snapshot(4, _node("a", 0, 4), _node("b", 0, 4, speed=9.0))
-    assert plan_chain(snapshot, Span(0, 4))[0].peer_id == A
-    hops = plan_chain(snapshot, Span(0, 4), penalty=lambda peer: 5.0 if peer == A else 0.0)
+    assert plan_chain(snapshot, Request(span=Span(0, 4)))[0].peer_id == A
+    hops = plan_chain(snapshot, Request(span=Span(0, 4), penalties_s={A: 5.0}))
     assert hops[0].peer_id == B
 
 
 def test_chain_goes_through_a_penalised_node_that_is_the_only_one() -> None:
     snapshot = _snapshot(4, _node("a", 0, 4))
-    assert plan_chain(snapshot, Span(0, 4), penalty=lambda _: 1e6)[0].peer_id == A
+    assert plan_chain(snapshot, Request(span=Span(0, 4), penalties_s={A: 1e6}))[0].peer_id == A
 
 
 def test_loaded_node_loses_to_an_idle_one() -> None:
     snapshot = _snapshot(4, _node("a", 0, 4, load=3.0), _node("b", 0, 4))
-    assert plan_chain(snapshot, Span(0, 4))[0].peer_id == B
+    assert plan_chain(snapshot, Request(span=Span(0, 4)))[0].peer_id == B
 
 
 def test_excluded_and_full_nodes_are_not_used() -> None:
     snapshot = _snapshot(4, _node("a", 0, 4), _node("b", 0, 4))
-    assert plan_chain(snapshot, Span(0, 4), exclude=frozenset({A}))[0].peer_id == B
+    assert plan_chain(snapshot, Request(span=Span(0, 4), exclude=frozenset({A})))[0].peer_id == B
     with pytest.raises(MissingBlocksError):
-        plan_chain(snapshot, Span(0, 4), min_free_tokens=101)
+        plan_chain(snapshot, Request(span=Span(0, 4), min_free_tokens=101))
 
 
 def test_missing_blocks_are_named() -> None:
     snapshot = _snapshot(8, _node("a", 0, 2), _node("b", 4, 6))
     with pytest.raises(MissingBlocksError, match=r"2:4, 6:8") as caught:
-        plan_chain(snapshot, Span(0, 8))
+        plan_chain(snapshot, Request(span=Span(0, 8)))
     assert caught.value.missing == ((2, 4), (6, 8))
 
 
 def test_part_of_the_model_can_be_planned() -> None:
     snapshot = _snapshot(8, _node("a", 0, 5), _node("b", 3, 8))
-    hops = plan_chain(snapshot, Span(2, 7))
+    hops = plan_chain(snapshot, Request(span=Span(2, 7)))
     assert hops[0].span.start == 2
     assert hops[-1].span.end == 7
 
 
-def test_empty_span_needs_no_hops() -> None:
-    assert plan_chain(_snapshot(4), Span(2, 2)) == ()
-
-
 def test_equal_chains_are_chosen_by_peer_id() -> None:
     snapshot = _snapshot(4, _node("c", 0, 4), _node("a", 0, 4), _node("b", 0, 4))
-    assert plan_chain(snapshot, Span(0, 4)) == (Hop(A, Span(0, 4)),)
+    assert plan_chain(snapshot, Request(span=Span(0, 4))) == (Hop(A, Span(0, 4)),)
 
 
 def test_hundred_nodes_are_planned_in_a_fraction_of_a_second() -> None:
@@ -149,6 +146,6 @@ def test_hundred_nodes_are_planned_in_a_fraction_of_a_second() -> None:
         nodes.append(_node(f"{index:03}", start, rng.randint(start + 1, 80), rng.choice([1, 100])))
     snapshot = _snapshot(80, *nodes)
     began = time.perf_counter()
-    hops = plan_chain(snapshot, Span(0, 80))
+    hops = plan_chain(snapshot, Request(span=Span(0, 80)))
     assert time.perf_counter() - began < 1.0
     _check_shape(snapshot, Span(0, 80), hops)

@@ -3,7 +3,7 @@
 It is the largest weight on the path between them in a minimum spanning tree. In leaf order that is
 a running maximum of gaps, so rows are made when they are needed: 5,000 nodes would be 200 MB.
 
-Legend: N nodes, C nodes that two trees share.
+Legend: N nodes, T trees, K past trees, C nodes that all trees share.
 """
 
 from __future__ import annotations
@@ -38,44 +38,57 @@ def cophenetic_matrix(tree: MergeTree, dtype: type[np.floating] = np.float32) ->
     return matrix_NN
 
 
-def median_heights(tree: MergeTree, *, cap: float = np.inf) -> Floats:
-    """[N] float64: each node's median height to the others, which says how central it is.
+def quantile_heights(tree: MergeTree, share: float = 0.5, *, cap: float = np.inf) -> Floats:
+    """[N] float64: the least scale at which each node is connected with `share` of the others.
 
-    Heights above `cap` count as `cap`. 0.0 for a node that is alone in the tree.
+    At a half, that is where the large parts of the network meet, and at a tenth it is the node's
+    own neighbourhood. Heights above `cap` count as `cap`. 0.0 for a node alone.
     """
-    median_N = np.zeros(len(tree))
-    if len(tree) > 1:
+    others = len(tree) - 1
+    height_N = np.zeros(len(tree))
+    if others > 0:
+        # The first place is the node itself.
+        place = max(1, int(np.ceil(share * others)))
         for leaf, node in enumerate(tree.order_N.tolist()):
-            row_N = np.delete(heights_from(tree, leaf), leaf)
-            median_N[node] = np.median(np.minimum(row_N, cap))
-    return median_N
+            height_N[node] = np.partition(heights_from(tree, leaf), place)[place]
+    return np.minimum(height_N, cap, out=height_N)
 
 
 def mean_difference(
-    first: MergeTree,
-    second: MergeTree,
-    common: Sequence[tuple[int, int]] | Ints,
+    past: Sequence[MergeTree],
+    node_KC: Ints,
+    now: MergeTree,
+    node_C: Ints,
     *,
     cap: float = np.inf,
 ) -> float:
-    """The mean absolute difference of two cophenetic matrices over pairs of common nodes.
+    """The mean absolute difference of cophenetic heights over pairs of common nodes.
 
-    common : [C, 2], a node's index in the first and in the second tree.
+    Each pair's height in `now` is compared with the median of those in `past`.
+
+    node_KC : [K, C] int64, the common nodes' indices in each past tree; node_C : [C], in `now`.
     cap : greater heights count as this; needed where a part is unreachable, whose height is inf.
 
     0.0 with fewer than two common nodes.
     """
-    common_C2 = np.asarray(common, dtype=np.int64).reshape(-1, 2)
-    count = len(common_C2)
+    count = len(node_C)
     if count < 2:
         return 0.0
-    leaves_C2 = np.stack([_positions(first)[common_C2[:, 0]], _positions(second)[common_C2[:, 1]]], 1)
+    trees = [*past, now]
+    leaf_TC = [
+        _positions(tree)[nodes] for tree, nodes in zip(trees, [*node_KC, node_C], strict=True)
+    ]
     total = 0.0
-    for leaf_a, leaf_b in leaves_C2.tolist():
-        a_C = np.minimum(heights_from(first, leaf_a)[leaves_C2[:, 0]], cap)
-        b_C = np.minimum(heights_from(second, leaf_b)[leaves_C2[:, 1]], cap)
-        a_C -= b_C
-        total += float(np.abs(a_C, out=a_C).sum())
+    for place in range(count):
+        row_TC = np.stack(
+            [
+                heights_from(tree, int(leaf_C[place]))[leaf_C]
+                for tree, leaf_C in zip(trees, leaf_TC, strict=True)
+            ]
+        )
+        np.minimum(row_TC, cap, out=row_TC)
+        before_C = row_TC[0] if len(past) == 1 else np.median(row_TC[:-1], axis=0)
+        total += float(np.abs(row_TC[-1] - before_C).sum())
     return total / (count * (count - 1))
 
 

@@ -10,7 +10,7 @@ from nesa_node.topology.homology.cophenetic import (
     cophenetic_matrix,
     heights_from,
     mean_difference,
-    median_heights,
+    quantile_heights,
 )
 from nesa_node.topology.homology.filtration import Filtration, make_filtration
 from nesa_node.topology.homology.landmarks import choose_landmarks
@@ -75,28 +75,35 @@ def test_cophenetic_matrix_is_that_of_scipys_single_linkage() -> None:
     np.testing.assert_array_equal(heights_from(tree, 7), expected[tree.order_N[7], tree.order_N])
     off_diagonal = ~np.eye(200, dtype=bool)
     medians = [np.median(row[mask]) for row, mask in zip(expected, off_diagonal, strict=True)]
-    np.testing.assert_allclose(median_heights(tree), medians)
+    np.testing.assert_allclose(quantile_heights(tree), medians)
+    nearest = (expected + np.diag(np.full(200, np.inf))).min(axis=1)
+    np.testing.assert_array_equal(quantile_heights(tree, 0.0), nearest)
 
 
 def test_mean_difference_is_that_of_the_matrices() -> None:
-    first, second = merge_tree(round_trips(80, seed=5)), merge_tree(round_trips(90, seed=6))
+    past = [merge_tree(round_trips(80, seed)) for seed in (5, 6, 7)]
+    now = merge_tree(round_trips(90, seed=8))
     rng = np.random.default_rng(0)
-    common = np.stack([rng.permutation(80)[:50], rng.permutation(90)[:50]], axis=1)
-    a = cophenetic_matrix(first, np.float64)[np.ix_(common[:, 0], common[:, 0])]
-    b = cophenetic_matrix(second, np.float64)[np.ix_(common[:, 1], common[:, 1])]
-    expected = np.abs(a - b)[~np.eye(50, dtype=bool)].mean()
-    assert mean_difference(first, second, common) == pytest.approx(expected)
-    assert mean_difference(first, first, [(i, i) for i in range(80)]) == 0.0
-    assert mean_difference(first, second, common[:1]) == 0.0
+    node_KC = np.stack([rng.permutation(80)[:50] for _ in past])
+    node_C = rng.permutation(90)[:50]
+    matrices = [
+        cophenetic_matrix(tree, np.float64)[np.ix_(nodes, nodes)]
+        for tree, nodes in zip([*past, now], [*node_KC, node_C], strict=True)
+    ]
+    away = np.abs(matrices[-1] - np.median(matrices[:-1], axis=0))
+    expected = away[~np.eye(50, dtype=bool)].mean()
+    assert mean_difference(past, node_KC, now, node_C) == pytest.approx(expected)
+    assert mean_difference([now], np.arange(90)[None], now, np.arange(90)) == 0.0
+    assert mean_difference(past, node_KC[:, :1], now, node_C[:1]) == 0.0
 
 
 def test_unreachable_parts_count_as_the_cap() -> None:
     weight_NN = np.array([[0, 1, np.inf], [1, 0, np.inf], [np.inf, np.inf, 0]])
     tree = merge_tree(make_filtration(weight_NN))
     whole = merge_tree(make_filtration(np.where(np.isinf(weight_NN), 2.0, weight_NN)))
-    pairs = [(0, 0), (1, 1), (2, 2)]
-    assert mean_difference(tree, whole, pairs, cap=10.0) == pytest.approx(4 * 8.0 / 6)
-    assert median_heights(tree, cap=10.0).tolist() == [5.5, 5.5, 10.0]
+    nodes = np.arange(3)
+    assert mean_difference([tree], nodes[None], whole, nodes, cap=10.0) == pytest.approx(4 * 8 / 6)
+    assert quantile_heights(tree, cap=10.0).tolist() == [1.0, 1.0, 10.0]
 
 
 def test_components_at_a_scale_are_those_of_the_graph() -> None:

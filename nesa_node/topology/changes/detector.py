@@ -1,0 +1,121 @@
+"""All triggers together: one step per snapshot, with the state passed in and out.
+
+A trigger that fires is no move yet: it says that the planner should be asked. Blocks move where
+something was lost, or where a plan stays better by 10 % (`ChangeReport.should_move`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from nesa_node.topology.changes.jitter import Jitter
+from nesa_node.topology.changes.membership import Holdings, judge_departures, judge_membership
+from nesa_node.topology.changes.shift import Connections, ShiftState, judge_shift
+from nesa_node.topology.changes.triggers import Sensitivity, Trigger, TriggerName
+
+_LOSSES: frozenset[TriggerName] = frozenset({"coverage", "replicas", "capacity"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanCosts:
+    """What the plan in force and the best one known would cost on this snapshot, in one unit.
+
+    The best of many plans on one noisy measurement always looks good. Let the best one be chosen on
+    earlier snapshots than the one on which both are costed, and keep it while it stays better.
+    """
+
+    current: float
+    best: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observation:
+    """One snapshot. What was not looked at is None, and its triggers keep their state."""
+
+    connections: Connections
+    holdings: Holdings | None = None
+    plan: PlanCosts | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ChangeState:
+    """What has to be remembered between snapshots. Begin with `ChangeState()`."""
+
+    shift: ShiftState | None = None
+    peers: frozenset[str] = frozenset()
+    departures: Jitter = field(default_factory=Jitter)
+    holdings: Holdings | None = None
+    plan_in_a_row: int = 0
+    gain_in_a_row: int = 0
+    sensitivity: Sensitivity = field(default_factory=Sensitivity)
+
+
+@dataclass(frozen=True, slots=True)
+class ChangeReport:
+    """`gains` says that the better plan has stayed better for long enough to move for it."""
+
+    triggers: tuple[Trigger, ...]
+    gains: bool = False
+
+    @property
+    def fired(self) -> tuple[TriggerName, ...]:
+        return tuple(trigger.name for trigger in self.triggers if trigger.fired)
+
+    @property
+    def lost(self) -> bool:
+        return not _LOSSES.isdisjoint(self.fired)
+
+    @property
+    def should_replan(self) -> bool:
+        """Whether to ask the planner; its answer comes back as the next observation's `plan`."""
+        return bool(self.fired)
+
+    @property
+    def should_move(self) -> bool:
+        return self.lost or self.gains
+
+
+def observe(state: ChangeState, now: Observation) -> tuple[ChangeState, ChangeReport]:
+    """Judge one snapshot. Neither argument is modified. Raises `ValueError` for what makes no sense."""
+    sensitivity = state.sensitivity
+    shift, triggers = judge_shift(state.shift, now.connections, sensitivity)
+    peers = frozenset(now.connections.peers)
+    departures, left = judge_departures(state.departures, state.peers, peers, sensitivity)
+    triggers += (left,)
+    holdings = state.holdings
+    if now.holdings is not None:
+        holdings, losses = judge_membership(state.holdings, now.holdings, sensitivity)
+        triggers += losses
+    in_a_row, sure, gains = state.plan_in_a_row, state.gain_in_a_row, False
+    if now.plan is not None:
+        plan = judge_plan(now.plan, in_a_row, sensitivity)
+        triggers += (plan,)
+        in_a_row = plan.in_a_row
+        least = sensitivity.plan_gain * (1 + sensitivity.plan_error)
+        sure = sure + 1 if plan.figure > least else 0
+        gains = sure >= sensitivity.move_in_a_row
+        if gains:
+            sure = 0
+    after = ChangeState(shift, peers, departures, holdings, in_a_row, sure, sensitivity)
+    return after, ChangeReport(triggers, gains)
+
+
+def judge_plan(costs: PlanCosts, in_a_row: int, sensitivity: Sensitivity) -> Trigger:
+    """Whether the current plan costs too much; `in_a_row` counts earlier snapshots that said so.
+
+    A plan that cannot be run at all (cost inf) is worse than any that can. Raises `ValueError` for
+    costs that are negative or NaN.
+    """
+    if not (costs.current >= 0 and costs.best >= 0):
+        raise ValueError(f"costs must be numbers from 0: {costs.current}, {costs.best}")
+    same = costs.current <= costs.best
+    ratio = 1.0 if same else costs.current / costs.best if costs.best > 0 else float("inf")
+    in_a_row = in_a_row + 1 if ratio > sensitivity.plan_gain else 0
+    return Trigger(
+        name="plan",
+        fired=in_a_row >= sensitivity.in_a_row,
+        figure=ratio,
+        threshold=sensitivity.plan_gain,
+        in_a_row=in_a_row,
+        reason=f"the current plan costs {ratio:.2f} times the best one known",
+    )

@@ -1,0 +1,98 @@
+"""Who left, and what left with them: coverage, replicas or capacity.
+
+No homology sees this: a region that is gone takes its part of the merge tree along.
+
+Legend: B blocks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from nesa_node.topology.changes.jitter import Jitter, judge_jitter
+from nesa_node.topology.changes.triggers import Sensitivity, Trigger, TriggerName
+
+
+@dataclass(frozen=True, slots=True)
+class Holdings:
+    """holders_B[b] nodes hold block b; `capacity` of all nodes, in any one unit (tokens/s, say)."""
+
+    holders_B: tuple[int, ...]
+    capacity: float
+
+
+def judge_membership(
+    reference: Holdings | None, now: Holdings, sensitivity: Sensitivity
+) -> tuple[Holdings, tuple[Trigger, ...]]:
+    """What was lost against the reference: the reference for next time, and three triggers.
+
+    Each fires at once: a record that expired is no jitter. Coverage fires for as long as a block is
+    without a holder, replicas and capacity once per loss, since the reference then falls to what is
+    left. It rises with whatever comes.
+
+    Raises `ValueError` if the number of blocks changed.
+    """
+    before = reference or now
+    if len(before.holders_B) != len(now.holders_B):
+        raise ValueError(f"{len(before.holders_B)} blocks became {len(now.holders_B)}")
+    bare = [block for block, holders in enumerate(now.holders_B) if holders == 0]
+    thin = [
+        block
+        for block, (held, holders) in enumerate(zip(before.holders_B, now.holders_B, strict=True))
+        if holders < min(held, sensitivity.replicas_wanted)
+    ]
+    lost = 1.0 - now.capacity / before.capacity if before.capacity > 0 else 0.0
+    short = lost > sensitivity.capacity_lost
+    triggers = (
+        _trigger("coverage", len(bare), 0.0, f"{len(bare)} blocks without a holder{_listed(bare)}"),
+        _trigger(
+            "replicas",
+            len(thin),
+            0.0,
+            f"{len(thin)} blocks lost holders and have fewer than "
+            f"{sensitivity.replicas_wanted}{_listed(thin)}",
+        ),
+        _trigger(
+            "capacity",
+            max(lost, 0.0),
+            sensitivity.capacity_lost,
+            f"{max(lost, 0.0):.1%} of the capacity is gone; {sensitivity.capacity_lost:.0%} count",
+        ),
+    )
+    holders = now.holders_B if thin else tuple(map(max, before.holders_B, now.holders_B))
+    capacity = now.capacity if short else max(before.capacity, now.capacity)
+    return Holdings(holders, capacity), triggers
+
+
+def judge_departures(
+    jitter: Jitter, before: frozenset[str], now: frozenset[str], sensitivity: Sensitivity
+) -> tuple[Jitter, Trigger]:
+    """Whether more left since the last snapshot than usually do, as when a small region is gone.
+
+    One snapshot is enough: records do not jitter, and who left cannot leave twice.
+    """
+    share = len(before - now) / len(before) if before else 0.0
+    once = replace(sensitivity, in_a_row=1, least_threshold=sensitivity.least_departed)
+    what = "{} of the nodes left since the last snapshot"
+    return judge_jitter(jitter, "departures", share, once, what)
+
+
+def _trigger(
+    name: TriggerName, figure: float, threshold: float, reason: str
+) -> Trigger:
+    fired = figure > threshold
+    return Trigger(
+        name=name,
+        fired=fired,
+        figure=float(figure),
+        threshold=threshold,
+        in_a_row=int(fired),
+        reason=reason,
+    )
+
+
+def _listed(blocks: list[int], most: int = 8) -> str:
+    if not blocks:
+        return ""
+    more = ", ..." if len(blocks) > most else ""
+    return f" ({', '.join(map(str, blocks[:most]))}{more})"

@@ -1,0 +1,233 @@
+"""Synthetic traces: the round trips of a swarm in which nodes come and go, and something happens.
+
+Regions lie on a sphere, nodes behind access links. Every snapshot measures all pairs, with what real
+ones suffer from: links that drift for a while, nodes that are congested for a while, pings that vary,
+spikes. Seeded: the same generator gives the same trace.
+
+Legend: N nodes, R regions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nesa_node.topology.homology.filtration import Floats, Ints
+from nesa_node.topology.homology.weights import geographic_filtration
+
+EventKind = Literal["partition", "regional loss", "detour", "bad pair"]
+# Signals in fibre, on routes that are no great circles: about 100 km per ms of round trip, times 1.5.
+_MS_PER_KM = 0.015
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """From snapshot `at` on, for region `region`.
+
+    partition : no node of the region reaches another region.
+    regional loss : its nodes are gone, and nobody joins there.
+    detour : every round trip between the region and others takes `added_s` longer.
+    bad pair : only those between it and the next region do.
+    """
+
+    kind: EventKind
+    at: int
+    region: int = 0
+    added_s: float = 0.080
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """churn : the chance of each node to leave at each snapshot. As many join at the next one.
+    jitter : standard deviation of a ping's logarithm; a measurement is the median of `pings`.
+    noise_s : mean of what queues add to a ping.
+    spike_share : of measurements, which are `spike_factor` times as long.
+    drift : standard deviation of the logarithm of two regions' round trip over time, which forgets
+        the share `forgets` of itself per snapshot.
+    congestion_s : the mean of what a congested node adds; `congested` is the share of nodes.
+    frailty : standard deviation of the logarithm of how much likelier than others a node is congested.
+    """
+
+    nodes: int = 48
+    regions: int = 6
+    churn: float = 0.03
+    jitter: float = 0.10
+    pings: int = 3
+    noise_s: float = 0.001
+    spike_share: float = 0.01
+    spike_factor: float = 5.0
+    drift: float = 0.05
+    congested: float = 0.05
+    congestion_s: float = 0.02
+    forgets: float = 0.2
+    frailty: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TraceStep:
+    """One fully measured snapshot.
+
+    peers : names; a node that joins has a new one.
+    region_N : [N] int64.
+    fixed_N : [N] bool, the first node of each region, which does not leave by churn.
+    frailty_N, congestion_s_N : [N] float64, what no daemon could measure, for benchmarks.
+    measured_s_NN : [N, N] float64, symmetric, inf where nothing answers.
+    true_s_NN : the same without drift, congestion, jitter, noise and spikes.
+    """
+
+    at: int
+    peers: tuple[str, ...]
+    region_N: Ints
+    fixed_N: NDArray[np.bool_]
+    measured_s_NN: Floats
+    true_s_NN: Floats
+    frailty_N: Floats
+    congestion_s_N: Floats
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Nodes:
+
+    serial_N: Ints
+    region_N: Ints
+    access_s_N: Floats
+    congestion_s_N: Floats
+    frailty_N: Floats
+
+    def joined_by(self, other: _Nodes) -> _Nodes:
+        pairs = ((getattr(self, field.name), getattr(other, field.name)) for field in fields(self))
+        return _Nodes(*(np.append(ours, theirs) for ours, theirs in pairs))
+
+    def kept(self, mask_N: NDArray[np.bool_]) -> _Nodes:
+        return _Nodes(*(getattr(self, field.name)[mask_N] for field in fields(self)))
+
+
+def trace(
+    world: World, snapshots: int, rng: np.random.Generator, event: Event | None = None
+) -> Iterator[TraceStep]:
+    """Yield `snapshots` steps."""
+    if world.nodes < world.regions:
+        raise ValueError(f"{world.nodes} nodes are too few for {world.regions} regions")
+    base_s_RR = regions_apart(world.regions, rng)
+    drift_RR = np.zeros_like(base_s_RR)
+    nodes = _newcomers(world, np.arange(world.nodes) % world.regions, 0, rng)
+    serial, missing = world.nodes, 0
+    for at in range(snapshots):
+        if at > 0:
+            places = _places(world, event, at, missing, rng)
+            nodes = nodes.joined_by(_newcomers(world, places, serial, rng))
+            serial += missing
+            stays_N = (rng.random(len(nodes.serial_N)) >= world.churn) | _fixed(nodes, world)
+            missing = int((~stays_N).sum())
+            nodes = nodes.kept(stays_N)
+        if event and event.kind == "regional loss" and at == event.at:
+            nodes = nodes.kept(nodes.region_N != event.region)
+        nodes = replace(nodes, congestion_s_N=_congestion(nodes, world, rng))
+        drift_RR = (1 - world.forgets) * drift_RR + _symmetric(rng, world)
+        yield _measured(at, nodes, base_s_RR, drift_RR, world, event, rng)
+
+
+def regions_apart(regions: int, rng: np.random.Generator) -> Floats:
+    """[R, R] float64: seconds between regions that lie anywhere between 60 degrees north and south."""
+    latitude_R = np.degrees(np.arcsin(rng.uniform(-0.866, 0.866, regions)))
+    apart = geographic_filtration(latitude_R, rng.uniform(-180.0, 180.0, regions))
+    seconds_RR: Floats = apart.weight_NN * _MS_PER_KM / 1e3
+    return seconds_RR
+
+
+def _measured(
+    at: int,
+    nodes: _Nodes,
+    base_s_RR: Floats,
+    drift_RR: Floats,
+    world: World,
+    event: Event | None,
+    rng: np.random.Generator,
+) -> TraceStep:
+    place = np.ix_(nodes.region_N, nodes.region_N)
+    added_s_RR = _added(len(base_s_RR), at, event)
+    access_NN = nodes.access_s_N[:, None] + nodes.access_s_N
+    congestion_NN = nodes.congestion_s_N[:, None] + nodes.congestion_s_N
+    true_NN = (base_s_RR + added_s_RR)[place] + access_NN
+    usual_NN = (base_s_RR * np.exp(drift_RR) + added_s_RR)[place] + access_NN + congestion_NN
+    shape = (world.pings, *true_NN.shape)
+    pings = rng.lognormal(0.0, world.jitter, shape) * np.where(np.isinf(usual_NN), 1, usual_NN)
+    seconds_NN = np.median(pings + rng.exponential(world.noise_s, shape), axis=0)
+    seconds_NN *= np.where(rng.random(true_NN.shape) < world.spike_share, world.spike_factor, 1.0)
+    seconds_NN[np.isinf(usual_NN)] = np.inf
+    upper_NN = np.triu(np.ones_like(true_NN, dtype=bool), 1)
+    seconds_NN = np.where(upper_NN, seconds_NN, seconds_NN.T)
+    np.fill_diagonal(seconds_NN, 0.0)
+    np.fill_diagonal(true_NN, 0.0)
+    names = zip(nodes.region_N.tolist(), nodes.serial_N.tolist(), strict=True)
+    return TraceStep(
+        at,
+        tuple(f"r{region}-{serial}" for region, serial in names),
+        nodes.region_N,
+        _fixed(nodes, world),
+        seconds_NN,
+        true_NN,
+        nodes.frailty_N,
+        nodes.congestion_s_N,
+    )
+
+
+def _added(regions: int, at: int, event: Event | None) -> Floats:
+    """[R, R] float64: seconds that the event adds between regions."""
+    added_s_RR = np.zeros((regions, regions))
+    if event is None or at < event.at or event.kind == "regional loss":
+        return added_s_RR
+    others = [other for other in range(regions) if other != event.region]
+    if event.kind == "bad pair":
+        others = [(event.region + 1) % regions]
+    seconds = np.inf if event.kind == "partition" else event.added_s
+    added_s_RR[event.region, others] = added_s_RR[others, event.region] = seconds
+    return added_s_RR
+
+
+def _newcomers(
+    world: World, region_N: Ints, serial: int, rng: np.random.Generator
+) -> _Nodes:
+    count = len(region_N)
+    return _Nodes(
+        np.arange(serial, serial + count),
+        region_N,
+        rng.lognormal(np.log(0.004), 0.6, count),
+        np.zeros(count),
+        rng.lognormal(-(world.frailty**2) / 2, world.frailty, count),
+    )
+
+
+def _places(
+    world: World, event: Event | None, at: int, count: int, rng: np.random.Generator
+) -> Ints:
+    """Regions of those who join: any that there are."""
+    lost = {event.region} if event and event.kind == "regional loss" and at >= event.at else set()
+    there = [region for region in range(world.regions) if region not in lost]
+    return rng.choice(there, count)
+
+
+def _fixed(nodes: _Nodes, world: World) -> NDArray[np.bool_]:
+    fixed_N: NDArray[np.bool_] = nodes.serial_N < world.regions
+    return fixed_N
+
+
+def _congestion(nodes: _Nodes, world: World, rng: np.random.Generator) -> Floats:
+    """[N] float64. It ends with the chance `forgets`, and begins so that its share stays."""
+    count = len(nodes.serial_N)
+    stays_N = (nodes.congestion_s_N > 0) & (rng.random(count) >= world.forgets)
+    begins_N = rng.random(count) < world.congested * world.forgets * nodes.frailty_N
+    fresh_s_N = np.where(begins_N, rng.exponential(world.congestion_s, count), 0.0)
+    congestion_s_N: Floats = np.where(stays_N, nodes.congestion_s_N, fresh_s_N)
+    return congestion_s_N
+
+
+def _symmetric(rng: np.random.Generator, world: World) -> Floats:
+    """[R, R] float64: this snapshot's part of a drift with standard deviation `world.drift`."""
+    step = world.drift * np.sqrt(1 - (1 - world.forgets) ** 2)
+    upper_RR = np.triu(rng.normal(0.0, step, (world.regions, world.regions)), 1)
+    return upper_RR + upper_RR.T
