@@ -14,10 +14,14 @@ from nesa_node.core.span import Span
 from nesa_node.routing.build import Request
 from nesa_node.routing.placement.capacity import make_room
 from nesa_node.routing.placement.moves import MoveCosts, Moves
-from nesa_node.routing.placement.rebalance import Policy, confirmed, rebalance
+from nesa_node.routing.placement.rebalance import Policy, nothing, rebalance
+from nesa_node.routing.placement.room import Room
 from nesa_node.routing.placement.score import Goal, Score, measure
+from nesa_node.server.watch import Watch
 from nesa_node.server.worth import Worth
 from nesa_node.swarm.notices import MAX_MOVES, Move
+from nesa_node.topology.changes.detector import ChangeReport, PlanCosts
+from nesa_node.topology.changes.triggers import Sensitivity
 from nesa_node.topology.snapshot import Snapshot
 
 REPLICAS = 2
@@ -47,7 +51,11 @@ class Planner(Protocol):
 
 
 class Rebalancer:
-    """`rebalance` of every snapshot; a mere gain must be seen in two of them."""
+    """Mends losses at once, and moves for a gain only where a plan stays better for a while.
+
+    The best of many plans on one noisy measurement always looks good. So a plan is kept, and what
+    it would gain is measured on the snapshots that come after.
+    """
 
     def __init__(
         self,
@@ -56,16 +64,26 @@ class Rebalancer:
         replicas: int = REPLICAS,
         policy: Policy | None = None,
         costs: MoveCosts | None = None,
+        sensitivity: Sensitivity | None = None,
     ) -> None:
         self._goal: Goal = goal
         self._replicas = replicas
         self._policy = policy or Policy()
         self._costs = costs or MoveCosts()
-        self._earlier: Moves | None = None
+        self._watch = Watch(sensitivity or Sensitivity(replicas_wanted=replicas))
+        self._plan: Moves | None = None
 
     def decide(self, snapshot: Snapshot) -> Decision:
         if snapshot.num_blocks < 1:
             return _nothing("nobody serves the model")
+        room = make_room(
+            snapshot, Request(span=Span(0, snapshot.num_blocks)), replicas=self._replicas
+        )
+        kept = self._measured(room)
+        report = self._watch.observe(snapshot, None if kept is None else _plan_costs(kept))
+        if kept is not None and report.gains:
+            self._plan = None
+            return self._describe(kept, report)
         found = rebalance(
             snapshot,
             Request(span=Span(0, snapshot.num_blocks)),
@@ -74,11 +92,28 @@ class Rebalancer:
             policy=self._policy,
             costs=self._costs,
         )
-        moves = confirmed(self._earlier, found)
-        self._earlier = found
-        return self._describe(moves)
+        if found.trigger != "gain":
+            self._plan = None
+            return self._describe(found, report)
+        if kept is None or kept.gain < self._policy.min_gain:
+            self._plan = found
+        seen = f"{_finite_gain(found.gain):.0%} could be gained, which has to last"
+        return self._describe(nothing(found.before, self._goal, seen), report)
 
-    def _describe(self, moves: Moves) -> Decision:
+    def _measured(self, room: Room) -> Moves | None:
+        """The plan that is kept, with what it is worth now; None if its nodes have changed."""
+        if self._plan is None:
+            return None
+        rows = {peer: row for row, peer in enumerate(room.problem.peers)}
+        layout = now = room.now()
+        for move in self._plan.moves:
+            row = rows.get(move.peer_id)
+            if row is None or now.span(row) != move.before:
+                return None
+            layout = layout.moved(row, move.after)
+        return replace(self._plan, before=measure(room, now), after=measure(room, layout))
+
+    def _describe(self, moves: Moves, report: ChangeReport) -> Decision:
         before, after = moves.before, moves.after
         return Decision(
             moves=tuple(
@@ -99,7 +134,7 @@ class Rebalancer:
             steps_per_s_after=_finite(after.steps_per_s),
             strategy=f"rebalance-{self._goal}",
             trigger=moves.trigger,
-            reason=_reason(moves),
+            reason=_reason(moves, report),
             parameters={
                 "min_gain": self._policy.min_gain,
                 "horizon_s": self._policy.horizon_s,
@@ -126,15 +161,21 @@ def measure_now(snapshot: Snapshot) -> Score:
     return measure(room, room.now())
 
 
-def _reason(moves: Moves) -> str:
-    if moves.trigger == "none":
-        return (moves.refused or "nothing better was found")[:256]
+def _plan_costs(moves: Moves) -> PlanCosts:
+    return PlanCosts(current=moves.before.cost(moves.goal), best=moves.after.cost(moves.goal))
+
+
+def _reason(moves: Moves, report: ChangeReport) -> str:
+    """What moves and why, and what else has changed."""
     words = {
+        "none": moves.refused or "nothing better was found",
         "hole": "blocks that nobody holds",
         "replicas": "replicas are missing",
         "gain": f"{_finite_gain(moves.gain):.0%} of the {moves.goal}'s cost is gained",
     }[moves.trigger]
-    return (f"{words}; {moves.refused}" if moves.refused else words)[:256]
+    if moves.refused and moves.trigger != "none":
+        words = f"{words}; {moves.refused}"
+    return "; ".join((words, *report.fired))[:256]
 
 
 def _nothing(reason: str) -> Decision:

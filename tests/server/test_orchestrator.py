@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from nesa_node.server.planner import Decision, Rebalancer, appraise
 from nesa_node.swarm.lease import LeaseKeeper
 from nesa_node.swarm.node import Swarm
 from nesa_node.swarm.notices import Move, Placement
+from nesa_node.topology.changes.triggers import Sensitivity
 from nesa_node.topology.snapshot import NodeState, Snapshot
 from tests.swarm.local_swarm import eventually, local_swarm
 from tests.swarm.notice_fields import PEERS
@@ -248,12 +250,43 @@ def _nodes(*spans: tuple[int, int], **fields: Any) -> Snapshot:
     return Snapshot(MODEL, 20, nodes, taken_at=1000.0)
 
 
-def test_rebalancer_mends_at_once_and_gains_only_what_it_has_seen_twice() -> None:
+def test_rebalancer_mends_a_loss_at_once() -> None:
     hole = Rebalancer().decide(_nodes((0, 10), (0, 10), max_blocks=10))
     assert (hole.trigger, hole.repairs, hole.latency_before_s) == ("hole", 10, None)
     assert hole.gain == 1.0
     assert len(hole.moves) == 1
     assert Rebalancer().decide(replace(_nodes(), num_blocks=0)).moves == ()
+
+
+def _thin_at_the_end(*, slow: bool) -> Snapshot:
+    """Five hold the first half, two slow ones the second; or all are alike and even."""
+    spans = [(0, 10)] * (5 if slow else 3) + [(10, 20)] * (2 if slow else 4)
+    snapshot = _nodes(*spans, max_blocks=10)
+    speeds = [10.0 if span == (0, 10) or not slow else 2.0 for span in spans]
+    nodes = tuple(
+        replace(node, decode_tokens_per_s=speed)
+        for node, speed in zip(snapshot.nodes, speeds, strict=True)
+    )
+    return replace(snapshot, nodes=nodes)
+
+
+def test_rebalancer_moves_for_a_gain_that_lasts() -> None:
+    rebalancer = Rebalancer(goal="throughput", sensitivity=Sensitivity(move_in_a_row=3))
+    uneven = _thin_at_the_end(slow=True)
+    decisions = [rebalancer.decide(replace(uneven, taken_at=float(i))) for i in range(4)]
+    assert [bool(decision.moves) for decision in decisions] == [False, False, False, True]
+    assert decisions[3].trigger == "gain"
+    assert decisions[3].gain > 0.1
+    held = Counter(move.old_span for move in decisions[3].moves)
+    assert set(held) == {Span(0, 10)}
+
+
+def test_rebalancer_does_not_move_for_a_gain_that_comes_and_goes() -> None:
+    rebalancer = Rebalancer(goal="throughput", sensitivity=Sensitivity(move_in_a_row=3))
+    uneven, even = (_thin_at_the_end(slow=slow) for slow in (True, False))
+    for index in range(12):
+        snapshot = uneven if index % 3 < 2 else even
+        assert rebalancer.decide(replace(snapshot, taken_at=float(index))).moves == ()
 
 
 def test_worth_of_a_swarm_with_holes_is_nothing() -> None:
