@@ -19,6 +19,7 @@ from nesa_node.cli.eval import evaluate
 from nesa_node.cli.explain import explain
 from nesa_node.cli.flags import spread_addresses
 from nesa_node.cli.generate import generate
+from nesa_node.cli.orchestrate import orchestrate
 from nesa_node.cli.run import run
 from nesa_node.cli.simulate import simulate
 from nesa_node.cli.status import status
@@ -36,7 +37,18 @@ app = App(
     result_action="return_value",
     suppress_keyboard_interrupt=False,
 )
-for _command in (run, bootstrap, generate, chat, status, explain, simulate, doctor, demo):
+for _command in (
+    run,
+    bootstrap,
+    orchestrate,
+    generate,
+    chat,
+    status,
+    explain,
+    simulate,
+    doctor,
+    demo,
+):
     app.command(_command)
 app.command(evaluate, name="eval")
 

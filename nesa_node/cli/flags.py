@@ -19,6 +19,7 @@ from nesa_node.core.choices import (
     DtypeName,
     LogFormat,
     LogLevel,
+    PlacementGoal,
     Precision,
     QuantType,
     Route,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 SWARM = Group("Swarm", sort_key=10)
 COMPUTE = Group("Model and device", sort_key=20)
+ORCHESTRATION = Group("Orchestration", sort_key=25)
 LIMITS = Group("Limits", sort_key=30)
 SAMPLING = Group("Sampling", sort_key=35)
 OUTPUT = Group("Output", sort_key=40)
@@ -187,7 +189,63 @@ class PeerFlags(SharedFlags):
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
-class NodeFlags(PeerFlags):
+class OrchestratorFlags(PeerFlags):
+    allow_orchestrators: Annotated[
+        tuple[str, ...] | None,
+        Parameter(
+            group=ORCHESTRATION,
+            negative=(),
+            help="Follow these peer ids' placements without finding the gain oneself, and yield "
+            "the lease to nobody else; may be repeated.",
+        ),
+    ] = None
+    orchestrate_every_s: Annotated[
+        str | None,
+        Parameter(
+            group=ORCHESTRATION, help="Seconds between two looks at the swarm. [default: 30]"
+        ),
+    ] = None
+    lease_ttl_s: Annotated[
+        str | None,
+        Parameter(
+            group=ORCHESTRATION,
+            help="Seconds until another follows an orchestrator that died. [default: 60]",
+        ),
+    ] = None
+    placement_goal: Annotated[
+        PlacementGoal | None,
+        Parameter(group=ORCHESTRATION, help="latency or throughput. [default: latency]"),
+    ] = None
+    replicas: Annotated[
+        str | None,
+        Parameter(group=ORCHESTRATION, help="Holders wanted for every block. [default: 2]"),
+    ] = None
+    decisions_dir: Annotated[
+        str | None,
+        Parameter(
+            group=ORCHESTRATION,
+            help="Folder for what was decided and why. [default: decisions in the cache]",
+        ),
+    ] = None
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class NodeFlags(OrchestratorFlags):
+    orchestrator: Annotated[
+        bool | None,
+        Parameter(
+            group=ORCHESTRATION,
+            negative=(),
+            help="Stand for the lease of this model's orchestrator, beside serving.",
+        ),
+    ] = None
+    follow_every_s: Annotated[
+        str | None,
+        Parameter(
+            group=ORCHESTRATION, help="Seconds between two looks at placements. [default: 15]"
+        ),
+    ] = None
     num_blocks: Annotated[
         str | None,
         Parameter(group=COMPUTE, help="Blocks to hold, or auto: as many as fit. [default: auto]"),

@@ -14,7 +14,7 @@ from nesa_node.cli.reading import SwarmReading, read_swarm
 from nesa_node.core.config import ClientConfig
 from nesa_node.core.errors import InsufficientMemoryError, NesaError, PeerUnreachableError
 from nesa_node.core.ids import PeerId
-from nesa_node.swarm.records import CLOCK_SKEW_S
+from nesa_node.swarm.sealing import CLOCK_SKEW_S
 
 _MIB = 2**20
 _GIB = 2**30

@@ -1,4 +1,4 @@
-"""Which nodes a session may use: what records say, and what it has lived through with them."""
+"""Which nodes a session may use: what records and reports say, and what it has lived through."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from nesa_node.core.errors import (
 from nesa_node.core.ids import PeerId
 from nesa_node.core.logging import get_logger
 from nesa_node.swarm.node import Swarm
+from nesa_node.swarm.notices import FailureKind
 from nesa_node.topology.snapshot import NodeState, Snapshot
 
 log = get_logger(__name__)
@@ -53,9 +54,16 @@ class Nodes:
         now = time.monotonic()
         return frozenset(peer for peer, until in self._suspects.items() if until > now)
 
-    def suspect(self, peer: PeerId, reason: str) -> None:
-        """Remember a failure of `peer`: it is avoided for a while, in later sessions too."""
+    def suspect(
+        self, peer: PeerId, reason: str, kind: FailureKind = "lost", *, tell: bool = True
+    ) -> None:
+        """Remember a failure of `peer`: it is avoided for a while, in later sessions too.
+
+        With `tell` others hear of it.
+        """
         log.info("peer_failed", peer=peer, reason=reason)
+        if tell:
+            self._swarm.reporter.note(self._request.model_id, peer, kind)
         self._planner.avoidance.failed(peer)
         self._suspects[peer] = time.monotonic() + SUSPECT_S
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from nesa_node.routing.build import Request
 from nesa_node.routing.chains import Hop, chain_cost_s
 from nesa_node.routing.claims import Claims
 from nesa_node.routing.repair import fill_gaps
+from nesa_node.routing.reputation import blame_penalty_s
 from nesa_node.routing.strategies import DEFAULT, make_strategy
 from nesa_node.swarm.node import Swarm
 from nesa_node.swarm.tasks import TaskSet
@@ -39,10 +40,13 @@ AUDIT_EVERY_S = 600.0
 
 @dataclass(frozen=True, slots=True, eq=False)
 class View:
-    """What chains are planned from: nodes, links, and how far the client is from each (ms)."""
+    """What chains are planned from: nodes, links, how far the client is from each (ms), and how
+    much each is blamed by others.
+    """
 
     snapshot: Snapshot
     rtt_ms: Mapping[PeerId, float]
+    blames: Mapping[PeerId, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,6 +75,7 @@ class Planner:
         self.avoidance = Avoidance(clock)
         self.claims = Claims(clock)
         self.surroundings = Surroundings(swarm)
+        self._swarm = swarm
 
     async def view(self, snapshot: Snapshot, request: RouteRequest, *, may_ask: bool) -> View:
         """`snapshot` as far as it is believed. With `may_ask`, after pings where there is a choice.
@@ -81,7 +86,8 @@ class Planner:
         nodes = tuple(self.claims.believed(node) for node in linked.nodes)
         if request.mode == "star":
             linked = replace(linked, links=_through_client(rtt_ms, [n.peer_id for n in nodes]))
-        return View(replace(linked, nodes=nodes), rtt_ms)
+        blames = self._swarm.directory.blames(request.model_id)
+        return View(replace(linked, nodes=nodes), rtt_ms, blames)
 
     def plan(
         self,
@@ -149,7 +155,7 @@ class Planner:
         penalties_s = {
             node.peer_id: penalty_s
             for node in view.snapshot.nodes
-            if (penalty_s := self.avoidance.penalty(node.peer_id)) > 0
+            if (penalty_s := self._penalty_s(node.peer_id, view)) > 0
         }
         return Request(
             span=request.span,
@@ -157,6 +163,10 @@ class Planner:
             entry_rtt_ms=view.rtt_ms,
             penalties_s=penalties_s,
         )
+
+    def _penalty_s(self, peer: PeerId, view: View) -> float:
+        """For what the client has seen itself, and for what others report."""
+        return self.avoidance.penalty(peer) + blame_penalty_s(view.blames.get(peer, 0.0))
 
 
 def _through_client(rtt_ms: Mapping[PeerId, float], peers: Sequence[PeerId]) -> Links:

@@ -100,7 +100,8 @@ class Route:
         gone = [link for link in self.links if link.lost or link.hop.peer_id in drop]
         for link in gone:
             if link.lost is not None:
-                self.nodes.suspect(link.hop.peer_id, link.lost)
+                # Whoever said that it leaves has not failed.
+                self.nodes.suspect(link.hop.peer_id, link.lost, tell=not link.leaving)
         held = await self._succeed(gone, lengths)
         await self._discard([link for link in gone if link.lost is not None])
         kept = [*(link for link in self.links if link not in gone), *held]
@@ -332,7 +333,7 @@ class Route:
                 self.blame.one_of_both(link, after, str(error))
                 for either in (link, after):
                     if either.lost is not None:
-                        self.nodes.suspect(either.hop.peer_id, either.lost)
+                        self.nodes.suspect(either.hop.peer_id, either.lost, "stalled")
             else:
                 # It cannot be brought to where the others are.
                 link.lose(str(error))

@@ -7,6 +7,8 @@ QuantType = Literal["none", "int8", "nf4"]
 Route = Literal["chain", "star"]
 Precision = Literal["nf4", "int8", "full"]
 """Of weights, the coarsest first. "full": as `--torch-dtype` says, not quantized."""
+PlacementGoal = Literal["latency", "throughput"]
+"""Of an orchestrator: the time of one step, or the steps of all clients together."""
 StrategyName = Literal[
     "exact-latency",
     "exact-throughput",

@@ -6,7 +6,8 @@ environment, TOML file, defaults. One file or environment can serve every comman
     SharedConfig        how to find the swarm, how to log
     ├── ClientConfig    `generate`, `chat`, `status`, `doctor`
     └── PeerConfig      `bootstrap`
-        └── NodeConfig  `run`
+        └── OrchestratorConfig  `orchestrate`
+            └── NodeConfig      `run`
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from pydantic import (
 from nesa_node.core.choices import DtypeName as DtypeName
 from nesa_node.core.choices import LogFormat as LogFormat
 from nesa_node.core.choices import LogLevel as LogLevel
+from nesa_node.core.choices import PlacementGoal as PlacementGoal
 from nesa_node.core.choices import Precision as Precision
 from nesa_node.core.choices import QuantType as QuantType
 from nesa_node.core.choices import Route as Route
@@ -128,6 +130,7 @@ EXPECTED = {
     "announce_maddrs": "addresses like /ip4/192.0.2.7/tcp/4001",
     "cache_dir": "a path",
     "identity_path": "a path",
+    "decisions_dir": "a path",
     "ready_file": "a path",
     "device": "auto, cpu, cuda, cuda:N or mps",
     "num_blocks": 'a whole number of at least 1, or "auto"',
@@ -186,10 +189,24 @@ class PeerConfig(SharedConfig):
     record_ttl_s: Positive = 60
 
 
-class NodeConfig(PeerConfig):
+class OrchestratorConfig(PeerConfig):
+    """Somebody who plans where a model's blocks should be."""
+
+    model: str | None = None
+    allow_orchestrators: PeerIds = ()
+    orchestrate_every_s: Positive = 30
+    lease_ttl_s: Annotated[Positive, Field(le=120)] = 60
+    placement_goal: PlacementGoal = "latency"
+    replicas: Count = 2
+    decisions_dir: FilePath | None = None
+
+
+class NodeConfig(OrchestratorConfig):
     """A daemon that serves a span of one model."""
 
     model: str = Field(min_length=1)
+    orchestrator: bool = False
+    follow_every_s: Positive = 15
     num_blocks: Count | Literal["auto"] | None = None
     quant_type: QuantType = "none"
     block_indices: Annotated[Span, BeforeValidator(_read_span)] | None = None
@@ -213,7 +230,12 @@ class NodeConfig(PeerConfig):
         return self
 
 
-ALL_CONFIGS: tuple[type[SharedConfig], ...] = (NodeConfig, PeerConfig, ClientConfig)
+ALL_CONFIGS: tuple[type[SharedConfig], ...] = (
+    NodeConfig,
+    OrchestratorConfig,
+    PeerConfig,
+    ClientConfig,
+)
 SECRET_FIELDS = frozenset({"token", "swarm_key"})
 
 

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 
-from nesa_node.core.config import NodeConfig, PeerConfig, secret_text
+from nesa_node.core.config import NodeConfig, OrchestratorConfig, PeerConfig, secret_text
 from nesa_node.core.errors import PeerUnreachableError
 from nesa_node.core.ids import PeerId
 from nesa_node.core.logging import get_logger
@@ -17,6 +17,12 @@ from nesa_node.server.announcer import Announcer, NodeFacts
 from nesa_node.server.ending import Ending, stop_signals
 from nesa_node.server.executor import open_executor
 from nesa_node.server.moves import Moves
+from nesa_node.server.orchestrate import (
+    find_model,
+    follow_placements,
+    obedience_of,
+    orchestrate,
+)
 from nesa_node.server.placement import count_blocks, look
 from nesa_node.server.ready_file import check_ready_file, ready_facts, ready_file
 from nesa_node.server.rebalance import rebalance
@@ -41,6 +47,19 @@ async def run_bootstrap(config: PeerConfig) -> None:
             with ready_file(config.ready_file, ready_facts(swarm)):
                 log.info("bootstrap_ready", addresses=swarm.transport.addresses)
                 await Ending(stopping, swarm).wait()
+
+
+async def run_orchestrator(config: OrchestratorConfig) -> None:
+    """Plan for a swarm until SIGTERM or SIGINT. Raises `SwarmError` and `ConfigError`."""
+    check_ready_file(config.ready_file)
+    with stop_signals() as stopping:
+        async with _joined(config) as swarm:
+
+            async def plan() -> None:
+                await orchestrate(config, swarm, await find_model(swarm, config.model))
+
+            with ready_file(config.ready_file, ready_facts(swarm)):
+                await Ending(stopping, swarm).unless(plan())
 
 
 async def run_node(config: NodeConfig) -> None:
@@ -136,6 +155,9 @@ async def _serve(
         ping_every_s=config.ping_every_s,
     )
     background = [asyncio.create_task(announcer.run()), asyncio.create_task(measuring)]
+    obedience = obedience_of(
+        config, peer_id, num_blocks=about.num_blocks, max_blocks=about.max_blocks
+    )
     if not moves.pinned:
         watching = rebalance(
             partial(look, served, swarm),
@@ -145,6 +167,13 @@ async def _serve(
             rng=random.Random(),
         )
         background.append(asyncio.create_task(watching))
+        following = follow_placements(
+            config, swarm, served.model_id, obedience, moves, num_blocks=about.num_blocks
+        )
+        background.append(asyncio.create_task(following))
+    if config.orchestrator:
+        planning = orchestrate(config, swarm, served.model_id, liars=obedience.liars)
+        background.append(asyncio.create_task(planning))
     try:
         await spans.run()
     finally:

@@ -68,7 +68,11 @@ async def _reach(
             raise PeerUnreachableError(f"no valid record of {peer} is known")
         if not Span(*record.span).covers(Span(*whom.blocks)):
             raise PeerUnreachableError(f"{peer} announces {record.span}")
-        reader, writer = await swarm.transport.open_stream(peer, PROTOCOL, record.addresses)
+        try:
+            reader, writer = await swarm.transport.open_stream(peer, PROTOCOL, record.addresses)
+        except PeerUnreachableError:
+            swarm.reporter.note(model_id, peer, "lost")
+            raise
         stream = Stream(peer, reader, writer)
         try:
             answer = await _introduce(stream, introduction, welcome)

@@ -4,16 +4,30 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
+import msgspec
+
+from nesa_node.core.ids import PeerId
 from nesa_node.swarm.hive import DHTID, DHTLocalStorage, DictionaryDHTValue, ValueWithExpiration
+from nesa_node.swarm.notices import KINDS, Bounds
+from nesa_node.swarm.sealing import kind_of
 
 MAX_KEYS = 512
 MAX_BYTES_PER_KEY = 2 * 1024**2
 """So that a whole key fits into one answer; room for some 3,000 nodes."""
 MAX_BYTES = 64 * 1024**2
+MAX_NOTICE_KEYS = 256
+"""Of all kinds together."""
+MAX_NOTICE_BYTES = 16 * 1024**2
+"""Each counted as the largest of its kind: its signer may replace it by one."""
 
 _HEAP_SLACK = 64
+
+
+def nobody_is_known(_: PeerId) -> float:
+    return 0.0
 
 
 class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
@@ -25,14 +39,25 @@ class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
     known peers still pass and newcomers are refused: an attacker with many throw-away identities
     can keep newcomers out of a key, not push members out.
 
+    Notices have room of their own, which records cannot take nor lose. Few peers need it, and one
+    of them may well be new to a full key: there it takes the place of whoever has been known for
+    the shortest time (`known_s`, of the peer id), if that is shorter than its own.
+
     `own_subkey` is always accepted: a node can always announce itself here.
     """
 
-    def __init__(self, own_subkey: str, dropped: Counter[str]) -> None:
+    def __init__(
+        self,
+        own_subkey: str,
+        dropped: Counter[str],
+        known_s: Callable[[PeerId], float] = nobody_is_known,
+    ) -> None:
         super().__init__()
         self._own_subkey = own_subkey
         self._dropped = dropped
+        self._known_s = known_s
         self._bytes: Counter[DHTID] = Counter()
+        self._notice_keys: dict[DHTID, Bounds] = {}
 
     def store(
         self, key: DHTID, value: Any, expiration_time: float, subkey: str | None = None
@@ -48,9 +73,18 @@ class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
         known = None if records is None else records.get(subkey)
         if known is not None and known.expiration_time >= expiration_time:
             return False
-        if subkey != self._own_subkey and known is None and not self._has_room(key, len(value)):
-            self._dropped["full"] += 1
-            return False
+        bounds = _bounds_of(value)
+        if subkey != self._own_subkey and known is None:
+            if bounds is None:
+                has_room = self._has_room(key, len(value))
+            else:
+                has_room = self._has_notice_room(key, bounds, subkey)
+            if not has_room:
+                self._dropped["full"] += 1
+                return False
+            records = self._records(key)
+        if bounds is not None:
+            self._notice_keys[key] = bounds
         if records is None:
             records = DictionaryDHTValue()
         latest = max(records.latest_expiration_time, expiration_time)
@@ -78,7 +112,13 @@ class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
         """The bytes of all records kept, without Python's own overhead."""
         self._remove_outdated()
         self._bytes = Counter({key: _size(item.value) for key, item in self.data.items()})
+        self._forget_notice_keys()
         return self._bytes.total()
+
+    def _forget_notice_keys(self) -> None:
+        self._notice_keys = {
+            key: bounds for key, bounds in self._notice_keys.items() if key in self.data
+        }
 
     def _records(self, key: DHTID) -> Any:
         item = super().get(key)
@@ -91,11 +131,69 @@ class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
         return self._fits(key, size)
 
     def _fits(self, key: DHTID, size: int) -> bool:
+        notice_bytes = sum(self._bytes[key] for key in self._notice_keys)
+        num_keys = len(self.data) - len(self._notice_keys)
         return (
             self._bytes[key] + size <= MAX_BYTES_PER_KEY
-            and self._bytes.total() + size <= MAX_BYTES
-            and (key in self.data or len(self.data) < MAX_KEYS)
+            and self._bytes.total() - notice_bytes + size <= MAX_BYTES
+            and (key in self.data or num_keys < MAX_KEYS)
         )
+
+    def _has_notice_room(self, key: DHTID, bounds: Bounds, subkey: str) -> bool:
+        """Whether a notice of a newcomer to this key may be kept; makes room if that is due."""
+        self._remove_outdated()
+        self._forget_notice_keys()
+        if self._notices_fit(key, bounds):
+            return True
+        # Also the answer to a flood: whoever cannot displace anybody costs no search.
+        known_s = self._known_s(PeerId(subkey))
+        if known_s <= 0.0:
+            return False
+        records = self._records(key)
+        if records is not None and len(records) >= bounds.max_per_key:
+            peer = min(self._others(records), key=self._known_s)
+            if self._known_s(peer) < known_s:
+                del records[peer]
+        else:
+            self._drop_unknown_key(known_s)
+        return self._notices_fit(key, bounds)
+
+    def _notices_fit(self, key: DHTID, bounds: Bounds) -> bool:
+        records = self._records(key)
+        if records is not None:
+            if len(records) >= bounds.max_per_key:
+                return False
+        elif len(self._notice_keys) >= MAX_NOTICE_KEYS:
+            return False
+        taken = sum(
+            len(self.data[key].value) * each.kind.max_bytes
+            for key, each in self._notice_keys.items()
+            if key in self.data
+        )
+        return taken + bounds.kind.max_bytes <= MAX_NOTICE_BYTES
+
+    def _drop_unknown_key(self, known_s: float) -> None:
+        """Forget the key whose best known signer is the least known, if less than `known_s`."""
+
+        def best(key: DHTID) -> float:
+            return max(map(self._known_s, self._others(self.data[key].value)), default=0.0)
+
+        mine = [key for key in self._notice_keys if self._own_subkey in self.data[key].value]
+        least = min((key for key in self._notice_keys if key not in mine), key=best, default=None)
+        if least is not None and best(least) < known_s:
+            del self[least], self._notice_keys[least]
+
+    def _others(self, records: Any) -> list[PeerId]:
+        return [PeerId(peer) for peer, _ in records.items() if peer != self._own_subkey]
+
+
+def _bounds_of(value: bytes) -> Bounds | None:
+    """None for a node's record."""
+    try:
+        kind = KINDS.get(kind_of(msgspec.msgpack.decode(value, type=bytes)))
+    except (msgspec.DecodeError, ValueError):
+        return None
+    return None if kind is None else kind.bounds
 
 
 def _size(records: Any) -> int:

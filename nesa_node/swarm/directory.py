@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 from nesa_node.core.errors import RecordError
@@ -17,9 +17,11 @@ from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.core.logging import get_logger
 from nesa_node.core.span import Span
 from nesa_node.swarm.dht_peer import DhtPeer
+from nesa_node.swarm.hearsay import Hearsay
 from nesa_node.swarm.hive import DHTNode
 from nesa_node.swarm.identity import Identity
-from nesa_node.swarm.private import Membership
+from nesa_node.swarm.notice_board import NoticeBoard
+from nesa_node.swarm.notices import Report
 from nesa_node.swarm.records import (
     MAX_ADDRESSES,
     MAX_TTL_S,
@@ -33,12 +35,10 @@ from nesa_node.swarm.transport import Transport
 from nesa_node.swarm.validator import RecordValidator
 from nesa_node.topology.assemble import assemble_links
 from nesa_node.topology.packed import Measured
-from nesa_node.topology.snapshot import Snapshot
+from nesa_node.topology.snapshot import NodeState, Snapshot
 
 log = get_logger(__name__)
 
-FETCH_TIMEOUT_S = 10.0
-PUBLISH_TIMEOUT_S = 15.0
 DEFAULT_TTL_S = 60.0
 _MAX_REMEMBERED = 16_384
 
@@ -53,7 +53,7 @@ class Directory:
         identity: Identity,
         transport: Transport,
         validator: RecordValidator,
-        membership: Membership,
+        notices: NoticeBoard,
         *,
         clock: Callable[[], float],
         ttl_s: float = DEFAULT_TTL_S,
@@ -66,7 +66,10 @@ class Directory:
         self._identity = identity
         self._transport = transport
         self._validator = validator
-        self._membership = membership
+        self._shelf = notices.shelf
+        self._notices = notices
+        self._membership = notices.membership
+        self._hearsay = Hearsay(notices, identity.peer_id, clock=clock)
         self._clock = clock
         self._known: dict[PeerId, NodeRecord] = {}
         self._own: NodeRecord | None = None
@@ -118,9 +121,13 @@ class Directory:
         """Look up who serves `model_id` now.
 
         Members that do not answer are left out; if nobody does in `FETCH_TIMEOUT_S`, the result is
-        what was known before and has not expired. `num_blocks` is as in `snapshot`.
+        what was known before and has not expired. `num_blocks` is as in `snapshot`. Reports of
+        failures are looked up at the same time.
         """
-        self._remember(await self._search(model_key(model_id)))
+        found, _ = await asyncio.gather(
+            self._search(model_key(model_id)), self._notices.fetch(Report, model_id)
+        )
+        self._remember(found)
         return self.snapshot(model_id, num_blocks)
 
     def snapshot(self, model_id: ModelId, num_blocks: int | None = None) -> Snapshot:
@@ -136,8 +143,9 @@ class Directory:
         agreed = [record for record in records if record.num_blocks == num_blocks]
         if len(agreed) < len(records):
             self.dropped["num_blocks"] += len(records) - len(agreed)
+        blames = self._hearsay.blames(model_id, records)
         serving, joining = (
-            tuple(record.node_state() for record in agreed if record.state == state)
+            tuple(self._state(record, blames) for record in agreed if record.state == state)
             for state in ("serving", "joining")
         )
         moving = tuple(
@@ -146,6 +154,11 @@ class Directory:
             if record.state == "draining" and record.next_span is not None
         )
         return Snapshot(model_id, num_blocks, serving, self._clock(), joining=(*joining, *moving))
+
+    def blames(self, model_id: ModelId) -> Mapping[PeerId, float]:
+        """How much each peer is blamed for failures now (`routing/reputation.py`)."""
+        records = [record for record in self._alive() if record.model_id == model_id]
+        return self._hearsay.blames(model_id, records)
 
     def measured(self, snapshot: Snapshot) -> dict[PeerId, tuple[Measured, ...]]:
         """What the nodes of `snapshot` say in their newest records of their links."""
@@ -163,6 +176,10 @@ class Directory:
         return sorted(
             self._alive(), key=lambda record: (record.model_id, record.span, record.peer_id)
         )
+
+    def _state(self, record: NodeRecord, blames: Mapping[PeerId, float]) -> NodeState:
+        blame = blames.get(PeerId(record.peer_id), 0.0)
+        return replace(record.node_state(), reliability=self._hearsay.reliability(record, blame))
 
     def _next_record(self, status: NodeStatus) -> NodeRecord:
         """Both the sequence number and the expiry rise with every record, also across restarts."""
@@ -188,30 +205,15 @@ class Directory:
 
     async def _store(self, record: NodeRecord, sealed: bytes) -> None:
         keys = [model_key(ModelId(record.model_id)), NODES_KEY]
-        keys = [self._membership.dht_key(key) for key in keys]
-        try:
-            storing = self._node.store_many(
-                keys, [sealed] * 2, record.expires_at, subkeys=[record.peer_id] * 2
-            )
-            stored = await self._peer.run(storing, PUBLISH_TIMEOUT_S)
-        except TimeoutError:
-            log.warning("record_not_stored", seq=record.seq, reason="timeout")
-            return
-        if not all(stored.values()):
-            log.warning("record_not_stored", seq=record.seq, reason="refused")
-        log.debug("record_published", seq=record.seq, state=record.state)
+        failure = await self._shelf.put(keys, sealed, record.expires_at, record.peer_id)
+        if failure is not None:
+            log.warning("record_not_stored", seq=record.seq, reason=failure)
+        if failure != "timeout":
+            log.debug("record_published", seq=record.seq, state=record.state)
 
     async def _search(self, key: str) -> Iterable[bytes]:
         """The sealed records under `key`, which the validator has let pass."""
-        try:
-            searching = self._node.get(self._membership.dht_key(key), latest=True)
-            found = await self._peer.run(searching, FETCH_TIMEOUT_S)
-        except TimeoutError:
-            log.warning("directory_timed_out", timeout_s=FETCH_TIMEOUT_S)
-            return ()
-        if found is None or not isinstance(found.value, dict):
-            return ()
-        return [item.value for item in found.value.values() if isinstance(item.value, bytes)]
+        return await self._shelf.find(key)
 
     def _remember(self, sealed_records: Iterable[bytes]) -> None:
         for sealed in sealed_records:
@@ -224,15 +226,25 @@ class Directory:
             known = self._known.get(peer)
             if known is None or known.seq < record.seq:
                 self._known[peer] = record
+                if known is not None:
+                    self._hearsay.histories.replaced(known, record)
         self._forget_expired()
 
     def _forget_expired(self) -> None:
         now = self._clock()
+        if any(record.issued_at > now - self.ttl_s for record in self._others()):
+            # Else it may be this node that was cut off.
+            for record in self._others():
+                if record.expires_at <= now:
+                    self._hearsay.histories.expired(record)
         alive = {peer: record for peer, record in self._known.items() if record.expires_at > now}
         if len(alive) > _MAX_REMEMBERED:
             latest = sorted(alive, key=lambda peer: alive[peer].issued_at)[-_MAX_REMEMBERED:]
             alive = {peer: alive[peer] for peer in latest}
         self._known = alive
+
+    def _others(self) -> list[NodeRecord]:
+        return [record for peer, record in self._known.items() if peer != self._peer_id]
 
     def _alive(self) -> list[NodeRecord]:
         now = self._clock()

@@ -22,8 +22,11 @@ from nesa_node.swarm.distances import Distances
 from nesa_node.swarm.hive import DHTID, DHTNode, PeerID
 from nesa_node.swarm.identity import Identity
 from nesa_node.swarm.link_speed import LinkSpeeds
+from nesa_node.swarm.notice_board import NoticeBoard
 from nesa_node.swarm.ping import PING_PROTOCOL, answer_pings
 from nesa_node.swarm.private import Membership
+from nesa_node.swarm.reporter import Reporter
+from nesa_node.swarm.shelf import Shelf
 from nesa_node.swarm.transport import Transport, open_transport, split_peer_address
 from nesa_node.swarm.validator import RecordValidator
 
@@ -41,6 +44,8 @@ class Swarm:
     identity: Identity
     transport: Transport
     directory: Directory
+    notices: NoticeBoard
+    reporter: Reporter
     speeds: LinkSpeeds = field(default_factory=LinkSpeeds)
     distances: Distances = field(default_factory=Distances)
 
@@ -84,26 +89,33 @@ async def open_swarm(
         peer = DhtPeer(identity.peer_id, transport.unary, validator, membership)
         async with _dht_node(peer, validator, listen=listen) as node:
             await _join_dht(node, peer, initial_peers)
+            shelf = Shelf(node, peer, membership)
+            notices = NoticeBoard(shelf, identity, validator, membership, clock=clock)
             directory = Directory(
                 node,
                 peer,
                 identity,
                 transport,
                 validator,
-                membership,
+                notices,
                 clock=clock,
                 ttl_s=record_ttl_s,
             )
+            reporter = Reporter(notices, identity.peer_id, clock=clock)
             if listen:
                 await transport.serve(PING_PROTOCOL, answer_pings)
-            keeper = asyncio.create_task(
-                _stay_joined(node, transport, initial_peers), name="dht-rejoin"
-            )
+            tasks = {
+                asyncio.create_task(
+                    _stay_joined(node, transport, initial_peers), name="dht-rejoin"
+                ),
+                asyncio.create_task(reporter.run(), name="reporter"),
+            }
             try:
-                yield Swarm(identity, transport, directory)
+                yield Swarm(identity, transport, directory, notices, reporter)
             finally:
-                keeper.cancel()
-                await asyncio.wait({keeper})
+                for task in tasks:
+                    task.cancel()
+                await asyncio.wait(tasks)
 
 
 @asynccontextmanager
@@ -125,7 +137,9 @@ async def _dht_node(
         # Joins are ours to do: hivemind would leave a sleeping task behind.
         initial_peers=None,
     )
-    node.protocol.storage = BoundedStorage(str(peer.peer_id), validator.dropped)
+    node.protocol.storage = BoundedStorage(
+        str(peer.peer_id), validator.dropped, validator.acquaintance.known_s
+    )
     peer.protocol = node.protocol
     try:
         yield node

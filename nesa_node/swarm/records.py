@@ -1,9 +1,7 @@
-"""What a node says about itself on the DHT, signed.
+"""What a node says about itself on the DHT, signed (`sealing.py`).
 
-A sealed record is a msgpack map: `record` (bytes: msgpack of the fields below), `signature`
-(Ed25519 over a fixed prefix and these bytes), `peer_id` (whose key that is) and `tag` (32 bytes in
-a private swarm, else empty). What was signed is the bytes as sent, so fields that a later minor
-version adds survive; they are ignored here.
+What was signed is the bytes as sent, so fields that a later minor version adds survive; they are
+ignored here.
 """
 
 from __future__ import annotations
@@ -24,19 +22,25 @@ from pydantic import (
 from nesa_node.core.errors import RecordError
 from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.core.span import Span
-from nesa_node.swarm.identity import Identity, verify
-from nesa_node.swarm.private import TAG_BYTES, Membership
+from nesa_node.swarm.identity import Identity
+from nesa_node.swarm.private import Membership
+from nesa_node.swarm.sealing import (
+    CLOCK_SKEW_S,
+    RECORD_KIND,
+    Kind,
+    open_envelope,
+    read_fields,
+    seal_body,
+)
 from nesa_node.topology.packed import MAX_PACKED_BYTES, Measured, unpack_measured
 from nesa_node.topology.snapshot import NodeState
 
 MAX_RECORD_BYTES = 4096
 MAX_ADDRESSES = 16
 MAX_TTL_S = 600.0
-CLOCK_SKEW_S = 30.0
-"""How far the clocks of two nodes may be apart."""
 
 RECORD_MAJOR = 1
-_SIGNED_PREFIX = b"nesa-node record 1\0"
+_KIND = Kind(RECORD_KIND, MAX_RECORD_BYTES)
 _PUBLIC = Membership(None)
 
 
@@ -50,6 +54,8 @@ def _from_array(value: object) -> object:
     return tuple(value) if isinstance(value, list) else value
 
 
+AS_TUPLE = BeforeValidator(_from_array)
+"""MessagePack knows arrays only."""
 Text = Annotated[str, AfterValidator(_printable)]
 Count = Annotated[int, Field(ge=0, lt=2**50)]
 Rate = Annotated[float, Field(ge=0, le=1e8)]
@@ -164,24 +170,12 @@ class NodeRecord(NodeStatus):
 _SHARED_FIELDS = set(NodeState.__dataclass_fields__) - {"peer_id", "span"}
 
 
-class _Envelope(msgspec.Struct, forbid_unknown_fields=True):
-    record: bytes
-    signature: Annotated[bytes, msgspec.Meta(min_length=64, max_length=64)]
-    peer_id: Annotated[str, msgspec.Meta(max_length=128)]
-    tag: Annotated[bytes, msgspec.Meta(max_length=TAG_BYTES)] = b""
-
-
 def seal(record: NodeRecord, identity: Identity, membership: Membership = _PUBLIC) -> bytes:
     """Sign `record`. Raises `RecordError` if it is too large or not this identity's own."""
     if record.peer_id != identity.peer_id:
         raise RecordError("foreign", f"cannot sign a record of {record.peer_id}")
     body = msgspec.msgpack.encode({"version": RECORD_MAJOR, **record.model_dump()})
-    signature = identity.sign(_SIGNED_PREFIX + body)
-    tag = membership.tag(b"record", body, signature)
-    sealed = msgspec.msgpack.encode(_Envelope(body, signature, identity.peer_id, tag))
-    if len(sealed) > MAX_RECORD_BYTES:
-        raise RecordError("oversized", f"a record of {len(sealed)} bytes is too large")
-    return sealed
+    return seal_body(_KIND, body, identity, membership)
 
 
 def unseal(data: bytes, *, now: float, membership: Membership = _PUBLIC) -> NodeRecord:
@@ -197,18 +191,8 @@ def unseal(data: bytes, *, now: float, membership: Membership = _PUBLIC) -> Node
 
 def unseal_ageless(data: bytes, *, membership: Membership = _PUBLIC) -> NodeRecord:
     """`unseal` without looking at the clock: its answer for the same bytes never changes."""
-    if len(data) > MAX_RECORD_BYTES:
-        raise RecordError("oversized", f"a record of {len(data)} bytes is too large")
-    try:
-        envelope = msgspec.msgpack.decode(data, type=_Envelope)
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise RecordError("malformed", "not a sealed record") from error
-    if not membership.check(envelope.tag, b"record", envelope.record, envelope.signature):
-        raise RecordError("foreign", "the record is not of this private swarm")
-    peer_id = PeerId(envelope.peer_id)
-    if not verify(peer_id, _SIGNED_PREFIX + envelope.record, envelope.signature):
-        raise RecordError("signature", f"{peer_id} did not sign this record")
-    record = _parse(envelope.record)
+    peer_id, body = open_envelope(_KIND, data, membership)
+    record = _parse(body)
     if record.peer_id != peer_id:
         raise RecordError("signature", f"{peer_id} signed a record of {record.peer_id}")
     return record
@@ -236,14 +220,7 @@ NODES_KEY = "nesa/1/nodes"
 
 
 def _parse(body: bytes) -> NodeRecord:
-    try:
-        fields = msgspec.msgpack.decode(body, type=dict[str, object])
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise RecordError("malformed", "a record's fields are not a msgpack map") from error
-    if fields.get("version") != RECORD_MAJOR:
-        raise RecordError(
-            "version", f"records of version {fields.get('version')!r:.20} are not read"
-        )
+    fields = read_fields(_KIND, body, RECORD_MAJOR)
     try:
         return NodeRecord.model_validate(fields)
     except (ValidationError, RecursionError) as error:

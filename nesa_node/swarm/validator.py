@@ -1,22 +1,31 @@
-"""Which records a DHT member keeps, and which it drops.
+"""Which statements a DHT member keeps, and which it drops.
 
 hivemind asks `RecordValidator.validate` for everything that somebody wants stored here or answers
-to a search. Only a sealed record passes, under the subkey of its signer, under the key of its own
-model (or the index of all nodes), with the expiry that was signed, and never an older one than was
-seen. So nobody can write for another peer, nor bring back what a peer has replaced or withdrawn.
+to a search. Only a sealed record or notice passes, under the subkey of its signer, under the key of
+its own model (or the index of all nodes), with the expiry that was signed, and never an older one
+than was seen. So nobody can write for another peer, nor bring back what a peer has replaced or
+withdrawn.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from typing import Generic, TypeVar
 
 import msgspec
 
 from nesa_node.core.errors import RecordError
 from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.swarm.hive import DHTID, DHTProtocol, DHTRecord, RecordValidatorBase
+from nesa_node.swarm.notices import (
+    KINDS,
+    Notice,
+    check_notice_age,
+    notice_key,
+    open_notice,
+)
 from nesa_node.swarm.private import Membership
 from nesa_node.swarm.records import (
     MAX_RECORD_BYTES,
@@ -26,22 +35,34 @@ from nesa_node.swarm.records import (
     model_key,
     unseal_ageless,
 )
+from nesa_node.swarm.sealing import kind_of
+from nesa_node.swarm.standing import Acquaintance
 
 _MAX_REMEMBERED = 16_384
+_MAX_REMEMBERED_NOTICES = 4096
 _MAX_OPENED = 4096
 _WRAPPING_BYTES = 8
+_MAX_BYTES = max(MAX_RECORD_BYTES, *(kind.bounds.kind.max_bytes for kind in KINDS.values()))
+
+_Key = TypeVar("_Key", bound=Hashable)
+_Value = TypeVar("_Value")
 
 
 class RecordValidator(RecordValidatorBase):  # type: ignore[misc]
-    """`clock` gives seconds since the epoch. `dropped` counts what was refused, by reason."""
+    """`clock` gives seconds since the epoch. `dropped` counts what was refused, by reason.
+
+    Every kind has a memory of its own, so that a flood of one leaves the others alone.
+    """
 
     def __init__(self, membership: Membership, clock: Callable[[], float]) -> None:
         self.dropped: Counter[str] = Counter()
+        self.acquaintance = Acquaintance(clock)
         self._membership = membership
         self._clock = clock
         self._index_id = dht_id(membership.dht_key(NODES_KEY))
-        self._newest: OrderedDict[PeerId, int] = OrderedDict()
-        self._opened: OrderedDict[bytes, NodeRecord | tuple[str, str]] = OrderedDict()
+        self._newest: _Latest[PeerId, int] = _Latest(_MAX_REMEMBERED)
+        self._opened: _Latest[bytes, NodeRecord | tuple[str, str]] = _Latest(_MAX_OPENED)
+        self._notices = {name: _NoticeMemory(kind) for name, kind in KINDS.items()}
 
     def validate(self, record: DHTRecord) -> bool:
         try:
@@ -51,57 +72,106 @@ class RecordValidator(RecordValidatorBase):  # type: ignore[misc]
             return False
         return True
 
-    def check(self, key: bytes, subkey: bytes, value: bytes, expiration: float) -> NodeRecord:
-        """The record in hivemind's four fields. Raises `RecordError` with the reason to drop it.
+    def check(
+        self, key: bytes, subkey: bytes, value: bytes, expiration: float
+    ) -> NodeRecord | Notice:
+        """What hivemind's four fields hold. Raises `RecordError` with the reason to drop it.
 
         Beside the reasons of `unseal`: unwanted (no subkey), subkey (not the signer's), key,
-        expiry and stale.
+        expiry, stale, and too_soon (after the last of a kind that has an interval).
         """
         if subkey in DHTProtocol.RESERVED_SUBKEYS:
             raise RecordError("unwanted", "only records under a peer's own subkey are kept")
-        record = self.open(_unwrap(value))
-        if subkey != msgspec.msgpack.encode(record.peer_id):
-            raise RecordError("subkey", f"{record.peer_id} may not write another peer's subkey")
-        if key not in (self._index_id, self._model_id(record)):
-            raise RecordError("key", f"the record of {record.peer_id} belongs elsewhere")
-        if expiration != record.expires_at:
+        sealed = _unwrap(value)
+        kind = KINDS.get(kind_of(sealed))
+        statement = self.open(sealed) if kind is None else self.open_notice(kind, sealed)
+        if subkey != msgspec.msgpack.encode(statement.peer_id):
+            raise RecordError("subkey", f"{statement.peer_id} may not write another peer's subkey")
+        if key not in self._keys(statement):
+            raise RecordError("key", f"what {statement.peer_id} says belongs elsewhere")
+        if expiration != statement.expires_at:
             raise RecordError("expiry", "the expiry is not the signed one")
-        self._remember(record)
-        return record
+        if isinstance(statement, Notice):
+            self._notices[statement.bounds.kind.name].remember(statement)
+        else:
+            self._remember(statement)
+        return statement
 
     def open(self, sealed: bytes) -> NodeRecord:
         """`unseal`, whose costly part is done once for the same bytes."""
-        digest = hashlib.sha256(sealed).digest()
-        opened = self._opened.get(digest)
-        if opened is None:
-            try:
-                opened = unseal_ageless(sealed, membership=self._membership)
-            except RecordError as error:
-                # Not the error itself: its traceback would keep frames alive.
-                opened = error.reason, str(error)
-            self._opened[digest] = opened
-            if len(self._opened) > _MAX_OPENED:
-                self._opened.popitem(last=False)
-        if isinstance(opened, tuple):
-            raise RecordError(*opened)
-        check_age(opened, self._clock())
-        return opened
+
+        def unseal() -> NodeRecord:
+            return unseal_ageless(sealed, membership=self._membership)
+
+        record = _once(self._opened, sealed, unseal)
+        check_age(record, self._clock())
+        return record
+
+    def open_notice(self, kind: type[Notice], sealed: bytes) -> Notice:
+        """The same for a notice. Raises `RecordError`."""
+        opened = self._notices[kind.bounds.kind.name].opened
+        notice = _once(opened, sealed, lambda: open_notice(kind, sealed, self._membership))
+        check_notice_age(notice, self._clock())
+        return notice
 
     def newest_seq(self, peer: PeerId) -> int:
         """The highest sequence number seen of `peer`; -1 if none is remembered."""
         return self._newest.get(peer, -1)
 
-    def _model_id(self, record: NodeRecord) -> bytes:
-        return dht_id(self._membership.dht_key(model_key(ModelId(record.model_id))))
+    def newest_notice(
+        self, kind: type[Notice], model_id: ModelId, peer: PeerId
+    ) -> tuple[tuple[int, int], float] | None:
+        """`(epoch, seq)` and the expiry of the last such notice of `peer` that was seen."""
+        latest = self._notices[kind.bounds.kind.name].latest.get((model_id, peer))
+        return None if latest is None else (latest[0], latest[2])
+
+    def _keys(self, statement: NodeRecord | Notice) -> tuple[bytes, ...]:
+        model = ModelId(statement.model_id)
+        if isinstance(statement, Notice):
+            return (dht_id(self._membership.dht_key(notice_key(type(statement), model))),)
+        return self._index_id, dht_id(self._membership.dht_key(model_key(model)))
 
     def _remember(self, record: NodeRecord) -> None:
         peer = PeerId(record.peer_id)
         if record.seq < self.newest_seq(peer):
             raise RecordError("stale", f"a newer record of {peer} is known")
-        self._newest[peer] = record.seq
-        self._newest.move_to_end(peer)
-        if len(self._newest) > _MAX_REMEMBERED:
-            self._newest.popitem(last=False)
+        self._newest.put(peer, record.seq)
+        self.acquaintance.seen(peer, record.expires_at)
+
+
+class _Latest(OrderedDict[_Key, _Value], Generic[_Key, _Value]):
+    """The `limit` entries that were put last."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__()
+        self._limit = limit
+
+    def put(self, key: _Key, value: _Value) -> None:
+        self[key] = value
+        self.move_to_end(key)
+        if len(self) > self._limit:
+            self.popitem(last=False)
+
+
+class _NoticeMemory:
+    """The latest notices of one kind, per model and signer: order, issue and expiry."""
+
+    def __init__(self, kind: type[Notice]) -> None:
+        self.latest: _Latest[tuple[str, str], tuple[tuple[int, int], float, float]] = _Latest(
+            _MAX_REMEMBERED_NOTICES
+        )
+        # A placement takes a hundred times its bytes once it is read.
+        self.opened: _Latest[bytes, Notice | tuple[str, str]] = _Latest(2 * kind.bounds.max_per_key)
+
+    def remember(self, notice: Notice) -> None:
+        at = notice.model_id, notice.peer_id
+        name = notice.bounds.kind.name
+        order, issued_at, _ = self.latest.get(at, (notice.order, 0.0, 0.0))
+        if notice.order < order:
+            raise RecordError("stale", f"a newer {name} of {notice.peer_id} is known")
+        if notice.order > order and notice.issued_at < issued_at + notice.bounds.min_interval_s:
+            raise RecordError("too_soon", f"{notice.peer_id} makes too many {name}s")
+        self.latest.put(at, (notice.order, notice.issued_at, notice.expires_at))
 
 
 def dht_id(key: str) -> bytes:
@@ -109,9 +179,26 @@ def dht_id(key: str) -> bytes:
     return bytes(DHTID.generate(source=key).to_bytes())
 
 
+def _once(
+    opened: _Latest[bytes, _Value | tuple[str, str]], sealed: bytes, opening: Callable[[], _Value]
+) -> _Value:
+    digest = hashlib.sha256(sealed).digest()
+    result = opened.get(digest)
+    if result is None:
+        try:
+            result = opening()
+        except RecordError as error:
+            # Not the error itself: its traceback would keep frames alive.
+            result = error.reason, str(error)
+        opened.put(digest, result)
+    if isinstance(result, tuple):
+        raise RecordError(*result)
+    return result
+
+
 def _unwrap(value: bytes) -> bytes:
     """hivemind stores msgpack of the value it was given, here of bytes."""
-    if len(value) > MAX_RECORD_BYTES + _WRAPPING_BYTES:
+    if len(value) > _MAX_BYTES + _WRAPPING_BYTES:
         raise RecordError("oversized", f"a record of {len(value)} bytes is too large")
     try:
         return msgspec.msgpack.decode(value, type=bytes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import AsyncMock
@@ -33,12 +34,16 @@ def node(name: str, span: Span, quantization: str) -> NodeState:
     )
 
 
-async def planned(precision: Precision, *nodes: NodeState) -> list[str]:
+async def planned(
+    precision: Precision, *nodes: NodeState, blames: Mapping[str, float] | None = None
+) -> list[str]:
     snapshot = Snapshot(MODEL, 4, nodes, taken_at=0.0)
     swarm: Any = SimpleNamespace(
         identity=SimpleNamespace(peer_id=PeerId("client")),
         directory=SimpleNamespace(
-            fetch=AsyncMock(return_value=snapshot), measured=lambda snapshot: {}
+            fetch=AsyncMock(return_value=snapshot),
+            measured=lambda snapshot: {},
+            blames=lambda _: blames or {},
         ),
         transport=SimpleNamespace(open_stream=AsyncMock(side_effect=PeerUnreachableError("far"))),
         distances=Distances(),
@@ -86,3 +91,10 @@ async def test_blocks_that_only_coarse_nodes_hold_are_refused_with_the_reason() 
     coarse = [node("nf4", Span(2, 4), "nf4"), node("int8", Span(2, 4), "int8")]
     with pytest.raises(RefusedError, match="2:4 hold them in int8, nf4, and full was asked for"):
         await planned("full", node("full", Span(0, 2), "none"), *coarse)
+
+
+async def test_next_chain_avoids_who_is_reported_to_have_failed_if_there_is_another() -> None:
+    one, other = node("one", Span(0, 4), "int8"), node("other", Span(0, 4), "int8")
+    assert await planned("nf4", one, other, blames={"one": 0.1}) == ["other"]
+    assert await planned("nf4", one, other, blames={"other": 0.1}) == ["one"]
+    assert await planned("nf4", one, blames={"one": 3.0}) == ["one"]

@@ -17,7 +17,7 @@ from nesa_node.core.span import Span
 from nesa_node.swarm import node
 from nesa_node.swarm.identity import Identity
 from nesa_node.swarm.node import open_swarm
-from nesa_node.swarm.records import CLOCK_SKEW_S
+from nesa_node.swarm.sealing import CLOCK_SKEW_S
 from tests.swarm.local_swarm import LOOPBACK, eventually, local_swarm
 from tests.swarm.record_fields import MODEL_ID, make_status
 

@@ -15,7 +15,6 @@ from nesa_node.core.span import Span
 from nesa_node.swarm.identity import Identity
 from nesa_node.swarm.private import Membership
 from nesa_node.swarm.records import (
-    CLOCK_SKEW_S,
     MAX_ADDRESSES,
     MAX_RECORD_BYTES,
     MAX_TTL_S,
@@ -23,6 +22,7 @@ from nesa_node.swarm.records import (
     seal,
     unseal,
 )
+from nesa_node.swarm.sealing import CLOCK_SKEW_S
 from tests.swarm.record_fields import make_record, make_status
 
 NOW = 1_800_000_000.0

@@ -1,0 +1,32 @@
+"""`nesa-node orchestrate`: plan for a swarm without serving it."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from nesa_node.cli.flags import OrchestratorFlags, configure
+
+
+def orchestrate(
+    model: Annotated[
+        str | None,
+        Parameter(help="The model to plan for: its name, folder or full id. [default: the only]"),
+    ] = None,
+    /,
+    *,
+    flags: OrchestratorFlags | None = None,
+) -> int:
+    """Watch a swarm and publish signed placements, as long as no other orchestrator leads.
+
+    Nodes follow those that they allow (--allow-orchestrators) or find to gain.
+    """
+    from nesa_node.core.config import OrchestratorConfig
+
+    config = configure(OrchestratorConfig, flags, model=model)
+    from nesa_node.server.daemon import run_orchestrator
+    from nesa_node.swarm import event_loop
+
+    event_loop.run(run_orchestrator(config))
+    return 0

@@ -1,0 +1,75 @@
+"""Reads placements and wishes for what they ask, where this node is willing."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+from typing import Protocol
+
+from nesa_node.core.errors import SwarmError
+from nesa_node.core.ids import ModelId
+from nesa_node.core.logging import get_logger
+from nesa_node.core.span import Span
+from nesa_node.server.obedience import Obedience
+from nesa_node.swarm.notice_board import NoticeBoard
+from nesa_node.swarm.notices import Placement
+from nesa_node.topology.snapshot import Snapshot
+
+log = get_logger(__name__)
+
+DEFAULT_EVERY_S = 15.0
+JITTER = (0.8, 1.2)
+
+
+class WishLike(Protocol):
+    async def wait(self) -> str: ...
+
+
+class MovesLike(Protocol):
+    """`server/moves.py`: limits per hour, pauses, pinned spans."""
+
+    def ask(self, span: Span, reason: str) -> WishLike: ...
+
+
+async def follow(
+    board: NoticeBoard,
+    glance: Callable[[], Snapshot],
+    look: Callable[[], Awaitable[Snapshot]],
+    model_id: ModelId,
+    obedience: Obedience,
+    moves: MovesLike,
+    *,
+    every_s: float = DEFAULT_EVERY_S,
+    rng: random.Random,
+) -> None:
+    """Look at the placements about every `every_s` seconds, until cancelled.
+
+    `glance` gives what is known of the swarm without asking anybody, `look` asks.
+    """
+    while True:
+        await asyncio.sleep(every_s * rng.uniform(*JITTER))
+        obedience.glance(glance())
+        try:
+            placements = await board.fetch(Placement, model_id)
+            if not placements:
+                continue
+            snapshot = await look()
+        except (SwarmError, OSError) as error:
+            log.warning("no_look_at_placements", reason=str(error))
+            continue
+        # A plan may take as long as a large swarm needs: not on the event loop.
+        found = await asyncio.to_thread(obedience.consider, placements, snapshot)
+        if found is None:
+            continue
+        placement, verdict = found
+        assert verdict.span is not None
+        why = f"placement {placement.name}: {verdict.reason}"
+        answer = await moves.ask(verdict.span, why).wait()
+        log.info(
+            "placement_followed",
+            placement=placement.name,
+            span=str(verdict.span),
+            reason=verdict.reason,
+            answer=answer,
+        )

@@ -1,0 +1,240 @@
+"""Whether this node does what a placement asks of it.
+
+A lease on a DHT is no consensus, and whoever signs a placement may be wrong or lie. So a placement
+is obeyed only if its signer is one that the operator allows, or if this node finds the gain itself
+in its own picture of the swarm; and in either case only if nothing is lost by it, and within what
+the node can hold. How often it moves is for `Moves` to limit. Whoever once promised what cannot be
+is not listened to any more.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, OrderedDict, deque
+from collections.abc import Iterable, Iterator, Set
+from dataclasses import dataclass
+
+from nesa_node.core.ids import PeerId
+from nesa_node.core.logging import get_logger
+from nesa_node.core.span import Span
+from nesa_node.server.worth import Appraise, Worth, covered_without, holds, moved, savings
+from nesa_node.swarm.notices import Move, Placement
+from nesa_node.topology.snapshot import NodeState, Snapshot
+
+log = get_logger(__name__)
+
+MIN_GAIN = 0.10
+_MAX_LIARS = 1024
+_MAX_SIGNERS = 64
+_PICTURES = 6
+_MATTERS = 0.01
+"""A move must itself save so much of the cost, not ride along with others that do."""
+_EXAGGERATED = 0.5
+_TIMES = 4.0
+"""Measurements differ: a promise is a lie only if it is more than 4 times the truth and a half."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """`span` is what to hold from now on, None if the placement is refused; `reason` in a word.
+
+    "allowed" and "recomputed" are reasons to obey, the others are those that `Obedience` counts.
+    """
+
+    span: Span | None
+    reason: str
+
+
+class Liars(Set[PeerId]):
+    """Signers that promised what cannot be; the first of them are remembered for good."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[PeerId, str] = OrderedDict()
+
+    def __contains__(self, peer: object) -> bool:
+        return peer in self._known
+
+    def __iter__(self) -> Iterator[PeerId]:
+        return iter(tuple(self._known))
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def note(self, peer: PeerId, why: str) -> None:
+        if peer not in self._known and len(self._known) < _MAX_LIARS:
+            self._known[peer] = why
+            log.warning("orchestrator_ignored_from_now_on", peer=peer, reason=why)
+
+
+class Obedience:
+    """One node's judgement. `refused` counts refusals by reason, each placement once per reason.
+
+    "liar": its signer is ignored. "stale_epoch": somebody with a higher one is obeyed. "absurd": it
+    cannot be (and its signer is ignored from now on). "doubtful": it looks absurd, but this node
+    knows too little of the swarm it was made for. "outdated": it starts from another span than
+    this node holds. "no_memory", "uncovered" (nobody else serves a block that would be given up),
+    "no_gain".
+    """
+
+    def __init__(
+        self,
+        own: PeerId,
+        appraise: Appraise,
+        *,
+        num_blocks: int,
+        max_blocks: int,
+        allowed: frozenset[PeerId] = frozenset(),
+        min_gain: float = MIN_GAIN,
+    ) -> None:
+        self.refused: Counter[str] = Counter()
+        self.liars = Liars()
+        self._own = own
+        self._appraise = appraise
+        self._num_blocks = num_blocks
+        self._max_blocks = max_blocks
+        self._allowed = allowed
+        self._min_gain = min_gain
+        self._epochs: dict[PeerId, int] = {}
+        self._pictures: deque[Snapshot] = deque(maxlen=_PICTURES)
+        self._counted: OrderedDict[PeerId, tuple[tuple[int, int], set[str]]] = OrderedDict()
+
+    def glance(self, snapshot: Snapshot) -> None:
+        """Remember how the swarm looked, to tell lies from what was true when it was said."""
+        self._pictures.append(snapshot)
+
+    def consider(
+        self, placements: Iterable[Placement], snapshot: Snapshot
+    ) -> tuple[Placement, Verdict] | None:
+        """The first placement to obey, of higher epochs first; None if there is none.
+
+        The same may be considered again and again: what is not safe now may be so once others have
+        moved.
+        """
+        mine = [
+            placement
+            for placement in placements
+            if placement.model_id == snapshot.model_id and self._move(placement) is not None
+        ]
+        # Allowed signers first: nobody else can hold them up.
+        mine.sort(key=lambda p: (p.signer not in self._allowed, -p.epoch, p.signer))
+        for placement in mine:
+            verdict = self.judge(placement, snapshot)
+            if verdict.span is not None:
+                self._epochs[placement.signer] = placement.epoch
+                if len(self._epochs) > _MAX_SIGNERS:
+                    del self._epochs[min(self._epochs, key=self._epochs.__getitem__)]
+                return placement, verdict
+            self._count(placement, verdict.reason)
+        return None
+
+    def judge(self, placement: Placement, snapshot: Snapshot) -> Verdict:
+        move = self._move(placement)
+        own = snapshot.node(self._own)
+        if move is None or own is None:
+            return Verdict(None, "outdated")
+        if placement.signer in self.liars:
+            return Verdict(None, "liar")
+        if placement.num_blocks != self._num_blocks:
+            return self._lie(placement, f"it speaks of {placement.num_blocks} blocks")
+        if placement.epoch < self._epoch_to_beat(placement.signer):
+            return Verdict(None, "stale_epoch")
+        if move.span == own.span or move.old_span != own.span:
+            return Verdict(None, "outdated")
+        if len(move.span) > self._max_blocks:
+            return Verdict(None, "no_memory")
+        return self._weigh(placement, move, own, snapshot)
+
+    def _weigh(
+        self, placement: Placement, move: Move, own: NodeState, snapshot: Snapshot
+    ) -> Verdict:
+        """By what the node's own picture of the swarm says."""
+        lie = self._lie_in(placement, snapshot)
+        if lie is not None:
+            # Nodes die while plans are made: it must have been a lie when it was told.
+            earlier = self._before(placement)
+            if earlier is None or self._lie_in(placement, earlier) is None:
+                return Verdict(None, "doubtful")
+            return self._lie(placement, lie)
+        before = self._appraise(snapshot)
+        after = self._appraise(moved(snapshot, placement.moves))
+        if not covered_without(snapshot, own, move.span):
+            return Verdict(None, "uncovered")
+        if placement.signer in self._allowed:
+            return Verdict(move.span, "allowed")
+        others = tuple(each for each in placement.moves if each is not move)
+        without = self._appraise(moved(snapshot, others))
+        if after.holes < without.holes:
+            return Verdict(move.span, "recomputed")
+        if after.holes == before.holes and (
+            self._thickens(before, after, without) or self._gains(before, after, without)
+        ):
+            return Verdict(move.span, "recomputed")
+        return Verdict(None, "no_gain")
+
+    def _lie_in(self, placement: Placement, snapshot: Snapshot) -> str | None:
+        """Why it cannot be true in that picture; None if it can, or if they speak of different
+        swarms.
+        """
+        if not all(holds(snapshot, move) for move in placement.moves):
+            return None
+        before = self._appraise(snapshot)
+        after = self._appraise(moved(snapshot, placement.moves))
+        gain, promised = max(savings(before, after)), placement.gain
+        if after.holes > before.holes:
+            return "its moves take the last holders of blocks"
+        if promised > 1.0 and math.isfinite(before.latency_s):
+            return f"it promises to save {promised:.0%} of the cost"
+        if promised > _EXAGGERATED + _TIMES * max(gain, 0.0) and before.holes == after.holes:
+            return f"{gain:.0%} are gained, not {promised:.0%}"
+        return None
+
+    def _before(self, placement: Placement) -> Snapshot | None:
+        """The last picture from before the placement."""
+        earlier = [each for each in self._pictures if each.taken_at <= placement.issued_at]
+        return earlier[-1] if earlier else None
+
+    def _gains(self, before: Worth, after: Worth, without: Worth) -> bool:
+        """Whether all moves together gain enough, and this node's is one of those that do."""
+        goals = zip(savings(before, after), savings(without, after), strict=True)
+        worst = min(savings(before, after))
+        return worst > -self._min_gain and any(
+            whole >= self._min_gain and own >= _MATTERS for whole, own in goals
+        )
+
+    def _thickens(self, before: Worth, after: Worth, without: Worth) -> bool:
+        """Whether this node's move gives blocks a second holder, at no great cost."""
+        mends = after.thin < min(before.thin, without.thin)
+        return mends and min(savings(before, after)) > -self._min_gain
+
+    def _epoch_to_beat(self, signer: PeerId) -> int:
+        """A stranger's number is no reason to refuse an allowed signer's."""
+        return max(
+            (
+                epoch
+                for rival, epoch in self._epochs.items()
+                if rival in self._allowed or signer not in self._allowed
+            ),
+            default=0,
+        )
+
+    def _move(self, placement: Placement) -> Move | None:
+        return next((move for move in placement.moves if move.peer == self._own), None)
+
+    def _lie(self, placement: Placement, why: str) -> Verdict:
+        self.liars.note(placement.signer, why)
+        self._epochs.pop(placement.signer, None)
+        return Verdict(None, "absurd")
+
+    def _count(self, placement: Placement, reason: str) -> None:
+        order, reasons = self._counted.get(placement.signer, (placement.order, set()))
+        if order != placement.order:
+            reasons = set()
+        if reason not in reasons:
+            self.refused[reason] += 1
+            log.info(
+                "placement_refused", signer=placement.signer, epoch=placement.epoch, reason=reason
+            )
+        self._counted[placement.signer] = placement.order, reasons | {reason}
+        self._counted.move_to_end(placement.signer)
+        if len(self._counted) > _MAX_SIGNERS:
+            self._counted.popitem(last=False)

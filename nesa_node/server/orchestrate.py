@@ -1,0 +1,136 @@
+"""Orchestrators and those who follow them, as their operators configure them."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Collection
+
+from nesa_node.core.config import NodeConfig, OrchestratorConfig
+from nesa_node.core.errors import ConfigError
+from nesa_node.core.ids import ModelId, PeerId
+from nesa_node.core.logging import get_logger
+from nesa_node.routing.succession import Terms
+from nesa_node.server.decision_log import DecisionLog, decision_log_path
+from nesa_node.server.follow import MovesLike, follow
+from nesa_node.server.obedience import Obedience
+from nesa_node.server.orchestrator import Orchestrator, Pace
+from nesa_node.server.planner import Planner, Rebalancer, appraise
+from nesa_node.swarm.lease import LeaseKeeper, Whom
+from nesa_node.swarm.node import Swarm
+from nesa_node.swarm.records import NodeRecord
+from nesa_node.topology.snapshot import Snapshot
+
+log = get_logger(__name__)
+
+LOOK_FOR_MODEL_S = 5.0
+PATIENCE_OF_LEASE = 1 / 3
+
+
+async def orchestrate(
+    config: OrchestratorConfig,
+    swarm: Swarm,
+    model_id: ModelId,
+    *,
+    planner: Planner | None = None,
+    liars: Collection[PeerId] = (),
+) -> None:
+    """Stand for the lease of `model_id` and plan while it is held, until cancelled.
+
+    `liars` are not yielded to; it may grow.
+    """
+    own = swarm.identity.peer_id
+    allowed = frozenset((*config.allow_orchestrators, own) if config.allow_orchestrators else ())
+    lease = LeaseKeeper(
+        swarm.notices,
+        own,
+        model_id,
+        clock=time.time,
+        whom=Whom(allowed),
+        liars=liars,
+        terms=Terms(config.lease_ttl_s, config.lease_ttl_s * PATIENCE_OF_LEASE),
+    )
+
+    async def look() -> Snapshot:
+        snapshot = await swarm.directory.fetch(model_id)
+        return swarm.directory.with_links(snapshot)
+
+    folder = config.decisions_dir or config.cache_dir / "decisions"
+    orchestrator = Orchestrator(
+        swarm.notices,
+        lease,
+        model_id,
+        look,
+        planner or Rebalancer(goal=config.placement_goal, replicas=config.replicas),
+        decisions=DecisionLog(decision_log_path(folder, model_id)),
+        pace=Pace(every_s=config.orchestrate_every_s),
+        rng=random.Random(own),
+    )
+    log.info("orchestrator_ready", model=model_id)
+    await orchestrator.run()
+
+
+def obedience_of(config: NodeConfig, own: PeerId, *, num_blocks: int, max_blocks: int) -> Obedience:
+    """A node's judgement of placements as its operator wants it."""
+    allowed = {*config.allow_orchestrators, *((own,) if config.orchestrator else ())}
+    return Obedience(
+        own,
+        appraise,
+        num_blocks=num_blocks,
+        max_blocks=max_blocks,
+        allowed=frozenset(allowed),
+    )
+
+
+async def follow_placements(
+    config: NodeConfig,
+    swarm: Swarm,
+    model_id: ModelId,
+    obedience: Obedience,
+    moves: MovesLike,
+    *,
+    num_blocks: int,
+) -> None:
+    """Wish for what placements ask of this node where it is willing, until cancelled."""
+    directory = swarm.directory
+
+    async def look() -> Snapshot:
+        return directory.with_links(await directory.fetch(model_id, num_blocks))
+
+    await follow(
+        swarm.notices,
+        lambda: directory.with_links(directory.snapshot(model_id, num_blocks)),
+        look,
+        model_id,
+        obedience,
+        moves,
+        every_s=config.follow_every_s,
+        rng=random.Random(swarm.identity.peer_id),
+    )
+
+
+async def find_model(swarm: Swarm, wanted: str | None) -> ModelId:
+    """The id of the model that nodes serve under that name; waits until one does.
+
+    Raises `ConfigError` if there are several.
+    """
+    waiting = False
+    while True:
+        records = await swarm.directory.fetch_all()
+        found = {record.model_id for record in records if _is(record, wanted)}
+        if len(found) > 1:
+            raise ConfigError(f"several models are served: {', '.join(sorted(found))}; name one")
+        if found:
+            return ModelId(found.pop())
+        if not waiting:
+            waiting = True
+            log.info("nobody_serves_it_yet", model=wanted or "any")
+        await asyncio.sleep(LOOK_FOR_MODEL_S)
+
+
+def _is(record: NodeRecord, wanted: str | None) -> bool:
+    if wanted is None:
+        return True
+    folder = wanted.rstrip("/").rpartition("/")[2]
+    return wanted in (record.model_id, record.model_name) or folder == record.model_name

@@ -1,0 +1,172 @@
+"""Plans for the swarm of one model: holds the lease, looks, decides, publishes.
+
+Any number of nodes may do so; the one that leads publishes, the others stand ready. Nobody has to
+obey, and without any orchestrator every node chooses for itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict, dataclass
+
+from nesa_node.core.errors import NesaError, PeerUnreachableError
+from nesa_node.core.ids import ModelId
+from nesa_node.core.logging import get_logger
+from nesa_node.server.decision_log import DecisionLog
+from nesa_node.server.planner import Decision, Planner
+from nesa_node.swarm.lease import LeaseKeeper
+from nesa_node.swarm.notice_board import NoticeBoard
+from nesa_node.swarm.notices import Placement
+from nesa_node.topology.digest import digest
+from nesa_node.topology.snapshot import Snapshot
+
+log = get_logger(__name__)
+
+PLACEMENT_TTL_S = 300.0
+JITTER = (0.9, 1.1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """How often to look at the swarm, and how long a placement asks for what it asks."""
+
+    every_s: float = 30.0
+    placement_ttl_s: float = PLACEMENT_TTL_S
+
+
+class Orchestrator:
+    """`look` fetches a snapshot with its links. `decisions` may be None: then none are kept."""
+
+    def __init__(
+        self,
+        board: NoticeBoard,
+        lease: LeaseKeeper,
+        model_id: ModelId,
+        look: Callable[[], Awaitable[Snapshot]],
+        planner: Planner,
+        *,
+        decisions: DecisionLog | None,
+        pace: Pace = Pace(),
+        rng: random.Random,
+    ) -> None:
+        self._board = board
+        self._lease = lease
+        self._model_id = model_id
+        self._look = look
+        self._planner = planner
+        self._decisions = decisions
+        self._pace = pace
+        self._rng = rng
+        self._last_reason = ""
+
+    async def run(self) -> None:
+        """Lead, or stand ready, until cancelled; then give the lease up."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._keep_lease())
+                group.create_task(self._keep_planning())
+        finally:
+            await self._leave()
+
+    async def step(self) -> Placement | None:
+        """Look at the swarm once, and publish what should move; None if nothing new should."""
+        if not self._leads():
+            return None
+        snapshot = await self._look()
+        decision = await asyncio.to_thread(self._planner.decide, snapshot)
+        if not self._leads():
+            # A large swarm takes seconds to plan for, in which another may have taken over.
+            return None
+        if not decision.moves:
+            self._note_nothing(decision, snapshot)
+            return None
+        known = self._board.own(Placement, self._model_id)
+        if known is not None and known.epoch == self._lease.epoch and known.moves == decision.moves:
+            return None
+        return await self._publish(decision, snapshot)
+
+    def _leads(self) -> bool:
+        return self._lease.leads
+
+    async def _publish(self, decision: Decision, snapshot: Snapshot) -> Placement:
+        placement = await self._board.publish(
+            Placement,
+            self._model_id,
+            epoch=self._lease.epoch,
+            ttl_s=self._pace.placement_ttl_s,
+            num_blocks=snapshot.num_blocks,
+            based_on=digest(snapshot),
+            **_fields(decision),
+        )
+        log.info(
+            "placement_published",
+            placement=placement.name,
+            trigger=decision.trigger,
+            moves=len(decision.moves),
+            gain=round(decision.gain, 3),
+            reason=decision.reason,
+        )
+        self._last_reason = ""
+        self._keep(placement.name, placement.based_on, decision, snapshot)
+        return placement
+
+    def _note_nothing(self, decision: Decision, snapshot: Snapshot) -> None:
+        """Once for each new reason: most looks find nothing."""
+        if decision.reason != self._last_reason:
+            self._last_reason = decision.reason
+            log.info("nothing_moves", reason=decision.reason)
+            self._keep(None, digest(snapshot), decision, snapshot)
+
+    def _keep(
+        self, name: str | None, based_on: str, decision: Decision, snapshot: Snapshot
+    ) -> None:
+        if self._decisions is None:
+            return
+        entry = {
+            "name": name,
+            "model": self._model_id,
+            "epoch": self._lease.epoch,
+            "at": snapshot.taken_at,
+            "nodes": len(snapshot.nodes),
+            "based_on": based_on,
+            **asdict(decision),
+            "moves": [move.model_dump() for move in decision.moves],
+        }
+        try:
+            self._decisions.write(entry)
+        except OSError as error:
+            log.warning("decision_not_kept", reason=str(error))
+
+    async def _keep_lease(self) -> None:
+        while True:
+            try:
+                await self._lease.step()
+            except (NesaError, OSError, ValueError) as error:
+                log.warning("lease_not_renewed", reason=str(error))
+            await asyncio.sleep(self._lease.terms.ttl_s / 4)
+
+    async def _keep_planning(self) -> None:
+        while True:
+            await asyncio.sleep(self._pace.every_s * self._rng.uniform(*JITTER))
+            try:
+                await self.step()
+            except (NesaError, OSError, ValueError) as error:
+                log.warning("no_plan", reason=str(error))
+            except Exception:  # a mistake of ours: the swarm goes on, and so do we
+                log.exception("no_plan")
+
+    async def _leave(self) -> None:
+        try:
+            async with asyncio.timeout(5.0):
+                await self._lease.leave()
+        except (TimeoutError, PeerUnreachableError) as error:
+            log.debug("lease_not_given_up", reason=str(error))
+
+
+def _fields(decision: Decision) -> dict[str, object]:
+    fields = asdict(decision)
+    fields["moves"] = decision.moves
+    fields["parameters"] = dict(decision.parameters)
+    return fields

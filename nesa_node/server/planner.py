@@ -1,0 +1,202 @@
+"""What an orchestrator decides on one snapshot, and what a swarm is worth: the planners' part.
+
+Pure but for what is remembered between snapshots; `orchestrator.py` runs it beside the event loop.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from nesa_node.core.span import Span
+from nesa_node.routing.build import Request
+from nesa_node.routing.placement.capacity import make_room
+from nesa_node.routing.placement.moves import MoveCosts, Moves
+from nesa_node.routing.placement.rebalance import Policy, nothing, rebalance
+from nesa_node.routing.placement.room import Room
+from nesa_node.routing.placement.score import Goal, Score, measure
+from nesa_node.server.watch import Watch
+from nesa_node.server.worth import Worth
+from nesa_node.swarm.notices import MAX_MOVES, Move
+from nesa_node.topology.changes.detector import ChangeReport, PlanCosts
+from nesa_node.topology.changes.triggers import Sensitivity
+from nesa_node.topology.snapshot import Snapshot
+
+REPLICAS = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """What to publish: nothing if there are no `moves`; then `reason` says why nothing moves."""
+
+    moves: tuple[Move, ...]
+    gain: float
+    repairs: int
+    latency_before_s: float | None
+    latency_after_s: float | None
+    steps_per_s_before: float | None
+    steps_per_s_after: float | None
+    strategy: str
+    trigger: str
+    reason: str
+    parameters: Mapping[str, float] = field(default_factory=dict)
+    schema_name: str | None = None
+
+
+class Planner(Protocol):
+    def decide(self, snapshot: Snapshot) -> Decision:
+        """Asked with one snapshot after the other; runs in a thread."""
+
+
+class Rebalancer:
+    """Mends losses at once, and moves for a gain only where a plan stays better for a while.
+
+    The best of many plans on one noisy measurement always looks good. So a plan is kept, and what
+    it would gain is measured on the snapshots that come after.
+    """
+
+    def __init__(
+        self,
+        *,
+        goal: Goal = "latency",
+        replicas: int = REPLICAS,
+        policy: Policy | None = None,
+        costs: MoveCosts | None = None,
+        sensitivity: Sensitivity | None = None,
+    ) -> None:
+        self._goal: Goal = goal
+        self._replicas = replicas
+        self._policy = policy or Policy()
+        self._costs = costs or MoveCosts()
+        self._watch = Watch(sensitivity or Sensitivity(replicas_wanted=replicas))
+        self._plan: Moves | None = None
+
+    def decide(self, snapshot: Snapshot) -> Decision:
+        if snapshot.num_blocks < 1:
+            return _nothing("nobody serves the model")
+        room = make_room(
+            snapshot, Request(span=Span(0, snapshot.num_blocks)), replicas=self._replicas
+        )
+        kept = self._measured(room)
+        report = self._watch.observe(snapshot, None if kept is None else _plan_costs(kept))
+        if kept is not None and report.gains:
+            self._plan = None
+            return self._describe(kept, report)
+        found = rebalance(
+            snapshot,
+            Request(span=Span(0, snapshot.num_blocks)),
+            goal=self._goal,
+            replicas=self._replicas,
+            policy=self._policy,
+            costs=self._costs,
+        )
+        if found.trigger != "gain":
+            self._plan = None
+            return self._describe(found, report)
+        if kept is None or kept.gain < self._policy.min_gain:
+            self._plan = found
+        seen = f"{_finite_gain(found.gain):.0%} could be gained, which has to last"
+        return self._describe(nothing(found.before, self._goal, seen), report)
+
+    def _measured(self, room: Room) -> Moves | None:
+        """The plan that is kept, with what it is worth now; None if its nodes have changed."""
+        if self._plan is None:
+            return None
+        rows = {peer: row for row, peer in enumerate(room.problem.peers)}
+        layout = now = room.now()
+        for move in self._plan.moves:
+            row = rows.get(move.peer_id)
+            if row is None or now.span(row) != move.before:
+                return None
+            layout = layout.moved(row, move.after)
+        return replace(self._plan, before=measure(room, now), after=measure(room, layout))
+
+    def _describe(self, moves: Moves, report: ChangeReport) -> Decision:
+        before, after = moves.before, moves.after
+        return Decision(
+            moves=tuple(
+                Move(
+                    peer=move.peer_id,
+                    was=(move.before.start, move.before.end),
+                    to=(move.after.start, move.after.end),
+                    gain=_finite_gain(move.gain),
+                )
+                for move in moves.moves[:MAX_MOVES]
+                if len(move.after)
+            ),
+            gain=_finite_gain(moves.gain),
+            repairs=max(before.lacks.holes - after.lacks.holes, 0),
+            latency_before_s=_finite(before.latency_s),
+            latency_after_s=_finite(after.latency_s),
+            steps_per_s_before=_finite(before.steps_per_s),
+            steps_per_s_after=_finite(after.steps_per_s),
+            strategy=f"rebalance-{self._goal}",
+            trigger=moves.trigger,
+            reason=_reason(moves, report),
+            parameters={
+                "min_gain": self._policy.min_gain,
+                "horizon_s": self._policy.horizon_s,
+                "replicas": float(self._replicas),
+                "cost_s": _finite(moves.cost_s) or 0.0,
+            },
+        )
+
+
+def appraise(snapshot: Snapshot) -> Worth:
+    """What the serving nodes are worth, measured as planners do."""
+    serving = replace(snapshot, joining=())
+    coverage = serving.coverage()
+    holes = sum(count == 0 for count in coverage)
+    thin = sum(max(REPLICAS - count, 0) for count in coverage)
+    if not serving.nodes or serving.num_blocks < 1:
+        return Worth(holes, thin, math.inf, 0.0)
+    score: Score = measure_now(serving)
+    return Worth(holes, thin, score.latency_s, score.steps_per_s)
+
+
+def measure_now(snapshot: Snapshot) -> Score:
+    room = make_room(snapshot, Request(span=Span(0, snapshot.num_blocks)))
+    return measure(room, room.now())
+
+
+def _plan_costs(moves: Moves) -> PlanCosts:
+    return PlanCosts(current=moves.before.cost(moves.goal), best=moves.after.cost(moves.goal))
+
+
+def _reason(moves: Moves, report: ChangeReport) -> str:
+    """What moves and why, and what else has changed."""
+    words = {
+        "none": moves.refused or "nothing better was found",
+        "hole": "blocks that nobody holds",
+        "replicas": "replicas are missing",
+        "gain": f"{_finite_gain(moves.gain):.0%} of the {moves.goal}'s cost is gained",
+    }[moves.trigger]
+    if moves.refused and moves.trigger != "none":
+        words = f"{words}; {moves.refused}"
+    return "; ".join((words, *report.fired))[:256]
+
+
+def _nothing(reason: str) -> Decision:
+    return Decision(
+        moves=(),
+        gain=0.0,
+        repairs=0,
+        latency_before_s=None,
+        latency_after_s=None,
+        steps_per_s_before=None,
+        steps_per_s_after=None,
+        strategy="none",
+        trigger="none",
+        reason=reason,
+    )
+
+
+def _finite(value: float) -> float | None:
+    return float(value) if math.isfinite(value) else None
+
+
+def _finite_gain(value: float) -> float:
+    """A swarm without any chain saves all of an infinite cost."""
+    return float(min(max(value, -1.0), 1.0))

@@ -1,0 +1,81 @@
+"""What a swarm is worth, and what moves would make of it, in a node's own picture."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+from nesa_node.core.ids import PeerId
+from nesa_node.core.span import Span
+from nesa_node.swarm.notices import Move
+from nesa_node.topology.snapshot import NodeState, Snapshot
+
+
+@dataclass(frozen=True, slots=True)
+class Worth:
+    """Of a swarm: blocks that nobody serves, holders missing to have two of each, seconds of a
+    step, steps per second in all.
+    """
+
+    holes: int
+    thin: int
+    latency_s: float
+    steps_per_s: float
+
+
+Appraise = Callable[[Snapshot], Worth]
+"""What the serving nodes of a snapshot are worth together."""
+
+
+def moved(snapshot: Snapshot, moves: Iterable[Move]) -> Snapshot:
+    """The swarm after those of the moves that still begin where their nodes are."""
+    spans = {move.peer: move.span for move in moves if holds(snapshot, move)}
+    return replace(
+        snapshot,
+        nodes=tuple(
+            _with_span(node, spans[node.peer_id]) if node.peer_id in spans else node
+            for node in snapshot.nodes
+        ),
+    )
+
+
+def _with_span(node: NodeState, span: Span) -> NodeState:
+    """As fast per block as before."""
+    share = max(len(node.span), 1) / max(len(span), 1)
+    return replace(
+        node,
+        span=span,
+        prefill_tokens_per_s=node.prefill_tokens_per_s * share,
+        decode_tokens_per_s=node.decode_tokens_per_s * share,
+    )
+
+
+def holds(snapshot: Snapshot, move: Move) -> bool:
+    node = snapshot.node(PeerId(move.peer))
+    return node is not None and node.span == move.old_span
+
+
+def covered_without(snapshot: Snapshot, own: NodeState, span: Span) -> bool:
+    """Whether somebody else serves every block that is given up."""
+    coverage = snapshot.without(own.peer_id).coverage()
+    given_up = set(range(own.span.start, own.span.end)) - set(range(span.start, span.end))
+    return all(coverage[block] > 0 for block in given_up if block < len(coverage))
+
+
+def savings(before: Worth, after: Worth) -> tuple[float, float]:
+    """Shares of the time of a step, and of the time between steps, that are saved."""
+    return (
+        _saving(before.latency_s, after.latency_s),
+        _saving(_inverse(before.steps_per_s), _inverse(after.steps_per_s)),
+    )
+
+
+def _saving(before: float, after: float) -> float:
+    if not math.isfinite(before):
+        return 0.0 if not math.isfinite(after) else 1.0
+    return 1.0 - after / before if before > 0 else 0.0
+
+
+def _inverse(rate: float) -> float:
+    return 1.0 / rate if rate > 0 else math.inf

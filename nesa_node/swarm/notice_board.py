@@ -1,0 +1,153 @@
+"""Publishes this node's notices and reads everybody's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from nesa_node.core.errors import RecordError
+from nesa_node.core.ids import ModelId, PeerId
+from nesa_node.core.logging import get_logger
+from nesa_node.swarm.identity import Identity
+from nesa_node.swarm.notices import Notice, notice_key, seal_notice
+from nesa_node.swarm.private import Membership
+from nesa_node.swarm.shelf import Shelf
+from nesa_node.swarm.standing import Acquaintance
+from nesa_node.swarm.validator import RecordValidator
+
+log = get_logger(__name__)
+
+_MAX_TOPICS = 64
+"""Kinds and models that are remembered between searches."""
+
+_Kind = TypeVar("_Kind", bound=Notice)
+_Topic = tuple[type[Notice], ModelId]
+
+
+class NoticeBoard:
+    """Made by `open_swarm`. `clock` gives seconds since the epoch."""
+
+    def __init__(
+        self,
+        shelf: Shelf,
+        identity: Identity,
+        validator: RecordValidator,
+        membership: Membership,
+        *,
+        clock: Callable[[], float],
+    ) -> None:
+        self.shelf = shelf
+        self.membership = membership
+        self._identity = identity
+        self._validator = validator
+        self._clock = clock
+        self._known: dict[_Topic, dict[PeerId, Notice]] = {}
+
+    @property
+    def acquaintance(self) -> Acquaintance:
+        """How long this node has known others."""
+        return self._validator.acquaintance
+
+    async def publish(
+        self,
+        kind: type[_Kind],
+        model_id: ModelId,
+        *,
+        epoch: int = 0,
+        ttl_s: float,
+        **fields: object,
+    ) -> _Kind:
+        """Sign a notice and store it in place of this node's last of that kind and model.
+
+        `fields` are those of its kind. Whether the DHT took it is logged, not raised. Raises
+        `RecordError` for one that is too large, `ValueError` for one that breaks its kind's bounds,
+        and `PeerUnreachableError` if this node's own daemon has ended.
+        """
+        notice = self._next(kind, model_id, epoch, ttl_s, fields)
+        sealed = seal_notice(notice, self._identity, self.membership)
+        self._keep(notice)
+        name = kind.bounds.kind.name
+        failure = await self.shelf.put(
+            [notice_key(kind, model_id)], sealed, notice.expires_at, notice.peer_id
+        )
+        if failure is not None:
+            log.warning("notice_not_stored", kind=name, seq=notice.seq, reason=failure)
+        return notice
+
+    async def fetch(self, kind: type[_Kind], model_id: ModelId) -> list[_Kind]:
+        """All notices of a kind about a model that are valid now, and those known before."""
+        for sealed in await self.shelf.find(notice_key(kind, model_id)):
+            try:
+                notice = self._validator.open_notice(kind, sealed)
+            except RecordError as error:
+                self._validator.dropped[error.reason] += 1
+                continue
+            if notice.model_id == model_id:
+                self._keep(notice)
+        return self.known(kind, model_id)
+
+    def known(self, kind: type[_Kind], model_id: ModelId) -> list[_Kind]:
+        """What `fetch` found lately and has not expired, without asking anybody."""
+        now = self._clock()
+        return [
+            notice
+            for notice in self._known.get((kind, model_id), {}).values()
+            if notice.expires_at > now and isinstance(notice, kind)
+        ]
+
+    def own(self, kind: type[_Kind], model_id: ModelId) -> _Kind | None:
+        """What this node published last, if it is still valid."""
+        mine = self._identity.peer_id
+        return next((n for n in self.known(kind, model_id) if n.peer_id == mine), None)
+
+    def _next(
+        self,
+        kind: type[_Kind],
+        model_id: ModelId,
+        epoch: int,
+        ttl_s: float,
+        fields: dict[str, object],
+    ) -> _Kind:
+        """The expiry rises with every notice, and so does the order; also across restarts."""
+        now = self._clock()
+        (last_epoch, last_seq), last_expiry = self._validator.newest_notice(
+            kind, model_id, self._identity.peer_id
+        ) or ((0, -1), 0.0)
+        own = self.own(kind, model_id)
+        if own is not None:
+            last_epoch, last_seq = max(own.order, (last_epoch, last_seq))
+            last_expiry = max(own.expires_at, last_expiry)
+        expires_at = max(now + ttl_s, last_expiry + 0.001)
+        return kind.model_validate(
+            {
+                **fields,
+                "model_id": model_id,
+                "peer_id": self._identity.peer_id,
+                "epoch": max(epoch, last_epoch),
+                "seq": max(int(now * 1000), last_seq + 1),
+                "issued_at": max(now, expires_at - kind.bounds.max_ttl_s),
+                "expires_at": expires_at,
+            }
+        )
+
+    def _keep(self, notice: Notice) -> None:
+        topic = type(notice), ModelId(notice.model_id)
+        notices = self._known.setdefault(topic, {})
+        known = notices.get(notice.signer)
+        if known is None or known.order < notice.order:
+            notices[notice.signer] = notice
+        if len(notices) > notice.bounds.max_per_key:
+            self._forget(notices, notice.bounds.max_per_key)
+        if len(self._known) > _MAX_TOPICS:
+            self._known.pop(next(iter(self._known)))
+
+    def _forget(self, notices: dict[PeerId, Notice], limit: int) -> None:
+        """The expired, then whoever has been known for the shortest time."""
+        now, known_s = self._clock(), self.acquaintance.known_s
+        own = self._identity.peer_id
+        for peer in [peer for peer, notice in notices.items() if notice.expires_at <= now]:
+            del notices[peer]
+        while len(notices) > limit:
+            others = [peer for peer in notices if peer != own]
+            # Of those who are alike, the one that came last.
+            del notices[min(reversed(others), key=known_s)]

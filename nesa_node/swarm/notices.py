@@ -1,0 +1,236 @@
+"""Signed statements beside the records: who orchestrates, what moves where, who failed.
+
+Each kind lies on the DHT under a key of its own for each model, one subkey per signer, sealed as
+`sealing.py` says. A signer's later notice of a kind replaces its earlier one: `(epoch, seq)` and
+the expiry both rise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal, Self
+
+import msgspec
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from nesa_node.core.errors import RecordError
+from nesa_node.core.ids import ModelId, PeerId
+from nesa_node.core.span import Span
+from nesa_node.swarm.identity import Identity
+from nesa_node.swarm.private import Membership
+from nesa_node.swarm.records import AS_TUPLE, Pair, Text, Time
+from nesa_node.swarm.sealing import (
+    CLOCK_SKEW_S,
+    Kind,
+    open_envelope,
+    read_fields,
+    seal_body,
+)
+
+NOTICE_MAJOR = 1
+MAX_MOVES = 64
+"""Of one placement. Nodes make few moves an hour: what is beyond these comes with the next."""
+MAX_ACCUSED = 16
+MAX_EPOCH = 2**48
+
+FailureKind = Literal["refused", "stalled", "lost", "wrong", "slow"]
+
+_PUBLIC = Membership(None)
+_Peer = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[1-9A-HJ-NP-Za-km-z]+$")]
+_Name = Annotated[str, Field(pattern=r"^[a-z0-9_.:-]{1,40}$")]
+_Gain = Annotated[float, Field(ge=-1, le=1e6)]
+_Seconds = Annotated[float, Field(ge=0, le=1e9)]
+_Rate = Annotated[float, Field(ge=0, le=1e9)]
+_Number = Annotated[float, Field(ge=-1e9, le=1e9)]
+_STRICT = ConfigDict(frozen=True, extra="ignore", strict=True, allow_inf_nan=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What a member keeps of one kind, per key and in all, and what a signer may do.
+
+    A notice lives at most `max_ttl_s`; two of one signer are at least `min_interval_s` apart.
+    """
+
+    kind: Kind
+    max_ttl_s: float
+    min_interval_s: float
+    max_per_key: int
+
+
+class Notice(BaseModel):
+    """What all kinds have in common; `peer_id` is the signer's."""
+
+    model_config = _STRICT
+    bounds: ClassVar[Bounds]
+
+    model_id: Text = Field(min_length=1, max_length=256)
+    peer_id: str = Field(max_length=128)
+    epoch: int = Field(default=0, ge=0, lt=MAX_EPOCH)
+    seq: int = Field(ge=0, lt=2**53)
+    issued_at: Time
+    expires_at: Time
+
+    @property
+    def signer(self) -> PeerId:
+        return PeerId(self.peer_id)
+
+    @property
+    def order(self) -> tuple[int, int]:
+        return self.epoch, self.seq
+
+    @model_validator(mode="after")
+    def _check_life(self) -> Self:
+        most = self.bounds.max_ttl_s
+        if not 0 < self.expires_at - self.issued_at <= most:
+            raise ValueError(f"a {self.bounds.kind.name} lives at most {most:g} s")
+        # There was never more than one a second. So nobody can use up the numbers.
+        if self.epoch > self.issued_at:
+            raise ValueError("an epoch of the far future")
+        return self
+
+
+class Lease(Notice):
+    """`role` "leading": I orchestrate this model in `epoch`; "ready": I would, after others."""
+
+    bounds: ClassVar = Bounds(Kind("lease", 1024), 120.0, 0.0, 64)
+
+    role: Literal["leading", "ready"]
+
+
+class Move(BaseModel):
+    """`peer` should hold `to` instead of `was`; `gain` is the share of the swarm's cost saved."""
+
+    model_config = _STRICT
+
+    peer: _Peer
+    was: Pair
+    to: Pair
+    gain: _Gain
+
+    @model_validator(mode="after")
+    def _check_spans(self) -> Self:
+        for start, end in (self.was, self.to):
+            if not 0 <= start <= end <= 10_000:
+                raise ValueError(f"{start}:{end} is no span")
+        if self.to[0] == self.to[1]:
+            raise ValueError("nobody is asked to hold nothing")
+        return self
+
+    @property
+    def span(self) -> Span:
+        return Span(*self.to)
+
+    @property
+    def old_span(self) -> Span:
+        return Span(*self.was)
+
+
+class Placement(Notice):
+    """What an orchestrator of `epoch` wants moved, and all that explains it.
+
+    `based_on`: digest of the snapshot it planned from. `gain`: the share of the cost that all moves
+    together save; `repairs`: how many blocks that nobody holds get a holder.
+    """
+
+    bounds: ClassVar = Bounds(Kind("placement", 8192), 600.0, 0.0, 32)
+
+    num_blocks: int = Field(ge=1, le=10_000)
+    based_on: str = Field(pattern=r"^[0-9a-f]{0,64}$")
+    moves: Annotated[tuple[Move, ...], AS_TUPLE, Field(max_length=MAX_MOVES)]
+    gain: _Gain
+    repairs: int = Field(default=0, ge=0, le=10_000)
+    latency_before_s: _Seconds | None = None
+    latency_after_s: _Seconds | None = None
+    steps_per_s_before: _Rate | None = None
+    steps_per_s_after: _Rate | None = None
+    strategy: _Name
+    parameters: dict[_Name, _Number] = Field(default_factory=dict, max_length=16)
+    """Exponents and term weights."""
+    schema_name: Annotated[Text, Field(max_length=64)] | None = None
+    trigger: _Name
+    reason: Text = Field(max_length=256)
+
+    @property
+    def name(self) -> str:
+        """How logs and `nesa-node explain` call it."""
+        return f"{self.epoch}.{self.seq}@{self.peer_id[-8:]}"
+
+    @model_validator(mode="after")
+    def _check_moves(self) -> Self:
+        if len({move.peer for move in self.moves}) < len(self.moves):
+            raise ValueError("a peer is moved twice")
+        if any(max(move.to[1], move.was[1]) > self.num_blocks for move in self.moves):
+            raise ValueError(f"a span is not within {self.num_blocks} blocks")
+        return self
+
+
+class Failure(BaseModel):
+    """What the reporter saw of `peer`: `count` times, lately at `at` (by the reporter's clock)."""
+
+    model_config = _STRICT
+
+    peer: _Peer
+    kind: FailureKind
+    count: int = Field(ge=1, le=1000)
+    at: Time
+
+
+class Report(Notice):
+    """Who failed its signer lately."""
+
+    bounds: ClassVar = Bounds(Kind("report", 2560), 300.0, 10.0, 128)
+
+    failures: Annotated[tuple[Failure, ...], AS_TUPLE, Field(max_length=MAX_ACCUSED)]
+
+    @model_validator(mode="after")
+    def _check_failures(self) -> Self:
+        if len({failure.peer for failure in self.failures}) < len(self.failures):
+            raise ValueError("a peer is accused twice")
+        if any(failure.peer == self.peer_id for failure in self.failures):
+            raise ValueError("a peer accuses itself")
+        if any(failure.at > self.issued_at for failure in self.failures):
+            raise ValueError("a failure is yet to come")
+        return self
+
+
+KINDS: dict[str, type[Notice]] = {
+    each.bounds.kind.name: each for each in (Lease, Placement, Report)
+}
+
+
+def notice_key(kind: type[Notice], model_id: ModelId) -> str:
+    """The DHT key under which the notices of a kind about a model are found."""
+    return f"nesa/1/{kind.bounds.kind.name}/{model_id}"
+
+
+def seal_notice(notice: Notice, identity: Identity, membership: Membership = _PUBLIC) -> bytes:
+    """Sign `notice`. Raises `RecordError` if it is too large or not this identity's own."""
+    kind = notice.bounds.kind
+    if notice.peer_id != identity.peer_id:
+        raise RecordError("foreign", f"cannot sign a {kind.name} of {notice.peer_id}")
+    body = msgspec.msgpack.encode({"version": NOTICE_MAJOR, **notice.model_dump()})
+    return seal_body(kind, body, identity, membership)
+
+
+def open_notice(kind: type[Notice], data: bytes, membership: Membership = _PUBLIC) -> Notice:
+    """The notice in `data`, whatever the clock says. Raises `RecordError` as `unseal` does."""
+    name = kind.bounds.kind
+    peer_id, body = open_envelope(name, data, membership)
+    fields = read_fields(name, body, NOTICE_MAJOR)
+    try:
+        notice = kind.model_validate(fields)
+    except (ValidationError, RecursionError) as error:
+        raise RecordError("malformed", f"a field is out of bounds: {str(error)[:200]}") from error
+    if notice.peer_id != peer_id:
+        raise RecordError("signature", f"{peer_id} signed a {name.name} of {notice.peer_id}")
+    return notice
+
+
+def check_notice_age(notice: Notice, now: float) -> None:
+    """Raises `RecordError`: expired, or future (from further ahead than clocks may differ)."""
+    name = notice.bounds.kind.name
+    if notice.expires_at <= now:
+        raise RecordError("expired", f"the {name} of {notice.peer_id} has expired")
+    if notice.issued_at > now + CLOCK_SKEW_S:
+        raise RecordError("future", f"the {name} of {notice.peer_id} is from a wrong clock")

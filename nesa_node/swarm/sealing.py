@@ -1,0 +1,101 @@
+"""How what a peer says on the DHT is signed: one envelope for all kinds of statements.
+
+A sealed statement is a msgpack map: `record` (bytes: what was said), `signature` (Ed25519 over the
+kind's own prefix and these bytes), `peer_id` (whose key that is), `tag` (32 bytes in a private
+swarm, else empty) and `kind`. The kind chooses the prefix and the purpose of the tag, so that a
+signature made for one kind holds for no other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import msgspec
+
+from nesa_node.core.errors import RecordError
+from nesa_node.core.ids import PeerId
+from nesa_node.swarm.identity import Identity, verify
+from nesa_node.swarm.private import TAG_BYTES, Membership
+
+CLOCK_SKEW_S = 30.0
+"""How far the clocks of two nodes may be apart."""
+RECORD_KIND = "record"
+
+_KindName = Annotated[str, msgspec.Meta(max_length=16)]
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """`max_bytes`: of a whole sealed statement."""
+
+    name: str
+    max_bytes: int
+
+    @property
+    def prefix(self) -> bytes:
+        return f"nesa-node {self.name} 1\0".encode()
+
+
+class Envelope(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    record: bytes
+    signature: Annotated[bytes, msgspec.Meta(min_length=64, max_length=64)]
+    peer_id: Annotated[str, msgspec.Meta(max_length=128)]
+    tag: Annotated[bytes, msgspec.Meta(max_length=TAG_BYTES)] = b""
+    kind: _KindName = RECORD_KIND
+
+
+class _KindOnly(msgspec.Struct):
+    kind: _KindName = RECORD_KIND
+
+
+def kind_of(sealed: bytes) -> str:
+    """What `sealed` claims to be; a record if it says nothing that can be read."""
+    try:
+        return msgspec.msgpack.decode(sealed, type=_KindOnly).kind
+    except (msgspec.DecodeError, ValueError, RecursionError):
+        return RECORD_KIND
+
+
+def seal_body(kind: Kind, body: bytes, identity: Identity, membership: Membership) -> bytes:
+    """Raises `RecordError` (oversized)."""
+    signature = identity.sign(kind.prefix + body)
+    tag = membership.tag(kind.name.encode(), body, signature)
+    sealed = msgspec.msgpack.encode(
+        Envelope(body, signature, identity.peer_id, tag, kind=kind.name)
+    )
+    if len(sealed) > kind.max_bytes:
+        raise RecordError("oversized", f"a {kind.name} of {len(sealed)} bytes is too large")
+    return sealed
+
+
+def open_envelope(kind: Kind, sealed: bytes, membership: Membership) -> tuple[PeerId, bytes]:
+    """Who said it, and what. Raises `RecordError`: oversized, malformed, foreign or signature."""
+    if len(sealed) > kind.max_bytes:
+        raise RecordError("oversized", f"a {kind.name} of {len(sealed)} bytes is too large")
+    try:
+        envelope = msgspec.msgpack.decode(sealed, type=Envelope)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise RecordError("malformed", f"not a sealed {kind.name}") from error
+    if envelope.kind != kind.name:
+        raise RecordError("malformed", f"a {envelope.kind}, not a {kind.name}")
+    name, body, signature = kind.name.encode(), envelope.record, envelope.signature
+    if not membership.check(envelope.tag, name, body, signature):
+        raise RecordError("foreign", f"the {kind.name} is not of this private swarm")
+    peer_id = PeerId(envelope.peer_id)
+    if not verify(peer_id, kind.prefix + body, signature):
+        raise RecordError("signature", f"{peer_id} did not sign this {kind.name}")
+    return peer_id, body
+
+
+def read_fields(kind: Kind, body: bytes, version: int) -> dict[str, Any]:
+    """The map that was signed. Raises `RecordError`: malformed or version."""
+    try:
+        fields = msgspec.msgpack.decode(body, type=dict[str, Any])
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise RecordError("malformed", f"a {kind.name}'s fields are not a msgpack map") from error
+    if fields.get("version") != version:
+        raise RecordError(
+            "version", f"{kind.name}s of version {fields.get('version')!r:.20} are not read"
+        )
+    return fields

@@ -1,0 +1,63 @@
+"""Daemons with an orchestrator among them: what is thin is mended, and nothing else moves."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+from transformers import PreTrainedModel
+
+from nesa_node.core.span import Span
+from tests.client.local_models import random_ids
+from tests.faults.bed import Bed, Node
+from tests.faults.nursery import POLL_S
+from tests.faults.runs import Blow, join_bed, run_with_blow
+
+LOW, HIGH = Span(0, 3), Span(3, 6)
+SOON = (
+    "--record-ttl-s",
+    "3",
+    "--follow-every-s",
+    "0.5",
+    "--orchestrate-every-s",
+    "0.5",
+    "--lease-ttl-s",
+    "3",
+)
+
+
+def _wait_until(happened: Callable[[], bool], timeout_s: float = 30.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(POLL_S)
+
+
+def _span(node: Node) -> Span | None:
+    try:
+        return Span(*json.loads(node.ready_path.read_text())["span"])
+    except FileNotFoundError:
+        return None
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_second_holder_is_restored_while_a_session_runs(alone: PreTrainedModel, bed: Bed) -> None:
+    """Three hold the lower blocks and three the upper ones, of which two die."""
+    last, *victims = bed.start([HIGH] * 3, *SOON)
+    boss = bed.wait_for(bed.launch(3, "--orchestrator", *SOON))
+    spares = [boss, *(bed.wait_for(bed.launch(3, *SOON)) for _ in range(2))]
+    assert [_span(node) for node in spares] == [LOW] * 3
+    time.sleep(5.0)
+    assert not any("wish_settled" in node.log() for node in bed.nodes)
+    with join_bed(bed, "chain") as model, model.inference_session(128) as session:
+        blow = Blow(after=5, strike=lambda: bed.kill(*victims))
+        run_with_blow(alone, model, session, random_ids(1, 20), blow, "two of three killed")
+        _wait_until(lambda: any(_span(node) == HIGH for node in spares))
+    time.sleep(5.0)
+    assert Counter(map(_span, (*spares, last))) == {LOW: 2, HIGH: 2}
+    assert "placement_published" in boss.log()
+    assert sum("placement_followed" in node.log() for node in spares) == 1

@@ -1,0 +1,326 @@
+"""Whom a node obeys, judged in a swarm of known worth."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nesa_node.core.ids import ModelId, PeerId
+from nesa_node.core.span import Span
+from nesa_node.server.follow import follow
+from nesa_node.server.obedience import Obedience
+from nesa_node.server.worth import Worth
+from nesa_node.swarm.notices import Move, Placement
+from nesa_node.topology.snapshot import NodeState, Snapshot
+from tests.swarm.notice_fields import PEERS
+
+MODEL = ModelId("tiny@0")
+NOW = 1_800_000_000.0
+BOSS, RIVAL, STRANGER = (PeerId(peer) for peer in PEERS[-3:])
+ME, A, B, C = (PeerId(peer) for peer in PEERS[:4])
+BLOCKS = 8
+
+
+def appraise(snapshot: Snapshot) -> Worth:
+    """A step takes, block by block, as long as at the fastest holder; all holders work at once."""
+    speeds: list[list[float]] = [[] for _ in range(snapshot.num_blocks)]
+    for node in snapshot.nodes:
+        for block in range(node.span.start, min(node.span.end, snapshot.num_blocks)):
+            speeds[block].append(node.decode_tokens_per_s * len(node.span))
+    holes = sum(not each for each in speeds)
+    thin = sum(max(2 - len(each), 0) for each in speeds)
+    if holes:
+        return Worth(holes, thin, float("inf"), 0.0)
+    return Worth(0, thin, sum(1 / max(each) for each in speeds), min(map(sum, speeds)))
+
+
+def swarm(spans: Mapping[PeerId, tuple[int, int]], taken_at: float = NOW - 5) -> Snapshot:
+    nodes = tuple(
+        NodeState(peer, Span(*span), decode_tokens_per_s=10.0 / (span[1] - span[0]))
+        for peer, span in spans.items()
+    )
+    return Snapshot(MODEL, BLOCKS, nodes, taken_at)
+
+
+# Three hold the first half, one the second: whoever moves over doubles what the swarm can do.
+UNEVEN = {ME: (0, 4), A: (0, 4), B: (0, 4), C: (4, 8)}
+EVEN = {ME: (0, 4), A: (0, 4), B: (4, 8), C: (4, 8)}
+TORN = {ME: (0, 4), A: (0, 4), B: (0, 4)}
+TO_SECOND = ((ME, (0, 4), (4, 8)),)
+
+
+def placement(
+    *moves: tuple[PeerId, tuple[int, int], tuple[int, int]],
+    signer: PeerId = STRANGER,
+    **changes: Any,
+) -> Placement:
+    fields: dict[str, Any] = {
+        "model_id": MODEL,
+        "peer_id": signer,
+        "epoch": 3,
+        "seq": 1,
+        "issued_at": NOW,
+        "expires_at": NOW + 60,
+        "num_blocks": BLOCKS,
+        "based_on": "",
+        "moves": tuple(Move(peer=p, was=was, to=to, gain=0.5) for p, was, to in moves),
+        "gain": 0.5,
+        "strategy": "test",
+        "trigger": "gain",
+        "reason": "a test",
+    }
+    return Placement.model_validate({**fields, **changes})
+
+
+def node(*allowed: PeerId, max_blocks: int = 4, seen: Snapshot | None = None) -> Obedience:
+    obedience = Obedience(
+        ME, appraise, num_blocks=BLOCKS, max_blocks=max_blocks, allowed=frozenset(allowed)
+    )
+    if seen is not None:
+        obedience.glance(seen)
+    return obedience
+
+
+def test_gain_that_the_node_finds_itself_is_reason_to_obey_a_stranger() -> None:
+    found = node().consider([placement(*TO_SECOND)], swarm(UNEVEN))
+    assert found is not None
+    assert (found[1].span, found[1].reason) == (Span(4, 8), "recomputed")
+
+
+def test_repair_of_a_loss_is_reason_to_obey_a_stranger() -> None:
+    found = node().consider([placement(*TO_SECOND, repairs=4)], swarm(TORN))
+    assert found is not None
+    assert found[1].reason == "recomputed"
+
+
+def test_second_holder_is_reason_enough_to_obey_a_stranger() -> None:
+    """Nothing gets faster by it: the node is slow."""
+    nodes = [
+        replace(each, decode_tokens_per_s=0.01) if each.peer_id == ME else each
+        for each in swarm(UNEVEN).nodes
+    ]
+    slow = replace(swarm(UNEVEN), nodes=tuple(nodes))
+    found = node().consider([placement((ME, (0, 4), (4, 8)), gain=0.0)], slow)
+    assert found is not None
+    assert found[1].reason == "recomputed"
+    thick = placement((ME, (0, 4), (4, 8)), gain=0.0, seq=2)
+    obedience = node()
+    assert obedience.consider([thick], swarm({**EVEN, PeerId(PEERS[8]): (0, 4)})) is None
+    assert obedience.refused == {"no_gain": 1}
+
+
+def test_move_without_a_gain_is_made_for_an_allowed_signer_only() -> None:
+    """An operator may know what the node cannot see."""
+    sideways = placement((ME, (0, 4), (2, 6)), gain=0.1)
+    five = {**EVEN, PeerId(PEERS[5]): (2, 6)}
+    obedience = node(BOSS)
+    assert obedience.consider([sideways], swarm(five)) is None
+    assert obedience.refused == {"no_gain": 1}
+    found = obedience.consider(
+        [placement((ME, (0, 4), (2, 6)), gain=0.1, signer=BOSS)], swarm(five)
+    )
+    assert found is not None
+    assert found[1].reason == "allowed"
+
+
+def test_move_that_rides_along_with_a_good_one_is_refused() -> None:
+    spans = {**UNEVEN, PeerId(PEERS[6]): (0, 4)}
+    both = placement((A, (0, 4), (4, 8)), (ME, (0, 4), (0, 3)), gain=0.5)
+    obedience = node()
+    assert obedience.consider([both], swarm(spans)) is None
+    assert obedience.refused == {"no_gain": 1}
+
+
+def test_last_holder_stays_even_for_an_allowed_signer() -> None:
+    spans = {ME: (0, 4), A: (4, 8), B: (4, 8), C: (4, 8)}
+    swap = placement((ME, (0, 4), (4, 8)), (A, (4, 8), (0, 4)), signer=BOSS, gain=0.0)
+    obedience = node(BOSS)
+    assert obedience.consider([swap], swarm(spans)) is None
+    assert obedience.refused == {"uncovered": 1}
+    # Once the other has come, it is free to go.
+    come = {**spans, A: (0, 4)}
+    assert obedience.consider([swap], swarm(come)) is not None
+    assert not obedience.liars
+
+
+def test_what_does_not_fit_into_memory_is_refused() -> None:
+    obedience = node(BOSS, max_blocks=3)
+    assert obedience.consider([placement(*TO_SECOND, signer=BOSS)], swarm(UNEVEN)) is None
+    assert obedience.refused == {"no_memory": 1}
+
+
+def test_plan_from_another_span_is_outdated_and_no_lie() -> None:
+    obedience = node(BOSS, seen=swarm(UNEVEN))
+    late = placement((ME, (1, 5), (4, 8)), signer=BOSS, gain=0.9)
+    assert obedience.consider([late], swarm(UNEVEN)) is None
+    assert obedience.refused == {"outdated": 1}
+    assert not obedience.liars
+
+
+def test_refusal_is_counted_once_per_placement() -> None:
+    obedience = node(max_blocks=1)
+    for _ in range(5):
+        obedience.consider([placement(*TO_SECOND)], swarm(UNEVEN))
+    assert obedience.refused == {"no_memory": 1}
+    obedience.consider([placement(*TO_SECOND, seq=2)], swarm(UNEVEN))
+    assert obedience.refused == {"no_memory": 2}
+
+
+@pytest.mark.parametrize("signer", [STRANGER, BOSS])
+@pytest.mark.parametrize(
+    ("absurd", "seen"),
+    [
+        (placement((ME, (0, 4), (4, 8)), gain=0.99), EVEN),
+        (placement((ME, (0, 4), (4, 8)), gain=1e6), UNEVEN),
+        (placement(*((p, UNEVEN[p], (4, 8)) for p in (ME, A, B)), gain=0.9), UNEVEN),
+        (placement((ME, (0, 4), (8, 12)), num_blocks=12), UNEVEN),
+    ],
+    ids=["gain", "more than all", "everybody to one span", "beyond the model"],
+)
+def test_first_lie_is_remembered(
+    absurd: Placement, seen: Mapping[PeerId, tuple[int, int]], signer: PeerId
+) -> None:
+    obedience = node(BOSS, seen=swarm(seen))
+    lie = absurd.model_copy(update={"peer_id": signer})
+    assert obedience.consider([lie], swarm(seen)) is None
+    assert obedience.refused == {"absurd": 1}
+    assert set(obedience.liars) == {signer}
+    honest = placement(*TO_SECOND, signer=signer, seq=2)
+    assert obedience.consider([honest], swarm(UNEVEN)) is None
+    assert obedience.refused == {"absurd": 1, "liar": 1}
+    assert obedience.consider([placement(*TO_SECOND, signer=RIVAL)], swarm(UNEVEN)) is not None
+
+
+def test_plan_that_a_death_made_wrong_is_no_lie() -> None:
+    """It was true when it was made: the others that held the first half have died since."""
+    obedience = node(seen=swarm(UNEVEN))
+    now = swarm({ME: (0, 4), C: (4, 8)}, NOW + 20)
+    assert obedience.consider([placement(*TO_SECOND)], now) is None
+    assert obedience.refused == {"doubtful": 1}
+    assert not obedience.liars
+
+
+def test_higher_epoch_is_considered_first_and_lower_ones_are_stale_then() -> None:
+    obedience = node(BOSS, RIVAL)
+    old = placement(*TO_SECOND, signer=BOSS, epoch=3)
+    new = placement((ME, (0, 4), (3, 7)), signer=RIVAL, epoch=4, gain=0.0)
+    found = obedience.consider([old, new], swarm(UNEVEN))
+    assert found is not None
+    assert found[0] is new
+    assert obedience.consider([old], swarm(UNEVEN)) is None
+    assert obedience.refused == {"stale_epoch": 1}
+
+
+def test_strangers_number_is_no_reason_to_refuse_an_allowed_signer() -> None:
+    obedience = node(BOSS)
+    far = placement(*TO_SECOND, signer=STRANGER, epoch=10**9)
+    assert obedience.consider([far], swarm(UNEVEN)) is not None
+    near = placement(*TO_SECOND, signer=BOSS, epoch=1)
+    found = obedience.consider([far, near], swarm(UNEVEN))
+    assert found is not None
+    assert found[0] is near
+
+
+spans = st.tuples(st.integers(0, 7), st.integers(1, 4)).map(lambda s: (s[0], min(s[0] + s[1], 8)))
+peers = st.sampled_from([ME, A, B, C, PeerId(PEERS[7])])
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> tuple[dict[PeerId, tuple[int, int]], list[Placement]]:
+    held = draw(st.dictionaries(peers, spans, min_size=1))
+    made = []
+    for _ in range(draw(st.integers(0, 4))):
+        wanted = draw(st.dictionaries(peers, spans, min_size=1))
+        made.append(
+            placement(
+                *((peer, held.get(peer, draw(spans)), to) for peer, to in wanted.items()),
+                gain=draw(st.floats(-1, 2) | st.just(1e6)),
+                signer=draw(st.sampled_from([BOSS, RIVAL, STRANGER])),
+                epoch=draw(st.integers(0, 10)),
+            )
+        )
+    return held, made
+
+
+@given(plans())
+def test_no_plan_makes_a_node_give_up_what_nobody_else_serves(
+    drawn: tuple[dict[PeerId, tuple[int, int]], list[Placement]],
+) -> None:
+    held, made = drawn
+    now = swarm(held)
+    obedience = node(BOSS, seen=now)
+    found = obedience.consider(made, now)
+    if found is None or found[1].span is None:
+        return
+    to = found[1].span
+    assert len(to) <= 4
+    assert to.end <= BLOCKS
+    before = now.coverage()
+    others = now.without(ME).coverage()
+    after = [count + (to.start <= b < to.end) for b, count in enumerate(others)]
+    assert all(now_ > 0 for was, now_ in zip(before, after, strict=True) if was > 0)
+
+
+def test_memory_of_signers_is_bounded() -> None:
+    obedience = node(seen=swarm(EVEN))
+    for index in range(3000):
+        name = f"{PEERS[0][:-4]}{index:04d}".replace("0", "z")
+        lie = placement((ME, (0, 4), (4, 8)), gain=0.99, signer=PeerId(name))
+        obedience.consider([lie], swarm(EVEN))
+    assert len(obedience.liars) <= 1024
+    assert len(obedience._counted) <= 64
+
+
+class _Wish:
+    async def wait(self) -> str:
+        return "moved"
+
+
+class _Moves:
+    def __init__(self) -> None:
+        self.asked: list[tuple[Span, str]] = []
+        self.begun = asyncio.Event()
+
+    def ask(self, span: Span, reason: str) -> _Wish:
+        self.asked.append((span, reason))
+        self.begun.set()
+        return _Wish()
+
+
+class _Board:
+    async def fetch(self, *_: object) -> list[Placement]:
+        return [placement(*TO_SECOND)]
+
+
+async def test_follower_wishes_for_what_it_is_willing_to_do() -> None:
+    moves, now = _Moves(), swarm(UNEVEN)
+
+    async def look() -> Snapshot:
+        return now
+
+    task = asyncio.create_task(
+        follow(
+            _Board(),  # type: ignore[arg-type]
+            lambda: now,
+            look,
+            MODEL,
+            node(),
+            moves,
+            every_s=0.01,
+            rng=random.Random(1),
+        )
+    )
+    async with asyncio.timeout(5):
+        await moves.begun.wait()
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    span, reason = moves.asked[0]
+    assert span == Span(4, 8)
+    assert reason.startswith("placement 3.1@")

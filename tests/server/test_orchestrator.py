@@ -1,0 +1,313 @@
+"""Orchestrators that lead, stand ready, publish and explain themselves."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nesa_node.core.config import OrchestratorConfig
+from nesa_node.core.errors import ConfigError
+from nesa_node.core.ids import ModelId, PeerId
+from nesa_node.core.span import Span
+from nesa_node.routing.succession import Terms
+from nesa_node.server.decision_log import DecisionLog, decision_log_path
+from nesa_node.server.follow import follow
+from nesa_node.server.obedience import Obedience
+from nesa_node.server.orchestrate import find_model, orchestrate
+from nesa_node.server.orchestrator import Orchestrator, Pace
+from nesa_node.server.planner import Decision, Rebalancer, appraise
+from nesa_node.swarm.lease import LeaseKeeper
+from nesa_node.swarm.node import Swarm
+from nesa_node.swarm.notices import Move, Placement
+from nesa_node.topology.changes.triggers import Sensitivity
+from nesa_node.topology.snapshot import NodeState, Snapshot
+from tests.swarm.local_swarm import eventually, local_swarm
+from tests.swarm.notice_fields import PEERS
+from tests.swarm.record_fields import MODEL_ID, make_status
+
+MODEL = ModelId(MODEL_ID)
+QUICK = Terms(ttl_s=3.0, patience_s=1.5)
+IDLE = Decision(
+    moves=(),
+    gain=0.0,
+    repairs=0,
+    latency_before_s=1.0,
+    latency_after_s=1.0,
+    steps_per_s_before=1.0,
+    steps_per_s_after=1.0,
+    strategy="scripted",
+    trigger="none",
+    reason="nothing better was found",
+)
+
+
+class Scripted:
+    """Decides what it is told, and counts how often it was asked."""
+
+    def __init__(self) -> None:
+        self.decision = IDLE
+        self.asked = 0
+
+    def decide(self, _: Snapshot) -> Decision:
+        self.asked += 1
+        return self.decision
+
+
+def moving(peer: PeerId, to: tuple[int, int]) -> Decision:
+    move = Move(peer=peer, was=(0, 10), to=to, gain=0.2)
+    return replace(IDLE, moves=(move,), gain=0.2, trigger="gain", reason="20% are gained")
+
+
+def build(
+    swarm: Swarm, planner: Scripted, decisions: DecisionLog | None = None
+) -> tuple[Orchestrator, LeaseKeeper]:
+    lease = LeaseKeeper(swarm.notices, swarm.identity.peer_id, MODEL, clock=time.time, terms=QUICK)
+    orchestrator = Orchestrator(
+        swarm.notices,
+        lease,
+        MODEL,
+        lambda: swarm.directory.fetch(MODEL),
+        planner,
+        decisions=decisions,
+        pace=Pace(every_s=0.1, placement_ttl_s=20.0),
+        rng=random.Random(1),
+    )
+    return orchestrator, lease
+
+
+async def _lead(lease: LeaseKeeper) -> None:
+    async def leads() -> bool:
+        await lease.step()
+        return lease.leads
+
+    await eventually(leads)
+
+
+async def test_leader_publishes_only_what_is_new(tmp_path: Path) -> None:
+    async with local_swarm(tmp_path, 2) as (boss, node):
+        await node.directory.publish(make_status())
+        planner, log = Scripted(), DecisionLog(tmp_path / "decisions.jsonl")
+        orchestrator, lease = build(boss, planner, log)
+        assert await orchestrator.step() is None
+        assert planner.asked == 0  # it does not lead
+        await _lead(lease)
+        for _ in range(3):
+            assert await orchestrator.step() is None
+        assert await node.notices.fetch(Placement, MODEL) == []
+        planner.decision = moving(node.identity.peer_id, (10, 20))
+        first = await orchestrator.step()
+        assert first is not None
+        assert await orchestrator.step() is None
+        assert await node.notices.fetch(Placement, MODEL) == [first]
+        planner.decision = moving(node.identity.peer_id, (20, 30))
+        second = await orchestrator.step()
+        assert second is not None
+        assert await node.notices.fetch(Placement, MODEL) == [second]
+        assert len(second.based_on) == 64
+        entries = log.read()
+        assert [entry["name"] for entry in entries] == [None, first.name, second.name]
+        found = log.find(second.name)
+        assert found is not None
+        assert found["moves"] == [
+            {"peer": node.identity.peer_id, "was": [0, 10], "to": [20, 30], "gain": 0.2}
+        ]
+
+
+async def test_those_who_stand_ready_do_not_plan_until_the_leader_is_gone(tmp_path: Path) -> None:
+    async with local_swarm(tmp_path, 3) as (one, other, node):
+        await node.directory.publish(make_status())
+        planners = Scripted(), Scripted()
+        for planner in planners:
+            planner.decision = moving(node.identity.peer_id, (10, 20))
+        built = [
+            build(swarm, planner) for swarm, planner in zip((one, other), planners, strict=True)
+        ]
+        tasks = [asyncio.create_task(orchestrator.run()) for orchestrator, _ in built]
+        try:
+
+            async def planned() -> bool:
+                return len(await node.notices.fetch(Placement, MODEL)) > 0
+
+            await eventually(planned, timeout_s=20)
+            leads = [lease.leads for _, lease in built]
+            assert sorted(leads) == [False, True]
+            index = leads.index(True)
+            assert planners[1 - index].asked == 0
+            epoch = built[index][1].epoch
+            tasks[index].cancel()
+
+            async def followed() -> bool:
+                placements = await node.notices.fetch(Placement, MODEL)
+                return max(placement.epoch for placement in placements) > epoch
+
+            await eventually(followed, timeout_s=20)
+            assert built[1 - index][1].leads
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class _Wish:
+    async def wait(self) -> str:
+        return "moved"
+
+
+class _Moves:
+    """Grants everything: the node announces its new span at once."""
+
+    def __init__(self, swarm: Swarm) -> None:
+        self.swarm = swarm
+        self.granted: list[Span] = []
+
+    def ask(self, span: Span, _: str) -> _Wish:
+        self.granted.append(span)
+        return _Wish()
+
+    async def announce(self, **fields: Any) -> None:
+        span = self.granted[-1]
+        await self.swarm.directory.publish(make_status(span=(span.start, span.end), **fields))
+
+
+async def test_uneven_swarm_is_mended_by_an_orchestrator_and_willing_nodes(
+    tmp_path: Path,
+) -> None:
+    """Three nodes hold the same blocks, one the others': two holders of each are wanted."""
+    fields = {"num_blocks": 20, "max_blocks": 10, "decode_tokens_per_s": 10.0}
+    spans = [(0, 10), (0, 10), (0, 10), (10, 20)]
+    async with local_swarm(tmp_path, 4) as members:
+        for member, span in zip(members, spans, strict=True):
+            await member.directory.publish(make_status(span=span, **fields))
+        config = OrchestratorConfig(
+            orchestrate_every_s=0.2, lease_ttl_s=3, decisions_dir=tmp_path / "decisions"
+        )
+        moves = [_Moves(member) for member in members[:3]]
+
+        def follower(index: int) -> Any:
+            swarm = members[index]
+
+            async def look() -> Snapshot:
+                return await swarm.directory.fetch(MODEL, 20)
+
+            return follow(
+                swarm.notices,
+                lambda: swarm.directory.snapshot(MODEL, 20),
+                look,
+                MODEL,
+                Obedience(swarm.identity.peer_id, appraise, num_blocks=20, max_blocks=10),
+                moves[index],
+                every_s=0.2,
+                rng=random.Random(index),
+            )
+
+        tasks = [
+            asyncio.create_task(orchestrate(config, members[3], MODEL)),
+            *(asyncio.create_task(follower(index)) for index in range(3)),
+        ]
+        try:
+
+            async def asked() -> bool:
+                return any(each.granted for each in moves)
+
+            await eventually(asked, timeout_s=30)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        assert {span for each in moves for span in each.granted} == {Span(10, 20)}
+        mover = next(each for each in moves if each.granted)
+        await mover.announce(**fields)
+        snapshot = await members[3].directory.fetch(MODEL)
+        assert min(snapshot.coverage()) == 2
+        assert Rebalancer().decide(snapshot).moves == ()
+        path = decision_log_path(tmp_path / "decisions", MODEL)
+        assert any(entry["trigger"] == "replicas" for entry in DecisionLog(path).read())
+
+
+async def test_model_is_found_by_name_and_ambiguity_is_refused(tmp_path: Path) -> None:
+    async with local_swarm(tmp_path, 3) as members:
+        await members[0].directory.publish(make_status())
+        assert await find_model(members[2], None) == MODEL
+        await members[1].directory.publish(make_status(model_id="other@0", model_name="other"))
+        assert await find_model(members[2], "/models/other/") == "other@0"
+        assert await find_model(members[2], MODEL_ID) == MODEL
+        with pytest.raises(ConfigError, match="several models"):
+            await find_model(members[2], None)
+
+
+def _nodes(*spans: tuple[int, int], **fields: Any) -> Snapshot:
+    nodes = tuple(
+        NodeState(PeerId(PEERS[i]), Span(*span), decode_tokens_per_s=10.0, **fields)
+        for i, span in enumerate(spans)
+    )
+    return Snapshot(MODEL, 20, nodes, taken_at=1000.0)
+
+
+def test_rebalancer_mends_a_loss_at_once() -> None:
+    hole = Rebalancer().decide(_nodes((0, 10), (0, 10), max_blocks=10))
+    assert (hole.trigger, hole.repairs, hole.latency_before_s) == ("hole", 10, None)
+    assert hole.gain == 1.0
+    assert len(hole.moves) == 1
+    assert Rebalancer().decide(replace(_nodes(), num_blocks=0)).moves == ()
+
+
+def _thin_at_the_end(*, slow: bool) -> Snapshot:
+    """Five hold the first half, two slow ones the second; or all are alike and even."""
+    spans = [(0, 10)] * (5 if slow else 3) + [(10, 20)] * (2 if slow else 4)
+    snapshot = _nodes(*spans, max_blocks=10)
+    speeds = [10.0 if span == (0, 10) or not slow else 2.0 for span in spans]
+    nodes = tuple(
+        replace(node, decode_tokens_per_s=speed)
+        for node, speed in zip(snapshot.nodes, speeds, strict=True)
+    )
+    return replace(snapshot, nodes=nodes)
+
+
+def test_rebalancer_moves_for_a_gain_that_lasts() -> None:
+    rebalancer = Rebalancer(goal="throughput", sensitivity=Sensitivity(move_in_a_row=3))
+    uneven = _thin_at_the_end(slow=True)
+    decisions = [rebalancer.decide(replace(uneven, taken_at=float(i))) for i in range(4)]
+    assert [bool(decision.moves) for decision in decisions] == [False, False, False, True]
+    assert decisions[3].trigger == "gain"
+    assert decisions[3].gain > 0.1
+    held = Counter(move.old_span for move in decisions[3].moves)
+    assert set(held) == {Span(0, 10)}
+
+
+def test_rebalancer_does_not_move_for_a_gain_that_comes_and_goes() -> None:
+    rebalancer = Rebalancer(goal="throughput", sensitivity=Sensitivity(move_in_a_row=3))
+    uneven, even = (_thin_at_the_end(slow=slow) for slow in (True, False))
+    for index in range(12):
+        snapshot = uneven if index % 3 < 2 else even
+        assert rebalancer.decide(replace(snapshot, taken_at=float(index))).moves == ()
+
+
+def test_worth_of_a_swarm_with_holes_is_nothing() -> None:
+    assert appraise(_nodes((0, 10))).holes == 10
+    assert appraise(_nodes((0, 10))).steps_per_s == 0.0
+    assert appraise(replace(_nodes(), num_blocks=20)).holes == 20
+    whole = appraise(_nodes((0, 10), (10, 20)))
+    assert whole.holes == 0
+    assert 0 < whole.latency_s < 10
+    assert whole.steps_per_s > 0
+
+
+def test_decision_log_is_bounded_and_survives_a_torn_line(tmp_path: Path) -> None:
+    log = DecisionLog(tmp_path / "new" / "log.jsonl", max_entries=10)
+    for index in range(100):
+        log.write({"name": f"{index}.0", "x": "é" * 50})
+    assert 10 <= len(log.read()) <= 21
+    assert log.find("99.") is not None
+    assert log.find("0.0") is None
+    with log.path.open("a") as file:
+        file.write('{"name": "torn')
+    again = DecisionLog(log.path, max_entries=10)
+    assert again.read()[-1]["name"] == "99.0"
+    assert decision_log_path(tmp_path, "a/../b@0").parent == tmp_path

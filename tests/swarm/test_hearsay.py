@@ -1,0 +1,158 @@
+"""Failures that one participant sees, and what others make of them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nesa_node.core.ids import ModelId, PeerId
+from nesa_node.routing.reputation import FULL_STANDING_S
+from nesa_node.swarm import reporter as reporter_module
+from nesa_node.swarm.hearsay import Histories
+from nesa_node.swarm.identity import Identity
+from nesa_node.swarm.node import open_swarm
+from nesa_node.swarm.notices import MAX_ACCUSED, Failure, Report
+from nesa_node.swarm.reporter import Reporter
+from tests.swarm.local_swarm import eventually, local_swarm
+from tests.swarm.notice_fields import PEERS
+from tests.swarm.record_fields import MODEL_ID, make_record, make_status
+
+MODEL = ModelId(MODEL_ID)
+OTHER = ModelId("other@0")
+
+
+async def test_failure_that_a_client_sees_is_known_to_the_next_reader(tmp_path: Path) -> None:
+    async with local_swarm(tmp_path, 3) as members:
+        failed, honest, reader = members
+        for member in members:
+            await member.directory.publish(make_status())
+        before = await reader.directory.fetch(MODEL)
+        async with open_swarm(
+            Identity.ephemeral(tmp_path),
+            initial_peers=members[2].transport.addresses,
+            listen=False,
+        ) as client:
+            client.reporter.note(MODEL, failed.identity.peer_id, "lost")
+
+            async def heard() -> bool:
+                await reader.directory.fetch(MODEL)
+                return bool(reader.directory.blames(MODEL))
+
+            await eventually(heard)
+            # What it says itself it does not take for news.
+            await client.directory.fetch(MODEL)
+            assert client.directory.blames(MODEL) == {}
+        blames = reader.directory.blames(MODEL)
+        assert set(blames) == {failed.identity.peer_id}
+        assert 0.9 < blames[failed.identity.peer_id] <= 1.0
+        after = reader.directory.snapshot(MODEL)
+        for swarm, factor in ((failed, 0.5), (honest, 1.0)):
+            now, then = (s.node(swarm.identity.peer_id) for s in (after, before))
+            assert now is not None
+            assert then is not None
+            assert now.reliability == pytest.approx(then.reliability * factor, rel=0.05)
+
+
+async def test_word_of_a_node_that_has_served_for_long_counts_in_full(tmp_path: Path) -> None:
+    now = [time.time()]
+    async with local_swarm(tmp_path, 2, clock=lambda: now[0], record_ttl_s=600) as members:
+        witness, reader = members
+        await witness.directory.publish(make_status(uptime_s=1e6))
+        await reader.directory.fetch(MODEL)
+        now[0] += FULL_STANDING_S - 5
+        await witness.directory.publish(make_status(uptime_s=1e6))
+        noise = [Identity.ephemeral(tmp_path) for _ in range(5)]
+        for index, identity in enumerate(noise):
+            async with open_swarm(
+                identity,
+                initial_peers=reader.transport.addresses,
+                listen=False,
+                clock=lambda: now[0],
+            ) as sybil:
+                failure = Failure(peer=PEERS[index], kind="lost", count=1000, at=now[0])
+                await sybil.notices.publish(Report, MODEL, ttl_s=100, failures=(failure,))
+        failure = Failure(peer=PEERS[20], kind="lost", count=1, at=now[0])
+        await witness.notices.publish(Report, MODEL, ttl_s=100, failures=(failure,))
+        await reader.directory.fetch(MODEL)
+        blames = reader.directory.blames(MODEL)
+        assert blames[PeerId(PEERS[20])] > 0.9
+        assert sum(blames[PeerId(PEERS[index])] for index in range(5)) <= 1.0
+
+
+class _Board:
+    def __init__(self) -> None:
+        self.published: list[tuple[ModelId, tuple[Failure, ...]]] = []
+
+    async def publish(
+        self, kind: type[Report], model_id: ModelId, *, ttl_s: float, failures: Any
+    ) -> None:
+        self.published.append((model_id, failures))
+
+
+async def test_reporter_tells_the_first_failure_at_once_and_the_rest_together() -> None:
+    board = _Board()
+    reporter = Reporter(
+        board,  # type: ignore[arg-type]
+        PeerId("me"),
+        clock=time.time,
+        interval_s=0.3,
+    )
+    task = asyncio.create_task(reporter.run())
+    try:
+        reporter.note(MODEL, PeerId("me"), "lost")
+        reporter.note(MODEL, PeerId(PEERS[0]), "lost")
+        await asyncio.sleep(0.05)
+        assert len(board.published) == 1
+        for index in range(40):
+            reporter.note(MODEL, PeerId(f"{PEERS[0]}{index}".replace("0", "z")), "stalled")
+        reporter.note(OTHER, PeerId(PEERS[1]), "slow")
+        await asyncio.sleep(0.1)
+        assert len(board.published) == 1
+        await asyncio.sleep(0.3)
+        assert {model for model, _ in board.published[1:]} == {MODEL, OTHER}
+        assert all(len(failures) <= MAX_ACCUSED for _, failures in board.published)
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+def test_reporter_remembers_a_bounded_number_of_models() -> None:
+    reporter = Reporter(_Board(), PeerId("me"), clock=time.time)  # type: ignore[arg-type]
+    for index in range(200):
+        reporter.note(ModelId(f"m{index}@0"), PeerId(PEERS[0]), "lost")
+    assert len(reporter._failures) == reporter_module._MAX_MODELS
+
+
+def test_ends_without_notice_and_planned_ones_are_told_apart(tmp_path: Path) -> None:
+    identity, histories = Identity.ephemeral(tmp_path), Histories()
+    peer = identity.peer_id
+
+    def record(**changes: Any) -> Any:
+        return make_record(identity, 1000.0, **changes)
+
+    histories.replaced(record(uptime_s=500.0), record(uptime_s=510.0))
+    assert histories.of(peer).failures == 0
+    histories.replaced(record(uptime_s=510.0), record(state="draining", uptime_s=520.0))
+    histories.replaced(record(state="draining", uptime_s=520.0), record(uptime_s=1.0))
+    assert (histories.of(peer).failures, histories.of(peer).drains) == (0, 1)
+    histories.replaced(record(uptime_s=500.0), record(uptime_s=3.0))
+    histories.expired(record())
+    histories.expired(record(state="draining"))
+    assert (histories.of(peer).failures, histories.of(peer).drains) == (2, 1)
+
+
+async def test_crash_lowers_what_is_thought_of_a_node_when_it_returns(tmp_path: Path) -> None:
+    async with local_swarm(tmp_path, 3) as (crasher, _, reader):
+        peer = crasher.identity.peer_id
+        for uptime_s in (1000.0, 1010.0):
+            await crasher.directory.publish(make_status(uptime_s=uptime_s))
+            before = (await reader.directory.fetch(MODEL)).node(peer)
+        await crasher.directory.publish(make_status(uptime_s=1.0))
+        after = (await reader.directory.fetch(MODEL)).node(peer)
+        assert before is not None
+        assert after is not None
+        assert after.reliability < before.reliability - 0.05

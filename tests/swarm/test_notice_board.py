@@ -1,0 +1,127 @@
+"""Notices on a real DHT, and the room that members give them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from nesa_node.core.ids import ModelId, PeerId
+from nesa_node.swarm import dht_storage
+from nesa_node.swarm.dht_storage import BoundedStorage
+from nesa_node.swarm.hive import DHTID, MSGPackSerializer
+from nesa_node.swarm.identity import Identity
+from nesa_node.swarm.node import open_swarm
+from nesa_node.swarm.notices import Failure, Lease, Notice, Placement, Report, seal_notice
+from tests.swarm.local_swarm import local_swarm
+from tests.swarm.notice_fields import FIELDS, PEERS, make_notice
+from tests.swarm.record_fields import MODEL_ID, make_status
+
+MODEL = ModelId(MODEL_ID)
+KEY = DHTID(7)
+
+
+async def test_every_member_and_a_client_read_what_each_published(tmp_path: Path) -> None:
+    async with local_swarm(tmp_path, 3) as members:
+        addresses = members[0].transport.addresses
+        leader, other, _ = members
+        lease = await leader.notices.publish(Lease, MODEL, epoch=5, ttl_s=20, role="leading")
+        placement = await leader.notices.publish(
+            Placement, MODEL, epoch=5, ttl_s=60, **FIELDS[Placement]
+        )
+        async with open_swarm(
+            Identity.ephemeral(tmp_path), initial_peers=addresses, listen=False
+        ) as client:
+            failure = Failure(peer=PEERS[0], kind="lost", count=2, at=time.time() - 1)
+            report = await client.notices.publish(Report, MODEL, ttl_s=60, failures=(failure,))
+            for swarm in (*members, client):
+                assert await swarm.notices.fetch(Lease, MODEL) == [lease]
+                assert await swarm.notices.fetch(Placement, MODEL) == [placement]
+                assert await swarm.notices.fetch(Report, MODEL) == [report]
+        assert other.notices.known(Report, MODEL) == [report]
+        assert other.notices.own(Lease, MODEL) is None
+        assert leader.notices.own(Lease, MODEL) == lease
+
+
+async def test_later_notice_replaces_the_earlier_one_even_if_it_lives_shorter(
+    tmp_path: Path,
+) -> None:
+    async with local_swarm(tmp_path, 2) as (one, other):
+        await one.notices.publish(Lease, MODEL, epoch=1, ttl_s=100, role="leading")
+        later = await one.notices.publish(Lease, MODEL, epoch=1, ttl_s=5, role="ready")
+        assert await other.notices.fetch(Lease, MODEL) == [later]
+
+
+async def test_notices_expire(tmp_path: Path) -> None:
+    async with local_swarm(tmp_path, 2) as (one, other):
+        await one.notices.publish(Lease, MODEL, ttl_s=0.5, role="leading")
+        assert len(await other.notices.fetch(Lease, MODEL)) == 1
+        await asyncio.sleep(0.5)
+        assert other.notices.known(Lease, MODEL) == []
+
+
+def _notice_value(kind: type[Notice], folder: Path) -> bytes:
+    stranger = Identity.ephemeral(folder)
+    sealed = seal_notice(make_notice(kind, stranger, time.time()), stranger)
+    return bytes(MSGPackSerializer.dumps(sealed))
+
+
+def test_strangers_notices_neither_grow_nor_push_out_those_who_are_known(
+    tmp_path: Path,
+) -> None:
+    known = {PeerId("old"): 500.0, PeerId("young"): 5.0}
+    storage = BoundedStorage("own", Counter(), lambda peer: known.get(peer, 0.0))
+    value, until = _notice_value(Lease, tmp_path), time.time() + 60
+    assert storage.store_subkey(KEY, "young", value, until)
+    for index in range(200):
+        storage.store_subkey(KEY, f"stranger{index}", value, until)
+    limit = Lease.bounds.max_per_key
+    assert len(storage.data[KEY].value) == limit
+    # Whoever is known gets in although it comes last, in place of a stranger.
+    assert storage.store_subkey(KEY, "old", value, until)
+    assert storage.store_subkey(KEY, "own", value, until)
+    kept = storage.data[KEY].value.data
+    assert {"old", "young", "own"} <= set(kept)
+    assert len(kept) <= limit + 1
+    assert storage._dropped["full"] == 200 - limit + 1
+
+
+def test_notices_about_many_models_take_no_room_of_records_nor_of_known_signers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dht_storage, "MAX_NOTICE_KEYS", 20)
+    monkeypatch.setattr(dht_storage, "MAX_KEYS", 3)
+    known = {PeerId("old"): 500.0}
+    storage = BoundedStorage("own", Counter(), lambda peer: known.get(peer, 0.0))
+    value, until = _notice_value(Report, tmp_path), time.time() + 60
+    stored = [storage.store_subkey(DHTID(100 + i), "stranger", value, until) for i in range(50)]
+    assert sum(stored) == 20
+    assert storage.store_subkey(DHTID(1), "old", value, until)
+    assert len(storage.data) == 20
+    assert [storage.store_subkey(DHTID(1000 + i), "p", b"r", until) for i in range(4)] == [
+        True,
+        True,
+        True,
+        False,
+    ]
+
+
+def test_bytes_of_notices_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dht_storage, "MAX_NOTICE_BYTES", 10 * Report.bounds.kind.max_bytes)
+    storage = BoundedStorage("own", Counter())
+    value, until = _notice_value(Report, tmp_path), time.time() + 60
+    stored = [storage.store_subkey(DHTID(i % 5), f"s{i}", value, until) for i in range(30)]
+    assert sum(stored) == 10
+    assert storage.store_subkey(DHTID(0), "s0", value, until + 1)
+
+
+async def test_known_time_begins_with_the_first_record(tmp_path: Path) -> None:
+    async with local_swarm(tmp_path, 2) as (one, other):
+        peer = one.identity.peer_id
+        assert other.notices.acquaintance.known_s(peer) == 0.0
+        await one.directory.publish(make_status())
+        await other.directory.fetch(MODEL)
+        assert 0.0 <= other.notices.acquaintance.known_s(peer) < 5.0
