@@ -26,6 +26,9 @@ SOON = (
     "0.5",
     "--lease-ttl-s",
     "3",
+    # Steps of a tiny model on a busy machine differ too much for the other goal.
+    "--placement-goal",
+    "throughput",
 )
 
 
@@ -43,6 +46,12 @@ def _span(node: Node) -> Span | None:
         return None
 
 
+def _moves(bed: Bed) -> int:
+    """How often a placement has moved a node."""
+    lines = [line for node in bed.nodes for line in node.log().splitlines()]
+    return sum("placement_followed" in line and "answer=moved" in line for line in lines)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_second_holder_is_restored_while_a_session_runs(alone: PreTrainedModel, bed: Bed) -> None:
@@ -52,7 +61,7 @@ def test_second_holder_is_restored_while_a_session_runs(alone: PreTrainedModel, 
     spares = [boss, *(bed.wait_for(bed.launch(3, *SOON)) for _ in range(2))]
     assert [_span(node) for node in spares] == [LOW] * 3
     time.sleep(5.0)
-    assert not any("wish_settled" in node.log() for node in bed.nodes)
+    assert _moves(bed) == 0
     with join_bed(bed, "chain") as model, model.inference_session(128) as session:
         blow = Blow(after=5, strike=lambda: bed.kill(*victims))
         run_with_blow(alone, model, session, random_ids(1, 20), blow, "two of three killed")
@@ -60,4 +69,4 @@ def test_second_holder_is_restored_while_a_session_runs(alone: PreTrainedModel, 
     time.sleep(5.0)
     assert Counter(map(_span, (*spares, last))) == {LOW: 2, HIGH: 2}
     assert "placement_published" in boss.log()
-    assert sum("placement_followed" in node.log() for node in spares) == 1
+    assert _moves(bed) == 1
