@@ -91,6 +91,7 @@ class Rebalancer:
             replicas=self._replicas,
             policy=self._policy,
             costs=self._costs,
+            pinned=frozenset(node.peer_id for node in snapshot.nodes if not node.movable),
         )
         if found.trigger != "gain":
             self._plan = None

@@ -180,7 +180,7 @@ async def test_uneven_swarm_is_mended_by_an_orchestrator_and_willing_nodes(
     tmp_path: Path,
 ) -> None:
     """Three nodes hold the same blocks, one the others': two holders of each are wanted."""
-    fields = {"num_blocks": 20, "max_blocks": 10, "decode_tokens_per_s": 10.0}
+    fields = {"num_blocks": 20, "max_blocks": 10, "decode_tokens_per_s": 10.0, "movable": True}
     spans = [(0, 10), (0, 10), (0, 10), (10, 20)]
     async with local_swarm(tmp_path, 4) as members:
         for member, span in zip(members, spans, strict=True):
@@ -244,7 +244,7 @@ async def test_model_is_found_by_name_and_ambiguity_is_refused(tmp_path: Path) -
 
 def _nodes(*spans: tuple[int, int], **fields: Any) -> Snapshot:
     nodes = tuple(
-        NodeState(PeerId(PEERS[i]), Span(*span), decode_tokens_per_s=10.0, **fields)
+        NodeState(PeerId(PEERS[i]), Span(*span), decode_tokens_per_s=10.0, movable=True, **fields)
         for i, span in enumerate(spans)
     )
     return Snapshot(MODEL, 20, nodes, taken_at=1000.0)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from nesa_node.core.ids import PeerId
 from nesa_node.core.span import Span
 from nesa_node.routing.build import Request
 from nesa_node.routing.placement.capacity import make_room
@@ -56,8 +57,9 @@ def rebalance(
     replicas: int = 2,
     policy: Policy | None = None,
     costs: MoveCosts | None = None,
+    pinned: frozenset[PeerId] = frozenset(),
 ) -> Moves:
-    """What should move in `snapshot`, where nodes hold what their records say.
+    """What should move in `snapshot`, where nodes hold what their records say; never the `pinned`.
 
     Joining nodes count as holders, since they soon will be, but not as ready ones: no move relies
     on them before it has made them so. With a loss the moves that mend it are all there is: what
@@ -65,7 +67,8 @@ def rebalance(
     """
     policy, costs = policy or Policy(), costs or MoveCosts()
     room = make_room(snapshot, requests, replicas=replicas)
-    search = _Search(snapshot, room, goal, policy, costs)
+    fixed = frozenset(row for row, peer in enumerate(room.problem.peers) if peer in pinned)
+    search = _Search(snapshot, room, goal, policy, costs, fixed)
     lacks = room.now().lacks(room)
     if lacks.replicas:
         mended = search.mended()
@@ -100,6 +103,8 @@ class _Search:
     goal: Goal
     policy: Policy
     costs: MoveCosts
+    fixed: frozenset[int]
+    """Nodes that stay where they are."""
 
     def mended(self) -> Moves:
         """Moves for blocks that nobody holds and replicas that are missing, least to load first."""
@@ -133,6 +138,8 @@ class _Search:
         before = measure(self.room, now)
         best: Moves | None = None
         for layout, moving in self._gaining(now, before):
+            if not self.fixed.isdisjoint(moving):
+                continue
             found = self._moves(now, layout, moving, "gain", before, "")
             if len(found.moves) < len(moving) or found.after.lacks > before.lacks:
                 continue
@@ -157,7 +164,7 @@ class _Search:
         """Single moves that mend something, those that mend most first, then the least to load."""
         found = []
         for node in range(self.room.problem.num_nodes):
-            if node in moved:
+            if node in moved or node in self.fixed:
                 continue
             candidate = most_wanted(self.room, layout, node)
             left = candidate.lacks(self.room)
@@ -202,7 +209,7 @@ class _Search:
         everyone = np.arange(self.room.problem.num_nodes)
         few = max(4, min(_SINGLES, 15_000 // max(len(everyone), 1)))
         for node in promising(self.room, everyone)[:few].tolist():
-            if node in moved:
+            if node in moved or node in self.fixed:
                 continue
             everywhere = layout.moved(node, Span(0, self.room.problem.num_blocks))
             for candidate in self._used_parts(layout, everywhere, node):

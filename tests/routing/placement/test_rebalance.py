@@ -12,6 +12,7 @@ from nesa_node.routing.placement.moves import MoveCosts, Moves, in_waves, price
 from nesa_node.routing.placement.plan import place
 from nesa_node.routing.placement.rebalance import Policy, confirmed, rebalance
 from nesa_node.routing.placement.room import Layout
+from nesa_node.routing.placement.score import Goal
 from nesa_node.topology.links import Links
 from nesa_node.topology.snapshot import NodeState, Snapshot, count_holders
 from nesa_node.topology.worlds import World, make_world
@@ -87,6 +88,26 @@ def test_the_node_with_least_to_load_mends() -> None:
     assert _moved(moves) == {PeerId("c"): Span(3, 8)}
     (move,) = moves.moves
     assert move.load_bytes == MoveCosts().block_bytes
+
+
+def test_a_pinned_node_is_never_asked() -> None:
+    snapshot = _snapshot(_node("a", (0, 4)), _node("b", (0, 4)), _node("c", (0, 4)))
+    pinned = frozenset({PeerId("a"), PeerId("b")})
+    moves = rebalance(snapshot, WHOLE, replicas=1, pinned=pinned)
+    assert _moved(moves) == {PeerId("c"): Span(4, 8)}
+    assert not rebalance(snapshot, WHOLE, replicas=1, pinned=pinned | {PeerId("c")}).moves
+
+
+@pytest.mark.parametrize("goal", ["latency", "throughput"])
+def test_pinned_nodes_stay_whatever_could_be_gained(goal: Goal) -> None:
+    for seed in range(4):
+        world = make_world(10, 24, np.random.default_rng(seed))
+        free = rebalance(world.snapshot, _request(world), goal=goal, replicas=1, policy=EASY)
+        for pinned in (frozenset(_moved(free)), frozenset(n.peer_id for n in world.snapshot.nodes)):
+            held = rebalance(
+                world.snapshot, _request(world), goal=goal, replicas=1, policy=EASY, pinned=pinned
+            )
+            assert not pinned & set(_moved(held))
 
 
 def test_a_hole_that_nobody_can_fill_is_told() -> None:
