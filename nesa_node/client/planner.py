@@ -34,6 +34,8 @@ Hops = tuple[Hop, ...]
 Audit = Callable[[NodeState, RouteRequest], Awaitable[float | None]]
 """Measures the tokens/s that a node decodes; None where that cannot be done."""
 
+LIE = 4.0
+"""A claim so much above what was measured is told to others: no busy moment explains it."""
 AUDIT_EVERY_S = 600.0
 """An audit is some work for the node."""
 
@@ -68,6 +70,7 @@ class Planner:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Raises `ConfigError` for a strategy that there is not. Without `audit` claims stand."""
+        self._swarm = swarm
         self._audit = audit
         self.strategy = make_strategy(strategy, np.random.default_rng())
         self._decisions = decisions
@@ -104,7 +107,10 @@ class Planner:
         return Plan(hops, asked)
 
     async def recheck(self, snapshot: Snapshot, request: RouteRequest, hops: Hops) -> None:
-        """Measure again how far the nodes of `hops` are, and, now and then, how fast."""
+        """Measure again how far the nodes of `hops` are, and, now and then, how fast.
+
+        Others are told who boasts.
+        """
         used = {hop.peer_id for hop in hops}
         nodes = [node for node in snapshot.nodes if node.peer_id in used]
         await self.surroundings.measure(nodes)
@@ -114,6 +120,8 @@ class Planner:
                 if tokens_per_s is not None:
                     log.info("node_audited", peer=node.peer_id, tokens_per_s=tokens_per_s)
                     self.claims.measured(node.peer_id, tokens_per_s)
+                    if node.decode_tokens_per_s > LIE * tokens_per_s:
+                        self._swarm.reporter.note(request.model_id, node.peer_id, "slow")
 
     def step_s(self, view: View, plan: Plan, hops: Hops) -> float:
         """What a step through `hops` should take, by the view that `plan` was made from."""

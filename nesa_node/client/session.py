@@ -244,7 +244,7 @@ class RemoteSession:
             self._watched = self.hops
             self._watch.begin(self._route.nodes.expected_s)
         self._watch.note(step_s)
-        if self._watch.complains():
+        if not self._looking and self._watch.complains():
             self._looking.start(self._reconsider(self.hops), name="reconsider-chain")
 
     async def _reconsider(self, hops: tuple[Hop, ...]) -> None:
