@@ -35,9 +35,9 @@ def test_every_benchmark_has_defaults_and_a_quick_form() -> None:
     for name, module in BENCHMARKS.items():
         assert isinstance(module.DEFAULTS, Options), name
         assert isinstance(module.QUICK, Options), name
-        assert module.QUICK.runs == 1, name
-        # Its events are its runs.
-        assert module.DEFAULTS.runs >= 5 or name == "churn"
+        assert module.QUICK.runs <= module.DEFAULTS.runs, name
+        # Churn's events are its runs; a plan for thousands of nodes is the same every time.
+        assert module.DEFAULTS.runs >= 5 or name in ("churn", "scale")
 
 
 def test_numbers_are_read_from_a_list() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,12 +14,16 @@ import pytest
 import torch
 from _pytest.mark import ParameterSet
 
+from nesa_node.client import surroundings
 from nesa_node.client.model import AutoDistributedModelForCausalLM
 from nesa_node.core.config import Route
+from nesa_node.core.ids import PeerId
 from nesa_node.core.span import Span
 from nesa_node.engine.checkpoint import open_checkpoint
 from nesa_node.engine.model_id import model_id
+from nesa_node.swarm.directory import Directory
 from nesa_node.swarm.records import NodeStatus
+from nesa_node.topology.packed import Measured, pack_measured, peer_digest
 from tests.client.local_models import left_padded
 from tests.engine.tiny_models import BLOCKS, HIDDEN, reference, save_tiny_model
 from tests.hostile.fake_node import AS_FIRST, AS_LAST, Behaviour, FakeNode, fake_node
@@ -36,7 +41,23 @@ GROWTH = 48 << 20
 class Scene:
     model: Path
     addresses: tuple[str, ...]
+    peers: tuple[PeerId, ...]
     run: ReferenceRun
+
+
+@pytest.fixture(autouse=True)
+def _nobody_is_better_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or the client might not choose the fake.
+
+    It has measured no distance, guesses none, and has not heard what others went through.
+    """
+
+    async def ask_nobody(*_: object) -> None:
+        pass
+
+    monkeypatch.setattr(surroundings.Surroundings, "_ping_ends", ask_nobody)
+    monkeypatch.setattr(surroundings, "fill", lambda links, *_: links)
+    monkeypatch.setattr(Directory, "blames", lambda *_: {})
 
 
 @pytest.fixture(scope="module")
@@ -46,11 +67,14 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     run = run_reference(reference(model), *left_padded([12]), **OPTIONS)
     spans = [Span(0, MIDDLE), Span(MIDDLE, BLOCKS)]
     with in_process_swarm(model, spans, folder) as addresses:
-        yield Scene(model, addresses, run)
+        ready = [json.loads((folder / f"ready-{n}.json").read_text()) for n in range(len(spans))]
+        yield Scene(model, addresses, tuple(PeerId(one["peer_id"]) for one in ready), run)
 
 
 @contextmanager
 def _fake(scene: Scene, folder: Path, span: tuple[int, int]) -> Iterator[FakeNode]:
+    # What it says of its links is as good as what it says of its speed.
+    near = [Measured(peer_digest(peer), 0.02, 1e9, 0.0) for peer in scene.peers]
     status = NodeStatus(
         state="serving",
         model_id=model_id(open_checkpoint(str(scene.model), cache_dir=folder)),
@@ -64,6 +88,7 @@ def _fake(scene: Scene, folder: Path, span: tuple[int, int]) -> Iterator[FakeNod
         free_cache_tokens=10**6,
         total_cache_tokens=10**6,
         context_length=10**6,
+        measured=pack_measured(near),
     )
     with fake_node(folder, scene.addresses, status, HIDDEN) as fake:
         yield fake
