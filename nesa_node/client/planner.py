@@ -38,6 +38,8 @@ LIE = 4.0
 """A claim so much above what was measured is told to others: no busy moment explains it."""
 AUDIT_EVERY_S = 600.0
 """An audit is some work for the node."""
+AUDIT_AGAIN_S = 30.0
+"""After one that failed."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,6 +73,8 @@ class Planner:
     ) -> None:
         """Raises `ConfigError` for a strategy that there is not. Without `audit` claims stand."""
         self._swarm = swarm
+        self._clock = clock
+        self._audit_at: dict[PeerId, float] = {}
         self._audit = audit
         self.strategy = make_strategy(strategy, np.random.default_rng())
         self._decisions = decisions
@@ -118,10 +122,12 @@ class Planner:
         nodes = [node for node in snapshot.nodes if node.peer_id in used]
         await self.surroundings.measure(nodes)
         for node in nodes:
-            if self._audit is not None and self.claims.age_s(node.peer_id) > AUDIT_EVERY_S:
+            if self._audit is not None and self._clock() >= self._audit_at.get(node.peer_id, 0.0):
+                self._audit_at[node.peer_id] = self._clock() + AUDIT_EVERY_S
                 tokens_per_s = await self._audit(node, request)
                 if tokens_per_s is None:
                     self.claims.unmeasurable(node)
+                    self._audit_at[node.peer_id] = self._clock() + AUDIT_AGAIN_S
                     continue
                 # What others use of it now is counted with its load.
                 idle_tokens_per_s = tokens_per_s * (1 + node.load)

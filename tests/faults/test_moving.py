@@ -121,7 +121,9 @@ def test_node_goes_back_where_it_cannot_load_what_it_moves_to(
     with open_mover(bed, LOW, tmp_path) as mover:
         assert mover.ask(HIGH) == "failed"
         assert mover.span == LOW
-        assert str(error) in capfd.readouterr().err
+        said = capfd.readouterr()
+        # Where it goes depends on who has set up logging before.
+        assert str(error) in said.out + said.err
         bed.kill(first)
         with join_bed(bed, "chain") as model, model.inference_session(64) as session:
             ids_BL = random_ids(1, 20)
