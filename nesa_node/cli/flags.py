@@ -220,11 +220,12 @@ class OrchestratorFlags(PeerFlags):
         str | None,
         Parameter(group=ORCHESTRATION, help="Holders wanted for every block. [default: 2]"),
     ] = None
-    decisions_dir: Annotated[
+    decisions_path: Annotated[
         str | None,
         Parameter(
             group=ORCHESTRATION,
-            help="Folder for what was decided and why. [default: decisions in the cache]",
+            help="File of what was decided and why, for `nesa-node explain`. "
+            "[default: ~/.local/state/nesa-node/decisions.db]",
         ),
     ] = None
 

@@ -130,7 +130,7 @@ EXPECTED = {
     "announce_maddrs": "addresses like /ip4/192.0.2.7/tcp/4001",
     "cache_dir": "a path",
     "identity_path": "a path",
-    "decisions_dir": "a path",
+    "decisions_path": "a path",
     "ready_file": "a path",
     "device": "auto, cpu, cuda, cuda:N or mps",
     "num_blocks": 'a whole number of at least 1, or "auto"',
@@ -198,7 +198,7 @@ class OrchestratorConfig(PeerConfig):
     lease_ttl_s: Annotated[Positive, Field(le=120)] = 60
     placement_goal: PlacementGoal = "latency"
     replicas: Count = 2
-    decisions_dir: FilePath | None = None
+    decisions_path: FilePath = Field(default_factory=default_decisions_path)
 
 
 class NodeConfig(OrchestratorConfig):

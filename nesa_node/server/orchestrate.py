@@ -8,11 +8,11 @@ import time
 from collections.abc import Collection
 
 from nesa_node.core.config import NodeConfig, OrchestratorConfig
+from nesa_node.core.decision_log import DecisionLog
 from nesa_node.core.errors import ConfigError
 from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.core.logging import get_logger
 from nesa_node.routing.succession import Terms
-from nesa_node.server.decision_log import DecisionLog, decision_log_path
 from nesa_node.server.follow import MovesLike, follow
 from nesa_node.server.obedience import Obedience
 from nesa_node.server.orchestrator import Orchestrator, Pace
@@ -56,14 +56,13 @@ async def orchestrate(
         snapshot = await swarm.directory.fetch(model_id)
         return swarm.directory.with_links(snapshot)
 
-    folder = config.decisions_dir or config.cache_dir / "decisions"
     orchestrator = Orchestrator(
         swarm.notices,
         lease,
         model_id,
         look,
         planner or Rebalancer(goal=config.placement_goal, replicas=config.replicas),
-        decisions=DecisionLog(decision_log_path(folder, model_id)),
+        decisions=DecisionLog(config.decisions_path),
         pace=Pace(every_s=config.orchestrate_every_s),
         rng=random.Random(own),
     )
