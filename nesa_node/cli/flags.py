@@ -228,6 +228,14 @@ class OrchestratorFlags(PeerFlags):
             "[default: ~/.local/state/nesa-node/decisions.db]",
         ),
     ] = None
+    snapshots_dir: Annotated[
+        str | None,
+        Parameter(
+            group=ORCHESTRATION,
+            help="Folder for the swarm's snapshots, for `nesa-node simulate --replay FILE`. "
+            "[default: ~/.local/state/nesa-node/snapshots]",
+        ),
+    ] = None
 
 
 @Parameter(name="*")

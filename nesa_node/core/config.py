@@ -46,8 +46,17 @@ def default_cache_dir() -> Path:
 
 def default_decisions_path() -> Path:
     """`$XDG_STATE_HOME/nesa-node/decisions.db`, by default under `~/.local/state`."""
+    return _state_dir() / "decisions.db"
+
+
+def default_snapshots_dir() -> Path:
+    """`$XDG_STATE_HOME/nesa-node/snapshots`, by default under `~/.local/state`."""
+    return _state_dir() / "snapshots"
+
+
+def _state_dir() -> Path:
     base = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
-    return base / "nesa-node" / "decisions.db"
+    return base / "nesa-node"
 
 
 def default_identity_path() -> Path:
@@ -131,6 +140,7 @@ EXPECTED = {
     "cache_dir": "a path",
     "identity_path": "a path",
     "decisions_path": "a path",
+    "snapshots_dir": "a path",
     "ready_file": "a path",
     "device": "auto, cpu, cuda, cuda:N or mps",
     "num_blocks": 'a whole number of at least 1, or "auto"',
@@ -199,6 +209,7 @@ class OrchestratorConfig(PeerConfig):
     placement_goal: PlacementGoal = "latency"
     replicas: Count = 2
     decisions_path: FilePath = Field(default_factory=default_decisions_path)
+    snapshots_dir: FilePath = Field(default_factory=default_snapshots_dir)
 
 
 class NodeConfig(OrchestratorConfig):

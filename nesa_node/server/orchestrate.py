@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from nesa_node.core.config import NodeConfig, OrchestratorConfig
 from nesa_node.core.decision_log import DecisionLog
@@ -14,9 +14,11 @@ from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.core.logging import get_logger
 from nesa_node.routing.succession import Terms
 from nesa_node.server.follow import MovesLike, follow
+from nesa_node.server.history import History
 from nesa_node.server.obedience import Obedience
 from nesa_node.server.orchestrator import Orchestrator, Pace
 from nesa_node.server.planner import Planner, Rebalancer, appraise
+from nesa_node.server.snapshot_store import SnapshotStore, snapshots_path
 from nesa_node.swarm.lease import LeaseKeeper, Whom
 from nesa_node.swarm.node import Swarm
 from nesa_node.swarm.records import NodeRecord
@@ -35,10 +37,11 @@ async def orchestrate(
     *,
     planner: Planner | None = None,
     liars: Collection[PeerId] = (),
+    show: Callable[[History], None] | None = None,
 ) -> None:
     """Stand for the lease of `model_id` and plan while it is held, until cancelled.
 
-    `liars` are not yielded to; it may grow.
+    `liars` are not yielded to; it may grow. `show` is told where to find what is seen.
     """
     own = swarm.identity.peer_id
     allowed = frozenset((*config.allow_orchestrators, own) if config.allow_orchestrators else ())
@@ -56,6 +59,10 @@ async def orchestrate(
         snapshot = await swarm.directory.fetch(model_id)
         return swarm.directory.with_links(snapshot)
 
+    history = History(SnapshotStore(snapshots_path(config.snapshots_dir, model_id)))
+    await asyncio.to_thread(history.recall)
+    if show is not None:
+        show(history)
     orchestrator = Orchestrator(
         swarm.notices,
         lease,
@@ -63,6 +70,7 @@ async def orchestrate(
         look,
         planner or Rebalancer(goal=config.placement_goal, replicas=config.replicas),
         decisions=DecisionLog(config.decisions_path),
+        history=history,
         pace=Pace(every_s=config.orchestrate_every_s),
         rng=random.Random(own),
     )

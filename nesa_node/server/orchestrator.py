@@ -16,6 +16,7 @@ from nesa_node.core.errors import NesaError, PeerUnreachableError
 from nesa_node.core.ids import ModelId
 from nesa_node.core.logging import get_logger
 from nesa_node.server.decided import decided, same_reason
+from nesa_node.server.history import History
 from nesa_node.server.planner import Decision, Planner
 from nesa_node.swarm.lease import LeaseKeeper
 from nesa_node.swarm.notice_board import NoticeBoard
@@ -62,6 +63,7 @@ class Orchestrator:
         planner: Planner,
         *,
         decisions: DecisionLog | None,
+        history: History | None = None,
         pace: Pace = Pace(),
         rng: random.Random,
     ) -> None:
@@ -71,6 +73,7 @@ class Orchestrator:
         self._look = look
         self._planner = planner
         self._decisions = decisions
+        self._history = history
         self._pace = pace
         self._rng = rng
         self._last_reason = ""
@@ -87,12 +90,18 @@ class Orchestrator:
     async def step(self) -> Placement | None:
         """Look at the swarm once, and publish what should move; None if nothing new should."""
         if not self._leads():
+            await self._stand_by()
             return None
         snapshot = await self._look()
         decision = await asyncio.to_thread(self._planner.decide, snapshot)
         if not self._leads():
             # A large swarm takes seconds to plan for, in which another may have taken over.
             return None
+        placement = await self._act(decision, snapshot)
+        await self._remember(snapshot, decision)
+        return placement
+
+    async def _act(self, decision: Decision, snapshot: Snapshot) -> Placement | None:
         if not decision.moves:
             await self._note_nothing(decision, snapshot)
             return None
@@ -100,6 +109,21 @@ class Orchestrator:
         if known is not None and known.epoch == self._lease.epoch and known.moves == decision.moves:
             return None
         return await self._publish(decision, snapshot)
+
+    async def _stand_by(self) -> None:
+        """Who may have to take over sees the swarm all the same."""
+        if self._history is not None:
+            await self._board.fetch(Placement, self._model_id)
+            await self._remember(await self._look(), None)
+
+    async def _remember(self, snapshot: Snapshot, decision: Decision | None) -> None:
+        if self._history is None:
+            return
+        known = self._board.known(Placement, self._model_id)
+        active = max(known, key=lambda placement: placement.order, default=None)
+        await asyncio.to_thread(
+            self._history.saw, snapshot, decision, active, leads=decision is not None
+        )
 
     def _leads(self) -> bool:
         return self._lease.leads
