@@ -236,6 +236,21 @@ class OrchestratorFlags(PeerFlags):
             "[default: ~/.local/state/nesa-node/snapshots]",
         ),
     ] = None
+    http: Annotated[
+        str | None,
+        Parameter(
+            group=ORCHESTRATION,
+            help="Serve the swarm's topology there as JSON: 127.0.0.1:8080. [default: nowhere]",
+        ),
+    ] = None
+    http_beyond_loopback: Annotated[
+        bool | None,
+        Parameter(
+            group=ORCHESTRATION,
+            negative=(),
+            help="Let --http be an address that others can reach; whoever does may read.",
+        ),
+    ] = None
 
 
 @Parameter(name="*")

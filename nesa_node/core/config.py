@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -35,6 +35,7 @@ from nesa_node.core.choices import QuantType as QuantType
 from nesa_node.core.choices import Route as Route
 from nesa_node.core.choices import StrategyName as StrategyName
 from nesa_node.core.errors import ConfigError
+from nesa_node.core.http_address import HttpAddress
 from nesa_node.core.ids import PeerId
 from nesa_node.core.span import Span
 
@@ -91,6 +92,15 @@ def _read_secret(value: object) -> object:
     return value
 
 
+def _read_http(value: object) -> object:
+    if isinstance(value, str):
+        try:
+            return str(HttpAddress.parse(value))
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
+    return value
+
+
 def _reject_bool(value: object) -> object:
     """Python counts `true` as 1; nobody who writes it means that."""
     if isinstance(value, bool):
@@ -108,6 +118,7 @@ def _read_location(value: object) -> object:
 
 
 Location = tuple[Annotated[float, Field(ge=-90, le=90)], Annotated[float, Field(ge=-180, le=180)]]
+Http = Annotated[str, BeforeValidator(_read_http)]
 FilePath = Annotated[Path, BeforeValidator(_expand)]
 Secret = Annotated[SecretStr, BeforeValidator(_read_secret)]
 Count = Annotated[int, BeforeValidator(_reject_bool), Field(ge=1)]
@@ -210,6 +221,17 @@ class OrchestratorConfig(PeerConfig):
     replicas: Count = 2
     decisions_path: FilePath = Field(default_factory=default_decisions_path)
     snapshots_dir: FilePath = Field(default_factory=default_snapshots_dir)
+    http: Http | None = None
+    http_beyond_loopback: bool = False
+
+    @model_validator(mode="after")
+    def _a_page_stays_here(self) -> Self:
+        if self.http is None or HttpAddress.parse(self.http).loopback or self.http_beyond_loopback:
+            return self
+        raise ValueError(
+            f"http {self.http} can be reached by others, without a password; give a loopback "
+            "address such as 127.0.0.1:8080, or set http_beyond_loopback"
+        )
 
 
 class NodeConfig(OrchestratorConfig):
@@ -238,6 +260,12 @@ class NodeConfig(OrchestratorConfig):
     def _one_way_to_choose_a_span(self) -> NodeConfig:
         if self.block_indices is not None and self.num_blocks is not None:
             raise ValueError("num_blocks and block_indices exclude each other: give one of them")
+        return self
+
+    @model_validator(mode="after")
+    def _only_orchestrators_have_a_page(self) -> NodeConfig:
+        if self.http is not None and not self.orchestrator:
+            raise ValueError("http shows what an orchestrator sees: give orchestrator, too")
         return self
 
 

@@ -26,6 +26,8 @@ from nesa_node.topology.snapshot import Snapshot
 
 log = get_logger(__name__)
 
+Show = Callable[[History], None]
+
 LOOK_FOR_MODEL_S = 5.0
 PATIENCE_OF_LEASE = 1 / 3
 
@@ -37,7 +39,7 @@ async def orchestrate(
     *,
     planner: Planner | None = None,
     liars: Collection[PeerId] = (),
-    show: Callable[[History], None] | None = None,
+    show: Show | None = None,
 ) -> None:
     """Stand for the lease of `model_id` and plan while it is held, until cancelled.
 
