@@ -24,7 +24,9 @@ def describe(
     does, once for every hop.
     """
     used = frozenset(hop.peer_id for hop in hops)
-    problem = problem_of(snapshot, replace(request, exclude=request.exclude - used))
+    problem = problem_of(
+        snapshot, replace(request, exclude=request.exclude - used, min_free_tokens=0)
+    )
     explanation = explain(problem, visits_of(problem, request.span, hops), strategy)
     return {
         "reason": reason,

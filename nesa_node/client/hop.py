@@ -75,6 +75,8 @@ class HopLink:
         self.wire = Wire(request.quality, (), speed)
         """How steps travel to the node."""
         self.leaving = False
+        self.is_unwanted = False
+        """The session would be faster without this node, which serves on until others stand by."""
         self.lost: str | None = None
         self.downstream_lost: str | None = None
         self.refusal: Error | None = None

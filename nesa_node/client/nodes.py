@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Mapping
 from typing import get_args
@@ -29,6 +30,12 @@ SUSPECT_S = 15.0
 """A peer that failed is tried again only after this, unless nobody else holds its blocks."""
 
 
+RETURN_S = 600.0
+"""A session does not come back so soon to whom it has moved off."""
+
+MOST_AT_ONCE = 64
+"""Among more nodes, planning takes so long that it must not stop the event loop."""
+
 WORTH_MOVING = 1.1
 """How much slower a chain is than the best that a session moves: the third trigger for change."""
 
@@ -45,6 +52,7 @@ class Nodes:
         self._planner = planner
         self._suspects: dict[PeerId, float] = {}
         self._unfit: dict[PeerId, RemoteError] = {}
+        self._left_at: dict[PeerId, float] = {}
         self.expected_s: float | None = None
         """What a step should take by the last plan."""
 
@@ -76,56 +84,94 @@ class Nodes:
             self._suspects[peer] = time.monotonic() + SUSPECT_S
 
     async def plan(
-        self, keep: Hops, drop: frozenset[PeerId], session: bytes = b""
+        self,
+        keep: Hops,
+        drop: frozenset[PeerId],
+        *,
+        session: bytes = b"",
+        may_ask: bool = False,
     ) -> tuple[Hops, Mapping[PeerId, tuple[str, ...]]]:
         """Hops that keep `keep`; if nobody fills the gaps so, hops that keep nothing.
 
-        And the addresses of all nodes. It is written down why `session`, if named, gets them.
-        Raises `MissingBlocksError`, `ContextLengthError` and
-        `RefusedError`, by the reason why nobody can fill them.
+        And the addresses of all nodes. With `may_ask` others are asked first how they are: whoever
+        mends a chain has no time for it. It is written down why `session`, if named, gets its hops.
+        Raises `MissingBlocksError`, `ContextLengthError` and `RefusedError`, by the reason why
+        nobody can fill them.
         """
-        request = self._request
-        snapshot = await self._swarm.directory.fetch(request.model_id, request.num_blocks)
-        # Who mends a chain has no time to wait for pings.
-        view = await self._planner.view(snapshot, request, may_ask=not self.suspected)
-        addresses = {node.peer_id: node.addresses for node in snapshot.nodes}
-        plan = self._fill(view, keep, drop)
-        self.expected_s = self._planner.step_s(view, plan, plan.hops)
+        view = await self._view(may_ask=may_ask)
+        addresses = {node.peer_id: node.addresses for node in view.snapshot.nodes}
+        if len(view.snapshot.nodes) > MOST_AT_ONCE:
+            plan = await asyncio.to_thread(self._fill, view, keep, drop)
+        else:
+            plan = self._fill(view, keep, drop)
+        self.expected_s = self._planner.step_s(view, self._request, plan.hops)
         if session:
             reason = "a chain to begin with" if not keep and not drop else "nodes left or failed"
             self._planner.decided(session, reason, view, plan.asked, plan.hops)
         return plan.hops, addresses
 
-    async def to_leave(self, hops: Hops) -> frozenset[PeerId]:
+    async def to_leave(self, hops: Hops, step_s: float) -> frozenset[PeerId]:
         """Whom of `hops` a session should move off, since others are faster by `WORTH_MOVING`.
 
-        After the hops were measured anew. Raises as `plan` does.
+        Its steps take `step_s` now. The hops are measured anew first, and nobody whom it has moved
+        off lately is better. Raises as `plan` does.
         """
-        request = self._request
+        request, planner = self._request, self._planner
         snapshot = await self._swarm.directory.fetch(request.model_id, request.num_blocks)
-        await self._planner.recheck(snapshot, request, hops)
-        view = await self._planner.view(snapshot, request, may_ask=True)
-        plan = self._fill(view, (), frozenset())
-        known = {node.peer_id for node in snapshot.nodes}
-        if not {hop.peer_id for hop in hops} <= known:
+        await planner.recheck(snapshot, request, hops)
+        view = planner.without_own_load(await self._view(may_ask=True), hops, request, step_s)
+        now_s = planner.step_s(view, request, hops)
+        if now_s is None:
             return frozenset()
-        now_s = self._planner.step_s(view, plan, hops)
-        best_s = self._planner.step_s(view, plan, plan.hops)
-        log.info("chain_reconsidered", step_ms=now_s * 1000, best_ms=best_s * 1000)
-        if now_s <= WORTH_MOVING * best_s:
-            return frozenset()
-        return frozenset(hop.peer_id for hop in hops) - {hop.peer_id for hop in plan.hops}
+        since = time.monotonic() - RETURN_S
+        left = {peer for peer, at in self._left_at.items() if at > since}
+        best: tuple[float, frozenset[PeerId]] = (now_s / WORTH_MOVING, frozenset())
+        for leave in self._worth_leaving(view, hops, left):
+            kept = tuple(hop for hop in hops if hop.peer_id not in leave)
+            try:
+                plan = self._fill_around(view, kept, leave | left)
+            except MissingBlocksError:
+                continue
+            found_s = planner.step_s(view, request, plan.hops)
+            if found_s is not None:
+                best = min(best, (found_s, leave), key=lambda each: each[0])
+        log.info("chain_reconsidered", step_ms=now_s * 1000, best_ms=best[0] * 1000)
+        self._left_at |= dict.fromkeys(best[1], time.monotonic())
+        return best[1]
+
+    def _worth_leaving(
+        self, view: View, hops: Hops, left: set[PeerId]
+    ) -> tuple[frozenset[PeerId], ...]:
+        """Who of `hops` is not in the best chain there is: all of them, and each alone."""
+        try:
+            ideal = self._fill_around(view, (), frozenset(left))
+        except MissingBlocksError:
+            return ()
+        gone = frozenset(hop.peer_id for hop in hops) - {hop.peer_id for hop in ideal.hops}
+        alone = (frozenset({peer}) for peer in sorted(gone))
+        return (gone, *alone) if len(gone) > 1 else tuple(alone)
+
+    def _fill_around(self, view: View, keep: Hops, drop: frozenset[PeerId]) -> Plan:
+        """Hops that keep `keep` and have room now. Raises `MissingBlocksError`."""
+        return self._planner.plan(
+            view,
+            self._request,
+            keep,
+            exclude=self._barred(view.snapshot, drop) | self.suspected,
+            min_free_tokens=self._request.tokens,
+        )
+
+    async def _view(self, *, may_ask: bool) -> View:
+        request = self._request
+        snapshot = await self._swarm.directory.fetch(
+            request.model_id, request.num_blocks, reports=may_ask
+        )
+        return await self._planner.view(snapshot, request, may_ask=may_ask)
 
     def _fill(self, view: View, keep: Hops, drop: frozenset[PeerId]) -> Plan:
         snapshot, tokens = view.snapshot, self._request.tokens
         suspects = self.suspected
-        small = {n.peer_id for n in snapshot.nodes if n.total_cache_tokens < tokens}
-        coarse = {n.peer_id for n in snapshot.nodes if self._is_coarse(n)}
-        only = self._request.only
-        others = (
-            () if only is None else (n.peer_id for n in snapshot.nodes if n.peer_id not in only)
-        )
-        barred = frozenset(self._unfit).union(drop, small, coarse, others)
+        barred = self._barred(snapshot, drop)
         first: MissingBlocksError | None = None
         # What a record says of free room is some seconds old: as a last resort it is not believed.
         for hops, free in ((keep, tokens), (keep, 0), ((), tokens), ((), 0)):
@@ -143,6 +189,18 @@ class Nodes:
         only = self._request.only
         peers = frozenset(node.peer_id for node in snapshot.nodes)
         return frozenset() if only is None else peers - only
+
+    def _barred(self, snapshot: Snapshot, drop: frozenset[PeerId]) -> frozenset[PeerId]:
+        """Whom the session may not use whatever there is else."""
+        request = self._request
+        unfit = {
+            node.peer_id
+            for node in snapshot.nodes
+            if node.total_cache_tokens < request.tokens
+            or self._is_coarse(node)
+            or (request.only is not None and node.peer_id not in request.only)
+        }
+        return drop.union(self._unfit, unfit)
 
     def _is_coarse(self, node: NodeState) -> bool:
         """Whether a node computes with weights coarser than asked for, or unheard of."""

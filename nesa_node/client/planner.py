@@ -34,6 +34,8 @@ Hops = tuple[Hop, ...]
 Audit = Callable[[NodeState, RouteRequest], Awaitable[float | None]]
 """Measures the tokens/s that a node decodes; None where that cannot be done."""
 
+LIE = 4.0
+"""A claim so much above what was measured is told to others: no busy moment explains it."""
 AUDIT_EVERY_S = 600.0
 """An audit is some work for the node."""
 
@@ -68,6 +70,7 @@ class Planner:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Raises `ConfigError` for a strategy that there is not. Without `audit` claims stand."""
+        self._swarm = swarm
         self._audit = audit
         self.strategy = make_strategy(strategy, np.random.default_rng())
         self._decisions = decisions
@@ -82,6 +85,9 @@ class Planner:
 
         In a star everything passes the client: nodes are as far apart as their ways to it.
         """
+        if request.only is not None and len(request.only) == 1:
+            # Nothing to choose.
+            return View(snapshot, {})
         linked, rtt_ms = await self.surroundings.look(snapshot, request.span, may_ask=may_ask)
         nodes = tuple(self.claims.believed(node) for node in linked.nodes)
         if request.mode == "star":
@@ -104,26 +110,58 @@ class Planner:
         return Plan(hops, asked)
 
     async def recheck(self, snapshot: Snapshot, request: RouteRequest, hops: Hops) -> None:
-        """Measure again how far the nodes of `hops` are, and, now and then, how fast."""
+        """Measure again how far the nodes of `hops` are, and, now and then, how fast.
+
+        Others are told who boasts.
+        """
         used = {hop.peer_id for hop in hops}
         nodes = [node for node in snapshot.nodes if node.peer_id in used]
         await self.surroundings.measure(nodes)
         for node in nodes:
             if self._audit is not None and self.claims.age_s(node.peer_id) > AUDIT_EVERY_S:
                 tokens_per_s = await self._audit(node, request)
-                if tokens_per_s is not None:
-                    log.info("node_audited", peer=node.peer_id, tokens_per_s=tokens_per_s)
-                    self.claims.measured(node.peer_id, tokens_per_s)
+                if tokens_per_s is None:
+                    self.claims.unmeasurable(node)
+                    continue
+                # What others use of it now is counted with its load.
+                idle_tokens_per_s = tokens_per_s * (1 + node.load)
+                log.info("node_audited", peer=node.peer_id, tokens_per_s=idle_tokens_per_s)
+                self.claims.measured(node.peer_id, idle_tokens_per_s)
+                if node.decode_tokens_per_s > LIE * idle_tokens_per_s:
+                    self._swarm.reporter.note(request.model_id, node.peer_id, "slow")
 
-    def step_s(self, view: View, plan: Plan, hops: Hops) -> float:
-        """What a step through `hops` should take, by the view that `plan` was made from."""
-        used = frozenset(hop.peer_id for hop in hops)
-        asked = replace(plan.asked, exclude=plan.asked.exclude - used)
-        return chain_cost_s(view.snapshot, asked, hops)
+    def step_s(self, view: View, request: RouteRequest, hops: Hops) -> float | None:
+        """What a step through `hops` should take; None where the view does not show them."""
+        held = {node.peer_id: node.span for node in view.snapshot.nodes}
+        if not all(hop.peer_id in held and held[hop.peer_id].covers(hop.span) for hop in hops):
+            return None
+        return chain_cost_s(view.snapshot, self.asked(view, request), hops)
+
+    def without_own_load(
+        self, view: View, hops: Hops, request: RouteRequest, step_s: float
+    ) -> View:
+        """`view` with what a session over `hops` itself uses taken off its nodes' loads.
+
+        Its steps take `step_s`. Else any idle node would look better than one that it makes busy.
+        """
+        lengths = {hop.peer_id: len(hop.span) for hop in hops}
+
+        def relieved(node: NodeState) -> NodeState:
+            length = lengths.get(node.peer_id)
+            if length is None or node.decode_tokens_per_s <= 0:
+                return node
+            compute_s = request.rows * length / (node.decode_tokens_per_s * len(node.span))
+            return replace(node, load=max(node.load - compute_s / step_s, 0.0))
+
+        nodes = tuple(relieved(node) for node in view.snapshot.nodes)
+        return replace(view, snapshot=replace(view.snapshot, nodes=nodes))
 
     def decided(self, session: bytes, reason: str, view: View, asked: Request, hops: Hops) -> None:
         """Write down why `session` got `hops`, while it goes on."""
-        if self._decisions is not None and hops:
+        known = {node.peer_id: node.span for node in view.snapshot.nodes}
+        if self._decisions is not None and all(
+            hop.peer_id in known and known[hop.peer_id].covers(hop.span) for hop in hops
+        ):
             self._writing.start(
                 self._write(self._decisions, session, reason, view, asked, hops), name="decision"
             )

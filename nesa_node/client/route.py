@@ -107,7 +107,7 @@ class Route:
         kept = [*(link for link in self.links if link not in gone), *held]
         fresh = list(held)
         try:
-            hops, addresses = await self._plan(kept, drop)
+            hops, addresses = await self._plan(kept, drop, may_ask=begins)
             if not {link.hop for link in kept} <= set(hops):
                 # Nobody can join what is left: begin again, with other nodes or other spans.
                 await _close_all(fresh)
@@ -165,13 +165,13 @@ class Route:
         await self._discard(self.links, prefix)
 
     async def _plan(
-        self, kept: Sequence[HopLink], drop: frozenset[PeerId]
+        self, kept: Sequence[HopLink], drop: frozenset[PeerId], *, may_ask: bool
     ) -> tuple[tuple[Hop, ...], Mapping[PeerId, tuple[str, ...]]]:
         """Hops that keep `kept` if that can be, and where to reach them."""
         hops = tuple(sorted((link.hop for link in kept), key=lambda hop: hop.span.start))
         if hops and not gaps(self._request.span, hops):
             return hops, {}
-        return await self.nodes.plan(hops, drop, self.session)
+        return await self.nodes.plan(hops, drop, session=self.session, may_ask=may_ask)
 
     async def _succeed(
         self, gone: Sequence[HopLink], lengths: Sequence[int]

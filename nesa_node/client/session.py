@@ -244,19 +244,20 @@ class RemoteSession:
             self._watched = self.hops
             self._watch.begin(self._route.nodes.expected_s)
         self._watch.note(step_s)
-        if self._watch.complains():
-            self._looking.start(self._reconsider(self.hops), name="reconsider-chain")
+        if not self._looking and self._watch.complains():
+            self._looking.start(
+                self._reconsider(self.hops, self._watch.step_s), name="reconsider-chain"
+            )
 
-    async def _reconsider(self, hops: tuple[Hop, ...]) -> None:
+    async def _reconsider(self, hops: tuple[Hop, ...], step_s: float) -> None:
         try:
-            leave = await self._route.nodes.to_leave(hops)
+            leave = await self._route.nodes.to_leave(hops, step_s)
         except NesaError as error:
             log.info("chain_not_reconsidered", reason=str(error))
             return
         for link in self._route.links:
             if link.hop.peer_id in leave:
-                # As if it had said so itself: the session moves off it when others are ready.
-                link.leaving = True
+                link.is_unwanted = True
 
     def _replicate(self) -> None:
         """Let successors catch up, if the session is to have them."""
@@ -267,7 +268,7 @@ class RemoteSession:
 
     async def _replace_leavers(self) -> None:
         """Move off nodes that said they leave, if others can take over; try once a second."""
-        leavers = [link for link in self._route.links if link.leaving]
+        leavers = [link for link in self._route.links if link.leaving or link.is_unwanted]
         leaving = frozenset(link.hop.peer_id for link in leavers)
         if not leaving or time.monotonic() < self._leaver_check_at:
             return
@@ -287,6 +288,8 @@ class RemoteSession:
             log.info("moved_off_leaving_nodes", peers=sorted(leaving))
         except MissingBlocksError as error:
             log.info("cannot_move_off_yet", reason=str(error))
+            for link in leavers:
+                link.is_unwanted = False
         except NesaError as error:
             log.info("moving_off_failed", reason=str(error))
             await self._recover()

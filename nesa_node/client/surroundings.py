@@ -16,6 +16,7 @@ from nesa_node.swarm.node import Swarm
 from nesa_node.topology.assemble import assemble_links
 from nesa_node.topology.estimate import fill
 from nesa_node.topology.links import Links
+from nesa_node.topology.packed import Measured
 from nesa_node.topology.snapshot import NodeState, Snapshot
 
 MAX_PINGED = 8
@@ -33,6 +34,7 @@ class Surroundings:
         self._swarm = swarm
         self._links: Links | None = None
         self._made_at = -math.inf
+        self._looking = asyncio.Lock()
 
     async def look(
         self, snapshot: Snapshot, span: Span, *, may_ask: bool = True
@@ -40,17 +42,22 @@ class Surroundings:
         """`snapshot` with all its links, and the client's round trips to its nodes in ms.
 
         With `may_ask`, nodes that could begin or end a chain over `span` are pinged, where there is
-        a choice and that was not done lately. What nobody has measured is estimated.
+        a choice and that was not done lately, and what nobody has measured is estimated. Without,
+        it takes no time: what was known before has to do.
         """
         if may_ask:
-            await self._ping_ends(snapshot, span)
-        own = self._swarm.identity.peer_id
+            async with self._looking:
+                await self._ping_ends(snapshot, span)
+                await self._refresh(snapshot)
+        links = self._links
         peers = [node.peer_id for node in (*snapshot.nodes, *snapshot.joining)]
-        links = await self._linked(snapshot, peers)
-        rtt_ms = dict(zip(peers, links.of([own, *peers]).rtt_ms_NN[0, 1:].tolist(), strict=True))
+        own = self._swarm.identity.peer_id
+        rtt_ms = {}
         for peer in peers:
-            if not math.isnan(measured := self._swarm.distances.rtt_ms(peer)):
-                rtt_ms[peer] = measured
+            measured_ms = self._swarm.distances.rtt_ms(peer)
+            if math.isnan(measured_ms) and links is not None:
+                measured_ms = links.rtt_ms(own, peer)
+            rtt_ms[peer] = measured_ms
         return replace(snapshot, links=links), rtt_ms
 
     async def measure(self, nodes: Sequence[NodeState]) -> None:
@@ -79,20 +86,27 @@ class Surroundings:
         rtt_ms = math.nan if links is None else links.rtt_ms(own, node.peer_id)
         return math.inf if math.isnan(rtt_ms) else rtt_ms, node.peer_id
 
-    async def _linked(self, snapshot: Snapshot, peers: Sequence[PeerId]) -> Links:
-        """Links among `peers` and this client."""
-        own = self._swarm.identity.peer_id
-        now = time.monotonic()
-        known = self._links
-        if known is None or now - self._made_at > _LINKS_FRESH_S or not {*peers} <= {*known.peers}:
-            said = self._swarm.directory.measured(snapshot)
-            said[own] = self._swarm.distances.measured(self._swarm.speeds)
-            places = {node.peer_id: node.location for node in (*snapshot.nodes, *snapshot.joining)}
-            links = assemble_links(said)
-            if np.isnan(links.rtt_ms_NN).any():
-                locations = [places.get(peer) for peer in links.peers]
-                rng = np.random.default_rng(0)
-                links = await asyncio.to_thread(fill, links, locations, rng)
-            self._links, self._made_at = links, now
-            known = links
-        return known
+    async def _refresh(self, snapshot: Snapshot) -> None:
+        """Make the links among all nodes and this client anew, if they are old or lack some."""
+        nodes = (*snapshot.nodes, *snapshot.joining)
+        known, now = self._links, time.monotonic()
+        is_fresh = known is not None and now - self._made_at < _LINKS_FRESH_S
+        if is_fresh and known is not None and {n.peer_id for n in nodes} <= {*known.peers}:
+            return
+        said = self._swarm.directory.measured(snapshot)
+        said[self._swarm.identity.peer_id] = self._swarm.distances.measured(self._swarm.speeds)
+        places = {node.peer_id: node.location for node in nodes}
+        self._links = await asyncio.to_thread(_complete, said, places)
+        self._made_at = now
+
+
+def _complete(
+    said: Mapping[PeerId, Sequence[Measured]],
+    places: Mapping[PeerId, tuple[float, float] | None],
+) -> Links:
+    """All links, estimated where nobody has measured: seconds for thousands of nodes."""
+    links = assemble_links(said)
+    if np.isnan(links.rtt_ms_NN).any():
+        locations = [places.get(peer) for peer in links.peers]
+        links = fill(links, locations, np.random.default_rng(0))
+    return links

@@ -34,6 +34,12 @@ class Claims:
         if len(self._measured) > _MAX_PEERS:
             self._measured.popitem(last=False)
 
+    def unmeasurable(self, node: NodeState) -> None:
+        """`node` could not be measured: each time it is believed half of what it was."""
+        if node.decode_tokens_per_s > 0:
+            believed = self.believed(node).decode_tokens_per_s
+            self.measured(node.peer_id, believed / 2 / TOLERANCE)
+
     def age_s(self, peer: PeerId) -> float:
         """Since `peer` was measured; inf if it never was."""
         known = self._measured.get(peer)

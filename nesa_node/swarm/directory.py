@@ -117,16 +117,21 @@ class Directory:
             fields = self._own.model_dump(include=set(NodeStatus.model_fields))
             await self.publish(NodeStatus.model_validate({**fields, "state": "withdrawn"}))
 
-    async def fetch(self, model_id: ModelId, num_blocks: int | None = None) -> Snapshot:
+    async def fetch(
+        self, model_id: ModelId, num_blocks: int | None = None, *, reports: bool = True
+    ) -> Snapshot:
         """Look up who serves `model_id` now.
 
         Members that do not answer are left out; if nobody does in `FETCH_TIMEOUT_S`, the result is
-        what was known before and has not expired. `num_blocks` is as in `snapshot`. Reports of
-        failures are looked up at the same time.
+        what was known before and has not expired. `num_blocks` is as in `snapshot`. With `reports`
+        those of failures are looked up at the same time.
         """
-        found, _ = await asyncio.gather(
-            self._search(model_key(model_id)), self._notices.fetch(Report, model_id)
-        )
+        if reports:
+            found, _ = await asyncio.gather(
+                self._search(model_key(model_id)), self._notices.fetch(Report, model_id)
+            )
+        else:
+            found = await self._search(model_key(model_id))
         self._remember(found)
         return self.snapshot(model_id, num_blocks)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import AsyncMock
@@ -16,6 +17,7 @@ from nesa_node.core.choices import Precision
 from nesa_node.core.errors import PeerUnreachableError, RefusedError
 from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.core.span import Span
+from nesa_node.routing.chains import Hop
 from nesa_node.swarm.distances import Distances
 from nesa_node.swarm.link_speed import LinkSpeeds
 from nesa_node.topology.snapshot import NodeState, Snapshot
@@ -98,3 +100,76 @@ async def test_next_chain_avoids_who_is_reported_to_have_failed_if_there_is_anot
     assert await planned("nf4", one, other, blames={"one": 0.1}) == ["other"]
     assert await planned("nf4", one, other, blames={"other": 0.1}) == ["one"]
     assert await planned("nf4", one, blames={"one": 3.0}) == ["one"]
+
+
+def _nodes_of(snapshot: Snapshot, **fields: Any) -> tuple[Nodes, Planner]:
+    swarm: Any = SimpleNamespace(
+        identity=SimpleNamespace(peer_id=PeerId("client")),
+        directory=SimpleNamespace(
+            fetch=AsyncMock(return_value=snapshot),
+            measured=lambda snapshot: {},
+            blames=lambda _: {},
+        ),
+        transport=SimpleNamespace(open_stream=AsyncMock(side_effect=PeerUnreachableError("far"))),
+        distances=Distances(),
+        speeds=LinkSpeeds(),
+    )
+    request = RouteRequest(
+        model_id=MODEL,
+        span=Span(0, 4),
+        rows=1,
+        max_tokens=600,
+        hidden_size=4,
+        dtype="float32",
+        mode="chain",
+        **fields,
+    )
+    planner = Planner(swarm)
+    return Nodes(swarm, request, planner), planner
+
+
+def _state(name: str, start: int, end: int, **fields: Any) -> NodeState:
+    defaults = {"decode_tokens_per_s": 10.0, "free_cache_tokens": 1000, "total_cache_tokens": 1000}
+    return NodeState(PeerId(name), Span(start, end), **(defaults | fields))
+
+
+@pytest.mark.parametrize(
+    "kept", [_state("a", 0, 2, free_cache_tokens=5), _state("a", 1, 2), _state("other", 0, 2)]
+)
+async def test_a_kept_hop_that_records_do_not_show_any_more_fails_no_plan(kept: NodeState) -> None:
+    """Full by now, moved, or draining: the session is there, and goes on."""
+    snapshot = Snapshot(MODEL, 4, (kept, _state("c", 2, 4)), taken_at=0.0)
+    nodes, _ = _nodes_of(snapshot)
+    keep = (Hop(PeerId("a"), Span(0, 2)),)
+    hops, _ = await nodes.plan(keep, frozenset({PeerId("b")}), session=b"name")
+    assert hops == (*keep, Hop(PeerId("c"), Span(2, 4)))
+    assert await nodes.to_leave(hops, 1.0) == frozenset()
+
+
+async def test_a_session_does_not_flee_from_the_load_that_it_makes_itself() -> None:
+    """Of two equal nodes, one is busy with this session alone."""
+    busy, idle = _state("a", 0, 4, load=0.9), _state("b", 0, 4)
+    nodes, _ = _nodes_of(Snapshot(MODEL, 4, (busy, idle), taken_at=0.0))
+    hops = (Hop(PeerId("a"), Span(0, 4)),)
+    assert await nodes.to_leave(hops, 0.11) == frozenset()
+
+
+async def test_a_session_leaves_a_node_that_others_keep_busy_and_does_not_return() -> None:
+    busy, idle = _state("a", 0, 4, load=3.0), _state("b", 0, 4)
+    nodes, _ = _nodes_of(Snapshot(MODEL, 4, (busy, idle), taken_at=0.0))
+    assert await nodes.to_leave((Hop(PeerId("a"), Span(0, 4)),), 0.4) == {"a"}
+    swarm: Any = nodes._swarm
+    swarm.directory.fetch.return_value = Snapshot(
+        MODEL, 4, (replace(busy, load=0.0), replace(idle, load=3.0)), taken_at=1.0
+    )
+    assert await nodes.to_leave((Hop(PeerId("b"), Span(0, 4)),), 0.4) == frozenset()
+
+
+async def test_a_session_moves_only_if_what_is_built_is_better() -> None:
+    """The best chain of all is one fast node, but its place beside the kept one gains nothing."""
+    now = (_state("a", 0, 2), _state("b", 2, 4))
+    better = _state("c", 0, 4, decode_tokens_per_s=11.0)
+    nodes, planner = _nodes_of(Snapshot(MODEL, 4, (*now, better), taken_at=0.0))
+    planner.avoidance.failed(PeerId("c"))
+    hops = (Hop(PeerId("a"), Span(0, 2)), Hop(PeerId("b"), Span(2, 4)))
+    assert await nodes.to_leave(hops, 0.2) == frozenset()

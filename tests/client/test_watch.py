@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
+import pytest
+
 from nesa_node.client.watch import PAUSE_S, STEPS, Watch
 
 
@@ -35,8 +39,12 @@ def test_steps_as_planned_are_no_reason_to_complain() -> None:
 
 def test_a_plan_that_promised_too_much_is_questioned_now_and_then() -> None:
     watch, clock = _watch(0.01)
-    complaints = _steps(watch, clock, 0.5, 200)
-    assert 2 <= sum(complaints) <= 200 * 0.5 / PAUSE_S + 1
+    complaints = _steps(watch, clock, 0.5, 2000)
+    when = [index * 0.5 for index, complains in enumerate(complaints) if complains]
+    pauses = [later - earlier for earlier, later in pairwise(when)]
+    assert len(pauses) >= 4
+    for number, pause_s in enumerate(pauses):
+        assert pause_s == pytest.approx(PAUSE_S * 2**number, abs=1.0)
 
 
 def test_a_chain_that_gets_slower_is_questioned_whatever_was_promised() -> None:

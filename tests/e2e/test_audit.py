@@ -23,6 +23,8 @@ from nesa_node.routing.claims import Claims
 from nesa_node.server import served_span
 from nesa_node.swarm.identity import Identity
 from nesa_node.swarm.node import open_swarm
+from nesa_node.swarm.notices import Failure, FailureKind
+from nesa_node.swarm.reporter import Reporter
 from nesa_node.topology.snapshot import NodeState
 from tests.client.local_models import random_ids
 from tests.e2e.joining import joined
@@ -109,6 +111,13 @@ def test_a_session_leaves_a_liar_that_is_slow(
         speed = LIE * honest.decode_tokens_per_s
         return replace(honest, decode_tokens_per_s=speed)
 
+    note, told = Reporter.note, list[Failure]()
+
+    def listen(self: Reporter, model_id: ModelId, peer: PeerId, kind: FailureKind) -> None:
+        told.append(Failure(peer=peer, kind=kind, count=1, at=1.0))
+        note(self, model_id, peer, kind)
+
+    monkeypatch.setattr(Reporter, "note", listen)
     monkeypatch.setattr(served_span, "measure_throughput", boast)
     folder = tiny("llama")
     spans = [Span(0, BLOCKS), Span(0, BLOCKS)]
@@ -125,4 +134,5 @@ def test_a_session_leaves_a_liar_that_is_slow(
         assert honest.peer_id != liar.peer_id
         with model.inference_session(max_length=32) as later:
             assert later.hops == (honest,)
+        assert {(failure.peer, failure.kind) for failure in told} == {(liar.peer_id, "slow")}
     assert_same_tokens(reference(folder), ids, prompt, **options)
