@@ -20,6 +20,7 @@ from nesa_node.core.span import Span
 from nesa_node.routing.succession import Terms
 from nesa_node.server.decided import same_reason
 from nesa_node.server.follow import follow
+from nesa_node.server.history import History
 from nesa_node.server.obedience import Obedience
 from nesa_node.server.orchestrate import find_model, orchestrate
 from nesa_node.server.orchestrator import Orchestrator, Pace
@@ -67,7 +68,10 @@ def moving(peer: PeerId, to: tuple[int, int]) -> Decision:
 
 
 def build(
-    swarm: Swarm, planner: Scripted, decisions: DecisionLog | None = None
+    swarm: Swarm,
+    planner: Scripted,
+    decisions: DecisionLog | None = None,
+    history: History | None = None,
 ) -> tuple[Orchestrator, LeaseKeeper]:
     lease = LeaseKeeper(swarm.notices, swarm.identity.peer_id, MODEL, clock=time.time, terms=QUICK)
     orchestrator = Orchestrator(
@@ -77,6 +81,7 @@ def build(
         lambda: swarm.directory.fetch(MODEL),
         planner,
         decisions=decisions,
+        history=history,
         pace=Pace(every_s=0.1, placement_ttl_s=20.0),
         rng=random.Random(1),
     )
@@ -121,6 +126,25 @@ async def test_leader_publishes_only_what_is_new(tmp_path: Path) -> None:
         assert found.body["moves"] == [
             {"peer": node.identity.peer_id, "was": [0, 10], "to": [20, 30], "gain": 0.2}
         ]
+
+
+async def test_who_stands_ready_looks_without_planning(tmp_path: Path) -> None:
+    async with local_swarm(tmp_path, 2) as (boss, node):
+        await node.directory.publish(make_status())
+        planner, history = Scripted(), History()
+        orchestrator, lease = build(boss, planner, history=history)
+        assert await orchestrator.step() is None
+        seen = history.document()
+        assert seen is not None
+        assert (seen["leads"], planner.asked, len(seen["nodes"])) == (False, 0, 1)
+        await _lead(lease)
+        planner.decision = moving(node.identity.peer_id, (10, 20))
+        placement = await orchestrator.step()
+        assert placement is not None
+        seen = history.document()
+        assert seen is not None
+        assert (seen["leads"], seen["active"]["name"]) == (True, placement.name)
+        assert seen["history"]["placement"] == [None, placement.name]
 
 
 async def test_those_who_stand_ready_do_not_plan_until_the_leader_is_gone(tmp_path: Path) -> None:
