@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from nesa_node.cli.client_model import short_peer
+from nesa_node.cli.placement_view import print_placement
 from nesa_node.core.decision_log import Decision
 
 PIPE_WIDTH = 100
@@ -28,19 +29,23 @@ def print_list(decisions: Sequence[Decision]) -> None:
     """The last ones, the newest at the end."""
     console = _console()
     if not decisions:
-        console.print("nothing was decided on this machine yet: generate something first")
+        console.print(
+            "nothing was decided on this machine yet: generate or orchestrate something first"
+        )
         return
-    table = Table("when", "what", "name", "strategy", "a step", "nodes")
+    table = Table()
+    for title in ("when", "what", "name", "strategy", "a step", "nodes or reason"):
+        table.add_column(title, no_wrap=title in ("when", "name", "a step"))
     for decision in decisions:
         body = decision.body
         chain = body.get("chain") or []
         table.add_row(
-            _when(decision),
+            _when(decision)[5:],
             decision.kind,
-            decision.name[:12],
+            _handle(decision),
             Text(str(body.get("strategy", ""))),
-            _ms(sum(body["step_s"].values())) if body.get("step_s") else "",
-            Text(" → ".join(_hop(visit) for visit in chain)),
+            _step(body),
+            Text(" → ".join(map(_hop, chain)) or str(body.get("reason", ""))),
         )
     console.print(table)
     console.print("`nesa-node explain NAME` says why.")
@@ -51,7 +56,7 @@ def print_decision(decision: Decision) -> None:
     if decision.kind == "session":
         _print_session(decision)
     else:
-        _console().print_json(data=dict(decision.body))
+        print_placement(_console(), decision.name, _when(decision), decision.body)
 
 
 def _print_session(decision: Decision) -> None:
@@ -98,6 +103,18 @@ def _print_alternatives(console: Console, body: Mapping[str, Any]) -> None:
             f"{100 * (alternative['step_s'] / chosen_s - 1):+.0f} %" if chosen_s else "",
         )
     console.print(table)
+
+
+def _handle(decision: Decision) -> str:
+    """Enough of its name to ask for it."""
+    return decision.name[:12] if decision.kind == "session" else decision.name
+
+
+def _step(body: Mapping[str, Any]) -> str:
+    if body.get("step_s"):
+        return _ms(sum(body["step_s"].values()))
+    seconds = body.get("latency_s", (None, None))[0 if not body.get("moves") else 1]
+    return "" if seconds is None else _ms(seconds)
 
 
 def _hop(visit: Mapping[str, Any]) -> str:

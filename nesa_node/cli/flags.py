@@ -220,11 +220,35 @@ class OrchestratorFlags(PeerFlags):
         str | None,
         Parameter(group=ORCHESTRATION, help="Holders wanted for every block. [default: 2]"),
     ] = None
-    decisions_dir: Annotated[
+    decisions_path: Annotated[
         str | None,
         Parameter(
             group=ORCHESTRATION,
-            help="Folder for what was decided and why. [default: decisions in the cache]",
+            help="File of what was decided and why, for `nesa-node explain`. "
+            "[default: ~/.local/state/nesa-node/decisions.db]",
+        ),
+    ] = None
+    snapshots_dir: Annotated[
+        str | None,
+        Parameter(
+            group=ORCHESTRATION,
+            help="Folder for the swarm's snapshots, for `nesa-node simulate --replay FILE`. "
+            "[default: ~/.local/state/nesa-node/snapshots]",
+        ),
+    ] = None
+    http: Annotated[
+        str | None,
+        Parameter(
+            group=ORCHESTRATION,
+            help="Serve the swarm's topology there as JSON: 127.0.0.1:8080. [default: nowhere]",
+        ),
+    ] = None
+    http_beyond_loopback: Annotated[
+        bool | None,
+        Parameter(
+            group=ORCHESTRATION,
+            negative=(),
+            help="Let --http be an address that others can reach; whoever does may read.",
         ),
     ] = None
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated
 
 from cyclopts import Parameter
 
 from nesa_node.cli.flags import OrchestratorFlags, configure
+from nesa_node.cli.with_page import with_page
 
 
 def orchestrate(
@@ -28,5 +30,5 @@ def orchestrate(
     from nesa_node.server.daemon import run_orchestrator
     from nesa_node.swarm import event_loop
 
-    event_loop.run(run_orchestrator(config))
+    event_loop.run(with_page(config, partial(run_orchestrator, config)))
     return 0

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from nesa_node.cli.flags import ModelArgument, NodeFlags, configure
+from nesa_node.cli.with_page import with_page
 
 
 def run(model: ModelArgument = None, /, *, flags: NodeFlags | None = None) -> int:
@@ -16,5 +19,5 @@ def run(model: ModelArgument = None, /, *, flags: NodeFlags | None = None) -> in
     from nesa_node.server.daemon import run_node
     from nesa_node.swarm import event_loop
 
-    event_loop.run(run_node(config))
+    event_loop.run(with_page(config, partial(run_node, config)))
     return 0

@@ -29,7 +29,11 @@ def simulate(
     ] = None,
     replay: Annotated[
         Path | None,
-        Parameter(group=WHICH, help="Recorded snapshots instead, one JSON document per line."),
+        Parameter(
+            group=WHICH,
+            help="Recorded snapshots instead: an orchestrator's store (--snapshots-dir), or one "
+            "JSON document per line.",
+        ),
     ] = None,
     seed: Annotated[int, Parameter(group=WHICH, help="Of the made-up swarm.")] = 0,
     add: Annotated[

@@ -14,6 +14,7 @@ from nesa_node.routing.placement.moves import Moves
 from nesa_node.routing.placement.rebalance import confirmed, rebalance
 from nesa_node.routing.placement.score import Goal
 from nesa_node.routing.placement.what_if import Question, Strategy, stage
+from nesa_node.server.snapshot_store import is_store, read_store
 from nesa_node.topology.serial import MAX_BYTES, from_json
 from nesa_node.topology.snapshot import Snapshot
 
@@ -72,18 +73,23 @@ def replayed(path: Path, *, goal: Goal, replicas: int, strategy: Strategy) -> li
 
 
 def _snapshots(path: Path) -> list[Snapshot]:
+    """Of an orchestrator's store, or of a file with one JSON document per line."""
     try:
-        with path.open("rb") as file:
-            lines = [line for line in file if line.strip()]
+        found = read_store(path) if is_store(path) else _lines(path)
     except OSError as error:
         raise ConfigError(f"--replay {path}: {error.strerror or error}") from None
-    if sum(map(len, lines)) > MAX_BYTES:
-        raise ConfigError(f"--replay {path} has more than {MAX_BYTES} bytes; replay a part of it")
-    found = [from_json(line, where=f"{path}, line {at}") for at, line in enumerate(lines, 1)]
     for at, snapshot in enumerate(found, 1):
         if snapshot.num_blocks < 1 or not snapshot.nodes:
-            raise ConfigError(f"{path}, line {at}: a snapshot without nodes or blocks")
+            raise ConfigError(f"{path}, snapshot {at}: a snapshot without nodes or blocks")
     return found
+
+
+def _lines(path: Path) -> list[Snapshot]:
+    with path.open("rb") as file:
+        lines = [line for line in file if line.strip()]
+    if sum(map(len, lines)) > MAX_BYTES:
+        raise ConfigError(f"--replay {path} has more than {MAX_BYTES} bytes; replay a part of it")
+    return [from_json(line, where=f"{path}, line {at}") for at, line in enumerate(lines, 1)]
 
 
 def _in_the_middle(snapshot: Snapshot) -> Request:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -35,6 +35,7 @@ from nesa_node.core.choices import QuantType as QuantType
 from nesa_node.core.choices import Route as Route
 from nesa_node.core.choices import StrategyName as StrategyName
 from nesa_node.core.errors import ConfigError
+from nesa_node.core.http_address import HttpAddress
 from nesa_node.core.ids import PeerId
 from nesa_node.core.span import Span
 
@@ -46,8 +47,17 @@ def default_cache_dir() -> Path:
 
 def default_decisions_path() -> Path:
     """`$XDG_STATE_HOME/nesa-node/decisions.db`, by default under `~/.local/state`."""
+    return _state_dir() / "decisions.db"
+
+
+def default_snapshots_dir() -> Path:
+    """`$XDG_STATE_HOME/nesa-node/snapshots`, by default under `~/.local/state`."""
+    return _state_dir() / "snapshots"
+
+
+def _state_dir() -> Path:
     base = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
-    return base / "nesa-node" / "decisions.db"
+    return base / "nesa-node"
 
 
 def default_identity_path() -> Path:
@@ -82,6 +92,15 @@ def _read_secret(value: object) -> object:
     return value
 
 
+def _read_http(value: object) -> object:
+    if isinstance(value, str):
+        try:
+            return str(HttpAddress.parse(value))
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
+    return value
+
+
 def _reject_bool(value: object) -> object:
     """Python counts `true` as 1; nobody who writes it means that."""
     if isinstance(value, bool):
@@ -99,6 +118,7 @@ def _read_location(value: object) -> object:
 
 
 Location = tuple[Annotated[float, Field(ge=-90, le=90)], Annotated[float, Field(ge=-180, le=180)]]
+Http = Annotated[str, BeforeValidator(_read_http)]
 FilePath = Annotated[Path, BeforeValidator(_expand)]
 Secret = Annotated[SecretStr, BeforeValidator(_read_secret)]
 Count = Annotated[int, BeforeValidator(_reject_bool), Field(ge=1)]
@@ -130,7 +150,8 @@ EXPECTED = {
     "announce_maddrs": "addresses like /ip4/192.0.2.7/tcp/4001",
     "cache_dir": "a path",
     "identity_path": "a path",
-    "decisions_dir": "a path",
+    "decisions_path": "a path",
+    "snapshots_dir": "a path",
     "ready_file": "a path",
     "device": "auto, cpu, cuda, cuda:N or mps",
     "num_blocks": 'a whole number of at least 1, or "auto"',
@@ -198,7 +219,19 @@ class OrchestratorConfig(PeerConfig):
     lease_ttl_s: Annotated[Positive, Field(le=120)] = 60
     placement_goal: PlacementGoal = "latency"
     replicas: Count = 2
-    decisions_dir: FilePath | None = None
+    decisions_path: FilePath = Field(default_factory=default_decisions_path)
+    snapshots_dir: FilePath = Field(default_factory=default_snapshots_dir)
+    http: Http | None = None
+    http_beyond_loopback: bool = False
+
+    @model_validator(mode="after")
+    def _a_page_stays_here(self) -> Self:
+        if self.http is None or HttpAddress.parse(self.http).loopback or self.http_beyond_loopback:
+            return self
+        raise ValueError(
+            f"http {self.http} can be reached by others, without a password; give a loopback "
+            "address such as 127.0.0.1:8080, or set http_beyond_loopback"
+        )
 
 
 class NodeConfig(OrchestratorConfig):
@@ -227,6 +260,12 @@ class NodeConfig(OrchestratorConfig):
     def _one_way_to_choose_a_span(self) -> NodeConfig:
         if self.block_indices is not None and self.num_blocks is not None:
             raise ValueError("num_blocks and block_indices exclude each other: give one of them")
+        return self
+
+    @model_validator(mode="after")
+    def _only_orchestrators_have_a_page(self) -> NodeConfig:
+        if self.http is not None and not self.orchestrator:
+            raise ValueError("http shows what an orchestrator sees: give orchestrator, too")
         return self
 
 

@@ -18,6 +18,7 @@ from nesa_node.server.ending import Ending, stop_signals
 from nesa_node.server.executor import open_executor
 from nesa_node.server.moves import Moves
 from nesa_node.server.orchestrate import (
+    Show,
     find_model,
     follow_placements,
     obedience_of,
@@ -49,30 +50,36 @@ async def run_bootstrap(config: PeerConfig) -> None:
                 await Ending(stopping, swarm).wait()
 
 
-async def run_orchestrator(config: OrchestratorConfig) -> None:
-    """Plan for a swarm until SIGTERM or SIGINT. Raises `SwarmError` and `ConfigError`."""
+async def run_orchestrator(config: OrchestratorConfig, show: Show | None = None) -> None:
+    """Plan for a swarm until SIGTERM or SIGINT. Raises `SwarmError` and `ConfigError`.
+
+    `show` is told where to find what is seen, as soon as there is something to see.
+    """
     check_ready_file(config.ready_file)
     with stop_signals() as stopping:
         async with _joined(config) as swarm:
 
             async def plan() -> None:
-                await orchestrate(config, swarm, await find_model(swarm, config.model))
+                await orchestrate(config, swarm, await find_model(swarm, config.model), show=show)
 
             with ready_file(config.ready_file, ready_facts(swarm)):
                 await Ending(stopping, swarm).unless(plan())
 
 
-async def run_node(config: NodeConfig) -> None:
+async def run_node(config: NodeConfig, show: Show | None = None) -> None:
     """Serve a span of a model until SIGTERM or SIGINT, then drain, withdraw and return.
 
-    Raises as `serve_node` does.
+    `show` is told of what an orchestrator sees. Raises as `serve_node` does.
     """
     with stop_signals() as stopping:
-        await serve_node(config, stopping)
+        await serve_node(config, stopping, show=show)
 
 
 async def serve_node(
-    config: NodeConfig, stopping: asyncio.Event, moves: Moves | None = None
+    config: NodeConfig,
+    stopping: asyncio.Event,
+    moves: Moves | None = None,
+    show: Show | None = None,
 ) -> None:
     """Serve a span of a model until `stopping` is set, others as `moves` brings wishes.
 
@@ -90,7 +97,7 @@ async def serve_node(
     ):
         about = _node_facts(config, served, blocks)
         moves = moves or moves_of(config)
-        await _serve(config, served, about, swarm, scheduler, stopping, moves)
+        await _serve(config, served, about, swarm, scheduler, stopping, moves, show)
 
 
 @asynccontextmanager
@@ -129,6 +136,7 @@ async def _serve(
     scheduler: Scheduler,
     stopping: asyncio.Event,
     moves: Moves,
+    show: Show | None,
 ) -> None:
     announcer = Announcer(
         swarm.directory,
@@ -172,7 +180,7 @@ async def _serve(
         )
         background.append(asyncio.create_task(following))
     if config.orchestrator:
-        planning = orchestrate(config, swarm, served.model_id, liars=obedience.liars)
+        planning = orchestrate(config, swarm, served.model_id, liars=obedience.liars, show=show)
         background.append(asyncio.create_task(planning))
     try:
         await spans.run()

@@ -5,24 +5,28 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from nesa_node.core.config import NodeConfig, OrchestratorConfig
+from nesa_node.core.decision_log import DecisionLog
 from nesa_node.core.errors import ConfigError
 from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.core.logging import get_logger
 from nesa_node.routing.succession import Terms
-from nesa_node.server.decision_log import DecisionLog, decision_log_path
 from nesa_node.server.follow import MovesLike, follow
+from nesa_node.server.history import History
 from nesa_node.server.obedience import Obedience
 from nesa_node.server.orchestrator import Orchestrator, Pace
 from nesa_node.server.planner import Planner, Rebalancer, appraise
+from nesa_node.server.snapshot_store import SnapshotStore, snapshots_path
 from nesa_node.swarm.lease import LeaseKeeper, Whom
 from nesa_node.swarm.node import Swarm
 from nesa_node.swarm.records import NodeRecord
 from nesa_node.topology.snapshot import Snapshot
 
 log = get_logger(__name__)
+
+Show = Callable[[History], None]
 
 LOOK_FOR_MODEL_S = 5.0
 PATIENCE_OF_LEASE = 1 / 3
@@ -35,10 +39,11 @@ async def orchestrate(
     *,
     planner: Planner | None = None,
     liars: Collection[PeerId] = (),
+    show: Show | None = None,
 ) -> None:
     """Stand for the lease of `model_id` and plan while it is held, until cancelled.
 
-    `liars` are not yielded to; it may grow.
+    `liars` are not yielded to; it may grow. `show` is told where to find what is seen.
     """
     own = swarm.identity.peer_id
     allowed = frozenset((*config.allow_orchestrators, own) if config.allow_orchestrators else ())
@@ -56,14 +61,18 @@ async def orchestrate(
         snapshot = await swarm.directory.fetch(model_id)
         return swarm.directory.with_links(snapshot)
 
-    folder = config.decisions_dir or config.cache_dir / "decisions"
+    history = History(SnapshotStore(snapshots_path(config.snapshots_dir, model_id)))
+    await asyncio.to_thread(history.recall)
+    if show is not None:
+        show(history)
     orchestrator = Orchestrator(
         swarm.notices,
         lease,
         model_id,
         look,
         planner or Rebalancer(goal=config.placement_goal, replicas=config.replicas),
-        decisions=DecisionLog(decision_log_path(folder, model_id)),
+        decisions=DecisionLog(config.decisions_path),
+        history=history,
         pace=Pace(every_s=config.orchestrate_every_s),
         rng=random.Random(own),
     )

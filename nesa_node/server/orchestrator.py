@@ -9,12 +9,14 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Awaitable, Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
+from nesa_node.core.decision_log import DecisionLog
 from nesa_node.core.errors import NesaError, PeerUnreachableError
 from nesa_node.core.ids import ModelId
 from nesa_node.core.logging import get_logger
-from nesa_node.server.decision_log import DecisionLog
+from nesa_node.server.decided import decided, same_reason
+from nesa_node.server.history import History
 from nesa_node.server.planner import Decision, Planner
 from nesa_node.swarm.lease import LeaseKeeper
 from nesa_node.swarm.notice_board import NoticeBoard
@@ -26,6 +28,19 @@ log = get_logger(__name__)
 
 PLACEMENT_TTL_S = 300.0
 JITTER = (0.9, 1.1)
+_PUBLISHED = (
+    "moves",
+    "gain",
+    "repairs",
+    "latency_before_s",
+    "latency_after_s",
+    "steps_per_s_before",
+    "steps_per_s_after",
+    "strategy",
+    "schema_name",
+    "trigger",
+    "reason",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +63,7 @@ class Orchestrator:
         planner: Planner,
         *,
         decisions: DecisionLog | None,
+        history: History | None = None,
         pace: Pace = Pace(),
         rng: random.Random,
     ) -> None:
@@ -57,6 +73,7 @@ class Orchestrator:
         self._look = look
         self._planner = planner
         self._decisions = decisions
+        self._history = history
         self._pace = pace
         self._rng = rng
         self._last_reason = ""
@@ -73,19 +90,40 @@ class Orchestrator:
     async def step(self) -> Placement | None:
         """Look at the swarm once, and publish what should move; None if nothing new should."""
         if not self._leads():
+            await self._stand_by()
             return None
         snapshot = await self._look()
         decision = await asyncio.to_thread(self._planner.decide, snapshot)
         if not self._leads():
             # A large swarm takes seconds to plan for, in which another may have taken over.
             return None
+        placement = await self._act(decision, snapshot)
+        await self._remember(snapshot, decision)
+        return placement
+
+    async def _act(self, decision: Decision, snapshot: Snapshot) -> Placement | None:
         if not decision.moves:
-            self._note_nothing(decision, snapshot)
+            await self._note_nothing(decision, snapshot)
             return None
         known = self._board.own(Placement, self._model_id)
         if known is not None and known.epoch == self._lease.epoch and known.moves == decision.moves:
             return None
         return await self._publish(decision, snapshot)
+
+    async def _stand_by(self) -> None:
+        """Who may have to take over sees the swarm all the same."""
+        if self._history is not None:
+            await self._board.fetch(Placement, self._model_id)
+            await self._remember(await self._look(), None)
+
+    async def _remember(self, snapshot: Snapshot, decision: Decision | None) -> None:
+        if self._history is None:
+            return
+        known = self._board.known(Placement, self._model_id)
+        active = max(known, key=lambda placement: placement.order, default=None)
+        await asyncio.to_thread(
+            self._history.saw, snapshot, decision, active, leads=decision is not None
+        )
 
     def _leads(self) -> bool:
         return self._lease.leads
@@ -109,33 +147,22 @@ class Orchestrator:
             reason=decision.reason,
         )
         self._last_reason = ""
-        self._keep(placement.name, placement.based_on, decision, snapshot)
+        await self._keep(placement.name, decision, snapshot)
         return placement
 
-    def _note_nothing(self, decision: Decision, snapshot: Snapshot) -> None:
+    async def _note_nothing(self, decision: Decision, snapshot: Snapshot) -> None:
         """Once for each new reason: most looks find nothing."""
-        if decision.reason != self._last_reason:
+        if not same_reason(decision.reason, self._last_reason):
             self._last_reason = decision.reason
             log.info("nothing_moves", reason=decision.reason)
-            self._keep(None, digest(snapshot), decision, snapshot)
+            await self._keep(None, decision, snapshot)
 
-    def _keep(
-        self, name: str | None, based_on: str, decision: Decision, snapshot: Snapshot
-    ) -> None:
+    async def _keep(self, name: str | None, decision: Decision, snapshot: Snapshot) -> None:
         if self._decisions is None:
             return
-        entry = {
-            "name": name,
-            "model": self._model_id,
-            "epoch": self._lease.epoch,
-            "at": snapshot.taken_at,
-            "nodes": len(snapshot.nodes),
-            "based_on": based_on,
-            **asdict(decision),
-            "moves": [move.model_dump() for move in decision.moves],
-        }
+        entry = decided(name, decision, snapshot, epoch=self._lease.epoch)
         try:
-            self._decisions.write(entry)
+            await asyncio.to_thread(self._decisions.add, entry)
         except OSError as error:
             log.warning("decision_not_kept", reason=str(error))
 
@@ -166,7 +193,5 @@ class Orchestrator:
 
 
 def _fields(decision: Decision) -> dict[str, object]:
-    fields = asdict(decision)
-    fields["moves"] = decision.moves
-    fields["parameters"] = dict(decision.parameters)
-    return fields
+    fields = {name: getattr(decision, name) for name in _PUBLISHED}
+    return fields | {"parameters": dict(decision.parameters)}

@@ -21,7 +21,7 @@ from nesa_node.server.watch import Watch
 from nesa_node.server.worth import Worth
 from nesa_node.swarm.notices import MAX_MOVES, Move
 from nesa_node.topology.changes.detector import ChangeReport, PlanCosts
-from nesa_node.topology.changes.triggers import Sensitivity
+from nesa_node.topology.changes.triggers import Sensitivity, Trigger
 from nesa_node.topology.snapshot import Snapshot
 
 REPLICAS = 2
@@ -29,7 +29,10 @@ REPLICAS = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """What to publish: nothing if there are no `moves`; then `reason` says why nothing moves."""
+    """What to publish: nothing if there are no `moves`; then `reason` says why nothing moves.
+
+    `planned` and `triggers` are for explanations only: what moves cost, and what was seen.
+    """
 
     moves: tuple[Move, ...]
     gain: float
@@ -43,6 +46,8 @@ class Decision:
     reason: str
     parameters: Mapping[str, float] = field(default_factory=dict)
     schema_name: str | None = None
+    planned: Moves | None = None
+    triggers: tuple[Trigger, ...] = ()
 
 
 class Planner(Protocol):
@@ -142,6 +147,8 @@ class Rebalancer:
                 "replicas": float(self._replicas),
                 "cost_s": _finite(moves.cost_s) or 0.0,
             },
+            planned=moves,
+            triggers=report.triggers,
         )
 
 

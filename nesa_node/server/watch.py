@@ -14,8 +14,7 @@ from nesa_node.topology.changes.detector import (
 from nesa_node.topology.changes.membership import Holdings
 from nesa_node.topology.changes.shift import Connections, connections_of
 from nesa_node.topology.changes.triggers import Sensitivity
-from nesa_node.topology.homology.filtration import make_filtration
-from nesa_node.topology.links import Links
+from nesa_node.topology.homology.weights import round_trip_filtration
 from nesa_node.topology.snapshot import Snapshot
 
 
@@ -48,6 +47,4 @@ def _holdings(snapshot: Snapshot) -> Holdings:
 def _connections(snapshot: Snapshot) -> Connections:
     """Pairs that nobody has measured count as not connected."""
     peers = tuple(node.peer_id for node in snapshot.nodes)
-    links = (snapshot.links or Links.unknown(peers)).of(peers)
-    rtt_ms_NN = np.where(np.isnan(links.rtt_ms_NN), np.inf, links.rtt_ms_NN)
-    return connections_of(peers, make_filtration(rtt_ms_NN))
+    return connections_of(peers, round_trip_filtration(snapshot))

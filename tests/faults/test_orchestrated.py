@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from urllib.request import urlopen
 
 import pytest
 from transformers import PreTrainedModel
 
+from nesa_node.cli.app import run_command
 from nesa_node.core.span import Span
 from tests.client.local_models import random_ids
 from tests.faults.bed import Bed, Node
@@ -70,3 +75,46 @@ def test_second_holder_is_restored_while_a_session_runs(alone: PreTrainedModel, 
     assert Counter(map(_span, (*spares, last))) == {LOW: 2, HIGH: 2}
     assert "placement_published" in boss.log()
     assert _moves(bed) == 1
+
+
+def _topology(node: Node) -> Any:
+    """What the page of a daemon says over HTTP."""
+    found = re.search(r"http://[0-9.:]+/topology\.json", node.log())
+    assert found is not None, node.log()
+    with urlopen(found[0], timeout=10) as response:
+        return json.loads(response.read())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_topology_of_a_live_swarm_can_be_read_over_http_and_replayed(
+    bed: Bed, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One of four daemons has a page; then one of the others dies."""
+    *others, victim = bed.start([LOW, HIGH, HIGH], "--ping-every-s", "0.3", *SOON)
+    snapshots = tmp_path / "snapshots"
+    kept = ("--snapshots-dir", str(snapshots), "--decisions-path", str(tmp_path / "decisions.db"))
+    page = ("--orchestrator", "--http", "127.0.0.1:0", "--ping-every-s", "0.3")
+    boss = bed.wait_for(bed.launch(LOW, *page, *kept, *SOON))
+    everyone = {node.peer_id for node in (*others, victim, boss)}
+    _wait_until(lambda: {n["peer"] for n in _topology(boss).get("nodes", ())} == everyone)
+    # Its own ways to the others, at least.
+    _wait_until(lambda: len(_topology(boss)["links"]["pairs"]) >= 3 and _topology(boss)["leads"])
+    before = _topology(boss)
+    assert before["coverage"] == [2] * 6
+    bars = before["shapes"]["round_trips"]["h0"]["bars"]
+    assert len(bars) <= 4
+    assert bars[0] == [0, None]
+    assert before["links"]["median_rtt_ms"] < 1000
+    bed.kill(victim)
+    _wait_until(lambda: len(_topology(boss)["nodes"]) == 3)
+    _wait_until(lambda: any(e["trigger"] == "replicas" for e in _topology(boss)["events"]))
+    after = _topology(boss)
+    assert after["strategy"] == "rebalance-throughput"
+    assert after["exponents"]["now"]["gamma"] == 1.0
+    figures = after["history"]["triggers"]["shift"]["figure"]
+    assert len(figures) == len(after["history"]["at"]) >= 3
+    assert "secret" not in json.dumps(after)
+    (store,) = snapshots.iterdir()
+    assert run_command(["simulate", "--replay", str(store), "--json"]) == 0
+    assert {row["nodes"] for row in json.loads(capsys.readouterr().out)} >= {3, 4}

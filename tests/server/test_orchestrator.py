@@ -13,12 +13,14 @@ from typing import Any
 import pytest
 
 from nesa_node.core.config import OrchestratorConfig
+from nesa_node.core.decision_log import DecisionLog
 from nesa_node.core.errors import ConfigError
 from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.core.span import Span
 from nesa_node.routing.succession import Terms
-from nesa_node.server.decision_log import DecisionLog, decision_log_path
+from nesa_node.server.decided import same_reason
 from nesa_node.server.follow import follow
+from nesa_node.server.history import History
 from nesa_node.server.obedience import Obedience
 from nesa_node.server.orchestrate import find_model, orchestrate
 from nesa_node.server.orchestrator import Orchestrator, Pace
@@ -66,7 +68,10 @@ def moving(peer: PeerId, to: tuple[int, int]) -> Decision:
 
 
 def build(
-    swarm: Swarm, planner: Scripted, decisions: DecisionLog | None = None
+    swarm: Swarm,
+    planner: Scripted,
+    decisions: DecisionLog | None = None,
+    history: History | None = None,
 ) -> tuple[Orchestrator, LeaseKeeper]:
     lease = LeaseKeeper(swarm.notices, swarm.identity.peer_id, MODEL, clock=time.time, terms=QUICK)
     orchestrator = Orchestrator(
@@ -76,6 +81,7 @@ def build(
         lambda: swarm.directory.fetch(MODEL),
         planner,
         decisions=decisions,
+        history=history,
         pace=Pace(every_s=0.1, placement_ttl_s=20.0),
         rng=random.Random(1),
     )
@@ -93,7 +99,7 @@ async def _lead(lease: LeaseKeeper) -> None:
 async def test_leader_publishes_only_what_is_new(tmp_path: Path) -> None:
     async with local_swarm(tmp_path, 2) as (boss, node):
         await node.directory.publish(make_status())
-        planner, log = Scripted(), DecisionLog(tmp_path / "decisions.jsonl")
+        planner, log = Scripted(), DecisionLog(tmp_path / "decisions.db")
         orchestrator, lease = build(boss, planner, log)
         assert await orchestrator.step() is None
         assert planner.asked == 0  # it does not lead
@@ -111,13 +117,34 @@ async def test_leader_publishes_only_what_is_new(tmp_path: Path) -> None:
         assert second is not None
         assert await node.notices.fetch(Placement, MODEL) == [second]
         assert len(second.based_on) == 64
-        entries = log.read()
-        assert [entry["name"] for entry in entries] == [None, first.name, second.name]
-        found = log.find(second.name)
-        assert found is not None
-        assert found["moves"] == [
+        entries = log.recent(10)
+        assert [entry.name for entry in entries[1:]] == [first.name, second.name]
+        assert entries[0].name.startswith("none-")
+        (found,) = log.find(second.name)
+        assert found.kind == "placement"
+        assert found.body["based_on"] == second.based_on
+        assert found.body["moves"] == [
             {"peer": node.identity.peer_id, "was": [0, 10], "to": [20, 30], "gain": 0.2}
         ]
+
+
+async def test_who_stands_ready_looks_without_planning(tmp_path: Path) -> None:
+    async with local_swarm(tmp_path, 2) as (boss, node):
+        await node.directory.publish(make_status())
+        planner, history = Scripted(), History()
+        orchestrator, lease = build(boss, planner, history=history)
+        assert await orchestrator.step() is None
+        seen = history.document()
+        assert seen is not None
+        assert (seen["leads"], planner.asked, len(seen["nodes"])) == (False, 0, 1)
+        await _lead(lease)
+        planner.decision = moving(node.identity.peer_id, (10, 20))
+        placement = await orchestrator.step()
+        assert placement is not None
+        seen = history.document()
+        assert seen is not None
+        assert (seen["leads"], seen["active"]["name"]) == (True, placement.name)
+        assert seen["history"]["placement"] == [None, placement.name]
 
 
 async def test_those_who_stand_ready_do_not_plan_until_the_leader_is_gone(tmp_path: Path) -> None:
@@ -186,7 +213,7 @@ async def test_uneven_swarm_is_mended_by_an_orchestrator_and_willing_nodes(
         for member, span in zip(members, spans, strict=True):
             await member.directory.publish(make_status(span=span, **fields))
         config = OrchestratorConfig(
-            orchestrate_every_s=0.2, lease_ttl_s=3, decisions_dir=tmp_path / "decisions"
+            orchestrate_every_s=0.2, lease_ttl_s=3, decisions_path=tmp_path / "decisions.db"
         )
         moves = [_Moves(member) for member in members[:3]]
 
@@ -227,8 +254,11 @@ async def test_uneven_swarm_is_mended_by_an_orchestrator_and_willing_nodes(
         snapshot = await members[3].directory.fetch(MODEL)
         assert min(snapshot.coverage()) == 2
         assert Rebalancer().decide(snapshot).moves == ()
-        path = decision_log_path(tmp_path / "decisions", MODEL)
-        assert any(entry["trigger"] == "replicas" for entry in DecisionLog(path).read())
+        entries = DecisionLog(tmp_path / "decisions.db").recent(100)
+        (entry,) = (entry for entry in entries if entry.body["trigger"] == "replicas")
+        assert entry.body["published"]
+        assert entry.body["moves"][0]["load_s"] > 0
+        assert "replicas" in [each["name"] for each in entry.body["triggers"]]
 
 
 async def test_model_is_found_by_name_and_ambiguity_is_refused(tmp_path: Path) -> None:
@@ -299,15 +329,6 @@ def test_worth_of_a_swarm_with_holes_is_nothing() -> None:
     assert whole.steps_per_s > 0
 
 
-def test_decision_log_is_bounded_and_survives_a_torn_line(tmp_path: Path) -> None:
-    log = DecisionLog(tmp_path / "new" / "log.jsonl", max_entries=10)
-    for index in range(100):
-        log.write({"name": f"{index}.0", "x": "é" * 50})
-    assert 10 <= len(log.read()) <= 21
-    assert log.find("99.") is not None
-    assert log.find("0.0") is None
-    with log.path.open("a") as file:
-        file.write('{"name": "torn')
-    again = DecisionLog(log.path, max_entries=10)
-    assert again.read()[-1]["name"] == "99.0"
-    assert decision_log_path(tmp_path, "a/../b@0").parent == tmp_path
+def test_reasons_that_differ_in_numbers_only_are_told_once() -> None:
+    assert same_reason("12% could be gained", "3.5% could be gained")
+    assert not same_reason("12% could be gained", "replicas are missing")

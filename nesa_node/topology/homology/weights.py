@@ -13,8 +13,17 @@ from nesa_node.topology.homology.filtration import (
     make_filtration,
     row_blocks,
 )
+from nesa_node.topology.links import Links
+from nesa_node.topology.snapshot import Snapshot
 
 EARTH_RADIUS_KM = 6371.0088
+
+
+def round_trip_filtration(snapshot: Snapshot) -> Filtration:
+    """By milliseconds between the serving nodes, in the snapshot's order; unknown pairs have no edge."""
+    peers = tuple(node.peer_id for node in snapshot.nodes)
+    links = (snapshot.links or Links.unknown(peers)).of(peers)
+    return make_filtration(np.where(np.isnan(links.rtt_ms_NN), np.inf, links.rtt_ms_NN))
 
 
 def network_filtration(

@@ -1,0 +1,67 @@
+"""Where a page listens, and whose requests it answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from ipaddress import ip_address
+
+from nesa_node.core.errors import ConfigError
+
+_LOCAL_NAME = "localhost"
+
+
+@dataclass(frozen=True, slots=True)
+class HttpAddress:
+    """`host` is an IP address, never a name: what a name stands for may change. Port 0 is any."""
+
+    host: str
+    port: int
+
+    @classmethod
+    def parse(cls, text: str) -> HttpAddress:
+        """`127.0.0.1:8080`, `[::1]:8080` or `localhost:8080`. Raises `ConfigError`."""
+        host, _, port = text.rpartition(":")
+        host = bare_host(host)
+        host = "127.0.0.1" if host == _LOCAL_NAME else host
+        if not _is_ip(host) or not (port.isascii() and port.isdigit()) or int(port) > 65535:
+            raise ConfigError(f"{text!r} is no address like 127.0.0.1:8080 or [::1]:8080")
+        return cls(host, int(port))
+
+    @property
+    def loopback(self) -> bool:
+        return ip_address(self.host).is_loopback
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    def answers_to(self, host_header: str) -> bool:
+        """Whether a browser that asks this host means us.
+
+        A page of somebody else's whose name resolves to this machine (DNS rebinding) asks under
+        that name. So no name is answered to but localhost, and on loopback no other machine's
+        address. The port may be another: a tunnel's.
+        """
+        host = host_header.strip()
+        if not host.endswith("]"):
+            name, colon, port = host.rpartition(":")
+            if colon and (":" not in name or name.endswith("]")):
+                if not (port.isascii() and port.isdigit()):
+                    return False
+                host = name
+        host = bare_host(host).lower()
+        if host == _LOCAL_NAME:
+            return True
+        return _is_ip(host) and (not self.loopback or ip_address(host).is_loopback)
+
+
+def bare_host(host: str) -> str:
+    """Without the brackets around an IPv6 address."""
+    return host[1:-1] if host.startswith("[") and host.endswith("]") else host
+
+
+def _is_ip(host: str) -> bool:
+    try:
+        ip_address(host)
+    except ValueError:
+        return False
+    return "%" not in host

@@ -1,0 +1,149 @@
+"""What an orchestrator has seen of its swarm: for its store, and for whoever wants to look."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from typing import Any
+
+from nesa_node.core.errors import ConfigError
+from nesa_node.core.logging import get_logger
+from nesa_node.routing.tuned import TUNED
+from nesa_node.server.planner import Decision
+from nesa_node.server.snapshot_store import SnapshotStore
+from nesa_node.swarm.notices import Placement
+from nesa_node.topology.looks import Look, seen_of
+from nesa_node.topology.report import heights_of, topology_report
+from nesa_node.topology.snapshot import Snapshot
+
+log = get_logger(__name__)
+
+SHOWN_LOOKS = 2880
+"""A day, at two a minute."""
+HEIGHTS = 60
+_EXPONENTS = {
+    "gamma": TUNED.gamma,
+    "beta": TUNED.beta,
+    "alpha": TUNED.alpha,
+    "transfer_weight": TUNED.transfer_weight,
+    "load_weight": TUNED.load_weight,
+    "reliability_weight": TUNED.reliability_weight,
+}
+_OF_ONE_DECISION = frozenset({"cost_s"})
+
+
+class History:
+    """Safe for threads; every method takes a while, none belongs on an event loop.
+
+    `store` may be None: then nothing outlives the process.
+    """
+
+    def __init__(self, store: SnapshotStore | None = None) -> None:
+        self._store = store
+        self._guard = threading.Lock()
+        self._looks: deque[Look] = deque(maxlen=SHOWN_LOOKS)
+        self._heights: deque[dict[Any, float]] = deque(maxlen=HEIGHTS)
+        self._latest: Snapshot | None = None
+        self._active: dict[str, Any] | None = None
+        self._leads = False
+        self.version = 0
+        """Rises with what there is to show."""
+
+    def recall(self) -> None:
+        """Go on from what the store holds. A store that cannot be read is told, and left alone."""
+        if self._store is None:
+            return
+        try:
+            looks = self._store.looks(SHOWN_LOOKS)
+            heights = [heights_of(each) for each in self._store.snapshots(HEIGHTS)]
+        except ConfigError as error:
+            log.warning("history_not_read", reason=str(error))
+            return
+        with self._guard:
+            self._looks.extendleft(reversed(looks))
+            self._heights.extendleft(reversed(heights))
+
+    def saw(
+        self,
+        snapshot: Snapshot,
+        decision: Decision | None,
+        active: Placement | None,
+        *,
+        leads: bool,
+    ) -> None:
+        """`decision` is None for somebody who only stands ready; `active`: what asks for moves."""
+        look = _look(snapshot, decision, active, leads=leads)
+        heights = heights_of(snapshot)
+        with self._guard:
+            self._looks.append(look)
+            self._heights.append(heights)
+            self._latest = snapshot
+            self._active = _placement(active) if active is not None else self._active
+            self._leads = leads
+            self.version += 1
+        if self._store is None:
+            return
+        eventful = bool(look.fired) or bool(decision and decision.moves)
+        try:
+            self._store.add(look, snapshot, always=eventful)
+        except (OSError, ValueError) as error:
+            log.warning("snapshot_not_kept", reason=str(error))
+
+    def document(self) -> dict[str, Any] | None:
+        """`topology_report` of the latest snapshot; None if there is none yet."""
+        with self._guard:
+            snapshot, looks, heights = self._latest, tuple(self._looks), tuple(self._heights)
+            active, leads = self._active, self._leads
+        if snapshot is None:
+            return None
+        return topology_report(snapshot, looks=looks, heights=heights, active=active, leads=leads)
+
+
+def _look(
+    snapshot: Snapshot, decision: Decision | None, active: Placement | None, *, leads: bool
+) -> Look:
+    about: dict[str, Any] = {}
+    if decision is not None:
+        about = {
+            "seen": seen_of(decision.triggers),
+            "latency_s": decision.latency_before_s,
+            "steps_per_s": decision.steps_per_s_before,
+            "strategy": decision.strategy,
+            "schema": decision.schema_name,
+            "reason": decision.reason,
+            "parameters": {
+                name: value
+                for name, value in decision.parameters.items()
+                if name not in _OF_ONE_DECISION
+            },
+        }
+    return Look(
+        at=snapshot.taken_at,
+        digest=snapshot.digest(),
+        nodes=len(snapshot.nodes),
+        leads=leads,
+        placement=None if active is None else active.name,
+        exponents=_EXPONENTS,
+        **about,
+    )
+
+
+def _placement(placement: Placement) -> dict[str, Any]:
+    return {
+        "name": placement.name,
+        "signer": placement.peer_id,
+        "epoch": placement.epoch,
+        "issued_at": placement.issued_at,
+        "expires_at": placement.expires_at,
+        "based_on": placement.based_on,
+        "strategy": placement.strategy,
+        "schema": placement.schema_name,
+        "trigger": placement.trigger,
+        "reason": placement.reason,
+        "gain": placement.gain,
+        "repairs": placement.repairs,
+        "latency_s": [placement.latency_before_s, placement.latency_after_s],
+        "steps_per_s": [placement.steps_per_s_before, placement.steps_per_s_after],
+        "moves": [move.model_dump(mode="json") for move in placement.moves],
+        "parameters": dict(placement.parameters),
+    }

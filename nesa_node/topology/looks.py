@@ -1,0 +1,65 @@
+"""What an orchestrator saw when it looked at the swarm: small enough to keep thousands."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from nesa_node.topology.changes.triggers import Trigger
+
+_Text = Annotated[str, Meta(max_length=512)]
+_Numbers = Annotated[dict[_Text, float], Meta(max_length=64)]
+
+
+class Seen(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a trigger saw, against what counts; `figure` is None where it was infinite."""
+
+    name: _Text
+    fired: bool
+    figure: float | None
+    threshold: float
+    reason: _Text = ""
+
+
+class Look(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One look, at seconds since the epoch, and what was decided then.
+
+    `parameters` are those of moves, `exponents` those of the greedy rule. `leads`: whether the one
+    who looked held the lease; who does not only looks.
+    """
+
+    at: float
+    digest: _Text
+    nodes: int
+    leads: bool = False
+    seen: Annotated[tuple[Seen, ...], Meta(max_length=16)] = ()
+    latency_s: float | None = None
+    steps_per_s: float | None = None
+    strategy: _Text | None = None
+    schema: _Text | None = None
+    placement: _Text | None = None
+    reason: _Text = ""
+    parameters: _Numbers = {}
+    exponents: _Numbers = {}
+
+    @property
+    def fired(self) -> tuple[Seen, ...]:
+        return tuple(seen for seen in self.seen if seen.fired)
+
+
+def seen_of(triggers: Iterable[Trigger]) -> tuple[Seen, ...]:
+    """Reasons of those only that fired: thousands of looks say the same of the others."""
+    return tuple(
+        Seen(
+            trigger.name,
+            trigger.fired,
+            trigger.figure if math.isfinite(trigger.figure) else None,
+            trigger.threshold,
+            trigger.reason[:512] if trigger.fired else "",
+        )
+        for trigger in triggers
+    )
