@@ -7,7 +7,7 @@ import math
 import random
 import statistics
 import time
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 
 from nesa_node.core.errors import PeerUnreachableError
@@ -53,8 +53,13 @@ class Distances:
         return math.inf if at is None else self._clock() - at
 
     def measured(self, speeds: LinkSpeeds) -> tuple[Measured, ...]:
-        """What a record can tell: the nearest, and the freshest of the others, half of each."""
-        known = sorted(self._pings, key=lambda peer: (self.rtt_ms(peer), peer))
+        """What a record can tell: the nearest, and the freshest of the others, half of each.
+
+        Peers whose digests are the same are left out: a reader could not tell them apart.
+        """
+        digests = Counter(map(peer_digest, self._pings))
+        unique = [peer for peer in self._pings if digests[peer_digest(peer)] == 1]
+        known = sorted(unique, key=lambda peer: (self.rtt_ms(peer), peer))
         near, far = known[: MAX_MEASURED // 2], known[MAX_MEASURED // 2 :]
         fresh = sorted(far, key=self.age_s)[: MAX_MEASURED - len(near)]
         return tuple(

@@ -147,6 +147,19 @@ def test_a_record_names_the_nearest_and_the_freshest() -> None:
     assert all(math.isnan(link.rate_bytes_per_s) for link in measured)
 
 
+def test_peers_whose_digests_clash_are_not_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ids that collide are found in 2^24 tries: the record must be valid all the same."""
+    monkeypatch.setattr(
+        "nesa_node.swarm.distances.peer_digest",
+        lambda peer: peer_digest(PeerId("thief" if peer.startswith("thief") else peer)),
+    )
+    distances = Distances(_Clock())
+    for name in ("thief1", "honest", "thief2"):
+        distances.note(PeerId(name), 1.0)
+    measured = distances.measured(LinkSpeeds())
+    assert [link.digest for link in measured] == [peer_digest(PeerId("honest"))]
+
+
 def test_a_small_swarm_is_pinged_in_turn_and_then_left_alone() -> None:
     clock, rng = _Clock(), random.Random(1)
     distances = Distances(clock)
