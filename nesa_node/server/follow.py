@@ -49,9 +49,10 @@ async def follow(
     """
     while True:
         await asyncio.sleep(every_s * rng.uniform(*JITTER))
-        obedience.glance(glance())
+        seen = glance()
+        obedience.glance(seen)
         try:
-            placements = await board.fetch(Placement, model_id)
+            placements = obedience.due(await board.fetch(Placement, model_id), seen)
             if not placements:
                 continue
             snapshot = await look()
