@@ -45,7 +45,8 @@ async def follow(
 ) -> None:
     """Look at the placements about every `every_s` seconds, until cancelled.
 
-    `glance` gives what is known of the swarm without asking anybody, `look` asks.
+    `glance` gives what is known of the swarm without asking anybody, `look` asks
+    and adds the links.
     """
     while True:
         await asyncio.sleep(every_s * rng.uniform(*JITTER))

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Iterator, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nesa_node.core.ids import PeerId
 from nesa_node.core.logging import get_logger
@@ -111,8 +111,11 @@ class Obedience:
         self._counted: OrderedDict[PeerId, tuple[tuple[int, int], set[str]]] = OrderedDict()
 
     def glance(self, snapshot: Snapshot) -> None:
-        """Remember how the swarm looked, to tell lies from what was true when it was said."""
-        self._pictures.append(snapshot)
+        """Remember how the swarm looked, to tell lies from what was true when it was said.
+
+        Links are not remembered: those of a large swarm take megabytes.
+        """
+        self._pictures.append(replace(snapshot, links=None))
 
     def due(self, placements: Iterable[Placement], snapshot: Snapshot) -> list[Placement]:
         """Those to consider in this round: they name this node, and have not been refused already
@@ -180,7 +183,7 @@ class Obedience:
         lie = self._lie_in(placement, snapshot)
         if lie is not None:
             # Nodes die while plans are made: it must have been a lie when it was told.
-            earlier = self._before(placement)
+            earlier = self._before(placement, snapshot)
             if earlier is None or self._lie_in(placement, earlier) is None:
                 return Verdict(None, "doubtful")
             return self._lie(placement, lie)
@@ -215,10 +218,10 @@ class Obedience:
             return f"{gain:.0%} are gained, not {promised:.0%}"
         return None
 
-    def _before(self, placement: Placement) -> Snapshot | None:
-        """The last picture from before the placement."""
+    def _before(self, placement: Placement, snapshot: Snapshot) -> Snapshot | None:
+        """The last picture from before the placement, with the links that are known now."""
         earlier = [each for each in self._pictures if each.taken_at <= placement.issued_at]
-        return earlier[-1] if earlier else None
+        return replace(earlier[-1], links=snapshot.links) if earlier else None
 
     def _gains(self, before: Worth, after: Worth, without: Worth) -> bool:
         """Whether all moves together gain enough, and this node's is one of those that do."""

@@ -54,7 +54,8 @@ async def orchestrate(
 
     async def look() -> Snapshot:
         snapshot = await swarm.directory.fetch(model_id)
-        return swarm.directory.with_links(snapshot)
+        # Links of a large swarm take a second to put together.
+        return await asyncio.to_thread(swarm.directory.with_links, snapshot)
 
     folder = config.decisions_dir or config.cache_dir / "decisions"
     orchestrator = Orchestrator(
@@ -96,11 +97,12 @@ async def follow_placements(
     directory = swarm.directory
 
     async def look() -> Snapshot:
-        return directory.with_links(await directory.fetch(model_id, num_blocks))
+        snapshot = await directory.fetch(model_id, num_blocks)
+        return await asyncio.to_thread(directory.with_links, snapshot)
 
     await follow(
         swarm.notices,
-        lambda: directory.with_links(directory.snapshot(model_id, num_blocks)),
+        lambda: directory.snapshot(model_id, num_blocks),
         look,
         model_id,
         obedience,

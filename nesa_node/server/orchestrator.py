@@ -80,7 +80,7 @@ class Orchestrator:
             # A large swarm takes seconds to plan for, in which another may have taken over.
             return None
         if not decision.moves:
-            self._note_nothing(decision, snapshot)
+            await self._note_nothing(decision, snapshot)
             return None
         known = self._board.own(Placement, self._model_id)
         if known is not None and known.epoch == self._lease.epoch and known.moves == decision.moves:
@@ -97,7 +97,7 @@ class Orchestrator:
             epoch=self._lease.epoch,
             ttl_s=self._pace.placement_ttl_s,
             num_blocks=snapshot.num_blocks,
-            based_on=digest(snapshot),
+            based_on=await asyncio.to_thread(digest, snapshot),
             **_fields(decision),
         )
         log.info(
@@ -109,17 +109,18 @@ class Orchestrator:
             reason=decision.reason,
         )
         self._last_reason = ""
-        self._keep(placement.name, placement.based_on, decision, snapshot)
+        await self._keep(placement.name, placement.based_on, decision, snapshot)
         return placement
 
-    def _note_nothing(self, decision: Decision, snapshot: Snapshot) -> None:
+    async def _note_nothing(self, decision: Decision, snapshot: Snapshot) -> None:
         """Once for each new reason: most looks find nothing."""
         if decision.reason != self._last_reason:
             self._last_reason = decision.reason
             log.info("nothing_moves", reason=decision.reason)
-            self._keep(None, digest(snapshot), decision, snapshot)
+            based_on = await asyncio.to_thread(digest, snapshot)
+            await self._keep(None, based_on, decision, snapshot)
 
-    def _keep(
+    async def _keep(
         self, name: str | None, based_on: str, decision: Decision, snapshot: Snapshot
     ) -> None:
         if self._decisions is None:
@@ -135,7 +136,7 @@ class Orchestrator:
             "moves": [move.model_dump() for move in decision.moves],
         }
         try:
-            self._decisions.write(entry)
+            await asyncio.to_thread(self._decisions.write, entry)
         except OSError as error:
             log.warning("decision_not_kept", reason=str(error))
 

@@ -18,6 +18,7 @@ from nesa_node.server.follow import follow
 from nesa_node.server.obedience import Obedience
 from nesa_node.server.worth import Worth
 from nesa_node.swarm.notices import Move, Placement
+from nesa_node.topology.assemble import assemble_links
 from nesa_node.topology.snapshot import NodeState, Snapshot
 from tests.swarm.notice_fields import PEERS
 
@@ -243,6 +244,25 @@ def test_copy_with_a_high_epoch_does_not_silence_honest_strangers() -> None:
     # A signer's own epochs rise.
     assert obedience.consider([placement(*TO_SECOND, epoch=5)], swarm(UNEVEN)) is None
     assert obedience.refused == {"stale_epoch": 1}
+
+
+def test_pictures_are_remembered_without_their_links() -> None:
+    """Yet lies are told from them with the links that are known now."""
+    links = assemble_links({ME: (), A: (), B: (), C: ()})
+    with_links: list[bool] = []
+
+    def note(snapshot: Snapshot) -> Worth:
+        with_links.append(snapshot.links is not None)
+        return appraise(snapshot)
+
+    obedience = Obedience(ME, note, num_blocks=BLOCKS, max_blocks=4)
+    now = replace(swarm(EVEN), links=links)
+    obedience.glance(now)
+    assert all(picture.links is None for picture in obedience._pictures)
+    lie = placement((ME, (0, 4), (4, 8)), gain=0.99)
+    assert obedience.consider([lie], now) is None
+    assert obedience.refused == {"absurd": 1}
+    assert all(with_links)
 
 
 def test_epoch_counts_only_as_long_as_what_was_asked_with_it() -> None:
