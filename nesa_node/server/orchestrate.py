@@ -41,6 +41,7 @@ async def orchestrate(
     `liars` are not yielded to; it may grow.
     """
     own = swarm.identity.peer_id
+    swarm.notices.spare(config.allow_orchestrators)
     allowed = frozenset((*config.allow_orchestrators, own) if config.allow_orchestrators else ())
     lease = LeaseKeeper(
         swarm.notices,
@@ -95,6 +96,7 @@ async def follow_placements(
 ) -> None:
     """Wish for what placements ask of this node where it is willing, until cancelled."""
     directory = swarm.directory
+    swarm.notices.spare(config.allow_orchestrators)
 
     async def look() -> Snapshot:
         snapshot = await directory.fetch(model_id, num_blocks)
