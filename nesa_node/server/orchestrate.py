@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from collections import Counter
 from collections.abc import Collection
 
 from nesa_node.core.config import NodeConfig, OrchestratorConfig
@@ -117,16 +118,20 @@ async def follow_placements(
 async def find_model(swarm: Swarm, wanted: str | None) -> ModelId:
     """The id of the model that nodes serve under that name; waits until one does.
 
-    Raises `ConfigError` if there are several.
+    Anybody may announce another model of the same name: it is the one of that very id, else that
+    of most nodes. Raises `ConfigError` if no name is given and there are several.
     """
     waiting = False
     while True:
         records = await swarm.directory.fetch_all()
-        found = {record.model_id for record in records if _is(record, wanted)}
-        if len(found) > 1:
+        found = Counter(record.model_id for record in records if _is(record, wanted))
+        if len(found) > 1 and wanted is None:
             raise ConfigError(f"several models are served: {', '.join(sorted(found))}; name one")
         if found:
-            return ModelId(found.pop())
+            chosen = max(found, key=lambda model: (model == wanted, found[model], model))
+            if len(found) > 1:
+                log.warning("several_models_of_that_name", chosen=chosen, nodes=dict(found))
+            return ModelId(chosen)
         if not waiting:
             waiting = True
             log.info("nobody_serves_it_yet", model=wanted or "any")

@@ -45,6 +45,8 @@ async def keep_measuring(
             await _ping_one(swarm, model_id, num_blocks, rng, refresh_s)
         except (SwarmError, OSError) as error:
             log.info("not_measured", reason=str(error))
+        except Exception:  # a mistake of ours: the node goes on, and so do its pings
+            log.exception("not_measured")
 
 
 async def _ping_one(

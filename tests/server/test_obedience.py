@@ -315,6 +315,33 @@ def test_refused_placement_is_weighed_again_once_the_swarm_has_changed() -> None
     assert obedience.due([newer], swarm(UNEVEN, NOW + 600)) == [newer]
 
 
+async def test_follower_survives_a_mistake() -> None:
+    moves, now = _Moves(), swarm(UNEVEN)
+    failures = iter([ValueError("ours"), KeyError("ours")])
+
+    async def look() -> Snapshot:
+        for error in failures:
+            raise error
+        return now
+
+    task = asyncio.create_task(
+        follow(
+            _Board(),  # type: ignore[arg-type]
+            lambda: now,
+            look,
+            MODEL,
+            node(),
+            moves,
+            every_s=0.01,
+            rng=random.Random(1),
+        )
+    )
+    async with asyncio.timeout(5):
+        await moves.begun.wait()
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
 async def test_nobody_is_asked_for_placements_that_do_not_name_this_node() -> None:
     looked = 0
     fetched = asyncio.Event()

@@ -138,6 +138,29 @@ async def test_measuring_nodes_know_their_links_from_each_others_records(tmp_pat
             task.cancel()
 
 
+async def test_measuring_goes_on_after_a_mistake(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with local_swarm(tmp_path, 1) as (one,):
+        asked = asyncio.Event()
+        answers = iter([False, False, True])
+
+        def fail(*_: object) -> dict[PeerId, tuple[str, ...]]:
+            if next(answers):
+                asked.set()
+                return {}
+            raise KeyError("a mistake")
+
+        monkeypatch.setattr(one.directory, "addresses", fail)
+        task = asyncio.create_task(
+            keep_measuring(one, MODEL, 30, random.Random(0), ping_every_s=0.02)
+        )
+        async with asyncio.timeout(10):
+            await asked.wait()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
 async def _knows_all(member: Swarm) -> bool:
     links = member.directory.with_links(await member.directory.fetch(MODEL, 30)).links
     assert links is not None
