@@ -58,8 +58,8 @@ class DecisionLog:
                     (decision.kind, decision.name, decision.made_at, json.dumps(decision.body)),
                 )
                 database.execute(
-                    "delete from decisions where kind = ? and number <= (select max(number) from "
-                    "decisions where kind = ?) - ?",
+                    "delete from decisions where kind = ? and number <= (select number from "
+                    "decisions where kind = ? order by number desc limit 1 offset ?)",
                     (decision.kind, decision.kind, KEPT),
                 )
         except sqlite3.Error as error:

@@ -25,6 +25,12 @@ DEFAULT_BYTES_PER_S = 1.25e6
 """Of a link on which nobody has seen a transfer: 10 Mbit/s, what most homes can send."""
 DEFAULT_BLOCK_S = 0.01
 """Per token and block, where no node at all has measured its speed."""
+MIN_TOKENS_PER_S = 1e-3
+"""Whoever says less is as slow as this: nobody can use it, and nothing becomes infinite by it."""
+_SLOW = 0.9
+"""A quantile: one that lies about being slow must not set what the unmeasured are taken for."""
+_TIMES_MEDIAN = 10.0
+"""Nor in a small swarm, where that quantile is the slowest."""
 VISIT_S = 0.001
 """What a node needs besides computing, to take a small message and pass it on
 (`python -m benchmarks hop`, a slow core)."""
@@ -65,7 +71,7 @@ def build_problem(snapshot: Snapshot, request: Request) -> Problem:
     """The nodes of `snapshot` that hold some of `request.span`, in the snapshot's order.
 
     A transfer takes half a round trip and the message's bytes at the link's rate. What nobody
-    knows is taken to be the request's default, an unmeasured speed to be that of the slowest
+    knows is taken to be the request's default, an unmeasured speed to be that of a slow
     measured node: whoever says nothing gains nothing.
     """
     rows = np.array(
@@ -98,7 +104,7 @@ def block_seconds(nodes: Sequence[NodeState], tokens: int) -> Floats:
     """Seconds for a step of `tokens` through one block of each node when it is idle, [N].
 
     One token goes at the speed of decoding, more at that of prefilling. An unmeasured node is as
-    slow as the slowest measured one, `DEFAULT_BLOCK_S` per token if none is.
+    slow as the slow ones among the measured, `DEFAULT_BLOCK_S` per token if none is.
     """
     speed_N = _floats(
         [node.decode_tokens_per_s if tokens == 1 else node.prefill_tokens_per_s for node in nodes]
@@ -106,9 +112,12 @@ def block_seconds(nodes: Sequence[NodeState], tokens: int) -> Floats:
     length_N = _floats([len(node.span) for node in nodes])
     measured_N = (speed_N > 0) & np.isfinite(speed_N)
     block_s_N = np.full(len(nodes), DEFAULT_BLOCK_S * tokens)
-    block_s_N[measured_N] = tokens / (speed_N[measured_N] * length_N[measured_N])
+    clipped = np.maximum(speed_N[measured_N], MIN_TOKENS_PER_S)
+    block_s_N[measured_N] = tokens / (clipped * length_N[measured_N])
     if measured_N.any():
-        block_s_N[~measured_N] = block_s_N[measured_N].max()
+        slow_s = np.quantile(block_s_N[measured_N], _SLOW, method="higher")
+        median_s = np.quantile(block_s_N[measured_N], 0.5, method="lower")
+        block_s_N[~measured_N] = min(slow_s, _TIMES_MEDIAN * median_s)
     return block_s_N
 
 

@@ -21,7 +21,7 @@ from nesa_node.engine.measure import Throughput
 from nesa_node.swarm.directory import Directory
 from nesa_node.swarm.messages import VERSION
 from nesa_node.swarm.records import NodeStatus
-from nesa_node.topology.packed import Measured, pack_measured
+from nesa_node.topology.packed import Measured, pack_measured, unpack_measured
 
 log = get_logger(__name__)
 
@@ -136,10 +136,20 @@ class Announcer:
             sent_bytes=dict(self._sent_bytes),
             movable=self.movable(),
             next_span=_pair(self._next_span),
-            measured=pack_measured(self._measured()),
+            measured=self._packed(),
             max_blocks=facts.max_blocks,
             location=facts.location,
         )
+
+    def _packed(self) -> bytes:
+        """What was measured; nothing if that cannot be told, which is no reason to be silent."""
+        try:
+            packed = pack_measured(self._measured())
+            unpack_measured(packed)
+        except Exception:  # a mistake of ours, or what others made of our measurements
+            log.exception("measured_links_not_told")
+            return b""
+        return packed
 
 
 def _pair(span: Span | None) -> tuple[int, int] | None:

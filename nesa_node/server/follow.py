@@ -45,21 +45,26 @@ async def follow(
 ) -> None:
     """Look at the placements about every `every_s` seconds, until cancelled.
 
-    `glance` gives what is known of the swarm without asking anybody, `look` asks.
+    `glance` gives what is known of the swarm without asking anybody, `look` asks
+    and adds the links.
     """
     while True:
         await asyncio.sleep(every_s * rng.uniform(*JITTER))
-        obedience.glance(glance())
         try:
-            placements = await board.fetch(Placement, model_id)
+            seen = glance()
+            obedience.glance(seen)
+            placements = obedience.due(await board.fetch(Placement, model_id), seen)
             if not placements:
                 continue
             snapshot = await look()
+            # A plan may take as long as a large swarm needs: not on the event loop.
+            found = await asyncio.to_thread(obedience.consider, placements, snapshot)
         except (SwarmError, OSError) as error:
             log.warning("no_look_at_placements", reason=str(error))
             continue
-        # A plan may take as long as a large swarm needs: not on the event loop.
-        found = await asyncio.to_thread(obedience.consider, placements, snapshot)
+        except Exception:  # a mistake of ours: what one placement does must not deafen the node
+            log.exception("no_look_at_placements")
+            continue
         if found is None:
             continue
         placement, verdict = found

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Iterator, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nesa_node.core.ids import PeerId
 from nesa_node.core.logging import get_logger
@@ -31,6 +31,9 @@ _MATTERS = 0.01
 """A move must itself save so much of the cost, not ride along with others that do."""
 _EXAGGERATED = 0.5
 _TIMES = 4.0
+_MAX_WEIGHED = 4
+"""Strangers' placements in one round: identities are free, weighing takes time."""
+_WEIGH_AGAIN_S = 60.0
 """Measurements differ: a promise is a lie only if it is more than 4 times the truth and a half."""
 
 
@@ -66,10 +69,14 @@ class Liars(Set[PeerId]):
             log.warning("orchestrator_ignored_from_now_on", peer=peer, reason=why)
 
 
+_Layout = frozenset[tuple[PeerId, Span]]
+
+
 class Obedience:
     """One node's judgement. `refused` counts refusals by reason, each placement once per reason.
 
-    "liar": its signer is ignored. "stale_epoch": somebody with a higher one is obeyed. "absurd": it
+    "liar": its signer is ignored. "stale_epoch": the same signer or an allowed one was obeyed with
+    a higher one, and that still holds; among strangers only what is gained counts. "absurd": it
     cannot be (and its signer is ignored from now on). "doubtful": it looks absurd, but this node
     knows too little of the swarm it was made for. "outdated": it starts from another span than
     this node holds. "no_memory", "uncovered" (nobody else serves a block that would be given up),
@@ -94,13 +101,43 @@ class Obedience:
         self._max_blocks = max_blocks
         self._allowed = allowed
         self._min_gain = min_gain
-        self._epochs: dict[PeerId, int] = {}
+        self._epochs: dict[PeerId, tuple[int, float]] = {}
+        """Of those that were obeyed, with the end of what they asked."""
+        self._queue: list[PeerId] = []
+        self._weighed: dict[tuple[PeerId, tuple[int, int]], tuple[_Layout, float]] = {}
+        """Refused as the swarm was then, and when."""
+        self._worths: dict[tuple[int, tuple[Move, ...]], tuple[Snapshot, Worth]] = {}
         self._pictures: deque[Snapshot] = deque(maxlen=_PICTURES)
         self._counted: OrderedDict[PeerId, tuple[tuple[int, int], set[str]]] = OrderedDict()
 
     def glance(self, snapshot: Snapshot) -> None:
-        """Remember how the swarm looked, to tell lies from what was true when it was said."""
-        self._pictures.append(snapshot)
+        """Remember how the swarm looked, to tell lies from what was true when it was said.
+
+        Links are not remembered: those of a large swarm take megabytes.
+        """
+        self._pictures.append(replace(snapshot, links=None))
+
+    def due(self, placements: Iterable[Placement], snapshot: Snapshot) -> list[Placement]:
+        """Those to consider in this round: they name this node, and have not been refused already
+        in a swarm with the same spans.
+
+        Strangers take turns, a few in each round, in the order in which they came.
+        """
+        mine = self._mine(placements, snapshot)
+        layout, now = _layout(snapshot), snapshot.taken_at
+        present = {_key(placement) for placement in mine}
+        self._weighed = {key: seen for key, seen in self._weighed.items() if key in present}
+        fresh = [each for each in mine if self._is_fresh(each, layout, now)]
+        strangers = {
+            each.signer
+            for each in fresh
+            if each.signer not in self._allowed and each.signer not in self.liars
+        }
+        waiting = [signer for signer in self._queue if signer in strangers]
+        came = [each.signer for each in fresh if each.signer in strangers - {*waiting}]
+        waiting += dict.fromkeys(came)
+        turn, self._queue = waiting[:_MAX_WEIGHED], waiting[_MAX_WEIGHED:]
+        return [each for each in fresh if each.signer not in strangers or each.signer in turn]
 
     def consider(
         self, placements: Iterable[Placement], snapshot: Snapshot
@@ -110,20 +147,15 @@ class Obedience:
         The same may be considered again and again: what is not safe now may be so once others have
         moved.
         """
-        mine = [
-            placement
-            for placement in placements
-            if placement.model_id == snapshot.model_id and self._move(placement) is not None
-        ]
-        # Allowed signers first: nobody else can hold them up.
-        mine.sort(key=lambda p: (p.signer not in self._allowed, -p.epoch, p.signer))
-        for placement in mine:
+        now, layout = snapshot.taken_at, _layout(snapshot)
+        self._epochs = {peer: seen for peer, seen in self._epochs.items() if seen[1] > now}
+        self._worths.clear()
+        for placement in self._mine(placements, snapshot):
             verdict = self.judge(placement, snapshot)
             if verdict.span is not None:
-                self._epochs[placement.signer] = placement.epoch
-                if len(self._epochs) > _MAX_SIGNERS:
-                    del self._epochs[min(self._epochs, key=self._epochs.__getitem__)]
+                self._obeyed(placement)
                 return placement, verdict
+            self._weighed[_key(placement)] = layout, now
             self._count(placement, verdict.reason)
         return None
 
@@ -136,7 +168,7 @@ class Obedience:
             return Verdict(None, "liar")
         if placement.num_blocks != self._num_blocks:
             return self._lie(placement, f"it speaks of {placement.num_blocks} blocks")
-        if placement.epoch < self._epoch_to_beat(placement.signer):
+        if placement.epoch < self._epoch_to_beat(placement.signer, snapshot.taken_at):
             return Verdict(None, "stale_epoch")
         if move.span == own.span or move.old_span != own.span:
             return Verdict(None, "outdated")
@@ -151,18 +183,17 @@ class Obedience:
         lie = self._lie_in(placement, snapshot)
         if lie is not None:
             # Nodes die while plans are made: it must have been a lie when it was told.
-            earlier = self._before(placement)
+            earlier = self._before(placement, snapshot)
             if earlier is None or self._lie_in(placement, earlier) is None:
                 return Verdict(None, "doubtful")
             return self._lie(placement, lie)
-        before = self._appraise(snapshot)
-        after = self._appraise(moved(snapshot, placement.moves))
+        before, after = self._worth(snapshot), self._worth(snapshot, placement.moves)
         if not covered_without(snapshot, own, move.span):
             return Verdict(None, "uncovered")
         if placement.signer in self._allowed:
             return Verdict(move.span, "allowed")
         others = tuple(each for each in placement.moves if each is not move)
-        without = self._appraise(moved(snapshot, others))
+        without = self._worth(snapshot, others)
         if after.holes < without.holes:
             return Verdict(move.span, "recomputed")
         if after.holes == before.holes and (
@@ -177,8 +208,7 @@ class Obedience:
         """
         if not all(holds(snapshot, move) for move in placement.moves):
             return None
-        before = self._appraise(snapshot)
-        after = self._appraise(moved(snapshot, placement.moves))
+        before, after = self._worth(snapshot), self._worth(snapshot, placement.moves)
         gain, promised = max(savings(before, after)), placement.gain
         if after.holes > before.holes:
             return "its moves take the last holders of blocks"
@@ -188,10 +218,10 @@ class Obedience:
             return f"{gain:.0%} are gained, not {promised:.0%}"
         return None
 
-    def _before(self, placement: Placement) -> Snapshot | None:
-        """The last picture from before the placement."""
+    def _before(self, placement: Placement, snapshot: Snapshot) -> Snapshot | None:
+        """The last picture from before the placement, with the links that are known now."""
         earlier = [each for each in self._pictures if each.taken_at <= placement.issued_at]
-        return earlier[-1] if earlier else None
+        return replace(earlier[-1], links=snapshot.links) if earlier else None
 
     def _gains(self, before: Worth, after: Worth, without: Worth) -> bool:
         """Whether all moves together gain enough, and this node's is one of those that do."""
@@ -206,16 +236,46 @@ class Obedience:
         mends = after.thin < min(before.thin, without.thin)
         return mends and min(savings(before, after)) > -self._min_gain
 
-    def _epoch_to_beat(self, signer: PeerId) -> int:
-        """A stranger's number is no reason to refuse an allowed signer's."""
+    def _worth(self, snapshot: Snapshot, moves: tuple[Move, ...] = ()) -> Worth:
+        """After `moves`; each is appraised once in a round."""
+        key = id(snapshot), moves
+        if key not in self._worths:
+            changed = moved(snapshot, moves) if moves else snapshot
+            # The snapshot is kept, so that no other gets its id.
+            self._worths[key] = snapshot, self._appraise(changed)
+        return self._worths[key][1]
+
+    def _epoch_to_beat(self, signer: PeerId, now: float) -> int:
+        """A stranger's number is no reason to refuse others: anybody can sign any."""
         return max(
             (
                 epoch
-                for rival, epoch in self._epochs.items()
-                if rival in self._allowed or signer not in self._allowed
+                for rival, (epoch, until) in self._epochs.items()
+                if until > now and (rival == signer or rival in self._allowed)
             ),
             default=0,
         )
+
+    def _obeyed(self, placement: Placement) -> None:
+        self._epochs[placement.signer] = placement.epoch, placement.expires_at
+        if len(self._epochs) > _MAX_SIGNERS:
+            # Strangers before allowed signers.
+            del self._epochs[
+                min(self._epochs, key=lambda peer: (peer in self._allowed, self._epochs[peer]))
+            ]
+
+    def _mine(self, placements: Iterable[Placement], snapshot: Snapshot) -> list[Placement]:
+        """Those that name this node, allowed signers' first: nobody else can hold them up."""
+        mine = [
+            placement
+            for placement in placements
+            if placement.model_id == snapshot.model_id and self._move(placement) is not None
+        ]
+        return sorted(mine, key=lambda p: (p.signer not in self._allowed, -p.epoch, p.signer))
+
+    def _is_fresh(self, placement: Placement, layout: _Layout, now: float) -> bool:
+        seen = self._weighed.get(_key(placement))
+        return seen is None or seen[0] != layout or now - seen[1] >= _WEIGH_AGAIN_S
 
     def _move(self, placement: Placement) -> Move | None:
         return next((move for move in placement.moves if move.peer == self._own), None)
@@ -238,3 +298,11 @@ class Obedience:
         self._counted.move_to_end(placement.signer)
         if len(self._counted) > _MAX_SIGNERS:
             self._counted.popitem(last=False)
+
+
+def _key(placement: Placement) -> tuple[PeerId, tuple[int, int]]:
+    return placement.signer, placement.order
+
+
+def _layout(snapshot: Snapshot) -> _Layout:
+    return frozenset((node.peer_id, node.span) for node in snapshot.nodes)

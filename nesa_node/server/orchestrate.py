@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Collection
 
 from nesa_node.core.config import NodeConfig, OrchestratorConfig
@@ -46,6 +47,7 @@ async def orchestrate(
     `liars` are not yielded to; it may grow. `show` is told where to find what is seen.
     """
     own = swarm.identity.peer_id
+    swarm.notices.spare(config.allow_orchestrators)
     allowed = frozenset((*config.allow_orchestrators, own) if config.allow_orchestrators else ())
     lease = LeaseKeeper(
         swarm.notices,
@@ -59,7 +61,8 @@ async def orchestrate(
 
     async def look() -> Snapshot:
         snapshot = await swarm.directory.fetch(model_id)
-        return swarm.directory.with_links(snapshot)
+        # Links of a large swarm take a second to put together.
+        return await asyncio.to_thread(swarm.directory.with_links, snapshot)
 
     history = History(SnapshotStore(snapshots_path(config.snapshots_dir, model_id)))
     await asyncio.to_thread(history.recall)
@@ -103,13 +106,15 @@ async def follow_placements(
 ) -> None:
     """Wish for what placements ask of this node where it is willing, until cancelled."""
     directory = swarm.directory
+    swarm.notices.spare(config.allow_orchestrators)
 
     async def look() -> Snapshot:
-        return directory.with_links(await directory.fetch(model_id, num_blocks))
+        snapshot = await directory.fetch(model_id, num_blocks)
+        return await asyncio.to_thread(directory.with_links, snapshot)
 
     await follow(
         swarm.notices,
-        lambda: directory.with_links(directory.snapshot(model_id, num_blocks)),
+        lambda: directory.snapshot(model_id, num_blocks),
         look,
         model_id,
         obedience,
@@ -122,16 +127,20 @@ async def follow_placements(
 async def find_model(swarm: Swarm, wanted: str | None) -> ModelId:
     """The id of the model that nodes serve under that name; waits until one does.
 
-    Raises `ConfigError` if there are several.
+    Anybody may announce another model of the same name: it is the one of that very id, else that
+    of most nodes. Raises `ConfigError` if no name is given and there are several.
     """
     waiting = False
     while True:
         records = await swarm.directory.fetch_all()
-        found = {record.model_id for record in records if _is(record, wanted)}
-        if len(found) > 1:
+        found = Counter(record.model_id for record in records if _is(record, wanted))
+        if len(found) > 1 and wanted is None:
             raise ConfigError(f"several models are served: {', '.join(sorted(found))}; name one")
         if found:
-            return ModelId(found.pop())
+            chosen = max(found, key=lambda model: (model == wanted, found[model], model))
+            if len(found) > 1:
+                log.warning("several_models_of_that_name", chosen=chosen, nodes=dict(found))
+            return ModelId(chosen)
         if not waiting:
             waiting = True
             log.info("nobody_serves_it_yet", model=wanted or "any")

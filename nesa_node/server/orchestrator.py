@@ -135,7 +135,7 @@ class Orchestrator:
             epoch=self._lease.epoch,
             ttl_s=self._pace.placement_ttl_s,
             num_blocks=snapshot.num_blocks,
-            based_on=digest(snapshot),
+            based_on=await asyncio.to_thread(digest, snapshot),
             **_fields(decision),
         )
         log.info(
@@ -160,9 +160,13 @@ class Orchestrator:
     async def _keep(self, name: str | None, decision: Decision, snapshot: Snapshot) -> None:
         if self._decisions is None:
             return
-        entry = decided(name, decision, snapshot, epoch=self._lease.epoch)
+        decisions, epoch = self._decisions, self._lease.epoch
+
+        def keep() -> None:
+            decisions.add(decided(name, decision, snapshot, epoch=epoch))
+
         try:
-            await asyncio.to_thread(self._decisions.add, entry)
+            await asyncio.to_thread(keep)
         except OSError as error:
             log.warning("decision_not_kept", reason=str(error))
 

@@ -19,7 +19,7 @@ from nesa_node.routing.placement.room import Room
 from nesa_node.routing.placement.score import Goal, Score, measure
 from nesa_node.server.watch import Watch
 from nesa_node.server.worth import Worth
-from nesa_node.swarm.notices import MAX_MOVES, Move
+from nesa_node.swarm.notices import MAX_MOVES, MAX_NUMBER, Move
 from nesa_node.topology.changes.detector import ChangeReport, PlanCosts
 from nesa_node.topology.changes.triggers import Sensitivity, Trigger
 from nesa_node.topology.snapshot import Snapshot
@@ -202,7 +202,8 @@ def _nothing(reason: str) -> Decision:
 
 
 def _finite(value: float) -> float | None:
-    return float(value) if math.isfinite(value) else None
+    """Within what a notice may say, so that none fails for it."""
+    return float(min(value, MAX_NUMBER)) if math.isfinite(value) else None
 
 
 def _finite_gain(value: float) -> float:

@@ -44,6 +44,9 @@ async def rebalance(
         except (SwarmError, OSError) as error:
             log.warning("no_look_at_the_swarm", reason=str(error))
             continue
+        except Exception:  # a mistake of ours: the node goes on, and holes still need filling
+            log.exception("no_look_at_the_swarm")
+            continue
         holes = unheld(snapshot)
         staying, before = holes & before, holes
         if not staying:

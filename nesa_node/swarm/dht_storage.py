@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import random
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +17,7 @@ from nesa_node.swarm.sealing import kind_of
 
 MAX_KEYS = 512
 MAX_BYTES_PER_KEY = 2 * 1024**2
-"""So that a whole key fits into one answer; room for some 3,000 nodes."""
+"""So that a whole key fits into one answer; room for some 1,700 nodes."""
 MAX_BYTES = 64 * 1024**2
 MAX_NOTICE_KEYS = 256
 """Of all kinds together."""
@@ -24,6 +25,7 @@ MAX_NOTICE_BYTES = 16 * 1024**2
 """Each counted as the largest of its kind: its signer may replace it by one."""
 
 _HEAP_SLACK = 64
+_DRAWN = 4
 
 
 def nobody_is_known(_: PeerId) -> float:
@@ -41,7 +43,9 @@ class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
 
     Notices have room of their own, which records cannot take nor lose. Few peers need it, and one
     of them may well be new to a full key: there it takes the place of whoever has been known for
-    the shortest time (`known_s`, of the peer id), if that is shorter than its own.
+    the shortest time (`known_s`, of the peer id), if that is shorter than its own. In the later
+    half of a full key strangers drive out one another, by lot: an orchestrator that serves nothing
+    is a stranger too, and who fills a key first must not keep it out for good.
 
     `own_subkey` is always accepted: a node can always announce itself here.
     """
@@ -147,9 +151,9 @@ class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
             return True
         # Also the answer to a flood: whoever cannot displace anybody costs no search.
         known_s = self._known_s(PeerId(subkey))
-        if known_s <= 0.0:
-            return False
         records = self._records(key)
+        if known_s <= 0.0:
+            return self._drops_a_stranger(records, bounds) and self._notices_fit(key, bounds)
         if records is not None and len(records) >= bounds.max_per_key:
             peer = min(self._others(records), key=self._known_s)
             if self._known_s(peer) < known_s:
@@ -157,6 +161,18 @@ class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
         else:
             self._drop_unknown_key(known_s)
         return self._notices_fit(key, bounds)
+
+    def _drops_a_stranger(self, records: Any, bounds: Bounds) -> bool:
+        """For another one, if a search of few finds it: a flood must not cost much."""
+        if records is None or len(records) < bounds.max_per_key:
+            return False
+        others = self._others(records)[bounds.max_per_key // 2 :]
+        for peer in random.sample(others, min(_DRAWN, len(others))):
+            if self._known_s(peer) <= 0.0:
+                del records[peer]
+                self._dropped["full"] += 1
+                return True
+        return False
 
     def _notices_fit(self, key: DHTID, bounds: Bounds) -> bool:
         records = self._records(key)

@@ -160,6 +160,14 @@ class Directory:
         )
         return Snapshot(model_id, num_blocks, serving, self._clock(), joining=(*joining, *moving))
 
+    def addresses(self, model_id: ModelId, num_blocks: int) -> dict[PeerId, tuple[str, ...]]:
+        """Of all nodes of a model, as far as this node remembers."""
+        return {
+            PeerId(record.peer_id): record.addresses
+            for record in self._alive()
+            if record.model_id == model_id and record.num_blocks == num_blocks
+        }
+
     def blames(self, model_id: ModelId) -> Mapping[PeerId, float]:
         """How much each peer is blamed for failures now (`routing/reputation.py`)."""
         records = [record for record in self._alive() if record.model_id == model_id]

@@ -7,7 +7,7 @@ import math
 import random
 import statistics
 import time
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 
 from nesa_node.core.errors import PeerUnreachableError
@@ -19,20 +19,28 @@ from nesa_node.topology.packed import MAX_MEASURED, Measured, peer_digest
 
 _PINGS_KEPT = 5
 _MAX_PEERS = 1024
+_MAX_BACK_OFF_S = 1800.0
+_MAX_TRIES = 16
 
 
 class Distances:
-    """The last pings of each peer. `clock` returns seconds and never goes back."""
+    """The last pings of each peer, and who did not answer the last one.
+
+    `clock` returns seconds and never goes back.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._pings: OrderedDict[PeerId, deque[float]] = OrderedDict()
         self._measured_at: dict[PeerId, float] = {}
+        self._failed: OrderedDict[PeerId, tuple[float, int]] = OrderedDict()
+        """When it was tried last, and how often in a row."""
 
     def note(self, peer: PeerId, rtt_ms: float) -> None:
         self._pings.setdefault(peer, deque(maxlen=_PINGS_KEPT)).append(rtt_ms)
         self._pings.move_to_end(peer)
         self._measured_at[peer] = self._clock()
+        self._failed.pop(peer, None)
         if len(self._pings) > _MAX_PEERS:
             forgotten, _ = self._pings.popitem(last=False)
             del self._measured_at[forgotten]
@@ -41,6 +49,10 @@ class Distances:
         """It does not answer any more: what it was does not count."""
         self._pings.pop(peer, None)
         self._measured_at.pop(peer, None)
+        _, tries = self._failed.pop(peer, (0.0, 0))
+        self._failed[peer] = self._clock(), min(tries + 1, _MAX_TRIES)
+        if len(self._failed) > _MAX_PEERS:
+            self._failed.popitem(last=False)
 
     def rtt_ms(self, peer: PeerId) -> float:
         """The median of the last pings; NaN if there was none."""
@@ -48,13 +60,30 @@ class Distances:
         return statistics.median(pings) if pings else math.nan
 
     def age_s(self, peer: PeerId) -> float:
-        """Since the last ping; inf if there was none."""
+        """Since the last ping, answered or not; inf if there was none."""
         at = self._measured_at.get(peer)
+        if at is None and peer in self._failed:
+            at, _ = self._failed[peer]
         return math.inf if at is None else self._clock() - at
 
+    def is_due(self, peer: PeerId, refresh_s: float) -> bool:
+        """Whether to ping it now, if whoever answers is pinged every `refresh_s`.
+
+        Whoever did not answer is left alone for as long, then for twice as long each time, up to
+        half an hour (or `refresh_s`, if that is more).
+        """
+        _, tries = self._failed.get(peer, (0.0, 1))
+        back_off_s = min(refresh_s * 2 ** (tries - 1), max(_MAX_BACK_OFF_S, refresh_s))
+        return self.age_s(peer) >= back_off_s
+
     def measured(self, speeds: LinkSpeeds) -> tuple[Measured, ...]:
-        """What a record can tell: the nearest, and the freshest of the others, half of each."""
-        known = sorted(self._pings, key=lambda peer: (self.rtt_ms(peer), peer))
+        """What a record can tell: the nearest, and the freshest of the others, half of each.
+
+        Peers whose digests are the same are left out: a reader could not tell them apart.
+        """
+        digests = Counter(map(peer_digest, self._pings))
+        unique = [peer for peer in self._pings if digests[peer_digest(peer)] == 1]
+        known = sorted(unique, key=lambda peer: (self.rtt_ms(peer), peer))
         near, far = known[: MAX_MEASURED // 2], known[MAX_MEASURED // 2 :]
         fresh = sorted(far, key=self.age_s)[: MAX_MEASURED - len(near)]
         return tuple(
@@ -69,7 +98,9 @@ class Distances:
         *,
         timeout_s: float = 5.0,
     ) -> None:
-        """Ping `peers`, given with their addresses, all at once. Who does not answer is unknown."""
+        """Ping `peers`, given with their addresses, all at once. How far who does not answer is
+        is unknown.
+        """
 
         async def one(peer: PeerId, addresses: Sequence[str]) -> None:
             try:
@@ -91,11 +122,11 @@ def next_to_ping(
     `MAX_MEASURED` nearest, which matter most to routing, and half to random others, by which
     nearer ones are found. None if all that could be pinged have been within `refresh_s`.
     """
-    due = [peer for peer in peers if distances.age_s(peer) >= refresh_s]
+    due = [peer for peer in peers if distances.is_due(peer, refresh_s)]
     if not due:
         return None
-    known = [peer for peer in due if distances.age_s(peer) < math.inf]
-    unknown = [peer for peer in due if distances.age_s(peer) == math.inf]
+    known = [peer for peer in due if not math.isnan(distances.rtt_ms(peer))]
+    unknown = [peer for peer in due if math.isnan(distances.rtt_ms(peer))]
     if unknown and (len(peers) <= MAX_MEASURED or not known or rng.random() < 0.5):
         return rng.choice(unknown)
     near = sorted(known, key=lambda peer: (distances.rtt_ms(peer), peer))[:MAX_MEASURED]

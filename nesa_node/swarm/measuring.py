@@ -10,6 +10,7 @@ from nesa_node.core.errors import SwarmError
 from nesa_node.core.ids import ModelId
 from nesa_node.core.logging import get_logger
 from nesa_node.swarm.distances import next_to_ping
+from nesa_node.swarm.few_addresses import few_addresses
 from nesa_node.swarm.node import Swarm
 
 log = get_logger(__name__)
@@ -44,17 +45,16 @@ async def keep_measuring(
             await _ping_one(swarm, model_id, num_blocks, rng, refresh_s)
         except (SwarmError, OSError) as error:
             log.info("not_measured", reason=str(error))
+        except Exception:  # a mistake of ours: the node goes on, and so do its pings
+            log.exception("not_measured")
 
 
 async def _ping_one(
     swarm: Swarm, model_id: ModelId, num_blocks: int, rng: random.Random, refresh_s: float
 ) -> None:
-    snapshot = swarm.directory.snapshot(model_id, num_blocks)
-    others = {
-        node.peer_id: node.addresses
-        for node in (*snapshot.nodes, *snapshot.joining)
-        if node.peer_id != swarm.identity.peer_id
-    }
+    others = swarm.directory.addresses(model_id, num_blocks)
+    others.pop(swarm.identity.peer_id, None)
     peer = next_to_ping(swarm.distances, sorted(others), rng, refresh_s=refresh_s)
     if peer is not None:
-        await swarm.distances.measure(swarm.transport, {peer: others[peer]})
+        dialled = few_addresses(others[peer], swarm.transport.addresses)
+        await swarm.distances.measure(swarm.transport, {peer: dialled})

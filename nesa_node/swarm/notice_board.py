@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TypeVar
 
 from nesa_node.core.errors import RecordError
@@ -42,6 +42,11 @@ class NoticeBoard:
         self._validator = validator
         self._clock = clock
         self._known: dict[_Topic, dict[PeerId, Notice]] = {}
+        self._spared = {identity.peer_id}
+
+    def spare(self, signers: Collection[PeerId]) -> None:
+        """Never forget their notices in favour of others'."""
+        self._spared.update(signers)
 
     @property
     def acquaintance(self) -> Acquaintance:
@@ -142,12 +147,13 @@ class NoticeBoard:
             self._known.pop(next(iter(self._known)))
 
     def _forget(self, notices: dict[PeerId, Notice], limit: int) -> None:
-        """The expired, then whoever has been known for the shortest time."""
+        """The expired, then whoever has been known for the shortest time, unless it is spared."""
         now, known_s = self._clock(), self.acquaintance.known_s
-        own = self._identity.peer_id
         for peer in [peer for peer, notice in notices.items() if notice.expires_at <= now]:
             del notices[peer]
         while len(notices) > limit:
-            others = [peer for peer in notices if peer != own]
+            others = [peer for peer in notices if peer not in self._spared]
+            if not others:
+                return
             # Of those who are alike, the one that came last.
             del notices[min(reversed(others), key=known_s)]

@@ -32,6 +32,7 @@ MAX_MOVES = 64
 """Of one placement. Nodes make few moves an hour: what is beyond these comes with the next."""
 MAX_ACCUSED = 16
 MAX_EPOCH = 2**48
+MAX_NUMBER = 1e9
 
 FailureKind = Literal["refused", "stalled", "lost", "wrong", "slow"]
 
@@ -39,9 +40,9 @@ _PUBLIC = Membership(None)
 _Peer = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[1-9A-HJ-NP-Za-km-z]+$")]
 _Name = Annotated[str, Field(pattern=r"^[a-z0-9_.:-]{1,40}$")]
 _Gain = Annotated[float, Field(ge=-1, le=1e6)]
-_Seconds = Annotated[float, Field(ge=0, le=1e9)]
-_Rate = Annotated[float, Field(ge=0, le=1e9)]
-_Number = Annotated[float, Field(ge=-1e9, le=1e9)]
+_Seconds = Annotated[float, Field(ge=0, le=MAX_NUMBER)]
+_Rate = Annotated[float, Field(ge=0, le=MAX_NUMBER)]
+_Number = Annotated[float, Field(ge=-MAX_NUMBER, le=MAX_NUMBER)]
 _STRICT = ConfigDict(frozen=True, extra="ignore", strict=True, allow_inf_nan=False)
 
 

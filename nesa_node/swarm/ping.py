@@ -35,12 +35,14 @@ async def ping(
 ) -> float:
     """The shortest of a few round trips to `peer` and back, in ms.
 
-    Whatever disturbs one makes it longer, so the shortest says most about the way. Raises
-    `PeerUnreachableError` if the peer does not answer, or answers something else.
+    Whatever disturbs one makes it longer, so the shortest says most about the way. `timeout_s`
+    bounds dialling and all of them together. Raises `PeerUnreachableError` if the peer does not
+    answer, or answers something else.
     """
+    deadline = asyncio.get_running_loop().time() + timeout_s
     pipe, _ = await transport.open_stream(peer, PING_PROTOCOL, addresses, timeout_s)
     try:
-        async with asyncio.timeout(timeout_s):
+        async with asyncio.timeout_at(deadline):
             return min([await _round_trip_ms(pipe, number) for number in range(PINGS)])
     except (TimeoutError, OSError, asyncio.IncompleteReadError) as error:
         raise PeerUnreachableError(f"{peer} does not answer pings: {error}") from error

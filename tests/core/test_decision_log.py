@@ -47,6 +47,9 @@ def test_only_the_last_of_each_kind_are_kept(tmp_path: Path) -> None:
     assert len(kept) <= KEPT + 1
     assert kept[0].name == "first"
     assert kept[-1].name == f"session-{KEPT + 4}"
+    log.add(Decision("placement", "second", 0.0, {}))
+    placements = [each.name for each in log.recent(10 * KEPT) if each.kind == "placement"]
+    assert placements == ["first", "second"]
 
 
 def _write(path: Path, process: int) -> None:

@@ -72,6 +72,18 @@ def test_nobody_gains_by_saying_nothing() -> None:
     assert alone.block_s_N[0] == pytest.approx(7 * DEFAULT_BLOCK_S)
 
 
+def test_one_that_says_it_is_slow_does_not_slow_the_unmeasured() -> None:
+    liar = NodeState(A, Span(0, 5), decode_tokens_per_s=1e-320)
+    silent = NodeState(C, Span(0, 2))
+    for count in (1, 2, 30):
+        fast = [
+            NodeState(PeerId(f"n{i}"), Span(0, 5), decode_tokens_per_s=100.0) for i in range(count)
+        ]
+        problem = build_problem(_snapshot(liar, *fast, silent), Request(span=Span(0, 5)))
+        assert problem.block_s_N[0] == pytest.approx(200.0)
+        assert 0.002 <= problem.block_s_N[-1] <= 0.02 + 1e-9
+
+
 def test_unknown_links_take_the_defaults() -> None:
     nodes = [NodeState(peer, Span(0, 5)) for peer in (A, B, C)]
     one_token_s = DEFAULT_RTT_MS / 2000 + 16_384 / DEFAULT_BYTES_PER_S

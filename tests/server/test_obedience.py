@@ -18,6 +18,7 @@ from nesa_node.server.follow import follow
 from nesa_node.server.obedience import Obedience
 from nesa_node.server.worth import Worth
 from nesa_node.swarm.notices import Move, Placement
+from nesa_node.topology.assemble import assemble_links
 from nesa_node.topology.snapshot import NodeState, Snapshot
 from tests.swarm.notice_fields import PEERS
 
@@ -226,6 +227,158 @@ def test_strangers_number_is_no_reason_to_refuse_an_allowed_signer() -> None:
     found = obedience.consider([far, near], swarm(UNEVEN))
     assert found is not None
     assert found[0] is near
+
+
+def _stranger(index: int) -> PeerId:
+    return PeerId(f"{PEERS[0][:-4]}{index:04d}".replace("0", "z"))
+
+
+def test_copy_with_a_high_epoch_does_not_silence_honest_strangers() -> None:
+    obedience = node(seen=swarm(UNEVEN))
+    copy = placement(*TO_SECOND, epoch=10**9)
+    assert obedience.consider([copy], swarm(UNEVEN)) is not None
+    honest = placement(*TO_SECOND, signer=RIVAL, epoch=4)
+    found = obedience.consider([honest], swarm(UNEVEN))
+    assert found is not None
+    assert found[0] is honest
+    # A signer's own epochs rise.
+    assert obedience.consider([placement(*TO_SECOND, epoch=5)], swarm(UNEVEN)) is None
+    assert obedience.refused == {"stale_epoch": 1}
+
+
+def test_pictures_are_remembered_without_their_links() -> None:
+    """Yet lies are told from them with the links that are known now."""
+    links = assemble_links({ME: (), A: (), B: (), C: ()})
+    with_links: list[bool] = []
+
+    def note(snapshot: Snapshot) -> Worth:
+        with_links.append(snapshot.links is not None)
+        return appraise(snapshot)
+
+    obedience = Obedience(ME, note, num_blocks=BLOCKS, max_blocks=4)
+    now = replace(swarm(EVEN), links=links)
+    obedience.glance(now)
+    assert all(picture.links is None for picture in obedience._pictures)
+    lie = placement((ME, (0, 4), (4, 8)), gain=0.99)
+    assert obedience.consider([lie], now) is None
+    assert obedience.refused == {"absurd": 1}
+    assert all(with_links)
+
+
+def test_epoch_counts_only_as_long_as_what_was_asked_with_it() -> None:
+    obedience = node(BOSS, RIVAL)
+    gone = placement(*TO_SECOND, signer=BOSS, epoch=9)
+    assert obedience.consider([gone], swarm(UNEVEN)) is not None
+    later = placement(*TO_SECOND, signer=RIVAL, epoch=4, expires_at=NOW + 200)
+    assert obedience.consider([later], swarm(UNEVEN)) is None
+    assert obedience.consider([later], swarm(UNEVEN, gone.expires_at + 1)) is not None
+
+
+def test_few_strangers_are_weighed_in_a_round_and_each_has_a_turn() -> None:
+    appraised = 0
+
+    def count(snapshot: Snapshot) -> Worth:
+        nonlocal appraised
+        appraised += 1
+        return appraise(snapshot)
+
+    obedience = Obedience(ME, count, num_blocks=BLOCKS, max_blocks=4, allowed=frozenset({BOSS}))
+    useless = (ME, (0, 4), (1, 4))
+    flood = [placement(useless, signer=_stranger(i), gain=0.0, epoch=10**9) for i in range(31)]
+    honest = placement(*TO_SECOND, signer=RIVAL)
+    now = swarm(UNEVEN)
+    rounds = 0
+    found = None
+    while found is None:
+        due = obedience.due([*flood, honest], now)
+        assert len(due) <= 4
+        before = appraised
+        found = obedience.consider(due, now)
+        assert appraised - before <= 9
+        rounds += 1
+    assert found[0] is honest
+    assert rounds <= 8
+    allowed = placement(*TO_SECOND, signer=BOSS)
+    assert allowed in obedience.due([*flood, honest, allowed], now)
+
+
+def test_refused_placement_is_weighed_again_once_the_swarm_has_changed() -> None:
+    obedience = node()
+    useless = placement((ME, (0, 4), (1, 4)), gain=0.0)
+    others = placement((A, (0, 4), (4, 8)), signer=RIVAL)
+    assert obedience.due([useless, others], swarm(UNEVEN)) == [useless]
+    obedience.consider([useless], swarm(UNEVEN))
+    assert obedience.due([useless, others], swarm(UNEVEN)) == []
+    assert obedience.due([useless], swarm(EVEN)) == [useless]
+    newer = placement((ME, (0, 4), (1, 4)), gain=0.0, seq=2)
+    assert obedience.due([newer], swarm(UNEVEN)) == [newer]
+    assert obedience.due([newer], swarm(UNEVEN, NOW + 600)) == [newer]
+
+
+async def test_follower_survives_a_mistake() -> None:
+    moves, now = _Moves(), swarm(UNEVEN)
+    failures = iter([ValueError("ours"), KeyError("ours")])
+
+    async def look() -> Snapshot:
+        for error in failures:
+            raise error
+        return now
+
+    task = asyncio.create_task(
+        follow(
+            _Board(),  # type: ignore[arg-type]
+            lambda: now,
+            look,
+            MODEL,
+            node(),
+            moves,
+            every_s=0.01,
+            rng=random.Random(1),
+        )
+    )
+    async with asyncio.timeout(5):
+        await moves.begun.wait()
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_nobody_is_asked_for_placements_that_do_not_name_this_node() -> None:
+    looked = 0
+    fetched = asyncio.Event()
+
+    class Board:
+        async def fetch(self, *_: object) -> list[Placement]:
+            if looks_at_board():
+                fetched.set()
+            return [placement((A, (0, 4), (4, 8)))]
+
+    times = iter(range(100))
+
+    def looks_at_board() -> bool:
+        return next(times) >= 3
+
+    async def look() -> Snapshot:
+        nonlocal looked
+        looked += 1
+        return swarm(UNEVEN)
+
+    task = asyncio.create_task(
+        follow(
+            Board(),  # type: ignore[arg-type]
+            lambda: swarm(UNEVEN),
+            look,
+            MODEL,
+            node(),
+            _Moves(),
+            every_s=0.01,
+            rng=random.Random(1),
+        )
+    )
+    async with asyncio.timeout(5):
+        await fetched.wait()
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert looked == 0
 
 
 spans = st.tuples(st.integers(0, 7), st.integers(1, 4)).map(lambda s: (s[0], min(s[0] + s[1], 8)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import time
 from collections import Counter
@@ -24,10 +25,10 @@ from nesa_node.server.history import History
 from nesa_node.server.obedience import Obedience
 from nesa_node.server.orchestrate import find_model, orchestrate
 from nesa_node.server.orchestrator import Orchestrator, Pace
-from nesa_node.server.planner import Decision, Rebalancer, appraise
+from nesa_node.server.planner import Decision, Rebalancer, _finite, appraise
 from nesa_node.swarm.lease import LeaseKeeper
 from nesa_node.swarm.node import Swarm
-from nesa_node.swarm.notices import Move, Placement
+from nesa_node.swarm.notices import MAX_NUMBER, Move, Placement
 from nesa_node.topology.changes.triggers import Sensitivity
 from nesa_node.topology.snapshot import NodeState, Snapshot
 from tests.swarm.local_swarm import eventually, local_swarm
@@ -272,6 +273,19 @@ async def test_model_is_found_by_name_and_ambiguity_is_refused(tmp_path: Path) -
             await find_model(members[2], None)
 
 
+async def test_another_model_of_the_same_name_does_not_stop_an_orchestrator(
+    tmp_path: Path,
+) -> None:
+    async with local_swarm(tmp_path, 3) as members:
+        name = make_status().model_name
+        for member in members[:2]:
+            await member.directory.publish(make_status())
+        await members[2].directory.publish(make_status(model_id="zzz@0", model_name=name))
+        await members[0].directory.fetch_all()
+        assert await find_model(members[0], name) == MODEL
+        assert await find_model(members[0], "zzz@0") == "zzz@0"
+
+
 def _nodes(*spans: tuple[int, int], **fields: Any) -> Snapshot:
     nodes = tuple(
         NodeState(PeerId(PEERS[i]), Span(*span), decode_tokens_per_s=10.0, movable=True, **fields)
@@ -286,6 +300,18 @@ def test_rebalancer_mends_a_loss_at_once() -> None:
     assert hole.gain == 1.0
     assert len(hole.moves) == 1
     assert Rebalancer().decide(replace(_nodes(), num_blocks=0)).moves == ()
+
+
+def test_huge_costs_fit_a_placement() -> None:
+    assert _finite(1e300) == MAX_NUMBER
+    assert _finite(math.inf) is None
+    slow = _nodes((0, 10), (0, 10), (10, 20), max_blocks=10)
+    slow = replace(
+        slow, nodes=tuple(replace(node, decode_tokens_per_s=1e-320) for node in slow.nodes)
+    )
+    decision = Rebalancer().decide(slow)
+    assert decision.latency_before_s is not None
+    assert decision.latency_before_s <= MAX_NUMBER
 
 
 def _thin_at_the_end(*, slow: bool) -> Snapshot:

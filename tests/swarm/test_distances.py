@@ -6,7 +6,9 @@ import asyncio
 import math
 import random
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -73,6 +75,29 @@ async def test_a_peer_that_keeps_silent_is_given_up(tmp_path: Path) -> None:
             await ping(one.transport, two.identity.peer_id, two.transport.addresses, timeout_s=0.5)
 
 
+async def test_time_for_a_ping_includes_dialling() -> None:
+    class _Slow:
+        """Takes half of the time to open a stream on which nothing comes."""
+
+        async def open_stream(self, *_: object) -> tuple[Any, Any]:
+            await asyncio.sleep(0.2)
+            return (pipe := _Silent()), pipe
+
+    class _Silent:
+        def write(self, _: bytes) -> None: ...
+
+        def close(self) -> None: ...
+
+        async def readexactly(self, _: int) -> bytes:
+            await asyncio.sleep(60)
+            return b""
+
+    started = asyncio.get_running_loop().time()
+    with pytest.raises(PeerUnreachableError):
+        await ping(_Slow(), PeerId("a"), timeout_s=0.4)  # type: ignore[arg-type]
+    assert asyncio.get_running_loop().time() - started < 0.55
+
+
 async def test_a_stream_of_pings_ends(tmp_path: Path) -> None:
     """Nobody holds a node's stream open by asking for ever."""
     async with local_swarm(tmp_path, 2) as (one, two):
@@ -113,6 +138,29 @@ async def test_measuring_nodes_know_their_links_from_each_others_records(tmp_pat
             task.cancel()
 
 
+async def test_measuring_goes_on_after_a_mistake(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with local_swarm(tmp_path, 1) as (one,):
+        asked = asyncio.Event()
+        answers = iter([False, False, True])
+
+        def fail(*_: object) -> dict[PeerId, tuple[str, ...]]:
+            if next(answers):
+                asked.set()
+                return {}
+            raise KeyError("a mistake")
+
+        monkeypatch.setattr(one.directory, "addresses", fail)
+        task = asyncio.create_task(
+            keep_measuring(one, MODEL, 30, random.Random(0), ping_every_s=0.02)
+        )
+        async with asyncio.timeout(10):
+            await asked.wait()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
 async def _knows_all(member: Swarm) -> bool:
     links = member.directory.with_links(await member.directory.fetch(MODEL, 30)).links
     assert links is not None
@@ -147,6 +195,19 @@ def test_a_record_names_the_nearest_and_the_freshest() -> None:
     assert all(math.isnan(link.rate_bytes_per_s) for link in measured)
 
 
+def test_peers_whose_digests_clash_are_not_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ids that collide are found in 2^24 tries: the record must be valid all the same."""
+    monkeypatch.setattr(
+        "nesa_node.swarm.distances.peer_digest",
+        lambda peer: peer_digest(PeerId("thief" if peer.startswith("thief") else peer)),
+    )
+    distances = Distances(_Clock())
+    for name in ("thief1", "honest", "thief2"):
+        distances.note(PeerId(name), 1.0)
+    measured = distances.measured(LinkSpeeds())
+    assert [link.digest for link in measured] == [peer_digest(PeerId("honest"))]
+
+
 def test_a_small_swarm_is_pinged_in_turn_and_then_left_alone() -> None:
     clock, rng = _Clock(), random.Random(1)
     distances = Distances(clock)
@@ -162,6 +223,38 @@ def test_a_small_swarm_is_pinged_in_turn_and_then_left_alone() -> None:
         assert sorted(asked) == sorted(peers)
         assert next_to_ping(distances, peers, rng, refresh_s=60) is None
         clock.now += 60
+
+
+def test_peer_that_does_not_answer_is_tried_less_and_less() -> None:
+    clock, rng = _Clock(), random.Random(1)
+    distances = Distances(clock)
+    dead, alive = PeerId("dead"), [PeerId(f"p{index}") for index in range(9)]
+    tried: list[float] = []
+    for _ in range(1200):
+        peer = next_to_ping(distances, [dead, *alive], rng, refresh_s=60)
+        if peer == dead:
+            tried.append(clock.now)
+            distances.forget(dead)
+            assert math.isnan(distances.rtt_ms(dead))
+            assert distances.age_s(dead) == 0.0
+        elif peer is not None:
+            distances.note(peer, 10.0)
+        clock.now += 6
+    assert len(tried) <= 9
+    pauses = [after - before for before, after in pairwise(tried)]
+    assert pauses[0] <= 70
+    assert max(pauses) <= 1810
+    assert all(distances.age_s(peer) <= 90 for peer in alive)
+    distances.note(dead, 1.0)
+    clock.now += 60
+    assert distances.is_due(dead, 60)
+
+
+def test_memory_of_the_dead_is_bounded() -> None:
+    distances = Distances(_Clock())
+    for index in range(3000):
+        distances.forget(PeerId(f"p{index}"))
+    assert len(distances._failed) <= 1024
 
 
 def test_a_large_swarm_is_explored_while_the_nearest_stay_fresh() -> None:

@@ -89,6 +89,35 @@ def test_strangers_notices_neither_grow_nor_push_out_those_who_are_known(
     assert storage._dropped["full"] == 200 - limit + 1
 
 
+def test_strangers_who_come_first_do_not_keep_later_ones_out(tmp_path: Path) -> None:
+    storage = BoundedStorage("own", Counter())
+    value, until = _notice_value(Placement, tmp_path), time.time() + 60
+    limit = Placement.bounds.max_per_key
+    for index in range(limit):
+        assert storage.store_subkey(KEY, f"first{index}", value, until)
+    assert storage.store_subkey(KEY, "later", value, until)
+    for index in range(500):
+        storage.store_subkey(KEY, f"flood{index}", value, until)
+    kept = storage.data[KEY].value.data
+    assert len(kept) == limit
+    # Nor does a flood push out those who were there before.
+    assert {f"first{index}" for index in range(limit // 2)} <= set(kept)
+
+
+async def test_reader_never_forgets_those_whom_its_operator_names(tmp_path: Path) -> None:
+    async with local_swarm(tmp_path, 1) as (one,):
+        board, limit = one.notices, Placement.bounds.max_per_key
+        named = Identity.ephemeral(tmp_path)
+        board.spare([named.peer_id])
+        now = time.time()
+        for _ in range(limit):
+            board._keep(make_notice(Placement, Identity.ephemeral(tmp_path), now))
+        board._keep(make_notice(Placement, named, now))
+        kept = [notice.signer for notice in board.known(Placement, MODEL)]
+        assert named.peer_id in kept
+        assert len(kept) == limit
+
+
 def test_notices_about_many_models_take_no_room_of_records_nor_of_known_signers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
