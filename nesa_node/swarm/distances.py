@@ -73,7 +73,7 @@ class Distances:
         half an hour (or `refresh_s`, if that is more).
         """
         _, tries = self._failed.get(peer, (0.0, 1))
-        back_off_s = min(refresh_s * 2 ** (tries - 1), max(_MAX_BACK_OFF_S, refresh_s))
+        back_off_s = min(refresh_s * 2.0 ** (tries - 1), max(_MAX_BACK_OFF_S, refresh_s))
         return self.age_s(peer) >= back_off_s
 
     def measured(self, speeds: LinkSpeeds) -> tuple[Measured, ...]:
