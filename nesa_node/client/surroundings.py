@@ -73,7 +73,7 @@ class Surroundings:
             holders = [node for node in snapshot.nodes if node.span.start <= end < node.span.end]
             if len(holders) < 2:
                 continue
-            due = [node for node in holders if distances.age_s(node.peer_id) > FRESH_S]
+            due = [node for node in holders if distances.is_due(node.peer_id, FRESH_S)]
             for node in sorted(due, key=self._expected_ms)[:MAX_PINGED]:
                 asked[node.peer_id] = node
         if asked:
