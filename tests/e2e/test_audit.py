@@ -71,6 +71,35 @@ async def test_a_node_that_claims_a_hundred_times_its_speed_is_found_out(
             assert claims.believed(liar).decode_tokens_per_s < liar.decode_tokens_per_s / 20
 
 
+async def test_steps_that_a_node_runs_together_do_not_make_it_look_fast(
+    tiny: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sixteen steps that wait are one forward, which takes little more time than a single step."""
+
+    def slowed(blocks: Blocks) -> Throughput:
+        honest = measure_throughput(blocks)
+        forward = blocks.forward
+
+        def slow(hidden_TD: Tensor, runs: Sequence[Run]) -> Tensor:
+            time.sleep(0.05)
+            return forward(hidden_TD, runs)
+
+        monkeypatch.setattr(blocks, "forward", slow)
+        return honest
+
+    monkeypatch.setattr(served_span, "measure_throughput", slowed)
+    with in_process_swarm(tiny("llama"), [Span(0, BLOCKS)], tmp_path) as addresses:
+        async with open_swarm(
+            Identity.ephemeral(tmp_path), initial_peers=addresses, listen=False
+        ) as swarm:
+            (record,) = await swarm.directory.fetch_all()
+            request = _request(ModelId(record.model_id))
+            (node,) = (await swarm.directory.fetch(request.model_id)).nodes
+            speed = await measure_speed(swarm, node, request)
+    assert speed is not None
+    assert speed < 1.05 / 0.05
+
+
 async def test_nobody_who_is_gone_is_measured(tmp_path: Path) -> None:
     async with local_swarm(tmp_path, 1) as (swarm,):
         ghost = NodeState(PeerId("12D3KooWghost"), Span(0, BLOCKS))
