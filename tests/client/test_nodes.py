@@ -40,28 +40,8 @@ async def planned(
     precision: Precision, *nodes: NodeState, blames: Mapping[str, float] | None = None
 ) -> list[str]:
     snapshot = Snapshot(MODEL, 4, nodes, taken_at=0.0)
-    swarm: Any = SimpleNamespace(
-        identity=SimpleNamespace(peer_id=PeerId("client")),
-        directory=SimpleNamespace(
-            fetch=AsyncMock(return_value=snapshot),
-            measured=lambda snapshot: {},
-            blames=lambda _: blames or {},
-        ),
-        transport=SimpleNamespace(open_stream=AsyncMock(side_effect=PeerUnreachableError("far"))),
-        distances=Distances(),
-        speeds=LinkSpeeds(),
-    )
-    request = RouteRequest(
-        model_id=MODEL,
-        span=Span(0, 4),
-        rows=1,
-        max_tokens=10,
-        hidden_size=4,
-        dtype="float32",
-        mode="chain",
-        min_precision=precision,
-    )
-    hops, _ = await Nodes(swarm, request, Planner(swarm)).plan((), frozenset())
+    session, _ = _nodes_of(snapshot, blames, max_tokens=10, min_precision=precision)
+    hops, _ = await session.plan((), frozenset())
     return [str(hop.peer_id) for hop in hops]
 
 
@@ -102,13 +82,15 @@ async def test_next_chain_avoids_who_is_reported_to_have_failed_if_there_is_anot
     assert await planned("nf4", one, blames={"one": 3.0}) == ["one"]
 
 
-def _nodes_of(snapshot: Snapshot, **fields: Any) -> tuple[Nodes, Planner]:
+def _nodes_of(
+    snapshot: Snapshot, blames: Mapping[str, float] | None = None, **fields: Any
+) -> tuple[Nodes, Planner]:
     swarm: Any = SimpleNamespace(
         identity=SimpleNamespace(peer_id=PeerId("client")),
         directory=SimpleNamespace(
             fetch=AsyncMock(return_value=snapshot),
             measured=lambda snapshot: {},
-            blames=lambda _: {},
+            blames=lambda _: blames or {},
         ),
         transport=SimpleNamespace(open_stream=AsyncMock(side_effect=PeerUnreachableError("far"))),
         distances=Distances(),
@@ -118,11 +100,10 @@ def _nodes_of(snapshot: Snapshot, **fields: Any) -> tuple[Nodes, Planner]:
         model_id=MODEL,
         span=Span(0, 4),
         rows=1,
-        max_tokens=600,
         hidden_size=4,
         dtype="float32",
         mode="chain",
-        **fields,
+        **({"max_tokens": 600} | fields),
     )
     planner = Planner(swarm)
     return Nodes(swarm, request, planner), planner
