@@ -29,6 +29,7 @@ from benchmarks import (
 )
 from benchmarks.models import SHAPES
 from benchmarks.options import Options, Quant
+from benchmarks.regions import bench as regions
 from benchmarks.results import write_result
 from benchmarks.wan import auto
 from benchmarks.wan import bench as wan
@@ -45,6 +46,7 @@ BENCHMARKS: dict[str, ModuleType] = {
     "estimate": estimate,
     "hop": hop,
     "prefill": prefill,
+    "regions": regions,
     "routing": routing,
     "scale": scale,
     "schemas": schemas,
@@ -82,7 +84,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--prompt-tokens", type=int)
     add("--new-tokens", type=int)
     add("--long-prompt", type=int, help="tokens of the prompt that disturbs; 0: none")
-    add("--seconds", type=float, help="how long the churn lasts [default: 180]")
+    add("--seconds", type=float, help="how long churn, or jitter, lasts [180; regions: 600]")
     add("--round-trips-ms", type=numbers_or_0, metavar="MS,MS", help="between any two (wan)")
     add("--bandwidths-mbit", type=numbers, metavar="M,M", help="Mbit/s between any two (wan)")
     add("--batches", type=numbers, metavar="N,N", help="rows of the session (wan)")

@@ -36,8 +36,9 @@ def test_every_benchmark_has_defaults_and_a_quick_form() -> None:
         assert isinstance(module.DEFAULTS, Options), name
         assert isinstance(module.QUICK, Options), name
         assert module.QUICK.runs <= module.DEFAULTS.runs, name
-        # Churn's events are its runs; a plan for thousands of nodes is the same every time.
-        assert module.DEFAULTS.runs >= 5 or name in ("churn", "scale")
+        # Churn's events and regions' phases are their runs; a plan for thousands of nodes is the
+        # same every time.
+        assert module.DEFAULTS.runs >= 5 or name in ("churn", "regions", "scale")
 
 
 def test_numbers_are_read_from_a_list() -> None:
@@ -50,7 +51,7 @@ def test_numbers_are_read_from_a_list() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", sorted(set(BENCHMARKS) - {"swarm"}))
+@pytest.mark.parametrize("name", sorted(set(BENCHMARKS) - {"swarm", "regions"}))
 def test_quick_form_runs_and_writes_its_rows(name: str, tmp_path: Path) -> None:
     if name == "wan" and (reason := why_unavailable()) is not None:
         pytest.skip(reason)

@@ -1,0 +1,72 @@
+"""`nesa-node run`, for which `--block-indices` is only where it begins.
+
+    python -m benchmarks.regions.daemon [--boast FACTOR] [--slow SECONDS] run MODEL ...
+
+The command is the program's own, and so is all that it does; but a span that was given does not
+pin the node. With `--boast` it claims so many times the speed that it has measured, with `--slow`
+every step takes so much longer, before and after it measures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from dataclasses import replace
+from typing import Any
+
+from nesa_node.cli.app import run_command
+from nesa_node.core.config import NodeConfig
+from nesa_node.engine.blocks import Blocks
+from nesa_node.engine.measure import Throughput, measure_throughput
+from nesa_node.server import daemon, served_span
+from nesa_node.server.moves import Moves
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--boast", type=float, default=1.0)
+    parser.add_argument("--slow", type=float, default=0.0)
+    parser.add_argument("command", nargs=argparse.REMAINDER)
+    arguments = parser.parse_args()
+    unpin()
+    if arguments.slow:
+        slow_down(arguments.slow)
+    if arguments.boast != 1.0:
+        boast(arguments.boast)
+    sys.exit(run_command(arguments.command))
+
+
+def unpin() -> None:
+    def moves_of(config: NodeConfig) -> Moves:
+        return Moves(per_hour=config.max_moves_per_hour, pause_s=config.move_pause_s)
+
+    daemon.moves_of = moves_of
+
+
+def slow_down(by_s: float) -> None:
+    forward: Any = Blocks.forward
+
+    def slowly(*arguments: Any, **named: Any) -> Any:
+        time.sleep(by_s)
+        return forward(*arguments, **named)
+
+    patched: Any = Blocks
+    patched.forward = slowly
+
+
+def boast(factor: float) -> None:
+    def measure(blocks: Blocks) -> Throughput:
+        true = measure_throughput(blocks)
+        return replace(
+            true,
+            prefill_tokens_per_s=factor * true.prefill_tokens_per_s,
+            decode_tokens_per_s=factor * true.decode_tokens_per_s,
+        )
+
+    patched: Any = served_span
+    patched.measure_throughput = measure
+
+
+if __name__ == "__main__":
+    main()
