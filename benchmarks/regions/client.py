@@ -76,7 +76,10 @@ class Client:
         return [
             {
                 "tokens": [generation.tokens for _, generation in worker.generations],
-                "times": worker.token_times(),
+                "times": [
+                    (generation.started, *generation.token_times)
+                    for _, generation in worker.generations
+                ],
                 "failures": worker.failures,
             }
             for worker in self._workers

@@ -12,6 +12,7 @@ from benchmarks.models import load_local, random_prompt
 from benchmarks.regions.phases import STRATEGY, wait_until
 from benchmarks.regions.swarm import Regions
 from benchmarks.regions.world import BOSS, CLIENTS, LOST, REGIONS, SECOND_BOSS, region
+from nesa_node.core.ids import PeerId
 
 KINDS = (STRATEGY, "random")
 """One session each at every client. Chains at random cross regions; the best ones need not."""
@@ -21,15 +22,21 @@ HEALED_S = 300.0
 
 
 def cut(regions: Regions) -> dict[str, Any]:
-    options, moves = regions.options, len(regions.moves())
+    moves = len(regions.moves())
     begin(regions)
     lost = {regions.peer(site) for site in regions.world.nodes if region(site) == LOST}
     crossing: dict[str, list[bool]] = {}
 
     def is_crossing() -> bool:
+        """One and the same session in two looks: it is well under way."""
+        before = dict(crossing)
         for client, talker in regions.clients.items():
             crossing[client] = [bool(lost.intersection(each)) for each in talker.ask("peers")]
-        return any(any(each) for each in crossing.values())
+        return any(
+            all(pair)
+            for client, now in crossing.items()
+            for pair in zip(now, before.get(client, []), strict=False)
+        )
 
     wait_until(is_crossing, CROSSING_S, f"no session goes through region {LOST}")
     kept = [name for name in REGIONS if name != LOST]
@@ -71,13 +78,14 @@ def cut(regions: Regions) -> dict[str, Any]:
         "sessions_failed": len(failures),
         **texts,
         "epochs": epochs,
-        "leads_after": {regions.site_of().get(p, p): e for p, e in leading.items()},  # type: ignore[call-overload]
-        "passed": not failures
+        "leads_after": {regions.site_of()[PeerId(peer)]: e for peer, e in leading.items()},
+        "passed": bool(waits)
+        and not failures
         and not texts["texts_that_differ"]
         and len(leading) == 1
         and max(leading.values()) == highest
         and not afterwards,
-        "runs": [{"failures": failures, "moves": regions.moves()[moves:], "options": options.seed}],
+        "runs": [{"failures": failures, "moves": regions.moves()[moves:], "rerouted_s": waits}],
     }
 
 

@@ -14,11 +14,13 @@ from benchmarks.regions.world import (
     CLIENTS,
     LIAR,
     MORE_JITTER,
+    SECOND_BOSS,
     STRANGER,
     shake,
     true_request,
     true_snapshot,
 )
+from benchmarks.swarms import open_local
 from nesa_node.core.errors import SwarmError
 from nesa_node.core.ids import PeerId
 from nesa_node.core.span import Span
@@ -81,8 +83,6 @@ def compare(regions: Regions, client: str, chain: Sequence[tuple[str, int, int]]
 
 
 def hidden_size(regions: Regions) -> int:
-    from benchmarks.swarms import open_local
-
     return int(open_local(regions.model).config.get_text_config().hidden_size)
 
 
@@ -133,7 +133,7 @@ def stranger(regions: Regions) -> dict[str, Any]:
         for event in regions.events(site, "orchestrator_ignored_from_now_on")
     )
     moved, now = regions.moves()[moves:], regions.look()
-    leads = {regions.peer(BOSS), regions.peer("c-boss")} & now.leading.keys()
+    leads = {regions.peer(BOSS), regions.peer(SECOND_BOSS)} & now.leading.keys()
     return {
         "phase": "hostile orchestrator",
         "forged_kept": told["kept"],

@@ -19,6 +19,8 @@ PING_EVERY_S = 6.0
 """A ping takes 1 kB of the network, by all that is around its bytes."""
 REFRESH_S = 60.0
 LOOK_EVERY_S = 60.0
+MAX_LOOK_S = 600.0
+"""A look fetches all records. Who joins later looks and pings first, and tells what it finds."""
 
 
 async def keep_measuring(
@@ -33,7 +35,8 @@ async def keep_measuring(
 ) -> None:
     """Ping the nodes of a model in turn, until cancelled. What comes of it is in `distances`.
 
-    `look_every_s`: how often the DHT is asked who there is.
+    `look_every_s`: how long after the start the DHT is asked who there is; each pause before it is
+    asked again is half as long again as the one before, up to `MAX_LOOK_S`.
     """
     looked = time.monotonic()
     while True:
@@ -41,6 +44,7 @@ async def keep_measuring(
         try:
             if time.monotonic() - looked >= look_every_s:
                 looked = time.monotonic()
+                look_every_s = min(1.5 * look_every_s, max(MAX_LOOK_S, look_every_s))
                 await swarm.directory.fetch(model_id, num_blocks)
             await _ping_one(swarm, model_id, num_blocks, rng, refresh_s)
         except (SwarmError, OSError) as error:

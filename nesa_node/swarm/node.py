@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from nesa_node.core.errors import BootstrapError, PeerUnreachableError
 from nesa_node.core.ids import PeerId
 from nesa_node.core.logging import get_logger
+from nesa_node.swarm.dht_node import MemberNode
 from nesa_node.swarm.dht_peer import DhtPeer, node_id_of
 from nesa_node.swarm.dht_storage import BoundedStorage
 from nesa_node.swarm.directory import DEFAULT_TTL_S, Directory
@@ -122,7 +123,7 @@ async def open_swarm(
 async def _dht_node(
     peer: DhtPeer, validator: RecordValidator, *, listen: bool
 ) -> AsyncIterator[DHTNode]:
-    node = await DHTNode.create(
+    node = await MemberNode.create(
         p2p=peer,
         node_id=DHTID.from_bytes(node_id_of(peer.peer_id.to_bytes())),
         client_mode=not listen,

@@ -36,7 +36,8 @@ def test_every_benchmark_has_defaults_and_a_quick_form() -> None:
         assert isinstance(module.DEFAULTS, Options), name
         assert isinstance(module.QUICK, Options), name
         assert module.QUICK.runs <= module.DEFAULTS.runs, name
-        # Events and phases are runs too; a plan for thousands of nodes is the same every time.
+        # Churn's events and regions' phases are their runs; a plan for thousands of nodes is the
+        # same every time.
         assert module.DEFAULTS.runs >= 5 or name in ("churn", "regions", "scale")
 
 

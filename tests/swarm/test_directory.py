@@ -8,6 +8,7 @@ import signal
 import time
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,8 +16,10 @@ from nesa_node.core.errors import BootstrapError, PeerUnreachableError
 from nesa_node.core.ids import ModelId
 from nesa_node.core.span import Span
 from nesa_node.swarm import node
+from nesa_node.swarm.hive import DHTID
 from nesa_node.swarm.identity import Identity
 from nesa_node.swarm.node import open_swarm
+from nesa_node.swarm.records import model_key
 from nesa_node.swarm.sealing import CLOCK_SKEW_S
 from tests.swarm.local_swarm import LOOPBACK, eventually, local_swarm
 from tests.swarm.record_fields import MODEL_ID, make_status
@@ -276,3 +279,35 @@ async def test_node_that_drains_to_move_holds_a_place_where_it_will_be(tmp_path:
         ]
         await mover.directory.publish(make_status(state="draining"))
         assert not (await other.directory.fetch(MODEL)).joining
+
+
+async def test_who_announces_itself_does_not_fetch_what_others_announce(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with local_swarm(tmp_path, 4) as members:
+        for member in members:
+            await member.directory.publish(make_status())
+        fetched: list[object] = []
+        for member in members:
+            protocol = member.directory._node.protocol
+            call_find = protocol.call_find
+
+            async def listen(*arguments: Any, _call: Any = call_find, **options: Any) -> Any:
+                answers = await _call(*arguments, **options)
+                fetched.extend(value for value, _ in (answers or {}).values() if value)
+                return answers
+
+            monkeypatch.setattr(protocol, "call_find", listen)
+        record = await members[0].directory.publish(make_status(span=(20, 30)))
+        assert not fetched
+        snapshot = await members[3].directory.fetch(MODEL)
+        assert fetched
+        state = snapshot.node(members[0].identity.peer_id)
+        assert state is not None
+        assert state.seq == record.seq
+        holders = [
+            member
+            for member in members
+            if member.directory._node.protocol.storage.get(DHTID.generate(source=model_key(MODEL)))
+        ]
+        assert len(holders) == 4
