@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,28 +11,14 @@ from transformers import PreTrainedModel
 
 from nesa_node.core.span import Span
 from tests.client.local_models import random_ids
-from tests.faults.bed import Bed, Node
+from tests.faults.bed import Bed
 from tests.faults.movers import mover_config, open_moving_process
-from tests.faults.nursery import POLL_S
 from tests.faults.runs import Blow, join_bed, run_with_blow
 from tests.faults.test_leaving import peers_in_directory
+from tests.faults.waiting import span_of, wait_until
 
 LOW, HIGH = Span(0, 3), Span(3, 6)
 SOON = ("--record-ttl-s", "3", "--rebalance-every-s", "0.5")
-
-
-def _wait_until(happened: Callable[[], bool], timeout_s: float = 30.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not happened():
-        assert time.monotonic() < deadline
-        time.sleep(POLL_S)
-
-
-def _span(node: Node) -> Span | None:
-    try:
-        return Span(*json.loads(node.ready_path.read_text())["span"])
-    except FileNotFoundError:
-        return None
 
 
 def test_spare_node_fills_the_hole_and_the_session_goes_on(
@@ -44,13 +28,13 @@ def test_spare_node_fills_the_hole_and_the_session_goes_on(
     [victim] = bed.start([HIGH], *SOON)
     spare = bed.wait_for(bed.launch(3, *SOON))
     [low] = bed.start([LOW], *SOON)
-    assert _span(spare) == LOW
+    assert span_of(spare) == LOW
     with join_bed(bed, "chain") as model, model.inference_session(128) as session:
         blow = Blow(after=5, strike=lambda: bed.kill(victim))
         run_with_blow(alone, model, session, random_ids(1, 20), blow, "hole filled by a spare")
         assert [hop.peer_id for hop in session.hops] == [low.peer_id, spare.peer_id]
-    assert _span(spare) == HIGH
-    assert _span(low) == LOW
+    assert span_of(spare) == HIGH
+    assert span_of(low) == LOW
 
 
 @pytest.mark.slow
@@ -59,11 +43,11 @@ def test_one_of_several_spare_nodes_moves(bed: Bed) -> None:
     """The second and third find nothing but the lower blocks to serve, as the first did."""
     bed.start([HIGH] * 4, *SOON)
     spares = [bed.wait_for(bed.launch(3, *SOON)) for _ in range(3)]
-    assert [_span(node) for node in spares] == [LOW] * 3
+    assert [span_of(node) for node in spares] == [LOW] * 3
     bed.kill(*(node for node in bed.nodes if node.span == HIGH))
-    _wait_until(lambda: any(_span(node) == HIGH for node in spares))
+    wait_until(lambda: any(span_of(node) == HIGH for node in spares))
     time.sleep(3.0)
-    assert sorted(filter(None, map(_span, spares))) == [LOW, LOW, HIGH]
+    assert sorted(filter(None, map(span_of, spares))) == [LOW, LOW, HIGH]
 
 
 @pytest.mark.slow
@@ -72,10 +56,10 @@ def test_node_that_may_not_move_does_not(bed: Bed) -> None:
     bound = bed.wait_for(bed.launch(3, "--max-moves-per-hour", "0", *SOON))
     [pinned] = bed.start([LOW], *SOON)
     bed.kill(victim)
-    _wait_until(lambda: "blocks_unheld" in bound.log())
+    wait_until(lambda: "blocks_unheld" in bound.log())
     time.sleep(2.0)
     for node in (bound, pinned):
-        assert _span(node) == LOW
+        assert span_of(node) == LOW
         assert "moving" not in node.log()
     assert "blocks_unheld" not in pinned.log()
 

@@ -6,7 +6,6 @@ import json
 import re
 import time
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
@@ -18,8 +17,8 @@ from nesa_node.cli.app import run_command
 from nesa_node.core.span import Span
 from tests.client.local_models import random_ids
 from tests.faults.bed import Bed, Node
-from tests.faults.nursery import POLL_S
 from tests.faults.runs import Blow, join_bed, run_with_blow
+from tests.faults.waiting import span_of, wait_until
 
 LOW, HIGH = Span(0, 3), Span(3, 6)
 SOON = (
@@ -37,20 +36,6 @@ SOON = (
 )
 
 
-def _wait_until(happened: Callable[[], bool], timeout_s: float = 30.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not happened():
-        assert time.monotonic() < deadline
-        time.sleep(POLL_S)
-
-
-def _span(node: Node) -> Span | None:
-    try:
-        return Span(*json.loads(node.ready_path.read_text())["span"])
-    except FileNotFoundError:
-        return None
-
-
 def _moves(bed: Bed) -> int:
     """How often a placement has moved a node."""
     lines = [line for node in bed.nodes for line in node.log().splitlines()]
@@ -64,15 +49,15 @@ def test_second_holder_is_restored_while_a_session_runs(alone: PreTrainedModel, 
     last, *victims = bed.start([HIGH] * 3, *SOON)
     boss = bed.wait_for(bed.launch(3, "--orchestrator", *SOON))
     spares = [boss, *(bed.wait_for(bed.launch(3, *SOON)) for _ in range(2))]
-    assert [_span(node) for node in spares] == [LOW] * 3
+    assert [span_of(node) for node in spares] == [LOW] * 3
     time.sleep(5.0)
     assert _moves(bed) == 0
     with join_bed(bed, "chain") as model, model.inference_session(128) as session:
         blow = Blow(after=5, strike=lambda: bed.kill(*victims))
         run_with_blow(alone, model, session, random_ids(1, 20), blow, "two of three killed")
-        _wait_until(lambda: any(_span(node) == HIGH for node in spares))
+        wait_until(lambda: any(span_of(node) == HIGH for node in spares))
     time.sleep(5.0)
-    assert Counter(map(_span, (*spares, last))) == {LOW: 2, HIGH: 2}
+    assert Counter(map(span_of, (*spares, last))) == {LOW: 2, HIGH: 2}
     assert "placement_published" in boss.log()
     assert _moves(bed) == 1
 
@@ -97,9 +82,9 @@ def test_topology_of_a_live_swarm_can_be_read_over_http_and_replayed(
     page = ("--orchestrator", "--http", "127.0.0.1:0", "--ping-every-s", "0.3")
     boss = bed.wait_for(bed.launch(LOW, *page, *kept, *SOON))
     everyone = {node.peer_id for node in (*others, victim, boss)}
-    _wait_until(lambda: {n["peer"] for n in _topology(boss).get("nodes", ())} == everyone)
+    wait_until(lambda: {n["peer"] for n in _topology(boss).get("nodes", ())} == everyone)
     # Its own ways to the others, at least.
-    _wait_until(lambda: len(_topology(boss)["links"]["pairs"]) >= 3 and _topology(boss)["leads"])
+    wait_until(lambda: len(_topology(boss)["links"]["pairs"]) >= 3 and _topology(boss)["leads"])
     before = _topology(boss)
     assert before["coverage"] == [2] * 6
     bars = before["shapes"]["round_trips"]["h0"]["bars"]
@@ -107,8 +92,8 @@ def test_topology_of_a_live_swarm_can_be_read_over_http_and_replayed(
     assert bars[0] == [0, None]
     assert before["links"]["median_rtt_ms"] < 1000
     bed.kill(victim)
-    _wait_until(lambda: len(_topology(boss)["nodes"]) == 3)
-    _wait_until(lambda: any(e["trigger"] == "replicas" for e in _topology(boss)["events"]))
+    wait_until(lambda: len(_topology(boss)["nodes"]) == 3)
+    wait_until(lambda: any(e["trigger"] == "replicas" for e in _topology(boss)["events"]))
     after = _topology(boss)
     assert after["strategy"] == "rebalance-throughput"
     assert after["exponents"]["now"]["gamma"] == 1.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -315,15 +315,9 @@ def test_refused_placement_is_weighed_again_once_the_swarm_has_changed() -> None
     assert obedience.due([newer], swarm(UNEVEN, NOW + 600)) == [newer]
 
 
-async def test_follower_survives_a_mistake() -> None:
-    moves, now = _Moves(), swarm(UNEVEN)
-    failures = iter([ValueError("ours"), KeyError("ours")])
-
-    async def look() -> Snapshot:
-        for error in failures:
-            raise error
-        return now
-
+async def _follow_until_a_wish(
+    look: Callable[[], Awaitable[Snapshot]], now: Snapshot, moves: _Moves
+) -> None:
     task = asyncio.create_task(
         follow(
             _Board(),  # type: ignore[arg-type]
@@ -340,6 +334,18 @@ async def test_follower_survives_a_mistake() -> None:
         await moves.begun.wait()
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_follower_survives_a_mistake() -> None:
+    moves, now = _Moves(), swarm(UNEVEN)
+    failures = iter([ValueError("ours"), KeyError("ours")])
+
+    async def look() -> Snapshot:
+        for error in failures:
+            raise error
+        return now
+
+    await _follow_until_a_wish(look, now, moves)
 
 
 async def test_nobody_is_asked_for_placements_that_do_not_name_this_node() -> None:
@@ -458,22 +464,7 @@ async def test_follower_wishes_for_what_it_is_willing_to_do() -> None:
     async def look() -> Snapshot:
         return now
 
-    task = asyncio.create_task(
-        follow(
-            _Board(),  # type: ignore[arg-type]
-            lambda: now,
-            look,
-            MODEL,
-            node(),
-            moves,
-            every_s=0.01,
-            rng=random.Random(1),
-        )
-    )
-    async with asyncio.timeout(5):
-        await moves.begun.wait()
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
+    await _follow_until_a_wish(look, now, moves)
     span, reason = moves.asked[0]
     assert span == Span(4, 8)
     assert reason.startswith("placement 3.1@")
