@@ -22,9 +22,10 @@ async def with_page(
         await run(None)
         return
     # Half a second, for those who want it.
+    from nesa_node.dashboard.app import make_app
     from nesa_node.dashboard.page import TopologyPage
-    from nesa_node.dashboard.serve import serve_page
+    from nesa_node.web.listen import serve_app
 
     page = TopologyPage()
-    async with serve_page(page, HttpAddress.parse(config.http)):
+    async with serve_app(make_app(page), HttpAddress.parse(config.http)):
         await run(page.show)

@@ -16,8 +16,9 @@ import pytest
 from nesa_node.core.config import NodeConfig, OrchestratorConfig
 from nesa_node.core.errors import AddressInUseError, ConfigError
 from nesa_node.core.http_address import HttpAddress
+from nesa_node.dashboard.app import make_app
 from nesa_node.dashboard.page import TopologyPage
-from nesa_node.dashboard.serve import serve_page
+from nesa_node.web.listen import serve_app
 
 ANY_PORT = HttpAddress("127.0.0.1", 0)
 HOSTILE = "</script><script>alert(1)</script>"
@@ -36,7 +37,7 @@ class Scripted:
 @pytest.fixture
 async def page() -> AsyncIterator[tuple[TopologyPage, HttpAddress]]:
     page = TopologyPage()
-    async with serve_page(page, ANY_PORT) as address:
+    async with serve_app(make_app(page), ANY_PORT) as address:
         yield page, address
 
 
@@ -102,11 +103,11 @@ async def test_names_of_others_are_not_answered_to(page: tuple[TopologyPage, Htt
 
 async def test_signals_stay_the_daemons_and_the_port_is_given_back() -> None:
     before = signal.getsignal(signal.SIGTERM)
-    async with serve_page(TopologyPage(), ANY_PORT) as address:
+    async with serve_app(make_app(TopologyPage()), ANY_PORT) as address:
         assert signal.getsignal(signal.SIGTERM) is before
         assert threading.current_thread() is threading.main_thread()
         with pytest.raises(AddressInUseError, match="--http"):
-            async with serve_page(TopologyPage(), address):
+            async with serve_app(make_app(TopologyPage()), address):
                 pass
         with socket.create_connection((address.host, address.port)):
             pass  # somebody who says nothing
@@ -116,7 +117,7 @@ async def test_signals_stay_the_daemons_and_the_port_is_given_back() -> None:
 
 async def test_somebody_who_stays_connected_does_not_keep_it_from_ending() -> None:
     async with asyncio.timeout(10):
-        async with serve_page(TopologyPage(), ANY_PORT) as address:
+        async with serve_app(make_app(TopologyPage()), ANY_PORT) as address:
             _, writer = await asyncio.open_connection(address.host, address.port)
             writer.write(b"GET /healthz HTTP/1.1\r\nHost: localh")
             await writer.drain()

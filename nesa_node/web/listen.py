@@ -1,4 +1,4 @@
-"""Serves the page in the daemon's own event loop, for as long as the daemon lives."""
+"""Serves a web application in the caller's own event loop, for as long as a context lasts."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from nesa_node.core.errors import AddressInUseError
 from nesa_node.core.http_address import HttpAddress
 from nesa_node.core.logging import get_logger
-from nesa_node.dashboard.app import make_app
-from nesa_node.dashboard.page import TopologyPage
+from nesa_node.web.guard import Guard
 
 log = get_logger(__name__)
 
@@ -23,16 +23,19 @@ _CLOSE_S = 1
 
 
 @asynccontextmanager
-async def serve_page(page: TopologyPage, address: HttpAddress) -> AsyncIterator[HttpAddress]:
+async def serve_app(
+    app: ASGIApp, address: HttpAddress, *, max_connections: int = MAX_CONNECTIONS
+) -> AsyncIterator[HttpAddress]:
     """Listen until the context ends; yields where, with the port that was found for port 0.
 
-    Raises `AddressInUseError` if that cannot be listened on. On leaving, connections are closed.
+    `app` is put behind a `Guard`. Raises `AddressInUseError` if the address cannot be listened on.
+    On leaving, connections are closed.
     """
     listening = _listen(address)
     found = HttpAddress(address.host, listening.getsockname()[1])
     server = _Server(
         uvicorn.Config(
-            make_app(page, found),
+            Guard(app, found),
             log_config=None,
             log_level="warning",
             access_log=False,
@@ -41,7 +44,7 @@ async def serve_page(page: TopologyPage, address: HttpAddress) -> AsyncIterator[
             lifespan="off",
             http="h11",
             ws="none",
-            limit_concurrency=MAX_CONNECTIONS,
+            limit_concurrency=max_connections,
             h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
             timeout_graceful_shutdown=_CLOSE_S,
         )
@@ -50,13 +53,13 @@ async def serve_page(page: TopologyPage, address: HttpAddress) -> AsyncIterator[
     try:
         # Told to exit before that, it would leave its socket open.
         await server.listens.wait()
-        log.info("topology_page", url=f"http://{found}/topology.json")
+        log.info("http_listens", url=f"http://{found}/")
         yield found
     finally:
         server.should_exit = True
         (error,) = await asyncio.gather(serving, return_exceptions=True)
         if isinstance(error, Exception):
-            log.error("topology_page_failed", reason=repr(error))
+            log.error("http_failed", reason=repr(error))
         listening.close()
 
 

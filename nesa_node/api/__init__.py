@@ -1,0 +1,1 @@
+"""The gateway: a swarm behind OpenAI's HTTP API."""

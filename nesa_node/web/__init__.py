@@ -1,0 +1,1 @@
+"""What pages and endpoints share: listening, and who may ask."""
