@@ -55,6 +55,7 @@ app.kubernetes.io/part-of: nesa-node
 - {name: NESA_LOG_FORMAT, value: json}
 {{- if .Values.metrics.enabled }}
 - {name: NESA_METRICS, value: "0.0.0.0:{{ .Values.metrics.port }}"}
+- {name: NESA_METRICS_BEYOND_LOOPBACK, value: "true"}
 {{- end }}
 {{- include "nesa.secretEnv" (dict "root" . "of" .Values.swarmKey "name" "swarm-key" "variable" "NESA_SWARM_KEY") }}
 {{- end -}}
@@ -76,4 +77,14 @@ capabilities: {drop: [ALL]}
 
 {{- define "nesa.ready" -}}
 exec: {command: [test, -e, /tmp/nesa-node.ready]}
+{{- end -}}
+
+{{/* What the gateway answers to, beside IP addresses: the names of its service, and the ingress'. */}}
+{{- define "nesa.hostNames" -}}
+{{- $service := printf "%s-gateway" (include "nesa.fullname" .) -}}
+{{- $names := list $service (printf "%s.%s" $service .Release.Namespace) (printf "%s.%s.svc" $service .Release.Namespace) (printf "%s.%s.svc.%s" $service .Release.Namespace .Values.clusterDomain) -}}
+{{- if .Values.gateway.ingress.enabled -}}
+{{- $names = append $names .Values.gateway.ingress.host -}}
+{{- end -}}
+{{- join " " $names -}}
 {{- end -}}
