@@ -5,6 +5,7 @@ environment, TOML file, defaults. One file or environment can serve every comman
 
     SharedConfig        how to find the swarm, how to log
     ├── ClientConfig    `generate`, `chat`, `status`, `doctor`
+    │   └── GatewayConfig   `api`
     └── PeerConfig      `bootstrap`
         └── OrchestratorConfig  `orchestrate`
             └── NodeConfig      `run`
@@ -143,6 +144,7 @@ PublicName = Annotated[
 Addresses = Annotated[tuple[PeerAddress, ...], BeforeValidator(_split)]
 ListenAddresses = Annotated[tuple[ListenAddress, ...], BeforeValidator(_split)]
 PeerIds = Annotated[tuple[PeerId, ...], BeforeValidator(_split)]
+ModelNames = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_split)]
 
 EXPECTED = {
     "initial_peers": "addresses like /ip4/192.0.2.7/tcp/4001/p2p/12D3KooW...",
@@ -192,6 +194,26 @@ class ClientConfig(SharedConfig):
     reuse_prefix: bool = True
     # Somebody who reads an answer does not want the news of the network between its words.
     log_level: LogLevel = "warning"
+
+
+class GatewayConfig(ClientConfig):
+    """A client that lets others use the swarm by HTTP."""
+
+    models: ModelNames = ()
+    listen: Http = "127.0.0.1:8000"
+    max_connections: Count = 1024
+    max_request_bytes: Count = 8 * 2**20
+    max_new_tokens: Count | None = None
+    default_new_tokens: Count | None = None
+    keepalive_s: Positive = 10
+    grace_s: Positive = 5
+    ready_file: FilePath | None = None
+    log_level: LogLevel = "info"
+
+    @property
+    def offered(self) -> tuple[str, ...]:
+        """Folders and names of models; none: whatever the swarm serves and can be opened here."""
+        return self.models or (() if self.model is None else (self.model,))
 
 
 class PeerConfig(SharedConfig):
@@ -273,6 +295,7 @@ ALL_CONFIGS: tuple[type[SharedConfig], ...] = (
     NodeConfig,
     OrchestratorConfig,
     PeerConfig,
+    GatewayConfig,
     ClientConfig,
 )
 SECRET_FIELDS = frozenset({"token", "swarm_key"})
