@@ -18,7 +18,6 @@ from nesa_node.api import (
     responses,
     tokens,
 )
-from nesa_node.api.envelope import Envelope
 from nesa_node.api.gateway import Gateway
 from nesa_node.api.models import Models
 from nesa_node.core.config import GatewayConfig
@@ -45,7 +44,6 @@ def make_app(
         redirect_slashes=False,
     )
     app.state.gateway = Gateway(models, config)
-    app.state.max_request_bytes = config.max_request_bytes
     failures.install(app)
     openapi.install(app)
     for endpoint in _ENDPOINTS:
@@ -54,7 +52,6 @@ def make_app(
         app.router.routes.append(Route("/metrics", _Whole(metrics), include_in_schema=False))
     if pages is not None:
         app.router.routes.append(Mount("/", pages))
-    app.add_middleware(Envelope)
     return app
 
 

@@ -12,7 +12,7 @@ from nesa_node.api.answers import Computed, EventStream
 from nesa_node.api.chat_answer import ChatAnswer
 from nesa_node.api.chat_body import ChatBody, NamedTool, Tool
 from nesa_node.api.formats import grammar_of, schema_of
-from nesa_node.api.gateway import Gateway, GatewayOf, fingerprint
+from nesa_node.api.gateway import Gateway, GatewayOf, SpendOf, fingerprint
 from nesa_node.api.job import Job
 from nesa_node.api.jobs import running
 from nesa_node.api.openapi import ChatCompletion, ChatCompletionChunk, describe
@@ -33,7 +33,9 @@ router = APIRouter()
     "/v1/chat/completions",
     **describe("Answer a conversation", ChatBody, ChatCompletion, ChatCompletionChunk),
 )
-async def chat(gateway: GatewayOf, body: Annotated[ChatBody, body_of(ChatBody)]) -> Response:
+async def chat(
+    gateway: GatewayOf, spend: SpendOf, body: Annotated[ChatBody, body_of(ChatBody)]
+) -> Response:
     model = await gateway.models.get(body.model)
     tools = _tools(body)
     job = await _job(gateway, model, body, tools)
@@ -42,7 +44,7 @@ async def chat(gateway: GatewayOf, body: Annotated[ChatBody, body_of(ChatBody)])
         fingerprint(model.model_id),
         n=job.n,
         logprobs=job.top_logprobs is not None,
-        usage=Usage.of([job]),
+        usage=Usage.of([job], spend),
         reader=_reader(model, tools) if tools else None,
     )
     run = partial(running, model, [job], gateway.watch)

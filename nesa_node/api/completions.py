@@ -12,7 +12,7 @@ from nesa_node.api.answers import Computed, EventStream
 from nesa_node.api.completion_answer import CompletionAnswer
 from nesa_node.api.completion_body import CompletionBody
 from nesa_node.api.formats import grammar_of, schema_of
-from nesa_node.api.gateway import Gateway, GatewayOf, fingerprint
+from nesa_node.api.gateway import Gateway, GatewayOf, SpendOf, fingerprint
 from nesa_node.api.job import Job
 from nesa_node.api.jobs import running
 from nesa_node.api.openapi import Completion, describe
@@ -35,7 +35,7 @@ router = APIRouter()
     **describe("Continue a text", CompletionBody, Completion, Completion),
 )
 async def complete(
-    gateway: GatewayOf, body: Annotated[CompletionBody, body_of(CompletionBody)]
+    gateway: GatewayOf, spend: SpendOf, body: Annotated[CompletionBody, body_of(CompletionBody)]
 ) -> Response:
     body.check()
     model = await gateway.models.get(body.model)
@@ -48,7 +48,7 @@ async def complete(
         prompts=len(jobs),
         echoes=[_text(model, prompt) for prompt in prompts] if body.echo else None,
         logprobs=body.logprobs is not None,
-        usage=Usage.of(jobs),
+        usage=Usage.of(jobs, spend),
     )
     run = partial(running, model, jobs, gateway.watch)
     if not body.stream:

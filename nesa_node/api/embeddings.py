@@ -15,7 +15,7 @@ from starlette.responses import Response
 from nesa_node.api.answers import Computed
 from nesa_node.api.completion_body import Tokens, as_list
 from nesa_node.api.fields import Body, Label, Name, Nothing, Text
-from nesa_node.api.gateway import Gateway, GatewayOf
+from nesa_node.api.gateway import Gateway, GatewayOf, Spend, SpendOf
 from nesa_node.api.openapi import EmbeddingList, describe
 from nesa_node.api.prompts import tokens_of
 from nesa_node.api.reading import body_of
@@ -47,7 +47,7 @@ class EmbeddingBody(Body):
 
 @router.post("/v1/embeddings", **describe("Embed texts", EmbeddingBody, EmbeddingList))
 async def embed(
-    gateway: GatewayOf, body: Annotated[EmbeddingBody, body_of(EmbeddingBody)]
+    gateway: GatewayOf, spend: SpendOf, body: Annotated[EmbeddingBody, body_of(EmbeddingBody)]
 ) -> Response:
     model = await gateway.models.get(body.model)
     inputs = [await tokens_of(model, one, "input") for one in as_list(body.input)]
@@ -61,16 +61,21 @@ async def embed(
             code="context_length_exceeded",
             param="input",
         )
-    return Computed(partial(_embed, gateway, model, body, inputs))
+    return Computed(partial(_embed, gateway, spend, model, body, inputs))
 
 
 async def _embed(
-    gateway: Gateway, model: ServedModel, body: EmbeddingBody, inputs: Sequence[Sequence[int]]
+    gateway: Gateway,
+    spend: Spend,
+    model: ServedModel,
+    body: EmbeddingBody,
+    inputs: Sequence[Sequence[int]],
 ) -> dict[str, Any]:
     async with unless(gateway.watch(model)):
         vectors = await model.embed(inputs)
     spell = _base64 if body.encoding_format == "base64" else torch.Tensor.tolist
     tokens = sum(map(len, inputs))
+    spend(tokens)
     return {
         "object": "list",
         "model": body.model,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nesa_node.core.errors import (
     BusyError,
@@ -61,6 +62,7 @@ def install(app: FastAPI) -> None:
     """Have `app` answer errors in OpenAI's words, its own of routing included."""
     for kind in (Problem, NesaError, HTTPException):
         app.add_exception_handler(kind, _answer)
+    app.add_middleware(_Unexpected)
 
 
 async def _answer(request: Request, error: Exception) -> Response:
@@ -75,3 +77,28 @@ async def _answer(request: Request, error: Exception) -> Response:
         response.headers.update(error.headers or {})
         return response
     return problem_of(error).response()
+
+
+class _Unexpected:
+    """Answers what nobody has thought of, as far as nothing was answered yet."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started = False
+
+        async def sent(message: Message) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, sent)
+        except ClientDisconnect:
+            return
+        except Exception as error:
+            if started:
+                # Half an answer is no answer: the server closes the connection.
+                raise
+            await problem_of(error).response()(scope, receive, send)

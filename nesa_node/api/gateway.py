@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,6 +15,7 @@ from nesa_node import __version__
 from nesa_node.api.models import Models
 from nesa_node.core.config import GatewayConfig
 from nesa_node.core.ids import ModelId
+from nesa_node.web.limits import Allowance
 
 if TYPE_CHECKING:
     from nesa_node.api.served_model import ServedModel
@@ -34,6 +36,18 @@ def _gateway(request: Request) -> Gateway:
     return gateway
 
 
+def _spend(request: Request) -> Spend:
+    """What counts tokens against the limits of whoever asks (`web/access.py`)."""
+    allowance: Allowance | None = request.scope["state"].get("allowance")
+    return _free if allowance is None else allowance.spend_tokens
+
+
+def _free(_tokens: int) -> None:
+    return
+
+
+Spend = Callable[[int], None]
+SpendOf = Annotated[Spend, Depends(_spend)]
 GatewayOf = Annotated[Gateway, Depends(_gateway)]
 
 

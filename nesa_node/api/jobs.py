@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from nesa_node.api.job import Event, Job
 from nesa_node.api.unless import unless
+from nesa_node.web.problem import Problem
 
 if TYPE_CHECKING:
     from nesa_node.api.served_model import ServedModel
@@ -36,7 +37,7 @@ async def running(
     raises, which ends the others.
     """
     begun = asyncio.Event()
-    async with unless(_until(begun, lambda: watch(model))):
+    async with _grammar_told(jobs), unless(_until(begun, lambda: watch(model))):
         if len(jobs) == 1:
             async with model.generate(jobs[0]) as events:
                 yield _tagged(events, begun)
@@ -44,6 +45,19 @@ async def running(
             queue: asyncio.Queue[Tagged | None] = asyncio.Queue(_QUEUED)
             async with unless(_run_all(model, jobs, queue)):
                 yield _queued(queue, len(jobs), begun)
+
+
+@asynccontextmanager
+async def _grammar_told(jobs: Sequence[Job]) -> AsyncIterator[None]:
+    """Whether a grammar can be followed shows in places only while it is."""
+    try:
+        yield
+    except ValueError as error:
+        if jobs[0].grammar is None:
+            raise
+        raise Problem(
+            400, f"the format cannot be followed: {str(error)[:500]}", code="invalid_value"
+        ) from None
 
 
 async def _tagged(events: AsyncIterator[Event], begun: asyncio.Event) -> AsyncIterator[Tagged]:

@@ -1,22 +1,20 @@
-"""Request bodies: bytes within limits, JSON, then the fields of a `Body`, or a `Problem`."""
+"""Request bodies: JSON, then the fields of a `Body`, or a `Problem`.
+
+How large they may be is `web/bodies.py`'s business.
+"""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 from fastapi import Depends
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails, from_json
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 
 from nesa_node.api.fields import UNSUPPORTED, Body
 from nesa_node.web.problem import Problem
-
-READ_S = 60.0
-_DRAIN_BYTES = 64 << 20
-_DRAIN_S = 5.0
 
 B = TypeVar("B", bound=Body)
 
@@ -26,7 +24,7 @@ def body_of(kind: type[B]) -> Any:
 
     async def read(request: Request) -> B:
         _require_json(request)
-        return parse(kind, await read_bytes(request, request.app.state.max_request_bytes))
+        return parse(kind, await request.body())
 
     reader: Callable[[Request], Awaitable[B]] = read
     return Depends(reader)
@@ -46,45 +44,6 @@ def parse(kind: type[B], data: bytes) -> B:
     except ValidationError as error:
         found = error.errors(include_url=False, include_context=False, include_input=False)
         raise _problem(found, value) from None
-
-
-async def read_bytes(request: Request, limit: int) -> bytes:
-    """The whole body. Raises `Problem` for more than `limit` bytes or after `READ_S`."""
-    stated = request.headers.get("content-length", "")
-    chunks: list[bytes] = []
-    size = 0
-    try:
-        async with asyncio.timeout(READ_S):
-            if not (stated.isdigit() and int(stated[:20]) > limit):
-                async for chunk in request.stream():
-                    size += len(chunk)
-                    if size > limit:
-                        break
-                    chunks.append(chunk)
-                else:
-                    return b"".join(chunks)
-    except TimeoutError:
-        raise Problem(408, "the body did not come in time", code="request_timeout") from None
-    except ClientDisconnect:
-        raise Problem(400, "the body ended early", code="invalid_body") from None
-    await _drain(request)
-    raise Problem(
-        413, f"the body has more than the {limit} bytes allowed here", code="request_too_large"
-    )
-
-
-async def _drain(request: Request) -> None:
-    """Take what else is sent, within limits: who still sends would not read the refusal."""
-    left = _DRAIN_BYTES
-    try:
-        async with asyncio.timeout(_DRAIN_S):
-            while left > 0:
-                message = await request.receive()
-                left -= len(message.get("body", b""))
-                if message["type"] != "http.request" or not message.get("more_body"):
-                    return
-    except TimeoutError:
-        return
 
 
 def _require_json(request: Request) -> None:

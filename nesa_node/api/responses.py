@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from nesa_node.api.answers import Computed, EventStream
 from nesa_node.api.formats import grammar_of
-from nesa_node.api.gateway import Gateway, GatewayOf
+from nesa_node.api.gateway import Gateway, GatewayOf, SpendOf
 from nesa_node.api.job import Job, Sampling
 from nesa_node.api.jobs import running
 from nesa_node.api.openapi import ModelResponse, ResponseEvent, describe
@@ -31,11 +31,13 @@ router = APIRouter()
     "/v1/responses", **describe("Answer in text", ResponseBody, ModelResponse, ResponseEvent)
 )
 async def respond(
-    gateway: GatewayOf, body: Annotated[ResponseBody, body_of(ResponseBody)]
+    gateway: GatewayOf, spend: SpendOf, body: Annotated[ResponseBody, body_of(ResponseBody)]
 ) -> Response:
     model = await gateway.models.get(body.model)
     job = await _job(gateway, model, body)
-    answer = ResponseAnswer(body, logprobs=job.top_logprobs is not None, usage=Usage.of([job]))
+    answer = ResponseAnswer(
+        body, logprobs=job.top_logprobs is not None, usage=Usage.of([job], spend)
+    )
     run = partial(running, model, [job], gateway.watch)
     if not body.stream:
         return Computed(partial(answer.whole, run))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,19 +11,27 @@ from nesa_node.api.job import Event, Job, PromptRead
 
 @dataclass(slots=True)
 class Usage:
+    """`spend` is told of tokens as they are computed, and of the prompts with the first event."""
+
     prompt_tokens: int
+    spend: Callable[[int], None]
     cached_tokens: int = 0
     new_tokens: int = 0
+    _begun: bool = False
 
     @classmethod
-    def of(cls, jobs: Iterable[Job]) -> Usage:
-        return cls(sum(len(job.prompt) for job in jobs))
+    def of(cls, jobs: Iterable[Job], spend: Callable[[int], None]) -> Usage:
+        return cls(sum(len(job.prompt) for job in jobs), spend)
 
     def count(self, event: Event) -> None:
+        if not self._begun:
+            self._begun = True
+            self.spend(self.prompt_tokens)
         if isinstance(event, PromptRead):
             self.cached_tokens += event.cached_tokens
-        else:
+        elif event.tokens:
             self.new_tokens += len(event.tokens)
+            self.spend(len(event.tokens))
 
     def body(self) -> dict[str, Any]:
         """As chats and completions tell it."""

@@ -19,6 +19,7 @@ from nesa_node.cli.eval import evaluate
 from nesa_node.cli.explain import explain
 from nesa_node.cli.flags import spread_addresses
 from nesa_node.cli.generate import generate
+from nesa_node.cli.keys import keys
 from nesa_node.cli.orchestrate import orchestrate
 from nesa_node.cli.run import run
 from nesa_node.cli.simulate import simulate
@@ -51,6 +52,7 @@ for _command in (
 ):
     app.command(_command)
 app.command(evaluate, name="eval")
+app.command(keys)
 
 
 def main() -> NoReturn:

@@ -21,7 +21,7 @@ from nesa_node.core.errors import ModelNotFoundError
 from nesa_node.core.http_address import HttpAddress
 from nesa_node.core.ids import ModelId
 from nesa_node.core.span import Span
-from nesa_node.web.listen import serve_app
+from nesa_node.web.gate import serve_gated
 
 MODEL_ID = ModelId("scripted@0123456789abcdef")
 NAME = "scripted"
@@ -148,8 +148,9 @@ async def serving(
 
     models = Models((NAME,), look=look, open_model=open_model, locate=locate)
     await models.open_given()
-    app = make_app(models, GatewayConfig.model_validate(config))
-    async with serve_app(app, ANY_PORT, max_connections=512) as address:
+    settings = GatewayConfig.model_validate(config)
+    app = make_app(models, settings)
+    async with serve_gated(app, settings, ANY_PORT, max_connections=512) as address:
         server = Server(model, look, address)
         async with server.client:
             yield server
