@@ -31,7 +31,8 @@ class _Choice:
 
     def read(self, delta: Delta) -> tuple[str, list[dict[str, Any]], str | None]:
         """The words, calls and finish reason that `delta` brings."""
-        text, calls, reason = delta.text, [], delta.finish_reason
+        text, reason = delta.text, delta.finish_reason
+        calls: list[dict[str, Any]] = []
         if self.reader is not None:
             text = self.reader.feed(text)
             if reason is not None:

@@ -12,9 +12,9 @@ from nesa_node.api.fields import (
     Count,
     Label,
     Nothing,
+    Only,
     Text,
     TopLogprobs,
-    asks_for_nothing,
 )
 from nesa_node.api.formats import ResponseFormat
 from nesa_node.api.sampling_body import Metadata, Sampled
@@ -71,7 +71,7 @@ class ChatMessage(Body):
     tool_call_id: Label | None = None
     refusal: Text | None = None
     reasoning_content: Text | None = None
-    annotations: asks_for_nothing([]) = None
+    annotations: Annotated[Any, Only([])] = None
     audio: Nothing = None
     function_call: Nothing = None
 
@@ -116,19 +116,19 @@ class ChatBody(Sampled):
 
     metadata: Metadata | None = None
     store: bool | None = None
-    service_tier: asks_for_nothing("auto", "default") = None
+    service_tier: Annotated[Any, Only("auto", "default")] = None
     safety_identifier: Label | None = None
     prompt_cache_key: Label | None = None
-    prompt_cache_retention: asks_for_nothing("in_memory", "in-memory", "24h") = None
-    reasoning_effort: asks_for_nothing("none") = None
-    verbosity: asks_for_nothing("medium") = None
-    modalities: asks_for_nothing(["text"]) = None
+    prompt_cache_retention: Annotated[Any, Only("in_memory", "in-memory", "24h")] = None
+    reasoning_effort: Annotated[Any, Only("none")] = None
+    verbosity: Annotated[Any, Only("medium")] = None
+    modalities: Annotated[Any, Only(["text"])] = None
     moderation: Nothing = None
     audio: Nothing = None
     prediction: Nothing = None
     web_search_options: Nothing = None
-    functions: asks_for_nothing([]) = None
-    function_call: asks_for_nothing("none", "auto") = None
+    functions: Annotated[Any, Only([])] = None
+    function_call: Annotated[Any, Only("none", "auto")] = None
 
     def top(self) -> int | None:
         """`Job.top_logprobs`. Raises `Problem` for `top_logprobs` without `logprobs`."""

@@ -15,6 +15,7 @@ from nesa_node.api.job import Delta, PromptRead
 from nesa_node.api.jobs import Tagged
 from nesa_node.api.usage import Usage
 
+_Told = tuple[int, str, dict[str, Any] | None, str | None]
 Run = Callable[[], AbstractAsyncContextManager[AsyncIterator[Tagged]]]
 
 
@@ -86,7 +87,7 @@ class CompletionAnswer:
             yield event({**self._head, "choices": [], "usage": self._usage.body()})
         yield DONE
 
-    def _read(self, tagged: Tagged) -> list[tuple[int, str, dict[str, Any] | None, str | None]]:
+    def _read(self, tagged: Tagged) -> list[_Told]:
         """Index, text, log probabilities and finish reason of each choice that it is about."""
         job, happened = tagged
         self._usage.count(happened)
@@ -97,12 +98,10 @@ class CompletionAnswer:
             return [(index, happened.text, logprobs, happened.finish_reason)]
         return self._echo(job, happened)
 
-    def _echo(
-        self, job: int, happened: PromptRead
-    ) -> list[tuple[int, str, dict[str, Any] | None, str | None]]:
+    def _echo(self, job: int, happened: PromptRead) -> list[_Told]:
         if self._echoes is None:
             return []
-        told = []
+        told: list[_Told] = []
         for index in range(job * self._n, (job + 1) * self._n):
             chances = self._choices[index].chances
             logprobs = chances.read(happened.tokens, first_unknown=True) if chances else None

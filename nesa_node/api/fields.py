@@ -7,8 +7,16 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, WithJsonSchema
-from pydantic_core import PydanticCustomError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+)
+from pydantic_core import CoreSchema, PydanticCustomError
+from pydantic_core.core_schema import no_info_plain_validator_function
 
 UNSUPPORTED = "unsupported_parameter"
 _EXACT = 2**53
@@ -34,20 +42,26 @@ def _real(value: object) -> object:
     return value
 
 
-def _only(allowed: tuple[object, ...]) -> PlainValidator:
-    def check(value: object) -> object:
-        if any(type(value) is type(one) and value == one for one in allowed):
+class Only:
+    """A field of OpenAI's that is accepted where it changes nothing: as null or one of `values`."""
+
+    def __init__(self, *values: object) -> None:
+        self._values = (None, *values)
+
+    def __get_pydantic_core_schema__(
+        self, _source: object, _handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        return no_info_plain_validator_function(self._check)
+
+    def __get_pydantic_json_schema__(
+        self, _schema: CoreSchema, _handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        return {"enum": list(self._values)}
+
+    def _check(self, value: object) -> object:
+        if any(type(value) is type(one) and value == one for one in self._values):
             return value
         raise PydanticCustomError(UNSUPPORTED, "this gateway does not support it")
-
-    return PlainValidator(check)
-
-
-def asks_for_nothing(*values: object) -> Any:
-    """A field of OpenAI's that is accepted where it changes nothing: as null or one of `values`."""
-    allowed = (None, *values)
-    schema = {"type": "null"} if not values else {"enum": list(allowed)}
-    return Annotated[Any, _only(allowed), WithJsonSchema(schema)]
 
 
 # Named after the bounds in each type: what is named last is asked first.
@@ -70,4 +84,4 @@ TokenKey = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 Text = Annotated[str, Field(max_length=_MAX_TEXT)]
 Name = Annotated[str, Field(min_length=1, max_length=512)]
 Label = Annotated[str, Field(max_length=4096)]
-Nothing = asks_for_nothing()
+Nothing = Annotated[Any, Only()]

@@ -270,8 +270,8 @@ def _make(app: FastAPI) -> dict[str, Any]:
         for operation in path.values()
         if _BODY in operation
     ]
-    kinds = [(_BODIES[operation[_BODY]], "validation") for operation in operations]
-    _, definitions = models_json_schema(kinds, ref_template=_REF)
+    kinds = [_BODIES[operation[_BODY]] for operation in operations]
+    _, definitions = models_json_schema([(kind, "validation") for kind in kinds], ref_template=_REF)
     spec["components"]["schemas"].update(definitions["$defs"])
     for operation in operations:
         schema = {"$ref": _REF.format(model=operation.pop(_BODY))}

@@ -14,11 +14,11 @@ from nesa_node.api.fields import (
     Label,
     Name,
     Nothing,
+    Only,
     Share,
     Temperature,
     Text,
     TopLogprobs,
-    asks_for_nothing,
 )
 from nesa_node.api.formats import ANY_OBJECT, JsonObject, PlainText
 from nesa_node.api.sampling_body import Metadata, StreamOptions
@@ -49,7 +49,7 @@ class ItemPart(Body):
     type: Literal["input_text", "output_text", "refusal"]
     text: Text | None = None
     refusal: Text | None = None
-    annotations: asks_for_nothing([]) = None
+    annotations: Annotated[Any, Only([])] = None
     logprobs: list[Any] | None = None
 
 
@@ -84,7 +84,7 @@ class TextOptions(Body):
     format: Annotated[PlainText | JsonObject | SchemaFormat, Field(discriminator="type")] | None = (
         None
     )
-    verbosity: asks_for_nothing("medium") = None
+    verbosity: Annotated[Any, Only("medium")] = None
 
     def wanted(self) -> dict[str, Any] | None:
         """The JSON schema that the answer must follow; None: any text."""
@@ -97,7 +97,7 @@ class TextOptions(Body):
 
 
 class Reasoning(Body):
-    effort: asks_for_nothing("none") = None
+    effort: Annotated[Any, Only("none")] = None
     summary: Nothing = None
     generate_summary: Nothing = None
 
@@ -130,12 +130,12 @@ class ResponseBody(Body):
     safety_identifier: Label | None = None
     prompt_cache_key: Label | None = None
     reasoning: Reasoning | None = None
-    prompt_cache_retention: asks_for_nothing("in_memory", "in-memory", "24h") = None
-    service_tier: asks_for_nothing("auto", "default") = None
-    truncation: asks_for_nothing("disabled") = None
-    background: asks_for_nothing(False) = None
-    tools: asks_for_nothing([]) = None
-    tool_choice: asks_for_nothing("none", "auto") = None
+    prompt_cache_retention: Annotated[Any, Only("in_memory", "in-memory", "24h")] = None
+    service_tier: Annotated[Any, Only("auto", "default")] = None
+    truncation: Annotated[Any, Only("disabled")] = None
+    background: Annotated[Any, Only(False)] = None
+    tools: Annotated[Any, Only([])] = None
+    tool_choice: Annotated[Any, Only("none", "auto")] = None
     previous_response_id: Nothing = None
     conversation: Nothing = None
     prompt: Nothing = None

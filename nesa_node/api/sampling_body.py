@@ -13,6 +13,7 @@ from nesa_node.api.fields import (
     Label,
     MinP,
     Name,
+    Only,
     Penalty,
     Repetition,
     Seed,
@@ -21,7 +22,6 @@ from nesa_node.api.fields import (
     TokenKey,
     TopK,
     Whole,
-    asks_for_nothing,
 )
 from nesa_node.api.job import Sampling
 from nesa_node.web.problem import Problem
@@ -41,7 +41,7 @@ Metadata = Annotated[dict[Label, Label], Field(max_length=64)]
 
 class StreamOptions(Body):
     include_usage: bool | None = None
-    include_obfuscation: asks_for_nothing(False) = None
+    include_obfuscation: Annotated[Any, Only(False)] = None
 
 
 class Sampled(Body):

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from jinja2 import TemplateError
 from pydantic_core import from_json
 
 from nesa_node.api.chat_body import ChatMessage, Tool
 from nesa_node.web.problem import Problem
+
+T = TypeVar("T")
 
 _INLINE_CHARS = 4096
 
@@ -136,6 +138,6 @@ def _arguments(text: str) -> object:
         return text
 
 
-async def _light(size: int, work: Any) -> Any:
+async def _light(size: int, work: Callable[[], T]) -> T:
     """`work()`, in a thread where it would hold up everybody else's tokens."""
     return work() if size <= _INLINE_CHARS else await asyncio.to_thread(work)

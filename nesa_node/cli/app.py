@@ -11,6 +11,7 @@ from typing import NoReturn
 from cyclopts import App, CycloptsError
 
 from nesa_node import __version__
+from nesa_node.cli.api import api
 from nesa_node.cli.bootstrap import bootstrap
 from nesa_node.cli.chat import chat
 from nesa_node.cli.demo import demo
@@ -42,6 +43,7 @@ for _command in (
     run,
     bootstrap,
     orchestrate,
+    api,
     generate,
     chat,
     status,

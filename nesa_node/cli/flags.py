@@ -203,6 +203,43 @@ class ClientFlags(SharedFlags):
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
+class GatewayFlags(ClientFlags, AccessFlags):
+    listen: Annotated[
+        str | None, Parameter(group=ACCESS, help="Where to serve. [default: 127.0.0.1:8000]")
+    ] = None
+    max_connections: Annotated[
+        str | None, Parameter(group=LIMITS, help="Clients connected at once. [default: 1024]")
+    ] = None
+    max_new_tokens: Annotated[
+        str | None,
+        Parameter(
+            group=LIMITS, help="Cut answers after so many tokens. [default: what the context holds]"
+        ),
+    ] = None
+    default_new_tokens: Annotated[
+        str | None,
+        Parameter(
+            group=LIMITS,
+            help="The same where a request names no number. [default: what the context holds]",
+        ),
+    ] = None
+    keepalive_s: Annotated[
+        str | None,
+        Parameter(
+            group=LIMITS, help="Seconds of silence until a stream gets a comment. [default: 10]"
+        ),
+    ] = None
+    grace_s: Annotated[
+        str | None,
+        Parameter(group=LIMITS, help="Seconds that running answers get when stopped. [default: 5]"),
+    ] = None
+    ready_file: Annotated[
+        str | None, Parameter(group=OUTPUT, help="Write a JSON file there once it serves.")
+    ] = None
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
 class PeerFlags(SharedFlags):
     identity_path: Annotated[
         str | None,

@@ -13,7 +13,7 @@ import httpx
 import torch
 
 from nesa_node.api.app import make_app
-from nesa_node.api.job import Chosen, Delta, Event, Job, PromptRead, TokenChance
+from nesa_node.api.job import Chosen, Delta, Event, FinishReason, Job, PromptRead, TokenChance
 from nesa_node.api.looking import Seen
 from nesa_node.api.models import Models
 from nesa_node.core.config import GatewayConfig
@@ -44,7 +44,7 @@ def says(*texts: str) -> Script:
     async def script(job: Job) -> AsyncIterator[Event]:
         yield PromptRead()
         for number, text in enumerate(texts, start=1):
-            reason = "stop" if number == len(texts) else None
+            reason: FinishReason | None = "stop" if number == len(texts) else None
             yield Delta(index=0, text=text, tokens=_chosen((7,)), finish_reason=reason)
 
     return script

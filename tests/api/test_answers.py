@@ -157,8 +157,9 @@ async def test_tokens_go_there_and_back(tokenizer: Any) -> None:
 
 async def test_what_fails_before_the_first_event_has_a_status(tokenizer: Any) -> None:
     async def busy(job: Job) -> AsyncIterator[Event]:
-        raise BusyError("no room", 2.5)
-        yield
+        if job:
+            raise BusyError("no room", 2.5)
+        yield PromptRead()
 
     async with serving(tokenizer, busy) as server:
         for stream in (False, True):
