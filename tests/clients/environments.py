@@ -22,11 +22,11 @@ SCRIPTS = Path(__file__).parent / "scripts"
 INSTALL_S = 400
 
 PACKAGES: Mapping[str, tuple[str, ...]] = {
-    "langchain": ("langchain-openai==VERSION",),
-    "llm": ("llm==VERSION",),
-    "litellm": ("litellm==VERSION",),
+    "langchain": ("langchain-openai==1.7.3",),
+    "llm": ("llm==0.36",),
+    "litellm": ("litellm==1.109.1",),
 }
-NPM = ("openai@VERSION",)
+NPM = ("openai@7.57.0",)
 
 
 def python_of(client: str) -> Path:
@@ -81,7 +81,9 @@ def _lock(name: str) -> FileLock:
 
 def _install(command: Sequence[str | Path]) -> None:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_S, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=INSTALL_S, check=False
+        )
     except OSError as error:
         pytest.skip(f"{command[0]} cannot be run: {error}")
     if done.returncode:

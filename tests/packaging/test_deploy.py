@@ -38,7 +38,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 def ran(*command: str | Path, **more: Any) -> str:
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=60, check=False, stdin=subprocess.DEVNULL, **more
+        command,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        stdin=subprocess.DEVNULL,
+        **more,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
@@ -126,7 +132,15 @@ def rendered(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, list[dict
     """What the chart makes of each file of values."""
     made = {}
     for values in VALUES:
-        text = ran(tools.helm(), "template", "swarm", CHART, "--values", values, env=_helm_env(tmp_path_factory.mktemp("helm")))
+        text = ran(
+            tools.helm(),
+            "template",
+            "swarm",
+            CHART,
+            "--values",
+            values,
+            env=_helm_env(tmp_path_factory.mktemp("helm")),
+        )
         made[values.stem] = [document for document in yaml.safe_load_all(text) if document]
     return made
 

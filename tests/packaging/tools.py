@@ -46,7 +46,10 @@ def compose() -> list[str]:
     if found := shutil.which("docker-compose"):
         return [found]
     docker = shutil.which("docker")
-    if docker and subprocess.run([docker, "compose", "version"], capture_output=True).returncode == 0:
+    if (
+        docker
+        and subprocess.run([docker, "compose", "version"], capture_output=True).returncode == 0
+    ):
         return [docker, "compose"]
     pytest.skip("neither docker-compose nor docker's compose plugin is installed")
 

@@ -1,0 +1,103 @@
+"""A gateway of its own process, over three daemons of the demo model."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+from nesa_node.cli.local_swarm import stop_nodes
+from nesa_node.core.span import Span
+from tests.swarms import Daemons, daemons
+
+MODEL = "SmolLM2-135M-Instruct"
+SPANS = (Span(0, 10), Span(10, 20), Span(20, 30))
+_READY_S = 120
+
+
+@dataclass(frozen=True, slots=True)
+class LiveGateway:
+    """`url` ends in /v1. `limited` may ask once a minute, `revoked` was a key once."""
+
+    url: str
+    key: str
+    limited: str
+    revoked: str
+    folder: Path
+    daemons: Daemons
+
+
+@contextmanager
+def live_gateway(model: Path, folder: Path) -> Iterator[LiveGateway]:
+    """Start all and stop all. `folder` takes keys, logs and ready files."""
+    store = folder / "keys.json"
+    keys = [_key(store, "tests"), _key(store, "limited", "--requests-per-min", "1")]
+    revoked = _key(store, "revoked")
+    _nesa_node("keys", "revoke", "revoked", "--keys-path", str(store))
+    # A node that was killed is to be missed soon.
+    with daemons(model, folder, "--record-ttl-s", "10") as nodes:
+        nodes.start_all(SPANS)
+        with _gateway(model, folder, nodes, store) as url:
+            # A model joins the swarm with the first request for it, by a process of its own: a
+            # test ends with those it began with.
+            _ask_once(url, keys[0])
+            yield LiveGateway(f"{url}/v1", keys[0], keys[1], revoked, folder, nodes)
+
+
+@contextmanager
+def _gateway(model: Path, folder: Path, nodes: Daemons, store: Path) -> Iterator[str]:
+    ready, log_path = folder / "gateway.json", folder / "gateway.log"
+    command = [sys.executable, "-m", "nesa_node", "api", "--model", str(model)]
+    # Through all of them: one will be killed.
+    command += ["--initial-peers", *(node.addresses[0] for node in nodes.nodes)]
+    command += ["--listen", "127.0.0.1:0", "--ready-file", str(ready), "--keys-path", str(store)]
+    command += ["--torch-dtype", "float32", "--threads", "1"]
+    with log_path.open("wb") as log:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
+        )
+    try:
+        deadline = time.monotonic() + _READY_S
+        while not ready.exists():
+            log_text = log_path.read_text(encoding="utf-8", errors="replace")
+            assert process.poll() is None, log_text
+            assert time.monotonic() < deadline, log_text
+            time.sleep(0.05)
+        yield json.loads(ready.read_text(encoding="utf-8"))["url"]
+    finally:
+        stop_nodes([process])
+
+
+def _ask_once(url: str, key: str) -> None:
+    answer = httpx.post(
+        f"{url}/v1/completions",
+        headers={"authorization": f"Bearer {key}"},
+        json={"model": MODEL, "prompt": "Hello", "max_tokens": 1},
+        timeout=60,
+    )
+    assert answer.status_code == 200, answer.text
+
+
+def _key(store: Path, name: str, *limits: str) -> str:
+    return _nesa_node("keys", "add", name, *limits, "--keys-path", str(store)).strip()
+
+
+def _nesa_node(*argv: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "nesa_node", *argv],
+        env=dict(os.environ),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
