@@ -25,11 +25,12 @@ _READY_S = 120
 
 @dataclass(frozen=True, slots=True)
 class LiveGateway:
-    """`url` ends in /v1. `limited` may ask once a minute, `revoked` was a key once."""
+    """`url` ends in /v1. Who is `limited` may ask once a minute; `revoked` was a key once."""
 
     url: str
     key: str
     limited: str
+    limited_npm: str
     revoked: str
     folder: Path
     daemons: Daemons
@@ -39,7 +40,9 @@ class LiveGateway:
 def live_gateway(model: Path, folder: Path) -> Iterator[LiveGateway]:
     """Start all and stop all. `folder` takes keys, logs and ready files."""
     store = folder / "keys.json"
-    keys = [_key(store, "tests"), _key(store, "limited", "--requests-per-min", "1")]
+    key = _key(store, "tests")
+    once = ("--requests-per-min", "1")
+    limited = [_key(store, name, *once) for name in ("limited", "limited-npm")]
     revoked = _key(store, "revoked")
     _nesa_node("keys", "revoke", "revoked", "--keys-path", str(store))
     # A node that was killed is to be missed soon.
@@ -48,8 +51,8 @@ def live_gateway(model: Path, folder: Path) -> Iterator[LiveGateway]:
         with _gateway(model, folder, nodes, store) as url:
             # A model joins the swarm with the first request for it, by a process of its own: a
             # test ends with those it began with.
-            _ask_once(url, keys[0])
-            yield LiveGateway(f"{url}/v1", keys[0], keys[1], revoked, folder, nodes)
+            _ask_once(url, key)
+            yield LiveGateway(f"{url}/v1", key, *limited, revoked, folder, nodes)
 
 
 @contextmanager
