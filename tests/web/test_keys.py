@@ -192,7 +192,7 @@ def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path) -> None:
 def test_whoever_cannot_get_the_lock_says_so(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(key_file, "_LOCK_WAIT_S", 0.05)
     file = key_file.KeyFile(path)
-    with file.change(), pytest.raises(ConfigError, match="keeps .* locked"):
+    with file.change(), pytest.raises(ConfigError, match=r"keeps .* locked"):
         KeyStore(path).add("alice")
     KeyStore(path).add("alice")
 
@@ -258,7 +258,7 @@ async def test_each_of_many_quick_changes_is_seen(path: Path) -> None:
         assert reader.find(key) is not None
         writer.revoke("alice")
         _, other = writer.add("alice")
-        os.utime(path, ns=(0, path.stat().st_mtime_ns))
+        os.utime(path, ns=(0, os.stat(path).st_mtime_ns))
         await asyncio.sleep(keys.NOTICE_S)
         assert reader.find(key) is None
         assert reader.find(other) is not None
@@ -303,7 +303,9 @@ for number in range(int(sys.argv[3])):
 def test_programs_that_write_at_once_lose_nothing(path: Path) -> None:
     writers = [
         subprocess.Popen(
-            [sys.executable, "-c", _WRITER, str(path), name, "12"], stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", _WRITER, str(path), name, "12"],
+            stdout=subprocess.PIPE,
+            text=True,
         )
         for name in ("a", "b", "c")
     ]

@@ -93,9 +93,7 @@ async def gate(
     """The tiny gateway behind a gate with the keys at `keys_path`, listening."""
     gateway = TinyGateway()
     config = AccessConfig(keys_path=keys_path, **settings)
-    async with serve_gated(
-        gateway.app, config, address, public=PUBLIC, doorman=doorman
-    ) as found:
+    async with serve_gated(gateway.app, config, address, public=PUBLIC, doorman=doorman) as found:
         try:
             yield gateway, found
         finally:
