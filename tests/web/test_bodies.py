@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -245,3 +246,20 @@ async def test_a_request_that_takes_longer_than_headers_may_is_let_run(
             gateway.go_on.set()
             assert await anext(lines) == "end"
         assert (await client.get("/health")).status_code == 200
+
+
+async def test_an_answer_that_nobody_reads_is_given_up(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection_module, "STALLED_S", 0.3)
+    async with gate(path) as (gateway, address):
+        loop = asyncio.get_running_loop()
+        with socket.create_connection((address.host, address.port)) as connection:
+            connection.sendall(b"GET /v1/flood HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            began = loop.time()
+            async with asyncio.timeout(10):
+                while gateway.streams == 0:  # noqa: ASYNC110
+                    await asyncio.sleep(0.02)
+                while gateway.streams:  # noqa: ASYNC110
+                    await asyncio.sleep(0.02)
+            assert loop.time() - began > 0.3

@@ -14,8 +14,11 @@ from pathlib import Path
 
 import pytest
 
+from nesa_node.core.config import AccessConfig
 from nesa_node.core.errors import ConfigError
+from nesa_node.core.http_address import HttpAddress
 from nesa_node.web import key_file, keys
+from nesa_node.web.doorman import Doorman
 from nesa_node.web.keys import KeyLimits, KeyStore
 
 
@@ -315,3 +318,14 @@ def test_programs_that_write_at_once_lose_nothing(path: Path) -> None:
     assert len(made) == 18
     assert all(store.find(key) is not None for key in made)
     assert len(store.all()) == 18
+
+
+def test_a_file_that_may_be_there_counts_as_there(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    hidden = tmp_path / "file" / "keys.json"
+    with pytest.raises(ConfigError, match="cannot read the keys"):
+        _ = KeyStore(hidden).exists
+    doorman = Doorman(AccessConfig(keys_path=hidden))
+    assert not doorman.open
+    with pytest.raises(ConfigError, match="cannot read the keys"):
+        doorman.check(HttpAddress("127.0.0.1", 0))

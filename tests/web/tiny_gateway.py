@@ -39,6 +39,7 @@ class TinyGateway:
                 Route("/v1/echo", self._echo, methods=["POST"]),
                 Route("/v1/spend", self._spend, methods=["POST"]),
                 Route("/v1/stream", self._stream, methods=["GET", "POST"]),
+                Route("/v1/flood", self._flood),
                 Route("/v1/whoami", self._whoami, methods=["GET", "POST"]),
                 Route("/v1/broken", self._broken),
             ]
@@ -71,6 +72,18 @@ class TinyGateway:
 
     async def _stream(self, _request: Request) -> Response:
         return StreamingResponse(self._parts())
+
+    async def _flood(self, _request: Request) -> Response:
+        return StreamingResponse(self._waves())
+
+    async def _waves(self) -> AsyncIterator[bytes]:
+        self.streams += 1
+        try:
+            while True:
+                await asyncio.sleep(0)
+                yield b"x" * 65_536
+        finally:
+            self.streams -= 1
 
     async def _parts(self) -> AsyncIterator[bytes]:
         self.streams += 1
