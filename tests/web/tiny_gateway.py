@@ -46,7 +46,8 @@ class TinyGateway:
         )
 
     async def _home(self, _request: Request) -> Response:
-        return HTMLResponse("<title>home</title>")
+        policy = {"content-security-policy": "default-src 'self'"}
+        return HTMLResponse("<title>home</title>", headers=policy)
 
     async def _health(self, _request: Request) -> Response:
         return JSONResponse({"status": "ok"})
