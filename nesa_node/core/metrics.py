@@ -46,9 +46,10 @@ Source = Callable[[], Iterable[Sample]]
 
 
 class Sources:
-    """All that a process has to tell now."""
+    """All that a process has to tell now. `version` is the program's."""
 
-    def __init__(self) -> None:
+    def __init__(self, version: str = "") -> None:
+        self.version = version
         self._sources: list[Source] = []
 
     @contextmanager

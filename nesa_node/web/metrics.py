@@ -23,7 +23,6 @@ from nesa_node.web.listen import serve_app
 
 PATH = "/metrics"
 Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
-_FAMILIES = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily}
 
 
 class MetricsPage:
@@ -90,7 +89,9 @@ class _Now(Collector):
 def _family(metric: Metric) -> Family:
     if metric.kind == "histogram":
         return HistogramMetricFamily(metric.name, metric.help, labels=metric.labels)
-    return _FAMILIES[metric.kind](metric.name, metric.help, labels=metric.labels)
+    if metric.kind == "counter":
+        return CounterMetricFamily(metric.name, metric.help, labels=metric.labels)
+    return GaugeMetricFamily(metric.name, metric.help, labels=metric.labels)
 
 
 def _add(family: Family, sample: Sample) -> None:

@@ -38,9 +38,10 @@ def test_sources_that_tell_the_same_are_added_up_unless_it_is_a_level() -> None:
 
     with sources.adding(tell), sources.adding(tell):
         told = {sample.metric: sample.value for sample in sources.samples()}
+    times = told[TIMES]
     assert (told[COUNT], told[LEVEL]) == (4, 3)
-    assert isinstance(told[TIMES], Tally)
-    assert told[TIMES].counts == [2, 0, 0]
+    assert isinstance(times, Tally)
+    assert times.counts == [2, 0, 0]
     assert tally.counts == [1, 0, 0]
     assert sources.samples() == []
 
