@@ -13,6 +13,7 @@ from cyclopts import App, CycloptsError
 from nesa_node import __version__
 from nesa_node.cli.bootstrap import bootstrap
 from nesa_node.cli.chat import chat
+from nesa_node.cli.dashboard import dashboard
 from nesa_node.cli.demo import demo
 from nesa_node.cli.doctor import doctor
 from nesa_node.cli.eval import evaluate
@@ -44,6 +45,7 @@ for _command in (
     generate,
     chat,
     status,
+    dashboard,
     explain,
     simulate,
     doctor,

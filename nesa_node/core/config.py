@@ -5,6 +5,7 @@ environment, TOML file, defaults. One file or environment can serve every comman
 
     SharedConfig        how to find the swarm, how to log
     ├── ClientConfig    `generate`, `chat`, `status`, `doctor`
+    ├── DashboardConfig `dashboard`
     └── PeerConfig      `bootstrap`
         └── OrchestratorConfig  `orchestrate`
             └── NodeConfig      `run`
@@ -162,6 +163,15 @@ EXPECTED = {
 """What a field wants, where pydantic's own words would not help."""
 
 
+def _check_reach(address: str, beyond_loopback: bool) -> None:
+    if HttpAddress.parse(address).loopback or beyond_loopback:
+        return
+    raise ValueError(
+        f"{address} can be reached by others, without a password; give a loopback "
+        "address such as 127.0.0.1:8080, or set http_beyond_loopback"
+    )
+
+
 class SharedConfig(BaseModel):
     """What every command needs to find a swarm."""
 
@@ -192,6 +202,20 @@ class ClientConfig(SharedConfig):
     reuse_prefix: bool = True
     # Somebody who reads an answer does not want the news of the network between its words.
     log_level: LogLevel = "warning"
+
+
+class DashboardConfig(SharedConfig):
+    """Somebody who shows a swarm on a page."""
+
+    listen: Http = "127.0.0.1:8080"
+    look_every_s: Positive = 2.5
+    max_viewers: Annotated[Count, Field(le=1000)] = 16
+    http_beyond_loopback: bool = False
+
+    @model_validator(mode="after")
+    def _the_page_stays_here(self) -> Self:
+        _check_reach(self.listen, self.http_beyond_loopback)
+        return self
 
 
 class PeerConfig(SharedConfig):
@@ -226,12 +250,9 @@ class OrchestratorConfig(PeerConfig):
 
     @model_validator(mode="after")
     def _a_page_stays_here(self) -> Self:
-        if self.http is None or HttpAddress.parse(self.http).loopback or self.http_beyond_loopback:
-            return self
-        raise ValueError(
-            f"http {self.http} can be reached by others, without a password; give a loopback "
-            "address such as 127.0.0.1:8080, or set http_beyond_loopback"
-        )
+        if self.http is not None:
+            _check_reach(self.http, self.http_beyond_loopback)
+        return self
 
 
 class NodeConfig(OrchestratorConfig):
@@ -273,6 +294,7 @@ ALL_CONFIGS: tuple[type[SharedConfig], ...] = (
     NodeConfig,
     OrchestratorConfig,
     PeerConfig,
+    DashboardConfig,
     ClientConfig,
 )
 SECRET_FIELDS = frozenset({"token", "swarm_key"})

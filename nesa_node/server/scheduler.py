@@ -47,6 +47,12 @@ class Scheduler:
         """Up to how many tokens a step through these blocks may be run where it arrives."""
         self._not_here_before = 0.0
         self._last_size = 1
+        self.tokens = 0
+        """Computed since the start."""
+
+    @property
+    def sessions(self) -> int:
+        return len(self._works)
 
     @property
     def load(self) -> float:
@@ -180,6 +186,12 @@ class Scheduler:
             work.deliver(share)
 
     def _learn(self, plan: Plan, shares: Shares, seconds: float) -> None:
+        self.tokens += sum(
+            piece.end - piece.start
+            for _, share in shares
+            if share.error is None
+            for piece in share.pieces
+        )
         if shares and len(shares) == len(plan) and all(share.error is None for _, share in shares):
             self._policy.ran(plan, seconds)
             lane = plan[0][0]
