@@ -132,7 +132,7 @@ async def test_number_of_viewers_is_bounded_and_places_become_free(
         assert refused.headers["retry-after"] == "10"
         assert "try again" in refused.json()["error"]["message"]
     deadline = time.monotonic() + 5
-    while dashboard.feed.viewers and time.monotonic() < deadline:
+    while dashboard.feed.viewers and time.monotonic() < deadline:  # noqa: ASYNC110
         await asyncio.sleep(0.02)
     async with watching(client) as again:
         assert (await again.state())["full"]

@@ -129,9 +129,10 @@ function showModels(models) {
 }
 
 function sessionsOf(model) {
-  return [...live.get("sessions")]
+  const all = live.get("sessions");
+  return [...all]
     .filter(([, session]) => session.model === model)
-    .map(([id, session]) => ({ id, ...session, colour: colourOf(id) }))
+    .map(([id, session]) => ({ id, ...session, colour: colourOf(id, all) }))
     .map((session) => ({ ...session, lit: playground.owns(session) }))
     .sort((a, b) => a.began_at - b.began_at);
 }

@@ -4,14 +4,16 @@ import { el, setText } from "./words.js";
 
 const MOST_CELLS = 64;
 const DEEPEST = 4;
+const LEAST_LABELLED = 15; // pixels
 
 export function showBlocks(strip, axis, words, model) {
   const runs = model?.runs ?? [];
   const blocks = model?.num_blocks ?? 0;
-  const key = JSON.stringify(runs);
+  const room = Math.floor(strip.clientWidth / 50) * 50;
+  const key = JSON.stringify([room, runs]);
   if (strip.dataset.runs !== key) {
     strip.dataset.runs = key;
-    strip.replaceChildren(...cells(runs, blocks).map((cell) => draw(cell, blocks)));
+    strip.replaceChildren(...cells(runs, blocks).map((cell) => draw(cell, blocks, room)));
     axis.replaceChildren(...marks(blocks).map((at) => mark(at, blocks)));
   }
   setText(words, inWords(runs, blocks));
@@ -25,12 +27,12 @@ function cells(runs, blocks) {
   );
 }
 
-function draw([start, end, held], blocks) {
+function draw([start, end, held], blocks, room) {
   const cell = el(`div.cell.held-${Math.min(held, DEEPEST)}`);
   cell.style.flexGrow = end - start;
   const which = end - start === 1 ? `block ${start}` : `blocks ${start}:${end}`;
   cell.title = `${which}: ${held === 0 ? "nobody" : held} ${held === 1 ? "node" : "nodes"}`;
-  if ((end - start) / blocks > 0.02) cell.append(String(held));
+  if (((end - start) / blocks) * room > LEAST_LABELLED) cell.append(String(held));
   return cell;
 }
 
@@ -63,5 +65,6 @@ function inWords(runs, blocks) {
   const [least, most] = [Math.min(...held), Math.max(...held)];
   const times = (count) => (count === 1 ? "once" : count === 2 ? "twice" : `${count} times`);
   if (least === most) return `Each of the ${blocks} blocks is held ${times(least)}`;
-  return `All ${blocks} blocks are held, ${times(least)} to ${times(most)}`;
+  const words = most === 2 ? "once or twice" : `${least} to ${most} times`;
+  return `All ${blocks} blocks are held, ${words}`;
 }

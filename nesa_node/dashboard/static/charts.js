@@ -59,7 +59,7 @@ export class Chart {
         cursor: { y: false, drag: { x: false, y: false }, points: { size: 6 } },
         scales: { x: { time: true }, y: { range: (_, low, high) => [0, high > 0 ? high * 1.15 : 1] } },
         axes: [
-          { ...axis, space: 76, values: (_, times) => times.map((at) => timeOf(at, times[1] - times[0])) },
+          { ...axis, size: 30, space: 76, values: (_, times) => times.map((at) => timeOf(at, times[1] - times[0])) },
           { ...axis, size: 46, values: (_, ticks) => ticks.map((tick) => number(tick)) },
         ],
         series: [

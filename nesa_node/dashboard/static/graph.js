@@ -2,15 +2,17 @@
 // so that they can be read and reached like the rest of the page.
 
 import cytoscape from "./vendor/cytoscape/cytoscape.esm.min.mjs";
-import { place } from "./layout.js";
+import { CLIENT_CARD, place } from "./layout.js";
 import { colour } from "./theme.js";
 import { duration, el, keyed, milliseconds, named, percent, rate, setText, shortPeer, span } from "./words.js";
 
-export const CHAIN_COLOURS = ["chain-1", "chain-2", "chain-3", "chain-4", "chain-5", "chain-6"];
+export const CHAIN_COLOURS = ["chain-2", "chain-3", "chain-4", "chain-5", "chain-6", "chain-1"];
 const CLIENT = "client";
 const NARROW = 640;
 const MOST_CHAINS = 12;
 const MOST_LINKS = 150;
+// How far from the nodes a chain's answer runs back, and how far apart two of them.
+const LANE = { first: 22, next: 7 };
 const ZOOM = { least: 0.2, most: 2, fit: 1.15, step: 1.25 };
 
 export class Graph {
@@ -66,12 +68,10 @@ export class Graph {
     this.box.classList.remove("movable");
     const { size, places } = this.layout ?? {};
     if (!places?.size) return;
-    const xs = [...places.values()].map((at) => at.x);
-    const ys = [...places.values()].map((at) => at.y);
-    const left = Math.min(...xs) - size.width / 2;
-    const top = Math.min(...ys) - size.height / 2;
-    const width = Math.max(...xs) + size.width / 2 - left;
-    const height = Math.max(...ys) + size.height / 2 - top;
+    const { left, top, right, bottom } = this.edgesOf(places, size);
+    const lanes = this.keepsClient ? LANE.first + 3 * LANE.next : 0;
+    const width = right - left + (this.tall ? lanes : 0);
+    const height = bottom - top + (this.tall ? 0 : lanes);
     const room = 2 * 18;
     const scale = Math.min(
       (this.box.clientWidth - room) / width,
@@ -85,6 +85,17 @@ export class Graph {
         y: (this.box.clientHeight - height * scale) / 2 - top * scale,
       },
     });
+  }
+
+  edgesOf(places, size) {
+    const xs = [...places.values()].map((at) => at.x);
+    const ys = [...places.values()].map((at) => at.y);
+    return {
+      left: Math.min(...xs) - size.width / 2,
+      top: Math.min(...ys) - size.height / 2,
+      right: Math.max(...xs) + size.width / 2,
+      bottom: Math.max(...ys) + size.height / 2,
+    };
   }
 
   follow() {
@@ -104,6 +115,7 @@ export class Graph {
     this.layout = place(spans, tall, client);
     this.tall = tall;
     if (client) this.layout.places.set(CLIENT, { x: 0, y: 0, level: -1 });
+    this.box.classList.toggle("tall", tall);
     const wanted = new Set(this.layout.places.keys());
     this.cy.batch(() => {
       this.cy.nodes().filter((node) => !wanted.has(node.id())).remove();
@@ -209,18 +221,39 @@ export class Graph {
   }
 
   *chainEdges() {
-    for (const session of this.sessions.slice(-MOST_CHAINS)) {
+    for (const [lane, session] of this.sessions.slice(-MOST_CHAINS).entries()) {
       const stops = [CLIENT, ...session.hops.map(([peer]) => peer), CLIENT];
       const lit = session.lit ? " lit" : "";
       for (let hop = 0; hop + 1 < stops.length; hop += 1) {
         const [source, target] = [stops[hop], stops[hop + 1]];
         if (!this.layout.places.has(source) || !this.layout.places.has(target)) continue;
         if (source === target) continue;
-        const back = hop + 2 === stops.length ? " answer" : "";
         const id = `chain ${session.id} ${hop} ${source} ${target}`;
-        yield { data: { id, source, target, shade: session.colour }, classes: `chain${lit}${back}` };
+        const data = { id, source, target, shade: session.colour };
+        const back = hop + 2 === stops.length;
+        if (back) data.way = this.wayBack(source, target, lane);
+        yield { data, classes: `chain${lit}${back ? " answer" : ""}` };
       }
     }
+  }
+
+  // Below all nodes (on a phone: right of them), as distances from the straight line.
+  wayBack(source, target, lane) {
+    const { size, places } = this.layout;
+    const { right, bottom } = this.edgesOf(places, size);
+    const aside = (this.tall ? right : bottom) + LANE.first / 2 + lane * LANE.next;
+    const [from, to] = [places.get(source), places.get(target)];
+    const corner = (at) => (this.tall ? { x: aside, y: at.y } : { x: at.x, y: aside });
+    const [dx, dy] = [to.x - from.x, to.y - from.y];
+    const length = Math.hypot(dx, dy) || 1;
+    const corners = [corner(from), corner(to)].map(({ x, y }) => ({
+      weight: ((x - from.x) * dx + (y - from.y) * dy) / length ** 2,
+      distance: ((y - from.y) * dx - (x - from.x) * dy) / length,
+    }));
+    return {
+      weights: corners.map(({ weight }) => weight),
+      distances: corners.map(({ distance }) => distance),
+    };
   }
 
   restyle() {
@@ -228,10 +261,11 @@ export class Graph {
     const surface = colour("surface");
     this.cy.style([
       { selector: "node", style: { shape: "round-rectangle", width, height, opacity: 0, events: "no" } },
+      { selector: `node#${CLIENT}`, style: CLIENT_CARD },
       {
         selector: "edge.link",
         style: {
-          width: 1.5,
+          width: 1.2,
           "line-color": colour("link"),
           "curve-style": "straight",
           label: "data(label)",
@@ -263,9 +297,11 @@ export class Graph {
       {
         selector: "edge.answer",
         style: {
-          "curve-style": "unbundled-bezier",
-          "control-point-distances": this.tall ? 150 : -110,
-          "control-point-weights": 0.5,
+          "curve-style": "round-segments",
+          "edge-distances": "node-position",
+          "segment-weights": (edge) => edge.data("way").weights,
+          "segment-distances": (edge) => edge.data("way").distances,
+          "segment-radii": 14,
           "line-style": "dashed",
           "line-dash-pattern": [5, 5],
           width: 1.5,

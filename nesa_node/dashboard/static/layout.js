@@ -1,10 +1,11 @@
 // Where nodes stand: from left to right (on a phone from top to bottom) as their blocks follow one
 // another. It depends on the nodes and their spans alone, so that nothing jumps.
 
-export const CARD = { width: 168, height: 74 };
-export const SMALL = { width: 104, height: 30 };
-const GAP = { across: 26, along: 78 };
-const SMALL_GAP = { across: 12, along: 44 };
+// Widths and heights are those of the style sheet.
+const CARD = { width: 168, height: 74, across: 26, along: 78 };
+const TALL_CARD = { width: 150, height: 60, across: 22, along: 36 };
+const SMALL_CARD = { width: 104, height: 30, across: 12, along: 44 };
+export const CLIENT_CARD = { width: 110, height: 36 };
 const MOST_ABREAST = { wide: 5, tall: 2 };
 const MANY = 36;
 
@@ -25,8 +26,7 @@ function levels(nodes) {
 // `nodes`: [{peer, span}]. Gives {size, small, places: Map(peer -> {x, y, level})}, centres of cards.
 export function place(nodes, tall, withClient) {
   const small = nodes.length > MANY;
-  const size = small ? SMALL : CARD;
-  const gap = small ? SMALL_GAP : GAP;
+  const size = small ? SMALL_CARD : tall ? TALL_CARD : CARD;
   const level = levels(nodes);
   const groups = new Map();
   const order = [...nodes].sort(
@@ -41,9 +41,9 @@ export function place(nodes, tall, withClient) {
     if (!groups.has(at)) groups.set(at, []);
     groups.get(at).push(node.peer);
   }
-  const across = (tall ? size.width : size.height) + gap.across;
-  const along = (tall ? size.height : size.width) + gap.along;
-  const inside = (tall ? size.height : size.width) + gap.across;
+  const across = (tall ? size.width : size.height) + size.across;
+  const along = (tall ? size.height : size.width) + size.along;
+  const inside = (tall ? size.height : size.width) + size.across;
   const most = Math.max(tall ? MOST_ABREAST.tall : MOST_ABREAST.wide, small ? 10 : 0);
   const places = new Map();
   let far = withClient ? along : 0;

@@ -161,9 +161,15 @@ function nodeKey(nodes, peer) {
   return [node?.name, node?.state];
 }
 
-// A colour for each session that it keeps as long as it lives.
-export function colourOf(id) {
-  let sum = 0;
-  for (const letter of id) sum = (sum * 31 + letter.charCodeAt(0)) % 9973;
-  return CHAIN_COLOURS[sum % CHAIN_COLOURS.length];
+const colours = new Map();
+
+// A colour for each session that it keeps as long as it lives: one that few others have.
+export function colourOf(id, all) {
+  for (const old of colours.keys()) if (!all.has(old)) colours.delete(old);
+  if (!colours.has(id)) {
+    const used = [...colours.values()];
+    const count = (shade) => used.filter((each) => each === shade).length;
+    colours.set(id, [...CHAIN_COLOURS].sort((a, b) => count(a) - count(b))[0]);
+  }
+  return colours.get(id);
 }

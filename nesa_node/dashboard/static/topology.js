@@ -76,7 +76,7 @@ export class Topology {
     const words = [
       `${report.nodes.length} nodes at ${clock(report.taken_at)}`,
       `median distance ${number(shape.median_edge)} ${shape.unit}`,
-      `there ${groups} connected group${groups === 1 ? "" : "s"} and ${rings} ring${rings === 1 ? "" : "s"}`,
+      `within it ${groups} connected group${groups === 1 ? "" : "s"} and ${rings} ring${rings === 1 ? "" : "s"}`,
     ];
     if (shape.h1_nodes < shape.nodes.length) words.push(`rings of ${shape.h1_nodes} landmarks`);
     setText(this.$("shape-words"), words.join(" · "));
