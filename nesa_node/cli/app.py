@@ -11,6 +11,7 @@ from typing import NoReturn
 from cyclopts import App, CycloptsError
 
 from nesa_node import __version__
+from nesa_node.cli.api import api
 from nesa_node.cli.bootstrap import bootstrap
 from nesa_node.cli.chat import chat
 from nesa_node.cli.dashboard import dashboard
@@ -20,6 +21,7 @@ from nesa_node.cli.eval import evaluate
 from nesa_node.cli.explain import explain
 from nesa_node.cli.flags import spread_addresses
 from nesa_node.cli.generate import generate
+from nesa_node.cli.keys import keys
 from nesa_node.cli.orchestrate import orchestrate
 from nesa_node.cli.run import run
 from nesa_node.cli.simulate import simulate
@@ -42,6 +44,7 @@ for _command in (
     run,
     bootstrap,
     orchestrate,
+    api,
     generate,
     chat,
     status,
@@ -53,6 +56,7 @@ for _command in (
 ):
     app.command(_command)
 app.command(evaluate, name="eval")
+app.command(keys)
 
 
 def main() -> NoReturn:

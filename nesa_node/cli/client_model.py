@@ -43,9 +43,9 @@ def open_client_model(
     import torch
     from transformers.utils import logging as transformers_logging
 
-    from nesa_node.cli.text import load_tokenizer
     from nesa_node.client.model import AutoDistributedModelForCausalLM
     from nesa_node.engine.checkpoint import open_checkpoint
+    from nesa_node.engine.tokenizer import load_tokenizer
 
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     if config.threads is not None:

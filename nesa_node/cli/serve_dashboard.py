@@ -14,14 +14,15 @@ from nesa_node.dashboard.app import Dashboard, make_app
 from nesa_node.server.ending import Ending, stop_signals
 from nesa_node.swarm.identity import Identity
 from nesa_node.swarm.node import Swarm, open_swarm
-from nesa_node.web.listen import serve_app
+from nesa_node.web.gate import serve_gated
 
+PUBLIC = ("/healthz",)
 _OTHER_CONNECTIONS = 32
 
 
 async def serve_dashboard(config: DashboardConfig) -> None:
     """Until SIGTERM or SIGINT. Raises `BootstrapError` if no initial peer answers, `SwarmError` if
-    libp2p's daemon ends, and `AddressInUseError`.
+    libp2p's daemon ends, `ConfigError` where anybody could look, and `AddressInUseError`.
     """
     page = Dashboard(look_every_s=config.look_every_s, max_viewers=config.max_viewers)
     connections = config.max_viewers + _OTHER_CONNECTIONS
@@ -29,10 +30,12 @@ async def serve_dashboard(config: DashboardConfig) -> None:
     with stop_signals() as stopping:
         async with (
             onlooker(config) as swarm,
-            serve_app(make_app(page), address, max_connections=connections) as found,
+            serve_gated(
+                make_app(page), config, address, public=PUBLIC, max_connections=connections
+            ) as found,
             page.watching(swarm),
         ):
-            print(f"http://{found}/", flush=True)
+            print(f"nesa-node dashboard listens on http://{found}/", flush=True)
             await Ending(stopping, swarm).wait()
 
 

@@ -210,13 +210,19 @@ class Route:
     ) -> dict[Hop, HopLink]:
         """Open the hops that are not known, all or none."""
         wanted = [(i, hop) for i, hop in enumerate(hops) if hop not in known]
-        results = await asyncio.gather(
-            *(
+        opening = [
+            asyncio.create_task(
                 self._open(hop, hops[i - 1] if i else None, addresses[hop.peer_id], timeout_s)
-                for i, hop in wanted
-            ),
-            return_exceptions=True,
-        )
+            )
+            for i, hop in wanted
+        ]
+        try:
+            results = await asyncio.gather(*opening, return_exceptions=True)
+        except asyncio.CancelledError:
+            # All have ended; those that were quicker than the cancellation are open.
+            ended = [task for task in opening if not task.cancelled() and not task.exception()]
+            await _close_all([task.result() for task in ended])
+            raise
         opened = {
             hop: result
             for (_, hop), result in zip(wanted, results, strict=True)

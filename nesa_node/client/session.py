@@ -17,6 +17,7 @@ from nesa_node.client.chunks import Chunk, cut
 from nesa_node.client.flow import Flow
 from nesa_node.client.hop import OPEN_TIMEOUT_S
 from nesa_node.client.line import Line
+from nesa_node.client.losses import MOST_KEPT, Loss
 from nesa_node.client.patience import Patience
 from nesa_node.client.planner import Planner
 from nesa_node.client.prefix import SessionPrefix
@@ -36,6 +37,7 @@ from nesa_node.core.errors import (
     RefusedError,
     RemoteError,
 )
+from nesa_node.core.ids import PeerId
 from nesa_node.core.logging import get_logger
 from nesa_node.routing.chains import Hop
 from nesa_node.routing.repair import gaps
@@ -79,6 +81,7 @@ class RemoteSession:
         self.rows = request.rows
         self.max_tokens = request.max_tokens
         self.recoveries = 0
+        self._losses: deque[Loss] = deque(maxlen=MOST_KEPT)
         self._request = request
         self._prefix = prefix
         self._changed = asyncio.Event()
@@ -113,6 +116,10 @@ class RemoteSession:
         streams = len(self.hops) + 1 if self._request.mode == "chain" else 2 * len(self.hops)
         via = self._flow.via
         return ("none",) * (streams - len(via)) + via
+
+    @property
+    def losses(self) -> tuple[Loss, ...]:
+        return tuple(self._losses)
 
     async def open(self) -> None:
         """Reserve a session on every hop, all or none; wait while nodes are busy or missing.
@@ -282,9 +289,11 @@ class RemoteSession:
             if under_way:
                 # They serve on until others hold what they do.
                 return
-        self._leaver_check_at = time.monotonic() + 1.0
+        began = time.monotonic()
+        self._leaver_check_at = began + 1.0
         try:
             await self._replay.rebuild(self._lengths, drop=leaving)
+            self._note_loss(leaving, began)
             log.info("moved_off_leaving_nodes", peers=sorted(leaving))
         except MissingBlocksError as error:
             log.info("cannot_move_off_yet", reason=str(error))
@@ -296,10 +305,18 @@ class RemoteSession:
 
     async def _recover(self) -> None:
         self.recoveries += 1
+        began, before = time.monotonic(), self.hops
+        failed = {link.hop.peer_id for link in self._route.links if link.lost is not None}
         self._replay.truncate(self._lengths)
         # Those who refuse, or are too small for the session, may be joined by others.
         passing = (*_UNTIL_THERE_IS_ROOM, ContextLengthError, RefusedError)
         await self._persist(self._patience(), passing)
+        gone = {hop.peer_id for hop in before} - {hop.peer_id for hop in self.hops}
+        self._note_loss(failed | gone, began)
+
+    def _note_loss(self, peers: Iterable[PeerId], began: float) -> None:
+        took_ms = (time.monotonic() - began) * 1000
+        self._losses.append(Loss(time.time(), tuple(sorted(peers)), took_ms))
 
     async def _persist(
         self, patience: Patience, passing: tuple[type[NesaError], ...], *, begins: bool = False
