@@ -19,12 +19,15 @@ from nesa_node.client.activity import ActivityBook
 from nesa_node.core.config import GatewayConfig
 from nesa_node.core.http_address import HttpAddress
 from nesa_node.core.logging import get_logger
+from nesa_node.dashboard.app import Dashboard
 from nesa_node.server.ending import Ending, stop_signals
 from nesa_node.server.ready_file import check_ready_file, ready_file
 from nesa_node.web.gate import serve_gated
 
 log = get_logger(__name__)
 
+MAX_VIEWERS = 64
+"""Of the dashboard."""
 PUBLIC = ("/health", "/version")
 """What load balancers ask without a key."""
 
@@ -48,6 +51,7 @@ async def serve_gateway(config: GatewayConfig, stopping: asyncio.Event) -> None:
     async with open_look(config) as (look, swarm), AsyncExitStack() as stack:
         ending = Ending(stopping, swarm)
         activity = ActivityBook()
+        page = Dashboard(activity=activity, playground=True, max_viewers=MAX_VIEWERS)
 
         async def open_model(name: str) -> ServedModel:
             return await asyncio.to_thread(open_served_model, config, name, activity=activity)
@@ -61,7 +65,7 @@ async def serve_gateway(config: GatewayConfig, stopping: asyncio.Event) -> None:
             return
         address = await stack.enter_async_context(
             serve_gated(
-                make_app(models, config),
+                make_app(models, config, pages=page.app()),
                 config,
                 HttpAddress.parse(config.listen),
                 public=PUBLIC,
@@ -70,6 +74,7 @@ async def serve_gateway(config: GatewayConfig, stopping: asyncio.Event) -> None:
         )
         stack.enter_context(ready_file(config.ready_file, {"url": f"http://{address}"}))
         await stack.enter_async_context(_looking(models))
+        await stack.enter_async_context(page.watching(swarm))
         print(f"nesa-node api listens on http://{address}/v1", flush=True)
         await ending.wait()
 
