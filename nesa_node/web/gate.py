@@ -17,6 +17,7 @@ from nesa_node.web.bodies import Bodies
 from nesa_node.web.doorman import Doorman
 from nesa_node.web.limits import Limits
 from nesa_node.web.listen import MAX_CONNECTIONS, serve_app
+from nesa_node.web.request_ids import RequestIds
 
 log = get_logger(__name__)
 
@@ -70,7 +71,7 @@ async def serve_gated(
     if doorman.open and not address.loopback:
         log.warning("served_without_keys", address=str(address))
     async with serve_app(
-        gated,
+        RequestIds(gated),
         address,
         max_connections=max_connections,
         origins=config.cors_origins,
