@@ -14,6 +14,7 @@ from nesa_node import __version__
 from nesa_node.cli.api import api
 from nesa_node.cli.bootstrap import bootstrap
 from nesa_node.cli.chat import chat
+from nesa_node.cli.dashboard import dashboard
 from nesa_node.cli.demo import demo
 from nesa_node.cli.doctor import doctor
 from nesa_node.cli.eval import evaluate
@@ -48,6 +49,7 @@ for _command in (
     generate,
     chat,
     status,
+    dashboard,
     explain,
     simulate,
     doctor,

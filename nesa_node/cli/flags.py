@@ -267,6 +267,23 @@ class GatewayFlags(ClientFlags, AccessFlags, MetricsFlags):
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
+class DashboardFlags(AccessFlags):
+    listen: Annotated[
+        str | None,
+        Parameter(group=ACCESS, help="Where browsers find the page. [default: 127.0.0.1:8080]"),
+    ] = None
+    look_every_s: Annotated[
+        str | None,
+        Parameter(group=OUTPUT, help="Seconds between two looks at the swarm. [default: 2.5]"),
+    ] = None
+    max_viewers: Annotated[
+        str | None,
+        Parameter(group=LIMITS, help="Open pages that are kept up to date. [default: 16]"),
+    ] = None
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
 class PeerFlags(MetricsFlags):
     identity_path: Annotated[
         str | None,
@@ -368,7 +385,7 @@ class OrchestratorFlags(PeerFlags):
         str | None,
         Parameter(
             group=ORCHESTRATION,
-            help="Serve the swarm's topology there as JSON: 127.0.0.1:8080. [default: nowhere]",
+            help="Serve a page about the swarm there: 127.0.0.1:8080. [default: nowhere]",
         ),
     ] = None
     http_beyond_loopback: Annotated[

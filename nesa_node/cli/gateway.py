@@ -23,6 +23,7 @@ from nesa_node.core.config import GatewayConfig
 from nesa_node.core.http_address import HttpAddress
 from nesa_node.core.logging import get_logger
 from nesa_node.core.metrics import Sample, Sources
+from nesa_node.dashboard.app import Dashboard
 from nesa_node.server.ending import Ending, stop_signals
 from nesa_node.server.metrics import about
 from nesa_node.server.ready_file import check_ready_file, ready_file
@@ -33,6 +34,8 @@ from nesa_node.web.metrics import PATH, MetricsPage
 
 log = get_logger(__name__)
 
+MAX_VIEWERS = 64
+"""Of the dashboard."""
 PUBLIC = ("/health", "/version")
 """What load balancers ask without a key."""
 
@@ -59,6 +62,7 @@ async def serve_gateway(
         ending = Ending(stopping, swarm)
         activity, metrics = ActivityBook(), GatewayMetrics()
         sources = told or Sources(__version__)
+        page = Dashboard(activity=activity, playground=True, max_viewers=MAX_VIEWERS)
 
         async def open_model(name: str) -> ServedModel:
             return await asyncio.to_thread(
@@ -74,7 +78,7 @@ async def serve_gateway(
             return
         told_of = about(swarm, "gateway", sources.version), partial(_of_models, models, swarm)
         stack.enter_context(sources.adding(metrics.samples, *told_of))
-        app = make_app(models, config, metrics=MetricsPage(sources))
+        app = make_app(models, config, metrics=MetricsPage(sources), pages=page.app())
         address = await stack.enter_async_context(
             serve_gated(
                 app,
@@ -87,6 +91,7 @@ async def serve_gateway(
         )
         stack.enter_context(ready_file(config.ready_file, {"url": f"http://{address}"}))
         await stack.enter_async_context(_looking(models))
+        await stack.enter_async_context(page.watching(swarm))
         print(f"nesa-node api listens on http://{address}/v1", flush=True)
         await ending.wait()
 

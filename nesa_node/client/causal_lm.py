@@ -90,6 +90,11 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):  # type: ig
         connection = self._connection
         return () if connection is None else connection.value.samples()
 
+    def join(self) -> None:
+        """Join the swarm now, not with the first session. Raises what joining raises."""
+        if any(connection is None and len(span) for connection, span in self._layers):
+            self._swarm()
+
     def inference_session(
         self,
         max_length: int,

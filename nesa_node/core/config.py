@@ -5,6 +5,7 @@ environment, TOML file, defaults. One file or environment can serve every comman
 
     SharedConfig        how to find the swarm, how to log
     ├── AccessConfig    `keys`; mixed into whatever serves others by HTTP
+    │   └── DashboardConfig `dashboard`
     ├── ClientConfig    `generate`, `chat`, `status`, `doctor`
     │   └── GatewayConfig   `api`
     └── PeerConfig      `bootstrap`
@@ -279,6 +280,14 @@ class ClientConfig(SharedConfig):
     log_level: LogLevel = "warning"
 
 
+class DashboardConfig(AccessConfig):
+    """Somebody who shows a swarm on a page."""
+
+    listen: Http = "127.0.0.1:8080"
+    look_every_s: Positive = 2.5
+    max_viewers: Annotated[Count, Field(le=1000)] = 16
+
+
 class GatewayConfig(ClientConfig, AccessConfig, MetricsConfig):
     """A client that lets others use the swarm by HTTP."""
 
@@ -377,6 +386,7 @@ ALL_CONFIGS: tuple[type[SharedConfig], ...] = (
     NodeConfig,
     OrchestratorConfig,
     PeerConfig,
+    DashboardConfig,
     GatewayConfig,
     ClientConfig,
     AccessConfig,

@@ -58,6 +58,9 @@ class Capacity:
     total_tokens: int = 0
     free_tokens: int = 0
     load: float = 0.0
+    sessions: int = 0
+    tokens: int = 0
+    """Computed since the daemon started."""
 
 
 class Announcer:
@@ -135,6 +138,8 @@ class Announcer:
             cpu_memory_free_bytes=memory.available,
             load=min(capacity.load, 1000.0),
             uptime_s=time.monotonic() - self._started_at,
+            sessions=capacity.sessions,
+            tokens=capacity.tokens,
             context_length=facts.context_length,
             public_name=facts.public_name,
             codecs=codec_names(),

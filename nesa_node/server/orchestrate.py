@@ -29,7 +29,7 @@ from nesa_node.topology.snapshot import Snapshot
 
 log = get_logger(__name__)
 
-Show = Callable[[History], None]
+Show = Callable[[Swarm, ModelId, History], None]
 
 LOOK_FOR_MODEL_S = 5.0
 PATIENCE_OF_LEASE = 1 / 3
@@ -47,7 +47,7 @@ async def orchestrate(
 ) -> None:
     """Stand for the lease of `model_id` and plan while it is held, until cancelled.
 
-    `liars` are not yielded to; it may grow. `show` is told where to find what is seen, `told` what
+    `liars` are not yielded to; it may grow. `show` is told where it is seen, and what; `told` what
     there is to tell Prometheus.
     """
     own = swarm.identity.peer_id
@@ -71,7 +71,7 @@ async def orchestrate(
     history = History(SnapshotStore(snapshots_path(config.snapshots_dir, model_id)))
     await asyncio.to_thread(history.recall)
     if show is not None:
-        show(history)
+        show(swarm, model_id, history)
     orchestrator = Orchestrator(
         swarm.notices,
         lease,

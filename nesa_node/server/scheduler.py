@@ -51,6 +51,10 @@ class Scheduler:
         self._last_size = 1
 
     @property
+    def sessions(self) -> int:
+        return len(self._works)
+
+    @property
     def load(self) -> float:
         """The share of the last half minute spent computing, plus the iterations that wait."""
         return self.executor.load + self.waiting / self._last_size

@@ -39,6 +39,8 @@ class ServedSpan:
             total_tokens=self.admission.total_tokens,
             free_tokens=self.admission.free_tokens,
             load=self.scheduler.load,
+            sessions=self.scheduler.sessions,
+            tokens=self.scheduler.tallies.tokens,
         )
 
 

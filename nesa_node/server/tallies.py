@@ -22,6 +22,10 @@ class Tallies:
         self.iteration_s = names.ITERATION.tally()
         self.step_s = names.NODE_STEP.tally()
 
+    @property
+    def tokens(self) -> int:
+        return self.prefill_tokens + self.decode_tokens
+
     def ran(self, shares: Iterable[Share], seconds: float, now: float) -> None:
         """An iteration that took `seconds` is over at `now`, on the clock of `Pending.arrived`."""
         sessions = 0

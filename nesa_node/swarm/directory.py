@@ -207,6 +207,15 @@ class Directory:
             self._alive(), key=lambda record: (record.model_id, record.span, record.peer_id)
         )
 
+    def withdrawn(self) -> list[NodeRecord]:
+        """What the nodes said last that have left, as far as this node remembers."""
+        now = self._clock()
+        return [
+            record
+            for record in self._known.values()
+            if record.state == "withdrawn" and record.expires_at > now
+        ]
+
     def _state(self, record: NodeRecord, blames: Mapping[PeerId, float]) -> NodeState:
         blame = blames.get(PeerId(record.peer_id), 0.0)
         return replace(record.node_state(), reliability=self._hearsay.reliability(record, blame))
