@@ -13,7 +13,7 @@ from pathlib import Path
 
 from nesa_node.cli.local_swarm import stop_nodes
 
-READY_S = 60.0
+READY_S = 120.0
 
 
 @dataclass(frozen=True)
