@@ -20,6 +20,9 @@ def api(
             "can be opened here]",
         ),
     ] = None,
+    while_stdin: Annotated[
+        bool, Parameter(show=False, negative=(), help="Stop when standard input ends.")
+    ] = False,
     flags: GatewayFlags | None = None,
 ) -> int:
     """Serve the swarm to programs that speak OpenAI's API, until SIGTERM or Ctrl-C."""
@@ -32,5 +35,5 @@ def api(
     from nesa_node.cli.gateway import run_gateway
     from nesa_node.swarm import event_loop
 
-    event_loop.run(run_gateway(config))
+    event_loop.run(run_gateway(config, while_stdin=while_stdin))
     return 0

@@ -18,7 +18,7 @@ from nesa_node.cli.demo import demo
 from nesa_node.cli.doctor import doctor
 from nesa_node.cli.eval import evaluate
 from nesa_node.cli.explain import explain
-from nesa_node.cli.flags import spread_addresses
+from nesa_node.cli.flags import fill_api, spread_addresses
 from nesa_node.cli.generate import generate
 from nesa_node.cli.keys import keys
 from nesa_node.cli.orchestrate import orchestrate
@@ -65,7 +65,7 @@ def main() -> NoReturn:
 def run_command(argv: Sequence[str]) -> int:
     """Run one command line. Returns its exit code; expected errors become one line on stderr."""
     try:
-        result = app(spread_addresses(argv), print_error=False, exit_on_error=False)
+        result = app(fill_api(spread_addresses(argv)), print_error=False, exit_on_error=False)
         sys.stdout.flush()
     except CycloptsError as error:
         return _report(ConfigError(_words(error)))

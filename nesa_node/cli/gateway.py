@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+import os
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from functools import partial
 
 import torch
 from transformers.utils import logging as transformers_logging
 
 from nesa_node.api.app import make_app
+from nesa_node.api.closing import Closing
 from nesa_node.api.locating import locate
 from nesa_node.api.looking import open_look
 from nesa_node.api.models import Models
@@ -29,10 +32,32 @@ PUBLIC = ("/health", "/version")
 """What load balancers ask without a key."""
 
 
-async def run_gateway(config: GatewayConfig) -> None:
-    """Serve until SIGTERM or SIGINT. Prints where, once it listens. Raises as `serve_gateway`."""
-    with stop_signals() as stopping:
+async def run_gateway(config: GatewayConfig, *, while_stdin: bool = False) -> None:
+    """Serve until SIGTERM or SIGINT, or until whoever holds the other end of stdin is gone.
+
+    Prints where, once it listens. Raises as `serve_gateway`.
+    """
+    with stop_signals() as stopping, _leash(stopping if while_stdin else None):
         await serve_gateway(config, stopping)
+
+
+@contextmanager
+def _leash(stopping: asyncio.Event | None) -> Iterator[None]:
+    if stopping is None:
+        yield
+        return
+    loop, stdin = asyncio.get_running_loop(), sys.stdin.fileno()
+
+    def read() -> None:
+        if not os.read(stdin, 4096):
+            loop.remove_reader(stdin)
+            stopping.set()
+
+    loop.add_reader(stdin, read)
+    try:
+        yield
+    finally:
+        loop.remove_reader(stdin)
 
 
 async def serve_gateway(config: GatewayConfig, stopping: asyncio.Event) -> None:
@@ -47,7 +72,7 @@ async def serve_gateway(config: GatewayConfig, stopping: asyncio.Event) -> None:
         torch.set_num_threads(config.threads)
     async with open_look(config) as (look, swarm), AsyncExitStack() as stack:
         ending = Ending(stopping, swarm)
-        activity = ActivityBook()
+        activity, closing = ActivityBook(), Closing()
 
         async def open_model(name: str) -> ServedModel:
             return await asyncio.to_thread(open_served_model, config, name, activity=activity)
@@ -61,13 +86,14 @@ async def serve_gateway(config: GatewayConfig, stopping: asyncio.Event) -> None:
             return
         address = await stack.enter_async_context(
             serve_gated(
-                make_app(models, config),
+                make_app(models, config, closing=closing),
                 config,
                 HttpAddress.parse(config.listen),
                 public=PUBLIC,
                 max_connections=config.max_connections,
             )
         )
+        stack.push_async_callback(closing.close, config.grace_s)
         stack.enter_context(ready_file(config.ready_file, {"url": f"http://{address}"}))
         await stack.enter_async_context(_looking(models))
         print(f"nesa-node api listens on http://{address}/v1", flush=True)

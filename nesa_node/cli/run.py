@@ -16,8 +16,10 @@ def run(model: ModelArgument = None, /, *, flags: NodeFlags | None = None) -> in
     from nesa_node.core.config import NodeConfig
 
     config = configure(NodeConfig, flags, model=model)
+    from nesa_node.cli.with_api import with_api
     from nesa_node.server.daemon import run_node
     from nesa_node.swarm import event_loop
 
-    event_loop.run(with_page(config, partial(run_node, config)))
+    beside = with_api(config, None if flags is None else flags.config)
+    event_loop.run(with_page(config, partial(run_node, config, beside=beside)))
     return 0

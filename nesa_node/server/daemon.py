@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import random
 import resource
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
+from typing import Any
 
 from nesa_node.core.config import NodeConfig, OrchestratorConfig, PeerConfig, secret_text
 from nesa_node.core.errors import PeerUnreachableError
@@ -39,6 +40,9 @@ log = get_logger(__name__)
 WITHDRAW_TIMEOUT_S = 5.0
 MAX_FILES = 1 << 16
 
+Beside = Callable[[Sequence[str]], Coroutine[Any, Any, None]]
+"""What runs beside a node, told where the node can be reached."""
+
 
 async def run_bootstrap(config: PeerConfig) -> None:
     """Be a member of the DHT until SIGTERM or SIGINT. Raises `SwarmError` and `ConfigError`."""
@@ -66,13 +70,16 @@ async def run_orchestrator(config: OrchestratorConfig, show: Show | None = None)
                 await Ending(stopping, swarm).unless(plan())
 
 
-async def run_node(config: NodeConfig, show: Show | None = None) -> None:
+async def run_node(
+    config: NodeConfig, show: Show | None = None, *, beside: Beside | None = None
+) -> None:
     """Serve a span of a model until SIGTERM or SIGINT, then drain, withdraw and return.
 
-    `show` is told of what an orchestrator sees. Raises as `serve_node` does.
+    `show` is told of what an orchestrator sees. `beside` runs as long as the node can be reached
+    at the addresses that it is given. Raises as `serve_node` does.
     """
     with stop_signals() as stopping:
-        await serve_node(config, stopping, show=show)
+        await serve_node(config, stopping, show=show, beside=beside)
 
 
 async def serve_node(
@@ -80,6 +87,8 @@ async def serve_node(
     stopping: asyncio.Event,
     moves: Moves | None = None,
     show: Show | None = None,
+    *,
+    beside: Beside | None = None,
 ) -> None:
     """Serve a span of a model until `stopping` is set, others as `moves` brings wishes.
 
@@ -97,7 +106,8 @@ async def serve_node(
     ):
         about = _node_facts(config, served, blocks)
         moves = moves or moves_of(config)
-        await _serve(config, served, about, swarm, scheduler, stopping, moves, show)
+        async with _running(beside, swarm):
+            await _serve(config, served, about, swarm, scheduler, stopping, moves, show)
 
 
 @asynccontextmanager
@@ -189,6 +199,19 @@ async def _serve(
             task.cancel()
         await asyncio.gather(*background, return_exceptions=True)
         await _withdraw(swarm)
+
+
+@asynccontextmanager
+async def _running(beside: Beside | None, swarm: Swarm) -> AsyncIterator[None]:
+    if beside is None:
+        yield
+        return
+    running = asyncio.create_task(beside(swarm.transport.addresses))
+    try:
+        yield
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
 
 
 def moves_of(config: NodeConfig) -> Moves:
