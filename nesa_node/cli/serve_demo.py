@@ -46,8 +46,6 @@ def serve_until_stopped(
         print(_words(url, model.name, question), flush=True)
         process.wait()
         raise SwarmError(f"the gateway has ended:\n{_tail(log_path)}")
-    except KeyboardInterrupt:
-        print("\n  stopping", flush=True)
     finally:
         stop_nodes([process])
         if process.stdin is not None:

@@ -90,7 +90,8 @@ def _with_model(spec: Any) -> Any:
     """Almost no made-up text would be the model's name."""
     for schema in spec["components"]["schemas"].values():
         if "model" in schema.get("properties", {}) and schema.get("additionalProperties") is False:
-            schema["properties"]["model"] = {"enum": ["small"]}
+            optional = "model" not in schema.get("required", [])
+            schema["properties"]["model"] = {"enum": ["small", None] if optional else ["small"]}
     return spec
 
 
