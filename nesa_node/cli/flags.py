@@ -89,6 +89,13 @@ class SharedFlags:
     log_format: Annotated[LogFormat | None, Parameter(group=OUTPUT, help="[default: console]")] = (
         None
     )
+    otel_endpoint: Annotated[
+        str | None,
+        Parameter(
+            group=OUTPUT,
+            help="Send traces to this OpenTelemetry collector: http://127.0.0.1:4318.",
+        ),
+    ] = None
 
 
 @Parameter(name="*")
@@ -240,6 +247,23 @@ class GatewayFlags(ClientFlags, AccessFlags):
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
+class DashboardFlags(AccessFlags):
+    listen: Annotated[
+        str | None,
+        Parameter(group=ACCESS, help="Where browsers find the page. [default: 127.0.0.1:8080]"),
+    ] = None
+    look_every_s: Annotated[
+        str | None,
+        Parameter(group=OUTPUT, help="Seconds between two looks at the swarm. [default: 2.5]"),
+    ] = None
+    max_viewers: Annotated[
+        str | None,
+        Parameter(group=LIMITS, help="Open pages that are kept up to date. [default: 16]"),
+    ] = None
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
 class PeerFlags(SharedFlags):
     identity_path: Annotated[
         str | None,
@@ -285,6 +309,21 @@ class PeerFlags(SharedFlags):
     record_ttl_s: Annotated[
         str | None,
         Parameter(group=LIMITS, help="Seconds until a crashed node is forgotten. [default: 60]"),
+    ] = None
+    metrics: Annotated[
+        str | None,
+        Parameter(
+            group=OUTPUT,
+            help="Tell Prometheus there, under /metrics: 127.0.0.1:9400. [default: nowhere]",
+        ),
+    ] = None
+    metrics_beyond_loopback: Annotated[
+        bool | None,
+        Parameter(
+            group=OUTPUT,
+            negative=(),
+            help="Let --metrics be an address that others can reach; whoever does may read.",
+        ),
     ] = None
 
 
@@ -341,7 +380,7 @@ class OrchestratorFlags(PeerFlags):
         str | None,
         Parameter(
             group=ORCHESTRATION,
-            help="Serve the swarm's topology there as JSON: 127.0.0.1:8080. [default: nowhere]",
+            help="Serve a page about the swarm there: 127.0.0.1:8080. [default: nowhere]",
         ),
     ] = None
     http_beyond_loopback: Annotated[
@@ -497,6 +536,11 @@ def configure(cls: type[_Config], flags: SharedFlags | None, **more: object) -> 
     given.pop("config", None)
     config = load_config(cls, given, os.environ, toml_path)
     setup_logging(config.log_level, config.log_format)
+    if config.otel_endpoint is not None:
+        from nesa_node.cli.otel import start_tracing
+
+        service = _SERVICES.get(cls.__name__, "nesa-node")
+        start_tracing(config.otel_endpoint, service, getattr(config, "public_name", None))
     return config
 
 
@@ -512,6 +556,15 @@ def fill_api(tokens: Sequence[str]) -> Sequence[str]:
         if token == "--api" and not _API_ADDRESS.fullmatch(following):
             filled.append(DEFAULT_API)
     return filled
+
+
+_SERVICES = {
+    "ClientConfig": "nesa-client",
+    "GatewayConfig": "nesa-gateway",
+    "OrchestratorConfig": "nesa-orchestrator",
+    "PeerConfig": "nesa-bootstrap",
+}
+"""What a trace calls a command, by its config."""
 
 
 _LIST_FLAGS = frozenset({"--initial-peers", "--host-maddrs", "--announce-maddrs"})

@@ -22,12 +22,15 @@ from nesa_node.client.activity import ActivityBook
 from nesa_node.core.config import GatewayConfig
 from nesa_node.core.http_address import HttpAddress
 from nesa_node.core.logging import get_logger
+from nesa_node.dashboard.app import Dashboard
 from nesa_node.server.ending import Ending, stop_signals
 from nesa_node.server.ready_file import check_ready_file, ready_file
 from nesa_node.web.gate import serve_gated
 
 log = get_logger(__name__)
 
+MAX_VIEWERS = 64
+"""Of the dashboard."""
 PUBLIC = ("/health", "/version")
 """What load balancers ask without a key."""
 
@@ -73,6 +76,7 @@ async def serve_gateway(config: GatewayConfig, stopping: asyncio.Event) -> None:
     async with open_look(config) as (look, swarm), AsyncExitStack() as stack:
         ending = Ending(stopping, swarm)
         activity, closing = ActivityBook(), Closing()
+        page = Dashboard(activity=activity, playground=True, max_viewers=MAX_VIEWERS)
 
         async def open_model(name: str) -> ServedModel:
             return await asyncio.to_thread(open_served_model, config, name, activity=activity)
@@ -86,7 +90,7 @@ async def serve_gateway(config: GatewayConfig, stopping: asyncio.Event) -> None:
             return
         address = await stack.enter_async_context(
             serve_gated(
-                make_app(models, config, closing=closing),
+                make_app(models, config, closing=closing, pages=page.app()),
                 config,
                 HttpAddress.parse(config.listen),
                 public=PUBLIC,
@@ -96,6 +100,7 @@ async def serve_gateway(config: GatewayConfig, stopping: asyncio.Event) -> None:
         stack.push_async_callback(closing.close, config.grace_s)
         stack.enter_context(ready_file(config.ready_file, {"url": f"http://{address}"}))
         await stack.enter_async_context(_looking(models))
+        await stack.enter_async_context(page.watching(swarm))
         print(f"nesa-node api listens on http://{address}/v1", flush=True)
         await ending.wait()
 
