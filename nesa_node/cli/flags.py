@@ -163,6 +163,26 @@ class AccessFlags(SharedFlags):
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
+class MetricsFlags(SharedFlags):
+    metrics: Annotated[
+        str | None,
+        Parameter(
+            group=OUTPUT,
+            help="Tell Prometheus there, under /metrics: 127.0.0.1:9400. [default: nowhere]",
+        ),
+    ] = None
+    metrics_beyond_loopback: Annotated[
+        bool | None,
+        Parameter(
+            group=OUTPUT,
+            negative=(),
+            help="Let --metrics be an address that others can reach; whoever does may read.",
+        ),
+    ] = None
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
 class ClientFlags(SharedFlags):
     route: Annotated[
         Route | None,
@@ -210,7 +230,7 @@ class ClientFlags(SharedFlags):
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
-class GatewayFlags(ClientFlags, AccessFlags):
+class GatewayFlags(ClientFlags, AccessFlags, MetricsFlags):
     listen: Annotated[
         str | None, Parameter(group=ACCESS, help="Where to serve. [default: 127.0.0.1:8000]")
     ] = None
@@ -264,7 +284,7 @@ class DashboardFlags(AccessFlags):
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
-class PeerFlags(SharedFlags):
+class PeerFlags(MetricsFlags):
     identity_path: Annotated[
         str | None,
         Parameter(
@@ -309,21 +329,6 @@ class PeerFlags(SharedFlags):
     record_ttl_s: Annotated[
         str | None,
         Parameter(group=LIMITS, help="Seconds until a crashed node is forgotten. [default: 60]"),
-    ] = None
-    metrics: Annotated[
-        str | None,
-        Parameter(
-            group=OUTPUT,
-            help="Tell Prometheus there, under /metrics: 127.0.0.1:9400. [default: nowhere]",
-        ),
-    ] = None
-    metrics_beyond_loopback: Annotated[
-        bool | None,
-        Parameter(
-            group=OUTPUT,
-            negative=(),
-            help="Let --metrics be an address that others can reach; whoever does may read.",
-        ),
     ] = None
 
 

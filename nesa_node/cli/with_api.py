@@ -97,6 +97,9 @@ def _arguments(config: NodeConfig, config_path: Path | None, addresses: Sequence
     for name in ("revision", "threads"):
         if (value := getattr(config, name)) is not None:
             arguments.append(f"--{name}={value}")
+    if config.metrics is not None:
+        # The environment or the file may name the node's own; the gateway has /metrics.
+        arguments.append("--metrics=127.0.0.1:0")
     if config_path is not None:
         arguments.append(f"--config={config_path}")
     return arguments
