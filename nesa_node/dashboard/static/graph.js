@@ -132,6 +132,8 @@ export class Graph {
   drawCards(now) {
     const places = this.layout?.places ?? new Map();
     this.cards.classList.toggle("small", Boolean(this.layout?.small));
+    const lit = this.sessions.filter((session) => session.lit);
+    this.lit = new Set(lit.flatMap((session) => session.hops.map(([peer]) => peer)));
     keyed(this.cards, places.keys(), (key) => this.makeCard(key), (card, key) => {
       const { x, y } = places.get(key);
       card.style.left = `${x}px`;
@@ -151,7 +153,8 @@ export class Graph {
 
   updateCard(card, peer, node, now) {
     const state = node.state;
-    card.className = `card ${state}${peer === this.chosen ? " chosen" : ""}`;
+    const marks = [peer === this.chosen ? " chosen" : "", this.lit.has(peer) ? " lit" : ""];
+    card.className = `card ${state}${marks.join("")}`;
     card.dataset.state = state;
     const [title, sub, load, foot] = card.firstChild.children;
     if (title.textContent !== (node.name || shortPeer(peer))) {
