@@ -23,7 +23,7 @@ DONE = b"data: [DONE]\n\n"
 SEND_S = 60.0
 """How long a client may leave what was sent to it unread."""
 
-_encode = msgspec.json.Encoder().encode
+_encode: Callable[[Any], bytes] = msgspec.json.Encoder().encode
 _COMMENT = b": waiting\n\n"
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),

@@ -66,6 +66,10 @@ class ServedModel:
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="nesa-request")
         self._interrupts: set[Interrupt] = set()
 
+    async def join(self) -> None:
+        """Join the swarm now, not with the first request. Raises the `SwarmError`s of joining."""
+        await asyncio.to_thread(self._model.join)
+
     def generate(self, job: Job) -> AbstractAsyncContextManager[AsyncIterator[Event]]:
         """The events of `job`: `PromptRead`, then deltas until each choice has its last.
 

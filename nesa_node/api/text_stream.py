@@ -28,9 +28,18 @@ class TextRules:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer: Any = tokenizer
-        self.byte_tokens = _byte_tokens(tokenizer)
-        """Tokens that stand for one byte: a run of them is read as a whole."""
+        self._byte_tokens = _byte_tokens(tokenizer)
+        self._special = frozenset(self._tokenizer.all_special_ids)
+        self._length = len(self._tokenizer)
         self.merges_spaces = _merges_spaces(tokenizer)
+
+    def is_byte(self, token_id: int) -> bool:
+        """Whether it stands for one byte: a run of those is read as a whole."""
+        return token_id in self._byte_tokens
+
+    def is_silent(self, token_id: int) -> bool:
+        """Whether it is left out of texts."""
+        return token_id in self._special or token_id >= self._length
 
     def decode(self, token_ids: list[int]) -> str:
         """Without special tokens. Ids beyond the tokenizer's vocabulary have no text."""
@@ -46,11 +55,14 @@ class TextStream:
         self._window: list[int] = []
         self._said = ""
         """The beginning of the window's text that has gone out."""
+        self._in_bytes = False
 
     def push(self, token_id: int) -> str:
         """The text that is settled with this token; "" where none is."""
         self._window.append(token_id)
-        if token_id in self._rules.byte_tokens:
+        if not self._rules.is_silent(token_id):
+            self._in_bytes = self._rules.is_byte(token_id)
+        if self._in_bytes:
             return ""
         text = self._rules.decode(self._window)
         settled = text[:-1] if text.endswith(REPLACEMENT) else text

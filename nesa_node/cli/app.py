@@ -25,7 +25,8 @@ from nesa_node.cli.keys import keys
 from nesa_node.cli.orchestrate import orchestrate
 from nesa_node.cli.run import run
 from nesa_node.cli.simulate import simulate
-from nesa_node.cli.status import status
+from nesa_node.cli.status import status, with_interval
+from nesa_node.core import tracing
 from nesa_node.core.errors import ConfigError, NesaError
 
 INTERRUPTED = 130
@@ -67,7 +68,7 @@ def main() -> NoReturn:
 def run_command(argv: Sequence[str]) -> int:
     """Run one command line. Returns its exit code; expected errors become one line on stderr."""
     try:
-        result = app(spread_addresses(argv), print_error=False, exit_on_error=False)
+        result = app(spread_addresses(with_interval(argv)), print_error=False, exit_on_error=False)
         sys.stdout.flush()
     except CycloptsError as error:
         return _report(ConfigError(_words(error)))
@@ -86,6 +87,8 @@ def run_command(argv: Sequence[str]) -> int:
         # Python must not try to flush once more when it ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    finally:
+        tracing.use(None)
     return result if isinstance(result, int) else 0
 
 

@@ -89,6 +89,13 @@ class SharedFlags:
     log_format: Annotated[LogFormat | None, Parameter(group=OUTPUT, help="[default: console]")] = (
         None
     )
+    otel_endpoint: Annotated[
+        str | None,
+        Parameter(
+            group=OUTPUT,
+            help="Send traces to this OpenTelemetry collector: http://127.0.0.1:4318.",
+        ),
+    ] = None
 
 
 @Parameter(name="*")
@@ -303,6 +310,21 @@ class PeerFlags(SharedFlags):
         str | None,
         Parameter(group=LIMITS, help="Seconds until a crashed node is forgotten. [default: 60]"),
     ] = None
+    metrics: Annotated[
+        str | None,
+        Parameter(
+            group=OUTPUT,
+            help="Tell Prometheus there, under /metrics: 127.0.0.1:9400. [default: nowhere]",
+        ),
+    ] = None
+    metrics_beyond_loopback: Annotated[
+        bool | None,
+        Parameter(
+            group=OUTPUT,
+            negative=(),
+            help="Let --metrics be an address that others can reach; whoever does may read.",
+        ),
+    ] = None
 
 
 @Parameter(name="*")
@@ -506,7 +528,21 @@ def configure(cls: type[_Config], flags: SharedFlags | None, **more: object) -> 
     given.pop("config", None)
     config = load_config(cls, given, os.environ, toml_path)
     setup_logging(config.log_level, config.log_format)
+    if config.otel_endpoint is not None:
+        from nesa_node.cli.otel import start_tracing
+
+        service = _SERVICES.get(cls.__name__, "nesa-node")
+        start_tracing(config.otel_endpoint, service, getattr(config, "public_name", None))
     return config
+
+
+_SERVICES = {
+    "ClientConfig": "nesa-client",
+    "GatewayConfig": "nesa-gateway",
+    "OrchestratorConfig": "nesa-orchestrator",
+    "PeerConfig": "nesa-bootstrap",
+}
+"""What a trace calls a command, by its config."""
 
 
 _LIST_FLAGS = frozenset({"--initial-peers", "--host-maddrs", "--announce-maddrs"})

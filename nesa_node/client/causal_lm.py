@@ -84,6 +84,11 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):  # type: ig
         """Embedding and head, which are in this process."""
         return self._ends
 
+    def join(self) -> None:
+        """Join the swarm now, not with the first session. Raises what joining raises."""
+        if any(connection is None and len(span) for connection, span in self._layers):
+            self._swarm()
+
     def inference_session(
         self,
         max_length: int,

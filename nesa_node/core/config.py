@@ -175,6 +175,7 @@ Device = Annotated[str, StringConstraints(pattern=r"^(auto|cpu|cuda(:\d+)?|mps)$
 PublicName = Annotated[
     str, StringConstraints(min_length=1, max_length=64, pattern=r"^[^\x00-\x1f]+$")
 ]
+Collector = Annotated[str, StringConstraints(max_length=512, pattern=r"^https?://[^\s/?#]+/?$")]
 Addresses = Annotated[tuple[PeerAddress, ...], BeforeValidator(_split)]
 ListenAddresses = Annotated[tuple[ListenAddress, ...], BeforeValidator(_split)]
 PeerIds = Annotated[tuple[PeerId, ...], BeforeValidator(_split)]
@@ -208,6 +209,7 @@ EXPECTED = {
     "num_blocks": 'a whole number of at least 1, or "auto"',
     "block_indices": 'a half-open range like "0:10"',
     "location": 'degrees of latitude and longitude like "52.5,13.4"',
+    "otel_endpoint": "an address like http://127.0.0.1:4318",
     "public_name": "1 to 64 printable characters",
 }
 """What a field wants, where pydantic's own words would not help."""
@@ -229,6 +231,7 @@ class SharedConfig(BaseModel):
     threads: Count | None = None
     log_format: LogFormat = "console"
     log_level: LogLevel = "info"
+    otel_endpoint: Collector | None = None
 
 
 class AccessConfig(SharedConfig):
@@ -301,6 +304,18 @@ class PeerConfig(SharedConfig):
     allow_peers: PeerIds = ()
     deny_peers: PeerIds = ()
     record_ttl_s: Positive = 60
+    metrics: Http | None = None
+    metrics_beyond_loopback: bool = False
+
+    @model_validator(mode="after")
+    def _metrics_stay_here(self) -> Self:
+        at = self.metrics
+        if at is None or HttpAddress.parse(at).loopback or self.metrics_beyond_loopback:
+            return self
+        raise ValueError(
+            f"metrics {at} can be reached by others, without a password; give a loopback "
+            "address such as 127.0.0.1:9400, or set metrics_beyond_loopback"
+        )
 
 
 class OrchestratorConfig(PeerConfig):

@@ -86,6 +86,11 @@ class Announcer:
         self._span: Span | None = None
         self._next_span: Span | None = None
 
+    @property
+    def state(self) -> State:
+        """What is published."""
+        return self._state
+
     async def announce(self, state: State, span: Span, *, next_span: Span | None = None) -> None:
         """Publish now, and this from now on. `next_span` is what the node moves to.
 

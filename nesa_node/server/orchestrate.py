@@ -13,6 +13,8 @@ from nesa_node.core.decision_log import DecisionLog
 from nesa_node.core.errors import ConfigError
 from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.core.logging import get_logger
+from nesa_node.core.metric_names import LEADS
+from nesa_node.core.metrics import Sample, Sources
 from nesa_node.routing.succession import Terms
 from nesa_node.server.follow import MovesLike, follow
 from nesa_node.server.history import History
@@ -41,10 +43,12 @@ async def orchestrate(
     planner: Planner | None = None,
     liars: Collection[PeerId] = (),
     show: Show | None = None,
+    told: Sources | None = None,
 ) -> None:
     """Stand for the lease of `model_id` and plan while it is held, until cancelled.
 
-    `liars` are not yielded to; it may grow. `show` is told where it is seen, and what.
+    `liars` are not yielded to; it may grow. `show` is told where it is seen, and what; `told` what
+    there is to tell Prometheus.
     """
     own = swarm.identity.peer_id
     swarm.notices.spare(config.allow_orchestrators)
@@ -80,7 +84,8 @@ async def orchestrate(
         rng=random.Random(own),
     )
     log.info("orchestrator_ready", model=model_id)
-    await orchestrator.run()
+    with (told or Sources()).adding(lambda: [Sample(LEADS, (model_id,), float(lease.leads))]):
+        await orchestrator.run()
 
 
 def obedience_of(config: NodeConfig, own: PeerId, *, num_blocks: int, max_blocks: int) -> Obedience:

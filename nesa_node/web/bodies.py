@@ -19,11 +19,11 @@ _RETRY_S = 2.0
 
 
 class Bodies:
-    """At most `max_bytes` of one request, for which it has `read_s` seconds."""
+    """At most `max_bytes` of one request, for which it has `read_s` seconds (`READ_S`)."""
 
-    def __init__(self, max_bytes: int, *, read_s: float = READ_S) -> None:
+    def __init__(self, max_bytes: int, *, read_s: float | None = None) -> None:
         self._max_bytes = max_bytes
-        self._read_s = read_s
+        self._read_s = READ_S if read_s is None else read_s
         self._held_bytes = 0
 
     @property

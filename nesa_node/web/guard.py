@@ -16,7 +16,8 @@ _HEADERS = {
     "cache-control": "no-store",
     "content-security-policy": "default-src 'none'; frame-ancestors 'none'",
     "cross-origin-resource-policy": "same-origin",
-    "referrer-policy": "no-referrer",
+    # Under "no-referrer" browsers would post our own forms with `Origin: null`, like a stranger's.
+    "referrer-policy": "same-origin",
 }
 
 

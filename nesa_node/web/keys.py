@@ -64,8 +64,11 @@ class KeyStore:
 
     @property
     def exists(self) -> bool:
-        """Whether somebody has ever made keys here. Revoking the last one leaves the file."""
-        return self._file.path.exists()
+        """Whether somebody has ever made keys here. Revoking the last one leaves the file.
+
+        Raises `ConfigError` if that cannot be known.
+        """
+        return self._file.exists()
 
     def find(self, key: str) -> StoredKey | None:
         """The key that `key` is, unless it was revoked or has expired.

@@ -102,8 +102,8 @@ class _LoginPage:
         self._page = page.replace("/*STYLE*/", style)
         digest = b64encode(sha256(style.encode()).digest()).decode()
         self._policy = (
-            f"default-src 'none'; style-src 'sha256-{digest}'; form-action 'self'; "
-            "base-uri 'none'; frame-ancestors 'none'"
+            f"default-src 'none'; style-src 'sha256-{digest}'; img-src data:; "
+            "form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
         )
 
     def response(self, problem: Problem | None = None) -> Response:
