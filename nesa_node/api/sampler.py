@@ -17,7 +17,7 @@ from nesa_node.api.job import Sampling
 
 GREEDY_BELOW = 1e-5
 """A temperature below this leaves nothing to chance."""
-_FEW_CANDIDATES = 512
+_TRIES = (512, 8192)
 """Sorting a whole vocabulary takes milliseconds, and so many hold nearly all that may be drawn."""
 
 
@@ -92,7 +92,7 @@ class Sampler:
 def _likeliest(scores_V: Tensor, top_p: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Scores, ids and weights of the best, enough to have `top_p` of the total weight."""
     total = scores_V.exp().sum()
-    for count in (min(_FEW_CANDIDATES, len(scores_V)), len(scores_V)):
+    for count in (*(few for few in _TRIES if few < len(scores_V)), len(scores_V)):
         scores_K, ids_K = scores_V.topk(count)
         weights_K = scores_K.exp()
         if float(weights_K.sum()) >= top_p * float(total):

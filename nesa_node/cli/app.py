@@ -14,18 +14,20 @@ from nesa_node import __version__
 from nesa_node.cli.api import api
 from nesa_node.cli.bootstrap import bootstrap
 from nesa_node.cli.chat import chat
+from nesa_node.cli.dashboard import dashboard
 from nesa_node.cli.demo import demo
 from nesa_node.cli.doctor import doctor
 from nesa_node.cli.eval import evaluate
 from nesa_node.cli.explain import explain
-from nesa_node.cli.flags import spread_addresses
+from nesa_node.cli.flags import fill_api, spread_addresses
 from nesa_node.cli.generate import generate
 from nesa_node.cli.identity import identity
 from nesa_node.cli.keys import keys
 from nesa_node.cli.orchestrate import orchestrate
 from nesa_node.cli.run import run
 from nesa_node.cli.simulate import simulate
-from nesa_node.cli.status import status
+from nesa_node.cli.status import status, with_interval
+from nesa_node.core import tracing
 from nesa_node.core.errors import ConfigError, NesaError
 
 INTERRUPTED = 130
@@ -48,6 +50,7 @@ for _command in (
     generate,
     chat,
     status,
+    dashboard,
     explain,
     simulate,
     identity,
@@ -67,7 +70,8 @@ def main() -> NoReturn:
 def run_command(argv: Sequence[str]) -> int:
     """Run one command line. Returns its exit code; expected errors become one line on stderr."""
     try:
-        result = app(spread_addresses(argv), print_error=False, exit_on_error=False)
+        tokens = spread_addresses(with_interval(fill_api(argv)))
+        result = app(tokens, print_error=False, exit_on_error=False)
         sys.stdout.flush()
     except CycloptsError as error:
         return _report(ConfigError(_words(error)))
@@ -86,6 +90,8 @@ def run_command(argv: Sequence[str]) -> int:
         # Python must not try to flush once more when it ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    finally:
+        tracing.use(None)
     return result if isinstance(result, int) else 0
 
 

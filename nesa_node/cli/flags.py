@@ -89,6 +89,13 @@ class SharedFlags:
     log_format: Annotated[LogFormat | None, Parameter(group=OUTPUT, help="[default: console]")] = (
         None
     )
+    otel_endpoint: Annotated[
+        str | None,
+        Parameter(
+            group=OUTPUT,
+            help="Send traces to this OpenTelemetry collector: http://127.0.0.1:4318.",
+        ),
+    ] = None
 
 
 @Parameter(name="*")
@@ -156,6 +163,26 @@ class AccessFlags(SharedFlags):
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
+class MetricsFlags(SharedFlags):
+    metrics: Annotated[
+        str | None,
+        Parameter(
+            group=OUTPUT,
+            help="Tell Prometheus there, under /metrics: 127.0.0.1:9400. [default: nowhere]",
+        ),
+    ] = None
+    metrics_beyond_loopback: Annotated[
+        bool | None,
+        Parameter(
+            group=OUTPUT,
+            negative=(),
+            help="Let --metrics be an address that others can reach; whoever does may read.",
+        ),
+    ] = None
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
 class ClientFlags(SharedFlags):
     route: Annotated[
         Route | None,
@@ -203,7 +230,7 @@ class ClientFlags(SharedFlags):
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
-class GatewayFlags(ClientFlags, AccessFlags):
+class GatewayFlags(ClientFlags, AccessFlags, MetricsFlags):
     listen: Annotated[
         str | None, Parameter(group=ACCESS, help="Where to serve. [default: 127.0.0.1:8000]")
     ] = None
@@ -240,7 +267,24 @@ class GatewayFlags(ClientFlags, AccessFlags):
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
-class PeerFlags(SharedFlags):
+class DashboardFlags(AccessFlags):
+    listen: Annotated[
+        str | None,
+        Parameter(group=ACCESS, help="Where browsers find the page. [default: 127.0.0.1:8080]"),
+    ] = None
+    look_every_s: Annotated[
+        str | None,
+        Parameter(group=OUTPUT, help="Seconds between two looks at the swarm. [default: 2.5]"),
+    ] = None
+    max_viewers: Annotated[
+        str | None,
+        Parameter(group=LIMITS, help="Open pages that are kept up to date. [default: 16]"),
+    ] = None
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class PeerFlags(MetricsFlags):
     identity_path: Annotated[
         str | None,
         Parameter(
@@ -341,7 +385,7 @@ class OrchestratorFlags(PeerFlags):
         str | None,
         Parameter(
             group=ORCHESTRATION,
-            help="Serve the swarm's topology there as JSON: 127.0.0.1:8080. [default: nowhere]",
+            help="Serve a page about the swarm there: 127.0.0.1:8080. [default: nowhere]",
         ),
     ] = None
     http_beyond_loopback: Annotated[
@@ -357,6 +401,14 @@ class OrchestratorFlags(PeerFlags):
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class NodeFlags(OrchestratorFlags):
+    api: Annotated[
+        str | None,
+        Parameter(
+            group=ACCESS,
+            help="Serve OpenAI's API, too, in a process of its own: --api alone is 127.0.0.1:8000. "
+            "Its other settings are those of `nesa-node api`, from the environment or --config.",
+        ),
+    ] = None
     orchestrator: Annotated[
         bool | None,
         Parameter(
@@ -489,7 +541,35 @@ def configure(cls: type[_Config], flags: SharedFlags | None, **more: object) -> 
     given.pop("config", None)
     config = load_config(cls, given, os.environ, toml_path)
     setup_logging(config.log_level, config.log_format)
+    if config.otel_endpoint is not None:
+        from nesa_node.cli.otel import start_tracing
+
+        service = _SERVICES.get(cls.__name__, "nesa-node")
+        start_tracing(config.otel_endpoint, service, getattr(config, "public_name", None))
     return config
+
+
+DEFAULT_API = "127.0.0.1:8000"
+_API_ADDRESS = re.compile(r"(\[[0-9a-fA-F:]+\]|localhost|[0-9.]+):[0-9]+")
+
+
+def fill_api(tokens: Sequence[str]) -> Sequence[str]:
+    """Let `--api` stand without an address."""
+    filled: list[str] = []
+    for token, following in zip(tokens, (*tokens[1:], ""), strict=True):
+        filled.append(token)
+        if token == "--api" and not _API_ADDRESS.fullmatch(following):
+            filled.append(DEFAULT_API)
+    return filled
+
+
+_SERVICES = {
+    "ClientConfig": "nesa-client",
+    "GatewayConfig": "nesa-gateway",
+    "OrchestratorConfig": "nesa-orchestrator",
+    "PeerConfig": "nesa-bootstrap",
+}
+"""What a trace calls a command, by its config."""
 
 
 _LIST_FLAGS = frozenset({"--initial-peers", "--host-maddrs", "--announce-maddrs"})

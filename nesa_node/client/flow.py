@@ -90,7 +90,7 @@ class Flow:
         kept = link.wire.readable(kept)
         await link.send_step(
             Step(
-                session=self._route.session,
+                session=link.session,
                 epoch=self._route.epoch,
                 step=kept.step,
                 rows=kept.rows,
@@ -181,6 +181,7 @@ class Flow:
             output_TD = tensors.decode(output.tensor, payload, max_bytes=output.tensor.most_nbytes)
         except ProtocolError as error:
             raise self._misbehaved(link, str(error)) from error
+        link.wire.came(output.tensor, payload)
         stage.renew(self._step_timeout_s)
         return kept, output_TD, output.via
 

@@ -5,6 +5,7 @@ environment, TOML file, defaults. One file or environment can serve every comman
 
     SharedConfig        how to find the swarm, how to log
     ├── AccessConfig    `keys`; mixed into whatever serves others by HTTP
+    │   └── DashboardConfig `dashboard`
     ├── ClientConfig    `generate`, `chat`, `status`, `doctor`
     │   └── GatewayConfig   `api`
     └── PeerConfig      `bootstrap`
@@ -174,6 +175,7 @@ Device = Annotated[str, StringConstraints(pattern=r"^(auto|cpu|cuda(:\d+)?|mps)$
 PublicName = Annotated[
     str, StringConstraints(min_length=1, max_length=64, pattern=r"^[^\x00-\x1f]+$")
 ]
+Collector = Annotated[str, StringConstraints(max_length=512, pattern=r"^https?://[^\s/?#]+/?$")]
 Addresses = Annotated[tuple[PeerAddress, ...], BeforeValidator(_split)]
 ListenAddresses = Annotated[tuple[ListenAddress, ...], BeforeValidator(_split)]
 PeerIds = Annotated[tuple[PeerId, ...], BeforeValidator(_split)]
@@ -207,6 +209,7 @@ EXPECTED = {
     "num_blocks": 'a whole number of at least 1, or "auto"',
     "block_indices": 'a half-open range like "0:10"',
     "location": 'degrees of latitude and longitude like "52.5,13.4"',
+    "otel_endpoint": "an address like http://127.0.0.1:4318",
     "public_name": "1 to 64 printable characters",
 }
 """What a field wants, where pydantic's own words would not help."""
@@ -228,6 +231,24 @@ class SharedConfig(BaseModel):
     threads: Count | None = None
     log_format: LogFormat = "console"
     log_level: LogLevel = "info"
+    otel_endpoint: Collector | None = None
+
+
+class MetricsConfig(SharedConfig):
+    """Somebody who tells Prometheus how it is."""
+
+    metrics: Http | None = None
+    metrics_beyond_loopback: bool = False
+
+    @model_validator(mode="after")
+    def _metrics_stay_here(self) -> Self:
+        at = self.metrics
+        if at is None or HttpAddress.parse(at).loopback or self.metrics_beyond_loopback:
+            return self
+        raise ValueError(
+            f"metrics {at} can be reached by others, without a password; give a loopback "
+            "address such as 127.0.0.1:9400, or set metrics_beyond_loopback"
+        )
 
 
 class AccessConfig(SharedConfig):
@@ -259,7 +280,15 @@ class ClientConfig(SharedConfig):
     log_level: LogLevel = "warning"
 
 
-class GatewayConfig(ClientConfig, AccessConfig):
+class DashboardConfig(AccessConfig):
+    """Somebody who shows a swarm on a page."""
+
+    listen: Http = "127.0.0.1:8080"
+    look_every_s: Positive = 2.5
+    max_viewers: Annotated[Count, Field(le=1000)] = 16
+
+
+class GatewayConfig(ClientConfig, AccessConfig, MetricsConfig):
     """A client that lets others use the swarm by HTTP."""
 
     models: ModelNames = ()
@@ -278,7 +307,7 @@ class GatewayConfig(ClientConfig, AccessConfig):
         return self.models or (() if self.model is None else (self.model,))
 
 
-class PeerConfig(SharedConfig):
+class PeerConfig(MetricsConfig):
     """A member of the DHT: reachable, with an identity that outlives restarts."""
 
     identity_path: FilePath = Field(default_factory=default_identity_path)
@@ -322,6 +351,7 @@ class NodeConfig(OrchestratorConfig):
     """A daemon that serves a span of one model."""
 
     model: str = Field(min_length=1)
+    api: Http | None = None
     orchestrator: bool = False
     follow_every_s: Positive = 15
     num_blocks: Count | Literal["auto"] | None = None
@@ -357,6 +387,7 @@ ALL_CONFIGS: tuple[type[SharedConfig], ...] = (
     NodeConfig,
     OrchestratorConfig,
     PeerConfig,
+    DashboardConfig,
     GatewayConfig,
     ClientConfig,
     AccessConfig,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 from nesa_node.core.errors import ConfigError
@@ -12,6 +13,7 @@ from nesa_node.routing.tuned import TUNED
 from nesa_node.server.planner import Decision
 from nesa_node.server.snapshot_store import SnapshotStore
 from nesa_node.swarm.notices import Placement
+from nesa_node.topology.changes.triggers import Trigger
 from nesa_node.topology.looks import Look, seen_of
 from nesa_node.topology.report import heights_of, topology_report
 from nesa_node.topology.snapshot import Snapshot
@@ -70,9 +72,12 @@ class History:
         active: Placement | None,
         *,
         leads: bool,
+        triggers: Sequence[Trigger] = (),
     ) -> None:
-        """`decision` is None for somebody who only stands ready; `active`: what asks for moves."""
-        look = _look(snapshot, decision, active, leads=leads)
+        """`decision` is None for somebody who only looks on, and may have watched `triggers`
+        all the same; `active`: what asks for moves.
+        """
+        look = _look(snapshot, decision, active, leads=leads, triggers=triggers)
         heights = heights_of(snapshot)
         with self._guard:
             self._looks.append(look)
@@ -100,9 +105,14 @@ class History:
 
 
 def _look(
-    snapshot: Snapshot, decision: Decision | None, active: Placement | None, *, leads: bool
+    snapshot: Snapshot,
+    decision: Decision | None,
+    active: Placement | None,
+    *,
+    leads: bool,
+    triggers: Sequence[Trigger],
 ) -> Look:
-    about: dict[str, Any] = {}
+    about: dict[str, Any] = {"seen": seen_of(triggers)}
     if decision is not None:
         about = {
             "seen": seen_of(decision.triggers),

@@ -68,7 +68,8 @@ class Doorman:
     @property
     def open(self) -> bool:
         """Whether no key is asked for. Once there are keys this ends, and never comes back."""
-        self._closed = self._closed or self._chosen is not None or self.store.exists
+        if not self._closed:
+            self._closed = self._chosen is not None or self._may_have_keys()
         return not self._closed
 
     def check(self, address: HttpAddress) -> None:
@@ -133,6 +134,12 @@ class Doorman:
                 "www-authenticate": _CHALLENGE["www-authenticate"] + ', error="invalid_token"'
             },
         )
+
+    def _may_have_keys(self) -> bool:
+        try:
+            return self.store.exists
+        except ConfigError:
+            return True
 
     def _is_chosen(self, key: str) -> bool:
         return self._chosen is not None and hmac.compare_digest(digest_of(key), self._chosen)

@@ -71,6 +71,9 @@ class KeyFile:
     def __init__(self, path: Path) -> None:
         self.path = path.expanduser().absolute()
 
+    def exists(self) -> bool:
+        return self.stamp() != _NO_FILE
+
     def stamp(self) -> Stamp:
         try:
             return _stamp_of(os.stat(self.path))

@@ -64,8 +64,11 @@ class KeyStore:
 
     @property
     def exists(self) -> bool:
-        """Whether somebody has ever made keys here. Revoking the last one leaves the file."""
-        return self._file.path.exists()
+        """Whether somebody has ever made keys here. Revoking the last one leaves the file.
+
+        Raises `ConfigError` if that cannot be known.
+        """
+        return self._file.exists()
 
     def find(self, key: str) -> StoredKey | None:
         """The key that `key` is, unless it was revoked or has expired.
@@ -208,4 +211,7 @@ def _named(keys: Sequence[StoredKey], wanted: str) -> StoredKey:
     found = by_id.get(wanted) or by_name.get(wanted) or by_id.get(id_of(wanted))
     if found is not None:
         return found
-    raise ConfigError(f"no key has the id or name {wanted!r}; `nesa-node keys list` shows them")
+    # Not repeated: it may be a key.
+    raise ConfigError(
+        "no key has this id or name; `nesa-node keys list` shows those that there are"
+    )

@@ -1,0 +1,33 @@
+"""What the sessions of one connection have lived through, for whoever counts it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Literal, get_args
+
+from nesa_node.core import metric_names as names
+from nesa_node.core.ids import ModelId
+from nesa_node.core.metrics import Sample
+
+Reason = Literal["failed", "left", "slow"]
+
+
+class SessionTallies:
+    """Each session adds to it. On the connection's event loop."""
+
+    def __init__(self) -> None:
+        self.open = 0
+        self.step_s = names.STEP.tally()
+        self.recovery_s = names.RECOVERY.tally()
+        self.failovers: Counter[Reason] = Counter()
+
+
+def session_samples(model_id: ModelId, tallies: SessionTallies) -> Iterator[Sample]:
+    """What a client tells Prometheus of its sessions; may be read in any thread."""
+    model = (model_id,)
+    yield Sample(names.SESSIONS, model, tallies.open)
+    yield Sample(names.STEP, model, tallies.step_s)
+    yield Sample(names.RECOVERY, model, tallies.recovery_s)
+    for reason in get_args(Reason):
+        yield Sample(names.FAILOVERS, (*model, reason), tallies.failovers[reason])
