@@ -7,20 +7,28 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 
-from nesa_node.cli.local_swarm import stop_nodes
+from nesa_node.cli.local_swarm import (
+    LocalNode,
+    local_swarm,
+    start_node,
+    stop_nodes,
+    wait_until_serving,
+)
 from nesa_node.core.span import Span
-from tests.swarms import Daemons, daemons
 
 MODEL = "SmolLM2-135M-Instruct"
 SPANS = (Span(0, 10), Span(10, 20), Span(20, 30))
-_READY_S = 120
+FLAGS = ("--torch-dtype", "float32", "--threads", "1", "--record-ttl-s", "10")
+"""A node that was killed is to be missed soon."""
+READY_S = 300
+"""A busy machine takes minutes for what takes seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +40,18 @@ class LiveGateway:
     limited: str
     limited_npm: str
     revoked: str
+    nodes: tuple[LocalNode, ...]
+    model: Path
     folder: Path
-    daemons: Daemons
+
+    @contextmanager
+    def substitute(self, span: Span) -> Iterator[None]:
+        """One more node, which holds `span`."""
+        with ExitStack() as stack:
+            joining = ("--initial-peers", *self.nodes[0].addresses, *FLAGS)
+            node = start_node(stack, self.model, "substitute", span, self.folder, joining)
+            wait_until_serving(node, time.monotonic() + READY_S)
+            yield
 
 
 @contextmanager
@@ -45,22 +63,21 @@ def live_gateway(model: Path, folder: Path) -> Iterator[LiveGateway]:
     limited = [_key(store, name, *once) for name in ("limited", "limited-npm")]
     revoked = _key(store, "revoked")
     _nesa_node("keys", "revoke", "revoked", "--keys-path", str(store))
-    # A node that was killed is to be missed soon.
-    with daemons(model, folder, "--record-ttl-s", "10") as nodes:
-        nodes.start_all(SPANS)
-        with _gateway(model, folder, nodes, store) as url:
-            # A model joins the swarm with the first request for it, by a process of its own: a
-            # test ends with those it began with.
-            _ask_once(url, key)
-            yield LiveGateway(f"{url}/v1", key, *limited, revoked, folder, nodes)
+    with (
+        local_swarm(model, SPANS, folder, flags=FLAGS, ready_timeout_s=READY_S) as nodes,
+        _gateway(model, folder, nodes[0].addresses, store) as url,
+    ):
+        # A model joins the swarm with the first request for it, by a process of its own: a test
+        # ends with those it began with.
+        _ask_once(url, key)
+        yield LiveGateway(f"{url}/v1", key, *limited, revoked, tuple(nodes), model, folder)
 
 
 @contextmanager
-def _gateway(model: Path, folder: Path, nodes: Daemons, store: Path) -> Iterator[str]:
+def _gateway(model: Path, folder: Path, addresses: Sequence[str], store: Path) -> Iterator[str]:
     ready, log_path = folder / "gateway.json", folder / "gateway.log"
     command = [sys.executable, "-m", "nesa_node", "api", "--model", str(model)]
-    # Through all of them: one will be killed.
-    command += ["--initial-peers", *(node.addresses[0] for node in nodes.nodes)]
+    command += ["--initial-peers", *addresses]
     command += ["--listen", "127.0.0.1:0", "--ready-file", str(ready), "--keys-path", str(store)]
     command += ["--torch-dtype", "float32", "--threads", "1"]
     with log_path.open("wb") as log:
@@ -68,7 +85,7 @@ def _gateway(model: Path, folder: Path, nodes: Daemons, store: Path) -> Iterator
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
         )
     try:
-        deadline = time.monotonic() + _READY_S
+        deadline = time.monotonic() + READY_S
         while not ready.exists():
             log_text = log_path.read_text(encoding="utf-8", errors="replace")
             assert process.poll() is None, log_text
@@ -84,7 +101,7 @@ def _ask_once(url: str, key: str) -> None:
         f"{url}/v1/completions",
         headers={"authorization": f"Bearer {key}"},
         json={"model": MODEL, "prompt": "Hello", "max_tokens": 1},
-        timeout=60,
+        timeout=120,
     )
     assert answer.status_code == 200, answer.text
 
@@ -99,7 +116,7 @@ def _nesa_node(*argv: str) -> str:
         env=dict(os.environ),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -17,7 +17,7 @@ from openai import OpenAI
 from tests.clients.live_gateway import MODEL, LiveGateway
 from tests.clients.local_answers import LocalAnswers, Message
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 QUESTION: list[Message] = [{"role": "user", "content": "What is the capital of France?"}]
 STORY: list[Message] = [{"role": "user", "content": "Tell me a story about a lighthouse."}]

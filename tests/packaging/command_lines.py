@@ -59,8 +59,13 @@ def command_lines() -> Iterator[Line]:
 
 
 def mentions() -> Iterator[Line]:
-    """`nesa-node ...` within sentences, where most often only a command is named."""
+    """`nesa-node ...` within sentences, where most often only a command is named.
+
+    In the protocol such words are prefixes of what is signed.
+    """
     for path in documents():
+        if path.name == "protocol.md":
+            continue
         for text in _IN_TEXT.findall(path.read_text(encoding="utf-8")):
             yield Line(path, text)
 
