@@ -28,7 +28,5 @@ def gateway(demo_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 @pytest.fixture(scope="package")
 def local(demo_folder: Path) -> LocalAnswers:
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(  # type: ignore[no-untyped-call]
-        demo_folder, dtype=torch.float32
-    )
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(demo_folder, dtype=torch.float32)
     return LocalAnswers(model.eval(), AutoTokenizer.from_pretrained(demo_folder))  # type: ignore[no-untyped-call]

@@ -24,7 +24,7 @@ INSTALL_S = 400
 PACKAGES: Mapping[str, tuple[str, ...]] = {
     "langchain": ("langchain-openai==1.7.3",),
     "llm": ("llm==0.36",),
-    "litellm": ("litellm==1.109.1",),
+    "litellm": ("litellm==1.106.2",),
 }
 NPM = ("openai@7.57.0",)
 

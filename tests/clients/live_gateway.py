@@ -60,7 +60,7 @@ def live_gateway(model: Path, folder: Path) -> Iterator[LiveGateway]:
     store = folder / "keys.json"
     key = _key(store, "tests")
     once = ("--requests-per-min", "1")
-    limited = [_key(store, name, *once) for name in ("limited", "limited-npm")]
+    limited, limited_npm = (_key(store, name, *once) for name in ("limited", "limited-npm"))
     revoked = _key(store, "revoked")
     _nesa_node("keys", "revoke", "revoked", "--keys-path", str(store))
     with (
@@ -70,7 +70,16 @@ def live_gateway(model: Path, folder: Path) -> Iterator[LiveGateway]:
         # A model joins the swarm with the first request for it, by a process of its own: a test
         # ends with those it began with.
         _ask_once(url, key)
-        yield LiveGateway(f"{url}/v1", key, *limited, revoked, tuple(nodes), model, folder)
+        yield LiveGateway(
+            url=f"{url}/v1",
+            key=key,
+            limited=limited,
+            limited_npm=limited_npm,
+            revoked=revoked,
+            nodes=tuple(nodes),
+            model=model,
+            folder=folder,
+        )
 
 
 @contextmanager

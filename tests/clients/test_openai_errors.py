@@ -7,7 +7,7 @@ from typing import Any
 
 import openai
 import pytest
-from openai import OpenAI
+from openai import Omit, OpenAI
 
 from tests.clients.live_gateway import MODEL, LiveGateway
 
@@ -31,7 +31,7 @@ def client(gateway: LiveGateway) -> Iterator[OpenAI]:
 
 
 def _chat(client: OpenAI, **options: Any) -> Any:
-    merged = {"model": MODEL, "messages": HELLO, "max_tokens": 4} | options
+    merged: dict[str, Any] = {"model": MODEL, "messages": HELLO, "max_tokens": 4} | options
     return client.chat.completions.create(**merged)
 
 
@@ -116,13 +116,14 @@ def test_a_model_that_is_not_there_is_not_found(client: OpenAI) -> None:
 
 
 def test_no_key_a_wrong_one_and_a_revoked_one_are_refused(gateway: LiveGateway) -> None:
-    for key in ("", "nesa-wrong-wrong-wrong-wrong", gateway.revoked):
+    for key in ("nesa-wrong-wrong-wrong-wrong", gateway.revoked):
         with connect(gateway, key) as stranger, pytest.raises(openai.AuthenticationError) as caught:
             _chat(stranger)
         assert caught.value.status_code == 401
-    unnamed = {"Authorization": openai.omit}
-    with connect(gateway, "x") as stranger, pytest.raises(openai.AuthenticationError):
-        _chat(stranger, extra_headers=unnamed)
+    no_key = {"Authorization": Omit()}
+    with connect(gateway, "x") as stranger, pytest.raises(openai.AuthenticationError) as caught:
+        _chat(stranger, extra_headers=no_key)
+    assert caught.value.status_code == 401
 
 
 def test_a_key_over_its_limit_is_told_when_to_come_back(gateway: LiveGateway) -> None:

@@ -49,7 +49,7 @@ def ran(*command: str | Path, **more: Any) -> str:
         **more,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout + done.stderr
+    return str(done.stdout + done.stderr)
 
 
 def test_hadolint_finds_nothing_in_the_dockerfile() -> None:
@@ -222,7 +222,8 @@ def test_nodes_are_given_time_to_drain_and_their_own_spans(
 )
 def test_helm_refuses_values_that_mean_nothing(wrong: str, words: str, tmp_path: Path) -> None:
     values = CHART / "ci" / "default-values.yaml"
-    command = [tools.helm(), "template", CHART, "--values", values, "--set", wrong]
+    command: list[str | Path] = [tools.helm(), "template", CHART, "--values", values]
+    command += ["--set", wrong]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=60, check=False, env=_helm_env(tmp_path)
     )
@@ -231,7 +232,8 @@ def test_helm_refuses_values_that_mean_nothing(wrong: str, words: str, tmp_path:
 
 
 def test_a_gateway_without_a_key_is_refused(tmp_path: Path) -> None:
-    command = [tools.helm(), "template", CHART, "--set", "bootstrap.enabled=false"]
+    command: list[str | Path] = [tools.helm(), "template", CHART]
+    command += ["--set", "bootstrap.enabled=false"]
     done = subprocess.run(
         [*command, "--set", "initialPeers[0]=/ip4/192.0.2.7/tcp/4001/p2p/12D3KooWa"],
         capture_output=True,
