@@ -112,11 +112,10 @@ def test_python_libraries_answer_and_stream(
 def test_llm_answers(gateway: LiveGateway, local: LocalAnswers, tmp_path: Path) -> None:
     """`llm` is a command: its models are in a file of its own folder."""
     model = {"model_id": "swarm", "model_name": MODEL, "api_base": gateway.url}
+    model["api_key_name"] = "of-the-swarm"
     (tmp_path / "extra-openai-models.yaml").write_text(json.dumps([model]), encoding="utf-8")
-    env = _environment(gateway, tmp_path) | {
-        "LLM_USER_PATH": str(tmp_path),
-        "OPENAI_API_KEY": gateway.key,
-    }
+    (tmp_path / "keys.json").write_text(json.dumps({"of-the-swarm": gateway.key}), encoding="utf-8")
+    env = _environment(gateway, tmp_path) | {"LLM_USER_PATH": str(tmp_path)}
     options = ["-o", "temperature", "0", "-o", "max_tokens", str(NEW_TOKENS)]
     llm = python_of("llm").with_name("llm")
     told = run_script([llm, "-m", "swarm", *options, STORY], env, as_json=False)
