@@ -82,7 +82,11 @@ def _print_session(decision: Decision) -> None:
         f"{_ms(seconds)} {_TERMS.get(term, term)}" for term, seconds in step_s.items() if seconds
     )
     console.print(Text(f"a step was expected to take {_ms(sum(step_s.values()))}: {causes}"))
-    if dict(body["terms"]) != dict(step_s):
+    own = dict(body["terms"])
+    lost_s = own.pop("failures_s", 0.0)
+    if lost_s:
+        console.print(Text(f"{_ms(lost_s)} more a token are expected to be lost to failures"))
+    if own != dict(step_s):
         terms = ", ".join(f"{term} {value:.4g}" for term, value in body["terms"].items())
         console.print(Text(f"the strategy's own cost was {body['cost']:.4g}: {terms}"))
     _print_alternatives(console, body)

@@ -13,6 +13,7 @@ from nesa_node.core.ids import PeerId
 from nesa_node.routing.baselines import Printed, petals_chain, random_chain
 from nesa_node.routing.bottleneck import bottleneck, bottleneck_s
 from nesa_node.routing.exact import exact_latency
+from nesa_node.routing.failures import chain_lost_s, with_failures
 from nesa_node.routing.greedy import GreedyRule, Parameters, Prepared
 from nesa_node.routing.problem import Chain, Problem, terms
 from nesa_node.routing.throughput import exact_throughput, priced
@@ -41,6 +42,19 @@ class Plain:
 
     def terms(self, problem: Problem, chain: Chain) -> Mapping[str, float]:
         return asdict(terms(problem, chain))
+
+
+@dataclass(frozen=True, slots=True)
+class Latency:
+    """Terms are seconds: those of a step, and what failures are expected to cost it."""
+
+    name: str = "exact-latency"
+
+    def choose(self, problem: Problem) -> Chain:
+        return exact_latency(with_failures(problem))
+
+    def terms(self, problem: Problem, chain: Chain) -> Mapping[str, float]:
+        return asdict(terms(problem, chain)) | {"failures_s": chain_lost_s(problem, chain)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +114,7 @@ class Literal:
 DEFAULT = "exact-latency"
 
 STRATEGIES: dict[str, Callable[[np.random.Generator], Strategy]] = {
-    "exact-latency": lambda _: Plain("exact-latency", exact_latency),
+    "exact-latency": lambda _: Latency(),
     "exact-throughput": lambda _: Throughput(),
     "bottleneck": lambda _: SlowestNode(),
     "homology-greedy": lambda _: Greedy(),

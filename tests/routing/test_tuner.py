@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from nesa_node.routing.exact import exact_latency
-from nesa_node.routing.fitness import RECOVERY_S, TOKENS, Scenario, fitness
+from nesa_node.routing.failures import RECOVERY_S, TOKENS
+from nesa_node.routing.fitness import Scenario, fitness
 from nesa_node.routing.greedy import Parameters
 from nesa_node.routing.problem import terms
 from nesa_node.routing.tuner import (
