@@ -107,12 +107,17 @@ class _Nodes:
 
 
 def trace(
-    world: World, snapshots: int, rng: np.random.Generator, event: Event | None = None
+    world: World,
+    snapshots: int,
+    rng: np.random.Generator,
+    event: Event | None = None,
+    *,
+    apart_s_RR: Floats | None = None,
 ) -> Iterator[TraceStep]:
-    """Yield `snapshots` steps."""
+    """Yield `snapshots` steps. `apart_s_RR`: seconds between regions, by default of random places."""
     if world.nodes < world.regions:
         raise ValueError(f"{world.nodes} nodes are too few for {world.regions} regions")
-    base_s_RR = regions_apart(world.regions, rng)
+    base_s_RR = regions_apart(world.regions, rng) if apart_s_RR is None else apart_s_RR
     drift_RR = np.zeros_like(base_s_RR)
     nodes = _newcomers(world, np.arange(world.nodes) % world.regions, 0, rng)
     serial, missing = world.nodes, 0

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-TriggerName = Literal["shift", "round trips", "departures", "coverage", "replicas", "capacity", "plan"]
+TriggerName = Literal[
+    "shift", "round trips", "places", "departures", "coverage", "replicas", "capacity", "plan"
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
