@@ -43,6 +43,7 @@ from nesa_node.swarm.messages import (
     RolledBack,
     Step,
 )
+from nesa_node.swarm.notices import FailureKind
 from nesa_node.swarm.stream import Stream, silence_is_loss
 from nesa_node.swarm.wire import States, Wire, report_arrival
 
@@ -74,10 +75,13 @@ class HopLink:
         self.hop = hop
         self.wire = Wire(request.quality, (), speed)
         """How steps travel to the node."""
+        self.closed = False
         self.leaving = False
         self.is_unwanted = False
         """The session would be faster without this node, which serves on until others stand by."""
         self.lost: str | None = None
+        self.fault: FailureKind = "lost"
+        """What others are told of it, if it is."""
         self.downstream_lost: str | None = None
         self.refusal: Error | None = None
         """The node refused a step; the session's state there is as before."""
@@ -247,10 +251,10 @@ class HopLink:
         self.lose(f"{self._stream.peer} answered with {type(answer).__name__}")
         return PeerUnreachableError(self.lost or "")
 
-    def lose(self, reason: str) -> None:
+    def lose(self, reason: str, fault: FailureKind = "lost") -> None:
         """Let the route replace this node; whoever waits for its answer waits no more."""
         if self.lost is None:
-            self.lost = reason
+            self.lost, self.fault = reason, fault
         for waiting in (self._answer, self._handed):
             if waiting is not None and not waiting.done():
                 waiting.set_exception(PeerUnreachableError(reason))
@@ -267,6 +271,7 @@ class HopLink:
                 await self._ask(Close(prefix=prefix), 1.0)
             except (ProtocolError, PeerUnreachableError) as error:
                 log.debug("no_goodbye", peer=self._stream.peer, reason=str(error))
+        self.closed = True
         self._reader.cancel()
         await asyncio.gather(self._reader, return_exceptions=True)
         await self._stream.close()

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from nesa_node.client.closed_doors import ClosedDoors
 from nesa_node.client.decisions import describe
 from nesa_node.client.request import RouteRequest
 from nesa_node.client.surroundings import Surroundings
@@ -19,7 +20,7 @@ from nesa_node.core.logging import get_logger
 from nesa_node.routing.avoidance import Avoidance
 from nesa_node.routing.build import Request
 from nesa_node.routing.chains import Hop, chain_cost_s
-from nesa_node.routing.claims import Claims
+from nesa_node.routing.claims import LIE, Claims
 from nesa_node.routing.repair import fill_gaps
 from nesa_node.routing.reputation import blame_penalty_s
 from nesa_node.routing.strategies import DEFAULT, make_strategy
@@ -34,8 +35,6 @@ Hops = tuple[Hop, ...]
 Audit = Callable[[NodeState, RouteRequest], Awaitable[float | None]]
 """Measures the tokens/s that a node decodes; None where that cannot be done."""
 
-LIE = 4.0
-"""A claim so much above what was measured is told to others: no busy moment explains it."""
 AUDIT_EVERY_S = 600.0
 """An audit is some work for the node."""
 AUDIT_AGAIN_S = 30.0
@@ -81,6 +80,7 @@ class Planner:
         self._writing = TaskSet()
         self.avoidance = Avoidance(clock)
         self.claims = Claims(clock)
+        self.closed_doors = ClosedDoors(clock)
         self.surroundings = Surroundings(swarm)
         self._swarm = swarm
 

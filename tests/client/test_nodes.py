@@ -14,7 +14,7 @@ from nesa_node.client.nodes import Nodes
 from nesa_node.client.planner import Planner
 from nesa_node.client.request import RouteRequest
 from nesa_node.core.choices import Precision
-from nesa_node.core.errors import PeerUnreachableError, RefusedError
+from nesa_node.core.errors import BusyError, PeerUnreachableError, RefusedError
 from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.core.span import Span
 from nesa_node.routing.chains import Hop
@@ -154,3 +154,17 @@ async def test_a_session_moves_only_if_what_is_built_is_better() -> None:
     planner.avoidance.failed(PeerId("c"))
     hops = (Hop(PeerId("a"), Span(0, 2)), Hop(PeerId("b"), Span(2, 4)))
     assert await nodes.to_leave(hops, 0.2) == frozenset()
+
+
+def test_node_that_announces_room_and_refuses_is_reported_after_three_records() -> None:
+    session, planner = _nodes_of(Snapshot(MODEL, 4, (), taken_at=0.0))
+    told: list[tuple[str, str]] = []
+    swarm: Any = planner._swarm
+    swarm.reporter = SimpleNamespace(note=lambda _, peer, kind: told.append((peer, kind)))
+    room = {"roomy": 1000, "full": 10}
+    for seq in range(3):
+        for name, free in room.items():
+            record = SimpleNamespace(seq=seq, free_cache_tokens=free)
+            swarm.directory.record = lambda _, record=record: record
+            session.refused(PeerId(name), BusyError("no room", 1.0))
+    assert told == [("roomy", "refused")]
