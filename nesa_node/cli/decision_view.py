@@ -13,6 +13,7 @@ from rich.text import Text
 
 from nesa_node.cli.client_model import short_peer
 from nesa_node.cli.placement_view import print_placement
+from nesa_node.cli.tuning_view import print_tuning
 from nesa_node.core.decision_log import Decision
 
 PIPE_WIDTH = 100
@@ -55,6 +56,8 @@ def print_decision(decision: Decision) -> None:
     """One, with the terms of its cost and the alternatives."""
     if decision.kind == "session":
         _print_session(decision)
+    elif decision.kind == "tuning":
+        print_tuning(_console(), decision.name, _when(decision), decision.body)
     else:
         print_placement(_console(), decision.name, _when(decision), decision.body)
 

@@ -205,6 +205,14 @@ class OrchestratorFlags(PeerFlags):
             group=ORCHESTRATION, help="Seconds between two looks at the swarm. [default: 30]"
         ),
     ] = None
+    learn_every_s: Annotated[
+        str | None,
+        Parameter(
+            group=ORCHESTRATION,
+            help="Seconds between two studies of the stored snapshots, which tune the greedy rule "
+            "and precompute schemas; each takes minutes of a processor. [default: 3600]",
+        ),
+    ] = None
     lease_ttl_s: Annotated[
         str | None,
         Parameter(

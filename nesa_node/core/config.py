@@ -216,6 +216,7 @@ class OrchestratorConfig(PeerConfig):
     model: str | None = None
     allow_orchestrators: PeerIds = ()
     orchestrate_every_s: Positive = 30
+    learn_every_s: Annotated[Positive, Field(ge=60)] = 3600
     lease_ttl_s: Annotated[Positive, Field(le=120)] = 60
     placement_goal: PlacementGoal = "latency"
     replicas: Count = 2
