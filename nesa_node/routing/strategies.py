@@ -85,13 +85,24 @@ class SlowestNode:
 
 @dataclass(frozen=True, slots=True)
 class Greedy:
-    """Terms are those of eq. 18, corrected, summed over the visits."""
+    """Terms are those of eq. 18, corrected, summed over the visits.
+
+    `published`: what orchestrators tuned to this swarm. They are strangers. So each is tried, and
+    the chain taken that should lose the least time, failures included: nobody can make it worse.
+    """
 
     parameters: Parameters = TUNED
+    published: tuple[Parameters, ...] = ()
     name: str = "homology-greedy"
 
     def choose(self, problem: Problem) -> Chain:
-        return GreedyRule(Prepared.of(problem), self.parameters).choose()
+        prepared = Prepared.of(problem)
+        each = dict.fromkeys((self.parameters, *self.published))
+        chains = [GreedyRule(prepared, parameters).choose() for parameters in each]
+        if len(chains) == 1:
+            return chains[0]
+        whole = with_failures(problem)
+        return min(chains, key=lambda chain: terms(whole, chain).total_s)
 
     def terms(self, problem: Problem, chain: Chain) -> Mapping[str, float]:
         return GreedyRule(Prepared.of(problem), self.parameters).terms(chain)

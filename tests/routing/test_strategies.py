@@ -9,9 +9,10 @@ import pytest
 
 from nesa_node.core.errors import ConfigError, MissingBlocksError
 from nesa_node.routing.exact import exact_latency
+from nesa_node.routing.failures import with_failures
 from nesa_node.routing.greedy import GreedyRule, Parameters, Prepared, hand_over
 from nesa_node.routing.problem import Problem, Visit, check_chain, terms
-from nesa_node.routing.strategies import STRATEGIES, explain, make_strategy
+from nesa_node.routing.strategies import STRATEGIES, Greedy, explain, make_strategy
 from tests.routing.problems import covered_problem, random_problem, small_problem
 
 
@@ -149,6 +150,22 @@ def test_greedy_takes_less_than_a_millisecond_for_a_thousand_nodes() -> None:
     for _ in range(50):
         rule.choose()
     assert (time.process_time() - began) / 50 < 1e-3
+
+
+def test_published_exponents_never_lose_time_and_sometimes_save_it() -> None:
+    afraid = Parameters(alpha=3.0, reliability_weight=3.0)
+    eager = Parameters(gamma=0.5, transfer_weight=2.0)
+    saved = 0
+    for seed in range(20):
+        problem = covered_problem(np.random.default_rng(seed), 40, 20)
+        whole = with_failures(problem)
+        alone, trying = (
+            terms(whole, Greedy(published=published).choose(problem)).total_s
+            for published in ((), (afraid, eager))
+        )
+        assert trying <= alone
+        saved += trying < alone
+    assert saved > 0
 
 
 def test_parameters_that_mean_nothing_are_refused() -> None:
