@@ -22,7 +22,7 @@ from benchmarks.options import Options
 from benchmarks.results import print_table
 from benchmarks.routing_worlds import CLIENTS, Session, sources
 from nesa_node.routing.bottleneck import bottleneck, bottleneck_s
-from nesa_node.routing.capacity import fill, most_tokens_per_s
+from nesa_node.routing.saturation import fill, most_tokens_per_s
 from nesa_node.routing.exact import exact_latency
 from nesa_node.routing.greedy import GreedyRule, Prepared
 from nesa_node.routing.problem import Chain, Problem, terms
