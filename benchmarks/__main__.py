@@ -27,6 +27,7 @@ from benchmarks import (
     swarm,
     tuning,
 )
+from benchmarks.gateway import bench as gateway
 from benchmarks.models import SHAPES
 from benchmarks.options import Options, Quant
 from benchmarks.regions import bench as regions
@@ -44,6 +45,7 @@ BENCHMARKS: dict[str, ModuleType] = {
     "concurrency": concurrency,
     "decode": decode,
     "estimate": estimate,
+    "gateway": gateway,
     "hop": hop,
     "prefill": prefill,
     "regions": regions,

@@ -11,18 +11,22 @@ from typing import NoReturn
 from cyclopts import App, CycloptsError
 
 from nesa_node import __version__
+from nesa_node.cli.api import api
 from nesa_node.cli.bootstrap import bootstrap
 from nesa_node.cli.chat import chat
+from nesa_node.cli.dashboard import dashboard
 from nesa_node.cli.demo import demo
 from nesa_node.cli.doctor import doctor
 from nesa_node.cli.eval import evaluate
 from nesa_node.cli.explain import explain
 from nesa_node.cli.flags import spread_addresses
 from nesa_node.cli.generate import generate
+from nesa_node.cli.keys import keys
 from nesa_node.cli.orchestrate import orchestrate
 from nesa_node.cli.run import run
 from nesa_node.cli.simulate import simulate
-from nesa_node.cli.status import status
+from nesa_node.cli.status import status, with_interval
+from nesa_node.core import tracing
 from nesa_node.core.errors import ConfigError, NesaError
 
 INTERRUPTED = 130
@@ -41,9 +45,11 @@ for _command in (
     run,
     bootstrap,
     orchestrate,
+    api,
     generate,
     chat,
     status,
+    dashboard,
     explain,
     simulate,
     doctor,
@@ -51,6 +57,7 @@ for _command in (
 ):
     app.command(_command)
 app.command(evaluate, name="eval")
+app.command(keys)
 
 
 def main() -> NoReturn:
@@ -61,7 +68,7 @@ def main() -> NoReturn:
 def run_command(argv: Sequence[str]) -> int:
     """Run one command line. Returns its exit code; expected errors become one line on stderr."""
     try:
-        result = app(spread_addresses(argv), print_error=False, exit_on_error=False)
+        result = app(spread_addresses(with_interval(argv)), print_error=False, exit_on_error=False)
         sys.stdout.flush()
     except CycloptsError as error:
         return _report(ConfigError(_words(error)))
@@ -80,6 +87,8 @@ def run_command(argv: Sequence[str]) -> int:
         # Python must not try to flush once more when it ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    finally:
+        tracing.use(None)
     return result if isinstance(result, int) else 0
 
 

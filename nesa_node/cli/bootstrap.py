@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from nesa_node.cli.flags import PeerFlags, configure
+from nesa_node.cli.with_metrics import with_metrics
 
 
 def bootstrap(*, flags: PeerFlags | None = None) -> int:
@@ -13,5 +14,5 @@ def bootstrap(*, flags: PeerFlags | None = None) -> int:
     from nesa_node.server.daemon import run_bootstrap
     from nesa_node.swarm import event_loop
 
-    event_loop.run(run_bootstrap(config))
+    event_loop.run(with_metrics(config, lambda told: run_bootstrap(config, told=told)))
     return 0

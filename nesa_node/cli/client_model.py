@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from nesa_node.core.config import ClientConfig
+from nesa_node.core.config import ClientConfig, SharedConfig
 from nesa_node.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ def require_model_and_peers(config: ClientConfig) -> str:
     return config.model
 
 
-def require_peers(config: ClientConfig) -> None:
+def require_peers(config: SharedConfig) -> None:
     """Raises `ConfigError` without initial peers: a client has no other way to find a swarm."""
     if not config.initial_peers:
         raise ConfigError("--initial-peers is required: the address of any member of the swarm")
@@ -43,9 +43,9 @@ def open_client_model(
     import torch
     from transformers.utils import logging as transformers_logging
 
-    from nesa_node.cli.text import load_tokenizer
     from nesa_node.client.model import AutoDistributedModelForCausalLM
     from nesa_node.engine.checkpoint import open_checkpoint
+    from nesa_node.engine.tokenizer import load_tokenizer
 
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     if config.threads is not None:

@@ -104,8 +104,8 @@ def _ask_swarm(
     folder: Path, spans: Sequence[Span], temporary: Path, prompts: Sequence[Prompt]
 ) -> list[Answer]:
     from nesa_node.cli.local_swarm import local_swarm
-    from nesa_node.cli.text import load_tokenizer
     from nesa_node.client.model import AutoDistributedModelForCausalLM
+    from nesa_node.engine.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(folder)
     flags = ("--torch-dtype", "float32", "--device", "cpu", "--threads", "1")
@@ -128,7 +128,8 @@ def _ask_transformers(folder: Path, prompts: Sequence[Prompt]) -> list[Answer]:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from nesa_node.cli.text import answer, load_tokenizer
+    from nesa_node.cli.text import answer
+    from nesa_node.engine.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

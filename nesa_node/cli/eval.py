@@ -199,9 +199,9 @@ def _open(config: ClientConfig) -> tuple[Checkpoint, PreTrainedTokenizerBase, Cl
     import torch
     from transformers.utils import logging as transformers_logging
 
-    from nesa_node.cli.text import load_tokenizer
     from nesa_node.engine.checkpoint import open_checkpoint
     from nesa_node.engine.demo_model import demo_model_path
+    from nesa_node.engine.tokenizer import load_tokenizer
 
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     if config.threads is not None:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 SWARM = Group("Swarm", sort_key=10)
 COMPUTE = Group("Model and device", sort_key=20)
 ORCHESTRATION = Group("Orchestration", sort_key=25)
+ACCESS = Group("Access", sort_key=27)
 LIMITS = Group("Limits", sort_key=30)
 SAMPLING = Group("Sampling", sort_key=35)
 OUTPUT = Group("Output", sort_key=40)
@@ -88,6 +89,76 @@ class SharedFlags:
     log_format: Annotated[LogFormat | None, Parameter(group=OUTPUT, help="[default: console]")] = (
         None
     )
+    otel_endpoint: Annotated[
+        str | None,
+        Parameter(
+            group=OUTPUT,
+            help="Send traces to this OpenTelemetry collector: http://127.0.0.1:4318.",
+        ),
+    ] = None
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class AccessFlags(SharedFlags):
+    api_key: Annotated[
+        str | None,
+        Parameter(group=ACCESS, help="One key that lets in; @PATH reads it from a file."),
+    ] = None
+    keys_path: Annotated[
+        str | None,
+        Parameter(
+            group=ACCESS,
+            help="File of `nesa-node keys`. [default: ~/.local/state/nesa-node/keys.json]",
+        ),
+    ] = None
+    allow_open: Annotated[
+        bool | None,
+        Parameter(
+            group=ACCESS,
+            negative=(),
+            help="Serve without any key to whoever can reach the address.",
+        ),
+    ] = None
+    requests_per_minute: Annotated[
+        str | None,
+        Parameter(group=ACCESS, help="Of a key without a limit of its own. [default: any number]"),
+    ] = None
+    tokens_per_minute: Annotated[
+        str | None,
+        Parameter(group=ACCESS, help="The same for tokens, of prompts and answers together."),
+    ] = None
+    concurrent_requests: Annotated[
+        str | None, Parameter(group=ACCESS, help="The same for requests at once.")
+    ] = None
+    max_request_bytes: Annotated[
+        str | None, Parameter(group=ACCESS, help="Largest body. [default: 8388608]")
+    ] = None
+    cors_origins: Annotated[
+        tuple[str, ...] | None,
+        Parameter(
+            group=ACCESS,
+            negative=(),
+            help="Let pages of this origin (https://app.example.org) ask; may be repeated.",
+        ),
+    ] = None
+    host_names: Annotated[
+        tuple[str, ...] | None,
+        Parameter(
+            group=ACCESS,
+            negative=(),
+            help="Answer to this name, too: a LAN's or a proxy's; may be repeated.",
+        ),
+    ] = None
+    trusted_proxies: Annotated[
+        tuple[str, ...] | None,
+        Parameter(
+            group=ACCESS,
+            negative=(),
+            help="Believe X-Forwarded-For and -Proto of this IP address or network; may be "
+            "repeated.",
+        ),
+    ] = None
 
 
 @Parameter(name="*")
@@ -139,6 +210,60 @@ class ClientFlags(SharedFlags):
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
+class GatewayFlags(ClientFlags, AccessFlags):
+    listen: Annotated[
+        str | None, Parameter(group=ACCESS, help="Where to serve. [default: 127.0.0.1:8000]")
+    ] = None
+    max_connections: Annotated[
+        str | None, Parameter(group=LIMITS, help="Clients connected at once. [default: 1024]")
+    ] = None
+    max_new_tokens: Annotated[
+        str | None,
+        Parameter(
+            group=LIMITS, help="Cut answers after so many tokens. [default: what the context holds]"
+        ),
+    ] = None
+    default_new_tokens: Annotated[
+        str | None,
+        Parameter(
+            group=LIMITS,
+            help="The same where a request names no number. [default: what the context holds]",
+        ),
+    ] = None
+    keepalive_s: Annotated[
+        str | None,
+        Parameter(
+            group=LIMITS, help="Seconds of silence until a stream gets a comment. [default: 10]"
+        ),
+    ] = None
+    grace_s: Annotated[
+        str | None,
+        Parameter(group=LIMITS, help="Seconds that running answers get when stopped. [default: 5]"),
+    ] = None
+    ready_file: Annotated[
+        str | None, Parameter(group=OUTPUT, help="Write a JSON file there once it serves.")
+    ] = None
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class DashboardFlags(AccessFlags):
+    listen: Annotated[
+        str | None,
+        Parameter(group=ACCESS, help="Where browsers find the page. [default: 127.0.0.1:8080]"),
+    ] = None
+    look_every_s: Annotated[
+        str | None,
+        Parameter(group=OUTPUT, help="Seconds between two looks at the swarm. [default: 2.5]"),
+    ] = None
+    max_viewers: Annotated[
+        str | None,
+        Parameter(group=LIMITS, help="Open pages that are kept up to date. [default: 16]"),
+    ] = None
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
 class PeerFlags(SharedFlags):
     identity_path: Annotated[
         str | None,
@@ -184,6 +309,21 @@ class PeerFlags(SharedFlags):
     record_ttl_s: Annotated[
         str | None,
         Parameter(group=LIMITS, help="Seconds until a crashed node is forgotten. [default: 60]"),
+    ] = None
+    metrics: Annotated[
+        str | None,
+        Parameter(
+            group=OUTPUT,
+            help="Tell Prometheus there, under /metrics: 127.0.0.1:9400. [default: nowhere]",
+        ),
+    ] = None
+    metrics_beyond_loopback: Annotated[
+        bool | None,
+        Parameter(
+            group=OUTPUT,
+            negative=(),
+            help="Let --metrics be an address that others can reach; whoever does may read.",
+        ),
     ] = None
 
 
@@ -248,7 +388,7 @@ class OrchestratorFlags(PeerFlags):
         str | None,
         Parameter(
             group=ORCHESTRATION,
-            help="Serve the swarm's topology there as JSON: 127.0.0.1:8080. [default: nowhere]",
+            help="Serve a page about the swarm there: 127.0.0.1:8080. [default: nowhere]",
         ),
     ] = None
     http_beyond_loopback: Annotated[
@@ -396,7 +536,21 @@ def configure(cls: type[_Config], flags: SharedFlags | None, **more: object) -> 
     given.pop("config", None)
     config = load_config(cls, given, os.environ, toml_path)
     setup_logging(config.log_level, config.log_format)
+    if config.otel_endpoint is not None:
+        from nesa_node.cli.otel import start_tracing
+
+        service = _SERVICES.get(cls.__name__, "nesa-node")
+        start_tracing(config.otel_endpoint, service, getattr(config, "public_name", None))
     return config
+
+
+_SERVICES = {
+    "ClientConfig": "nesa-client",
+    "GatewayConfig": "nesa-gateway",
+    "OrchestratorConfig": "nesa-orchestrator",
+    "PeerConfig": "nesa-bootstrap",
+}
+"""What a trace calls a command, by its config."""
 
 
 _LIST_FLAGS = frozenset({"--initial-peers", "--host-maddrs", "--announce-maddrs"})

@@ -8,6 +8,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from nesa_node.cli.flags import OrchestratorFlags, configure
+from nesa_node.cli.with_metrics import with_metrics
 from nesa_node.cli.with_page import with_page
 
 
@@ -30,5 +31,9 @@ def orchestrate(
     from nesa_node.server.daemon import run_orchestrator
     from nesa_node.swarm import event_loop
 
-    event_loop.run(with_page(config, partial(run_orchestrator, config)))
+    event_loop.run(
+        with_metrics(
+            config, lambda told: with_page(config, partial(run_orchestrator, config, told=told))
+        )
+    )
     return 0

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from nesa_node.core.config import ClientConfig
 from nesa_node.swarm.identity import Identity
-from nesa_node.swarm.node import open_swarm
+from nesa_node.swarm.node import Swarm, open_swarm
 from nesa_node.swarm.records import NodeRecord
 
 
@@ -26,6 +27,14 @@ async def read_swarm(config: ClientConfig) -> SwarmReading:
 
     Raises `BootstrapError` if none of the initial peers answers.
     """
+    async with joined_reader(config) as swarm:
+        records = await swarm.directory.fetch_all()
+        return SwarmReading(tuple(records), dict(swarm.directory.dropped))
+
+
+@asynccontextmanager
+async def joined_reader(config: ClientConfig) -> AsyncIterator[Swarm]:
+    """A client of the DHT, as long as the context lasts. Raises `BootstrapError`."""
     with tempfile.TemporaryDirectory(prefix="nesa-reader-") as folder:
         async with open_swarm(
             Identity.ephemeral(Path(folder)),
@@ -33,5 +42,4 @@ async def read_swarm(config: ClientConfig) -> SwarmReading:
             swarm_key=config.swarm_key.get_secret_value() if config.swarm_key else None,
             listen=False,
         ) as swarm:
-            records = await swarm.directory.fetch_all()
-            return SwarmReading(tuple(records), dict(swarm.directory.dropped))
+            yield swarm

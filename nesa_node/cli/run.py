@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from nesa_node.cli.flags import ModelArgument, NodeFlags, configure
+from nesa_node.cli.with_metrics import with_metrics
 from nesa_node.cli.with_page import with_page
 
 
@@ -19,5 +20,7 @@ def run(model: ModelArgument = None, /, *, flags: NodeFlags | None = None) -> in
     from nesa_node.server.daemon import run_node
     from nesa_node.swarm import event_loop
 
-    event_loop.run(with_page(config, partial(run_node, config)))
+    event_loop.run(
+        with_metrics(config, lambda told: with_page(config, partial(run_node, config, told=told)))
+    )
     return 0

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Annotated
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
 from nesa_node.cli.flags import OUTPUT, ClientFlags, configure
+
+if TYPE_CHECKING:
+    from nesa_node.core.config import ClientConfig
+
+WATCH_EVERY_S = 2
 
 
 def status(
@@ -20,9 +27,16 @@ def status(
     as_json: Annotated[
         bool, Parameter(name="--json", negative=(), group=OUTPUT, help="Print JSON.")
     ] = False,
+    watch: Annotated[
+        float | None,
+        Parameter(group=OUTPUT, help="Look again every so many seconds, 2 without a number."),
+    ] = None,
     flags: ClientFlags | None = None,
 ) -> int:
-    """Show the nodes of a swarm, their blocks and speeds, and the blocks that nobody serves."""
+    """Show the nodes of a swarm, their blocks and speeds, and the blocks that nobody serves.
+
+    With --watch until Ctrl-C, in place on a terminal; nodes that have gone stay for ten minutes.
+    """
     import asyncio
 
     from nesa_node.cli.client_model import require_peers
@@ -33,6 +47,8 @@ def status(
     from nesa_node.cli.reading import read_swarm
     from nesa_node.cli.swarm_view import group_by_model, print_dropped, print_models, to_json
 
+    if watch is not None:
+        return _watch(config, watch, as_json=as_json)
     reading = asyncio.run(read_swarm(config))
     models = group_by_model(reading.records, config.model)
     if as_json:
@@ -42,3 +58,42 @@ def status(
         print_models(models)
         print_dropped(reading.dropped)
     return 0
+
+
+def _watch(config: ClientConfig, every_s: float, *, as_json: bool) -> int:
+    """Ctrl-C is the way to end it, and no failure."""
+    import asyncio
+
+    from nesa_node.cli.swarm_view import group_by_model, to_json
+    from nesa_node.cli.watching import Look, check_interval, table, watch
+
+    def print_json(look: Look) -> None:
+        """A line for each look."""
+        print(json.dumps(to_json(group_by_model(look.records, config.model))), flush=True)
+
+    check_interval(every_s)
+    with suppress(KeyboardInterrupt):
+        if as_json:
+            asyncio.run(watch(config, every_s, print_json))
+        else:
+            with table(config.model) as show:
+                asyncio.run(watch(config, every_s, show))
+    return 0
+
+
+def with_interval(argv: Sequence[str]) -> list[str]:
+    """Let `--watch` alone mean `--watch 2`."""
+    filled: list[str] = []
+    for at, token in enumerate(argv):
+        filled.append(token)
+        if token == "--watch" and not _is_number(argv[at + 1] if at + 1 < len(argv) else ""):
+            filled.append(f"{WATCH_EVERY_S:g}")
+    return filled
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True

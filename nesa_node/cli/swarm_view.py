@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal, TextIO
 
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -17,6 +18,8 @@ from nesa_node.topology.snapshot import count_holders, zero_runs
 
 MAX_COVERAGE_CHARS = 60
 PIPE_WIDTH = 120
+"""With less than that, some columns are left out."""
+_NARROW_NAME = 16
 _STATE_STYLES = {"serving": "green", "joining": "yellow", "draining": "yellow"}
 
 
@@ -37,6 +40,23 @@ class ModelView:
     @property
     def holes(self) -> tuple[Span, ...]:
         return zero_runs(self.coverage)
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """A node that was there: it did not say that it leaves ("lost"), or it did ("left")."""
+
+    record: NodeRecord
+    ago_s: float
+    how: Literal["lost", "left"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Column:
+    name: str
+    cell: Callable[[NodeRecord], str]
+    right: bool = False
+    wide_only: bool = False
 
 
 def group_by_model(records: Iterable[NodeRecord], wanted: str | None = None) -> list[ModelView]:
@@ -73,19 +93,35 @@ def to_json(models: Sequence[ModelView]) -> list[dict[str, object]]:
     ]
 
 
-def print_models(models: Sequence[ModelView]) -> None:
-    console = Console(
-        file=sys.stdout,
-        width=None if sys.stdout.isatty() else PIPE_WIDTH,
+def make_console(out: TextIO) -> Console:
+    return Console(
+        file=out,
+        width=None if out.isatty() else PIPE_WIDTH,
         # Names come from strangers and must stay plain text.
         markup=False,
         emoji=False,
         highlight=False,
     )
+
+
+def print_models(models: Sequence[ModelView]) -> None:
+    console = make_console(sys.stdout)
+    console.print(models_view(models, width=console.width))
+
+
+def models_view(models: Sequence[ModelView], *, width: int, gone: Sequence[Gone] = ()) -> Group:
+    """All models with their nodes, and below them those nodes that are not there any more."""
+    parts: list[RenderableType] = []
     if not models:
-        console.print("no node was found: the swarm is empty, or serves other models only")
+        parts.append(Text("no node was found: the swarm is empty, or serves other models only"))
     for model in models:
-        _print_model(console, model)
+        mine = [one for one in gone if one.record.model_id == model.model_id]
+        parts += _model_parts(model, mine, width=width)
+    known = {model.model_id for model in models}
+    others = [one for one in gone if one.record.model_id not in known]
+    if others:
+        parts.append(_table([], others, width=width))
+    return Group(*parts)
 
 
 def print_dropped(dropped: Mapping[str, int]) -> None:
@@ -96,42 +132,44 @@ def print_dropped(dropped: Mapping[str, int]) -> None:
         print(f"dropped   {words} (records that were not believed)")
 
 
-def _print_model(console: Console, model: ModelView) -> None:
+def _model_parts(model: ModelView, gone: Sequence[Gone], *, width: int) -> Iterator[RenderableType]:
     nodes = f"{len(model.records)} node{'' if len(model.records) == 1 else 's'}"
-    console.print(Text(f"{model.model_id}, {model.num_blocks} blocks, {nodes}", style="bold"))
-    console.print(_table(model.records))
-    console.print(Text("coverage  "), _coverage_text(model.coverage), end="\n", sep="")
+    yield Text(f"{model.model_id}, {model.num_blocks} blocks, {nodes}", style="bold")
+    yield _table(model.records, gone, width=width)
+    yield Text("coverage  ").append_text(_coverage_text(model.coverage))
     if model.holes:
         names = ", ".join(str(hole) for hole in model.holes)
-        console.print(Text(f"holes     {names}: nobody serves these blocks", style="bold red"))
+        yield Text(f"holes     {names}: nobody serves these blocks", style="bold red")
     else:
-        console.print(Text("holes     none", style="green"))
+        yield Text("holes     none", style="green")
 
 
-def _table(records: Sequence[NodeRecord]) -> Table:
+def _table(records: Sequence[NodeRecord], gone: Sequence[Gone], *, width: int) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
-    table.add_column("node")
-    for name in ("peer", "blocks", "dtype"):
-        table.add_column(name, no_wrap=True)
-    for name in ("prefill", "decode", "cache free", "load", "up"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("sends", no_wrap=True)
+    narrow = width < PIPE_WIDTH
+    columns = [column for column in _COLUMNS if not (narrow and column.wide_only)]
+    for column in columns:
+        table.add_column(
+            column.name,
+            justify="right" if column.right else "left",
+            no_wrap=narrow or column.name != "node",
+            max_width=_NARROW_NAME if narrow and column.name == "node" else None,
+        )
     table.add_column("state", no_wrap=True)
     for record in records:
-        table.add_row(
-            record.public_name or "-",
-            short_peer(record.peer_id),
-            str(Span(*record.span)),
-            record.dtype if record.quantization == "none" else record.quantization,
-            f"{record.prefill_tokens_per_s:.0f} t/s",
-            f"{record.decode_tokens_per_s:.0f} t/s",
-            f"{record.free_cache_tokens}/{record.total_cache_tokens}",
-            f"{record.load:.0%}",
-            duration(record.uptime_s),
-            sends(record.sent_bytes),
-            Text(record.state, style=_STATE_STYLES.get(record.state, "")),
-        )
+        state = Text(_state(record), style=_STATE_STYLES.get(record.state, ""))
+        table.add_row(*(column.cell(record) for column in columns), state)
+    for one in gone:
+        style = "red" if one.how == "lost" else "dim"
+        cells = (Text(column.cell(one.record), style=style) for column in columns)
+        table.add_row(*cells, Text(f"{one.how} {duration(one.ago_s)} ago", style=style))
     return table
+
+
+def _state(record: NodeRecord) -> str:
+    if record.state == "draining" and record.next_span is not None:
+        return f"draining → {Span(*record.next_span)}"
+    return record.state
 
 
 def sends(sent_bytes: Mapping[str, int]) -> str:
@@ -158,6 +196,24 @@ def _coverage_text(coverage: Sequence[int]) -> Text:
     if group > 1:
         text.append(f"  (the least of every {group} blocks)")
     return text
+
+
+def _precision(record: NodeRecord) -> str:
+    return record.dtype if record.quantization == "none" else record.quantization
+
+
+_COLUMNS = (
+    _Column("node", lambda record: record.public_name or "-"),
+    _Column("peer", lambda record: short_peer(record.peer_id)),
+    _Column("blocks", lambda record: str(Span(*record.span))),
+    _Column("dtype", _precision, wide_only=True),
+    _Column("prefill", lambda r: f"{r.prefill_tokens_per_s:.0f} t/s", right=True, wide_only=True),
+    _Column("decode", lambda r: f"{r.decode_tokens_per_s:.0f} t/s", right=True),
+    _Column("cache free", lambda r: f"{r.free_cache_tokens}/{r.total_cache_tokens}", right=True),
+    _Column("load", lambda record: f"{record.load:.0%}", right=True),
+    _Column("up", lambda record: duration(record.uptime_s), right=True, wide_only=True),
+    _Column("sends", lambda record: sends(record.sent_bytes), wide_only=True),
+)
 
 
 def duration(seconds: float) -> str:

@@ -8,13 +8,10 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TextIO
 
 import torch
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, TextStreamer
-
-from nesa_node.core.errors import ModelNotFoundError
+from transformers import PreTrainedTokenizerBase, TextStreamer
 
 Message = dict[str, str]
 
@@ -73,15 +70,6 @@ class _TimedStreamer(TextStreamer):
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         if self.out is not None:
             print(text, end="\n" if stream_end else "", flush=True, file=self.out)
-
-
-def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer in `folder`. Raises `ModelNotFoundError`."""
-    try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise ModelNotFoundError(f"no usable tokenizer in {folder}: {reason}") from error
 
 
 def encode(

@@ -19,6 +19,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from nesa_node.client.cache import SessionCache
 from nesa_node.client.ends import Ends
 from nesa_node.client.inference import InferenceSession
+from nesa_node.client.interrupt import Interrupt
 from nesa_node.client.layered import open_layers
 from nesa_node.client.loop import Held, LoopThread
 from nesa_node.client.prefix import SessionPrefix
@@ -78,18 +79,31 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):  # type: ig
     def dtype(self) -> torch.dtype:
         return self._ends.dtype
 
+    @property
+    def ends(self) -> Ends:
+        """Embedding and head, which are in this process."""
+        return self._ends
+
+    def join(self) -> None:
+        """Join the swarm now, not with the first session. Raises what joining raises."""
+        if any(connection is None and len(span) for connection, span in self._layers):
+            self._swarm()
+
     def inference_session(
         self,
         max_length: int,
         batch_size: int = 1,
         *,
         prompt: torch.Tensor | Sequence[Sequence[int]] | None = None,
+        interrupt: Interrupt | None = None,
     ) -> InferenceSession:
         """Open a session for up to `max_length` tokens in each of `batch_size` rows.
 
         With a `prompt`, ids [B, L] or each row's ids without padding, it begins with whatever nodes
         still hold of that: `session.lengths` says how much of each row, never all of it. What
         follows is for the caller to send.
+
+        Other threads can end it with `interrupt`, also while it waits for nodes.
 
         Raises `ContextLengthError` where the model or the route cannot hold that many,
         `MissingBlocksError` where some blocks have no node.
@@ -104,7 +118,8 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):  # type: ig
         ]
         prefix = self._prefix(prompt, batch_size)
         context = open_layers(layers, rows=batch_size, max_tokens=max_length, prefix=prefix)
-        return InferenceSession(self._ends, self._loop, self._loop.hold(context), prefix)
+        held = self._loop.hold(context, interrupt=interrupt)
+        return InferenceSession(self._ends, self._loop, held, prefix, interrupt)
 
     @torch.no_grad()
     def forward(

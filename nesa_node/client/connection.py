@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -20,9 +20,11 @@ from nesa_node.client.prefix import SessionPrefix
 from nesa_node.client.request import RouteRequest
 from nesa_node.client.session import RemoteSession
 from nesa_node.client.sessions import BlockSession
+from nesa_node.client.tallies import SessionTallies, connection_samples
 from nesa_node.compression.tensors import DTYPE_NAMES
 from nesa_node.core.decision_log import DecisionLog
 from nesa_node.core.ids import ModelId
+from nesa_node.core.metrics import Sample
 from nesa_node.core.span import Span
 from nesa_node.engine.checkpoint import Checkpoint
 from nesa_node.engine.model_id import model_id
@@ -57,6 +59,7 @@ class RemoteConnection:
             audit=lambda node, request: measure_speed(swarm, node, request),
         )
         self._line = Line()
+        self.tallies = SessionTallies()
         self._rng = random.Random()
 
     async def close(self) -> None:
@@ -101,12 +104,19 @@ class RemoteConnection:
             step_timeout_s=options.step_timeout_s,
             rng=self._rng,
             prefix=prefix,
+            tallies=self.tallies,
         )
+        self.tallies.open += 1
         try:
             await session.open()
             yield session
         finally:
+            self.tallies.open -= 1
             await session.close()
+
+    def samples(self) -> Iterator[Sample]:
+        """A `Source`, which may be read in any thread."""
+        return connection_samples(self.swarm, self._model, self._num_blocks, self.tallies)
 
 
 @asynccontextmanager

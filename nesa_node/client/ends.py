@@ -19,6 +19,9 @@ class Ends:
 
     embedder: Embedder
     head: Callable[[torch.Tensor], torch.Tensor]
+    """The last block's output [T, D] to logits [T, V]."""
+    normed: Callable[[torch.Tensor], torch.Tensor]
+    """The same to what the head's matrix is applied to, [T, D]."""
     dtype: torch.dtype
     device: torch.device
     hidden_size: int

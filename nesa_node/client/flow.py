@@ -91,7 +91,7 @@ class Flow:
         kept = link.wire.readable(kept)
         await link.send_step(
             Step(
-                session=self._route.session,
+                session=link.session,
                 epoch=self._route.epoch,
                 step=kept.step,
                 rows=kept.rows,
@@ -183,6 +183,7 @@ class Flow:
         except ProtocolError as error:
             # Nodes refuse inputs that are not finite: it is this one's own.
             raise self._misbehaved(link, str(error), "wrong") from error
+        link.wire.came(output.tensor, payload)
         stage.renew(self._step_timeout_s)
         return kept, output_TD, output.via
 

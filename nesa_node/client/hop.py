@@ -6,6 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
+from nesa_node.client.prefix import for_peer
 from nesa_node.client.request import RouteRequest
 from nesa_node.core.errors import (
     BusyError,
@@ -71,8 +72,11 @@ class HopLink:
         request: RouteRequest,
         speed: LinkSpeed,
         on_change: Callable[[], None],
+        session: bytes,
     ) -> None:
+        """`session` is its id at this node."""
         self.hop = hop
+        self.session = session
         self.wire = Wire(request.quality, (), speed)
         """How steps travel to the node."""
         self.closed = False
@@ -96,6 +100,10 @@ class HopLink:
         self._answer: asyncio.Future[AnyMessage] | None = None
         self._handed: asyncio.Future[tuple[int, ...]] | None = None
         self._reader = asyncio.create_task(self._read())
+
+    def prefix_here(self, prefix: Prefix) -> Prefix:
+        """The digests as this node gets them: in a star no other gets the same."""
+        return prefix if self._request.mode == "chain" else for_peer(prefix, self.hop.peer_id)
 
     async def open(self, message: Open, timeout_s: float = OPEN_TIMEOUT_S) -> None:
         """Raises `BusyError`, `RemoteError` and `PeerUnreachableError`."""
@@ -268,7 +276,7 @@ class HopLink:
         """
         if self.lost is None:
             try:
-                await self._ask(Close(prefix=prefix), 1.0)
+                await self._ask(Close(prefix=self.prefix_here(prefix)), 1.0)
             except (ProtocolError, PeerUnreachableError) as error:
                 log.debug("no_goodbye", peer=self._stream.peer, reason=str(error))
         self.closed = True

@@ -12,7 +12,9 @@ from typing import Any, Self, TypeVar
 import torch
 
 from nesa_node.client.ends import Ends
+from nesa_node.client.interrupt import Interrupt
 from nesa_node.client.loop import Held, LoopThread
+from nesa_node.client.losses import Loss
 from nesa_node.client.packing import pack
 from nesa_node.client.prefix import UNKNOWN_TOKEN, SessionPrefix
 from nesa_node.client.sessions import BlockSession, RowSlice, Want
@@ -29,7 +31,7 @@ class InferenceSession:
     """The KV caches of `rows` sequences in the swarm, and the token ids they stand for.
 
     Made by `model.inference_session(...)`; use it as a context manager. One thread at a time. A
-    step that fails or is interrupted closes the session.
+    step that fails or is interrupted closes the session; other threads do that with an `Interrupt`.
     """
 
     def __init__(
@@ -38,6 +40,7 @@ class InferenceSession:
         loop: LoopThread,
         held: Held[BlockSession],
         prefix: SessionPrefix | None = None,
+        interrupt: Interrupt | None = None,
     ) -> None:
         """`prefix` is what it was opened with: the rows may hold some of that already."""
         self._ends = ends
@@ -45,6 +48,7 @@ class InferenceSession:
         self._held = held
         self._blocks = held.value
         self._prefix = prefix
+        self._interrupt = interrupt
         self._tokens: list[list[int]] = [
             list(prefix.tokens[row][:length]) if prefix is not None else []
             for row, length in enumerate(self._blocks.lengths)
@@ -86,6 +90,11 @@ class InferenceSession:
     def codecs(self) -> tuple[str, ...]:
         """How the last step's hidden states travelled, stream by stream: client, nodes, client."""
         return self._blocks.codecs
+
+    @property
+    def losses(self) -> tuple[Loss, ...]:
+        """Nodes that it had to go on without, the last ones; readable from any thread."""
+        return self._blocks.losses
 
     @property
     def ends(self) -> Ends:
@@ -245,7 +254,7 @@ class InferenceSession:
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         try:
-            return self._loop.run(work)
+            return self._loop.run(work, interrupt=self._interrupt)
         except BaseException:
             # What the hops hold is unknown now.
             self._release()

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import torch
 
+from nesa_node.client.losses import Loss
 from nesa_node.client.prefix import SessionPrefix
 from nesa_node.client.sessions import BlockSession, RowSlice, SwarmConnection, Want
 from nesa_node.core.span import Span
@@ -44,6 +45,10 @@ class LayeredSession(BlockSession):
     @property
     def codecs(self) -> tuple[str, ...]:
         return tuple(codec for layer in self._layers for codec in layer.codecs)
+
+    @property
+    def losses(self) -> tuple[Loss, ...]:
+        return tuple(loss for layer in self._layers for loss in layer.losses)
 
     async def step(
         self, hidden_TD: torch.Tensor, rows: Sequence[RowSlice], *, want: Want = "all"

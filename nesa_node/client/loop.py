@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError, Future
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Generic, TypeVar
 
+from nesa_node.client.interrupt import Interrupt
 from nesa_node.core.logging import get_logger
 
 log = get_logger(__name__)
@@ -64,27 +65,47 @@ class LoopThread:
         self._holding: dict[asyncio.Task[None], asyncio.Event] = {}
         self._closed = False
 
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Wait for `work`. An interrupted wait (KeyboardInterrupt) cancels it.
+    def run(
+        self,
+        work: Coroutine[Any, Any, T],
+        *,
+        interrupt: Interrupt | None = None,
+        undo: Callable[[T], None] | None = None,
+    ) -> T:
+        """Wait for `work`. An interrupted wait (KeyboardInterrupt, or `interrupt`) cancels it.
 
-        Raises whatever it raises, and `RuntimeError` after `close` or inside the loop's own thread.
+        If it was done all the same, in the same moment, `undo` is called in the loop with its
+        result. Raises whatever `work` raises, `concurrent.futures.CancelledError` where `interrupt`
+        is set, and `RuntimeError` after `close` or inside the loop's own thread.
         """
         # Made before anything is submitted: an interrupt may come at any moment after that.
         future: Future[T] = Future()
+        if interrupt is not None:
+            interrupt.watch(future)
         try:
-            self._submit(work, future)
+            self._submit(work, future, undo)
             return _wait(future)
         except CancelledError:
             if self._closed:
                 raise RuntimeError("the model was closed while this ran") from None
             raise
         except BaseException:
-            future.cancel()
+            if not future.cancel() and undo is not None and future.exception() is None:
+                self._call_soon(undo, future.result())
             raise
+        finally:
+            if interrupt is not None:
+                interrupt.watch(None)
 
-    def hold(self, context: AbstractAsyncContextManager[T]) -> Held[T]:
-        """Enter `context` and keep it entered. Raises what entering raises."""
-        value, task = self.run(self._enter(context))
+    def hold(
+        self, context: AbstractAsyncContextManager[T], *, interrupt: Interrupt | None = None
+    ) -> Held[T]:
+        """Enter `context` and keep it entered. Raises what entering raises.
+
+        Interrupted, it is left again, without waiting for that.
+        """
+        entering = self._enter(context)
+        value, task = self.run(entering, interrupt=interrupt, undo=self._let_go)
         return Held(self, value, task)
 
     def leave(self, task: asyncio.Task[None]) -> None:
@@ -106,7 +127,18 @@ class LoopThread:
         if thread is not threading.current_thread():
             thread.join()
 
-    def _submit(self, work: Coroutine[Any, Any, T], future: Future[T]) -> None:
+    def _call_soon(self, call: Callable[[T], None], value: T) -> None:
+        """In the loop; nothing happens once it is closed."""
+        with self._guard:
+            if not self._closed and self._loop is not None:
+                self._loop.call_soon_threadsafe(call, value)
+
+    def _submit(
+        self,
+        work: Coroutine[Any, Any, T],
+        future: Future[T],
+        undo: Callable[[T], None] | None,
+    ) -> None:
         # The guard keeps `close` from ending the loop between the check and the submission: such a
         # future would never be done.
         try:
@@ -115,12 +147,17 @@ class LoopThread:
                     raise RuntimeError("the model was closed")
                 if threading.current_thread() is self._thread:
                     raise RuntimeError("a synchronous call inside the client's own event loop")
-                self._started().call_soon_threadsafe(self._start, work, future)
+                self._started().call_soon_threadsafe(self._start, work, future, undo)
         except RuntimeError:
             work.close()
             raise
 
-    def _start(self, work: Coroutine[Any, Any, T], future: Future[T]) -> None:
+    def _start(
+        self,
+        work: Coroutine[Any, Any, T],
+        future: Future[T],
+        undo: Callable[[T], None] | None,
+    ) -> None:
         """In the loop: run `work` as a task that ends with `future`, cancelled or not."""
         if future.cancelled():
             work.close()
@@ -139,6 +176,8 @@ class LoopThread:
                     future.set_result(task.result())
                 else:
                     future.set_exception(error)
+            elif error is None and undo is not None:
+                undo(task.result())
 
         def cancel(future: Future[T]) -> None:
             if future.cancelled() and not task.done():
@@ -177,6 +216,12 @@ class LoopThread:
             task.cancel()
             await asyncio.wait([task])
             raise
+
+    def _let_go(self, entered: tuple[Any, asyncio.Task[None]]) -> None:
+        """Leave a context that nobody waits for any more."""
+        leaving = self._holding.get(entered[1])
+        if leaving is not None:
+            leaving.set()
 
     async def _leave(self, task: asyncio.Task[None]) -> None:
         leaving = self._holding.get(task)

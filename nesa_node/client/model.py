@@ -139,7 +139,8 @@ def build_model(
         device = "cuda" if torch.cuda.is_available() else "cpu"
     place = torch.device(device)
     embedder, head = load_ends(checkpoint, dtype=resolved, device=place)
-    ends = Ends(embedder, Combined(head), resolved, place, checkpoint.config.hidden_size)
+    hidden_size = checkpoint.config.hidden_size
+    ends = Ends(embedder, Combined(head), head.normed, resolved, place, hidden_size)
 
     local: LocalConnection | None = None
     if len(first) or len(last):

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from nesa_node.core.ids import PeerId
 from nesa_node.swarm.messages import MAX_DIGESTS, PREFIX_TOKENS, Prefix, RowSlice
 
 SALT_BYTES = 32
@@ -42,6 +43,12 @@ class SessionPrefix:
     def leaves(self, model: str, precision: str) -> Prefix:
         """Digests of what the rows hold at the end."""
         return _digests(self.left, self.salt, model, precision)
+
+
+def for_peer(prefix: Prefix, peer: PeerId) -> Prefix:
+    """The same prefix for one node only: two that compare theirs see nothing in common."""
+    key = hashlib.blake2b(peer.encode()).digest()
+    return tuple(tuple(_keyed(key, digest) for digest in digests) for digests in prefix)
 
 
 def _digests(rows: Sequence[Sequence[int]], salt: bytes, model: str, precision: str) -> Prefix:

@@ -20,7 +20,7 @@ from nesa_node.core.errors import (
     RemoteError,
 )
 from nesa_node.core.ids import PeerId, SessionId
-from nesa_node.core.logging import get_logger
+from nesa_node.core.logging import get_logger, session_name
 from nesa_node.routing.chains import Hop
 from nesa_node.routing.repair import gaps
 from nesa_node.swarm.messages import (
@@ -57,6 +57,8 @@ class Route:
         self.links: list[HopLink] = []
         self.epoch = 0
         self.session = secrets.token_bytes(16)
+        self.trace = b""
+        """What nodes are told that their part belongs to."""
         self.held: dict[HopLink, tuple[int, ...]] = {}
         """What the links that the last rebuild brought in, or sent back, hold of each row.
 
@@ -157,7 +159,9 @@ class Route:
     async def let_go(self) -> None:
         """Leave every node: the next rebuild begins anew, with whoever is there."""
         await self.close()
+        before = session_name(self.session)
         self.session, self._secret = secrets.token_bytes(16), secrets.token_bytes(32)
+        log.info("session_renamed", before=before, now=session_name(self.session))
 
     async def close(self, prefix: Prefix = ()) -> None:
         """`prefix` names what every node's rows hold, for later sessions to begin with."""
@@ -210,13 +214,19 @@ class Route:
     ) -> dict[Hop, HopLink]:
         """Open the hops that are not known, all or none."""
         wanted = [(i, hop) for i, hop in enumerate(hops) if hop not in known]
-        results = await asyncio.gather(
-            *(
+        opening = [
+            asyncio.create_task(
                 self._open(hop, hops[i - 1] if i else None, addresses[hop.peer_id], timeout_s)
-                for i, hop in wanted
-            ),
-            return_exceptions=True,
-        )
+            )
+            for i, hop in wanted
+        ]
+        try:
+            results = await asyncio.gather(*opening, return_exceptions=True)
+        except asyncio.CancelledError:
+            # All have ended; those that were quicker than the cancellation are open.
+            ended = [task for task in opening if not task.cancelled() and not task.exception()]
+            await _close_all([task.result() for task in ended])
+            raise
         opened = {
             hop: result
             for (_, hop), result in zip(wanted, results, strict=True)
@@ -252,9 +262,12 @@ class Route:
         except BaseException:
             await stream.close()
             raise
-        link = HopLink(hop, stream, request, speed, self._on_change)
+        session, secret = self._names()
+        link = HopLink(hop, stream, request, speed, self._on_change, session)
         try:
-            await link.open(self._open_message(hop, before, donor), timeout_s)
+            message = self._open_message(link, secret, before, donor)
+            await link.open(message, timeout_s)
+            log.info("hop_opened", peer=peer, blocks=str(hop.span), at_node=session_name(session))
         except BaseException as error:
             await link.close()
             if isinstance(error, PeerUnreachableError):
@@ -268,14 +281,22 @@ class Route:
     def _held_at_open(self, link: HopLink) -> tuple[int, ...]:
         return self.beginning.held_by(link.opened)
 
-    def _open_message(self, hop: Hop, before: Hop | None, donor: PeerId | None) -> Open:
-        request = self._request
+    def _names(self) -> tuple[bytes, bytes]:
+        """The session's id and secret for one node. A star's nodes must not find each other."""
+        if self._request.mode == "chain":
+            return self.session, self._secret
+        return secrets.token_bytes(16), secrets.token_bytes(32)
+
+    def _open_message(
+        self, link: HopLink, secret: bytes, before: Hop | None, donor: PeerId | None
+    ) -> Open:
+        request, hop = self._request, link.hop
         chained = request.mode == "chain" and before is not None
         return Open(
             version=VERSION,
             model=request.model_id,
-            session=self.session,
-            secret=self._secret,
+            session=link.session,
+            secret=secret,
             blocks=(hop.span.start, hop.span.end),
             rows=request.rows,
             max_tokens=request.max_tokens,
@@ -285,12 +306,13 @@ class Route:
             upstream=before.peer_id if chained and before is not None else None,
             donor=donor,
             # A successor is handed everything.
-            prefix=self.beginning.prefix if donor is None else (),
+            prefix=link.prefix_here(self.beginning.prefix) if donor is None else (),
             quality=request.quality,
             codecs=codec_names(),
+            trace=self.trace,
             membership=membership_proof(
                 request.swarm_key,
-                SessionId(self.session),
+                SessionId(link.session),
                 self._swarm.identity.peer_id,
                 hop.peer_id,
             ),

@@ -10,19 +10,23 @@ import random
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 
 from nesa_node.client.chunks import Chunk, cut
 from nesa_node.client.flow import Flow
-from nesa_node.client.hop import OPEN_TIMEOUT_S
+from nesa_node.client.hop import OPEN_TIMEOUT_S, HopLink
 from nesa_node.client.line import Line
+from nesa_node.client.losses import MOST_KEPT, Loss
 from nesa_node.client.patience import Patience
 from nesa_node.client.planner import Planner
 from nesa_node.client.prefix import SessionPrefix
 from nesa_node.client.replay import Replay
 from nesa_node.client.request import RouteRequest
 from nesa_node.client.route import Route
+from nesa_node.client.session_trace import SessionTrace
+from nesa_node.client.tallies import SessionTallies
 from nesa_node.client.watch import Watch
 from nesa_node.compression import tensors
 from nesa_node.core.errors import (
@@ -36,7 +40,8 @@ from nesa_node.core.errors import (
     RefusedError,
     RemoteError,
 )
-from nesa_node.core.logging import get_logger
+from nesa_node.core.ids import PeerId
+from nesa_node.core.logging import get_logger, logging_of, session_name
 from nesa_node.routing.chains import Hop
 from nesa_node.routing.repair import gaps
 from nesa_node.swarm.messages import RowSlice, Want
@@ -75,14 +80,18 @@ class RemoteSession:
         step_timeout_s: float,
         rng: random.Random,
         prefix: SessionPrefix | None = None,
+        tallies: SessionTallies | None = None,
     ) -> None:
         self.rows = request.rows
         self.max_tokens = request.max_tokens
         self.recoveries = 0
+        self._losses: deque[Loss] = deque(maxlen=MOST_KEPT)
         self._request = request
         self._prefix = prefix
         self._changed = asyncio.Event()
         self._route = Route(swarm, request, planner, self._changed.set)
+        self._trace = SessionTrace(request, session_name(self._route.session))
+        self._route.trace = self._trace.told
         self._lengths = [0] * request.rows
         self._flow = Flow(
             self._route, request, self._changed, step_timeout_s=step_timeout_s, rng=rng
@@ -98,6 +107,7 @@ class RemoteSession:
         self._watch = Watch(time.monotonic)
         self._watched: tuple[Hop, ...] = ()
         self._looking = TaskSet()
+        self._tallies = tallies or SessionTallies()
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -114,14 +124,20 @@ class RemoteSession:
         via = self._flow.via
         return ("none",) * (streams - len(via)) + via
 
+    @property
+    def losses(self) -> tuple[Loss, ...]:
+        return tuple(self._losses)
+
     async def open(self) -> None:
         """Reserve a session on every hop, all or none; wait while nodes are busy or missing.
 
         Raises at once what waiting cannot help: `RefusedError` and `ContextLengthError`.
         """
         patience = self._patience()
-        async with self._line.turn(patience.queue_left_s):
-            await self._persist(patience, _UNTIL_THERE_IS_ROOM, begins=True)
+        with self._named(), self._trace.part("open"):
+            async with self._line.turn(patience.queue_left_s):
+                await self._persist(patience, _UNTIL_THERE_IS_ROOM, begins=True)
+            self._tell("chain_opened")
         self._lengths = list(self._route.beginning.start)
         await self._note_what_is_held()
 
@@ -158,7 +174,8 @@ class RemoteSession:
                 steps = self._encode(tuple(chunks), wire_TD)
                 await self._flow.run(steps, self._replay.stages(), take)
             except PeerUnreachableError as error:
-                log.info("chain_broken", reason=str(error))
+                with self._named():
+                    log.info("chain_broken", reason=str(error))
                 fruitless = 0 if len(chunks) < left else fruitless + 1
                 if fruitless == MAX_ATTEMPTS:
                     raise PeerUnreachableError(_FRUITLESS) from error
@@ -167,7 +184,12 @@ class RemoteSession:
         self._route.beginning.caught_up()
         self._replicate()
         if len(hidden_TD) == len(rows):
-            self._look_out(time.perf_counter() - began)
+            step_s = time.perf_counter() - began
+            self._tallies.step_s.add(step_s)
+            self._look_out(step_s)
+        if self._trace.on:
+            phase = "decode" if len(hidden_TD) == len(rows) else "prefill"
+            self._trace.stepped(phase, len(hidden_TD), time.perf_counter() - began)
         output_TD = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return output_TD.to(hidden_TD.dtype)
 
@@ -197,11 +219,22 @@ class RemoteSession:
 
     async def close(self) -> None:
         await self._looking.close()
-        request, prefix = self._request, self._prefix
-        await self._route.close(
-            prefix.leaves(request.model_id, request.precision) if prefix else ()
-        )
+        request, prefix, hops = self._request, self._prefix, len(self.hops)
+        with self._named():
+            await self._route.close(
+                prefix.leaves(request.model_id, request.precision) if prefix else ()
+            )
+            log.info("session_closed", lengths=self.lengths)
+        self._trace.end(hops)
         self._line.left()
+
+    def _named(self) -> AbstractContextManager[None]:
+        """Around what the log may tell of."""
+        return logging_of(self._route.session)
+
+    def _tell(self, event: str) -> None:
+        hops = [f"{hop.peer_id} {hop.span}" for hop in self.hops]
+        log.info(event, mode=self._request.mode, hops=hops)
 
     async def _note_what_is_held(self) -> None:
         """Nodes that come later may hold less of what the rows begin with."""
@@ -250,11 +283,12 @@ class RemoteSession:
             )
 
     async def _reconsider(self, hops: tuple[Hop, ...], step_s: float) -> None:
-        try:
-            leave = await self._route.nodes.to_leave(hops, step_s)
-        except NesaError as error:
-            log.info("chain_not_reconsidered", reason=str(error))
-            return
+        with self._named():
+            try:
+                leave = await self._route.nodes.to_leave(hops, step_s)
+            except NesaError as error:
+                log.info("chain_not_reconsidered", reason=str(error))
+                return
         for link in self._route.links:
             if link.hop.peer_id in leave:
                 link.is_unwanted = True
@@ -282,10 +316,19 @@ class RemoteSession:
             if under_way:
                 # They serve on until others hold what they do.
                 return
-        self._leaver_check_at = time.monotonic() + 1.0
+        began = time.monotonic()
+        self._leaver_check_at = began + 1.0
+        with self._named(), self._trace.part("move off"):
+            await self._move_off(leavers, leaving, began)
+
+    async def _move_off(
+        self, leavers: Sequence[HopLink], leaving: frozenset[PeerId], began: float
+    ) -> None:
         try:
             await self._replay.rebuild(self._lengths, drop=leaving)
+            self._note_loss(leaving, began)
             log.info("moved_off_leaving_nodes", peers=sorted(leaving))
+            self._tallies.failovers["left" if any(x.leaving for x in leavers) else "slow"] += 1
         except MissingBlocksError as error:
             log.info("cannot_move_off_yet", reason=str(error))
             for link in leavers:
@@ -296,10 +339,22 @@ class RemoteSession:
 
     async def _recover(self) -> None:
         self.recoveries += 1
+        began, before = time.monotonic(), self.hops
+        failed = {link.hop.peer_id for link in self._route.links if link.lost is not None}
         self._replay.truncate(self._lengths)
         # Those who refuse, or are too small for the session, may be joined by others.
         passing = (*_UNTIL_THERE_IS_ROOM, ContextLengthError, RefusedError)
-        await self._persist(self._patience(), passing)
+        with self._named(), self._trace.part("recover"):
+            await self._persist(self._patience(), passing)
+            self._tell("chain_mended")
+        gone = {hop.peer_id for hop in before} - {hop.peer_id for hop in self.hops}
+        self._note_loss(failed | gone, began)
+        self._tallies.recovery_s.add(time.monotonic() - began)
+        self._tallies.failovers["failed"] += 1
+
+    def _note_loss(self, peers: Iterable[PeerId], began: float) -> None:
+        took_ms = (time.monotonic() - began) * 1000
+        self._losses.append(Loss(time.time(), tuple(sorted(peers)), took_ms))
 
     async def _persist(
         self, patience: Patience, passing: tuple[type[NesaError], ...], *, begins: bool = False

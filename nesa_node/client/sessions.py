@@ -11,6 +11,7 @@ from typing import Protocol
 
 import torch
 
+from nesa_node.client.losses import Loss
 from nesa_node.client.prefix import SessionPrefix
 from nesa_node.core.span import Span
 from nesa_node.routing.chains import Hop
@@ -47,6 +48,11 @@ class BlockSession(Protocol):
     def codecs(self) -> tuple[str, ...]:
         """How the last step's hidden states travelled, stream by stream; empty without streams."""
         ...
+
+    @property
+    def losses(self) -> tuple[Loss, ...]:
+        """Nodes that it had to go on without, the last ones."""
+        return ()
 
     async def step(
         self, hidden_TD: torch.Tensor, rows: Sequence[RowSlice], *, want: Want = "all"

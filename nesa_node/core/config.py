@@ -4,7 +4,10 @@
 environment, TOML file, defaults. One file or environment can serve every command::
 
     SharedConfig        how to find the swarm, how to log
+    ├── AccessConfig    `keys`; mixed into whatever serves others by HTTP
+    │   └── DashboardConfig `dashboard`
     ├── ClientConfig    `generate`, `chat`, `status`, `doctor`
+    │   └── GatewayConfig   `api`
     └── PeerConfig      `bootstrap`
         └── OrchestratorConfig  `orchestrate`
             └── NodeConfig      `run`
@@ -13,10 +16,13 @@ environment, TOML file, defaults. One file or environment can serve every comman
 from __future__ import annotations
 
 import os
+import re
+from ipaddress import ip_network
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -39,6 +45,10 @@ from nesa_node.core.http_address import HttpAddress
 from nesa_node.core.ids import PeerId
 from nesa_node.core.span import Span
 
+MIN_API_KEY_CHARS = 8
+MAX_API_KEY_CHARS = 512
+_HEADER_TEXT = re.compile(r"[!-~]+")
+
 
 def default_cache_dir() -> Path:
     """`$XDG_CACHE_HOME/nesa-node`, by default `~/.cache/nesa-node`."""
@@ -53,6 +63,11 @@ def default_decisions_path() -> Path:
 def default_snapshots_dir() -> Path:
     """`$XDG_STATE_HOME/nesa-node/snapshots`, by default under `~/.local/state`."""
     return _state_dir() / "snapshots"
+
+
+def default_keys_path() -> Path:
+    """`$XDG_STATE_HOME/nesa-node/keys.json`, by default under `~/.local/state`."""
+    return _state_dir() / "keys.json"
 
 
 def _state_dir() -> Path:
@@ -92,6 +107,17 @@ def _read_secret(value: object) -> object:
     return value
 
 
+def _check_api_key(value: SecretStr) -> SecretStr:
+    """What a header can carry, and more than a word that somebody tries first."""
+    text = value.get_secret_value()
+    if not MIN_API_KEY_CHARS <= len(text) <= MAX_API_KEY_CHARS or not _HEADER_TEXT.fullmatch(text):
+        raise ValueError(
+            f"it must have {MIN_API_KEY_CHARS} to {MAX_API_KEY_CHARS} printable ASCII characters "
+            "and no space"
+        )
+    return value
+
+
 def _read_http(value: object) -> object:
     if isinstance(value, str):
         try:
@@ -99,6 +125,10 @@ def _read_http(value: object) -> object:
         except ConfigError as error:
             raise ValueError(str(error)) from None
     return value
+
+
+def _check_network(value: str) -> str:
+    return str(ip_network(value, strict=False))
 
 
 def _reject_bool(value: object) -> object:
@@ -117,10 +147,15 @@ def _read_location(value: object) -> object:
     return tuple(value.split(",")) if isinstance(value, str) else value
 
 
+HOST_NAME = r"^[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?(\.[A-Za-z0-9-]+)*$"
+ORIGIN = r"^[a-z][a-z0-9+.-]*://[^/\s*,]+$"
+"""Scheme, host and perhaps port, as browsers write it: nothing after the host, and no `*`."""
+
 Location = tuple[Annotated[float, Field(ge=-90, le=90)], Annotated[float, Field(ge=-180, le=180)]]
 Http = Annotated[str, BeforeValidator(_read_http)]
 FilePath = Annotated[Path, BeforeValidator(_expand)]
 Secret = Annotated[SecretStr, BeforeValidator(_read_secret)]
+ApiKeyText = Annotated[Secret, AfterValidator(_check_api_key)]
 Count = Annotated[int, BeforeValidator(_reject_bool), Field(ge=1)]
 Positive = Annotated[float, BeforeValidator(_reject_bool), Field(gt=0, allow_inf_nan=False)]
 PeerAddress = Annotated[
@@ -140,9 +175,22 @@ Device = Annotated[str, StringConstraints(pattern=r"^(auto|cpu|cuda(:\d+)?|mps)$
 PublicName = Annotated[
     str, StringConstraints(min_length=1, max_length=64, pattern=r"^[^\x00-\x1f]+$")
 ]
+Collector = Annotated[str, StringConstraints(max_length=512, pattern=r"^https?://[^\s/?#]+/?$")]
 Addresses = Annotated[tuple[PeerAddress, ...], BeforeValidator(_split)]
 ListenAddresses = Annotated[tuple[ListenAddress, ...], BeforeValidator(_split)]
 PeerIds = Annotated[tuple[PeerId, ...], BeforeValidator(_split)]
+ModelNames = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_split)]
+HostNames = Annotated[
+    tuple[Annotated[str, StringConstraints(to_lower=True, max_length=253, pattern=HOST_NAME)], ...],
+    BeforeValidator(_split),
+]
+Origins = Annotated[
+    tuple[Annotated[str, StringConstraints(max_length=300, pattern=ORIGIN)], ...],
+    BeforeValidator(_split),
+]
+Networks = Annotated[
+    tuple[Annotated[str, AfterValidator(_check_network)], ...], BeforeValidator(_split)
+]
 
 EXPECTED = {
     "initial_peers": "addresses like /ip4/192.0.2.7/tcp/4001/p2p/12D3KooW...",
@@ -152,11 +200,16 @@ EXPECTED = {
     "identity_path": "a path",
     "decisions_path": "a path",
     "snapshots_dir": "a path",
+    "keys_path": "a path",
+    "host_names": "names like gateway.example.org, without port",
+    "cors_origins": "origins like https://app.example.org, with nothing after the host",
+    "trusted_proxies": "IP addresses or networks like 10.0.0.0/8",
     "ready_file": "a path",
     "device": "auto, cpu, cuda, cuda:N or mps",
     "num_blocks": 'a whole number of at least 1, or "auto"',
     "block_indices": 'a half-open range like "0:10"',
     "location": 'degrees of latitude and longitude like "52.5,13.4"',
+    "otel_endpoint": "an address like http://127.0.0.1:4318",
     "public_name": "1 to 64 printable characters",
 }
 """What a field wants, where pydantic's own words would not help."""
@@ -178,6 +231,22 @@ class SharedConfig(BaseModel):
     threads: Count | None = None
     log_format: LogFormat = "console"
     log_level: LogLevel = "info"
+    otel_endpoint: Collector | None = None
+
+
+class AccessConfig(SharedConfig):
+    """Who may use what is served by HTTP, under which names, and how much."""
+
+    api_key: ApiKeyText | None = None
+    keys_path: FilePath = Field(default_factory=default_keys_path)
+    allow_open: bool = False
+    requests_per_minute: Count | None = None
+    tokens_per_minute: Count | None = None
+    concurrent_requests: Count | None = None
+    max_request_bytes: Count = 8 * 2**20
+    cors_origins: Origins = ()
+    host_names: HostNames = ()
+    trusted_proxies: Networks = ()
 
 
 class ClientConfig(SharedConfig):
@@ -194,6 +263,33 @@ class ClientConfig(SharedConfig):
     log_level: LogLevel = "warning"
 
 
+class DashboardConfig(AccessConfig):
+    """Somebody who shows a swarm on a page."""
+
+    listen: Http = "127.0.0.1:8080"
+    look_every_s: Positive = 2.5
+    max_viewers: Annotated[Count, Field(le=1000)] = 16
+
+
+class GatewayConfig(ClientConfig, AccessConfig):
+    """A client that lets others use the swarm by HTTP."""
+
+    models: ModelNames = ()
+    listen: Http = "127.0.0.1:8000"
+    max_connections: Count = 1024
+    max_new_tokens: Count | None = None
+    default_new_tokens: Count | None = None
+    keepalive_s: Positive = 10
+    grace_s: Positive = 5
+    ready_file: FilePath | None = None
+    log_level: LogLevel = "info"
+
+    @property
+    def offered(self) -> tuple[str, ...]:
+        """Folders and names of models; none: whatever the swarm serves and can be opened here."""
+        return self.models or (() if self.model is None else (self.model,))
+
+
 class PeerConfig(SharedConfig):
     """A member of the DHT: reachable, with an identity that outlives restarts."""
 
@@ -208,6 +304,18 @@ class PeerConfig(SharedConfig):
     allow_peers: PeerIds = ()
     deny_peers: PeerIds = ()
     record_ttl_s: Positive = 60
+    metrics: Http | None = None
+    metrics_beyond_loopback: bool = False
+
+    @model_validator(mode="after")
+    def _metrics_stay_here(self) -> Self:
+        at = self.metrics
+        if at is None or HttpAddress.parse(at).loopback or self.metrics_beyond_loopback:
+            return self
+        raise ValueError(
+            f"metrics {at} can be reached by others, without a password; give a loopback "
+            "address such as 127.0.0.1:9400, or set metrics_beyond_loopback"
+        )
 
 
 class OrchestratorConfig(PeerConfig):
@@ -274,9 +382,12 @@ ALL_CONFIGS: tuple[type[SharedConfig], ...] = (
     NodeConfig,
     OrchestratorConfig,
     PeerConfig,
+    DashboardConfig,
+    GatewayConfig,
     ClientConfig,
+    AccessConfig,
 )
-SECRET_FIELDS = frozenset({"token", "swarm_key"})
+SECRET_FIELDS = frozenset({"api_key", "token", "swarm_key"})
 
 
 def secret_text(value: SecretStr | None) -> str | None:

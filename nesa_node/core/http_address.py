@@ -12,10 +12,14 @@ _LOCAL_NAME = "localhost"
 
 @dataclass(frozen=True, slots=True)
 class HttpAddress:
-    """`host` is an IP address, never a name: what a name stands for may change. Port 0 is any."""
+    """`host` is an IP address, never a name: what a name stands for may change. Port 0 is any.
+
+    `names`, in lower case, are what else browsers may call us: a proxy's name, or a LAN's.
+    """
 
     host: str
     port: int
+    names: tuple[str, ...] = ()
 
     @classmethod
     def parse(cls, text: str) -> HttpAddress:
@@ -38,20 +42,38 @@ class HttpAddress:
         """Whether a browser that asks this host means us.
 
         A page of somebody else's whose name resolves to this machine (DNS rebinding) asks under
-        that name. So no name is answered to but localhost, and on loopback no other machine's
-        address. The port may be another: a tunnel's.
+        that name. So no name is answered to but localhost and `names`, and on loopback no other
+        machine's address. The port may be another: a tunnel's.
         """
-        host = host_header.strip()
-        if not host.endswith("]"):
-            name, colon, port = host.rpartition(":")
-            if colon and (":" not in name or name.endswith("]")):
-                if not (port.isascii() and port.isdigit()):
-                    return False
-                host = name
-        host = bare_host(host).lower()
-        if host == _LOCAL_NAME:
+        host = _host_of(host_header)
+        if host is None:
+            return False
+        if host == _LOCAL_NAME or host in self.names:
             return True
         return _is_ip(host) and (not self.loopback or ip_address(host).is_loopback)
+
+    def is_origin(self, origin: str, host_header: str) -> bool:
+        """Whether a page of `origin` that asks `host_header` is one that we served.
+
+        A browser names the same host and port in both, unless a proxy changed the latter: then the
+        page has one of `names`, on its scheme's own port.
+        """
+        scheme, _, host = origin.lower().partition("://")
+        if scheme not in ("http", "https"):
+            return False
+        return host == host_header.strip().lower() or host in self.names
+
+
+def _host_of(host_header: str) -> str | None:
+    """Without port and brackets, in lower case. None if that is no host and port."""
+    host = host_header.strip()
+    if not host.endswith("]"):
+        name, colon, port = host.rpartition(":")
+        if colon and (":" not in name or name.endswith("]")):
+            if not (port.isascii() and port.isdigit()):
+                return None
+            host = name
+    return bare_host(host).lower()
 
 
 def bare_host(host: str) -> str:

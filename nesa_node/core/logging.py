@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import sys
+from contextlib import AbstractContextManager
 from typing import Any, TextIO, cast
 
 import structlog
@@ -81,6 +82,16 @@ def setup_logging(
     logging.getLogger("nesa_node").setLevel(level.upper())
     for name in _QUIET_LIBRARIES:
         logging.getLogger(name).setLevel(logging.DEBUG if level == "debug" else logging.WARNING)
+
+
+def session_name(session: bytes) -> str:
+    """What a session is called in events and traces: enough of its id to find it again."""
+    return session.hex()[:16]
+
+
+def logging_of(session: bytes) -> AbstractContextManager[None]:
+    """Name a session in all events of this task, and of those that it starts meanwhile."""
+    return structlog.contextvars.bound_contextvars(session=session_name(session))
 
 
 def hide_secrets(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:

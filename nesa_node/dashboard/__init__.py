@@ -1,1 +1,1 @@
-"""Pages about a running daemon, for its operator: read only, on loopback unless told otherwise."""
+"""A page that shows a swarm live: watched from outside, read only."""

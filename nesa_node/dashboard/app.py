@@ -1,22 +1,105 @@
-"""The web application: GET /topology.json and /healthz."""
+"""The dashboard: its page and feed over HTTP, alone or among a gateway's routes."""
 
 from __future__ import annotations
 
-from fastapi import FastAPI, Response
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
-from nesa_node.dashboard.page import TopologyPage
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+from starlette.types import ASGIApp
+
+from nesa_node.client.activity import Activity
+from nesa_node.dashboard.assets import load_assets
+from nesa_node.dashboard.board import Board
+from nesa_node.dashboard.feed import MAX_VIEWERS, EventStream, Feed
+from nesa_node.dashboard.observer import LOOK_EVERY_S, Observer
+from nesa_node.dashboard.shapes import Shapes
+from nesa_node.swarm.node import Swarm
+
+PREFIX = "/dashboard"
+_JSON = "application/json"
 
 
-def make_app(page: TopologyPage) -> FastAPI:
-    """Never answers in HTML."""
-    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
+class Dashboard:
+    """Serve its `routes`; it shows a swarm as long as `watching` lasts.
 
-    @app.get("/healthz")
-    async def healthz() -> Response:
-        return Response(b'{"status":"ok"}', media_type="application/json")
+    `activity` is what sessions of this process do. With `playground` the page has one, which asks
+    `POST /v1/chat/completions` of the same origin.
+    """
 
-    @app.get("/topology.json")
-    async def topology() -> Response:
-        return Response(await page.json(), media_type="application/json")
+    def __init__(
+        self,
+        *,
+        activity: Activity | None = None,
+        playground: bool = False,
+        look_every_s: float = LOOK_EVERY_S,
+        max_viewers: int = MAX_VIEWERS,
+    ) -> None:
+        self.shapes = Shapes()
+        self.board = Board(playground=playground, look_every_s=look_every_s)
+        self.feed = Feed(self.board.sections, max_viewers=max_viewers)
+        self._activity = activity
+        self._look_every_s = look_every_s
+        self._assets = load_assets()
 
-    return app
+    @asynccontextmanager
+    async def watching(self, swarm: Swarm) -> AsyncIterator[None]:
+        """Look at `swarm` in the background. In the end the viewers' streams end, too, so that no
+        server has to wait for them: leave this before you stop it.
+        """
+        observer = Observer(
+            swarm,
+            self.board,
+            self.feed,
+            self.shapes,
+            activity=self._activity,
+            every_s=self._look_every_s,
+        )
+        looking = asyncio.create_task(observer.run(), name="dashboard")
+        try:
+            yield
+        finally:
+            self.feed.close()
+            looking.cancel()
+            await asyncio.gather(looking, return_exceptions=True)
+
+    def routes(self) -> list[BaseRoute]:
+        """`/`, `/dashboard/...` and `/topology.json`; all of them only read."""
+        return [
+            Route("/", self._index),
+            Route(f"{PREFIX}/static/{{path:path}}", self._static),
+            Route(f"{PREFIX}/events", EventStream(self.feed), methods=["GET"]),
+            Route(f"{PREFIX}/state.json", self._state),
+            Route("/topology.json", self._topology),
+        ]
+
+    def app(self) -> ASGIApp:
+        """The routes alone, to be mounted below others."""
+        return Starlette(routes=self.routes())
+
+    async def _index(self, request: Request) -> Response:
+        return self._assets["index.html"].answer(request)
+
+    async def _static(self, request: Request) -> Response:
+        asset = self._assets.get(request.path_params["path"])
+        return Response(status_code=404) if asset is None else asset.answer(request)
+
+    async def _state(self, request: Request) -> Response:
+        return Response(self.board.sections.since(None), media_type=_JSON)
+
+    async def _topology(self, request: Request) -> Response:
+        body = await self.shapes.json(request.query_params.get("model"))
+        return Response(status_code=404) if body is None else Response(body, media_type=_JSON)
+
+
+def make_app(dashboard: Dashboard) -> ASGIApp:
+    """The dashboard alone, and GET /healthz."""
+    return Starlette(routes=[*dashboard.routes(), Route("/healthz", _healthz)])
+
+
+async def _healthz(request: Request) -> Response:
+    return Response(b'{"status":"ok"}', media_type=_JSON)

@@ -87,11 +87,16 @@ class Head:
         return self._lm_head.out_features
 
     @torch.inference_mode()
-    def __call__(self, hidden_LD: Tensor) -> Tensor:
+    def normed(self, hidden_LD: Tensor) -> Tensor:
+        """What transformers calls `last_hidden_state`, [L, D], in the model's dtype."""
         hidden_LD = hidden_LD.to(device=self._device, dtype=self._dtype)
         for module in self._final:
             hidden_LD = module(hidden_LD)
-        logits_LV: Tensor = self._lm_head(hidden_LD)
+        return hidden_LD
+
+    @torch.inference_mode()
+    def __call__(self, hidden_LD: Tensor) -> Tensor:
+        logits_LV: Tensor = self._lm_head(self.normed(hidden_LD))
         if self._softcap is not None:
             logits_LV = torch.tanh(logits_LV / self._softcap) * self._softcap
         return logits_LV

@@ -328,6 +328,7 @@ class PageTable:
         with self.pool._guard:
             pages = self.pool.prefixes.find(keys)
             self.share(pages, len(pages) * PAGE_TOKENS)
+            self.pool.prefixes.asked_tokens += len(keys) * PAGE_TOKENS
             self.pool.prefixes.reused_tokens += self.length
 
     def publish(self, keys: Sequence[Key]) -> None:

@@ -30,6 +30,8 @@ class PrefixIndex:
     def __init__(self) -> None:
         self.reused_tokens = 0
         """That rows began with instead of computing them."""
+        self.asked_tokens = 0
+        """That rows hoped to begin with."""
         self._entries: OrderedDict[Key, _Entry] = OrderedDict()
         self._keys: dict[int, Key] = {}
 

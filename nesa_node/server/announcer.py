@@ -58,6 +58,9 @@ class Capacity:
     total_tokens: int = 0
     free_tokens: int = 0
     load: float = 0.0
+    sessions: int = 0
+    tokens: int = 0
+    """Computed since the daemon started."""
 
 
 class Announcer:
@@ -82,6 +85,11 @@ class Announcer:
         self._state: State = "joining"
         self._span: Span | None = None
         self._next_span: Span | None = None
+
+    @property
+    def state(self) -> State:
+        """What is published."""
+        return self._state
 
     async def announce(self, state: State, span: Span, *, next_span: Span | None = None) -> None:
         """Publish now, and this from now on. `next_span` is what the node moves to.
@@ -130,6 +138,8 @@ class Announcer:
             cpu_memory_free_bytes=memory.available,
             load=min(capacity.load, 1000.0),
             uptime_s=time.monotonic() - self._started_at,
+            sessions=capacity.sessions,
+            tokens=capacity.tokens,
             context_length=facts.context_length,
             public_name=facts.public_name,
             codecs=codec_names(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 
 from nesa_node.core.errors import FrameError, ProtocolError, StreamClosedError
 from nesa_node.core.logging import get_logger
@@ -48,19 +49,22 @@ async def serve_session(
     *,
     drain: Drain,
     idle_timeout_s: float,
+    refused: Counter[str] | None = None,
 ) -> None:
     """Run the session until its client closes it or goes, it idles, or a drain runs out.
 
-    Returns when the client closed it, which the caller answers once all is released. Raises
-    `ProtocolError` for what must be answered with a fatal error.
+    Returns when the client closed it, which the caller answers once all is released. `refused`
+    counts the messages that were, by code. Raises `ProtocolError` for what must be answered with a
+    fatal error.
     """
+    refused = Counter() if refused is None else refused
     failures: list[ProtocolError] = []
     try:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(session.run())
             tasks.create_task(_watch_idle(session, idle_timeout_s))
             tasks.create_task(_watch_drain(session, drain))
-            tasks.create_task(_read(session, tasks))
+            tasks.create_task(_read(session, tasks, refused))
     except* _Ended:
         pass
     except* ProtocolError as group:
@@ -70,7 +74,7 @@ async def serve_session(
         raise failures[0]
 
 
-async def _read(session: Session, tasks: asyncio.TaskGroup) -> None:
+async def _read(session: Session, tasks: asyncio.TaskGroup, refused: Counter[str]) -> None:
     room = asyncio.Semaphore(HAND_OVERS)
     while True:
         message, payload = await session.client.receive(
@@ -80,18 +84,21 @@ async def _read(session: Session, tasks: asyncio.TaskGroup) -> None:
         if isinstance(message, HandOver):
             # Steps go on meanwhile.
             await room.acquire()
-            task = tasks.create_task(_answered(session, message, payload))
+            task = tasks.create_task(_answered(session, message, payload, refused))
             task.add_done_callback(lambda _: room.release())
         else:
-            await _answered(session, message, payload)
+            await _answered(session, message, payload, refused)
 
 
-async def _answered(session: Session, message: AnyMessage, payload: bytearray) -> None:
+async def _answered(
+    session: Session, message: AnyMessage, payload: bytearray, refused: Counter[str]
+) -> None:
     try:
         await _obey(session, message, payload)
     except (FrameError, StreamClosedError):
         raise
     except ProtocolError as error:
+        refused[error.code] += 1
         await session.client.send(
             Error(
                 code=error.code,

@@ -13,9 +13,11 @@ from nesa_node.core.config import NodeConfig, OrchestratorConfig, PeerConfig, se
 from nesa_node.core.errors import PeerUnreachableError
 from nesa_node.core.ids import PeerId
 from nesa_node.core.logging import get_logger
+from nesa_node.core.metrics import Sources
 from nesa_node.server.announcer import Announcer, NodeFacts
 from nesa_node.server.ending import Ending, stop_signals
 from nesa_node.server.executor import open_executor
+from nesa_node.server.metrics import about, about_model, about_node, keep_looking
 from nesa_node.server.moves import Moves
 from nesa_node.server.orchestrate import (
     Show,
@@ -40,39 +42,56 @@ WITHDRAW_TIMEOUT_S = 5.0
 MAX_FILES = 1 << 16
 
 
-async def run_bootstrap(config: PeerConfig) -> None:
-    """Be a member of the DHT until SIGTERM or SIGINT. Raises `SwarmError` and `ConfigError`."""
+async def run_bootstrap(config: PeerConfig, *, told: Sources | None = None) -> None:
+    """Be a member of the DHT until SIGTERM or SIGINT. Raises `SwarmError` and `ConfigError`.
+
+    `told` gets what there is to tell Prometheus, here and below.
+    """
     check_ready_file(config.ready_file)
+    sources = told or Sources()
     with stop_signals() as stopping:
         async with _joined(config) as swarm:
-            with ready_file(config.ready_file, ready_facts(swarm)):
+            with (
+                ready_file(config.ready_file, ready_facts(swarm)),
+                sources.adding(about(swarm, "bootstrap", sources.version)),
+            ):
                 log.info("bootstrap_ready", addresses=swarm.transport.addresses)
                 await Ending(stopping, swarm).wait()
 
 
-async def run_orchestrator(config: OrchestratorConfig, show: Show | None = None) -> None:
+async def run_orchestrator(
+    config: OrchestratorConfig, show: Show | None = None, *, told: Sources | None = None
+) -> None:
     """Plan for a swarm until SIGTERM or SIGINT. Raises `SwarmError` and `ConfigError`.
 
     `show` is told where to find what is seen, as soon as there is something to see.
     """
     check_ready_file(config.ready_file)
+    sources = told or Sources()
     with stop_signals() as stopping:
         async with _joined(config) as swarm:
 
             async def plan() -> None:
-                await orchestrate(config, swarm, await find_model(swarm, config.model), show=show)
+                model_id = await find_model(swarm, config.model)
+                with sources.adding(about_model(swarm, model_id)):
+                    await orchestrate(config, swarm, model_id, show=show, told=sources)
 
-            with ready_file(config.ready_file, ready_facts(swarm)):
+            with (
+                ready_file(config.ready_file, ready_facts(swarm)),
+                sources.adding(about(swarm, "orchestrator", sources.version)),
+            ):
                 await Ending(stopping, swarm).unless(plan())
 
 
-async def run_node(config: NodeConfig, show: Show | None = None) -> None:
+async def run_node(
+    config: NodeConfig, show: Show | None = None, *, told: Sources | None = None
+) -> None:
     """Serve a span of a model until SIGTERM or SIGINT, then drain, withdraw and return.
 
     `show` is told of what an orchestrator sees. Raises as `serve_node` does.
     """
     with stop_signals() as stopping:
-        await serve_node(config, stopping, show=show)
+        await serve_node(config, stopping, show=show, told=told)
 
 
 async def serve_node(
@@ -80,6 +99,8 @@ async def serve_node(
     stopping: asyncio.Event,
     moves: Moves | None = None,
     show: Show | None = None,
+    *,
+    told: Sources | None = None,
 ) -> None:
     """Serve a span of a model until `stopping` is set, others as `moves` brings wishes.
 
@@ -95,9 +116,9 @@ async def serve_node(
         open_executor() as executor,
         open_scheduler(executor) as scheduler,
     ):
-        about = _node_facts(config, served, blocks)
+        facts = _node_facts(config, served, blocks)
         moves = moves or moves_of(config)
-        await _serve(config, served, about, swarm, scheduler, stopping, moves, show)
+        await _serve(config, served, facts, swarm, scheduler, stopping, moves, show, told)
 
 
 @asynccontextmanager
@@ -131,16 +152,17 @@ def _allow_many_files() -> None:
 async def _serve(
     config: NodeConfig,
     served: Served,
-    about: NodeFacts,
+    facts: NodeFacts,
     swarm: Swarm,
     scheduler: Scheduler,
     stopping: asyncio.Event,
     moves: Moves,
     show: Show | None,
+    told: Sources | None,
 ) -> None:
     announcer = Announcer(
         swarm.directory,
-        about,
+        facts,
         swarm.speeds.sent_bytes,
         lambda: swarm.distances.measured(swarm.speeds),
     )
@@ -158,13 +180,13 @@ async def _serve(
     measuring = keep_measuring(
         swarm,
         served.model_id,
-        about.num_blocks,
+        facts.num_blocks,
         random.Random(peer_id),
         ping_every_s=config.ping_every_s,
     )
     background = [asyncio.create_task(announcer.run()), asyncio.create_task(measuring)]
     obedience = obedience_of(
-        config, peer_id, num_blocks=about.num_blocks, max_blocks=about.max_blocks
+        config, peer_id, num_blocks=facts.num_blocks, max_blocks=facts.max_blocks
     )
     if not moves.pinned:
         watching = rebalance(
@@ -176,14 +198,23 @@ async def _serve(
         )
         background.append(asyncio.create_task(watching))
         following = follow_placements(
-            config, swarm, served.model_id, obedience, moves, num_blocks=about.num_blocks
+            config, swarm, served.model_id, obedience, moves, num_blocks=facts.num_blocks
         )
         background.append(asyncio.create_task(following))
     if config.orchestrator:
-        planning = orchestrate(config, swarm, served.model_id, liars=obedience.liars, show=show)
+        planning = orchestrate(
+            config, swarm, served.model_id, liars=obedience.liars, show=show, told=told
+        )
         background.append(asyncio.create_task(planning))
+    of_model = (swarm, served.model_id, facts.num_blocks)
+    if told is not None:
+        background.append(asyncio.create_task(keep_looking(*of_model)))
+    sources = told or Sources()
     try:
-        await spans.run()
+        with sources.adding(
+            about(swarm, "node", sources.version), about_model(*of_model), about_node(spans)
+        ):
+            await spans.run()
     finally:
         for task in background:
             task.cancel()

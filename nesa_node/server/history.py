@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 from nesa_node.core.errors import ConfigError
@@ -12,6 +13,7 @@ from nesa_node.server.learner import Tuned
 from nesa_node.server.planner import Decision
 from nesa_node.server.snapshot_store import SnapshotStore
 from nesa_node.swarm.notices import Placement
+from nesa_node.topology.changes.triggers import Trigger
 from nesa_node.topology.looks import Look, seen_of
 from nesa_node.topology.report import heights_of, topology_report
 from nesa_node.topology.snapshot import Snapshot
@@ -62,12 +64,14 @@ class History:
         active: Placement | None,
         *,
         leads: bool,
+        triggers: Sequence[Trigger] = (),
         tuned: Tuned | None = None,
     ) -> None:
-        """`decision` is None for somebody who only stands ready; `active`: what asks for moves;
-        `tuned`: the greedy rule's exponents, if they are not those that are shipped.
+        """`decision` is None for somebody who only looks on, and may have watched `triggers`
+        all the same; `active`: what asks for moves; `tuned`: the greedy rule's exponents, if they
+        are not those that are shipped.
         """
-        look = _look(snapshot, decision, active, tuned or Tuned(), leads=leads)
+        look = _look(snapshot, decision, active, tuned or Tuned(), leads=leads, triggers=triggers)
         heights = heights_of(snapshot)
         with self._guard:
             self._looks.append(look)
@@ -101,8 +105,9 @@ def _look(
     tuned: Tuned,
     *,
     leads: bool,
+    triggers: Sequence[Trigger],
 ) -> Look:
-    about: dict[str, Any] = {}
+    about: dict[str, Any] = {"seen": seen_of(triggers)}
     if decision is not None:
         about = {
             "seen": seen_of(decision.triggers),

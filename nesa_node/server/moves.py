@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import Literal
 
@@ -42,9 +42,10 @@ HOUR_S = 3600.0
 class Wish:
     """Made by `Moves.ask`."""
 
-    def __init__(self, span: Span, reason: str) -> None:
+    def __init__(self, span: Span, reason: str, answers: Counter[Answer]) -> None:
         self.span = span
         self.reason = reason
+        self._answers = answers
         self.answer: Answer | None = None
         self._answered = asyncio.Event()
 
@@ -58,6 +59,7 @@ class Wish:
         """For whoever decides about it. The first answer stays."""
         if self.answer is None:
             self.answer = answer
+            self._answers[answer] += 1
             self._answered.set()
             log.info("wish_settled", span=str(self.span), reason=self.reason, answer=answer)
 
@@ -74,6 +76,8 @@ class Moves:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.pinned = pinned
+        self.answers: Counter[Answer] = Counter()
+        """What became of all wishes so far."""
         self._per_hour = per_hour
         self._pause_s = pause_s
         self._clock = clock
@@ -102,7 +106,7 @@ class Moves:
 
     def ask(self, span: Span, reason: str) -> Wish:
         """Wish that the node held `span`; `reason` is for the log."""
-        wish = Wish(span, reason)
+        wish = Wish(span, reason, self.answers)
         refusal = self.refusal
         if refusal is not None:
             wish.settle(refusal)

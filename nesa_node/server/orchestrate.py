@@ -13,6 +13,8 @@ from nesa_node.core.decision_log import DecisionLog
 from nesa_node.core.errors import ConfigError
 from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.core.logging import get_logger
+from nesa_node.core.metric_names import LEADS
+from nesa_node.core.metrics import Sample, Sources
 from nesa_node.routing.claims import Claims
 from nesa_node.routing.succession import Terms
 from nesa_node.server.believed import Believed
@@ -30,7 +32,7 @@ from nesa_node.topology.snapshot import Snapshot
 
 log = get_logger(__name__)
 
-Show = Callable[[History], None]
+Show = Callable[[Swarm, ModelId, History], None]
 
 LOOK_FOR_MODEL_S = 5.0
 PATIENCE_OF_LEASE = 1 / 3
@@ -44,10 +46,12 @@ async def orchestrate(
     planner: Planner | None = None,
     liars: Collection[PeerId] = (),
     show: Show | None = None,
+    told: Sources | None = None,
 ) -> None:
     """Stand for the lease of `model_id` and plan while it is held, until cancelled.
 
-    `liars` are not yielded to; it may grow. `show` is told where to find what is seen.
+    `liars` are not yielded to; it may grow. `show` is told where it is seen, and what; `told` what
+    there is to tell Prometheus.
     """
     own = swarm.identity.peer_id
     swarm.notices.spare(config.allow_orchestrators)
@@ -78,7 +82,7 @@ async def orchestrate(
     await asyncio.to_thread(history.recall)
     await asyncio.to_thread(learner.recall)
     if show is not None:
-        show(history)
+        show(swarm, model_id, history)
     orchestrator = Orchestrator(
         swarm.notices,
         lease,
@@ -95,7 +99,8 @@ async def orchestrate(
         rng=random.Random(own),
     )
     log.info("orchestrator_ready", model=model_id)
-    await orchestrator.run()
+    with (told or Sources()).adding(lambda: [Sample(LEADS, (model_id,), float(lease.leads))]):
+        await orchestrator.run()
 
 
 def obedience_of(config: NodeConfig, own: PeerId, *, num_blocks: int, max_blocks: int) -> Obedience:

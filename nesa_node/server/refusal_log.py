@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 
 from nesa_node.core.logging import get_logger
@@ -14,15 +15,32 @@ MOST = 20
 """Of all peers together in a period: identities are free."""
 
 
+CODES = (
+    "bad_frame", "bad_link", "bad_position", "bad_prefix", "bad_rows", "bad_tensor", "busy",
+    "cache_full", "context_length", "downstream_lost", "draining", "future_epoch", "idle_timeout",
+    "not_a_member", "not_allowed", "not_computed", "not_donor", "not_linked", "not_upstream",
+    "session_exists", "stale_epoch", "stale_step", "step_conflict", "too_large", "unexpected",
+    "unknown_quality", "unknown_session", "version_mismatch", "wrong_blocks", "wrong_model",
+)  # fmt: skip
+"""With which a node refuses."""
+
+
 class RefusalLog:
-    """Notes the first `MOST` refusals of each period, and how many more there were."""
+    """Notes the first `MOST` refusals of each period, and how many more there were.
+
+    Counts all, by code: of `streams`, and of `messages` of sessions that went on.
+    """
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.streams: Counter[str] = Counter()
+        self.messages: Counter[str] = Counter()
         self._clock = clock
         self._began = clock()
         self._count = 0
 
     def note(self, *, peer: str, code: str, reason: str) -> None:
+        """A stream was refused, or a session ended by this node."""
+        self.streams[code] += 1
         now = self._clock()
         if now - self._began >= PERIOD_S:
             if self._count > MOST:

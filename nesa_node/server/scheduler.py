@@ -19,6 +19,7 @@ from nesa_node.engine.pages import PageTable
 from nesa_node.server.batch import Share, run_shares
 from nesa_node.server.executor import Executor
 from nesa_node.server.iteration import Policy
+from nesa_node.server.tallies import Tallies
 from nesa_node.server.work import Work
 
 log = get_logger(__name__)
@@ -39,6 +40,7 @@ class Scheduler:
 
     def __init__(self, executor: Executor, policy: Policy[Work]) -> None:
         self.executor = executor
+        self.tallies = Tallies()
         self._policy = policy
         self._works: dict[Work, None] = {}
         self._wanted = asyncio.Event()
@@ -49,10 +51,18 @@ class Scheduler:
         self._last_size = 1
 
     @property
+    def sessions(self) -> int:
+        return len(self._works)
+
+    @property
     def load(self) -> float:
         """The share of the last half minute spent computing, plus the iterations that wait."""
-        waiting = sum(work.waits for work in self._works)
-        return self.executor.load + waiting / self._last_size
+        return self.executor.load + self.waiting / self._last_size
+
+    @property
+    def waiting(self) -> int:
+        """Sessions with a step that is not done."""
+        return sum(work.waits for work in self._works)
 
     def expect(self, throughput: Throughput, span: Span) -> None:
         """Begin with what was measured of these blocks, instead of knowing nothing."""
@@ -69,8 +79,11 @@ class Scheduler:
         client: PeerId,
         priority: int,
         dtype: torch.dtype,
+        session: str = "",
     ) -> AsyncIterator[Work]:
         """A place for a session, with one table for each of its rows; `dtype` is of its outputs.
+
+        `session` is its name in the log.
 
         After it, also after a cancellation, no iteration uses the tables.
         """
@@ -80,6 +93,7 @@ class Scheduler:
             client=client,
             priority=priority,
             dtype=dtype,
+            session=session,
             wake=self._wanted.set,
             run_here=self._run_here,
         )
@@ -180,6 +194,7 @@ class Scheduler:
             work.deliver(share)
 
     def _learn(self, plan: Plan, shares: Shares, seconds: float) -> None:
+        self.tallies.ran((share for _, share in shares), seconds, time.monotonic())
         if shares and len(shares) == len(plan) and all(share.error is None for _, share in shares):
             self._policy.ran(plan, seconds)
             lane = plan[0][0]

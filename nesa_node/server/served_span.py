@@ -16,6 +16,7 @@ from nesa_node.engine.progress import shown_progress
 from nesa_node.server.admission import Admission, Limits
 from nesa_node.server.announcer import Capacity
 from nesa_node.server.placement import count_cache_tokens
+from nesa_node.server.refusal_log import RefusalLog
 from nesa_node.server.scheduler import Scheduler
 from nesa_node.server.served import Served
 from nesa_node.server.session_server import SessionServer
@@ -38,17 +39,24 @@ class ServedSpan:
             total_tokens=self.admission.total_tokens,
             free_tokens=self.admission.free_tokens,
             load=self.scheduler.load,
+            sessions=self.scheduler.sessions,
+            tokens=self.scheduler.tallies.tokens,
         )
 
 
 @asynccontextmanager
 async def open_span(
-    config: NodeConfig, served: Served, swarm: Swarm, scheduler: Scheduler, span: Span
+    config: NodeConfig,
+    served: Served,
+    swarm: Swarm,
+    scheduler: Scheduler,
+    span: Span,
+    refusals: RefusalLog | None = None,
 ) -> AsyncIterator[ServedSpan]:
     """Load and measure `span`, and make its cache. In the end no session uses it any more.
 
-    The memory comes back once the caller has let go of it too. Raises `ModelError`,
-    `ResourceError` and `OSError`.
+    The memory comes back once the caller has let go of it too. `refusals` are the daemon's, of all
+    its spans. Raises `ModelError`, `ResourceError` and `OSError`.
     """
     device = scheduler.executor
     blocks = await device.run(partial(_load, served, span))
@@ -66,6 +74,7 @@ async def open_span(
         swarm_key=secret_text(config.swarm_key),
         step_timeout_s=config.step_timeout_s,
         idle_timeout_s=config.idle_timeout_s,
+        refusals=refusals,
     )
     try:
         yield ServedSpan(

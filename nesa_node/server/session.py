@@ -52,6 +52,11 @@ class Session:
         self.client = client
         self.upstream: PeerId | None = PeerId(opened.upstream) if opened.upstream else None
         self.active_at = time.monotonic()
+        self.steps = 0
+        """Whose outputs were sent."""
+        self.first_step: tuple[float, float] | None = None
+        """When it came and when its output was sent, in seconds since the epoch."""
+        self._first_came_at = 0.0
         self.inbox = Inbox(
             session=opened.session,
             rows=opened.rows,
@@ -118,6 +123,9 @@ class Session:
         else:
             examined = await asyncio.to_thread(examine, step, payload)
             self._require_open()
+        self._outlet.client_wire.came(step.tensor, payload)
+        if not self._first_came_at:
+            self._first_came_at = time.time()
         if self.inbox.accept(step, examined):
             self._work.submit(step, examined.hidden_TD)
             await self._emit_at_once()
@@ -261,6 +269,9 @@ class Session:
             if result is not None and result[0].epoch == self.inbox.epoch:
                 self._prefixes.publish()
                 await self._outlet.emit(*result)
+                self.steps += 1
+                if self.first_step is None:
+                    self.first_step = self._first_came_at, time.time()
         self.active_at = time.monotonic()
         await self._notify()
 

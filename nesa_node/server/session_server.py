@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+from structlog.contextvars import bind_contextvars
+
 from nesa_node.compression.quality import check_quality, codec_names
 from nesa_node.compression.tensors import DTYPES
 from nesa_node.core.errors import (
@@ -18,7 +20,7 @@ from nesa_node.core.errors import (
     VersionMismatchError,
 )
 from nesa_node.core.ids import ModelId, PeerId, SessionId
-from nesa_node.core.logging import get_logger
+from nesa_node.core.logging import get_logger, session_name
 from nesa_node.core.span import Span
 from nesa_node.engine.blocks import Blocks
 from nesa_node.server.admission import Admission
@@ -32,6 +34,7 @@ from nesa_node.server.prefixes import SessionPrefixes, check_prefix
 from nesa_node.server.refusal_log import RefusalLog
 from nesa_node.server.scheduler import Scheduler
 from nesa_node.server.session import Session
+from nesa_node.server.session_trace import NodeTrace
 from nesa_node.server.transfer import Succession, Transfers
 from nesa_node.swarm.messages import (
     VERSION,
@@ -76,6 +79,7 @@ class SessionServer:
         swarm_key: str | None = None,
         step_timeout_s: float = 30.0,
         idle_timeout_s: float = 600.0,
+        refusals: RefusalLog | None = None,
     ) -> None:
         self._swarm = swarm
         self._model_id = model_id
@@ -86,7 +90,7 @@ class SessionServer:
         self._step_timeout_s = step_timeout_s
         self._idle_timeout_s = idle_timeout_s
         self._sessions: dict[tuple[PeerId, SessionId], Session] = {}
-        self._refusals = RefusalLog()
+        self._refusals = refusals or RefusalLog()
         self._drain = Drain()
         self._handling: set[asyncio.Task[Any]] = set()
         self._empty = asyncio.Event()
@@ -102,6 +106,9 @@ class SessionServer:
             # Its message is read before it is refused: an answer sent while a peer still writes can
             # be lost with the stream. How many streams may wait here, the transport bounds.
             message = await first_message(stream)
+            if isinstance(message, Open | PushOpen | TransferOpen):
+                # For the rest of this task, which is the stream's own.
+                bind_contextvars(session=session_name(message.session))
             self._admission.check_peer(peer)
             with self._admission.stream(peer):
                 await self._dispatch(stream, message)
@@ -159,6 +166,19 @@ class SessionServer:
 
     async def _open(self, stream: Stream, opened: Open) -> None:
         self._check_open(stream.peer, opened)
+        trace = NodeTrace(opened, self._swarm.identity.peer_id)
+        try:
+            await self._hold(stream, opened, trace)
+        except ProtocolError as error:
+            trace.end(error=error.code)
+            raise
+        finally:
+            trace.end()
+        # Only now, so that whoever reads it finds the room free.
+        await stream.send(Closed())
+
+    async def _hold(self, stream: Stream, opened: Open, trace: NodeTrace) -> None:
+        """The session, from its opening to its end."""
         kept = self._blocks.hidden_size * 4 if opened.mode == "chain" else 0
         blocks = self._blocks.part(Span(*opened.blocks))
         reach = (self._swarm, self._model_id, opened)
@@ -181,21 +201,20 @@ class SessionServer:
                     client=stream.peer,
                     priority=PRIORITIES.index(opened.priority),
                     dtype=DTYPES[opened.dtype],
+                    session=session_name(opened.session),
                 ) as work:
                     parts = (work, outlet, executor)
                     transfers = Transfers(partial(dial_successor, *reach), opened.session, *parts)
                     succession = Succession(*parts, opened.max_tokens, opened.quality)
                     owned = (work, outlet, place, transfers, succession, prefixes)
                     try:
-                        await self._serve(Session(opened, stream, *owned))
+                        await self._serve(Session(opened, stream, *owned), trace)
                     finally:
                         await transfers.close()
         finally:
             await outlet.close()
-        # Only now, so that whoever reads it finds the room free.
-        await stream.send(Closed())
 
-    async def _serve(self, session: Session) -> None:
+    async def _serve(self, session: Session, trace: NodeTrace) -> None:
         opened, client = session.opened, session.client
         with self._registered(session):
             try:
@@ -209,12 +228,15 @@ class SessionServer:
                         codecs=codec_names(),
                     )
                 )
+                trace.opened()
                 await serve_session(
                     session,
                     drain=self._drain,
                     idle_timeout_s=self._idle_timeout_s,
+                    refused=self._refusals.messages,
                 )
             finally:
+                trace.served(session)
                 await session.close()
 
     @contextmanager
@@ -224,7 +246,13 @@ class SessionServer:
         key = (session.client.peer, SessionId(opened.session))
         self._sessions[key] = session
         self._empty.clear()
-        log.info("session_opened", rows=opened.rows, max_tokens=opened.max_tokens)
+        log.info(
+            "session_opened",
+            rows=opened.rows,
+            max_tokens=opened.max_tokens,
+            blocks=str(Span(*opened.blocks)),
+            mode=opened.mode,
+        )
         try:
             yield
         finally:

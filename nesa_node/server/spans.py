@@ -21,6 +21,7 @@ from nesa_node.server.invitation import print_invitation
 from nesa_node.server.moves import Answer, Moves, Wish
 from nesa_node.server.placement import claim_span, look, require_memory
 from nesa_node.server.ready_file import ready_facts, ready_file
+from nesa_node.server.refusal_log import RefusalLog
 from nesa_node.server.scheduler import Scheduler
 from nesa_node.server.served import Served
 from nesa_node.server.served_span import ServedSpan, open_span
@@ -55,9 +56,22 @@ class Spans:
     announcer: Announcer
     moves: Moves
     ending: Ending
+    refusals: RefusalLog = field(default_factory=RefusalLog)
+    part: ServedSpan | None = None
+    """What it serves now."""
     _door: Door = field(default_factory=Door)
     _move: _Move | None = None
     _invited: bool = False
+    _prefix_tokens: tuple[int, int] = (0, 0)
+    """Of the spans before."""
+
+    def prefix_tokens(self) -> tuple[int, int]:
+        """Tokens that sessions hoped to find in the cache, and that they found, in all spans."""
+        asked, found = self._prefix_tokens
+        if self.part is not None:
+            prefixes = self.part.admission.pool.prefixes
+            asked, found = asked + prefixes.asked_tokens, found + prefixes.reused_tokens
+        return asked, found
 
     async def run(self) -> None:
         """Claim a span and serve it, then others as `moves` brings wishes, until the end.
@@ -84,7 +98,9 @@ class Spans:
     async def _hold(self, span: Span) -> Span | None:
         """Load, serve and drain `span`. Returns the next one; None when the daemon ends."""
         async with AsyncExitStack() as stack:
-            opening = open_span(self.config, self.served, self.swarm, self.scheduler, span)
+            opening = open_span(
+                self.config, self.served, self.swarm, self.scheduler, span, self.refusals
+            )
             try:
                 part = await self.ending.unless(stack.enter_async_context(opening))
             except Exception as error:
@@ -95,9 +111,12 @@ class Spans:
             if part is None:
                 return None
             self.announcer.throughput, self.announcer.capacity = part.throughput, part.capacity
+            self.part = part
             try:
                 return await self._serve(part)
             finally:
+                # Its memory is to come back.
+                self._prefix_tokens, self.part = self.prefix_tokens(), None
                 self.announcer.throughput, self.announcer.capacity = Throughput(0, 0), Capacity
 
     async def _serve(self, part: ServedSpan) -> Span | None:

@@ -40,6 +40,7 @@ class Work(Lane):
         client: PeerId,
         priority: int,
         dtype: torch.dtype,
+        session: str = "",
         wake: Callable[[], None],
         run_here: Callable[[], bool],
     ) -> None:
@@ -51,6 +52,7 @@ class Work(Lane):
         self.tables = tables
         self.blocks = blocks
         self.dtype = dtype
+        self._session = session
         self._wake = wake
         self._run_here = run_here
         self._queue: deque[Pending] = deque()
@@ -149,7 +151,10 @@ class Work(Lane):
     def fail(self, error: Exception) -> None:
         """Forget what waits and let `result` raise."""
         code = "cache_full" if isinstance(error, CacheFullError) else "not_computed"
-        log.error("step_failed", client=self.client, code=code, exc_info=error)
+        # In the scheduler's task, which is no session's.
+        log.error(
+            "step_failed", session=self._session, client=self.client, code=code, exc_info=error
+        )
         text = str(error) if code == "cache_full" else f"this node failed: {type(error).__name__}"
         self._queue.clear()
         self._count()

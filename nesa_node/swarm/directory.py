@@ -11,6 +11,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from itertools import accumulate
 
 from nesa_node.core.errors import RecordError
 from nesa_node.core.ids import ModelId, PeerId
@@ -142,9 +143,7 @@ class Directory:
         is not given, than most.
         """
         records = [record for record in self._alive() if record.model_id == model_id]
-        if num_blocks is None:
-            counts = Counter(record.num_blocks for record in records)
-            num_blocks = max(counts, key=lambda value: (counts[value], value), default=0)
+        num_blocks = _most_agreed(records) if num_blocks is None else num_blocks
         agreed = [record for record in records if record.num_blocks == num_blocks]
         if len(agreed) < len(records):
             self.dropped["num_blocks"] += len(records) - len(agreed)
@@ -159,6 +158,24 @@ class Directory:
             if record.state == "draining" and record.next_span is not None
         )
         return Snapshot(model_id, num_blocks, serving, self._clock(), joining=(*joining, *moving))
+
+    def holders(
+        self, model_id: ModelId, num_blocks: int | None = None
+    ) -> tuple[tuple[int, ...], Counter[str]]:
+        """How many nodes serve each block as far as this node remembers, and nodes by state.
+
+        `num_blocks` is as in `snapshot`. In a fraction of the time that a snapshot takes.
+        """
+        records = [record for record in self._alive() if record.model_id == model_id]
+        num_blocks = _most_agreed(records) if num_blocks is None else num_blocks
+        agreed = [record for record in records if record.num_blocks == num_blocks]
+        rises = [0] * (num_blocks + 1)
+        for record in agreed:
+            if record.state == "serving":
+                start, end = record.span
+                rises[start] += 1
+                rises[end] -= 1
+        return tuple(accumulate(rises[:-1])), Counter(record.state for record in agreed)
 
     def addresses(self, model_id: ModelId, num_blocks: int) -> dict[PeerId, tuple[str, ...]]:
         """Of all nodes of a model, as far as this node remembers."""
@@ -194,6 +211,15 @@ class Directory:
         return sorted(
             self._alive(), key=lambda record: (record.model_id, record.span, record.peer_id)
         )
+
+    def withdrawn(self) -> list[NodeRecord]:
+        """What the nodes said last that have left, as far as this node remembers."""
+        now = self._clock()
+        return [
+            record
+            for record in self._known.values()
+            if record.state == "withdrawn" and record.expires_at > now
+        ]
 
     def _state(self, record: NodeRecord, blames: Mapping[PeerId, float]) -> NodeState:
         blame = blames.get(PeerId(record.peer_id), 0.0)
@@ -271,3 +297,9 @@ class Directory:
             for record in self._known.values()
             if record.expires_at > now and record.state != "withdrawn"
         ]
+
+
+def _most_agreed(records: Iterable[NodeRecord]) -> int:
+    """The number of blocks that most of them speak of."""
+    counts = Counter(record.num_blocks for record in records)
+    return max(counts, key=lambda value: (counts[value], value), default=0)

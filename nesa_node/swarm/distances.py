@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from nesa_node.core.errors import PeerUnreachableError
 from nesa_node.core.ids import PeerId
+from nesa_node.core.metric_names import ROUND_TRIP
 from nesa_node.swarm.link_speed import LinkSpeeds
 from nesa_node.swarm.ping import ping
 from nesa_node.swarm.transport import Transport
@@ -35,8 +36,11 @@ class Distances:
         self._measured_at: dict[PeerId, float] = {}
         self._failed: OrderedDict[PeerId, tuple[float, int]] = OrderedDict()
         """When it was tried last, and how often in a row."""
+        self.round_trips_s = ROUND_TRIP.tally()
+        self.unanswered = 0
 
     def note(self, peer: PeerId, rtt_ms: float) -> None:
+        self.round_trips_s.add(rtt_ms / 1000)
         self._pings.setdefault(peer, deque(maxlen=_PINGS_KEPT)).append(rtt_ms)
         self._pings.move_to_end(peer)
         self._measured_at[peer] = self._clock()
@@ -49,6 +53,7 @@ class Distances:
         """It does not answer any more: what it was does not count."""
         self._pings.pop(peer, None)
         self._measured_at.pop(peer, None)
+        self.unanswered += 1
         _, tries = self._failed.pop(peer, (0.0, 0))
         self._failed[peer] = self._clock(), min(tries + 1, _MAX_TRIES)
         if len(self._failed) > _MAX_PEERS:

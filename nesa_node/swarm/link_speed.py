@@ -30,11 +30,16 @@ class LinkSpeed:
     """
 
     def __init__(
-        self, clock: Callable[[], float] = time.monotonic, sent_bytes: Counter[str] | None = None
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        sent_bytes: Counter[str] | None = None,
+        received_bytes: Counter[str] | None = None,
     ) -> None:
         self._clock = clock
         self.sent_bytes = Counter() if sent_bytes is None else sent_bytes
         """By codec, to all peers together."""
+        self.received_bytes = Counter() if received_bytes is None else received_bytes
+        """The same, from all peers."""
         self.is_local = False
         """The peer is on this machine: whatever takes long there, it is not the network."""
         self._reports: deque[tuple[float, int, float]] = deque(maxlen=_REPORTS)
@@ -79,6 +84,7 @@ class LinkSpeeds:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self.sent_bytes: Counter[str] = Counter()
+        self.received_bytes: Counter[str] = Counter()
         self._speeds: OrderedDict[PeerId, LinkSpeed] = OrderedDict()
 
     def rate_to(self, peer: PeerId) -> float:
@@ -88,8 +94,11 @@ class LinkSpeeds:
         return math.nan if rate is None else rate
 
     def to(self, peer: PeerId) -> LinkSpeed:
-        speed = self._speeds.setdefault(peer, LinkSpeed(self._clock, self.sent_bytes))
+        speed = self._speeds.setdefault(peer, self._new())
         self._speeds.move_to_end(peer)
         if len(self._speeds) > _MAX_PEERS:
             self._speeds.popitem(last=False)
         return speed
+
+    def _new(self) -> LinkSpeed:
+        return LinkSpeed(self._clock, self.sent_bytes, self.received_bytes)

@@ -15,7 +15,7 @@ from nesa_node.compression.tensors import TensorMeta
 from nesa_node.core.errors import FrameError
 
 PROTOCOL = "/nesa/session"
-VERSION = (1, 2)
+VERSION = (1, 3)
 
 MAX_ROWS = 256
 MAX_TOKENS = 1 << 24
@@ -82,6 +82,9 @@ class Open(Message, frozen=True, tag="open"):
     """What compression may do to its hidden states: `compression/quality.py`."""
     codecs: Codecs = ()
     """What the client decodes beside "none"."""
+    trace: Annotated[bytes, Meta(max_length=64)] = b""
+    """What the node's part in it belongs to, in a chain: 16 bytes of a trace's id, 8 of a span's.
+    Anything else is ignored."""
 
 
 class Opened(Message, frozen=True, tag="opened"):

@@ -102,6 +102,10 @@ class NodeStatus(BaseModel):
     cpu_memory_free_bytes: Count = 0
     load: float = Field(default=0.0, ge=0, le=1000)
     uptime_s: float = Field(default=0.0, ge=0, le=1e10)
+    sessions: Count = 0
+    """How many it holds now."""
+    tokens: Count = 0
+    """That went through its blocks since it started."""
     context_length: int = Field(default=0, ge=0, lt=2**40)
     public_name: Annotated[Text, Field(max_length=64)] | None = None
     codecs: Annotated[

@@ -114,6 +114,10 @@ class Wire:
         self._speed.sent_bytes[name_of(meta.codec)] += payload.nbytes
         return encoded
 
+    def came(self, meta: TensorMeta, payload: bytearray) -> None:
+        """Count what was received, once it has been decoded."""
+        self._speed.received_bytes[name_of(meta.codec)] += len(payload)
+
     def readable(self, kept: Kept) -> Kept:
         """What was encoded for another receiver, for this one: the same bytes, or the same values.
 

@@ -2,41 +2,99 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
+
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nesa_node.core.http_address import HttpAddress
+from nesa_node.web.problem import Problem
+from nesa_node.web.refusal import refuse
 
 _HEADERS = {
     "x-content-type-options": "nosniff",
     "cache-control": "no-store",
     "content-security-policy": "default-src 'none'; frame-ancestors 'none'",
     "cross-origin-resource-policy": "same-origin",
-    "referrer-policy": "no-referrer",
+    # Under "no-referrer" browsers would post our own forms with `Origin: null`, like a stranger's.
+    "referrer-policy": "same-origin",
 }
 
 
 class Guard:
     """Refuses what a strange page could make a browser ask for, and says how to treat answers.
 
-    Answers only to names that `address` has. A response that sets one of the headers itself, as a
-    page with scripts of its own does, keeps its own.
+    Answers only to names that `address` has, while `any_name` says no, and among pages only to
+    those that we served and to those of `origins`. A response that sets one of the headers itself,
+    as a page with scripts of its own does, keeps its own.
     """
 
-    def __init__(self, app: ASGIApp, address: HttpAddress) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        address: HttpAddress,
+        origins: Collection[str] = (),
+        any_name: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._app = app
         self._address = address
+        self._origins = frozenset(origins)
+        self._any_name = any_name
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
-        hosts = Headers(scope=scope).getlist("host")
-        if len(hosts) != 1 or not self._address.answers_to(hosts[0]):
-            refusal = PlainTextResponse("this page does not go by that name\n", status_code=421)
-            await refusal(scope, receive, _guarded(send))
+        try:
+            self._check(str(scope["method"]), Headers(scope=scope))
+        except Problem as problem:
+            await refuse(problem.response(), scope, receive, _guarded(send))
             return
         await self._app(scope, receive, _guarded(send))
+
+    def _check(self, method: str, headers: Headers) -> None:
+        hosts = headers.getlist("host")
+        known = len(hosts) == 1 and (self._any_name() or self._address.answers_to(hosts[0]))
+        if not known:
+            raise Problem(
+                421,
+                "this server does not go by the name in the Host header; ask it by its IP address, "
+                "or start it with --host-names NAME",
+                code="misdirected_request",
+            )
+        if self._strange_page_asks(method, headers):
+            raise Problem(
+                403,
+                "pages of other origins may not ask this server; start it with --cors-origins "
+                "ORIGIN to allow one",
+                code="origin_not_allowed",
+            )
+
+    def _strange_page_asks(self, method: str, headers: Headers) -> bool:
+        """Browsers name the page that asks, or at least how far it is, wherever it can do harm."""
+        origins = headers.getlist("origin")
+        if origins:
+            host = headers["host"]
+            return any(
+                origin not in self._origins and not self._address.is_origin(origin, host)
+                for origin in origins
+            )
+        if headers.get("sec-fetch-site") not in ("cross-site", "same-site"):
+            return False
+        followed_link = method in ("GET", "HEAD") and headers.get("sec-fetch-mode") == "navigate"
+        return not followed_link
+
+
+def asked_by_our_page(scope: Scope, address: HttpAddress) -> bool:
+    """Whether a browser says that one of our own pages makes this request.
+
+    `Guard` lets programs pass, which say nothing, and allowed origins. What a cookie pays for
+    needs more, since browsers send it along for every page that shares our host.
+    """
+    headers = Headers(scope=scope)
+    origin = headers.get("origin")
+    if origin is not None:
+        return address.is_origin(origin, headers.get("host", ""))
+    return headers.get("sec-fetch-site") == "same-origin"
 
 
 def _guarded(send: Send) -> Send:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -13,6 +14,7 @@ from starlette.types import ASGIApp
 from nesa_node.core.errors import AddressInUseError
 from nesa_node.core.http_address import HttpAddress
 from nesa_node.core.logging import get_logger
+from nesa_node.web.connection import Connection
 from nesa_node.web.guard import Guard
 
 log = get_logger(__name__)
@@ -24,25 +26,33 @@ _CLOSE_S = 1
 
 @asynccontextmanager
 async def serve_app(
-    app: ASGIApp, address: HttpAddress, *, max_connections: int = MAX_CONNECTIONS
+    app: ASGIApp,
+    address: HttpAddress,
+    *,
+    max_connections: int = MAX_CONNECTIONS,
+    origins: Collection[str] = (),
+    any_name: Callable[[], bool] = lambda: False,
+    trusted_proxies: Sequence[str] = (),
 ) -> AsyncIterator[HttpAddress]:
     """Listen until the context ends; yields where, with the port that was found for port 0.
 
-    `app` is put behind a `Guard`. Raises `AddressInUseError` if the address cannot be listened on.
-    On leaving, connections are closed.
+    `app` is put behind a `Guard`, which knows `origins` and `any_name`. What `trusted_proxies` (IP
+    addresses or networks) say of a client's address and scheme is believed. Raises
+    `AddressInUseError` if the address cannot be listened on. On leaving, connections are closed.
     """
     listening = _listen(address)
-    found = HttpAddress(address.host, listening.getsockname()[1])
+    found = replace(address, port=listening.getsockname()[1])
     server = _Server(
         uvicorn.Config(
-            Guard(app, found),
+            Guard(app, found, origins, any_name),
             log_config=None,
             log_level="warning",
             access_log=False,
             server_header=False,
-            proxy_headers=False,
+            proxy_headers=bool(trusted_proxies),
+            forwarded_allow_ips=list(trusted_proxies),
             lifespan="off",
-            http="h11",
+            http=Connection,
             ws="none",
             limit_concurrency=max_connections,
             h11_max_incomplete_event_size=_MAX_HEADER_BYTES,

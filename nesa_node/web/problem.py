@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from starlette.responses import JSONResponse
@@ -13,6 +14,7 @@ _TYPES = {
     403: "permission_error",
     404: "not_found_error",
     405: "invalid_request_error",
+    408: "invalid_request_error",
     413: "invalid_request_error",
     415: "invalid_request_error",
     421: "invalid_request_error",
@@ -33,6 +35,7 @@ class Problem(Exception):
         code: str | None = None,
         param: str | None = None,
         retry_after_s: float | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -40,6 +43,9 @@ class Problem(Exception):
         self.code = code
         self.param = param
         self.retry_after_s = retry_after_s
+        self.headers = dict(headers or {})
+        if retry_after_s is not None:
+            self.headers["retry-after"] = str(max(1, math.ceil(retry_after_s)))
 
     def body(self) -> dict[str, Any]:
         return {
@@ -52,7 +58,4 @@ class Problem(Exception):
         }
 
     def response(self) -> JSONResponse:
-        headers = {}
-        if self.retry_after_s is not None:
-            headers["retry-after"] = str(max(1, math.ceil(self.retry_after_s)))
-        return JSONResponse(self.body(), self.status, headers)
+        return JSONResponse(self.body(), self.status, self.headers)

@@ -13,8 +13,15 @@ from cyclopts import App
 
 from nesa_node.cli import app as app_module
 from nesa_node.cli.app import run_command
-from nesa_node.cli.flags import ClientFlags, NodeFlags, PeerFlags, SharedFlags, spread_addresses
-from nesa_node.core.config import ClientConfig, NodeConfig, PeerConfig, SharedConfig
+from nesa_node.cli.flags import (
+    AccessFlags,
+    ClientFlags,
+    NodeFlags,
+    PeerFlags,
+    SharedFlags,
+    spread_addresses,
+)
+from nesa_node.core.config import AccessConfig, ClientConfig, NodeConfig, PeerConfig, SharedConfig
 from nesa_node.core.errors import MissingBlocksError, NesaError, UnsupportedFeatureError
 
 PEER = "/ip4/192.0.2.7/tcp/4001/p2p/12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
@@ -35,6 +42,7 @@ def nesa_node(*argv: str, **more: Any) -> subprocess.CompletedProcess[str]:
     ("config", "flags"),
     [
         (SharedConfig, SharedFlags),
+        (AccessConfig, AccessFlags),
         (ClientConfig, ClientFlags),
         (PeerConfig, PeerFlags),
         (NodeConfig, NodeFlags),
@@ -50,7 +58,18 @@ def test_every_setting_has_a_flag_and_every_flag_a_setting(
 
 @pytest.mark.parametrize(
     "command",
-    ["run", "bootstrap", "generate", "chat", "status", "doctor", "demo", "eval", "simulate"],
+    [
+        "run",
+        "bootstrap",
+        "generate",
+        "chat",
+        "status",
+        "doctor",
+        "demo",
+        "eval",
+        "simulate",
+        "keys",
+    ],
 )
 def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command([command, "--help"]) == 0

@@ -83,7 +83,7 @@ class ScriptedNode:
             dtype="float32",
             mode="chain",
         )
-        return HopLink(hop, stream, request, LinkSpeed(), on_change)
+        return HopLink(hop, stream, request, LinkSpeed(), on_change, b"s" * 16)
 
     async def close(self) -> None:
         for task in self._tasks:

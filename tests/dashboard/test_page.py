@@ -16,8 +16,9 @@ import pytest
 from nesa_node.core.config import NodeConfig, OrchestratorConfig
 from nesa_node.core.errors import AddressInUseError, ConfigError
 from nesa_node.core.http_address import HttpAddress
-from nesa_node.dashboard.app import make_app
-from nesa_node.dashboard.page import TopologyPage
+from nesa_node.core.ids import ModelId
+from nesa_node.dashboard.app import Dashboard, make_app
+from nesa_node.dashboard.shapes import Shapes
 from nesa_node.web.listen import serve_app
 
 ANY_PORT = HttpAddress("127.0.0.1", 0)
@@ -35,10 +36,10 @@ class Scripted:
 
 
 @pytest.fixture
-async def page() -> AsyncIterator[tuple[TopologyPage, HttpAddress]]:
-    page = TopologyPage()
-    async with serve_app(make_app(page), ANY_PORT) as address:
-        yield page, address
+async def page() -> AsyncIterator[tuple[Shapes, HttpAddress]]:
+    dashboard = Dashboard()
+    async with serve_app(make_app(dashboard), ANY_PORT) as address:
+        yield dashboard.shapes, address
 
 
 async def ask(
@@ -60,14 +61,14 @@ def _ask(
 
 
 async def test_document_is_json_and_made_once_per_version(
-    page: tuple[TopologyPage, HttpAddress],
+    page: tuple[Shapes, HttpAddress],
 ) -> None:
     shown, address = page
     response, body = await ask(address, "/topology.json")
     assert response.status == 200
     assert json.loads(body)["starting"] is True
     source = Scripted()
-    shown.show(source)
+    shown.show(ModelId("tiny"), source)
     for _ in range(3):
         response, body = await ask(address, "/topology.json")
         assert json.loads(body) == {"model": HOSTILE, "version": 1}
@@ -82,16 +83,16 @@ async def test_document_is_json_and_made_once_per_version(
     assert "default-src 'none'" in (response.getheader("content-security-policy") or "")
 
 
-async def test_health_and_nothing_else(page: tuple[TopologyPage, HttpAddress]) -> None:
+async def test_health_and_nothing_else(page: tuple[Shapes, HttpAddress]) -> None:
     _, address = page
     response, body = await ask(address, "/healthz")
     assert (response.status, json.loads(body)) == (200, {"status": "ok"})
-    for path in ("/", "/docs", "/openapi.json", "/topology", "/../etc/passwd"):
+    for path in ("/docs", "/openapi.json", "/topology", "/../etc/passwd"):
         assert (await ask(address, path))[0].status == 404
     assert (await ask(address, "/topology.json", method="POST"))[0].status == 405
 
 
-async def test_names_of_others_are_not_answered_to(page: tuple[TopologyPage, HttpAddress]) -> None:
+async def test_names_of_others_are_not_answered_to(page: tuple[Shapes, HttpAddress]) -> None:
     _, address = page
     for host in ("evil.example", f"evil.example:{address.port}", "127.0.0.1.evil.example", ""):
         response, body = await ask(address, "/topology.json", Host=host)
@@ -103,11 +104,11 @@ async def test_names_of_others_are_not_answered_to(page: tuple[TopologyPage, Htt
 
 async def test_signals_stay_the_daemons_and_the_port_is_given_back() -> None:
     before = signal.getsignal(signal.SIGTERM)
-    async with serve_app(make_app(TopologyPage()), ANY_PORT) as address:
+    async with serve_app(make_app(Dashboard()), ANY_PORT) as address:
         assert signal.getsignal(signal.SIGTERM) is before
         assert threading.current_thread() is threading.main_thread()
         with pytest.raises(AddressInUseError, match="--http"):
-            async with serve_app(make_app(TopologyPage()), address):
+            async with serve_app(make_app(Dashboard()), address):
                 pass
         with socket.create_connection((address.host, address.port)):
             pass  # somebody who says nothing
@@ -117,7 +118,7 @@ async def test_signals_stay_the_daemons_and_the_port_is_given_back() -> None:
 
 async def test_somebody_who_stays_connected_does_not_keep_it_from_ending() -> None:
     async with asyncio.timeout(10):
-        async with serve_app(make_app(TopologyPage()), ANY_PORT) as address:
+        async with serve_app(make_app(Dashboard()), ANY_PORT) as address:
             _, writer = await asyncio.open_connection(address.host, address.port)
             writer.write(b"GET /healthz HTTP/1.1\r\nHost: localh")
             await writer.drain()

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from nesa_node.cli.text import load_tokenizer
 from nesa_node.client.causal_lm import DistributedModelForCausalLM
 from nesa_node.engine.checkpoint import open_checkpoint
+from nesa_node.engine.tokenizer import load_tokenizer
 from nesa_node.evaluation.cells import Cell
 from nesa_node.evaluation.models import LocalModels
 from tests.cli.tiny import VOCABULARY, WORDS

@@ -1,0 +1,103 @@
+"""`POST /v1/chat/completions`."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Annotated
+
+from fastapi import APIRouter
+from starlette.responses import Response
+
+from nesa_node.api.answers import Computed, EventStream
+from nesa_node.api.chat_answer import ChatAnswer
+from nesa_node.api.chat_body import ChatBody, NamedTool, Tool
+from nesa_node.api.formats import grammar_of, schema_of
+from nesa_node.api.gateway import Gateway, GatewayOf, SpendOf, fingerprint
+from nesa_node.api.job import Job
+from nesa_node.api.jobs import running
+from nesa_node.api.openapi import ChatCompletion, ChatCompletionChunk, describe
+from nesa_node.api.reading import body_of
+from nesa_node.api.sampling_body import room_for, same
+from nesa_node.api.templates import chat_prompt, template_of
+from nesa_node.api.tool_calls import CallReader, forced_calls, format_of
+from nesa_node.api.usage import Usage
+from nesa_node.web.problem import Problem
+
+if TYPE_CHECKING:
+    from nesa_node.api.served_model import ServedModel
+
+router = APIRouter()
+
+
+@router.post(
+    "/v1/chat/completions",
+    **describe("Answer a conversation", ChatBody, ChatCompletion, ChatCompletionChunk),
+)
+async def chat(
+    gateway: GatewayOf, spend: SpendOf, body: Annotated[ChatBody, body_of(ChatBody)]
+) -> Response:
+    model = await gateway.models.get(body.model)
+    tools = _tools(body)
+    job = await _job(gateway, model, body, tools)
+    answer = ChatAnswer(
+        body.model,
+        fingerprint(model.model_id),
+        n=job.n,
+        logprobs=job.top_logprobs is not None,
+        usage=Usage.of([job], spend),
+        reader=_reader(model, tools) if tools else None,
+    )
+    run = partial(running, model, [job], gateway.watch)
+    if not body.stream:
+        return Computed(partial(answer.whole, run))
+    return EventStream(
+        partial(answer.chunks, run, with_usage=body.wants_usage),
+        keepalive_s=gateway.config.keepalive_s,
+    )
+
+
+def _tools(body: ChatBody) -> list[Tool]:
+    """Those that the model may call. Raises `Problem` for a choice among none."""
+    tools = body.tools or []
+    if not tools and body.tool_choice not in (None, "none", "auto"):
+        raise Problem(400, "tool_choice needs tools", code="invalid_value", param="tool_choice")
+    return [] if body.tool_choice == "none" else tools
+
+
+def _reader(model: ServedModel, tools: list[Tool]) -> partial[CallReader]:
+    written = format_of(template_of(model.tokenizer, True))
+    return partial(CallReader, written, [tool.function.name for tool in tools])
+
+
+async def _job(gateway: Gateway, model: ServedModel, body: ChatBody, tools: list[Tool]) -> Job:
+    asked = same(
+        body.max_tokens, body.max_completion_tokens, ("max_tokens", "max_completion_tokens")
+    )
+    top, sampling = body.top(), body.sampling(model.vocab_size)
+    grammar = await _grammar(model, body, tools)
+    prompt = await chat_prompt(model.tokenizer, body.messages, tools)
+    return Job(
+        prompt=tuple(prompt),
+        max_tokens=room_for(
+            len(prompt),
+            asked,
+            context_length=model.context_length,
+            cap=gateway.config.max_new_tokens,
+            default=gateway.config.default_new_tokens,
+            param="messages",
+        ),
+        n=body.n or 1,
+        sampling=sampling,
+        stop=body.stops(),
+        ignore_eos=bool(body.ignore_eos),
+        top_logprobs=top,
+        grammar=grammar,
+    )
+
+
+async def _grammar(model: ServedModel, body: ChatBody, tools: list[Tool]) -> str | None:
+    """Of the format that is asked for, or of a call that must be made."""
+    choice = body.tool_choice
+    if tools and (choice == "required" or isinstance(choice, NamedTool)):
+        return forced_calls(format_of(template_of(model.tokenizer, True)), tools, choice)
+    return await grammar_of(schema_of(body.response_format), "response_format")

@@ -1,0 +1,95 @@
+"""`POST /v1/completions`."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Annotated
+
+from fastapi import APIRouter
+from starlette.responses import Response
+
+from nesa_node.api.answers import Computed, EventStream
+from nesa_node.api.completion_answer import CompletionAnswer
+from nesa_node.api.completion_body import CompletionBody
+from nesa_node.api.formats import grammar_of, schema_of
+from nesa_node.api.gateway import Gateway, GatewayOf, SpendOf, fingerprint
+from nesa_node.api.job import Job
+from nesa_node.api.jobs import running
+from nesa_node.api.openapi import Completion, describe
+from nesa_node.api.prompts import tokens_of
+from nesa_node.api.reading import body_of
+from nesa_node.api.sampling_body import room_for
+from nesa_node.api.usage import Usage
+
+DEFAULT_TOKENS = 16
+"""OpenAI's."""
+
+if TYPE_CHECKING:
+    from nesa_node.api.served_model import ServedModel
+
+router = APIRouter()
+
+
+@router.post(
+    "/v1/completions",
+    **describe("Continue a text", CompletionBody, Completion, Completion),
+)
+async def complete(
+    gateway: GatewayOf, spend: SpendOf, body: Annotated[CompletionBody, body_of(CompletionBody)]
+) -> Response:
+    body.check()
+    model = await gateway.models.get(body.model)
+    prompts = body.prompts()
+    jobs = await _jobs(gateway, model, body, prompts)
+    answer = CompletionAnswer(
+        body.model,
+        fingerprint(model.model_id),
+        n=body.n or 1,
+        prompts=len(jobs),
+        echoes=[_text(model, prompt) for prompt in prompts] if body.echo else None,
+        logprobs=body.logprobs is not None,
+        usage=Usage.of(jobs, spend),
+    )
+    run = partial(running, model, jobs, gateway.watch)
+    if not body.stream:
+        return Computed(partial(answer.whole, run))
+    return EventStream(
+        partial(answer.chunks, run, with_usage=body.wants_usage),
+        keepalive_s=gateway.config.keepalive_s,
+    )
+
+
+async def _jobs(
+    gateway: Gateway, model: ServedModel, body: CompletionBody, prompts: list[str | list[int]]
+) -> list[Job]:
+    sampling = body.sampling(model.vocab_size)
+    grammar = await grammar_of(schema_of(body.response_format), "response_format")
+    asked = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
+    jobs = []
+    for prompt in prompts:
+        tokens = await tokens_of(model, prompt, "prompt")
+        jobs.append(
+            Job(
+                prompt=tokens,
+                max_tokens=room_for(
+                    len(tokens),
+                    asked,
+                    context_length=model.context_length,
+                    cap=gateway.config.max_new_tokens,
+                    default=None,
+                    param="prompt",
+                ),
+                n=body.n or 1,
+                sampling=sampling,
+                stop=body.stops(),
+                ignore_eos=bool(body.ignore_eos),
+                top_logprobs=body.logprobs,
+                prompt_logprobs=bool(body.echo) and body.logprobs is not None,
+                grammar=grammar,
+            )
+        )
+    return jobs
+
+
+def _text(model: ServedModel, prompt: str | list[int]) -> str:
+    return prompt if isinstance(prompt, str) else str(model.tokenizer.decode(prompt))

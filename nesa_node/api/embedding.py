@@ -1,0 +1,87 @@
+"""Embeddings of texts: the mean of the last hidden states, of length 1.
+
+T packed tokens, L tokens of one row, D hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from nesa_node.client.activity import Running
+from nesa_node.client.causal_lm import DistributedModelForCausalLM
+from nesa_node.client.inference import InferenceSession
+from nesa_node.client.interrupt import Interrupt
+from nesa_node.core.errors import ContextLengthError
+
+MOST_ROWS = 16
+"""Of one session."""
+MOST_TOKENS = 4096
+"""That one session promises to hold, unless a single text is longer."""
+PIECE_TOKENS = 512
+"""Of all rows together, whose outputs come back at once."""
+
+
+def check_prompts(prompts: Sequence[Sequence[int]], context_length: int) -> None:
+    """Raises `ContextLengthError`, and `ValueError` for a text without tokens."""
+    for index, prompt in enumerate(prompts):
+        if not prompt:
+            raise ValueError(f"text {index} has no tokens")
+        if len(prompt) > context_length:
+            raise ContextLengthError(
+                f"text {index} has {len(prompt)} tokens, the model holds {context_length}"
+            )
+
+
+def batches(lengths: Sequence[int]) -> Iterator[list[int]]:
+    """Indices of texts that share a session: of nearly the same length, few enough."""
+    batch: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda index: lengths[index]):
+        if batch and (len(batch) == MOST_ROWS or lengths[index] * (len(batch) + 1) > MOST_TOKENS):
+            yield batch
+            batch = []
+        batch.append(index)
+    if batch:
+        yield batch
+
+
+@torch.inference_mode()
+def embed(
+    model: DistributedModelForCausalLM,
+    prompts: Sequence[Sequence[int]],
+    *,
+    running: Running,
+    interrupt: Interrupt,
+) -> list[Tensor]:
+    """Each text's [D], float32 on the CPU: the mean over its tokens of what transformers calls
+    `last_hidden_state`, after the final norm, divided by its Euclidean length.
+
+    Raises as `check_prompts` and sessions do.
+    """
+    check_prompts(prompts, model.context_length)
+    found: dict[int, Tensor] = {}
+    for batch in batches([len(prompt) for prompt in prompts]):
+        rows = [torch.tensor(prompts[index]) for index in batch]
+        longest = max(map(len, rows))
+        with model.inference_session(longest, len(rows), interrupt=interrupt) as session:
+            running.opened(session)
+            for index, sum_D in zip(batch, _sums(session, rows), strict=True):
+                # Dividing by the count changes nothing once the length is 1.
+                found[index] = torch.nn.functional.normalize(sum_D, dim=0).float().cpu()
+    return [found[index] for index in range(len(prompts))]
+
+
+def _sums(session: InferenceSession, rows: Sequence[Tensor]) -> list[Tensor]:
+    """For each row the sum over its tokens, [D] in float64."""
+    width = max(PIECE_TOKENS // len(rows), 1)
+    size = session.ends.hidden_size
+    sums = [torch.zeros(size, dtype=torch.float64) for _ in rows]
+    for start in range(0, max(map(len, rows)), width):
+        pieces = [ids_L[start : start + width] for ids_L in rows]
+        hidden_TD = session.ends.normed(session.feed(pieces, want="all"))
+        parts = torch.split(hidden_TD, [len(piece) for piece in pieces])
+        for row, part_LD in enumerate(parts):
+            sums[row] += part_LD.sum(0, dtype=torch.float64).cpu()
+    return sums

@@ -1,0 +1,92 @@
+"""`POST /v1/embeddings`: mean-pooled last hidden states, of length 1."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import torch
+from fastapi import APIRouter
+from pydantic import Field
+from starlette.responses import Response
+
+from nesa_node.api.answers import Computed
+from nesa_node.api.completion_body import Tokens, as_list
+from nesa_node.api.fields import Body, Label, Name, Nothing, Text
+from nesa_node.api.gateway import Gateway, GatewayOf, Spend, SpendOf
+from nesa_node.api.openapi import EmbeddingList, describe
+from nesa_node.api.prompts import tokens_of
+from nesa_node.api.reading import body_of
+from nesa_node.api.unless import unless
+from nesa_node.web.problem import Problem
+
+if TYPE_CHECKING:
+    from nesa_node.api.served_model import ServedModel
+
+MAX_INPUTS = 2048
+MAX_TOKENS = 300_000
+"""Of all inputs together; OpenAI's limit, too."""
+
+router = APIRouter()
+
+
+class EmbeddingBody(Body):
+    model: Name
+    input: (
+        Text
+        | Annotated[list[Text], Field(min_length=1, max_length=MAX_INPUTS)]
+        | Tokens
+        | Annotated[list[Tokens], Field(min_length=1, max_length=MAX_INPUTS)]
+    )
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Nothing = None
+    user: Label | None = None
+
+
+@router.post("/v1/embeddings", **describe("Embed texts", EmbeddingBody, EmbeddingList))
+async def embed(
+    gateway: GatewayOf, spend: SpendOf, body: Annotated[EmbeddingBody, body_of(EmbeddingBody)]
+) -> Response:
+    model = await gateway.models.get(body.model)
+    inputs = [await tokens_of(model, one, "input") for one in as_list(body.input)]
+    total = sum(map(len, inputs))
+    longest = max(map(len, inputs))
+    if longest > model.context_length or total > MAX_TOKENS:
+        raise Problem(
+            400,
+            f"This model's maximum context length is {model.context_length} tokens, and at most "
+            f"{MAX_TOKENS} go into one request; the longest input has {longest}, all have {total}.",
+            code="context_length_exceeded",
+            param="input",
+        )
+    return Computed(partial(_embed, gateway, spend, model, body, inputs))
+
+
+async def _embed(
+    gateway: Gateway,
+    spend: Spend,
+    model: ServedModel,
+    body: EmbeddingBody,
+    inputs: Sequence[Sequence[int]],
+) -> dict[str, Any]:
+    async with unless(gateway.watch(model)):
+        vectors = await model.embed(inputs)
+    spell = _base64 if body.encoding_format == "base64" else torch.Tensor.tolist
+    tokens = sum(map(len, inputs))
+    spend(tokens)
+    return {
+        "object": "list",
+        "model": body.model,
+        "data": [
+            {"object": "embedding", "index": index, "embedding": spell(vector_D)}
+            for index, vector_D in enumerate(vectors)
+        ],
+        "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+    }
+
+
+def _base64(vector_D: torch.Tensor) -> str:
+    """Little-endian float32."""
+    return base64.b64encode(vector_D.numpy().astype("<f4").tobytes()).decode()

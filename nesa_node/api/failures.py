@@ -1,0 +1,104 @@
+"""What our own errors are over HTTP: one table."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from nesa_node.core.errors import (
+    BusyError,
+    CacheFullError,
+    ConfigError,
+    ContextLengthError,
+    MissingBlocksError,
+    ModelError,
+    NesaError,
+    ProtocolError,
+    RefusedError,
+    ResourceError,
+    SwarmError,
+    UnsupportedFeatureError,
+)
+from nesa_node.core.logging import get_logger
+from nesa_node.web.problem import Problem
+
+log = get_logger(__name__)
+
+_TABLE: tuple[tuple[type[NesaError], int, str, float | None], ...] = (
+    (ContextLengthError, 400, "context_length_exceeded", None),
+    (UnsupportedFeatureError, 400, "unsupported_parameter", None),
+    (MissingBlocksError, 503, "missing_blocks", 10),
+    (BusyError, 503, "busy", 5),
+    (RefusedError, 502, "refused", None),
+    (ProtocolError, 502, "broken_chain", 2),
+    (CacheFullError, 503, "cache_full", 5),
+    (ResourceError, 503, "out_of_resources", 30),
+    (ModelError, 503, "model_unavailable", 60),
+    (SwarmError, 503, "swarm_unreachable", 5),
+    (ConfigError, 500, "misconfigured", None),
+)
+"""The first class that fits counts: status, `code`, and seconds until another try may help."""
+
+
+def problem_of(error: Exception) -> Problem:
+    """What to tell a client. Unexpected errors are logged, and told without their words."""
+    if isinstance(error, Problem):
+        return error
+    if isinstance(error, HTTPException):
+        return Problem(error.status_code, str(error.detail))
+    if isinstance(error, NesaError):
+        for kind, status, code, retry_after_s in _TABLE:
+            if isinstance(error, kind):
+                later = error.retry_after_s if isinstance(error, BusyError) else retry_after_s
+                return Problem(status, str(error), code=code, retry_after_s=later)
+    log.error("request_failed", reason=repr(error), exc_info=error)
+    return Problem(500, "the gateway failed; its log says why", code="internal_error")
+
+
+def install(app: FastAPI) -> None:
+    """Have `app` answer errors in OpenAI's words, its own of routing included."""
+    for kind in (Problem, NesaError, HTTPException):
+        app.add_exception_handler(kind, _answer)
+    app.add_middleware(_Unexpected)
+
+
+async def _answer(request: Request, error: Exception) -> Response:
+    if isinstance(error, HTTPException) and error.status_code in (404, 405):
+        words = {404: "there is no such page", 405: "this page has no such method"}
+        code = {404: "unknown_url", 405: "method_not_allowed"}[error.status_code]
+        response = Problem(
+            error.status_code,
+            f"{words[error.status_code]}: {request.method} {request.url.path[:200]}",
+            code=code,
+        ).response()
+        response.headers.update(error.headers or {})
+        return response
+    return problem_of(error).response()
+
+
+class _Unexpected:
+    """Answers what nobody has thought of, as far as nothing was answered yet."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started = False
+
+        async def sent(message: Message) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, sent)
+        except ClientDisconnect:
+            return
+        except Exception as error:
+            if started:
+                # Half an answer is no answer: the server closes the connection.
+                raise
+            await problem_of(error).response()(scope, receive, send)

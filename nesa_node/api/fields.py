@@ -1,0 +1,87 @@
+"""What the fields of request bodies may hold, as pydantic types whose JSON schema says the same.
+
+Bodies are read strictly: text is no number, true is no 1. JSON has no integers, so 5.0 is one.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+)
+from pydantic_core import CoreSchema, PydanticCustomError
+from pydantic_core.core_schema import no_info_plain_validator_function
+
+UNSUPPORTED = "unsupported_parameter"
+_EXACT = 2**53
+_MAX_TEXT = 4 << 20
+
+
+class Body(BaseModel):
+    """A JSON object with these fields and no others. `null` is as good as a field left out."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, hide_input_in_errors=True
+    )
+
+
+def _whole(value: object) -> object:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _real(value: object) -> object:
+    """Integers that no float holds would overflow in the comparison with a bound."""
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) > _EXACT:
+        return float(_EXACT) if value > 0 else -float(_EXACT)
+    return value
+
+
+class Only:
+    """A field of OpenAI's that is accepted where it changes nothing: as null or one of `values`."""
+
+    def __init__(self, *values: object) -> None:
+        self._values = (None, *values)
+
+    def __get_pydantic_core_schema__(
+        self, _source: object, _handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        return no_info_plain_validator_function(self._check)
+
+    def __get_pydantic_json_schema__(
+        self, _schema: CoreSchema, _handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        return {"enum": list(self._values)}
+
+    def _check(self, value: object) -> object:
+        if any(type(value) is type(one) and value == one for one in self._values):
+            return value
+        raise PydanticCustomError(UNSUPPORTED, "this gateway does not support it")
+
+
+# Named after the bounds in each type: what is named last is asked first.
+Whole = BeforeValidator(_whole)
+Real = BeforeValidator(_real)
+
+Count = Annotated[int, Field(ge=1, le=_EXACT), Whole]
+CountOrNone = Annotated[int, Field(ge=0, le=_EXACT), Whole]
+TokenId = Annotated[int, Field(ge=0, lt=2**31), Whole]
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**63), Whole]
+Temperature = Annotated[float, Field(ge=0, le=2), Real]
+Share = Annotated[float, Field(gt=0, le=1), Real]
+MinP = Annotated[float, Field(ge=0, le=1), Real]
+Penalty = Annotated[float, Field(ge=-2, le=2), Real]
+Repetition = Annotated[float, Field(gt=0, le=10), Real]
+Bias = Annotated[float, Field(ge=-100, le=100), Real]
+TopK = Annotated[int, Field(ge=-1, le=_EXACT), Whole]
+TopLogprobs = Annotated[int, Field(ge=0, le=20), Whole]
+TokenKey = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
+Text = Annotated[str, Field(max_length=_MAX_TEXT)]
+Name = Annotated[str, Field(min_length=1, max_length=512)]
+Label = Annotated[str, Field(max_length=4096)]
+Nothing = Annotated[Any, Only()]

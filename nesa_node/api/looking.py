@@ -1,0 +1,138 @@
+"""The gateway's own eye on the swarm: which models it serves, and which blocks nobody holds."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from nesa_node.core.config import ClientConfig, secret_text
+from nesa_node.core.errors import MissingBlocksError, NesaError
+from nesa_node.core.ids import ModelId
+from nesa_node.core.logging import get_logger
+from nesa_node.core.span import Span
+from nesa_node.swarm.identity import Identity
+from nesa_node.swarm.node import Swarm, open_swarm
+from nesa_node.swarm.records import NodeRecord
+from nesa_node.topology.snapshot import count_holders, zero_runs
+
+log = get_logger(__name__)
+
+FRESH_S = 0.7
+MAX_MODELS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A model that nodes announce. `holes` are the spans that nobody serves."""
+
+    model_id: ModelId
+    model_name: str
+    num_blocks: int
+    context_length: int
+    holes: tuple[Span, ...]
+
+
+class Look(Protocol):
+    """What the gateway asks of the swarm."""
+
+    async def all(self) -> dict[ModelId, Seen]: ...
+
+    async def one(self, model_id: ModelId) -> Seen | None: ...
+
+
+class SwarmLook:
+    """Asks the DHT, at most once in `FRESH_S` per question, however many want to know."""
+
+    def __init__(self, swarm: Swarm) -> None:
+        self._swarm = swarm
+        self._asking: dict[ModelId, asyncio.Lock] = {}
+        self._answers: dict[ModelId, tuple[float, Seen | None]] = {}
+
+    async def all(self) -> dict[ModelId, Seen]:
+        """Every model of the swarm, those with the most nodes first if there are too many."""
+        groups: dict[ModelId, list[NodeRecord]] = {}
+        for record in await self._swarm.directory.fetch_all():
+            groups.setdefault(ModelId(record.model_id), []).append(record)
+        most = sorted(groups, key=lambda key: (-len(groups[key]), key))[:MAX_MODELS]
+        return {key: _seen(groups[key]) for key in most}
+
+    async def one(self, model_id: ModelId) -> Seen | None:
+        """None if no node announces it. Raises `NesaError` if nobody can be asked."""
+        async with self._asking.setdefault(model_id, asyncio.Lock()):
+            at, seen = self._answers.get(model_id, (0.0, None))
+            if time.monotonic() - at > FRESH_S:
+                directory = self._swarm.directory
+                snapshot = await directory.fetch(model_id, reports=False)
+                name = model_id.rpartition("@")[0]
+                seen = Seen(model_id, name, snapshot.num_blocks, 0, snapshot.holes())
+                seen = seen if snapshot.num_blocks else None
+                self._answers[model_id] = (time.monotonic(), seen)
+            return seen
+
+
+def _seen(records: list[NodeRecord]) -> Seen:
+    first = records[0]
+    num_blocks = max(record.num_blocks for record in records)
+    serving = [record.node_state() for record in records if record.state == "serving"]
+    return Seen(
+        ModelId(first.model_id),
+        first.model_name,
+        num_blocks,
+        first.context_length,
+        zero_runs(count_holders(serving, num_blocks)),
+    )
+
+
+async def watch_holes(look: Look, model_id: ModelId, *, every_s: float = 1.0) -> None:
+    """Raises `MissingBlocksError` when two looks, one after the other, find the same hole.
+
+    One alone may be a member of the DHT that did not answer. Returns never.
+    """
+    before: set[int] = set()
+    while True:
+        try:
+            seen = await look.one(model_id)
+        except NesaError as error:
+            log.warning("swarm_not_seen", reason=str(error))
+        else:
+            # Without a node nobody says how many blocks there are.
+            now = {-1} if seen is None else {b for hole in seen.holes for b in range(*_ends(hole))}
+            if still := before & now:
+                raise missing_blocks(model_id, seen, still)
+            before = now
+        await asyncio.sleep(every_s)
+
+
+def missing_blocks(model_id: ModelId, seen: Seen | None, blocks: set[int]) -> MissingBlocksError:
+    if seen is None:
+        return MissingBlocksError((), f"no node serves {model_id} now; ask again later")
+    runs = zero_runs([0 if block in blocks else 1 for block in range(seen.num_blocks)])
+    names = ", ".join(str(run) for run in runs)
+    return MissingBlocksError(
+        [_ends(run) for run in runs],
+        f"nobody serves the blocks {names} of {model_id}, which has {seen.num_blocks}; ask again "
+        "later, or start a node with --block-indices",
+    )
+
+
+def _ends(span: Span) -> tuple[int, int]:
+    return span.start, span.end
+
+
+@asynccontextmanager
+async def open_look(config: ClientConfig) -> AsyncIterator[tuple[SwarmLook, Swarm]]:
+    """Join the swarm as somebody who only asks. Raises what `open_swarm` raises."""
+    with tempfile.TemporaryDirectory(prefix="nesa-gateway-") as folder:
+        async with open_swarm(
+            Identity.ephemeral(Path(folder)),
+            initial_peers=config.initial_peers,
+            swarm_key=secret_text(config.swarm_key),
+            listen=False,
+        ) as swarm:
+            yield SwarmLook(swarm), swarm

@@ -1,0 +1,158 @@
+"""Which models the gateway offers, under which names, and which of them are open."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from nesa_node.api.looking import Look, Seen, watch_holes
+from nesa_node.core.errors import NesaError
+from nesa_node.core.ids import ModelId
+from nesa_node.core.logging import get_logger
+from nesa_node.core.span import Span
+from nesa_node.web.problem import Problem
+
+if TYPE_CHECKING:
+    from nesa_node.api.served_model import ServedModel
+
+log = get_logger(__name__)
+
+LOOK_EVERY_S = 5.0
+MAX_DISCOVERED = 16
+_TRY_AGAIN_S = 600.0
+_MAX_REFUSED = 1024
+
+OpenModel = Callable[[str], Awaitable["ServedModel"]]
+"""Opens a model by the name or folder that it was given or found under."""
+Locate = Callable[[Seen], Awaitable[str]]
+"""The name or folder under which a model of the swarm can be opened, checked to be that model.
+Raises `NesaError` with what to do if there is none."""
+
+
+@dataclass(slots=True)
+class Card:
+    """A model that is offered. `source` is what it is opened by, `name` what clients call it."""
+
+    name: str
+    source: str
+    created: int
+    model_id: ModelId | None = None
+    context_length: int | None = None
+    served: ServedModel | None = None
+    opening: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    @property
+    def opened(self) -> bool:
+        return self.served is not None
+
+    def answers_to(self, name: str) -> bool:
+        return name in (self.name, self.source, self.model_id, self.name.rpartition("/")[2])
+
+
+class Models:
+    """Models opened by name, and closed together.
+
+    Those that are `given` are offered whatever the swarm does; without any, those that are found in
+    the swarm and can be opened here.
+    """
+
+    def __init__(
+        self, given: Sequence[str], *, look: Look, open_model: OpenModel, locate: Locate
+    ) -> None:
+        self._look = look
+        self._open = open_model
+        self._locate = locate
+        self._discovers = not given
+        self._cards = [Card(_last_part(name), name, int(time.time())) for name in given]
+        self._seen: dict[ModelId, Seen] | None = None
+        self._refused: dict[ModelId, float] = {}
+
+    def cards(self) -> Sequence[Card]:
+        return tuple(self._cards)
+
+    def card(self, name: str | None) -> Card:
+        """By its name, its source or its last part; None: the first. Raises `Problem`."""
+        for card in self._cards:
+            if name is None or card.answers_to(name):
+                return card
+        offered = ", ".join(card.name for card in self._cards[:20]) or "none"
+        shown = "any model" if name is None else f"`{name[:200]}`"
+        raise Problem(
+            404,
+            f"The model {shown} does not exist here; there are: {offered}",
+            code="model_not_found",
+            param="model",
+        )
+
+    async def get(self, name: str | None) -> ServedModel:
+        """Opened now if it is asked for the first time. Raises `Problem` and `NesaError`."""
+        card = self.card(name)
+        if card.served is None:
+            async with card.opening:
+                if card.served is None:
+                    card.served = await self._open(card.source)
+                    card.model_id = card.served.model_id
+                    card.context_length = card.served.context_length
+                    log.info("model_opened", model=card.model_id)
+        return card.served
+
+    async def open_given(self) -> None:
+        """Open those that were given, so that a wrong name is told before anybody asks."""
+        for card in self._cards:
+            model = await self.get(card.source)
+            # The checkpoint's own name: of a hub's model that is owner and name.
+            card.name = model.name
+
+    async def close(self) -> None:
+        for card in self._cards:
+            if card.served is not None:
+                await card.served.close()
+
+    async def watch(self, model_id: ModelId) -> None:
+        """Raises `MissingBlocksError` once it is known that blocks of the model are missing."""
+        await watch_holes(self._look, model_id)
+
+    def holes(self, card: Card) -> tuple[Span, ...] | None:
+        """As the last look saw them; None if no node was seen, or nobody has looked."""
+        seen = (self._seen or {}).get(card.model_id) if card.model_id is not None else None
+        return None if seen is None else seen.holes
+
+    async def keep_looking(self) -> None:
+        """Look at the swarm every `LOOK_EVERY_S`; find models if none were given. Runs for ever."""
+        while True:
+            try:
+                self._seen = await self._look.all()
+                if self._discovers:
+                    await self._discover(self._seen)
+            except NesaError as error:
+                log.warning("swarm_not_seen", reason=str(error))
+            await asyncio.sleep(LOOK_EVERY_S)
+
+    async def _discover(self, seen: dict[ModelId, Seen]) -> None:
+        # Whoever announces much must not keep others out for good.
+        self._cards = [card for card in self._cards if card.served or card.model_id in seen]
+        known = {card.model_id for card in self._cards}
+        for model_id, one in seen.items():
+            if model_id in known or len(self._cards) >= MAX_DISCOVERED:
+                continue
+            if time.monotonic() < self._refused.get(model_id, 0):
+                continue
+            try:
+                source = await self._locate(one)
+            except NesaError as error:
+                if model_id not in self._refused:
+                    log.warning("model_not_offered", model=model_id, reason=str(error))
+                if len(self._refused) >= _MAX_REFUSED:
+                    self._refused.clear()
+                self._refused[model_id] = time.monotonic() + _TRY_AGAIN_S
+                continue
+            card = Card(one.model_name, source, int(time.time()), model_id, one.context_length)
+            self._cards.append(card)
+            log.info("model_found", model=model_id)
+
+
+def _last_part(name: str) -> str:
+    return name.rstrip("/").rpartition("/")[2] or name

@@ -1,0 +1,282 @@
+"""The description at /openapi.json: what is answered, and how errors look.
+
+Answers are made elsewhere, as plain objects; these classes only describe them.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic.json_schema import models_json_schema
+
+from nesa_node import __version__
+from nesa_node.api.fields import Body
+
+_BODY = "x-body"
+_BODIES: dict[str, type[Body]] = {}
+_REF = "#/components/schemas/{model}"
+_STATUSES = {
+    400: "The request asks for something that cannot be done; `param` names the field.",
+    404: "There is no such model.",
+    408: "The body did not come in time.",
+    413: "The body is too large.",
+    415: "The body is not announced as application/json.",
+    502: "Nodes of the swarm refused, or broke the protocol.",
+    503: "Blocks are missing, nodes are busy, or the swarm cannot be reached: see Retry-After.",
+}
+_RETRY_AFTER = {
+    "retry-after": {"description": "Seconds to wait.", "schema": {"type": "string"}},
+}
+_REQUEST_ID = {
+    "x-request-id": {"description": "The request's, or a new one.", "schema": {"type": "string"}},
+}
+
+
+class Told(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+
+class ErrorDetail(Told):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(Told):
+    error: ErrorDetail
+
+
+class Usage(Told):
+    prompt_tokens: int
+    total_tokens: int
+    completion_tokens: int | None = None
+
+
+class FunctionCall(Told):
+    name: str
+    arguments: str
+
+
+class ToolCall(Told):
+    id: str
+    type: Literal["function"]
+    function: FunctionCall
+
+
+class TokenLogprob(Told):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprobs(TokenLogprob):
+    top_logprobs: list[TokenLogprob]
+
+
+class ChatLogprobs(Told):
+    content: list[TokenLogprobs]
+
+
+class AnswerMessage(Told):
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    tool_calls: list[ToolCall] | None = None
+
+
+FinishReason = Literal["stop", "length", "tool_calls"]
+
+
+class ChatChoice(Told):
+    index: int
+    message: AnswerMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason
+
+
+class ChatCompletion(Told):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class ChatDelta(Told):
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+
+
+class ChunkChoice(Told):
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason | None
+
+
+class ChatCompletionChunk(Told):
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[ChunkChoice]
+    usage: Usage | None = None
+
+
+class CompletionLogprobs(Told):
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(Told):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason | None
+
+
+class Completion(Told):
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+
+
+class ModelResponse(Told):
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Literal["completed", "incomplete"]
+    model: str
+    output: list[dict[str, Any]]
+
+
+class ResponseEvent(Told):
+    type: str
+    sequence_number: int
+
+
+class Embedding(Told):
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | Annotated[str, Field(description="base64 of little-endian float32")]
+
+
+class EmbeddingList(Told):
+    object: Literal["list"]
+    model: str
+    data: list[Embedding]
+    usage: Usage
+
+
+class ModelCard(Told):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int | None = None
+
+
+class ModelList(Told):
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+class Tokenized(Told):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class Detokenized(Told):
+    prompt: str
+
+
+class ModelHealth(Told):
+    id: str
+    open: bool
+    missing_blocks: list[list[int]] | None
+
+
+class Health(Told):
+    status: Literal["ok", "degraded"]
+    models: list[ModelHealth]
+
+
+class Version(Told):
+    version: str
+
+
+def describe(
+    summary: str,
+    body: type[Body] | None,
+    answer: type[Told],
+    events: type[Told] | None = None,
+    *,
+    statuses: tuple[int, ...] = tuple(_STATUSES),
+) -> dict[str, Any]:
+    """What a route says of itself, as arguments for FastAPI; bodies are read by `reading.py`."""
+    ok: dict[str, Any] = {"model": answer, "description": "The answer.", "headers": _REQUEST_ID}
+    if events is not None:
+        schema = {"type": "string", "description": "`data: {...}` lines, the last is [DONE]"}
+        ok["content"] = {"text/event-stream": {"schema": schema}}
+    responses: dict[int, Any] = {200: ok}
+    for status in statuses:
+        headers = _REQUEST_ID | (_RETRY_AFTER if status == 503 else {})
+        responses[status] = {
+            "model": Error,
+            "description": _STATUSES[status],
+            "headers": headers,
+        }
+    extra: dict[str, Any] = {}
+    if body is not None:
+        _BODIES[body.__name__] = body
+        extra[_BODY] = body.__name__
+    return {"summary": summary, "responses": responses, "openapi_extra": extra}
+
+
+def install(app: FastAPI) -> None:
+    """Have `app` describe bodies as `Body` classes do, and not as FastAPI would read them."""
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            app.openapi_schema = _make(app)
+        return app.openapi_schema
+
+    app.openapi = openapi  # type: ignore[method-assign]
+
+
+def _make(app: FastAPI) -> dict[str, Any]:
+    spec = get_openapi(
+        title="nesa-node",
+        version=__version__,
+        description="OpenAI's API over a swarm of machines that serve one model together.",
+        routes=app.routes,
+    )
+    operations = [
+        operation
+        for path in spec["paths"].values()
+        for operation in path.values()
+        if _BODY in operation
+    ]
+    kinds = [_BODIES[operation[_BODY]] for operation in operations]
+    _, definitions = models_json_schema([(kind, "validation") for kind in kinds], ref_template=_REF)
+    spec["components"]["schemas"].update(definitions["$defs"])
+    for operation in operations:
+        schema = {"$ref": _REF.format(model=operation.pop(_BODY))}
+        operation["requestBody"] = {
+            "required": True,
+            "content": {"application/json": {"schema": schema}},
+        }
+    return spec

@@ -1,0 +1,29 @@
+"""Prompts as text or as tokens, for endpoints that take both."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from nesa_node.api.templates import encode
+from nesa_node.web.problem import Problem
+
+if TYPE_CHECKING:
+    from nesa_node.api.served_model import ServedModel
+
+
+async def tokens_of(model: ServedModel, prompt: str | list[int], param: str) -> tuple[int, ...]:
+    """At least one token that the model has. Raises `Problem`."""
+    if isinstance(prompt, str):
+        prompt = await encode(model.tokenizer, prompt, special=True)
+        if not prompt and model.tokenizer.bos_token_id is not None:
+            prompt = [model.tokenizer.bos_token_id]
+    if not prompt:
+        raise Problem(400, f"{param}: it has no tokens", code="invalid_value", param=param)
+    if max(prompt) >= model.vocab_size:
+        raise Problem(
+            400,
+            f"{param}: the model has no token {max(prompt)}, its last is {model.vocab_size - 1}",
+            code="invalid_value",
+            param=param,
+        )
+    return tuple(prompt)

@@ -1,0 +1,72 @@
+"""`POST /v1/responses`: text in, text out; nothing is kept between requests."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Annotated
+
+from fastapi import APIRouter
+from starlette.responses import Response
+
+from nesa_node.api.answers import Computed, EventStream
+from nesa_node.api.formats import grammar_of
+from nesa_node.api.gateway import Gateway, GatewayOf, SpendOf
+from nesa_node.api.job import Job, Sampling
+from nesa_node.api.jobs import running
+from nesa_node.api.openapi import ModelResponse, ResponseEvent, describe
+from nesa_node.api.reading import body_of
+from nesa_node.api.response_answer import ResponseAnswer
+from nesa_node.api.response_body import ResponseBody
+from nesa_node.api.sampling_body import room_for
+from nesa_node.api.templates import chat_prompt
+from nesa_node.api.usage import Usage
+
+if TYPE_CHECKING:
+    from nesa_node.api.served_model import ServedModel
+
+router = APIRouter()
+
+
+@router.post(
+    "/v1/responses", **describe("Answer in text", ResponseBody, ModelResponse, ResponseEvent)
+)
+async def respond(
+    gateway: GatewayOf, spend: SpendOf, body: Annotated[ResponseBody, body_of(ResponseBody)]
+) -> Response:
+    model = await gateway.models.get(body.model)
+    job = await _job(gateway, model, body)
+    answer = ResponseAnswer(
+        body, logprobs=job.top_logprobs is not None, usage=Usage.of([job], spend)
+    )
+    run = partial(running, model, [job], gateway.watch)
+    if not body.stream:
+        return Computed(partial(answer.whole, run))
+    return EventStream(
+        partial(answer.events, run),
+        keepalive_s=gateway.config.keepalive_s,
+        failed=answer.failed,
+    )
+
+
+async def _job(gateway: Gateway, model: ServedModel, body: ResponseBody) -> Job:
+    top = body.top()
+    schema = None if body.text is None else body.text.wanted()
+    grammar = await grammar_of(schema, "text.format")
+    prompt = await chat_prompt(model.tokenizer, body.messages())
+    return Job(
+        prompt=tuple(prompt),
+        max_tokens=room_for(
+            len(prompt),
+            body.max_output_tokens,
+            context_length=model.context_length,
+            cap=gateway.config.max_new_tokens,
+            default=gateway.config.default_new_tokens,
+            param="input",
+        ),
+        sampling=Sampling(
+            temperature=1.0 if body.temperature is None else body.temperature,
+            top_p=1.0 if body.top_p is None else body.top_p,
+        ),
+        top_logprobs=top,
+        grammar=grammar,
+    )

@@ -1,0 +1,188 @@
+"""A model of the swarm that many requests use at once, for an event loop.
+
+D hidden.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import TypeVar
+
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from nesa_node.api.delivery import Delivery
+from nesa_node.api.embedding import embed
+from nesa_node.api.generation import Generation
+from nesa_node.api.job import Event, Job
+from nesa_node.api.vocabulary import Vocabulary
+from nesa_node.client.activity import ActivityBook
+from nesa_node.client.causal_lm import DistributedModelForCausalLM
+from nesa_node.client.interrupt import Interrupt
+from nesa_node.client.model import AutoDistributedModelForCausalLM
+from nesa_node.core.config import ClientConfig
+from nesa_node.core.errors import BusyError
+from nesa_node.core.ids import ModelId
+from nesa_node.engine.checkpoint import open_checkpoint
+from nesa_node.engine.model_id import model_id
+from nesa_node.engine.tokenizer import load_tokenizer
+
+T = TypeVar("T")
+
+THREADS = 256
+"""Requests that run, or wait for nodes, at once; each has a thread."""
+MOST_REQUESTS = 1024
+"""With those that wait for a thread."""
+RETRY_AFTER_S = 1.0
+
+
+class ServedModel:
+    """Runs jobs and embeds texts; every request has a session of its own. Close it."""
+
+    def __init__(
+        self,
+        model: DistributedModelForCausalLM,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        name: str,
+        model_id: ModelId,
+        activity: ActivityBook | None = None,
+        threads: int = THREADS,
+    ) -> None:
+        """`model` is closed with this. `activity` is told what runs."""
+        self.name = name
+        self.model_id = model_id
+        self.created = int(time.time())
+        self.context_length = model.context_length
+        self.vocab_size = model.ends.embedder.vocab_size
+        self.tokenizer = tokenizer
+        self.activity = ActivityBook() if activity is None else activity
+        self.vocabulary = Vocabulary(tokenizer, model.generation_config, vocab_size=self.vocab_size)
+        self._model = model
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="nesa-request")
+        self._interrupts: set[Interrupt] = set()
+
+    async def join(self) -> None:
+        """Join the swarm now, not with the first request. Raises the `SwarmError`s of joining."""
+        await asyncio.to_thread(self._model.join)
+
+    def generate(self, job: Job) -> AbstractAsyncContextManager[AsyncIterator[Event]]:
+        """The events of `job`: `PromptRead`, then deltas until each choice has its last.
+
+        Entering waits for nothing. Leaving, for whatever reason, ends the session at once, whatever
+        it is doing, and does not wait for that either. The iterator raises the `NesaError`s of
+        sessions (`ContextLengthError`, `MissingBlocksError`, `BusyError`, ...), and `ValueError`
+        for a grammar that cannot be followed.
+        """
+        return self._generate(job)
+
+    async def embed(self, prompts: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Each prompt's [D], float32, of length 1: see `embedding.embed`, which also says what is
+        raised. Cancelling it ends its session."""
+        interrupt = Interrupt()
+
+        def work() -> list[Tensor]:
+            tokens = sum(map(len, prompts))
+            with self.activity.running(self.model_id, prompt_tokens=tokens) as running:
+                found = embed(self._model, prompts, running=running, interrupt=interrupt)
+            return [vector_D.clone() for vector_D in found]
+
+        task = self._submit(work, interrupt)
+        try:
+            return await asyncio.wrap_future(task)
+        finally:
+            interrupt.set()
+
+    async def close(self) -> None:
+        """End all requests, leave the swarm. May be called twice."""
+        for interrupt in list(self._interrupts):
+            interrupt.set()
+        await asyncio.to_thread(self._close)
+
+    def _close(self) -> None:
+        self._threads.shutdown(cancel_futures=True)
+        self._model.close()
+
+    @asynccontextmanager
+    async def _generate(self, job: Job) -> AsyncIterator[AsyncIterator[Event]]:
+        events, interrupt = Delivery[Event](), Interrupt()
+
+        def work() -> None:
+            try:
+                self._run(job, events, interrupt)
+            except CancelledError:
+                events.end()
+            except BaseException as error:
+                events.end(error)
+            else:
+                events.end()
+
+        task = self._submit(work, interrupt)
+        try:
+            yield events
+        finally:
+            interrupt.set()
+            task.cancel()
+
+    def _run(self, job: Job, events: Delivery[Event], interrupt: Interrupt) -> None:
+        with self.activity.running(self.model_id, prompt_tokens=len(job.prompt)) as running:
+            generation = Generation(
+                self._model,
+                self.vocabulary,
+                job,
+                running=running,
+                interrupt=interrupt,
+                emit=events.put,
+            )
+            generation.run()
+
+    def _submit(self, work: Callable[[], T], interrupt: Interrupt) -> Future[T]:
+        """Raises `BusyError` where too many wait already."""
+        if len(self._interrupts) >= MOST_REQUESTS:
+            raise BusyError(f"{MOST_REQUESTS} requests of this gateway wait", RETRY_AFTER_S)
+        self._interrupts.add(interrupt)
+        task = self._threads.submit(work)
+        task.add_done_callback(lambda _: self._interrupts.discard(interrupt))
+        return task
+
+
+def open_served_model(
+    config: ClientConfig, name: str, *, activity: ActivityBook | None = None
+) -> ServedModel:
+    """Load the tokenizer and the ends of model `name`, a folder or a name on the hub. Blocks.
+
+    The swarm is joined with the first request. Raises what opening the checkpoint raises, and
+    `ConfigError`.
+    """
+    token = config.token.get_secret_value() if config.token else None
+    checkpoint = open_checkpoint(
+        name, revision=config.revision, token=token, cache_dir=config.cache_dir
+    )
+    tokenizer = load_tokenizer(checkpoint.fetch_side_files())
+    model = AutoDistributedModelForCausalLM.from_pretrained(
+        name,
+        initial_peers=config.initial_peers,
+        dtype=config.torch_dtype,
+        # The ends are small: without a word they stay where every machine has room.
+        device="cpu" if config.device == "auto" else config.device,
+        revision=config.revision,
+        token=token,
+        cache_dir=config.cache_dir,
+        routing=config.route,
+        swarm_key=config.swarm_key.get_secret_value() if config.swarm_key else None,
+        step_timeout_s=config.step_timeout_s,
+        replicate_cache=config.replicate_cache,
+        quality=config.quality,
+        min_precision=config.min_precision,
+        strategy=config.strategy,
+        reuse_prefix=config.reuse_prefix,
+    )
+    served = ServedModel(
+        model, tokenizer, name=checkpoint.name, model_id=model_id(checkpoint), activity=activity
+    )
+    served.vocabulary.grammars.prepare()
+    return served

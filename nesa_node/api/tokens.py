@@ -1,0 +1,99 @@
+"""`POST /tokenize` and `/detokenize`, in vLLM's shapes."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter
+from pydantic import Field
+from starlette.responses import Response
+
+from nesa_node.api.answers import json_response
+from nesa_node.api.chat_body import MAX_MESSAGES, MAX_TOOLS, ChatMessage, Tool
+from nesa_node.api.completion_body import MAX_TOKENS
+from nesa_node.api.fields import Body, Name, Text, TokenId
+from nesa_node.api.gateway import GatewayOf
+from nesa_node.api.openapi import Detokenized, Tokenized, describe
+from nesa_node.api.reading import body_of
+from nesa_node.api.templates import chat_prompt, encode
+from nesa_node.web.problem import Problem
+
+router = APIRouter()
+
+
+class TokenizeBody(Body):
+    """A text, or a conversation. Without a model it is the first of /v1/models."""
+
+    model: Name | None = None
+    prompt: Text | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)] | None = (
+        None
+    )
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    add_special_tokens: bool | None = Field(
+        default=None, description="by default for a text, not for a conversation"
+    )
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(Body):
+    model: Name | None = None
+    tokens: Annotated[list[TokenId], Field(max_length=MAX_TOKENS)]
+
+
+@router.post("/tokenize", **describe("Split a text into tokens", TokenizeBody, Tokenized))
+async def tokenize(
+    gateway: GatewayOf, body: Annotated[TokenizeBody, body_of(TokenizeBody)]
+) -> Response:
+    if (body.prompt is None) == (body.messages is None):
+        raise Problem(
+            400, "prompt or messages: give one of them", code="invalid_value", param="prompt"
+        )
+    model = await gateway.models.get(body.model)
+    if body.messages is not None:
+        continued = bool(body.continue_final_message)
+        if continued and body.add_generation_prompt:
+            raise Problem(
+                400,
+                "add_generation_prompt and continue_final_message exclude each other",
+                code="invalid_value",
+                param="continue_final_message",
+            )
+        tokens = await chat_prompt(
+            model.tokenizer,
+            body.messages,
+            body.tools or (),
+            generation=not continued and body.add_generation_prompt is not False,
+            continued=continued,
+            special=bool(body.add_special_tokens),
+        )
+    else:
+        special = body.add_special_tokens is not False
+        tokens = await encode(model.tokenizer, body.prompt or "", special=special)
+    strings = model.tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
+    return json_response(
+        {
+            "count": len(tokens),
+            "max_model_len": model.context_length,
+            "tokens": tokens,
+            "token_strs": strings,
+        }
+    )
+
+
+@router.post("/detokenize", **describe("Join tokens to a text", DetokenizeBody, Detokenized))
+async def detokenize(
+    gateway: GatewayOf, body: Annotated[DetokenizeBody, body_of(DetokenizeBody)]
+) -> Response:
+    model = await gateway.models.get(body.model)
+    if body.tokens and max(body.tokens) >= model.vocab_size:
+        raise Problem(
+            400,
+            f"tokens: the model has no token {max(body.tokens)}",
+            code="invalid_value",
+            param="tokens",
+        )
+    text: Any = model.tokenizer.decode(body.tokens)
+    return json_response({"prompt": text})

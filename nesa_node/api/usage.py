@@ -1,0 +1,43 @@
+"""How many tokens a request took."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from nesa_node.api.job import Event, Job, PromptRead
+
+
+@dataclass(slots=True)
+class Usage:
+    """`spend` is told of tokens as they are computed, and of the prompts with the first event."""
+
+    prompt_tokens: int
+    spend: Callable[[int], None]
+    cached_tokens: int = 0
+    new_tokens: int = 0
+    _begun: bool = False
+
+    @classmethod
+    def of(cls, jobs: Iterable[Job], spend: Callable[[int], None]) -> Usage:
+        return cls(sum(len(job.prompt) for job in jobs), spend)
+
+    def count(self, event: Event) -> None:
+        if not self._begun:
+            self._begun = True
+            self.spend(self.prompt_tokens)
+        if isinstance(event, PromptRead):
+            self.cached_tokens += event.cached_tokens
+        elif event.tokens:
+            self.new_tokens += len(event.tokens)
+            self.spend(len(event.tokens))
+
+    def body(self) -> dict[str, Any]:
+        """As chats and completions tell it."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.new_tokens,
+            "total_tokens": self.prompt_tokens + self.new_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }

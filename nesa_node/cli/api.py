@@ -1,0 +1,36 @@
+"""`nesa-node api`: OpenAI's API over the models of a swarm."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from nesa_node.cli.flags import COMPUTE, GatewayFlags, configure
+
+
+def api(
+    *,
+    model: Annotated[
+        tuple[str, ...] | None,
+        Parameter(
+            group=COMPUTE,
+            negative=(),
+            help="A folder or a hub name; may be repeated. [default: all models of the swarm that "
+            "can be opened here]",
+        ),
+    ] = None,
+    flags: GatewayFlags | None = None,
+) -> int:
+    """Serve the swarm to programs that speak OpenAI's API, until SIGTERM or Ctrl-C."""
+    from nesa_node.core.config import GatewayConfig
+
+    config = configure(GatewayConfig, flags, models=model)
+    from nesa_node.cli.client_model import require_peers
+
+    require_peers(config)
+    from nesa_node.cli.gateway import run_gateway
+    from nesa_node.swarm import event_loop
+
+    event_loop.run(run_gateway(config))
+    return 0

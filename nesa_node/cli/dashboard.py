@@ -1,0 +1,19 @@
+"""`nesa-node dashboard`: a page that shows a swarm live."""
+
+from __future__ import annotations
+
+from nesa_node.cli.flags import DashboardFlags, configure
+
+
+def dashboard(*, flags: DashboardFlags | None = None) -> int:
+    """Show a swarm on a page: its nodes, blocks, links and what happens, without reloading."""
+    from nesa_node.cli.client_model import require_peers
+    from nesa_node.core.config import DashboardConfig
+
+    config = configure(DashboardConfig, flags)
+    require_peers(config)
+    from nesa_node.cli.serve_dashboard import serve_dashboard
+    from nesa_node.swarm import event_loop
+
+    event_loop.run(serve_dashboard(config))
+    return 0

@@ -1,0 +1,111 @@
+"""Sends spans to a collector by OpenTelemetry's protocol, where `--otel-endpoint` names one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from nesa_node import __version__
+from nesa_node.core import tracing
+from nesa_node.core.errors import ConfigError
+from nesa_node.core.tracing import Attributes, Span, TraceContext
+
+if TYPE_CHECKING:
+    from opentelemetry import trace
+
+MOST_WAITING = 2048
+"""Spans that a collector has not taken; further ones are lost, not kept."""
+SEND_EVERY_MS = 1000
+TIMEOUT_S = 5
+
+
+def start_tracing(endpoint: str, service: str, instance: str | None) -> None:
+    """Trace from now on. Raises `ConfigError` without the extra `otel`."""
+    tracing.use(OtelTracer(endpoint, service, instance))
+
+
+class OtelTracer:
+    """See `Tracer`. A thread of its own sends, in batches."""
+
+    def __init__(self, endpoint: str, service: str, instance: str | None) -> None:
+        try:
+            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+            from opentelemetry.sdk.resources import Resource
+            from opentelemetry.sdk.trace import TracerProvider
+            from opentelemetry.sdk.trace.export import BatchSpanProcessor
+            from opentelemetry.sdk.trace.sampling import ALWAYS_ON
+        except ImportError:
+            raise ConfigError(
+                "--otel-endpoint needs OpenTelemetry: pip install 'nesa-node[otel]'"
+            ) from None
+        attributes = {"service.name": service, "service.version": __version__}
+        if instance is not None:
+            attributes["service.instance.id"] = instance
+        self._provider = TracerProvider(
+            sampler=ALWAYS_ON, resource=Resource.create(attributes), shutdown_on_exit=False
+        )
+        exporter = OTLPSpanExporter(f"{endpoint.rstrip('/')}/v1/traces", timeout=TIMEOUT_S)
+        self._provider.add_span_processor(
+            BatchSpanProcessor(
+                exporter, max_queue_size=MOST_WAITING, schedule_delay_millis=SEND_EVERY_MS
+            )
+        )
+        self._tracer = self._provider.get_tracer("nesa_node", __version__)
+
+    def start(
+        self,
+        name: str,
+        parent: TraceContext | None,
+        began_at: float | None,
+        attributes: Attributes,
+    ) -> Span:
+        from opentelemetry import context, trace
+
+        around = context.Context()
+        if parent is not None:
+            said = trace.SpanContext(
+                int.from_bytes(parent.trace_id, "big"),
+                int.from_bytes(parent.span_id, "big"),
+                is_remote=True,
+                trace_flags=trace.TraceFlags(trace.TraceFlags.SAMPLED),
+            )
+            around = trace.set_span_in_context(trace.NonRecordingSpan(said), around)
+        return _OtelSpan(
+            self._tracer.start_span(
+                name, around, attributes=dict(attributes), start_time=_nanoseconds(began_at)
+            )
+        )
+
+    def close(self) -> None:
+        self._provider.shutdown()
+
+
+class _OtelSpan:
+    """See `Span`."""
+
+    def __init__(self, span: trace.Span) -> None:
+        self._span = span
+        self._ended = False
+
+    @property
+    def context(self) -> TraceContext:
+        context = self._span.get_span_context()
+        return TraceContext(
+            context.trace_id.to_bytes(16, "big"), context.span_id.to_bytes(8, "big")
+        )
+
+    def set(self, attributes: Attributes) -> None:
+        self._span.set_attributes(dict(attributes))
+
+    def end(self, *, at: float | None = None, error: str | None = None) -> None:
+        if self._ended:
+            return
+        self._ended = True
+        if error is not None:
+            from opentelemetry.trace import Status, StatusCode
+
+            self._span.set_status(Status(StatusCode.ERROR, error))
+        self._span.end(_nanoseconds(at))
+
+
+def _nanoseconds(seconds: float | None) -> int | None:
+    return None if seconds is None else int(seconds * 1e9)

@@ -1,0 +1,56 @@
+"""The dashboard alone: joined to a swarm as one who asks and never answers."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from nesa_node.core.config import DashboardConfig, SharedConfig, secret_text
+from nesa_node.core.http_address import HttpAddress
+from nesa_node.dashboard.app import Dashboard, make_app
+from nesa_node.server.ending import Ending, stop_signals
+from nesa_node.swarm.identity import Identity
+from nesa_node.swarm.node import Swarm, open_swarm
+from nesa_node.web.gate import serve_gated
+
+PUBLIC = ("/healthz",)
+_OTHER_CONNECTIONS = 32
+
+
+async def serve_dashboard(config: DashboardConfig) -> None:
+    """Until SIGTERM or SIGINT. Raises `BootstrapError` if no initial peer answers, `SwarmError` if
+    libp2p's daemon ends, `ConfigError` where anybody could look, and `AddressInUseError`.
+    """
+    page = Dashboard(look_every_s=config.look_every_s, max_viewers=config.max_viewers)
+    connections = config.max_viewers + _OTHER_CONNECTIONS
+    address = HttpAddress.parse(config.listen)
+    with stop_signals() as stopping:
+        async with (
+            onlooker(config) as swarm,
+            serve_gated(
+                make_app(page), config, address, public=PUBLIC, max_connections=connections
+            ) as found,
+            page.watching(swarm),
+        ):
+            print(f"nesa-node dashboard listens on http://{found}/", flush=True)
+            await Ending(stopping, swarm).wait()
+
+
+@asynccontextmanager
+async def onlooker(config: SharedConfig) -> AsyncIterator[Swarm]:
+    """A client of the swarm, with an identity that nobody will meet again.
+
+    Raises `BootstrapError` if none of the initial peers answers.
+    """
+    folder = await asyncio.to_thread(tempfile.TemporaryDirectory, prefix="nesa-onlooker-")
+    with folder as name:
+        async with open_swarm(
+            Identity.ephemeral(Path(name)),
+            initial_peers=config.initial_peers,
+            swarm_key=secret_text(config.swarm_key),
+            listen=False,
+        ) as swarm:
+            yield swarm

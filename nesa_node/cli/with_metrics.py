@@ -1,0 +1,25 @@
+"""Daemons that tell Prometheus how they are, if their operator wants it."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+from nesa_node import __version__
+from nesa_node.core.config import PeerConfig
+from nesa_node.core.http_address import HttpAddress
+from nesa_node.core.metrics import Sources
+
+
+async def with_metrics(
+    config: PeerConfig, run: Callable[[Sources | None], Awaitable[None]]
+) -> None:
+    """`run`, which is told where to put what it has to tell if `config` says where to listen."""
+    if config.metrics is None:
+        await run(None)
+        return
+    # A quarter of a second, for those who want it.
+    from nesa_node.web.metrics import serve_metrics
+
+    sources = Sources(__version__)
+    async with serve_metrics(sources, HttpAddress.parse(config.metrics)):
+        await run(sources)

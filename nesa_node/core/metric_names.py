@@ -1,0 +1,172 @@
+"""Every metric there is. `docs/metrics.md` says who exports which.
+
+Names, labels and buckets of the first part are vLLM's, with `nesa_` for `vllm:` and `model` for
+`model_name`, so that what was made for one is easily changed for the other.
+"""
+
+from __future__ import annotations
+
+from nesa_node.core.metrics import Metric
+
+FIRST_TOKEN_S = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
+    20.0, 40.0, 80.0, 160.0, 640.0, 2560.0,
+)  # fmt: skip
+BETWEEN_TOKENS_S = (
+    0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0,
+    40.0, 80.0,
+)  # fmt: skip
+REQUEST_S = (
+    0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0,
+    480.0, 960.0, 1920.0, 7680.0,
+)  # fmt: skip
+STEP_S = (
+    0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0,
+)  # fmt: skip
+ROUND_TRIP_S = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
+SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+
+# Requests, at a gateway; sessions and cache, at a node.
+RUNNING = Metric(
+    "nesa_num_requests_running",
+    "gauge",
+    "Requests that get tokens (gateway), sessions open and not waiting (node).",
+    ("model", "role"),
+)
+WAITING = Metric(
+    "nesa_num_requests_waiting",
+    "gauge",
+    "Requests that wait for their prompt (gateway), sessions that wait for the device (node).",
+    ("model", "role"),
+)
+CACHE_USED = Metric(
+    "nesa_kv_cache_usage_perc", "gauge", "The part of the KV cache that holds tokens, 0 to 1.",
+    ("model",),
+)  # fmt: skip
+PREFIX_QUERIES = Metric(
+    "nesa_prefix_cache_queries_total", "counter",
+    "Tokens that sessions hoped to find in the cache.", ("model",),
+)  # fmt: skip
+PREFIX_HITS = Metric(
+    "nesa_prefix_cache_hits_total", "counter", "Tokens that they found.", ("model",)
+)
+PROMPT_TOKENS = Metric(
+    "nesa_prompt_tokens_total", "counter", "Tokens of prompts that were computed.", ("model",)
+)
+GENERATION_TOKENS = Metric(
+    "nesa_generation_tokens_total", "counter", "Tokens that were generated.", ("model",)
+)
+FIRST_TOKEN = Metric(
+    "nesa_time_to_first_token_seconds", "histogram", "From a request to its first token.",
+    ("model",), FIRST_TOKEN_S,
+)  # fmt: skip
+BETWEEN_TOKENS = Metric(
+    "nesa_inter_token_latency_seconds", "histogram", "From one token of a choice to the next.",
+    ("model",), BETWEEN_TOKENS_S,
+)  # fmt: skip
+REQUEST = Metric(
+    "nesa_e2e_request_latency_seconds", "histogram", "From a request to the end of its answer.",
+    ("model",), REQUEST_S,
+)  # fmt: skip
+SUCCESS = Metric(
+    "nesa_request_success_total", "counter",
+    "Choices that ended: stop, length, tool_calls, abort (the client went) or error.",
+    ("model", "finished_reason"),
+)  # fmt: skip
+
+# A gateway's HTTP, and its sessions.
+RESPONSES = Metric(
+    "nesa_http_responses_total", "counter", "Answers by route and status code.", ("route", "code")
+)
+SESSIONS = Metric("nesa_sessions", "gauge", "Sessions that this process has open.", ("model",))
+STEP = Metric(
+    "nesa_step_seconds", "histogram", "A decode step, through all hops and back.", ("model",),
+    STEP_S,
+)  # fmt: skip
+FAILOVERS = Metric(
+    "nesa_failovers_total", "counter",
+    "Sessions that went on through others: their node failed, left, or was too slow.",
+    ("model", "reason"),
+)  # fmt: skip
+RECOVERY = Metric(
+    "nesa_recovery_seconds", "histogram", "From a failure to the chain that took over.",
+    ("model",), STEP_S,
+)  # fmt: skip
+
+# A node's device.
+CACHE_PROMISED = Metric(
+    "nesa_kv_cache_promised_perc", "gauge", "The part of it that sessions were promised, 0 to 1.",
+    ("model",),
+)  # fmt: skip
+CACHE_TOKENS = Metric(
+    "nesa_kv_cache_tokens", "gauge", "Tokens that the KV cache has room for.", ("model",)
+)
+NODE_STEPS = Metric("nesa_node_steps_total", "counter", "Steps that were computed.", ("model",))
+NODE_FAILURES = Metric(
+    "nesa_node_step_failures_total", "counter", "Steps that could not be computed.", ("model",)
+)
+NODE_TOKENS = Metric(
+    "nesa_node_tokens_total", "counter", "Tokens that went through the node's blocks.",
+    ("model", "phase"),
+)  # fmt: skip
+BATCH = Metric(
+    "nesa_node_batch_size", "histogram", "Sessions that an iteration computed together.",
+    ("model",), SIZES,
+)  # fmt: skip
+ITERATION = Metric(
+    "nesa_node_iteration_seconds", "histogram", "What an iteration took to compute.", ("model",),
+    STEP_S,
+)  # fmt: skip
+NODE_STEP = Metric(
+    "nesa_node_step_seconds", "histogram", "From a step's arrival to its result.", ("model",),
+    STEP_S,
+)  # fmt: skip
+LOAD = Metric(
+    "nesa_node_load", "gauge", "The part of the last half minute spent computing, plus the queue.",
+    ("model",),
+)  # fmt: skip
+STATE = Metric(
+    "nesa_node_state", "gauge", "1 for what the node is: joining, serving or draining.",
+    ("model", "state"),
+)  # fmt: skip
+SPAN_START = Metric("nesa_node_span_start", "gauge", "The first block it holds.", ("model",))
+SPAN_END = Metric("nesa_node_span_end", "gauge", "The block after its last one.", ("model",))
+WEIGHTS = Metric("nesa_node_weight_bytes", "gauge", "Memory of its weights.", ("model",))
+SPEED = Metric(
+    "nesa_node_measured_tokens_per_second", "gauge", "What it measured when it loaded its blocks.",
+    ("model", "phase"),
+)  # fmt: skip
+MOVES = Metric(
+    "nesa_moves_total", "counter", "Wishes that the node held other blocks, and what came of them.",
+    ("answer",),
+)  # fmt: skip
+REFUSED_STREAMS = Metric(
+    "nesa_refused_streams_total", "counter", "Sessions, pushes and hand-overs refused or ended.",
+    ("code",),
+)  # fmt: skip
+REFUSED_MESSAGES = Metric(
+    "nesa_refused_messages_total", "counter", "Messages of sessions that went on.", ("code",)
+)
+
+# The swarm, as a daemon or gateway sees it.
+INFO = Metric("nesa_info", "gauge", "Always 1.", ("role", "version", "peer_id"))
+WIRE = Metric(
+    "nesa_wire_bytes_total", "counter", "Bytes of hidden states, by how they were written.",
+    ("codec", "direction"),
+)  # fmt: skip
+ROUND_TRIP = Metric(
+    "nesa_hop_round_trip_seconds", "histogram", "A few bytes to another node and back.", (),
+    ROUND_TRIP_S,
+)  # fmt: skip
+UNANSWERED = Metric("nesa_pings_unanswered_total", "counter", "Nodes that did not answer a ping.")
+REFUSED_RECORDS = Metric(
+    "nesa_refused_records_total", "counter",
+    "Records and notices of the DHT that were not believed or kept.", ("reason",),
+)  # fmt: skip
+NODES = Metric("nesa_nodes", "gauge", "Nodes of a model that are known.", ("model", "state"))
+REPLICAS = Metric(
+    "nesa_block_replicas", "gauge", "Nodes that serve a block. 0: a hole.", ("model", "block")
+)
+LEADS = Metric("nesa_orchestrator_leads", "gauge", "1 while it holds the lease.", ("model",))
+
+ALL = tuple(value for value in globals().values() if isinstance(value, Metric))

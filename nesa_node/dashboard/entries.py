@@ -1,0 +1,111 @@
+"""What viewers are told of nodes, models, sessions and events, as JSON values.
+
+Names come from strangers: whoever shows them must show text. No addresses, and nothing that a
+session says, is in here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from nesa_node.client.activity import SessionActivity
+from nesa_node.core.ids import PeerId
+from nesa_node.dashboard.events import Event
+from nesa_node.dashboard.models import ModelView
+from nesa_node.dashboard.sightings import Sighting
+
+MAX_SHOWN = 400
+MAX_LOST_SHOWN = 100
+
+
+def shown_nodes(nodes: Mapping[PeerId, Sighting]) -> dict[PeerId, Sighting]:
+    """At most `MAX_SHOWN`: who was here first, and of the lost those that went last."""
+    lost = [peer for peer, sighting in nodes.items() if sighting.lost_at is not None]
+    lost.sort(key=lambda peer: -(nodes[peer].lost_at or 0))
+    there = [peer for peer, sighting in nodes.items() if sighting.lost_at is None]
+    lost = lost[:MAX_LOST_SHOWN]
+    return {peer: nodes[peer] for peer in (*there[: MAX_SHOWN - len(lost)], *lost)}
+
+
+def node_entry(sighting: Sighting) -> dict[str, Any]:
+    """Times are seconds since the epoch; `expires_at` is when the node counts as lost."""
+    record = sighting.record
+    gpu = record.gpu_memory_total_bytes
+    return {
+        "name": record.public_name,
+        "model": record.model_id,
+        "state": record.state if sighting.lost_at is None else "lost",
+        "last_state": record.state,
+        "span": list(record.span),
+        "next_span": list(record.next_span) if record.next_span else None,
+        "device": "GPU" if gpu else "CPU",
+        "memory_bytes": gpu or record.cpu_memory_total_bytes,
+        "memory_free_bytes": record.gpu_memory_free_bytes if gpu else record.cpu_memory_free_bytes,
+        "dtype": record.dtype,
+        "quantization": record.quantization,
+        "load": round(record.load, 3),
+        "sessions": record.sessions,
+        "tokens_per_s": _short(sighting.tokens_per_s),
+        "decode_tokens_per_s": _short(record.decode_tokens_per_s),
+        "prefill_tokens_per_s": _short(record.prefill_tokens_per_s),
+        "free_cache_tokens": record.free_cache_tokens,
+        "total_cache_tokens": record.total_cache_tokens,
+        "started_at": round(record.issued_at - record.uptime_s),
+        "issued_at": round(record.issued_at, 1),
+        "expires_at": round(record.expires_at, 1),
+        "lost_at": sighting.lost_at,
+        "movable": record.movable,
+    }
+
+
+def model_entry(model: ModelView, order: int, number: int) -> dict[str, Any]:
+    """`order`: of the models by their nodes, from 0; `number` stands for it in `series`."""
+    return {
+        "name": model.name,
+        "order": order,
+        "number": number,
+        "num_blocks": model.num_blocks,
+        "runs": [list(run) for run in model.runs],
+        "nodes": model.nodes,
+        "serving": model.serving,
+        "lost": model.lost,
+        "tokens_per_s": _short(model.tokens_per_s),
+        "sessions": round(model.sessions, 1),
+    }
+
+
+def session_entry(session: SessionActivity, ended_at: float | None) -> dict[str, Any]:
+    return {
+        "model": session.model_id,
+        "state": session.state if ended_at is None else "ended",
+        "hops": [[hop.peer_id, hop.span.start, hop.span.end] for hop in session.hops],
+        "began_at": round(session.began_at, 2),
+        "ended_at": ended_at,
+        "prompt_tokens": session.prompt_tokens,
+        "generated_tokens": session.generated_tokens,
+        "tokens_per_s": _short(session.tokens_per_s),
+        "failovers": session.failovers,
+    }
+
+
+def event_entries(events: Sequence[Event], total: int) -> dict[str, Any]:
+    """Keyed by number; `events` are the last of `total`."""
+    first = total - len(events)
+    return {str(first + index): _event(event) for index, event in enumerate(events)}
+
+
+def _event(event: Event) -> dict[str, Any]:
+    return {
+        "at": round(event.at, 1),
+        "kind": event.kind,
+        "text": event.text,
+        "model": event.model,
+        "peer": event.peer,
+        "name": event.name,
+    }
+
+
+def _short(value: float) -> float:
+    """Three digits: what the rest says is noise, and noise would be sent again and again."""
+    return float(f"{value:.3g}")

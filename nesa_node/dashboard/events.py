@@ -1,0 +1,74 @@
+"""What happened in a swarm, in words; the newest are kept."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from nesa_node.core.ids import ModelId, PeerId
+
+EventKind = Literal[
+    "watching",
+    "joined",
+    "serving",
+    "draining",
+    "moved",
+    "left",
+    "lost",
+    "back",
+    "restarted",
+    "hole",
+    "healed",
+    "failover",
+    "placement",
+]
+
+KEPT_EVENTS = 300
+MOST_AT_ONCE = 12
+"""Of one kind, at one time. More become one event that counts them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """`text` follows `name`, which is that of the node `peer`, by its own words. Neither is markup.
+
+    `at` is seconds since the epoch.
+    """
+
+    at: float
+    kind: EventKind
+    text: str
+    model: ModelId | None = None
+    peer: PeerId | None = None
+    name: str | None = None
+
+
+class EventLog:
+    """`total` counts all that there ever were: the events in `kept` are the last of these."""
+
+    def __init__(self) -> None:
+        self.kept: deque[Event] = deque(maxlen=KEPT_EVENTS)
+        self.total = 0
+
+    def add(self, events: Iterable[Event]) -> None:
+        for event in _summed_up(list(events)):
+            self.kept.append(event)
+            self.total += 1
+
+
+def _summed_up(events: list[Event]) -> list[Event]:
+    """Who can make identities for nothing must not be able to push all else out of the log."""
+    counts = Counter((event.kind, event.model) for event in events)
+    told: set[tuple[EventKind, ModelId | None]] = set()
+    short: list[Event] = []
+    for event in events:
+        which = event.kind, event.model
+        if counts[which] <= MOST_AT_ONCE:
+            short.append(event)
+        elif which not in told:
+            told.add(which)
+            words = f"{counts[which]} nodes at once: {event.kind}"
+            short.append(Event(at=event.at, kind=event.kind, text=words, model=event.model))
+    return short

@@ -1,0 +1,131 @@
+"""The dashboard's state as server-sent events: all of it at first, then what changes.
+
+Every viewer has only the number of the version that it knows, and is sent what is new since then
+when it can take it. So all share one computation, and who reads slowly costs nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from starlette.types import Receive, Scope, Send
+
+from nesa_node.dashboard.sections import Sections
+from nesa_node.web.problem import Problem
+
+MAX_VIEWERS = 16
+LEAST_PAUSE_S = 1.0
+BEAT_S = 5.0
+"""So often viewers hear something, by which they know that the connection lives."""
+STALLED_S = 60.0
+"""Who has not taken an event after so long is not there any more."""
+
+_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-store"),
+    # Proxies would otherwise collect events.
+    (b"x-accel-buffering", b"no"),
+]
+
+
+class Feed:
+    """Change `sections`, then call `publish`. `close` ends all streams, and those to come."""
+
+    def __init__(self, sections: Sections, *, max_viewers: int = MAX_VIEWERS) -> None:
+        self.sections = sections
+        self.viewers = 0
+        self._closing = asyncio.Event()
+        self._max_viewers = max_viewers
+        self._news = asyncio.Event()
+
+    @property
+    def closed(self) -> bool:
+        return self._closing.is_set()
+
+    def publish(self) -> None:
+        """Wake whoever waits for something new."""
+        news, self._news = self._news, asyncio.Event()
+        news.set()
+
+    def close(self) -> None:
+        self._closing.set()
+        self.publish()
+
+    @contextmanager
+    def viewing(self) -> Iterator[None]:
+        """Raises `Problem` (503) if enough others watch."""
+        if self.viewers >= self._max_viewers or self.closed:
+            raise Problem(503, "enough others watch this page; try again later", retry_after_s=10)
+        self.viewers += 1
+        try:
+            yield
+        finally:
+            self.viewers -= 1
+
+    async def pause(self) -> None:
+        """`LEAST_PAUSE_S`, or until the feed is closed."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LEAST_PAUSE_S):
+                await self._closing.wait()
+
+    async def news_since(self, version: int) -> bool:
+        """Wait for a version after that one, but no longer than `BEAT_S`. Whether there is one."""
+        try:
+            async with asyncio.timeout(BEAT_S):
+                while self.sections.version <= version and not self.closed:
+                    await self._news.wait()
+        except TimeoutError:
+            return False
+        return True
+
+
+class EventStream:
+    """An ASGI answer: events `state` with JSON, and `clock` with seconds since the epoch."""
+
+    def __init__(self, feed: Feed) -> None:
+        self._feed = feed
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            with self._feed.viewing():
+                async with asyncio.TaskGroup() as group:
+                    leaving = group.create_task(_gone(receive))
+                    telling = group.create_task(self._tell(send))
+                    leaving.add_done_callback(lambda _: telling.cancel())
+                    telling.add_done_callback(lambda _: leaving.cancel())
+        except Problem as problem:
+            await problem.response()(scope, receive, send)
+
+    async def _tell(self, send: Send) -> None:
+        feed, version = self._feed, None
+        await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+        try:
+            # How long a browser's own EventSource waits before it connects again.
+            await _send(send, b"retry: 2000\n\n")
+            while not feed.closed:
+                news, version = feed.sections.since(version), feed.sections.version
+                await _send(send, _clock() + b"event: state\ndata: " + news + b"\n\n")
+                await feed.pause()
+                while not await feed.news_since(version):
+                    await _send(send, _clock())
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except (TimeoutError, OSError):
+            return  # nobody takes it
+
+
+def _clock() -> bytes:
+    """Browsers' clocks may be wrong, and records expire by the swarm's."""
+    return f"event: clock\ndata: {time.time():.3f}\n\n".encode()
+
+
+async def _send(send: Send, body: bytes) -> None:
+    async with asyncio.timeout(STALLED_S):
+        await send({"type": "http.response.body", "body": body, "more_body": True})
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

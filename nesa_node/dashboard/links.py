@@ -1,0 +1,93 @@
+"""The links among a model's nodes: what viewers see of them, and what a step would take."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from nesa_node.core.errors import MissingBlocksError
+from nesa_node.core.ids import ModelId, PeerId
+from nesa_node.core.span import Span
+from nesa_node.routing.build import Request
+from nesa_node.routing.chains import chain_cost_s, plan_chain
+from nesa_node.swarm.records import NodeRecord
+from nesa_node.topology.assemble import assemble_links
+from nesa_node.topology.links import Links
+from nesa_node.topology.snapshot import Snapshot
+
+MAX_NODES = 300
+"""Matrices grow with the square. Of larger swarms the first nodes are measured up."""
+MAX_LINKS = 1200
+
+
+@dataclass(frozen=True, slots=True)
+class LinksView:
+    """`entries`: by "peer|peer". `step_s` is what the fastest chain would take for a token between
+    its first node and its last; None while there is no chain.
+    """
+
+    entries: dict[str, Any] = field(default_factory=dict)
+    median_rtt_ms: float | None = None
+    step_s: float | None = None
+
+
+def view_links(model: ModelId, records: Sequence[NodeRecord], num_blocks: int) -> LinksView:
+    """Of the nodes of one model that are there. Takes some 20 ms for 300: not for an event loop."""
+    records = records[:MAX_NODES]
+    measured = {PeerId(record.peer_id): record.measured_links() for record in records}
+    links = assemble_links(measured)
+    first, second = np.triu_indices(len(links.peers), 1)
+    rtt_ms = links.rtt_ms_NN[first, second]
+    known = np.flatnonzero(np.isfinite(rtt_ms))
+    chosen = known[np.argsort(rtt_ms[known], kind="stable")][:MAX_LINKS]
+    return LinksView(
+        entries={
+            f"{links.peers[a]}|{links.peers[b]}": _entry(links, a, b)
+            for a, b in zip(first[chosen].tolist(), second[chosen].tolist(), strict=True)
+        },
+        median_rtt_ms=float(np.median(rtt_ms[known])) if len(known) else None,
+        step_s=_step_s(model, records, num_blocks, links),
+    )
+
+
+def _entry(links: Links, a: int, b: int) -> dict[str, Any]:
+    """Rates are those from the first to the second, and back; null where nobody has seen any."""
+    return {
+        "rtt_ms": _short(links.rtt_ms_NN[a, b]),
+        "bytes_per_s": [
+            _short(links.rate_bytes_per_s_NN[a, b]),
+            _short(links.rate_bytes_per_s_NN[b, a]),
+        ],
+        "age_min": round(float(links.age_s_NN[a, b]) / 60),
+    }
+
+
+def _short(value: float) -> float | None:
+    return float(f"{value:.2g}") if math.isfinite(value) else None
+
+
+def _step_s(
+    model: ModelId, records: Sequence[NodeRecord], num_blocks: int, links: Links
+) -> float | None:
+    nodes = tuple(
+        record.node_state()
+        for record in records
+        if record.state == "serving" and record.num_blocks == num_blocks
+    )
+    snapshot = Snapshot(model, num_blocks, nodes, 0.0, links=links)
+    peers = [node.peer_id for node in nodes]
+    at_once = dict.fromkeys(peers, math.inf)
+    request = Request(
+        span=Span(0, num_blocks),
+        entry_rtt_ms=dict.fromkeys(peers, 0.0),
+        entry_bytes_per_s=at_once,
+        exit_bytes_per_s=at_once,
+    )
+    try:
+        return chain_cost_s(snapshot, request, plan_chain(snapshot, request))
+    except MissingBlocksError:
+        return None

@@ -1,0 +1,123 @@
+"""The models of a swarm, as its nodes tell of them: who holds which blocks, who is busy."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from nesa_node.core.ids import ModelId, PeerId
+from nesa_node.core.span import Span
+from nesa_node.dashboard.events import Event
+from nesa_node.dashboard.sightings import Sighting
+
+MAX_MODELS = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelView:
+    """`runs` cut the blocks where the number of serving holders changes: (start, end, holders).
+
+    `tokens_per_s` and `sessions` are estimates: each node's own count, weighted by its share of the
+    blocks, since a token or a session passes them all once. `lost` are nodes that are gone.
+    """
+
+    model_id: ModelId
+    name: str
+    num_blocks: int
+    runs: tuple[tuple[int, int, int], ...]
+    nodes: int
+    serving: int
+    lost: int
+    tokens_per_s: float
+    sessions: float
+
+    @property
+    def holes(self) -> tuple[Span, ...]:
+        return tuple(Span(start, end) for start, end, holders in self.runs if not holders)
+
+
+def view_models(nodes: Mapping[PeerId, Sighting]) -> list[ModelView]:
+    """The models of most nodes that are there, at most `MAX_MODELS`."""
+    groups: dict[ModelId, list[Sighting]] = defaultdict(list)
+    for sighting in nodes.values():
+        groups[ModelId(sighting.record.model_id)].append(sighting)
+    alive = {
+        model: sum(sighting.lost_at is None for sighting in group)
+        for model, group in groups.items()
+    }
+    chosen = sorted(groups, key=lambda model: (-alive[model], model))[:MAX_MODELS]
+    return [_view(model, groups[model]) for model in chosen]
+
+
+def _view(model: ModelId, group: list[Sighting]) -> ModelView:
+    there = [sighting for sighting in group if sighting.lost_at is None]
+    # Some may speak of another number of blocks: what most say counts, as in `Directory.snapshot`.
+    records = [sighting.record for sighting in there or group]
+    counts = Counter(record.num_blocks for record in records)
+    num_blocks = max(counts, key=lambda value: (counts[value], value))
+    names = Counter(record.model_name for record in records)
+    agreed = [sighting for sighting in there if sighting.record.num_blocks == num_blocks]
+    serving = [sighting for sighting in agreed if sighting.record.state == "serving"]
+
+    def weighed(values: Iterable[tuple[float, tuple[int, int]]]) -> float:
+        return sum(value * (end - start) for value, (start, end) in values) / num_blocks
+
+    return ModelView(
+        model_id=model,
+        name=max(names, key=lambda name: (names[name], name)),
+        num_blocks=num_blocks,
+        runs=coverage_runs((sighting.record.span for sighting in serving), num_blocks),
+        nodes=len(there),
+        serving=len(serving),
+        lost=len(group) - len(there),
+        tokens_per_s=weighed((each.tokens_per_s, each.record.span) for each in agreed),
+        sessions=weighed((each.record.sessions, each.record.span) for each in agreed),
+    )
+
+
+def coverage_runs(
+    spans: Iterable[tuple[int, int]], num_blocks: int
+) -> tuple[tuple[int, int, int], ...]:
+    """`num_blocks` cut where the number of `spans` changes; at most twice as many runs as spans."""
+    steps: Counter[int] = Counter({0: 0, num_blocks: 0})
+    for start, end in spans:
+        steps[start] += 1
+        steps[end] -= 1
+    cuts = sorted(at for at in steps if 0 <= at <= num_blocks)
+    runs: list[tuple[int, int, int]] = []
+    holders = 0
+    for start, end in itertools.pairwise(cuts):
+        holders += steps[start]
+        if runs and runs[-1][2] == holders:
+            runs[-1] = (runs[-1][0], end, holders)
+        else:
+            runs.append((start, end, holders))
+    return tuple(runs)
+
+
+class Holes:
+    """Tells when blocks lose their last holder, and when all have one again."""
+
+    def __init__(self) -> None:
+        self._holes: dict[ModelId, tuple[Span, ...]] = {}
+
+    def look(self, models: Iterable[ModelView], now: float) -> list[Event]:
+        """A model that is new is taken as it is: it may be about to get its nodes."""
+        events: list[Event] = []
+        seen: dict[ModelId, tuple[Span, ...]] = {}
+        for model in models:
+            seen[model.model_id] = model.holes
+            before = self._holes.get(model.model_id, model.holes)
+            if model.holes == before:
+                continue
+            if model.holes:
+                spans = ", ".join(str(hole) for hole in model.holes[:5])
+                words = f"Blocks {spans} of {model.name} have no holder"
+                events.append(Event(at=now, kind="hole", text=words, model=model.model_id))
+            else:
+                words = f"Every block of {model.name} has a holder"
+                events.append(Event(at=now, kind="healed", text=words, model=model.model_id))
+        self._holes = seen
+        return events

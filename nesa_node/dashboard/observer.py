@@ -1,0 +1,124 @@
+"""Watches a swarm for the dashboard, as one who asks and never answers."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from nesa_node.client.activity import Activity
+from nesa_node.core.errors import NesaError
+from nesa_node.core.logging import get_logger
+from nesa_node.dashboard.board import CHARTED_MODELS, Board
+from nesa_node.dashboard.feed import Feed
+from nesa_node.dashboard.links import view_links
+from nesa_node.dashboard.models import ModelView
+from nesa_node.dashboard.shapes import Shapes
+from nesa_node.swarm.node import Swarm
+from nesa_node.swarm.notices import Placement
+from nesa_node.topology.assemble import assemble_links
+from nesa_node.topology.snapshot import Snapshot
+
+log = get_logger(__name__)
+
+LOOK_EVERY_S = 2.5
+TICK_S = 0.25
+SHAPE_EVERY_S = 30.0
+FIRST_SHAPE_S = 4.0
+MAX_SHAPED_NODES = 1000
+_NODES_PER_S = 100
+"""A look asks for every record: of a large swarm, less often."""
+_SHARE = 0.1
+"""Of its time it may look."""
+
+
+class Observer:
+    """`run` it until you cancel it. `activity`: what this process's own sessions do."""
+
+    def __init__(
+        self,
+        swarm: Swarm,
+        board: Board,
+        feed: Feed,
+        shapes: Shapes,
+        *,
+        activity: Activity | None = None,
+        every_s: float = LOOK_EVERY_S,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._swarm = swarm
+        self._board = board
+        self._feed = feed
+        self._shapes = shapes
+        self._activity = activity
+        self._every_s = every_s
+        self._clock = clock
+
+    async def run(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._keep_looking(), name="dashboard-look")
+            group.create_task(self._keep_ticking(), name="dashboard-tick")
+            group.create_task(self._keep_shaping(), name="dashboard-shape")
+
+    async def look(self) -> None:
+        """One look at all records, and at the links that they tell of."""
+        directory = self._swarm.directory
+        records = await directory.fetch_all()
+        self._board.look([*records, *directory.withdrawn()], self._clock())
+        self._feed.publish()
+        for model in self._board.models[:CHARTED_MODELS]:
+            mine = self._board.records_of(model)
+            view = await asyncio.to_thread(view_links, model.model_id, mine, model.num_blocks)
+            self._board.measure(model.model_id, view)
+
+    async def _keep_looking(self) -> None:
+        while True:
+            began = time.monotonic()
+            try:
+                await self.look()
+            except (NesaError, OSError) as error:
+                log.warning("swarm_not_seen", reason=str(error))
+            except Exception:  # a mistake of ours, or what strangers made of their records
+                log.exception("swarm_not_seen")
+            took_s = time.monotonic() - began
+            count = sum(model.nodes for model in self._board.models)
+            await asyncio.sleep(max(self._every_s, count / _NODES_PER_S, took_s / _SHARE))
+
+    async def _keep_ticking(self) -> None:
+        while True:
+            try:
+                if self._board.tick(self._clock(), self._activity):
+                    self._feed.publish()
+            except Exception:  # as above
+                log.exception("dashboard_tick_failed")
+            await asyncio.sleep(TICK_S)
+
+    async def _keep_shaping(self) -> None:
+        await asyncio.sleep(FIRST_SHAPE_S)
+        while True:
+            began = time.monotonic()
+            for model in self._board.models[:CHARTED_MODELS]:
+                try:
+                    await self._shape(model)
+                except (NesaError, OSError) as error:
+                    log.warning("shape_not_seen", model=model.model_id, reason=str(error))
+                except Exception:  # as above
+                    log.exception("shape_not_seen", model=model.model_id)
+            took_s = time.monotonic() - began
+            await asyncio.sleep(max(SHAPE_EVERY_S, took_s / _SHARE))
+
+    async def _shape(self, model: ModelView) -> None:
+        placements = await self._swarm.notices.fetch(Placement, model.model_id)
+        self._board.place(placements, self._clock())
+        if not self._shapes.wants(model.model_id):
+            return
+        snapshot = self._swarm.directory.snapshot(model.model_id)
+        if not 0 < len(snapshot.nodes) <= MAX_SHAPED_NODES:
+            return
+        newest = max(placements, key=lambda placement: placement.order, default=None)
+        await asyncio.to_thread(self._saw, snapshot, newest)
+
+    def _saw(self, snapshot: Snapshot, active: Placement | None) -> None:
+        measured = self._swarm.directory.measured(snapshot)
+        self._shapes.saw(replace(snapshot, links=assemble_links(measured)), active)

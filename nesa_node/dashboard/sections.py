@@ -1,0 +1,94 @@
+"""A document that grows and changes, and what of it is new to whoever knows an earlier version."""
+
+from __future__ import annotations
+
+import itertools
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+MAX_REMOVED = 4096
+"""Removals that are remembered. Who has missed more gets the whole document."""
+
+_Entry = tuple[int, msgspec.Raw]
+
+
+class Sections:
+    """Sections of entries, as JSON: `{"version", "full", "sections": {name: {key: value}}}`.
+
+    A reader that knows a version gets the entries that changed after it, null for those that are
+    gone. However slow it is, there is nothing to keep for it.
+    """
+
+    def __init__(self) -> None:
+        self.version = 0
+        self._sections: dict[str, dict[str, _Entry]] = {}
+        self._removed: OrderedDict[tuple[str, str], int] = OrderedDict()
+        self._removed_all_since = 0
+        self._made: dict[int | None, bytes] = {}
+
+    def replace(self, name: str, entries: Mapping[str, Any]) -> bool:
+        """Make these a section's entries. Whether anything changed."""
+        changed = self.put(name, entries)
+        section = self._sections.setdefault(name, {})
+        gone = [key for key in section if key not in entries]
+        if gone:
+            version = self._next(changed)
+            for key in gone:
+                del section[key]
+                self._removed[name, key] = version
+            while len(self._removed) > MAX_REMOVED:
+                self._removed_all_since = self._removed.popitem(last=False)[1]
+        return changed or bool(gone)
+
+    def put(self, name: str, entries: Mapping[str, Any], *, keep: int | None = None) -> bool:
+        """Set entries, and leave the others. Whether anything changed.
+
+        `keep`: of a section that only grows, so many of the newest; readers are not told which
+        have gone, they keep as many themselves.
+        """
+        section = self._sections.setdefault(name, {})
+        changed = False
+        for key, value in entries.items():
+            raw = msgspec.Raw(msgspec.json.encode(value))
+            if key in section and bytes(section[key][1]) == bytes(raw):
+                continue
+            section[key] = self._next(changed), raw
+            self._removed.pop((name, key), None)
+            changed = True
+        if keep is not None and len(section) > keep:
+            for key in list(itertools.islice(section, len(section) - keep)):
+                del section[key]
+        return changed
+
+    def since(self, version: int | None) -> bytes:
+        """What has changed since `version`; all if that is None, too old, or not one of ours."""
+        if version is not None and not self._removed_all_since <= version <= self.version:
+            version = None
+        if version not in self._made:
+            self._made[version] = self._encode(version)
+        return self._made[version]
+
+    def _next(self, within: bool) -> int:
+        """The version of a change; one per call of `put` or `replace` is enough."""
+        if not within:
+            self.version += 1
+            self._made.clear()
+        return self.version
+
+    def _encode(self, version: int | None) -> bytes:
+        least = -1 if version is None else version
+        news: dict[str, dict[str, msgspec.Raw | None]] = {}
+        for name, section in self._sections.items():
+            fresh = {key: raw for key, (changed, raw) in section.items() if changed > least}
+            if fresh or version is None:
+                news[name] = {**fresh}
+        if version is not None:
+            for (name, key), removed in self._removed.items():
+                if removed > version:
+                    news.setdefault(name, {})[key] = None
+        return msgspec.json.encode(
+            {"version": self.version, "full": version is None, "sections": news}
+        )

@@ -1,0 +1,74 @@
+"""The sessions of this process, and for a moment those that have ended."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from nesa_node.client.activity import Failover, SessionActivity
+from nesa_node.core.ids import PeerId
+from nesa_node.dashboard.entries import session_entry
+from nesa_node.dashboard.events import Event
+from nesa_node.dashboard.sightings import Sighting
+
+MAX_SESSIONS = 100
+ENDED_S = 6.0
+"""So long an ended session is still shown."""
+_REMEMBERED = 400
+
+
+class OwnSessions:
+    def __init__(self) -> None:
+        self.open: tuple[SessionActivity, ...] = ()
+        self._ended: dict[str, tuple[SessionActivity, float]] = {}
+        self._told: dict[tuple[float, str], None] = {}
+
+    def look(self, sessions: Sequence[SessionActivity], now: float) -> dict[str, Any]:
+        """What viewers see: the oldest `MAX_SESSIONS` that are open, and those that were lately."""
+        still = {session.id for session in sessions}
+        for session in self.open[:MAX_SESSIONS]:
+            if session.id not in still:
+                self._ended[session.id] = (session, now)
+        self._ended = {
+            id_: (session, ended_at)
+            for id_, (session, ended_at) in self._ended.items()
+            if now - ended_at < ENDED_S and id_ not in still
+        }
+        self.open = tuple(sessions)
+        shown = {session.id: session_entry(session, None) for session in self.open[:MAX_SESSIONS]}
+        for id_, (session, ended_at) in list(self._ended.items())[-MAX_SESSIONS:]:
+            shown[id_] = session_entry(session, round(ended_at, 1))
+        return shown
+
+    @property
+    def tokens_per_s(self) -> float:
+        return sum(session.tokens_per_s for session in self.open if session.state == "decode")
+
+    @property
+    def token_ms(self) -> float | None:
+        """The median of what open sessions take for a token."""
+        rates = sorted(session.tokens_per_s for session in self.open if session.state == "decode")
+        rates = [rate for rate in rates if rate > 0]
+        return 1000 / rates[len(rates) // 2] if rates else None
+
+    def new_failovers(
+        self, failovers: Sequence[Failover], nodes: Mapping[PeerId, Sighting]
+    ) -> list[Event]:
+        """Those that were not told yet."""
+        events = []
+        for failover in failovers:
+            which = failover.at, failover.session_id
+            if which not in self._told:
+                self._told[which] = None
+                names = ", ".join(_name(peer, nodes) for peer in failover.lost) or "a node"
+                words = f"Session {failover.session_id[:8]} went on without {names}"
+                words += f" after {failover.took_ms:.0f} ms"
+                events.append(Event(at=failover.at, kind="failover", text=words))
+        for which in list(self._told)[:-_REMEMBERED]:
+            del self._told[which]
+        return events
+
+
+def _name(peer: PeerId, nodes: Mapping[PeerId, Sighting]) -> str:
+    sighting = nodes.get(peer)
+    return (sighting.record.public_name if sighting else None) or f"…{peer[-6:]}"

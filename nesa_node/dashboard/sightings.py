@@ -1,0 +1,152 @@
+"""What is known of each node of a swarm, and what became of it.
+
+A state machine without I/O: records and the time go in, sightings and events come out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from nesa_node.core.ids import ModelId, PeerId
+from nesa_node.core.span import Span
+from nesa_node.dashboard.events import Event, EventKind
+from nesa_node.swarm.records import NodeRecord
+
+LOST_S = 600.0
+"""So long a node whose record has expired is still shown."""
+MAX_NODES = 8192
+_LONGEST_RATE_S = 120.0
+
+
+@dataclass(slots=True)
+class Sighting:
+    """A node's last words. `lost_at` is when they expired; None as long as they are valid."""
+
+    record: NodeRecord
+    lost_at: float | None = None
+    tokens_per_s: float = 0.0
+    """Through its blocks, between its last two records."""
+
+
+class Sightings:
+    """`nodes` are those that are there and those that are lost; who has said goodbye is neither."""
+
+    def __init__(self) -> None:
+        self._nodes: dict[PeerId, Sighting] = {}
+        self._begun = False
+
+    @property
+    def nodes(self) -> Mapping[PeerId, Sighting]:
+        return self._nodes
+
+    def look(self, records: Iterable[NodeRecord], now: float) -> list[Event]:
+        """Take in records, withdrawals too. The first look finds nodes, later ones changes."""
+        events: list[Event] = []
+        for record in sorted(records, key=lambda record: record.issued_at):
+            if record.expires_at > now:
+                events += self._take(record, now)
+        if not self._begun:
+            self._begun = True
+            words = f"Watching; {len(self._nodes)} nodes were here already"
+            events = [Event(at=now, kind="watching", text=words)]
+        return events + self.tick(now)
+
+    def tick(self, now: float) -> list[Event]:
+        """Time passes: records expire, and who has been lost for long is forgotten."""
+        events = []
+        for sighting in self._nodes.values():
+            record = sighting.record
+            if sighting.lost_at is None and record.expires_at <= now:
+                sighting.lost_at, sighting.tokens_per_s = record.expires_at, 0.0
+                silent_s = now - record.issued_at
+                words = f"is lost: its record expired, and it was silent for {silent_s:.0f} s"
+                events.append(_event("lost", words, record, now))
+        over = [
+            peer
+            for peer, sighting in self._nodes.items()
+            if sighting.lost_at is not None and now - sighting.lost_at >= LOST_S
+        ]
+        for peer in over:
+            del self._nodes[peer]
+        self._forget_beyond(MAX_NODES)
+        return events
+
+    def _take(self, record: NodeRecord, now: float) -> Iterator[Event]:
+        peer = PeerId(record.peer_id)
+        known = self._nodes.get(peer)
+        if known is not None and record.seq <= known.record.seq:
+            return
+        if record.state == "withdrawn":
+            if known is not None:
+                del self._nodes[peer]
+                yield _event("left", "left in order", record, now)
+            return
+        if known is None:
+            self._nodes[peer] = Sighting(record)
+            yield _event("joined", _arrival(record), record, now)
+            return
+        yield from _changes(known, record, now)
+        known.tokens_per_s = _rate(known.record, record)
+        known.record, known.lost_at = record, None
+
+    def _forget_beyond(self, limit: int) -> None:
+        """The lost first, then whoever was heard of last: newcomers cannot push others out."""
+        excess = len(self._nodes) - limit
+        if excess <= 0:
+            return
+        order = {peer: number for number, peer in enumerate(self._nodes)}
+        nodes = self._nodes
+        first_to_go = sorted(order, key=lambda peer: (nodes[peer].lost_at is None, -order[peer]))
+        for peer in first_to_go[:excess]:
+            del nodes[peer]
+
+
+def _changes(known: Sighting, record: NodeRecord, now: float) -> Iterator[Event]:
+    before = known.record
+    if known.lost_at is not None:
+        gone_s = now - known.lost_at
+        yield _event("back", f"is back after {gone_s:.0f} s, {_holding(record)}", record, now)
+        return
+    if record.uptime_s < before.uptime_s:
+        yield _event("restarted", f"has restarted, {_holding(record)}", record, now)
+        return
+    if record.span != before.span or record.model_id != before.model_id:
+        words = f"moved from blocks {Span(*before.span)} to {Span(*record.span)}"
+        yield _event("moved", words, record, now)
+    if record.state == before.state:
+        return
+    if record.state == "serving":
+        yield _event("serving", f"serves blocks {Span(*record.span)}", record, now)
+    elif record.state == "draining":
+        where = f" to move to blocks {Span(*record.next_span)}" if record.next_span else ""
+        yield _event("draining", f"finishes its sessions{where}", record, now)
+
+
+def _arrival(record: NodeRecord) -> str:
+    return f"joined, {_holding(record)}"
+
+
+def _holding(record: NodeRecord) -> str:
+    verbs = {"joining": "loading", "serving": "serving", "draining": "draining"}
+    return f"{verbs.get(record.state, record.state)} blocks {Span(*record.span)}"
+
+
+def _event(kind: EventKind, text: str, record: NodeRecord, now: float) -> Event:
+    return Event(
+        at=now,
+        kind=kind,
+        text=text,
+        model=ModelId(record.model_id),
+        peer=PeerId(record.peer_id),
+        name=record.public_name,
+    )
+
+
+def _rate(before: NodeRecord, record: NodeRecord) -> float:
+    """Tokens/s between two records; 0 across a restart or a long silence."""
+    seconds = record.issued_at - before.issued_at
+    tokens = record.tokens - before.tokens
+    if not 0 < seconds <= _LONGEST_RATE_S or tokens < 0 or record.uptime_s < before.uptime_s:
+        return 0.0
+    return tokens / seconds

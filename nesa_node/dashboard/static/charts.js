@@ -1,0 +1,82 @@
+// Lines over time, drawn by uPlot in the theme's colours.
+
+import uPlot from "./vendor/uplot/uPlot.esm.js";
+import { colour } from "./theme.js";
+import { el, number, setText } from "./words.js";
+
+const HEIGHT = 190;
+const FONT = "12px system-ui, sans-serif";
+
+// Seconds only where they tell ticks apart.
+function timeOf(at, apart) {
+  const seconds = apart < 60 ? { second: "2-digit" } : {};
+  return new Date(at * 1000).toLocaleTimeString("en-GB", { hour: "2-digit", minute: "2-digit", ...seconds });
+}
+
+export class Chart {
+  // `lines`: [{label, shade, dash, step}]; `title` is for whoever cannot see it.
+  constructor(box, title, lines) {
+    Object.assign(this, { box, title, lines });
+    this.data = [[], ...lines.map(() => [])];
+    this.values = lines.map(() => el("b"));
+    this.legend = el("p.legend");
+    lines.forEach((line, index) => {
+      const key = el("span.line", el(`span.swatch.${line.shade}${line.dash ? ".dashed" : ""}`), `${line.label} `, this.values[index]);
+      this.legend.append(key);
+    });
+    this.canvas = el("div.canvas");
+    this.canvas.setAttribute("role", "img");
+    this.empty = el("p.empty", "Nothing to draw yet");
+    box.append(this.canvas, this.empty, this.legend);
+    new ResizeObserver(() => this.plot?.setSize({ width: this.canvas.clientWidth, height: HEIGHT })).observe(this.canvas);
+    this.restyle();
+  }
+
+  show(data) {
+    this.data = data;
+    const drawn = data.slice(1).some((column) => column.some((value) => value !== null));
+    this.empty.hidden = drawn;
+    this.plot.setData(data);
+    const last = data.slice(1).map((column) => column.findLast((value) => value !== null) ?? null);
+    this.values.forEach((value, index) => setText(value, number(last[index])));
+    const now = this.lines.map((line, index) => `${line.label} ${number(last[index])}`);
+    this.canvas.setAttribute("aria-label", `${this.title}. Last: ${now.join(", ")}`);
+  }
+
+  restyle() {
+    this.plot?.destroy();
+    const axis = {
+      stroke: colour("muted"),
+      font: FONT,
+      grid: { stroke: colour("line"), width: 1 },
+      ticks: { show: false },
+    };
+    this.plot = new uPlot(
+      {
+        width: this.canvas.clientWidth || 300,
+        height: HEIGHT,
+        legend: { show: false },
+        cursor: { y: false, drag: { x: false, y: false }, points: { size: 6 } },
+        scales: { x: { time: true }, y: { range: (_, low, high) => [0, high > 0 ? high * 1.15 : 1] } },
+        axes: [
+          { ...axis, size: 30, space: 76, values: (_, times) => times.map((at) => timeOf(at, times[1] - times[0])) },
+          { ...axis, size: 46, values: (_, ticks) => ticks.map((tick) => number(tick)) },
+        ],
+        series: [
+          {},
+          ...this.lines.map((line) => ({
+            label: line.label,
+            stroke: colour(line.shade),
+            width: 2,
+            dash: line.dash,
+            points: { show: Boolean(line.points), size: 7, fill: colour(line.shade) },
+            paths: line.points ? () => null : undefined,
+            spanGaps: false,
+          })),
+        ],
+      },
+      this.data,
+      this.canvas,
+    );
+  }
+}

@@ -1,0 +1,348 @@
+// The swarm as a graph. Cytoscape draws links and chains on a canvas; nodes are buttons above it,
+// so that they can be read and reached like the rest of the page.
+
+import cytoscape from "./vendor/cytoscape/cytoscape.esm.min.mjs";
+import { CLIENT_CARD, place } from "./layout.js";
+import { colour } from "./theme.js";
+import { duration, el, keyed, milliseconds, named, percent, rate, setText, shortPeer, span } from "./words.js";
+
+export const CHAIN_COLOURS = ["chain-2", "chain-3", "chain-4", "chain-5", "chain-6", "chain-1"];
+const CLIENT = "client";
+const NARROW = 640;
+const MOST_CHAINS = 12;
+const MOST_LINKS = 150;
+// How far from the nodes a chain's answer runs back, and how far apart two of them.
+const LANE = { first: 22, next: 7 };
+const ZOOM = { least: 0.2, most: 2, fit: 1.15, step: 1.25 };
+
+export class Graph {
+  constructor({ box, edges, cards, empty, choose }) {
+    Object.assign(this, { box, cards, empty, choose });
+    this.nodes = new Map();
+    this.links = new Map();
+    this.sessions = [];
+    this.allLinks = false;
+    this.chosen = null;
+    this.shape = "";
+    this.cy = cytoscape({
+      container: edges,
+      style: [],
+      autoungrabify: true,
+      autounselectify: true,
+      boxSelectionEnabled: false,
+      userZoomingEnabled: false,
+      userPanningEnabled: false,
+      minZoom: ZOOM.least,
+      maxZoom: ZOOM.most,
+    });
+    this.cy.on("viewport", () => this.follow());
+    this.restyle();
+    new ResizeObserver(() => this.resized()).observe(box);
+  }
+
+  // `nodes`: Map(peer -> entry) of one model; `links`: Map("a|b" -> entry); `sessions`: with chain.
+  show(nodes, links, sessions, now) {
+    Object.assign(this, { nodes, links, sessions });
+    this.empty.hidden = nodes.size > 0;
+    this.arrange();
+    this.drawCards(now);
+    this.drawEdges();
+  }
+
+  resized() {
+    this.cy.resize();
+    this.shape = "";
+    this.arrange();
+    this.fit();
+  }
+
+  zoom(factor) {
+    const middle = { x: this.box.clientWidth / 2, y: this.box.clientHeight / 2 };
+    this.cy.zoom({ level: this.cy.zoom() * factor, renderedPosition: middle });
+    this.cy.userPanningEnabled(true);
+    this.box.classList.add("movable");
+  }
+
+  fit() {
+    this.cy.userPanningEnabled(false);
+    this.box.classList.remove("movable");
+    const { size, places } = this.layout ?? {};
+    if (!places?.size) return;
+    const { left, top, right, bottom } = this.edgesOf(places, size);
+    const lanes = this.keepsClient ? LANE.first + 3 * LANE.next : 0;
+    const width = right - left + (this.tall ? lanes : 0);
+    const height = bottom - top + (this.tall ? 0 : lanes);
+    const room = 2 * 18;
+    const scale = Math.min(
+      (this.box.clientWidth - room) / width,
+      (this.box.clientHeight - room) / height,
+      ZOOM.fit,
+    );
+    this.cy.viewport({
+      zoom: scale,
+      pan: {
+        x: (this.box.clientWidth - width * scale) / 2 - left * scale,
+        y: (this.box.clientHeight - height * scale) / 2 - top * scale,
+      },
+    });
+  }
+
+  edgesOf(places, size) {
+    const xs = [...places.values()].map((at) => at.x);
+    const ys = [...places.values()].map((at) => at.y);
+    return {
+      left: Math.min(...xs) - size.width / 2,
+      top: Math.min(...ys) - size.height / 2,
+      right: Math.max(...xs) + size.width / 2,
+      bottom: Math.max(...ys) + size.height / 2,
+    };
+  }
+
+  follow() {
+    const { x, y } = this.cy.pan();
+    this.cards.style.transform = `translate(${x}px, ${y}px) scale(${this.cy.zoom()})`;
+  }
+
+  // Compute places anew if nodes, spans or the window's shape have changed.
+  arrange() {
+    const tall = this.box.clientWidth < NARROW;
+    const client = this.sessions.length > 0 || this.keepsClient;
+    this.keepsClient = client;
+    const spans = [...this.nodes].map(([peer, node]) => ({ peer, span: node.span }));
+    const shape = JSON.stringify([tall, client, spans.map((each) => [each.peer, each.span]).sort()]);
+    if (shape === this.shape) return;
+    this.shape = shape;
+    this.layout = place(spans, tall, client);
+    this.tall = tall;
+    if (client) this.layout.places.set(CLIENT, { x: 0, y: 0, level: -1 });
+    this.box.classList.toggle("tall", tall);
+    const wanted = new Set(this.layout.places.keys());
+    this.cy.batch(() => {
+      this.cy.nodes().filter((node) => !wanted.has(node.id())).remove();
+      for (const [id, { x, y }] of this.layout.places) {
+        const known = this.cy.getElementById(id);
+        if (known.length) known.position({ x, y });
+        else this.cy.add({ group: "nodes", data: { id }, position: { x, y } });
+      }
+    });
+    this.restyle();
+    this.fit();
+  }
+
+  drawCards(now) {
+    const places = this.layout?.places ?? new Map();
+    this.cards.classList.toggle("small", Boolean(this.layout?.small));
+    keyed(this.cards, places.keys(), (key) => this.makeCard(key), (card, key) => {
+      const { x, y } = places.get(key);
+      card.style.left = `${x}px`;
+      card.style.top = `${y}px`;
+      if (key !== CLIENT) this.updateCard(card, key, this.nodes.get(key), now);
+    });
+  }
+
+  makeCard(key) {
+    if (key === CLIENT) return el("li.card.here", el("span.title", "this gateway"));
+    const button = el("button.face");
+    button.type = "button";
+    button.append(el("span.title"), el("span.sub"), el("span.load", el("span.bar")), el("span.foot"));
+    button.addEventListener("click", () => this.choose(key));
+    return el("li.card", button);
+  }
+
+  updateCard(card, peer, node, now) {
+    const state = node.state;
+    card.className = `card ${state}${peer === this.chosen ? " chosen" : ""}`;
+    card.dataset.state = state;
+    const [title, sub, load, foot] = card.firstChild.children;
+    if (title.textContent !== (node.name || shortPeer(peer))) {
+      title.replaceChildren(named(node.name || shortPeer(peer)));
+    }
+    setText(sub, `${span(node.span)} · ${node.device} · ${precision(node)}`);
+    load.firstChild.style.width = `${Math.min(1, node.load) * 100}%`;
+    setText(foot, footnote(node, now));
+    card.firstChild.setAttribute("aria-pressed", String(peer === this.chosen));
+  }
+
+  drawEdges() {
+    const wanted = new Map([...this.linkEdges(), ...this.chainEdges()].map((edge) => [edge.data.id, edge]));
+    this.cy.batch(() => {
+      this.cy.edges().filter((edge) => !wanted.has(edge.id())).remove();
+      for (const [id, edge] of wanted) {
+        const known = this.cy.getElementById(id);
+        if (known.length) {
+          known.data(edge.data);
+          known.classes(edge.classes);
+        } else this.cy.add({ group: "edges", ...edge });
+      }
+    });
+  }
+
+  *linkEdges() {
+    const there = (peer) => this.nodes.has(peer) && this.nodes.get(peer).state !== "lost";
+    const shown = [];
+    for (const [key, link] of this.links) {
+      const [a, b] = key.split("|");
+      if (!there(a) || !there(b)) continue;
+      const ofChosen = this.chosen === a || this.chosen === b;
+      if (ofChosen || this.allLinks || follows(this.nodes.get(a).span, this.nodes.get(b).span)) {
+        shown.push({ key, a, b, link, ofChosen });
+      }
+    }
+    shown.sort((one, other) => other.ofChosen - one.ofChosen || one.link.rtt_ms - other.link.rtt_ms);
+    const roomy = this.roomForLabels(shown);
+    for (const each of shown.slice(0, MOST_LINKS)) {
+      const { key, a, b, link, ofChosen } = each;
+      const [from, to] = this.nodes.get(a).span[0] <= this.nodes.get(b).span[0] ? [a, b] : [b, a];
+      const label = ofChosen || (roomy(each) && !this.layout.small && !this.allLinks);
+      yield {
+        data: { id: `link ${key}`, source: from, target: to, label: label ? linkWords(link) : "" },
+        classes: `link${ofChosen ? " asked" : ""}`,
+      };
+    }
+  }
+
+  // Labels have room on links that leave from one node, or meet in one: those fan out.
+  roomForLabels(shown) {
+    const level = (peer) => this.layout.places.get(peer).level;
+    const gap = ({ a, b }) => [level(a), level(b)].sort().join("-");
+    const ends = new Map();
+    for (const each of shown) {
+      const fan = ends.get(gap(each)) ?? new Map();
+      ends.set(gap(each), fan);
+      for (const peer of [each.a, each.b]) {
+        if (!fan.has(level(peer))) fan.set(level(peer), new Set());
+        fan.get(level(peer)).add(peer);
+      }
+    }
+    return (each) => {
+      const sizes = [...ends.get(gap(each)).values()].map((peers) => peers.size);
+      return sizes.length === 1 ? sizes[0] === 2 : Math.min(...sizes) === 1 && Math.max(...sizes) <= 4;
+    };
+  }
+
+  *chainEdges() {
+    for (const [lane, session] of this.sessions.slice(-MOST_CHAINS).entries()) {
+      const stops = [CLIENT, ...session.hops.map(([peer]) => peer), CLIENT];
+      const lit = session.lit ? " lit" : "";
+      for (let hop = 0; hop + 1 < stops.length; hop += 1) {
+        const [source, target] = [stops[hop], stops[hop + 1]];
+        if (!this.layout.places.has(source) || !this.layout.places.has(target)) continue;
+        if (source === target) continue;
+        const id = `chain ${session.id} ${hop} ${source} ${target}`;
+        const data = { id, source, target, shade: session.colour };
+        const back = hop + 2 === stops.length;
+        if (back) data.way = this.wayBack(source, target, lane);
+        yield { data, classes: `chain${lit}${back ? " answer" : ""}` };
+      }
+    }
+  }
+
+  // Below all nodes (on a phone: right of them), as distances from the straight line.
+  wayBack(source, target, lane) {
+    const { size, places } = this.layout;
+    const { right, bottom } = this.edgesOf(places, size);
+    const aside = (this.tall ? right : bottom) + LANE.first / 2 + lane * LANE.next;
+    const [from, to] = [places.get(source), places.get(target)];
+    const corner = (at) => (this.tall ? { x: aside, y: at.y } : { x: at.x, y: aside });
+    const [dx, dy] = [to.x - from.x, to.y - from.y];
+    const length = Math.hypot(dx, dy) || 1;
+    const corners = [corner(from), corner(to)].map(({ x, y }) => ({
+      weight: ((x - from.x) * dx + (y - from.y) * dy) / length ** 2,
+      distance: ((y - from.y) * dx - (x - from.x) * dy) / length,
+    }));
+    return {
+      weights: corners.map(({ weight }) => weight),
+      distances: corners.map(({ distance }) => distance),
+    };
+  }
+
+  restyle() {
+    const { width, height } = this.layout?.size ?? { width: 10, height: 10 };
+    const surface = colour("surface");
+    this.cy.style([
+      { selector: "node", style: { shape: "round-rectangle", width, height, opacity: 0, events: "no" } },
+      { selector: `node#${CLIENT}`, style: CLIENT_CARD },
+      {
+        selector: "edge.link",
+        style: {
+          width: 1.2,
+          "line-color": colour("link"),
+          "curve-style": "straight",
+          label: "data(label)",
+          color: colour("muted"),
+          "font-family": "system-ui, sans-serif",
+          "font-size": 11,
+          "text-wrap": "wrap",
+          "text-background-color": surface,
+          "text-background-opacity": 1,
+          "text-background-padding": 2,
+          events: "no",
+        },
+      },
+      { selector: "edge.asked", style: { "line-color": colour("accent"), color: colour("text"), width: 2, "z-index": 5 } },
+      {
+        selector: "edge.chain",
+        style: {
+          width: 2.5,
+          "line-color": (edge) => colour(edge.data("shade")),
+          "target-arrow-color": (edge) => colour(edge.data("shade")),
+          "target-arrow-shape": "triangle",
+          "arrow-scale": 0.9,
+          "curve-style": "bezier",
+          "control-point-step-size": 26,
+          "z-index": 10,
+          events: "no",
+        },
+      },
+      {
+        selector: "edge.answer",
+        style: {
+          "curve-style": "round-segments",
+          "edge-distances": "node-position",
+          "segment-weights": (edge) => edge.data("way").weights,
+          "segment-distances": (edge) => edge.data("way").distances,
+          "segment-radii": 14,
+          "line-style": "dashed",
+          "line-dash-pattern": [5, 5],
+          width: 1.5,
+        },
+      },
+      {
+        selector: "edge.lit",
+        style: {
+          width: 4,
+          "underlay-color": (edge) => colour(edge.data("shade")),
+          "underlay-opacity": 0.22,
+          "underlay-padding": 5,
+          "z-index": 20,
+        },
+      },
+    ]);
+  }
+}
+
+// Whether a chain could go from one of these spans to the other.
+function follows(one, other) {
+  const [a, b] = one[0] <= other[0] ? [one, other] : [other, one];
+  return a[0] < b[0] && b[0] <= a[1] && a[1] < b[1];
+}
+
+function linkWords(link) {
+  const rates = link.bytes_per_s.filter((each) => each !== null);
+  const words = milliseconds(link.rtt_ms);
+  return rates.length ? `${words}\n${rate(Math.max(...rates))}` : words;
+}
+
+export function precision(node) {
+  return node.quantization === "none" ? node.dtype : node.quantization;
+}
+
+function footnote(node, now) {
+  if (node.state === "lost") return `lost ${duration(now - node.lost_at)} ago`;
+  if (node.state === "joining") return "loading";
+  if (node.state === "draining") return node.next_span ? `moves to ${span(node.next_span)}` : "leaving";
+  const held = node.sessions ? ` · ${node.sessions} session${node.sessions === 1 ? "" : "s"}` : "";
+  return `load ${percent(node.load)}${held}`;
+}
+
+export { CLIENT, ZOOM };

@@ -1,0 +1,91 @@
+// Numbers in words, and elements from words. Text from the network becomes text, never markup.
+
+export function duration(seconds) {
+  const s = Math.max(0, seconds);
+  if (s < 120) return `${Math.round(s)} s`;
+  if (s < 7200) return `${Math.round(s / 60)} min`;
+  if (s < 172800) return `${Math.round(s / 3600)} h`;
+  return `${Math.round(s / 86400)} d`;
+}
+
+export function number(value, digits = 3) {
+  if (value === null || value === undefined || !Number.isFinite(value)) return "–";
+  if (Math.abs(value) >= 100) return Math.round(value).toLocaleString("en");
+  return String(Number(value.toPrecision(digits)));
+}
+
+export function bytes(value) {
+  if (value === null || value === undefined) return "–";
+  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
+  let unit = 0;
+  while (value >= 1024 && unit < units.length - 1) {
+    value /= 1024;
+    unit += 1;
+  }
+  return `${number(value)} ${units[unit]}`;
+}
+
+export function rate(bytesPerS) {
+  return bytesPerS === null || bytesPerS === undefined ? "–" : `${number(bytesPerS / 1e6)} MB/s`;
+}
+
+export function milliseconds(ms) {
+  return ms === null || ms === undefined ? "–" : `${number(ms, 2)} ms`;
+}
+
+export function percent(share) {
+  return `${Math.round(share * 100)} %`;
+}
+
+export function clock(seconds) {
+  return new Date(seconds * 1000).toLocaleTimeString("en-GB");
+}
+
+export function span([start, end]) {
+  return `${start}:${end}`;
+}
+
+export function shortPeer(peer) {
+  return `…${peer.slice(-6)}`;
+}
+
+export function nameOf(nodes, peer) {
+  return nodes.get(peer)?.name || shortPeer(peer);
+}
+
+// el("td.n", "text", el("b")): a tag with classes, and what is in it.
+export function el(what, ...children) {
+  const [tag, ...classes] = what.split(".");
+  const element = document.createElement(tag);
+  if (classes.length) element.className = classes.join(" ");
+  element.append(...children);
+  return element;
+}
+
+// Names may be written from right to left: they must not turn what stands beside them around.
+export function named(text) {
+  return el("bdi", text);
+}
+
+export function setText(element, text) {
+  if (element.textContent !== text) element.textContent = text;
+}
+
+// Make `parent` hold one element per key, in the order of `keys`, and keep those that stay.
+export function keyed(parent, keys, make, update) {
+  const old = new Map([...parent.children].map((child) => [child.dataset.key, child]));
+  let before = null;
+  for (const key of keys) {
+    let child = old.get(key);
+    if (child) old.delete(key);
+    else {
+      child = make(key);
+      child.dataset.key = key;
+    }
+    update(child, key);
+    const place = before ? before.nextSibling : parent.firstChild;
+    if (place !== child) parent.insertBefore(child, place);
+    before = child;
+  }
+  for (const gone of old.values()) gone.remove();
+}

@@ -1,0 +1,117 @@
+"""Stands before an application: only who has a key comes in, and only as often as it may."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Mapping
+from contextlib import AsyncExitStack
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect
+from starlette.responses import RedirectResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from nesa_node.core.http_address import HttpAddress
+from nesa_node.web.bodies import Bodies
+from nesa_node.web.doorman import Caller, Doorman, shown_key
+from nesa_node.web.limits import Limits
+from nesa_node.web.login import LOGIN, LOGOUT, Login
+from nesa_node.web.problem import Problem
+from nesa_node.web.refusal import refuse
+
+_READS = ("GET", "HEAD")
+
+
+class Access:
+    """Asks `doorman` who it is, `limits` whether he may, and reads the body, before `app` is asked.
+
+    `public` paths may be read by anybody; one that ends with a slash stands for all below it. In
+    `scope["state"]`, `caller` says who asks, and `allowance`, where it counts, takes what tokens
+    it cost. A request counts against the limits of its key, but not what a page reads by its
+    cookie: its feed stays open, and its parts are many.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        doorman: Doorman,
+        address: HttpAddress,
+        *,
+        limits: Limits,
+        bodies: Bodies,
+        public: Collection[str] = (),
+    ) -> None:
+        self._app = app
+        self._doorman = doorman
+        self._address = address
+        self._limits = limits
+        self._bodies = bodies
+        self._login = Login(doorman)
+        self._public = frozenset(public)
+        self._public_below = tuple(path for path in public if path.endswith("/") and path != "/")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        if scope["path"] in (LOGIN, LOGOUT):
+            await self._login(scope, receive, send)
+            return
+        async with AsyncExitStack() as stack:
+            try:
+                whole, headers = await self._admit(stack, scope, receive)
+            except Problem as problem:
+                await stack.aclose()
+                await refuse(_refusal(problem, scope), scope, receive, send)
+                return
+            except ClientDisconnect:
+                return
+            await self._app(scope, whole, _with_headers(send, headers))
+        if self._doorman.store.has_unsaved:
+            await asyncio.to_thread(self._doorman.store.save_uses)
+
+    async def _admit(
+        self, stack: AsyncExitStack, scope: Scope, receive: Receive
+    ) -> tuple[Receive, Mapping[str, str]]:
+        """Where to receive the body from, and headers for the response. Raises `Problem`."""
+        headers: Mapping[str, str] = {}
+        if not self._is_public(scope):
+            caller = self._doorman.caller(scope, self._address)
+            state = scope.setdefault("state", {})
+            state["caller"] = caller
+            if _counts(scope, caller):
+                allowance = stack.enter_context(self._limits.request(caller.id, caller.limits))
+                state["allowance"] = allowance
+                headers = allowance.headers
+        return await stack.enter_async_context(self._bodies.whole(scope, receive)), headers
+
+    def _is_public(self, scope: Scope) -> bool:
+        path = scope["path"]
+        return scope["method"] in _READS and (
+            path in self._public or path.startswith(self._public_below)
+        )
+
+
+def _counts(scope: Scope, caller: Caller) -> bool:
+    return not (caller.by_cookie and scope["method"] in _READS)
+
+
+def _refusal(problem: Problem, scope: Scope) -> Response:
+    """People who follow a link get the page that asks for a key; programs are told."""
+    headers = Headers(scope=scope)
+    by_hand = scope["method"] in _READS and "text/html" in headers.get("accept", "")
+    if problem.status == 401 and by_hand and shown_key(headers) is None:
+        return RedirectResponse(LOGIN, 303)
+    return problem.response()
+
+
+def _with_headers(send: Send, headers: Mapping[str, str]) -> Send:
+    if not headers:
+        return send
+
+    async def sent(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            MutableHeaders(scope=message).update(headers)
+        await send(message)
+
+    return sent

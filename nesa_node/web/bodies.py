@@ -1,0 +1,109 @@
+"""Bodies of requests: read whole before anything is done with them, in bounded time and memory."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect
+from starlette.types import Message, Receive, Scope
+
+from nesa_node.web.problem import Problem
+
+READ_S = 60.0
+AT_ONCE = 16
+"""Bodies of the largest size that all requests may hold together."""
+_RETRY_S = 2.0
+
+
+class Bodies:
+    """At most `max_bytes` of one request, for which it has `read_s` seconds (`READ_S`).
+
+    All together hold at most `at_once` times as much (`AT_ONCE`).
+    """
+
+    def __init__(
+        self, max_bytes: int, *, read_s: float | None = None, at_once: int | None = None
+    ) -> None:
+        self._max_bytes = max_bytes
+        self._all_bytes = max_bytes * (AT_ONCE if at_once is None else at_once)
+        self._read_s = READ_S if read_s is None else read_s
+        self._held_bytes = 0
+
+    @property
+    def held_bytes(self) -> int:
+        return self._held_bytes
+
+    @asynccontextmanager
+    async def whole(self, scope: Scope, receive: Receive) -> AsyncIterator[Receive]:
+        """What to receive instead: the body as one message, and then what else comes.
+
+        Raises `Problem` 413, 408 or 503, and `ClientDisconnect`. The body counts as held until the
+        context ends.
+        """
+        headers = Headers(scope=scope)
+        length = headers.get("content-length")
+        if length is None and "transfer-encoding" not in headers:
+            yield receive
+            return
+        if length is not None and int(length) > self._max_bytes:
+            raise self._too_large()
+        body = await self._bounded(receive)
+        try:
+            yield _again(body, receive)
+        finally:
+            self._held_bytes -= len(body)
+
+    async def _bounded(self, receive: Receive) -> bytes:
+        body = bytearray()
+        try:
+            async with asyncio.timeout(self._read_s):
+                await self._read(body, receive)
+        except BaseException as error:
+            self._held_bytes -= len(body)
+            if not isinstance(error, TimeoutError):
+                raise
+            raise Problem(
+                408,
+                f"the request did not arrive within {self._read_s:g} s",
+                code="request_timeout",
+            ) from None
+        return bytes(body)
+
+    async def _read(self, body: bytearray, receive: Receive) -> None:
+        while True:
+            message = await receive()
+            if message["type"] != "http.request":
+                raise ClientDisconnect
+            chunk = message.get("body", b"")
+            if len(body) + len(chunk) > self._max_bytes:
+                raise self._too_large()
+            if self._held_bytes + len(chunk) > self._all_bytes:
+                raise Problem(
+                    503,
+                    "too many large requests at once: try again",
+                    code="overloaded",
+                    retry_after_s=_RETRY_S,
+                )
+            body += chunk
+            self._held_bytes += len(chunk)
+            if not message.get("more_body", False):
+                return
+
+    def _too_large(self) -> Problem:
+        return Problem(413, f"a request may have {self._max_bytes} bytes", code="request_too_large")
+
+
+def _again(body: bytes, receive: Receive) -> Receive:
+    given = False
+
+    async def first_the_body() -> Message:
+        nonlocal given
+        if given:
+            return await receive()
+        given = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return first_the_body

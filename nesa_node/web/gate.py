@@ -1,0 +1,83 @@
+"""Serves an application to those who may use it: keys, limits, pages of other origins."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Collection
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp
+
+from nesa_node.core.config import AccessConfig
+from nesa_node.core.http_address import HttpAddress
+from nesa_node.core.logging import get_logger
+from nesa_node.web.access import Access
+from nesa_node.web.bodies import Bodies
+from nesa_node.web.doorman import Doorman
+from nesa_node.web.limits import Limits
+from nesa_node.web.listen import MAX_CONNECTIONS, serve_app
+from nesa_node.web.request_ids import RequestIds
+
+log = get_logger(__name__)
+
+_METHODS = ("GET", "HEAD", "POST", "DELETE")
+_TOLD_TO_PAGES = (
+    "retry-after",
+    "x-request-id",
+    *(
+        f"x-ratelimit-{what}-{of}"
+        for what in ("limit", "remaining", "reset")
+        for of in ("requests", "tokens")
+    ),
+)
+
+
+@asynccontextmanager
+async def serve_gated(
+    app: ASGIApp,
+    config: AccessConfig,
+    address: HttpAddress,
+    *,
+    public: Collection[str] = (),
+    max_connections: int = MAX_CONNECTIONS,
+    doorman: Doorman | None = None,
+) -> AsyncIterator[HttpAddress]:
+    """As `serve_app`, for whom `config` allows; `public` paths are read by anybody.
+
+    Raises `ConfigError` if it would let in whoever can reach `address`, and nobody has said so.
+    """
+    doorman = doorman or Doorman(config)
+    doorman.check(address)
+    address = replace(address, names=config.host_names)
+    gated: ASGIApp = Access(
+        app,
+        doorman,
+        address,
+        limits=Limits(),
+        bodies=Bodies(config.max_request_bytes),
+        public=public,
+    )
+    if config.cors_origins:
+        # Before `Access`: a browser asks for leave without the key.
+        gated = CORSMiddleware(
+            gated,
+            allow_origins=config.cors_origins,
+            allow_methods=_METHODS,
+            allow_headers=("*",),
+            allow_private_network=True,
+            expose_headers=_TOLD_TO_PAGES,
+        )
+    if doorman.open and not address.loopback:
+        log.warning("served_without_keys", address=str(address))
+    async with serve_app(
+        RequestIds(gated),
+        address,
+        max_connections=max_connections,
+        origins=config.cors_origins,
+        # A page that got here by a name of its own (DNS rebinding) has neither key nor cookie, so
+        # names matter only while no key does.
+        any_name=lambda: not doorman.open,
+        trusted_proxies=config.trusted_proxies,
+    ) as found:
+        yield found

@@ -1,0 +1,170 @@
+"""The file of what is known of API keys: read often, written rarely, by several programs."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import stat
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from nesa_node.core.config import PublicName
+from nesa_node.core.errors import ConfigError
+
+_MAX_BYTES = 16 * 2**20
+_LOCK_WAIT_S = 5.0
+_LOCK_EVERY_S = 0.02
+_YOUNG_S = 2.0
+_Limit = Annotated[int, Field(ge=1)] | None
+_Time = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class StoredKey(BaseModel):
+    """One key. `id` names it in logs; times are seconds since the epoch; `used_at` is coarse."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    id: Annotated[str, Field(pattern=r"^[0-9a-f]{8}$")]
+    name: PublicName
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    created_at: _Time
+    expires_at: _Time | None = None
+    used_at: _Time | None = None
+    requests_per_minute: _Limit = None
+    tokens_per_minute: _Limit = None
+    concurrent_requests: _Limit = None
+
+    @property
+    def digest(self) -> bytes:
+        return bytes.fromhex(self.sha256)
+
+    def expired(self, now: float) -> bool:
+        return self.expires_at is not None and now >= self.expires_at
+
+
+class _Document(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    format: Literal["nesa-node keys"] = "nesa-node keys"
+    version: Literal[1] = 1
+    keys: tuple[StoredKey, ...] = ()
+
+
+Stamp = tuple[int, int, int]
+"""Inode, time of change and size: another one is another file."""
+_NO_FILE: Stamp = (0, 0, 0)
+
+
+class KeyFile:
+    """The document at `path`, which need not exist. Every method raises `ConfigError`.
+
+    Writers take turns by a lock file beside it and put a whole new file in its place, so that a
+    reader sees the old keys or the new ones, whoever is killed when.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path.expanduser().absolute()
+
+    def exists(self) -> bool:
+        return self.stamp() != _NO_FILE
+
+    def stamp(self) -> Stamp:
+        try:
+            return _stamp_of(os.stat(self.path))
+        except FileNotFoundError:
+            return _NO_FILE
+        except OSError as error:
+            raise ConfigError(f"cannot read the keys in {self.path}: {error.strerror}") from None
+
+    def read(self) -> tuple[tuple[StoredKey, ...], Stamp | None]:
+        """All keys (none if there is no file) and the file's stamp.
+
+        None for a file so young that another one with the same stamp could take its place.
+        """
+        try:
+            descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except FileNotFoundError:
+            return (), _NO_FILE
+        except OSError as error:
+            raise ConfigError(f"cannot read the keys in {self.path}: {error.strerror}") from None
+        with os.fdopen(descriptor, "rb") as file:
+            found = os.fstat(descriptor)
+            self._check(found)
+            content = file.read(_MAX_BYTES + 1)
+        young = time.time() - found.st_mtime < _YOUNG_S
+        try:
+            keys = _Document.model_validate_json(content).keys
+        except ValidationError:
+            raise ConfigError(
+                f"{self.path} is damaged or no file of keys: move it away and make new keys, or "
+                "choose another one with --keys-path"
+            ) from None
+        return keys, None if young else _stamp_of(found)
+
+    @contextmanager
+    def change(self) -> Iterator[list[StoredKey]]:
+        """The keys as they are now; what the body makes of them is written if it ends well."""
+        try:
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with _locked(self.path.with_name(self.path.name + ".lock")):
+                before, _ = self.read()
+                keys = list(before)
+                yield keys
+                if tuple(keys) != before:
+                    _write(self.path.resolve(), _Document(keys=tuple(keys)))
+        except OSError as error:
+            raise ConfigError(
+                f"cannot write the keys in {self.path}: {error.strerror or error}"
+            ) from None
+
+    def _check(self, found: os.stat_result) -> None:
+        """Whoever may write it can let himself in. That others read it (hashes) does no harm."""
+        if not stat.S_ISREG(found.st_mode):
+            raise ConfigError(f"{self.path} is not a regular file")
+        if found.st_mode & stat.S_IWOTH:
+            raise ConfigError(
+                f"{self.path} can be written by other users: run `chmod 600 {self.path}`, and see "
+                "with `nesa-node keys list` that all keys in it are yours"
+            )
+
+
+def _stamp_of(found: os.stat_result) -> Stamp:
+    return found.st_ino, found.st_mtime_ns, found.st_size
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """The kernel releases the lock when its holder dies. Raises `TimeoutError`, an `OSError`."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        deadline = time.monotonic() + _LOCK_WAIT_S
+        while True:
+            with suppress(BlockingIOError):
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"another program keeps {path} locked")
+            time.sleep(_LOCK_EVERY_S)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _write(path: Path, document: _Document) -> None:
+    # mkstemp creates the file exclusively and with mode 0600.
+    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(document.model_dump_json(indent=2, exclude_none=True) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise

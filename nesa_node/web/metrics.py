@@ -1,0 +1,106 @@
+"""`/metrics` as Prometheus reads it: what the sources say, and figures of the process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
+from itertools import accumulate
+
+from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
+from starlette.datastructures import Headers
+from starlette.responses import PlainTextResponse, Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from nesa_node.core.http_address import HttpAddress
+from nesa_node.core.metrics import Metric, Sample, Sources
+from nesa_node.core.tally import Tally
+from nesa_node.web.listen import serve_app
+
+PATH = "/metrics"
+Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
+
+
+class MetricsPage:
+    """Writes down what `sources` say whenever somebody asks."""
+
+    def __init__(self, sources: Sources) -> None:
+        self._sources = sources
+        self._now = _Now()
+        self._registry = CollectorRegistry(auto_describe=False)
+        for collector in (ProcessCollector, PlatformCollector, GCCollector):
+            collector(registry=self._registry)
+        self._registry.register(self._now)
+        self._writing = asyncio.Lock()
+
+    async def text(self, accept: str = "") -> tuple[bytes, str]:
+        """The metrics in the format that `accept` prefers, and its content type.
+
+        Values are read in the event loop, whose tasks change them, and written down in a thread.
+        """
+        encode, content_type = choose_encoder(accept)
+        async with self._writing:
+            self._now.samples = self._sources.samples()
+            body = await asyncio.to_thread(encode, self._registry)
+        return body, content_type
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """An ASGI application that has one page."""
+        if scope["type"] != "http":
+            return
+        response: Response
+        if scope["path"] != PATH:
+            response = PlainTextResponse(f"there is {PATH} here, and nothing else\n", 404)
+        elif scope["method"] not in ("GET", "HEAD"):
+            response = PlainTextResponse("only GET\n", 405, {"allow": "GET, HEAD"})
+        else:
+            body, content_type = await self.text(Headers(scope=scope).get("accept", ""))
+            response = Response(body, headers={"content-type": content_type})
+        await response(scope, receive, send)
+
+
+@asynccontextmanager
+async def serve_metrics(sources: Sources, address: HttpAddress) -> AsyncIterator[HttpAddress]:
+    """Listen until the context ends; yields where. Raises `AddressInUseError`."""
+    app: ASGIApp = MetricsPage(sources)
+    async with serve_app(app, address) as found:
+        yield found
+
+
+class _Now(Collector):
+    """What was read last, in the library's words."""
+
+    samples: Sequence[Sample] = ()
+
+    def collect(self) -> Iterator[Family]:
+        families: dict[str, Family] = {}
+        for sample in self.samples:
+            family = families.get(sample.metric.name)
+            if family is None:
+                family = families[sample.metric.name] = _family(sample.metric)
+            _add(family, sample)
+        yield from families.values()
+
+
+def _family(metric: Metric) -> Family:
+    if metric.kind == "histogram":
+        return HistogramMetricFamily(metric.name, metric.help, labels=metric.labels)
+    if metric.kind == "counter":
+        return CounterMetricFamily(metric.name, metric.help, labels=metric.labels)
+    return GaugeMetricFamily(metric.name, metric.help, labels=metric.labels)
+
+
+def _add(family: Family, sample: Sample) -> None:
+    value = sample.value
+    if isinstance(family, HistogramMetricFamily):
+        assert isinstance(value, Tally)
+        bounds = [*map(floatToGoString, value.bounds), "+Inf"]
+        buckets = list(zip(bounds, accumulate(value.counts), strict=True))
+        family.add_metric(sample.labels, buckets=buckets, sum_value=value.sum)
+    else:
+        assert not isinstance(value, Tally)
+        family.add_metric(sample.labels, value)

@@ -1,0 +1,170 @@
+"""A model that says what a test has written, and a swarm with the holes that it wants."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import httpx
+import torch
+
+from nesa_node.api.app import make_app
+from nesa_node.api.job import Chosen, Delta, Event, FinishReason, Job, PromptRead, TokenChance
+from nesa_node.api.looking import Seen
+from nesa_node.api.models import Models
+from nesa_node.core.config import GatewayConfig
+from nesa_node.core.errors import ModelNotFoundError
+from nesa_node.core.http_address import HttpAddress
+from nesa_node.core.ids import ModelId
+from nesa_node.core.span import Span
+from nesa_node.web.gate import serve_gated
+
+MODEL_ID = ModelId("scripted@0123456789abcdef")
+NAME = "scripted"
+CONTEXT = 64
+ANY_PORT = HttpAddress("127.0.0.1", 0)
+
+Script = Callable[[Job], AsyncIterator[Event]]
+
+
+async def hello(job: Job) -> AsyncIterator[Event]:
+    """Each choice says "hello wörld", in two deltas."""
+    yield PromptRead(cached_tokens=1, tokens=_chosen(job.prompt) if job.prompt_logprobs else ())
+    for index in range(job.n):
+        yield Delta(index=index, text="hello", tokens=_chosen((5,), job))
+    for index in range(job.n):
+        yield Delta(index=index, text=" wörld", tokens=_chosen((6,), job), finish_reason="stop")
+
+
+def says(*texts: str) -> Script:
+    async def script(job: Job) -> AsyncIterator[Event]:
+        yield PromptRead()
+        for number, text in enumerate(texts, start=1):
+            reason: FinishReason | None = "stop" if number == len(texts) else None
+            yield Delta(index=0, text=text, tokens=_chosen((7,)), finish_reason=reason)
+
+    return script
+
+
+def _chosen(ids: Sequence[int], job: Job | None = None) -> tuple[Chosen, ...]:
+    if job is not None and job.top_logprobs is None:
+        return tuple(Chosen(token, b"", 0.0) for token in ids)
+    top = (TokenChance(1, b"\xc3", -0.5), TokenChance(2, b"b", float("-inf")))
+    return tuple(Chosen(token, b"t%d" % token, -0.25, top) for token in ids)
+
+
+class ScriptedModel:
+    """`running` counts the jobs that have been entered and not left."""
+
+    def __init__(self, tokenizer: Any, script: Script = hello) -> None:
+        self.name = NAME
+        self.model_id = MODEL_ID
+        self.created = 1
+        self.context_length = CONTEXT
+        self.vocab_size = len(tokenizer)
+        self.tokenizer = tokenizer
+        self.script = script
+        self.jobs: list[Job] = []
+        self.running = 0
+        self.closed = False
+
+    def generate(self, job: Job) -> AbstractAsyncContextManager[AsyncIterator[Event]]:
+        return self._generate(job)
+
+    @asynccontextmanager
+    async def _generate(self, job: Job) -> AsyncIterator[AsyncIterator[Event]]:
+        self.jobs.append(job)
+        self.running += 1
+        try:
+            yield self.script(job)
+        finally:
+            self.running -= 1
+
+    async def embed(self, prompts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        return [torch.tensor([0.6, 0.8]) for _ in prompts]
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+class ScriptedLook:
+    def __init__(self, holes: Sequence[Span] = ()) -> None:
+        self.holes = tuple(holes)
+
+    async def all(self) -> dict[ModelId, Seen]:
+        return {MODEL_ID: Seen(MODEL_ID, NAME, 6, CONTEXT, self.holes)}
+
+    async def one(self, model_id: ModelId) -> Seen | None:
+        return (await self.all()).get(model_id)
+
+
+class Server:
+    """A gateway with one scripted model that listens, and a client of it."""
+
+    def __init__(self, model: ScriptedModel, look: ScriptedLook, address: HttpAddress) -> None:
+        self.model = model
+        self.look = look
+        self.address = address
+        self.client = httpx.AsyncClient(base_url=f"http://{address}", timeout=20)
+
+    async def post(self, path: str, body: object, **options: Any) -> httpx.Response:
+        return await self.client.post(path, json=body, **options)
+
+    async def chat(self, **fields: Any) -> httpx.Response:
+        return await self.post("/v1/chat/completions", chat_body(**fields))
+
+    async def stream(self, path: str, body: object) -> list[Any]:
+        """The events of an answer: JSON, or the text of what is none."""
+        response = await self.post(path, body)
+        assert response.status_code == 200, response.text
+        assert response.headers["content-type"].startswith("text/event-stream")
+        return events_of(response.text)
+
+
+def chat_body(**fields: Any) -> dict[str, Any]:
+    return {"model": NAME, "messages": [{"role": "user", "content": "hello"}], **fields}
+
+
+def events_of(text: str) -> list[Any]:
+    data = [line[6:] for line in text.splitlines() if line.startswith("data: ")]
+    return [line if line == "[DONE]" else json.loads(line) for line in data]
+
+
+@asynccontextmanager
+async def serving(
+    tokenizer: Any, script: Script = hello, *, holes: Sequence[Span] = (), **config: Any
+) -> AsyncIterator[Server]:
+    model, look = ScriptedModel(tokenizer, script), ScriptedLook(holes)
+
+    async def open_model(name: str) -> Any:
+        return model
+
+    async def locate(seen: Seen) -> str:
+        raise ModelNotFoundError("nowhere")
+
+    models = Models((NAME,), look=look, open_model=open_model, locate=locate)
+    await models.open_given()
+    settings = GatewayConfig.model_validate(config)
+    app = make_app(models, settings)
+    async with serve_gated(app, settings, ANY_PORT, max_connections=512) as address:
+        server = Server(model, look, address)
+        async with server.client:
+            yield server
+    await models.close()
+
+
+async def until(fact: Callable[[], bool], timeout_s: float = 5.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not fact():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+def tokenizer_in(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    load = cast("Callable[..., Any]", AutoTokenizer.from_pretrained)
+    return load(folder, local_files_only=True)

@@ -1,0 +1,122 @@
+"""What becomes of nodes, by their records and the clock alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from nesa_node.core.ids import PeerId
+from nesa_node.dashboard.events import KEPT_EVENTS, Event, EventLog
+from nesa_node.dashboard.sightings import LOST_S, MAX_NODES, Sightings
+from tests.dashboard.records import TTL_S, record
+
+A, B = PeerId("peer-a"), PeerId("peer-b")
+START = 1000.0
+
+
+def kinds(events: list[Event]) -> list[str]:
+    return [event.kind for event in events]
+
+
+@pytest.fixture
+def seen() -> Sightings:
+    sightings = Sightings()
+    sightings.look([record(A)], START)
+    return sightings
+
+
+def test_first_look_finds_nodes_and_later_ones_see_them_join() -> None:
+    sightings = Sightings()
+    events = sightings.look([record(A), record(B, (4, 8))], START)
+    assert kinds(events) == ["watching"]
+    assert "2 nodes" in events[0].text
+    joined = sightings.look([record(A), record("c", (8, 12), public_name="third")], START + 1)
+    assert kinds(joined) == ["joined"]
+    assert (joined[0].name, joined[0].text) == ("third", "joined, serving blocks 8:12")
+
+
+def test_node_is_lost_at_the_expiry_of_its_record_and_kept_for_ten_minutes(seen: Sightings) -> None:
+    last_words = record(A, at=START, load=0.7)
+    assert seen.tick(START + TTL_S - 0.01) == []
+    (event,) = seen.tick(START + TTL_S)
+    assert (event.kind, event.peer) == ("lost", A)
+    assert seen.nodes[A].lost_at == last_words.expires_at
+    assert seen.tick(START + TTL_S + 1) == []
+    seen.tick(START + TTL_S + LOST_S - 1)
+    assert A in seen.nodes
+    seen.tick(START + TTL_S + LOST_S)
+    assert A not in seen.nodes
+
+
+def test_renewed_record_keeps_a_node_alive(seen: Sightings) -> None:
+    assert seen.look([record(A, at=START + 20)], START + 21) == []
+    assert seen.tick(START + TTL_S + 5) == []
+    assert seen.nodes[A].lost_at is None
+
+
+def test_node_that_says_goodbye_has_left_and_is_not_lost(seen: Sightings) -> None:
+    (event,) = seen.look([record(A, at=START + 5, state="withdrawn")], START + 5)
+    assert event.kind == "left"
+    assert not seen.nodes
+    assert seen.look([record(A, at=START + 5, state="withdrawn")], START + 6) == []
+    assert seen.tick(START + 100) == []
+
+
+def test_lost_node_that_comes_back_is_not_lost_any_more(seen: Sightings) -> None:
+    seen.tick(START + TTL_S)
+    (event,) = seen.look([record(A, at=START + 60)], START + 60)
+    assert (event.kind, event.text) == ("back", "is back after 30 s, serving blocks 0:4")
+    assert seen.nodes[A].lost_at is None
+
+
+def test_move_is_told_from_drain_to_the_new_span(seen: Sightings) -> None:
+    steps = [
+        record(A, at=START + 1, state="draining", next_span=(4, 8)),
+        record(A, (4, 8), at=START + 2, state="joining"),
+        record(A, (4, 8), at=START + 3),
+    ]
+    events = [event for step in steps for event in seen.look([step], step.issued_at)]
+    assert kinds(events) == ["draining", "moved", "serving"]
+    assert events[0].text == "finishes its sessions to move to blocks 4:8"
+    assert events[1].text == "moved from blocks 0:4 to 4:8"
+
+
+def test_restart_within_the_life_of_a_record_is_noticed(seen: Sightings) -> None:
+    (event,) = seen.look([record(A, at=START + 8, uptime_s=2.0)], START + 8)
+    assert event.kind == "restarted"
+
+
+def test_older_records_and_expired_ones_change_nothing(seen: Sightings) -> None:
+    assert seen.look([record(A, (4, 8), at=START - 1)], START + 1) == []
+    assert seen.look([record(B, at=START - TTL_S)], START + 1) == []
+    assert list(seen.nodes) == [A]
+
+
+def test_tokens_per_second_come_from_two_records_and_end_with_the_node(seen: Sightings) -> None:
+    seen.look([record(A, at=START + 10, tokens=500)], START + 10)
+    assert seen.nodes[A].tokens_per_s == pytest.approx(50)
+    seen.look([record(A, at=START + 12, tokens=100)], START + 12)
+    assert seen.nodes[A].tokens_per_s == 0
+    seen.look([record(A, at=START + 14, tokens=200)], START + 14)
+    seen.tick(START + 14 + TTL_S)
+    assert seen.nodes[A].tokens_per_s == 0
+
+
+def test_flood_of_nodes_is_bounded_and_pushes_nobody_out() -> None:
+    sightings, log = Sightings(), EventLog()
+    log.add(sightings.look([record(A)], START))
+    for batch in range(4):
+        many = [record(f"{batch}-{number}", at=START + 1) for number in range(5000)]
+        log.add(sightings.look(many, START + 1 + batch))
+    assert len(sightings.nodes) == MAX_NODES
+    assert A in sightings.nodes
+    # Each batch is one event.
+    assert [event.kind for event in log.kept].count("joined") == 4
+    assert "5000 nodes at once" in log.kept[-1].text
+
+
+def test_event_log_keeps_the_newest() -> None:
+    log = EventLog()
+    for number in range(KEPT_EVENTS + 10):
+        log.add([Event(at=number, kind="joined", text=str(number))])
+    assert (len(log.kept), log.total) == (KEPT_EVENTS, KEPT_EVENTS + 10)
+    assert log.kept[-1].text == str(KEPT_EVENTS + 9)
