@@ -82,9 +82,9 @@ def judge_shift(
 
     The figures are mean absolute differences over nodes that are in all snapshots of the reference
     and in `now`, relative to the median round trip: of the cophenetic matrices, of the round trips,
-    and of what most of each node's have in common. The reference's value of a pair is the median of its snapshots': one of them alone
-    would bring as much jitter as `now` does. Diagrams would forget which node is which. Nodes that
-    left are not seen here.
+    and of what most of each node's have in common. The reference's value of a pair is the median of
+    its snapshots': one of them alone would bring as much jitter as `now` does. Diagrams would forget
+    which node is which. Nodes that left are not seen here.
 
     When one fires, `now` is the reference. A calm snapshot joins it; others may not, or an event
     would be what all else is compared with.
@@ -100,20 +100,18 @@ def judge_shift(
         sensitivity,
         "nodes connect at scales that differ by {} of the median round trip",
     )
-    lasting_CC = _lasting(reference, old.last, remembered) / reference[-1].unit
-    once = replace(sensitivity, in_a_row=1)  # each of these has seen two snapshots already
     trips, moved = judge_jitter(
         old.round_trips,
         "round trips",
-        _mean(np.abs(lasting_CC)),
-        once,
-        "round trips differ, twice in a row, by {} of their median",
+        _moved(reference, now, remembered.place) / reference[-1].unit,
+        sensitivity,
+        "round trips differ by {} of their median",
     )
     places, displaced = judge_jitter(
         old.places,
         "places",
-        _displaced(lasting_CC),
-        once,
+        _displaced(_lasting(reference, old.last, remembered)) / reference[-1].unit,
+        replace(sensitivity, in_a_row=1),  # the figure has seen two snapshots already
         "most of a node's round trips differ, twice in a row, by {} of the median",
     )
     found = (shifted, moved, displaced)
@@ -148,6 +146,26 @@ def _shift(reference: tuple[Remembered, ...], now: Remembered, cap: float) -> fl
     return mean_difference([old.tree for old in reference], nodes_KC, now.tree, now_C, cap=cap)
 
 
+def _moved(reference: tuple[Remembered, ...], now: Connections, place: dict[str, int]) -> float:
+    """A pair counts with at most the median round trip, so that few spikes are no change."""
+    common = set(place).intersection(*(old.sampled for old in reference))
+    if len(common) < 2:
+        return 0.0
+    peers = sorted(common)
+    before = []
+    for old in reference:
+        nodes = np.array([old.sampled[peer] for peer in peers])
+        before.append(old.weight_SS[np.ix_(nodes, nodes)].astype(np.float64))
+    nodes = np.array([place[peer] for peer in peers])
+    after_CC = now.filtration.weight_NN[np.ix_(nodes, nodes)]
+    median_CC = np.median(before, axis=0)
+    both = np.isinf(after_CC) & np.isinf(median_CC)
+    away_CC = np.abs(np.where(both, 0.0, after_CC) - np.where(both, 0.0, median_CC))
+    np.fill_diagonal(away_CC, 0.0)
+    moved = np.minimum(away_CC, reference[-1].unit).sum()
+    return float(moved) / (len(peers) * (len(peers) - 1))
+
+
 def _lasting(reference: tuple[Remembered, ...], last: Remembered, now: Remembered) -> Floats:
     """[C, C] float64: how much longer each round trip is, or shorter, below 0.
 
@@ -156,9 +174,7 @@ def _lasting(reference: tuple[Remembered, ...], last: Remembered, now: Remembere
     trip, so that few spikes are no change.
     """
     earlier = [old for old in reference if old is not last] or [last]
-    peers = sorted(
-        set(now.sampled).intersection(last.sampled, *(old.sampled for old in earlier))
-    )
+    peers = sorted(set(now.sampled).intersection(last.sampled, *(old.sampled for old in earlier)))
     unit = reference[-1].unit
     before_KCC = np.stack([_among(old, peers) for old in earlier])
     usual_CC = np.median(before_KCC, axis=0)
@@ -170,12 +186,6 @@ def _lasting(reference: tuple[Remembered, ...], last: Remembered, now: Remembere
     np.fill_diagonal(lasting_CC, 0.0)
     signed_CC: Floats = np.copysign(lasting_CC, other_CC)
     return signed_CC
-
-
-def _mean(away_CC: Floats) -> float:
-    """Over pairs; 0.0 with fewer than two nodes."""
-    count = len(away_CC)
-    return float(away_CC.sum()) / (count * (count - 1)) if count > 1 else 0.0
 
 
 def _displaced(away_CC: Floats) -> float:
