@@ -181,6 +181,8 @@ def open_served_model(
         strategy=config.strategy,
         reuse_prefix=config.reuse_prefix,
     )
-    return ServedModel(
+    served = ServedModel(
         model, tokenizer, name=checkpoint.name, model_id=model_id(checkpoint), activity=activity
     )
+    served.vocabulary.grammars.prepare()
+    return served
