@@ -34,6 +34,7 @@ class TinyGateway:
             routes=[
                 Route("/", self._home),
                 Route("/health", self._health),
+                Route("/favicon.ico", self._health),
                 Route("/static/{name}", self._health),
                 Route("/v1/models", self._models),
                 Route("/v1/echo", self._echo, methods=["POST"]),
