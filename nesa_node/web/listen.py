@@ -102,6 +102,6 @@ def _listen(address: HttpAddress) -> socket.socket:
     except OSError as error:
         listening.close()
         raise AddressInUseError(
-            f"cannot listen on {address}: {error.strerror or error}; give --http another port"
+            f"cannot listen on {address}: {error.strerror or error}; give another port"
         ) from None
     return listening
