@@ -22,6 +22,9 @@ def api(
             "can be opened here]",
         ),
     ] = None,
+    while_stdin: Annotated[
+        bool, Parameter(show=False, negative=(), help="Stop when standard input ends.")
+    ] = False,
     flags: GatewayFlags | None = None,
 ) -> int:
     """Serve the swarm to programs that speak OpenAI's API, until SIGTERM or Ctrl-C."""
@@ -34,5 +37,6 @@ def api(
     from nesa_node.cli.gateway import run_gateway
     from nesa_node.swarm import event_loop
 
-    event_loop.run(with_metrics(config, partial(run_gateway, config)))
+    run = partial(run_gateway, config, while_stdin=while_stdin)
+    event_loop.run(with_metrics(config, run))
     return 0

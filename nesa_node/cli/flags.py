@@ -401,6 +401,14 @@ class OrchestratorFlags(PeerFlags):
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class NodeFlags(OrchestratorFlags):
+    api: Annotated[
+        str | None,
+        Parameter(
+            group=ACCESS,
+            help="Serve OpenAI's API, too, in a process of its own: --api alone is 127.0.0.1:8000. "
+            "Its other settings are those of `nesa-node api`, from the environment or --config.",
+        ),
+    ] = None
     orchestrator: Annotated[
         bool | None,
         Parameter(
@@ -539,6 +547,20 @@ def configure(cls: type[_Config], flags: SharedFlags | None, **more: object) -> 
         service = _SERVICES.get(cls.__name__, "nesa-node")
         start_tracing(config.otel_endpoint, service, getattr(config, "public_name", None))
     return config
+
+
+DEFAULT_API = "127.0.0.1:8000"
+_API_ADDRESS = re.compile(r"(\[[0-9a-fA-F:]+\]|localhost|[0-9.]+):[0-9]+")
+
+
+def fill_api(tokens: Sequence[str]) -> Sequence[str]:
+    """Let `--api` stand without an address."""
+    filled: list[str] = []
+    for token, following in zip(tokens, (*tokens[1:], ""), strict=True):
+        filled.append(token)
+        if token == "--api" and not _API_ADDRESS.fullmatch(following):
+            filled.append(DEFAULT_API)
+    return filled
 
 
 _SERVICES = {

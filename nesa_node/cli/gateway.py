@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from functools import partial
 
 import torch
@@ -12,12 +12,14 @@ from transformers.utils import logging as transformers_logging
 
 from nesa_node import __version__
 from nesa_node.api.app import make_app
+from nesa_node.api.closing import Closing
 from nesa_node.api.locating import locate
 from nesa_node.api.looking import open_look
 from nesa_node.api.metrics import GatewayMetrics
 from nesa_node.api.models import Models
 from nesa_node.api.requests import Requests
 from nesa_node.api.served_model import ServedModel, open_served_model
+from nesa_node.cli.leash import leash
 from nesa_node.client.activity import ActivityBook
 from nesa_node.core.config import GatewayConfig
 from nesa_node.core.http_address import HttpAddress
@@ -40,9 +42,14 @@ PUBLIC = ("/health", "/version")
 """What load balancers ask without a key."""
 
 
-async def run_gateway(config: GatewayConfig, told: Sources | None = None) -> None:
-    """Serve until SIGTERM or SIGINT. Prints where, once it listens. Raises as `serve_gateway`."""
-    with stop_signals() as stopping:
+async def run_gateway(
+    config: GatewayConfig, told: Sources | None = None, *, while_stdin: bool = False
+) -> None:
+    """Serve until SIGTERM or SIGINT, or until whoever holds the other end of stdin is gone.
+
+    Prints where, once it listens. Raises as `serve_gateway`.
+    """
+    with stop_signals() as stopping, leash(stopping) if while_stdin else nullcontext():
         await serve_gateway(config, stopping, told)
 
 
@@ -60,7 +67,7 @@ async def serve_gateway(
         torch.set_num_threads(config.threads)
     async with open_look(config) as (look, swarm), AsyncExitStack() as stack:
         ending = Ending(stopping, swarm)
-        activity, metrics = ActivityBook(), GatewayMetrics()
+        activity, metrics, closing = ActivityBook(), GatewayMetrics(), Closing()
         sources = told or Sources(__version__)
         page = Dashboard(activity=activity, playground=True, max_viewers=MAX_VIEWERS)
 
@@ -78,7 +85,9 @@ async def serve_gateway(
             return
         told_of = about(swarm, "gateway", sources.version), partial(_of_models, models, swarm)
         stack.enter_context(sources.adding(metrics.samples, *told_of))
-        app = make_app(models, config, metrics=MetricsPage(sources), pages=page.app())
+        app = make_app(
+            models, config, closing=closing, metrics=MetricsPage(sources), pages=page.app()
+        )
         address = await stack.enter_async_context(
             serve_gated(
                 app,
@@ -89,6 +98,7 @@ async def serve_gateway(
                 around=lambda gated: Requests(gated, metrics, (*app.openapi()["paths"], PATH)),
             )
         )
+        stack.push_async_callback(closing.close, config.grace_s)
         stack.enter_context(ready_file(config.ready_file, {"url": f"http://{address}"}))
         await stack.enter_async_context(_looking(models))
         await stack.enter_async_context(page.watching(swarm))

@@ -351,6 +351,7 @@ class NodeConfig(OrchestratorConfig):
     """A daemon that serves a span of one model."""
 
     model: str = Field(min_length=1)
+    api: Http | None = None
     orchestrator: bool = False
     follow_every_s: Positive = 15
     num_blocks: Count | Literal["auto"] | None = None
