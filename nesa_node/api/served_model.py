@@ -214,7 +214,7 @@ def open_served_model(
         strategy=config.strategy,
         reuse_prefix=config.reuse_prefix,
     )
-    return ServedModel(
+    served = ServedModel(
         model,
         tokenizer,
         name=checkpoint.name,
@@ -222,3 +222,5 @@ def open_served_model(
         activity=activity,
         metrics=metrics,
     )
+    served.vocabulary.grammars.prepare()
+    return served

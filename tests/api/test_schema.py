@@ -51,8 +51,6 @@ def url(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         in_process_swarm(small_model, thirds(BLOCKS), folder) as addresses,
         live_gateway(addresses, folder, small_model, max_new_tokens=2) as found,
     ):
-        body = {"model": "small", "prompt": "hello", "max_tokens": 1}
-        assert httpx.post(f"{found}/v1/completions", json=body, timeout=30).status_code == 200
         yield found
 
 
