@@ -14,7 +14,13 @@ from nesa_node.web.problem import Problem
 from tests.api.served import answer, served_locally
 from tests.engine.tiny_models import prompt_ids
 
-ADD = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
+ADD = {
+    "type": "object",
+    "properties": {"a": {"$ref": "#/$defs/few"}},
+    "required": ["a"],
+    "additionalProperties": False,
+    "$defs": {"few": {"enum": [1, 2]}},
+}
 TOOLS = [
     Tool(type="function", function=Function(name="add", parameters=ADD)),
     Tool(type="function", function=Function(name="now")),
