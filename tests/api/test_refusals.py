@@ -247,6 +247,19 @@ async def test_large_bodies_are_refused(server: Server) -> None:
     assert (response.status_code, error_of(response)["code"]) == (413, "request_too_large")
 
 
+async def test_texts_of_many_tokens_are_refused_early(tokenizer: Any) -> None:
+    async with serving(tokenizer) as server:
+        text = "hello " * 600_000
+        for path, body in (
+            (COMPLETIONS, {"model": NAME, "prompt": text}),
+            (EMBEDDINGS, {"model": NAME, "input": text}),
+            (CHAT, chat_body(messages=[{"role": "user", "content": text}])),
+        ):
+            response = await server.post(path, body)
+            assert response.status_code == 400
+            assert error_of(response)["code"] == "context_length_exceeded"
+
+
 async def test_wrong_paths_and_methods_are_refused(server: Server) -> None:
     response = await server.client.get("/v1/nothing")
     assert (response.status_code, error_of(response)["code"]) == (404, "unknown_url")
