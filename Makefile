@@ -8,7 +8,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: setup demo test test-all check format clean
+.PHONY: setup demo browser test test-all check format clean
 .DEFAULT_GOAL := setup
 
 setup: $(READY)
@@ -26,10 +26,21 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)
 	$(BIN)/nesa-node demo $(if $(SERVE),--serve)
 
-test: $(READY)
+# For the tests of the page: Debian's Chromium. Without it, and without the right to install it,
+# they are skipped and say so.
+browser:
+	@for name in chromium chromium-browser google-chrome; do command -v $$name >/dev/null && exit 0; done; \
+	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+		apt-get install -y -q chromium || { apt-get update -q && apt-get install -y -q chromium; } \
+			|| echo "Chromium cannot be installed: tests of the page are skipped"; \
+	else \
+		echo "no Chromium here, and no right to install it: tests of the page are skipped"; \
+	fi
+
+test: $(READY) browser
 	$(BIN)/python -m pytest
 
-test-all: $(READY)
+test-all: $(READY) browser
 	$(BIN)/python -m pytest -m "slow or not slow"
 
 check: $(READY)

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 from nesa_node.client.inference import InferenceSession
@@ -33,6 +33,7 @@ class SessionActivity:
     tokens_per_s: float
     """Over the last seconds."""
     failovers: int
+    ended_at: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,12 +53,17 @@ class Activity(Protocol):
         """Those that are open, the oldest first."""
         ...
 
+    def ended(self) -> Sequence[SessionActivity]:
+        """The last ones that are over, at most 100, in the order of their ends."""
+        ...
+
     def failovers(self) -> Sequence[Failover]:
         """The last ones, at most 200, the oldest first."""
         ...
 
 
 MOST_FAILOVERS = 200
+MOST_ENDED = 100
 RATE_OVER = 5
 """Seconds."""
 
@@ -78,6 +84,7 @@ class Running:
         self._began_at = time.time()
         self._state: SessionState = "waiting"
         self._session: InferenceSession | None = None
+        self._hops: tuple[Hop, ...] = ()
         self._generated = 0
         self._marks: deque[tuple[float, int]] = deque(maxlen=RATE_OVER)
         self._next_mark = 0.0
@@ -90,6 +97,7 @@ class Running:
     def read_prompt(self) -> None:
         """Tokens follow."""
         self._state = "decode"
+        self._hops = () if self._session is None else self._session.hops
         self._mark(self._clock())
 
     def generated(self, count: int) -> None:
@@ -105,7 +113,8 @@ class Running:
             id=self.id,
             model_id=self._model_id,
             state=self._state,
-            hops=() if session is None else session.hops,
+            # A session that is closed has none any more.
+            hops=(session.hops if session is not None else ()) or self._hops,
             began_at=self._began_at,
             prompt_tokens=self._prompt_tokens,
             generated_tokens=self._generated,
@@ -141,6 +150,7 @@ class ActivityBook:
         self._guard = threading.Lock()
         self._running: dict[str, Running] = {}
         self._past: deque[Failover] = deque(maxlen=MOST_FAILOVERS)
+        self._ended: deque[SessionActivity] = deque(maxlen=MOST_ENDED)
 
     @contextmanager
     def running(self, model_id: ModelId, *, prompt_tokens: int) -> Iterator[Running]:
@@ -154,12 +164,18 @@ class ActivityBook:
             with self._guard:
                 del self._running[running.id]
                 self._past.extend(running.failovers())
+                self._ended.append(replace(running.activity(), ended_at=time.time()))
 
     def sessions(self) -> Sequence[SessionActivity]:
         """See `Activity.sessions`."""
         with self._guard:
             running = list(self._running.values())
         return [one.activity() for one in running]
+
+    def ended(self) -> Sequence[SessionActivity]:
+        """See `Activity.ended`."""
+        with self._guard:
+            return tuple(self._ended)
 
     def failovers(self) -> Sequence[Failover]:
         """See `Activity.failovers`."""

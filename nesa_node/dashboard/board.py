@@ -73,7 +73,7 @@ class Board:
             self._tell(events)
             self._refresh(now)
         if activity is not None:
-            self.sections.replace("sessions", self._sessions.look(activity.sessions(), now))
+            self.sections.replace("sessions", self._sessions.look(activity, now))
             self._tell(self._sessions.new_failovers(activity.failovers(), self._sightings.nodes))
         self._draw(now)
         self._publish_events()

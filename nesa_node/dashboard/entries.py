@@ -75,13 +75,13 @@ def model_entry(model: ModelView, order: int, number: int) -> dict[str, Any]:
     }
 
 
-def session_entry(session: SessionActivity, ended_at: float | None) -> dict[str, Any]:
+def session_entry(session: SessionActivity) -> dict[str, Any]:
     return {
         "model": session.model_id,
-        "state": session.state if ended_at is None else "ended",
+        "state": session.state if session.ended_at is None else "ended",
         "hops": [[hop.peer_id, hop.span.start, hop.span.end] for hop in session.hops],
         "began_at": round(session.began_at, 2),
-        "ended_at": ended_at,
+        "ended_at": session.ended_at,
         "prompt_tokens": session.prompt_tokens,
         "generated_tokens": session.generated_tokens,
         "tokens_per_s": _short(session.tokens_per_s),

@@ -23,7 +23,9 @@ from nesa_node.topology.snapshot import Snapshot
 log = get_logger(__name__)
 
 LOOK_EVERY_S = 2.5
-TICK_S = 0.25
+TICK_S = 0.5
+QUICK_TICK_S = 0.1
+"""Where somebody watches the sessions of this process: a short one should be seen, too."""
 SHAPE_EVERY_S = 30.0
 FIRST_SHAPE_S = 4.0
 MAX_SHAPED_NODES = 1000
@@ -92,7 +94,8 @@ class Observer:
                     self._feed.publish()
             except Exception:  # as above
                 log.exception("dashboard_tick_failed")
-            await asyncio.sleep(TICK_S)
+            quick = self._activity is not None and self._feed.viewers > 0
+            await asyncio.sleep(QUICK_TICK_S if quick else TICK_S)
 
     async def _keep_shaping(self) -> None:
         await asyncio.sleep(FIRST_SHAPE_S)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nesa_node.client.activity import Failover, SessionActivity
+from nesa_node.client.activity import Activity, Failover, SessionActivity
 from nesa_node.core.ids import PeerId
 from nesa_node.dashboard.entries import session_entry
 from nesa_node.dashboard.events import Event
@@ -20,24 +20,15 @@ _REMEMBERED = 400
 class OwnSessions:
     def __init__(self) -> None:
         self.open: tuple[SessionActivity, ...] = ()
-        self._ended: dict[str, tuple[SessionActivity, float]] = {}
         self._told: dict[tuple[float, str], None] = {}
 
-    def look(self, sessions: Sequence[SessionActivity], now: float) -> dict[str, Any]:
+    def look(self, activity: Activity, now: float) -> dict[str, Any]:
         """What viewers see: the oldest `MAX_SESSIONS` that are open, and those that were lately."""
-        still = {session.id for session in sessions}
-        for session in self.open[:MAX_SESSIONS]:
-            if session.id not in still:
-                self._ended[session.id] = (session, now)
-        self._ended = {
-            id_: (session, ended_at)
-            for id_, (session, ended_at) in self._ended.items()
-            if now - ended_at < ENDED_S and id_ not in still
-        }
-        self.open = tuple(sessions)
-        shown = {session.id: session_entry(session, None) for session in self.open[:MAX_SESSIONS]}
-        for id_, (session, ended_at) in list(self._ended.items())[-MAX_SESSIONS:]:
-            shown[id_] = session_entry(session, round(ended_at, 1))
+        self.open = tuple(activity.sessions())
+        shown = {session.id: session_entry(session) for session in self.open[:MAX_SESSIONS]}
+        for session in activity.ended():
+            if session.ended_at is not None and now - session.ended_at < ENDED_S:
+                shown[session.id] = session_entry(session)
         return shown
 
     @property

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from nesa_node.client.activity import MOST_FAILOVERS, ActivityBook
+from nesa_node.client.activity import MOST_ENDED, MOST_FAILOVERS, ActivityBook
 from nesa_node.client.losses import Loss
 from nesa_node.client.model import AutoDistributedModelForCausalLM
 from nesa_node.core.ids import ModelId, PeerId
@@ -65,6 +65,25 @@ def test_a_session_waits_reads_and_answers() -> None:
             ids = [one.id for one in book.sessions()]
             assert ids[0] == running.id != ids[1]
     assert book.sessions() == []
+
+
+def test_a_session_that_is_over_is_told_with_the_chain_that_it_had() -> None:
+    book, session = ActivityBook(), scripted()
+    with book.running(MODEL, prompt_tokens=1) as running:
+        running.opened(session)
+        running.read_prompt()
+        running.generated(3)
+        session.hops = ()  # closed
+        assert book.ended() == ()
+    (seen,) = book.ended()
+    assert (seen.hops, seen.generated_tokens) == (HOPS, 3)
+    assert seen.ended_at is not None
+    assert seen.ended_at >= seen.began_at
+    for _ in range(MOST_ENDED):
+        with book.running(MODEL, prompt_tokens=1):
+            pass
+    assert len(book.ended()) == MOST_ENDED
+    assert seen not in book.ended()
 
 
 def test_the_rate_is_that_of_the_last_seconds() -> None:

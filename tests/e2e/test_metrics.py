@@ -32,8 +32,8 @@ def command(folder: Path, *argv: str) -> Iterator[str]:
     """A daemon that is ready, and the address of its metrics."""
     name = argv[0]
     ready, log_path = folder / f"{name}.json", folder / f"{name}.log"
-    own = ("--identity-path", str(folder / f"{name}.key"), "--ready-file", str(ready))
-    own = (*own, "--host-maddrs", LOOPBACK, "--metrics", "127.0.0.1:0")
+    own = ["--identity-path", str(folder / f"{name}.key"), "--ready-file", str(ready)]
+    own += ["--host-maddrs", LOOPBACK, "--metrics", "127.0.0.1:0"]
     with log_path.open("wb") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "nesa_node", *argv, *own], stdout=log, stderr=log

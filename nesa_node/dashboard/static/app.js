@@ -130,6 +130,7 @@ function showModels(models) {
 
 function sessionsOf(model) {
   const all = live.get("sessions");
+  playground.recognise([...all].map(([id, session]) => ({ id, ...session })));
   return [...all]
     .filter(([, session]) => session.model === model)
     .map(([id, session]) => ({ id, ...session, colour: colourOf(id, all) }))

@@ -26,6 +26,7 @@ export class Chart {
     });
     this.canvas = el("div.canvas");
     this.canvas.setAttribute("role", "img");
+    this.canvas.setAttribute("aria-label", `${title}. Nothing yet`);
     this.empty = el("p.empty", "Nothing to draw yet");
     box.append(this.canvas, this.empty, this.legend);
     new ResizeObserver(() => this.plot?.setSize({ width: this.canvas.clientWidth, height: HEIGHT })).observe(this.canvas);

@@ -13,8 +13,9 @@ export class EventList {
     const newest = [...events.keys()].map(Number).sort((a, b) => b - a).slice(0, SHOWN);
     keyed(this.list, newest.map(String), (key) => item(events.get(key)), () => {});
     // Only what comes from now on is news to be read out.
-    if (this.list.getAttribute("aria-live") === "off") {
-      requestAnimationFrame(() => this.list.setAttribute("aria-live", "polite"));
+    const log = this.list.parentElement;
+    if (events.size && log.getAttribute("aria-live") === "off") {
+      requestAnimationFrame(() => log.setAttribute("aria-live", "polite"));
     }
   }
 }

@@ -132,6 +132,8 @@ export class Graph {
   drawCards(now) {
     const places = this.layout?.places ?? new Map();
     this.cards.classList.toggle("small", Boolean(this.layout?.small));
+    const lit = this.sessions.filter((session) => session.lit);
+    this.lit = new Set(lit.flatMap((session) => session.hops.map(([peer]) => peer)));
     keyed(this.cards, places.keys(), (key) => this.makeCard(key), (card, key) => {
       const { x, y } = places.get(key);
       card.style.left = `${x}px`;
@@ -151,7 +153,8 @@ export class Graph {
 
   updateCard(card, peer, node, now) {
     const state = node.state;
-    card.className = `card ${state}${peer === this.chosen ? " chosen" : ""}`;
+    const marks = [peer === this.chosen ? " chosen" : "", this.lit.has(peer) ? " lit" : ""];
+    card.className = `card ${state}${marks.join("")}`;
     card.dataset.state = state;
     const [title, sub, load, foot] = card.firstChild.children;
     if (title.textContent !== (node.name || shortPeer(peer))) {
@@ -159,8 +162,15 @@ export class Graph {
     }
     setText(sub, `${span(node.span)} · ${node.device} · ${precision(node)}`);
     load.firstChild.style.width = `${Math.min(1, node.load) * 100}%`;
-    setText(foot, footnote(node, now));
+    const way = this.wayFromChosen(peer);
+    setText(foot, way && state !== "lost" ? way : footnote(node, now));
     card.firstChild.setAttribute("aria-pressed", String(peer === this.chosen));
+  }
+
+  wayFromChosen(peer) {
+    if (!this.nodes.has(this.chosen) || peer === this.chosen) return "";
+    const link = this.links.get(`${peer}|${this.chosen}`) ?? this.links.get(`${this.chosen}|${peer}`);
+    return link ? linkWords(link) : "not measured";
   }
 
   drawEdges() {
@@ -193,9 +203,10 @@ export class Graph {
     for (const each of shown.slice(0, MOST_LINKS)) {
       const { key, a, b, link, ofChosen } = each;
       const [from, to] = this.nodes.get(a).span[0] <= this.nodes.get(b).span[0] ? [a, b] : [b, a];
-      const label = ofChosen || (roomy(each) && !this.layout.small && !this.allLinks);
+      // How far others are from the chosen node stands on their cards.
+      const label = !this.chosen && roomy(each) && !this.layout.small && !this.allLinks;
       yield {
-        data: { id: `link ${key}`, source: from, target: to, label: label ? linkWords(link) : "" },
+        data: { id: `link ${key}`, source: from, target: to, label: label ? linkWords(link).replace(" · ", "\n") : "" },
         classes: `link${ofChosen ? " asked" : ""}`,
       };
     }
@@ -330,7 +341,7 @@ function follows(one, other) {
 function linkWords(link) {
   const rates = link.bytes_per_s.filter((each) => each !== null);
   const words = milliseconds(link.rtt_ms);
-  return rates.length ? `${words}\n${rate(Math.max(...rates))}` : words;
+  return rates.length ? `${words} · ${rate(Math.max(...rates))}` : words;
 }
 
 export function precision(node) {

@@ -6,6 +6,7 @@ import { el, number, setText } from "./words.js";
 const COMPLETIONS = "/v1/chat/completions";
 const MODELS = "/v1/models";
 const MOST_TEXT = 200000;
+const CLOCKS_DIFFER_S = 0.25;
 
 export class Playground {
   constructor(root) {
@@ -34,15 +35,20 @@ export class Playground {
     this.now = now;
   }
 
-  // Whether a session may be the one that answers here.
+  // Whether a session is the one that answers here: the first that began after the question.
   owns(session) {
-    return session.id === this.session || (this.session === undefined && session.began_at >= this.began - 0.5);
+    return session.id === this.session;
+  }
+
+  recognise(sessions) {
+    if (this.session !== undefined) return;
+    const later = sessions.filter((session) => session.began_at >= this.began - CLOCKS_DIFFER_S);
+    this.session = later.sort((a, b) => a.began_at - b.began_at)[0]?.id;
   }
 
   showChain(sessions, nodes) {
-    const mine = sessions.filter((session) => this.owns(session)).at(-1);
-    if (!mine || !mine.hops.length) return;
-    showHops(this.hops, mine.hops, nodes);
+    const mine = sessions.find((session) => this.owns(session));
+    if (mine?.hops.length) showHops(this.hops, mine.hops, nodes);
   }
 
   async ask() {

@@ -1,0 +1,67 @@
+"""A dashboard that tests feed by hand, over HTTP in a thread of this process."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
+
+from nesa_node.core.http_address import HttpAddress
+from nesa_node.dashboard.app import Dashboard, make_app
+from nesa_node.swarm.records import NodeRecord
+from nesa_node.web.listen import serve_app
+
+T = TypeVar("T")
+START_S = 10.0
+
+
+class Served:
+    def __init__(self, dashboard: Dashboard, loop: asyncio.AbstractEventLoop, url: str) -> None:
+        self.dashboard = dashboard
+        self.url = url
+        self._loop = loop
+
+    def look(self, records: Sequence[NodeRecord], now: float) -> None:
+        """As if the swarm held these at `now`."""
+        self._run(lambda: self.dashboard.board.look(records, now))
+        self.tick(now)
+
+    def tick(self, now: float) -> None:
+        self._run(lambda: self.dashboard.board.tick(now, None))
+        self._run(self.dashboard.feed.publish)
+
+    def _run(self, work: Callable[[], T]) -> T:
+        async def run() -> T:
+            return work()
+
+        return asyncio.run_coroutine_threadsafe(run(), self._loop).result(START_S)
+
+
+@contextmanager
+def served(port: int = 0) -> Iterator[Served]:
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, name="dashboard")
+    thread.start()
+    started, stopping = threading.Event(), asyncio.Event()
+    found: list[Served] = []
+
+    async def serve() -> None:
+        dashboard = Dashboard()
+        async with serve_app(make_app(dashboard), HttpAddress("127.0.0.1", port)) as address:
+            found.append(Served(dashboard, loop, f"http://{address}"))
+            started.set()
+            await stopping.wait()
+            dashboard.feed.close()
+
+    serving = asyncio.run_coroutine_threadsafe(serve(), loop)
+    try:
+        assert started.wait(START_S)
+        yield found[0]
+    finally:
+        loop.call_soon_threadsafe(stopping.set)
+        serving.result(START_S)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()

@@ -1,0 +1,113 @@
+"""The page in Chromium, fed by hand."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from playwright.sync_api import expect
+
+from tests.browser.browsing import browsing
+from tests.browser.served import served
+from tests.dashboard.records import record
+
+HOSTILE = "<img src=x onerror=alert(1)>"
+
+
+def test_page_shows_nodes_as_they_come_and_go_and_their_names_as_text() -> None:
+    now = time.time()
+    whole = [record(f"peer-{at}", (at, at + 4), at=now, public_name=f"n{at}") for at in (0, 4, 8)]
+    with served() as server, browsing(server.url) as page:
+        cards = page.locator(".card.serving")
+        expect(page.locator("#graph-empty")).to_have_text("Looking for nodes …")
+        server.look(whole, now)
+        expect(cards).to_have_count(3)
+        expect(page.locator("#connection")).to_have_text("live")
+        expect(page.locator("#blocks-words")).to_have_text("Each of the 12 blocks is held once")
+        stranger = record("peer-x", (4, 12), at=now, public_name=HOSTILE)
+        server.look([*whole, stranger], now + 1)
+        expect(cards).to_have_count(4)
+        expect(page.locator("#nodes bdi").get_by_text(HOSTILE, exact=True)).to_be_visible()
+        expect(page.locator("#events li").first).to_contain_text(f"{HOSTILE} joined")
+        assert page.locator("img").count() == 0
+        renewed = [record(one.peer_id, one.span, at=now + 9, public_name="n") for one in whole[:2]]
+        server.look(renewed, now + 10)
+        server.tick(now + 31)
+        expect(page.locator(".card.lost")).to_have_count(2)
+        expect(page.locator("#blocks-words")).to_have_text("Nobody holds blocks 8:12")
+        expect(page.locator("#events li").first).to_contain_text("have no holder")
+
+
+@pytest.mark.slow
+def test_model_called_proto_is_a_model_like_any_other() -> None:
+    now = time.time()
+    with served() as server, browsing(server.url) as page:
+        names = ["__proto__", "constructor", "</option><script>alert(1)</script>"]
+        records = [record(f"p{n}", at=now, model_id=n, model_name=n) for n in names]
+        server.look(records, now)
+        expect(page.locator("#model option")).to_have_count(3)
+        for name in names:
+            page.select_option("#model", value=name)
+            expect(page.locator(".card.serving")).to_have_count(1)
+
+
+@pytest.mark.slow
+def test_page_finds_the_server_again_and_says_so() -> None:
+    now = time.time()
+    refused = r"ERR_CONNECTION_REFUSED|ERR_EMPTY_RESPONSE|INCOMPLETE|ERR_CONNECTION_RESET"
+    with served() as first:
+        first.look([record("a", at=now, public_name="before")], now)
+        port = int(first.url.rpartition(":")[2])
+        browser = browsing(first.url, forgiven=refused)
+        page = browser.__enter__()
+        expect(page.locator(".card .title")).to_have_text("before")
+        page.evaluate("window.same = true")
+    try:
+        expect(page.locator("#connection")).to_have_attribute("data-state", "lost")
+        with served(port) as second:
+            second.look([record("b", at=now, public_name="after")], now)
+            expect(page.locator(".card .title")).to_have_text("after")
+            expect(page.locator("#connection")).to_have_text("live")
+            assert page.evaluate("window.same") is True
+    finally:
+        browser.__exit__(None, None, None)
+
+
+@pytest.mark.slow
+def test_everything_can_be_reached_by_keyboard() -> None:
+    now = time.time()
+    with served() as server, browsing(server.url) as page:
+        server.look([record("peer-a", at=now, public_name="ada")], now)
+        expect(page.locator(".card.serving")).to_have_count(1)
+        page.keyboard.press("Tab")
+        expect(page.locator(".skip")).to_be_focused()
+        seen: set[str] = set()
+        for _ in range(25):
+            page.keyboard.press("Tab")
+            seen.add(
+                str(page.evaluate("document.activeElement.id || document.activeElement.className"))
+            )
+        assert {"theme", "all-links", "zoom-in", "face", "name"} <= seen
+        page.locator(".card .face").focus()
+        page.keyboard.press("Enter")
+        expect(page.locator("#details")).to_be_visible()
+        expect(page.locator("#h-details")).to_have_text("ada")
+        outline = "getComputedStyle(document.activeElement).outlineStyle"
+        assert page.evaluate(outline) == "solid"
+
+
+@pytest.mark.slow
+def test_theme_is_chosen_and_kept() -> None:
+    background = "getComputedStyle(document.body).backgroundColor"
+    with served() as server, browsing(server.url, scheme="light") as page:
+        light = page.evaluate(background)
+        button = page.locator("#theme")
+        expect(button).to_have_text("Theme: auto")
+        button.click()
+        button.click()
+        expect(button).to_have_text("Theme: dark")
+        dark = page.evaluate(background)
+        assert dark != light
+        page.reload()
+        expect(button).to_have_text("Theme: dark")
+        assert page.evaluate(background) == dark

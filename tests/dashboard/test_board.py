@@ -1,0 +1,170 @@
+"""The board: what sections hold after what was seen."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from nesa_node.client.activity import Failover, SessionActivity
+from nesa_node.core.ids import ModelId, PeerId
+from nesa_node.core.span import Span
+from nesa_node.dashboard.board import POINT_EVERY_S, Board
+from nesa_node.dashboard.entries import MAX_LOST_SHOWN, MAX_SHOWN
+from nesa_node.dashboard.links import view_links
+from nesa_node.dashboard.sessions import ENDED_S, MAX_SESSIONS
+from nesa_node.routing.chains import Hop
+from nesa_node.swarm.records import NodeRecord
+from nesa_node.topology.packed import Measured, pack_measured, peer_digest
+from tests.dashboard.records import BLOCKS, MODEL, TTL_S, record
+
+START = 1000.0
+PLAYED = SessionActivity(
+    id="0123456789abcdef",
+    model_id=ModelId(MODEL),
+    state="decode",
+    hops=(Hop(PeerId("a"), Span(0, 12)),),
+    began_at=START,
+    prompt_tokens=5,
+    generated_tokens=40,
+    tokens_per_s=20.0,
+    failovers=0,
+)
+
+
+class Scripted:
+    """An activity as a test wants it."""
+
+    def __init__(self) -> None:
+        self.open: list[SessionActivity] = []
+        self.over: list[SessionActivity] = []
+        self.lost: list[Failover] = []
+
+    def sessions(self) -> Sequence[SessionActivity]:
+        return self.open
+
+    def ended(self) -> Sequence[SessionActivity]:
+        return self.over
+
+    def failovers(self) -> Sequence[Failover]:
+        return self.lost
+
+
+@pytest.fixture
+def board() -> Board:
+    return Board(playground=True, look_every_s=1.0)
+
+
+def sections(board: Board) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(board.sections.since(None))["sections"]
+    return found
+
+
+def test_everything_that_is_seen_is_in_a_section(board: Board) -> None:
+    assert sections(board)["about"]["starting"] is True
+    activity = Scripted()
+    activity.open = [PLAYED]
+    board.look([record("a", (0, 12), public_name="ada")], START)
+    assert board.tick(START, activity)
+    found = sections(board)
+    assert found["about"]["starting"] is False
+    assert found["nodes"]["a"]["name"] == "ada"
+    assert found["models"][MODEL]["runs"] == [[0, BLOCKS, 1]]
+    assert found["sessions"][PLAYED.id]["hops"] == [["a", 0, 12]]
+    assert [event["kind"] for event in found["events"].values()] == ["watching"]
+    (point,) = found["series"].values()
+    assert point["own"] == [20.0, 50.0]
+
+
+def test_nothing_new_is_nothing_to_tell(board: Board) -> None:
+    board.look([record("a")], START)
+    assert board.tick(START, None)
+    assert not board.tick(START + 1, None)
+    assert board.tick(START + POINT_EVERY_S, None)
+
+
+def test_addresses_and_content_are_in_no_section(board: Board) -> None:
+    address = "/ip4/192.0.2.7/tcp/4001/p2p/a"
+    board.look([record("a", addresses=(address,), location=(52.5, 13.4))], START)
+    board.tick(START, None)
+    text = board.sections.since(None).decode()
+    assert "192.0.2" not in text
+    assert "52.5" not in text
+
+
+def test_session_that_is_over_stays_for_a_moment(board: Board) -> None:
+    activity = Scripted()
+    activity.over = [replace(PLAYED, ended_at=START + 1)]
+    board.look([record("a", (0, 12))], START)
+    board.tick(START + 1, activity)
+    assert sections(board)["sessions"][PLAYED.id]["state"] == "ended"
+    board.tick(START + 1 + ENDED_S, activity)
+    assert sections(board)["sessions"] == {}
+
+
+def test_sessions_that_are_shown_are_bounded_and_the_rest_is_counted(board: Board) -> None:
+    activity = Scripted()
+    activity.open = [replace(PLAYED, id=f"{number:016x}") for number in range(MAX_SESSIONS + 7)]
+    board.look([record("a", (0, 12))], START)
+    board.tick(START, activity)
+    board.look([record("a", (0, 12), at=START + 1)], START + 1)
+    assert len(sections(board)["sessions"]) == MAX_SESSIONS
+    assert sections(board)["about"]["sessions_left_out"] == 7
+
+
+def test_failover_is_told_once(board: Board) -> None:
+    activity = Scripted()
+    board.look([record("a", (0, 12), public_name="ada")], START)
+    activity.lost = [
+        Failover(
+            at=START, session_id=PLAYED.id, lost=(PeerId("a"), PeerId("gone-peer")), took_ms=84
+        )
+    ]
+    for step in range(3):
+        board.tick(START + step, activity)
+    told = [e for e in sections(board)["events"].values() if e["kind"] == "failover"]
+    assert [event["text"] for event in told] == [
+        "Session 01234567 went on without ada, …e-peer after 84 ms"
+    ]
+
+
+def test_swarm_that_goes_silent_altogether_may_be_our_own_loss(board: Board) -> None:
+    board.look([record("a"), record("b")], START)
+    board.tick(START + TTL_S, None)
+    assert sections(board)["about"]["cut_off"] is True
+    board.look([record("a", at=START + 40)], START + 40)
+    assert sections(board)["about"]["cut_off"] is False
+
+
+def test_five_thousand_nodes_are_counted_and_some_are_shown(board: Board) -> None:
+    many = [record(f"p{n}", (0, 12), public_name="x" * 64) for n in range(5000)]
+    board.look(many, START)
+    board.tick(START, None)
+    found = sections(board)
+    assert len(found["nodes"]) == MAX_SHOWN
+    assert found["about"]["nodes_left_out"] == 5000 - MAX_SHOWN
+    assert found["models"][MODEL]["runs"] == [[0, BLOCKS, 5000]]
+    assert len(board.sections.since(None)) < 400_000
+    board.tick(START + TTL_S, None)
+    shown = sections(board)["nodes"].values()
+    assert len([node for node in shown if node["state"] == "lost"]) == MAX_LOST_SHOWN
+
+
+def test_links_come_from_what_nodes_have_measured() -> None:
+    def measuring(peer: str, other: str, rtt_ms: float, span: tuple[int, int]) -> NodeRecord:
+        link = Measured(peer_digest(PeerId(other)), rtt_ms, 12e6, 60.0)
+        packed = pack_measured([link])
+        return record(peer, span, measured=packed, decode_tokens_per_s=100.0)
+
+    records = [measuring("a", "b", 20.0, (0, 6)), measuring("b", "a", 24.0, (6, 12))]
+    view = view_links(ModelId(MODEL), records, BLOCKS)
+    assert view.entries == {"a|b": {"rtt_ms": 20.0, "bytes_per_s": [1.2e7, 1.2e7], "age_min": 1}}
+    assert view.median_rtt_ms == pytest.approx(20.0)
+    assert view.step_s is not None
+    # Both compute for 10 ms, and the way between them takes half a round trip.
+    assert 0.03 < view.step_s < 0.04
+    assert view_links(ModelId(MODEL), records[:1], BLOCKS).step_s is None
+    assert view_links(ModelId(MODEL), [], 1).entries == {}
