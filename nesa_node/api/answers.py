@@ -41,7 +41,8 @@ def event(data: Mapping[str, Any]) -> bytes:
 
 def named_event(data: Mapping[str, Any]) -> bytes:
     """One event with its `type` as its name, too."""
-    return b"event: " + data["type"].encode() + b"\n" + event(data)
+    name: str = data["type"]
+    return b"event: " + name.encode() + b"\n" + event(data)
 
 
 def json_response(value: Any, status: int = 200) -> Response:

@@ -86,7 +86,9 @@ async def test_models_are_opened_when_they_are_asked_for(tokenizer: Any) -> None
     async with discovering(ManyModels("good", "bad"), model) as models:
         assert [card.name for card in models.cards()] == ["good"]
         assert not models.card("good").opened
-        opened = await asyncio.gather(models.get("good"), models.get("org/good"), models.get(None))
+        opened: list[object] = await asyncio.gather(
+            models.get("good"), models.get("org/good"), models.get(None)
+        )
         assert all(one is model for one in opened)
         with pytest.raises(Problem, match="does not exist"):
             await models.get("bad")

@@ -64,7 +64,7 @@ def test_made_up_requests_find_no_server_error(
     done = subprocess.run(
         [
             *(str(schemathesis), "run", str(spec), "--url", url, "--seed", "6"),
-            *("--phases", "examples,coverage,fuzzing", "--max-examples", "300"),
+            *("--phases", "examples,coverage,fuzzing", "--max-examples", "60"),
             *("--checks", ",".join(CHECKS), "--continue-on-failure", "--no-shrink"),
             *("--generation-database", "none", "--request-timeout", "120", "--no-color"),
             *("--suppress-health-check", "all", "--report", "ndjson"),
