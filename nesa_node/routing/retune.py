@@ -78,9 +78,7 @@ def retune(
     generations = _affordable(seconds, clock() - began)
     if generations < 1:
         return Retuned(now, f"one candidate takes too long for {seconds:g} s")
-    report = tune(
-        learn, held_out, rng, before=now, population=_POPULATION, generations=generations
-    )
+    report = tune(learn, held_out, rng, before=now, population=_POPULATION, generations=generations)
     return judge(report, before, ratios(report.winner, held_out), learnt_from=len(learn))
 
 
@@ -107,4 +105,3 @@ def _affordable(seconds: float, candidate_s: float) -> int:
     """Generations of the genetic algorithm; as many candidates are drawn by chance again."""
     candidates = seconds / (2 * max(candidate_s, 1e-6))
     return min(int(candidates / _POPULATION) - 1, _MOST_GENERATIONS)
-

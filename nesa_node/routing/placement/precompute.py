@@ -94,9 +94,7 @@ def room_of(snapshot: Snapshot, replicas: int) -> Room:
     return make_room(snapshot, request, replicas=replicas)
 
 
-def mean_regret(
-    library: Library, cost_WS: Floats, features_W: Sequence[dict[str, float]]
-) -> float:
+def mean_regret(library: Library, cost_WS: Floats, features_W: Sequence[dict[str, float]]) -> float:
     """The share by which the best of the schemas tried is above the best of all, in the mean."""
     regrets = []
     for cost_S, features in zip(cost_WS, features_W, strict=True):

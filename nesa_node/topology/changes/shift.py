@@ -1,4 +1,4 @@
-"""How far the network's connections have moved from the reference, against how far jitter moves them.
+"""How far connections have moved from the reference, against how far jitter moves them.
 
 Three figures. The *shift* of the merge trees is homology's: at which scales nodes connect. A detour
 that lengthens links no spanning tree uses leaves it as it was, hence the plain *round trips*, and
@@ -83,7 +83,7 @@ def judge_shift(
     The figures are mean absolute differences over nodes that are in all snapshots of the reference
     and in `now`, relative to the median round trip: of the cophenetic matrices, of the round trips,
     and of what most of each node's have in common. The reference's value of a pair is the median of
-    its snapshots': one of them alone would bring as much jitter as `now` does. Diagrams would forget
+    its snapshots': one alone would bring as much jitter as `now` does. Diagrams would forget
     which node is which. Nodes that left are not seen here.
 
     When one fires, `now` is the reference. A calm snapshot joins it; others may not, or an event

@@ -5,7 +5,13 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from nesa_node.topology.changes.detector import ChangeReport, ChangeState, Observation, PlanCosts, observe
+from nesa_node.topology.changes.detector import (
+    ChangeReport,
+    ChangeState,
+    Observation,
+    PlanCosts,
+    observe,
+)
 from nesa_node.topology.changes.membership import Holdings
 from nesa_node.topology.changes.shift import connections_of
 from nesa_node.topology.changes.triggers import Sensitivity, Trigger
@@ -20,7 +26,9 @@ def round_trips(seed: int, added_s: float = 0.0) -> NDArray[np.float64]:
     """Two halves, 100 ms apart or `added_s` more, with 2 % of noise."""
     half_N = np.arange(COUNT) >= COUNT // 2
     seconds_NN = np.where(half_N[:, None] == half_N, 0.01, 0.1 + added_s)
-    seconds_NN = np.triu(seconds_NN * np.random.default_rng(seed).lognormal(0, 0.02, (COUNT, COUNT)), 1)
+    seconds_NN = np.triu(
+        seconds_NN * np.random.default_rng(seed).lognormal(0, 0.02, (COUNT, COUNT)), 1
+    )
     return seconds_NN + seconds_NN.T
 
 
@@ -100,7 +108,7 @@ def test_a_partition_fires_though_heights_are_infinite() -> None:
 
 
 def noisy_round_trips(seed: int, added_s: float = 0.0) -> NDArray[np.float64]:
-    """24 nodes of which the last four move by `added_s`; a tenth of all pairs is measured wildly."""
+    """24 nodes of which the last four move by `added_s`; a tenth of all pairs is measured badly."""
     rng = np.random.default_rng(seed)
     seconds_NN = np.full((24, 24), 0.1) + 0.002 * rng.random((24, 24))
     seconds_NN += np.where(rng.random((24, 24)) < 0.1, rng.exponential(0.2, (24, 24)), 0.0)
