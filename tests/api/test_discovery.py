@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -86,7 +86,7 @@ async def test_models_are_opened_when_they_are_asked_for(tokenizer: Any) -> None
     async with discovering(ManyModels("good", "bad"), model) as models:
         assert [card.name for card in models.cards()] == ["good"]
         assert not models.card("good").opened
-        opened: list[object] = await asyncio.gather(
+        opened: Sequence[object] = await asyncio.gather(
             models.get("good"), models.get("org/good"), models.get(None)
         )
         assert all(one is model for one in opened)
