@@ -287,6 +287,8 @@ export class Graph {
           "text-background-color": surface,
           "text-background-opacity": 1,
           "text-background-padding": 2,
+          // Beside the line, where a chain does not run through it.
+          "text-margin-y": -13,
           events: "no",
         },
       },

@@ -123,7 +123,8 @@ export class Topology {
       ...Object.entries(now).map(([name, value]) => [name.replaceAll("_", " "), number(value)]),
     ];
     const last = report.exponents.history.at(-1);
-    if (last) rows.push(["exponents since", `${clock(last.at)} (changed ${report.exponents.history.length - 1} times)`]);
+    const changes = report.exponents.history.length - 1;
+    if (last) rows.push([changes ? `exponents, after ${changes} changes, since` : "exponents unchanged since", clock(last.at)]);
     facts(this.$("cost"), rows);
   }
 
