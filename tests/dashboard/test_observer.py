@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -134,9 +135,12 @@ async def test_shape_of_each_model_is_watched(seen: Seen, monkeypatch: pytest.Mo
     monkeypatch.setattr(module, "SHAPE_EVERY_S", 0.1)
     seen.swarm.directory.records = [record("a"), record("b", (4, 12))]
     async with running(seen):
-        async with asyncio.timeout(20):
-            while (body := await seen.shapes.json(MODEL)) is None or b"starting" in body:
-                await asyncio.sleep(0.05)
+        deadline = time.monotonic() + 20
+        body = None
+        while (body is None or b"starting" in body) and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
+            body = await seen.shapes.json(MODEL)
+        assert body is not None
         report = json.loads(body)
         assert len(report["nodes"]) == 2
         assert "shift" in report["history"]["triggers"]

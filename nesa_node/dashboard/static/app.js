@@ -46,6 +46,7 @@ $("all-links").addEventListener("change", (event) => {
   graph.allLinks = event.target.checked;
   soon();
 });
+$("figure").addEventListener("change", soon);
 $("model").addEventListener("change", (event) => {
   chosenModel = event.target.value;
   chosenNode = null;
@@ -89,6 +90,7 @@ function show() {
 
   showTiles(model, sessions);
   graph.chosen = chosenNode;
+  graph.stability = $("figure").value === "stability" ? topology.stability() : null;
   graph.show(nodes, links, sessions, now);
   $("graph-empty").textContent = about.get("starting") === false ? "No node serves here yet" : "Looking for nodes …";
   showBlocks($("blocks"), $("blocks-axis"), $("blocks-words"), model);

@@ -4,7 +4,7 @@
 import cytoscape from "./vendor/cytoscape/cytoscape.esm.min.mjs";
 import { CLIENT_CARD, place } from "./layout.js";
 import { colour } from "./theme.js";
-import { duration, el, keyed, milliseconds, named, percent, rate, setText, shortPeer, span } from "./words.js";
+import { duration, el, keyed, milliseconds, named, number, percent, rate, setText, shortPeer, span } from "./words.js";
 
 export const CHAIN_COLOURS = ["chain-2", "chain-3", "chain-4", "chain-5", "chain-6", "chain-1"];
 const CLIENT = "client";
@@ -22,6 +22,7 @@ export class Graph {
     this.links = new Map();
     this.sessions = [];
     this.allLinks = false;
+    this.stability = null; // Map(peer -> 0 to 1), where cards show that instead of load
     this.chosen = null;
     this.shape = "";
     this.cy = cytoscape({
@@ -161,9 +162,12 @@ export class Graph {
       title.replaceChildren(named(node.name || shortPeer(peer)));
     }
     setText(sub, `${span(node.span)} · ${node.device} · ${precision(node)}`);
-    load.firstChild.style.width = `${Math.min(1, node.load) * 100}%`;
-    const way = this.wayFromChosen(peer);
-    setText(foot, way && state !== "lost" ? way : footnote(node, now));
+    const steady = this.stability?.get(peer) ?? null;
+    const share = this.stability ? (steady ?? 0) : Math.min(1, node.load);
+    load.firstChild.style.width = `${share * 100}%`;
+    load.firstChild.className = `bar${this.stability && share < 0.5 ? " shaky" : ""}`;
+    const words = this.stability ? `stability ${steady === null ? "not known" : number(steady, 2)}` : this.wayFromChosen(peer);
+    setText(foot, words && state !== "lost" ? words : footnote(node, now));
     card.firstChild.setAttribute("aria-pressed", String(peer === this.chosen));
   }
 
