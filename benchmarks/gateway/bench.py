@@ -35,6 +35,7 @@ from nesa_node.core.span import split_evenly
 
 DEFAULTS = Options(model="demo", nodes=(3,), sessions=(64, 200), runs=5, new_tokens=32, seconds=120)
 QUICK = Options(model="demo", nodes=(2,), sessions=(4, 8), runs=1, new_tokens=8, seconds=5)
+COME_S = 180.0
 FREE_S = 30.0
 COUNTS = ("clients", "served", "streams", "failed", "cut_short", "differ")
 LEAST_RUNNING = 16
@@ -173,13 +174,14 @@ def measure_leaving(gateway: Gateway, ports: Sequence[int], options: Options) ->
     bodies = [request_body(gateway.model, text, 512) for text in prompts(count)]
     with ThreadPoolExecutor(count) as pool:
         clients = [pool.submit(stream_until, gateway.port, body, gone) for body in bodies]
-        deadline = time.monotonic() + FREE_S
-        while occupancy(ports)[0] < len(ports) * min(count, LEAST_RUNNING):
-            if time.monotonic() > deadline:
-                raise TimeoutError("the clients do not come to stream")
-            time.sleep(0.1)
-        busy = occupancy(ports)
-        gone.set()
+        deadline = time.monotonic() + COME_S
+        try:
+            while (busy := occupancy(ports))[0] < len(ports) * min(count, LEAST_RUNNING):
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"{busy[0]} sessions: the clients do not come to stream")
+                time.sleep(0.1)
+        finally:
+            gone.set()
         left = time.perf_counter()
         chunks = [one.result() for one in clients]
         last = time.perf_counter() - left

@@ -15,6 +15,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from nesa_node.api.closing import Closing
 from nesa_node.api.failures import problem_of
 from nesa_node.api.unless import ClientGone, gone, unless
 from nesa_node.web.problem import Problem
@@ -50,14 +51,16 @@ def json_response(value: Any, status: int = 200) -> Response:
 class Computed(Response):
     """The JSON that `work` returns, or the `Problem` that it meets."""
 
-    def __init__(self, work: Callable[[], Awaitable[Any]]) -> None:
+    def __init__(self, work: Callable[[], Awaitable[Any]], closing: Closing) -> None:
         super().__init__()
         self._work = work
+        self._closing = closing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            async with unless(gone(receive)):
-                response = json_response(await self._work())
+            with self._closing.answering():
+                async with unless(gone(receive), self._closing.watch()):
+                    response = json_response(await self._work())
         except ClientGone:
             return
         except Exception as error:
@@ -76,12 +79,14 @@ class EventStream(Response):
     def __init__(
         self,
         make: Callable[[], AsyncGenerator[bytes, None]],
+        closing: Closing,
         *,
         keepalive_s: float,
         failed: Callable[[Problem], bytes] | None = None,
     ) -> None:
         super().__init__()
         self._make = make
+        self._closing = closing
         self._keepalive_s = keepalive_s
         self._failed = failed or _as_error
 
@@ -95,9 +100,10 @@ class EventStream(Response):
 
     async def _send_events(self, scope: Scope, receive: Receive, wire: _Wire) -> None:
         try:
-            async with aclosing(self._make()) as events:
-                async for data in events:
-                    await wire.write(data)
+            with self._closing.answering():
+                async with unless(self._closing.watch()), aclosing(self._make()) as events:
+                    async for data in events:
+                        await wire.write(data)
         except ClientGone:
             raise
         except Exception as error:

@@ -18,6 +18,7 @@ from nesa_node.api import (
     responses,
     tokens,
 )
+from nesa_node.api.closing import Closing
 from nesa_node.api.gateway import Gateway
 from nesa_node.api.models import Models
 from nesa_node.core.config import GatewayConfig
@@ -29,12 +30,14 @@ def make_app(
     models: Models,
     config: GatewayConfig,
     *,
+    closing: Closing | None = None,
     metrics: ASGIApp | None = None,
     pages: ASGIApp | None = None,
 ) -> FastAPI:
     """`metrics` answers at /metrics, `pages` whatever is asked for and is no endpoint.
 
-    Who may ask is not decided here: put it behind what does.
+    Whoever ends the application closes `closing` before. Who may ask is not decided here: put it
+    behind what does.
     """
     app = FastAPI(
         title="nesa-node",
@@ -43,7 +46,7 @@ def make_app(
         redoc_url=None,
         redirect_slashes=False,
     )
-    app.state.gateway = Gateway(models, config)
+    app.state.gateway = Gateway(models, config, closing or Closing())
     failures.install(app)
     openapi.install(app)
     for endpoint in _ENDPOINTS:

@@ -10,9 +10,9 @@ from typing import Any
 
 from nesa_node.api import chances
 from nesa_node.api.answers import DONE, event
-from nesa_node.api.gateway import new_id
 from nesa_node.api.job import Chosen, Delta, PromptRead
 from nesa_node.api.jobs import Tagged
+from nesa_node.api.names import new_id
 from nesa_node.api.tool_calls import CallReader
 from nesa_node.api.usage import Usage
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -74,6 +74,5 @@ def as_list(value: Prompt) -> list[str | list[int]]:
     """Of text, of a list of texts, of tokens, or of lists of them."""
     if isinstance(value, str):
         return [value]
-    if isinstance(value[0], int):
-        return [[token for token in value if isinstance(token, int)]]
-    return [one for one in value if not isinstance(one, int)]
+    many: list[Any] = list(value)
+    return [many] if isinstance(many[0], int) else many

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from nesa_node.api.answers import Computed, EventStream
 from nesa_node.api.completion_answer import CompletionAnswer
 from nesa_node.api.completion_body import CompletionBody
 from nesa_node.api.formats import grammar_of, schema_of
@@ -52,11 +51,8 @@ async def complete(
     )
     run = partial(running, model, jobs, gateway.watch)
     if not body.stream:
-        return Computed(partial(answer.whole, run))
-    return EventStream(
-        partial(answer.chunks, run, with_usage=body.wants_usage),
-        keepalive_s=gateway.config.keepalive_s,
-    )
+        return gateway.computed(partial(answer.whole, run))
+    return gateway.streamed(partial(answer.chunks, run, with_usage=body.wants_usage))
 
 
 async def _jobs(

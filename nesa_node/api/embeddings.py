@@ -12,7 +12,6 @@ from fastapi import APIRouter
 from pydantic import Field
 from starlette.responses import Response
 
-from nesa_node.api.answers import Computed
 from nesa_node.api.completion_body import Tokens, as_list
 from nesa_node.api.fields import Body, Label, Name, Nothing, Text
 from nesa_node.api.gateway import Gateway, GatewayOf, Spend, SpendOf
@@ -61,7 +60,7 @@ async def embed(
             code="context_length_exceeded",
             param="input",
         )
-    return Computed(partial(_embed, gateway, spend, model, body, inputs))
+    return gateway.computed(partial(_embed, gateway, spend, model, body, inputs))
 
 
 async def _embed(

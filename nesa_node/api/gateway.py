@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import hashlib
-import secrets
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import Depends
 from starlette.requests import Request
+from starlette.responses import Response
 
 from nesa_node import __version__
+from nesa_node.api.answers import Computed, EventStream
+from nesa_node.api.closing import Closing
 from nesa_node.api.models import Models
 from nesa_node.core.config import GatewayConfig
 from nesa_node.core.ids import ModelId
 from nesa_node.web.limits import Allowance
+from nesa_node.web.problem import Problem
 
 if TYPE_CHECKING:
     from nesa_node.api.served_model import ServedModel
@@ -25,6 +28,20 @@ if TYPE_CHECKING:
 class Gateway:
     models: Models
     config: GatewayConfig
+    closing: Closing
+
+    def computed(self, work: Callable[[], Awaitable[Any]]) -> Response:
+        """The JSON that `work` returns."""
+        return Computed(work, self.closing)
+
+    def streamed(
+        self,
+        make: Callable[[], AsyncGenerator[bytes, None]],
+        *,
+        failed: Callable[[Problem], bytes] | None = None,
+    ) -> Response:
+        """The events that `make` yields."""
+        return EventStream(make, self.closing, keepalive_s=self.config.keepalive_s, failed=failed)
 
     async def watch(self, model: ServedModel) -> None:
         """Raises `MissingBlocksError` when nobody holds some blocks of `model`."""
@@ -54,8 +71,3 @@ GatewayOf = Annotated[Gateway, Depends(_gateway)]
 def fingerprint(model_id: ModelId) -> str:
     """Changes with the weights and with this program."""
     return f"fp_{hashlib.sha256(f'{model_id} {__version__}'.encode()).hexdigest()[:12]}"
-
-
-def new_id(kind: str) -> str:
-    """`chatcmpl-…`: ids nobody can guess."""
-    return kind + secrets.token_hex(16)

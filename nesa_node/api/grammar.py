@@ -72,15 +72,19 @@ class Grammars:
 
     def follow(self, grammar: str) -> Follower:
         """Compile `grammar` for one answer. Raises `ValueError`."""
-        matcher = LLMatcher(self._shared(), grammar, log_level=0, limits=_limits())
+        matcher = LLMatcher(self.prepare(), grammar, log_level=0, limits=_limits())
         if matcher.is_error():
             raise ValueError(f"the grammar cannot be followed: {matcher.get_error()[:200]}")
         return Follower(matcher)
 
-    def _shared(self) -> LLTokenizer:
+    def prepare(self) -> LLTokenizer:
+        """What all answers share, made with the first call.
+
+        It takes a second for a large vocabulary, in which no other Python code runs: call it
+        before there are answers that could be held up.
+        """
         with self._guard:
             if self._tokenizer is None:
-                # A second for a large vocabulary, hence once and only when needed.
                 hf: Any = self._hf_tokenizer
                 eos: Any = self._eos_ids or None
                 self._tokenizer = from_tokenizer(hf, n_vocab=self._vocab_size, eos_token=eos)

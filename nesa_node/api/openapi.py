@@ -229,8 +229,8 @@ def describe(
     """What a route says of itself, as arguments for FastAPI; bodies are read by `reading.py`."""
     ok: dict[str, Any] = {"model": answer, "description": "The answer.", "headers": _REQUEST_ID}
     if events is not None:
-        schema = {"type": "string", "description": "`data: {...}` lines, the last is [DONE]"}
-        ok["content"] = {"text/event-stream": {"schema": schema}}
+        words = f"Events, whose data is a {events.__name__} each, and at last [DONE]."
+        ok["content"] = {"text/event-stream": {"schema": {"description": words}}}
     responses: dict[int, Any] = {200: ok}
     for status in statuses:
         headers = _REQUEST_ID | (_RETRY_AFTER if status == 503 else {})

@@ -9,9 +9,9 @@ from typing import Any
 
 from nesa_node.api import chances
 from nesa_node.api.answers import named_event
-from nesa_node.api.gateway import new_id
 from nesa_node.api.job import Chosen, Delta, PromptRead
 from nesa_node.api.jobs import Tagged
+from nesa_node.api.names import new_id
 from nesa_node.api.response_body import ResponseBody
 from nesa_node.api.usage import Usage
 from nesa_node.web.problem import Problem

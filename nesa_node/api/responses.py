@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from nesa_node.api.answers import Computed, EventStream
 from nesa_node.api.formats import grammar_of
 from nesa_node.api.gateway import Gateway, GatewayOf, SpendOf
 from nesa_node.api.job import Job, Sampling
@@ -40,12 +39,8 @@ async def respond(
     )
     run = partial(running, model, [job], gateway.watch)
     if not body.stream:
-        return Computed(partial(answer.whole, run))
-    return EventStream(
-        partial(answer.events, run),
-        keepalive_s=gateway.config.keepalive_s,
-        failed=answer.failed,
-    )
+        return gateway.computed(partial(answer.whole, run))
+    return gateway.streamed(partial(answer.events, run), failed=answer.failed)
 
 
 async def _job(gateway: Gateway, model: ServedModel, body: ResponseBody) -> Job:

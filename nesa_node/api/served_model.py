@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextvars import copy_context
 from typing import TypeVar
 
 from torch import Tensor
@@ -19,14 +20,17 @@ from nesa_node.api.delivery import Delivery
 from nesa_node.api.embedding import embed
 from nesa_node.api.generation import Generation
 from nesa_node.api.job import Event, Job
+from nesa_node.api.metrics import GatewayMetrics, Watched
 from nesa_node.api.vocabulary import Vocabulary
 from nesa_node.client.activity import ActivityBook
 from nesa_node.client.causal_lm import DistributedModelForCausalLM
 from nesa_node.client.interrupt import Interrupt
 from nesa_node.client.model import AutoDistributedModelForCausalLM
+from nesa_node.client.tallies import SessionTallies, session_samples
 from nesa_node.core.config import ClientConfig
 from nesa_node.core.errors import BusyError
 from nesa_node.core.ids import ModelId
+from nesa_node.core.metrics import Sample
 from nesa_node.engine.checkpoint import open_checkpoint
 from nesa_node.engine.model_id import model_id
 from nesa_node.engine.tokenizer import load_tokenizer
@@ -51,9 +55,10 @@ class ServedModel:
         name: str,
         model_id: ModelId,
         activity: ActivityBook | None = None,
+        metrics: GatewayMetrics | None = None,
         threads: int = THREADS,
     ) -> None:
-        """`model` is closed with this. `activity` is told what runs."""
+        """`model` is closed with this. `activity` is told what runs, `metrics` what came of it."""
         self.name = name
         self.model_id = model_id
         self.created = int(time.time())
@@ -62,6 +67,8 @@ class ServedModel:
         self.tokenizer = tokenizer
         self.activity = ActivityBook() if activity is None else activity
         self.vocabulary = Vocabulary(tokenizer, model.generation_config, vocab_size=self.vocab_size)
+        self._metrics = GatewayMetrics() if metrics is None else metrics
+        self._metrics.serves(model_id)
         self._model = model
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="nesa-request")
         self._interrupts: set[Interrupt] = set()
@@ -93,9 +100,16 @@ class ServedModel:
 
         task = self._submit(work, interrupt)
         try:
-            return await asyncio.wrap_future(task)
+            vectors = await asyncio.wrap_future(task)
         finally:
             interrupt.set()
+        self._metrics.embedded(self.model_id, sum(map(len, prompts)))
+        return vectors
+
+    def samples(self) -> Iterator[Sample]:
+        """What there is to tell Prometheus of its sessions: a `Source`."""
+        yield from session_samples(self.model_id, SessionTallies())
+        yield from self._model.samples()
 
     async def close(self) -> None:
         """End all requests, leave the swarm. May be called twice."""
@@ -121,12 +135,13 @@ class ServedModel:
             else:
                 events.end()
 
-        task = self._submit(work, interrupt)
-        try:
-            yield events
-        finally:
-            interrupt.set()
-            task.cancel()
+        with self._metrics.request(self.model_id, len(job.prompt), job.n) as watched:
+            task = self._submit(work, interrupt)
+            try:
+                yield _Watching(events, watched)
+            finally:
+                interrupt.set()
+                task.cancel()
 
     def _run(self, job: Job, events: Delivery[Event], interrupt: Interrupt) -> None:
         with self.activity.running(self.model_id, prompt_tokens=len(job.prompt)) as running:
@@ -145,13 +160,31 @@ class ServedModel:
         if len(self._interrupts) >= MOST_REQUESTS:
             raise BusyError(f"{MOST_REQUESTS} requests of this gateway wait", RETRY_AFTER_S)
         self._interrupts.add(interrupt)
-        task = self._threads.submit(work)
+        # Events of the log and spans of this request belong to it there, too.
+        task = self._threads.submit(copy_context().run, work)
         task.add_done_callback(lambda _: self._interrupts.discard(interrupt))
         return task
 
 
+class _Watching(AsyncIterator[Event]):
+    """`events`, and `watched` sees them."""
+
+    def __init__(self, events: AsyncIterator[Event], watched: Watched) -> None:
+        self._events = events
+        self._watched = watched
+
+    async def __anext__(self) -> Event:
+        event = await anext(self._events)
+        self._watched.saw(event)
+        return event
+
+
 def open_served_model(
-    config: ClientConfig, name: str, *, activity: ActivityBook | None = None
+    config: ClientConfig,
+    name: str,
+    *,
+    activity: ActivityBook | None = None,
+    metrics: GatewayMetrics | None = None,
 ) -> ServedModel:
     """Load the tokenizer and the ends of model `name`, a folder or a name on the hub. Blocks.
 
@@ -181,6 +214,13 @@ def open_served_model(
         strategy=config.strategy,
         reuse_prefix=config.reuse_prefix,
     )
-    return ServedModel(
-        model, tokenizer, name=checkpoint.name, model_id=model_id(checkpoint), activity=activity
+    served = ServedModel(
+        model,
+        tokenizer,
+        name=checkpoint.name,
+        model_id=model_id(checkpoint),
+        activity=activity,
+        metrics=metrics,
     )
+    served.vocabulary.grammars.prepare()
+    return served

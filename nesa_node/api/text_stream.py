@@ -29,7 +29,11 @@ class TextRules:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer: Any = tokenizer
         self._byte_tokens = _byte_tokens(tokenizer)
-        self._special = frozenset(self._tokenizer.all_special_ids)
+        self._special = frozenset(
+            token_id
+            for token_id, token in self._tokenizer.added_tokens_decoder.items()
+            if token.special
+        )
         self._length = len(self._tokenizer)
         self.merges_spaces = _merges_spaces(tokenizer)
 
@@ -38,7 +42,7 @@ class TextRules:
         return token_id in self._byte_tokens
 
     def is_silent(self, token_id: int) -> bool:
-        """Whether it is left out of texts."""
+        """Whether texts leave it out, as if it were not there."""
         return token_id in self._special or token_id >= self._length
 
     def decode(self, token_ids: list[int]) -> str:
@@ -55,21 +59,20 @@ class TextStream:
         self._window: list[int] = []
         self._said = ""
         """The beginning of the window's text that has gone out."""
-        self._in_bytes = False
 
     def push(self, token_id: int) -> str:
         """The text that is settled with this token; "" where none is."""
+        if self._rules.is_silent(token_id):
+            return ""
         self._window.append(token_id)
-        if not self._rules.is_silent(token_id):
-            self._in_bytes = self._rules.is_byte(token_id)
-        if self._in_bytes:
+        if self._rules.is_byte(token_id):
             return ""
         text = self._rules.decode(self._window)
         settled = text[:-1] if text.endswith(REPLACEMENT) else text
         if self._rules.merges_spaces and (loose := _MERGES.search(settled)):
             settled = settled[: loose.start()]
         new = self._say(settled)
-        if len(self._window) > WINDOW_TOKENS and self._said == text:
+        if len(self._window) > WINDOW_TOKENS:
             self._move_on(text)
         return new
 
@@ -87,10 +90,10 @@ class TextStream:
     def _move_on(self, text: str) -> None:
         """Forget the beginning of the window, if its end alone reads the same."""
         window = self._window[-CONTEXT_TOKENS:]
-        said = self._rules.decode(window)
-        # A tokenizer strips a leading space of whatever it decodes: here that is done with.
-        visible = said.lstrip(" ")
-        if visible and text.endswith(visible):
+        end = self._rules.decode(window)
+        said = end[: max(len(end) - len(text) + len(self._said), 0)]
+        # A tokenizer strips a leading space of whatever it decodes: with some text that is done.
+        if said and text.endswith(end.lstrip(" ")):
             self._window, self._said = window, said
 
 

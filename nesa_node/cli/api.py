@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated
 
 from cyclopts import Parameter
 
 from nesa_node.cli.flags import COMPUTE, GatewayFlags, configure
+from nesa_node.cli.with_metrics import with_metrics
 
 
 def api(
@@ -20,6 +22,9 @@ def api(
             "can be opened here]",
         ),
     ] = None,
+    while_stdin: Annotated[
+        bool, Parameter(show=False, negative=(), help="Stop when standard input ends.")
+    ] = False,
     flags: GatewayFlags | None = None,
 ) -> int:
     """Serve the swarm to programs that speak OpenAI's API, until SIGTERM or Ctrl-C."""
@@ -32,5 +37,6 @@ def api(
     from nesa_node.cli.gateway import run_gateway
     from nesa_node.swarm import event_loop
 
-    event_loop.run(run_gateway(config))
+    run = partial(run_gateway, config, while_stdin=while_stdin)
+    event_loop.run(with_metrics(config, run))
     return 0

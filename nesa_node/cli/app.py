@@ -19,7 +19,7 @@ from nesa_node.cli.demo import demo
 from nesa_node.cli.doctor import doctor
 from nesa_node.cli.eval import evaluate
 from nesa_node.cli.explain import explain
-from nesa_node.cli.flags import spread_addresses
+from nesa_node.cli.flags import fill_api, spread_addresses
 from nesa_node.cli.generate import generate
 from nesa_node.cli.keys import keys
 from nesa_node.cli.orchestrate import orchestrate
@@ -68,7 +68,8 @@ def main() -> NoReturn:
 def run_command(argv: Sequence[str]) -> int:
     """Run one command line. Returns its exit code; expected errors become one line on stderr."""
     try:
-        result = app(spread_addresses(with_interval(argv)), print_error=False, exit_on_error=False)
+        tokens = spread_addresses(with_interval(fill_api(argv)))
+        result = app(tokens, print_error=False, exit_on_error=False)
         sys.stdout.flush()
     except CycloptsError as error:
         return _report(ConfigError(_words(error)))

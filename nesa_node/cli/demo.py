@@ -15,7 +15,7 @@ from cyclopts import Parameter
 
 from nesa_node.cli.flags import SharedFlags, configure
 from nesa_node.core.errors import ConfigError
-from nesa_node.core.span import Span, split_evenly
+from nesa_node.core.span import split_evenly
 
 if TYPE_CHECKING:
     import torch
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 QUESTION = "What is the capital of France?"
 TIMED_PROMPT = "Describe how a lighthouse works."
 TOKENS_DIFFER = 10
+FLAGS = ("--torch-dtype", "float32", "--device", "cpu", "--threads", "1")
 
 
 def demo(
@@ -40,6 +41,10 @@ def demo(
     nodes: Annotated[int, Parameter(help="How many daemons to start.")] = 3,
     max_new_tokens: Annotated[int, Parameter(help="Length limit of the answer.")] = 64,
     timed_tokens: Annotated[int, Parameter(help="Tokens of the timed run.")] = 64,
+    serve: Annotated[
+        bool,
+        Parameter(negative=(), help="Then keep the swarm, with a gateway and a dashboard."),
+    ] = False,
     flags: SharedFlags | None = None,
 ) -> int:
     """Start three daemons here, ask them a question, compare with local transformers.
@@ -57,6 +62,8 @@ def demo(
     import torch
     from transformers.utils import logging as transformers_logging
 
+    from nesa_node.cli.local_swarm import local_swarm
+    from nesa_node.cli.serve_demo import serve_until_stopped
     from nesa_node.engine.checkpoint import open_checkpoint
     from nesa_node.engine.demo_model import NAME, demo_model_path
 
@@ -73,8 +80,16 @@ def demo(
         flush=True,
     )
     prompts = (Prompt(question, max_new_tokens), Prompt(TIMED_PROMPT, timed_tokens, timed=True))
-    with _terminable(), tempfile.TemporaryDirectory(prefix="nesa-demo-") as temporary:
-        swarm = _ask_swarm(folder, spans, Path(temporary), prompts)
+    with (
+        _terminable(),
+        tempfile.TemporaryDirectory(prefix="nesa-demo-") as temporary,
+        local_swarm(folder, spans, Path(temporary), flags=FLAGS) as daemons,
+    ):
+        swarm = _ask_swarm(folder, daemons, prompts)
+        if serve:
+            code = _compare(swarm, _ask_transformers(folder, prompts), len(spans))
+            serve_until_stopped(folder, daemons[0].addresses, Path(temporary), question)
+            return code
     return _compare(swarm, _ask_transformers(folder, prompts), len(spans))
 
 
@@ -100,28 +115,23 @@ class Prompt:
         return encode(tokenizer, [{"role": "user", "content": self.text}], template=template)
 
 
-def _ask_swarm(
-    folder: Path, spans: Sequence[Span], temporary: Path, prompts: Sequence[Prompt]
-) -> list[Answer]:
-    from nesa_node.cli.local_swarm import local_swarm
+def _ask_swarm(folder: Path, nodes: Sequence[LocalNode], prompts: Sequence[Prompt]) -> list[Answer]:
     from nesa_node.client.model import AutoDistributedModelForCausalLM
     from nesa_node.engine.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(folder)
-    flags = ("--torch-dtype", "float32", "--device", "cpu", "--threads", "1")
-    with local_swarm(folder, spans, temporary, flags=flags) as nodes:
-        _print_nodes(nodes)
-        with AutoDistributedModelForCausalLM.from_pretrained(
-            folder, initial_peers=nodes[0].addresses, dtype="float32"
-        ) as model:
-            answers = []
-            for prompt in prompts:
-                ids_1L = prompt.encode(tokenizer)
-                with model.inference_session(ids_1L.shape[1] + prompt.tokens) as session:
-                    answers.append(_ask(model, tokenizer, prompt, session=session))
-                    hops = session.hops
-            _print_chain(hops, nodes)
-        return answers
+    _print_nodes(nodes)
+    with AutoDistributedModelForCausalLM.from_pretrained(
+        folder, initial_peers=nodes[0].addresses, dtype="float32"
+    ) as model:
+        answers = []
+        for prompt in prompts:
+            ids_1L = prompt.encode(tokenizer)
+            with model.inference_session(ids_1L.shape[1] + prompt.tokens) as session:
+                answers.append(_ask(model, tokenizer, prompt, session=session))
+                hops = session.hops
+        _print_chain(hops, nodes)
+    return answers
 
 
 def _ask_transformers(folder: Path, prompts: Sequence[Prompt]) -> list[Answer]:

@@ -163,6 +163,26 @@ class AccessFlags(SharedFlags):
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
+class MetricsFlags(SharedFlags):
+    metrics: Annotated[
+        str | None,
+        Parameter(
+            group=OUTPUT,
+            help="Tell Prometheus there, under /metrics: 127.0.0.1:9400. [default: nowhere]",
+        ),
+    ] = None
+    metrics_beyond_loopback: Annotated[
+        bool | None,
+        Parameter(
+            group=OUTPUT,
+            negative=(),
+            help="Let --metrics be an address that others can reach; whoever does may read.",
+        ),
+    ] = None
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
 class ClientFlags(SharedFlags):
     route: Annotated[
         Route | None,
@@ -210,7 +230,7 @@ class ClientFlags(SharedFlags):
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
-class GatewayFlags(ClientFlags, AccessFlags):
+class GatewayFlags(ClientFlags, AccessFlags, MetricsFlags):
     listen: Annotated[
         str | None, Parameter(group=ACCESS, help="Where to serve. [default: 127.0.0.1:8000]")
     ] = None
@@ -264,7 +284,7 @@ class DashboardFlags(AccessFlags):
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
-class PeerFlags(SharedFlags):
+class PeerFlags(MetricsFlags):
     identity_path: Annotated[
         str | None,
         Parameter(
@@ -309,21 +329,6 @@ class PeerFlags(SharedFlags):
     record_ttl_s: Annotated[
         str | None,
         Parameter(group=LIMITS, help="Seconds until a crashed node is forgotten. [default: 60]"),
-    ] = None
-    metrics: Annotated[
-        str | None,
-        Parameter(
-            group=OUTPUT,
-            help="Tell Prometheus there, under /metrics: 127.0.0.1:9400. [default: nowhere]",
-        ),
-    ] = None
-    metrics_beyond_loopback: Annotated[
-        bool | None,
-        Parameter(
-            group=OUTPUT,
-            negative=(),
-            help="Let --metrics be an address that others can reach; whoever does may read.",
-        ),
     ] = None
 
 
@@ -396,6 +401,14 @@ class OrchestratorFlags(PeerFlags):
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class NodeFlags(OrchestratorFlags):
+    api: Annotated[
+        str | None,
+        Parameter(
+            group=ACCESS,
+            help="Serve OpenAI's API, too, in a process of its own: --api alone is 127.0.0.1:8000. "
+            "Its other settings are those of `nesa-node api`, from the environment or --config.",
+        ),
+    ] = None
     orchestrator: Annotated[
         bool | None,
         Parameter(
@@ -534,6 +547,20 @@ def configure(cls: type[_Config], flags: SharedFlags | None, **more: object) -> 
         service = _SERVICES.get(cls.__name__, "nesa-node")
         start_tracing(config.otel_endpoint, service, getattr(config, "public_name", None))
     return config
+
+
+DEFAULT_API = "127.0.0.1:8000"
+_API_ADDRESS = re.compile(r"(\[[0-9a-fA-F:]+\]|localhost|[0-9.]+):[0-9]+")
+
+
+def fill_api(tokens: Sequence[str]) -> Sequence[str]:
+    """Let `--api` stand without an address."""
+    filled: list[str] = []
+    for token, following in zip(tokens, (*tokens[1:], ""), strict=True):
+        filled.append(token)
+        if token == "--api" and not _API_ADDRESS.fullmatch(following):
+            filled.append(DEFAULT_API)
+    return filled
 
 
 _SERVICES = {

@@ -3,26 +3,36 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from functools import partial
 
 import torch
 from transformers.utils import logging as transformers_logging
 
+from nesa_node import __version__
 from nesa_node.api.app import make_app
+from nesa_node.api.closing import Closing
 from nesa_node.api.locating import locate
 from nesa_node.api.looking import open_look
+from nesa_node.api.metrics import GatewayMetrics
 from nesa_node.api.models import Models
+from nesa_node.api.requests import Requests
 from nesa_node.api.served_model import ServedModel, open_served_model
+from nesa_node.cli.leash import leash
 from nesa_node.client.activity import ActivityBook
 from nesa_node.core.config import GatewayConfig
 from nesa_node.core.http_address import HttpAddress
 from nesa_node.core.logging import get_logger
+from nesa_node.core.metrics import Sample, Sources
 from nesa_node.dashboard.app import Dashboard
 from nesa_node.server.ending import Ending, stop_signals
+from nesa_node.server.metrics import about
 from nesa_node.server.ready_file import check_ready_file, ready_file
+from nesa_node.swarm.metrics import model_samples
+from nesa_node.swarm.node import Swarm
 from nesa_node.web.gate import serve_gated
+from nesa_node.web.metrics import PATH, MetricsPage
 
 log = get_logger(__name__)
 
@@ -32,14 +42,21 @@ PUBLIC = ("/health", "/version")
 """What load balancers ask without a key."""
 
 
-async def run_gateway(config: GatewayConfig) -> None:
-    """Serve until SIGTERM or SIGINT. Prints where, once it listens. Raises as `serve_gateway`."""
-    with stop_signals() as stopping:
-        await serve_gateway(config, stopping)
+async def run_gateway(
+    config: GatewayConfig, told: Sources | None = None, *, while_stdin: bool = False
+) -> None:
+    """Serve until SIGTERM or SIGINT, or until whoever holds the other end of stdin is gone.
+
+    Prints where, once it listens. Raises as `serve_gateway`.
+    """
+    with stop_signals() as stopping, leash(stopping) if while_stdin else nullcontext():
+        await serve_gateway(config, stopping, told)
 
 
-async def serve_gateway(config: GatewayConfig, stopping: asyncio.Event) -> None:
-    """Serve until `stopping` is set.
+async def serve_gateway(
+    config: GatewayConfig, stopping: asyncio.Event, told: Sources | None = None
+) -> None:
+    """Serve until `stopping` is set. `told` gets what there is to tell Prometheus.
 
     Raises `ConfigError`, `ModelError` for a model that was given and cannot be opened, and
     `SwarmError`.
@@ -50,11 +67,14 @@ async def serve_gateway(config: GatewayConfig, stopping: asyncio.Event) -> None:
         torch.set_num_threads(config.threads)
     async with open_look(config) as (look, swarm), AsyncExitStack() as stack:
         ending = Ending(stopping, swarm)
-        activity = ActivityBook()
+        activity, metrics, closing = ActivityBook(), GatewayMetrics(), Closing()
+        sources = told or Sources(__version__)
         page = Dashboard(activity=activity, playground=True, max_viewers=MAX_VIEWERS)
 
         async def open_model(name: str) -> ServedModel:
-            return await asyncio.to_thread(open_served_model, config, name, activity=activity)
+            return await asyncio.to_thread(
+                open_served_model, config, name, activity=activity, metrics=metrics
+            )
 
         models = Models(
             config.offered, look=look, open_model=open_model, locate=partial(locate, config)
@@ -63,20 +83,36 @@ async def serve_gateway(config: GatewayConfig, stopping: asyncio.Event) -> None:
         await ending.unless(models.open_given())
         if ending.asked:
             return
+        told_of = about(swarm, "gateway", sources.version), partial(_of_models, models, swarm)
+        stack.enter_context(sources.adding(metrics.samples, *told_of))
+        app = make_app(
+            models, config, closing=closing, metrics=MetricsPage(sources), pages=page.app()
+        )
         address = await stack.enter_async_context(
             serve_gated(
-                make_app(models, config, pages=page.app()),
+                app,
                 config,
                 HttpAddress.parse(config.listen),
                 public=PUBLIC,
                 max_connections=config.max_connections,
+                around=lambda gated: Requests(gated, metrics, (*app.openapi()["paths"], PATH)),
             )
         )
+        stack.push_async_callback(closing.close, config.grace_s)
         stack.enter_context(ready_file(config.ready_file, {"url": f"http://{address}"}))
         await stack.enter_async_context(_looking(models))
         await stack.enter_async_context(page.watching(swarm))
         print(f"nesa-node api listens on http://{address}/v1", flush=True)
         await ending.wait()
+
+
+def _of_models(models: Models, swarm: Swarm) -> Iterator[Sample]:
+    """Of all that are offered; `swarm` is what looks at who serves them."""
+    for card in models.cards():
+        if card.model_id is not None:
+            yield from model_samples(swarm.directory, card.model_id)
+        if card.served is not None:
+            yield from card.served.samples()
 
 
 @asynccontextmanager

@@ -17,10 +17,15 @@ def run(model: ModelArgument = None, /, *, flags: NodeFlags | None = None) -> in
     from nesa_node.core.config import NodeConfig
 
     config = configure(NodeConfig, flags, model=model)
+    from nesa_node.cli.with_api import with_api
     from nesa_node.server.daemon import run_node
     from nesa_node.swarm import event_loop
 
+    beside = with_api(config, None if flags is None else flags.config)
     event_loop.run(
-        with_metrics(config, lambda told: with_page(config, partial(run_node, config, told=told)))
+        with_metrics(
+            config,
+            lambda told: with_page(config, partial(run_node, config, told=told, beside=beside)),
+        )
     )
     return 0

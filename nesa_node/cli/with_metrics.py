@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 
 from nesa_node import __version__
-from nesa_node.core.config import PeerConfig
+from nesa_node.core.config import MetricsConfig
 from nesa_node.core.http_address import HttpAddress
 from nesa_node.core.metrics import Sources
 
 
 async def with_metrics(
-    config: PeerConfig, run: Callable[[Sources | None], Awaitable[None]]
+    config: MetricsConfig, run: Callable[[Sources | None], Awaitable[None]]
 ) -> None:
     """`run`, which is told where to put what it has to tell if `config` says where to listen."""
     if config.metrics is None:

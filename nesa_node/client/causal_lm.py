@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
@@ -26,6 +26,7 @@ from nesa_node.client.prefix import SessionPrefix
 from nesa_node.client.refusals import refuse_forward_arguments, refuse_generation_options
 from nesa_node.client.sessions import Connect, RowSlice, SwarmConnection
 from nesa_node.core.errors import ContextLengthError, UnsupportedFeatureError
+from nesa_node.core.metrics import Sample
 from nesa_node.core.span import Span
 
 
@@ -83,6 +84,11 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):  # type: ig
     def ends(self) -> Ends:
         """Embedding and head, which are in this process."""
         return self._ends
+
+    def samples(self) -> Iterable[Sample]:
+        """What its connection tells Prometheus; nothing before the first session."""
+        connection = self._connection
+        return () if connection is None else connection.value.samples()
 
     def join(self) -> None:
         """Join the swarm now, not with the first session. Raises what joining raises."""

@@ -20,7 +20,7 @@ from nesa_node.client.prefix import SessionPrefix
 from nesa_node.client.request import RouteRequest
 from nesa_node.client.session import RemoteSession
 from nesa_node.client.sessions import BlockSession
-from nesa_node.client.tallies import SessionTallies, connection_samples
+from nesa_node.client.tallies import SessionTallies, session_samples
 from nesa_node.compression.tensors import DTYPE_NAMES
 from nesa_node.core.decision_log import DecisionLog
 from nesa_node.core.ids import ModelId
@@ -29,6 +29,7 @@ from nesa_node.core.span import Span
 from nesa_node.engine.checkpoint import Checkpoint
 from nesa_node.engine.model_id import model_id
 from nesa_node.swarm.identity import Identity
+from nesa_node.swarm.metrics import swarm_samples
 from nesa_node.swarm.node import Swarm, open_swarm
 
 
@@ -115,8 +116,9 @@ class RemoteConnection:
             await session.close()
 
     def samples(self) -> Iterator[Sample]:
-        """A `Source`, which may be read in any thread."""
-        return connection_samples(self.swarm, self._model, self._num_blocks, self.tallies)
+        """See `SwarmConnection.samples`."""
+        yield from session_samples(self._model, self.tallies)
+        yield from swarm_samples(self.swarm)
 
 
 @asynccontextmanager

@@ -5,7 +5,7 @@ T packed tokens, D hidden.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
@@ -13,6 +13,7 @@ import torch
 
 from nesa_node.client.losses import Loss
 from nesa_node.client.prefix import SessionPrefix
+from nesa_node.core.metrics import Sample
 from nesa_node.core.span import Span
 from nesa_node.routing.chains import Hop
 from nesa_node.swarm.messages import RowSlice, Want
@@ -95,6 +96,10 @@ class SwarmConnection(Protocol):
         cancelled leaves the session unusable: it can only be left.
         """
         ...
+
+    def samples(self) -> Iterable[Sample]:
+        """What there is to tell Prometheus: a `Source` for any thread."""
+        return ()
 
 
 Connect = Callable[[], AbstractAsyncContextManager[SwarmConnection]]

@@ -234,6 +234,23 @@ class SharedConfig(BaseModel):
     otel_endpoint: Collector | None = None
 
 
+class MetricsConfig(SharedConfig):
+    """Somebody who tells Prometheus how it is."""
+
+    metrics: Http | None = None
+    metrics_beyond_loopback: bool = False
+
+    @model_validator(mode="after")
+    def _metrics_stay_here(self) -> Self:
+        at = self.metrics
+        if at is None or HttpAddress.parse(at).loopback or self.metrics_beyond_loopback:
+            return self
+        raise ValueError(
+            f"metrics {at} can be reached by others, without a password; give a loopback "
+            "address such as 127.0.0.1:9400, or set metrics_beyond_loopback"
+        )
+
+
 class AccessConfig(SharedConfig):
     """Who may use what is served by HTTP, under which names, and how much."""
 
@@ -271,7 +288,7 @@ class DashboardConfig(AccessConfig):
     max_viewers: Annotated[Count, Field(le=1000)] = 16
 
 
-class GatewayConfig(ClientConfig, AccessConfig):
+class GatewayConfig(ClientConfig, AccessConfig, MetricsConfig):
     """A client that lets others use the swarm by HTTP."""
 
     models: ModelNames = ()
@@ -290,7 +307,7 @@ class GatewayConfig(ClientConfig, AccessConfig):
         return self.models or (() if self.model is None else (self.model,))
 
 
-class PeerConfig(SharedConfig):
+class PeerConfig(MetricsConfig):
     """A member of the DHT: reachable, with an identity that outlives restarts."""
 
     identity_path: FilePath = Field(default_factory=default_identity_path)
@@ -304,18 +321,6 @@ class PeerConfig(SharedConfig):
     allow_peers: PeerIds = ()
     deny_peers: PeerIds = ()
     record_ttl_s: Positive = 60
-    metrics: Http | None = None
-    metrics_beyond_loopback: bool = False
-
-    @model_validator(mode="after")
-    def _metrics_stay_here(self) -> Self:
-        at = self.metrics
-        if at is None or HttpAddress.parse(at).loopback or self.metrics_beyond_loopback:
-            return self
-        raise ValueError(
-            f"metrics {at} can be reached by others, without a password; give a loopback "
-            "address such as 127.0.0.1:9400, or set metrics_beyond_loopback"
-        )
 
 
 class OrchestratorConfig(PeerConfig):
@@ -346,6 +351,7 @@ class NodeConfig(OrchestratorConfig):
     """A daemon that serves a span of one model."""
 
     model: str = Field(min_length=1)
+    api: Http | None = None
     orchestrator: bool = False
     follow_every_s: Positive = 15
     num_blocks: Count | Literal["auto"] | None = None

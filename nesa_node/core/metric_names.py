@@ -51,7 +51,10 @@ PREFIX_HITS = Metric(
     "nesa_prefix_cache_hits_total", "counter", "Tokens that they found.", ("model",)
 )
 PROMPT_TOKENS = Metric(
-    "nesa_prompt_tokens_total", "counter", "Tokens of prompts that were computed.", ("model",)
+    "nesa_prompt_tokens_total",
+    "counter",
+    "Tokens of prompts, those found in a cache too.",
+    ("model",),
 )
 GENERATION_TOKENS = Metric(
     "nesa_generation_tokens_total", "counter", "Tokens that were generated.", ("model",)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import random
 import resource
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
+from typing import Any
 
 from nesa_node.core.config import NodeConfig, OrchestratorConfig, PeerConfig, secret_text
 from nesa_node.core.errors import PeerUnreachableError
@@ -40,6 +41,9 @@ log = get_logger(__name__)
 
 WITHDRAW_TIMEOUT_S = 5.0
 MAX_FILES = 1 << 16
+
+Beside = Callable[[Sequence[str]], Coroutine[Any, Any, None]]
+"""What runs beside a node, told where the node can be reached."""
 
 
 async def run_bootstrap(config: PeerConfig, *, told: Sources | None = None) -> None:
@@ -84,14 +88,19 @@ async def run_orchestrator(
 
 
 async def run_node(
-    config: NodeConfig, show: Show | None = None, *, told: Sources | None = None
+    config: NodeConfig,
+    show: Show | None = None,
+    *,
+    told: Sources | None = None,
+    beside: Beside | None = None,
 ) -> None:
     """Serve a span of a model until SIGTERM or SIGINT, then drain, withdraw and return.
 
-    `show` is told of what an orchestrator sees. Raises as `serve_node` does.
+    `show` is told of what an orchestrator sees. `beside` runs as long as the node can be reached
+    at the addresses that it is given. Raises as `serve_node` does.
     """
     with stop_signals() as stopping:
-        await serve_node(config, stopping, show=show, told=told)
+        await serve_node(config, stopping, show=show, told=told, beside=beside)
 
 
 async def serve_node(
@@ -101,6 +110,7 @@ async def serve_node(
     show: Show | None = None,
     *,
     told: Sources | None = None,
+    beside: Beside | None = None,
 ) -> None:
     """Serve a span of a model until `stopping` is set, others as `moves` brings wishes.
 
@@ -118,7 +128,8 @@ async def serve_node(
     ):
         facts = _node_facts(config, served, blocks)
         moves = moves or moves_of(config)
-        await _serve(config, served, facts, swarm, scheduler, stopping, moves, show, told)
+        async with _running(beside, swarm):
+            await _serve(config, served, facts, swarm, scheduler, stopping, moves, show, told)
 
 
 @asynccontextmanager
@@ -220,6 +231,19 @@ async def _serve(
             task.cancel()
         await asyncio.gather(*background, return_exceptions=True)
         await _withdraw(swarm)
+
+
+@asynccontextmanager
+async def _running(beside: Beside | None, swarm: Swarm) -> AsyncIterator[None]:
+    if beside is None:
+        yield
+        return
+    running = asyncio.create_task(beside(swarm.transport.addresses))
+    try:
+        yield
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
 
 
 def moves_of(config: NodeConfig) -> Moves:

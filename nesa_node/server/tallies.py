@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from nesa_node.core import metric_names as names
 from nesa_node.server.batch import Share
 from nesa_node.server.lane import DECODE_TOKENS
+from nesa_node.swarm.messages import Step
 
 
 class Tallies:
@@ -34,7 +35,7 @@ class Tallies:
                 self.failed += 1
                 continue
             for piece in share.pieces:
-                if all(part.count <= DECODE_TOKENS for part in piece.pending.step.rows):
+                if _decodes(piece.pending.step):
                     self.decode_tokens += piece.end - piece.start
                 else:
                     self.prefill_tokens += piece.end - piece.start
@@ -44,3 +45,11 @@ class Tallies:
         if sessions:
             self.batch.add(sessions)
             self.iteration_s.add(seconds)
+
+
+def _decodes(step: Step) -> bool:
+    # A loop: `all` takes three times as long.
+    for part in step.rows:  # noqa: SIM110
+        if part.count > DECODE_TOKENS:
+            return False
+    return True

@@ -19,10 +19,16 @@ _RETRY_S = 2.0
 
 
 class Bodies:
-    """At most `max_bytes` of one request, for which it has `read_s` seconds (`READ_S`)."""
+    """At most `max_bytes` of one request, for which it has `read_s` seconds (`READ_S`).
 
-    def __init__(self, max_bytes: int, *, read_s: float | None = None) -> None:
+    All together hold at most `at_once` times as much (`AT_ONCE`).
+    """
+
+    def __init__(
+        self, max_bytes: int, *, read_s: float | None = None, at_once: int | None = None
+    ) -> None:
         self._max_bytes = max_bytes
+        self._all_bytes = max_bytes * (AT_ONCE if at_once is None else at_once)
         self._read_s = READ_S if read_s is None else read_s
         self._held_bytes = 0
 
@@ -74,7 +80,7 @@ class Bodies:
             chunk = message.get("body", b"")
             if len(body) + len(chunk) > self._max_bytes:
                 raise self._too_large()
-            if self._held_bytes + len(chunk) > AT_ONCE * self._max_bytes:
+            if self._held_bytes + len(chunk) > self._all_bytes:
                 raise Problem(
                     503,
                     "too many large requests at once: try again",

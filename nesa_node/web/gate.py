@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
@@ -42,9 +42,11 @@ async def serve_gated(
     public: Collection[str] = (),
     max_connections: int = MAX_CONNECTIONS,
     doorman: Doorman | None = None,
+    around: Callable[[ASGIApp], ASGIApp] = lambda app: app,
 ) -> AsyncIterator[HttpAddress]:
     """As `serve_app`, for whom `config` allows; `public` paths are read by anybody.
 
+    What `around` makes of the application sees refusals too, and each request's id.
     Raises `ConfigError` if it would let in whoever can reach `address`, and nobody has said so.
     """
     doorman = doorman or Doorman(config)
@@ -71,10 +73,13 @@ async def serve_gated(
     if doorman.open and not address.loopback:
         log.warning("served_without_keys", address=str(address))
     async with serve_app(
-        RequestIds(gated),
+        RequestIds(around(gated)),
         address,
         max_connections=max_connections,
         origins=config.cors_origins,
+        # A page that got here by a name of its own (DNS rebinding) has neither key nor cookie, so
+        # names matter only while no key does.
+        any_name=lambda: not doorman.open,
         trusted_proxies=config.trusted_proxies,
     ) as found:
         yield found

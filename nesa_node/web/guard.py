@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -24,15 +24,22 @@ _HEADERS = {
 class Guard:
     """Refuses what a strange page could make a browser ask for, and says how to treat answers.
 
-    Answers only to names that `address` has, and among pages only to those that we served and to
-    those of `origins`. A response that sets one of the headers itself, as a page with scripts of
-    its own does, keeps its own.
+    Answers only to names that `address` has, while `any_name` says no, and among pages only to
+    those that we served and to those of `origins`. A response that sets one of the headers itself,
+    as a page with scripts of its own does, keeps its own.
     """
 
-    def __init__(self, app: ASGIApp, address: HttpAddress, origins: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        address: HttpAddress,
+        origins: Collection[str] = (),
+        any_name: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._app = app
         self._address = address
         self._origins = frozenset(origins)
+        self._any_name = any_name
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -46,7 +53,8 @@ class Guard:
 
     def _check(self, method: str, headers: Headers) -> None:
         hosts = headers.getlist("host")
-        if len(hosts) != 1 or not self._address.answers_to(hosts[0]):
+        known = len(hosts) == 1 and (self._any_name() or self._address.answers_to(hosts[0]))
+        if not known:
             raise Problem(
                 421,
                 "this server does not go by the name in the Host header; ask it by its IP address, "

@@ -211,4 +211,7 @@ def _named(keys: Sequence[StoredKey], wanted: str) -> StoredKey:
     found = by_id.get(wanted) or by_name.get(wanted) or by_id.get(id_of(wanted))
     if found is not None:
         return found
-    raise ConfigError(f"no key has the id or name {wanted!r}; `nesa-node keys list` shows them")
+    # Not repeated: it may be a key.
+    raise ConfigError(
+        "no key has this id or name; `nesa-node keys list` shows those that there are"
+    )

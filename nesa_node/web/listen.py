@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Collection, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 
@@ -31,11 +31,12 @@ async def serve_app(
     *,
     max_connections: int = MAX_CONNECTIONS,
     origins: Collection[str] = (),
+    any_name: Callable[[], bool] = lambda: False,
     trusted_proxies: Sequence[str] = (),
 ) -> AsyncIterator[HttpAddress]:
     """Listen until the context ends; yields where, with the port that was found for port 0.
 
-    `app` is put behind a `Guard`, which lets pages of `origins` pass. What `trusted_proxies` (IP
+    `app` is put behind a `Guard`, which knows `origins` and `any_name`. What `trusted_proxies` (IP
     addresses or networks) say of a client's address and scheme is believed. Raises
     `AddressInUseError` if the address cannot be listened on. On leaving, connections are closed.
     """
@@ -43,7 +44,7 @@ async def serve_app(
     found = replace(address, port=listening.getsockname()[1])
     server = _Server(
         uvicorn.Config(
-            Guard(app, found, origins),
+            Guard(app, found, origins, any_name),
             log_config=None,
             log_level="warning",
             access_log=False,
@@ -101,6 +102,6 @@ def _listen(address: HttpAddress) -> socket.socket:
     except OSError as error:
         listening.close()
         raise AddressInUseError(
-            f"cannot listen on {address}: {error.strerror or error}; give --http another port"
+            f"cannot listen on {address}: {error.strerror or error}; give another port"
         ) from None
     return listening

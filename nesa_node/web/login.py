@@ -28,6 +28,8 @@ LOGOUT = "/logout"
 _HOME = "/"
 _MAX_BYTES = 8192
 _READ_S = 10.0
+# Strangers may send these: a few that dawdle must not keep everybody else from signing in.
+_AT_ONCE = 1024
 
 
 class Login:
@@ -35,7 +37,7 @@ class Login:
 
     def __init__(self, doorman: Doorman) -> None:
         self._doorman = doorman
-        self._bodies = Bodies(_MAX_BYTES, read_s=_READ_S)
+        self._bodies = Bodies(_MAX_BYTES, read_s=_READ_S, at_once=_AT_ONCE)
         self._page = _LoginPage()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -13,6 +13,7 @@ import httpx
 import torch
 
 from nesa_node.api.app import make_app
+from nesa_node.api.closing import Closing
 from nesa_node.api.job import Chosen, Delta, Event, FinishReason, Job, PromptRead, TokenChance
 from nesa_node.api.looking import Seen
 from nesa_node.api.models import Models
@@ -105,7 +106,10 @@ class ScriptedLook:
 class Server:
     """A gateway with one scripted model that listens, and a client of it."""
 
-    def __init__(self, model: ScriptedModel, look: ScriptedLook, address: HttpAddress) -> None:
+    def __init__(
+        self, model: ScriptedModel, look: ScriptedLook, address: HttpAddress, closing: Closing
+    ) -> None:
+        self.closing = closing
         self.model = model
         self.look = look
         self.address = address
@@ -149,9 +153,10 @@ async def serving(
     models = Models((NAME,), look=look, open_model=open_model, locate=locate)
     await models.open_given()
     settings = GatewayConfig.model_validate(config)
-    app = make_app(models, settings)
+    closing = Closing()
+    app = make_app(models, settings, closing=closing)
     async with serve_gated(app, settings, ANY_PORT, max_connections=512) as address:
-        server = Server(model, look, address)
+        server = Server(model, look, address, closing)
         async with server.client:
             yield server
     await models.close()

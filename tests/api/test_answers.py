@@ -157,7 +157,7 @@ async def test_tokens_go_there_and_back(tokenizer: Any) -> None:
 
 async def test_what_fails_before_the_first_event_has_a_status(tokenizer: Any) -> None:
     async def busy(job: Job) -> AsyncIterator[Event]:
-        if job:
+        if job.n == 1:
             raise BusyError("no room", 2.5)
         yield PromptRead()
 
@@ -234,6 +234,18 @@ async def test_a_client_that_goes_mid_stream_ends_its_job_at_once(tokenizer: Any
                 if "word" in line:
                     break
         await until(lambda: server.model.running == 0, 1)
+
+
+async def test_who_is_answered_when_the_gateway_ends_gets_a_word_of_why(tokenizer: Any) -> None:
+    async with serving(tokenizer, _talks_for_ever) as server:
+        asking = asyncio.create_task(server.chat(stream=True))
+        await until(lambda: server.model.running == 1)
+        async with asyncio.timeout(3):
+            await server.closing.close(0.2)
+        events = events_of((await asking).text)
+        assert events[-2]["error"]["code"] == "shutting_down"
+        refused = await server.chat()
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
 
 
 async def test_streams_of_many_clients_are_not_mixed_up(tokenizer: Any) -> None:

@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from nesa_node.api.text_stream import REPLACEMENT, TextRules, TextStream
+from nesa_node.api.text_stream import REPLACEMENT, WINDOW_TOKENS, TextRules, TextStream
 from nesa_node.api.token_bytes import TokenBytes
 from tests.api.tokenizers import byte_level_tokenizer, metaspace_tokenizer
 
@@ -83,6 +83,29 @@ def test_special_tokens_have_no_text_and_keep_the_spaces_around_them() -> None:
         for ids in (end * 40 + hello, hello + end * 40 + hello, end, hello + end):
             pieces = stream(tokenizer, ids)
             assert "".join(pieces) == tokenizer.decode(ids, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("make", KINDS)
+def test_a_long_answer_of_the_same_token_takes_no_longer_for_each(
+    make: Callable[[], PreTrainedTokenizerBase], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever it is: a space, half a character, a byte, an end token, one that is unknown."""
+    tokenizer, longest = make(), [0]
+    decode = TextRules.decode
+
+    def measured(rules: TextRules, token_ids: list[int]) -> str:
+        longest[0] = max(longest[0], len(token_ids))
+        return decode(rules, token_ids)
+
+    monkeypatch.setattr(TextRules, "decode", measured)
+    rules = TextRules(tokenizer)
+    for token_id in range(330):
+        ids = [token_id] * 100
+        longest[0] = 0
+        text = TextStream(rules)
+        pieces = [*map(text.push, ids)]
+        assert longest[0] <= 2 * WINDOW_TOKENS
+        assert "".join([*pieces, text.finish()]) == tokenizer.decode(ids, skip_special_tokens=True)
 
 
 def test_what_clean_up_joins_is_not_split() -> None:

@@ -10,18 +10,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from nesa_node.core.span import Span
 from tests.cli.tiny import BLOCKS, write_tiny_model
 from tests.e2e.collector import Collector, Received, collecting
+from tests.e2e.gateway import gateway_process
 from tests.swarms import Daemons, daemons
 
 NEW = 6
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 Event = dict[str, Any]
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +57,7 @@ def generate(model: Path, swarm: Daemons, route: str, *flags: str) -> str:
     argv = [sys.executable, "-m", "nesa_node", "generate", str(model), "hello again", *flags]
     argv += ["--initial-peers", *swarm.addresses, "--route", route, "--max-new-tokens", str(NEW)]
     argv += ["--log-format", "json", "--log-level", "info", "--dtype", "float32"]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=50, check=False)
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == 0, done.stderr
     return done.stderr
 
@@ -107,6 +109,49 @@ def test_a_chain_has_one_name_and_one_trace(
         assert sorted(part.name for part in parts) == ["first step", "open"]
     # However many tokens there are.
     assert len(spans) == 4 + 3 * 3
+
+
+def test_a_request_to_a_gateway_is_one_trace_to_its_last_node(
+    model: Path, swarm: Daemons, collector: Collector, tmp_path: Path
+) -> None:
+    flags = ("--log-format", "json", "--otel-endpoint", collector.endpoint)
+    caller, trace_id = "00f067aa0ba902b7", "4bf92f3577b34da6a3ce929d0e0e4736"
+    with gateway_process(model, tmp_path, swarm.addresses, *flags) as gateway:
+        known = len(events(swarm.log(swarm.nodes[0]), "session_closed"))
+        collector.spans.clear()
+        answer = httpx.post(
+            f"{gateway.url}/v1/completions",
+            json={"model": "tiny", "prompt": "hello again", "max_tokens": NEW, "n": 2},
+            headers={"x-request-id": "mine-7", "traceparent": f"00-{trace_id}-{caller}-01"},
+            timeout=40,
+        )
+        assert answer.status_code == 200, answer.text
+        names = sessions(swarm, known)
+
+        def nodes(spans: list[Received]) -> list[Received]:
+            return [span for span in spans if span.name == "node"]
+
+        spans = collector.wait_for(
+            lambda spans: len(nodes(spans)) == 3 and any(s.parent_id == caller for s in spans)
+        )
+        log = gateway.log
+    (request,) = [span for span in spans if span.parent_id == caller]
+    assert (request.service, request.name) == ("nesa-gateway", "POST /v1/completions")
+    assert request.attributes["http.response.status_code"] == 200
+    assert request.attributes["nesa.request_id"] == "mine-7"
+    (session,) = [span for span in spans if span.name == "session"]
+    assert session.parent_id == request.span_id
+    assert session.attributes["nesa.rows"] == 2
+    assert {span.parent_id for span in nodes(spans)} == {session.span_id}
+    assert {span.trace_id for span in spans} == {trace_id}
+    (opened,) = events(log, "chain_opened")
+    assert opened["request_id"] == "mine-7"
+    assert [opened["session"]] * 3 == names
+    (answered,) = events(log, "request_answered")
+    assert (answered["request_id"], answered["status"]) == ("mine-7", 200)
+    assert answered["route"] == "/v1/completions"
+    # What the gateway calls a request is nobody else's business.
+    assert not any("mine-7" in swarm.log(node) for node in swarm.nodes)
 
 
 def test_nodes_of_a_star_have_nothing_in_common(

@@ -38,6 +38,8 @@ def test_wheel_holds_our_package_once_and_nothing_else(tmp_path: Path) -> None:
     assert "nesa_node/py.typed" in names
     assert "nesa_node/topology/tables/gcp.json" in names
     assert "nesa_node/topology/tables/gcp.LICENSE" in names
+    assert "nesa_node/web/login_page.html" in names
+    assert "nesa_node/web/login_page.css" in names
     sources = {str(path.relative_to(ROOT)) for path in (ROOT / "nesa_node").rglob("*.py")}
     assert sources <= set(names)
 

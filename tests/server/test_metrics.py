@@ -48,7 +48,10 @@ def scrape(daemons: Daemons, node: LocalNode) -> Values:
     found = re.search(r"url=(http://\S+?)/", daemons.log(node))
     assert found is not None
     with urlopen(f"{found[1]}/metrics", timeout=10) as response:
-        text = response.read().decode()
+        return parsed(response.read().decode())
+
+
+def parsed(text: str) -> Values:
     return {
         (sample.name, *sample.labels.values()): sample.value
         for family in text_string_to_metric_families(text)

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import io
+import logging
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import openai
 import pytest
+import structlog
 
 from nesa_node.core.errors import ConfigError
 from nesa_node.core.http_address import HttpAddress
+from nesa_node.core.logging import setup_logging
 from nesa_node.web import doorman as doorman_module
 from nesa_node.web import keys as keys_module
 from nesa_node.web.keys import KeyLimits, KeyStore
@@ -338,20 +343,30 @@ async def test_a_gateway_does_not_start_with_keys_that_it_cannot_read(path: Path
             pass
 
 
-async def test_nothing_logged_or_answered_holds_a_key(
-    path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from nesa_node.core.logging import setup_logging
+@pytest.fixture
+def log() -> Iterator[io.StringIO]:
+    """All that is logged, at the level that says most."""
+    root, ours = logging.getLogger(), logging.getLogger("nesa_node")
+    before = list(root.handlers), root.level, ours.level
+    stream = io.StringIO()
+    setup_logging("debug", stream=stream)
+    yield stream
+    root.handlers[:], root.level, ours.level = before
+    structlog.reset_defaults()
 
-    setup_logging("debug")
+
+async def test_nothing_logged_or_answered_holds_a_key(path: Path, log: io.StringIO) -> None:
     key = new_key(path)
     wrong = "nesa-" + "w" * 43
     async with gate(path, api_key="one-more-key") as (_, address), browser(address) as client:
         for shown in (key, wrong, "one-more-key"):
-            await models(client, **bearer(shown))
-            await client.post("/login", data={"key": shown})
-            await client.post("/login", json={"key": shown})
-    said = "".join(capsys.readouterr())
+            for response in (
+                await models(client, **bearer(shown)),
+                await client.post("/login", data={"key": shown}),
+                await client.post("/login", json={"key": shown}),
+            ):
+                assert shown not in response.text + repr(response.headers)
+    said = log.getvalue()
     assert "key_refused" in said
     for secret in (key, wrong, "one-more-key"):
         assert secret not in said

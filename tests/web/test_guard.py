@@ -132,6 +132,18 @@ async def test_a_page_whose_name_leads_here_reads_and_posts_nothing(path: Path) 
                 assert "anybody" not in response.text
 
 
+async def test_with_keys_it_goes_by_any_name_and_a_strange_page_has_none(path: Path) -> None:
+    """In a cluster or a LAN it is called what its operator likes."""
+    key = new_key(path)
+    async with gate(path) as (gateway, address), browser(address) as client:
+        for host in ("gateway", "gateway.lan:8000", "evil.example"):
+            page = {"host": host, "origin": f"http://{host}"}
+            assert (await client.post("/v1/stream", headers=page)).status_code == 401
+            response = await client.get("/v1/models", headers={"host": host, **bearer(key)})
+            assert response.status_code == 200
+        assert gateway.streams == 0
+
+
 async def test_a_page_that_posts_by_the_way_gets_nothing_computed(path: Path) -> None:
     """A form or a fetch of text/plain needs no preflight, so nobody asks the browser's user."""
     drive_by = {"origin": "https://evil.example", "content-type": "text/plain"}

@@ -1,0 +1,76 @@
+"""What is told of every request, whatever answers it: a count, a line in the log, a span."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from structlog.contextvars import bound_contextvars
+
+from nesa_node.api.metrics import GatewayMetrics
+from nesa_node.core import tracing
+from nesa_node.core.logging import get_logger
+from nesa_node.core.tracing import NO_SPAN, Span, TraceContext
+
+log = get_logger(__name__)
+
+CLIENT_CLOSED = 499
+"""Counted for a client that went before there was an answer, as nginx counts it."""
+
+
+class Requests:
+    """Stands before everything but what gives requests their ids.
+
+    Of what computes (POST) there is an event of the log and, where somebody traces, a span, of
+    which the session's is part. All events meanwhile have its `request_id`.
+    """
+
+    def __init__(self, app: ASGIApp, metrics: GatewayMetrics, routes: Iterable[str]) -> None:
+        self._app = app
+        self._metrics = metrics
+        self._routes = frozenset(routes)
+        metrics.routes(*self._routes)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        status, began = CLIENT_CLOSED, time.perf_counter()
+
+        async def sent(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        request_id, span = scope.get("state", {}).get("request_id", ""), self._span(scope)
+        with bound_contextvars(request_id=request_id), tracing.within(span):
+            try:
+                await self._app(scope, receive, sent)
+            except Exception:
+                status = 500 if status == CLIENT_CLOSED else status
+                raise
+            finally:
+                route = self._route(scope)
+                self._metrics.answered(route, status)
+                span.set({"http.response.status_code": status, "nesa.request_id": request_id})
+                if scope["method"] == "POST":
+                    ms = round((time.perf_counter() - began) * 1000, 1)
+                    log.info("request_answered", route=route, status=status, ms=ms)
+
+    def _span(self, scope: Scope) -> Span:
+        path, method = scope["path"], scope["method"]
+        if method != "POST" or path not in self._routes:
+            return NO_SPAN
+        parent = TraceContext.parse_header(Headers(scope=scope).get("traceparent", ""))
+        attributes = {"http.request.method": method, "http.route": path}
+        return tracing.start(f"{method} {path}", parent, attributes)
+
+    def _route(self, scope: Scope) -> str | None:
+        """The template of what answers, as far as there is one."""
+        if scope["path"] in self._routes:
+            return str(scope["path"])
+        template = getattr(scope.get("route"), "path_format", None)
+        return template if template in self._routes else None

@@ -1,0 +1,112 @@
+"""A node's own gateway: a child process, so that HTTP never delays a step."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nesa_node.core.config import AccessConfig, NodeConfig, secret_text
+from nesa_node.core.config_sources import load_config
+from nesa_node.core.http_address import HttpAddress
+from nesa_node.core.logging import get_logger
+
+if TYPE_CHECKING:
+    from nesa_node.server.daemon import Beside
+
+log = get_logger(__name__)
+
+FIRST_PAUSE_S = 1.0
+LONGEST_PAUSE_S = 60.0
+_STEADY_S = 60.0
+_STOP_S = 15.0
+
+
+def with_api(config: NodeConfig, config_path: Path | None) -> Beside | None:
+    """What runs a gateway beside the node, if its operator wants one.
+
+    Raises `ConfigError` now for what the gateway would refuse later: an address that others reach
+    without a key.
+    """
+    if config.api is None:
+        return None
+    from nesa_node.web.doorman import Doorman
+
+    access = load_config(AccessConfig, {}, os.environ, config_path)
+    Doorman(access).check(HttpAddress.parse(config.api))
+    return partial(keep_gateway, config, config_path)
+
+
+async def keep_gateway(
+    config: NodeConfig, config_path: Path | None, addresses: Sequence[str]
+) -> None:
+    """Run `nesa-node api`, and again after a pause whenever it ends. Cancelled, it stops it."""
+    pause_s = FIRST_PAUSE_S
+    while True:
+        began = time.monotonic()
+        code = await _run_once(config, config_path, addresses)
+        if time.monotonic() - began > _STEADY_S:
+            pause_s = FIRST_PAUSE_S
+        log.error("gateway_ended", exit_code=code, again_in_s=pause_s)
+        await asyncio.sleep(pause_s)
+        pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+
+async def _run_once(config: NodeConfig, config_path: Path | None, addresses: Sequence[str]) -> int:
+    with tempfile.TemporaryDirectory(prefix="nesa-api-") as folder:
+        # The environment may name a ready file: that is the node's.
+        arguments = [*_arguments(config, config_path, addresses), f"--ready-file={folder}/ready"]
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            *("-m", "nesa_node", "api", *arguments),
+            # It ends when this pipe does, and so also when this process is killed.
+            stdin=asyncio.subprocess.PIPE,
+            env=_environment(config),
+            # Ctrl-C in the terminal must reach the node alone, which stops the gateway.
+            start_new_session=True,
+        )
+        try:
+            return await process.wait()
+        finally:
+            await _stop(process)
+
+
+async def _stop(process: asyncio.subprocess.Process) -> None:
+    if process.returncode is not None:
+        return
+    process.terminate()
+    try:
+        async with asyncio.timeout(_STOP_S):
+            await process.wait()
+    except TimeoutError:
+        process.kill()
+        await process.wait()
+
+
+def _arguments(config: NodeConfig, config_path: Path | None, addresses: Sequence[str]) -> list[str]:
+    arguments = ["--while-stdin", f"--model={config.model}", f"--listen={config.api}"]
+    arguments += [f"--initial-peers={address}" for address in addresses]
+    for name in ("cache_dir", "torch_dtype", "log_format", "log_level", "step_timeout_s"):
+        arguments.append(f"--{name.replace('_', '-')}={getattr(config, name)}")
+    for name in ("revision", "threads"):
+        if (value := getattr(config, name)) is not None:
+            arguments.append(f"--{name}={value}")
+    if config.metrics is not None:
+        # The environment or the file may name the node's own; the gateway has /metrics.
+        arguments.append("--metrics=127.0.0.1:0")
+    if config_path is not None:
+        arguments.append(f"--config={config_path}")
+    return arguments
+
+
+def _environment(config: NodeConfig) -> Mapping[str, str]:
+    """Secrets go this way: everybody on the machine can read the arguments of a process."""
+    secrets = {"NESA_SWARM_KEY": config.swarm_key, "NESA_TOKEN": config.token}
+    told = {name: text for name, value in secrets.items() if (text := secret_text(value))}
+    return {**os.environ, **told}

@@ -1,0 +1,41 @@
+"""`--otel-endpoint` on the command line."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from nesa_node.cli.app import run_command
+from nesa_node.core import tracing
+from nesa_node.core.config import ClientConfig
+from nesa_node.core.config_sources import load_config
+from nesa_node.core.errors import ConfigError
+from nesa_node.core.tracing import NO_SPAN
+
+PEER = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
+
+
+def test_without_the_extra_it_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
+    argv = ["status", "--initial-peers", PEER, "--otel-endpoint", "http://127.0.0.1:4318"]
+    assert run_command(argv) == 2
+    assert "nesa-node[otel]" in capsys.readouterr().err
+
+
+def test_a_collector_that_is_not_there_neither_fails_nor_stays(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    argv = ["generate", "/none", "hello", "--initial-peers", PEER]
+    assert run_command([*argv, "--otel-endpoint", "http://127.0.0.1:9"]) == 3
+    assert tracing.start("anything") is NO_SPAN
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["127.0.0.1:4318", "grpc://host:4317", "http://", "http://host/path", "http://a b"]
+)
+def test_what_is_no_address_is_refused(endpoint: str) -> None:
+    with pytest.raises(ConfigError, match="otel_endpoint"):
+        load_config(ClientConfig, {"otel_endpoint": endpoint}, {})
