@@ -1,9 +1,10 @@
 // Puts the page together: what comes from the server goes to the parts that show it.
 
 import { holesOf, showBlocks } from "./blocks.js";
+import { precision } from "./cards.js";
 import { Chart } from "./charts.js";
 import { EventList } from "./events.js";
-import { Graph, precision, ZOOM } from "./graph.js";
+import { Graph, ZOOM } from "./graph.js";
 import { Live } from "./live.js";
 import { Playground } from "./playground.js";
 import { colourOf, showLinks, showLinksOf, showNodes, showSessions } from "./tables.js";
