@@ -313,7 +313,7 @@ class PeerFlags(MetricsFlags):
         bool | None, Parameter(group=SWARM, negative=(), help="Ask the router for a port by UPnP.")
     ] = None
     auto_nat: Annotated[
-        bool | None, Parameter(group=SWARM, negative=(), help="Help peers learn their address.")
+        bool | None, Parameter(group=SWARM, negative=(), help="Learn whether others can dial this peer, and cross NATs.")
     ] = None
     relay: Annotated[
         bool | None, Parameter(group=SWARM, negative=(), help="Be reachable through relays.")
