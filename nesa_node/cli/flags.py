@@ -313,7 +313,12 @@ class PeerFlags(MetricsFlags):
         bool | None, Parameter(group=SWARM, negative=(), help="Ask the router for a port by UPnP.")
     ] = None
     auto_nat: Annotated[
-        bool | None, Parameter(group=SWARM, negative=(), help="Learn whether others can dial this peer, and cross NATs.")
+        bool | None,
+        Parameter(
+            group=SWARM,
+            negative=(),
+            help="Learn whether others can dial this peer, and cross NATs.",
+        ),
     ] = None
     relay: Annotated[
         bool | None, Parameter(group=SWARM, negative=(), help="Be reachable through relays.")
