@@ -247,7 +247,8 @@ class GatewayFlags(ClientFlags, AccessFlags, MetricsFlags):
         str | None,
         Parameter(
             group=LIMITS,
-            help="The same where a request names no number. [default: what the context holds]",
+            help="Tokens that an answer may have where its request names no number. "
+            "[default: 4096, or what the context holds]",
         ),
     ] = None
     keepalive_s: Annotated[
