@@ -181,7 +181,8 @@ def test_a_text_has_one_form(text: str, canonical: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "", "None", "pickle", "int8:", "int8:63", "int8:064", "int8:64:257", "int8:8192", "int8:-64",
+        "", "None", "pickle", "int8:", "int8:63", "int8:064", "int8:64:257", "int8:8192",
+        "int8:-64",
         "blockwise8:32", "int4:32:1", "int4:32:5000", "int4:512", "lossless:3", "none:1", "int8\n",
         "int8:٦٤", " int8", "int8@0", "int8" * 20, "bfloat16:2",
     ],
@@ -252,7 +253,8 @@ def test_importing_the_codecs_loads_neither_bitsandbytes_nor_zstandard() -> None
         "import sys, torch; from nesa_node.compression import tensors;"
         "meta, data = tensors.encode(torch.ones(2, 64), codec='int8');"
         "tensors.decode(meta, data, max_bytes=999);"
-        "tensors.decode(tensors.TensorMeta('float32', (1, 64), 'blockwise8'), bytes(68), max_bytes=999);"
+        "meta = tensors.TensorMeta('float32', (1, 64), 'blockwise8');"
+        "tensors.decode(meta, bytes(68), max_bytes=999);"
         "sys.exit('bitsandbytes' in sys.modules or 'zstandard' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
