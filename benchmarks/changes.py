@@ -1,10 +1,10 @@
 """What the change triggers find, and what they take for a change that is none.
 
-Traces with 3 % churn per snapshot, synthetic (`nesa_node/topology/traces.py`) or recorded
-(`--trace`). Those with an event count as found if a trigger fires at its first or second snapshot.
-In quiet ones a planner (`toy_plans.py`) is asked at every snapshot, whatever fired, and its plan is
-costed on later ones. A move is false if nothing was lost and, without jitter, drift and
-congestion, its plan would not be 10 % better.
+Traces with 3 % churn per snapshot, synthetic (`nesa_node/topology/traces.py`), between six regions
+of a real cloud, or recorded (`--matrix`). Those with an event count as found if a trigger fires at
+its first or second snapshot. In quiet ones a planner (`toy_plans.py`) is asked at every snapshot,
+whatever fired, and its plan is costed on later ones. A move is false if nothing was lost and,
+without jitter, drift and congestion, its plan would not be 10 % better.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from nesa_node.topology.changes.detector import ChangeState, Observation, PlanCo
 from nesa_node.topology.changes.membership import Holdings
 from nesa_node.topology.changes.shift import connections_of
 from nesa_node.topology.homology.filtration import make_filtration
+from nesa_node.topology.tables import load_table
 from nesa_node.topology.traces import Event, EventKind, TraceStep, World, trace
 
 DEFAULTS = Options(runs=100, snapshots=1000)
@@ -73,6 +74,17 @@ def worlds(options: Options) -> Iterator[tuple[str, Traces, int, tuple[EventKind
             return trace(world, snapshots, rng, event)
 
         yield name, synthetic, options.snapshots, KINDS
+    table_s_RR = load_table().rtt_ms_RR / 1e3
+
+    def of_a_cloud(
+        snapshots: int, rng: np.random.Generator, event: Event | None
+    ) -> Iterator[TraceStep]:
+        world = WORLDS["mild"]
+        chosen = rng.choice(len(table_s_RR), world.regions, replace=False)
+        apart_s_RR = table_s_RR[np.ix_(chosen, chosen)]
+        return trace(world, snapshots, rng, event, apart_s_RR=apart_s_RR)
+
+    yield "regions of a cloud", of_a_cloud, options.snapshots, KINDS
 
 
 def watch_quiet(traces: Traces, snapshots: int, longest: int, seed: int) -> dict[str, Any]:
@@ -150,7 +162,7 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
             f"{1e3 * row['quiet']['counts'].get(name, 0) / max(row['quiet']['snapshots'], 1):.1f}"
         )
 
-    alarms = ("shift", "round trips", "departures", "replicas", "capacity", "plan")
+    alarms = ("shift", "round trips", "places", "departures", "replicas", "capacity", "plan")
     moves = ("move for a loss", "move for a gain", "move false")
     print_table(
         "changes: per 1,000 quiet snapshots with 3 % churn",
@@ -164,7 +176,16 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
             for row in rows
         ],
     )
-    names = ("any", "shift", "round trips", "departures", "coverage", "replicas", "capacity")
+    names = (
+        "any",
+        "shift",
+        "round trips",
+        "places",
+        "departures",
+        "coverage",
+        "replicas",
+        "capacity",
+    )
     print_table(
         "changes: found within two snapshots, % of events",
         "world|event|" + "|".join(names),

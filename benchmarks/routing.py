@@ -22,10 +22,10 @@ from benchmarks.options import Options
 from benchmarks.results import print_table
 from benchmarks.routing_worlds import CLIENTS, Session, sources
 from nesa_node.routing.bottleneck import bottleneck, bottleneck_s
-from nesa_node.routing.capacity import fill, most_tokens_per_s
 from nesa_node.routing.exact import exact_latency
 from nesa_node.routing.greedy import GreedyRule, Prepared
 from nesa_node.routing.problem import Chain, Problem, terms
+from nesa_node.routing.saturation import fill, most_tokens_per_s
 from nesa_node.routing.strategies import STRATEGIES, make_strategy
 from nesa_node.routing.tuned import TUNED
 

@@ -41,7 +41,8 @@ def event(data: Mapping[str, Any]) -> bytes:
 
 def named_event(data: Mapping[str, Any]) -> bytes:
     """One event with its `type` as its name, too."""
-    return b"event: " + data["type"].encode() + b"\n" + event(data)
+    name: str = data["type"]
+    return b"event: " + name.encode() + b"\n" + event(data)
 
 
 def json_response(value: Any, status: int = 200) -> Response:
@@ -108,9 +109,7 @@ class EventStream(Response):
             raise
         except Exception as error:
             problem = problem_of(error)
-            if not wire.started:
-                wire.started = True
-                await problem.response()(scope, receive, wire.send)
+            if await wire.instead(problem.response(), scope, receive):
                 return
             await wire.write(self._failed(problem))
         await wire.end()
@@ -120,27 +119,40 @@ class _Wire:
     """The response's body, for the two who write to it."""
 
     def __init__(self, send: Send) -> None:
-        self.send = send
-        self.started = False
+        self._send = send
+        self._started = False
+        self._ended = False
         self._last = time.monotonic()
         self._writing = asyncio.Lock()
 
     async def write(self, data: bytes) -> None:
-        """Raises `ClientGone` if the client does not read."""
+        """Nothing after the end. Raises `ClientGone` if the client does not read."""
         try:
             async with asyncio.timeout(SEND_S), self._writing:
-                if not self.started:
-                    self.started = True
-                    await self.send(
+                if self._ended:
+                    return
+                if not self._started:
+                    self._started = True
+                    await self._send(
                         {"type": "http.response.start", "status": 200, "headers": [*_HEADERS]}
                     )
-                await self.send({"type": "http.response.body", "body": data, "more_body": True})
+                await self._send({"type": "http.response.body", "body": data, "more_body": True})
         except TimeoutError:
             raise ClientGone from None
         self._last = time.monotonic()
 
     async def end(self) -> None:
-        await self.send({"type": "http.response.body", "body": b"", "more_body": False})
+        async with self._writing:
+            self._ended = True
+            await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def instead(self, response: Response, scope: Scope, receive: Receive) -> bool:
+        """Send another response; False if this one has begun."""
+        async with self._writing:
+            if not self._started:
+                self._ended = True
+                await response(scope, receive, self._send)
+            return not self._started
 
     async def keep_alive(self, every_s: float) -> None:
         while True:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fastapi import FastAPI
-from starlette.routing import Mount, Route
+from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from nesa_node import __version__
@@ -54,8 +54,21 @@ def make_app(
     if metrics is not None:
         app.router.routes.append(Route("/metrics", _Whole(metrics), include_in_schema=False))
     if pages is not None:
-        app.router.routes.append(Mount("/", pages))
+        # No mount at "/": that would also answer wrong methods of our own paths.
+        app.router.default = _Fallback(pages, app.router.default)
     return app
+
+
+class _Fallback:
+    """Pages for whatever is no endpoint; who mistakes an endpoint's path is told as a program."""
+
+    def __init__(self, pages: ASGIApp, nothing: ASGIApp) -> None:
+        self._pages = pages
+        self._nothing = nothing
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        ours = scope["type"] == "http" and scope["path"].startswith("/v1/")
+        await (self._nothing if ours else self._pages)(scope, receive, send)
 
 
 class _Whole:

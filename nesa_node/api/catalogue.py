@@ -10,12 +10,12 @@ from starlette.responses import Response
 from nesa_node.api.answers import json_response
 from nesa_node.api.gateway import GatewayOf
 from nesa_node.api.models import Card
-from nesa_node.api.openapi import ModelCard, ModelList, describe
+from nesa_node.api.openapi import OF_KEYS, ModelCard, ModelList, describe
 
 router = APIRouter()
 
 
-@router.get("/v1/models", **describe("List the models", None, ModelList, statuses=()))
+@router.get("/v1/models", **describe("List the models", None, ModelList, statuses=OF_KEYS))
 async def list_models(gateway: GatewayOf) -> Response:
     cards = [_told(card) for card in gateway.models.cards()]
     return json_response({"object": "list", "data": cards})
@@ -23,7 +23,7 @@ async def list_models(gateway: GatewayOf) -> Response:
 
 @router.get(
     "/v1/models/{model_id:path}",
-    **describe("Tell about a model", None, ModelCard, statuses=(404,)),
+    **describe("Tell about a model", None, ModelCard, statuses=(404, *OF_KEYS)),
 )
 async def tell_model(gateway: GatewayOf, model_id: str) -> Response:
     return json_response(_told(gateway.models.card(model_id)))

@@ -71,7 +71,7 @@ async def _job(gateway: Gateway, model: ServedModel, body: ChatBody, tools: list
     )
     top, sampling = body.top(), body.sampling(model.vocab_size)
     grammar = await _grammar(model, body, tools)
-    prompt = await chat_prompt(model.tokenizer, body.messages, tools)
+    prompt = await chat_prompt(model.tokenizer, body.messages, tools, most=model.context_length)
     return Job(
         prompt=tuple(prompt),
         max_tokens=room_for(

@@ -55,7 +55,7 @@ def _gateway(request: Request) -> Gateway:
 
 def _spend(request: Request) -> Spend:
     """What counts tokens against the limits of whoever asks (`web/access.py`)."""
-    allowance: Allowance | None = request.scope["state"].get("allowance")
+    allowance: Allowance | None = request.scope.get("state", {}).get("allowance")
     return _free if allowance is None else allowance.spend_tokens
 
 

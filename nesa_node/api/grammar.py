@@ -81,13 +81,20 @@ class Grammars:
         """What all answers share, made with the first call.
 
         It takes a second for a large vocabulary, in which no other Python code runs: call it
-        before there are answers that could be held up.
+        before there are answers that could be held up. Raises `ValueError` for a kind of tokenizer
+        that llguidance does not know.
         """
         with self._guard:
             if self._tokenizer is None:
                 hf: Any = self._hf_tokenizer
                 eos: Any = self._eos_ids or None
-                self._tokenizer = from_tokenizer(hf, n_vocab=self._vocab_size, eos_token=eos)
+                try:
+                    made = from_tokenizer(hf, n_vocab=self._vocab_size, eos_token=eos)
+                except ValueError as error:
+                    raise ValueError(
+                        f"this model's tokenizer cannot be made to follow a grammar: {error}"
+                    ) from error
+                self._tokenizer = made
             return self._tokenizer
 
 

@@ -93,7 +93,13 @@ class Models:
         if card.served is None:
             async with card.opening:
                 if card.served is None:
-                    card.served = await self._open(card.source)
+                    served = await self._open(card.source)
+                    try:
+                        await served.join()
+                    except BaseException:
+                        await served.close()
+                        raise
+                    card.served = served
                     card.model_id = card.served.model_id
                     card.context_length = card.served.context_length
                     log.info("model_opened", model=card.model_id)

@@ -20,13 +20,18 @@ _BODIES: dict[str, type[Body]] = {}
 _REF = "#/components/schemas/{model}"
 _STATUSES = {
     400: "The request asks for something that cannot be done; `param` names the field.",
+    401: "No key was given, or a wrong one.",
+    403: "A page of another origin asks.",
     404: "There is no such model.",
     408: "The body did not come in time.",
     413: "The body is too large.",
     415: "The body is not announced as application/json.",
+    429: "The key is over one of its limits: see Retry-After.",
     502: "Nodes of the swarm refused, or broke the protocol.",
     503: "Blocks are missing, nodes are busy, or the swarm cannot be reached: see Retry-After.",
 }
+OF_KEYS = (401, 403, 429)
+"""What is refused before an endpoint is asked."""
 _RETRY_AFTER = {
     "retry-after": {"description": "Seconds to wait.", "schema": {"type": "string"}},
 }
@@ -233,7 +238,7 @@ def describe(
         ok["content"] = {"text/event-stream": {"schema": {"description": words}}}
     responses: dict[int, Any] = {200: ok}
     for status in statuses:
-        headers = _REQUEST_ID | (_RETRY_AFTER if status == 503 else {})
+        headers = _REQUEST_ID | (_RETRY_AFTER if status in (429, 503) else {})
         responses[status] = {
             "model": Error,
             "description": _STATUSES[status],

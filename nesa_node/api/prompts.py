@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from nesa_node.api.templates import encode
+from nesa_node.api.splitting import encode
 from nesa_node.web.problem import Problem
 
 if TYPE_CHECKING:
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 async def tokens_of(model: ServedModel, prompt: str | list[int], param: str) -> tuple[int, ...]:
     """At least one token that the model has. Raises `Problem`."""
     if isinstance(prompt, str):
-        prompt = await encode(model.tokenizer, prompt, special=True)
+        prompt = await encode(model.tokenizer, prompt, special=True, most=model.context_length)
         if not prompt and model.tokenizer.bos_token_id is not None:
             prompt = [model.tokenizer.bos_token_id]
     if not prompt:

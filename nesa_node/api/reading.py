@@ -75,18 +75,22 @@ def _problem(details: Sequence[ErrorDetails], value: object) -> Problem:
     return Problem(400, f"{param}: {words}", code=code, param=param or None)
 
 
-def _place(loc: Sequence[int | str], value: object, kind: str) -> tuple[int | str, ...]:
+def _place(loc: Sequence[int | str], value: Any, kind: str) -> tuple[int | str, ...]:
     """The part of `loc` that leads into `value`: pydantic also names the branches of unions."""
     keys: list[int | str] = []
     for number, key in enumerate(loc):
-        if (isinstance(value, dict) and key in value) or (
-            isinstance(value, list) and isinstance(key, int) and key < len(value)
-        ):
+        if _leads(key, value):
             value = value[key]
         elif not (kind == "missing" and number == len(loc) - 1):
             continue
         keys.append(key)
     return tuple(keys)
+
+
+def _leads(key: int | str, value: object) -> bool:
+    if isinstance(value, list):
+        return isinstance(key, int) and key < len(value)
+    return isinstance(value, dict) and key in value
 
 
 def _spell(keys: Sequence[int | str]) -> str:

@@ -13,8 +13,10 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from contextvars import copy_context
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
 
 from nesa_node.api.delivery import Delivery
 from nesa_node.api.embedding import embed
@@ -30,10 +32,13 @@ from nesa_node.client.tallies import SessionTallies, session_samples
 from nesa_node.core.config import ClientConfig
 from nesa_node.core.errors import BusyError
 from nesa_node.core.ids import ModelId
+from nesa_node.core.logging import get_logger
 from nesa_node.core.metrics import Sample
 from nesa_node.engine.checkpoint import open_checkpoint
 from nesa_node.engine.model_id import model_id
 from nesa_node.engine.tokenizer import load_tokenizer
+
+log = get_logger(__name__)
 
 T = TypeVar("T")
 
@@ -191,6 +196,9 @@ def open_served_model(
     The swarm is joined with the first request. Raises what opening the checkpoint raises, and
     `ConfigError`.
     """
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
     token = config.token.get_secret_value() if config.token else None
     checkpoint = open_checkpoint(
         name, revision=config.revision, token=token, cache_dir=config.cache_dir
@@ -222,5 +230,8 @@ def open_served_model(
         activity=activity,
         metrics=metrics,
     )
-    served.vocabulary.grammars.prepare()
+    try:
+        served.vocabulary.grammars.prepare()
+    except ValueError as error:
+        log.info("no_grammars", model=served.name, reason=str(error))
     return served

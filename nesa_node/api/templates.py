@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 from jinja2 import TemplateError
 from pydantic_core import from_json
 
 from nesa_node.api.chat_body import ChatMessage, Tool
+from nesa_node.api.splitting import encode, light
 from nesa_node.web.problem import Problem
-
-T = TypeVar("T")
-
-_INLINE_CHARS = 4096
 
 
 async def chat_prompt(
@@ -22,11 +18,12 @@ async def chat_prompt(
     messages: Sequence[ChatMessage],
     tools: Sequence[Tool] = (),
     *,
+    most: int,
     generation: bool = True,
     continued: bool = False,
     special: bool = False,
 ) -> list[int]:
-    """The tokens of a conversation, ready for the answer to follow.
+    """The tokens of a conversation, at most about `most`, ready for the answer to follow.
 
     `continued`: the last message is left open; `special`: the tokenizer adds its own tokens, too.
     Raises `Problem` for conversations that the template refuses.
@@ -34,21 +31,11 @@ async def chat_prompt(
     template = template_of(tokenizer, bool(tools))
     conversation = _conversation(messages, developer="developer" in template)
     definitions = [tool.model_dump(exclude_none=True) for tool in tools] or None
-    text = await _light(
+    text = await light(
         sum(len(str(message["content"])) for message in conversation),
         lambda: _render(tokenizer, conversation, definitions, generation, continued),
     )
-    return await encode(tokenizer, text, special=special)
-
-
-async def encode(tokenizer: Any, text: str, *, special: bool) -> list[int]:
-    """The tokens of `text`. A long one is split in a thread; `special` adds e.g. a first token."""
-
-    def split() -> list[int]:
-        ids: list[int] = tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
-        return ids
-
-    return await _light(len(text), split)
+    return await encode(tokenizer, text, special=special, most=most)
 
 
 def template_of(tokenizer: Any, tools: bool) -> str:
@@ -136,8 +123,3 @@ def _arguments(text: str) -> object:
         return from_json(text, allow_inf_nan=False)
     except ValueError:
         return text
-
-
-async def _light(size: int, work: Callable[[], T]) -> T:
-    """`work()`, in a thread where it would hold up everybody else's tokens."""
-    return work() if size <= _INLINE_CHARS else await asyncio.to_thread(work)

@@ -15,7 +15,8 @@ from nesa_node.api.fields import Body, Name, Text, TokenId
 from nesa_node.api.gateway import GatewayOf
 from nesa_node.api.openapi import Detokenized, Tokenized, describe
 from nesa_node.api.reading import body_of
-from nesa_node.api.templates import chat_prompt, encode
+from nesa_node.api.splitting import encode
+from nesa_node.api.templates import chat_prompt
 from nesa_node.web.problem import Problem
 
 router = APIRouter()
@@ -68,10 +69,11 @@ async def tokenize(
             generation=not continued and body.add_generation_prompt is not False,
             continued=continued,
             special=bool(body.add_special_tokens),
+            most=MAX_TOKENS,
         )
     else:
         special = body.add_special_tokens is not False
-        tokens = await encode(model.tokenizer, body.prompt or "", special=special)
+        tokens = await encode(model.tokenizer, body.prompt or "", special=special, most=MAX_TOKENS)
     strings = model.tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
     return json_response(
         {

@@ -22,6 +22,8 @@ Format = Literal["tagged", "bare"]
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _TAGGED = re.compile(rf"{_OPEN}(.*?)(?:{_CLOSE}|\Z)", re.DOTALL)
 MAX_CALLS = 64
+_ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""For llguidance: with free white space small models write nothing else."""
 
 
 def format_of(template: str) -> Format:
@@ -115,21 +117,37 @@ def forced_calls(
                 code="invalid_value",
                 param="tool_choice",
             )
-    schema = {"anyOf": [_call_schema(tool, written) for tool in tools]}
+    calls = [_call_schema(tool, written, f"#/anyOf/{at}") for at, tool in enumerate(tools)]
+    schema = {"anyOf": calls, "x-guidance": _ONE_LINE}
     call = f"%json {msgspec.json.encode(schema).decode()}"
     if written == "tagged":
         return f'start: "{_OPEN}\\n" call "\\n{_CLOSE}"\ncall: {call}\n'
     return f"start: call\ncall: {call}\n"
 
 
-def _call_schema(tool: Tool, written: Format) -> dict[str, Any]:
+def _call_schema(tool: Tool, written: Format, place: str) -> dict[str, Any]:
+    """`place` is where it will be in the whole schema."""
     arguments = "arguments" if written == "tagged" else "parameters"
+    parameters = tool.function.parameters or {"type": "object"}
     return {
         "type": "object",
         "properties": {
             "name": {"const": tool.function.name},
-            arguments: tool.function.parameters or {"type": "object"},
+            arguments: _moved(parameters, f"{place}/properties/{arguments}"),
         },
         "required": ["name", arguments],
         "additionalProperties": False,
     }
+
+
+def _moved(schema: Any, place: str) -> Any:
+    """`schema` with its references to itself as they are when it stands at `place`."""
+    if isinstance(schema, list):
+        return [_moved(part, place) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    moved = {key: _moved(part, place) for key, part in schema.items()}
+    target = schema.get("$ref")
+    if isinstance(target, str) and (target == "#" or target.startswith("#/")):
+        moved["$ref"] = place + target[1:]
+    return moved

@@ -21,6 +21,7 @@ from nesa_node.cli.eval import evaluate
 from nesa_node.cli.explain import explain
 from nesa_node.cli.flags import fill_api, spread_addresses
 from nesa_node.cli.generate import generate
+from nesa_node.cli.identity import identity
 from nesa_node.cli.keys import keys
 from nesa_node.cli.orchestrate import orchestrate
 from nesa_node.cli.run import run
@@ -52,6 +53,7 @@ for _command in (
     dashboard,
     explain,
     simulate,
+    identity,
     doctor,
     demo,
 ):

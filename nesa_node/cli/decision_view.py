@@ -13,6 +13,7 @@ from rich.text import Text
 
 from nesa_node.cli.client_model import short_peer
 from nesa_node.cli.placement_view import print_placement
+from nesa_node.cli.tuning_view import print_tuning
 from nesa_node.core.decision_log import Decision
 
 PIPE_WIDTH = 100
@@ -55,6 +56,8 @@ def print_decision(decision: Decision) -> None:
     """One, with the terms of its cost and the alternatives."""
     if decision.kind == "session":
         _print_session(decision)
+    elif decision.kind == "tuning":
+        print_tuning(_console(), decision.name, _when(decision), decision.body)
     else:
         print_placement(_console(), decision.name, _when(decision), decision.body)
 
@@ -82,7 +85,11 @@ def _print_session(decision: Decision) -> None:
         f"{_ms(seconds)} {_TERMS.get(term, term)}" for term, seconds in step_s.items() if seconds
     )
     console.print(Text(f"a step was expected to take {_ms(sum(step_s.values()))}: {causes}"))
-    if dict(body["terms"]) != dict(step_s):
+    own = dict(body["terms"])
+    lost_s = own.pop("failures_s", 0.0)
+    if lost_s:
+        console.print(Text(f"{_ms(lost_s)} more a token are expected to be lost to failures"))
+    if own != dict(step_s):
         terms = ", ".join(f"{term} {value:.4g}" for term, value in body["terms"].items())
         console.print(Text(f"the strategy's own cost was {body['cost']:.4g}: {terms}"))
     _print_alternatives(console, body)

@@ -247,7 +247,8 @@ class GatewayFlags(ClientFlags, AccessFlags, MetricsFlags):
         str | None,
         Parameter(
             group=LIMITS,
-            help="The same where a request names no number. [default: what the context holds]",
+            help="Tokens that an answer may have where its request names no number. "
+            "[default: 4096, or what the context holds]",
         ),
     ] = None
     keepalive_s: Annotated[
@@ -313,7 +314,12 @@ class PeerFlags(MetricsFlags):
         bool | None, Parameter(group=SWARM, negative=(), help="Ask the router for a port by UPnP.")
     ] = None
     auto_nat: Annotated[
-        bool | None, Parameter(group=SWARM, negative=(), help="Help peers learn their address.")
+        bool | None,
+        Parameter(
+            group=SWARM,
+            negative=(),
+            help="Learn whether others can dial this peer, and cross NATs.",
+        ),
     ] = None
     relay: Annotated[
         bool | None, Parameter(group=SWARM, negative=(), help="Be reachable through relays.")
@@ -348,6 +354,14 @@ class OrchestratorFlags(PeerFlags):
         str | None,
         Parameter(
             group=ORCHESTRATION, help="Seconds between two looks at the swarm. [default: 30]"
+        ),
+    ] = None
+    learn_every_s: Annotated[
+        str | None,
+        Parameter(
+            group=ORCHESTRATION,
+            help="Seconds between two studies of the stored snapshots, which tune the greedy rule "
+            "and precompute schemas; each takes minutes of a processor. [default: 3600]",
         ),
     ] = None
     lease_ttl_s: Annotated[

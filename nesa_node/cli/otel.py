@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING
 
 from nesa_node import __version__
@@ -16,6 +17,8 @@ MOST_WAITING = 2048
 """Spans that a collector has not taken; further ones are lost, not kept."""
 SEND_EVERY_MS = 1000
 TIMEOUT_S = 5
+CLOSE_S = 3.0
+"""For what is left when the program ends; what a collector has not taken then is lost."""
 
 
 def start_tracing(endpoint: str, service: str, instance: str | None) -> None:
@@ -76,7 +79,10 @@ class OtelTracer:
         )
 
     def close(self) -> None:
-        self._provider.shutdown()
+        # It would wait for each of its batches to time out. Whoever is stopped has other plans.
+        closing = threading.Thread(target=self._provider.shutdown, daemon=True)
+        closing.start()
+        closing.join(CLOSE_S)
 
 
 class _OtelSpan:

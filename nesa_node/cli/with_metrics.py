@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
 
 from nesa_node import __version__
-from nesa_node.core.config import MetricsConfig
 from nesa_node.core.http_address import HttpAddress
-from nesa_node.core.metrics import Sources
+
+if TYPE_CHECKING:
+    from nesa_node.core.config import MetricsConfig
+    from nesa_node.core.metrics import Sources
 
 
 async def with_metrics(
@@ -18,6 +21,7 @@ async def with_metrics(
         await run(None)
         return
     # A quarter of a second, for those who want it.
+    from nesa_node.core.metrics import Sources
     from nesa_node.web.metrics import serve_metrics
 
     sources = Sources(__version__)

@@ -9,6 +9,7 @@ import copy
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from contextvars import Context
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
@@ -344,7 +345,9 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):  # type: ig
     def _swarm(self) -> SwarmConnection:
         with self._connecting:
             if self._connection is None or not self._connection.alive:
-                self._connection = self._loop.hold(self._connect())
+                # Not in the context of whoever asks first: what goes on beside sessions belongs to
+                # no request.
+                self._connection = Context().run(self._loop.hold, self._connect())
             return self._connection.value
 
 

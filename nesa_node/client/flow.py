@@ -24,6 +24,7 @@ from nesa_node.client.route import Route
 from nesa_node.compression import tensors
 from nesa_node.core.errors import PeerUnreachableError, ProtocolError
 from nesa_node.swarm.messages import Step
+from nesa_node.swarm.notices import FailureKind
 from nesa_node.swarm.outbox import Kept, Outbox
 from nesa_node.swarm.wire import check_allowed, passed_on
 
@@ -175,12 +176,13 @@ class Flow:
             self._request.dtype,
             shape,
         ):
-            raise self._misbehaved(link, "an output of another shape")
+            raise self._misbehaved(link, "an output of another shape", "wrong")
         try:
             check_allowed(self._request.quality, output.tensor)
             output_TD = tensors.decode(output.tensor, payload, max_bytes=output.tensor.most_nbytes)
         except ProtocolError as error:
-            raise self._misbehaved(link, str(error)) from error
+            # Nodes refuse inputs that are not finite: it is this one's own.
+            raise self._misbehaved(link, str(error), "wrong") from error
         link.wire.came(output.tensor, payload)
         stage.renew(self._step_timeout_s)
         return kept, output_TD, output.via
@@ -214,8 +216,10 @@ class Flow:
         if stage.patience <= 0:
             raise self._misbehaved(at_it, f"nothing for {MAX_BUSY_PERIODS} step timeouts")
 
-    def _misbehaved(self, link: HopLink, what: str) -> ChainBrokenError:
-        link.lose(what)
+    def _misbehaved(
+        self, link: HopLink, what: str, fault: FailureKind = "lost"
+    ) -> ChainBrokenError:
+        link.lose(what, fault)
         return ChainBrokenError(f"{link.hop.peer_id} sent {what}")
 
     def _check_health(self) -> None:

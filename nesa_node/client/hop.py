@@ -44,6 +44,7 @@ from nesa_node.swarm.messages import (
     RolledBack,
     Step,
 )
+from nesa_node.swarm.notices import FailureKind
 from nesa_node.swarm.stream import Stream, silence_is_loss
 from nesa_node.swarm.wire import States, Wire, report_arrival
 
@@ -78,10 +79,13 @@ class HopLink:
         self.session = session
         self.wire = Wire(request.quality, (), speed)
         """How steps travel to the node."""
+        self.closed = False
         self.leaving = False
         self.is_unwanted = False
         """The session would be faster without this node, which serves on until others stand by."""
         self.lost: str | None = None
+        self.fault: FailureKind = "lost"
+        """What others are told of it, if it is."""
         self.downstream_lost: str | None = None
         self.refusal: Error | None = None
         """The node refused a step; the session's state there is as before."""
@@ -255,10 +259,10 @@ class HopLink:
         self.lose(f"{self._stream.peer} answered with {type(answer).__name__}")
         return PeerUnreachableError(self.lost or "")
 
-    def lose(self, reason: str) -> None:
+    def lose(self, reason: str, fault: FailureKind = "lost") -> None:
         """Let the route replace this node; whoever waits for its answer waits no more."""
         if self.lost is None:
-            self.lost = reason
+            self.lost, self.fault = reason, fault
         for waiting in (self._answer, self._handed):
             if waiting is not None and not waiting.done():
                 waiting.set_exception(PeerUnreachableError(reason))
@@ -275,6 +279,7 @@ class HopLink:
                 await self._ask(Close(prefix=self.prefix_here(prefix)), 1.0)
             except (ProtocolError, PeerUnreachableError) as error:
                 log.debug("no_goodbye", peer=self._stream.peer, reason=str(error))
+        self.closed = True
         self._reader.cancel()
         await asyncio.gather(self._reader, return_exceptions=True)
         await self._stream.close()

@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping
 from typing import get_args
 
+from nesa_node.client.hop import HopLink
 from nesa_node.client.planner import Hops, Plan, Planner, View
 from nesa_node.client.request import RouteRequest
 from nesa_node.core.choices import Precision
@@ -82,6 +83,18 @@ class Nodes:
         else:
             # Longer than it says: others go first, and without any it is asked again anyway.
             self._suspects[peer] = time.monotonic() + SUSPECT_S
+        record = self._swarm.directory.record(peer)
+        if (
+            isinstance(error, BusyError)
+            and record is not None
+            and record.free_cache_tokens >= self._request.tokens
+            and self._planner.closed_doors.refused(peer, record.seq)
+        ):
+            self._swarm.reporter.note(self._request.model_id, peer, "refused")
+
+    def accepted(self, link: HopLink) -> None:
+        """Remember that the node opened the session."""
+        self._planner.closed_doors.accepted(link.hop.peer_id, link)
 
     async def plan(
         self,

@@ -9,21 +9,25 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from nesa_node.client.closed_doors import ClosedDoors
 from nesa_node.client.decisions import describe
 from nesa_node.client.request import RouteRequest
 from nesa_node.client.surroundings import Surroundings
 from nesa_node.compression import tensors
 from nesa_node.core.decision_log import Decision, DecisionLog
-from nesa_node.core.ids import PeerId
+from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.core.logging import get_logger
 from nesa_node.routing.avoidance import Avoidance
 from nesa_node.routing.build import Request
 from nesa_node.routing.chains import Hop, chain_cost_s
-from nesa_node.routing.claims import Claims
+from nesa_node.routing.claims import LIE, Claims
 from nesa_node.routing.repair import fill_gaps
 from nesa_node.routing.reputation import blame_penalty_s
-from nesa_node.routing.strategies import DEFAULT, make_strategy
+from nesa_node.routing.strategies import DEFAULT, Greedy, make_strategy
+from nesa_node.routing.tuned import TUNED
+from nesa_node.routing.tuner import believed
 from nesa_node.swarm.node import Swarm
+from nesa_node.swarm.notices import Placement
 from nesa_node.swarm.tasks import TaskSet
 from nesa_node.topology.links import Links
 from nesa_node.topology.snapshot import NodeState, Snapshot
@@ -34,12 +38,12 @@ Hops = tuple[Hop, ...]
 Audit = Callable[[NodeState, RouteRequest], Awaitable[float | None]]
 """Measures the tokens/s that a node decodes; None where that cannot be done."""
 
-LIE = 4.0
-"""A claim so much above what was measured is told to others: no busy moment explains it."""
 AUDIT_EVERY_S = 600.0
 """An audit is some work for the node."""
 AUDIT_AGAIN_S = 30.0
 """After one that failed."""
+MAX_PUBLISHED = 3
+"""Orchestrators whose exponents are tried, those who have been known longest: each takes time."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,6 +85,7 @@ class Planner:
         self._writing = TaskSet()
         self.avoidance = Avoidance(clock)
         self.claims = Claims(clock)
+        self.closed_doors = ClosedDoors(clock)
         self.surroundings = Surroundings(swarm)
         self._swarm = swarm
 
@@ -92,12 +97,24 @@ class Planner:
         if request.only is not None and len(request.only) == 1:
             # Nothing to choose.
             return View(snapshot, {})
+        if may_ask and isinstance(self.strategy, Greedy):
+            self.strategy = await self._tuned(self.strategy, request.model_id)
         linked, rtt_ms = await self.surroundings.look(snapshot, request.span, may_ask=may_ask)
         nodes = tuple(self.claims.believed(node) for node in linked.nodes)
         if request.mode == "star":
             linked = replace(linked, links=_through_client(rtt_ms, [n.peer_id for n in nodes]))
         blames = self._swarm.directory.blames(request.model_id)
         return View(replace(linked, nodes=nodes), rtt_ms, blames)
+
+    async def _tuned(self, rule: Greedy, model_id: ModelId) -> Greedy:
+        """With what orchestrators publish now, as far as it is possible."""
+        placements = await self._swarm.notices.fetch(Placement, model_id)
+        known_s = self._swarm.notices.acquaintance.known_s
+        told = [each for each in placements if each.exponents is not None]
+        told.sort(key=lambda each: known_s(each.signer), reverse=True)
+        found = (believed(each.exponents.values, TUNED) for each in told if each.exponents)
+        published = dict.fromkeys(parameters for parameters in found if parameters is not None)
+        return replace(rule, published=tuple(published)[:MAX_PUBLISHED])
 
     def plan(
         self,

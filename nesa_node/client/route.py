@@ -103,7 +103,7 @@ class Route:
         for link in gone:
             if link.lost is not None:
                 # Whoever said that it leaves has not failed.
-                self.nodes.suspect(link.hop.peer_id, link.lost, tell=not link.leaving)
+                self.nodes.suspect(link.hop.peer_id, link.lost, link.fault, tell=not link.leaving)
         held = await self._succeed(gone, lengths)
         await self._discard([link for link in gone if link.lost is not None])
         kept = [*(link for link in self.links if link not in gone), *held]
@@ -275,6 +275,7 @@ class Route:
             elif isinstance(error, BusyError | RemoteError):
                 self.nodes.refused(peer, error)
             raise
+        self.nodes.accepted(link)
         return link
 
     def _held_at_open(self, link: HopLink) -> tuple[int, ...]:

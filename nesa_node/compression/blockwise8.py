@@ -37,7 +37,7 @@ _DECADES = 7
 _WORST = 0.9 / 128 + 2.0**-14
 """Half the largest distance of two neighbours in the map, and what bitsandbytes misses on the CPU.
 
-There it looks codes up in a table of 2^16 steps, so that next to halfway it can take the second best.
+There it looks codes up in a table of 2^16 steps: next to halfway it can take the second best.
 """
 
 

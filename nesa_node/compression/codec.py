@@ -1,4 +1,4 @@
-"""What every codec offers, and what all of them share: dtypes, finite values, rounding to a dtype."""
+"""What every codec offers, and what all share: dtypes, finite values, rounding to a dtype."""
 
 from __future__ import annotations
 

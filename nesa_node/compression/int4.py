@@ -1,4 +1,4 @@
-"""`int4`: a third of 16 bits. Codes of four bits and a fifth that halves their error, after a rotation.
+"""`int4`: a third of 16 bits. Codes of four bits, a fifth that halves their error, a rotation.
 
 A few channels of a language model's hidden states are hundreds of times larger than the others,
 for all tokens: they are sent apart, in 16 bits. What is left of each block is rotated, which makes
@@ -105,7 +105,7 @@ class Int4:
         return round_to(values_RD.reshape(meta.shape), DTYPES[meta.dtype])
 
     def error_bound(self, tensor: Tensor) -> Tensor:
-        """Kept: |value| 2^-11 + factor 2^-25. Others: B times 0.036 of their block's largest rotated.
+        """Kept: |value| 2^-11 + factor 2^-25. Others: B times 0.036 of a block's largest rotated.
 
         Each of the B rotated values that a value is the sum of is off by that; and by all of it,
         where it is below 2^-31 of the tensor's largest |value|. Typical errors are a tenth of that:

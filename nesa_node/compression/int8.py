@@ -3,7 +3,7 @@
 A few channels of a language model's hidden states are hundreds of times larger than the others.
 Eight bits with a scale for all of them lose more than all the other channels do, so that each gets
 a byte more; scales of one byte for few values take no more room than a float32 for many
-(`docs/decisions/014`).
+(`docs/decisions/016`).
 
 Legend: R rows (tokens), D channels, C channels set apart, K blocks of a row, N = R K blocks,
 B values of a block.

@@ -35,8 +35,8 @@ class Lossless:
     """Payload: a plane for each byte of a value, the most significant first.
 
     A plane is its length (4 bytes, little-endian) and that many bytes: as many as there are values,
-    and it is these bytes of the values; fewer, and it is one Zstandard frame of them that tells their
-    number. The size depends on the values, so the description announces it (`TensorMeta.size`).
+    and it is these bytes of the values; fewer, and it is one Zstandard frame of them that tells
+    their number. The size depends on the values, so the description says it (`TensorMeta.size`).
     """
 
     text: ClassVar[str] = "lossless"

@@ -295,7 +295,7 @@ class GatewayConfig(ClientConfig, AccessConfig, MetricsConfig):
     listen: Http = "127.0.0.1:8000"
     max_connections: Count = 1024
     max_new_tokens: Count | None = None
-    default_new_tokens: Count | None = None
+    default_new_tokens: Count = 4096
     keepalive_s: Positive = 10
     grace_s: Positive = 5
     ready_file: FilePath | None = None
@@ -329,6 +329,7 @@ class OrchestratorConfig(PeerConfig):
     model: str | None = None
     allow_orchestrators: PeerIds = ()
     orchestrate_every_s: Positive = 30
+    learn_every_s: Annotated[Positive, Field(ge=60)] = 3600
     lease_ttl_s: Annotated[Positive, Field(le=120)] = 60
     placement_goal: PlacementGoal = "latency"
     replicas: Count = 2

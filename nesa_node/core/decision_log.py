@@ -20,7 +20,7 @@ KEPT = 1000
 MIN_PREFIX = 4
 _WAIT_S = 2.0
 
-Kind = Literal["session", "placement"]
+Kind = Literal["session", "placement", "tuning"]
 _TABLE = """
 create table if not exists decisions (
     number integer primary key autoincrement,

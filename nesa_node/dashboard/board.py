@@ -164,4 +164,4 @@ class Board:
     def _publish_events(self) -> None:
         if self._log.total != self._told_events:
             self._told_events = self._log.total
-            self.sections.replace("events", event_entries(tuple(self._log.kept), self._log.total))
+            self.sections.replace("events", event_entries(self._log.kept))

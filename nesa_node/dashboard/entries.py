@@ -6,7 +6,7 @@ session says, is in here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from nesa_node.client.activity import SessionActivity
@@ -89,10 +89,8 @@ def session_entry(session: SessionActivity) -> dict[str, Any]:
     }
 
 
-def event_entries(events: Sequence[Event], total: int) -> dict[str, Any]:
-    """Keyed by number; `events` are the last of `total`."""
-    first = total - len(events)
-    return {str(first + index): _event(event) for index, event in enumerate(events)}
+def event_entries(events: Mapping[int, Event]) -> dict[str, Any]:
+    return {str(number): _event(event) for number, event in events.items()}
 
 
 def _event(event: Event) -> dict[str, Any]:

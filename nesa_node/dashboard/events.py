@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ EventKind = Literal[
     "placement",
 ]
 
-KEPT_EVENTS = 300
+KEPT_OF_A_KIND = 40
 MOST_AT_ONCE = 12
 """Of one kind, at one time. More become one event that counts them."""
 
@@ -46,15 +47,25 @@ class Event:
 
 
 class EventLog:
-    """`total` counts all that there ever were: the events in `kept` are the last of these."""
+    """Remembers so many of each kind: who joins and leaves all day, under one name after another,
+    does not make anybody forget that a node was lost.
+    """
 
     def __init__(self) -> None:
-        self.kept: deque[Event] = deque(maxlen=KEPT_EVENTS)
         self.total = 0
+        """How many there ever were. Events are numbered from 0."""
+        self._kinds: dict[EventKind, deque[tuple[int, Event]]] = {}
+
+    @property
+    def kept(self) -> dict[int, Event]:
+        """By number, the oldest first."""
+        numbered = itertools.chain.from_iterable(self._kinds.values())
+        return dict(sorted(numbered, key=lambda one: one[0]))
 
     def add(self, events: Iterable[Event]) -> None:
         for event in _summed_up(list(events)):
-            self.kept.append(event)
+            kind = self._kinds.setdefault(event.kind, deque(maxlen=KEPT_OF_A_KIND))
+            kind.append((self.total, event))
             self.total += 1
 
 

@@ -86,7 +86,7 @@ def visits_of(problem: Problem, span: Span, hops: Sequence[Hop]) -> Chain:
 
 
 def chain_cost_s(snapshot: Snapshot, request: Request, hops: Sequence[Hop]) -> float:
-    """The time of a step, as `plan_chain` counts it, of `hops`, which run all of the request's span.
+    """The time of a step, as `plan_chain` counts it, of `hops`, which run the request's whole span.
 
     Raises `KeyError` for unknown peers.
     """

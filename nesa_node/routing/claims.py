@@ -9,6 +9,10 @@ from dataclasses import replace
 from nesa_node.core.ids import PeerId
 from nesa_node.topology.snapshot import NodeState
 
+LIE = 4.0
+"""A claim so much above what was measured is told to others: no busy moment explains it."""
+ENOUGH = 0.5
+"""Of what others say, in reporters of full standing, to believe it."""
 TOLERANCE = 1.25
 """A claim may be so much above what was measured: a busy moment, a slow network."""
 REMEMBERED_S = 3600.0
@@ -39,6 +43,14 @@ class Claims:
         if node.decode_tokens_per_s > 0:
             believed = self.believed(node).decode_tokens_per_s
             self.measured(node.peer_id, believed / 2 / TOLERANCE)
+
+    def reported(self, node: NodeState, doubt: float) -> None:
+        """Others say that `node` boasts: it is believed what is no lie, for as long as if it had
+        been measured here. `doubt`: how many of them, in reporters of full standing.
+        """
+        speed = node.decode_tokens_per_s
+        if doubt >= ENOUGH and speed > 0 and self.age_s(node.peer_id) > REMEMBERED_S:
+            self.measured(node.peer_id, speed / LIE / TOLERANCE)
 
     def age_s(self, peer: PeerId) -> float:
         """Since `peer` was measured; inf if it never was."""

@@ -30,7 +30,6 @@ class Solved:
         return self.cost_s / self.bound_s - 1.0 if self.bound_s > 0.0 else 0.0
 
 
-
 def exact_latency(problem: Problem, *, may_return: bool = False) -> Chain:
     """The chain whose step takes least time, as `problem.terms` counts it.
 

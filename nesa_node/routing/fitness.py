@@ -14,14 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from nesa_node.routing.exact import exact_latency
+from nesa_node.routing.failures import RECOVERY_S, TOKENS
 from nesa_node.routing.greedy import GreedyRule, Parameters, Prepared
 from nesa_node.routing.problem import Chain, Floats, Problem, terms
 
-TOKENS = 200
-"""Of a session, which a failure interrupts."""
-RECOVERY_S = 10.0
-"""What a lost node costs a session: notice it, find another, replay the cache
-(`python -m benchmarks churn`)."""
 DRAWS = 32
 
 

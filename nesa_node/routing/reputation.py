@@ -59,9 +59,9 @@ def reliability(
 ) -> float:
     """The chance, 0 to 1, that a node is there for a session's length.
 
-    `uptime_s`: its time in the swarm, over which `failures` ends without notice and `drains` planned
-    ones were seen. `blame`: what reports amount to (`blames`). `stability`: of its place in the
-    network, 0 to 1 (homology); its square root counts, since uptime knows a part of it already.
+    `uptime_s`: its time in the swarm, over which `failures` ends without notice and `drains`
+    planned ones were seen. `blame`: what reports amount to (`blames`). `stability`: of its place
+    in the network, 0 to 1 (homology); its square root counts: uptime knows a part of it already.
     """
     events = PRIOR_FAILURES + max(failures, 0.0) + DRAIN_WEIGHT * max(drains, 0.0)
     per_s = events / (PRIOR_S + max(uptime_s, 0.0))
@@ -107,9 +107,7 @@ def blames(
     unknown = {reporter: 1.0 / count - word[reporter] for reporter, count in accused.items()}
     blame: defaultdict[PeerId, float] = defaultdict(float)
     rumour: defaultdict[PeerId, float] = defaultdict(float)
-    strangers = sum(
-        1.0 - min(max(standing_of(reporter), 0.0), 1.0) for reporter in accused
-    )
+    strangers = sum(1.0 - min(max(standing_of(reporter), 0.0), 1.0) for reporter in accused)
     for accusation in fresh:
         weight = _SEVERITY.get(accusation.kind, 0.3) * _left(accusation.age_s)
         blame[accusation.peer] += weight * word[accusation.reporter]

@@ -13,6 +13,7 @@ from nesa_node.core.ids import PeerId
 from nesa_node.routing.baselines import Printed, petals_chain, random_chain
 from nesa_node.routing.bottleneck import bottleneck, bottleneck_s
 from nesa_node.routing.exact import exact_latency
+from nesa_node.routing.failures import chain_lost_s, with_failures
 from nesa_node.routing.greedy import GreedyRule, Parameters, Prepared
 from nesa_node.routing.problem import Chain, Problem, terms
 from nesa_node.routing.throughput import exact_throughput, priced
@@ -44,6 +45,19 @@ class Plain:
 
 
 @dataclass(frozen=True, slots=True)
+class Latency:
+    """Terms are seconds: those of a step, and what failures are expected to cost it."""
+
+    name: str = "exact-latency"
+
+    def choose(self, problem: Problem) -> Chain:
+        return exact_latency(with_failures(problem))
+
+    def terms(self, problem: Problem, chain: Chain) -> Mapping[str, float]:
+        return asdict(terms(problem, chain)) | {"failures_s": chain_lost_s(problem, chain)}
+
+
+@dataclass(frozen=True, slots=True)
 class Throughput:
     """Terms are seconds, those of compute at marginal prices."""
 
@@ -71,13 +85,24 @@ class SlowestNode:
 
 @dataclass(frozen=True, slots=True)
 class Greedy:
-    """Terms are those of eq. 18, corrected, summed over the visits."""
+    """Terms are those of eq. 18, corrected, summed over the visits.
+
+    `published`: what orchestrators tuned to this swarm. They are strangers. So each is tried, and
+    the chain taken that should lose the least time, failures included: nobody can make it worse.
+    """
 
     parameters: Parameters = TUNED
+    published: tuple[Parameters, ...] = ()
     name: str = "homology-greedy"
 
     def choose(self, problem: Problem) -> Chain:
-        return GreedyRule(Prepared.of(problem), self.parameters).choose()
+        prepared = Prepared.of(problem)
+        each = dict.fromkeys((self.parameters, *self.published))
+        chains = [GreedyRule(prepared, parameters).choose() for parameters in each]
+        if len(chains) == 1:
+            return chains[0]
+        whole = with_failures(problem)
+        return min(chains, key=lambda chain: terms(whole, chain).total_s)
 
     def terms(self, problem: Problem, chain: Chain) -> Mapping[str, float]:
         return GreedyRule(Prepared.of(problem), self.parameters).terms(chain)
@@ -100,7 +125,7 @@ class Literal:
 DEFAULT = "exact-latency"
 
 STRATEGIES: dict[str, Callable[[np.random.Generator], Strategy]] = {
-    "exact-latency": lambda _: Plain("exact-latency", exact_latency),
+    "exact-latency": lambda _: Latency(),
     "exact-throughput": lambda _: Throughput(),
     "bottleneck": lambda _: SlowestNode(),
     "homology-greedy": lambda _: Greedy(),

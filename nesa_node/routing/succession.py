@@ -31,7 +31,8 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """A lease lives `ttl_s`. Once nobody leads, each candidate waits `patience_s` for itself and each one before it.
+    """A lease lives `ttl_s`. Once nobody leads, each candidate waits `patience_s` for itself and
+    each one before it.
 
     Patience is for what takes time to be seen: with less than the time that a claim takes to reach
     the others, several would follow at once, and all but one of them yield again.

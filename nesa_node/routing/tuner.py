@@ -9,8 +9,9 @@ roulette), the best survive, and genes mutate.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -31,6 +32,9 @@ _GENES = {
     "reliability_weight": (0.001, 3.0),
 }
 """Least and most; between them on a logarithmic scale. The third weight is 1: scales cancel."""
+
+_ROUNDED = 1e-6
+"""What powers of the bounds may be off by."""
 
 Cost = Callable[[Parameters], float]
 
@@ -182,6 +186,23 @@ def decode(genome: Floats, before: Parameters) -> Parameters:
         name: least * (most / least) ** float(share)
         for share, (name, (least, most)) in zip(genome, _GENES.items(), strict=True)
     }
+    return replace(before, load_weight=1.0, **genes)
+
+
+def told_of(parameters: Parameters) -> dict[str, float]:
+    """What a search may change, by name: to publish."""
+    return {name: getattr(parameters, name) for name in (*_GENES, "load_weight")}
+
+
+def believed(told: Mapping[str, float], before: Parameters) -> Parameters | None:
+    """Parameters that somebody published; None unless they lie where a search would look."""
+    if set(told) != {*_GENES, "load_weight"} or told["load_weight"] != 1.0:
+        return None
+    for name, (least, most) in _GENES.items():
+        # Written so that NaN is refused as well.
+        if not least * (1 - _ROUNDED) <= told[name] <= most * (1 + _ROUNDED):
+            return None
+    genes: dict[str, Any] = {name: told[name] for name in _GENES}
     return replace(before, load_weight=1.0, **genes)
 
 

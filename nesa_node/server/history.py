@@ -9,7 +9,7 @@ from typing import Any
 
 from nesa_node.core.errors import ConfigError
 from nesa_node.core.logging import get_logger
-from nesa_node.routing.tuned import TUNED
+from nesa_node.server.learner import Tuned
 from nesa_node.server.planner import Decision
 from nesa_node.server.snapshot_store import SnapshotStore
 from nesa_node.swarm.notices import Placement
@@ -23,14 +23,6 @@ log = get_logger(__name__)
 SHOWN_LOOKS = 2880
 """A day, at two a minute."""
 HEIGHTS = 60
-_EXPONENTS = {
-    "gamma": TUNED.gamma,
-    "beta": TUNED.beta,
-    "alpha": TUNED.alpha,
-    "transfer_weight": TUNED.transfer_weight,
-    "load_weight": TUNED.load_weight,
-    "reliability_weight": TUNED.reliability_weight,
-}
 _OF_ONE_DECISION = frozenset({"cost_s"})
 
 
@@ -73,11 +65,13 @@ class History:
         *,
         leads: bool,
         triggers: Sequence[Trigger] = (),
+        tuned: Tuned | None = None,
     ) -> None:
         """`decision` is None for somebody who only looks on, and may have watched `triggers`
-        all the same; `active`: what asks for moves.
+        all the same; `active`: what asks for moves; `tuned`: the greedy rule's exponents, if they
+        are not those that are shipped.
         """
-        look = _look(snapshot, decision, active, leads=leads, triggers=triggers)
+        look = _look(snapshot, decision, active, tuned or Tuned(), leads=leads, triggers=triggers)
         heights = heights_of(snapshot)
         with self._guard:
             self._looks.append(look)
@@ -108,6 +102,7 @@ def _look(
     snapshot: Snapshot,
     decision: Decision | None,
     active: Placement | None,
+    tuned: Tuned,
     *,
     leads: bool,
     triggers: Sequence[Trigger],
@@ -133,7 +128,8 @@ def _look(
         nodes=len(snapshot.nodes),
         leads=leads,
         placement=None if active is None else active.name,
-        exponents=_EXPONENTS,
+        exponents=tuned.values,
+        why_exponents=tuned.why,
         **about,
     )
 
@@ -156,4 +152,5 @@ def _placement(placement: Placement) -> dict[str, Any]:
         "steps_per_s": [placement.steps_per_s_before, placement.steps_per_s_after],
         "moves": [move.model_dump(mode="json") for move in placement.moves],
         "parameters": dict(placement.parameters),
+        "exponents": None if placement.exponents is None else placement.exponents.model_dump(),
     }

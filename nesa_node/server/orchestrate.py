@@ -15,9 +15,12 @@ from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.core.logging import get_logger
 from nesa_node.core.metric_names import LEADS
 from nesa_node.core.metrics import Sample, Sources
+from nesa_node.routing.claims import Claims
 from nesa_node.routing.succession import Terms
+from nesa_node.server.believed import Believed
 from nesa_node.server.follow import MovesLike, follow
 from nesa_node.server.history import History
+from nesa_node.server.learner import Learner
 from nesa_node.server.obedience import Obedience
 from nesa_node.server.orchestrator import Orchestrator, Pace
 from nesa_node.server.planner import Planner, Rebalancer, appraise
@@ -63,13 +66,21 @@ async def orchestrate(
         terms=Terms(config.lease_ttl_s, config.lease_ttl_s * PATIENCE_OF_LEASE),
     )
 
+    believed = Believed(swarm.directory, Claims(time.monotonic))
+
     async def look() -> Snapshot:
-        snapshot = await swarm.directory.fetch(model_id)
+        snapshot = believed.of(await swarm.directory.fetch(model_id))
         # Links of a large swarm take a second to put together.
         return await asyncio.to_thread(swarm.directory.with_links, snapshot)
 
-    history = History(SnapshotStore(snapshots_path(config.snapshots_dir, model_id)))
+    store = snapshots_path(config.snapshots_dir, model_id)
+    decisions = DecisionLog(config.decisions_path)
+    history = History(SnapshotStore(store))
+    learner = Learner(
+        model_id, store, goal=config.placement_goal, replicas=config.replicas, decisions=decisions
+    )
     await asyncio.to_thread(history.recall)
+    await asyncio.to_thread(learner.recall)
     if show is not None:
         show(swarm, model_id, history)
     orchestrator = Orchestrator(
@@ -77,10 +88,14 @@ async def orchestrate(
         lease,
         model_id,
         look,
-        planner or Rebalancer(goal=config.placement_goal, replicas=config.replicas),
-        decisions=DecisionLog(config.decisions_path),
+        planner
+        or Rebalancer(
+            goal=config.placement_goal, replicas=config.replicas, library=learner.library
+        ),
+        decisions=decisions,
         history=history,
-        pace=Pace(every_s=config.orchestrate_every_s),
+        learner=learner,
+        pace=Pace(every_s=config.orchestrate_every_s, learn_every_s=config.learn_every_s),
         rng=random.Random(own),
     )
     log.info("orchestrator_ready", model=model_id)
@@ -112,14 +127,15 @@ async def follow_placements(
     """Wish for what placements ask of this node where it is willing, until cancelled."""
     directory = swarm.directory
     swarm.notices.spare(config.allow_orchestrators)
+    believed = Believed(directory, Claims(time.monotonic))
 
     async def look() -> Snapshot:
-        snapshot = await directory.fetch(model_id, num_blocks)
+        snapshot = believed.of(await directory.fetch(model_id, num_blocks))
         return await asyncio.to_thread(directory.with_links, snapshot)
 
     await follow(
         swarm.notices,
-        lambda: directory.snapshot(model_id, num_blocks),
+        lambda: believed.of(directory.snapshot(model_id, num_blocks)),
         look,
         model_id,
         obedience,

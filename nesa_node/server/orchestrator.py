@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
@@ -17,10 +18,11 @@ from nesa_node.core.ids import ModelId
 from nesa_node.core.logging import get_logger
 from nesa_node.server.decided import decided, same_reason
 from nesa_node.server.history import History
+from nesa_node.server.learner import EVERY_S, Learner
 from nesa_node.server.planner import Decision, Planner
 from nesa_node.swarm.lease import LeaseKeeper
 from nesa_node.swarm.notice_board import NoticeBoard
-from nesa_node.swarm.notices import Placement
+from nesa_node.swarm.notices import Exponents, Placement
 from nesa_node.topology.digest import digest
 from nesa_node.topology.snapshot import Snapshot
 
@@ -45,14 +47,21 @@ _PUBLISHED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
-    """How often to look at the swarm, and how long a placement asks for what it asks."""
+    """How often to look at the swarm, how long a placement asks for what it asks, and how often to
+    learn from what was seen.
+    """
 
     every_s: float = 30.0
     placement_ttl_s: float = PLACEMENT_TTL_S
+    learn_every_s: float = EVERY_S
 
 
 class Orchestrator:
-    """`look` fetches a snapshot with its links. `decisions` may be None: then none are kept."""
+    """`look` fetches a snapshot with its links. `decisions` may be None: then none are kept.
+
+    `clock` gives seconds since the epoch. Without `learner` the greedy rule's exponents stay as
+    they are shipped.
+    """
 
     def __init__(
         self,
@@ -64,8 +73,10 @@ class Orchestrator:
         *,
         decisions: DecisionLog | None,
         history: History | None = None,
+        learner: Learner | None = None,
         pace: Pace = Pace(),
         rng: random.Random,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         self._board = board
         self._lease = lease
@@ -74,8 +85,10 @@ class Orchestrator:
         self._planner = planner
         self._decisions = decisions
         self._history = history
+        self._learner = learner
         self._pace = pace
         self._rng = rng
+        self._clock = clock
         self._last_reason = ""
 
     async def run(self) -> None:
@@ -84,6 +97,7 @@ class Orchestrator:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._keep_lease())
                 group.create_task(self._keep_planning())
+                group.create_task(self._keep_learning())
         finally:
             await self._leave()
 
@@ -102,13 +116,33 @@ class Orchestrator:
         return placement
 
     async def _act(self, decision: Decision, snapshot: Snapshot) -> Placement | None:
+        known = self._board.own(Placement, self._model_id)
         if not decision.moves:
             await self._note_nothing(decision, snapshot)
+            if self._should_tell(known):
+                return await self._publish(decision, snapshot)
             return None
-        known = self._board.own(Placement, self._model_id)
         if known is not None and known.epoch == self._lease.epoch and known.moves == decision.moves:
             return None
         return await self._publish(decision, snapshot)
+
+    def _exponents(self) -> Exponents | None:
+        """To publish; None where they are those that everybody has."""
+        if self._learner is None or self._learner.tuned.version == 0:
+            return None
+        tuned = self._learner.tuned
+        return Exponents(
+            version=tuned.version, at=tuned.at, values=dict(tuned.values), why=tuned.why
+        )
+
+    def _should_tell(self, known: Placement | None) -> bool:
+        """Whether exponents are due. Moves that are still asked for are not replaced by them."""
+        exponents = self._exponents()
+        if exponents is None or (known is not None and known.moves):
+            return False
+        if known is None or known.exponents != exponents:
+            return True
+        return known.expires_at < self._clock() + self._pace.placement_ttl_s / 2
 
     async def _stand_by(self) -> None:
         """Who may have to take over sees the swarm all the same."""
@@ -122,7 +156,12 @@ class Orchestrator:
         known = self._board.known(Placement, self._model_id)
         active = max(known, key=lambda placement: placement.order, default=None)
         await asyncio.to_thread(
-            self._history.saw, snapshot, decision, active, leads=decision is not None
+            self._history.saw,
+            snapshot,
+            decision,
+            active,
+            leads=decision is not None,
+            tuned=None if self._learner is None else self._learner.tuned,
         )
 
     def _leads(self) -> bool:
@@ -136,6 +175,7 @@ class Orchestrator:
             ttl_s=self._pace.placement_ttl_s,
             num_blocks=snapshot.num_blocks,
             based_on=await asyncio.to_thread(digest, snapshot),
+            exponents=self._exponents(),
             **_fields(decision),
         )
         log.info(
@@ -187,6 +227,17 @@ class Orchestrator:
                 log.warning("no_plan", reason=str(error))
             except Exception:  # a mistake of ours: the swarm goes on, and so do we
                 log.exception("no_plan")
+
+    async def _keep_learning(self) -> None:
+        """Only who leads learns: it takes a while of a processor."""
+        while self._learner is not None:
+            await asyncio.sleep(self._pace.learn_every_s * self._rng.uniform(*JITTER))
+            if not self._leads():
+                continue
+            try:
+                await self._learner.learn()
+            except Exception:  # a mistake of ours: the swarm goes on, and so do we
+                log.exception("nothing_learnt")
 
     async def _leave(self) -> None:
         try:

@@ -6,7 +6,7 @@ Pure but for what is remembered between snapshots; `orchestrator.py` runs it bes
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -15,7 +15,8 @@ from nesa_node.routing.build import Request
 from nesa_node.routing.placement.capacity import make_room
 from nesa_node.routing.placement.moves import MoveCosts, Moves
 from nesa_node.routing.placement.rebalance import Policy, nothing, rebalance
-from nesa_node.routing.placement.room import Room
+from nesa_node.routing.placement.room import Layout, Room
+from nesa_node.routing.placement.schemas import Choice, Library, choose_schema
 from nesa_node.routing.placement.score import Goal, Score, measure
 from nesa_node.server.watch import Watch
 from nesa_node.server.worth import Worth
@@ -70,13 +71,16 @@ class Rebalancer:
         policy: Policy | None = None,
         costs: MoveCosts | None = None,
         sensitivity: Sensitivity | None = None,
+        library: Callable[[], Library | None] = lambda: None,
     ) -> None:
+        """`library` is asked for schemas at every snapshot, from the thread that decides."""
         self._goal: Goal = goal
         self._replicas = replicas
         self._policy = policy or Policy()
         self._costs = costs or MoveCosts()
         self._watch = Watch(sensitivity or Sensitivity(replicas_wanted=replicas))
         self._plan: Moves | None = None
+        self._library = library
 
     def decide(self, snapshot: Snapshot) -> Decision:
         if snapshot.num_blocks < 1:
@@ -84,6 +88,20 @@ class Rebalancer:
         room = make_room(
             snapshot, Request(span=Span(0, snapshot.num_blocks)), replicas=self._replicas
         )
+        schema = self._schema(room)
+        decision = self._decide(snapshot, room, None if schema is None else schema.layout)
+        return decision if schema is None else replace(decision, schema_name=schema.schema.name)
+
+    def _schema(self, room: Room) -> Choice | None:
+        """The schema for a swarm like this one, if any are known."""
+        library = self._library()
+        if library is None or room.problem.num_nodes == 0 or library.goal != self._goal:
+            return None
+        if library.num_blocks != room.problem.num_blocks:
+            return None
+        return choose_schema(library, room)
+
+    def _decide(self, snapshot: Snapshot, room: Room, start: Layout | None) -> Decision:
         kept = self._measured(room)
         report = self._watch.observe(snapshot, None if kept is None else _plan_costs(kept))
         if kept is not None and report.gains:
@@ -97,6 +115,7 @@ class Rebalancer:
             policy=self._policy,
             costs=self._costs,
             pinned=frozenset(node.peer_id for node in snapshot.nodes if not node.movable),
+            start=start,
         )
         if found.trigger != "gain":
             self._plan = None

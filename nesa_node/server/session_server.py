@@ -59,6 +59,8 @@ from nesa_node.swarm.wire import Wire, report_arrival, speed_to
 
 log = get_logger(__name__)
 
+WRONG = frozenset({"not_finite", "bad_tensor"})
+"""Mistakes in hidden states, which an upstream has computed: others are told."""
 LAST_WORDS_S = 0.5
 """For the answers to those whose sessions have just ended."""
 
@@ -301,7 +303,12 @@ class SessionServer:
                     max_tensor_bytes=session.inbox.max_step_bytes
                 )
                 if isinstance(message, Step):
-                    await session.submit(stream.peer, message, payload)
+                    try:
+                        await session.submit(stream.peer, message, payload)
+                    except ProtocolError as error:
+                        if error.code in WRONG:
+                            self._swarm.reporter.note(self._model_id, stream.peer, "wrong")
+                        raise
                 elif not isinstance(message, Probe):
                     raise ProtocolError("unexpected", f"{_name(message)} on a push stream")
                 await report_arrival(stream, session.opened.quality, opened.version)

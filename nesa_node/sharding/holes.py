@@ -39,9 +39,7 @@ def plan_repairs(snapshot: Snapshot, wanted: Collection[int]) -> Mapping[PeerId,
     movers: dict[PeerId, Span] = {}
     while True:
         counts = count_holders(serving, snapshot.num_blocks)
-        left = set(wanted) & unheld(
-            replace(snapshot, nodes=tuple(serving), joining=tuple(joining))
-        )
+        left = set(wanted) & unheld(replace(snapshot, nodes=tuple(serving), joining=tuple(joining)))
         mover = _most_spared([node for node in serving if node.movable], counts)
         if not left or mover is None:
             return movers

@@ -10,6 +10,7 @@ every cancelled handler in memory.
 from __future__ import annotations
 
 import asyncio
+import re
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -32,6 +33,8 @@ MAX_MESSAGE_BYTES = 4 * 1024**2
 _MAX_UNARY_TASKS = 512
 _NOBODY = bytes.fromhex("002408011220") + bytes(32)
 _MAX_VARINT_BYTES = 5
+_P2P = bytes.fromhex("a503")
+_PEER_WITHIN = re.compile(r"/p2p/([^/]+)")
 
 UnaryHandler = Callable[[PeerId, bytes], Awaitable[bytes]]
 
@@ -59,6 +62,23 @@ def write_message(pipe: Pipe, message: Any) -> None:
     pipe.write(bytes(prefix) + message.SerializeToString())
 
 
+def packed_address(address: str) -> bytes:
+    """A multiaddress as the daemon reads it.
+
+    hivemind's `Multiaddr` writes a peer within an address (a relay's, most often) as a CID. The
+    daemon wants the peer id alone, and would refuse the other addresses of the list as well.
+    """
+    pieces = _PEER_WITHIN.split(address)
+    packed = bytearray()
+    for number, piece in enumerate(pieces):
+        if number % 2:
+            peer = base58_decode(piece)
+            packed += _P2P + bytes([len(peer)]) + peer
+        elif piece:
+            packed += Multiaddr(piece).to_bytes()
+    return bytes(packed)
+
+
 class ControlSocket:
     """Requests to the daemon. Its errors become `PeerUnreachableError` with the daemon's words."""
 
@@ -77,7 +97,7 @@ class ControlSocket:
         """Dial `peer`; returns at once if it is connected already."""
         connect = p2pd_pb2.ConnectRequest(
             peer=base58_decode(peer),
-            addrs=[Multiaddr(address).to_bytes() for address in addresses],
+            addrs=[packed_address(address) for address in addresses],
             timeout=max(1, round(timeout_s)),
         )
         await self._ask(p2pd_pb2.Request(type=p2pd_pb2.Request.CONNECT, connect=connect))

@@ -190,6 +190,11 @@ class Directory:
         records = [record for record in self._alive() if record.model_id == model_id]
         return self._hearsay.blames(model_id, records)
 
+    def doubts(self, model_id: ModelId) -> Mapping[PeerId, float]:
+        """Who boasts of its speed, by what others report (`Hearsay.doubts`)."""
+        records = [record for record in self._alive() if record.model_id == model_id]
+        return self._hearsay.doubts(model_id, records)
+
     def measured(self, snapshot: Snapshot) -> dict[PeerId, tuple[Measured, ...]]:
         """What the nodes of `snapshot` say in their newest records of their links."""
         nodes = (*snapshot.nodes, *snapshot.joining)

@@ -85,6 +85,22 @@ class Hearsay:
         word = {peer: self._standing(known[peer]) for peer in reporters if peer in known}
         return blames(accusations, lambda peer: word.get(peer, 0.0))
 
+    def doubts(self, model_id: ModelId, records: Iterable[NodeRecord]) -> Mapping[PeerId, float]:
+        """Who boasts of its speed, in reporters of full standing; strangers' word is none, since
+        what is planned on it lasts longer than a detour.
+        """
+        known = {PeerId(record.peer_id): record for record in records}
+        found: dict[PeerId, float] = {}
+        for report in self._board.known(Report, model_id):
+            if report.signer not in known or report.signer == self._own:
+                continue
+            word = self._standing(known[report.signer]) / len(report.failures)
+            for failure in report.failures:
+                if failure.kind == "slow":
+                    peer = PeerId(failure.peer)
+                    found[peer] = found.get(peer, 0.0) + word
+        return found
+
     def reliability(self, record: NodeRecord, blame: float) -> float:
         peer = PeerId(record.peer_id)
         ends = self.histories.of(peer)

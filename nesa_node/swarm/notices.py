@@ -127,11 +127,27 @@ class Move(BaseModel):
         return Span(*self.was)
 
 
+class Exponents(BaseModel):
+    """Of the greedy rule, with its term weights, as the signer has tuned them to this swarm.
+
+    `version` rises with every change, the last of which was `at`; `why` says what it gained.
+    """
+
+    model_config = _STRICT
+
+    version: int = Field(ge=1, lt=2**31)
+    at: Time
+    values: dict[_Name, _Number] = Field(max_length=16)
+    why: Text = Field(max_length=128)
+
+
 class Placement(Notice):
     """What an orchestrator of `epoch` wants moved, and all that explains it.
 
     `based_on`: digest of the snapshot it planned from. `gain`: the share of the cost that all moves
-    together save; `repairs`: how many blocks that nobody holds get a holder.
+    together save; `repairs`: how many blocks that nobody holds get a holder. `schema_name`: of
+    `routing/placement/schemas.py`, the one that suits that snapshot. One without moves tells
+    exponents, where they are not those that everybody has anyway.
     """
 
     bounds: ClassVar = Bounds(Kind("placement", 8192), 600.0, 0.0, 32)
@@ -147,7 +163,8 @@ class Placement(Notice):
     steps_per_s_after: _Rate | None = None
     strategy: _Name
     parameters: dict[_Name, _Number] = Field(default_factory=dict, max_length=16)
-    """Exponents and term weights."""
+    """Of the policy that moves: what has to be gained, in which time."""
+    exponents: Exponents | None = None
     schema_name: Annotated[Text, Field(max_length=64)] | None = None
     trigger: _Name
     reason: Text = Field(max_length=256)

@@ -118,6 +118,8 @@ async def start_p2pd(
             arguments.append(f"-announceAddrs={','.join(announce_maddrs)}")
         if relay and trusted_relays:
             arguments.append(f"-trustedRelays={','.join(trusted_relays)}")
+            # Looking for more, it would wait for three minutes before it takes these.
+            arguments.append("-relayDiscovery=0")
         async with _child(arguments, directory) as daemon:
             yield daemon
 

@@ -198,8 +198,9 @@ async def open_transport(
     """Join the network as `identity` and leave it at the end, with nothing left behind.
 
     With `listen=False` others can only answer. Port 0 lets the system choose. `nat_port_map` asks
-    the router by UPnP for a port, `auto_nat` asks other peers whether this one can be reached,
-    `relay` lets streams go through third peers where no direct connection is possible.
+    the router by UPnP for a port, `auto_nat` asks other peers whether this one can be reached and
+    crosses NATs where that is possible, `relay` lets streams go through the initial peers where
+    no direct connection is.
 
     Raises `IdentityError` if the key is in use, `ConfigError` for malformed addresses,
     `AddressInUseError` for a taken port, and `BootstrapError` if no initial peer answers.

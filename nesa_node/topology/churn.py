@@ -39,8 +39,8 @@ def steps(
 ) -> Iterator[World]:
     """`count` worlds, `seconds` apart: `world` first, then what becomes of it.
 
-    `jitter` is the standard deviation of a measured round trip's logarithm. It does not add up: what
-    is measured varies about what is.
+    `jitter` is the standard deviation of a measured round trip's logarithm. It does not add up:
+    what is measured varies about what is.
     """
     for turn in range(count):
         if turn:
@@ -133,9 +133,7 @@ def _grown(
     max_blocks = np.array([device.max_blocks(block, quantization) for device in devices])
     holders_B = np.array(snapshot.coverage(), dtype=np.int64)
     spans = choose_spans(max_blocks, snapshot.num_blocks, rng, holders_B)
-    drawn = draw_nodes(
-        devices, quantization, spans, places(world.regions)[region_new], block, rng
-    )
+    drawn = draw_nodes(devices, quantization, spans, places(world.regions)[region_new], block, rng)
     fresh = tuple(
         replace(node, peer_id=PeerId(f"n{following + number:04d}"), uptime_s=0.0)
         for number, node in enumerate(drawn)

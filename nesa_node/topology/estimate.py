@@ -13,17 +13,14 @@ Measured pairs are left alone, and no estimate is faster than light.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from nesa_node.core.ids import PeerId
 from nesa_node.topology.access_rates import fit_access_rates
 from nesa_node.topology.expected import from_coordinates, from_places
 from nesa_node.topology.links import Links, mirror
 from nesa_node.topology.places import as_array, believable
-from nesa_node.topology.snapshot import Snapshot
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
@@ -35,14 +32,6 @@ TRIAL_NODES = 300
 HELD_OUT = 0.2
 LEAST_TRIAL = 5
 _ENOUGH = 4
-
-
-def fill_snapshot(snapshot: Snapshot, rng: np.random.Generator) -> Snapshot:
-    """`snapshot` with links among all its nodes, joining ones included, and no round trip unknown."""
-    nodes = (*snapshot.nodes, *snapshot.joining)
-    peers = tuple(node.peer_id for node in nodes)
-    known = Links.unknown(peers) if snapshot.links is None else snapshot.links.of(peers)
-    return replace(snapshot, links=fill(known, [node.location for node in nodes], rng))
 
 
 def fill(
@@ -106,20 +95,3 @@ def places_win(rtt_ms_NN: Floats, places_N2: Floats, rng: np.random.Generator) -
     guesses = (from_places(shown_NN, places_N2), from_coordinates(shown_NN, places_N2, rng))
     errors = [np.median(np.abs(np.log(guess[held_NN] / true_NN[held_NN]))) for guess in guesses]
     return bool(errors[0] <= errors[1])
-
-
-def neighbours_to_measure(
-    links: Links, peer: PeerId, count: int, rng: np.random.Generator
-) -> tuple[PeerId, ...]:
-    """Whom `peer` should ping next: half those it knows least, half anybody.
-
-    Least known is least confident. Estimates need far links as much as near ones, so the other half
-    is drawn at random.
-    """
-    row = links.peers.index(peer)
-    others = np.array([other for other in range(len(links.peers)) if other != row], dtype=np.int64)
-    rng.shuffle(others)
-    least = others[np.argsort(links.confidence_NN[row, others], kind="stable")]
-    chosen = list(least[: (count + 1) // 2])
-    chosen += [other for other in others if other not in set(chosen)][: count - len(chosen)]
-    return tuple(links.peers[int(other)] for other in chosen[:count])

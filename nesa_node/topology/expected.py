@@ -34,9 +34,7 @@ def from_places(rtt_ms_NN: Floats, places_N2: Floats) -> Floats:
     return np.maximum(expected_NN, np.maximum(light_ms_NN, LEAST_RTT_MS), out=expected_NN)
 
 
-def from_coordinates(
-    rtt_ms_NN: Floats, places_N2: Floats, rng: np.random.Generator
-) -> Floats:
+def from_coordinates(rtt_ms_NN: Floats, places_N2: Floats, rng: np.random.Generator) -> Floats:
     """From coordinates that explain the measurements; places, where known, are where they begin."""
     cloud = _coordinates(rtt_ms_NN, places_N2, rng)
     expected_NN = cloud.predict_ms_NN()

@@ -28,7 +28,8 @@ class Seen(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Look(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One look, at seconds since the epoch, and what was decided then.
 
-    `parameters` are those of moves, `exponents` those of the greedy rule. `leads`: whether the one
+    `parameters` are those of moves, `exponents` those of the greedy rule, with
+    the reason for them. `leads`: whether the one
     who looked held the lease; who does not only looks.
     """
 
@@ -45,6 +46,7 @@ class Look(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     reason: _Text = ""
     parameters: _Numbers = {}
     exponents: _Numbers = {}
+    why_exponents: _Text = ""
 
     @property
     def fired(self) -> tuple[Seen, ...]:

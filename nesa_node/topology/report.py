@@ -75,8 +75,8 @@ def topology_report(
         ],
         "active": dict(active) if active else None,
         "strategy": looks[-1].strategy if looks else None,
-        "parameters": _changes(looks, lambda look: look.parameters),
-        "exponents": _changes(looks, lambda look: look.exponents),
+        "parameters": _changes(looks, lambda look: look.parameters, lambda _: ""),
+        "exponents": _changes(looks, lambda look: look.exponents, lambda look: look.why_exponents),
     }
 
 
@@ -162,14 +162,16 @@ def _history(looks: Sequence[Look]) -> dict[str, Any]:
 
 
 def _changes(
-    looks: Sequence[Look], values: Callable[[Look], Mapping[str, float]]
+    looks: Sequence[Look],
+    values: Callable[[Look], Mapping[str, float]],
+    why: Callable[[Look], str],
 ) -> dict[str, Any]:
-    """What they are now, and each time since when they were what."""
+    """What they are now, and each time since when they were what, and why."""
     found: list[dict[str, Any]] = []
     for look in looks:
         now = dict(values(look))
         if now and (not found or found[-1]["values"] != now):
-            found.append({"at": look.at, "values": now})
+            found.append({"at": look.at, "values": now, "why": why(look)})
     return {"now": found[-1]["values"] if found else {}, "history": found}
 
 

@@ -50,7 +50,8 @@ class Snapshot:
     """The nodes of one model at `taken_at` (seconds since the epoch).
 
     `nodes` serve and can be routed through. `joining` have announced a span that they still load,
-    or will load once their sessions have left the one before: no chain goes through them, yet a newcomer counts them as holders when it chooses its own.
+    or will load once their sessions have left the one before: no chain goes through them, yet a
+    newcomer counts them as holders when it chooses its own.
     `links` are those among any of them, in an order of its own; None if nobody has measured.
     """
 

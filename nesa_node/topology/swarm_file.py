@@ -176,7 +176,9 @@ def _state(
         raise ConfigError(f"{at} needs a device or tokens_per_s, so that its speed is known")
     memory = node.memory_gb * GB if node.memory_gb else kind.memory_bytes if kind else None
     if node.max_blocks is None and memory is None:
-        raise ConfigError(f"{at} needs max_blocks, memory_gb or a device, so that its room is known")
+        raise ConfigError(
+            f"{at} needs max_blocks, memory_gb or a device, so that its room is known"
+        )
     max_blocks = node.max_blocks or int((memory or 0) * (1 - CACHE_SHARE) // weight_bytes)
     if max_blocks < 1:
         raise ConfigError(
@@ -186,7 +188,9 @@ def _state(
     span = Span(0, 0) if node.span is None else _span(node.span, swarm.num_blocks, at)
     if len(span) > max_blocks:
         raise ConfigError(f"{at}: span {span} is longer than the {max_blocks} blocks that fit")
-    decode = node.tokens_per_s or (1 / kind.decode_block_s(block, swarm.quantization) if kind else 0)
+    decode = node.tokens_per_s or (
+        1 / kind.decode_block_s(block, swarm.quantization) if kind else 0
+    )
     prefill = kind.prefill_block_tokens_per_s(block) if kind else 8.0 * decode
     length = max(1, len(span))
     cache = int((memory or weight_bytes * max_blocks) * CACHE_SHARE / (block.cache_bytes * length))

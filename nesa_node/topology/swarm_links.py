@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 
 from nesa_node.core.ids import PeerId
 from nesa_node.topology.estimate import estimate_rtt_ms
-from nesa_node.topology.places import as_array
 from nesa_node.topology.geography import least_rtt_ms
 from nesa_node.topology.links import Links
+from nesa_node.topology.places import as_array
 from nesa_node.topology.tables import NAMES, load_table
 from nesa_node.topology.vivaldi import CABLE
 

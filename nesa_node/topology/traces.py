@@ -1,8 +1,8 @@
 """Synthetic traces: the round trips of a swarm in which nodes come and go, and something happens.
 
-Regions lie on a sphere, nodes behind access links. Every snapshot measures all pairs, with what real
-ones suffer from: links that drift for a while, nodes that are congested for a while, pings that vary,
-spikes. Seeded: the same generator gives the same trace.
+Regions lie on a sphere, nodes behind access links. Every snapshot measures all pairs, with what
+real ones suffer from: links that drift for a while, nodes that are congested for a while, pings
+that vary, spikes. Seeded: the same generator gives the same trace.
 
 Legend: N nodes, R regions.
 """
@@ -20,7 +20,7 @@ from nesa_node.topology.homology.filtration import Floats, Ints
 from nesa_node.topology.homology.weights import geographic_filtration
 
 EventKind = Literal["partition", "regional loss", "detour", "bad pair"]
-# Signals in fibre, on routes that are no great circles: about 100 km per ms of round trip, times 1.5.
+# Signals in fibre, on routes that are no great circles: 100 km per ms of round trip, times 1.5.
 _MS_PER_KM = 0.015
 
 
@@ -49,7 +49,7 @@ class World:
     drift : standard deviation of the logarithm of two regions' round trip over time, which forgets
         the share `forgets` of itself per snapshot.
     congestion_s : the mean of what a congested node adds; `congested` is the share of nodes.
-    frailty : standard deviation of the logarithm of how much likelier than others a node is congested.
+    frailty : standard deviation of the logarithm of how much likelier a node is congested.
     """
 
     nodes: int = 48
@@ -91,7 +91,6 @@ class TraceStep:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Nodes:
-
     serial_N: Ints
     region_N: Ints
     access_s_N: Floats
@@ -107,12 +106,17 @@ class _Nodes:
 
 
 def trace(
-    world: World, snapshots: int, rng: np.random.Generator, event: Event | None = None
+    world: World,
+    snapshots: int,
+    rng: np.random.Generator,
+    event: Event | None = None,
+    *,
+    apart_s_RR: Floats | None = None,
 ) -> Iterator[TraceStep]:
-    """Yield `snapshots` steps."""
+    """Yield `snapshots` steps. `apart_s_RR`: seconds between regions, else of random places."""
     if world.nodes < world.regions:
         raise ValueError(f"{world.nodes} nodes are too few for {world.regions} regions")
-    base_s_RR = regions_apart(world.regions, rng)
+    base_s_RR = regions_apart(world.regions, rng) if apart_s_RR is None else apart_s_RR
     drift_RR = np.zeros_like(base_s_RR)
     nodes = _newcomers(world, np.arange(world.nodes) % world.regions, 0, rng)
     serial, missing = world.nodes, 0
@@ -132,7 +136,7 @@ def trace(
 
 
 def regions_apart(regions: int, rng: np.random.Generator) -> Floats:
-    """[R, R] float64: seconds between regions that lie anywhere between 60 degrees north and south."""
+    """[R, R] float64: seconds between regions anywhere between 60 degrees north and south."""
     latitude_R = np.degrees(np.arcsin(rng.uniform(-0.866, 0.866, regions)))
     apart = geographic_filtration(latitude_R, rng.uniform(-180.0, 180.0, regions))
     seconds_RR: Floats = apart.weight_NN * _MS_PER_KM / 1e3
@@ -189,9 +193,7 @@ def _added(regions: int, at: int, event: Event | None) -> Floats:
     return added_s_RR
 
 
-def _newcomers(
-    world: World, region_N: Ints, serial: int, rng: np.random.Generator
-) -> _Nodes:
+def _newcomers(world: World, region_N: Ints, serial: int, rng: np.random.Generator) -> _Nodes:
     count = len(region_N)
     return _Nodes(
         np.arange(serial, serial + count),

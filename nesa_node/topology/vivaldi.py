@@ -1,21 +1,18 @@
-"""Network coordinates: where each node seems to be, from the round trips that it measured itself.
+"""Network coordinates: where each node seems to be, from the round trips that were measured.
 
 Dabek et al., "Vivaldi: a decentralized network coordinate system", SIGCOMM 2004, with heights: the
 round trip between two nodes is the distance of their positions plus both heights, which stand for
-access links. Every node moves its own coordinate a little after each measurement, so a daemon needs
-only what its peers announce, and every pair has an estimate though few were measured.
+access links. Coordinates move a little with each measurement, so that every pair has an estimate
+though few were measured. Whoever plans settles all of them at once: daemons announce none.
 
-Peers are hostile, so one measurement moves a node by at most `MAX_STEP_MS`, whoever claims to be
-sure is believed no more than `MIN_ERROR` allows, and a coordinate that is out of bounds or not
-finite is ignored (Kaafar et al., "Real attacks on virtual networks", 2006, says what happens else).
+What nodes say they measured may be a lie, so one measurement moves a node by at most `MAX_STEP_MS`
+(Kaafar et al., "Real attacks on virtual networks", 2006, says what happens else).
 
 N nodes, K dimensions.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,40 +29,11 @@ MIN_HEIGHT_MS = 0.1
 MAX_HEIGHT_MS = 1000.0
 MIN_ERROR = 0.05
 MAX_ERROR = 1.0
-MIN_RTT_MS = 0.05
-MAX_RTT_MS = 5000.0
 MAX_STEP_MS = 40.0
 GAIN = 0.25
 """c_c and c_e of the paper."""
 CABLE = 1.6
 """How much longer round trips are than those of light along a great circle, for first guesses."""
-
-
-@dataclass(frozen=True, slots=True)
-class Coordinate:
-    """`error` is how wrong its predictions lately were, relative to the round trips."""
-
-    position_ms: tuple[float, ...] = (0.0,) * DIMENSIONS
-    height_ms: float = 10.0
-    error: float = MAX_ERROR
-
-    @property
-    def is_sane(self) -> bool:
-        """Whether every number is finite and within bounds. A peer's may not be."""
-        return (
-            len(self.position_ms) == DIMENSIONS
-            and all(abs(value) <= MAX_POSITION_MS for value in self.position_ms)
-            and MIN_HEIGHT_MS <= self.height_ms <= MAX_HEIGHT_MS
-            and 0.0 <= self.error <= MAX_ERROR
-        )
-
-
-def first_guess(location: tuple[float, float] | None) -> Coordinate:
-    """Where a node begins that has measured nothing: where its operator says that it is."""
-    if location is None or not all(math.isfinite(degrees) for degrees in location):
-        return Coordinate()
-    position_3 = places_ms(np.array([location]))[0]
-    return Coordinate(tuple(float(value) for value in position_3))
 
 
 def places_ms(locations_N2: Floats) -> Floats:
@@ -74,47 +42,15 @@ def places_ms(locations_N2: Floats) -> Floats:
     return np.nan_to_num(positions_N3)
 
 
-def predict_ms(one: Coordinate, other: Coordinate) -> float:
-    """The round trip that two coordinates promise."""
-    return math.dist(one.position_ms, other.position_ms) + one.height_ms + other.height_ms
-
-
-def update(
-    own: Coordinate, other: Coordinate, rtt_ms: float, rng: np.random.Generator
-) -> Coordinate:
-    """`own` after a round trip of `rtt_ms` to a node that says it is at `other`.
-
-    Unchanged if either makes no sense. `rng` is used where both are at the same point, and
-    somebody has to choose a direction.
-    """
-    if not other.is_sane or not MIN_RTT_MS <= rtt_ms <= MAX_RTT_MS:
-        return own
-    moved = move(Cloud.of([own]), Cloud.of([other]), np.array([rtt_ms]), rng)
-    return moved.coordinate(0)
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Cloud:
-    """The coordinates of N nodes."""
+    """The coordinates of N nodes. `error_N` is how wrong predictions of each lately were, relative
+    to the round trips.
+    """
 
     position_ms_NK: Floats
     height_ms_N: Floats
     error_N: Floats
-
-    @classmethod
-    def of(cls, coordinates: Sequence[Coordinate]) -> Cloud:
-        return cls(
-            np.array([each.position_ms for each in coordinates], dtype=np.float64),
-            np.array([each.height_ms for each in coordinates], dtype=np.float64),
-            np.array([each.error for each in coordinates], dtype=np.float64),
-        )
-
-    def coordinate(self, row: int) -> Coordinate:
-        return Coordinate(
-            tuple(float(value) for value in self.position_ms_NK[row]),
-            float(self.height_ms_N[row]),
-            float(self.error_N[row]),
-        )
 
     def at(self, rows: Ints) -> Cloud:
         return Cloud(self.position_ms_NK[rows], self.height_ms_N[rows], self.error_N[rows])
@@ -136,7 +72,7 @@ class Cloud:
 def move(
     own: Cloud, other: Cloud, rtt_ms_N: Floats, rng: np.random.Generator, gain: float = GAIN
 ) -> Cloud:
-    """`own` after one round trip each; all of `other` must be sane. The paper's figure 3."""
+    """`own` after one round trip each. The paper's figure 3."""
     apart_NK = own.position_ms_NK - other.position_ms_NK
     distance_N = np.linalg.norm(apart_NK, axis=1)
     heights_N = own.height_ms_N + other.height_ms_N

@@ -52,9 +52,7 @@ def fit_devices(
     return fitted, "nf4"
 
 
-def _capacity(
-    devices: Sequence[Device], num_blocks: int, block: Block, quantization: str
-) -> int:
+def _capacity(devices: Sequence[Device], num_blocks: int, block: Block, quantization: str) -> int:
     return sum(min(num_blocks, device.max_blocks(block, quantization)) for device in devices)
 
 

@@ -218,9 +218,7 @@ def populate(
         access_N=access_N,
         region_C=region_C,
         access_C=access_C,
-        client_rtt_ms_CN=round_trips(
-            region_rtt_ms_RR, region_C, access_C, region_N, access_N, rng
-        ),
+        client_rtt_ms_CN=round_trips(region_rtt_ms_RR, region_C, access_C, region_N, access_N, rng),
         client_up_bytes_per_s_CN=rates(access_C, access_N, rng),
         client_down_bytes_per_s_CN=rates(access_N, access_C, rng).T,
     )

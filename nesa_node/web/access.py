@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from nesa_node.core.http_address import HttpAddress
 from nesa_node.web.bodies import Bodies
 from nesa_node.web.doorman import Caller, Doorman, shown_key
+from nesa_node.web.leash import Leash
 from nesa_node.web.limits import Limits
 from nesa_node.web.login import LOGIN, LOGOUT, Login
 from nesa_node.web.problem import Problem
@@ -66,9 +67,17 @@ class Access:
                 return
             except ClientDisconnect:
                 return
-            await self._app(scope, whole, _with_headers(send, headers))
+            await self._leashed(scope, whole, _with_headers(send, headers))
         if self._doorman.store.has_unsaved:
             await asyncio.to_thread(self._doorman.store.save_uses)
+
+    async def _leashed(self, scope: Scope, receive: Receive, send: Send) -> None:
+        caller = scope.get("state", {}).get("caller")
+        if caller is None:
+            await self._app(scope, receive, send)
+        else:
+            leash = Leash(lambda: self._doorman.still_knows(caller), receive, send)
+            await leash.run(self._app, scope)
 
     async def _admit(
         self, stack: AsyncExitStack, scope: Scope, receive: Receive

@@ -105,6 +105,15 @@ class Doorman:
             )
         return caller
 
+    def still_knows(self, caller: Caller) -> bool:
+        """Whether the key that let `caller` in has not ended since, as far as can be known."""
+        if caller.id in (API_KEY, ANYBODY):
+            return True
+        try:
+            return self.store.by_id(caller.id) is not None
+        except ConfigError:
+            return True
+
     def by_key(self, key: str, client: str) -> Caller:
         """The caller who shows `key` from the address `client`. Raises `Problem`.
 

@@ -88,6 +88,9 @@ class ScriptedModel:
     async def embed(self, prompts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
         return [torch.tensor([0.6, 0.8]) for _ in prompts]
 
+    async def join(self) -> None:
+        return
+
     async def close(self) -> None:
         self.closed = True
 
@@ -140,7 +143,12 @@ def events_of(text: str) -> list[Any]:
 
 @asynccontextmanager
 async def serving(
-    tokenizer: Any, script: Script = hello, *, holes: Sequence[Span] = (), **config: Any
+    tokenizer: Any,
+    script: Script = hello,
+    *,
+    holes: Sequence[Span] = (),
+    pages: Any = None,
+    **config: Any,
 ) -> AsyncIterator[Server]:
     model, look = ScriptedModel(tokenizer, script), ScriptedLook(holes)
 
@@ -154,7 +162,7 @@ async def serving(
     await models.open_given()
     settings = GatewayConfig.model_validate(config)
     closing = Closing()
-    app = make_app(models, settings, closing=closing)
+    app = make_app(models, settings, closing=closing, pages=pages)
     async with serve_gated(app, settings, ANY_PORT, max_connections=512) as address:
         server = Server(model, look, address, closing)
         async with server.client:

@@ -113,7 +113,7 @@ def test_more_requests_than_a_key_may_make_are_a_rate_limit_error(new_client: Ne
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_tokens_that_answers_cost_count(new_client: NewClient, stream: bool) -> None:
-    client = new_client(f"tokens-{stream}", KeyLimits(tokens_per_minute=5))
+    client = new_client(f"tokens-{stream}", KeyLimits(tokens_per_minute=1))
     if stream:
         for _ in client.completions.create(
             model=NAME, prompt="hello again", max_tokens=4, stream=True
@@ -122,7 +122,7 @@ def test_tokens_that_answers_cost_count(new_client: NewClient, stream: bool) -> 
     else:
         usage = complete(client).usage
         assert usage is not None
-        assert usage.total_tokens >= 5
+        assert usage.total_tokens > 1
     with pytest.raises(openai.RateLimitError, match="tokens per minute"):
         complete(client)
 
@@ -130,7 +130,11 @@ def test_tokens_that_answers_cost_count(new_client: NewClient, stream: bool) -> 
 def test_an_answer_that_its_client_leaves_gives_its_slot_back(new_client: NewClient) -> None:
     client = new_client("one", KeyLimits(concurrent_requests=1))
     stream = client.completions.create(
-        model=NAME, prompt="hello again", max_tokens=400, stream=True
+        model=NAME,
+        prompt="hello again",
+        max_tokens=400,
+        stream=True,
+        extra_body={"ignore_eos": True},
     )
     next(iter(stream))
     with pytest.raises(openai.RateLimitError, match="1 requests at once"):

@@ -10,6 +10,8 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.responses import PlainTextResponse
+from starlette.types import Receive, Scope, Send
 
 from tests.api.scripted import NAME, Server, chat_body, serving
 
@@ -245,6 +247,19 @@ async def test_large_bodies_are_refused(server: Server) -> None:
     assert (response.status_code, error_of(response)["code"]) == (413, "request_too_large")
 
 
+async def test_texts_of_many_tokens_are_refused_early(tokenizer: Any) -> None:
+    async with serving(tokenizer) as server:
+        text = "hello " * 600_000
+        for path, body in (
+            (COMPLETIONS, {"model": NAME, "prompt": text}),
+            (EMBEDDINGS, {"model": NAME, "input": text}),
+            (CHAT, chat_body(messages=[{"role": "user", "content": text}])),
+        ):
+            response = await server.post(path, body)
+            assert response.status_code == 400
+            assert error_of(response)["code"] == "context_length_exceeded"
+
+
 async def test_wrong_paths_and_methods_are_refused(server: Server) -> None:
     response = await server.client.get("/v1/nothing")
     assert (response.status_code, error_of(response)["code"]) == (404, "unknown_url")
@@ -253,6 +268,19 @@ async def test_wrong_paths_and_methods_are_refused(server: Server) -> None:
         assert (response.status_code, response.headers["allow"]) == (405, "POST")
         error_of(response)
     assert (await server.client.post("/v1/models")).status_code == 405
+
+
+async def test_pages_leave_the_endpoints_their_own_words(tokenizer: Any) -> None:
+    async def pages(scope: Scope, receive: Receive, send: Send) -> None:
+        await PlainTextResponse("a page")(scope, receive, send)
+
+    async with serving(tokenizer, pages=pages) as server:
+        for path in ("/", "/playground"):
+            assert (await server.client.get(path)).text == "a page"
+        assert error_of(await server.client.get("/v1/nothing"))["code"] == "unknown_url"
+        assert (await server.client.get(CHAT)).status_code == 405
+        assert (await server.client.delete("/health")).status_code == 405
+        assert (await server.client.get("/openapi.json")).json()["openapi"]
 
 
 async def test_a_request_id_is_kept_if_it_is_well_formed(server: Server) -> None:

@@ -51,8 +51,6 @@ def url(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         in_process_swarm(small_model, thirds(BLOCKS), folder) as addresses,
         live_gateway(addresses, folder, small_model, max_new_tokens=2) as found,
     ):
-        body = {"model": "small", "prompt": "hello", "max_tokens": 1}
-        assert httpx.post(f"{found}/v1/completions", json=body, timeout=30).status_code == 200
         yield found
 
 
@@ -66,7 +64,7 @@ def test_made_up_requests_find_no_server_error(
     done = subprocess.run(
         [
             *(str(schemathesis), "run", str(spec), "--url", url, "--seed", "6"),
-            *("--phases", "examples,coverage,fuzzing", "--max-examples", "300"),
+            *("--phases", "examples,coverage,fuzzing", "--max-examples", "60"),
             *("--checks", ",".join(CHECKS), "--continue-on-failure", "--no-shrink"),
             *("--generation-database", "none", "--request-timeout", "120", "--no-color"),
             *("--suppress-health-check", "all", "--report", "ndjson"),

@@ -12,13 +12,16 @@ from typing import Any
 import pytest
 import torch
 
+from nesa_node.api.grammar import compile_json_object
 from nesa_node.api.job import Delta, Job, PromptRead
-from nesa_node.api.served_model import ServedModel
+from nesa_node.api.served_model import ServedModel, open_served_model
 from nesa_node.client.model import AutoDistributedModelForCausalLM
+from nesa_node.core.config import ClientConfig
 from nesa_node.core.errors import BusyError, MissingBlocksError
 from nesa_node.engine.blocks import Blocks
 from nesa_node.engine.pages import PAGE_TOKENS
 from tests.api.served import answer, greedy_job, outcome, served_locally, serving
+from tests.cli.tiny import write_tiny_model
 from tests.engine.tiny_models import BLOCKS, greedy, prompt_ids, reference
 from tests.nodes_seen import NodesSeen
 from tests.swarms import in_process_swarm, thirds
@@ -208,3 +211,29 @@ async def test_closing_ends_what_still_runs(tiny: Callable[[str], Path]) -> None
             async for _ in events:
                 pass
         assert not served.activity.sessions()
+
+
+async def test_a_folder_is_opened_with_its_tokenizer(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "words")
+    config = ClientConfig(torch_dtype="float32", cache_dir=tmp_path)
+    served = await asyncio.to_thread(open_served_model, config, str(folder))
+    try:
+        assert (served.name, served.vocab_size, served.context_length) == ("words", 64, 512)
+        assert served.model_id.startswith("words@")
+        assert served.vocabulary.eos_ids == {0}
+        assert abs(served.created - time.time()) < 60
+        # llguidance does not know a tokenizer of whole words.
+        with pytest.raises(ValueError, match="tokenizer"):
+            served.vocabulary.grammars.follow(compile_json_object())
+    finally:
+        await served.close()
+        await served.close()
+
+
+async def test_a_closed_model_takes_no_more_requests(tiny: Callable[[str], Path]) -> None:
+    async with served_locally(tiny("llama")) as served:
+        await served.close()
+        with pytest.raises(RuntimeError):
+            await answer(served, greedy_job(prompt_ids(4), 1))
+        with pytest.raises(RuntimeError):
+            await served.embed([prompt_ids(4)])

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
-from playwright.sync_api import Page, sync_playwright
+from playwright.sync_api import Dialog, Page, sync_playwright
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 SCREENSHOTS = Path(__file__).parents[2] / "build" / "screenshots"
@@ -56,7 +56,12 @@ def browsing(
             wrong: list[str] = []
             page.on("console", lambda said: wrong.append(said.text) if _bad(said.type) else None)
             page.on("pageerror", lambda error: wrong.append(str(error)))
-            page.on("dialog", lambda dialog: (wrong.append(dialog.message), dialog.dismiss()))
+
+            def refuse(dialog: Dialog) -> None:
+                wrong.append(dialog.message)
+                dialog.dismiss()
+
+            page.on("dialog", refuse)
             page.goto(url)
             yield page
             wrong = [each for each in wrong if not (forgiven and re.search(forgiven, each))]

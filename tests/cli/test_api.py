@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import subprocess
 import sys
@@ -42,7 +43,15 @@ def node_with_gateway(model: Path, folder: Path) -> Iterator[subprocess.Popen[st
         process.wait()
         assert process.stdout is not None
         process.stdout.close()
-        sweep_stale(Path(tempfile.gettempdir()))
+        _sweep(Path(tempfile.gettempdir()))
+
+
+def _sweep(folder: Path) -> None:
+    """What killed processes could not remove: runtime directories, and clients' keys."""
+    sweep_stale(folder)
+    for kind in ("nesa-gateway-*", "nesa-client-*", "nesa-api-*"):
+        for left in folder.glob(kind):
+            shutil.rmtree(left)
 
 
 def address_in(output: IO[str] | None) -> str:
@@ -73,17 +82,12 @@ def test_a_node_keeps_a_gateway_beside_it(model: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_a_gateway_ends_with_its_node_however_that_ends(model: Path, tmp_path: Path) -> None:
-    """The harness looks for what is left; a killed process cannot remove its files."""
     with node_with_gateway(model, tmp_path) as node:
         address_in(node.stdout)
         family = psutil.Process(node.pid).children(recursive=True)
         node.kill()
         _, left = psutil.wait_procs(family, timeout=30)
         assert not left
-    for folder in Path(tempfile.gettempdir()).glob("nesa-*"):
-        for path in sorted(folder.rglob("*"), reverse=True):
-            path.unlink()
-        folder.rmdir()
 
 
 def test_an_address_after_api_may_be_left_away() -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import socket
 import sys
+import time
 
 import pytest
 
 from nesa_node.cli.app import run_command
+from nesa_node.cli.otel import CLOSE_S, MOST_WAITING, start_tracing
 from nesa_node.core import tracing
 from nesa_node.core.config import ClientConfig
 from nesa_node.core.config_sources import load_config
@@ -25,11 +28,8 @@ def test_without_the_extra_it_says_what_to_install(
     assert "nesa-node[otel]" in capsys.readouterr().err
 
 
-def test_a_collector_that_is_not_there_neither_fails_nor_stays(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    argv = ["generate", "/none", "hello", "--initial-peers", PEER]
-    assert run_command([*argv, "--otel-endpoint", "http://127.0.0.1:9"]) == 3
+def test_a_command_that_fails_traces_no_more() -> None:
+    assert run_command(["generate", "--otel-endpoint", "http://127.0.0.1:9"]) == 2
     assert tracing.start("anything") is NO_SPAN
 
 
@@ -39,3 +39,13 @@ def test_a_collector_that_is_not_there_neither_fails_nor_stays(
 def test_what_is_no_address_is_refused(endpoint: str) -> None:
     with pytest.raises(ConfigError, match="otel_endpoint"):
         load_config(ClientConfig, {"otel_endpoint": endpoint}, {})
+
+
+def test_a_collector_that_answers_nothing_delays_the_end_for_seconds_only() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        start_tracing(f"http://127.0.0.1:{silent.getsockname()[1]}", "nesa-client", None)
+        for number in range(3 * MOST_WAITING):
+            tracing.start(f"span {number}").end()
+        began = time.monotonic()
+        tracing.use(None)
+        assert time.monotonic() - began < CLOSE_S + 5

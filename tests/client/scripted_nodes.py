@@ -25,11 +25,14 @@ from nesa_node.routing.chains import Hop
 from nesa_node.swarm.link_speed import LinkSpeed
 from nesa_node.swarm.messages import Close, Closed, Mode, Output, Ping, Pong, Prefix, Step
 from nesa_node.swarm.node import Swarm
+from nesa_node.swarm.notices import FailureKind
 from nesa_node.swarm.stream import Stream
 from tests.swarm.pipes import pipe_pair
 
 HIDDEN = 4
 MAX_BYTES = 1 << 24
+
+Spoil = Callable[[torch.Tensor], torch.Tensor]
 
 
 def request(mode: Mode, *, rows: int, hops: int) -> RouteRequest:
@@ -56,6 +59,7 @@ class ScriptedNode:
         self.working = False
         self.after: ScriptedNode | None = None
         self.on_work: Callable[[], None] = lambda: None
+        self.spoil: Spoil = lambda output_TD: output_TD
         self._dies_after = dies_after
         self._step_s = step_s
         self._epoch = 0
@@ -160,13 +164,15 @@ class ScriptedNode:
             output_TD = output_TD[torch.tensor([p.count for p in step.rows]).cumsum(0) - 1]
         elif step.want == "none":
             output_TD = output_TD[:0]
-        meta, payload = tensors.encode(output_TD)
+        meta, payload = tensors.encode(self.spoil(output_TD))
         output = Output(epoch=step.epoch, step=step.step, rows=step.rows, tensor=meta)
         await self._stream.send(output, payload)
 
 
 class ScriptedRoute(Route):
-    """Finds a new scripted node for every one that was lost. `deaths` are of the first ones."""
+    """Finds a new scripted node for every one that was lost. `deaths` are of the first ones, and
+    `spoils`, what they make of their outputs.
+    """
 
     def __init__(
         self,
@@ -174,6 +180,7 @@ class ScriptedRoute(Route):
         on_change: Callable[[], None],
         *,
         deaths: dict[int, int] | None = None,
+        spoils: dict[int, Spoil] | None = None,
         step_s: float = 0.0,
         busy: int = 0,
     ) -> None:
@@ -182,11 +189,14 @@ class ScriptedRoute(Route):
         self.at_work = 0
         """The most nodes that ever worked at the same time."""
         self.rebuilds: list[list[int]] = []
+        self.faults: list[tuple[PeerId, FailureKind]] = []
+        """Of those who were lost."""
         self.kept_while_busy: list[int] = []
         """How many nodes it had each time when others were busy."""
         self._busy = busy
         self._wanted = request
         self._deaths = dict(deaths or {})
+        self._spoils = dict(spoils or {})
         self._notify = on_change
         self._step_s = step_s
         self._everybody: list[ScriptedNode] = []
@@ -206,6 +216,7 @@ class ScriptedRoute(Route):
             link = linked.get(block)
             if link is None or link.lost is not None:
                 if link is not None:
+                    self.faults.append((link.hop.peer_id, link.fault))
                     await link.close()
                 node = self._new_node(block)
                 link = await node.link(self._notify)
@@ -241,6 +252,7 @@ class ScriptedRoute(Route):
             step_s=self._step_s,
         )
         node.on_work = self._count
+        node.spoil = self._spoils.pop(block, node.spoil)
         self._everybody.append(node)
         return node
 

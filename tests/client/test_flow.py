@@ -17,7 +17,7 @@ from nesa_node.client.request import RouteRequest
 from nesa_node.client.session import RemoteSession
 from nesa_node.client.sessions import RowSlice
 from nesa_node.core.choices import Route as Routing
-from tests.client.scripted_nodes import HIDDEN, RNG, ScriptedRoute, request
+from tests.client.scripted_nodes import HIDDEN, RNG, ScriptedRoute, Spoil, request
 
 HOPS = 3
 ROUTINGS: tuple[Routing, ...] = ("chain", "star")
@@ -117,6 +117,27 @@ async def test_chunks_that_came_back_are_not_sent_again_after_a_loss(
         first, survivor = done // 125, route.scripted[(block + 1) % HOPS]
         numbers = [step.rows[0].position // 125 for step in survivor.steps]
         assert [n for n in numbers if n < first] == list(range(first))
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda output_TD: output_TD * float("nan"),
+        lambda output_TD: output_TD / 0.0,
+        lambda output_TD: output_TD[:, :-1],
+        lambda output_TD: output_TD.to(torch.float16),
+    ],
+    ids=["nan", "infinite", "narrow", "coarse"],
+)
+@pytest.mark.parametrize("mode", ROUTINGS)
+async def test_node_whose_outputs_cannot_be_true_is_replaced_and_told_as_wrong(
+    monkeypatch: pytest.MonkeyPatch, mode: Routing, spoil: Spoil
+) -> None:
+    block = HOPS - 1 if mode == "chain" else 1
+    async with opened(monkeypatch, mode, spoils={block: spoil}) as (session, route):
+        output_TD = await session.step(hidden(5), [RowSlice(0, 0, 5)])
+        assert torch.equal(output_TD, hidden(5) + HOPS)
+        assert route.faults == [(f"node-{block}", "wrong")]
 
 
 @pytest.mark.parametrize("mode", ROUTINGS)

@@ -8,19 +8,25 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import AsyncMock
 
+import numpy as np
 import pytest
 
 from nesa_node.client.nodes import Nodes
 from nesa_node.client.planner import Planner
 from nesa_node.client.request import RouteRequest
 from nesa_node.core.choices import Precision
-from nesa_node.core.errors import PeerUnreachableError, RefusedError
+from nesa_node.core.errors import BusyError, PeerUnreachableError, RefusedError
 from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.core.span import Span
 from nesa_node.routing.chains import Hop
+from nesa_node.routing.strategies import Greedy, make_strategy
+from nesa_node.routing.tuned import TUNED
+from nesa_node.routing.tuner import told_of
 from nesa_node.swarm.distances import Distances
 from nesa_node.swarm.link_speed import LinkSpeeds
+from nesa_node.swarm.notices import Placement
 from nesa_node.topology.snapshot import NodeState, Snapshot
+from tests.swarm.notice_fields import PEERS, make_notice
 
 MODEL = ModelId("tiny@0")
 
@@ -154,3 +160,44 @@ async def test_a_session_moves_only_if_what_is_built_is_better() -> None:
     planner.avoidance.failed(PeerId("c"))
     hops = (Hop(PeerId("a"), Span(0, 2)), Hop(PeerId("b"), Span(2, 4)))
     assert await nodes.to_leave(hops, 0.2) == frozenset()
+
+
+def _placement(signer: int, values: Mapping[str, float] | None) -> Placement:
+    told = None if values is None else {"version": 1, "at": 1e9, "values": values, "why": "gain"}
+    identity: Any = SimpleNamespace(peer_id=PEERS[signer])
+    found = make_notice(Placement, identity, 1e9, exponents=told)
+    assert isinstance(found, Placement)
+    return found
+
+
+async def test_client_tries_published_exponents_within_bounds_of_those_known_longest() -> None:
+    sane = [told_of(replace(TUNED, gamma=0.4 + signer / 10)) for signer in range(5)]
+    placements = [_placement(signer, values) for signer, values in enumerate(sane)]
+    placements += [_placement(5, sane[0] | {"gamma": 1e6}), _placement(6, None)]
+    known_s = {PeerId(PEERS[signer]): float(signer) for signer in range(7)}
+    snapshot = Snapshot(MODEL, 4, (NODES[1],), taken_at=0.0)
+    session, planner = _nodes_of(snapshot)
+    planner.strategy = make_strategy("homology-greedy", np.random.default_rng(0))
+    planner._swarm.notices = SimpleNamespace(  # type: ignore[misc, assignment]
+        fetch=AsyncMock(return_value=placements),
+        acquaintance=SimpleNamespace(known_s=known_s.__getitem__),
+    )
+    planner.surroundings.look = AsyncMock(return_value=(snapshot, {}))  # type: ignore[method-assign]
+    await planner.view(snapshot, session._request, may_ask=True)
+    assert isinstance(planner.strategy, Greedy)
+    gammas = [parameters.gamma for parameters in planner.strategy.published]
+    assert gammas == pytest.approx([0.8, 0.7, 0.6])
+
+
+def test_node_that_announces_room_and_refuses_is_reported_after_three_records() -> None:
+    session, planner = _nodes_of(Snapshot(MODEL, 4, (), taken_at=0.0))
+    told: list[tuple[str, str]] = []
+    swarm: Any = planner._swarm
+    swarm.reporter = SimpleNamespace(note=lambda _, peer, kind: told.append((peer, kind)))
+    room = {"roomy": 1000, "full": 10}
+    for seq in range(3):
+        for name, free in room.items():
+            record = SimpleNamespace(seq=seq, free_cache_tokens=free)
+            swarm.directory.record = lambda _, record=record: record
+            session.refused(PeerId(name), BusyError("no room", 1.0))
+    assert told == [("roomy", "refused")]

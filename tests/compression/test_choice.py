@@ -29,7 +29,10 @@ def test_a_token_is_sent_as_it_is_where_compressing_takes_longer_than_sending() 
 
 
 def test_an_equal_choice_is_the_plainest() -> None:
-    assert fastest(("none", "same"), 1 << 20, MEGABIT, {"none": PLAIN_COST, "same": PLAIN_COST}) == "none"
+    assert (
+        fastest(("none", "same"), 1 << 20, MEGABIT, {"none": PLAIN_COST, "same": PLAIN_COST})
+        == "none"
+    )
 
 
 @given(st.integers(1, 1 << 24), st.floats(1e3, FAST_BYTES_PER_S, exclude_max=True))

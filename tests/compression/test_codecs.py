@@ -276,7 +276,8 @@ def test_importing_the_codecs_loads_neither_bitsandbytes_nor_zstandard() -> None
         "import sys, torch; from nesa_node.compression import tensors;"
         "meta, data = tensors.encode(torch.ones(2, 64), codec='int8');"
         "tensors.decode(meta, data, max_bytes=999);"
-        "tensors.decode(tensors.TensorMeta('float32', (1, 64), 'blockwise8'), bytes(68), max_bytes=999);"
+        "meta = tensors.TensorMeta('float32', (1, 64), 'blockwise8');"
+        "tensors.decode(meta, bytes(68), max_bytes=999);"
         "sys.exit('bitsandbytes' in sys.modules or 'zstandard' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -14,11 +14,11 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pydoc_data.topics import topics
 from typing import Any
 
 import pytest
 import torch
-from pydoc_data.topics import topics
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -81,6 +81,7 @@ def test_mutated_encodings_never_crash_hang_or_take_memory() -> None:
     for meta, payload in originals:
         decode(meta, payload, max_bytes=MAX_BYTES)
     accepted = refused = 0
+    codes: set[str] = set()
     slowest_s = 0.0
     tracemalloc.start()
     try:
@@ -103,7 +104,7 @@ def test_mutated_encodings_never_crash_hang_or_take_memory() -> None:
             try:
                 tensor = decode(meta, data, max_bytes=MAX_BYTES)
             except ProtocolError as error:
-                assert error.code in ("bad_tensor", "not_finite")
+                codes.add(error.code)
                 refused += 1
             else:
                 accepted += 1
@@ -116,6 +117,7 @@ def test_mutated_encodings_never_crash_hang_or_take_memory() -> None:
     finally:
         tracemalloc.stop()
     assert min(accepted, refused) > MUTATIONS / 10
+    assert codes <= {"bad_tensor", "not_finite"}
     assert slowest_s < 1
 
 

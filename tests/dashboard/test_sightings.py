@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nesa_node.core.ids import PeerId
-from nesa_node.dashboard.events import KEPT_EVENTS, Event, EventLog
+from nesa_node.dashboard.events import KEPT_OF_A_KIND, Event, EventLog
 from nesa_node.dashboard.sightings import LOST_S, MAX_NODES, Sightings
 from tests.dashboard.records import TTL_S, record
 
@@ -110,13 +110,16 @@ def test_flood_of_nodes_is_bounded_and_pushes_nobody_out() -> None:
     assert len(sightings.nodes) == MAX_NODES
     assert A in sightings.nodes
     # Each batch is one event.
-    assert [event.kind for event in log.kept].count("joined") == 4
-    assert "5000 nodes at once" in log.kept[-1].text
+    assert kinds(list(log.kept.values())).count("joined") == 4
+    assert "5000 nodes at once" in list(log.kept.values())[-1].text
 
 
-def test_event_log_keeps_the_newest() -> None:
+def test_event_log_keeps_the_newest_of_each_kind() -> None:
     log = EventLog()
-    for number in range(KEPT_EVENTS + 10):
+    log.add([Event(at=0, kind="lost", text="is lost")])
+    for number in range(KEPT_OF_A_KIND + 10):
         log.add([Event(at=number, kind="joined", text=str(number))])
-    assert (len(log.kept), log.total) == (KEPT_EVENTS, KEPT_EVENTS + 10)
-    assert log.kept[-1].text == str(KEPT_EVENTS + 9)
+    assert (len(log.kept), log.total) == (KEPT_OF_A_KIND + 1, KEPT_OF_A_KIND + 11)
+    assert log.kept[0].kind == "lost"
+    assert list(log.kept) == sorted(log.kept)
+    assert log.kept[log.total - 1].text == str(KEPT_OF_A_KIND + 9)

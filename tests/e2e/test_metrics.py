@@ -48,7 +48,7 @@ def command(folder: Path, *argv: str) -> Iterator[str]:
         assert found is not None
         yield found[1]
     finally:
-        stop_nodes([process])
+        stop_nodes([process], patience_s=60)
     assert process.returncode == 0
 
 

@@ -63,11 +63,16 @@ def test_second_holder_is_restored_while_a_session_runs(alone: PreTrainedModel, 
 
 
 def _topology(node: Node) -> Any:
-    """What the page of a daemon says over HTTP."""
-    found = re.search(r"http://[0-9.:]+/topology\.json", node.log())
+    """What a daemon says of its swarm over HTTP."""
+    return json.loads(_page(node, "topology.json"))
+
+
+def _page(node: Node, path: str) -> bytes:
+    found = re.search(r"http_listens +url=(http://[0-9.:]+/)", node.log())
     assert found is not None, node.log()
-    with urlopen(found[0], timeout=10) as response:
-        return json.loads(response.read())
+    with urlopen(found[1] + path, timeout=10) as response:
+        body: bytes = response.read()
+        return body
 
 
 @pytest.mark.slow
@@ -91,6 +96,9 @@ def test_topology_of_a_live_swarm_can_be_read_over_http_and_replayed(
     assert len(bars) <= 4
     assert bars[0] == [0, None]
     assert before["links"]["median_rtt_ms"] < 1000
+    assert b"<title>nesa swarm</title>" in _page(boss, "")
+    seen = json.loads(_page(boss, "dashboard/state.json"))["sections"]["nodes"]
+    assert set(seen) == everyone
     bed.kill(victim)
     wait_until(lambda: len(_topology(boss)["nodes"]) == 3)
     wait_until(lambda: any(e["trigger"] == "replicas" for e in _topology(boss)["events"]))

@@ -42,7 +42,9 @@ def _cheapest_by_trying_everything(
     def extend(position: int, hops: tuple[Hop, ...]) -> None:
         nonlocal best
         if position == span.end:
-            best = min(best, chain_cost_s(snapshot, Request(span=span, penalties_s=penalties), hops))
+            best = min(
+                best, chain_cost_s(snapshot, Request(span=span, penalties_s=penalties), hops)
+            )
             return
         used = {hop.peer_id for hop in hops}
         for node in snapshot.nodes:
@@ -97,7 +99,10 @@ def test_slow_node_is_not_entered_twice_around_a_fast_one() -> None:
 
 def test_node_is_used_in_part_where_a_faster_one_takes_over() -> None:
     snapshot = _snapshot(6, _node("a", 0, 6, speed=0.5), _node("b", 2, 6, speed=1000.0))
-    assert plan_chain(snapshot, Request(span=Span(0, 6))) == (Hop(A, Span(0, 2)), Hop(B, Span(2, 6)))
+    assert plan_chain(snapshot, Request(span=Span(0, 6))) == (
+        Hop(A, Span(0, 2)),
+        Hop(B, Span(2, 6)),
+    )
 
 
 def test_chain_avoids_a_penalised_node_that_has_a_replica() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from nesa_node.core.ids import PeerId
 from nesa_node.core.span import Span
-from nesa_node.routing.claims import REMEMBERED_S, TOLERANCE, Claims
+from nesa_node.routing.claims import ENOUGH, LIE, REMEMBERED_S, TOLERANCE, Claims
 from nesa_node.topology.snapshot import NodeState
 
 A = PeerId("a")
@@ -40,6 +40,25 @@ def test_an_honest_claim_stays_as_it_is() -> None:
     claims.measured(A, 900.0)
     assert claims.believed(LIAR) is LIAR
     claims.measured(A, 5000.0)
+    assert claims.believed(LIAR) is LIAR
+
+
+def test_a_claim_that_trusted_others_call_a_lie_is_cut_once_and_for_a_while() -> None:
+    clock = _Clock()
+    claims = Claims(clock)
+    claims.reported(LIAR, ENOUGH / 2)
+    assert claims.believed(LIAR) is LIAR
+    for _ in range(3):
+        claims.reported(LIAR, 2.0)
+        assert claims.believed(LIAR).decode_tokens_per_s == pytest.approx(1000.0 / LIE)
+    clock.now = REMEMBERED_S + 1
+    assert claims.believed(LIAR) is LIAR
+
+
+def test_what_was_measured_here_counts_more_than_reports() -> None:
+    claims = Claims(_Clock())
+    claims.measured(A, 900.0)
+    claims.reported(LIAR, 3.0)
     assert claims.believed(LIAR) is LIAR
 
 

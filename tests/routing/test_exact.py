@@ -12,7 +12,12 @@ import pytest
 from nesa_node.core.errors import MissingBlocksError
 from nesa_node.routing.exact import exact_latency, solve_latency, without_returns
 from nesa_node.routing.problem import Chain, Problem, Visit, terms
-from tests.routing.problems import covered_problem, least_by_trying_everything, random_problem, small_problem
+from tests.routing.problems import (
+    covered_problem,
+    least_by_trying_everything,
+    random_problem,
+    small_problem,
+)
 
 
 def _cost(problem: Problem, **options: bool) -> float:

@@ -21,9 +21,7 @@ def _front_by_trying_everything(problem: Problem, price_N: Floats) -> Floats:
 
     least_by_trying_everything(problem, note, may_return=False)
     costs = np.unique(np.array(found), axis=0)
-    beaten = [
-        ((costs <= cost).all(axis=1) & (costs < cost).any(axis=1)).any() for cost in costs
-    ]
+    beaten = [((costs <= cost).all(axis=1) & (costs < cost).any(axis=1)).any() for cost in costs]
     front: Floats = costs[~np.array(beaten)]
     return front
 

@@ -9,9 +9,10 @@ import pytest
 
 from nesa_node.core.errors import ConfigError, MissingBlocksError
 from nesa_node.routing.exact import exact_latency
+from nesa_node.routing.failures import with_failures
 from nesa_node.routing.greedy import GreedyRule, Parameters, Prepared, hand_over
 from nesa_node.routing.problem import Problem, Visit, check_chain, terms
-from nesa_node.routing.strategies import STRATEGIES, explain, make_strategy
+from nesa_node.routing.strategies import STRATEGIES, Greedy, explain, make_strategy
 from tests.routing.problems import covered_problem, random_problem, small_problem
 
 
@@ -24,7 +25,7 @@ def _total_s(problem: Problem, name: str) -> float:
 def test_strategy_gives_chains_that_fit_and_names_what_is_missing(name: str) -> None:
     strategy = make_strategy(name, np.random.default_rng(0))
     assert strategy.name == name
-    missing = 0
+    missing = []
     for seed in range(60):
         problem = small_problem(seed)
         if not np.isfinite(problem.transfer_s_NN).all():
@@ -32,14 +33,16 @@ def test_strategy_gives_chains_that_fit_and_names_what_is_missing(name: str) -> 
         try:
             chain = strategy.choose(problem)
         except MissingBlocksError as error:
-            missing += 1
-            assert error.missing
+            missing.append(error.missing)
             continue
         check_chain(problem, chain)
         assert len({visit.node for visit in chain}) == len(chain)
-        assert terms(problem, chain).total_s >= terms(problem, exact_latency(problem)).total_s - 1e-9
+        assert (
+            terms(problem, chain).total_s >= terms(problem, exact_latency(problem)).total_s - 1e-9
+        )
         assert all(term >= 0.0 for term in strategy.terms(problem, chain).values())
-    assert missing > 0
+    assert missing
+    assert all(missing)
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
@@ -149,6 +152,22 @@ def test_greedy_takes_less_than_a_millisecond_for_a_thousand_nodes() -> None:
     for _ in range(50):
         rule.choose()
     assert (time.process_time() - began) / 50 < 1e-3
+
+
+def test_published_exponents_never_lose_time_and_sometimes_save_it() -> None:
+    afraid = Parameters(alpha=3.0, reliability_weight=3.0)
+    eager = Parameters(gamma=0.5, transfer_weight=2.0)
+    saved = 0
+    for seed in range(20):
+        problem = covered_problem(np.random.default_rng(seed), 40, 20)
+        whole = with_failures(problem)
+        alone, trying = (
+            terms(whole, Greedy(published=published).choose(problem)).total_s
+            for published in ((), (afraid, eager))
+        )
+        assert trying <= alone
+        saved += trying < alone
+    assert saved > 0
 
 
 def test_parameters_that_mean_nothing_are_refused() -> None:

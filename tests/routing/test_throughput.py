@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from nesa_node.core.errors import MissingBlocksError
-from nesa_node.routing.capacity import fill, most_tokens_per_s
 from nesa_node.routing.exact import exact_latency
+from nesa_node.routing.saturation import fill, most_tokens_per_s
 from nesa_node.routing.throughput import exact_throughput, price_factor
 from tests.routing.problems import covered_problem, random_problem
 

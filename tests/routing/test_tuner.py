@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from nesa_node.routing.exact import exact_latency
-from nesa_node.routing.fitness import RECOVERY_S, TOKENS, Scenario, fitness
+from nesa_node.routing.failures import RECOVERY_S, TOKENS
+from nesa_node.routing.fitness import Scenario, fitness
 from nesa_node.routing.greedy import Parameters
 from nesa_node.routing.problem import terms
 from nesa_node.routing.tuner import (
@@ -69,9 +70,7 @@ def test_genetic_search_finds_a_known_optimum_better_than_chance() -> None:
 def test_report_is_the_same_for_the_same_seed_and_says_who_won() -> None:
     learn, held_out = _scenarios(0, 4), _scenarios(100, 4)
     first, again = (
-        tune(
-            learn, held_out, np.random.default_rng(5), before=BEFORE, population=6, generations=3
-        )
+        tune(learn, held_out, np.random.default_rng(5), before=BEFORE, population=6, generations=3)
         for _ in range(2)
     )
     assert first == again

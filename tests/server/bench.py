@@ -246,11 +246,17 @@ class Node:
         swarm = SimpleNamespace(
             identity=SimpleNamespace(peer_id=NODE),
             speeds=LinkSpeeds(),
+            reporter=SimpleNamespace(note=self._note),
             transport=SimpleNamespace(is_local=AsyncMock(return_value=False)),
         )
+        self.reported: list[tuple[str, str]] = []
+        """Whom the node told others of, and as what."""
         self.speeds: LinkSpeeds = swarm.speeds
         self.server = SessionServer(cast(Any, swarm), MODEL, blocks, scheduler, self.admission)
         self._tasks: asyncio.TaskGroup | None = None
+
+    def _note(self, _: object, peer: str, kind: str) -> None:
+        self.reported.append((peer, kind))
 
     def connect(self, client: str) -> Wire:
         """A stream that the node serves until it ends."""

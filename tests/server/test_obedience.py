@@ -2,91 +2,40 @@
 
 from __future__ import annotations
 
-import asyncio
-import random
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nesa_node.core.ids import ModelId, PeerId
+from nesa_node.core.ids import PeerId
 from nesa_node.core.span import Span
-from nesa_node.server.follow import follow
 from nesa_node.server.obedience import Obedience
 from nesa_node.server.worth import Worth
-from nesa_node.swarm.notices import Move, Placement
+from nesa_node.swarm.notices import Placement
 from nesa_node.topology.assemble import assemble_links
-from nesa_node.topology.snapshot import NodeState, Snapshot
+from nesa_node.topology.snapshot import Snapshot
+from tests.server.small_swarm import (
+    BLOCKS,
+    BOSS,
+    EVEN,
+    ME,
+    NOW,
+    RIVAL,
+    STRANGER,
+    TO_SECOND,
+    TORN,
+    UNEVEN,
+    A,
+    B,
+    C,
+    appraise,
+    node,
+    placement,
+    swarm,
+)
 from tests.swarm.notice_fields import PEERS
-
-MODEL = ModelId("tiny@0")
-NOW = 1_800_000_000.0
-BOSS, RIVAL, STRANGER = (PeerId(peer) for peer in PEERS[-3:])
-ME, A, B, C = (PeerId(peer) for peer in PEERS[:4])
-BLOCKS = 8
-
-
-def appraise(snapshot: Snapshot) -> Worth:
-    """A step takes, block by block, as long as at the fastest holder; all holders work at once."""
-    speeds: list[list[float]] = [[] for _ in range(snapshot.num_blocks)]
-    for node in snapshot.nodes:
-        for block in range(node.span.start, min(node.span.end, snapshot.num_blocks)):
-            speeds[block].append(node.decode_tokens_per_s * len(node.span))
-    holes = sum(not each for each in speeds)
-    thin = sum(max(2 - len(each), 0) for each in speeds)
-    if holes:
-        return Worth(holes, thin, float("inf"), 0.0)
-    return Worth(0, thin, sum(1 / max(each) for each in speeds), min(map(sum, speeds)))
-
-
-def swarm(spans: Mapping[PeerId, tuple[int, int]], taken_at: float = NOW - 5) -> Snapshot:
-    nodes = tuple(
-        NodeState(peer, Span(*span), decode_tokens_per_s=10.0 / (span[1] - span[0]))
-        for peer, span in spans.items()
-    )
-    return Snapshot(MODEL, BLOCKS, nodes, taken_at)
-
-
-# Three hold the first half, one the second: whoever moves over doubles what the swarm can do.
-UNEVEN = {ME: (0, 4), A: (0, 4), B: (0, 4), C: (4, 8)}
-EVEN = {ME: (0, 4), A: (0, 4), B: (4, 8), C: (4, 8)}
-TORN = {ME: (0, 4), A: (0, 4), B: (0, 4)}
-TO_SECOND = ((ME, (0, 4), (4, 8)),)
-
-
-def placement(
-    *moves: tuple[PeerId, tuple[int, int], tuple[int, int]],
-    signer: PeerId = STRANGER,
-    **changes: Any,
-) -> Placement:
-    fields: dict[str, Any] = {
-        "model_id": MODEL,
-        "peer_id": signer,
-        "epoch": 3,
-        "seq": 1,
-        "issued_at": NOW,
-        "expires_at": NOW + 60,
-        "num_blocks": BLOCKS,
-        "based_on": "",
-        "moves": tuple(Move(peer=p, was=was, to=to, gain=0.5) for p, was, to in moves),
-        "gain": 0.5,
-        "strategy": "test",
-        "trigger": "gain",
-        "reason": "a test",
-    }
-    return Placement.model_validate({**fields, **changes})
-
-
-def node(*allowed: PeerId, max_blocks: int = 4, seen: Snapshot | None = None) -> Obedience:
-    obedience = Obedience(
-        ME, appraise, num_blocks=BLOCKS, max_blocks=max_blocks, allowed=frozenset(allowed)
-    )
-    if seen is not None:
-        obedience.glance(seen)
-    return obedience
 
 
 def test_gain_that_the_node_finds_itself_is_reason_to_obey_a_stranger() -> None:
@@ -315,78 +264,6 @@ def test_refused_placement_is_weighed_again_once_the_swarm_has_changed() -> None
     assert obedience.due([newer], swarm(UNEVEN, NOW + 600)) == [newer]
 
 
-async def _follow_until_a_wish(
-    look: Callable[[], Awaitable[Snapshot]], now: Snapshot, moves: _Moves
-) -> None:
-    task = asyncio.create_task(
-        follow(
-            _Board(),  # type: ignore[arg-type]
-            lambda: now,
-            look,
-            MODEL,
-            node(),
-            moves,
-            every_s=0.01,
-            rng=random.Random(1),
-        )
-    )
-    async with asyncio.timeout(5):
-        await moves.begun.wait()
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
-
-
-async def test_follower_survives_a_mistake() -> None:
-    moves, now = _Moves(), swarm(UNEVEN)
-    failures = iter([ValueError("ours"), KeyError("ours")])
-
-    async def look() -> Snapshot:
-        for error in failures:
-            raise error
-        return now
-
-    await _follow_until_a_wish(look, now, moves)
-
-
-async def test_nobody_is_asked_for_placements_that_do_not_name_this_node() -> None:
-    looked = 0
-    fetched = asyncio.Event()
-
-    class Board:
-        async def fetch(self, *_: object) -> list[Placement]:
-            if looks_at_board():
-                fetched.set()
-            return [placement((A, (0, 4), (4, 8)))]
-
-    times = iter(range(100))
-
-    def looks_at_board() -> bool:
-        return next(times) >= 3
-
-    async def look() -> Snapshot:
-        nonlocal looked
-        looked += 1
-        return swarm(UNEVEN)
-
-    task = asyncio.create_task(
-        follow(
-            Board(),  # type: ignore[arg-type]
-            lambda: swarm(UNEVEN),
-            look,
-            MODEL,
-            node(),
-            _Moves(),
-            every_s=0.01,
-            rng=random.Random(1),
-        )
-    )
-    async with asyncio.timeout(5):
-        await fetched.wait()
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
-    assert looked == 0
-
-
 spans = st.tuples(st.integers(0, 7), st.integers(1, 4)).map(lambda s: (s[0], min(s[0] + s[1], 8)))
 peers = st.sampled_from([ME, A, B, C, PeerId(PEERS[7])])
 
@@ -435,36 +312,3 @@ def test_memory_of_signers_is_bounded() -> None:
         obedience.consider([lie], swarm(EVEN))
     assert len(obedience.liars) <= 1024
     assert len(obedience._counted) <= 64
-
-
-class _Wish:
-    async def wait(self) -> str:
-        return "moved"
-
-
-class _Moves:
-    def __init__(self) -> None:
-        self.asked: list[tuple[Span, str]] = []
-        self.begun = asyncio.Event()
-
-    def ask(self, span: Span, reason: str) -> _Wish:
-        self.asked.append((span, reason))
-        self.begun.set()
-        return _Wish()
-
-
-class _Board:
-    async def fetch(self, *_: object) -> list[Placement]:
-        return [placement(*TO_SECOND)]
-
-
-async def test_follower_wishes_for_what_it_is_willing_to_do() -> None:
-    moves, now = _Moves(), swarm(UNEVEN)
-
-    async def look() -> Snapshot:
-        return now
-
-    await _follow_until_a_wish(look, now, moves)
-    span, reason = moves.asked[0]
-    assert span == Span(4, 8)
-    assert reason.startswith("placement 3.1@")

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from nesa_node.core.ids import ModelId, PeerId
+from nesa_node.routing.claims import LIE, Claims
 from nesa_node.routing.reputation import FULL_STANDING_S
+from nesa_node.server.believed import Believed
 from nesa_node.swarm import reporter as reporter_module
 from nesa_node.swarm.hearsay import Histories
 from nesa_node.swarm.identity import Identity
@@ -81,6 +83,36 @@ async def test_word_of_a_node_that_has_served_for_long_counts_in_full(tmp_path: 
         blames = reader.directory.blames(MODEL)
         assert blames[PeerId(PEERS[20])] > 0.9
         assert sum(blames[PeerId(PEERS[index])] for index in range(5)) <= 1.0
+
+
+async def test_only_those_who_are_known_can_say_that_a_node_boasts(tmp_path: Path) -> None:
+    now = [time.time()]
+    async with local_swarm(tmp_path, 3, clock=lambda: now[0], record_ttl_s=600) as members:
+        witness, boaster, reader = members
+        status = make_status(uptime_s=1e6, decode_tokens_per_s=1000.0)
+        await witness.directory.publish(status)
+        await reader.directory.fetch(MODEL)
+        now[0] += FULL_STANDING_S - 5
+        for member in (witness, boaster):
+            await member.directory.publish(status)
+        believed = Believed(reader.directory, Claims(lambda: 0.0))
+
+        async def speed() -> float:
+            node = believed.of(await reader.directory.fetch(MODEL)).node(boaster.identity.peer_id)
+            assert node is not None
+            return node.decode_tokens_per_s
+
+        async with open_swarm(
+            Identity.ephemeral(tmp_path),
+            initial_peers=reader.transport.addresses,
+            listen=False,
+            clock=lambda: now[0],
+        ) as stranger:
+            failure = Failure(peer=boaster.identity.peer_id, kind="slow", count=9, at=now[0])
+            await stranger.notices.publish(Report, MODEL, ttl_s=100, failures=(failure,))
+            assert await speed() == 1000.0
+        await witness.notices.publish(Report, MODEL, ttl_s=100, failures=(failure,))
+        assert await speed() == pytest.approx(1000.0 / LIE)
 
 
 class _Board:

@@ -63,8 +63,9 @@ def test_jitter_does_not_add_up() -> None:
     worlds = list(steps(WORLD, 40, np.random.default_rng(4), leave=0.0, jitter=0.05))
     ratio = worlds[-1].links.rtt_ms_NN[0, 1:] / WORLD.links.rtt_ms_NN[0, 1:]
     assert np.std(np.log(ratio)) < 0.1
-    assert np.array_equal(jittered(WORLD, np.random.default_rng(0), 0.0).links.rtt_ms_NN[0],
-                          WORLD.links.rtt_ms_NN[0])
+    assert np.array_equal(
+        jittered(WORLD, np.random.default_rng(0), 0.0).links.rtt_ms_NN[0], WORLD.links.rtt_ms_NN[0]
+    )
 
 
 def test_unreliable_nodes_leave_sooner() -> None:

@@ -1,17 +1,12 @@
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
-from nesa_node.core.ids import ModelId, PeerId
-from nesa_node.core.span import Span
+from nesa_node.core.ids import PeerId
 from nesa_node.topology.access_rates import fit_access_rates
 from nesa_node.topology.estimate import (
     ESTIMATE_CONFIDENCE,
     estimate_rtt_ms,
     fill,
-    fill_snapshot,
-    neighbours_to_measure,
     places_win,
 )
 from nesa_node.topology.geography import least_rtt_ms
@@ -19,7 +14,6 @@ from nesa_node.topology.height_fit import fit_heights
 from nesa_node.topology.links import Floats, Links
 from nesa_node.topology.low_rank import biases, complete_low_rank
 from nesa_node.topology.places import as_array, believable
-from nesa_node.topology.snapshot import NodeState, Snapshot
 from nesa_node.topology.tables import load_table
 from nesa_node.topology.worlds import World, make_world, places
 
@@ -132,15 +126,6 @@ def test_nonsense_is_no_place() -> None:
     assert as_array([]).shape == (0, 2)
 
 
-def test_filled_snapshot_links_joining_nodes_too() -> None:
-    nodes = tuple(NodeState(PeerId(name), Span(0, 1)) for name in "ab")
-    snapshot = Snapshot(ModelId("m@0"), 1, nodes[:1], 0.0, joining=nodes[1:])
-    filled = fill_snapshot(snapshot, np.random.default_rng(0))
-    assert filled.links is not None
-    assert filled.links.peers == ("a", "b")
-    assert np.isfinite(filled.links.rtt_ms("a", "b"))  # type: ignore[arg-type]
-
-
 def test_heights_and_stretch_are_found_despite_detours() -> None:
     rng = np.random.default_rng(0)
     light_NN = least_rtt_ms(PLACES_N2, PLACES_N2)
@@ -193,16 +178,3 @@ def test_biases_find_row_and_column_offsets() -> None:
     offset_N = np.array([0.0, 1.0, 2.0, -3.0])
     values_NN = 5.0 + offset_N[:, None] + offset_N[None, :]
     assert np.abs(biases(values_NN, ridge=1e-9, turns=100) - values_NN).max() < 0.01
-
-
-def test_least_known_neighbours_are_measured_next() -> None:
-    links = WORLD.links
-    confidence_NN = np.ones((80, 80))
-    confidence_NN[0, [5, 9]] = 0.0
-    links = replace(links, confidence_NN=confidence_NN)
-    chosen = neighbours_to_measure(links, links.peers[0], 4, np.random.default_rng(0))
-    assert set(chosen[:2]) == {links.peers[5], links.peers[9]}
-    assert len(set(chosen)) == 4
-    assert links.peers[0] not in chosen
-    every = neighbours_to_measure(links, links.peers[0], 500, np.random.default_rng(0))
-    assert len(every) == 79

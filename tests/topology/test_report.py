@@ -81,6 +81,7 @@ def test_history_tells_figures_thresholds_and_when_triggers_fired() -> None:
             strategy="rebalance-latency",
             parameters={"min_gain": gain},
             exponents={"gamma": 1.0},
+            why_exponents="as shipped",
         )
         for at, figure, fired, gain in (
             (1, 0.1, False, 0.1),
@@ -104,7 +105,7 @@ def test_history_tells_figures_thresholds_and_when_triggers_fired() -> None:
     assert [change["at"] for change in report["parameters"]["history"]] == [1, 3]
     assert report["exponents"] == {
         "now": {"gamma": 1},
-        "history": [{"at": 1, "values": {"gamma": 1}}],
+        "history": [{"at": 1, "values": {"gamma": 1}, "why": "as shipped"}],
     }
 
 

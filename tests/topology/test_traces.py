@@ -1,3 +1,5 @@
+import itertools
+
 import numpy as np
 import pytest
 
@@ -41,14 +43,14 @@ def test_measurements_scatter_round_the_truth() -> None:
 
 def test_three_percent_leave_and_as_many_come() -> None:
     seen = steps(200)
-    pairs = list(zip(seen, seen[1:], strict=False))
+    pairs = list(itertools.pairwise(seen))
     left = [len(set(a.peers) - set(b.peers)) for a, b in pairs]
     # The fixed nodes, one in eight, stay.
     assert np.mean(left) == pytest.approx(48 * 0.03 * 7 / 8, rel=0.2)
     assert all(42 <= len(step.peers) <= 48 for step in seen)
-    assert {peer for peer, fixed in zip(seen[0].peers, seen[0].fixed_N, strict=True) if fixed} <= set(
-        seen[-1].peers
-    )
+    assert {
+        peer for peer, fixed in zip(seen[0].peers, seen[0].fixed_N, strict=True) if fixed
+    } <= set(seen[-1].peers)
 
 
 @pytest.mark.parametrize("kind", ["partition", "detour", "bad pair"])

@@ -229,6 +229,28 @@ async def test_a_key_that_is_revoked_or_made_meanwhile_is_known_soon(path: Path)
         assert time.monotonic() - began < 2
 
 
+@pytest.mark.parametrize("by_cookie", [True, False])
+async def test_a_key_that_ends_ends_what_is_still_being_told(path: Path, by_cookie: bool) -> None:
+    key = new_key(path, concurrent_requests=1)
+    other = new_key(path, "bob")
+    async with gate(path) as (gateway, address), browser(address) as client:
+        if by_cookie:
+            await client.post("/login", json={"key": key})
+        headers = {} if by_cookie else bearer(key)
+        async with (
+            browser(address, headers=bearer(other)) as stays,
+            stays.stream("GET", "/v1/feed") as goes_on,
+            client.stream("GET", "/v1/feed", headers=headers) as feed,
+        ):
+            lines = feed.aiter_lines()
+            assert await anext(lines) == "news"
+            KeyStore(path).revoke("alice")
+            async with asyncio.timeout(5):
+                assert {line async for line in lines} <= {"news"}
+            assert await anext(goes_on.aiter_lines()) == "news"
+            assert gateway.streams == 1
+
+
 async def test_the_first_key_closes_an_open_gateway_and_the_last_does_not_open_it(
     path: Path,
 ) -> None:

@@ -34,12 +34,14 @@ class TinyGateway:
             routes=[
                 Route("/", self._home),
                 Route("/health", self._health),
+                Route("/favicon.ico", self._health),
                 Route("/static/{name}", self._health),
                 Route("/v1/models", self._models),
                 Route("/v1/echo", self._echo, methods=["POST"]),
                 Route("/v1/spend", self._spend, methods=["POST"]),
                 Route("/v1/stream", self._stream, methods=["GET", "POST"]),
                 Route("/v1/flood", self._flood),
+                Route("/v1/feed", self._feed),
                 Route("/v1/whoami", self._whoami, methods=["GET", "POST"]),
                 Route("/v1/broken", self._broken),
             ]
@@ -73,6 +75,18 @@ class TinyGateway:
 
     async def _stream(self, _request: Request) -> Response:
         return StreamingResponse(self._parts())
+
+    async def _feed(self, _request: Request) -> Response:
+        return StreamingResponse(self._news())
+
+    async def _news(self) -> AsyncIterator[bytes]:
+        self.streams += 1
+        try:
+            while True:
+                yield b"news\n"
+                await asyncio.sleep(0.05)
+        finally:
+            self.streams -= 1
 
     async def _flood(self, _request: Request) -> Response:
         return StreamingResponse(self._waves())

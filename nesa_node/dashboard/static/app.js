@@ -1,9 +1,10 @@
 // Puts the page together: what comes from the server goes to the parts that show it.
 
 import { holesOf, showBlocks } from "./blocks.js";
+import { precision } from "./cards.js";
 import { Chart } from "./charts.js";
 import { EventList } from "./events.js";
-import { Graph, precision, ZOOM } from "./graph.js";
+import { Graph, ZOOM } from "./graph.js";
 import { Live } from "./live.js";
 import { Playground } from "./playground.js";
 import { colourOf, showLinks, showLinksOf, showNodes, showSessions } from "./tables.js";
@@ -46,6 +47,7 @@ $("all-links").addEventListener("change", (event) => {
   graph.allLinks = event.target.checked;
   soon();
 });
+$("figure").addEventListener("change", soon);
 $("model").addEventListener("change", (event) => {
   chosenModel = event.target.value;
   chosenNode = null;
@@ -89,6 +91,7 @@ function show() {
 
   showTiles(model, sessions);
   graph.chosen = chosenNode;
+  graph.stability = $("figure").value === "stability" ? topology.stability() : null;
   graph.show(nodes, links, sessions, now);
   $("graph-empty").textContent = about.get("starting") === false ? "No node serves here yet" : "Looking for nodes …";
   showBlocks($("blocks"), $("blocks-axis"), $("blocks-words"), model);

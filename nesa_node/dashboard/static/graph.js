@@ -1,19 +1,17 @@
-// The swarm as a graph. Cytoscape draws links and chains on a canvas; nodes are buttons above it,
-// so that they can be read and reached like the rest of the page.
+// The swarm as a graph: Cytoscape draws links and chains on a canvas, below the nodes' cards.
 
 import cytoscape from "./vendor/cytoscape/cytoscape.esm.min.mjs";
-import { CLIENT_CARD, place } from "./layout.js";
-import { colour } from "./theme.js";
-import { duration, el, keyed, milliseconds, named, percent, rate, setText, shortPeer, span } from "./words.js";
+import { linkWords, showCards } from "./cards.js";
+import { styleSheet } from "./graph_style.js";
+import { CLIENT, place } from "./layout.js";
 
 export const CHAIN_COLOURS = ["chain-2", "chain-3", "chain-4", "chain-5", "chain-6", "chain-1"];
-const CLIENT = "client";
 const NARROW = 640;
 const MOST_CHAINS = 12;
 const MOST_LINKS = 150;
 // How far from the nodes a chain's answer runs back, and how far apart two of them.
 const LANE = { first: 22, next: 7 };
-const ZOOM = { least: 0.2, most: 2, fit: 1.15, step: 1.25 };
+export const ZOOM = { least: 0.2, most: 2, fit: 1.15, step: 1.25 };
 
 export class Graph {
   constructor({ box, edges, cards, empty, choose }) {
@@ -22,6 +20,7 @@ export class Graph {
     this.links = new Map();
     this.sessions = [];
     this.allLinks = false;
+    this.stability = null; // Map(peer -> 0 to 1), where cards show that instead of load
     this.chosen = null;
     this.shape = "";
     this.cy = cytoscape({
@@ -45,7 +44,7 @@ export class Graph {
     Object.assign(this, { nodes, links, sessions });
     this.empty.hidden = nodes.size > 0;
     this.arrange();
-    this.drawCards(now);
+    showCards(this.cards, this.layout, this, now);
     this.drawEdges();
   }
 
@@ -127,50 +126,6 @@ export class Graph {
     });
     this.restyle();
     this.fit();
-  }
-
-  drawCards(now) {
-    const places = this.layout?.places ?? new Map();
-    this.cards.classList.toggle("small", Boolean(this.layout?.small));
-    const lit = this.sessions.filter((session) => session.lit);
-    this.lit = new Set(lit.flatMap((session) => session.hops.map(([peer]) => peer)));
-    keyed(this.cards, places.keys(), (key) => this.makeCard(key), (card, key) => {
-      const { x, y } = places.get(key);
-      card.style.left = `${x}px`;
-      card.style.top = `${y}px`;
-      if (key !== CLIENT) this.updateCard(card, key, this.nodes.get(key), now);
-    });
-  }
-
-  makeCard(key) {
-    if (key === CLIENT) return el("li.card.here", el("span.title", "this gateway"));
-    const button = el("button.face");
-    button.type = "button";
-    button.append(el("span.title"), el("span.sub"), el("span.load", el("span.bar")), el("span.foot"));
-    button.addEventListener("click", () => this.choose(key));
-    return el("li.card", button);
-  }
-
-  updateCard(card, peer, node, now) {
-    const state = node.state;
-    const marks = [peer === this.chosen ? " chosen" : "", this.lit.has(peer) ? " lit" : ""];
-    card.className = `card ${state}${marks.join("")}`;
-    card.dataset.state = state;
-    const [title, sub, load, foot] = card.firstChild.children;
-    if (title.textContent !== (node.name || shortPeer(peer))) {
-      title.replaceChildren(named(node.name || shortPeer(peer)));
-    }
-    setText(sub, `${span(node.span)} · ${node.device} · ${precision(node)}`);
-    load.firstChild.style.width = `${Math.min(1, node.load) * 100}%`;
-    const way = this.wayFromChosen(peer);
-    setText(foot, way && state !== "lost" ? way : footnote(node, now));
-    card.firstChild.setAttribute("aria-pressed", String(peer === this.chosen));
-  }
-
-  wayFromChosen(peer) {
-    if (!this.nodes.has(this.chosen) || peer === this.chosen) return "";
-    const link = this.links.get(`${peer}|${this.chosen}`) ?? this.links.get(`${this.chosen}|${peer}`);
-    return link ? linkWords(link) : "not measured";
   }
 
   drawEdges() {
@@ -268,67 +223,7 @@ export class Graph {
   }
 
   restyle() {
-    const { width, height } = this.layout?.size ?? { width: 10, height: 10 };
-    const surface = colour("surface");
-    this.cy.style([
-      { selector: "node", style: { shape: "round-rectangle", width, height, opacity: 0, events: "no" } },
-      { selector: `node#${CLIENT}`, style: CLIENT_CARD },
-      {
-        selector: "edge.link",
-        style: {
-          width: 1.2,
-          "line-color": colour("link"),
-          "curve-style": "straight",
-          label: "data(label)",
-          color: colour("muted"),
-          "font-family": "system-ui, sans-serif",
-          "font-size": 11,
-          "text-wrap": "wrap",
-          "text-background-color": surface,
-          "text-background-opacity": 1,
-          "text-background-padding": 2,
-          events: "no",
-        },
-      },
-      { selector: "edge.asked", style: { "line-color": colour("accent"), color: colour("text"), width: 2, "z-index": 5 } },
-      {
-        selector: "edge.chain",
-        style: {
-          width: 2.5,
-          "line-color": (edge) => colour(edge.data("shade")),
-          "target-arrow-color": (edge) => colour(edge.data("shade")),
-          "target-arrow-shape": "triangle",
-          "arrow-scale": 0.9,
-          "curve-style": "bezier",
-          "control-point-step-size": 26,
-          "z-index": 10,
-          events: "no",
-        },
-      },
-      {
-        selector: "edge.answer",
-        style: {
-          "curve-style": "round-segments",
-          "edge-distances": "node-position",
-          "segment-weights": (edge) => edge.data("way").weights,
-          "segment-distances": (edge) => edge.data("way").distances,
-          "segment-radii": 14,
-          "line-style": "dashed",
-          "line-dash-pattern": [5, 5],
-          width: 1.5,
-        },
-      },
-      {
-        selector: "edge.lit",
-        style: {
-          width: 4,
-          "underlay-color": (edge) => colour(edge.data("shade")),
-          "underlay-opacity": 0.22,
-          "underlay-padding": 5,
-          "z-index": 20,
-        },
-      },
-    ]);
+    this.cy.style(styleSheet(this.layout?.size ?? { width: 10, height: 10 }));
   }
 }
 
@@ -337,23 +232,3 @@ function follows(one, other) {
   const [a, b] = one[0] <= other[0] ? [one, other] : [other, one];
   return a[0] < b[0] && b[0] <= a[1] && a[1] < b[1];
 }
-
-function linkWords(link) {
-  const rates = link.bytes_per_s.filter((each) => each !== null);
-  const words = milliseconds(link.rtt_ms);
-  return rates.length ? `${words} · ${rate(Math.max(...rates))}` : words;
-}
-
-export function precision(node) {
-  return node.quantization === "none" ? node.dtype : node.quantization;
-}
-
-function footnote(node, now) {
-  if (node.state === "lost") return `lost ${duration(now - node.lost_at)} ago`;
-  if (node.state === "joining") return "loading";
-  if (node.state === "draining") return node.next_span ? `moves to ${span(node.next_span)}` : "leaving";
-  const held = node.sessions ? ` · ${node.sessions} session${node.sessions === 1 ? "" : "s"}` : "";
-  return `load ${percent(node.load)}${held}`;
-}
-
-export { CLIENT, ZOOM };

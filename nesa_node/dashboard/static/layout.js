@@ -5,6 +5,7 @@
 const CARD = { width: 168, height: 74, across: 26, along: 78 };
 const TALL_CARD = { width: 150, height: 60, across: 22, along: 36 };
 const SMALL_CARD = { width: 104, height: 30, across: 12, along: 44 };
+export const CLIENT = "client";
 export const CLIENT_CARD = { width: 110, height: 36 };
 const MOST_ABREAST = { wide: 5, tall: 2 };
 const MANY = 36;

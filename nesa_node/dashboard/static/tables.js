@@ -1,6 +1,7 @@
 // Nodes, links and sessions as tables: what the graph shows, for whoever cannot see it, and more.
 
-import { CHAIN_COLOURS, precision } from "./graph.js";
+import { precision } from "./cards.js";
+import { CHAIN_COLOURS } from "./graph.js";
 import { bytes, duration, el, keyed, milliseconds, named, nameOf, number, percent, rate, setText, shortPeer, span } from "./words.js";
 
 const MOST_LINKS = 200;

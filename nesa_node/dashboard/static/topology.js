@@ -40,8 +40,17 @@ export class Topology {
     if (this.report) this.draw();
   }
 
+  // How steady each node's place is, for the graph; asked for from now on.
+  stability() {
+    if (!this.wanted) {
+      this.wanted = true;
+      this.fetch();
+    }
+    return new Map((this.report?.nodes ?? []).map((node) => [node.peer, node.stability]));
+  }
+
   async fetch() {
-    if (!this.shown || !this.model) return;
+    if (!(this.shown || this.wanted) || !this.model) return;
     const model = this.model;
     try {
       const answer = await fetch(`/topology.json?model=${encodeURIComponent(model)}`);
@@ -122,9 +131,14 @@ export class Topology {
       ...Object.entries(report.exponents.now).map(([name, value]) => [name.replaceAll("_", " "), number(value)]),
       ...Object.entries(now).map(([name, value]) => [name.replaceAll("_", " "), number(value)]),
     ];
-    const last = report.exponents.history.at(-1);
-    if (last) rows.push(["exponents since", `${clock(last.at)} (changed ${report.exponents.history.length - 1} times)`]);
     facts(this.$("cost"), rows);
+    const changes = report.exponents.history.slice(-10).reverse();
+    this.$("cost-history").replaceChildren(
+      ...changes.map(({ at, values }) => {
+        const words = Object.entries(values).map(([name, value]) => `${name.replaceAll("_", " ")} ${number(value)}`);
+        return el("li", el("time", clock(at)), el("span.badge", "exponents"), el("span.words", words.join(", ")));
+      }),
+    );
   }
 
   drawStability(report) {

@@ -31,9 +31,11 @@ from nesa_node.routing.placement.pipeline import promising
 from nesa_node.routing.placement.recipes import Pipelines
 from nesa_node.routing.placement.room import Lacks, Layout, Room
 from nesa_node.routing.placement.score import Goal, Score, best_chain, measure
-from nesa_node.routing.problem import Visit
+from nesa_node.routing.problem import Chain, Visit
 from nesa_node.topology.snapshot import Snapshot
 
+FEW_NODES = 200
+"""With more, pipelines are not searched for where a layout to start from is given."""
 _SINGLES = 48
 _WORTH_TRYING = 0.01
 
@@ -58,17 +60,20 @@ def rebalance(
     policy: Policy | None = None,
     costs: MoveCosts | None = None,
     pinned: frozenset[PeerId] = frozenset(),
+    start: Layout | None = None,
 ) -> Moves:
     """What should move in `snapshot`, where nodes hold what their records say; never the `pinned`.
 
     Joining nodes count as holders, since they soon will be, but not as ready ones: no move relies
     on them before it has made them so. With a loss the moves that mend it are all there is: what
-    could be gained beside is seen in the next snapshot.
+    could be gained beside is seen in the next snapshot. `start` is a layout of a room made so
+    (a schema's): the way to its best chains is looked at first, and takes the place of the search
+    for pipelines where there are many nodes.
     """
     policy, costs = policy or Policy(), costs or MoveCosts()
     room = make_room(snapshot, requests, replicas=replicas)
     fixed = frozenset(row for row, peer in enumerate(room.problem.peers) if peer in pinned)
-    search = _Search(snapshot, room, goal, policy, costs, fixed)
+    search = _Search(snapshot, room, goal, policy, costs, fixed, start)
     lacks = room.now().lacks(room)
     if lacks.replicas:
         mended = search.mended()
@@ -105,6 +110,7 @@ class _Search:
     costs: MoveCosts
     fixed: frozenset[int]
     """Nodes that stay where they are."""
+    start: Layout | None = None
 
     def mended(self) -> Moves:
         """Moves for blocks that nobody holds and replicas that are missing, least to load first."""
@@ -182,7 +188,7 @@ class _Search:
             wider = widen(self.room, now, max_moves=limit)
             yield wider, _changed(now, wider)
             return
-        for chain in Pipelines(self.room).first(2 * len(self.room.clients)):
+        for chain in self._chains():
             layout = now
             for visit in chain:
                 layout = _holding_run(self.room, layout, visit)
@@ -197,6 +203,14 @@ class _Search:
             layout, score, node = step
             moving.append(node)
             yield layout, list(moving)
+
+    def _chains(self) -> Iterator[Chain]:
+        """Chains that might be good if nodes held what they run."""
+        if self.start is not None:
+            for client in range(len(self.room.clients)):
+                yield best_chain(self.room.problem_of(self.start, client)) or ()
+        if self.start is None or self.room.problem.num_nodes <= FEW_NODES:
+            yield from Pipelines(self.room).first(2 * len(self.room.clients))
 
     def _best_single(
         self, layout: Layout, score: Score, moved: Sequence[int]

@@ -1,1 +1,1 @@
-"""Has the network really changed? Triggers that tell a partition, a loss or a detour from jitter."""
+"""Has the network really changed? Triggers that tell partitions, losses, detours from jitter."""

@@ -76,7 +76,7 @@ class ChangeReport:
 
 
 def observe(state: ChangeState, now: Observation) -> tuple[ChangeState, ChangeReport]:
-    """Judge one snapshot. Neither argument is modified. Raises `ValueError` for what makes no sense."""
+    """Judge one snapshot. Neither argument is modified. Raises `ValueError` for nonsense."""
     sensitivity = state.sensitivity
     shift, triggers = judge_shift(state.shift, now.connections, sensitivity)
     peers = frozenset(now.connections.peers)

@@ -1,4 +1,4 @@
-"""Whether a figure is more than jitter: 1.5 times the 95th percentile of its past, twice in a row."""
+"""Whether a figure is more than jitter: 1.5 x the 95th percentile of its past, twice in a row."""
 
 from __future__ import annotations
 

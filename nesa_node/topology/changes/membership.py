@@ -77,9 +77,7 @@ def judge_departures(
     return judge_jitter(jitter, "departures", share, once, what)
 
 
-def _trigger(
-    name: TriggerName, figure: float, threshold: float, reason: str
-) -> Trigger:
+def _trigger(name: TriggerName, figure: float, threshold: float, reason: str) -> Trigger:
     fired = figure > threshold
     return Trigger(
         name=name,

@@ -1,15 +1,17 @@
-"""How far the network's connections have moved from the reference, against how far jitter moves them.
+"""How far connections have moved from the reference, against how far jitter moves them.
 
-Two figures. The *shift* of the merge trees is homology's: at which scales nodes connect. A detour
-that lengthens links no spanning tree uses leaves it as it was, hence the second one, the plain
-*round trips*. `benchmarks changes` says what each finds.
+Three figures. The *shift* of the merge trees is homology's: at which scales nodes connect. A detour
+that lengthens links no spanning tree uses leaves it as it was, hence the plain *round trips*, and
+of those what *most* of a node's have in common: what disturbs single pairs cancels out there, and
+what moves a place does not. `benchmarks changes` says what each finds.
 
 Legend: N nodes, S sampled nodes, C nodes in all snapshots compared, K snapshots of the reference.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +19,7 @@ from numpy.typing import NDArray
 from nesa_node.topology.changes.jitter import Jitter, judge_jitter
 from nesa_node.topology.changes.triggers import Sensitivity, Trigger
 from nesa_node.topology.homology.cophenetic import mean_difference
-from nesa_node.topology.homology.filtration import Filtration
+from nesa_node.topology.homology.filtration import Filtration, Floats
 from nesa_node.topology.homology.merge_tree import MergeTree, merge_tree
 
 # Of these nodes all round trips are remembered: 160 kB a snapshot, however large the swarm is.
@@ -55,11 +57,15 @@ class Remembered:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ShiftState:
-    """`reference` holds the last calm snapshots, the newest last; at least one."""
+    """`reference` holds the last calm snapshots, the newest last; at least one. `last` is the one
+    before, calm or not.
+    """
 
     reference: tuple[Remembered, ...]
+    last: Remembered
     shift: Jitter = field(default_factory=Jitter)
     round_trips: Jitter = field(default_factory=Jitter)
+    places: Jitter = field(default_factory=Jitter)
 
 
 def connections_of(peers: tuple[str, ...], filtration: Filtration) -> Connections:
@@ -72,20 +78,20 @@ def connections_of(peers: tuple[str, ...], filtration: Filtration) -> Connection
 def judge_shift(
     state: ShiftState | None, now: Connections, sensitivity: Sensitivity
 ) -> tuple[ShiftState, tuple[Trigger, ...]]:
-    """Compare `now` with the reference; the state to pass in next time, and two triggers.
+    """Compare `now` with the reference; the state to pass in next time, and three triggers.
 
-    Both figures are mean absolute differences over pairs of nodes that are in all snapshots of the
-    reference and in `now`, relative to the median round trip: of the cophenetic matrices, and of the
-    round trips. The reference's value of a pair is the median of its snapshots': one of them alone
-    would bring as much jitter as `now` does. Diagrams would forget which node is which. Nodes that
-    left are not seen here.
+    The figures are mean absolute differences over nodes that are in all snapshots of the reference
+    and in `now`, relative to the median round trip: of the cophenetic matrices, of the round trips,
+    and of what most of each node's have in common. The reference's value of a pair is the median of
+    its snapshots': one alone would bring as much jitter as `now` does. Diagrams would forget
+    which node is which. Nodes that left are not seen here.
 
     When one fires, `now` is the reference. A calm snapshot joins it; others may not, or an event
     would be what all else is compared with.
     """
     remembered = _remember(now)
     reference = state.reference if state else (remembered,)
-    old = state or ShiftState(reference)
+    old = state or ShiftState(reference, remembered)
     cap = sensitivity.unreachable * reference[-1].unit
     shift, shifted = judge_jitter(
         old.shift,
@@ -101,13 +107,22 @@ def judge_shift(
         sensitivity,
         "round trips differ by {} of their median",
     )
+    places, displaced = judge_jitter(
+        old.places,
+        "places",
+        _displaced(_lasting(reference, old.last, remembered)) / reference[-1].unit,
+        replace(sensitivity, in_a_row=1),  # the figure has seen two snapshots already
+        "most of a node's round trips differ, twice in a row, by {} of the median",
+    )
+    found = (shifted, moved, displaced)
     if state is None:  # which compared a snapshot with itself
-        return old, (shifted, moved)
-    if shifted.fired or moved.fired:
-        return ShiftState((remembered,), Jitter(shift.past), Jitter(trips.past)), (shifted, moved)
-    if not shift.pending and not trips.pending:
+        return old, found
+    if any(trigger.fired for trigger in found):
+        calm = (Jitter(shift.past), Jitter(trips.past), Jitter(places.past))
+        return ShiftState((remembered,), remembered, *calm), found
+    if not shift.pending and not trips.pending and not places.pending:
         reference = (*reference, remembered)[-sensitivity.reference :]
-    return ShiftState(reference, shift, trips), (shifted, moved)
+    return ShiftState(reference, remembered, shift, trips, places), found
 
 
 def _remember(now: Connections) -> Remembered:
@@ -149,3 +164,49 @@ def _moved(reference: tuple[Remembered, ...], now: Connections, place: dict[str,
     np.fill_diagonal(away_CC, 0.0)
     moved = np.minimum(away_CC, reference[-1].unit).sum()
     return float(moved) / (len(peers) * (len(peers) - 1))
+
+
+def _lasting(reference: tuple[Remembered, ...], last: Remembered, now: Remembered) -> Floats:
+    """[C, C] float64: how much longer each round trip is, or shorter, below 0.
+
+    A pair counts with what it moved by in both of the last two snapshots, the same way, beyond
+    what it varied by in those before: what lasts, and is new. And with at most the median round
+    trip, so that few spikes are no change.
+    """
+    earlier = [old for old in reference if old is not last] or [last]
+    peers = sorted(set(now.sampled).intersection(last.sampled, *(old.sampled for old in earlier)))
+    unit = reference[-1].unit
+    before_KCC = np.stack([_among(old, peers) for old in earlier])
+    usual_CC = np.median(before_KCC, axis=0)
+    one_CC, other_CC = (_away(_among(each, peers), usual_CC, unit) for each in (last, now))
+    lasting_CC = np.minimum(np.abs(one_CC), np.abs(other_CC))
+    lasting_CC[one_CC * other_CC < 0.0] = 0.0
+    varied_KCC = np.abs(np.stack([_away(each, usual_CC, unit) for each in before_KCC]))
+    lasting_CC = np.maximum(lasting_CC - varied_KCC.max(axis=0), 0.0)
+    np.fill_diagonal(lasting_CC, 0.0)
+    signed_CC: Floats = np.copysign(lasting_CC, other_CC)
+    return signed_CC
+
+
+def _displaced(away_CC: Floats) -> float:
+    """The mean, over nodes, of what at least half of each one's round trips have moved by."""
+    count = len(away_CC)
+    if count < 3:
+        return 0.0
+    others_CC = away_CC[~np.eye(count, dtype=bool)].reshape(count, count - 1)
+    return float(np.abs(np.median(others_CC, axis=1)).mean())
+
+
+def _among(remembered: Remembered, peers: Sequence[str]) -> Floats:
+    """[C, C] float64: round trips among peers that are all in its sample."""
+    nodes = np.array([remembered.sampled[peer] for peer in peers], dtype=np.int64)
+    weight_CC: Floats = remembered.weight_SS[np.ix_(nodes, nodes)].astype(np.float64)
+    return weight_CC
+
+
+def _away(seconds_CC: Floats, before_CC: Floats, most: float) -> Floats:
+    """[C, C] float64: how much longer each is than before, by at most `most` either way."""
+    both = np.isinf(seconds_CC) & np.isinf(before_CC)
+    longer_CC = np.where(both, 0.0, seconds_CC) - np.where(both, 0.0, before_CC)
+    clipped_CC: Floats = np.clip(longer_CC, -most, most)
+    return clipped_CC

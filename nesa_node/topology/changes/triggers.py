@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-TriggerName = Literal["shift", "round trips", "departures", "coverage", "replicas", "capacity", "plan"]
+TriggerName = Literal[
+    "shift", "round trips", "places", "departures", "coverage", "replicas", "capacity", "plan"
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +39,7 @@ class Sensitivity:
     replicas_wanted : fewer holders of a block than this, and than before, are a loss.
     capacity_lost : the share of capacity whose loss counts.
     plan_gain : how many times the best plan's cost the current one's must be, to be looked into.
-    plan_error : what predictions of that ratio are off by. To move, the gain must remain without it,
+    plan_error : what predictions of that ratio are off by. To move, a gain must remain without it,
         in `move_in_a_row` snapshots.
     """
 

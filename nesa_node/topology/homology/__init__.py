@@ -1,1 +1,1 @@
-"""The shape of a network: filtrations, merge trees, persistence diagrams and what is read from them."""
+"""The shape of a network: filtrations, merge trees, persistence diagrams, and their uses."""

@@ -1,6 +1,6 @@
 """The only module that imports gudhi, without its parts under the GPL.
 
-gudhi's own code is MIT, its `hera` is BSD, but whatever uses CGAL is GPL v3, and `import gudhi` loads
+gudhi's own code is MIT, its `hera` is BSD, but what uses CGAL is GPL v3, and `import gudhi` loads
 that too. We are Apache-2.0 and would rather not make that a GPL work in memory. So before
 the import the GPL modules' names are set to None in `sys.modules`, where Python then raises
 `ImportError`, which gudhi's `__init__` takes for a build without CGAL. One of them,

@@ -18,7 +18,7 @@ from nesa_node.topology.homology.merge_tree import MergeTree
 
 
 def heights_from(tree: MergeTree, leaf: int) -> Floats:
-    """[N] float64 *in leaf order*: heights between the leaf at position `leaf` and all; 0 to itself."""
+    """[N] float64 *in leaf order*: heights between the leaf at `leaf` and all; 0 to itself."""
     row_N = np.empty(len(tree))
     row_N[leaf] = 0.0
     np.maximum.accumulate(tree.gap_N[leaf + 1 :], out=row_N[leaf + 1 :])
@@ -27,7 +27,9 @@ def heights_from(tree: MergeTree, leaf: int) -> Floats:
     return row_N
 
 
-def cophenetic_matrix(tree: MergeTree, dtype: type[np.floating] = np.float32) -> NDArray[np.floating]:
+def cophenetic_matrix(
+    tree: MergeTree, dtype: type[np.floating] = np.float32
+) -> NDArray[np.floating]:
     """[N, N] in the nodes' order, inf between parts that no edge connects, diagonal 0.
 
     In float32 by default: at 5,000 nodes that is 100 MB.

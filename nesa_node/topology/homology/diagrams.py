@@ -39,7 +39,7 @@ class Diagram:
         return int(np.isinf(self.death_P).sum())
 
     def betti(self, scale: float) -> int:
-        """The Betti number at `scale`: how many classes are alive, simplices of `scale` included."""
+        """The Betti number at `scale`: how many classes live, simplices of `scale` included."""
         return int(((self.birth_P <= scale) & (scale < self.death_P)).sum())
 
     def barcode(self, most: int | None = None) -> tuple[tuple[float, float], ...]:

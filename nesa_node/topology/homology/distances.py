@@ -12,7 +12,7 @@ from nesa_node.topology.homology.diagrams import Diagram
 
 
 def bottleneck_distance(first: Diagram, second: Diagram, *, relative_error: float = 0.01) -> float:
-    """The largest distance that the best matching moves a point; inf if the essential counts differ.
+    """The largest distance that the best matching moves a point; inf if essential counts differ.
 
     At most (1 + `relative_error`) times the true one. Raises `ValueError` for two dimensions.
     """
@@ -23,7 +23,7 @@ def bottleneck_distance(first: Diagram, second: Diagram, *, relative_error: floa
 def wasserstein_distance(
     first: Diagram, second: Diagram, *, order: float = 1.0, relative_error: float = 0.01
 ) -> float:
-    """The `order`-norm of all moves of the best matching, each measured by its larger coordinate."""
+    """The `order`-norm of all moves of the best matching, each by its larger coordinate."""
     _same_dimension(first, second)
     return backend.hera_wasserstein(
         first.as_P2(), second.as_P2(), order=order, relative_error=relative_error

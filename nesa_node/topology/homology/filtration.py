@@ -70,7 +70,7 @@ def make_filtration(weight_NN: Floats, birth_N: Floats | None = None) -> Filtrat
 
     Weights are used as they are where nothing needs raising, and copied otherwise; neither argument
     is modified. Nodes are born at 0 without `birth_N`. Raises `ValueError` for a matrix that is not
-    square and symmetric with a zero diagonal, NaN, a negative weight, or a birth that is not finite.
+    square and symmetric with a zero diagonal, NaN, a negative weight, or a birth not finite.
     """
     weight_NN = np.asarray(weight_NN, dtype=np.float64)
     if weight_NN.ndim != 2 or weight_NN.shape[0] != weight_NN.shape[1]:

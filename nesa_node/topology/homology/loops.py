@@ -19,7 +19,7 @@ Edge = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """One class of H1 and a cycle of its own: born with it, and bounding no earlier than it dies."""
+    """One class of H1 and a cycle of its own: born with it, bounding no earlier than it dies."""
 
     birth: float
     death: float

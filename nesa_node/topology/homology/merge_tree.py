@@ -39,7 +39,7 @@ class MergeTree:
         return len(self.birth_N)
 
     def components(self, scale: float) -> Ints:
-        """[N] int64: a number per component at `scale`, by leaf order; -1 for nodes not yet born."""
+        """[N] int64: a number per component at `scale`, by leaf order; -1 for nodes not born."""
         label_N = np.empty(len(self), dtype=np.int64)
         label_N[self.order_N] = np.cumsum(self.gap_N > scale) - 1
         born_N = self.birth_N <= scale

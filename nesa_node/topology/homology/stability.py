@@ -2,8 +2,8 @@
 
 A node's cophenetic height says at which scale it is connected with a share of the swarm. Where that
 jumps about, its links do. Section 3.1 of the paper would raise R for nodes in long-lived features
-without a formula; this is ours, measured against later trouble by `benchmarks stability`. A share of
-a tenth foretells more than a half, which regions' links decide, and no node's own. Where it was
+without a formula; this is ours, measured against later trouble by `benchmarks stability`. A share
+of a tenth foretells more than a half, which regions' links decide, and no node's own. Where it was
 measured a node's round trips at the same quantile foretell as much or more, and uptime alone often
 does: both functions take either, and routing should not weigh by heights unseen.
 
@@ -27,7 +27,7 @@ LEAST_HISTORY = 5
 def height_deviation(height_TN: Floats) -> Floats:
     """[N] float64: the mean distance of a node's heights from their median, relative to it.
 
-    What most nodes' heights do in a snapshot is no node's own, and is taken out first. The mean, and
+    What most nodes' heights do in a snapshot is no node's own, and is taken out first. The mean,
     not the median distance: trouble is rare, and a robust measure would not see it.
 
     height_TN : [T, N] float64, `quantile_heights(tree, NEAR, cap=...)` of past snapshots in any

@@ -20,7 +20,7 @@ EARTH_RADIUS_KM = 6371.0088
 
 
 def round_trip_filtration(snapshot: Snapshot) -> Filtration:
-    """By milliseconds between the serving nodes, in the snapshot's order; unknown pairs have no edge."""
+    """By milliseconds between the serving nodes, in their order; unknown pairs have no edge."""
     peers = tuple(node.peer_id for node in snapshot.nodes)
     links = (snapshot.links or Links.unknown(peers)).of(peers)
     return make_filtration(np.where(np.isnan(links.rtt_ms_NN), np.inf, links.rtt_ms_NN))
@@ -74,7 +74,9 @@ def geographic_filtration(latitude_N: Floats, longitude_N: Floats) -> Filtration
     longitude_N = np.asarray(longitude_N, dtype=np.float64)
     on_globe = (np.abs(latitude_N) <= 90) & (np.abs(longitude_N) <= 180)
     if latitude_N.shape != longitude_N.shape or latitude_N.ndim != 1 or not on_globe.all():
-        raise ValueError("places are degrees: latitudes to 90, longitudes to 180, one each per node")
+        raise ValueError(
+            "places are degrees: latitudes to 90, longitudes to 180, one each per node"
+        )
     lat_N, lon_N = np.radians(latitude_N), np.radians(longitude_N)
     haversine_NN = np.sin((lat_N[:, None] - lat_N) / 2) ** 2
     across_NN = np.sin((lon_N[:, None] - lon_N) / 2) ** 2

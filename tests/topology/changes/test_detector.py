@@ -5,7 +5,13 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from nesa_node.topology.changes.detector import ChangeReport, ChangeState, Observation, PlanCosts, observe
+from nesa_node.topology.changes.detector import (
+    ChangeReport,
+    ChangeState,
+    Observation,
+    PlanCosts,
+    observe,
+)
 from nesa_node.topology.changes.membership import Holdings
 from nesa_node.topology.changes.shift import connections_of
 from nesa_node.topology.changes.triggers import Sensitivity, Trigger
@@ -20,7 +26,9 @@ def round_trips(seed: int, added_s: float = 0.0) -> NDArray[np.float64]:
     """Two halves, 100 ms apart or `added_s` more, with 2 % of noise."""
     half_N = np.arange(COUNT) >= COUNT // 2
     seconds_NN = np.where(half_N[:, None] == half_N, 0.01, 0.1 + added_s)
-    seconds_NN = np.triu(seconds_NN * np.random.default_rng(seed).lognormal(0, 0.02, (COUNT, COUNT)), 1)
+    seconds_NN = np.triu(
+        seconds_NN * np.random.default_rng(seed).lognormal(0, 0.02, (COUNT, COUNT)), 1
+    )
     return seconds_NN + seconds_NN.T
 
 
@@ -53,7 +61,7 @@ def test_a_detour_fires_at_its_second_snapshot_and_once() -> None:
     state, second = observe(state, seen(round_trips(101, added_s=0.08)))
     state, third = observe(state, seen(round_trips(102, added_s=0.08)))
     assert not first.fired
-    assert set(second.fired) == {"shift", "round trips"}
+    assert set(second.fired) == {"shift", "round trips", "places"}
     assert not third.fired
     shift = named(second, "shift")
     assert shift.figure > shift.threshold
@@ -92,11 +100,35 @@ def test_a_partition_fires_though_heights_are_infinite() -> None:
     seconds_NN = round_trips(100, added_s=math.inf)
     state, _ = observe(state, seen(seconds_NN))
     state, report = observe(state, seen(seconds_NN))
-    assert {"shift", "round trips"} == set(report.fired)
+    assert set(report.fired) == {"shift", "round trips", "places"}
     assert math.isfinite(named(report, "shift").figure)
     _, report = observe(state, seen(seconds_NN))
     assert named(report, "shift").figure == 0.0
     assert named(report, "round trips").figure < 1e-6  # remembered in float32
+
+
+def noisy_round_trips(seed: int, added_s: float = 0.0) -> NDArray[np.float64]:
+    """24 nodes of which the last four move by `added_s`; a tenth of all pairs is measured badly."""
+    rng = np.random.default_rng(seed)
+    seconds_NN = np.full((24, 24), 0.1) + 0.002 * rng.random((24, 24))
+    seconds_NN += np.where(rng.random((24, 24)) < 0.1, rng.exponential(0.2, (24, 24)), 0.0)
+    away_N = np.arange(24) >= 20
+    seconds_NN += np.where(away_N[:, None] != away_N, added_s, 0.0)
+    seconds_NN = np.triu(seconds_NN, 1)
+    return seconds_NN + seconds_NN.T
+
+
+def test_a_place_that_moved_is_found_among_pairs_that_are_measured_wildly() -> None:
+    peers = tuple(f"n{node:02}" for node in range(24))
+    state = ChangeState()
+    for seed in range(60):
+        state, report = observe(state, seen(noisy_round_trips(seed), peers=peers))
+        assert "places" not in report.fired
+    state, _ = observe(state, seen(noisy_round_trips(100, 0.08), peers=peers))
+    state, report = observe(state, seen(noisy_round_trips(101, 0.08), peers=peers))
+    assert "places" in report.fired
+    # Four of 24 nodes moved by 80 of a median of about 100 ms, less what they varied by before.
+    assert 0.05 < named(report, "places").figure < 4 / 24 * 0.8
 
 
 def test_an_event_before_thresholds_are_learned_is_found_too() -> None:
@@ -113,7 +145,7 @@ def test_nodes_that_come_and_go_are_no_shift() -> None:
         peers = tuple(PEERS[node] for node in there)
         seconds_NN = round_trips(200 + seed)[np.ix_(there, there)]
         state, report = observe(state, seen(seconds_NN, peers=peers))
-        assert not {"shift", "round trips"}.intersection(report.fired)
+        assert not {"shift", "round trips", "places"}.intersection(report.fired)
 
 
 def test_nobody_in_common_begins_anew() -> None:
@@ -174,7 +206,8 @@ def test_a_model_with_other_blocks_is_refused() -> None:
 def test_what_was_not_looked_at_keeps_its_state() -> None:
     state, _ = observe(ChangeState(), seen(round_trips(0), holdings=Holdings((2,), 9.0)))
     state, report = observe(state, seen(round_trips(1)))
-    assert {trigger.name for trigger in report.triggers} == {"shift", "round trips", "departures"}
+    names = {trigger.name for trigger in report.triggers}
+    assert names == {"shift", "round trips", "places", "departures"}
     state, report = observe(state, seen(round_trips(1), holdings=Holdings((2,), 1.0)))
     assert report.fired == ("capacity",)
 
@@ -232,7 +265,7 @@ def test_a_large_swarm_is_judged_by_some_of_its_nodes() -> None:
         seconds_NN = np.where(near, 0.01, 0.1 + added_s)
         np.fill_diagonal(seconds_NN, 0.0)
         state, report = observe(state, seen(seconds_NN, peers=peers))
-    assert set(report.fired) == {"shift", "round trips"}
+    assert set(report.fired) == {"shift", "round trips", "places"}
     shift = named(report, "shift")
     assert 0.3 < shift.figure < 10.0
 

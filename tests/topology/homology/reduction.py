@@ -1,4 +1,4 @@
-"""Persistent homology by the textbook: every simplex of a flag complex, one boundary matrix over Z/2.
+"""Persistent homology by the textbook: all simplices of a flag complex, one matrix over Z/2.
 
 Slow and obvious, and it shares nothing with the package: the tests compare it with that.
 """

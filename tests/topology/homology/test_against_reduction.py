@@ -102,9 +102,7 @@ def is_filled(
 
 
 def test_an_edge_waits_for_its_ends() -> None:
-    filtration = make_filtration(
-        np.array([[0.0, 1.0], [1.0, 0.0]]), np.array([0.0, 3.0])
-    )
+    filtration = make_filtration(np.array([[0.0, 1.0], [1.0, 0.0]]), np.array([0.0, 3.0]))
     assert filtration.weight_NN[0, 1] == 3.0
     # Born with the edge that connects it, the second node never shows.
     assert merge_tree(filtration).diagram().barcode() == ((0.0, math.inf),)

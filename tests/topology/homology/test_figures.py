@@ -18,7 +18,7 @@ EDGE = math.sqrt(3.0)  # of an equilateral triangle whose corners are 1 from its
 def hollow(edges: list[tuple[int, int]], nodes: int) -> dict[Simplex, float]:
     """A complex without triangles, all there at once."""
     complex_: dict[Simplex, float] = {(node,): 0.0 for node in range(nodes)}
-    return complex_ | {edge: 0.0 for edge in edges}
+    return complex_ | dict.fromkeys(edges, 0.0)
 
 
 def test_figure_3_the_two_complexes_have_the_same_homology() -> None:
@@ -37,7 +37,9 @@ def test_figure_3_the_sum_of_edges_has_no_boundary() -> None:
 def test_figure_3_persistence_tells_the_two_apart() -> None:
     """As networks: three equal links are filled at once, a square's hole lasts to its diagonal."""
     triangle = shape_of(make_filtration(1.0 - np.eye(3)))
-    square_NN = np.array([[abs(a - b) % 2 + 2.0 * (abs(a - b) == 2) for a in range(4)] for b in range(4)])
+    square_NN = np.array(
+        [[abs(a - b) % 2 + 2.0 * (abs(a - b) == 2) for a in range(4)] for b in range(4)]
+    )
     square = shape_of(make_filtration(square_NN))
     assert triangle.betti(1.0) == (1, 0)
     assert square.betti(1.0) == (1, 1)
@@ -57,7 +59,9 @@ def cech_filtration() -> dict[Simplex, float]:
 
 
 @pytest.mark.parametrize(
-    ("radius", "betti"), [(0.5, (3, 0)), (0.9, (1, 1)), (1.1, (1, 0))], ids=["left", "middle", "right"]
+    ("radius", "betti"),
+    [(0.5, (3, 0)), (0.9, (1, 1)), (1.1, (1, 0))],
+    ids=["left", "middle", "right"],
 )
 def test_figure_4_three_circles_grow(radius: float, betti: tuple[int, int]) -> None:
     assert reduction.betti_by_rank(cech_filtration(), radius) == betti

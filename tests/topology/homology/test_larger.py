@@ -1,5 +1,7 @@
 """gudhi and ripser on networks too large for the boundary matrix of the tests."""
 
+import itertools
+
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -117,7 +119,9 @@ def test_components_at_a_scale_are_those_of_the_graph() -> None:
     for scale in (0.005, 0.01, 0.05):
         alive = born <= scale
         graph = (filtration.weight_NN <= scale) & alive & alive[:, None]
-        expected = connected_components(csr_array(graph[np.ix_(alive, alive)].astype(np.float64)))[1]
+        expected = connected_components(csr_array(graph[np.ix_(alive, alive)].astype(np.float64)))[
+            1
+        ]
         found = tree.components(scale)
         assert (found[~alive] == -1).all()
         pairs = set(zip(found[alive].tolist(), expected.tolist(), strict=True))
@@ -158,4 +162,4 @@ def test_landmarks_of_a_ring_show_its_hole() -> None:
     # Nodes are those of the whole ring, and the cycle goes all the way round.
     nodes = shape.loops[0].nodes
     assert set(nodes) <= set(shape.landmarks.node_K.tolist())
-    assert max(b - a for a, b in zip(nodes, nodes[1:], strict=False)) <= 400 // 3
+    assert max(b - a for a, b in itertools.pairwise(nodes)) <= 400 // 3

@@ -54,7 +54,9 @@ def test_arguments_stay_as_they_were() -> None:
 
 def test_great_circle_distances_of_known_places() -> None:
     """Paris, New York, Sydney: 5,837 km, 16,960 km, 15,988 km."""
-    seen = geographic_filtration(np.array([48.8566, 40.7128, -33.8688]), np.array([2.3522, -74.006, 151.2093]))
+    seen = geographic_filtration(
+        np.array([48.8566, 40.7128, -33.8688]), np.array([2.3522, -74.006, 151.2093])
+    )
     assert seen.weight_NN[0, 1] == pytest.approx(5837, rel=1e-3)
     assert seen.weight_NN[0, 2] == pytest.approx(16960, rel=1e-3)
     assert seen.weight_NN[1, 2] == pytest.approx(15988, rel=1e-3)

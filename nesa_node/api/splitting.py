@@ -1,0 +1,55 @@
+"""Text into tokens, without holding up others, and without filling the memory."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from nesa_node.web.problem import Problem
+
+T = TypeVar("T")
+
+_INLINE_CHARS = 4096
+_PIECE_CHARS = 1 << 17
+_TORN_TOKENS = 64
+"""More that a text may have because it was cut in two: one long word, say."""
+
+
+async def encode(tokenizer: Any, text: str, *, special: bool, most: int) -> list[int]:
+    """The tokens of `text`; `special` adds the tokenizer's own, such as a first one.
+
+    Raises `Problem` for a text with far more than `most`, as soon as that is known: a token takes a
+    hundred times the room of a character. A few more than `most` may be returned.
+    """
+
+    def work() -> list[int]:
+        if len(text) > max(most, _INLINE_CHARS):
+            _check(tokenizer, text, most)
+        return _split(tokenizer, text, special)
+
+    return await light(len(text), work)
+
+
+async def light(size: int, work: Callable[[], T]) -> T:
+    """`work()`, in a thread where it would hold up everybody else's tokens."""
+    return work() if size <= _INLINE_CHARS else await asyncio.to_thread(work)
+
+
+def _check(tokenizer: Any, text: str, most: int) -> None:
+    count, allowed = 0, most
+    for at in range(0, len(text), _PIECE_CHARS):
+        count += len(_split(tokenizer, text[at : at + _PIECE_CHARS], False))
+        allowed += _TORN_TOKENS
+        if count > allowed:
+            raise Problem(
+                400,
+                f"This model's maximum context length is {most} tokens, and this text of "
+                f"{len(text)} characters has more.",
+                code="context_length_exceeded",
+            )
+
+
+def _split(tokenizer: Any, text: str, special: bool) -> list[int]:
+    ids: list[int] = tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
+    return ids

@@ -1,0 +1,19 @@
+"""`nesa-node identity`: who a daemon will be, before it runs."""
+
+from __future__ import annotations
+
+from nesa_node.cli.flags import PeerFlags, configure
+
+
+def identity(*, flags: PeerFlags | None = None) -> int:
+    """Print the peer id of the key at --identity-path; make the key if there is none.
+
+    Others need it in the address of a bootstrap peer: /dns4/HOST/tcp/PORT/p2p/PEER-ID.
+    """
+    from nesa_node.core.config import PeerConfig
+
+    config = configure(PeerConfig, flags)
+    from nesa_node.swarm.identity import Identity
+
+    print(Identity.load_or_create(config.identity_path).peer_id)
+    return 0

@@ -1,0 +1,198 @@
+"""What an orchestrator has learnt of its swarm, and when it learns again.
+
+`study.py` does the work, beside the daemon; this asks for it, keeps the answer in a file beside the
+store of snapshots, and writes down what came of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from nesa_node.core.decision_log import Decision, DecisionLog
+from nesa_node.core.errors import ConfigError
+from nesa_node.core.ids import ModelId
+from nesa_node.core.logging import get_logger
+from nesa_node.routing.placement.library_file import from_json
+from nesa_node.routing.placement.schemas import Library
+from nesa_node.routing.placement.score import Goal
+from nesa_node.routing.tuned import TUNED
+from nesa_node.routing.tuner import believed, told_of
+from nesa_node.server.study import Findings, Question
+
+log = get_logger(__name__)
+
+EVERY_S = 3600.0
+SECONDS = 120.0
+"""Of processor time for tuning, and as much for schemas."""
+_WAIT_S = 3600.0
+"""It yields to everything else, so that it may take long."""
+_PROGRAM = "nesa_node.server.study"
+_MAX_BYTES = 8 << 20
+
+
+class Tuned(msgspec.Struct, frozen=True, kw_only=True):
+    """Exponents and weights of the greedy rule: how often they were changed, when last, and why."""
+
+    version: int = 0
+    at: float = 0.0
+    values: dict[str, float] = msgspec.field(default_factory=lambda: told_of(TUNED))
+    why: str = "as shipped"
+
+
+class _Kept(msgspec.Struct, frozen=True, kw_only=True):
+    tuned: Tuned
+    library: str | None = None
+
+
+class Learner:
+    """Not for two threads; `library` may be asked for from any.
+
+    `wall_clock` gives seconds since the epoch. With `decisions` what came of it is kept there.
+    """
+
+    def __init__(
+        self,
+        model_id: ModelId,
+        store: Path,
+        *,
+        goal: Goal,
+        replicas: int,
+        decisions: DecisionLog | None = None,
+        seconds: float = SECONDS,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.tuned = Tuned()
+        self._library: Library | None = None
+        self._model_id = model_id
+        self._store = store
+        self._goal: Goal = goal
+        self._replicas = replicas
+        self._decisions = decisions
+        self._seconds = seconds
+        self._wall_clock = wall_clock
+
+    def library(self) -> Library | None:
+        """Schemas for this swarm, None while there are none worth using."""
+        return self._library
+
+    @property
+    def path(self) -> Path:
+        """Where what was learnt outlives the process."""
+        return self._store.with_suffix(".learnt.json")
+
+    def recall(self) -> None:
+        """Go on from what was learnt before. A file that cannot be read is told, and left alone."""
+        try:
+            if not self.path.exists() or self.path.stat().st_size > _MAX_BYTES:
+                return
+            kept = msgspec.json.decode(self.path.read_bytes(), type=_Kept)
+            library = None if kept.library is None else from_json(kept.library)
+        except (OSError, msgspec.DecodeError, ConfigError, UnicodeDecodeError) as error:
+            log.warning("nothing_recalled", file=str(self.path), reason=str(error))
+            return
+        if believed(kept.tuned.values, TUNED) is not None:
+            self.tuned = kept.tuned
+        self._library = library
+
+    async def learn(self) -> Findings | None:
+        """Study the store once; None if that failed, and everything stays."""
+        if not self._store.exists():
+            return None
+        question = Question(
+            store=str(self._store),
+            goal=self._goal,
+            replicas=self._replicas,
+            seconds=self._seconds,
+            seed=int(self._wall_clock()),
+            exponents=self.tuned.values,
+        )
+        try:
+            async with asyncio.timeout(_WAIT_S):
+                answer = await _ask(msgspec.json.encode(question))
+            found = msgspec.json.decode(answer, type=Findings)
+            library = None if found.library is None else from_json(found.library)
+        except (OSError, TimeoutError, msgspec.DecodeError, ConfigError) as error:
+            log.warning("nothing_learnt", reason=str(error) or "it took too long")
+            return None
+        changed = self._take(found, library)
+        log.info("learnt", tuning=found.tuning, schemas=found.schemas, changed=changed)
+        await asyncio.to_thread(self._keep, found, changed)
+        return found
+
+    def _take(self, found: Findings, library: Library | None) -> bool:
+        self._library = library
+        if found.exponents == self.tuned.values or believed(found.exponents, TUNED) is None:
+            return False
+        self.tuned = Tuned(
+            version=self.tuned.version + 1,
+            at=self._wall_clock(),
+            values=found.exponents,
+            why=found.tuning[:128],
+        )
+        return True
+
+    def _keep(self, found: Findings, changed: bool) -> None:
+        at = self._wall_clock()
+        body = {
+            "model": self._model_id,
+            "strategy": "homology-greedy",
+            "published": changed,
+            "reason": found.tuning,
+            "exponents": dict(self.tuned.values),
+            "version": self.tuned.version,
+            "gain": found.gain,
+            "gain_error": found.gain_error,
+            "learnt_from": found.learnt_from,
+            "held_out": found.held_out,
+            "candidates": found.candidates,
+            "schemas": found.schemas,
+            "regret": found.regret,
+        }
+        try:
+            draft = self.path.with_suffix(".draft")
+            draft.write_bytes(msgspec.json.encode(_Kept(tuned=self.tuned, library=found.library)))
+            draft.replace(self.path)
+            if self._decisions is not None:
+                name = f"tuning-{self.tuned.version}-{int(at)}"
+                self._decisions.add(Decision("tuning", name, at, body))
+        except OSError as error:
+            log.warning("lessons_not_kept", reason=str(error))
+
+
+async def _ask(question: bytes) -> bytes:
+    """The answer of a process of its own, which is gone when this returns. Raises `OSError`."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-P", "-m", _PROGRAM),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        # One thread: this machine has other work.
+        env={**os.environ, "PYTHONPATH": _search_path(), "OMP_NUM_THREADS": "1"}
+        | {"OPENBLAS_NUM_THREADS": "1"},
+        start_new_session=True,
+    )
+    try:
+        answer, complaint = await process.communicate(question)
+    finally:
+        if process.returncode is None:
+            with suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+    if process.returncode != 0:
+        shown = complaint.decode(errors="replace").strip()[-200:]
+        raise OSError(f"it ended with {process.returncode}: {shown}")
+    return answer
+
+
+def _search_path() -> str:
+    given = os.environ.get("PYTHONPATH")
+    ours = str(Path(__file__).parents[2])
+    return os.pathsep.join([ours, *([given] if given else [])])

@@ -1,0 +1,105 @@
+"""What a store of snapshots teaches, found in a process of its own: `python -m` this module.
+
+It reads a `Question` from standard input and writes `Findings` to standard output, both as JSON. It
+yields to everything else on the machine, and the system ends it when it has used more processor
+time than it was given, even if nobody waits for it any more.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from nesa_node.routing.placement.library_file import to_json
+from nesa_node.routing.placement.precompute import precompute
+from nesa_node.routing.placement.score import Goal
+from nesa_node.routing.retune import retune
+from nesa_node.routing.tuned import TUNED
+from nesa_node.routing.tuner import believed, told_of
+from nesa_node.server.snapshot_store import read_store
+
+SNAPSHOTS = 1000
+"""The newest ones are looked at."""
+_LOWEST_PRIORITY = 19
+_GRACE_S = 30
+"""Of processor time, for reading and starting."""
+
+
+class Question(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """`exponents` are those in use; each of the two parts takes about `seconds` at most."""
+
+    store: str
+    goal: Goal
+    replicas: int
+    seconds: float
+    seed: int
+    exponents: dict[str, float]
+
+
+class Findings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """`exponents` are those to use from now on; `library` a document of `library_file`, or None.
+
+    `tuning` and `schemas` say why, in words.
+    """
+
+    exponents: dict[str, float]
+    tuning: str
+    gain: float = 0.0
+    gain_error: float = 0.0
+    learnt_from: int = 0
+    held_out: int = 0
+    candidates: int = 0
+    library: str | None = None
+    schemas: str
+    regret: float | None = None
+
+
+def study(question: Question) -> Findings:
+    """Raises `ConfigError` for a store that cannot be read."""
+    snapshots = read_store(Path(question.store), SNAPSHOTS)
+    now = believed(question.exponents, TUNED) or TUNED
+    tuned = retune(
+        snapshots,
+        np.random.default_rng((question.seed, 0)),
+        now=now,
+        seconds=question.seconds,
+        clock=time.process_time,
+    )
+    schemas = precompute(
+        snapshots,
+        np.random.default_rng((question.seed, 1)),
+        goal=question.goal,
+        replicas=question.replicas,
+        seconds=question.seconds,
+        clock=time.process_time,
+    )
+    return Findings(
+        exponents=told_of(tuned.parameters),
+        tuning=tuned.reason,
+        gain=tuned.gain,
+        gain_error=tuned.gain_error,
+        learnt_from=tuned.learnt_from,
+        held_out=tuned.held_out,
+        candidates=tuned.candidates,
+        library=None if schemas.library is None else to_json(schemas.library).decode(),
+        schemas=schemas.reason,
+        regret=schemas.regret,
+    )
+
+
+def main() -> None:
+    question = msgspec.json.decode(sys.stdin.buffer.read(), type=Question)
+    os.nice(_LOWEST_PRIORITY)
+    most_s = int(2 * question.seconds) + _GRACE_S
+    resource.setrlimit(resource.RLIMIT_CPU, (most_s, most_s + 1))
+    sys.stdout.buffer.write(msgspec.json.encode(study(question)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""The observer's loops, over a swarm that a test scripts."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from nesa_node.core.errors import SwarmError
+from nesa_node.dashboard import observer as module
+from nesa_node.dashboard.board import Board
+from nesa_node.dashboard.feed import Feed
+from nesa_node.dashboard.observer import Observer
+from nesa_node.dashboard.shapes import Shapes
+from nesa_node.swarm.records import NodeRecord
+from nesa_node.topology.snapshot import Snapshot
+from tests.dashboard.records import BLOCKS, MODEL, record
+
+NOW = 1000.0
+
+
+class Directory:
+    """As much of one as is asked for."""
+
+    def __init__(self) -> None:
+        self.records: list[NodeRecord] = []
+        self.gone: list[NodeRecord] = []
+        self.failures = 0
+        self.looks = 0
+
+    async def fetch_all(self) -> list[NodeRecord]:
+        self.looks += 1
+        if self.failures:
+            self.failures -= 1
+            raise SwarmError("nobody answers")
+        return self.records
+
+    def withdrawn(self) -> list[NodeRecord]:
+        return self.gone
+
+    def snapshot(self, model: Any) -> Snapshot:
+        nodes = tuple(record.node_state() for record in self.records)
+        return Snapshot(model, BLOCKS, nodes, NOW)
+
+    def measured(self, snapshot: Snapshot) -> dict[Any, Any]:
+        return {node.peer_id: () for node in snapshot.nodes}
+
+
+class Swarm:
+    def __init__(self) -> None:
+        self.directory = Directory()
+        self.notices = self
+
+    async def fetch(self, kind: Any, model: Any) -> list[Any]:
+        return []
+
+
+class Seen:
+    def __init__(self) -> None:
+        self.swarm = Swarm()
+        self.board = Board(playground=False, look_every_s=0.05)
+        self.feed = Feed(self.board.sections)
+        self.shapes = Shapes()
+        swarm: Any = self.swarm
+        self.observer = Observer(
+            swarm, self.board, self.feed, self.shapes, every_s=0.05, clock=lambda: NOW
+        )
+
+    async def until(self, section: str, *keys: str) -> None:
+        async with asyncio.timeout(10):
+            while set(self.section(section)) != set(keys):
+                await self.feed.news_since(self.board.sections.version)
+
+    def section(self, name: str) -> dict[str, Any]:
+        found = json.loads(self.board.sections.since(None))["sections"].get(name, {})
+        assert isinstance(found, dict)
+        return found
+
+
+@asynccontextmanager
+async def running(seen: Seen) -> AsyncIterator[None]:
+    task = asyncio.create_task(seen.observer.run())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+@pytest.fixture
+def seen() -> Seen:
+    return Seen()
+
+
+async def test_nodes_come_and_go_as_their_records_do(seen: Seen) -> None:
+    directory = seen.swarm.directory
+    directory.records = [record("a"), record("b", (4, 12))]
+    async with running(seen):
+        await seen.until("nodes", "a", "b")
+        directory.records = directory.records[:1]
+        directory.gone = [record("b", (4, 12), at=NOW + 1, state="withdrawn")]
+        await seen.until("nodes", "a")
+        await seen.until("events", "0", "1", "2")
+        kinds = [event["kind"] for event in seen.section("events").values()]
+        assert kinds == ["watching", "left", "hole"]
+
+
+async def test_swarm_that_does_not_answer_is_asked_again(seen: Seen) -> None:
+    directory = seen.swarm.directory
+    directory.failures, directory.records = 3, [record("a")]
+    async with running(seen):
+        await seen.until("nodes", "a")
+        assert directory.looks >= 4
+
+
+async def test_large_swarms_are_looked_at_less_often(
+    seen: Seen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_NODES_PER_S", 5)
+    directory = seen.swarm.directory
+    directory.records = [record(f"p{number}") for number in range(10)]
+    async with running(seen):
+        await seen.until("nodes", *(f"p{number}" for number in range(10)))
+        await asyncio.sleep(0.4)
+        assert directory.looks == 1
+
+
+async def test_shape_of_each_model_is_watched(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "FIRST_SHAPE_S", 0.1)
+    monkeypatch.setattr(module, "SHAPE_EVERY_S", 0.1)
+    seen.swarm.directory.records = [record("a"), record("b", (4, 12))]
+    async with running(seen):
+        deadline = time.monotonic() + 20
+        body = None
+        while (body is None or b"starting" in body) and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
+            body = await seen.shapes.json(MODEL)
+        assert body is not None
+        report = json.loads(body)
+        assert len(report["nodes"]) == 2
+        assert "shift" in report["history"]["triggers"]
+        assert report["shapes"]["round_trips"]["h0"]["bars"] == [[0.0, None], [0.0, None]]
