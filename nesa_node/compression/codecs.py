@@ -15,11 +15,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from nesa_node.compression.int8 import Int8
 from nesa_node.compression.blockwise8 import Blockwise8
 from nesa_node.compression.casts import Cast
 from nesa_node.compression.codec import Codec
 from nesa_node.compression.int4 import Int4
+from nesa_node.compression.int8 import Int8
 from nesa_node.compression.lossless import Lossless
 from nesa_node.compression.raw import RawCodec
 from nesa_node.core.errors import ProtocolError

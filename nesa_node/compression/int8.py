@@ -34,9 +34,9 @@ class Int8:
 
     Others: value = signed integer * scale, the scale being the block's largest |value| / 127,
     rounded up to an eighth of an octave. Payload: a factor in float32, a power of two; the list of
-    the C channels, rising, of 2 bytes each (4 if D > 65,536); a byte for each block's scale [N]; the
-    upper bytes of what is set apart / factor in float16 [R, C]; a byte for each value [R, D]: its
-    integer, or the lower byte of what is set apart.
+    the C channels, rising, of 2 bytes each (4 if D > 65,536); a byte for each block's scale [N];
+    the upper bytes of what is set apart / factor in float16 [R, C]; a byte for each value [R, D]:
+    its integer, or the lower byte of what is set apart.
     """
 
     block: int = 16

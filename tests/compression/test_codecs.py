@@ -203,9 +203,8 @@ def test_a_text_has_one_form(text: str, canonical: str) -> None:
     "text",
     [
         "", "None", "pickle", "int8:", "int8@2:63", "int8@2:064", "int8@2:64:257", "int8@2:8192",
-        "int8@2:-64",
-        "blockwise8:32", "int4@2:32:1", "int4@2:32:5000", "int4@2:512", "lossless:3", "none:1", "int8\n",
-        "int8@2:٦٤", " int8", "int8@0", "int8" * 20, "bfloat16:2",
+        "int8@2:-64", "blockwise8:32", "int4@2:32:1", "int4@2:32:5000", "int4@2:512", "lossless:3",
+        "none:1", "int8\n", "int8@2:٦٤", " int8", "int8@0", "int8" * 20, "bfloat16:2",
     ],
 )  # fmt: skip
 def test_other_texts_are_refused(text: str) -> None:
