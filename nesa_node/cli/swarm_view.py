@@ -173,7 +173,7 @@ def _state(record: NodeRecord) -> str:
 
 
 def sends(sent_bytes: Mapping[str, int]) -> str:
-    """How a node's hidden states travel, by bytes: `int8:64:16`, or `int8:64:16 80%, none 20%`."""
+    """How hidden states travel, by bytes: `int8@2:16:8`, or `int8@2:16:8 80%, none 20%`."""
     total = sum(sent_bytes.values())
     if not total:
         return "-"

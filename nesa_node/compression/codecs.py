@@ -15,11 +15,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from nesa_node.compression.absmax import Int8
 from nesa_node.compression.blockwise8 import Blockwise8
 from nesa_node.compression.casts import Cast
 from nesa_node.compression.codec import Codec
 from nesa_node.compression.int4 import Int4
+from nesa_node.compression.int8 import Int8
 from nesa_node.compression.lossless import Lossless
 from nesa_node.compression.raw import RawCodec
 from nesa_node.core.errors import ProtocolError
@@ -53,7 +53,7 @@ FAMILIES: Mapping[str, Family] = {
     "float16": _cast("float16"),
     # What bitsandbytes' CUDA kernels can do.
     "blockwise8": Family(Blockwise8, (_powers(64, 4096), frozenset(range(257)))),
-    "int8": Family(Int8, (_powers(8, 4096), frozenset(range(257)))),
+    "int8": Family(Int8, (_powers(8, 4096), frozenset(range(257))), version=2),
     "int4": Family(Int4, (_powers(4, 256), frozenset({0, *range(2, 4097)})), version=2),
     "lossless": Family(Lossless),
 }

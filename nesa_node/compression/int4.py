@@ -12,8 +12,6 @@ Legend: R rows, D channels, K blocks of a row, N = R K blocks, B values of a blo
 
 from __future__ import annotations
 
-import functools
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -24,8 +22,8 @@ from nesa_node.compression.blocks import Blocks
 from nesa_node.compression.codec import DTYPES, part_of, payload_of, round_to, rounded_bound
 from nesa_node.compression.five_bits import pack, packed_nbytes, unpack
 from nesa_node.compression.hadamard import hadamard
+from nesa_node.compression.octaves import FACTOR_BITS, LAST, eighths, factor_of, scales_of
 from nesa_node.compression.outliers import largest_channels, list_dtype, read_list
-from nesa_node.core.errors import ProtocolError
 
 if TYPE_CHECKING:
     from nesa_node.compression.tensors import TensorMeta
@@ -44,11 +42,6 @@ _WORST = 0.036
 Between levels 1.04 2^(1/16) / 32 = 0.0340, beyond the last 1 - 1.04 2^(-1/16) 31/32 = 0.0352; the
 rest is for float32's rounding.
 """
-_OCTAVE = 8
-_LAST = 255
-_FACTOR_BITS = 15
-LARGEST = 2.0**100
-"""Larger values are refused: sums of them would overflow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +69,12 @@ class Int4:
     def encode(self, tensor: Tensor) -> memoryview:
         blocks = self._blocks(tensor.shape)
         values_RD = tensor.view(blocks.rows, blocks.width).float()
-        factor = _factor(values_RD)
+        factor = factor_of(values_RD)
         channels_C = largest_channels(values_RD, self._count(blocks))
         rotated_NB = _rotated(blocks, values_RD, channels_C)
         scale_N1 = _scale_codes(rotated_NB, factor)
         # Blocks that are lost are divided by infinity.
-        step_N1 = 2 * _scales(tensor.device)[scale_N1.int()] * (factor * 2.0**_FACTOR_BITS)
+        step_N1 = scales_of(scale_N1.view(-1), 2 * _unit(factor)).view(-1, 1)
         each_N1 = step_N1.masked_fill_(scale_N1 == 0, torch.inf).reciprocal_()
         codes_NB = rotated_NB.mul_(each_N1).add_(_HALF).clamp_(0, 2 * _HALF - 1).to(torch.uint8)
         return payload_of(
@@ -97,7 +90,7 @@ class Int4:
         factor = part_of(data, 0, 1, torch.float32).item()
         start = self._scales_start(blocks)
         scale_N = part_of(data, start, blocks.count, torch.uint8).to(device)
-        real_N = _scales(device).index_select(0, scale_N.int()) * (factor * 2.0**_FACTOR_BITS)
+        real_N = scales_of(scale_N, _unit(factor))
         start += blocks.count
         packed = part_of(data, start, data.nbytes - start, torch.uint8).to(device)
         codes_NB = unpack(packed, blocks.count * blocks.block).view(blocks.count, blocks.block)
@@ -120,10 +113,10 @@ class Int4:
         """
         blocks = self._blocks(tensor.shape)
         values_RD = tensor.reshape(blocks.rows, blocks.width).float()
-        factor = _factor(values_RD)
+        factor = factor_of(values_RD)
         channels_C = largest_channels(values_RD, self._count(blocks))
         absmax_N1 = _rotated(blocks, values_RD, channels_C).double().abs().amax(-1, keepdim=True)
-        each_N1 = absmax_N1 * _WORST + factor * 2.0 ** (_FACTOR_BITS - 31)
+        each_N1 = absmax_N1 * _WORST + factor * 2.0 ** (FACTOR_BITS - 31)
         bound_NB = (each_N1 * blocks.block).expand(-1, blocks.block).contiguous()
         bound_RD = blocks.join(bound_NB).clone()
         kept_RC = values_RD[:, channels_C].double().abs()
@@ -147,19 +140,9 @@ class Int4:
         return 4 + self._count(blocks) * each
 
 
-def _factor(values_RD: Tensor) -> float:
-    """A power of two: divided by it, the largest |value| lies in [2^14, 2^15), for float16.
-
-    Raises `ProtocolError`: "not_finite", or "bad_tensor" for values beyond `LARGEST`.
-    """
-    ends = torch.stack(torch.aminmax(values_RD)).tolist()
-    if not all(map(math.isfinite, ends)):
-        raise ProtocolError("not_finite", "the tensor holds NaN or infinite values")
-    largest = max(map(abs, ends))
-    if largest > LARGEST:
-        raise ProtocolError("bad_tensor", f"a value of {largest:g} is too large for int4")
-    exponent = math.frexp(largest)[1] - _FACTOR_BITS if largest else 0
-    return 2.0 ** max(exponent, -100)
+def _unit(factor: float) -> float:
+    """The scale of code 255."""
+    return factor * 2.0**FACTOR_BITS / (2 * _HALF)
 
 
 def _rotated(blocks: Blocks, values_RD: Tensor, channels_C: Tensor) -> Tensor:
@@ -171,13 +154,6 @@ def _rotated(blocks: Blocks, values_RD: Tensor, channels_C: Tensor) -> Tensor:
 
 def _scale_codes(rotated_NB: Tensor, factor: float) -> Tensor:
     """[N, 1] uint8: the nearest eighth of an octave, 0 for blocks that are lost."""
-    most = rotated_NB.abs().amax(-1, keepdim=True)
-    parts_N1 = most.mul_(_REACH / (factor * 2.0**_FACTOR_BITS))
-    return parts_N1.log2_().mul_(_OCTAVE).add_(_LAST).round_().clamp_(0, _LAST).to(torch.uint8)
-
-
-@functools.lru_cache(maxsize=8)
-def _scales(device: torch.device) -> Tensor:
-    """[256] float32: the parts of 2^15 factors that scale codes stand for."""
-    values = [0.0, *(2.0 ** ((code - _LAST) / _OCTAVE - 5) for code in range(1, _LAST + 1))]
-    return torch.tensor(values, dtype=torch.float32, device=device)
+    most_N1 = rotated_NB.abs().amax(-1, keepdim=True).mul_(_REACH)
+    codes_N1 = eighths(most_N1, factor * 2.0**FACTOR_BITS).round_()
+    return codes_N1.clamp_(0, LAST).to(torch.uint8)

@@ -16,7 +16,7 @@ EXACT = "exact"
 
 _ALSO: Mapping[str, tuple[str, ...]] = {
     EXACT: ("none", "lossless"),
-    "high": ("bfloat16", "int8:64:16", "blockwise8:64:16"),
+    "high": ("bfloat16", "int8@2:16:8", "blockwise8:64:16"),
     "balanced": ("int4@2:32:48",),
 }
 """What each floor allows that a higher one does not."""
@@ -35,7 +35,7 @@ def check_quality(quality: str) -> str:
     except ProtocolError:
         raise ConfigError(
             f"unknown quality {quality!r}: give {', '.join(FLOORS)}, or a codec "
-            f"({', '.join(FAMILIES)}, with parameters as in int8:64:16)"
+            f"({', '.join(FAMILIES)}, with parameters as in int8:16:8)"
         ) from None
 
 

@@ -8,7 +8,7 @@ from nesa_node.compression.choice import FAST_BYTES_PER_S, PLAIN_COST, WORTH_IT,
 COSTS = {
     "none": PLAIN_COST,
     "lossless": Cost(5e-5, 8e-9, 0.8),
-    "int8:64:16": Cost(1e-4, 2e-9, 0.27),
+    "int8@2:16:8": Cost(1e-4, 2e-9, 0.27),
     "int4@2:32:48": Cost(2e-4, 6e-9, 0.16),
 }
 NAMES = tuple(COSTS)
@@ -21,7 +21,7 @@ def test_nothing_is_compressed_at_the_speed_of_loopback() -> None:
 
 def test_a_long_prompt_is_compressed_on_a_slow_uplink() -> None:
     assert fastest(NAMES, 1 << 20, 20 * MEGABIT, COSTS) == "int4@2:32:48"
-    assert fastest(NAMES[:3], 1 << 20, 20 * MEGABIT, COSTS) == "int8:64:16"
+    assert fastest(NAMES[:3], 1 << 20, 20 * MEGABIT, COSTS) == "int8@2:16:8"
 
 
 def test_a_token_is_sent_as_it_is_where_compressing_takes_longer_than_sending() -> None:

@@ -20,8 +20,8 @@ MUTATIONS = 24_000
 MAX_BYTES = 1 << 16
 SHAPES = ((), (1,), (3, 0), (1, 64), (2, 300), (2, 2, 3, 7), (5, 33))
 TEXTS = (
-    *map(expand, CODECS), "int4@2:4:3", "int4:8:64", "int8:4096", "lossless@2", "int8:999999", "",
-    "zstd", "int4::", "int8:0",
+    *map(expand, CODECS), "int4@2:4:3", "int4:8:64", "int8@2:4096", "int8:64:16", "lossless@2",
+    "int8@2:999999", "", "zstd", "int4::", "int8@2:0",
 )  # fmt: skip
 NUMBERS = (-1, 0, 1, 2, 63, 64, 65, 255, 4096, 2**16, 2**31 - 1, 2**31, 2**63 - 1)
 

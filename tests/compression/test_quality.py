@@ -33,13 +33,13 @@ def test_a_lower_floor_allows_all_that_a_higher_one_does() -> None:
 
 
 def test_a_codec_by_name_allows_no_other_lossy_one() -> None:
-    assert candidates("int8:64:16", codec_names()) == ("int8:64:16",)
-    assert not allows("int8:64:16", "bfloat16")
-    assert not allows("int8:64:16", "int8:128:16")
+    assert candidates("int8@2:16:8", codec_names()) == ("int8@2:16:8",)
+    assert not allows("int8@2:16:8", "bfloat16")
+    assert not allows("int8@2:16:8", "int8@2:32:8")
 
 
 def test_what_the_receiver_does_not_decode_is_not_chosen() -> None:
-    assert candidates("int8:64:16", ()) == ("none",)
+    assert candidates("int8@2:16:8", ()) == ("none",)
     assert candidates("balanced", ("none", "lossless")) == ("none", "lossless")
 
 

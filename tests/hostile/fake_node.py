@@ -238,7 +238,7 @@ async def wrong_dtype(fake: FakeNode, served: Served, step: Step) -> None:
 
 
 async def below_the_floor(fake: FakeNode, served: Served, step: Step) -> None:
-    await served.answer(step, fake.hidden(step), codec="int8:64:16")
+    await served.answer(step, fake.hidden(step), codec="int8@2:16:8")
 
 
 async def bomb(fake: FakeNode, served: Served, step: Step) -> None:
@@ -314,7 +314,7 @@ async def push_not_finite(fake: FakeNode, served: Served, step: Step) -> None:
 
 
 async def push_below_the_floor(fake: FakeNode, served: Served, step: Step) -> None:
-    await served.hand_on(step, fake.hidden(step), codec="int8:64:16")
+    await served.hand_on(step, fake.hidden(step), codec="int8@2:16:8")
 
 
 async def push_garbage(fake: FakeNode, served: Served, step: Step) -> None:

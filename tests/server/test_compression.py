@@ -28,7 +28,7 @@ async def linked(peer: Peer, quality: str, codecs: tuple[str, ...] = codec_names
 
 
 @pytest.mark.parametrize(
-    "codec", ["bfloat16", "int8:64:16", "int8:32:16", "int4@2:32:48", "lossless"]
+    "codec", ["bfloat16", "int8@2:16:8", "int8@2:32:8", "int4@2:32:48", "lossless"]
 )
 async def test_client_is_answered_in_the_codec_that_it_named(blocks: Blocks, codec: str) -> None:
     hidden_TD = torch.randn(LONG, blocks.hidden_size)
@@ -51,7 +51,7 @@ async def test_client_is_answered_in_the_codec_that_it_named(blocks: Blocks, cod
 async def test_client_that_decodes_nothing_is_sent_nothing_compressed(blocks: Blocks) -> None:
     async with open_node(blocks) as node:
         peer = node.peer()
-        await linked(peer, "int8:64:16", codecs=())
+        await linked(peer, "int8@2:16:8", codecs=())
         await peer.wire.hear_a(Linked)
         peer.step({0: LONG})
         message, _ = await peer.output()
@@ -59,7 +59,7 @@ async def test_client_that_decodes_nothing_is_sent_nothing_compressed(blocks: Bl
         await peer.end()
 
 
-@pytest.mark.parametrize("quality", ["exact", "high", "lossless", "int8:32:16"])
+@pytest.mark.parametrize("quality", ["exact", "high", "lossless", "int8@2:32:8"])
 async def test_step_below_the_floor_is_refused_and_changes_nothing(
     blocks: Blocks, quality: str
 ) -> None:
@@ -92,11 +92,11 @@ async def test_nothing_is_compressed_before_the_link(blocks: Blocks) -> None:
 def test_via_keeps_to_what_a_message_may_hold() -> None:
     via: tuple[str, ...] = ()
     for _ in range(3 * MAX_CODECS):
-        via = passed_on(via, "int8:64:16")
+        via = passed_on(via, "int8@2:16:8")
     assert len(via) == MAX_CODECS
 
 
-@pytest.mark.parametrize("quality", ["best", "int8", "int8:7", "", "int8:64@9"])
+@pytest.mark.parametrize("quality", ["best", "int8", "int8:16:8", "int8@2:7", "", "int8:64@9"])
 async def test_unknown_quality_is_refused(blocks: Blocks, quality: str) -> None:
     async with open_node(blocks) as node:
         peer = node.peer()
@@ -119,7 +119,7 @@ async def test_link_without_reports_is_probed_and_a_slow_one_compressed_for(
         peer.wire.say(Received(nbytes=probe.tensor.nbytes, seconds=probe.tensor.nbytes / SLOW))
         peer.step({0: LONG})
         after, _ = await peer.output()
-        assert (before.tensor.codec, after.tensor.codec) == ("none", "int8:64:16")
+        assert (before.tensor.codec, after.tensor.codec) == ("none", "int8@2:16:8")
         assert node.speeds.to(PeerId("far")).rate_bytes_per_s == pytest.approx(SLOW)
         await peer.end()
 

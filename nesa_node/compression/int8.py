@@ -1,0 +1,140 @@
+"""`int8`: integers from -127 to 127, a scale for each 16 of them, the largest channels in 16 bits.
+
+A few channels of a language model's hidden states are hundreds of times larger than the others.
+Eight bits with a scale for all of them lose more than all the other channels do, so that each gets
+a byte more; scales of one byte for few values take no more room than a float32 for many
+(`docs/decisions/016`).
+
+Legend: R rows (tokens), D channels, C channels set apart, K blocks of a row, N = R K blocks,
+B values of a block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor
+
+from nesa_node.compression.blocks import Blocks
+from nesa_node.compression.codec import DTYPES, part_of, payload_of, round_to, rounded_bound
+from nesa_node.compression.octaves import FACTOR_BITS, LAST, OCTAVE, eighths, factor_of, scales_of
+from nesa_node.compression.outliers import largest_channels, list_dtype, read_list
+
+if TYPE_CHECKING:
+    from nesa_node.compression.tensors import TensorMeta
+
+_LEVELS = 127
+
+
+@dataclass(frozen=True, slots=True)
+class Int8:
+    """`apart` channels are set apart in rows of at least 16 times as many, none in shorter ones.
+
+    Others: value = signed integer * scale, the scale being the block's largest |value| / 127,
+    rounded up to an eighth of an octave. Payload: a factor in float32, a power of two; the list of
+    the C channels, rising, of 2 bytes each (4 if D > 65,536); a byte for each block's scale [N];
+    the upper bytes of what is set apart / factor in float16 [R, C]; a byte for each value [R, D]:
+    its integer, or the lower byte of what is set apart.
+    """
+
+    block: int = 16
+    apart: int = 8
+    exact: ClassVar[bool] = False
+
+    @property
+    def text(self) -> str:
+        return f"int8@2:{self.block}:{self.apart}"
+
+    def nbytes(self, meta: TensorMeta) -> int:
+        blocks = self._blocks(meta.shape)
+        count = self._count(blocks)
+        listed = count * list_dtype(blocks.width).itemsize
+        return 4 + listed + blocks.count + blocks.rows * (count + blocks.width)
+
+    def encode(self, tensor: Tensor) -> memoryview:
+        blocks = self._blocks(tensor.shape)
+        values_RD = tensor.view(blocks.rows, blocks.width).float()
+        factor = factor_of(values_RD)
+        channels_C = largest_channels(values_RD, self._count(blocks))
+        values_NB = blocks.split(_without(values_RD, channels_C))
+        scale_N1 = _scale_codes(values_NB, factor)
+        each_N = scales_of(scale_N1.view(-1), _unit(factor)).reciprocal_()
+        codes_NB = (values_NB * each_N.view(-1, 1)).round_().to(torch.int8)
+        codes_RD = blocks.join(codes_NB).contiguous().view(torch.uint8)
+        apart_RC2 = _bytes_of((values_RD[:, channels_C] / factor).half())
+        codes_RD[:, channels_C] = apart_RC2[..., 0]
+        return payload_of(
+            torch.tensor([factor], dtype=torch.float32, device=tensor.device),
+            channels_C.to(list_dtype(blocks.width)),
+            scale_N1,
+            apart_RC2[..., 1],
+            codes_RD,
+        )
+
+    def decode(self, meta: TensorMeta, data: memoryview, device: torch.device) -> Tensor:
+        blocks = self._blocks(meta.shape)
+        count = self._count(blocks)
+        factor = part_of(data, 0, 1, torch.float32).item()
+        start = 4 + count * list_dtype(blocks.width).itemsize
+        scale_N = part_of(data, start, blocks.count, torch.uint8).to(device)
+        start += blocks.count
+        upper = part_of(data, start, blocks.rows * count, torch.uint8).to(device)
+        start += upper.nbytes
+        codes = part_of(data, start, blocks.rows * blocks.width, torch.uint8).to(device)
+        real_N1 = scales_of(scale_N, _unit(factor)).view(-1, 1)
+        values_RD = blocks.join(blocks.split(codes.view(torch.int8)) * real_N1)
+        if count:
+            channels_C = read_list(data, 4, count, blocks.width).to(device)
+            lower_RC = codes.view(blocks.rows, blocks.width)[:, channels_C]
+            apart_RC2 = torch.stack((lower_RC, upper.view(blocks.rows, count)), -1)
+            values_RD[:, channels_C] = apart_RC2.view(torch.float16)[..., 0].float() * factor
+        return round_to(values_RD.reshape(meta.shape), DTYPES[meta.dtype])
+
+    def error_bound(self, tensor: Tensor) -> Tensor:
+        """Set apart: |value| 2^-11 + factor 2^-25. Others: half a step, as no code is beyond 127.
+
+        A step is at most 2^(1/8) / 127 of the block's largest |value|, or that of scale code 1:
+        2^-31.75 / 127 of the tensor's largest, rounded up to a power of two.
+        """
+        blocks = self._blocks(tensor.shape)
+        values_RD = tensor.reshape(blocks.rows, blocks.width).float()
+        factor = factor_of(values_RD)
+        channels_C = largest_channels(values_RD, self._count(blocks))
+        values_NB = blocks.split(_without(values_RD, channels_C)).double()
+        least = factor * 2.0 ** (FACTOR_BITS + (1 - LAST) / OCTAVE)
+        most_N1 = (values_NB.abs().amax(-1, keepdim=True) * 2 ** (1 / OCTAVE)).clamp_(min=least)
+        bound_N1 = most_N1 / (2 * _LEVELS) * (1 + 2.0**-12)
+        bound_RD = blocks.join(bound_N1.expand(-1, blocks.block).contiguous()).clone()
+        apart_RC = values_RD[:, channels_C].double().abs()
+        bound_RD[:, channels_C] = apart_RC * 2.0**-11 + factor * 2.0**-25
+        return rounded_bound(tensor, bound_RD.reshape(tensor.shape))
+
+    def _blocks(self, shape: torch.Size | tuple[int, ...]) -> Blocks:
+        """Rows that are shorter than a block are one short block: nothing is padded."""
+        return Blocks.of(shape, min(self.block, shape[-1] if shape else 1))
+
+    def _count(self, blocks: Blocks) -> int:
+        return self.apart if blocks.width >= 16 * self.apart else 0
+
+
+def _without(values_RD: Tensor, channels_C: Tensor) -> Tensor:
+    return values_RD.index_fill(1, channels_C, 0) if len(channels_C) else values_RD
+
+
+def _unit(factor: float) -> float:
+    """The scale of code 255."""
+    return factor * 2.0**FACTOR_BITS / _LEVELS
+
+
+def _scale_codes(values_NB: Tensor, factor: float) -> Tensor:
+    """[N, 1] uint8: rounded up, so that nothing lies beyond 127; at least 1, also for zeros."""
+    most_N1 = values_NB.abs().amax(-1, keepdim=True)
+    codes_N1 = eighths(most_N1, factor * 2.0**FACTOR_BITS).ceil_()
+    return codes_N1.clamp_(1, LAST).to(torch.uint8)
+
+
+def _bytes_of(values_RC: Tensor) -> Tensor:
+    """float16 as uint8 [R, C, 2], the lower byte first."""
+    return values_RC.contiguous().unsqueeze(-1).view(torch.uint8)
