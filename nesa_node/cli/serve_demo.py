@@ -74,7 +74,9 @@ def _wait_until_serving(process: subprocess.Popen[bytes], ready: Path, log_path:
 
 
 def _words(url: str, name: str, question: str) -> str:
-    body = {"model": name, "messages": [{"role": "user", "content": question}]}
+    # As the demo asked. A model this small that draws its words may not find an end.
+    messages = [{"role": "user", "content": question}]
+    body = {"model": name, "messages": messages, "temperature": 0, "max_tokens": 64}
     return (
         f"\n  gateway       {url}/v1  (OpenAI's API, model {name})\n"
         f"  dashboard     {url}/\n\n"
