@@ -125,7 +125,9 @@ def test_explain_says_why_a_session_got_its_nodes(
     (told,) = json.loads(capsys.readouterr().out)
     assert [visit["peer"] for visit in told["chain"]] == [node.peer_id for node in nodes]
     assert told["strategy"] == "exact-latency"
-    assert told["cost"] == pytest.approx(sum(told["step_s"].values()))
+    assert told["cost"] == pytest.approx(sum(told["terms"].values()))
+    lost_s = told["terms"]["failures_s"]
+    assert told["cost"] == pytest.approx(sum(told["step_s"].values()) + lost_s)
     assert [other["without"] for other in told["alternatives"]] == [n.peer_id for n in nodes]
     assert all(other["chain"] is None for other in told["alternatives"])
     assert run_command(["explain", told["name"][:8]]) == 0
