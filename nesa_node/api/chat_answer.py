@@ -73,7 +73,7 @@ class ChatAnswer:
         }
 
     async def whole(self, run: Run) -> dict[str, Any]:
-        async with run() as events:
+        async with self._usage.counted(), run() as events:
             async for _, happened in events:
                 self._usage.count(happened)
                 if isinstance(happened, Delta):
@@ -89,7 +89,7 @@ class ChatAnswer:
         self._head["object"] = "chat.completion.chunk"
         # OpenAI says "no usage yet" only to those who ask for it.
         rest: dict[str, Any] = {"usage": None} if with_usage else {}
-        async with run() as events:
+        async with self._usage.counted(), run() as events:
             async for _, happened in events:
                 self._usage.count(happened)
                 if isinstance(happened, PromptRead):

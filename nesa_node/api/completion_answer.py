@@ -62,7 +62,7 @@ class CompletionAnswer:
         }
 
     async def whole(self, run: Run) -> dict[str, Any]:
-        async with run() as events:
+        async with self._usage.counted(), run() as events:
             async for tagged in events:
                 for index, text, logprobs, reason in await self._read(tagged):
                     self._choices[index].keep(text, logprobs, reason)
@@ -79,7 +79,7 @@ class CompletionAnswer:
 
     async def chunks(self, run: Run, *, with_usage: bool) -> AsyncGenerator[bytes, None]:
         rest: dict[str, Any] = {"usage": None} if with_usage else {}
-        async with run() as events:
+        async with self._usage.counted(), run() as events:
             async for tagged in events:
                 for told in await self._read(tagged):
                     if told[1] or told[2] or told[3]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 from collections.abc import Sequence
 from functools import partial
@@ -70,10 +71,15 @@ async def _embed(
     body: EmbeddingBody,
     inputs: Sequence[Sequence[int]],
 ) -> dict[str, Any]:
-    async with unless(gateway.watch(model)):
-        vectors = await model.embed(inputs)
-    spell = _base64 if body.encoding_format == "base64" else torch.Tensor.tolist
     tokens = sum(map(len, inputs))
+    try:
+        async with unless(gateway.watch(model)):
+            vectors = await model.embed(inputs)
+    except asyncio.CancelledError:
+        # Whoever leaves has to pay, too.
+        spend(tokens)
+        raise
+    spell = _base64 if body.encoding_format == "base64" else torch.Tensor.tolist
     spend(tokens)
     return {
         "object": "list",
