@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
@@ -95,5 +96,6 @@ async def _grammar(model: ServedModel, body: ChatBody, tools: list[Tool]) -> str
     """Of the format that is asked for, or of a call that must be made."""
     choice = body.tool_choice
     if tools and (choice == "required" or isinstance(choice, NamedTool)):
-        return forced_calls(format_of(template_of(model.tokenizer, True)), tools, choice)
+        written = format_of(template_of(model.tokenizer, True))
+        return await asyncio.to_thread(forced_calls, written, tools, choice)
     return await grammar_of(schema_of(body.response_format), "response_format")

@@ -13,6 +13,7 @@ from nesa_node.api.answers import DONE, event
 from nesa_node.api.job import Chosen, Delta, PromptRead
 from nesa_node.api.jobs import Tagged
 from nesa_node.api.names import new_id
+from nesa_node.api.splitting import light
 from nesa_node.api.tool_calls import CallReader
 from nesa_node.api.usage import Usage
 
@@ -72,19 +73,23 @@ class ChatAnswer:
         }
 
     async def whole(self, run: Run) -> dict[str, Any]:
-        async with run() as events:
+        async with self._usage.counted(), run() as events:
             async for _, happened in events:
                 self._usage.count(happened)
                 if isinstance(happened, Delta):
                     self._choices[happened.index].keep(happened)
-        choices = [self._choice(index, choice) for index, choice in enumerate(self._choices)]
+        size = sum(1 + len(token.top) for choice in self._choices for token in choice.tokens)
+        choices = await light(
+            size if self._logprobs else 0,
+            lambda: [self._choice(index, choice) for index, choice in enumerate(self._choices)],
+        )
         return {**self._head, "choices": choices, "usage": self._usage.body()}
 
     async def chunks(self, run: Run, *, with_usage: bool) -> AsyncGenerator[bytes, None]:
         self._head["object"] = "chat.completion.chunk"
         # OpenAI says "no usage yet" only to those who ask for it.
         rest: dict[str, Any] = {"usage": None} if with_usage else {}
-        async with run() as events:
+        async with self._usage.counted(), run() as events:
             async for _, happened in events:
                 self._usage.count(happened)
                 if isinstance(happened, PromptRead):

@@ -47,7 +47,7 @@ class ContentPart(Body):
 
 
 Part = Annotated[ContentPart, BeforeValidator(_read_part)]
-Content = Text | Annotated[list[Part], Field(max_length=MAX_PARTS)]
+Content = Text | Annotated[list[Part], Field(max_length=MAX_PARTS, fail_fast=True)]
 
 
 class CalledFunction(Body):
@@ -67,7 +67,9 @@ class ChatMessage(Body):
     role: Role
     content: Content | None = None
     name: Label | None = None
-    tool_calls: Annotated[list[MessageToolCall], Field(max_length=MAX_TOOLS)] | None = None
+    tool_calls: (
+        Annotated[list[MessageToolCall], Field(max_length=MAX_TOOLS, fail_fast=True)] | None
+    ) = None
     tool_call_id: Label | None = None
     refusal: Text | None = None
     reasoning_content: Text | None = None
@@ -104,13 +106,15 @@ class NamedTool(Body):
 
 
 class ChatBody(Sampled):
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Annotated[
+        list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
+    ]
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
     response_format: ResponseFormat | None = None
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
 

@@ -13,6 +13,7 @@ from nesa_node.api.chances import LegacyChances
 from nesa_node.api.job import Delta, PromptRead
 from nesa_node.api.jobs import Tagged
 from nesa_node.api.names import new_id
+from nesa_node.api.splitting import light
 from nesa_node.api.usage import Usage
 
 _Told = tuple[int, str, dict[str, Any] | None, str | None]
@@ -61,9 +62,9 @@ class CompletionAnswer:
         }
 
     async def whole(self, run: Run) -> dict[str, Any]:
-        async with run() as events:
+        async with self._usage.counted(), run() as events:
             async for tagged in events:
-                for index, text, logprobs, reason in self._read(tagged):
+                for index, text, logprobs, reason in await self._read(tagged):
                     self._choices[index].keep(text, logprobs, reason)
         choices = [
             _choice(
@@ -78,16 +79,16 @@ class CompletionAnswer:
 
     async def chunks(self, run: Run, *, with_usage: bool) -> AsyncGenerator[bytes, None]:
         rest: dict[str, Any] = {"usage": None} if with_usage else {}
-        async with run() as events:
+        async with self._usage.counted(), run() as events:
             async for tagged in events:
-                for told in self._read(tagged):
+                for told in await self._read(tagged):
                     if told[1] or told[2] or told[3]:
                         yield event({**self._head, "choices": [_choice(*told)], **rest})
         if with_usage:
             yield event({**self._head, "choices": [], "usage": self._usage.body()})
         yield DONE
 
-    def _read(self, tagged: Tagged) -> list[_Told]:
+    async def _read(self, tagged: Tagged) -> list[_Told]:
         """Index, text, log probabilities and finish reason of each choice that it is about."""
         job, happened = tagged
         self._usage.count(happened)
@@ -96,7 +97,9 @@ class CompletionAnswer:
             chances = self._choices[index].chances
             logprobs = chances.read(happened.tokens) if chances and happened.tokens else None
             return [(index, happened.text, logprobs, happened.finish_reason)]
-        return self._echo(job, happened)
+        # There may be many, and all come at once.
+        size = self._n * sum(1 + len(token.top) for token in happened.tokens)
+        return await light(size, lambda: self._echo(job, happened))
 
     def _echo(self, job: int, happened: PromptRead) -> list[_Told]:
         if self._echoes is None:

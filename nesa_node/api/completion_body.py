@@ -19,12 +19,12 @@ from nesa_node.web.problem import Problem
 
 MAX_TOKENS = 1 << 20
 
-Tokens = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_TOKENS)]
+Tokens = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_TOKENS, fail_fast=True)]
 Prompt = (
     Text
-    | Annotated[list[Text], Field(min_length=1, max_length=MAX_CHOICES)]
+    | Annotated[list[Text], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)]
     | Tokens
-    | Annotated[list[Tokens], Field(min_length=1, max_length=MAX_CHOICES)]
+    | Annotated[list[Tokens], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)]
 )
 
 

@@ -15,13 +15,17 @@ from nesa_node.api.gateway import Gateway, GatewayOf, SpendOf, fingerprint
 from nesa_node.api.job import Job
 from nesa_node.api.jobs import running
 from nesa_node.api.openapi import Completion, describe
-from nesa_node.api.prompts import tokens_of
+from nesa_node.api.prompts import all_tokens_of
 from nesa_node.api.reading import body_of
 from nesa_node.api.sampling_body import room_for
+from nesa_node.api.splitting import light
 from nesa_node.api.usage import Usage
+from nesa_node.web.problem import Problem
 
 DEFAULT_TOKENS = 16
 """OpenAI's."""
+MOST_ECHOED = 1 << 20
+"""Log probabilities of prompts in one answer: each takes a hundred bytes here."""
 
 if TYPE_CHECKING:
     from nesa_node.api.served_model import ServedModel
@@ -40,12 +44,13 @@ async def complete(
     model = await gateway.models.get(body.model)
     prompts = body.prompts()
     jobs = await _jobs(gateway, model, body, prompts)
+    _check_echoed(jobs)
     answer = CompletionAnswer(
         body.model,
         fingerprint(model.model_id),
         n=body.n or 1,
         prompts=len(jobs),
-        echoes=[_text(model, prompt) for prompt in prompts] if body.echo else None,
+        echoes=await _texts(model, prompts) if body.echo else None,
         logprobs=body.logprobs is not None,
         usage=Usage.of(jobs, spend),
     )
@@ -61,31 +66,47 @@ async def _jobs(
     sampling = body.sampling(model.vocab_size)
     grammar = await grammar_of(schema_of(body.response_format), "response_format")
     asked = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
-    jobs = []
-    for prompt in prompts:
-        tokens = await tokens_of(model, prompt, "prompt")
-        jobs.append(
-            Job(
-                prompt=tokens,
-                max_tokens=room_for(
-                    len(tokens),
-                    asked,
-                    context_length=model.context_length,
-                    cap=gateway.config.max_new_tokens,
-                    default=None,
-                    param="prompt",
-                ),
-                n=body.n or 1,
-                sampling=sampling,
-                stop=body.stops(),
-                ignore_eos=bool(body.ignore_eos),
-                top_logprobs=body.logprobs,
-                prompt_logprobs=bool(body.echo) and body.logprobs is not None,
-                grammar=grammar,
-            )
+    return [
+        Job(
+            prompt=tokens,
+            max_tokens=room_for(
+                len(tokens),
+                asked,
+                context_length=model.context_length,
+                cap=gateway.config.max_new_tokens,
+                default=None,
+                param="prompt",
+            ),
+            n=body.n or 1,
+            sampling=sampling,
+            stop=body.stops(),
+            ignore_eos=bool(body.ignore_eos),
+            top_logprobs=body.logprobs,
+            prompt_logprobs=bool(body.echo) and body.logprobs is not None,
+            grammar=grammar,
         )
-    return jobs
+        for tokens in await all_tokens_of(model, prompts, "prompt")
+    ]
 
 
-def _text(model: ServedModel, prompt: str | list[int]) -> str:
-    return prompt if isinstance(prompt, str) else str(model.tokenizer.decode(prompt))
+def _check_echoed(jobs: list[Job]) -> None:
+    echoed = sum(
+        len(job.prompt) * job.n * (1 + (job.top_logprobs or 0))
+        for job in jobs
+        if job.prompt_logprobs
+    )
+    if echoed > MOST_ECHOED:
+        raise Problem(
+            400,
+            f"logprobs: echo would make {echoed} log probabilities of prompts, {MOST_ECHOED} are "
+            "allowed; ask for fewer answers, prompts or logprobs at once",
+            code="invalid_value",
+            param="logprobs",
+        )
+
+
+async def _texts(model: ServedModel, prompts: list[str | list[int]]) -> list[str]:
+    def text(prompt: str | list[int]) -> str:
+        return prompt if isinstance(prompt, str) else str(model.tokenizer.decode(prompt))
+
+    return await light(sum(map(len, prompts)), lambda: [text(prompt) for prompt in prompts])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 from collections.abc import Sequence
 from functools import partial
@@ -16,7 +17,7 @@ from nesa_node.api.completion_body import Tokens, as_list
 from nesa_node.api.fields import Body, Label, Name, Nothing, Text
 from nesa_node.api.gateway import Gateway, GatewayOf, Spend, SpendOf
 from nesa_node.api.openapi import EmbeddingList, describe
-from nesa_node.api.prompts import tokens_of
+from nesa_node.api.prompts import all_tokens_of
 from nesa_node.api.reading import body_of
 from nesa_node.api.unless import unless
 from nesa_node.web.problem import Problem
@@ -35,9 +36,9 @@ class EmbeddingBody(Body):
     model: Name
     input: (
         Text
-        | Annotated[list[Text], Field(min_length=1, max_length=MAX_INPUTS)]
+        | Annotated[list[Text], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)]
         | Tokens
-        | Annotated[list[Tokens], Field(min_length=1, max_length=MAX_INPUTS)]
+        | Annotated[list[Tokens], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)]
     )
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Nothing = None
@@ -49,7 +50,7 @@ async def embed(
     gateway: GatewayOf, spend: SpendOf, body: Annotated[EmbeddingBody, body_of(EmbeddingBody)]
 ) -> Response:
     model = await gateway.models.get(body.model)
-    inputs = [await tokens_of(model, one, "input") for one in as_list(body.input)]
+    inputs = await all_tokens_of(model, as_list(body.input), "input")
     total = sum(map(len, inputs))
     longest = max(map(len, inputs))
     if longest > model.context_length or total > MAX_TOKENS:
@@ -70,10 +71,15 @@ async def _embed(
     body: EmbeddingBody,
     inputs: Sequence[Sequence[int]],
 ) -> dict[str, Any]:
-    async with unless(gateway.watch(model)):
-        vectors = await model.embed(inputs)
-    spell = _base64 if body.encoding_format == "base64" else torch.Tensor.tolist
     tokens = sum(map(len, inputs))
+    try:
+        async with unless(gateway.watch(model)):
+            vectors = await model.embed(inputs)
+    except asyncio.CancelledError:
+        # Whoever leaves has to pay, too.
+        spend(tokens)
+        raise
+    spell = _base64 if body.encoding_format == "base64" else torch.Tensor.tolist
     spend(tokens)
     return {
         "object": "list",

@@ -14,6 +14,7 @@ from pydantic import (
     Field,
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
+    model_validator,
 )
 from pydantic_core import CoreSchema, PydanticCustomError
 from pydantic_core.core_schema import no_info_plain_validator_function
@@ -21,6 +22,8 @@ from pydantic_core.core_schema import no_info_plain_validator_function
 UNSUPPORTED = "unsupported_parameter"
 _EXACT = 2**53
 _MAX_TEXT = 4 << 20
+_MAX_FIELDS = 256
+"""More than any object here has: each unknown one would be told as an error of its own."""
 
 
 class Body(BaseModel):
@@ -29,6 +32,13 @@ class Body(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, hide_input_in_errors=True
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _few_fields(cls, value: object) -> object:
+        if isinstance(value, dict) and len(value) > _MAX_FIELDS:
+            raise PydanticCustomError("too_many_fields", "it has too many fields")
+        return value
 
 
 def _whole(value: object) -> object:

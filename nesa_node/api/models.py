@@ -75,8 +75,12 @@ class Models:
 
     def card(self, name: str | None) -> Card:
         """By its name, its source or its last part; None: the first. Raises `Problem`."""
+        # Whole names first: a stranger's model may end in what another one is called.
         for card in self._cards:
-            if name is None or card.answers_to(name):
+            if name is None or card.name == name:
+                return card
+        for card in self._cards:
+            if name is not None and card.answers_to(name):
                 return card
         offered = ", ".join(card.name for card in self._cards[:20]) or "none"
         shown = "any model" if name is None else f"`{name[:200]}`"

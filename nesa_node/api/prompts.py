@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from nesa_node.api.splitting import encode
+from nesa_node.api.splitting import light, split
 from nesa_node.web.problem import Problem
 
 if TYPE_CHECKING:
     from nesa_node.api.served_model import ServedModel
 
 
-async def tokens_of(model: ServedModel, prompt: str | list[int], param: str) -> tuple[int, ...]:
-    """At least one token that the model has. Raises `Problem`."""
+async def all_tokens_of(
+    model: ServedModel, prompts: Sequence[str | list[int]], param: str
+) -> list[tuple[int, ...]]:
+    """Of each at least one token that the model has. Raises `Problem`.
+
+    Many short ones hold up others as one long one does, so that all of them count together.
+    """
+    return await light(
+        sum(map(len, prompts)), lambda: [_tokens_of(model, prompt, param) for prompt in prompts]
+    )
+
+
+def _tokens_of(model: ServedModel, prompt: str | list[int], param: str) -> tuple[int, ...]:
     if isinstance(prompt, str):
-        prompt = await encode(model.tokenizer, prompt, special=True, most=model.context_length)
+        prompt = split(model.tokenizer, prompt, special=True, most=model.context_length)
         if not prompt and model.tokenizer.bos_token_id is not None:
             prompt = [model.tokenizer.bos_token_id]
     if not prompt:

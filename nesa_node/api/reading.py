@@ -14,6 +14,7 @@ from pydantic_core import ErrorDetails, from_json
 from starlette.requests import Request
 
 from nesa_node.api.fields import UNSUPPORTED, Body
+from nesa_node.api.splitting import light
 from nesa_node.web.problem import Problem
 
 B = TypeVar("B", bound=Body)
@@ -24,7 +25,8 @@ def body_of(kind: type[B]) -> Any:
 
     async def read(request: Request) -> B:
         _require_json(request)
-        return parse(kind, await request.body())
+        data = await request.body()
+        return await light(len(data), lambda: parse(kind, data))
 
     reader: Callable[[Request], Awaitable[B]] = read
     return Depends(reader)
@@ -72,7 +74,7 @@ def _problem(details: Sequence[ErrorDetails], value: object) -> Problem:
         return Problem(400, f"{param} is required", code="missing_required_parameter", param=param)
     code = "invalid_type" if kind.endswith("_type") else "invalid_value"
     words = detail["msg"].removeprefix("Value error, ").replace("Input should", "it should")
-    return Problem(400, f"{param}: {words}", code=code, param=param or None)
+    return Problem(400, f"{param or 'the body'}: {words}", code=code, param=param or None)
 
 
 def _place(loc: Sequence[int | str], value: Any, kind: str) -> tuple[int | str, ...]:

@@ -36,14 +36,14 @@ class ResponseAnswer:
         self._events = 0
 
     async def whole(self, run: Run) -> dict[str, Any]:
-        async with run() as events:
+        async with self._usage.counted(), run() as events:
             async for _, happened in events:
                 self._keep(happened)
         return self._response()
 
     async def events(self, run: Run) -> AsyncGenerator[bytes, None]:
         at = {"item_id": self._item_id, "output_index": 0, "content_index": 0}
-        async with run() as events:
+        async with self._usage.counted(), run() as events:
             async for _, happened in events:
                 delta = self._keep(happened)
                 if isinstance(happened, PromptRead):

@@ -59,7 +59,8 @@ class Item(Body):
     content: (
         Text
         | Annotated[
-            list[Annotated[ItemPart, BeforeValidator(_read_part)]], Field(max_length=MAX_PARTS)
+            list[Annotated[ItemPart, BeforeValidator(_read_part)]],
+            Field(max_length=MAX_PARTS, fail_fast=True),
         ]
     )
     id: Label | None = None
@@ -108,7 +109,7 @@ class ResponseBody(Body):
         Text
         | Annotated[
             list[Annotated[Item, BeforeValidator(_read_item)]],
-            Field(min_length=1, max_length=MAX_MESSAGES),
+            Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
         ]
     )
     instructions: Text | None = None

@@ -30,7 +30,7 @@ from nesa_node.client.interrupt import Interrupt
 from nesa_node.client.model import AutoDistributedModelForCausalLM
 from nesa_node.client.tallies import SessionTallies, session_samples
 from nesa_node.core.config import ClientConfig
-from nesa_node.core.errors import BusyError
+from nesa_node.core.errors import BusyError, SwarmError
 from nesa_node.core.ids import ModelId
 from nesa_node.core.logging import get_logger
 from nesa_node.core.metrics import Sample
@@ -134,7 +134,8 @@ class ServedModel:
             try:
                 self._run(job, events, interrupt)
             except CancelledError:
-                events.end()
+                # Whoever left reads no more; who still reads must not take this for the end.
+                events.end(SwarmError(f"{self.name} was closed while this ran; ask again"))
             except BaseException as error:
                 events.end(error)
             else:

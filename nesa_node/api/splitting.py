@@ -19,16 +19,21 @@ _TORN_TOKENS = 64
 async def encode(tokenizer: Any, text: str, *, special: bool, most: int) -> list[int]:
     """The tokens of `text`; `special` adds the tokenizer's own, such as a first one.
 
+    Raises `Problem` as `split` does.
+    """
+    return await light(len(text), lambda: split(tokenizer, text, special=special, most=most))
+
+
+def split(tokenizer: Any, text: str, *, special: bool, most: int) -> list[int]:
+    """As `encode`, here and now.
+
     Raises `Problem` for a text with far more than `most`, as soon as that is known: a token takes a
     hundred times the room of a character. A few more than `most` may be returned.
     """
 
-    def work() -> list[int]:
-        if len(text) > max(most, _INLINE_CHARS):
-            _check(tokenizer, text, most)
-        return _split(tokenizer, text, special)
-
-    return await light(len(text), work)
+    if len(text) > max(most, _INLINE_CHARS):
+        _check(tokenizer, text, most)
+    return _split(tokenizer, text, special)
 
 
 async def light(size: int, work: Callable[[], T]) -> T:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,9 @@ from pydantic_core import from_json
 from nesa_node.api.chat_body import ChatMessage, Tool
 from nesa_node.api.splitting import encode, light
 from nesa_node.web.problem import Problem
+
+_MESSAGE_CHARS = 64
+"""What a template does for each message, or call, takes as long as for so many characters."""
 
 
 async def chat_prompt(
@@ -29,13 +33,25 @@ async def chat_prompt(
     Raises `Problem` for conversations that the template refuses.
     """
     template = template_of(tokenizer, bool(tools))
-    conversation = _conversation(messages, developer="developer" in template)
-    definitions = [tool.model_dump(exclude_none=True) for tool in tools] or None
-    text = await light(
-        sum(len(str(message["content"])) for message in conversation),
-        lambda: _render(tokenizer, conversation, definitions, generation, continued),
-    )
+
+    def render() -> str:
+        conversation = _conversation(messages, developer="developer" in template)
+        definitions = [tool.model_dump(exclude_none=True) for tool in tools] or None
+        return _render(tokenizer, conversation, definitions, generation, continued)
+
+    # Schemas of tools may be of any size.
+    text = await (asyncio.to_thread(render) if tools else light(_size(messages), render))
     return await encode(tokenizer, text, special=special, most=most)
+
+
+def _size(messages: Sequence[ChatMessage]) -> int:
+    """About as many characters as it takes to render them."""
+    size = 0
+    for message in messages:
+        size += _MESSAGE_CHARS + len(message.words()) + len(message.reasoning_content or "")
+        for call in message.tool_calls or ():
+            size += _MESSAGE_CHARS + len(call.function.arguments)
+    return size
 
 
 def template_of(tokenizer: Any, tools: bool) -> str:

@@ -15,7 +15,7 @@ from nesa_node.api.fields import Body, Name, Text, TokenId
 from nesa_node.api.gateway import GatewayOf
 from nesa_node.api.openapi import Detokenized, Tokenized, describe
 from nesa_node.api.reading import body_of
-from nesa_node.api.splitting import encode
+from nesa_node.api.splitting import encode, light
 from nesa_node.api.templates import chat_prompt
 from nesa_node.web.problem import Problem
 
@@ -27,10 +27,11 @@ class TokenizeBody(Body):
 
     model: Name | None = None
     prompt: Text | None = None
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)] | None = (
-        None
-    )
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    messages: (
+        Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+        | None
+    ) = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     add_special_tokens: bool | None = Field(
         default=None, description="by default for a text, not for a conversation"
     )
@@ -41,7 +42,7 @@ class TokenizeBody(Body):
 
 class DetokenizeBody(Body):
     model: Name | None = None
-    tokens: Annotated[list[TokenId], Field(max_length=MAX_TOKENS)]
+    tokens: Annotated[list[TokenId], Field(max_length=MAX_TOKENS, fail_fast=True)]
 
 
 @router.post("/tokenize", **describe("Split a text into tokens", TokenizeBody, Tokenized))
@@ -74,7 +75,9 @@ async def tokenize(
     else:
         special = body.add_special_tokens is not False
         tokens = await encode(model.tokenizer, body.prompt or "", special=special, most=MAX_TOKENS)
-    strings = model.tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
+    strings = None
+    if body.return_token_strs:
+        strings = await light(len(tokens), lambda: model.tokenizer.convert_ids_to_tokens(tokens))
     return json_response(
         {
             "count": len(tokens),
@@ -97,5 +100,5 @@ async def detokenize(
             code="invalid_value",
             param="tokens",
         )
-    text: Any = model.tokenizer.decode(body.tokens)
+    text: Any = await light(len(body.tokens), lambda: model.tokenizer.decode(body.tokens))
     return json_response({"prompt": text})

@@ -22,6 +22,8 @@ Format = Literal["tagged", "bare"]
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _TAGGED = re.compile(rf"{_OPEN}(.*?)(?:{_CLOSE}|\Z)", re.DOTALL)
 MAX_CALLS = 64
+MOST_SCHEMA_BYTES = 64 * 1024
+"""Of all tools of which one must be called: compiling ten times as much takes a minute."""
 _ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """For llguidance: with free white space small models write nothing else."""
 
@@ -106,7 +108,7 @@ def forced_calls(
 ) -> str:
     """llguidance's grammar of one call, of the tool that is chosen or of any.
 
-    Raises `Problem` where there is no such tool.
+    Raises `Problem` where there is no such tool, or too much to compile.
     """
     if isinstance(choice, NamedTool):
         tools = [tool for tool in tools if tool.function.name == choice.function.name]
@@ -118,8 +120,16 @@ def forced_calls(
                 param="tool_choice",
             )
     calls = [_call_schema(tool, written, f"#/anyOf/{at}") for at, tool in enumerate(tools)]
-    schema = {"anyOf": calls, "x-guidance": _ONE_LINE}
-    call = f"%json {msgspec.json.encode(schema).decode()}"
+    schema = msgspec.json.encode({"anyOf": calls, "x-guidance": _ONE_LINE})
+    if len(schema) > MOST_SCHEMA_BYTES:
+        raise Problem(
+            400,
+            f"tools: the schemas of those of which one must be called have {len(schema)} bytes; "
+            f"{MOST_SCHEMA_BYTES} are allowed",
+            code="invalid_value",
+            param="tools",
+        )
+    call = f"%json {schema.decode()}"
     if written == "tagged":
         return f'start: "{_OPEN}\\n" call "\\n{_CLOSE}"\ncall: {call}\n'
     return f"start: call\ncall: {call}\n"

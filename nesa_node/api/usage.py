@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,15 +25,27 @@ class Usage:
     def of(cls, jobs: Iterable[Job], spend: Callable[[int], None]) -> Usage:
         return cls(sum(len(job.prompt) for job in jobs), spend)
 
+    @asynccontextmanager
+    async def counted(self) -> AsyncIterator[None]:
+        """Around the answer: whoever leaves while the prompt is read has to pay for it, too."""
+        try:
+            yield
+        except (asyncio.CancelledError, GeneratorExit):
+            self._begin()
+            raise
+
     def count(self, event: Event) -> None:
-        if not self._begun:
-            self._begun = True
-            self.spend(self.prompt_tokens)
+        self._begin()
         if isinstance(event, PromptRead):
             self.cached_tokens += event.cached_tokens
         elif event.tokens:
             self.new_tokens += len(event.tokens)
             self.spend(len(event.tokens))
+
+    def _begin(self) -> None:
+        if not self._begun:
+            self._begun = True
+            self.spend(self.prompt_tokens)
 
     def body(self) -> dict[str, Any]:
         """As chats and completions tell it."""

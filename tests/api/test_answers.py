@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
+import pytest
 
 from nesa_node.api.job import Delta, Event, Job, PromptRead
 from nesa_node.core.errors import BusyError, MissingBlocksError
@@ -223,6 +224,47 @@ async def test_a_client_that_goes_ends_its_job_at_once(tokenizer: Any) -> None:
                 asking.cancel()
                 await asyncio.gather(asking, return_exceptions=True)
             await until(lambda: server.model.running == 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hello " * 40}]}),
+        ("/v1/completions", {"prompt": "hello " * 40}),
+        ("/v1/completions", {"prompt": "hello " * 40, "stream": True}),
+        ("/v1/responses", {"input": "hello " * 40, "stream": True}),
+        ("/v1/embeddings", {"input": "hello " * 40}),
+    ],
+)
+async def test_a_client_that_goes_pays_for_its_prompt(
+    tokenizer: Any, path: str, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began = asyncio.Event()
+
+    async def waits(_job: Job) -> AsyncIterator[Event]:
+        began.set()
+        await asyncio.Event().wait()
+        yield PromptRead()
+
+    async def embeds(_prompts: object) -> None:
+        began.set()
+        await asyncio.Event().wait()
+
+    async with serving(tokenizer, waits, tokens_per_minute=60) as server:
+        monkeypatch.setattr(server.model, "embed", embeds)
+        async with httpx.AsyncClient(base_url=f"http://{server.address}") as client:
+            asking = asyncio.create_task(client.post(path, json={"model": NAME, **fields}))
+            await began.wait()
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+
+        async def left() -> int:
+            answer = await server.client.get("/v1/models")
+            return int(answer.headers["x-ratelimit-remaining-tokens"])
+
+        async with asyncio.timeout(5):
+            while await left() > 30:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
 
 
 async def test_a_client_that_goes_mid_stream_ends_its_job_at_once(tokenizer: Any) -> None:

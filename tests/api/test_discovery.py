@@ -95,6 +95,12 @@ async def test_models_are_opened_when_they_are_asked_for(tokenizer: Any) -> None
     assert model.closed
 
 
+async def test_a_whole_name_goes_before_the_end_of_another(tokenizer: Any) -> None:
+    async with discovering(ManyModels("evil/llama", "llama"), ScriptedModel(tokenizer)) as models:
+        assert models.card("llama").name == "llama"
+        assert models.card("evil/llama").name == "evil/llama"
+
+
 async def test_however_many_are_announced_few_are_offered(tokenizer: Any) -> None:
     look = ManyModels(*(f"m{number}" for number in range(99)))
     async with discovering(look, ScriptedModel(tokenizer)) as models:

@@ -247,6 +247,18 @@ async def test_large_bodies_are_refused(server: Server) -> None:
     assert (response.status_code, error_of(response)["code"]) == (413, "request_too_large")
 
 
+async def test_more_log_probabilities_than_fit_are_refused(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nesa_node.api.completions.MOST_ECHOED", 100)
+    async with serving(tokenizer) as server:
+        body = fields(COMPLETIONS, prompt=[5] * 10, echo=True, logprobs=4)
+        assert (await server.post(COMPLETIONS, body | {"n": 2})).status_code == 200
+        response = await server.post(COMPLETIONS, body | {"n": 3})
+        assert (response.status_code, error_of(response)["param"]) == (400, "logprobs")
+        assert (await server.post(COMPLETIONS, body | {"n": 3, "echo": False})).status_code == 200
+
+
 async def test_texts_of_many_tokens_are_refused_early(tokenizer: Any) -> None:
     async with serving(tokenizer) as server:
         text = "hello " * 600_000

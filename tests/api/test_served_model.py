@@ -17,7 +17,7 @@ from nesa_node.api.job import Delta, Job, PromptRead
 from nesa_node.api.served_model import ServedModel, open_served_model
 from nesa_node.client.model import AutoDistributedModelForCausalLM
 from nesa_node.core.config import ClientConfig
-from nesa_node.core.errors import BusyError, MissingBlocksError
+from nesa_node.core.errors import BusyError, MissingBlocksError, SwarmError
 from nesa_node.engine.blocks import Blocks
 from nesa_node.engine.pages import PAGE_TOKENS
 from tests.api.served import answer, greedy_job, outcome, served_locally, serving
@@ -208,8 +208,10 @@ async def test_closing_ends_what_still_runs(tiny: Callable[[str], Path]) -> None
         async with served.generate(greedy_job(prompt_ids(4), 900)) as events:
             await anext(events)
             await served.close()
-            async for _ in events:
-                pass
+            # Not just an end: it would be taken for the answer's.
+            with pytest.raises(SwarmError, match="closed"):
+                async for _ in events:
+                    pass
         assert not served.activity.sessions()
 
 

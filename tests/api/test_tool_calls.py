@@ -83,6 +83,15 @@ def test_a_tool_that_is_not_there_cannot_be_chosen() -> None:
         forced_calls("tagged", TOOLS, choice)
 
 
+def test_schemas_that_take_long_to_compile_are_refused() -> None:
+    many = {"properties": {f"p{number}": {"enum": ["a", "b"]} for number in range(5000)}}
+    large = Tool(type="function", function=Function(name="large", parameters=many))
+    with pytest.raises(Problem, match="are allowed"):
+        forced_calls("bare", [*TOOLS, large], "required")
+    choice = NamedTool(type="function", function=NamedFunction(name="now"))
+    assert forced_calls("bare", [*TOOLS, large], choice)
+
+
 @pytest.mark.parametrize("written", ["tagged", "bare"])
 async def test_a_call_that_must_come_comes(written: Any, tiny: Any) -> None:
     choice = NamedTool(type="function", function=NamedFunction(name="add"))

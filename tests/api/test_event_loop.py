@@ -1,0 +1,142 @@
+"""What takes long is done elsewhere: whoever streams meanwhile must not notice."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from nesa_node.api import reading
+from nesa_node.api.chat_body import ChatBody
+from nesa_node.api.completion_body import CompletionBody
+from nesa_node.api.embeddings import EmbeddingBody
+from nesa_node.api.response_body import ResponseBody
+from nesa_node.api.tokens import DetokenizeBody
+from tests.api.scripted import NAME, chat_body, serving
+
+MANY = 5000
+TOOLS_TEMPLATE = "{{ tools|tojson }}{% for message in messages %}{{ message.content }}{% endfor %}"
+
+
+class Spied:
+    """A tokenizer that remembers which of its methods ran in the thread that made this."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._thread = threading.get_ident()
+        self.here: list[str] = []
+        self.elsewhere: list[str] = []
+
+    def __len__(self) -> int:
+        return len(self._tokenizer)
+
+    def __call__(self, *given: Any, **options: Any) -> Any:
+        return self._noted("__call__")(*given, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("decode", "apply_chat_template", "convert_ids_to_tokens"):
+            return self._noted(name)
+        return getattr(self._tokenizer, name)
+
+    def _noted(self, name: str) -> Any:
+        def call(*given: Any, **options: Any) -> Any:
+            mine = threading.get_ident() == self._thread
+            (self.here if mine else self.elsewhere).append(name)
+            return getattr(self._tokenizer, name)(*given, **options)
+
+        return call
+
+
+def _calls(count: int) -> list[dict[str, Any]]:
+    one = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    return [one] * count
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "method"),
+    [
+        ("/v1/embeddings", {"input": ["hello " * 20] * 100}, "__call__"),
+        ("/v1/completions", {"prompt": ["hello " * 20] * 100}, "__call__"),
+        ("/v1/completions", {"prompt": [[5] * 40] * 120, "echo": True}, "decode"),
+        ("/detokenize", {"tokens": [5] * MANY}, "decode"),
+        (
+            "/tokenize",
+            {"prompt": "hello " * MANY, "return_token_strs": True},
+            "convert_ids_to_tokens",
+        ),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": ""}] * 100},
+            "apply_chat_template",
+        ),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "assistant", "tool_calls": _calls(100)}]},
+            "apply_chat_template",
+        ),
+        (
+            "/v1/chat/completions",
+            {**chat_body(), "tools": [{"type": "function", "function": {"name": "f"}}]},
+            "apply_chat_template",
+        ),
+    ],
+)
+async def test_work_without_bound_is_done_in_a_thread(
+    tokenizer: Any, path: str, body: dict[str, Any], method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "tools" in body:
+        monkeypatch.setattr(tokenizer, "chat_template", TOOLS_TEMPLATE)
+    spied = Spied(tokenizer)
+    async with serving(spied) as server:
+        response = await server.post(path, {**body, "model": NAME})
+        assert response.status_code in (200, 400), response.text
+    assert method in spied.elsewhere
+    assert method not in spied.here
+
+
+async def test_short_requests_need_no_thread(tokenizer: Any) -> None:
+    spied = Spied(tokenizer)
+    async with serving(spied) as server:
+        assert (await server.chat()).status_code == 200
+    assert not spied.elsewhere
+
+
+async def test_large_bodies_are_read_in_a_thread(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[int] = []
+    parse = reading.parse
+
+    def noted(*given: Any) -> Any:
+        threads.append(threading.get_ident())
+        return parse(*given)
+
+    monkeypatch.setattr(reading, "parse", noted)
+    async with serving(tokenizer) as server:
+        assert (await server.chat(user="x" * 4096)).status_code == 200
+    assert threads != [threading.get_ident()]
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        (ChatBody, {f"x{number}": 1 for number in range(MANY)}),
+        (ChatBody, chat_body(messages=[1] * 4000)),
+        (ChatBody, chat_body(messages=[{"role": "user", "content": [1] * 1000}] * 10)),
+        (ChatBody, chat_body(messages=[dict.fromkeys(map(str, range(MANY)), 1)])),
+        (ChatBody, chat_body(tools=[1] * 100)),
+        (ChatBody, chat_body(messages=[{"role": "assistant", "tool_calls": [1] * 100}])),
+        (CompletionBody, {"model": NAME, "prompt": [""] * MANY}),
+        (CompletionBody, {"model": NAME, "prompt": [[""] * MANY] * 20}),
+        (EmbeddingBody, {"model": NAME, "input": [[""]] * 2000}),
+        (ResponseBody, {"model": NAME, "input": [1] * 4000}),
+        (ResponseBody, {"model": NAME, "input": [{"role": "user", "content": [1] * 1000}]}),
+        (DetokenizeBody, {"tokens": [""] * MANY}),
+    ],
+)
+def test_what_is_wrong_a_thousand_times_is_told_once(kind: Any, body: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError) as caught:
+        kind.model_validate(body)
+    assert caught.value.error_count() <= 8
