@@ -81,7 +81,8 @@ class Board:
 
     def measure(self, model: ModelId, links: LinksView) -> None:
         self._links[model] = links
-        self._links = {each: self._links[each] for each in self._links if each in self._numbers}
+        measured = {each.model_id for each in self.models[:CHARTED_MODELS]}
+        self._links = {each: self._links[each] for each in self._links if each in measured}
         entries: dict[str, Any] = {}
         for view in self._links.values():
             entries |= view.entries
@@ -103,7 +104,7 @@ class Board:
         count = len(placement.moves)
         words = f"asks for {count} move{'' if count == 1 else 's'}: {placement.reason}"
         return Event(
-            at=now,
+            at=min(placement.issued_at, now),  # it may be older than we are
             kind="placement",
             text=words,
             model=ModelId(placement.model_id),

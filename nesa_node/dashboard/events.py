@@ -29,6 +29,7 @@ EventKind = Literal[
 KEPT_OF_A_KIND = 40
 MOST_AT_ONCE = 12
 """Of one kind, at one time. More become one event that counts them."""
+_WHAT: dict[EventKind, str] = {"failover": "sessions", "placement": "plans"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +81,6 @@ def _summed_up(events: list[Event]) -> list[Event]:
             short.append(event)
         elif which not in told:
             told.add(which)
-            words = f"{counts[which]} nodes at once: {event.kind}"
+            words = f"{counts[which]} {_WHAT.get(event.kind, 'nodes')} at once: {event.kind}"
             short.append(Event(at=event.at, kind=event.kind, text=words, model=event.model))
     return short

@@ -106,7 +106,9 @@ class EventStream:
             # How long a browser's own EventSource waits before it connects again.
             await _send(send, b"retry: 2000\n\n")
             while not feed.closed:
-                news, version = feed.sections.since(version), feed.sections.version
+                # In this order: what comes between the two is sent twice, not left out.
+                newest = feed.sections.version
+                news, version = feed.sections.since(version), newest
                 await _send(send, _clock() + b"event: state\ndata: " + news + b"\n\n")
                 await feed.pause()
                 while not await feed.news_since(version):

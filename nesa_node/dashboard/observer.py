@@ -56,6 +56,9 @@ class Observer:
         self._activity = activity
         self._every_s = every_s
         self._clock = clock
+        self._writing = asyncio.Lock()
+        """Of the board: what thousands of nodes say takes too long for the event loop."""
+        self._told = -1
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as group:
@@ -66,13 +69,23 @@ class Observer:
     async def look(self) -> None:
         """One look at all records, and at the links that they tell of."""
         directory = self._swarm.directory
-        records = await directory.fetch_all()
-        self._board.look([*records, *directory.withdrawn()], self._clock())
-        self._feed.publish()
+        records = [*await directory.fetch_all(), *directory.withdrawn()]
+        async with self._writing:
+            await asyncio.to_thread(self._board.look, records, self._clock())
+        self._publish()
         for model in self._board.models[:CHARTED_MODELS]:
-            mine = self._board.records_of(model)
+            async with self._writing:
+                mine = self._board.records_of(model)
             view = await asyncio.to_thread(view_links, model.model_id, mine, model.num_blocks)
-            self._board.measure(model.model_id, view)
+            async with self._writing:
+                await asyncio.to_thread(self._board.measure, model.model_id, view)
+
+    def _publish(self) -> None:
+        """Wake viewers if there is anything new, whoever brought it."""
+        version = self._board.sections.version
+        if version != self._told:
+            self._told = version
+            self._feed.publish()
 
     async def _keep_looking(self) -> None:
         while True:
@@ -90,8 +103,9 @@ class Observer:
     async def _keep_ticking(self) -> None:
         while True:
             try:
-                if self._board.tick(self._clock(), self._activity):
-                    self._feed.publish()
+                async with self._writing:
+                    await asyncio.to_thread(self._board.tick, self._clock(), self._activity)
+                self._publish()
             except Exception:  # as above
                 log.exception("dashboard_tick_failed")
             quick = self._activity is not None and self._feed.viewers > 0
@@ -113,8 +127,10 @@ class Observer:
 
     async def _shape(self, model: ModelView) -> None:
         placements = await self._swarm.notices.fetch(Placement, model.model_id)
-        self._board.place(placements, self._clock())
-        if not self._shapes.wants(model.model_id):
+        async with self._writing:
+            self._board.place(placements, self._clock())
+        # Asked of the board first: a snapshot of thousands takes longer than the loop may wait.
+        if not self._shapes.wants(model.model_id) or model.nodes > MAX_SHAPED_NODES:
             return
         snapshot = self._swarm.directory.snapshot(model.model_id)
         if not 0 < len(snapshot.nodes) <= MAX_SHAPED_NODES:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
@@ -19,7 +20,8 @@ class Sections:
     """Sections of entries, as JSON: `{"version", "full", "sections": {name: {key: value}}}`.
 
     A reader that knows a version gets the entries that changed after it, null for those that are
-    gone. However slow it is, there is nothing to keep for it.
+    gone. However slow it is, there is nothing to keep for it. Safe for threads; who needs the
+    version of what `since` gave reads `version` before.
     """
 
     def __init__(self) -> None:
@@ -28,19 +30,22 @@ class Sections:
         self._removed: OrderedDict[tuple[str, str], int] = OrderedDict()
         self._removed_all_since = 0
         self._made: dict[int | None, bytes] = {}
+        self._guard = threading.RLock()
 
     def replace(self, name: str, entries: Mapping[str, Any]) -> bool:
         """Make these a section's entries. Whether anything changed."""
-        changed = self.put(name, entries)
-        section = self._sections.setdefault(name, {})
-        gone = [key for key in section if key not in entries]
-        if gone:
-            version = self._next(changed)
-            for key in gone:
-                del section[key]
-                self._removed[name, key] = version
-            while len(self._removed) > MAX_REMOVED:
-                self._removed_all_since = self._removed.popitem(last=False)[1]
+        raws = _encoded(entries)
+        with self._guard:
+            changed = self._put(name, raws)
+            section = self._sections[name]
+            gone = [key for key in section if key not in entries]
+            if gone:
+                version = self._next(changed)
+                for key in gone:
+                    del section[key]
+                    self._removed[name, key] = version
+                while len(self._removed) > MAX_REMOVED:
+                    self._removed_all_since = self._removed.popitem(last=False)[1]
         return changed or bool(gone)
 
     def put(self, name: str, entries: Mapping[str, Any], *, keep: int | None = None) -> bool:
@@ -49,27 +54,34 @@ class Sections:
         `keep`: of a section that only grows, so many of the newest; readers are not told which
         have gone, they keep as many themselves.
         """
+        raws = _encoded(entries)
+        with self._guard:
+            changed = self._put(name, raws)
+            section = self._sections[name]
+            if keep is not None and len(section) > keep:
+                for key in list(itertools.islice(section, len(section) - keep)):
+                    del section[key]
+        return changed
+
+    def since(self, version: int | None) -> bytes:
+        """What has changed since `version`; all if that is None, too old, or not one of ours."""
+        with self._guard:
+            if version is not None and not self._removed_all_since <= version <= self.version:
+                version = None
+            if version not in self._made:
+                self._made[version] = self._encode(version)
+            return self._made[version]
+
+    def _put(self, name: str, raws: Mapping[str, msgspec.Raw]) -> bool:
         section = self._sections.setdefault(name, {})
         changed = False
-        for key, value in entries.items():
-            raw = msgspec.Raw(msgspec.json.encode(value))
+        for key, raw in raws.items():
             if key in section and bytes(section[key][1]) == bytes(raw):
                 continue
             section[key] = self._next(changed), raw
             self._removed.pop((name, key), None)
             changed = True
-        if keep is not None and len(section) > keep:
-            for key in list(itertools.islice(section, len(section) - keep)):
-                del section[key]
         return changed
-
-    def since(self, version: int | None) -> bytes:
-        """What has changed since `version`; all if that is None, too old, or not one of ours."""
-        if version is not None and not self._removed_all_since <= version <= self.version:
-            version = None
-        if version not in self._made:
-            self._made[version] = self._encode(version)
-        return self._made[version]
 
     def _next(self, within: bool) -> int:
         """The version of a change; one per call of `put` or `replace` is enough."""
@@ -92,3 +104,8 @@ class Sections:
         return msgspec.json.encode(
             {"version": self.version, "full": version is None, "sections": news}
         )
+
+
+def _encoded(entries: Mapping[str, Any]) -> dict[str, msgspec.Raw]:
+    """Done before anybody has to wait for it."""
+    return {key: msgspec.Raw(msgspec.json.encode(value)) for key, value in entries.items()}

@@ -38,8 +38,8 @@ class Shapes:
         if model not in self._watched:
             self._watched[model] = History(), Watch(Sensitivity())
             self._page(model).show(self._watched[model][0])
-            self._forget()
-        history, watch = self._watched[model]
+        history, watch = self._watched[model] = self._watched.pop(model)
+        self._forget()
         triggers = watch.observe(snapshot, None).triggers
         history.saw(snapshot, None, active, leads=False, triggers=triggers)
 
@@ -55,7 +55,9 @@ class Shapes:
         return self._pages.setdefault(model, TopologyPage())
 
     def _forget(self) -> None:
-        """The model that has been watched for longest, if there are too many."""
+        """Who has not been seen for longest, if there are too many: strangers' models come and go,
+        and must not take that of the models that stay.
+        """
         while len(self._watched) > MAX_WATCHED:
             oldest = next(iter(self._watched))
             del self._watched[oldest]

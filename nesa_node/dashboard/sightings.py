@@ -16,7 +16,7 @@ from nesa_node.swarm.records import NodeRecord
 LOST_S = 600.0
 """So long a node whose record has expired is still shown."""
 MAX_NODES = 8192
-_LONGEST_RATE_S = 120.0
+_SHORTEST_RATE_S, _LONGEST_RATE_S = 1.0, 120.0
 
 
 @dataclass(slots=True)
@@ -26,7 +26,9 @@ class Sighting:
     record: NodeRecord
     lost_at: float | None = None
     tokens_per_s: float = 0.0
-    """Through its blocks, between its last two records."""
+    """Through its blocks, between two records at least `_SHORTEST_RATE_S` apart."""
+    counted: NodeRecord | None = None
+    """The record since which its tokens are counted, if that is not `record`."""
 
 
 class Sightings:
@@ -87,7 +89,12 @@ class Sightings:
             yield _event("joined", _arrival(record), record, now)
             return
         yield from _changes(known, record, now)
-        known.tokens_per_s = _rate(known.record, record)
+        since = known.counted or known.record
+        soon = 0 <= record.issued_at - since.issued_at < _SHORTEST_RATE_S
+        if soon and record.uptime_s >= since.uptime_s:
+            known.counted = since
+        else:
+            known.tokens_per_s, known.counted = _rate(since, record), None
         known.record, known.lost_at = record, None
 
     def _forget_beyond(self, limit: int) -> None:

@@ -170,7 +170,7 @@ class Learner:
 async def _ask(question: bytes) -> bytes:
     """The answer of a process of its own, which is gone when this returns. Raises `OSError`."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-P", "-m", _PROGRAM),
+        *(sys.executable, "-P", "-m", _PROGRAM, str(os.getpid())),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,

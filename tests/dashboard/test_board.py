@@ -12,11 +12,12 @@ import pytest
 from nesa_node.client.activity import Failover, SessionActivity
 from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.core.span import Span
-from nesa_node.dashboard.board import POINT_EVERY_S, Board
+from nesa_node.dashboard.board import CHARTED_MODELS, POINT_EVERY_S, Board
 from nesa_node.dashboard.entries import MAX_LOST_SHOWN, MAX_SHOWN
-from nesa_node.dashboard.links import view_links
+from nesa_node.dashboard.links import LinksView, view_links
 from nesa_node.dashboard.sessions import ENDED_S, MAX_SESSIONS
 from nesa_node.routing.chains import Hop
+from nesa_node.swarm.notices import Placement
 from nesa_node.swarm.records import NodeRecord
 from nesa_node.topology.packed import Measured, pack_measured, peer_digest
 from tests.dashboard.records import BLOCKS, MODEL, TTL_S, record
@@ -168,3 +169,37 @@ def test_links_come_from_what_nodes_have_measured() -> None:
     assert 0.03 < view.step_s < 0.04
     assert view_links(ModelId(MODEL), records[:1], BLOCKS).step_s is None
     assert view_links(ModelId(MODEL), [], 1).entries == {}
+
+
+def test_links_of_models_that_are_not_measured_any_more_go(board: Board) -> None:
+    """They would stay on the page as they were."""
+    several = [record(f"{model}{number}", model_id=model) for model in "vwxyz" for number in (1, 2)]
+    board.look(several[:8], START)
+    board.measure(ModelId("v"), LinksView({"v1|v2": {}}))
+    board.measure(ModelId("w"), LinksView({"w1|w2": {}}))
+    board.look([*several, record("z3", model_id="z")], START + 1)
+    charted = [model.model_id for model in board.models[:CHARTED_MODELS]]
+    assert charted == ["z", "v", "w", "x"]
+    board.look([record(f"y{number}", model_id="y") for number in range(3, 6)], START + 2)
+    board.look([record(f"x{number}", model_id="x") for number in range(3, 6)], START + 2)
+    board.measure(ModelId("v"), LinksView({"v1|v2": {}}))
+    assert [model.model_id for model in board.models[:CHARTED_MODELS]] == ["x", "y", "z", "v"]
+    assert set(sections(board)["links"]) == {"v1|v2"}
+
+
+def test_placement_is_told_with_the_time_at_which_it_was_made(board: Board) -> None:
+    """A page that has just been started finds some that are minutes old."""
+    made = Placement.model_construct(
+        peer_id="a",
+        model_id=MODEL,
+        epoch=1,
+        seq=1,
+        moves=(),
+        reason="because",
+        issued_at=START - 300,
+    )
+    board.look([record("a")], START)
+    board.place([made, made.model_copy(update={"seq": 2, "issued_at": START + 5})], START)
+    board.tick(START, None)
+    told = [each for each in sections(board)["events"].values() if each["kind"] == "placement"]
+    assert [each["at"] for each in told] == [START - 300, START]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -145,3 +146,68 @@ async def test_shape_of_each_model_is_watched(seen: Seen, monkeypatch: pytest.Mo
         assert len(report["nodes"]) == 2
         assert "shift" in report["history"]["triggers"]
         assert report["shapes"]["round_trips"]["h0"]["bars"] == [[0.0, None], [0.0, None]]
+
+
+async def test_thousands_of_records_are_taken_in_beside_the_event_loop(
+    seen: Seen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be the loop that streams a gateway's tokens."""
+    threads: set[int] = set()
+    look, tick, measure = seen.board.look, seen.board.tick, seen.board.measure
+
+    def noted(method: Callable[..., Any]) -> Callable[..., Any]:
+        def called(*args: Any) -> Any:
+            threads.add(threading.get_ident())
+            return method(*args)
+
+        return called
+
+    for name, method in (("look", look), ("tick", tick), ("measure", measure)):
+        monkeypatch.setattr(seen.board, name, noted(method))
+    seen.swarm.directory.records = [record("a"), record("b", (4, 12))]
+    async with running(seen):
+        await seen.until("nodes", "a", "b")
+    assert threads
+    assert threading.get_ident() not in threads
+
+
+async def test_time_does_not_pass_while_a_look_is_taken_in(
+    seen: Seen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both change what is known of the nodes."""
+    under_way: list[str] = []
+    together: list[str] = []
+
+    def slow(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def called(*args: Any) -> Any:
+            together.extend(under_way)
+            under_way.append(name)
+            time.sleep(0.02)
+            under_way.remove(name)
+            return method(*args)
+
+        return called
+
+    monkeypatch.setattr(module, "TICK_S", 0.001)
+    for name in ("look", "tick", "measure"):
+        monkeypatch.setattr(seen.board, name, slow(name, getattr(seen.board, name)))
+    seen.swarm.directory.records = [record("a")]
+    async with running(seen):
+        await seen.until("nodes", "a")
+        await asyncio.sleep(0.3)
+    assert not together
+
+
+async def test_no_snapshot_is_made_of_swarms_too_large_to_show(
+    seen: Seen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "FIRST_SHAPE_S", 0.1)
+    monkeypatch.setattr(module, "SHAPE_EVERY_S", 0.05)
+    monkeypatch.setattr(module, "MAX_SHAPED_NODES", 2)
+    asked: list[Any] = []
+    monkeypatch.setattr(seen.swarm.directory, "snapshot", asked.append)
+    seen.swarm.directory.records = [record(peer) for peer in "abc"]
+    async with running(seen):
+        await seen.until("nodes", "a", "b", "c")
+        await asyncio.sleep(0.4)
+    assert asked == []

@@ -123,3 +123,20 @@ def test_event_log_keeps_the_newest_of_each_kind() -> None:
     assert log.kept[0].kind == "lost"
     assert list(log.kept) == sorted(log.kept)
     assert log.kept[log.total - 1].text == str(KEPT_OF_A_KIND + 9)
+
+
+def test_two_records_in_a_row_are_no_rate(seen: Sightings) -> None:
+    """A node says at once that it serves or drains; what came through in between is luck."""
+    seen.look([record(A, at=START + 10, tokens=100)], START + 10)
+    seen.look([record(A, at=START + 20, tokens=300)], START + 20)
+    assert seen.nodes[A].tokens_per_s == 20
+    seen.look([record(A, at=START + 20.001, tokens=2**49)], START + 20.001)
+    assert seen.nodes[A].tokens_per_s == 20
+    seen.look([record(A, at=START + 30, tokens=600)], START + 30)
+    assert seen.nodes[A].tokens_per_s == 30
+
+
+def test_many_failovers_are_those_of_sessions_and_not_of_nodes() -> None:
+    log = EventLog()
+    log.add(Event(at=START, kind="failover", text=f"Session {each}") for each in range(64))
+    assert [event.text for event in log.kept.values()] == ["64 sessions at once: failover"]

@@ -182,6 +182,19 @@ def test_pods_are_given_settings_that_they_take(
             load_config(CONFIGS[command], {}, _settings(env))
 
 
+def test_prometheus_finds_metrics_on_every_pod(
+    rendered: Mapping[str, list[dict[str, Any]]],
+) -> None:
+    """`PodMonitor` looks for a port of that name, and leaves out pods that have none."""
+    for documents in rendered.values():
+        for name, pod in _pods(documents):
+            (container,) = pod["containers"]
+            env = {entry["name"]: entry.get("value", SECRET) for entry in container["env"]}
+            told = {port["name"]: port["containerPort"] for port in container["ports"]}
+            asked = env["NESA_METRICS"].rpartition(":")[2] if "NESA_METRICS" in env else "None"
+            assert str(told.get("metrics")) == asked, name
+
+
 def test_pods_are_neither_root_nor_told_of_services(
     rendered: Mapping[str, list[dict[str, Any]]],
 ) -> None:

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import random
+import select
+import signal
+import subprocess
+import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -172,3 +178,26 @@ def test_a_study_reads_well(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "nothing was changed" in text
     assert "gamma 1" in text
     assert entry.name.startswith("tuning-0-")
+
+
+def test_a_study_ends_with_whoever_asked_for_it() -> None:
+    """Also where that was killed, and could not end it."""
+    asking = """
+import os, signal, subprocess, sys
+command = [sys.executable, "-P", "-m", "nesa_node.server.study", str(os.getpid())]
+print(subprocess.Popen(command, start_new_session=True).pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    # Its question does not come, so that it waits for as long as it lives.
+    with subprocess.Popen(
+        [sys.executable, "-c", asking], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as asker:
+        assert asker.stdout is not None
+        study = int(asker.stdout.readline())
+        try:
+            ended, _, _ = select.select([asker.stdout], [], [], 40)
+            assert ended
+            assert asker.stdout.read() == b""  # nobody has it open for writing
+        finally:
+            with suppress(ProcessLookupError):
+                os.kill(study, signal.SIGKILL)
