@@ -38,8 +38,8 @@ QUICK = Options(model="demo", nodes=(2,), sessions=(4, 8), runs=1, new_tokens=8,
 COME_S = 180.0
 FREE_S = 30.0
 COUNTS = ("clients", "served", "streams", "failed", "cut_short", "differ")
-LEAST_RUNNING = 16
-"""Sessions on each node before the clients leave; the others wait for room or for their turn."""
+LEAST_STREAMING = 48
+"""So many clients have text before all leave; the others wait for room or for their turn."""
 SUBJECTS = ["lighthouse", "violin", "glacier", "compass", "beehive", "kitchen", "clock", "river"]
 PLACES = ["north", "city", "island", "night", "winter", "past", "harbour", "school"]
 
@@ -170,26 +170,27 @@ def measure_leaving(gateway: Gateway, ports: Sequence[int], options: Options) ->
     """All clients stream and leave together, some of them before their first token."""
     wait_until_free(ports, FREE_S)
     count = options.sessions[-1]
-    gone = threading.Event()
+    gone, first = threading.Event(), threading.Semaphore(0)
     bodies = [request_body(gateway.model, text, 512) for text in prompts(count)]
+    streaming = min(count, LEAST_STREAMING)
     with ThreadPoolExecutor(count) as pool:
-        clients = [pool.submit(stream_until, gateway.port, body, gone) for body in bodies]
-        deadline = time.monotonic() + COME_S
+        clients = [pool.submit(stream_until, gateway.port, body, gone, first) for body in bodies]
         try:
-            while (busy := occupancy(ports))[0] < len(ports) * min(count, LEAST_RUNNING):
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"{busy[0]} sessions: the clients do not come to stream")
-                time.sleep(0.1)
+            for number in range(streaming):
+                if not first.acquire(timeout=COME_S):
+                    raise TimeoutError(f"only {number} clients come to stream")
+            busy = occupancy(ports)
         finally:
             gone.set()
         left = time.perf_counter()
-        chunks = [one.result() for one in clients]
+        for client in clients:
+            client.result()
         last = time.perf_counter() - left
         free_s = wait_until_free(ports, FREE_S)
     return {
         "part": "leaving",
         "clients": count,
-        "streaming": sum(map(bool, chunks)),
+        "streaming": streaming,
         "sessions_before": busy[0],
         "cache_before": busy[1],
         "last_left_s": last,

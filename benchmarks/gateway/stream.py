@@ -77,14 +77,16 @@ def stream(
         connection.close()
 
 
-def stream_until(port: int, body: dict[str, Any], gone: threading.Event) -> int:
-    """Begin a stream and vanish once `gone` is set. Returns how many events had come."""
+def stream_until(
+    port: int, body: dict[str, Any], gone: threading.Event, first: threading.Semaphore
+) -> None:
+    """Begin a stream, release `first` once something comes, and vanish once `gone` is set."""
     content = json.dumps(body).encode()
     head = (
         f"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1:{port}\r\n"
         f"content-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
     )
-    came = 0
+    came = False
     with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
         connection.sendall(head.encode() + content)
         connection.settimeout(0.1)
@@ -95,5 +97,6 @@ def stream_until(port: int, body: dict[str, Any], gone: threading.Event) -> int:
                 continue
             if not data:
                 raise ConnectionError("the gateway ended the stream")
-            came += data.count(b"data: ")
-    return came
+            if b"data: " in data and not came:
+                came = True
+                first.release()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from functools import partial
@@ -83,6 +84,9 @@ async def serve_gateway(
         await ending.unless(models.open_given())
         if ending.asked:
             return
+        # What is there now stays: collecting it again and again would hold up every stream.
+        gc.collect()
+        gc.freeze()
         told_of = about(swarm, "gateway", sources.version), partial(_of_models, models, swarm)
         stack.enter_context(sources.adding(metrics.samples, *told_of))
         app = make_app(
