@@ -13,10 +13,8 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from contextvars import copy_context
 from typing import TypeVar
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
-from transformers.utils import logging as transformers_logging
 
 from nesa_node.api.delivery import Delivery
 from nesa_node.api.embedding import embed
@@ -27,16 +25,14 @@ from nesa_node.api.vocabulary import Vocabulary
 from nesa_node.client.activity import ActivityBook
 from nesa_node.client.causal_lm import DistributedModelForCausalLM
 from nesa_node.client.interrupt import Interrupt
-from nesa_node.client.model import AutoDistributedModelForCausalLM
+from nesa_node.client.opening import open_model
 from nesa_node.client.tallies import SessionTallies, session_samples
 from nesa_node.core.config import ClientConfig
 from nesa_node.core.errors import BusyError, SwarmError
 from nesa_node.core.ids import ModelId
 from nesa_node.core.logging import get_logger
 from nesa_node.core.metrics import Sample
-from nesa_node.engine.checkpoint import open_checkpoint
 from nesa_node.engine.model_id import model_id
-from nesa_node.engine.tokenizer import load_tokenizer
 
 log = get_logger(__name__)
 
@@ -197,32 +193,7 @@ def open_served_model(
     The swarm is joined with the first request. Raises what opening the checkpoint raises, and
     `ConfigError`.
     """
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
-    token = config.token.get_secret_value() if config.token else None
-    checkpoint = open_checkpoint(
-        name, revision=config.revision, token=token, cache_dir=config.cache_dir
-    )
-    tokenizer = load_tokenizer(checkpoint.fetch_side_files())
-    model = AutoDistributedModelForCausalLM.from_pretrained(
-        name,
-        initial_peers=config.initial_peers,
-        dtype=config.torch_dtype,
-        # The ends are small: without a word they stay where every machine has room.
-        device="cpu" if config.device == "auto" else config.device,
-        revision=config.revision,
-        token=token,
-        cache_dir=config.cache_dir,
-        routing=config.route,
-        swarm_key=config.swarm_key.get_secret_value() if config.swarm_key else None,
-        step_timeout_s=config.step_timeout_s,
-        replicate_cache=config.replicate_cache,
-        quality=config.quality,
-        min_precision=config.min_precision,
-        strategy=config.strategy,
-        reuse_prefix=config.reuse_prefix,
-    )
+    checkpoint, model, tokenizer = open_model(config, name)
     served = ServedModel(
         model,
         tokenizer,

@@ -12,6 +12,7 @@ from cyclopts import App, CycloptsError
 
 from nesa_node import __version__
 from nesa_node.cli.api import api
+from nesa_node.cli.arguments import fill_api, spread_addresses
 from nesa_node.cli.bootstrap import bootstrap
 from nesa_node.cli.chat import chat
 from nesa_node.cli.dashboard import dashboard
@@ -19,7 +20,6 @@ from nesa_node.cli.demo import demo
 from nesa_node.cli.doctor import doctor
 from nesa_node.cli.eval import evaluate
 from nesa_node.cli.explain import explain
-from nesa_node.cli.flags import fill_api, spread_addresses
 from nesa_node.cli.generate import generate
 from nesa_node.cli.identity import identity
 from nesa_node.cli.keys import keys

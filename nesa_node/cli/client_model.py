@@ -40,39 +40,9 @@ def open_client_model(
         raise ConfigError(
             "--replicate-cache needs --route chain: a star's nodes must not learn of each other"
         )
-    import torch
-    from transformers.utils import logging as transformers_logging
+    from nesa_node.client.opening import open_model
 
-    from nesa_node.client.model import AutoDistributedModelForCausalLM
-    from nesa_node.engine.checkpoint import open_checkpoint
-    from nesa_node.engine.tokenizer import load_tokenizer
-
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
-    token = config.token.get_secret_value() if config.token else None
-    checkpoint = open_checkpoint(
-        name, revision=config.revision, token=token, cache_dir=config.cache_dir
-    )
-    tokenizer = load_tokenizer(checkpoint.fetch_side_files())
-    model = AutoDistributedModelForCausalLM.from_pretrained(
-        name,
-        initial_peers=config.initial_peers,
-        dtype=config.torch_dtype,
-        # The ends are small: without a word they stay where every machine has room.
-        device="cpu" if config.device == "auto" else config.device,
-        revision=config.revision,
-        token=token,
-        cache_dir=config.cache_dir,
-        routing=config.route,
-        swarm_key=config.swarm_key.get_secret_value() if config.swarm_key else None,
-        step_timeout_s=config.step_timeout_s,
-        replicate_cache=config.replicate_cache,
-        quality=config.quality,
-        min_precision=config.min_precision,
-        strategy=config.strategy,
-        reuse_prefix=config.reuse_prefix,
-    )
+    _, model, tokenizer = open_model(config, name)
     return model, tokenizer
 
 

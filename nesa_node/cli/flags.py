@@ -1,14 +1,11 @@
 """The flags that commands share. Each is named like the config field it sets.
 
 Values stay text here: `core/config.py` checks them, so that a wrong flag, variable or file key is
-told in the same words. `None` means "not given".
+told in the same words. `None` means "not given". Annotations are no text, or the parser would look
+names up in the module of the class that inherits them.
 """
 
-from __future__ import annotations
-
 import os
-import re
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypedDict, TypeVar
@@ -19,9 +16,7 @@ from nesa_node.core.choices import (
     DtypeName,
     LogFormat,
     LogLevel,
-    PlacementGoal,
     Precision,
-    QuantType,
     Route,
     StrategyName,
 )
@@ -283,230 +278,6 @@ class DashboardFlags(AccessFlags):
     ] = None
 
 
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True)
-class PeerFlags(MetricsFlags):
-    identity_path: Annotated[
-        str | None,
-        Parameter(
-            group=SWARM, help="Key file of this node. [default: ~/.config/nesa-node/identity.key]"
-        ),
-    ] = None
-    host_maddrs: Annotated[
-        tuple[str, ...] | None,
-        Parameter(
-            group=SWARM,
-            negative=(),
-            help="Where to listen. [default: /ip4/0.0.0.0/tcp/0 /ip6/::/tcp/0]",
-        ),
-    ] = None
-    announce_maddrs: Annotated[
-        tuple[str, ...] | None,
-        Parameter(group=SWARM, negative=(), help="Addresses to tell others, behind a NAT."),
-    ] = None
-    public_name: Annotated[
-        str | None, Parameter(group=SWARM, help="Name to show in the swarm's table.")
-    ] = None
-    ready_file: Annotated[
-        str | None, Parameter(group=OUTPUT, help="Write a JSON file there once it serves.")
-    ] = None
-    nat_port_map: Annotated[
-        bool | None, Parameter(group=SWARM, negative=(), help="Ask the router for a port by UPnP.")
-    ] = None
-    auto_nat: Annotated[
-        bool | None,
-        Parameter(
-            group=SWARM,
-            negative=(),
-            help="Learn whether others can dial this peer, and cross NATs.",
-        ),
-    ] = None
-    relay: Annotated[
-        bool | None, Parameter(group=SWARM, negative=(), help="Be reachable through relays.")
-    ] = None
-    allow_peers: Annotated[
-        tuple[str, ...] | None,
-        Parameter(group=LIMITS, negative=(), help="Serve only this peer id; may be repeated."),
-    ] = None
-    deny_peers: Annotated[
-        tuple[str, ...] | None,
-        Parameter(group=LIMITS, negative=(), help="Never serve this peer id; may be repeated."),
-    ] = None
-    record_ttl_s: Annotated[
-        str | None,
-        Parameter(group=LIMITS, help="Seconds until a crashed node is forgotten. [default: 60]"),
-    ] = None
-
-
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True)
-class OrchestratorFlags(PeerFlags):
-    allow_orchestrators: Annotated[
-        tuple[str, ...] | None,
-        Parameter(
-            group=ORCHESTRATION,
-            negative=(),
-            help="Follow these peer ids' placements without finding the gain oneself, and yield "
-            "the lease to nobody else; may be repeated.",
-        ),
-    ] = None
-    orchestrate_every_s: Annotated[
-        str | None,
-        Parameter(
-            group=ORCHESTRATION, help="Seconds between two looks at the swarm. [default: 30]"
-        ),
-    ] = None
-    learn_every_s: Annotated[
-        str | None,
-        Parameter(
-            group=ORCHESTRATION,
-            help="Seconds between two studies of the stored snapshots, which tune the greedy rule "
-            "and precompute schemas; each takes minutes of a processor. [default: 3600]",
-        ),
-    ] = None
-    lease_ttl_s: Annotated[
-        str | None,
-        Parameter(
-            group=ORCHESTRATION,
-            help="Seconds until another follows an orchestrator that died. [default: 60]",
-        ),
-    ] = None
-    placement_goal: Annotated[
-        PlacementGoal | None,
-        Parameter(group=ORCHESTRATION, help="latency or throughput. [default: latency]"),
-    ] = None
-    replicas: Annotated[
-        str | None,
-        Parameter(group=ORCHESTRATION, help="Holders wanted for every block. [default: 2]"),
-    ] = None
-    decisions_path: Annotated[
-        str | None,
-        Parameter(
-            group=ORCHESTRATION,
-            help="File of what was decided and why, for `nesa-node explain`. "
-            "[default: ~/.local/state/nesa-node/decisions.db]",
-        ),
-    ] = None
-    snapshots_dir: Annotated[
-        str | None,
-        Parameter(
-            group=ORCHESTRATION,
-            help="Folder for the swarm's snapshots, for `nesa-node simulate --replay FILE`. "
-            "[default: ~/.local/state/nesa-node/snapshots]",
-        ),
-    ] = None
-    http: Annotated[
-        str | None,
-        Parameter(
-            group=ORCHESTRATION,
-            help="Serve a page about the swarm there: 127.0.0.1:8080. [default: nowhere]",
-        ),
-    ] = None
-    http_beyond_loopback: Annotated[
-        bool | None,
-        Parameter(
-            group=ORCHESTRATION,
-            negative=(),
-            help="Let --http be an address that others can reach; whoever does may read.",
-        ),
-    ] = None
-
-
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True)
-class NodeFlags(OrchestratorFlags):
-    api: Annotated[
-        str | None,
-        Parameter(
-            group=ACCESS,
-            help="Serve OpenAI's API, too, in a process of its own: --api alone is 127.0.0.1:8000. "
-            "Its other settings are those of `nesa-node api`, from the environment or --config.",
-        ),
-    ] = None
-    orchestrator: Annotated[
-        bool | None,
-        Parameter(
-            group=ORCHESTRATION,
-            negative=(),
-            help="Stand for the lease of this model's orchestrator, beside serving.",
-        ),
-    ] = None
-    follow_every_s: Annotated[
-        str | None,
-        Parameter(
-            group=ORCHESTRATION, help="Seconds between two looks at placements. [default: 15]"
-        ),
-    ] = None
-    num_blocks: Annotated[
-        str | None,
-        Parameter(group=COMPUTE, help="Blocks to hold, or auto: as many as fit. [default: auto]"),
-    ] = None
-    quant_type: Annotated[
-        QuantType | None,
-        Parameter(
-            group=COMPUTE,
-            help="Hold weights in 8 or 4.5 bits: none, int8 or nf4. [default: none]",
-        ),
-    ] = None
-    block_indices: Annotated[
-        str | None, Parameter(group=COMPUTE, help="Exactly these blocks, half-open: a:b.")
-    ] = None
-    attn_cache_tokens: Annotated[
-        str | None, Parameter(group=LIMITS, help="Tokens that all sessions may keep together.")
-    ] = None
-    max_disk_gib: Annotated[
-        str | None, Parameter(group=LIMITS, help="Largest download of model files, in GiB.")
-    ] = None
-    max_sessions_per_peer: Annotated[str | None, Parameter(group=LIMITS, help="[default: 64]")] = (
-        None
-    )
-    max_cache_tokens_per_peer: Annotated[
-        str | None,
-        Parameter(group=LIMITS, help="[default: half of the cache, or one of the longest session]"),
-    ] = None
-    trusted_peers: Annotated[
-        tuple[str, ...] | None,
-        Parameter(
-            alias="--trust",
-            group=LIMITS,
-            negative=(),
-            help="Let these peer ids share what is cached of their prompts; may be repeated.",
-        ),
-    ] = None
-    idle_timeout_s: Annotated[
-        str | None, Parameter(group=LIMITS, help="Seconds until an idle session is closed. [600]")
-    ] = None
-    drain_timeout_s: Annotated[
-        str | None,
-        Parameter(group=LIMITS, help="Seconds that running steps get when stopped. [default: 30]"),
-    ] = None
-    max_moves_per_hour: Annotated[
-        str | None,
-        Parameter(
-            group=LIMITS,
-            help="How often it may change its blocks; with --block-indices never. [default: 4]",
-        ),
-    ] = None
-    move_pause_s: Annotated[
-        str | None,
-        Parameter(group=LIMITS, help="Seconds between two such changes. [default: 120]"),
-    ] = None
-    rebalance_every_s: Annotated[
-        str | None,
-        Parameter(
-            group=LIMITS, help="Seconds between looks for blocks nobody holds. [default: 60]"
-        ),
-    ] = None
-    ping_every_s: Annotated[
-        str | None,
-        Parameter(group=SWARM, help="Seconds between two pings of other nodes. [default: 6]"),
-    ] = None
-    location: Annotated[
-        str | None,
-        Parameter(group=SWARM, help="Where this machine is, as LATITUDE,LONGITUDE in degrees."),
-    ] = None
-
-
 class SamplingChoice(TypedDict):
     """Arguments of `cli.text.Sampling`."""
 
@@ -536,6 +307,14 @@ class SamplingFlags:
         return {"temperature": self.temperature, "top_p": self.top_p, "seed": self.seed}
 
 
+_SERVICES = {
+    "ClientConfig": "nesa-client",
+    "GatewayConfig": "nesa-gateway",
+    "OrchestratorConfig": "nesa-orchestrator",
+    "PeerConfig": "nesa-bootstrap",
+}
+"""What a trace calls a command, by its config."""
+
 _Config = TypeVar("_Config", bound="SharedConfig")
 
 
@@ -561,49 +340,3 @@ def configure(cls: type[_Config], flags: SharedFlags | None, **more: object) -> 
         service = _SERVICES.get(cls.__name__, "nesa-node")
         start_tracing(config.otel_endpoint, service, getattr(config, "public_name", None))
     return config
-
-
-DEFAULT_API = "127.0.0.1:8000"
-_API_ADDRESS = re.compile(r"(\[[0-9a-fA-F:]+\]|localhost|[0-9.]+):[0-9]+")
-
-
-def fill_api(tokens: Sequence[str]) -> Sequence[str]:
-    """Let `--api` stand without an address."""
-    filled: list[str] = []
-    for token, following in zip(tokens, (*tokens[1:], ""), strict=True):
-        filled.append(token)
-        if token == "--api" and not _API_ADDRESS.fullmatch(following):
-            filled.append(DEFAULT_API)
-    return filled
-
-
-_SERVICES = {
-    "ClientConfig": "nesa-client",
-    "GatewayConfig": "nesa-gateway",
-    "OrchestratorConfig": "nesa-orchestrator",
-    "PeerConfig": "nesa-bootstrap",
-}
-"""What a trace calls a command, by its config."""
-
-
-_LIST_FLAGS = frozenset({"--initial-peers", "--host-maddrs", "--announce-maddrs"})
-_ADDRESS = re.compile(r"/(ip4|ip6|dns|dns4|dns6)/")
-
-
-def spread_addresses(tokens: Iterable[str]) -> Sequence[str]:
-    """Let `--initial-peers A B` mean `--initial-peers A --initial-peers B`.
-
-    Only what looks like an address is taken, so that a prompt may follow the list.
-    """
-    spread: list[str] = []
-    current: str | None = None
-    count = 0
-    for token in tokens:
-        if current is not None and _ADDRESS.match(token):
-            if count:
-                spread.append(current)
-            count += 1
-        else:
-            current, count = (token, 0) if token in _LIST_FLAGS else (None, 0)
-        spread.append(token)
-    return spread

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from nesa_node.cli.flags import PeerFlags, configure
+from nesa_node.cli.flags import configure
+from nesa_node.cli.peer_flags import PeerFlags
 
 
 def identity(*, flags: PeerFlags | None = None) -> int:

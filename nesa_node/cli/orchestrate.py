@@ -7,7 +7,8 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from nesa_node.cli.flags import OrchestratorFlags, configure
+from nesa_node.cli.flags import configure
+from nesa_node.cli.peer_flags import OrchestratorFlags
 from nesa_node.cli.with_metrics import with_metrics
 from nesa_node.cli.with_page import with_page
 

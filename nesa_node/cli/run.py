@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from functools import partial
 
-from nesa_node.cli.flags import ModelArgument, NodeFlags, configure
+from nesa_node.cli.flags import ModelArgument, configure
+from nesa_node.cli.peer_flags import NodeFlags
 from nesa_node.cli.with_metrics import with_metrics
 from nesa_node.cli.with_page import with_page
 

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from nesa_node.cli.app import run_command
-from nesa_node.cli.flags import fill_api
+from nesa_node.cli.arguments import fill_api
 from nesa_node.swarm.p2pd import sweep_stale
 from tests.cli.tiny import write_tiny_model
 

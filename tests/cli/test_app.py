@@ -13,14 +13,9 @@ from cyclopts import App
 
 from nesa_node.cli import app as app_module
 from nesa_node.cli.app import run_command
-from nesa_node.cli.flags import (
-    AccessFlags,
-    ClientFlags,
-    NodeFlags,
-    PeerFlags,
-    SharedFlags,
-    spread_addresses,
-)
+from nesa_node.cli.arguments import spread_addresses
+from nesa_node.cli.flags import AccessFlags, ClientFlags, SharedFlags
+from nesa_node.cli.peer_flags import NodeFlags, PeerFlags
 from nesa_node.core.config import AccessConfig, ClientConfig, NodeConfig, PeerConfig, SharedConfig
 from nesa_node.core.errors import MissingBlocksError, NesaError, UnsupportedFeatureError
 

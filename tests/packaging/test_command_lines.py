@@ -8,7 +8,7 @@ import pytest
 from cyclopts import CycloptsError
 
 from nesa_node.cli.app import app
-from nesa_node.cli.flags import spread_addresses
+from nesa_node.cli.arguments import spread_addresses
 from nesa_node.core.config import ALL_CONFIGS
 from tests.packaging.command_lines import (
     Line,

@@ -1,0 +1,42 @@
+"""What people write on the command line and the parser would not understand, written out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+DEFAULT_API = "127.0.0.1:8000"
+_API_ADDRESS = re.compile(r"(\[[0-9a-fA-F:]+\]|localhost|[0-9.]+):[0-9]+")
+
+
+def fill_api(tokens: Sequence[str]) -> Sequence[str]:
+    """Let `--api` stand without an address."""
+    filled: list[str] = []
+    for token, following in zip(tokens, (*tokens[1:], ""), strict=True):
+        filled.append(token)
+        if token == "--api" and not _API_ADDRESS.fullmatch(following):
+            filled.append(DEFAULT_API)
+    return filled
+
+
+_LIST_FLAGS = frozenset({"--initial-peers", "--host-maddrs", "--announce-maddrs"})
+_ADDRESS = re.compile(r"/(ip4|ip6|dns|dns4|dns6)/")
+
+
+def spread_addresses(tokens: Iterable[str]) -> Sequence[str]:
+    """Let `--initial-peers A B` mean `--initial-peers A --initial-peers B`.
+
+    Only what looks like an address is taken, so that a prompt may follow the list.
+    """
+    spread: list[str] = []
+    current: str | None = None
+    count = 0
+    for token in tokens:
+        if current is not None and _ADDRESS.match(token):
+            if count:
+                spread.append(current)
+            count += 1
+        else:
+            current, count = (token, 0) if token in _LIST_FLAGS else (None, 0)
+        spread.append(token)
+    return spread
