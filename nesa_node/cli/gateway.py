@@ -12,6 +12,7 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from nesa_node import __version__
+from nesa_node.api.allocator import share_memory
 from nesa_node.api.app import make_app
 from nesa_node.api.closing import Closing
 from nesa_node.api.locating import locate
@@ -63,6 +64,7 @@ async def serve_gateway(
     `SwarmError`.
     """
     check_ready_file(config.ready_file)
+    share_memory()
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     if config.threads is not None:
         torch.set_num_threads(config.threads)

@@ -21,7 +21,7 @@ from nesa_node.core.ids import PeerId
 from nesa_node.core.span import Span
 from nesa_node.engine.checkpoint import open_checkpoint
 from nesa_node.engine.model_id import model_id
-from nesa_node.swarm.directory import Directory
+from nesa_node.swarm.hearsay import Hearsay
 from nesa_node.swarm.records import NodeStatus
 from nesa_node.topology.packed import Measured, pack_measured, peer_digest
 from tests.client.local_models import left_padded
@@ -57,7 +57,7 @@ def _nobody_is_better_known(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(surroundings.Surroundings, "_ping_ends", ask_nobody)
     monkeypatch.setattr(surroundings, "fill", lambda links, *_: links)
-    monkeypatch.setattr(Directory, "blames", lambda *_: {})
+    monkeypatch.setattr(Hearsay, "blames", lambda *_: {})
 
 
 @pytest.fixture(scope="module")
