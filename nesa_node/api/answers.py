@@ -64,7 +64,7 @@ class Computed(Response):
                     response = json_response(await self._work())
         except ClientGone:
             return
-        except Exception as error:
+        except Exception as error:  # whatever it is, the client is told
             response = problem_of(error).response()
         await response(scope, receive, send)
 
@@ -107,7 +107,7 @@ class EventStream(Response):
                         await wire.write(data)
         except ClientGone:
             raise
-        except Exception as error:
+        except Exception as error:  # as above
             problem = problem_of(error)
             if await wire.instead(problem.response(), scope, receive):
                 return

@@ -22,13 +22,13 @@ from nesa_node.api.splitting import light
 from nesa_node.api.usage import Usage
 from nesa_node.web.problem import Problem
 
+if TYPE_CHECKING:
+    from nesa_node.api.served_model import ServedModel
+
 DEFAULT_TOKENS = 16
 """OpenAI's."""
 MOST_ECHOED = 1 << 20
 """Log probabilities of prompts in one answer: each takes a hundred bytes here."""
-
-if TYPE_CHECKING:
-    from nesa_node.api.served_model import ServedModel
 
 router = APIRouter()
 

@@ -97,7 +97,7 @@ class _Unexpected:
             await self._app(scope, receive, sent)
         except ClientDisconnect:
             return
-        except Exception as error:
+        except Exception as error:  # whatever it is, in OpenAI's words
             if started:
                 # Half an answer is no answer: the server closes the connection.
                 raise

@@ -9,7 +9,6 @@ from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from functools import partial
 
 import torch
-from transformers.utils import logging as transformers_logging
 
 from nesa_node import __version__
 from nesa_node.api.allocator import share_memory
@@ -65,7 +64,6 @@ async def serve_gateway(
     """
     check_ready_file(config.ready_file)
     share_memory()
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     async with open_look(config) as (look, swarm), AsyncExitStack() as stack:

@@ -23,6 +23,8 @@ from nesa_node.web.problem import Problem
 MAX_IDLE = 4096
 """Callers remembered though they ask for nothing; a forgotten one begins with full buckets."""
 _MINUTE_S = 60.0
+_NEXT = "the next one is free"
+_PAID_OFF = "it has used more, which is paid off"
 _AT_ONCE_RETRY_S = 1.0
 # What sums of fractions may be off by.
 _TINY = 1e-9
@@ -119,24 +121,17 @@ class Limits:
                 _AT_ONCE_RETRY_S,
                 _headers(account, limits),
             )
-        per_minute = limits.requests_per_minute
-        wait_s = account.requests.wait_s(1, per_minute) if per_minute else 0.0
-        if wait_s:
-            raise _refused(
-                f"this key may make {per_minute} requests per minute; "
-                f"the next one is free in {wait_s:.3g} s",
-                wait_s,
-                _headers(account, limits),
-            )
-        per_minute = limits.tokens_per_minute
-        wait_s = account.tokens.wait_s(1, per_minute) if per_minute else 0.0
-        if wait_s:
-            raise _refused(
-                f"this key may use {per_minute} tokens per minute; "
-                f"it has used more, which is paid off in {wait_s:.3g} s",
-                wait_s,
-                _headers(account, limits),
-            )
+        for bucket, per_minute, may, then in (
+            (account.requests, limits.requests_per_minute, "make {} requests", _NEXT),
+            (account.tokens, limits.tokens_per_minute, "use {} tokens", _PAID_OFF),
+        ):
+            wait_s = bucket.wait_s(1, per_minute) if per_minute else 0.0
+            if wait_s:
+                raise _refused(
+                    f"this key may {may.format(per_minute)} per minute; {then} in {wait_s:.3g} s",
+                    wait_s,
+                    _headers(account, limits),
+                )
 
     def _spend(self, account: _Account, limits: KeyLimits, count: int) -> None:
         if limits.tokens_per_minute is not None:
