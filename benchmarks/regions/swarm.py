@@ -158,7 +158,7 @@ class Regions:
         command += ["--orchestrate-every-s", str(self.pace.orchestrate_every_s)]
         command += ["--lease-ttl-s", str(self.pace.lease_ttl_s)]
         command += ["--replicas", str(self.world.replicas)]
-        command += ["--decisions-dir", str(self.folder / f"{site}-decisions")]
+        command += ["--decisions-path", str(self.folder / f"{site}-decisions.db")]
         self._start(site, command)
 
     def decisions(self, site: str) -> list[dict[str, Any]]:
