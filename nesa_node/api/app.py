@@ -49,6 +49,7 @@ def make_app(
     app.state.gateway = Gateway(models, config, closing or Closing())
     failures.install(app)
     openapi.install(app)
+    app.add_middleware(_Heads)
     for endpoint in _ENDPOINTS:
         app.include_router(endpoint.router)
     if metrics is not None:
@@ -57,6 +58,18 @@ def make_app(
         # No mount at "/": that would also answer wrong methods of our own paths.
         app.router.default = _Fallback(pages, app.router.default)
     return app
+
+
+class _Heads:
+    """HEAD, as health checks send it, is GET: the server leaves the body out."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] == "HEAD":
+            scope = {**scope, "method": "GET"}
+        await self._app(scope, receive, send)
 
 
 class _Fallback:

@@ -47,7 +47,9 @@ async def _job(gateway: Gateway, model: ServedModel, body: ResponseBody) -> Job:
     top = body.top()
     schema = None if body.text is None else body.text.wanted()
     grammar = await grammar_of(schema, "text.format")
-    prompt = await chat_prompt(model.tokenizer, body.messages(), most=model.context_length)
+    prompt = await chat_prompt(
+        model.tokenizer, body.messages(), most=model.context_length, param="input"
+    )
     return Job(
         prompt=tuple(prompt),
         max_tokens=room_for(

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import AfterValidator, Field, ValidationInfo
+from pydantic_core import PydanticCustomError
 
 from nesa_node.api.fields import (
     Bias,
@@ -44,6 +45,16 @@ class StreamOptions(Body):
     include_obfuscation: Annotated[Any, Only(False)] = None
 
 
+def _needs_stream(value: StreamOptions | None, info: ValidationInfo) -> StreamOptions | None:
+    if value is not None and not info.data.get("stream"):
+        raise PydanticCustomError("needs_stream", "it is for streams alone: set stream, too")
+    return value
+
+
+IfStreamed = Annotated[StreamOptions | None, AfterValidator(_needs_stream)]
+"""Of a body whose field `stream` stands before it."""
+
+
 class Sampled(Body):
     """`top_k`, `min_p`, `repetition_penalty` and `ignore_eos` are no fields of OpenAI's."""
 
@@ -61,7 +72,7 @@ class Sampled(Body):
     stop: StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS)] | None = None
     ignore_eos: bool | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: IfStreamed = None
 
     user: Label | None = None
 
