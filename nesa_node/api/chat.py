@@ -70,7 +70,7 @@ async def _job(gateway: Gateway, model: ServedModel, body: ChatBody, tools: list
     asked = same(
         body.max_tokens, body.max_completion_tokens, ("max_tokens", "max_completion_tokens")
     )
-    top, sampling = body.top(), body.sampling(model.vocab_size)
+    top, sampling = body.top(), body.sampling(model.vocab_size, model.defaults)
     grammar = await _grammar(model, body, tools)
     prompt = await chat_prompt(model.tokenizer, body.messages, tools, most=model.context_length)
     return Job(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
@@ -23,6 +24,7 @@ from nesa_node.api.fields import (
     required,
 )
 from nesa_node.api.formats import ANY_OBJECT, JsonObject, PlainText
+from nesa_node.api.job import Sampling
 from nesa_node.api.sampling_body import IfStreamed, Metadata
 from nesa_node.web.problem import Problem
 
@@ -169,6 +171,14 @@ class ResponseBody(Body):
         if isinstance(self.input, str):
             return [*opening, ChatMessage(role="user", content=self.input)]
         return [*opening, *(item.message() for item in self.input)]
+
+    def sampling(self, defaults: Sampling) -> Sampling:
+        """`defaults` where nothing is said."""
+        return replace(
+            defaults,
+            temperature=defaults.temperature if self.temperature is None else self.temperature,
+            top_p=defaults.top_p if self.top_p is None else self.top_p,
+        )
 
     def top(self) -> int | None:
         """`Job.top_logprobs`. Raises `Problem` for a number of something that is not included."""

@@ -76,8 +76,11 @@ class Sampled(Body):
 
     user: Label | None = None
 
-    def sampling(self, vocab_size: int) -> Sampling:
-        """Raises `Problem` for a bias of tokens that the model does not have."""
+    def sampling(self, vocab_size: int, defaults: Sampling) -> Sampling:
+        """`defaults` where nothing is said.
+
+        Raises `Problem` for a bias of tokens that the model does not have.
+        """
         bias = {int(key): value for key, value in (self.logit_bias or {}).items()}
         if bias and max(bias) >= vocab_size:
             raise Problem(
@@ -87,11 +90,11 @@ class Sampled(Body):
                 param="logit_bias",
             )
         return Sampling(
-            temperature=_or(self.temperature, 1.0),
-            top_p=_or(self.top_p, 1.0),
-            top_k=max(_or(self.top_k, 0), 0),
-            min_p=_or(self.min_p, 0.0),
-            repetition_penalty=_or(self.repetition_penalty, 1.0),
+            temperature=_or(self.temperature, defaults.temperature),
+            top_p=_or(self.top_p, defaults.top_p),
+            top_k=max(_or(self.top_k, defaults.top_k), 0),
+            min_p=_or(self.min_p, defaults.min_p),
+            repetition_penalty=_or(self.repetition_penalty, defaults.repetition_penalty),
             presence_penalty=_or(self.presence_penalty, 0.0),
             frequency_penalty=_or(self.frequency_penalty, 0.0),
             logit_bias=bias,

@@ -74,7 +74,12 @@ async def serve_gateway(
 
         async def open_model(name: str) -> ServedModel:
             return await asyncio.to_thread(
-                open_served_model, config, name, activity=activity, metrics=metrics
+                open_served_model,
+                config,
+                name,
+                activity=activity,
+                metrics=metrics,
+                advice=config.generation_config,
             )
 
         models = Models(

@@ -14,7 +14,16 @@ import torch
 
 from nesa_node.api.app import make_app
 from nesa_node.api.closing import Closing
-from nesa_node.api.job import Chosen, Delta, Event, FinishReason, Job, PromptRead, TokenChance
+from nesa_node.api.job import (
+    Chosen,
+    Delta,
+    Event,
+    FinishReason,
+    Job,
+    PromptRead,
+    Sampling,
+    TokenChance,
+)
 from nesa_node.api.looking import Seen
 from nesa_node.api.models import Models
 from nesa_node.core.config import GatewayConfig
@@ -68,6 +77,7 @@ class ScriptedModel:
         self.context_length = CONTEXT
         self.vocab_size = len(tokenizer)
         self.tokenizer = tokenizer
+        self.defaults = Sampling()
         self.script = script
         self.jobs: list[Job] = []
         self.running = 0
