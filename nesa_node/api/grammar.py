@@ -46,7 +46,11 @@ def compile_json_schema(schema: Mapping[str, Any]) -> str:
         raise ValueError(
             f"the JSON schema has {len(text)} characters; {MOST_SCHEMA_BYTES} are allowed"
         )
-    grammar: str = LLMatcher.grammar_from_json_schema(text, overrides=_ONE_LINE)
+    return checked(LLMatcher.grammar_from_json_schema(text, overrides=_ONE_LINE))
+
+
+def checked(grammar: str) -> str:
+    """`grammar`, made of a JSON schema. Raises `ValueError` if it cannot be followed."""
     failed, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=_limits())
     if failed:
         raise ValueError(f"the JSON schema cannot be followed: {_first_line(messages)}")
