@@ -95,7 +95,7 @@ async def serve_gateway(
         told_of = about(swarm, "gateway", sources.version), partial(_of_models, models, swarm)
         stack.enter_context(sources.adding(metrics.samples, *told_of))
         app = make_app(
-            models, config, closing=closing, metrics=MetricsPage(sources), pages=page.app()
+            models, config, closing=closing, metrics=MetricsPage(sources), pages=page.routes()
         )
         address = await stack.enter_async_context(
             serve_gated(

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import httpx
 import torch
+from starlette.routing import BaseRoute
 
 from nesa_node.api.app import make_app
 from nesa_node.api.closing import Closing
@@ -157,7 +158,7 @@ async def serving(
     script: Script = hello,
     *,
     holes: Sequence[Span] = (),
-    pages: Any = None,
+    pages: Sequence[BaseRoute] = (),
     **config: Any,
 ) -> AsyncIterator[Server]:
     model, look = ScriptedModel(tokenizer, script), ScriptedLook(holes)

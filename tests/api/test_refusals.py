@@ -10,8 +10,9 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.requests import Request
 from starlette.responses import PlainTextResponse
-from starlette.types import Receive, Scope, Send
+from starlette.routing import Route
 
 from tests.api.scripted import NAME, Server, chat_body, serving
 
@@ -350,13 +351,20 @@ async def test_heads_are_answered_as_their_pages(server: Server) -> None:
 
 
 async def test_pages_leave_the_endpoints_their_own_words(tokenizer: Any) -> None:
-    async def pages(scope: Scope, receive: Receive, send: Send) -> None:
-        await PlainTextResponse("a page")(scope, receive, send)
+    async def page(request: Request) -> PlainTextResponse:
+        return PlainTextResponse("a page")
 
+    pages = [Route(path, page) for path in ("/", "/playground")]
     async with serving(tokenizer, pages=pages) as server:
         for path in ("/", "/playground"):
             assert (await server.client.get(path)).text == "a page"
-        assert error_of(await server.client.get("/v1/nothing"))["code"] == "unknown_url"
+        for path in ("/v1/nothing", "/nothing"):
+            assert error_of(await server.client.get(path))["code"] == "unknown_url"
+        # Who forgets a part of the address is told so.
+        mistaken = await server.post("/chat/completions", chat_body())
+        assert mistaken.status_code == 404
+        assert "/v1" in error_of(mistaken)["message"]
+        assert (await server.client.post("/playground")).status_code == 405
         assert (await server.client.get(CHAT)).status_code == 405
         assert (await server.client.delete("/health")).status_code == 405
         assert (await server.client.get("/openapi.json")).json()["openapi"]
