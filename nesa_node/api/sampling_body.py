@@ -28,6 +28,7 @@ from nesa_node.api.job import Sampling
 from nesa_node.web.problem import Problem
 
 MAX_CHOICES = 128
+FEW_CHOICES = 4
 MAX_STOPS = 4
 _MAX_BIASED = 4096
 
@@ -138,6 +139,14 @@ def room_for(
         )
     wanted_tokens = min(left, default or left) if asked is None else asked
     return min(wanted_tokens, cap or wanted_tokens)
+
+
+def shared(default: int, answers: int) -> int:
+    """`default` new tokens for each answer of a request that names no number, if they are few.
+
+    Nodes promise the cache for all of them before they begin: many get what a few would, together.
+    """
+    return max(min(default, default * FEW_CHOICES // answers), 1)
 
 
 def same(first: int | None, second: int | None, names: Sequence[str]) -> int | None:

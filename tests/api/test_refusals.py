@@ -425,3 +425,13 @@ async def test_answers_are_cut_where_the_operator_says(tokenizer: Any) -> None:
         await server.chat()
         (job,) = server.model.jobs
         assert job.max_tokens == 64 - len(job.prompt)
+
+
+async def test_many_answers_share_the_room_of_four_unless_they_name_their_own(
+    tokenizer: Any,
+) -> None:
+    async with serving(tokenizer, default_new_tokens=16) as server:
+        for n in (1, 4, 8, 100):
+            await server.chat(n=n)
+        await server.chat(n=8, max_tokens=16)
+        assert [job.max_tokens for job in server.model.jobs] == [16, 16, 8, 1, 16]
