@@ -107,7 +107,8 @@ class Generation:
         if not self._job.prompt_logprobs:
             hidden_1D = session.feed([ids_T, *others], want="last")
             return hidden_1D, PromptRead(cached_tokens=held)
-        tokens = [self._chosen(self._job.prompt[0])]
+        first = self._job.prompt[0]
+        tokens = [Chosen(first, self._vocabulary.token_bytes(first), 0.0)]
         hidden_TD = torch.empty(0)
         for piece_T in torch.split(ids_T, PIECE_TOKENS):
             for hidden_TD in torch.split(session.feed([piece_T, *others]), HEAD_TOKENS):

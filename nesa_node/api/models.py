@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from nesa_node.api.defaults import told
 from nesa_node.api.looking import Look, Seen, watch_holes
 from nesa_node.core.errors import NesaError
 from nesa_node.core.ids import ModelId
@@ -114,7 +115,7 @@ class Models:
                     card.served = served
                     card.model_id = card.served.model_id
                     card.context_length = card.served.context_length
-                    log.info("model_opened", model=card.model_id)
+                    log.info("model_opened", model=card.model_id, **told(served.defaults))
         return card.served
 
     async def open_given(self) -> None:

@@ -103,6 +103,7 @@ async def test_log_probabilities_are_those_of_transformers(tiny: Callable[[str],
     tokens = [*made.read.tokens, *made.answers[0].tokens]
     assert [token.token_id for token in tokens] == prompt + answer_ids
     assert tokens[0].logprob == 0.0
+    assert tokens[0].data == served.vocabulary.token_bytes(prompt[0]) != b""
     for at, token in enumerate(tokens[1:]):
         row_V = expected_LV[at]
         assert token.logprob == pytest.approx(float(row_V[token.token_id]), abs=1e-4)
