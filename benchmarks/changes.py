@@ -162,7 +162,16 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
             f"{1e3 * row['quiet']['counts'].get(name, 0) / max(row['quiet']['snapshots'], 1):.1f}"
         )
 
-    alarms = ("shift", "round trips", "places", "departures", "replicas", "capacity", "plan")
+    alarms = (
+        "shift",
+        "round trips",
+        "places",
+        "departures",
+        "region",
+        "replicas",
+        "capacity",
+        "plan",
+    )
     moves = ("move for a loss", "move for a gain", "move false")
     print_table(
         "changes: per 1,000 quiet snapshots with 3 % churn",
@@ -182,6 +191,7 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
         "round trips",
         "places",
         "departures",
+        "region",
         "coverage",
         "replicas",
         "capacity",

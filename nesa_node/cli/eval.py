@@ -45,7 +45,7 @@ def evaluate(
         str | None,
         Parameter(
             group=PRECISIONS,
-            help="Codecs of the hidden states. [default: none,blockwise8:64:16,int4@2:32:48]",
+            help="Codecs of the hidden states. [default: none,blockwise8@2:64:8,int4@2:32:48]",
         ),
     ] = None,
     text: Annotated[

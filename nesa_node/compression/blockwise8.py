@@ -2,7 +2,8 @@
 
 Dettmers, "8-Bit Approximations for Parallelism in Deep Learning" (arXiv 1511.04561), and Dettmers
 et al., "8-bit Optimizers via Block-wise Quantization" (arXiv 2110.02861). Here blocks end with the
-row, and outliers have their own: bitsandbytes' run on into the next row, whatever is in them.
+row, where bitsandbytes' run on into the next one, and the largest channels are kept in 16 bits
+(`docs/decisions/016`).
 
 Legend: R rows (tokens), D channels, C channels set apart, K blocks of a row, N = R K blocks,
 B values of a block.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -28,7 +30,16 @@ from nesa_node.compression.codec import (
     round_to,
     rounded_bound,
 )
-from nesa_node.compression.outliers import largest_channels, list_dtype, read_list
+from nesa_node.compression.octaves import factor_of
+from nesa_node.compression.outliers import (
+    bytes_of,
+    half_bound,
+    largest_channels,
+    list_dtype,
+    of_bytes,
+    read_list,
+    without,
+)
 
 if TYPE_CHECKING:
     from nesa_node.compression.tensors import TensorMeta
@@ -39,6 +50,8 @@ _WORST = 0.9 / 128 + 2.0**-14
 
 There it looks codes up in a table of 2^16 steps: next to halfway it can take the second best.
 """
+_EACH = 64
+"""Channels for each one that is set apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,24 +59,27 @@ class Blockwise8:
     """value = `dynamic_map()[code]` * scale; the scale is the block's largest |value|.
 
     Encoding imports bitsandbytes (seconds, once); decoding does without. `apart` channels are set
-    apart in rows of at least 16 times as many, none in shorter ones.
+    apart, but at most one in 64: there is no room for more in 0.54 of 16 bits.
 
-    Payload: the list of these channels (2 bytes each, 4 if D > 65,536), rising; a float32 for each
-    block [R, K]; one for what is set apart of each row [R]; a byte for each value [R, D]. Those set
-    apart count as zeros in the blocks where they lie.
+    Payload: a factor in float32, a power of two; the list of the C channels, rising, of 2 bytes
+    each (4 if D > 65,536); a float32 for each block's scale [N]; the upper bytes of what is set
+    apart / factor in float16 [R, C]; a byte for each value [R, D]: its code, or the lower byte of
+    what is set apart, which counts as zero in its block. Without any, there is no factor either.
     """
 
     block: int = 64
-    apart: int = 16
+    apart: int = 8
     exact: ClassVar[bool] = False
 
     @property
     def text(self) -> str:
-        return f"blockwise8:{self.block}:{self.apart}"
+        return f"blockwise8@2:{self.block}:{self.apart}"
 
     def nbytes(self, meta: TensorMeta) -> int:
         blocks = self._blocks(meta.shape)
-        return self._scales_start(blocks) + 4 * self._scales(blocks) + blocks.rows * blocks.width
+        count = self._count(blocks)
+        start = _scales_start(blocks, count)
+        return start + 4 * blocks.count + blocks.rows * (count + blocks.width)
 
     def encode(self, tensor: Tensor) -> memoryview:
         blocks = self._blocks(tensor.shape)
@@ -72,39 +88,52 @@ class Blockwise8:
         if not count:
             scale_N, codes_NB = self._quantize(blocks.split(values_RD))
             return payload_of(scale_N, blocks.join(codes_NB).contiguous())
+        factor = factor_of(values_RD, math.inf)
         channels_C = largest_channels(values_RD, count)
-        apart_RC = values_RD[:, channels_C]
-        scale_N, codes_NB = self._quantize(blocks.split(values_RD.index_fill(1, channels_C, 0)))
-        scale_R, codes_RC = self._quantize(apart_RC)
+        scale_N, codes_NB = self._quantize(blocks.split(without(values_RD, channels_C)))
         codes_RD = blocks.join(codes_NB).contiguous()
-        codes_RD[:, channels_C] = codes_RC
-        return payload_of(channels_C.to(list_dtype(blocks.width)), scale_N, scale_R, codes_RD)
+        codes_RD[:, channels_C], upper_RC = bytes_of(values_RD[:, channels_C], factor)
+        return payload_of(
+            torch.tensor([factor], dtype=torch.float32, device=tensor.device),
+            channels_C.to(list_dtype(blocks.width)),
+            scale_N,
+            upper_RC,
+            codes_RD,
+        )
 
     def decode(self, meta: TensorMeta, data: memoryview, device: torch.device) -> Tensor:
         blocks = self._blocks(meta.shape)
-        start = self._scales_start(blocks)
-        scales = part_of(data, start, self._scales(blocks), torch.float32).to(device)
-        start += scales.nbytes
+        count = self._count(blocks)
+        start = _scales_start(blocks, count)
+        scale_N = part_of(data, start, blocks.count, torch.float32).to(device)
+        start += scale_N.nbytes
+        upper = part_of(data, start, blocks.rows * count, torch.uint8).to(device)
+        start += upper.nbytes
         codes = part_of(data, start, blocks.rows * blocks.width, torch.uint8).to(device)
         multiples = dynamic_map(device).index_select(0, codes.int())
-        values_RD = blocks.join(blocks.split(multiples) * scales[: blocks.count].view(-1, 1))
-        if count := self._count(blocks):
-            channels_C = read_list(data, 0, count, blocks.width).to(device)
-            apart_RC = multiples.view(blocks.rows, blocks.width)[:, channels_C]
-            values_RD[:, channels_C] = apart_RC * scales[blocks.count :].view(-1, 1)
+        values_RD = blocks.join(blocks.split(multiples) * scale_N.view(-1, 1))
+        if count:
+            factor = part_of(data, 0, 1, torch.float32).item()
+            channels_C = read_list(data, 4, count, blocks.width).to(device)
+            lower_RC = codes.view(blocks.rows, blocks.width)[:, channels_C]
+            upper_RC = upper.view(blocks.rows, count)
+            values_RD[:, channels_C] = of_bytes(lower_RC, upper_RC, factor)
         return round_to(values_RD.reshape(meta.shape), DTYPES[meta.dtype])
 
     def error_bound(self, tensor: Tensor) -> Tensor:
-        """Of a block the largest |value| times 0.9 / 128 + 2^-14, and 2^-100."""
+        """Set apart: |value| 2^-11 + factor 2^-25.
+
+        Others: of a block the largest |value| times 0.9 / 128 + 2^-14, and 2^-100.
+        """
         blocks = self._blocks(tensor.shape)
         values_RD = tensor.reshape(blocks.rows, blocks.width).float()
         channels_C = largest_channels(values_RD, self._count(blocks))
-        values_NB = blocks.split(values_RD.index_fill(1, channels_C, 0).double())
-        bound_N1 = _bound(values_NB.abs().amax(-1, keepdim=True))
+        values_NB = blocks.split(without(values_RD, channels_C)).double()
+        bound_N1 = values_NB.abs().amax(-1, keepdim=True) * _WORST * (1 + 2.0**-12) + SMALLEST
         bound_RD = blocks.join(bound_N1.expand(-1, blocks.block).contiguous()).clone()
         if len(channels_C):
-            apart_RC = values_RD[:, channels_C].double().abs()
-            bound_RD[:, channels_C] = _bound(apart_RC.amax(-1, keepdim=True))
+            factor = factor_of(values_RD, math.inf)
+            bound_RD[:, channels_C] = half_bound(values_RD[:, channels_C], factor)
         return rounded_bound(tensor, bound_RD.reshape(tensor.shape))
 
     def _blocks(self, shape: torch.Size | tuple[int, ...]) -> Blocks:
@@ -112,13 +141,7 @@ class Blockwise8:
         return Blocks.of(shape, min(self.block, shape[-1] if shape else 1))
 
     def _count(self, blocks: Blocks) -> int:
-        return self.apart if blocks.width >= 16 * self.apart else 0
-
-    def _scales(self, blocks: Blocks) -> int:
-        return blocks.count + (blocks.rows if self._count(blocks) else 0)
-
-    def _scales_start(self, blocks: Blocks) -> int:
-        return self._count(blocks) * list_dtype(blocks.width).itemsize
+        return min(self.apart, blocks.width // _EACH)
 
     def _quantize(self, values_NB: Tensor) -> tuple[Tensor, Tensor]:
         """float32 as scales [N], float32, and codes [N, B], uint8.
@@ -138,9 +161,8 @@ class Blockwise8:
         return absmax_N.masked_fill_(absmax_N < SMALLEST, 0), codes_NB
 
 
-def _bound(absmax_N1: Tensor) -> Tensor:
-    """How far off values are in blocks with these largest |value|. float64."""
-    return absmax_N1 * _WORST * (1 + 2.0**-12) + SMALLEST
+def _scales_start(blocks: Blocks, count: int) -> int:
+    return 4 + count * list_dtype(blocks.width).itemsize if count else 0
 
 
 @functools.lru_cache(maxsize=8)

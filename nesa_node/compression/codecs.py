@@ -52,7 +52,7 @@ FAMILIES: Mapping[str, Family] = {
     "bfloat16": _cast("bfloat16"),
     "float16": _cast("float16"),
     # What bitsandbytes' CUDA kernels can do.
-    "blockwise8": Family(Blockwise8, (_powers(64, 4096), frozenset(range(257)))),
+    "blockwise8": Family(Blockwise8, (_powers(64, 4096), frozenset(range(257))), version=2),
     "int8": Family(Int8, (_powers(8, 4096), frozenset(range(257))), version=2),
     "int4": Family(Int4, (_powers(4, 256), frozenset({0, *range(2, 4097)})), version=2),
     "lossless": Family(Lossless),

@@ -23,7 +23,7 @@ from nesa_node.compression.codec import DTYPES, part_of, payload_of, round_to, r
 from nesa_node.compression.five_bits import pack, packed_nbytes, unpack
 from nesa_node.compression.hadamard import hadamard
 from nesa_node.compression.octaves import FACTOR_BITS, LAST, eighths, factor_of, scales_of
-from nesa_node.compression.outliers import largest_channels, list_dtype, read_list
+from nesa_node.compression.outliers import half_bound, largest_channels, list_dtype, read_list
 
 if TYPE_CHECKING:
     from nesa_node.compression.tensors import TensorMeta
@@ -119,8 +119,7 @@ class Int4:
         each_N1 = absmax_N1 * _WORST + factor * 2.0 ** (FACTOR_BITS - 31)
         bound_NB = (each_N1 * blocks.block).expand(-1, blocks.block).contiguous()
         bound_RD = blocks.join(bound_NB).clone()
-        kept_RC = values_RD[:, channels_C].double().abs()
-        bound_RD[:, channels_C] = kept_RC * 2.0**-11 + factor * 2.0**-25
+        bound_RD[:, channels_C] = half_bound(values_RD[:, channels_C], factor)
         return rounded_bound(tensor, bound_RD.reshape(tensor.shape))
 
     def _blocks(self, shape: torch.Size | tuple[int, ...]) -> Blocks:

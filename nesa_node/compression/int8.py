@@ -20,7 +20,15 @@ from torch import Tensor
 from nesa_node.compression.blocks import Blocks
 from nesa_node.compression.codec import DTYPES, part_of, payload_of, round_to, rounded_bound
 from nesa_node.compression.octaves import FACTOR_BITS, LAST, OCTAVE, eighths, factor_of, scales_of
-from nesa_node.compression.outliers import largest_channels, list_dtype, read_list
+from nesa_node.compression.outliers import (
+    bytes_of,
+    half_bound,
+    largest_channels,
+    list_dtype,
+    of_bytes,
+    read_list,
+    without,
+)
 
 if TYPE_CHECKING:
     from nesa_node.compression.tensors import TensorMeta
@@ -58,18 +66,17 @@ class Int8:
         values_RD = tensor.view(blocks.rows, blocks.width).float()
         factor = factor_of(values_RD)
         channels_C = largest_channels(values_RD, self._count(blocks))
-        values_NB = blocks.split(_without(values_RD, channels_C))
+        values_NB = blocks.split(without(values_RD, channels_C))
         scale_N1 = _scale_codes(values_NB, factor)
         each_N = scales_of(scale_N1.view(-1), _unit(factor)).reciprocal_()
         codes_NB = (values_NB * each_N.view(-1, 1)).round_().to(torch.int8)
         codes_RD = blocks.join(codes_NB).contiguous().view(torch.uint8)
-        apart_RC2 = _bytes_of((values_RD[:, channels_C] / factor).half())
-        codes_RD[:, channels_C] = apart_RC2[..., 0]
+        codes_RD[:, channels_C], upper_RC = bytes_of(values_RD[:, channels_C], factor)
         return payload_of(
             torch.tensor([factor], dtype=torch.float32, device=tensor.device),
             channels_C.to(list_dtype(blocks.width)),
             scale_N1,
-            apart_RC2[..., 1],
+            upper_RC,
             codes_RD,
         )
 
@@ -88,8 +95,8 @@ class Int8:
         if count:
             channels_C = read_list(data, 4, count, blocks.width).to(device)
             lower_RC = codes.view(blocks.rows, blocks.width)[:, channels_C]
-            apart_RC2 = torch.stack((lower_RC, upper.view(blocks.rows, count)), -1)
-            values_RD[:, channels_C] = apart_RC2.view(torch.float16)[..., 0].float() * factor
+            upper_RC = upper.view(blocks.rows, count)
+            values_RD[:, channels_C] = of_bytes(lower_RC, upper_RC, factor)
         return round_to(values_RD.reshape(meta.shape), DTYPES[meta.dtype])
 
     def error_bound(self, tensor: Tensor) -> Tensor:
@@ -102,13 +109,12 @@ class Int8:
         values_RD = tensor.reshape(blocks.rows, blocks.width).float()
         factor = factor_of(values_RD)
         channels_C = largest_channels(values_RD, self._count(blocks))
-        values_NB = blocks.split(_without(values_RD, channels_C)).double()
+        values_NB = blocks.split(without(values_RD, channels_C)).double()
         least = factor * 2.0 ** (FACTOR_BITS + (1 - LAST) / OCTAVE)
         most_N1 = (values_NB.abs().amax(-1, keepdim=True) * 2 ** (1 / OCTAVE)).clamp_(min=least)
         bound_N1 = most_N1 / (2 * _LEVELS) * (1 + 2.0**-12)
         bound_RD = blocks.join(bound_N1.expand(-1, blocks.block).contiguous()).clone()
-        apart_RC = values_RD[:, channels_C].double().abs()
-        bound_RD[:, channels_C] = apart_RC * 2.0**-11 + factor * 2.0**-25
+        bound_RD[:, channels_C] = half_bound(values_RD[:, channels_C], factor)
         return rounded_bound(tensor, bound_RD.reshape(tensor.shape))
 
     def _blocks(self, shape: torch.Size | tuple[int, ...]) -> Blocks:
@@ -117,10 +123,6 @@ class Int8:
 
     def _count(self, blocks: Blocks) -> int:
         return self.apart if blocks.width >= 16 * self.apart else 0
-
-
-def _without(values_RD: Tensor, channels_C: Tensor) -> Tensor:
-    return values_RD.index_fill(1, channels_C, 0) if len(channels_C) else values_RD
 
 
 def _unit(factor: float) -> float:
@@ -133,8 +135,3 @@ def _scale_codes(values_NB: Tensor, factor: float) -> Tensor:
     most_N1 = values_NB.abs().amax(-1, keepdim=True)
     codes_N1 = eighths(most_N1, factor * 2.0**FACTOR_BITS).ceil_()
     return codes_N1.clamp_(1, LAST).to(torch.uint8)
-
-
-def _bytes_of(values_RC: Tensor) -> Tensor:
-    """float16 as uint8 [R, C, 2], the lower byte first."""
-    return values_RC.contiguous().unsqueeze(-1).view(torch.uint8)

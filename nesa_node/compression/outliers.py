@@ -2,6 +2,9 @@
 
 In a block with others they would set a scale at which these are lost.
 
+Two codecs keep them in float16: the lower byte lies where the channel's code would, the upper one
+apart.
+
 Legend: R rows (tokens), D channels, C channels that are set apart.
 """
 
@@ -47,3 +50,25 @@ def read_list(data: memoryview, start: int, count: int, width: int) -> Tensor:
     if not rising or first < 0 or last >= width:
         raise ProtocolError("bad_tensor", "the channels apart are out of order or of range")
     return channels_C
+
+
+def without(values_RD: Tensor, channels_C: Tensor) -> Tensor:
+    """The values with zeros in these channels."""
+    return values_RD.index_fill(1, channels_C, 0) if len(channels_C) else values_RD
+
+
+def bytes_of(values_RC: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+    """The lower and the upper bytes of values / factor in float16, each uint8 [R, C]."""
+    parts_RC2 = (values_RC / factor).half().contiguous().unsqueeze(-1).view(torch.uint8)
+    return parts_RC2[..., 0], parts_RC2[..., 1]
+
+
+def of_bytes(lower_RC: Tensor, upper_RC: Tensor, factor: float) -> Tensor:
+    """What `bytes_of` took apart, float32 [R, C]."""
+    parts_RC2 = torch.stack((lower_RC, upper_RC), -1)
+    return parts_RC2.view(torch.float16)[..., 0].float() * factor
+
+
+def half_bound(values_RC: Tensor, factor: float) -> Tensor:
+    """How far off values / factor are in float16, at most, times the factor. float64 [R, C]."""
+    return values_RC.double().abs() * 2.0**-11 + factor * 2.0**-25

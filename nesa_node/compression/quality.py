@@ -16,13 +16,13 @@ EXACT = "exact"
 
 _ALSO: Mapping[str, tuple[str, ...]] = {
     EXACT: ("none", "lossless"),
-    "high": ("bfloat16", "int8@2:16:8", "blockwise8:64:16"),
+    "high": ("bfloat16", "int8@2:16:8", "blockwise8@2:64:8"),
     "balanced": ("int4@2:32:48",),
 }
 """What each floor allows that a higher one does not."""
 
 FLOORS = tuple(_ALSO)
-_HEAVY = ("blockwise8:64:16",)
+_HEAVY = ("blockwise8@2:64:8",)
 """Allowed, but never chosen: bitsandbytes takes memory and time to load, and it loses more."""
 
 

@@ -12,7 +12,7 @@ from nesa_node.compression.tensors import encode
 from nesa_node.core.errors import ConfigError, ProtocolError
 
 WEIGHTS = ("none", "int8", "nf4")
-WIRE = ("none", "blockwise8:64:16", "int4@2:32:48")
+WIRE = ("none", "blockwise8@2:64:8", "int4@2:32:48")
 SERVED = "as served"
 """Weights of a live swarm: what its nodes hold."""
 

@@ -147,9 +147,7 @@ def test_huge_channels_spoil_nothing(codec: str) -> None:
     meta, payload = encode(hidden, codec=codec)
     error = (decode(meta, payload, max_bytes=MAX_BYTES) - hidden).abs()
     error[:, 100] = error[0, 400] = 0
-    spoilt = (error > (0.7 if codec == "int4" else 0.05)).sum()
-    # Of 16 channels with a scale of their own all but the largest in each row.
-    assert spoilt <= (15 * 16 if codec == "blockwise8" else 0)
+    assert error.max() < (0.7 if codec == "int4" else 0.05)
 
 
 @pytest.mark.parametrize("codec", ["int8:16:0", "int8:64:0", "blockwise8:64:0"])
@@ -162,8 +160,8 @@ def test_a_huge_channel_spoils_no_other_block(codec: str) -> None:
     assert error.max() < 0.05
 
 
-@pytest.mark.parametrize("hidden_size", [576, 1024, 2048, 4096])
-@pytest.mark.parametrize("tokens", [1, 2, 57, 128])
+@pytest.mark.parametrize("hidden_size", [64, 256, 320, 576, 1024, 2048, 4096, 16_384])
+@pytest.mark.parametrize("tokens", [1, 2, 57, 512])
 def test_sizes_are_what_was_asked_for(hidden_size: int, tokens: int) -> None:
     tensor = values("random", (tokens, hidden_size), torch.bfloat16)
     ratios = {}
@@ -172,7 +170,7 @@ def test_sizes_are_what_was_asked_for(hidden_size: int, tokens: int) -> None:
         ratios[codec] = payload.nbytes / tensor.nbytes
     small = 48 / tensor.nbytes if tensor.nbytes < 1 << 16 else 0
     assert ratios["blockwise8"] <= 0.54 + small
-    assert ratios["int8"] <= 0.54 + small
+    assert ratios["int8"] <= (0.54 if hidden_size >= 576 else 0.57) + small
     assert ratios["blockwise8:64:0"] == 0.53125
     assert ratios["int4"] < 0.35 + small
     assert ratios["bfloat16"] == ratios["float16"] == 1
@@ -185,8 +183,8 @@ def test_sizes_are_what_was_asked_for(hidden_size: int, tokens: int) -> None:
         ("int8", "int8@2:16:8"),
         ("int8:32", "int8@2:32:8"),
         ("int8@2:64:0", "int8@2:64:0"),
-        ("blockwise8@1:128", "blockwise8:128:16"),
-        ("blockwise8:64:0", "blockwise8:64:0"),
+        ("blockwise8:128", "blockwise8@2:128:8"),
+        ("blockwise8@2:64:0", "blockwise8@2:64:0"),
         ("int4", "int4@2:32:48"),
         ("int4:64", "int4@2:64:48"),
         ("int4@2:32:0", "int4@2:32:0"),
@@ -275,7 +273,7 @@ def test_importing_the_codecs_loads_neither_bitsandbytes_nor_zstandard() -> None
         "import sys, torch; from nesa_node.compression import tensors;"
         "meta, data = tensors.encode(torch.ones(2, 64), codec='int8');"
         "tensors.decode(meta, data, max_bytes=999);"
-        "meta = tensors.TensorMeta('float32', (1, 64), 'blockwise8');"
+        "meta = tensors.TensorMeta('float32', (1, 64), 'blockwise8@2:64:0');"
         "tensors.decode(meta, bytes(68), max_bytes=999);"
         "sys.exit('bitsandbytes' in sys.modules or 'zstandard' in sys.modules)"
     )

@@ -25,7 +25,7 @@ from tests.same_tokens import assert_same_tokens
 from tests.swarms import in_process_swarm, thirds
 
 STREAMS: dict[Route, int] = {"chain": 4, "star": 6}
-LOSSY = ("bfloat16", "int8@2:16:8", "blockwise8:64:16", "int4@2:32:48")
+LOSSY = ("bfloat16", "int8@2:16:8", "blockwise8@2:64:8", "int4@2:32:48")
 
 
 @pytest.fixture(scope="module")

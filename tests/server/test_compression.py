@@ -81,7 +81,7 @@ async def test_nothing_is_compressed_before_the_link(blocks: Blocks) -> None:
     """bitsandbytes would be loaded on the event loop."""
     async with open_node(blocks) as node:
         peer = node.peer()
-        peer.open(quality="blockwise8:64:16", codecs=codec_names(), max_tokens=LONG)
+        peer.open(quality="blockwise8@2:64:8", codecs=codec_names(), max_tokens=LONG)
         await peer.wire.hear_a(Opened)
         peer.step({0: 8})
         message, _ = await peer.output()

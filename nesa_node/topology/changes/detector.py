@@ -9,7 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from nesa_node.topology.changes.jitter import Jitter
-from nesa_node.topology.changes.membership import Holdings, judge_departures, judge_membership
+from nesa_node.topology.changes.membership import (
+    Holdings,
+    Roster,
+    judge_departures,
+    judge_membership,
+    judge_region,
+)
 from nesa_node.topology.changes.shift import Connections, ShiftState, judge_shift
 from nesa_node.topology.changes.triggers import Sensitivity, Trigger, TriggerName
 
@@ -39,10 +45,13 @@ class Observation:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChangeState:
-    """What has to be remembered between snapshots. Begin with `ChangeState()`."""
+    """What has to be remembered between snapshots. Begin with `ChangeState()`.
+
+    rosters : of the last two snapshots, the newest last.
+    """
 
     shift: ShiftState | None = None
-    peers: frozenset[str] = frozenset()
+    rosters: tuple[Roster, ...] = ()
     departures: Jitter = field(default_factory=Jitter)
     holdings: Holdings | None = None
     plan_in_a_row: int = 0
@@ -79,9 +88,9 @@ def observe(state: ChangeState, now: Observation) -> tuple[ChangeState, ChangeRe
     """Judge one snapshot. Neither argument is modified. Raises `ValueError` for nonsense."""
     sensitivity = state.sensitivity
     shift, triggers = judge_shift(state.shift, now.connections, sensitivity)
-    peers = frozenset(now.connections.peers)
-    departures, left = judge_departures(state.departures, state.peers, peers, sensitivity)
-    triggers += (left,)
+    roster = Roster(now.connections.peers, now.connections.tree)
+    departures, left = judge_departures(state.departures, state.rosters, roster, sensitivity)
+    triggers += (left, judge_region(state.rosters, roster, sensitivity))
     holdings = state.holdings
     if now.holdings is not None:
         holdings, losses = judge_membership(state.holdings, now.holdings, sensitivity)
@@ -96,7 +105,8 @@ def observe(state: ChangeState, now: Observation) -> tuple[ChangeState, ChangeRe
         gains = sure >= sensitivity.move_in_a_row
         if gains:
             sure = 0
-    after = ChangeState(shift, peers, departures, holdings, in_a_row, sure, sensitivity)
+    rosters = (*state.rosters, roster)[-2:]
+    after = ChangeState(shift, rosters, departures, holdings, in_a_row, sure, sensitivity)
     return after, ChangeReport(triggers, gains)
 
 

@@ -6,7 +6,15 @@ from dataclasses import dataclass
 from typing import Literal
 
 TriggerName = Literal[
-    "shift", "round trips", "places", "departures", "coverage", "replicas", "capacity", "plan"
+    "shift",
+    "round trips",
+    "places",
+    "departures",
+    "region",
+    "coverage",
+    "replicas",
+    "capacity",
+    "plan",
 ]
 
 
@@ -36,6 +44,7 @@ class Sensitivity:
     reference : calm snapshots, the latest ones, that the next is compared with.
     unreachable : median round trips that a pair without any connection counts as.
     least_departed : smaller shares of nodes that leave at once never count.
+    least_region : nodes that are a region, if they lie together.
     replicas_wanted : fewer holders of a block than this, and than before, are a loss.
     capacity_lost : the share of capacity whose loss counts.
     plan_gain : how many times the best plan's cost the current one's must be, to be looked into.
@@ -53,6 +62,7 @@ class Sensitivity:
     reference: int = 5
     unreachable: float = 10.0
     least_departed: float = 0.05
+    least_region: int = 3
     replicas_wanted: int = 2
     capacity_lost: float = 0.1
     plan_gain: float = 1.1

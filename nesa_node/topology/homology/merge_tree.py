@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from nesa_node.topology.homology.diagrams import Diagram, make_diagram
 from nesa_node.topology.homology.filtration import Filtration, Floats, Ints
@@ -46,6 +47,16 @@ class MergeTree:
         label_N[born_N] = np.unique(label_N[born_N], return_inverse=True)[1]
         label_N[~born_N] = -1
         return label_N
+
+    def largest_branch(self, marked_N: NDArray[np.bool_]) -> int:
+        """The leaves of the largest branch whose leaves are all marked; a leaf is a branch too."""
+        whole, leaves = marked_N.tolist(), [1] * len(self)
+        for first, second in self.child_M2.tolist():
+            whole.append(whole[first] and whole[second])
+            leaves.append(leaves[first] + leaves[second])
+        return max(
+            (count for count, all_of_it in zip(leaves, whole, strict=True) if all_of_it), default=0
+        )
 
     def diagram(self) -> Diagram:
         """H0: every merge ends the younger component; one stays for ever per connected part."""

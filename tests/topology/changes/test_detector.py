@@ -207,7 +207,7 @@ def test_what_was_not_looked_at_keeps_its_state() -> None:
     state, _ = observe(ChangeState(), seen(round_trips(0), holdings=Holdings((2,), 9.0)))
     state, report = observe(state, seen(round_trips(1)))
     names = {trigger.name for trigger in report.triggers}
-    assert names == {"shift", "round trips", "places", "departures"}
+    assert names == {"shift", "round trips", "places", "departures", "region"}
     state, report = observe(state, seen(round_trips(1), holdings=Holdings((2,), 1.0)))
     assert report.fired == ("capacity",)
 
@@ -279,3 +279,31 @@ def test_many_leaving_at_once_asks_the_planner_and_moves_nothing() -> None:
     assert named(report, "departures").figure == 3 / 12
     assert not report.should_move
     assert not observe(state, now)[1].fired
+
+
+def three_sites(seed: int, nodes: tuple[int, ...]) -> Observation:
+    """Of 68 nodes, the first three on one site and the others on two; others leave at random."""
+    site_N = np.array([0] * 3 + [1] * 32 + [2] * 33)
+    seconds_NN = np.where(site_N[:, None] == site_N, 0.01, 0.1)
+    noise_NN = np.random.default_rng(seed).lognormal(0, 0.02, seconds_NN.shape)
+    seconds_NN = np.triu(seconds_NN * noise_NN, 1)
+    seconds_NN = (seconds_NN + seconds_NN.T)[np.ix_(nodes, nodes)]
+    return seen(seconds_NN, peers=tuple(f"n{node}" for node in nodes))
+
+
+def test_a_small_region_that_leaves_whole_is_told_from_others_that_leave() -> None:
+    everybody = tuple(range(68))
+    state = ChangeState()
+    rng = np.random.default_rng(3)
+    for seed in range(CALM):
+        out = rng.choice(np.arange(3, 68), 4, replace=False).tolist()
+        state, report = observe(state, three_sites(seed, tuple(set(everybody) - set(out))))
+        assert "region" not in report.fired
+    # One record expires first, the other two with the next snapshot.
+    state, report = observe(state, three_sites(50, everybody[1:]))
+    assert not report.fired
+    state, report = observe(state, three_sites(51, everybody[3:]))
+    assert report.fired == ("region",)
+    assert named(report, "region").figure == 3
+    assert not report.should_move
+    assert not observe(state, three_sites(52, everybody[3:]))[1].fired
