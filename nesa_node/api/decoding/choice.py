@@ -11,7 +11,7 @@ from nesa_node.api.decoding.grammar import Follower
 from nesa_node.api.decoding.job import Chosen, Delta, FinishReason, Job
 from nesa_node.api.decoding.sampler import Sampler
 from nesa_node.api.decoding.stops import Stops
-from nesa_node.api.decoding.text_stream import TextStream
+from nesa_node.api.decoding.text_stream import REPLACEMENT, TextStream
 from nesa_node.api.decoding.vocabulary import Vocabulary
 
 
@@ -53,7 +53,9 @@ class Choice:
         if self.last not in self._ends:
             text = self._stops.push(self._text.push(self.last))
         if reason is not None and not self._stops.found:
-            text += self._stops.push(self._text.finish())
+            rest = self._text.finish()
+            # Of a character that the limit cut in two nothing is told.
+            text += self._stops.push(rest.rstrip(REPLACEMENT) if reason == "length" else rest)
         if self._stops.found:
             reason = "stop"
         elif reason is not None:

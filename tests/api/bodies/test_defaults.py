@@ -18,6 +18,7 @@ from nesa_node.core.config import ClientConfig
 from tests.api.scripted import NAME, chat_body, serving
 from tests.cli.tiny import write_tiny_model
 
+CONFIG: Any = GenerationConfig
 ADVICE = Sampling(temperature=0.7, top_p=0.8, top_k=20, min_p=0.1, repetition_penalty=1.05)
 ENDPOINTS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("/v1/chat/completions", chat_body()),
@@ -27,13 +28,13 @@ ENDPOINTS: tuple[tuple[str, dict[str, Any]], ...] = (
 
 
 def test_what_authors_leave_open_is_openais() -> None:
-    assert advised(GenerationConfig()) == Sampling()
-    some = GenerationConfig(do_sample=True, temperature=0.6, top_k=-1)
+    assert advised(CONFIG()) == Sampling()
+    some = CONFIG(do_sample=True, temperature=0.6, top_k=-1)
     assert advised(some) == Sampling(temperature=0.6)
 
 
 def test_what_no_request_might_ask_for_is_passed_over() -> None:
-    config = GenerationConfig()
+    config = CONFIG()
     config.temperature, config.top_p, config.top_k = 9.0, "most", True
     config.min_p, config.repetition_penalty = float("nan"), 1
     assert advised(config) == Sampling()
