@@ -27,7 +27,8 @@ from nesa_node.api.job import Sampling
 from nesa_node.web.problem import Problem
 
 MAX_CHOICES = 128
-MAX_STOPS = 4
+MAX_STOPS = 16
+"""OpenAI takes four; editors that complete code send up to fourteen."""
 _MAX_BIASED = 4096
 
 StopText = Annotated[str, Field(min_length=1, max_length=512)]

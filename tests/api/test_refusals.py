@@ -91,7 +91,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens"),
     (CHAT, {"max_tokens": 64}, "messages"),
     (CHAT, {"seed": HUGE}, "seed"),
-    (CHAT, {"stop": ["a", "b", "c", "d", "e"]}, "stop"),
+    (CHAT, {"stop": ["a"] * 17}, "stop"),
     (CHAT, {"stop": ""}, "stop"),
     (CHAT, {"stream": "yes"}, "stream"),
     (CHAT, {"logit_bias": {"x": 1}}, "logit_bias.x"),
