@@ -1,9 +1,11 @@
 # Every target does its own set-up: `make demo` or `make test` may be the first command in a clone.
-# TORCH=... picks another build of torch than the package index's default one.
+# TORCH=... picks another build of torch than the package index's default one; WORKERS=... runs the
+# fast tests in as many processes.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV   ?= .venv
 TORCH  ?= torch==2.13.0
+WORKERS ?= 2
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
@@ -37,8 +39,9 @@ browser:
 		echo "no Chromium here, and no right to install it: tests of the page are skipped"; \
 	fi
 
+# A file's tests stay together: they share daemons.
 test: $(READY) browser
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-all: $(READY) browser
 	$(BIN)/python -m pytest -m "slow or not slow"

@@ -26,7 +26,13 @@ from nesa_node.routing.exact import exact_latency
 from nesa_node.routing.greedy import GreedyRule, Prepared
 from nesa_node.routing.problem import Chain, Problem, terms
 from nesa_node.routing.saturation import fill, most_tokens_per_s
-from nesa_node.routing.strategies import STRATEGIES, make_strategy
+from nesa_node.routing.strategies import (
+    DEFAULT,
+    STRATEGIES,
+    Strategy,
+    make_session_strategy,
+    make_strategy,
+)
 from nesa_node.routing.tuned import TUNED
 
 DEFAULTS = Options(nodes=(10, 30, 100, 300, 1000), runs=10)
@@ -34,6 +40,8 @@ QUICK = Options(nodes=(10, 30), runs=1)
 
 T = TypeVar("T")
 
+SESSIONS = "exact-latency, failures"
+"""What sessions use by default: time, and what failures are expected to cost."""
 FILLED = ("exact-throughput", "exact-latency")
 _FILLED_LARGE = 2
 """Worlds of 1,000 nodes that are filled with sessions: that takes a quarter of a minute each."""
@@ -77,7 +85,7 @@ def run(options: Options) -> list[dict[str, Any]]:
     rows = []
     for source in sources(options):
         for count in source.sizes():
-            figures = {name: Figures() for name in STRATEGIES}
+            figures = {name: Figures() for name in (*STRATEGIES, SESSIONS)}
             gaps: list[float] = []
             worlds = range(options.seed, options.seed + options.runs)
             for at, session in enumerate(source.sessions(count, worlds)):
@@ -108,7 +116,7 @@ def measure(session: Session, figures: Mapping[str, Figures], seed: int) -> floa
     for name, each in figures.items():
         rng = np.random.default_rng(seed)
         chain, prepare_ms, choose_ms = timed(name, decode, rng)
-        long_chain = make_strategy(name, rng).choose(prefill)
+        long_chain = _strategy(name, rng).choose(prefill)
         each.decode.append(terms(decode, chain).total_s / best_decode_s)
         each.prefill.append(terms(prefill, long_chain).total_s / best_prefill_s)
         each.bottleneck.append(bottleneck_s(decode, chain) / least.bound_s)
@@ -126,9 +134,13 @@ def timed(name: str, problem: Problem, rng: np.random.Generator) -> tuple[Chain,
         prepared, prepared_ms = _least_ms(lambda: GreedyRule(Prepared.of(problem), TUNED))
         chain, chosen_ms = _least_ms(prepared.choose)
         return chain, prepared_ms, chosen_ms
-    strategy = make_strategy(name, rng)
+    strategy = _strategy(name, rng)
     chain, chosen_ms = _least_ms(lambda: strategy.choose(problem))
     return chain, 0.0, chosen_ms
+
+
+def _strategy(name: str, rng: np.random.Generator) -> Strategy:
+    return make_session_strategy(DEFAULT, rng) if name == SESSIONS else make_strategy(name, rng)
 
 
 def _least_ms(work: Callable[[], T]) -> tuple[T, float]:

@@ -44,7 +44,8 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ[RUN_VARIABLE] = uuid.uuid4().hex
     for name in [name for name in os.environ if name.startswith("NESA_")]:
         del os.environ[name]
-    if config.option.basetemp is None:
+    # A worker's own: what pytest-xdist gives it lies in a folder of the run that starts it.
+    if config.option.basetemp is None or "PYTEST_XDIST_WORKER" in os.environ:
         config.option.basetemp = str(_RUN_DIR / "p")
 
 

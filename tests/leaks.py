@@ -13,6 +13,11 @@ import psutil
 RUN_VARIABLE = "NN_TEST_RUN"
 """Set in the environment of the run: finds processes that lost their parent (a p2pd, say)."""
 
+_OF_OTHERS: set[int] = set()
+"""Live processes known as somebody else's. They are most, there are two looks at each test, and
+none can become ours: its environment is what it started with, and its parents are not ours.
+"""
+
 _OF_PYTHON_ITSELF = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 
 
@@ -56,20 +61,27 @@ class Leftovers:
 
 def _processes_of_this_run() -> list[psutil.Process]:
     """Live descendants, and live processes that inherited the run's environment."""
-    me = psutil.Process()
-    mark = os.environ[RUN_VARIABLE]
-    found = {child.pid: child for child in me.children(recursive=True)}
-    for process in psutil.process_iter():
-        if process.pid not in found and process.pid != me.pid and _has_mark(process, mark):
-            found[process.pid] = process
-    return [process for process in found.values() if _counts(process)]
+    alive = set(psutil.pids())
+    _OF_OTHERS.intersection_update(alive)
+    found = [_ours(pid) for pid in alive - _OF_OTHERS - {os.getpid()}]
+    return [process for process in found if process and _counts(process)]
 
 
-def _has_mark(process: psutil.Process, mark: str) -> bool:
+def _ours(pid: int) -> psutil.Process | None:
     try:
-        return process.environ().get(RUN_VARIABLE) == mark
+        process, me = psutil.Process(pid), psutil.Process()
+        if process.create_time() >= me.create_time():
+            if me in process.parents():
+                return process
+            environ = process.environ()
+            if environ.get(RUN_VARIABLE) == os.environ[RUN_VARIABLE]:
+                return process
+            if not environ:  # it is being replaced by another program: look again
+                return None
+        _OF_OTHERS.add(pid)
     except (psutil.Error, OSError):
-        return False
+        pass  # gone, a zombie, or another user's
+    return None
 
 
 def _counts(process: psutil.Process) -> bool:

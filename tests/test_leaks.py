@@ -24,6 +24,14 @@ def test_an_orphaned_process_is_found_and_named(tmp_path: Path) -> None:
     assert before.wait_until_gone(tmp_path, timeout_s=3) == []
 
 
+def test_a_child_that_hides_the_mark_is_found(tmp_path: Path) -> None:
+    before = Leftovers.now(tmp_path)
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], env={})
+    left = before.wait_until_gone(tmp_path, timeout_s=0)
+    child.wait(10)
+    assert [line.split(":")[0] for line in left] == [f"process {child.pid}"]
+
+
 def test_a_listening_port_and_a_file_are_found(tmp_path: Path) -> None:
     before = Leftovers.now(tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as server:

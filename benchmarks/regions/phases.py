@@ -96,7 +96,7 @@ def jitter(regions: Regions, seconds: float) -> tuple[dict[str, Any], dict[str, 
     finally:
         shake(regions.wan, 1 / MORE_JITTER)
     decisions = regions.decisions(BOSS)[decided:]
-    placements = [one["reason"] for one in decisions if one["name"]]
+    placements = [one["reason"] for one in decisions if one["published"]]
     moved = regions.moves()[moves:]
     row = {
         "phase": "jitter",

@@ -30,6 +30,7 @@ from benchmarks.regions.world import (
     region,
 )
 from benchmarks.swarms import READY_TIMEOUT_S, daemon_flags, open_local
+from nesa_node.core.decision_log import DecisionLog
 from nesa_node.core.errors import SwarmError
 from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.core.span import Span
@@ -158,12 +159,16 @@ class Regions:
         command += ["--orchestrate-every-s", str(self.pace.orchestrate_every_s)]
         command += ["--lease-ttl-s", str(self.pace.lease_ttl_s)]
         command += ["--replicas", str(self.world.replicas)]
-        command += ["--decisions-dir", str(self.folder / f"{site}-decisions")]
+        command += ["--decisions-path", str(self._decisions(site))]
         self._start(site, command)
 
-    def decisions(self, site: str) -> list[dict[str, Any]]:
-        files = (self.folder / f"{site}-decisions").glob("*.jsonl")
-        return [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    def decisions(self, site: str) -> list[Mapping[str, Any]]:
+        """What the orchestrator there decided, in order; without a move, not `published`."""
+        kept = DecisionLog(self._decisions(site)).recent(1000)
+        return [decision.body for decision in kept if decision.kind == "placement"]
+
+    def _decisions(self, site: str) -> Path:
+        return self.folder / f"{site}-decisions.db"
 
     def _start(self, site: str, command: Sequence[str]) -> None:
         common = ["--identity-path", str(self.keys / f"{site}.key"), "--log-format", "json"]

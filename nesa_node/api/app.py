@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from fastapi import FastAPI
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from nesa_node import __version__
@@ -32,9 +34,9 @@ def make_app(
     *,
     closing: Closing | None = None,
     metrics: ASGIApp | None = None,
-    pages: ASGIApp | None = None,
+    pages: Sequence[BaseRoute] = (),
 ) -> FastAPI:
-    """`metrics` answers at /metrics, `pages` whatever is asked for and is no endpoint.
+    """`metrics` answers at /metrics, `pages` at their own paths.
 
     Whoever ends the application closes `closing` before. Who may ask is not decided here: put it
     behind what does.
@@ -49,26 +51,26 @@ def make_app(
     app.state.gateway = Gateway(models, config, closing or Closing())
     failures.install(app)
     openapi.install(app)
+    app.add_middleware(_Heads)
     for endpoint in _ENDPOINTS:
         app.include_router(endpoint.router)
     if metrics is not None:
         app.router.routes.append(Route("/metrics", _Whole(metrics), include_in_schema=False))
-    if pages is not None:
-        # No mount at "/": that would also answer wrong methods of our own paths.
-        app.router.default = _Fallback(pages, app.router.default)
+    # No mount at "/": that would also answer what is nowhere, and not in OpenAI's words.
+    app.router.routes.extend(pages)
     return app
 
 
-class _Fallback:
-    """Pages for whatever is no endpoint; who mistakes an endpoint's path is told as a program."""
+class _Heads:
+    """HEAD, as health checks send it, is GET: the server leaves the body out."""
 
-    def __init__(self, pages: ASGIApp, nothing: ASGIApp) -> None:
-        self._pages = pages
-        self._nothing = nothing
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        ours = scope["type"] == "http" and scope["path"].startswith("/v1/")
-        await (self._nothing if ours else self._pages)(scope, receive, send)
+        if scope["type"] == "http" and scope["method"] == "HEAD":
+            scope = {**scope, "method": "GET"}
+        await self._app(scope, receive, send)
 
 
 class _Whole:

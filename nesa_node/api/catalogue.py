@@ -8,6 +8,7 @@ from fastapi import APIRouter
 from starlette.responses import Response
 
 from nesa_node.api.answers import json_response
+from nesa_node.api.defaults import told
 from nesa_node.api.gateway import GatewayOf
 from nesa_node.api.models import Card
 from nesa_node.api.openapi import OF_KEYS, ModelCard, ModelList, describe
@@ -36,4 +37,5 @@ def _told(card: Card) -> dict[str, Any]:
         "created": card.created,
         "owned_by": "nesa-node",
         "max_model_len": card.context_length,
+        "default_sampling": None if card.served is None else told(card.served.defaults),
     }

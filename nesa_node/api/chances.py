@@ -43,6 +43,8 @@ class LegacyChances:
             lists["tokens"].append(_spelling(token))
             lists["token_logprobs"].append(_finite(token.logprob) if known else None)
             top = {_spelling(other): _finite(other.logprob) for other in token.top}
+            # Also where it was not among the likeliest, as OpenAI has it.
+            top.setdefault(lists["tokens"][-1], _finite(token.logprob))
             lists["top_logprobs"].append(top if known else None)
             lists["text_offset"].append(self._offset)
             self._offset += len(self._decoder.decode(token.data))

@@ -17,7 +17,7 @@ from nesa_node.api.job import Job
 from nesa_node.api.jobs import running
 from nesa_node.api.openapi import ChatCompletion, ChatCompletionChunk, describe
 from nesa_node.api.reading import body_of
-from nesa_node.api.sampling_body import room_for, same
+from nesa_node.api.sampling_body import room_for, same, shared
 from nesa_node.api.templates import chat_prompt, template_of
 from nesa_node.api.tool_calls import CallReader, forced_calls, format_of
 from nesa_node.api.usage import Usage
@@ -70,7 +70,7 @@ async def _job(gateway: Gateway, model: ServedModel, body: ChatBody, tools: list
     asked = same(
         body.max_tokens, body.max_completion_tokens, ("max_tokens", "max_completion_tokens")
     )
-    top, sampling = body.top(), body.sampling(model.vocab_size)
+    top, sampling = body.top(), body.sampling(model.vocab_size, model.defaults)
     grammar = await _grammar(model, body, tools)
     prompt = await chat_prompt(model.tokenizer, body.messages, tools, most=model.context_length)
     return Job(
@@ -80,7 +80,7 @@ async def _job(gateway: Gateway, model: ServedModel, body: ChatBody, tools: list
             asked,
             context_length=model.context_length,
             cap=gateway.config.max_new_tokens,
-            default=gateway.config.default_new_tokens,
+            default=shared(gateway.config.default_new_tokens, body.n or 1),
             param="messages",
         ),
         n=body.n or 1,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
 from nesa_node.api.fields import (
@@ -14,7 +14,9 @@ from nesa_node.api.fields import (
     Nothing,
     Only,
     Text,
+    TextIfNeeded,
     TopLogprobs,
+    required,
 )
 from nesa_node.api.formats import ResponseFormat
 from nesa_node.api.sampling_body import Metadata, Sampled
@@ -39,8 +41,16 @@ def _read_part(value: object) -> object:
 
 class ContentPart(Body):
     type: Literal["text", "refusal"]
-    text: Text | None = None
-    refusal: Text | None = None
+    text: TextIfNeeded = None
+    refusal: TextIfNeeded = None
+    prompt_cache_breakpoint: Nothing = None
+
+    @field_validator("text", "refusal")
+    @classmethod
+    def _is_there(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if value is None and info.field_name == info.data.get("type"):
+            raise required()
+        return value
 
     def words(self) -> str:
         return self.text or self.refusal or ""
@@ -65,17 +75,26 @@ class ChatMessage(Body):
     """What an answer's message has, too, so that clients can send it back as it came."""
 
     role: Role
-    content: Content | None = None
+    content: Annotated[Content | None, Field(validate_default=True)] = None
     name: Label | None = None
     tool_calls: (
         Annotated[list[MessageToolCall], Field(max_length=MAX_TOOLS, fail_fast=True)] | None
     ) = None
-    tool_call_id: Label | None = None
+    tool_call_id: Annotated[Label | None, Field(validate_default=True)] = None
     refusal: Text | None = None
     reasoning_content: Text | None = None
     annotations: Annotated[Any, Only([])] = None
     audio: Nothing = None
     function_call: Nothing = None
+
+    @field_validator("content", "tool_call_id")
+    @classmethod
+    def _is_there(cls, value: object, info: ValidationInfo) -> object:
+        role = info.data.get("role", "assistant")
+        may_lack = role == "assistant" if info.field_name == "content" else role != "tool"
+        if value is None and not may_lack:
+            raise required()
+        return value
 
     def words(self) -> str:
         """Its text; parts stand on lines of their own."""
@@ -123,6 +142,7 @@ class ChatBody(Sampled):
     service_tier: Annotated[Any, Only("auto", "default")] = None
     safety_identifier: Label | None = None
     prompt_cache_key: Label | None = None
+    prompt_cache_options: Nothing = None
     prompt_cache_retention: Annotated[Any, Only("in_memory", "in-memory", "24h")] = None
     reasoning_effort: Annotated[Any, Only("none")] = None
     verbosity: Annotated[Any, Only("medium")] = None

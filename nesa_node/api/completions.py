@@ -63,7 +63,7 @@ async def complete(
 async def _jobs(
     gateway: Gateway, model: ServedModel, body: CompletionBody, prompts: list[str | list[int]]
 ) -> list[Job]:
-    sampling = body.sampling(model.vocab_size)
+    sampling = body.sampling(model.vocab_size, model.defaults)
     grammar = await grammar_of(schema_of(body.response_format), "response_format")
     asked = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
     return [

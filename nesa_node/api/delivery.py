@@ -40,13 +40,16 @@ class Delivery(AsyncIterator[T], Generic[T]):
     async def __anext__(self) -> T:
         while not self._items:
             if self._is_over and not self._items:
-                error, self._error = self._error, None
-                if error is not None:
-                    raise error
-                raise StopAsyncIteration
+                raise self._end()
             self._waiting = self._loop.create_future()
             await self._waiting
         return self._items.popleft()
+
+    def _end(self) -> BaseException:
+        # In no variable of the frame that raises it: its traceback holds that frame, and each would
+        # keep the other.
+        error, self._error = self._error, None
+        return StopAsyncIteration() if error is None else error
 
     def _wake(self) -> None:
         if not self._is_woken:

@@ -32,11 +32,14 @@ MAX_TOKENS = 300_000
 router = APIRouter()
 
 
+SomeText = Annotated[Text, Field(min_length=1)]
+
+
 class EmbeddingBody(Body):
     model: Name
     input: (
-        Text
-        | Annotated[list[Text], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)]
+        SomeText
+        | Annotated[list[SomeText], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)]
         | Tokens
         | Annotated[list[Tokens], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)]
     )

@@ -67,16 +67,18 @@ def install(app: FastAPI) -> None:
 
 async def _answer(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException) and error.status_code in (404, 405):
-        words = {404: "there is no such page", 405: "this page has no such method"}
-        code = {404: "unknown_url", 405: "method_not_allowed"}[error.status_code]
-        response = Problem(
-            error.status_code,
-            f"{words[error.status_code]}: {request.method} {request.url.path[:200]}",
-            code=code,
-        ).response()
+        response = _nowhere(error.status_code, request.method, request.url.path).response()
         response.headers.update(error.headers or {})
         return response
     return problem_of(error).response()
+
+
+def _nowhere(status: int, method: str, path: str) -> Problem:
+    asked = f"{method} {path[:200]}"
+    if status == 405:
+        return Problem(405, f"this page has no such method: {asked}", code="method_not_allowed")
+    hint = "" if path.startswith("/v1/") else " (OpenAI's paths begin with /v1)"
+    return Problem(404, f"there is no such page: {asked}{hint}", code="unknown_url")
 
 
 class _Unexpected:

@@ -52,6 +52,11 @@ def _real(value: object) -> object:
     return value
 
 
+def required() -> PydanticCustomError:
+    """For a field that other fields make necessary; told like any that is missing."""
+    return PydanticCustomError("missing", "it is required")
+
+
 class Only:
     """A field of OpenAI's that is accepted where it changes nothing: as null or one of `values`."""
 
@@ -83,7 +88,7 @@ CountOrNone = Annotated[int, Field(ge=0, le=_EXACT), Whole]
 TokenId = Annotated[int, Field(ge=0, lt=2**31), Whole]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63), Whole]
 Temperature = Annotated[float, Field(ge=0, le=2), Real]
-Share = Annotated[float, Field(gt=0, le=1), Real]
+Share = Annotated[float, Field(ge=0, le=1), Real]
 MinP = Annotated[float, Field(ge=0, le=1), Real]
 Penalty = Annotated[float, Field(ge=-2, le=2), Real]
 Repetition = Annotated[float, Field(gt=0, le=10), Real]
@@ -92,6 +97,8 @@ TopK = Annotated[int, Field(ge=-1, le=_EXACT), Whole]
 TopLogprobs = Annotated[int, Field(ge=0, le=20), Whole]
 TokenKey = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 Text = Annotated[str, Field(max_length=_MAX_TEXT)]
+TextIfNeeded = Annotated[Text | None, Field(validate_default=True)]
+"""For a validator that knows whether it is `required`."""
 Name = Annotated[str, Field(min_length=1, max_length=512)]
 Label = Annotated[str, Field(max_length=4096)]
 Nothing = Annotated[Any, Only()]

@@ -5,7 +5,7 @@ N choices, T tokens, D hidden, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -67,7 +67,7 @@ class Generation:
             length, rows, prompt=known, interrupt=self._interrupt
         ) as session:
             self._running.opened(session)
-            logits_1V, read = self._read_prompt(session)
+            hidden_1D, read = self._read_prompt(session)
             self._running.read_prompt()
             self._emit([read])
             if not choices:
@@ -76,7 +76,7 @@ class Generation:
                 return
             if rows > 1:
                 session.reorder([0] * rows)
-            self._decode(session, choices, logits_1V.expand(rows, -1))
+            self._decode(session, choices, hidden_1D)
 
     def _check(self) -> None:
         job, longest = self._job, self._model.context_length
@@ -100,29 +100,31 @@ class Generation:
         ]
 
     def _read_prompt(self, session: InferenceSession) -> tuple[Tensor, PromptRead]:
-        """Feed the first row; the logits [1, V] after it."""
+        """Feed the first row; the hidden state [1, D] after it."""
         held = session.lengths[0]
         others = [_NOTHING] * (session.rows - 1)
         ids_T = torch.tensor(self._job.prompt[held:])
         if not self._job.prompt_logprobs:
             hidden_1D = session.feed([ids_T, *others], want="last")
-            return self._logits(session, hidden_1D), PromptRead(cached_tokens=held)
-        tokens = [self._chosen(self._job.prompt[0])]
-        last_1V = torch.empty(0)
+            return hidden_1D, PromptRead(cached_tokens=held)
+        first = self._job.prompt[0]
+        tokens = [Chosen(first, self._vocabulary.token_bytes(first), 0.0)]
+        hidden_TD = torch.empty(0)
         for piece_T in torch.split(ids_T, PIECE_TOKENS):
             for hidden_TD in torch.split(session.feed([piece_T, *others]), HEAD_TOKENS):
+                following = self._job.prompt[len(tokens) : len(tokens) + len(hidden_TD)]
                 logits_TV = self._logits(session, hidden_TD)
-                following = self._job.prompt[len(tokens) : len(tokens) + len(logits_TV)]
                 tokens += self._known(logits_TV[: len(following)], following)
-                last_1V = logits_TV[-1:]
-        return last_1V, PromptRead(tokens=tuple(tokens))
+                del logits_TV  # before the next tokens are computed
+        return hidden_TD[-1:].clone(), PromptRead(tokens=tuple(tokens))
 
     def _decode(
-        self, session: InferenceSession, choices: Sequence[Choice], logits_NV: Tensor
+        self, session: InferenceSession, choices: Sequence[Choice], hidden_ND: Tensor
     ) -> None:
+        """`hidden_ND` is what the first tokens are chosen by: one row, if it is that of all."""
         alive = list(choices)
         while True:
-            self._emit(list(self._step(alive, logits_NV)))
+            self._emit(self._step(session, alive, hidden_ND))
             self._running.generated(len(alive))
             alive = [choice for choice in alive if not choice.done]
             if not alive:
@@ -130,10 +132,15 @@ class Generation:
             row_ids = [_NOTHING] * len(choices)
             for choice in alive:
                 row_ids[choice.index] = torch.tensor((choice.last,))
-            logits_NV = self._logits(session, session.feed(row_ids, want="last"))
+            hidden_ND = session.feed(row_ids, want="last")
 
-    def _step(self, alive: Sequence[Choice], logits_NV: Tensor) -> Iterator[Delta]:
+    def _step(
+        self, session: InferenceSession, alive: Sequence[Choice], hidden_ND: Tensor
+    ) -> list[Delta]:
         """The next token of each choice that goes on."""
+        # Kept no longer than this: they may be part of what was computed for many jobs at once,
+        # and while nodes compute the next tokens all of that would stay.
+        logits_NV = self._logits(session, hidden_ND).expand(len(alive), -1)
         if all(choice.takes_best for choice in alive):
             token_ids = logits_NV.argmax(-1).tolist()
         else:
@@ -144,8 +151,7 @@ class Generation:
             chosen = [self._chosen(token_id) for token_id in token_ids]
         else:
             chosen = self._known(logits_NV, token_ids)
-        for choice, token in zip(alive, chosen, strict=True):
-            yield choice.take(token)
+        return [choice.take(token) for choice, token in zip(alive, chosen, strict=True)]
 
     def _known(self, logits_TV: Tensor, token_ids: Sequence[int]) -> list[Chosen]:
         top, data = self._job.top_logprobs or 0, self._vocabulary.token_bytes

@@ -46,7 +46,11 @@ def compile_json_schema(schema: Mapping[str, Any]) -> str:
         raise ValueError(
             f"the JSON schema has {len(text)} characters; {MOST_SCHEMA_BYTES} are allowed"
         )
-    grammar: str = LLMatcher.grammar_from_json_schema(text, overrides=_ONE_LINE)
+    return checked(LLMatcher.grammar_from_json_schema(text, overrides=_ONE_LINE))
+
+
+def checked(grammar: str) -> str:
+    """`grammar`, made of a JSON schema. Raises `ValueError` if it cannot be followed."""
     failed, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=_limits())
     if failed:
         raise ValueError(f"the JSON schema cannot be followed: {_first_line(messages)}")
@@ -112,15 +116,22 @@ class Follower:
         """bool [V]: which tokens may come next. Raises `ValueError` where the grammar is too hard
         to follow here."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
-        if self._matcher.is_error():
-            raise ValueError(f"the grammar became too complex: {self._matcher.get_error()[:200]}")
+        self._check()
         flags = np.unpackbits(bits, bitorder="little", count=vocab_size)
         return torch.from_numpy(flags.view(np.bool_)).to(device)
 
     def take(self, token_id: int) -> bool:
-        """Go on with an allowed token; True: the answer is complete, nothing may follow."""
+        """Go on with an allowed token; True: the answer is complete, nothing may follow.
+
+        Raises `ValueError` as `allowed` does: a matcher that gave up also says that it has stopped.
+        """
         self._matcher.consume_token(token_id)
+        self._check()
         return self._matcher.is_stopped()
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise ValueError(f"the grammar became too complex: {self._matcher.get_error()[:200]}")
 
 
 def _first_line(messages: Sequence[str]) -> str:

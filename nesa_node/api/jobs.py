@@ -105,3 +105,5 @@ async def _until(begun: asyncio.Event, work: Callable[[], Coroutine[Any, Any, No
         for task in (working, beginning):
             task.cancel()
         await asyncio.gather(working, beginning, return_exceptions=True)
+        # They hold the error that is raised here, whose traceback holds this frame.
+        del task, working, beginning

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from nesa_node.api.defaults import told
 from nesa_node.api.looking import Look, Seen, watch_holes
 from nesa_node.core.errors import NesaError
 from nesa_node.core.ids import ModelId
@@ -60,14 +61,22 @@ class Models:
     """
 
     def __init__(
-        self, given: Sequence[str], *, look: Look, open_model: OpenModel, locate: Locate
+        self,
+        given: Sequence[str],
+        *,
+        look: Look,
+        open_model: OpenModel,
+        locate: Locate,
+        look_every_s: float = LOOK_EVERY_S,
     ) -> None:
         self._look = look
+        self._look_every_s = look_every_s
         self._open = open_model
         self._locate = locate
         self._discovers = not given
         self._cards = [Card(_last_part(name), name, int(time.time())) for name in given]
         self._seen: dict[ModelId, Seen] | None = None
+        self._looked = asyncio.Event()
         self._refused: dict[ModelId, float] = {}
 
     def cards(self) -> Sequence[Card]:
@@ -106,7 +115,7 @@ class Models:
                     card.served = served
                     card.model_id = card.served.model_id
                     card.context_length = card.served.context_length
-                    log.info("model_opened", model=card.model_id)
+                    log.info("model_opened", model=card.model_id, **told(served.defaults))
         return card.served
 
     async def open_given(self) -> None:
@@ -131,37 +140,63 @@ class Models:
         return None if seen is None else seen.holes
 
     async def keep_looking(self) -> None:
-        """Look at the swarm every `LOOK_EVERY_S`; find models if none were given. Runs for ever."""
-        while True:
-            try:
-                self._seen = await self._look.all()
-                if self._discovers:
-                    await self._discover(self._seen)
-            except NesaError as error:
-                log.warning("swarm_not_seen", reason=str(error))
-            await asyncio.sleep(LOOK_EVERY_S)
+        """Look at the swarm every `look_every_s`; find models if none were given. Runs for ever."""
+        async with asyncio.TaskGroup() as group:
+            if self._discovers:
+                group.create_task(self._keep_discovering())
+            while True:
+                try:
+                    self._see(await self._look.all())
+                except NesaError as error:
+                    log.warning("swarm_not_seen", reason=str(error))
+                await asyncio.sleep(self._look_every_s)
 
-    async def _discover(self, seen: dict[ModelId, Seen]) -> None:
-        # Whoever announces much must not keep others out for good.
-        self._cards = [card for card in self._cards if card.served or card.model_id in seen]
-        known = {card.model_id for card in self._cards}
-        for model_id, one in seen.items():
-            if model_id in known or len(self._cards) >= MAX_DISCOVERED:
-                continue
-            if time.monotonic() < self._refused.get(model_id, 0):
-                continue
-            try:
-                source = await self._locate(one)
-            except NesaError as error:
-                if model_id not in self._refused:
-                    log.warning("model_not_offered", model=model_id, reason=str(error))
-                if len(self._refused) >= _MAX_REFUSED:
-                    self._refused.clear()
-                self._refused[model_id] = time.monotonic() + _TRY_AGAIN_S
-                continue
-            card = Card(one.model_name, source, int(time.time()), model_id, one.context_length)
-            self._cards.append(card)
-            log.info("model_found", model=model_id)
+    def _see(self, seen: dict[ModelId, Seen]) -> None:
+        self._seen = seen
+        self._looked.set()
+        if self._discovers:
+            # Whoever announces much must not keep others out for good.
+            self._cards = [
+                card
+                for card in self._cards
+                if card.served or card.opening.locked() or card.model_id in seen
+            ]
+
+    async def _keep_discovering(self) -> None:
+        """Beside the looks: to find a model on the hub may take long, and there may be many."""
+        while True:
+            await self._looked.wait()
+            self._looked.clear()
+            while (one := self._unknown()) is not None:
+                await self._find(one)
+
+    def _unknown(self) -> Seen | None:
+        """A model that might be offered too: the one whose last try is longest ago, if any."""
+        if len(self._cards) >= MAX_DISCOVERED:
+            return None
+        known, now = {card.model_id for card in self._cards}, time.monotonic()
+        tries = {
+            model_id: self._refused.get(model_id, 0.0)
+            for model_id in self._seen or {}
+            if model_id not in known
+        }
+        first = min(tries, key=tries.__getitem__, default=None)
+        return None if first is None or tries[first] > now else (self._seen or {})[first]
+
+    async def _find(self, one: Seen) -> None:
+        model_id = one.model_id
+        try:
+            source = await self._locate(one)
+        except NesaError as error:
+            if model_id not in self._refused:
+                log.warning("model_not_offered", model=model_id, reason=str(error))
+            if len(self._refused) >= _MAX_REFUSED:
+                self._refused.clear()
+            self._refused[model_id] = time.monotonic() + _TRY_AGAIN_S
+            return
+        card = Card(one.model_name, source, int(time.time()), model_id, one.context_length)
+        self._cards.append(card)
+        log.info("model_found", model=model_id)
 
 
 def _last_part(name: str) -> str:

@@ -190,6 +190,7 @@ class ModelCard(Told):
     created: int
     owned_by: str
     max_model_len: int | None = None
+    default_sampling: dict[str, float] | None = None
 
 
 class ModelList(Told):

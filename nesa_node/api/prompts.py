@@ -26,7 +26,8 @@ async def all_tokens_of(
 
 def _tokens_of(model: ServedModel, prompt: str | list[int], param: str) -> tuple[int, ...]:
     if isinstance(prompt, str):
-        prompt = split(model.tokenizer, prompt, special=True, most=model.context_length)
+        most = model.context_length
+        prompt = split(model.tokenizer, prompt, special=True, most=most, param=param)
         if not prompt and model.tokenizer.bos_token_id is not None:
             prompt = [model.tokenizer.bos_token_id]
     if not prompt:

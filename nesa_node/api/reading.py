@@ -19,6 +19,8 @@ from nesa_node.web.problem import Problem
 
 B = TypeVar("B", bound=Body)
 
+_OF_LENGTH = ("too_long", "too_short")
+
 
 def body_of(kind: type[B]) -> Any:
     """A dependency: the request's body as a `kind`. Raises `Problem`."""
@@ -58,12 +60,12 @@ def _require_json(request: Request) -> None:
 
 
 def _problem(details: Sequence[ErrorDetails], value: object) -> Problem:
-    """Of several errors, the one farthest down: of a union, the branch that was meant."""
-    places = [_place(detail["loc"], value, detail["type"]) for detail in details]
-    depth, (keys, detail) = max(
-        enumerate(zip(places, details, strict=True)), key=lambda each: (len(each[1][0]), -each[0])
-    )
-    del depth
+    """Of several errors, the first of those farthest down: of a union, the branch that was meant.
+
+    But that a list has too many parts, or none, is told by the branch that it otherwise fits.
+    """
+    found = [(_place(detail["loc"], value, detail["type"]), detail) for detail in details]
+    keys, detail = max(found, key=lambda each: (each[1]["type"] in _OF_LENGTH, len(each[0])))
     param = _spell(keys)
     kind = detail["type"]
     if kind == "extra_forbidden":

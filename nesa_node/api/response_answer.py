@@ -9,7 +9,7 @@ from typing import Any
 
 from nesa_node.api import chances
 from nesa_node.api.answers import named_event
-from nesa_node.api.job import Chosen, Delta, PromptRead
+from nesa_node.api.job import Chosen, Delta, Job, PromptRead
 from nesa_node.api.jobs import Tagged
 from nesa_node.api.names import new_id
 from nesa_node.api.response_body import ResponseBody
@@ -22,9 +22,10 @@ Run = Callable[[], AbstractAsyncContextManager[AsyncIterator[Tagged]]]
 class ResponseAnswer:
     """One message of one part. `sequence_number` counts the events."""
 
-    def __init__(self, body: ResponseBody, *, logprobs: bool, usage: Usage) -> None:
+    def __init__(self, body: ResponseBody, job: Job, *, usage: Usage) -> None:
         self._body = body
-        self._logprobs = logprobs
+        self._sampling = job.sampling
+        self._logprobs = job.top_logprobs is not None
         self._usage = usage
         self._id = new_id("resp_")
         self._item_id = new_id("msg_")
@@ -145,12 +146,12 @@ class ResponseAnswer:
             "service_tier": "default",
             # Nothing is kept here, whatever was asked.
             "store": False,
-            "temperature": 1.0 if body.temperature is None else body.temperature,
+            "temperature": self._sampling.temperature,
             "text": {"format": shape},
             "tool_choice": "auto",
             "tools": [],
             "top_logprobs": body.top_logprobs or 0,
-            "top_p": 1.0 if body.top_p is None else body.top_p,
+            "top_p": self._sampling.top_p,
             "truncation": "disabled",
             "usage": None if running else self._spent(),
             "user": body.user,

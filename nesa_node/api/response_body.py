@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
 from nesa_node.api.chat_body import MAX_MESSAGES, MAX_PARTS, ChatMessage
@@ -18,10 +19,13 @@ from nesa_node.api.fields import (
     Share,
     Temperature,
     Text,
+    TextIfNeeded,
     TopLogprobs,
+    required,
 )
 from nesa_node.api.formats import ANY_OBJECT, JsonObject, PlainText
-from nesa_node.api.sampling_body import Metadata, StreamOptions
+from nesa_node.api.job import Sampling
+from nesa_node.api.sampling_body import IfStreamed, Metadata
 from nesa_node.web.problem import Problem
 
 LOGPROBS = "message.output_text.logprobs"
@@ -47,10 +51,18 @@ def _read_item(value: object) -> object:
 
 class ItemPart(Body):
     type: Literal["input_text", "output_text", "refusal"]
-    text: Text | None = None
-    refusal: Text | None = None
+    text: TextIfNeeded = None
+    refusal: TextIfNeeded = None
+    prompt_cache_breakpoint: Nothing = None
     annotations: Annotated[Any, Only([])] = None
     logprobs: list[Any] | None = None
+
+    @field_validator("text", "refusal")
+    @classmethod
+    def _is_there(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if value is None and info.data.get("type", "").endswith(info.field_name):
+            raise required()
+        return value
 
 
 class Item(Body):
@@ -65,6 +77,7 @@ class Item(Body):
     )
     id: Label | None = None
     status: Label | None = None
+    phase: Literal["commentary", "final_answer"] | None = None
 
     def message(self) -> ChatMessage:
         if isinstance(self.content, str):
@@ -99,6 +112,8 @@ class TextOptions(Body):
 
 class Reasoning(Body):
     effort: Annotated[Any, Only("none")] = None
+    context: Annotated[Any, Only("auto")] = None
+    mode: Annotated[Any, Only("standard")] = None
     summary: Nothing = None
     generate_summary: Nothing = None
 
@@ -122,7 +137,7 @@ class ResponseBody(Body):
     ) = None
     text: TextOptions | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: IfStreamed = None
 
     user: Label | None = None
     metadata: Metadata | None = None
@@ -131,6 +146,7 @@ class ResponseBody(Body):
     safety_identifier: Label | None = None
     prompt_cache_key: Label | None = None
     reasoning: Reasoning | None = None
+    prompt_cache_options: Nothing = None
     prompt_cache_retention: Annotated[Any, Only("in_memory", "in-memory", "24h")] = None
     service_tier: Annotated[Any, Only("auto", "default")] = None
     truncation: Annotated[Any, Only("disabled")] = None
@@ -141,6 +157,11 @@ class ResponseBody(Body):
     conversation: Nothing = None
     prompt: Nothing = None
     max_tool_calls: Nothing = None
+    access_programs: Nothing = None
+    background_options: Nothing = None
+    context_management: Nothing = None
+    image: Nothing = None
+    moderation: Nothing = None
 
     def messages(self) -> list[ChatMessage]:
         """The conversation, as chats have it."""
@@ -150,6 +171,14 @@ class ResponseBody(Body):
         if isinstance(self.input, str):
             return [*opening, ChatMessage(role="user", content=self.input)]
         return [*opening, *(item.message() for item in self.input)]
+
+    def sampling(self, defaults: Sampling) -> Sampling:
+        """`defaults` where nothing is said."""
+        return replace(
+            defaults,
+            temperature=defaults.temperature if self.temperature is None else self.temperature,
+            top_p=defaults.top_p if self.top_p is None else self.top_p,
+        )
 
     def top(self) -> int | None:
         """`Job.top_logprobs`. Raises `Problem` for a number of something that is not included."""

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from nesa_node.api.formats import grammar_of
 from nesa_node.api.gateway import Gateway, GatewayOf, SpendOf
-from nesa_node.api.job import Job, Sampling
+from nesa_node.api.job import Job
 from nesa_node.api.jobs import running
 from nesa_node.api.openapi import ModelResponse, ResponseEvent, describe
 from nesa_node.api.reading import body_of
@@ -34,9 +34,7 @@ async def respond(
 ) -> Response:
     model = await gateway.models.get(body.model)
     job = await _job(gateway, model, body)
-    answer = ResponseAnswer(
-        body, logprobs=job.top_logprobs is not None, usage=Usage.of([job], spend)
-    )
+    answer = ResponseAnswer(body, job, usage=Usage.of([job], spend))
     run = partial(running, model, [job], gateway.watch)
     if not body.stream:
         return gateway.computed(partial(answer.whole, run))
@@ -47,7 +45,9 @@ async def _job(gateway: Gateway, model: ServedModel, body: ResponseBody) -> Job:
     top = body.top()
     schema = None if body.text is None else body.text.wanted()
     grammar = await grammar_of(schema, "text.format")
-    prompt = await chat_prompt(model.tokenizer, body.messages(), most=model.context_length)
+    prompt = await chat_prompt(
+        model.tokenizer, body.messages(), most=model.context_length, param="input"
+    )
     return Job(
         prompt=tuple(prompt),
         max_tokens=room_for(
@@ -58,10 +58,7 @@ async def _job(gateway: Gateway, model: ServedModel, body: ResponseBody) -> Job:
             default=gateway.config.default_new_tokens,
             param="input",
         ),
-        sampling=Sampling(
-            temperature=1.0 if body.temperature is None else body.temperature,
-            top_p=1.0 if body.top_p is None else body.top_p,
-        ),
+        sampling=body.sampling(model.defaults),
         top_logprobs=top,
         grammar=grammar,
     )

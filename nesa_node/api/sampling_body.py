@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import AfterValidator, Field, ValidationInfo
+from pydantic_core import PydanticCustomError
 
 from nesa_node.api.fields import (
     Bias,
@@ -27,6 +28,7 @@ from nesa_node.api.job import Sampling
 from nesa_node.web.problem import Problem
 
 MAX_CHOICES = 128
+FEW_CHOICES = 4
 MAX_STOPS = 16
 """OpenAI takes four; editors that complete code send up to fourteen."""
 _MAX_BIASED = 4096
@@ -43,6 +45,16 @@ Metadata = Annotated[dict[Label, Label], Field(max_length=64)]
 class StreamOptions(Body):
     include_usage: bool | None = None
     include_obfuscation: Annotated[Any, Only(False)] = None
+
+
+def _needs_stream(value: StreamOptions | None, info: ValidationInfo) -> StreamOptions | None:
+    if value is not None and not info.data.get("stream"):
+        raise PydanticCustomError("needs_stream", "it is for streams alone: set stream, too")
+    return value
+
+
+IfStreamed = Annotated[StreamOptions | None, AfterValidator(_needs_stream)]
+"""Of a body whose field `stream` stands before it."""
 
 
 class Sampled(Body):
@@ -62,12 +74,15 @@ class Sampled(Body):
     stop: StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS)] | None = None
     ignore_eos: bool | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: IfStreamed = None
 
     user: Label | None = None
 
-    def sampling(self, vocab_size: int) -> Sampling:
-        """Raises `Problem` for a bias of tokens that the model does not have."""
+    def sampling(self, vocab_size: int, defaults: Sampling) -> Sampling:
+        """`defaults` where nothing is said.
+
+        Raises `Problem` for a bias of tokens that the model does not have.
+        """
         bias = {int(key): value for key, value in (self.logit_bias or {}).items()}
         if bias and max(bias) >= vocab_size:
             raise Problem(
@@ -77,11 +92,11 @@ class Sampled(Body):
                 param="logit_bias",
             )
         return Sampling(
-            temperature=_or(self.temperature, 1.0),
-            top_p=_or(self.top_p, 1.0),
-            top_k=max(_or(self.top_k, 0), 0),
-            min_p=_or(self.min_p, 0.0),
-            repetition_penalty=_or(self.repetition_penalty, 1.0),
+            temperature=_or(self.temperature, defaults.temperature),
+            top_p=_or(self.top_p, defaults.top_p),
+            top_k=max(_or(self.top_k, defaults.top_k), 0),
+            min_p=_or(self.min_p, defaults.min_p),
+            repetition_penalty=_or(self.repetition_penalty, defaults.repetition_penalty),
             presence_penalty=_or(self.presence_penalty, 0.0),
             frequency_penalty=_or(self.frequency_penalty, 0.0),
             logit_bias=bias,
@@ -125,6 +140,14 @@ def room_for(
         )
     wanted_tokens = min(left, default or left) if asked is None else asked
     return min(wanted_tokens, cap or wanted_tokens)
+
+
+def shared(default: int, answers: int) -> int:
+    """`default` new tokens for each answer of a request that names no number, if they are few.
+
+    Nodes promise the cache for all of them before they begin: many get what a few would, together.
+    """
+    return max(min(default, default * FEW_CHOICES // answers), 1)
 
 
 def same(first: int | None, second: int | None, names: Sequence[str]) -> int | None:

@@ -16,10 +16,11 @@ from typing import TypeVar
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from nesa_node.api.defaults import advised
 from nesa_node.api.delivery import Delivery
 from nesa_node.api.embedding import embed
 from nesa_node.api.generation import Generation
-from nesa_node.api.job import Event, Job
+from nesa_node.api.job import Event, Job, Sampling
 from nesa_node.api.metrics import GatewayMetrics, Watched
 from nesa_node.api.vocabulary import Vocabulary
 from nesa_node.client.activity import ActivityBook
@@ -27,6 +28,7 @@ from nesa_node.client.causal_lm import DistributedModelForCausalLM
 from nesa_node.client.interrupt import Interrupt
 from nesa_node.client.opening import open_model
 from nesa_node.client.tallies import SessionTallies, session_samples
+from nesa_node.core.choices import SamplingAdvice
 from nesa_node.core.config import ClientConfig
 from nesa_node.core.errors import BusyError, SwarmError
 from nesa_node.core.ids import ModelId
@@ -58,14 +60,19 @@ class ServedModel:
         activity: ActivityBook | None = None,
         metrics: GatewayMetrics | None = None,
         threads: int = THREADS,
+        defaults: Sampling | None = None,
     ) -> None:
-        """`model` is closed with this. `activity` is told what runs, `metrics` what came of it."""
+        """`model` is closed with this. `activity` is told what runs, `metrics` what came of it.
+
+        `defaults` are for requests that do not say how to choose tokens; None: OpenAI's.
+        """
         self.name = name
         self.model_id = model_id
         self.created = int(time.time())
         self.context_length = model.context_length
         self.vocab_size = model.ends.embedder.vocab_size
         self.tokenizer = tokenizer
+        self.defaults = defaults or Sampling()
         self.activity = ActivityBook() if activity is None else activity
         self.vocabulary = Vocabulary(tokenizer, model.generation_config, vocab_size=self.vocab_size)
         self._metrics = GatewayMetrics() if metrics is None else metrics
@@ -187,11 +194,12 @@ def open_served_model(
     *,
     activity: ActivityBook | None = None,
     metrics: GatewayMetrics | None = None,
+    advice: SamplingAdvice = "model",
 ) -> ServedModel:
     """Load the tokenizer and the ends of model `name`, a folder or a name on the hub. Blocks.
 
-    The swarm is joined with the first request. Raises what opening the checkpoint raises, and
-    `ConfigError`.
+    The swarm is joined with the first request. `advice` says whose defaults requests get. Raises
+    what opening the checkpoint raises, and `ConfigError`.
     """
     checkpoint, model, tokenizer = open_model(config, name)
     served = ServedModel(
@@ -201,6 +209,7 @@ def open_served_model(
         model_id=model_id(checkpoint),
         activity=activity,
         metrics=metrics,
+        defaults=advised(model.generation_config) if advice == "model" else None,
     )
     try:
         served.vocabulary.grammars.prepare()

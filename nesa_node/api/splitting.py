@@ -16,23 +16,25 @@ _TORN_TOKENS = 64
 """More that a text may have because it was cut in two: one long word, say."""
 
 
-async def encode(tokenizer: Any, text: str, *, special: bool, most: int) -> list[int]:
+async def encode(tokenizer: Any, text: str, *, special: bool, most: int, param: str) -> list[int]:
     """The tokens of `text`; `special` adds the tokenizer's own, such as a first one.
 
     Raises `Problem` as `split` does.
     """
-    return await light(len(text), lambda: split(tokenizer, text, special=special, most=most))
+    return await light(
+        len(text), lambda: split(tokenizer, text, special=special, most=most, param=param)
+    )
 
 
-def split(tokenizer: Any, text: str, *, special: bool, most: int) -> list[int]:
+def split(tokenizer: Any, text: str, *, special: bool, most: int, param: str) -> list[int]:
     """As `encode`, here and now.
 
     Raises `Problem` for a text with far more than `most`, as soon as that is known: a token takes a
-    hundred times the room of a character. A few more than `most` may be returned.
+    hundred times the room of a character. A few more than `most` may be returned. `param` is the
+    field that the text came in.
     """
-
     if len(text) > max(most, _INLINE_CHARS):
-        _check(tokenizer, text, most)
+        _check(tokenizer, text, most, param)
     return _split(tokenizer, text, special)
 
 
@@ -41,7 +43,7 @@ async def light(size: int, work: Callable[[], T]) -> T:
     return work() if size <= _INLINE_CHARS else await asyncio.to_thread(work)
 
 
-def _check(tokenizer: Any, text: str, most: int) -> None:
+def _check(tokenizer: Any, text: str, most: int, param: str) -> None:
     count, allowed = 0, most
     for at in range(0, len(text), _PIECE_CHARS):
         count += len(_split(tokenizer, text[at : at + _PIECE_CHARS], False))
@@ -52,6 +54,7 @@ def _check(tokenizer: Any, text: str, most: int) -> None:
                 f"This model's maximum context length is {most} tokens, and this text of "
                 f"{len(text)} characters has more.",
                 code="context_length_exceeded",
+                param=param,
             )
 
 

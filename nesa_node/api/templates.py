@@ -26,22 +26,23 @@ async def chat_prompt(
     generation: bool = True,
     continued: bool = False,
     special: bool = False,
+    param: str = "messages",
 ) -> list[int]:
     """The tokens of a conversation, at most about `most`, ready for the answer to follow.
 
     `continued`: the last message is left open; `special`: the tokenizer adds its own tokens, too.
-    Raises `Problem` for conversations that the template refuses.
+    Raises `Problem`, about the field `param`, for conversations that the template refuses.
     """
-    template = template_of(tokenizer, bool(tools))
+    template = template_of(tokenizer, bool(tools), param)
 
     def render() -> str:
         conversation = _conversation(messages, developer="developer" in template)
         definitions = [tool.model_dump(exclude_none=True) for tool in tools] or None
-        return _render(tokenizer, conversation, definitions, generation, continued)
+        return _render(tokenizer, conversation, definitions, generation, continued, param)
 
     # Schemas of tools may be of any size.
     text = await (asyncio.to_thread(render) if tools else light(_size(messages), render))
-    return await encode(tokenizer, text, special=special, most=most)
+    return await encode(tokenizer, text, special=special, most=most, param=param)
 
 
 def _size(messages: Sequence[ChatMessage]) -> int:
@@ -54,7 +55,7 @@ def _size(messages: Sequence[ChatMessage]) -> int:
     return size
 
 
-def template_of(tokenizer: Any, tools: bool) -> str:
+def template_of(tokenizer: Any, tools: bool, param: str = "messages") -> str:
     """Raises `Problem` if there is none, or, with `tools`, none that knows tools."""
     template = tokenizer.chat_template
     if isinstance(template, dict):
@@ -64,7 +65,7 @@ def template_of(tokenizer: Any, tools: bool) -> str:
             400,
             "the model has no chat template, so that it cannot chat: use /v1/completions",
             code="no_chat_template",
-            param="messages",
+            param=param,
         )
     if tools and "tools" not in template:
         raise Problem(
@@ -83,6 +84,7 @@ def _render(
     tools: list[dict[str, Any]] | None,
     generation: bool,
     continued: bool,
+    param: str,
 ) -> str:
     try:
         text: str = tokenizer.apply_chat_template(
@@ -93,19 +95,19 @@ def _render(
             tokenize=False,
         )
     except TemplateError as error:
-        raise _refusal(str(error)) from None
+        raise _refusal(str(error), param) from None
     except (TypeError, ValueError, KeyError, IndexError, AttributeError, RecursionError) as error:
         # What a template trips over that was written for other conversations.
-        raise _refusal(str(error)) from None
+        raise _refusal(str(error), param) from None
     return text
 
 
-def _refusal(reason: str) -> Problem:
+def _refusal(reason: str, param: str) -> Problem:
     return Problem(
         400,
         f"the model's chat template refuses these messages: {reason[:500]}",
         code="template_error",
-        param="messages",
+        param=param,
     )
 
 

@@ -74,7 +74,9 @@ async def tokenize(
         )
     else:
         special = body.add_special_tokens is not False
-        tokens = await encode(model.tokenizer, body.prompt or "", special=special, most=MAX_TOKENS)
+        tokens = await encode(
+            model.tokenizer, body.prompt or "", special=special, most=MAX_TOKENS, param="prompt"
+        )
     strings = None
     if body.return_token_strs:
         strings = await light(len(tokens), lambda: model.tokenizer.convert_ids_to_tokens(tokens))

@@ -24,6 +24,8 @@ _TAGGED = re.compile(rf"{_OPEN}(.*?)(?:{_CLOSE}|\Z)", re.DOTALL)
 MAX_CALLS = 64
 MOST_SCHEMA_BYTES = 64 * 1024
 """Of all tools of which one must be called: compiling ten times as much takes a minute."""
+NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+"""Of a tool that names none."""
 _ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """For llguidance: with free white space small models write nothing else."""
 
@@ -108,7 +110,7 @@ def forced_calls(
 ) -> str:
     """llguidance's grammar of one call, of the tool that is chosen or of any.
 
-    Raises `Problem` where there is no such tool, or too much to compile.
+    Raises `Problem` where there is no such tool, too much to compile, or nothing to follow.
     """
     if isinstance(choice, NamedTool):
         tools = [tool for tool in tools if tool.function.name == choice.function.name]
@@ -129,16 +131,19 @@ def forced_calls(
             code="invalid_value",
             param="tools",
         )
-    call = f"%json {schema.decode()}"
-    if written == "tagged":
-        return f'start: "{_OPEN}\\n" call "\\n{_CLOSE}"\ncall: {call}\n'
-    return f"start: call\ncall: {call}\n"
+    start = f'"{_OPEN}\\n" call "\\n{_CLOSE}"' if written == "tagged" else "call"
+    from nesa_node.api.grammar import checked
+
+    try:
+        return checked(f"start: {start}\ncall: %json {schema.decode()}\n")
+    except ValueError as error:
+        raise Problem(400, f"tools: {error}", code="invalid_value", param="tools") from None
 
 
 def _call_schema(tool: Tool, written: Format, place: str) -> dict[str, Any]:
     """`place` is where it will be in the whole schema."""
     arguments = "arguments" if written == "tagged" else "parameters"
-    parameters = tool.function.parameters or {"type": "object"}
+    parameters = tool.function.parameters or NO_PARAMETERS
     return {
         "type": "object",
         "properties": {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -20,16 +20,29 @@ async def unless(*watches: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
 
     A watch that returns has no more to say.
     """
-    tasks: list[asyncio.Task[None]] = []
     try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(watch) for watch in watches]
+        async with _beside(watches):
             yield
-            for task in tasks:
-                task.cancel()
     except BaseExceptionGroup as errors:
-        # The first is the cause: the others come of what it has cancelled.
-        raise errors.exceptions[0] from None
+        try:
+            # The first is the cause: the others come of what it has cancelled.
+            raise errors.exceptions[0] from None
+        finally:
+            # Else each would keep the other, and what was being done, until Python collects cycles.
+            errors.exceptions[0].__context__ = errors.__traceback__ = None
+
+
+@asynccontextmanager
+async def _beside(watches: Sequence[Coroutine[Any, Any, None]]) -> AsyncIterator[None]:
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(watch) for watch in watches]
+        try:
+            yield
+        finally:
+            # What is left in this frame stays with the traceback of whoever is cancelled.
+            while tasks:
+                tasks.pop().cancel()
+            del group
 
 
 async def gone(receive: Receive) -> None:

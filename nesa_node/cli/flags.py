@@ -18,6 +18,7 @@ from nesa_node.core.choices import (
     LogLevel,
     Precision,
     Route,
+    SamplingAdvice,
     StrategyName,
 )
 from nesa_node.core.errors import ConfigError
@@ -244,6 +245,14 @@ class GatewayFlags(ClientFlags, AccessFlags, MetricsFlags):
             group=LIMITS,
             help="Tokens that an answer may have where its request names no number. "
             "[default: 4096, or what the context holds]",
+        ),
+    ] = None
+    generation_config: Annotated[
+        SamplingAdvice | None,
+        Parameter(
+            group=SAMPLING,
+            help="How tokens are chosen where a request does not say: as the model's "
+            "generation_config.json advises, or with OpenAI's temperature of 1. [default: model]",
         ),
     ] = None
     keepalive_s: Annotated[

@@ -74,7 +74,12 @@ async def serve_gateway(
 
         async def open_model(name: str) -> ServedModel:
             return await asyncio.to_thread(
-                open_served_model, config, name, activity=activity, metrics=metrics
+                open_served_model,
+                config,
+                name,
+                activity=activity,
+                metrics=metrics,
+                advice=config.generation_config,
             )
 
         models = Models(
@@ -90,7 +95,7 @@ async def serve_gateway(
         told_of = about(swarm, "gateway", sources.version), partial(_of_models, models, swarm)
         stack.enter_context(sources.adding(metrics.samples, *told_of))
         app = make_app(
-            models, config, closing=closing, metrics=MetricsPage(sources), pages=page.app()
+            models, config, closing=closing, metrics=MetricsPage(sources), pages=page.routes()
         )
         address = await stack.enter_async_context(
             serve_gated(

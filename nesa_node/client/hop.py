@@ -46,6 +46,7 @@ from nesa_node.swarm.messages import (
 )
 from nesa_node.swarm.notices import FailureKind
 from nesa_node.swarm.stream import Stream, silence_is_loss
+from nesa_node.swarm.tasks import TaskSet
 from nesa_node.swarm.wire import States, Wire, report_arrival
 
 log = get_logger(__name__)
@@ -99,7 +100,8 @@ class HopLink:
         self._on_change = on_change
         self._answer: asyncio.Future[AnyMessage] | None = None
         self._handed: asyncio.Future[tuple[int, ...]] | None = None
-        self._reader = asyncio.create_task(self._read())
+        self._reading = TaskSet()
+        self._reading.start(self._read(), name="hop-link")
 
     def prefix_here(self, prefix: Prefix) -> Prefix:
         """The digests as this node gets them: in a star no other gets the same."""
@@ -280,6 +282,5 @@ class HopLink:
             except (ProtocolError, PeerUnreachableError) as error:
                 log.debug("no_goodbye", peer=self._stream.peer, reason=str(error))
         self.closed = True
-        self._reader.cancel()
-        await asyncio.gather(self._reader, return_exceptions=True)
+        await self._reading.close()
         await self._stream.close()

@@ -86,18 +86,24 @@ async def open_layers(
     """
     layers = [(connection, span) for connection, span in layers if len(span)]
     sessions: list[BlockSession] = []
-
-    async def inputs(slices: Sequence[RowSlice]) -> torch.Tensor:
-        assert prefix is not None
-        hidden_TD = await prefix.inputs(slices)
-        for session in sessions:
-            hidden_TD = await session.step(hidden_TD, slices)
-        return hidden_TD
-
     async with AsyncExitStack() as stack:
         for connection, span in layers:
             is_last = len(sessions) == len(layers) - 1
-            its = replace(prefix, inputs=inputs) if prefix is not None and is_last else None
+            its = _after(sessions, prefix) if prefix is not None and is_last else None
             opening = connection.open_session(span, rows=rows, max_tokens=max_tokens, prefix=its)
             sessions.append(await stack.enter_async_context(opening))
         yield sessions[0] if len(sessions) == 1 else LayeredSession(sessions)
+
+
+def _after(sessions: Sequence[BlockSession], prefix: SessionPrefix) -> SessionPrefix:
+    """`prefix` as it goes into a session that comes after `sessions`."""
+    # A copy: a session that could be reached from its own prefix would outlive its end.
+    earlier = tuple(sessions)
+
+    async def inputs(slices: Sequence[RowSlice]) -> torch.Tensor:
+        hidden_TD = await prefix.inputs(slices)
+        for session in earlier:
+            hidden_TD = await session.step(hidden_TD, slices)
+        return hidden_TD
+
+    return replace(prefix, inputs=inputs)

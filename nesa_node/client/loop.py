@@ -96,6 +96,8 @@ class LoopThread:
         finally:
             if interrupt is not None:
                 interrupt.watch(None)
+            # It holds the error that is raised here, whose traceback holds this frame.
+            del future
 
     def hold(
         self, context: AbstractAsyncContextManager[T], *, interrupt: Interrupt | None = None
@@ -216,6 +218,8 @@ class LoopThread:
             task.cancel()
             await asyncio.wait([task])
             raise
+        finally:
+            del entered  # as in `run`
 
     def _let_go(self, entered: tuple[Any, asyncio.Task[None]]) -> None:
         """Leave a context that nobody waits for any more."""
@@ -240,12 +244,15 @@ def _wait(future: Future[T]) -> T:
 
     A signal that arrives between Python's last look and the system call does not end the call.
     """
-    while True:
-        try:
-            return future.result(timeout=INTERRUPT_CHECK_S)
-        except TimeoutError:
-            if future.done():
-                return future.result()
+    try:
+        while True:
+            try:
+                return future.result(timeout=INTERRUPT_CHECK_S)
+            except TimeoutError:
+                if future.done():
+                    return future.result()
+    finally:
+        del future  # as in `run`
 
 
 async def _hold(
@@ -265,3 +272,5 @@ async def _hold(
             log.warning("context_failed", error=repr(error))
         else:
             entered.set_exception(error)
+    finally:
+        del entered  # as in `run`

@@ -52,7 +52,7 @@ class Nodes:
         self._request = request
         self._planner = planner
         self._suspects: dict[PeerId, float] = {}
-        self._unfit: dict[PeerId, RemoteError] = {}
+        self._unfit: dict[PeerId, RefusedError] = {}
         self._left_at: dict[PeerId, float] = {}
         self.expected_s: float | None = None
         """What a step should take by the last plan."""
@@ -79,7 +79,8 @@ class Nodes:
     def refused(self, peer: PeerId, error: BusyError | RemoteError) -> None:
         """Remember that `peer` did not open the session."""
         if isinstance(error, RemoteError) and error.code not in PASSING:
-            self._unfit[peer] = error
+            # Not the error itself: its traceback holds what holds this.
+            self._unfit[peer] = RefusedError(error.code, str(error))
         else:
             # Longer than it says: others go first, and without any it is asked again anyway.
             self._suspects[peer] = time.monotonic() + SUSPECT_S
@@ -196,7 +197,10 @@ class Nodes:
                 except MissingBlocksError as error:
                     first = first or error
         assert first is not None
-        raise self._why_missing(snapshot, first)
+        try:
+            raise self._why_missing(snapshot, first)
+        finally:
+            del first  # its traceback holds this frame
 
     def _unwanted(self, snapshot: Snapshot) -> frozenset[PeerId]:
         only = self._request.only

@@ -23,7 +23,7 @@ from nesa_node.routing.chains import Hop, chain_cost_s
 from nesa_node.routing.claims import LIE, Claims
 from nesa_node.routing.repair import fill_gaps
 from nesa_node.routing.reputation import blame_penalty_s
-from nesa_node.routing.strategies import DEFAULT, Greedy, make_strategy
+from nesa_node.routing.strategies import DEFAULT, Greedy, make_session_strategy
 from nesa_node.routing.tuned import TUNED
 from nesa_node.routing.tuner import believed
 from nesa_node.swarm.node import Swarm
@@ -80,7 +80,7 @@ class Planner:
         self._clock = clock
         self._audit_at: dict[PeerId, float] = {}
         self._audit = audit
-        self.strategy = make_strategy(strategy, np.random.default_rng())
+        self.strategy = make_session_strategy(strategy, np.random.default_rng())
         self._decisions = decisions
         self._writing = TaskSet()
         self.avoidance = Avoidance(clock)

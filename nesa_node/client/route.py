@@ -65,7 +65,7 @@ class Route:
         They need the rest.
         """
         self.beginning = Beginning(request.rows, request.prefix)
-        self.successors = Successors(request.rows, self._open_successor)
+        self.successors = Successors(request.rows)
         self._secret = secrets.token_bytes(32)
         self._swarm = swarm
         self._request = request
@@ -156,6 +156,14 @@ class Route:
         message = Reorder(epoch=self.epoch, sources=tuple(sources))
         await _all([link.reorder(message) for link in self.links])
 
+    def prepare_successor(self, link: HopLink) -> bool:
+        """See `Successors.prepare`."""
+        return self.successors.prepare(link, self._open_successor)
+
+    def refresh_successors(self) -> None:
+        """Bring the successors of all links to where those are, as soon as that can be."""
+        self.successors.refresh(self.links, self._open_successor)
+
     async def let_go(self) -> None:
         """Leave every node: the next rebuild begins anew, with whoever is there."""
         await self.close()
@@ -235,7 +243,8 @@ class Route:
         failures = [result for result in results if isinstance(result, BaseException)]
         if failures:
             await _close_all(list(opened.values()))
-            raise failures[0]
+            del opening, results  # they hold what is raised, whose traceback holds this frame
+            raise failures.pop(0)
         return opened
 
     async def _open(
@@ -382,6 +391,7 @@ async def _close_all(links: Sequence[HopLink], prefix: Prefix = ()) -> None:
 async def _all(requests: Sequence[object]) -> None:
     """Wait for every request, then raise the first failure: none is left running."""
     results = await asyncio.gather(*requests, return_exceptions=True)  # type: ignore[call-overload]
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
+    failures = [result for result in results if isinstance(result, BaseException)]
+    if failures:
+        del results  # as above
+        raise failures.pop(0)

@@ -298,7 +298,7 @@ class RemoteSession:
         now = time.monotonic()
         if self._request.replicates and now >= self._replicate_at:
             self._replicate_at = now + REPLICATE_EVERY_S
-            self._route.successors.refresh(self._route.links)
+            self._route.refresh_successors()
 
     async def _replace_leavers(self) -> None:
         """Move off nodes that said they leave, if others can take over; try once a second."""
@@ -311,8 +311,7 @@ class RemoteSession:
             # others as if nothing were missing: it is for the step to find the loss and mend it.
             return
         if self._request.mode == "chain":
-            prepare = self._route.successors.prepare
-            under_way = [link for link in leavers if prepare(link)]
+            under_way = [link for link in leavers if self._route.prepare_successor(link)]
             if under_way:
                 # They serve on until others hold what they do.
                 return
@@ -372,6 +371,8 @@ class RemoteSession:
                 others_left = not self._route.nodes.suspected <= known
                 pause_s = patience.pause_s(error, others_left=others_left)
                 if pause_s is None:
+                    if isinstance(error, RemoteError | RefusedError):
+                        raise
                     raise self._give_up(error) from error
             if patience.must_let_go:
                 await self._route.let_go()
@@ -389,8 +390,6 @@ class RemoteSession:
         if isinstance(last, BusyError):
             waited = f"waited {self._queue_timeout_s:g} s for room"
             return BusyError(f"{last}; {waited}", last.retry_after_s)
-        if isinstance(last, RemoteError | RefusedError):
-            return last
         alive = [link.hop for link in self._route.links if link.lost is None]
         missing = [(gap.start, gap.end) for gap in gaps(self._request.span, alive)]
         if isinstance(last, MissingBlocksError):

@@ -48,9 +48,8 @@ class _Successor:
 class Successors:
     """By the link that each succeeds. The tasks that prepare them end with `close`."""
 
-    def __init__(self, rows: int, open_successor: OpenSuccessor) -> None:
+    def __init__(self, rows: int) -> None:
         self._rows = rows
-        self._open = open_successor
         self._ready: dict[HopLink, _Successor] = {}
         self._preparing: dict[HopLink, asyncio.Task[None]] = {}
         self._opening = asyncio.Lock()
@@ -60,7 +59,7 @@ class Successors:
         """Who takes part as somebody's successor, which nobody can do twice."""
         return frozenset(successor.link.hop.peer_id for successor in self._ready.values())
 
-    def prepare(self, link: HopLink) -> bool:
+    def prepare(self, link: HopLink, open_successor: OpenSuccessor) -> bool:
         """Bring a successor of `link` to where it is; whether that is under way.
 
         False once an attempt has ended, whether there is a successor now or not.
@@ -69,15 +68,15 @@ class Successors:
         if task is not None and task.done():
             del self._preparing[link]
             return False
-        self.refresh([link])
+        self.refresh([link], open_successor)
         return True
 
-    def refresh(self, links: Sequence[HopLink]) -> None:
+    def refresh(self, links: Sequence[HopLink], open_successor: OpenSuccessor) -> None:
         """Bring the successors of `links` to where those are, as soon as that can be."""
         for link in links:
             task = self._preparing.get(link)
             if task is None or task.done():
-                self._preparing[link] = asyncio.create_task(self._prepare(link))
+                self._preparing[link] = asyncio.create_task(self._prepare(link, open_successor))
 
     def link_of(self, link: HopLink) -> HopLink | None:
         """Who can take the place of `link`."""
@@ -114,22 +113,22 @@ class Successors:
     async def close(self) -> None:
         await self.keep_only(())
 
-    async def _prepare(self, link: HopLink) -> None:
+    async def _prepare(self, link: HopLink, open_successor: OpenSuccessor) -> None:
         try:
             if self.link_of(link) is None:
-                await self._replace(link)
+                await self._replace(link, open_successor)
             if link not in self._ready:
                 return
             await self._ready[link].sync(link)
         except NesaError as error:
             log.info("no_hand_over", peer=link.hop.peer_id, reason=str(error))
 
-    async def _replace(self, link: HopLink) -> None:
+    async def _replace(self, link: HopLink, open_successor: OpenSuccessor) -> None:
         async with self._opening:
             lost = self._ready.pop(link, None)
             if lost is not None:
                 await lost.link.close()
-            opened = await self._open(link)
+            opened = await open_successor(link)
             if opened is not None:
                 self._ready[link] = _Successor(opened, self._rows)
 

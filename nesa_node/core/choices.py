@@ -19,5 +19,7 @@ StrategyName = Literal[
     "random",
 ]
 """Of `routing/strategies.py`."""
+SamplingAdvice = Literal["model", "openai"]
+"""Whose defaults a gateway takes for requests that do not say how to choose tokens."""
 LogFormat = Literal["console", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]

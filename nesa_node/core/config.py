@@ -39,6 +39,7 @@ from nesa_node.core.choices import PlacementGoal as PlacementGoal
 from nesa_node.core.choices import Precision as Precision
 from nesa_node.core.choices import QuantType as QuantType
 from nesa_node.core.choices import Route as Route
+from nesa_node.core.choices import SamplingAdvice as SamplingAdvice
 from nesa_node.core.choices import StrategyName as StrategyName
 from nesa_node.core.errors import ConfigError
 from nesa_node.core.http_address import HttpAddress
@@ -296,6 +297,7 @@ class GatewayConfig(ClientConfig, AccessConfig, MetricsConfig):
     max_connections: Count = 1024
     max_new_tokens: Count | None = None
     default_new_tokens: Count = 4096
+    generation_config: SamplingAdvice = "model"
     keepalive_s: Positive = 10
     grace_s: Positive = 5
     ready_file: FilePath | None = None

@@ -101,7 +101,6 @@ class DecisionLog:
     @contextmanager
     def _open(self) -> Iterator[sqlite3.Connection]:
         with closing(sqlite3.connect(self._path, timeout=_WAIT_S)) as database:
-            database.execute("pragma journal_mode=wal")
             database.execute("pragma synchronous=off")
             database.execute(_TABLE)
             yield database

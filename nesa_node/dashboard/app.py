@@ -77,10 +77,6 @@ class Dashboard:
             Route("/topology.json", self._topology),
         ]
 
-    def app(self) -> ASGIApp:
-        """The routes alone, to be mounted below others."""
-        return Starlette(routes=self.routes())
-
     async def _index(self, request: Request) -> Response:
         return self._assets["index.html"].answer(request)
 

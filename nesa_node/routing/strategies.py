@@ -46,15 +46,17 @@ class Plain:
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """Terms are seconds: those of a step, and what failures are expected to cost it."""
+    """Terms are seconds: those of a step and, with `failures`, what they are expected to cost."""
 
+    failures: bool = False
     name: str = "exact-latency"
 
     def choose(self, problem: Problem) -> Chain:
-        return exact_latency(with_failures(problem))
+        return exact_latency(with_failures(problem) if self.failures else problem)
 
     def terms(self, problem: Problem, chain: Chain) -> Mapping[str, float]:
-        return asdict(terms(problem, chain)) | {"failures_s": chain_lost_s(problem, chain)}
+        lost = {"failures_s": chain_lost_s(problem, chain)} if self.failures else {}
+        return asdict(terms(problem, chain)) | lost
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +143,12 @@ def make_strategy(name: str, rng: np.random.Generator) -> Strategy:
         names = ", ".join(STRATEGIES)
         raise ConfigError(f"there is no routing strategy {name!r}; choose one of {names}")
     return STRATEGIES[name](rng)
+
+
+def make_session_strategy(name: str, rng: np.random.Generator) -> Strategy:
+    """As `make_strategy`, for sessions that a failure interrupts: the default counts that, too."""
+    strategy = make_strategy(name, rng)
+    return replace(strategy, failures=True) if isinstance(strategy, Latency) else strategy
 
 
 @dataclass(frozen=True, slots=True)

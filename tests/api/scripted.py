@@ -11,10 +11,20 @@ from typing import Any, cast
 
 import httpx
 import torch
+from starlette.routing import BaseRoute
 
 from nesa_node.api.app import make_app
 from nesa_node.api.closing import Closing
-from nesa_node.api.job import Chosen, Delta, Event, FinishReason, Job, PromptRead, TokenChance
+from nesa_node.api.job import (
+    Chosen,
+    Delta,
+    Event,
+    FinishReason,
+    Job,
+    PromptRead,
+    Sampling,
+    TokenChance,
+)
 from nesa_node.api.looking import Seen
 from nesa_node.api.models import Models
 from nesa_node.core.config import GatewayConfig
@@ -68,6 +78,7 @@ class ScriptedModel:
         self.context_length = CONTEXT
         self.vocab_size = len(tokenizer)
         self.tokenizer = tokenizer
+        self.defaults = Sampling()
         self.script = script
         self.jobs: list[Job] = []
         self.running = 0
@@ -147,7 +158,7 @@ async def serving(
     script: Script = hello,
     *,
     holes: Sequence[Span] = (),
-    pages: Any = None,
+    pages: Sequence[BaseRoute] = (),
     **config: Any,
 ) -> AsyncIterator[Server]:
     model, look = ScriptedModel(tokenizer, script), ScriptedLook(holes)

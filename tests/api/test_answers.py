@@ -75,7 +75,7 @@ async def test_completions_take_several_prompts_and_echo_them(tokenizer: Any) ->
     assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
     assert legacy["token_logprobs"] == [None, -0.25, -0.25, -0.25]
     assert legacy["top_logprobs"][0] is None
-    assert legacy["top_logprobs"][1] == {"bytes:\\xc3": -0.5, "b": -9999.0}
+    assert legacy["top_logprobs"][1] == {"bytes:\\xc3": -0.5, "b": -9999.0, "t7": -0.25}
     assert legacy["text_offset"] == [0, 2, 4, 6]
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from nesa_node.api.locating import locate
 from nesa_node.api.looking import Seen, watch_holes
-from nesa_node.api.models import MAX_DISCOVERED, Models
+from nesa_node.api.models import MAX_DISCOVERED, Models, OpenModel
 from nesa_node.core.config import ClientConfig
 from nesa_node.core.errors import MissingBlocksError, ModelNotFoundError
 from nesa_node.core.ids import ModelId
@@ -56,23 +56,40 @@ class ManyModels(ScriptedLook):
     def __init__(self, *names: str) -> None:
         super().__init__()
         self.names = names
+        self._asked = asyncio.Event()
+
+    async def again(self) -> None:
+        """Wait for a look, and until what it found is known."""
+        for _ in range(2):
+            self._asked.clear()
+            await self._asked.wait()
 
     async def all(self) -> dict[ModelId, Seen]:
+        self._asked.set()
         ids = {ModelId(f"{name}@0"): name for name in self.names}
-        return {key: Seen(key, name, 6, 64, ()) for key, name in ids.items()}
+        return {key: Seen(key, name, 6, 64, self.holes) for key, name in ids.items()}
 
 
-@asynccontextmanager
-async def discovering(look: ManyModels, model: Any) -> AsyncIterator[Models]:
+def opens(model: Any) -> OpenModel:
     async def open_model(_name: str) -> Any:
         return model
 
+    return open_model
+
+
+@asynccontextmanager
+async def discovering(look: ManyModels, open_model: OpenModel) -> AsyncIterator[Models]:
+    """Models that look a hundred times a second, and have done so."""
+
     async def find(one: Seen) -> str:
         if one.model_name.startswith("bad"):
+            await asyncio.sleep(0.01)
             raise ModelNotFoundError("nowhere")
+        if one.model_name.startswith("slow"):
+            await asyncio.Event().wait()
         return f"org/{one.model_name}"
 
-    models = Models((), look=look, open_model=open_model, locate=find)
+    models = Models((), look=look, open_model=open_model, locate=find, look_every_s=0.01)
     looking = asyncio.create_task(models.keep_looking())
     await asyncio.sleep(0.05)
     yield models
@@ -83,7 +100,7 @@ async def discovering(look: ManyModels, model: Any) -> AsyncIterator[Models]:
 
 async def test_models_are_opened_when_they_are_asked_for(tokenizer: Any) -> None:
     model = ScriptedModel(tokenizer)
-    async with discovering(ManyModels("good", "bad"), model) as models:
+    async with discovering(ManyModels("good", "bad"), opens(model)) as models:
         assert [card.name for card in models.cards()] == ["good"]
         assert not models.card("good").opened
         opened: Sequence[object] = await asyncio.gather(
@@ -96,14 +113,15 @@ async def test_models_are_opened_when_they_are_asked_for(tokenizer: Any) -> None
 
 
 async def test_a_whole_name_goes_before_the_end_of_another(tokenizer: Any) -> None:
-    async with discovering(ManyModels("evil/llama", "llama"), ScriptedModel(tokenizer)) as models:
+    look = ManyModels("evil/llama", "llama")
+    async with discovering(look, opens(ScriptedModel(tokenizer))) as models:
         assert models.card("llama").name == "llama"
         assert models.card("evil/llama").name == "evil/llama"
 
 
 async def test_however_many_are_announced_few_are_offered(tokenizer: Any) -> None:
     look = ManyModels(*(f"m{number}" for number in range(99)))
-    async with discovering(look, ScriptedModel(tokenizer)) as models:
+    async with discovering(look, opens(ScriptedModel(tokenizer))) as models:
         assert len(models.cards()) == MAX_DISCOVERED
 
 
@@ -148,3 +166,45 @@ def test_a_swarm_with_a_hole_is_told_soon(small_model: Path, tmp_path: Path) -> 
         health = client.get("/health").json()
         assert health["status"] == "degraded"
         assert health["models"][0]["missing_blocks"] == [[2, 4]]
+
+
+async def test_a_model_that_vanishes_while_it_opens_is_kept(tokenizer: Any) -> None:
+    """Dropped, it would be opened once more, and nobody would close the first."""
+    look, model = ManyModels("good"), ScriptedModel(tokenizer)
+    opening, may_open = asyncio.Event(), asyncio.Event()
+
+    async def open_model(_name: str) -> Any:
+        opening.set()
+        await may_open.wait()
+        return model
+
+    async with discovering(look, open_model) as models:
+        asked = asyncio.create_task(models.get("good"))
+        await opening.wait()
+        look.names = ()
+        await look.again()
+        may_open.set()
+        opened: Sequence[object] = [await asked, await models.get("good")]
+        assert all(one is model for one in opened)
+    assert model.closed
+
+
+async def test_models_that_are_hard_to_find_hold_up_no_look(tokenizer: Any) -> None:
+    look = ManyModels("good", "slow", "late")
+    async with discovering(look, opens(ScriptedModel(tokenizer))) as models:
+        assert [card.name for card in models.cards()] == ["good"]
+        look.holes = (Span(1, 2),)
+        await look.again()
+        assert models.holes(models.card("good")) == (Span(1, 2),)
+
+
+async def test_who_was_not_tried_goes_before_who_was_not_found(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else names that lead nowhere, tried again and again, would keep others out."""
+    monkeypatch.setattr("nesa_node.api.models._TRY_AGAIN_S", 0.005)
+    look = ManyModels("bad-1", "bad-2", "good")
+    async with discovering(look, opens(ScriptedModel(tokenizer))) as models:
+        while not models.cards():
+            await look.again()
+        assert models.card(None).name == "good"

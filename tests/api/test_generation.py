@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from nesa_node.api.job import Job, Sampling
+from nesa_node.client.inference import InferenceSession
 from nesa_node.core.errors import ContextLengthError
 from tests.api.served import answer, greedy_job, outcome, served_locally
-from tests.engine.tiny_models import POSITIONS, greedy, prompt_ids, reference
+from tests.engine.tiny_models import POSITIONS, VOCABULARY, greedy, prompt_ids, reference
 
 NEW_TOKENS = 32
 
@@ -100,6 +103,7 @@ async def test_log_probabilities_are_those_of_transformers(tiny: Callable[[str],
     tokens = [*made.read.tokens, *made.answers[0].tokens]
     assert [token.token_id for token in tokens] == prompt + answer_ids
     assert tokens[0].logprob == 0.0
+    assert tokens[0].data == served.vocabulary.token_bytes(prompt[0]) != b""
     for at, token in enumerate(tokens[1:]):
         row_V = expected_LV[at]
         assert token.logprob == pytest.approx(float(row_V[token.token_id]), abs=1e-4)
@@ -147,3 +151,25 @@ async def test_more_tokens_than_the_model_holds_are_refused(tiny: Callable[[str]
             await answer(served, greedy_job([], 4))
         longest = await answer(served, greedy_job(prompt_ids(POSITIONS - 2), 2))
     assert len(longest.tokens) == 2
+
+
+async def test_logits_are_gone_while_nodes_compute(
+    tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may be a part of what was computed for many jobs: all of that would stay."""
+    alive: list[int] = []
+    feed = InferenceSession.feed
+
+    def spied(session: InferenceSession, *given: Any, **options: Any) -> torch.Tensor:
+        tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
+        alive.append(sum(tuple(each.shape[1:]) == (VOCABULARY,) for each in tensors))
+        return feed(session, *given, **options)
+
+    sampling = Sampling(temperature=0.9, seed=1)
+    async with served_locally(tiny("llama")) as served:
+        monkeypatch.setattr(InferenceSession, "feed", spied)
+        for options in ({}, {"n": 2, "sampling": sampling}, {"prompt_logprobs": True}):
+            await outcome(served, greedy_job(prompt_ids(600), 4, top_logprobs=1, **options))
+    # Before its first call there are none.
+    assert len(alive) == 4 + 4 + 5
+    assert set(alive) == {alive[0]}

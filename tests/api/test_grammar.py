@@ -160,3 +160,13 @@ def test_a_schema_cannot_change_how_its_grammar_is_made() -> None:
     tokens: Any = tokenizer.convert_tokens_to_ids(["[", "Ġ"])
     follower.take(tokens[0])
     assert not follower.allowed(VOCABULARY, torch.device("cpu"))[tokens[1]]
+
+
+def test_an_answer_whose_grammar_gets_too_complex_is_not_taken_for_complete() -> None:
+    properties = {f"p{number}": {"type": "integer"} for number in range(600)}
+    grammar = compile_json_schema({"type": "object", "properties": properties})
+    tokenizer = byte_level_tokenizer()
+    follower = Grammars(tokenizer, len(tokenizer), [0]).follow(grammar)
+    (token_id,) = tokenizer("{").input_ids
+    with pytest.raises(ValueError, match="complex"):
+        follower.take(token_id)

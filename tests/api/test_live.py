@@ -138,6 +138,7 @@ def test_completions_echo_and_know_the_prompts_chances(client: openai.OpenAI) ->
         assert choice.logprobs.token_logprobs is not None
         assert len(choice.logprobs.token_logprobs) == 5
         assert choice.logprobs.token_logprobs[0] is None
+        assert (choice.logprobs.tokens or [])[:2] == prompt.split()
     scored = client.completions.create(
         model=NAME, prompt="hello again", echo=True, logprobs=0, max_tokens=0
     )

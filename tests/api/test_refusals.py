@@ -10,8 +10,9 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.requests import Request
 from starlette.responses import PlainTextResponse
-from starlette.types import Receive, Scope, Send
+from starlette.routing import Route
 
 from tests.api.scripted import NAME, Server, chat_body, serving
 
@@ -57,6 +58,8 @@ UNSUPPORTED: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"reasoning_effort": "high"}, "reasoning_effort"),
     (CHAT, {"service_tier": "priority"}, "service_tier"),
     (CHAT, {"web_search_options": {}}, "web_search_options"),
+    (CHAT, {"moderation": {"model": "m"}}, "moderation"),
+    (CHAT, {"prompt_cache_options": {"mode": "explicit"}}, "prompt_cache_options"),
     (COMPLETIONS, {"suffix": "x"}, "suffix"),
     (COMPLETIONS, {"best_of": 3}, "best_of"),
     (EMBEDDINGS, {"dimensions": 8}, "dimensions"),
@@ -66,6 +69,9 @@ UNSUPPORTED: list[tuple[str, dict[str, Any], str]] = [
     (RESPONSES, {"reasoning": {"effort": "high"}}, "reasoning.effort"),
     (RESPONSES, {"tools": [{"type": "web_search"}]}, "tools"),
     (RESPONSES, {"truncation": "auto"}, "truncation"),
+    (RESPONSES, {"context_management": [{"type": "compaction"}]}, "context_management"),
+    (RESPONSES, {"moderation": {"model": "m"}}, "moderation"),
+    (RESPONSES, {"reasoning": {"mode": "pro"}}, "reasoning.mode"),
 ]
 WRONG: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"messages": []}, "messages"),
@@ -81,7 +87,8 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"temperature": "1"}, "temperature"),
     (CHAT, {"temperature": True}, "temperature"),
     (CHAT, {"temperature": HUGE}, "temperature"),
-    (CHAT, {"top_p": 0}, "top_p"),
+    (CHAT, {"top_p": -0.1}, "top_p"),
+    (CHAT, {"top_p": 1.1}, "top_p"),
     (CHAT, {"top_k": 1.5}, "top_k"),
     (CHAT, {"n": 0}, "n"),
     (CHAT, {"n": 1000}, "n"),
@@ -94,6 +101,10 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"stop": ["a"] * 17}, "stop"),
     (CHAT, {"stop": ""}, "stop"),
     (CHAT, {"stream": "yes"}, "stream"),
+    (CHAT, {"stream_options": {"include_usage": True}}, "stream_options"),
+    (CHAT, {"stream": False, "stream_options": {}}, "stream_options"),
+    (COMPLETIONS, {"stream_options": {"include_usage": True}}, "stream_options"),
+    (RESPONSES, {"stream_options": {"include_obfuscation": False}}, "stream_options"),
     (CHAT, {"logit_bias": {"x": 1}}, "logit_bias.x"),
     (CHAT, {"logit_bias": {"5": 101}}, "logit_bias.5"),
     (CHAT, {"logit_bias": {"9999": 1}}, "logit_bias"),
@@ -132,11 +143,43 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     (COMPLETIONS, {"max_tokens": 0}, "max_tokens"),
     (COMPLETIONS, {"max_tokens": HUGE}, "max_tokens"),
     (EMBEDDINGS, {"input": []}, "input"),
+    (EMBEDDINGS, {"input": ""}, "input"),
+    (EMBEDDINGS, {"input": ["hello", ""]}, "input[1]"),
     (EMBEDDINGS, {"input": "hello " * 100}, "input"),
     (EMBEDDINGS, {"encoding_format": "int8"}, "encoding_format"),
     (RESPONSES, {"input": [{"type": "function_call_output"}]}, "input[0]"),
     (RESPONSES, {"max_output_tokens": 0}, "max_output_tokens"),
 ]
+
+
+TOOL_CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+LACKING: list[tuple[str, dict[str, Any], str]] = [
+    (CHAT, {"role": "user"}, "messages[0].content"),
+    (CHAT, {"role": "system", "content": None}, "messages[0].content"),
+    (CHAT, {"role": "tool", "tool_call_id": "c"}, "messages[0].content"),
+    (CHAT, {"role": "tool", "content": "x"}, "messages[0].tool_call_id"),
+    (CHAT, {"role": "user", "content": [{"type": "text"}]}, "messages[0].content[0].text"),
+    (
+        CHAT,
+        {"role": "user", "content": [{"type": "text", "refusal": "x"}]},
+        "messages[0].content[0].text",
+    ),
+    (RESPONSES, {"role": "user"}, "input[0].content"),
+    (RESPONSES, {"role": "user", "content": [{"type": "input_text"}]}, "input[0].content[0].text"),
+]
+
+
+async def test_messages_that_lack_something_are_named(server: Server) -> None:
+    for path, message, param in LACKING:
+        response = await server.post(
+            path, fields(path, **{"messages" if path == CHAT else "input": [message]})
+        )
+        assert response.status_code == 400, (message, response.text)
+        error = error_of(response)
+        assert (error["code"], error["param"]) == ("missing_required_parameter", param), message
+    assistant = {"role": "assistant", "content": None, "tool_calls": [TOOL_CALL]}
+    tool = {"role": "tool", "tool_call_id": "c", "content": "x"}
+    assert (await server.chat(messages=[assistant, tool])).status_code == 200
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS, RESPONSES, EMBEDDINGS])
@@ -163,6 +206,21 @@ async def test_wrong_values_are_named(server: Server) -> None:
         assert response.status_code == 400, (path, more, response.text)
         assert error_of(response)["param"] == param, (more, response.text)
     assert not server.model.jobs
+
+
+async def test_lists_of_a_wrong_length_are_told_as_such(server: Server) -> None:
+    for path, more, param in (
+        (CHAT, {"stop": ["a"] * 17}, "stop"),
+        (COMPLETIONS, {"prompt": []}, "prompt"),
+        (COMPLETIONS, {"prompt": [[]]}, "prompt[0]"),
+        (COMPLETIONS, {"prompt": ["hello"] * 129}, "prompt"),
+        (EMBEDDINGS, {"input": ["hello"] * 2049}, "input"),
+        (EMBEDDINGS, {"input": [[5]] * 2049}, "input"),
+        (RESPONSES, {"input": []}, "input"),
+    ):
+        error = error_of(await server.post(path, fields(path, **more)))
+        assert (error["code"], error["param"]) == ("invalid_value", param)
+        assert "List should have" in error["message"]
 
 
 async def test_fields_that_ask_for_nothing_are_accepted(server: Server) -> None:
@@ -262,14 +320,16 @@ async def test_more_log_probabilities_than_fit_are_refused(
 async def test_texts_of_many_tokens_are_refused_early(tokenizer: Any) -> None:
     async with serving(tokenizer) as server:
         text = "hello " * 600_000
-        for path, body in (
-            (COMPLETIONS, {"model": NAME, "prompt": text}),
-            (EMBEDDINGS, {"model": NAME, "input": text}),
-            (CHAT, chat_body(messages=[{"role": "user", "content": text}])),
+        for path, body, param in (
+            (COMPLETIONS, {"model": NAME, "prompt": text}, "prompt"),
+            (EMBEDDINGS, {"model": NAME, "input": text}, "input"),
+            (RESPONSES, {"model": NAME, "input": text}, "input"),
+            (CHAT, chat_body(messages=[{"role": "user", "content": text}]), "messages"),
         ):
             response = await server.post(path, body)
             assert response.status_code == 400
-            assert error_of(response)["code"] == "context_length_exceeded"
+            error = error_of(response)
+            assert (error["code"], error["param"]) == ("context_length_exceeded", param)
 
 
 async def test_wrong_paths_and_methods_are_refused(server: Server) -> None:
@@ -282,14 +342,29 @@ async def test_wrong_paths_and_methods_are_refused(server: Server) -> None:
     assert (await server.client.post("/v1/models")).status_code == 405
 
 
-async def test_pages_leave_the_endpoints_their_own_words(tokenizer: Any) -> None:
-    async def pages(scope: Scope, receive: Receive, send: Send) -> None:
-        await PlainTextResponse("a page")(scope, receive, send)
+async def test_heads_are_answered_as_their_pages(server: Server) -> None:
+    for path, status in (("/health", 200), ("/v1/models", 200), ("/v1/nothing", 404), (CHAT, 405)):
+        whole = await server.client.get(path)
+        head = await server.client.head(path)
+        assert (head.status_code, head.content) == (status, b"")
+        assert head.headers["content-length"] == whole.headers["content-length"]
 
+
+async def test_pages_leave_the_endpoints_their_own_words(tokenizer: Any) -> None:
+    async def page(request: Request) -> PlainTextResponse:
+        return PlainTextResponse("a page")
+
+    pages = [Route(path, page) for path in ("/", "/playground")]
     async with serving(tokenizer, pages=pages) as server:
         for path in ("/", "/playground"):
             assert (await server.client.get(path)).text == "a page"
-        assert error_of(await server.client.get("/v1/nothing"))["code"] == "unknown_url"
+        for path in ("/v1/nothing", "/nothing"):
+            assert error_of(await server.client.get(path))["code"] == "unknown_url"
+        # Who forgets a part of the address is told so.
+        mistaken = await server.post("/chat/completions", chat_body())
+        assert mistaken.status_code == 404
+        assert "/v1" in error_of(mistaken)["message"]
+        assert (await server.client.post("/playground")).status_code == 405
         assert (await server.client.get(CHAT)).status_code == 405
         assert (await server.client.delete("/health")).status_code == 405
         assert (await server.client.get("/openapi.json")).json()["openapi"]
@@ -350,3 +425,13 @@ async def test_answers_are_cut_where_the_operator_says(tokenizer: Any) -> None:
         await server.chat()
         (job,) = server.model.jobs
         assert job.max_tokens == 64 - len(job.prompt)
+
+
+async def test_many_answers_share_the_room_of_four_unless_they_name_their_own(
+    tokenizer: Any,
+) -> None:
+    async with serving(tokenizer, default_new_tokens=16) as server:
+        for n in (1, 4, 8, 100):
+            await server.chat(n=n)
+        await server.chat(n=8, max_tokens=16)
+        assert [job.max_tokens for job in server.model.jobs] == [16, 16, 8, 1, 16]

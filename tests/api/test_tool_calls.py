@@ -92,6 +92,29 @@ def test_schemas_that_take_long_to_compile_are_refused() -> None:
     assert forced_calls("bare", [*TOOLS, large], choice)
 
 
+def test_schemas_that_nothing_fits_are_refused_at_once() -> None:
+    for schema in ({"type": "bogus"}, {"$ref": "#/nowhere"}, {"pattern": "((", "type": "string"}):
+        tool = Tool(type="function", function=Function(name="odd", parameters=schema))
+        with pytest.raises(Problem, match="cannot be followed") as raised:
+            forced_calls("tagged", [*TOOLS, tool], "required")
+        assert (raised.value.status, raised.value.param) == (400, "tools")
+
+
+async def test_a_tool_without_parameters_is_called_without_arguments(tiny: Any) -> None:
+    choice = NamedTool(type="function", function=NamedFunction(name="now"))
+    grammar = forced_calls("tagged", TOOLS, choice)
+    job = Job(
+        prompt=tuple(prompt_ids(12)),
+        max_tokens=200,
+        sampling=Sampling(temperature=0),
+        grammar=grammar,
+    )
+    async with served_locally(tiny("llama")) as served:
+        made = await answer(served, job)
+    assert made.text == '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+    assert made.finish_reason == "stop"
+
+
 @pytest.mark.parametrize("written", ["tagged", "bare"])
 async def test_a_call_that_must_come_comes(written: Any, tiny: Any) -> None:
     choice = NamedTool(type="function", function=NamedFunction(name="add"))

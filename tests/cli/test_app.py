@@ -143,12 +143,13 @@ def test_wrong_arguments_end_with_code_2_and_one_clear_line(
     assert words in said
 
 
-def test_wrong_model_name_ends_with_code_3() -> None:
-    done = nesa_node("generate", "./no-such-folder", "hello", "--initial-peers", PEER)
-    assert done.returncode == 3
-    assert done.stderr.startswith("error: ")
-    assert "no-such-folder" in done.stderr
-    assert "Traceback" not in done.stderr
+def test_wrong_model_name_ends_with_code_3(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["generate", "./no-such-folder", "hello", "--initial-peers", PEER]
+    assert run_command(argv) == 3
+    said = capsys.readouterr().err
+    assert said.startswith("error: ")
+    assert "no-such-folder" in said
+    assert "Traceback" not in said
 
 
 def test_addresses_after_one_flag_are_all_taken_and_a_prompt_is_not() -> None:

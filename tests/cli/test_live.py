@@ -229,24 +229,39 @@ def test_the_example_of_the_readme_runs(model: Path, nodes: list[LocalNode]) -> 
 def test_a_busy_port_ends_a_daemon_with_code_5(model: Path, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        done = run_daemon(model, tmp_path, "--host-maddrs", f"/ip4/127.0.0.1/tcp/{port}")
+        address = f"/ip4/127.0.0.1/tcp/{port}"
+        done = subprocess.run(
+            [
+                *(sys.executable, "-m", "nesa_node"),
+                *daemon_arguments(model, tmp_path, "--host-maddrs", address),
+            ],
+            capture_output=True,
+            text=True,
+            timeout=50,
+            check=False,
+        )
     assert done.returncode == 5
     assert f"port {port} is in use" in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_too_little_memory_ends_a_daemon_with_code_4(model: Path, tmp_path: Path) -> None:
-    done = run_daemon(model, tmp_path, "--attn-cache-tokens", "1000000000000")
-    assert done.returncode == 4
-    assert "MiB" in done.stderr.splitlines()[-1]
-    assert "Traceback" not in done.stderr
+def test_too_little_memory_ends_a_daemon_with_code_4(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = daemon_arguments(model, tmp_path, "--attn-cache-tokens", "1000000000000")
+    assert run_command(argv) == 4
+    said = capsys.readouterr().err
+    assert "MiB" in said.splitlines()[-1]
+    assert "Traceback" not in said
 
 
-def test_blocks_that_the_model_lacks_end_a_daemon_with_code_2(model: Path, tmp_path: Path) -> None:
-    done = run_daemon(model, tmp_path, "--block-indices", "2:9")
-    assert done.returncode == 2
-    assert "2:9" in done.stderr
-    assert "0:4" in done.stderr
+def test_blocks_that_the_model_lacks_end_a_daemon_with_code_2(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command(daemon_arguments(model, tmp_path, "--block-indices", "2:9")) == 2
+    said = capsys.readouterr().err
+    assert "2:9" in said
+    assert "0:4" in said
 
 
 @pytest.mark.slow
@@ -312,8 +327,6 @@ def test_an_interrupted_demo_leaves_no_daemon(
         assert demo.wait(60) == code
 
 
-def run_daemon(model: Path, tmp_path: Path, *flags: str) -> subprocess.CompletedProcess[str]:
-    """A daemon that is expected not to come up."""
-    command = [sys.executable, "-m", "nesa_node", "run", str(model), *FLAGS, *flags]
-    command += ["--identity-path", str(tmp_path / "key")]
-    return subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
+def daemon_arguments(model: Path, tmp_path: Path, *flags: str) -> list[str]:
+    """Of a daemon that is expected not to come up."""
+    return ["run", str(model), *FLAGS, *flags, "--identity-path", str(tmp_path / "key")]

@@ -15,6 +15,8 @@ from tests.client.local_models import random_ids
 from tests.e2e.joining import joined
 from tests.engine.chained import Chain, Run
 from tests.engine.tiny_models import BLOCKS
+from tests.faults.bed import open_bed
+from tests.faults.nursery import open_nursery
 from tests.swarms import daemons, thirds
 
 NEW_TOKENS = 24
@@ -34,17 +36,16 @@ def test_a_chain_of_daemons_generates_what_the_quantized_model_does(
     prompt = ids[0].tolist()
     expected = Run(Chain(folder, quant_type=quant_type)).greedy(prompt, NEW_TOKENS)
     assert expected != Run(Chain(folder)).greedy(prompt, NEW_TOKENS)
-    with daemons(folder, tmp_path, "--quant-type", quant_type) as nodes:
-        started = nodes.start_all(thirds(BLOCKS))
-        for node in started:
-            ready = json.loads((tmp_path / f"{node.name}.json").read_text())
+    with open_nursery() as nursery, open_bed(nursery, folder, tmp_path) as bed:
+        for node in bed.start(thirds(BLOCKS), "--quant-type", quant_type):
+            ready = json.loads(node.ready_path.read_text())
             assert (ready["dtype"], ready["quant_type"]) == ("float32", quant_type)
-            assert f"quant_type={quant_type}" in nodes.log(node)
-        with joined(folder, nodes.addresses, "chain") as model:
+            assert f"quant_type={quant_type}" in node.log()
+        with joined(folder, bed.addresses, "chain") as model:
             ours = model.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False)
         with (
             pytest.raises(RefusedError, match=f"hold them in {quant_type}, and full was asked for"),
-            joined(folder, nodes.addresses, "chain", min_precision="full"),
+            joined(folder, bed.addresses, "chain", min_precision="full"),
         ):
             pass
     assert isinstance(ours, torch.Tensor)

@@ -9,6 +9,7 @@ import ctypes
 import itertools
 import mmap
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -47,6 +48,7 @@ def here(*wanted: str | int) -> Function:
     return found[0]
 
 
+@cache
 def for_haswell(*wanted: str | int) -> Function:
     """Registers of 8 floats, and 16 of them."""
     if "avx2" not in Path("/proc/cpuinfo").read_text():
@@ -55,7 +57,11 @@ def for_haswell(*wanted: str | int) -> Function:
     return functions(constants(), [code])[0]
 
 
-@pytest.fixture(params=itertools.product((here, for_haswell), NAMES), ids=str)
+# An id with a function's address in it would differ from process to process.
+@pytest.fixture(
+    params=itertools.product((here, for_haswell), NAMES),
+    ids=lambda one: f"{one[0].__name__}-{one[1]}",
+)
 def machine(request: pytest.FixtureRequest) -> Any:
     torch.manual_seed(0)
     return request.param

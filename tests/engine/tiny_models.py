@@ -144,6 +144,9 @@ VARIANTS: dict[str, Callable[[], PreTrainedConfig]] = {
 }
 """Other shapes of those families; the engine's own tests run them."""
 
+_FIRST_ATTEMPT = {"gemma3": 4, "bloom_post_norm": 2}
+"""The seeds before repeat themselves at every scale, which takes seconds to find out."""
+
 
 def prompt_ids(length: int, *, seed: int = 0) -> list[int]:
     generator = torch.Generator().manual_seed(1000 + seed)
@@ -190,7 +193,7 @@ def _varied_model(family: str, *, seed: int, num_blocks: int) -> Any:
         config.layer_types = [
             config.layer_types[index % len(config.layer_types)] for index in range(num_blocks)
         ]
-    for attempt in range(12):
+    for attempt in range(_FIRST_ATTEMPT.get(family, 0), 12):
         model = _random_model(config, seed=seed + 1000 * attempt)
         # The same embeddings, or a model with tied ones repeats the token that it has read.
         kept = {id(model.get_input_embeddings().weight), id(model.get_output_embeddings().weight)}

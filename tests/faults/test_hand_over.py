@@ -31,11 +31,11 @@ def _remote(session: InferenceSession) -> RemoteSession:
 
 
 async def _bulk_handed_over(remote: RemoteSession, link: HopLink) -> None:
-    successors = remote._route.successors
-    assert successors.prepare(link)
-    await successors._preparing[link]
-    assert not successors.prepare(link)
-    assert successors.link_of(link) is not None
+    route = remote._route
+    assert route.prepare_successor(link)
+    await route.successors._preparing[link]
+    assert not route.prepare_successor(link)
+    assert route.successors.link_of(link) is not None
 
 
 def _leave(node: Node) -> None:

@@ -1,4 +1,4 @@
-"""What the default strategy gives for reliability, against every chain there is."""
+"""What sessions give for reliability, against every chain there is."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import pytest
 
 from nesa_node.routing.exact import exact_latency
 from nesa_node.routing.problem import Chain, Problem, terms
-from nesa_node.routing.strategies import make_strategy
+from nesa_node.routing.strategies import make_session_strategy, make_strategy
 from tests.routing.problems import covered_problem, least_by_trying_everything, small_problem
 
-DEFAULT = make_strategy("exact-latency", np.random.default_rng(0))
+DEFAULT = make_session_strategy("exact-latency", np.random.default_rng(0))
 
 
 def _survives(problem: Problem, chain: Chain) -> float:
@@ -53,3 +53,12 @@ def test_sure_nodes_are_chosen_by_time_alone() -> None:
         problem = covered_problem(np.random.default_rng(seed), 20, 12)
         sure = replace(problem, reliability_N=np.ones(problem.num_nodes))
         assert DEFAULT.choose(sure) == exact_latency(sure)
+
+
+def test_by_itself_the_strategy_counts_time_alone() -> None:
+    alone = make_strategy("exact-latency", np.random.default_rng(0))
+    for seed in range(20):
+        problem = covered_problem(np.random.default_rng(seed), 20, 12)
+        chain = alone.choose(problem)
+        assert chain == exact_latency(problem)
+        assert sum(alone.terms(problem, chain).values()) == terms(problem, chain).total_s

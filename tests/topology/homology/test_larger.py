@@ -154,12 +154,12 @@ def ring(count: int) -> Filtration:
 
 
 def test_landmarks_of_a_ring_show_its_hole() -> None:
-    shape = shape_of(ring(400), exact_up_to=100, landmarks=30)
-    exact = shape_of(ring(400), exact_up_to=500)
+    shape = shape_of(ring(120), exact_up_to=100, landmarks=30)
+    exact = shape_of(ring(120), exact_up_to=500)
     assert len(shape.h1) == len(exact.h1) == 1
     bars = np.array([shape.h1.barcode()[0], exact.h1.barcode()[0]])
     assert np.abs(bars[0] - bars[1]).max() <= 2 * shape.landmarks.radius
     # Nodes are those of the whole ring, and the cycle goes all the way round.
     nodes = shape.loops[0].nodes
     assert set(nodes) <= set(shape.landmarks.node_K.tolist())
-    assert max(b - a for a, b in itertools.pairwise(nodes)) <= 400 // 3
+    assert max(b - a for a, b in itertools.pairwise(nodes)) <= 120 // 3
