@@ -24,7 +24,8 @@ def _recipe(gateway: LiveGateway) -> str:
 def _ask(gateway: LiveGateway, home: Path, *options: str) -> str:
     (home / ".continue").mkdir()
     (home / ".continue" / "config.yaml").write_text(_recipe(gateway), encoding="utf-8")
-    command = [node_folder() / "node_modules" / ".bin" / "cn", "-p", "Name a colour.", *options]
+    cn = node_folder() / "node_modules" / ".bin" / "cn"
+    command: list[str | Path] = [cn, "-p", "Name a colour.", *options]
     env = {"HOME": str(home), "CONTINUE_CLI_ENABLE_TELEMETRY": "0"}
     said: str = run_script(command, env, as_json=False)
     return said
