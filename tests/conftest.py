@@ -18,8 +18,22 @@ import pytest
 
 from tests.leaks import RUN_VARIABLE, Leftovers
 
-# Short, since paths of unix sockets must stay below 108 bytes.
-_RUN_DIR = Path(tempfile.mkdtemp(prefix="nn", dir="/tmp" if Path("/tmp").is_dir() else None))
+_WORKER = os.environ.get("PYTEST_XDIST_WORKER")
+
+
+def _run_dir() -> Path:
+    """Short, since paths of unix sockets must stay below 108 bytes.
+
+    A worker's is in that of the run, which removes it even when workers are killed.
+    """
+    if _WORKER is None:
+        return Path(tempfile.mkdtemp(prefix="nn", dir="/tmp" if Path("/tmp").is_dir() else None))
+    folder = Path(os.environ["NN_TEST_FOLDER"], _WORKER)
+    folder.mkdir()
+    return folder
+
+
+_RUN_DIR = _run_dir()
 _TMP = _RUN_DIR / "t"
 
 
@@ -31,6 +45,7 @@ def pytest_configure(config: pytest.Config) -> None:
     _TMP.mkdir()
     tempfile.tempdir = str(_TMP)
     os.environ.update(
+        NN_TEST_FOLDER=str(_RUN_DIR),
         TMPDIR=str(_TMP),
         # torch makes this folder on import and leaves it.
         TORCHINDUCTOR_CACHE_DIR=str(_RUN_DIR / "inductor"),
@@ -44,8 +59,8 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ[RUN_VARIABLE] = uuid.uuid4().hex
     for name in [name for name in os.environ if name.startswith("NESA_")]:
         del os.environ[name]
-    # A worker's own: what pytest-xdist gives it lies in a folder of the run that starts it.
-    if config.option.basetemp is None or "PYTEST_XDIST_WORKER" in os.environ:
+    # A worker's is its own: the one that pytest-xdist gives it has a longer path.
+    if config.option.basetemp is None or _WORKER is not None:
         config.option.basetemp = str(_RUN_DIR / "p")
 
 

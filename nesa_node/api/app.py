@@ -14,15 +14,15 @@ from nesa_node.api import (
     chat,
     completions,
     embeddings,
-    failures,
     health,
     openapi,
     responses,
     tokens,
 )
-from nesa_node.api.closing import Closing
+from nesa_node.api.answering import failures
+from nesa_node.api.answering.closing import Closing
 from nesa_node.api.gateway import Gateway
-from nesa_node.api.models import Models
+from nesa_node.api.serving.models import Models
 from nesa_node.core.config import GatewayConfig
 
 _ENDPOINTS = (chat, completions, embeddings, responses, catalogue, tokens, health)

@@ -7,11 +7,11 @@ from typing import Any
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from nesa_node.api.answers import json_response
-from nesa_node.api.defaults import told
+from nesa_node.api.answering.answers import json_response
+from nesa_node.api.bodies.defaults import told
 from nesa_node.api.gateway import GatewayOf
-from nesa_node.api.models import Card
 from nesa_node.api.openapi import OF_KEYS, ModelCard, ModelList, describe
+from nesa_node.api.serving.models import Card
 
 router = APIRouter()
 

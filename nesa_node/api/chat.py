@@ -9,22 +9,22 @@ from typing import TYPE_CHECKING, Annotated
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from nesa_node.api.chat_answer import ChatAnswer
-from nesa_node.api.chat_body import ChatBody, NamedTool, Tool
-from nesa_node.api.formats import grammar_of, schema_of
+from nesa_node.api.answering.chat_answer import ChatAnswer
+from nesa_node.api.answering.usage import Usage
+from nesa_node.api.bodies.chat_body import ChatBody, NamedTool, Tool
+from nesa_node.api.bodies.formats import grammar_of, schema_of
+from nesa_node.api.bodies.reading import body_of
+from nesa_node.api.bodies.sampling_body import room_for, same, shared
+from nesa_node.api.bodies.templates import chat_prompt, template_of
+from nesa_node.api.bodies.tool_calls import CallReader, forced_calls, format_of
+from nesa_node.api.decoding.job import Job
 from nesa_node.api.gateway import Gateway, GatewayOf, SpendOf, fingerprint
-from nesa_node.api.job import Job
-from nesa_node.api.jobs import running
 from nesa_node.api.openapi import ChatCompletion, ChatCompletionChunk, describe
-from nesa_node.api.reading import body_of
-from nesa_node.api.sampling_body import room_for, same, shared
-from nesa_node.api.templates import chat_prompt, template_of
-from nesa_node.api.tool_calls import CallReader, forced_calls, format_of
-from nesa_node.api.usage import Usage
+from nesa_node.api.serving.jobs import running
 from nesa_node.web.problem import Problem
 
 if TYPE_CHECKING:
-    from nesa_node.api.served_model import ServedModel
+    from nesa_node.api.serving.served_model import ServedModel
 
 router = APIRouter()
 

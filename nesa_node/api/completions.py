@@ -8,22 +8,22 @@ from typing import TYPE_CHECKING, Annotated
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from nesa_node.api.completion_answer import CompletionAnswer
-from nesa_node.api.completion_body import CompletionBody
-from nesa_node.api.formats import grammar_of, schema_of
+from nesa_node.api.answering.completion_answer import CompletionAnswer
+from nesa_node.api.answering.usage import Usage
+from nesa_node.api.bodies.completion_body import CompletionBody
+from nesa_node.api.bodies.formats import grammar_of, schema_of
+from nesa_node.api.bodies.reading import body_of
+from nesa_node.api.bodies.sampling_body import room_for
+from nesa_node.api.bodies.splitting import light
+from nesa_node.api.decoding.job import Job
 from nesa_node.api.gateway import Gateway, GatewayOf, SpendOf, fingerprint
-from nesa_node.api.job import Job
-from nesa_node.api.jobs import running
 from nesa_node.api.openapi import Completion, describe
-from nesa_node.api.prompts import all_tokens_of
-from nesa_node.api.reading import body_of
-from nesa_node.api.sampling_body import room_for
-from nesa_node.api.splitting import light
-from nesa_node.api.usage import Usage
+from nesa_node.api.serving.jobs import running
+from nesa_node.api.serving.prompts import all_tokens_of
 from nesa_node.web.problem import Problem
 
 if TYPE_CHECKING:
-    from nesa_node.api.served_model import ServedModel
+    from nesa_node.api.serving.served_model import ServedModel
 
 DEFAULT_TOKENS = 16
 """OpenAI's."""

@@ -13,17 +13,17 @@ from fastapi import APIRouter
 from pydantic import Field
 from starlette.responses import Response
 
-from nesa_node.api.completion_body import Tokens, as_list
-from nesa_node.api.fields import Body, Label, Name, Nothing, Text
+from nesa_node.api.bodies.completion_body import Tokens, as_list
+from nesa_node.api.bodies.fields import Body, Label, Name, Nothing, Text
+from nesa_node.api.bodies.reading import body_of
 from nesa_node.api.gateway import Gateway, GatewayOf, Spend, SpendOf
 from nesa_node.api.openapi import EmbeddingList, describe
-from nesa_node.api.prompts import all_tokens_of
-from nesa_node.api.reading import body_of
-from nesa_node.api.unless import unless
+from nesa_node.api.serving.prompts import all_tokens_of
+from nesa_node.api.serving.unless import unless
 from nesa_node.web.problem import Problem
 
 if TYPE_CHECKING:
-    from nesa_node.api.served_model import ServedModel
+    from nesa_node.api.serving.served_model import ServedModel
 
 MAX_INPUTS = 2048
 MAX_TOKENS = 300_000

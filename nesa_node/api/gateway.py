@@ -12,16 +12,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from nesa_node import __version__
-from nesa_node.api.answers import Computed, EventStream
-from nesa_node.api.closing import Closing
-from nesa_node.api.models import Models
+from nesa_node.api.answering.answers import Computed, EventStream
+from nesa_node.api.answering.closing import Closing
+from nesa_node.api.serving.models import Models
 from nesa_node.core.config import GatewayConfig
 from nesa_node.core.ids import ModelId
 from nesa_node.web.limits import Allowance
 from nesa_node.web.problem import Problem
 
 if TYPE_CHECKING:
-    from nesa_node.api.served_model import ServedModel
+    from nesa_node.api.serving.served_model import ServedModel
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from fastapi import APIRouter
 from starlette.responses import Response
 
 from nesa_node import __version__
-from nesa_node.api.answers import json_response
+from nesa_node.api.answering.answers import json_response
 from nesa_node.api.gateway import GatewayOf
 from nesa_node.api.openapi import Health, Version, describe
 

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from pydantic.json_schema import models_json_schema
 
 from nesa_node import __version__
-from nesa_node.api.fields import Body
+from nesa_node.api.bodies.fields import Body
 
 _BODY = "x-body"
 _BODIES: dict[str, type[Body]] = {}

@@ -9,7 +9,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from structlog.contextvars import bound_contextvars
 
-from nesa_node.api.metrics import GatewayMetrics
+from nesa_node.api.serving.metrics import GatewayMetrics
 from nesa_node.core import tracing
 from nesa_node.core.logging import get_logger
 from nesa_node.core.tracing import NO_SPAN, Span, TraceContext

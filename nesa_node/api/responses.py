@@ -8,20 +8,20 @@ from typing import TYPE_CHECKING, Annotated
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from nesa_node.api.formats import grammar_of
+from nesa_node.api.answering.response_answer import ResponseAnswer
+from nesa_node.api.answering.usage import Usage
+from nesa_node.api.bodies.formats import grammar_of
+from nesa_node.api.bodies.reading import body_of
+from nesa_node.api.bodies.response_body import ResponseBody
+from nesa_node.api.bodies.sampling_body import room_for
+from nesa_node.api.bodies.templates import chat_prompt
+from nesa_node.api.decoding.job import Job
 from nesa_node.api.gateway import Gateway, GatewayOf, SpendOf
-from nesa_node.api.job import Job
-from nesa_node.api.jobs import running
 from nesa_node.api.openapi import ModelResponse, ResponseEvent, describe
-from nesa_node.api.reading import body_of
-from nesa_node.api.response_answer import ResponseAnswer
-from nesa_node.api.response_body import ResponseBody
-from nesa_node.api.sampling_body import room_for
-from nesa_node.api.templates import chat_prompt
-from nesa_node.api.usage import Usage
+from nesa_node.api.serving.jobs import running
 
 if TYPE_CHECKING:
-    from nesa_node.api.served_model import ServedModel
+    from nesa_node.api.serving.served_model import ServedModel
 
 router = APIRouter()
 

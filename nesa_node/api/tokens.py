@@ -8,15 +8,15 @@ from fastapi import APIRouter
 from pydantic import Field
 from starlette.responses import Response
 
-from nesa_node.api.answers import json_response
-from nesa_node.api.chat_body import MAX_MESSAGES, MAX_TOOLS, ChatMessage, Tool
-from nesa_node.api.completion_body import MAX_TOKENS
-from nesa_node.api.fields import Body, Name, Text, TokenId
+from nesa_node.api.answering.answers import json_response
+from nesa_node.api.bodies.chat_body import MAX_MESSAGES, MAX_TOOLS, ChatMessage, Tool
+from nesa_node.api.bodies.completion_body import MAX_TOKENS
+from nesa_node.api.bodies.fields import Body, Name, Text, TokenId
+from nesa_node.api.bodies.reading import body_of
+from nesa_node.api.bodies.splitting import encode, light
+from nesa_node.api.bodies.templates import chat_prompt
 from nesa_node.api.gateway import GatewayOf
 from nesa_node.api.openapi import Detokenized, Tokenized, describe
-from nesa_node.api.reading import body_of
-from nesa_node.api.splitting import encode, light
-from nesa_node.api.templates import chat_prompt
 from nesa_node.web.problem import Problem
 
 router = APIRouter()

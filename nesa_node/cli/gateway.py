@@ -12,14 +12,14 @@ import torch
 
 from nesa_node import __version__
 from nesa_node.api.allocator import share_memory
+from nesa_node.api.answering.closing import Closing
 from nesa_node.api.app import make_app
-from nesa_node.api.closing import Closing
-from nesa_node.api.locating import locate
-from nesa_node.api.looking import open_look
-from nesa_node.api.metrics import GatewayMetrics
-from nesa_node.api.models import Models
 from nesa_node.api.requests import Requests
-from nesa_node.api.served_model import ServedModel, open_served_model
+from nesa_node.api.serving.locating import locate
+from nesa_node.api.serving.looking import open_look
+from nesa_node.api.serving.metrics import GatewayMetrics
+from nesa_node.api.serving.models import Models
+from nesa_node.api.serving.served_model import ServedModel, open_served_model
 from nesa_node.cli.leash import leash
 from nesa_node.client.activity import ActivityBook
 from nesa_node.core.config import GatewayConfig

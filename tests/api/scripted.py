@@ -13,9 +13,9 @@ import httpx
 import torch
 from starlette.routing import BaseRoute
 
+from nesa_node.api.answering.closing import Closing
 from nesa_node.api.app import make_app
-from nesa_node.api.closing import Closing
-from nesa_node.api.job import (
+from nesa_node.api.decoding.job import (
     Chosen,
     Delta,
     Event,
@@ -25,8 +25,8 @@ from nesa_node.api.job import (
     Sampling,
     TokenChance,
 )
-from nesa_node.api.looking import Seen
-from nesa_node.api.models import Models
+from nesa_node.api.serving.looking import Seen
+from nesa_node.api.serving.models import Models
 from nesa_node.core.config import GatewayConfig
 from nesa_node.core.errors import ModelNotFoundError
 from nesa_node.core.http_address import HttpAddress

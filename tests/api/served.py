@@ -7,8 +7,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from nesa_node.api.job import Chosen, Delta, FinishReason, Job, PromptRead
-from nesa_node.api.served_model import ServedModel
+from nesa_node.api.decoding.job import Chosen, Delta, FinishReason, Job, PromptRead
+from nesa_node.api.serving.served_model import ServedModel
 from nesa_node.client.causal_lm import DistributedModelForCausalLM
 from nesa_node.core.ids import ModelId
 from tests.api.tokenizers import byte_level_tokenizer
@@ -75,7 +75,7 @@ async def served_locally(folder: Path) -> AsyncIterator[ServedModel]:
 
 
 def greedy_job(prompt: Sequence[int], count: int, **options: object) -> Job:
-    from nesa_node.api.job import Sampling
+    from nesa_node.api.decoding.job import Sampling
 
     values: dict[str, object] = {
         "prompt": tuple(prompt),

@@ -12,10 +12,10 @@ import jsonschema
 import pytest
 import torch
 
-from nesa_node.api.grammar import compile_json_schema
-from nesa_node.api.job import Job, Sampling
-from nesa_node.api.served_model import ServedModel
-from nesa_node.api.text_stream import REPLACEMENT
+from nesa_node.api.decoding.grammar import compile_json_schema
+from nesa_node.api.decoding.job import Job, Sampling
+from nesa_node.api.decoding.text_stream import REPLACEMENT
+from nesa_node.api.serving.served_model import ServedModel
 from nesa_node.core.config import default_cache_dir
 from nesa_node.core.ids import ModelId
 from nesa_node.engine.demo_model import demo_model_path

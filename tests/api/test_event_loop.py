@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from nesa_node.api import reading
-from nesa_node.api.chat_body import ChatBody
-from nesa_node.api.completion_body import CompletionBody
+from nesa_node.api.bodies import reading
+from nesa_node.api.bodies.chat_body import ChatBody
+from nesa_node.api.bodies.completion_body import CompletionBody
+from nesa_node.api.bodies.response_body import ResponseBody
 from nesa_node.api.embeddings import EmbeddingBody
-from nesa_node.api.response_body import ResponseBody
 from nesa_node.api.tokens import DetokenizeBody
 from tests.api.scripted import NAME, chat_body, serving
 

@@ -135,10 +135,11 @@ def test_completions_echo_and_know_the_prompts_chances(client: openai.OpenAI) ->
     for choice, prompt in zip(answer.choices, ("hello again", "the capital"), strict=True):
         assert choice.text.startswith(prompt)
         assert choice.logprobs is not None
+        assert choice.logprobs.tokens is not None
+        assert choice.logprobs.tokens[:2] == prompt.split()
         assert choice.logprobs.token_logprobs is not None
         assert len(choice.logprobs.token_logprobs) == 5
         assert choice.logprobs.token_logprobs[0] is None
-        assert (choice.logprobs.tokens or [])[:2] == prompt.split()
     scored = client.completions.create(
         model=NAME, prompt="hello again", echo=True, logprobs=0, max_tokens=0
     )

@@ -8,8 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -25,17 +24,6 @@ REASON = namespaces.why_unavailable()
 needs_wan = pytest.mark.skipif(REASON is not None, reason=REASON or "")
 ROOT = Path(__file__).parents[3]
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
-
-
-@pytest.fixture(autouse=True)
-def ahead_of_others() -> Iterator[None]:
-    """What is timed here, and its router, wait for no other process, such as other tests'."""
-    before = os.getpriority(os.PRIO_PROCESS, 0)
-    with suppress(PermissionError):
-        os.setpriority(os.PRIO_PROCESS, 0, -10)
-    yield
-    with suppress(PermissionError):
-        os.setpriority(os.PRIO_PROCESS, 0, before)
 
 
 @needs_wan

@@ -1,0 +1,1 @@
+"""What answers look like, whole and as server-sent events."""

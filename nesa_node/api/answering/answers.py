@@ -1,0 +1,167 @@
+"""Responses that are computed while somebody waits for them, whole or as server-sent events.
+
+Both watch their client: when it disconnects, the work is cancelled at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from nesa_node.api.answering.closing import Closing
+from nesa_node.api.answering.failures import problem_of
+from nesa_node.api.serving.unless import ClientGone, gone, unless
+from nesa_node.web.problem import Problem
+
+DONE = b"data: [DONE]\n\n"
+SEND_S = 60.0
+"""How long a client may leave what was sent to it unread."""
+
+_encode: Callable[[Any], bytes] = msgspec.json.Encoder().encode
+_COMMENT = b": waiting\n\n"
+_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-store"),
+    # nginx would keep events back otherwise.
+    (b"x-accel-buffering", b"no"),
+]
+
+
+def event(data: Mapping[str, Any]) -> bytes:
+    """One event, of JSON."""
+    return b"data: " + _encode(data) + b"\n\n"
+
+
+def named_event(data: Mapping[str, Any]) -> bytes:
+    """One event with its `type` as its name, too."""
+    name: str = data["type"]
+    return b"event: " + name.encode() + b"\n" + event(data)
+
+
+def json_response(value: Any, status: int = 200) -> Response:
+    return Response(_encode(value), status, media_type="application/json")
+
+
+class Computed(Response):
+    """The JSON that `work` returns, or the `Problem` that it meets."""
+
+    def __init__(self, work: Callable[[], Awaitable[Any]], closing: Closing) -> None:
+        super().__init__()
+        self._work = work
+        self._closing = closing
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            with self._closing.answering():
+                async with unless(gone(receive), self._closing.watch()):
+                    response = json_response(await self._work())
+        except ClientGone:
+            return
+        except Exception as error:  # whatever it is, the client is told
+            response = problem_of(error).response()
+        await response(scope, receive, send)
+
+
+class EventStream(Response):
+    """The events that `make` yields, as they come.
+
+    Nothing is sent before the first one, so that what fails until then is an HTTP error. But who
+    has to wait longer than `keepalive_s` gets a status of 200 and a comment, and more comments for
+    as long as nothing comes. What fails later is told as an event, by `failed`, and ends it.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], AsyncGenerator[bytes, None]],
+        closing: Closing,
+        *,
+        keepalive_s: float,
+        failed: Callable[[Problem], bytes] | None = None,
+    ) -> None:
+        super().__init__()
+        self._make = make
+        self._closing = closing
+        self._keepalive_s = keepalive_s
+        self._failed = failed or _as_error
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        wire = _Wire(send)
+        try:
+            async with unless(gone(receive), wire.keep_alive(self._keepalive_s)):
+                await self._send_events(scope, receive, wire)
+        except ClientGone:
+            return
+
+    async def _send_events(self, scope: Scope, receive: Receive, wire: _Wire) -> None:
+        try:
+            with self._closing.answering():
+                async with unless(self._closing.watch()), aclosing(self._make()) as events:
+                    async for data in events:
+                        await wire.write(data)
+        except ClientGone:
+            raise
+        except Exception as error:  # as above
+            problem = problem_of(error)
+            if await wire.instead(problem.response(), scope, receive):
+                return
+            await wire.write(self._failed(problem))
+        await wire.end()
+
+
+class _Wire:
+    """The response's body, for the two who write to it."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._started = False
+        self._ended = False
+        self._last = time.monotonic()
+        self._writing = asyncio.Lock()
+
+    async def write(self, data: bytes) -> None:
+        """Nothing after the end. Raises `ClientGone` if the client does not read."""
+        try:
+            async with asyncio.timeout(SEND_S), self._writing:
+                if self._ended:
+                    return
+                if not self._started:
+                    self._started = True
+                    await self._send(
+                        {"type": "http.response.start", "status": 200, "headers": [*_HEADERS]}
+                    )
+                await self._send({"type": "http.response.body", "body": data, "more_body": True})
+        except TimeoutError:
+            raise ClientGone from None
+        self._last = time.monotonic()
+
+    async def end(self) -> None:
+        async with self._writing:
+            self._ended = True
+            await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def instead(self, response: Response, scope: Scope, receive: Receive) -> bool:
+        """Send another response; False if this one has begun."""
+        async with self._writing:
+            if not self._started:
+                self._ended = True
+                await response(scope, receive, self._send)
+            return not self._started
+
+    async def keep_alive(self, every_s: float) -> None:
+        while True:
+            silent_s = time.monotonic() - self._last
+            if silent_s >= every_s:
+                await self.write(_COMMENT)
+            else:
+                await asyncio.sleep(every_s - silent_s)
+
+
+def _as_error(problem: Problem) -> bytes:
+    return event(problem.body()) + DONE

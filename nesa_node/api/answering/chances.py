@@ -1,0 +1,71 @@
+"""Log probabilities as OpenAI's two shapes tell them."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterable
+from typing import Any
+
+from nesa_node.api.decoding.job import Chosen, TokenChance
+
+LEAST = -9999.0
+"""OpenAI's word for impossible: JSON knows no infinity."""
+
+
+def content(tokens: Iterable[Chosen]) -> dict[str, Any]:
+    """Of a chat's tokens."""
+    return {
+        "content": [
+            {**_chance(token), "top_logprobs": [_chance(other) for other in token.top]}
+            for token in tokens
+        ],
+        "refusal": None,
+    }
+
+
+class LegacyChances:
+    """Of a completion's tokens: four lists. `text_offset` counts characters from `begin`."""
+
+    def __init__(self, begin: int = 0) -> None:
+        self._offset = begin
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def read(self, tokens: Iterable[Chosen], *, first_unknown: bool = False) -> dict[str, Any]:
+        """`first_unknown`: the first one begins the text, so that nothing foretold it."""
+        lists: dict[str, list[Any]] = {
+            "tokens": [],
+            "token_logprobs": [],
+            "top_logprobs": [],
+            "text_offset": [],
+        }
+        for token in tokens:
+            known = not first_unknown or bool(lists["tokens"])
+            lists["tokens"].append(_spelling(token))
+            lists["token_logprobs"].append(_finite(token.logprob) if known else None)
+            top = {_spelling(other): _finite(other.logprob) for other in token.top}
+            # Also where it was not among the likeliest, as OpenAI has it.
+            top.setdefault(lists["tokens"][-1], _finite(token.logprob))
+            lists["top_logprobs"].append(top if known else None)
+            lists["text_offset"].append(self._offset)
+            self._offset += len(self._decoder.decode(token.data))
+        return lists
+
+
+def _chance(token: TokenChance) -> dict[str, Any]:
+    return {
+        "token": token.data.decode(errors="replace"),
+        "logprob": _finite(token.logprob),
+        "bytes": list(token.data),
+    }
+
+
+def _spelling(token: TokenChance) -> str:
+    """Text, or its bytes where they are none: two such tokens must not become one key."""
+    try:
+        return token.data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token.data)
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, LEAST) if logprob == logprob else LEAST

@@ -1,0 +1,1 @@
+"""What requests may ask, and the prompts that it makes."""

@@ -1,0 +1,48 @@
+"""How tokens are chosen for requests that do not say: as the model's authors advise."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from nesa_node.api.bodies.fields import MinP, Repetition, Share, Temperature, TopK
+from nesa_node.api.decoding.job import Sampling
+from nesa_node.core.logging import get_logger
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig
+
+log = get_logger(__name__)
+
+_KINDS: dict[str, TypeAdapter[Any]] = {
+    "temperature": TypeAdapter(Temperature),
+    "top_p": TypeAdapter(Share),
+    "top_k": TypeAdapter(TopK),
+    "min_p": TypeAdapter(MinP),
+    "repetition_penalty": TypeAdapter(Repetition),
+}
+
+
+def advised(config: GenerationConfig) -> Sampling:
+    """What `config`, a checkpoint's generation_config.json, says; for the rest OpenAI's defaults.
+
+    `do_sample` is passed over: whoever wants no chance asks for the temperature 0. So is what no
+    request might ask for, since files are as good as their authors.
+    """
+    advice: dict[str, Any] = {}
+    for name, kind in _KINDS.items():
+        value = getattr(config, name, None)
+        if value is None:
+            continue
+        try:
+            advice[name] = kind.validate_python(value, strict=True)
+        except ValidationError:
+            log.warning("advice_not_followed", field=name, value=repr(value)[:100])
+    advice["top_k"] = max(advice.get("top_k", 0), 0)
+    return Sampling(**advice)
+
+
+def told(defaults: Sampling) -> dict[str, float]:
+    """For `/v1/models` and the log."""
+    return {name: getattr(defaults, name) for name in _KINDS}

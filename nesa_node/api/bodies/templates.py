@@ -1,0 +1,143 @@
+"""Chat templates: what a tokenizer's template makes of a conversation, and what it knows."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from jinja2 import TemplateError
+from pydantic_core import from_json
+
+from nesa_node.api.bodies.chat_body import ChatMessage, Tool
+from nesa_node.api.bodies.splitting import encode, light
+from nesa_node.web.problem import Problem
+
+_MESSAGE_CHARS = 64
+"""What a template does for each message, or call, takes as long as for so many characters."""
+
+
+async def chat_prompt(
+    tokenizer: Any,
+    messages: Sequence[ChatMessage],
+    tools: Sequence[Tool] = (),
+    *,
+    most: int,
+    generation: bool = True,
+    continued: bool = False,
+    special: bool = False,
+    param: str = "messages",
+) -> list[int]:
+    """The tokens of a conversation, at most about `most`, ready for the answer to follow.
+
+    `continued`: the last message is left open; `special`: the tokenizer adds its own tokens, too.
+    Raises `Problem`, about the field `param`, for conversations that the template refuses.
+    """
+    template = template_of(tokenizer, bool(tools), param)
+
+    def render() -> str:
+        conversation = _conversation(messages, developer="developer" in template)
+        definitions = [tool.model_dump(exclude_none=True) for tool in tools] or None
+        return _render(tokenizer, conversation, definitions, generation, continued, param)
+
+    # Schemas of tools may be of any size.
+    text = await (asyncio.to_thread(render) if tools else light(_size(messages), render))
+    return await encode(tokenizer, text, special=special, most=most, param=param)
+
+
+def _size(messages: Sequence[ChatMessage]) -> int:
+    """About as many characters as it takes to render them."""
+    size = 0
+    for message in messages:
+        size += _MESSAGE_CHARS + len(message.words()) + len(message.reasoning_content or "")
+        for call in message.tool_calls or ():
+            size += _MESSAGE_CHARS + len(call.function.arguments)
+    return size
+
+
+def template_of(tokenizer: Any, tools: bool, param: str = "messages") -> str:
+    """Raises `Problem` if there is none, or, with `tools`, none that knows tools."""
+    template = tokenizer.chat_template
+    if isinstance(template, dict):
+        template = (tools and template.get("tool_use")) or template.get("default")
+    if not isinstance(template, str):
+        raise Problem(
+            400,
+            "the model has no chat template, so that it cannot chat: use /v1/completions",
+            code="no_chat_template",
+            param=param,
+        )
+    if tools and "tools" not in template:
+        raise Problem(
+            400,
+            "tools error: the model's chat template knows no tools; leave tools away, or choose "
+            "a model that was trained to call them",
+            code="unsupported_parameter",
+            param="tools",
+        )
+    return template
+
+
+def _render(
+    tokenizer: Any,
+    conversation: list[dict[str, Any]],
+    tools: list[dict[str, Any]] | None,
+    generation: bool,
+    continued: bool,
+    param: str,
+) -> str:
+    try:
+        text: str = tokenizer.apply_chat_template(
+            conversation,
+            tools=tools,
+            add_generation_prompt=generation,
+            continue_final_message=continued,
+            tokenize=False,
+        )
+    except TemplateError as error:
+        raise _refusal(str(error), param) from None
+    except (TypeError, ValueError, KeyError, IndexError, AttributeError, RecursionError) as error:
+        # What a template trips over that was written for other conversations.
+        raise _refusal(str(error), param) from None
+    return text
+
+
+def _refusal(reason: str, param: str) -> Problem:
+    return Problem(
+        400,
+        f"the model's chat template refuses these messages: {reason[:500]}",
+        code="template_error",
+        param=param,
+    )
+
+
+def _conversation(messages: Sequence[ChatMessage], *, developer: bool) -> list[dict[str, Any]]:
+    """As templates expect it: text for contents, objects for arguments."""
+    conversation = []
+    for message in messages:
+        role = "system" if message.role == "developer" and not developer else message.role
+        entry: dict[str, Any] = {"role": role, "content": message.words()}
+        for key in ("name", "tool_call_id", "reasoning_content"):
+            if (value := getattr(message, key)) is not None:
+                entry[key] = value
+        if message.tool_calls:
+            entry["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {
+                        "name": call.function.name,
+                        "arguments": _arguments(call.function.arguments),
+                    },
+                }
+                for call in message.tool_calls
+            ]
+        conversation.append(entry)
+    return conversation
+
+
+def _arguments(text: str) -> object:
+    try:
+        return from_json(text, allow_inf_nan=False)
+    except ValueError:
+        return text

@@ -1,0 +1,168 @@
+"""Calls of tools in a model's answer: how they are written, read, and asked for.
+
+Two formats: `<tool_call>{"name": ..., "arguments": ...}</tool_call>` (Hermes, Qwen, SmolLM3), and
+an answer that is nothing but such an object or a list of them (Llama 3 with "parameters", Mistral).
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Collection, Sequence
+from typing import Any, Literal
+
+import msgspec
+from pydantic_core import from_json
+
+from nesa_node.api.bodies.chat_body import NamedTool, Tool
+from nesa_node.web.problem import Problem
+
+Format = Literal["tagged", "bare"]
+
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_TAGGED = re.compile(rf"{_OPEN}(.*?)(?:{_CLOSE}|\Z)", re.DOTALL)
+MAX_CALLS = 64
+MOST_SCHEMA_BYTES = 64 * 1024
+"""Of all tools of which one must be called: compiling ten times as much takes a minute."""
+NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+"""Of a tool that names none."""
+_ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""For llguidance: with free white space small models write nothing else."""
+
+
+def format_of(template: str) -> Format:
+    return "tagged" if _OPEN in template else "bare"
+
+
+class CallReader:
+    """Splits one choice's text, as it comes, into words for people and calls."""
+
+    def __init__(self, written: Format, names: Collection[str]) -> None:
+        self._written = written
+        self._names = frozenset(names)
+        self._held = ""
+        self._plain = False
+
+    def feed(self, text: str) -> str:
+        """What is surely no part of a call, of all that has come."""
+        self._held += text
+        keep = self._calls_from()
+        words, self._held = self._held[:keep], self._held[keep:]
+        return words
+
+    def finish(self) -> tuple[str, list[dict[str, Any]]]:
+        """What is left of the words, and the calls as OpenAI tells them."""
+        held, self._held = self._held, ""
+        if self._written == "tagged":
+            return self._tagged(held)
+        calls = self._calls(held)
+        return ("", calls) if calls else (held, [])
+
+    def _calls_from(self) -> int:
+        """Where in what is held a call begins, or may begin with what is still to come."""
+        held = self._held
+        if self._written == "bare":
+            self._plain = self._plain or held.lstrip()[:1] not in ("", "{", "[")
+            return len(held) if self._plain else 0
+        if (start := held.find(_OPEN)) >= 0:
+            return start
+        for length in range(min(len(_OPEN) - 1, len(held)), 0, -1):
+            if held.endswith(_OPEN[:length]):
+                return len(held) - length
+        return len(held)
+
+    def _tagged(self, held: str) -> tuple[str, list[dict[str, Any]]]:
+        calls: list[dict[str, Any]] = []
+
+        def take(found: re.Match[str]) -> str:
+            read = self._calls(found[1])
+            calls.extend(read)
+            return "" if read else found[0]
+
+        words = _TAGGED.sub(take, held)
+        return (words if words.strip() else ""), calls[:MAX_CALLS]
+
+    def _calls(self, text: str) -> list[dict[str, Any]]:
+        """None if `text` is anything but calls of tools that there are."""
+        try:
+            value = from_json(text.strip(), allow_inf_nan=False)
+        except ValueError:
+            return []
+        calls = [self._call(one) for one in (value if isinstance(value, list) else [value])]
+        return [call for call in calls if call] if all(calls) else []
+
+    def _call(self, value: object) -> dict[str, Any] | None:
+        if not isinstance(value, dict):
+            return None
+        name, arguments = value.get("name"), value.get("arguments", value.get("parameters", {}))
+        if name not in self._names or not isinstance(arguments, dict | str):
+            return None
+        text = arguments if isinstance(arguments, str) else msgspec.json.encode(arguments).decode()
+        return {
+            "id": f"call_{secrets.token_hex(12)}",
+            "type": "function",
+            "function": {"name": name, "arguments": text},
+        }
+
+
+def forced_calls(
+    written: Format, tools: Sequence[Tool], choice: Literal["required"] | NamedTool
+) -> str:
+    """llguidance's grammar of one call, of the tool that is chosen or of any.
+
+    Raises `Problem` where there is no such tool, too much to compile, or nothing to follow.
+    """
+    if isinstance(choice, NamedTool):
+        tools = [tool for tool in tools if tool.function.name == choice.function.name]
+        if not tools:
+            raise Problem(
+                400,
+                f"tool_choice names {choice.function.name!r}, which is not among the tools",
+                code="invalid_value",
+                param="tool_choice",
+            )
+    calls = [_call_schema(tool, written, f"#/anyOf/{at}") for at, tool in enumerate(tools)]
+    schema = msgspec.json.encode({"anyOf": calls, "x-guidance": _ONE_LINE})
+    if len(schema) > MOST_SCHEMA_BYTES:
+        raise Problem(
+            400,
+            f"tools: the schemas of those of which one must be called have {len(schema)} bytes; "
+            f"{MOST_SCHEMA_BYTES} are allowed",
+            code="invalid_value",
+            param="tools",
+        )
+    start = f'"{_OPEN}\\n" call "\\n{_CLOSE}"' if written == "tagged" else "call"
+    from nesa_node.api.decoding.grammar import checked
+
+    try:
+        return checked(f"start: {start}\ncall: %json {schema.decode()}\n")
+    except ValueError as error:
+        raise Problem(400, f"tools: {error}", code="invalid_value", param="tools") from None
+
+
+def _call_schema(tool: Tool, written: Format, place: str) -> dict[str, Any]:
+    """`place` is where it will be in the whole schema."""
+    arguments = "arguments" if written == "tagged" else "parameters"
+    parameters = tool.function.parameters or NO_PARAMETERS
+    return {
+        "type": "object",
+        "properties": {
+            "name": {"const": tool.function.name},
+            arguments: _moved(parameters, f"{place}/properties/{arguments}"),
+        },
+        "required": ["name", arguments],
+        "additionalProperties": False,
+    }
+
+
+def _moved(schema: Any, place: str) -> Any:
+    """`schema` with its references to itself as they are when it stands at `place`."""
+    if isinstance(schema, list):
+        return [_moved(part, place) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    moved = {key: _moved(part, place) for key, part in schema.items()}
+    target = schema.get("$ref")
+    if isinstance(target, str) and (target == "#" or target.startswith("#/")):
+        moved["$ref"] = place + target[1:]
+    return moved

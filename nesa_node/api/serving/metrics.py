@@ -1,0 +1,172 @@
+"""What a gateway counts of the requests that it answers, by model."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import get_args
+
+from nesa_node.api.decoding.job import Delta, Event, FinishReason, PromptRead
+from nesa_node.core import metric_names as names
+from nesa_node.core.ids import ModelId
+from nesa_node.core.metrics import Sample
+
+REASONS = (*get_args(FinishReason), "abort", "error")
+MAX_ROUTES = 64
+CODES = ("200", "400", "401", "403", "404", "413", "429", "500", "503")
+"""Told of every route from the start."""
+
+
+class GatewayMetrics:
+    """One for a gateway, used on its event loop only. A token costs it a microsecond.
+
+    Wherever HTTP runs a job::
+
+        with metrics.request(model.model_id, len(job.prompt), job.n) as watched:
+            async with model.generate(job) as events:
+                async for event in events:
+                    watched.saw(event)
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._models: dict[ModelId, _Model] = {}
+        self._responses: dict[str, Counter[str]] = {}
+
+    def serves(self, model: ModelId) -> None:
+        """Tell of this model from now on, also while nobody asks for it."""
+        self._models.setdefault(model, _Model())
+
+    def routes(self, *routes: str) -> None:
+        """Tell of these from now on: templates (`/v1/models/{id}`), never what was asked for."""
+        for route in routes:
+            self._responses.setdefault(route, Counter())
+
+    def answered(self, route: str | None, status: int) -> None:
+        """A request had this answer. `route` is its template, None for one that does not exist."""
+        known = route is not None and (
+            route in self._responses or len(self._responses) < MAX_ROUTES
+        )
+        name = route if known and route is not None else "other"
+        self._responses.setdefault(name, Counter())[str(status)] += 1
+
+    @contextmanager
+    def request(self, model: ModelId, prompt_tokens: int, choices: int = 1) -> Iterator[Watched]:
+        """Around the answer to a request, from before it waits for anything to its last token.
+
+        Give what is generated to `Watched.saw`. Choices that are not finished at the end count as
+        `error` where an exception came through, as `abort` where none did or it was a cancellation.
+        """
+        self.serves(model)
+        watched = Watched(self._models[model], prompt_tokens, choices, self._clock)
+        try:
+            yield watched
+        except Exception:
+            watched.end("error")
+            raise
+        finally:
+            watched.end("abort")
+
+    def embedded(self, model: ModelId, prompt_tokens: int) -> None:
+        """So many tokens were embedded: prompts without an answer."""
+        self.serves(model)
+        self._models[model].prompt_tokens += prompt_tokens
+
+    def samples(self) -> Iterator[Sample]:
+        """A `Source`."""
+        for model_id, model in tuple(self._models.items()):
+            yield from model.samples(model_id)
+        for route, codes in tuple(self._responses.items()):
+            for code in dict.fromkeys((*CODES, *tuple(codes))):
+                yield Sample(names.RESPONSES, (route, code), codes[code])
+
+
+class _Model:
+    def __init__(self) -> None:
+        self.waiting = 0
+        self.running = 0
+        self.prompt_tokens = 0
+        self.generated_tokens = 0
+        self.first_token_s = names.FIRST_TOKEN.tally()
+        self.between_tokens_s = names.BETWEEN_TOKENS.tally()
+        self.request_s = names.REQUEST.tally()
+        self.finished: Counter[str] = Counter()
+
+    def samples(self, model_id: ModelId) -> Iterator[Sample]:
+        labels = (model_id,)
+        yield Sample(names.RUNNING, (model_id, "gateway"), self.running)
+        yield Sample(names.WAITING, (model_id, "gateway"), self.waiting)
+        yield Sample(names.PROMPT_TOKENS, labels, self.prompt_tokens)
+        yield Sample(names.GENERATION_TOKENS, labels, self.generated_tokens)
+        yield Sample(names.FIRST_TOKEN, labels, self.first_token_s)
+        yield Sample(names.BETWEEN_TOKENS, labels, self.between_tokens_s)
+        yield Sample(names.REQUEST, labels, self.request_s)
+        for reason in REASONS:
+            yield Sample(names.SUCCESS, (model_id, reason), self.finished[reason])
+
+
+class Watched:
+    """One request. Made by `GatewayMetrics.request`."""
+
+    def __init__(
+        self, model: _Model, prompt_tokens: int, choices: int, clock: Callable[[], float]
+    ) -> None:
+        self._model = model
+        self._prompt_tokens = prompt_tokens
+        self._clock = clock
+        self._began = clock()
+        self._last_at: dict[int, float] = {}
+        self._open = set(range(choices))
+        self._reading = True
+        self._ended = False
+        model.waiting += 1
+
+    def saw(self, event: Event) -> None:
+        """Something came of the generation."""
+        if isinstance(event, PromptRead):
+            self._read()
+        else:
+            self._came(event)
+
+    def end(self, reason: str) -> None:
+        """Nothing more comes; choices without a reason have this one. The first call counts."""
+        if self._ended:
+            return
+        self._ended = True
+        model = self._model
+        if self._reading:
+            model.waiting -= 1
+        else:
+            model.running -= 1
+        model.finished[reason] += len(self._open)
+        if not self._open:
+            model.request_s.add(self._clock() - self._began)
+
+    def _read(self) -> None:
+        if self._reading:
+            self._reading = False
+            self._model.waiting -= 1
+            self._model.running += 1
+            self._model.prompt_tokens += self._prompt_tokens
+
+    def _came(self, delta: Delta) -> None:
+        self._read()
+        model, count = self._model, len(delta.tokens)
+        if count:
+            now = self._clock()
+            last = self._last_at.get(delta.index)
+            if last is None:
+                if not self._last_at:
+                    model.first_token_s.add(now - self._began)
+                if count > 1:
+                    model.between_tokens_s.add(0.0, count - 1)
+            else:
+                # Tokens that come together share the time since those before.
+                model.between_tokens_s.add((now - last) / count, count)
+            self._last_at[delta.index] = now
+            model.generated_tokens += count
+        if delta.finish_reason is not None and delta.index in self._open:
+            self._open.discard(delta.index)
+            model.finished[delta.finish_reason] += 1

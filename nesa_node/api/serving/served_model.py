@@ -1,0 +1,218 @@
+"""A model of the swarm that many requests use at once, for an event loop.
+
+D hidden.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextvars import copy_context
+from typing import TypeVar
+
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from nesa_node.api.bodies.defaults import advised
+from nesa_node.api.decoding.embedding import embed
+from nesa_node.api.decoding.generation import Generation
+from nesa_node.api.decoding.job import Event, Job, Sampling
+from nesa_node.api.decoding.vocabulary import Vocabulary
+from nesa_node.api.serving.delivery import Delivery
+from nesa_node.api.serving.metrics import GatewayMetrics, Watched
+from nesa_node.client.activity import ActivityBook
+from nesa_node.client.causal_lm import DistributedModelForCausalLM
+from nesa_node.client.interrupt import Interrupt
+from nesa_node.client.opening import open_model
+from nesa_node.client.tallies import SessionTallies, session_samples
+from nesa_node.core.choices import SamplingAdvice
+from nesa_node.core.config import ClientConfig
+from nesa_node.core.errors import BusyError, SwarmError
+from nesa_node.core.ids import ModelId
+from nesa_node.core.logging import get_logger
+from nesa_node.core.metrics import Sample
+from nesa_node.engine.model_id import model_id
+
+log = get_logger(__name__)
+
+T = TypeVar("T")
+
+THREADS = 256
+"""Requests that run, or wait for nodes, at once; each has a thread."""
+MOST_REQUESTS = 1024
+"""With those that wait for a thread."""
+RETRY_AFTER_S = 1.0
+
+
+class ServedModel:
+    """Runs jobs and embeds texts; every request has a session of its own. Close it."""
+
+    def __init__(
+        self,
+        model: DistributedModelForCausalLM,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        name: str,
+        model_id: ModelId,
+        activity: ActivityBook | None = None,
+        metrics: GatewayMetrics | None = None,
+        threads: int = THREADS,
+        defaults: Sampling | None = None,
+    ) -> None:
+        """`model` is closed with this. `activity` is told what runs, `metrics` what came of it.
+
+        `defaults` are for requests that do not say how to choose tokens; None: OpenAI's.
+        """
+        self.name = name
+        self.model_id = model_id
+        self.created = int(time.time())
+        self.context_length = model.context_length
+        self.vocab_size = model.ends.embedder.vocab_size
+        self.tokenizer = tokenizer
+        self.defaults = defaults or Sampling()
+        self.activity = ActivityBook() if activity is None else activity
+        self.vocabulary = Vocabulary(tokenizer, model.generation_config, vocab_size=self.vocab_size)
+        self._metrics = GatewayMetrics() if metrics is None else metrics
+        self._metrics.serves(model_id)
+        self._model = model
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="nesa-request")
+        self._interrupts: set[Interrupt] = set()
+
+    async def join(self) -> None:
+        """Join the swarm now, not with the first request. Raises the `SwarmError`s of joining."""
+        await asyncio.to_thread(self._model.join)
+
+    def generate(self, job: Job) -> AbstractAsyncContextManager[AsyncIterator[Event]]:
+        """The events of `job`: `PromptRead`, then deltas until each choice has its last.
+
+        Entering waits for nothing. Leaving, for whatever reason, ends the session at once, whatever
+        it is doing, and does not wait for that either. The iterator raises the `NesaError`s of
+        sessions (`ContextLengthError`, `MissingBlocksError`, `BusyError`, ...), and `ValueError`
+        for a grammar that cannot be followed.
+        """
+        return self._generate(job)
+
+    async def embed(self, prompts: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Each prompt's [D], float32, of length 1: see `embedding.embed`, which also says what is
+        raised. Cancelling it ends its session."""
+        interrupt = Interrupt()
+
+        def work() -> list[Tensor]:
+            tokens = sum(map(len, prompts))
+            with self.activity.running(self.model_id, prompt_tokens=tokens) as running:
+                found = embed(self._model, prompts, running=running, interrupt=interrupt)
+            return [vector_D.clone() for vector_D in found]
+
+        task = self._submit(work, interrupt)
+        try:
+            vectors = await asyncio.wrap_future(task)
+        finally:
+            interrupt.set()
+        self._metrics.embedded(self.model_id, sum(map(len, prompts)))
+        return vectors
+
+    def samples(self) -> Iterator[Sample]:
+        """What there is to tell Prometheus of its sessions: a `Source`."""
+        yield from session_samples(self.model_id, SessionTallies())
+        yield from self._model.samples()
+
+    async def close(self) -> None:
+        """End all requests, leave the swarm. May be called twice."""
+        for interrupt in list(self._interrupts):
+            interrupt.set()
+        await asyncio.to_thread(self._close)
+
+    def _close(self) -> None:
+        self._threads.shutdown(cancel_futures=True)
+        self._model.close()
+
+    @asynccontextmanager
+    async def _generate(self, job: Job) -> AsyncIterator[AsyncIterator[Event]]:
+        events, interrupt = Delivery[Event](), Interrupt()
+
+        def work() -> None:
+            try:
+                self._run(job, events, interrupt)
+            except CancelledError:
+                # Whoever left reads no more; who still reads must not take this for the end.
+                events.end(SwarmError(f"{self.name} was closed while this ran; ask again"))
+            except BaseException as error:
+                events.end(error)
+            else:
+                events.end()
+
+        with self._metrics.request(self.model_id, len(job.prompt), job.n) as watched:
+            task = self._submit(work, interrupt)
+            try:
+                yield _Watching(events, watched)
+            finally:
+                interrupt.set()
+                task.cancel()
+
+    def _run(self, job: Job, events: Delivery[Event], interrupt: Interrupt) -> None:
+        with self.activity.running(self.model_id, prompt_tokens=len(job.prompt)) as running:
+            generation = Generation(
+                self._model,
+                self.vocabulary,
+                job,
+                running=running,
+                interrupt=interrupt,
+                emit=events.put,
+            )
+            generation.run()
+
+    def _submit(self, work: Callable[[], T], interrupt: Interrupt) -> Future[T]:
+        """Raises `BusyError` where too many wait already."""
+        if len(self._interrupts) >= MOST_REQUESTS:
+            raise BusyError(f"{MOST_REQUESTS} requests of this gateway wait", RETRY_AFTER_S)
+        self._interrupts.add(interrupt)
+        # Events of the log and spans of this request belong to it there, too.
+        task = self._threads.submit(copy_context().run, work)
+        task.add_done_callback(lambda _: self._interrupts.discard(interrupt))
+        return task
+
+
+class _Watching(AsyncIterator[Event]):
+    """`events`, and `watched` sees them."""
+
+    def __init__(self, events: AsyncIterator[Event], watched: Watched) -> None:
+        self._events = events
+        self._watched = watched
+
+    async def __anext__(self) -> Event:
+        event = await anext(self._events)
+        self._watched.saw(event)
+        return event
+
+
+def open_served_model(
+    config: ClientConfig,
+    name: str,
+    *,
+    activity: ActivityBook | None = None,
+    metrics: GatewayMetrics | None = None,
+    advice: SamplingAdvice = "model",
+) -> ServedModel:
+    """Load the tokenizer and the ends of model `name`, a folder or a name on the hub. Blocks.
+
+    The swarm is joined with the first request. `advice` says whose defaults requests get. Raises
+    what opening the checkpoint raises, and `ConfigError`.
+    """
+    checkpoint, model, tokenizer = open_model(config, name)
+    served = ServedModel(
+        model,
+        tokenizer,
+        name=checkpoint.name,
+        model_id=model_id(checkpoint),
+        activity=activity,
+        metrics=metrics,
+        defaults=advised(model.generation_config) if advice == "model" else None,
+    )
+    try:
+        served.vocabulary.grammars.prepare()
+    except ValueError as error:
+        log.info("no_grammars", model=served.name, reason=str(error))
+    return served

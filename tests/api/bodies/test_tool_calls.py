@@ -1,0 +1,132 @@
+"""Calls of tools in answers, however they come in pieces."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from nesa_node.api.bodies.chat_body import Function, NamedFunction, NamedTool, Tool
+from nesa_node.api.bodies.tool_calls import CallReader, forced_calls, format_of
+from nesa_node.api.decoding.job import Job, Sampling
+from nesa_node.web.problem import Problem
+from tests.api.served import answer, served_locally
+from tests.engine.tiny_models import prompt_ids
+
+ADD = {
+    "type": "object",
+    "properties": {"a": {"$ref": "#/$defs/few"}},
+    "required": ["a"],
+    "additionalProperties": False,
+    "$defs": {"few": {"enum": [1, 2]}},
+}
+TOOLS = [
+    Tool(type="function", function=Function(name="add", parameters=ADD)),
+    Tool(type="function", function=Function(name="now")),
+]
+
+
+def read(written: Any, text: str, size: int) -> tuple[str, list[Any]]:
+    """Words and calls of a text that comes in pieces of `size`."""
+    reader = CallReader(written, ["add", "now"])
+    words = "".join(reader.feed(text[at : at + size]) for at in range(0, len(text), size))
+    rest, calls = reader.finish()
+    return words + rest, [(c["function"]["name"], c["function"]["arguments"]) for c in calls]
+
+
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+
+
+@pytest.mark.parametrize("size", [1, 3, 7, 1000])
+@pytest.mark.parametrize(
+    ("written", "text", "words", "calls"),
+    [
+        ("tagged", CALL, "", [("add", '{"a":1}')]),
+        ("tagged", f"Sure. {CALL}\n{CALL}", "Sure. ", [("add", '{"a":1}')] * 2),
+        ("tagged", CALL.removesuffix("</tool_call>"), "", [("add", '{"a":1}')]),
+        ("tagged", "a < b and <tool> too", "a < b and <tool> too", []),
+        ("tagged", "<tool_call>nonsense</tool_call>", "<tool_call>nonsense</tool_call>", []),
+        ("tagged", CALL.replace("add", "rm"), CALL.replace("add", "rm"), []),
+        ("bare", ' {"name": "now", "parameters": {}}', "", [("now", "{}")]),
+        (
+            "bare",
+            '[{"name": "now"}, {"name": "add", "arguments": "x"}]',
+            "",
+            [("now", "{}"), ("add", "x")],
+        ),
+        ("bare", "It is {now}.", "It is {now}.", []),
+        ("bare", '{"answer": 1}', '{"answer": 1}', []),
+        ("bare", '{"name": "now"', '{"name": "now"', []),
+        (
+            "bare",
+            '{"name": "now", "arguments": {"x": "\\ud800"}}',
+            '{"name": "now", "arguments": {"x": "\\ud800"}}',
+            [],
+        ),
+    ],
+)
+def test_calls_are_told_from_words(
+    written: str, text: str, words: str, calls: list[Any], size: int
+) -> None:
+    assert read(written, text, size) == (words, calls)
+
+
+def test_templates_say_how_calls_are_written() -> None:
+    assert format_of("... <tool_call> ...") == "tagged"
+    assert format_of('{"name": ..., "parameters": ...}') == "bare"
+
+
+def test_a_tool_that_is_not_there_cannot_be_chosen() -> None:
+    choice = NamedTool(type="function", function=NamedFunction(name="rm"))
+    with pytest.raises(Problem, match="tool_choice names"):
+        forced_calls("tagged", TOOLS, choice)
+
+
+def test_schemas_that_take_long_to_compile_are_refused() -> None:
+    many = {"properties": {f"p{number}": {"enum": ["a", "b"]} for number in range(5000)}}
+    large = Tool(type="function", function=Function(name="large", parameters=many))
+    with pytest.raises(Problem, match="are allowed"):
+        forced_calls("bare", [*TOOLS, large], "required")
+    choice = NamedTool(type="function", function=NamedFunction(name="now"))
+    assert forced_calls("bare", [*TOOLS, large], choice)
+
+
+def test_schemas_that_nothing_fits_are_refused_at_once() -> None:
+    for schema in ({"type": "bogus"}, {"$ref": "#/nowhere"}, {"pattern": "((", "type": "string"}):
+        tool = Tool(type="function", function=Function(name="odd", parameters=schema))
+        with pytest.raises(Problem, match="cannot be followed") as raised:
+            forced_calls("tagged", [*TOOLS, tool], "required")
+        assert (raised.value.status, raised.value.param) == (400, "tools")
+
+
+async def test_a_tool_without_parameters_is_called_without_arguments(tiny: Any) -> None:
+    choice = NamedTool(type="function", function=NamedFunction(name="now"))
+    grammar = forced_calls("tagged", TOOLS, choice)
+    job = Job(
+        prompt=tuple(prompt_ids(12)),
+        max_tokens=200,
+        sampling=Sampling(temperature=0),
+        grammar=grammar,
+    )
+    async with served_locally(tiny("llama")) as served:
+        made = await answer(served, job)
+    assert made.text == '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+    assert made.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("written", ["tagged", "bare"])
+async def test_a_call_that_must_come_comes(written: Any, tiny: Any) -> None:
+    choice = NamedTool(type="function", function=NamedFunction(name="add"))
+    grammar = forced_calls(written, TOOLS, choice)
+    job = Job(
+        prompt=tuple(prompt_ids(12)),
+        max_tokens=200,
+        sampling=Sampling(temperature=0),
+        grammar=grammar,
+    )
+    async with served_locally(tiny("llama")) as served:
+        text = (await answer(served, job)).text
+    words, ((name, arguments),) = read(written, text, 5)
+    assert (words, name) == ("", "add")
+    assert json.loads(arguments)["a"] in (1, 2)

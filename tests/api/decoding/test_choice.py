@@ -1,0 +1,38 @@
+"""One answer's text, token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+from nesa_node.api.decoding.choice import Choice
+from nesa_node.api.decoding.job import Chosen, Delta, Job
+from nesa_node.api.decoding.vocabulary import Vocabulary
+from tests.api.tokenizers import byte_level_tokenizer, metaspace_tokenizer
+
+
+@pytest.mark.parametrize("make", [byte_level_tokenizer, metaspace_tokenizer])
+def test_a_character_that_the_limit_cuts_is_left_out(
+    make: Callable[[], PreTrainedTokenizerBase],
+) -> None:
+    tokenizer = make()
+    load: Any = GenerationConfig
+    vocabulary = Vocabulary(tokenizer, load(), vocab_size=len(tokenizer))
+    text = "the cat 🙂"
+    token_ids = tokenizer(text).input_ids
+    for count in range(1, len(token_ids) + 1):
+        job = Job(prompt=(1,), max_tokens=count)
+        choice = Choice(job, 0, vocabulary, None)
+        told: list[Delta] = [choice.take(Chosen(one, b"", 0.0)) for one in token_ids[:count]]
+        assert told[-1].finish_reason == "length"
+        said = "".join(delta.text for delta in told)
+        assert text.startswith(said)
+        assert (said == text) == (count == len(token_ids))
+    # What the model itself ended stays as it is.
+    choice = Choice(Job(prompt=(1,), max_tokens=99), 0, vocabulary, None)
+    ended = [*token_ids[:-1], tokenizer.eos_token_id]
+    said = "".join(choice.take(Chosen(one, b"", 0.0)).text for one in ended)
+    assert said.endswith("\ufffd")

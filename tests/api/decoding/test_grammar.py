@@ -1,0 +1,172 @@
+"""Answers that must be JSON are JSON, of their schema."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import torch
+
+from nesa_node.api.decoding.grammar import Grammars, compile_json_object, compile_json_schema
+from nesa_node.api.decoding.job import Sampling
+from tests.api.served import answer, greedy_job, outcome, served_locally
+from tests.api.tokenizers import byte_level_tokenizer
+from tests.engine.tiny_models import VOCABULARY, prompt_ids
+
+_WORD = {"type": "string", "maxLength": 8}
+SCHEMAS: list[dict[str, Any]] = [
+    {
+        "type": "object",
+        "properties": {"name": _WORD, "age": {"type": "integer", "minimum": 0, "maximum": 150}},
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    },
+    {
+        "type": "array",
+        "items": {"enum": ["red", "green", "blue"]},
+        "minItems": 2,
+        "maxItems": 4,
+    },
+    {
+        "$defs": {"leaf": {"anyOf": [{"type": "boolean"}, {"type": "null"}, _WORD]}},
+        "type": "object",
+        "properties": {
+            "left": {"$ref": "#/$defs/leaf"},
+            "right": {"type": "array", "items": {"$ref": "#/$defs/leaf"}, "maxItems": 2},
+        },
+        "required": ["left", "right"],
+        "additionalProperties": False,
+    },
+    {"const": {"a": [1, "äöü 🙂"]}},
+    {"type": "string", "pattern": "^[a-c]{2,5}$"},
+]
+
+
+@pytest.mark.parametrize("schema", SCHEMAS)
+async def test_answers_fit_their_schema(
+    tiny: Callable[[str], Path], schema: dict[str, Any]
+) -> None:
+    grammar = compile_json_schema(schema)
+    sampling = Sampling(temperature=1.0, seed=4)
+    job = greedy_job(prompt_ids(8), 400, n=3, sampling=sampling, grammar=grammar, ignore_eos=False)
+    async with served_locally(tiny("llama")) as served:
+        made = await outcome(served, job)
+        best = await answer(served, greedy_job(prompt_ids(8), 400, grammar=grammar))
+    for one in (*made.answers, best):
+        assert one.finish_reason == "stop"
+        assert one.text == "".join(one.pieces)
+        jsonschema.validate(json.loads(one.text), schema)
+
+
+async def test_an_answer_that_is_cut_off_says_so(tiny: Callable[[str], Path]) -> None:
+    schema = {"type": "string", "minLength": 200}
+    async with served_locally(tiny("llama")) as served:
+        job = greedy_job(prompt_ids(8), 12, grammar=compile_json_schema(schema))
+        made = await answer(served, job)
+    assert made.finish_reason == "length"
+    assert made.text.startswith('"')
+
+
+async def test_any_object_is_an_object(tiny: Callable[[str], Path]) -> None:
+    # The braces are likely enough for an answer to end.
+    tokenizer = byte_level_tokenizer()
+    braces: Any = tokenizer.convert_tokens_to_ids(["}", '"', ":"])
+    sampling = Sampling(temperature=1.0, seed=1, logit_bias=dict.fromkeys(braces, 12.0))
+    async with served_locally(tiny("llama")) as served:
+        job = greedy_job(prompt_ids(8), 300, sampling=sampling, grammar=compile_json_object())
+        made = await answer(served, job)
+    assert isinstance(json.loads(made.text), dict)
+
+
+def test_log_probabilities_and_masks_take_more_tokens_than_the_tokenizer_has() -> None:
+    grammars = Grammars(byte_level_tokenizer(), VOCABULARY + 100, [0])
+    follower = grammars.follow(compile_json_schema({"const": 1}))
+    allowed_V = follower.allowed(VOCABULARY + 100, torch.device("cpu"))
+    assert allowed_V.shape == (VOCABULARY + 100,)
+    assert not allowed_V[VOCABULARY:].any()
+    assert allowed_V.sum() == 1
+    other = follower.copy()
+    token = int(allowed_V.nonzero()[0])
+    assert follower.take(token)
+    # It was not moved by the first.
+    assert torch.equal(other.allowed(VOCABULARY + 100, torch.device("cpu")), allowed_V)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "nonsense"},
+        {"$ref": "https://example.com/schema.json"},
+        {"$ref": "#/$defs/nowhere"},
+        {"type": "object", "properties": {"a": 7}},
+        {"type": "string", "pattern": "(?=a)b"},
+        {"anyOf": []},
+        {"enum": ["x" * 70_000]},
+        {"not": {"type": "string"}},
+        {"a": {1, 2}},
+    ],
+)
+def test_what_cannot_be_followed_is_refused_at_once(schema: dict[str, Any]) -> None:
+    began = time.monotonic()
+    with pytest.raises(ValueError, match="JSON schema"):
+        compile_json_schema(schema)
+    assert time.monotonic() - began < 5
+
+
+def test_a_schema_nested_without_end_is_refused() -> None:
+    schema: dict[str, Any] = {}
+    for _ in range(100_000):
+        schema = {"items": schema}
+    with pytest.raises(ValueError, match="JSON schema"):
+        compile_json_schema(schema)
+
+
+@pytest.mark.parametrize("depth", [50, 500, 4000])
+def test_deep_and_wide_schemas_take_bounded_time(depth: int) -> None:
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(depth):
+        schema = {"items": schema}
+    wide = {"properties": {f"key{at}": {"type": "integer"} for at in range(depth // 4)}}
+    for one in (schema, wide):
+        began = time.monotonic()
+        with contextlib.suppress(ValueError):
+            Grammars(byte_level_tokenizer(), VOCABULARY, [0]).follow(compile_json_schema(one))
+        assert time.monotonic() - began < 5
+
+
+def test_a_hard_pattern_is_followed_or_refused_in_bounded_time() -> None:
+    schema = {"type": "string", "pattern": "^(((((a{1,900}){1,900}){1,900}){1,900}){1,900})$"}
+    tokenizer = byte_level_tokenizer()
+    tokens: Any = tokenizer.convert_tokens_to_ids(['"', "a"])
+    began = time.monotonic()
+    with contextlib.suppress(ValueError):
+        follower = Grammars(tokenizer, VOCABULARY, [0]).follow(compile_json_schema(schema))
+        for token in (tokens[0], *[tokens[1]] * 60):
+            follower.allowed(VOCABULARY, torch.device("cpu"))
+            follower.take(token)
+    assert time.monotonic() - began < 10
+
+
+def test_a_schema_cannot_change_how_its_grammar_is_made() -> None:
+    schema = {"type": "array", "items": {"const": 1}, "x-guidance": {"whitespace_flexible": True}}
+    follower = Grammars(byte_level_tokenizer(), VOCABULARY, [0]).follow(compile_json_schema(schema))
+    tokenizer = byte_level_tokenizer()
+    tokens: Any = tokenizer.convert_tokens_to_ids(["[", "Ġ"])
+    follower.take(tokens[0])
+    assert not follower.allowed(VOCABULARY, torch.device("cpu"))[tokens[1]]
+
+
+def test_an_answer_whose_grammar_gets_too_complex_is_not_taken_for_complete() -> None:
+    properties = {f"p{number}": {"type": "integer"} for number in range(600)}
+    grammar = compile_json_schema({"type": "object", "properties": properties})
+    tokenizer = byte_level_tokenizer()
+    follower = Grammars(tokenizer, len(tokenizer), [0]).follow(grammar)
+    (token_id,) = tokenizer("{").input_ids
+    with pytest.raises(ValueError, match="complex"):
+        follower.take(token_id)
