@@ -98,7 +98,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens"),
     (CHAT, {"max_tokens": 64}, "messages"),
     (CHAT, {"seed": HUGE}, "seed"),
-    (CHAT, {"stop": ["a", "b", "c", "d", "e"]}, "stop"),
+    (CHAT, {"stop": ["a"] * 17}, "stop"),
     (CHAT, {"stop": ""}, "stop"),
     (CHAT, {"stream": "yes"}, "stream"),
     (CHAT, {"stream_options": {"include_usage": True}}, "stream_options"),
@@ -210,7 +210,7 @@ async def test_wrong_values_are_named(server: Server) -> None:
 
 async def test_lists_of_a_wrong_length_are_told_as_such(server: Server) -> None:
     for path, more, param in (
-        (CHAT, {"stop": list("abcde")}, "stop"),
+        (CHAT, {"stop": ["a"] * 17}, "stop"),
         (COMPLETIONS, {"prompt": []}, "prompt"),
         (COMPLETIONS, {"prompt": [[]]}, "prompt[0]"),
         (COMPLETIONS, {"prompt": ["hello"] * 129}, "prompt"),

@@ -26,7 +26,7 @@ PACKAGES: Mapping[str, tuple[str, ...]] = {
     "llm": ("llm==0.36",),
     "litellm": ("litellm==1.106.2",),
 }
-NPM = ("openai@7.57.0",)
+NPM = ("openai@7.57.0", "@continuedev/cli@1.5.47")
 
 
 def python_of(client: str) -> Path:
@@ -42,7 +42,7 @@ def python_of(client: str) -> Path:
 
 
 def node_folder() -> Path:
-    """A folder with the npm package `openai` in it."""
+    """A folder with the npm packages in it."""
     wanted = " ".join(NPM)
     folder = FOLDER / "npm"
     with _lock("npm"):

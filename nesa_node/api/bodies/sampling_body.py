@@ -29,7 +29,8 @@ from nesa_node.web.problem import Problem
 
 MAX_CHOICES = 128
 FEW_CHOICES = 4
-MAX_STOPS = 4
+MAX_STOPS = 16
+"""OpenAI takes four; editors that complete code send up to fourteen."""
 _MAX_BIASED = 4096
 
 StopText = Annotated[str, Field(min_length=1, max_length=512)]
