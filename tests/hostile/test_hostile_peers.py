@@ -77,7 +77,12 @@ async def _scene(folder: Path) -> AsyncIterator[Scene]:
         for swarm in swarms[1:]:
             await connect_to(targets, swarm)
         one = stack.enter_context(bystander(model, running.addresses))
-        yield Scene(running, swarms[0], swarms[1:], targets, one)
+        try:
+            yield Scene(running, swarms[0], swarms[1:], targets, one)
+        except BaseException:
+            for node in running.nodes:
+                print(node.peer_id, *running.log(node).splitlines()[-60:], sep="\n")
+            raise
         one.stop()
         await _check_directory(swarms[0], targets, running.nodes)
         await check_nothing_is_held(swarms[0], targets)
