@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
+from nesa_node.client.activity import Activity
 from nesa_node.core.http_address import HttpAddress
 from nesa_node.dashboard.app import Dashboard, make_app
 from nesa_node.swarm.records import NodeRecord
@@ -28,8 +29,8 @@ class Served:
         self._run(lambda: self.dashboard.board.look(records, now))
         self.tick(now)
 
-    def tick(self, now: float) -> None:
-        self._run(lambda: self.dashboard.board.tick(now, None))
+    def tick(self, now: float, activity: Activity | None = None) -> None:
+        self._run(lambda: self.dashboard.board.tick(now, activity))
         self._run(self.dashboard.feed.publish)
 
     def _run(self, work: Callable[[], T]) -> T:

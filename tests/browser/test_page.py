@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import pytest
 from playwright.sync_api import expect
 
-from tests.browser.browsing import browsing
+from nesa_node.core.span import Span
+from nesa_node.routing.chains import Hop
+from tests.browser.browsing import PHONE, WIDE, browsing
 from tests.browser.served import served
 from tests.dashboard.records import record
+from tests.dashboard.test_board import PLAYED, Scripted
 
 HOSTILE = "<img src=x onerror=alert(1)>"
 
@@ -49,6 +53,23 @@ def test_model_called_proto_is_a_model_like_any_other() -> None:
         for name in names:
             page.select_option("#model", value=name)
             expect(page.locator(".card.serving")).to_have_count(1)
+
+
+@pytest.mark.slow
+def test_chains_follow_a_window_that_turns() -> None:
+    """Cytoscape warns of a line that it cannot draw, and `browsing` of whatever it says."""
+    now = time.time()
+    whole = [record(f"peer-{at}", (at, at + 4), at=now) for at in (0, 4, 8)]
+    hops = tuple(Hop(one.peer_id, Span(*one.span)) for one in whole)
+    activity = Scripted()
+    activity.open = [replace(PLAYED, model_id=whole[0].model_id, hops=hops)]
+    with served() as server, browsing(server.url) as page:
+        server.look(whole, now)
+        server.tick(now, activity)
+        expect(page.locator(".card.serving")).to_have_count(3)
+        for width in (PHONE, WIDE, PHONE):
+            page.set_viewport_size({"width": width, "height": 900})
+            page.wait_for_timeout(500)
 
 
 @pytest.mark.slow

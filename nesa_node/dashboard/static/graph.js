@@ -52,6 +52,8 @@ export class Graph {
     this.cy.resize();
     this.shape = "";
     this.arrange();
+    // How answers run back depends on the places.
+    this.drawEdges();
     this.fit();
   }
 
