@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from playwright.sync_api import expect
 
+from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.core.span import Span
 from nesa_node.routing.chains import Hop
 from tests.browser.browsing import PHONE, WIDE, browsing
@@ -60,9 +61,9 @@ def test_chains_follow_a_window_that_turns() -> None:
     """Cytoscape warns of a line that it cannot draw, and `browsing` of whatever it says."""
     now = time.time()
     whole = [record(f"peer-{at}", (at, at + 4), at=now) for at in (0, 4, 8)]
-    hops = tuple(Hop(one.peer_id, Span(*one.span)) for one in whole)
+    hops = tuple(Hop(PeerId(one.peer_id), Span(*one.span)) for one in whole)
     activity = Scripted()
-    activity.open = [replace(PLAYED, model_id=whole[0].model_id, hops=hops)]
+    activity.open = [replace(PLAYED, model_id=ModelId(whole[0].model_id), hops=hops)]
     with served() as server, browsing(server.url) as page:
         server.look(whole, now)
         server.tick(now, activity)
