@@ -19,7 +19,7 @@ PING_EVERY_S = 6.0
 """A ping takes 1 kB of the network, by all that is around its bytes."""
 REFRESH_S = 60.0
 LOOK_EVERY_S = 60.0
-MAX_LOOK_S = 1800.0
+MAX_LOOK_S = 600.0
 """A look fetches all records, from several members: of twelve nodes more than 100 kB, most of what
 measuring takes. Who joins later looks and pings first, and tells what it finds."""
 
@@ -36,15 +36,16 @@ async def keep_measuring(
 ) -> None:
     """Ping the nodes of a model in turn, until cancelled. What comes of it is in `distances`.
 
-    `look_every_s`: how long after the start the DHT is asked who there is; each pause before it is
-    asked again is three times as long as the one before, up to `MAX_LOOK_S`.
+    It begins with a look: what was seen before the model was loaded may have expired. The next
+    comes after `look_every_s`, and each pause is three times as long as the one before, up to
+    `MAX_LOOK_S`.
     """
-    looked = time.monotonic()
+    look_at = time.monotonic()
     while True:
         await asyncio.sleep(ping_every_s * rng.uniform(0.8, 1.2))
         try:
-            if time.monotonic() - looked >= look_every_s:
-                looked = time.monotonic()
+            if time.monotonic() >= look_at:
+                look_at = time.monotonic() + look_every_s
                 look_every_s = min(3.0 * look_every_s, max(MAX_LOOK_S, look_every_s))
                 await swarm.directory.fetch(model_id, num_blocks)
             await _ping_one(swarm, model_id, num_blocks, rng, refresh_s)

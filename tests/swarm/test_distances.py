@@ -138,6 +138,22 @@ async def test_measuring_nodes_know_their_links_from_each_others_records(tmp_pat
             task.cancel()
 
 
+async def test_whoever_took_long_to_start_looks_before_it_measures(tmp_path: Path) -> None:
+    """What it saw when it joined has expired, and the next look is far away."""
+    async with local_swarm(tmp_path, 2) as (one, two):
+        await one.directory.publish(make_status())
+        measuring = asyncio.create_task(
+            keep_measuring(two, MODEL, 30, random.Random(0), ping_every_s=0.02)
+        )
+
+        async def measured() -> bool:
+            return not math.isnan(two.distances.rtt_ms(one.identity.peer_id))
+
+        await eventually(measured, 10)
+        measuring.cancel()
+        await asyncio.gather(measuring, return_exceptions=True)
+
+
 async def test_measuring_goes_on_after_a_mistake(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
