@@ -39,9 +39,13 @@ browser:
 		echo "no Chromium here, and no right to install it: tests of the page are skipped"; \
 	fi
 
-# A file's tests stay together: they share daemons.
+# A file's tests stay together: they share daemons. Real swarms that are watched by the clock have the
+# machine to themselves.
+ALONE := tests/e2e tests/faults tests/hostile tests/benchmarks/emulator
+
 test: $(READY) browser
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ALONE:%=--ignore=%)
+	$(BIN)/python -m pytest $(ALONE)
 
 test-all: $(READY) browser
 	$(BIN)/python -m pytest -m "slow or not slow"
