@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from benchmarks.toy_plans import STAGES, Placement, Smoothed, plan_cost
 from nesa_node.topology.changes.detector import ChangeState, Observation, PlanCosts, observe
 from nesa_node.topology.changes.membership import Holdings
 from nesa_node.topology.changes.shift import connections_of
+from nesa_node.topology.changes.triggers import TriggerName
 from nesa_node.topology.homology.filtration import make_filtration
 from nesa_node.topology.tables import load_table
 from nesa_node.topology.traces import Event, EventKind, TraceStep, World, trace
@@ -30,6 +31,7 @@ from nesa_node.topology.traces import Event, EventKind, TraceStep, World, trace
 DEFAULTS = Options(runs=100, snapshots=1000)
 QUICK = Options(runs=3, snapshots=60)
 KINDS: tuple[EventKind, ...] = ("partition", "regional loss", "detour", "bad pair")
+TRIGGERS: tuple[TriggerName, ...] = get_args(TriggerName)
 CHURN = 0.03
 GAIN = 1.1
 # Worlds of increasing disturbance. "calm" is a wide-area network of servers; "rough" has jitter of
@@ -162,16 +164,7 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
             f"{1e3 * row['quiet']['counts'].get(name, 0) / max(row['quiet']['snapshots'], 1):.1f}"
         )
 
-    alarms = (
-        "shift",
-        "round trips",
-        "places",
-        "departures",
-        "region",
-        "replicas",
-        "capacity",
-        "plan",
-    )
+    alarms = tuple(name for name in TRIGGERS if name != "coverage")
     moves = ("move for a loss", "move for a gain", "move false")
     print_table(
         "changes: per 1,000 quiet snapshots with 3 % churn",
@@ -185,17 +178,7 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
             for row in rows
         ],
     )
-    names = (
-        "any",
-        "shift",
-        "round trips",
-        "places",
-        "departures",
-        "region",
-        "coverage",
-        "replicas",
-        "capacity",
-    )
+    names = ("any", *(name for name in TRIGGERS if name != "plan"))
     print_table(
         "changes: found within two snapshots, % of events",
         "world|event|" + "|".join(names),
