@@ -23,7 +23,7 @@ from nesa_node.client.request import RouteRequest
 from nesa_node.client.route import Route
 from nesa_node.compression import tensors
 from nesa_node.core.errors import PeerUnreachableError, ProtocolError
-from nesa_node.swarm.messages import Step
+from nesa_node.swarm.messages import Pong, Step
 from nesa_node.swarm.notices import FailureKind
 from nesa_node.swarm.outbox import Kept, Outbox
 from nesa_node.swarm.wire import check_allowed, passed_on
@@ -32,6 +32,11 @@ WINDOW = 32
 """Steps under way at once: a node reads no more while it has 64 of a session."""
 MAX_BUSY_PERIODS = 10
 """A node may be busy with a step for so many step timeouts."""
+SILENCE_S = 6.0
+"""After that the hops that small steps pass are asked whether they are there: a link that is cut
+says nothing, and long before a step is overdue its hops can be known to be lost."""
+SMALL_BYTES = 1 << 16
+"""Behind more than that a question may have to wait: it is not asked before a step is overdue."""
 
 
 class ChainBrokenError(PeerUnreachableError):
@@ -51,6 +56,7 @@ class Stage:
     """Where the outputs go in; None after the last stage."""
     awaited: deque[Kept] = field(default_factory=deque)
     """Sent, their outputs have not come."""
+    ask_at: float = 0.0
     deadline: float = 0.0
     patience: int = 0
 
@@ -62,8 +68,14 @@ class Stage:
 
     def renew(self, timeout_s: float) -> None:
         """Something came, or the first step went in."""
-        self.deadline = time.monotonic() + timeout_s
+        now = time.monotonic()
+        self.ask_at, self.deadline = now + SILENCE_S, now + timeout_s
         self.patience = MAX_BUSY_PERIODS
+
+    def look_at(self) -> float:
+        """When to look what became of the awaited steps."""
+        small = sum(len(kept.payload) for kept in self.awaited) <= SMALL_BYTES
+        return min(self.ask_at, self.deadline) if small else self.deadline
 
 
 class Flow:
@@ -193,23 +205,33 @@ class Flow:
 
     async def _wait(self, stages: Sequence[Stage]) -> None:
         """Until a link has news; a stage where nothing came for too long is looked into."""
-        late = min((stage for stage in stages if stage.awaited), key=lambda stage: stage.deadline)
+        late = min((stage for stage in stages if stage.awaited), key=Stage.look_at)
         try:
-            async with asyncio.timeout(late.deadline - time.monotonic()):
+            async with asyncio.timeout(late.look_at() - time.monotonic()):
                 await self._changed.wait()
         except TimeoutError:
-            late.patience -= 1
-            await self._probe(late)
-            late.deadline = time.monotonic() + self._step_timeout_s
+            overdue = time.monotonic() >= late.deadline
+            pongs = await self._ask(late)
+            now = time.monotonic()
+            late.ask_at = now + SILENCE_S
+            if overdue:
+                late.patience -= 1
+                self._blame(late, pongs)
+                late.deadline = now + self._step_timeout_s
 
-    async def _probe(self, stage: Stage) -> None:
-        """A step is overdue: return if somebody is still at it, else find out who is lost."""
+    async def _ask(self, stage: Stage) -> Sequence[Pong | BaseException]:
+        """What the hops of a stage say they are at. Raises if one of them is lost."""
         nonce = self._rng.getrandbits(32)
-        links = stage.through
-        pongs = await asyncio.gather(*(link.ping(nonce) for link in links), return_exceptions=True)
+        asked = (link.ping(nonce) for link in stage.through)
+        pongs = await asyncio.gather(*asked, return_exceptions=True)
         self._check_health()
+        return pongs
+
+    def _blame(self, stage: Stage, pongs: Sequence[Pong | BaseException]) -> None:
+        """A step is overdue: return if somebody is still at it, else say who is lost."""
         if stage.leave.outputs:
             return
+        links = stage.through
         at_it = busy(links, pongs)
         if at_it is None:
             raise ChainBrokenError(self._route.blame.overdue(links, pongs, stage.awaited[0].step))

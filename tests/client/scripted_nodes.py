@@ -57,6 +57,7 @@ class ScriptedNode:
         self.steps: list[Step] = []
         self.kept: list[tuple[Step, torch.Tensor]] = []
         self.working = False
+        self.pings = 0
         self.after: ScriptedNode | None = None
         self.on_work: Callable[[], None] = lambda: None
         self.spoil: Spoil = lambda output_TD: output_TD
@@ -129,6 +130,7 @@ class ScriptedNode:
                     hidden_TD = tensors.decode(message.tensor, payload, max_bytes=MAX_BYTES)
                     self.put(message, hidden_TD)
                 case Ping():
+                    self.pings += 1
                     last = self.steps[-1].step if self.steps else -1
                     pong = Pong(nonce=message.nonce, epoch=0, step=last, busy=self.working)
                     await self._stream.send(pong)

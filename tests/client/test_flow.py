@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -9,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from nesa_node.client import hop, patience
+from nesa_node.client import flow, hop, patience
 from nesa_node.client import session as session_module
 from nesa_node.client.line import Line
 from nesa_node.client.planner import Planner
@@ -27,7 +29,12 @@ Opened = tuple[RemoteSession, ScriptedRoute]
 
 @asynccontextmanager
 async def opened(
-    monkeypatch: pytest.MonkeyPatch, mode: Routing, *, rows: int = 1, **script: Any
+    monkeypatch: pytest.MonkeyPatch,
+    mode: Routing,
+    *,
+    rows: int = 1,
+    step_timeout_s: float = 0.5,
+    **script: Any,
 ) -> AsyncIterator[Opened]:
     """An open session over scripted nodes."""
     routes: list[ScriptedRoute] = []
@@ -44,7 +51,7 @@ async def opened(
         Line(),
         recovery_timeout_s=5.0,
         queue_timeout_s=5.0,
-        step_timeout_s=0.5,
+        step_timeout_s=step_timeout_s,
         rng=RNG,
     )
     try:
@@ -161,6 +168,46 @@ async def test_a_long_step_of_a_node_that_works_is_waited_for(
     async with opened(monkeypatch, "chain", step_s=0.8) as (session, _):
         await session.step(hidden(1), [RowSlice(0, 0, 1)])
         assert session.recoveries == 0
+
+
+@pytest.mark.parametrize("mode", ROUTINGS)
+async def test_silent_node_is_found_long_before_a_small_step_is_overdue(
+    monkeypatch: pytest.MonkeyPatch, mode: Routing
+) -> None:
+    monkeypatch.setattr(hop, "PING_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(flow, "SILENCE_S", 0.1)
+    async with opened(monkeypatch, mode, step_timeout_s=60.0) as (session, route):
+        hung = route.scripted[1]
+        hung.hang()
+        async with asyncio.timeout(20):
+            await session.step(hidden(1), [RowSlice(0, 0, 1)])
+        assert session.recoveries == 1
+        assert hung not in route.scripted
+
+
+async def test_nobody_is_asked_early_behind_a_large_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its bytes may still be on their way, and the question would wait for them."""
+    monkeypatch.setattr(hop, "PING_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(flow, "SILENCE_S", 0.05)
+    monkeypatch.setattr(flow, "SMALL_BYTES", 15)
+    async with opened(monkeypatch, "chain", step_timeout_s=1.0) as (session, route):
+        hung = route.scripted[1]
+        hung.hang()
+        began = time.monotonic()
+        await session.step(hidden(1), [RowSlice(0, 0, 1)])
+        assert time.monotonic() - began >= 1.0
+        assert hung not in route.scripted
+
+
+@pytest.mark.parametrize("mode", ROUTINGS)
+async def test_node_that_answers_keeps_its_time_for_a_step(
+    monkeypatch: pytest.MonkeyPatch, mode: Routing
+) -> None:
+    monkeypatch.setattr(flow, "SILENCE_S", 0.05)
+    async with opened(monkeypatch, mode, step_s=0.4, step_timeout_s=60.0) as (session, route):
+        await session.step(hidden(1), [RowSlice(0, 0, 1)])
+        assert session.recoveries == 0
+        assert sum(node.pings for node in route.scripted) > HOPS
 
 
 @pytest.mark.parametrize("mode", ROUTINGS)

@@ -7,11 +7,13 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 
 import psutil
 import pytest
 from transformers import PreTrainedModel
 
+from nesa_node.client.flow import SILENCE_S
 from nesa_node.core.choices import Route
 from nesa_node.core.errors import MissingBlocksError
 from nesa_node.core.span import Span
@@ -85,6 +87,24 @@ def test_hanging_node_is_noticed_and_replaced(
         output_BL = generate(model, random_ids(1, 9), session, new_tokens=8)
         assert_undisturbed(alone, output_BL, random_ids(1, 9), new_tokens=8)
         assert victim.process.poll() is None
+
+
+@pytest.mark.parametrize("routing", ROUTES)
+def test_silent_node_is_replaced_long_before_a_step_is_overdue(
+    alone: PreTrainedModel, bed: Bed, routing: Route
+) -> None:
+    bed.start([*thirds(BLOCKS), thirds(BLOCKS)[1]])
+    with (
+        join_bed(bed, routing, step_timeout_s=120.0) as model,
+        model.inference_session(128) as session,
+    ):
+        victim = holders(bed, session)[1]
+        with _thawed_at_the_end(_node_and_p2pd(victim)) as freeze:
+            blow = Blow(after=9, strike=freeze)
+            run_with_blow(alone, model, session, random_ids(1, 20), blow, f"silent, {routing}")
+            assert victim.peer_id not in {hop.peer_id for hop in session.hops}
+            longest_s = max(after - before for before, after in pairwise(blow.times))
+            assert longest_s < SILENCE_S + PING_S + RECOVERY_TIMEOUT_S + MARGIN_S
 
 
 @pytest.mark.parametrize("routing", ROUTES)
