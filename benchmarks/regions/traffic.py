@@ -8,7 +8,7 @@ from statistics import mean
 from typing import Any
 
 from benchmarks.regions.swarm import Regions
-from nesa_node.server.announcer import REFRESH_S
+from nesa_node.server.announcer import renew_after_s
 
 KEYS = 2
 """Under which a record lies: its model's and that of all nodes."""
@@ -48,8 +48,8 @@ def per_second(regions: Regions, seconds: float) -> dict[str, tuple[float, float
 
 
 def record_growth(packed_bytes: float, record_ttl_s: float) -> float:
-    """Bytes/s that a node sends more since its record tells links: to each member, each time."""
-    return packed_bytes * KEYS * COPIES / min(REFRESH_S, record_ttl_s / 3)
+    """Bytes/s that an idle node sends more since its record tells links: to each member."""
+    return packed_bytes * KEYS * COPIES / renew_after_s(record_ttl_s)
 
 
 def summarize(

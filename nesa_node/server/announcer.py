@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -26,8 +27,11 @@ from nesa_node.topology.packed import Measured, pack_measured, unpack_measured
 log = get_logger(__name__)
 
 State = Literal["joining", "serving", "draining"]
-REFRESH_S = 10.0
-"""At most: a record's free cache and load are this old, besides the DHT's own delay."""
+NEWS_S = 10.0
+"""So old at most are a record's free cache, load and whatever else others plan by, besides the
+DHT's own delay. Where nothing has changed the record is only renewed, before it would expire."""
+_NO_NEWS = {"uptime_s", "cpu_memory_free_bytes", "gpu_memory_free_bytes", "load", "measured"}
+"""Fields that differ each time: load and links are compared less sharply."""
 DTYPE_NAMES = {
     torch.float32: "float32",
     torch.bfloat16: "bfloat16",
@@ -85,6 +89,8 @@ class Announcer:
         self._state: State = "joining"
         self._span: Span | None = None
         self._next_span: Span | None = None
+        self._told: object = None
+        self._told_at = -math.inf
 
     @property
     def state(self) -> State:
@@ -98,23 +104,35 @@ class Announcer:
         """
         self._state, self._span, self._next_span = state, span, next_span
         try:
-            await self._directory.publish(self._status(state, span))
+            await self._publish(self._status(state, span))
         except OSError as error:
             log.warning("not_announced", reason=str(error))
 
     async def run(self) -> None:
         """Publish again and again until cancelled, whatever goes wrong meanwhile."""
-        pause_s = min(REFRESH_S, self._directory.ttl_s / 3)
+        pause_s = min(NEWS_S, renew_after_s(self._directory.ttl_s))
         while True:
             await asyncio.sleep(pause_s)
             if self._span is not None:
                 try:
-                    await self._directory.publish(self._status(self._state, self._span))
+                    status = self._status(self._state, self._span)
+                    if self._is_due(status, pause_s):
+                        await self._publish(status)
                 except (SwarmError, OSError) as error:
                     # Out of files, say.
                     log.warning("not_announced", reason=str(error))
                 except Exception:  # a mistake of ours: a node that stops to announce is lost
                     log.exception("not_announced")
+
+    def _is_due(self, status: NodeStatus, pause_s: float) -> bool:
+        """Whether `status` tells something new, or the record should not wait for the next time."""
+        age_s = time.monotonic() + pause_s / 2 - self._told_at
+        return _news(status) != self._told or age_s >= renew_after_s(self._directory.ttl_s)
+
+    async def _publish(self, status: NodeStatus) -> None:
+        now = time.monotonic()
+        await self._directory.publish(status)
+        self._told, self._told_at = _news(status), now
 
     def _status(self, state: State, span: Span) -> NodeStatus:
         facts, capacity, memory = self._facts, self.capacity(), psutil.virtual_memory()
@@ -160,6 +178,17 @@ class Announcer:
             log.exception("measured_links_not_told")
             return b""
         return packed
+
+
+def renew_after_s(ttl_s: float) -> float:
+    """A record gets lost twice before others take its node for dead."""
+    return ttl_s / 3
+
+
+def _news(status: NodeStatus) -> object:
+    """What others plan by; equal where it need not be told again."""
+    links = {link.digest for link in unpack_measured(status.measured)}
+    return status.model_dump(exclude=_NO_NEWS), round(status.load, 1), links
 
 
 def _pair(span: Span | None) -> tuple[int, int] | None:

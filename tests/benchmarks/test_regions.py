@@ -58,7 +58,7 @@ def test_measuring_is_what_more_is_carried_than_without_pings(
     assert row["measuring_bytes_per_s"] == pytest.approx(250)
     assert row["measuring_both_ways_bytes_per_s"] == pytest.approx(550)
     assert row["measuring_worst_node_bytes_per_s"] == pytest.approx(800)
-    assert row["record_growth_bytes_per_s"] == pytest.approx(132)
+    assert row["record_growth_bytes_per_s"] == pytest.approx(66)
     assert row["passed"]
     assert not summarize({"a1": (900.0, 900.0)}, {"a1": (100.0, 100.0)}, 0.0, 60.0)["passed"]
     show([row | {"took_s": 61.0}], Options(nodes=(4,)))
