@@ -136,6 +136,10 @@ class Directory:
         self._remember(found)
         return self.snapshot(model_id, num_blocks)
 
+    async def glance(self, model_id: ModelId) -> None:
+        """Look up cheaply who is there, from one member: newcomers and their addresses."""
+        self._remember(await self._shelf.find(model_key(model_id), latest=False))
+
     def snapshot(self, model_id: ModelId, num_blocks: int | None = None) -> Snapshot:
         """Who serves `model_id` as far as this node remembers, without asking anybody.
 

@@ -36,10 +36,16 @@ class Shelf:
             return "timeout"
         return None if all(stored.values()) else "refused"
 
-    async def find(self, key: str) -> Iterable[bytes]:
-        """What lies under `key` and the validator has let pass; nothing if nobody answers."""
+    async def find(self, key: str, *, latest: bool = True) -> Iterable[bytes]:
+        """What lies under `key` and the validator has let pass; nothing if nobody answers.
+
+        The newest of what all members hold who keep it or, unless `latest`, what the first of them
+        has that is asked: a tenth of the traffic, and perhaps not everything.
+        """
         try:
-            searching = self._node.get(self._membership.dht_key(key), latest=True)
+            searching = self._node.get(
+                self._membership.dht_key(key), latest=latest, num_workers=None if latest else 1
+            )
             found = await self._peer.run(searching, FETCH_TIMEOUT_S)
         except TimeoutError:
             log.warning("directory_timed_out", timeout_s=FETCH_TIMEOUT_S)

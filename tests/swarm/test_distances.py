@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import random
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
@@ -152,6 +153,41 @@ async def test_whoever_took_long_to_start_looks_before_it_measures(tmp_path: Pat
         await eventually(measured, 10)
         measuring.cancel()
         await asyncio.gather(measuring, return_exceptions=True)
+
+
+async def test_who_was_seen_is_pinged_until_it_does_not_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Looks are rarer than records live."""
+    async with local_swarm(tmp_path, 1) as (one,):
+        async with open_swarm(
+            Identity.ephemeral(tmp_path), initial_peers=one.transport.addresses
+        ) as two:
+            seen = iter([{two.identity.peer_id: two.transport.addresses}])
+            monkeypatch.setattr(one.directory, "addresses", lambda *_: next(seen, {}))
+            measuring = asyncio.create_task(
+                keep_measuring(one, MODEL, 30, random.Random(0), ping_every_s=0.02, refresh_s=0.05)
+            )
+            await eventually(_pinged(one, 4))
+        await eventually(_not_answered(one, 1), 20)
+        await asyncio.sleep(0.5)
+        assert one.distances.unanswered == 1
+        measuring.cancel()
+        await asyncio.gather(measuring, return_exceptions=True)
+
+
+def _pinged(member: Swarm, times: int) -> Callable[[], Awaitable[bool]]:
+    async def condition() -> bool:
+        return member.distances.round_trips_s.count >= times
+
+    return condition
+
+
+def _not_answered(member: Swarm, times: int) -> Callable[[], Awaitable[bool]]:
+    async def condition() -> bool:
+        return member.distances.unanswered >= times
+
+    return condition
 
 
 async def test_measuring_goes_on_after_a_mistake(
