@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,6 +25,13 @@ FLOAT16_MAX = 65504.0
 
 SMALLEST = 2.0**-100
 """Blocks with no larger value become zeros: quotients of subnormal numbers would be too coarse."""
+
+_NOT_FINITE: Mapping[torch.dtype, tuple[Any, int, int]] = {
+    torch.float32: (np.uint32, 0x7FFF_FFFF, 0x7F80_0000),
+    torch.bfloat16: (np.uint16, 0x7FFF, 0x7F80),
+    torch.float16: (np.uint16, 0x7FFF, 0x7C00),
+}
+"""An integer as wide, all bits but the sign, and the least of those that stand for no number."""
 
 _ROUNDING: Mapping[torch.dtype, tuple[float, float]] = {
     torch.float32: (2.0**-24, 2.0**-150),
@@ -77,6 +85,17 @@ class Codec(Protocol):
         float64, of the tensor's shape. It includes the rounding to the tensor's dtype.
         """
         ...
+
+
+def are_finite(values: memoryview, dtype: torch.dtype) -> bool:
+    """Whether no value of these bytes, one at least, is NaN or infinite.
+
+    numpy's first operation takes 5 us where torch's takes 20, as it does with cold caches.
+    """
+    # Those have all bits of the exponent set, and no number has.
+    of_bits, without_sign, least = _NOT_FINITE[dtype]
+    magnitudes = np.frombuffer(values, of_bits) & of_bits(without_sign)
+    return bool(magnitudes.max() < least)
 
 
 def is_finite(tensor: Tensor) -> bool:

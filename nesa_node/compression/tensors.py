@@ -13,7 +13,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from nesa_node.compression.codec import DTYPE_NAMES, DTYPES, Codec, is_finite
+from nesa_node.compression.codec import DTYPE_NAMES, DTYPES, Codec, are_finite, is_finite
 from nesa_node.compression.codecs import RAW, expand, parse
 from nesa_node.core.errors import ProtocolError
 
@@ -33,6 +33,8 @@ __all__ = [
 MAX_DIMS = 4
 MAX_DIM = 2**31 - 1
 MAX_NAME = 32
+SMALL_BYTES = 64 * 1024
+"""So many are looked at as they came, which takes longer for more of them."""
 _CPU = torch.device("cpu")
 
 
@@ -127,7 +129,8 @@ def decode(
         tensor = codec.decode(meta, view, device)
     else:
         tensor = torch.empty(meta.shape, dtype=DTYPES[meta.dtype], device=device)
-    if not is_finite(tensor):
+    small = codec is RAW and 0 < nbytes <= SMALL_BYTES
+    if not (are_finite(view, tensor.dtype) if small else is_finite(tensor)):
         raise ProtocolError("not_finite", "the tensor holds NaN or infinite values")
     return tensor
 

@@ -104,15 +104,16 @@ class Blocks:
         Raises `ContextLengthError`, and `ValueError` for a wrong shape or another span's pool.
         """
         self._check(hidden_TD, runs)
-        inputs_1TD = hidden_TD.to(device=self.device, dtype=self.dtype)[None]
+        inputs_TD = hidden_TD.to(device=self.device, dtype=self.dtype)
         if self._packs_rows:
             packed = PackedRuns(runs[0].table.pool, runs)
             if isinstance(self._decoder, FusedDecoder):
-                output_TD = self._decoder.forward(inputs_1TD[0], packed)
+                output_TD = self._decoder.forward(inputs_TD, packed)
             else:
-                output_TD = self._decode(inputs_1TD, packed.positions_1T, packed, packed=packed)
+                positions_1T = packed.positions_1T
+                output_TD = self._decode(inputs_TD[None], positions_1T, packed, packed=packed)
         else:
-            output_TD = self._run_apart(inputs_1TD, runs)
+            output_TD = self._run_apart(inputs_TD[None], runs)
         for run in runs:
             run.table.length += run.count
         return output_TD

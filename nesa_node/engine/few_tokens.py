@@ -1,39 +1,34 @@
 """Layers of Llama's shape for a few tokens, in machine code but for their products.
 
 What a small step costs beside its weights is operations: each takes torch 5 to 30 microseconds, and
-a layer has some thirty of them. Here they are five, and four products.
+a layer has some thirty of them. Here they are five, and four products (`step_program.py`).
 
-T tokens, D hidden, F inner size, Q query heads, H key/value heads, E head size, P positions,
-S slots.
+T tokens, D hidden, E head size, P positions.
 """
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
-from nesa_node.engine.attention import PackedRuns, Row
+from nesa_node.engine.attention import PackedRuns
 from nesa_node.engine.gemv import NAMES
 from nesa_node.engine.machine_code import compiled
+from nesa_node.engine.step_program import LANES, Buffers, Functions, StepProgram
 
 if TYPE_CHECKING:
-    from nesa_node.engine.fused_layers import FusedLayer, Norm
+    from nesa_node.engine.fused_layers import FusedLayer
 
 MOST_TOKENS = 32
 """For more of them torch's operations on whole tensors cost little, and its attention less."""
-LANES = 16
-"""Floats in the widest vector there is: sizes must be multiples of it."""
-WORTH_THREADS = 1 << 14
-"""Slots times heads: to read fewer keys takes less time than to call other threads."""
 
 
 class FewTokens:
-    """Runs layers of one shape and dtype."""
+    """Runs layers of one shape and dtype, one step at a time."""
 
     def __init__(self, layers: Iterable[FusedLayer]) -> None:
         """Raises `ValueError` for layers of another shape, or where there is no compiler."""
@@ -49,7 +44,9 @@ class FewTokens:
         )
         if functions is None:
             raise ValueError("there is no machine code for this processor")
-        self._add_and_norm, self._rotate, self._attend, self._activate = functions
+        self._functions = Functions(*functions)
+        self._buffers = Buffers(MOST_TOKENS)
+        self._programs: dict[tuple[int, int, int], StepProgram] = {}
 
     def serves(self, packed: PackedRuns) -> bool:
         """Whether these are few tokens, and the cache of each row lies in one piece.
@@ -65,151 +62,21 @@ class FewTokens:
 
     def run(
         self,
-        layers: Iterable[FusedLayer],
+        layers: Sequence[FusedLayer],
         hidden_TD: Tensor,
         tables: tuple[Tensor, Tensor],
         packed: PackedRuns,
     ) -> Tensor:
         """The last layer's output [T, D]. `tables`: cosines and signed sines [P, 1, E]."""
-        hidden_TD = hidden_TD.clone(memory_format=torch.contiguous_format)
-        step = _Step(packed, tables)
-        added_TD = torch.zeros_like(hidden_TD)
-        for layer in layers:
-            added_TD = self._layer(layer, hidden_TD, added_TD, step)
-        return hidden_TD.add_(added_TD)
-
-    def _layer(self, layer: FusedLayer, hidden_TD: Tensor, added_TD: Tensor, step: _Step) -> Tensor:
-        """Add what the last layer left to add to `hidden_TD`; return what this one leaves."""
         tokens = len(hidden_TD)
-        normed_TD = self._normed(layer.before_attention, hidden_TD, added_TD)
-        qkv = layer.qkv.forward(normed_TD)
-        if layer.of_heads is not None:
-            turned = qkv.view(tokens, -1, layer.head_dim)[:, : layer.turned]
-            turned.copy_(layer.of_heads.forward(turned))
-        keys, values = step.cache(layer.layer_idx)
-        cosines, sines = step.tables
-        self._rotate(
-            qkv.data_ptr(),
-            cosines,
-            sines,
-            keys,
-            values,
-            step.positions,
-            step.slots,
-            tokens,
-            layer.queries,
-            layer.heads,
-        )
-        attended = self._attended(layer, qkv, step)
-        normed_TD = self._normed(layer.before_mlp, hidden_TD, layer.out.forward(attended))
-        gate_up = layer.gate_up.forward(normed_TD)
-        inner = gate_up.shape[1] // 2
-        active_TF = torch.empty(tokens, inner, dtype=gate_up.dtype)
-        self._activate(gate_up.data_ptr(), active_TF.data_ptr(), tokens, inner)
-        output_TD: Tensor = layer.down.forward(active_TF)
-        return output_TD
-
-    def _attended(self, layer: FusedLayer, qkv: Tensor, step: _Step) -> Tensor:
-        """Attention's output [T, Q x E]."""
-        tokens = len(qkv)
-        attended_TQE = torch.empty(tokens, layer.queries, layer.head_dim, dtype=qkv.dtype)
-        seen = step.seen(layer.window)
-        if seen.tokens:
-            scratch, threads = seen.scratch(layer.queries // layer.heads, layer.heads)
-            self._attend(
-                qkv.data_ptr(),
-                *step.cache(layer.layer_idx),
-                attended_TQE.data_ptr(),
-                *seen.numbers,
-                scratch.data_ptr(),
-                seen.tokens,
-                layer.heads,
-                seen.room,
-                field(layer.scaling),
-                threads=threads,
+        # Parts of a span share this object.
+        key = tokens, layers[0].layer_idx, len(layers)
+        program = self._programs.get(key)
+        if program is None or not program.fits(tables, packed.pool):
+            program = self._programs[key] = StepProgram(
+                self._functions, layers, self._buffers, tokens, tables, packed.pool
             )
-        for row in step.longer_rows:
-            query_TQE = qkv.view(tokens, -1, layer.head_dim)[:, : layer.queries]
-            attended_TQE[row.start : row.start + row.count] = step.packed.attend(
-                layer.layer_idx, query_TQE, layer.scaling, window=layer.window, rows=[row]
-            )
-        return attended_TQE.flatten(1)
-
-    def _normed(self, norm: Norm, hidden_TD: Tensor, added_TD: Tensor) -> Tensor:
-        normed_TD = torch.empty_like(hidden_TD)
-        self._add_and_norm(
-            hidden_TD.data_ptr(),
-            added_TD.data_ptr(),
-            norm.weight.data_ptr(),
-            normed_TD.data_ptr(),
-            *hidden_TD.shape,
-            field(norm.eps),
-        )
-        return normed_TD
-
-
-class _Seen:
-    """Which slots those tokens see that are their rows' only ones."""
-
-    def __init__(self, rows: list[Row], window: int | None) -> None:
-        ends = [row.past + 1 for row in rows]
-        skipped = [max(end - window, 0) if window is not None else 0 for end in ends]
-        counts = [end - skip for end, skip in zip(ends, skipped, strict=True)]
-        firsts = [_start(row) + skip for row, skip in zip(rows, skipped, strict=True)]
-        self.tokens = len(rows)
-        self.room = -(-max(counts, default=0) // LANES) * LANES
-        self.numbers, self._tensor = _numbers([row.start for row in rows], firsts, counts)
-        self._total = sum(counts)
-        self._scratch: Tensor | None = None
-
-    def scratch(self, group: int, heads: int) -> tuple[Tensor, int]:
-        """Room for scores, and for how many threads."""
-        if self._scratch is None:
-            worth_it = self._total * heads >= WORTH_THREADS
-            threads = torch.get_num_threads() if worth_it else 1
-            self._scratch = torch.empty(threads, group, self.room, dtype=torch.float32)
-        return self._scratch, len(self._scratch)
-
-
-class _Step:
-    """What all layers of a step have in common."""
-
-    def __init__(self, packed: PackedRuns, tables: tuple[Tensor, Tensor]) -> None:
-        self.packed = packed
-        self._tensors = tables
-        self.tables = tuple(table.data_ptr() for table in tables)
-        self.longer_rows = [row for row in packed.rows if row.count > 1]
-        """Their tokens share what they read: torch's attention takes less time for them."""
-        self._single_rows = [row for row in packed.rows if row.count == 1]
-        positions = [row.past + n for row in packed.rows for n in range(row.count)]
-        slots = [_start(row) + row.past + n for row in packed.rows for n in range(row.count)]
-        (self.positions, self.slots), self._places = _numbers(positions, slots)
-        self._seen: dict[int | None, _Seen] = {}
-
-    def cache(self, layer_idx: int) -> tuple[int, int]:
-        """Where a layer's keys and values [S, H, E] are."""
-        pool = self.packed.pool
-        layer = layer_idx - pool.span.start
-        return pool.keys_SHD[layer].data_ptr(), pool.values_SHD[layer].data_ptr()
-
-    def seen(self, window: int | None) -> _Seen:
-        seen = self._seen.get(window)
-        if seen is None:
-            seen = self._seen[window] = _Seen(self._single_rows, window)
-        return seen
-
-
-def _start(row: Row) -> int:
-    assert isinstance(row.slots, slice)
-    start: int = row.slots.start
-    return start
-
-
-def _numbers(*lists: list[int]) -> tuple[list[int], Tensor]:
-    """Addresses of these as int64, and what keeps them there."""
-    tensor = torch.tensor(lists)
-    size = 8 * tensor.shape[1]
-    return [tensor.data_ptr() + size * index for index in range(len(lists))], tensor
+        return program.run(hidden_TD.contiguous(), packed)
 
 
 def _shape(layer: FusedLayer) -> tuple[str, int, int] | None:
@@ -225,8 +92,3 @@ def _shape(layer: FusedLayer) -> tuple[str, int, int] | None:
     ):
         return None
     return NAMES[weight.dtype], layer.head_dim, layer.queries // layer.heads
-
-
-def field(value: float) -> int:
-    """A float32 as a field of a function's."""
-    return int.from_bytes(struct.pack("<f", value), "little")

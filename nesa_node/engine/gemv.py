@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nesa_node.engine.machine_code import LINE, Function, compiled
+from nesa_node.engine.machine_code import LINE, Function, Job, compiled
 
 MOST_TOKENS = 8
 LEAST_OUTPUTS = 2
@@ -34,9 +34,14 @@ class Gemv:
         rounded once. Runs on torch's threads.
         """
         input_TI = input_TI.float().contiguous()
-        tokens, (outputs, inputs) = len(input_TI), weight_OI.shape
-        output_TO = torch.empty(tokens, outputs, dtype=weight_OI.dtype)
-        self._products[tokens - 1](
+        output_TO = torch.empty(len(input_TI), len(weight_OI), dtype=weight_OI.dtype)
+        self.job(input_TI, weight_OI, bias_O, output_TO).run()
+        return output_TO
+
+    def job(self, input_TI: Tensor, weight_OI: Tensor, bias_O: Tensor, output_TO: Tensor) -> Job:
+        """What puts the product of a contiguous float32 `input_TI` into `output_TO`."""
+        outputs, inputs = weight_OI.shape
+        return self._products[len(input_TI) - 1].job(
             weight_OI.data_ptr(),
             input_TI.data_ptr(),
             bias_O.data_ptr(),
@@ -45,7 +50,6 @@ class Gemv:
             outputs,
             threads=torch.get_num_threads(),
         )
-        return output_TO
 
 
 def gemv(dtype: torch.dtype) -> Gemv | None:

@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,6 +35,8 @@ lengths. These are 32 lengths or so; to compile anew takes less than a prefill n
 for _name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
     # Read at the first product.
     os.environ.setdefault(_name, str(_PRODUCTS_KEPT))
+
+Call = Callable[[], object]
 
 FEW_WITH_TILES = 4
 """Up to so many tokens ours are faster in bfloat16 where torch's use AMX."""
@@ -54,6 +58,7 @@ class Linear(nn.Linear):
         # Where torch has no better order, one is as good as the other.
         self._many = MANY_TOKENS.get(weight.dtype, 0) if weight.device.type == "cpu" else 0
         self._zeros_O = torch.zeros(0 if self._gemv is None else len(weight), dtype=torch.float32)
+        self._bias_O: Tensor | None = None
         self._dtype = weight.dtype
 
     def forward(self, input: Tensor) -> Tensor:
@@ -69,12 +74,35 @@ class Linear(nn.Linear):
         if tokens > self._few:
             output_TO = self._turned(input.reshape(tokens, -1))
         elif self._gemv is not None:
-            bias_O: Tensor | None = self.bias
-            bias_O = self._zeros_O if bias_O is None else bias_O.float()
-            output_TO = self._gemv(input.reshape(tokens, -1), self.weight, bias_O)
+            output_TO = self._gemv(input.reshape(tokens, -1), self.weight, self._wide_bias())
         else:
             return super().forward(input)
         return output_TO.view(*input.shape[:-1], -1)
+
+    def into(self, input_TI: Tensor, wide_TI: Tensor, output_TO: Tensor) -> list[Call] | None:
+        """Calls that put the product of what `input_TI` then holds into `output_TO`.
+
+        `wide_TI` is room for the input in float32. None where a product of so many tokens is
+        torch's. All are contiguous; these and the parameters are the caller's to keep.
+        """
+        if self._gemv is None or len(input_TI) > self._few or self.weight.dtype != self._dtype:
+            return None
+        bias_O = self._wide_bias()
+        if input_TI.dtype == torch.float32:
+            return [self._gemv.job(input_TI, self.weight, bias_O, output_TO).run]
+        job = self._gemv.job(wide_TI, self.weight, bias_O, output_TO)
+        return [partial(wide_TI.copy_, input_TI), job.run]
+
+    def _wide_bias(self) -> Tensor:
+        """In float32, and where it stays."""
+        bias_O: Tensor | None = self.bias
+        if bias_O is None:
+            return self._zeros_O
+        if bias_O.dtype == torch.float32:
+            return bias_O
+        if self._bias_O is None:
+            self._bias_O = bias_O.float()
+        return self._bias_O
 
     def _turned(self, input_TI: Tensor) -> Tensor:
         bias_O: Tensor | None = self.bias

@@ -11,7 +11,8 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,14 +70,39 @@ class Function:
 
     def __call__(self, *fields: int, threads: int = 1) -> None:
         """Run it with these fields on so many of torch's threads, or on the calling one alone."""
+        self.job(*fields, threads=threads).run()
+
+    def job(self, *fields: int, threads: int = 1) -> Job:
+        """What runs it so, again and again."""
         openmp = self._openmp if threads > 1 else None
         asks = _NOBODY if openmp is None else openmp.asks
-        all_fields = (*asks, self._memory.constants, *fields)
-        job = (ctypes.c_int64 * len(all_fields))(*all_fields)
+        job = Job((*asks, self._memory.constants), fields)
+        # Whoever keeps `run` alone keeps the fields, too.
         if openmp is None:
-            self._run(ctypes.addressof(job))
+            job.run = partial(self._run, job.pointer)
         else:
-            openmp.run(self._address, ctypes.addressof(job), threads)
+            job.run = partial(openmp.run, self._address, job.pointer, threads)
+        return job
+
+
+class Job:
+    """A function's fields, which stay where they are. What they point to is the caller's to keep.
+
+    `run` is made by `Function.job`.
+    """
+
+    __slots__ = ("_fields", "_own", "pointer", "run")
+
+    def __init__(self, own: Sequence[int], fields: Sequence[int]) -> None:
+        """`own`: those that every function begins with."""
+        self._own = len(own)
+        self._fields = (ctypes.c_int64 * (self._own + len(fields)))(*own, *fields)
+        self.pointer: Any = ctypes.byref(self._fields)
+        self.run: Callable[[], object]
+
+    def put(self, index: int, value: int) -> None:
+        """Change one of the fields that `Function.job` was given."""
+        self._fields[self._own + index] = value
 
 
 class _OpenMP:
@@ -101,7 +127,7 @@ class _OpenMP:
         except (OSError, AttributeError):
             return None
 
-    def run(self, function: int, job: int, threads: int) -> None:
+    def run(self, function: int, job: Any, threads: int) -> None:
         self._parallel(function, job, threads, 0)
 
 

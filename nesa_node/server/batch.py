@@ -121,7 +121,8 @@ def _forward(blocks: Blocks, shares: Sequence[Share]) -> None:
     output_TD = blocks.forward(hidden_TD, [run for share in shares for run in share.runs])
     first = pieces[0].pending
     if output_TD.shape == first.hidden_TD.shape and len(pieces) == 1:
-        first.output_TD = output_TD.to("cpu", first.dtype)
+        plain = output_TD.is_cpu and output_TD.dtype == first.dtype
+        first.output_TD = output_TD if plain else output_TD.to("cpu", first.dtype)
         return
     output_TD, at = output_TD.cpu(), 0
     for piece in pieces:

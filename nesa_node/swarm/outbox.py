@@ -69,6 +69,8 @@ def clip(kept: Kept, start: Sequence[int], end: Sequence[int]) -> Kept | None:
 
     A step that lies within is returned as it is, its bytes untouched.
     """
+    if _lies_within(kept, start, end):
+        return kept
     rows: list[RowSlice] = []
     picks: list[tuple[int, int]] = []
     offset = 0
@@ -79,11 +81,17 @@ def clip(kept: Kept, start: Sequence[int], end: Sequence[int]) -> Kept | None:
             rows.append(RowSlice(part.row, first, last - first))
             picks.append((offset + first - part.position, last - first))
         offset += part.count
-    if tuple(rows) == kept.rows:
-        return kept
     if not rows:
         return None
     return _picked(kept, rows, picks)
+
+
+def _lies_within(kept: Kept, start: Sequence[int], end: Sequence[int]) -> bool:
+    # A loop: `all` takes three times as long.
+    for part in kept.rows:
+        if part.position < start[part.row] or part.position + part.count > end[part.row]:
+            return False
+    return True
 
 
 def _reordered(kept: Kept, sources: Sequence[int]) -> Kept | None:

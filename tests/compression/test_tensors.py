@@ -8,7 +8,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nesa_node.compression.tensors import DTYPES, MAX_DIM, TensorMeta, check, decode, encode
+from nesa_node.compression.tensors import (
+    DTYPES,
+    MAX_DIM,
+    SMALL_BYTES,
+    TensorMeta,
+    check,
+    decode,
+    encode,
+)
 from nesa_node.core.errors import ProtocolError
 
 MAX_BYTES = 1 << 20
@@ -77,13 +85,26 @@ def test_a_size_is_refused_before_the_payload_exists() -> None:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("dtype", sorted(DTYPES))
-def test_values_that_are_not_finite_are_refused(value: float, dtype: str) -> None:
-    tensor = torch.zeros(3, 5, dtype=DTYPES[dtype])
+@pytest.mark.parametrize("tokens", [3, SMALL_BYTES // 8])
+def test_values_that_are_not_finite_are_refused(value: float, dtype: str, tokens: int) -> None:
+    tensor = torch.zeros(tokens, 5, dtype=DTYPES[dtype])
     tensor[2, 4] = value
     meta, payload = encode(tensor)
     with pytest.raises(ProtocolError) as caught:
         decode(meta, payload, max_bytes=MAX_BYTES)
     assert caught.value.code == "not_finite"
+
+
+@pytest.mark.parametrize("dtype", sorted(DTYPES))
+@pytest.mark.parametrize("tokens", [3, SMALL_BYTES // 8])
+def test_every_finite_value_passes(dtype: str, tokens: int) -> None:
+    info = torch.finfo(DTYPES[dtype])
+    tensor = torch.tensor(
+        [info.max, info.min, info.smallest_normal / 2, -info.smallest_normal, -0.0],
+        dtype=DTYPES[dtype],
+    ).repeat(tokens, 1)
+    meta, payload = encode(tensor)
+    assert torch.equal(decode(meta, payload, max_bytes=MAX_BYTES), tensor)
 
 
 def test_integers_cannot_be_sent() -> None:

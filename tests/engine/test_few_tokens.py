@@ -6,8 +6,10 @@ T tokens, D hidden, F inner size, Q query heads, H key/value heads, E head size,
 from __future__ import annotations
 
 import ctypes
+import gc
 import itertools
 import mmap
+import weakref
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -22,14 +24,16 @@ from nesa_node.core.span import Span
 from nesa_node.engine import huge_pages
 from nesa_node.engine.attention import PackedRuns
 from nesa_node.engine.blocks import Blocks, Run
-from nesa_node.engine.few_tokens import LANES, MOST_TOKENS, FewTokens, field
-from nesa_node.engine.fused_layers import FusedDecoder
+from nesa_node.engine.few_tokens import MOST_TOKENS, FewTokens
+from nesa_node.engine.fused_layers import FIRST_POSITIONS, FusedDecoder
 from nesa_node.engine.gemv import NAMES
 from nesa_node.engine.machine_code import Function, compiled, functions
 from nesa_node.engine.native import program
 from nesa_node.engine.native.code import constants
 from nesa_node.engine.native.processor import Processor
+from nesa_node.engine.pages import PageTable
 from nesa_node.engine.parts import load_blocks
+from nesa_node.engine.step_program import LANES, field
 from tests.engine.chained import distance, forward, new_row, open_local
 from tests.engine.tiny_models import save_tiny_model
 
@@ -233,6 +237,56 @@ def test_a_span_computes_the_same_as_with_torchs_operations(
         ]
         assert torch.equal(hidden_TD, before)
         assert distance(*outputs) <= (1e-5 if dtype == torch.float32 else 0.05)
+
+
+def test_what_was_written_down_for_other_steps_is_not_run(models_dir: Path) -> None:
+    """Other pools, parts of the span, positions beyond the tables, other numbers of threads."""
+    blocks, plain = (load("llama", models_dir, torch.float32) for _ in range(2))
+    without(plain)
+
+    def check(part: Span, row: PageTable, plain_row: PageTable, tokens: int) -> None:
+        hidden_TD = torch.randn(tokens, blocks.hidden_size)
+        one, other = (
+            forward(each.part(part), hidden_TD, its_row)
+            for each, its_row in ((blocks, row), (plain, plain_row))
+        )
+        assert distance(one.double(), other.double()) <= 1e-5
+
+    parts = (Span(1, 4), Span(2, 3), Span(1, 3), Span(3, 4))
+    rows = [(part, new_row(blocks.part(part)), new_row(plain.part(part))) for part in parts]
+    for _ in range(2):
+        for each in rows:
+            check(*each, tokens=1)
+    whole = rows[0]
+    check(*whole, tokens=FIRST_POSITIONS // 2 + 1)
+    check(*whole, tokens=1)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads + 1)
+        check(*whole, tokens=1)
+    finally:
+        torch.set_num_threads(threads)
+    check(*whole, tokens=1)
+
+
+def test_outputs_stay_as_they_were_given(models_dir: Path) -> None:
+    blocks = load("llama", models_dir, torch.float32)
+    row = new_row(blocks)
+    first_TD = forward(blocks, torch.randn(1, blocks.hidden_size), row)
+    before = first_TD.clone()
+    forward(blocks, torch.randn(1, blocks.hidden_size), row)
+    assert torch.equal(first_TD, before)
+
+
+def test_a_pool_is_not_held(models_dir: Path) -> None:
+    """A span that is given up gives its cache back."""
+    blocks = load("llama", models_dir, torch.float32)
+    row = new_row(blocks)
+    forward(blocks, torch.randn(1, blocks.hidden_size), row)
+    pool = weakref.ref(row.pool)
+    del row
+    gc.collect()
+    assert pool() is None
 
 
 @pytest.mark.parametrize(

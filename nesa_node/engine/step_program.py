@@ -1,0 +1,369 @@
+"""All that a step of so many tokens does, written down once and run again and again.
+
+To find out what to do takes longer than to do it: with cold caches torch takes 10 to 20 us
+for each operation. Here buffers, and the fields of machine code, stay where they are between
+steps, so that a layer is some ten calls of a function with nothing to say to it.
+
+T tokens, D hidden, F inner size, Q query heads, H key/value heads, E head size, P positions,
+S slots.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from nesa_node.engine.attention import PackedRuns, Row
+from nesa_node.engine.linear import Call, Linear
+from nesa_node.engine.machine_code import Function, Job
+from nesa_node.engine.pages import PagePool
+
+if TYPE_CHECKING:
+    from nesa_node.engine.fused_layers import FusedLayer, Norm
+
+LANES = 16
+"""Floats in the widest vector there is: sizes must be multiples of it."""
+WORTH_THREADS = 1 << 14
+"""Slots times heads: to read fewer keys takes less time than to call other threads."""
+
+ADDED, QKV = 1, 0
+"""Fields of `add_and_norm`, and of what reads queries, keys and values, that may change."""
+GATE_UP = 0
+SCRATCH, SEEING, ROOM = 7, 8, 10
+"""Those of `attend`."""
+
+
+class Functions(NamedTuple):
+    """Machine code of one dtype and shape of heads: `native/layer.py`."""
+
+    add_and_norm: Function
+    rotate: Function
+    attend: Function
+    activate: Function
+
+
+class Buffers:
+    """What layers compute, for at most so many tokens. Of one width there is one for each name."""
+
+    def __init__(self, most_tokens: int) -> None:
+        self._most_tokens = most_tokens
+        self._tensors: dict[tuple[str, int, torch.dtype], Tensor] = {}
+
+    def get(self, name: str, tokens: int, width: int, dtype: torch.dtype) -> Tensor:
+        """[T, width], contiguous. Programs share it: what it holds lasts no longer than a step."""
+        key = name, width, dtype
+        if key not in self._tensors:
+            # A tensor of inference mode could not be written to outside of it.
+            with torch.inference_mode(False):
+                self._tensors[key] = torch.empty(self._most_tokens, width, dtype=dtype)
+        return self._tensors[key][:tokens]
+
+
+class StepProgram:
+    """A step of `tokens` tokens through `layers`, whose keys and values lie in `pool`."""
+
+    def __init__(
+        self,
+        functions: Functions,
+        layers: Sequence[FusedLayer],
+        buffers: Buffers,
+        tokens: int,
+        tables: tuple[Tensor, Tensor],
+        pool: PagePool,
+    ) -> None:
+        """`tables`: cosines and signed sines [P, 1, E]."""
+        self._functions = functions
+        self._buffers = buffers
+        self._tokens = tokens
+        self._tables = tables
+        self._pool = weakref.ref(pool)
+        self._threads = torch.get_num_threads()
+        self._step = _Step(tokens)
+        self._calls: list[Call] = []
+        self._kept: list[object] = []
+        """What calls point to."""
+        self._size = len(layers[0].before_attention.weight)
+        self._dtype = layers[0].before_attention.weight.dtype
+        self._hidden_TD = self._buffer("hidden", self._size)
+        self._entry = _Source(self._hidden_TD)
+        """The input; before there is one any address does."""
+        added = self._entry
+        for layer in layers:
+            added = self._write_layer(layer, added, pool)
+        self._last = added
+
+    def fits(self, tables: tuple[Tensor, Tensor], pool: PagePool) -> bool:
+        """Whether it can still be run: addresses are part of it."""
+        return (
+            self._pool() is pool
+            and self._tables[0] is tables[0]
+            and self._tables[1] is tables[1]
+            and self._threads == torch.get_num_threads()
+        )
+
+    def run(self, hidden_TD: Tensor, packed: PackedRuns) -> Tensor:
+        """The last layer's output [T, D]; `hidden_TD` is contiguous."""
+        self._step.begin(packed)
+        # What the first layer adds to is nothing, so that the input stays as it is.
+        self._hidden_TD.zero_()
+        self._entry.put(hidden_TD)
+        try:
+            for call in self._calls:
+                call()
+            return torch.add(self._hidden_TD, self._last.output)
+        finally:
+            self._step.end()
+
+    def _write_layer(self, layer: FusedLayer, added: _Source, pool: PagePool) -> _Source:
+        """`added` is what the last layer left to add; returns what this one leaves."""
+        code, step = self._functions, self._step
+        normed_TD = self._write_norm(layer.before_attention, added)
+        heads = layer.queries + 2 * layer.heads
+        qkv = self._write_product(layer.qkv, normed_TD, "qkv", heads * layer.head_dim)
+        if layer.of_heads is not None:
+            self._calls.append(_NormOfHeads(layer, qkv))
+        number = layer.layer_idx - pool.span.start
+        cache = pool.keys_SHD[number].data_ptr(), pool.values_SHD[number].data_ptr()
+        rotate = code.rotate.job(
+            qkv.output.data_ptr(),
+            *(table.data_ptr() for table in self._tables),
+            *cache,
+            ctypes.addressof(step.positions),
+            ctypes.addressof(step.slots),
+            self._tokens,
+            layer.queries,
+            layer.heads,
+        )
+        qkv.readers.append((rotate, QKV))
+        self._calls.append(rotate.run)
+        attended = self._buffer("attended", layer.queries * layer.head_dim)
+        self._calls.append(_Attention(code.attend, layer, qkv, cache, attended, step))
+        out = self._write_product(layer.out, attended, "added", self._size)
+        normed_TD = self._write_norm(layer.before_mlp, out)
+        inner = layer.down.in_features
+        gate_up = self._write_product(layer.gate_up, normed_TD, "gate and up", 2 * inner)
+        active_TF = self._buffer("active", inner)
+        activate = code.activate.job(
+            gate_up.output.data_ptr(), active_TF.data_ptr(), self._tokens, inner
+        )
+        gate_up.readers.append((activate, GATE_UP))
+        self._calls.append(activate.run)
+        return self._write_product(layer.down, active_TF, "added", self._size)
+
+    def _write_norm(self, norm: Norm, added: _Source) -> Tensor:
+        normed_TD = self._buffer("normed", self._size)
+        job = self._functions.add_and_norm.job(
+            self._hidden_TD.data_ptr(),
+            added.output.data_ptr(),
+            norm.weight.data_ptr(),
+            normed_TD.data_ptr(),
+            self._tokens,
+            self._size,
+            field(norm.eps),
+        )
+        added.readers.append((job, ADDED))
+        self._kept.append(norm)
+        self._calls.append(job.run)
+        return normed_TD
+
+    def _write_product(self, linear: Any, input_TI: Tensor, name: str, width: int) -> _Product:
+        product = _Product(linear, input_TI, self._buffer(name, width))
+        calls = None
+        if isinstance(linear, Linear):
+            wide_TI = self._buffers.get("wide", self._tokens, input_TI.shape[1], torch.float32)
+            calls = linear.into(input_TI, wide_TI, product.output)
+        self._calls += [product] if calls is None else calls
+        self._kept.append(product)
+        return product
+
+    def _buffer(self, name: str, width: int) -> Tensor:
+        return self._buffers.get(name, self._tokens, width, self._dtype)
+
+
+class _Source:
+    """What other calls read, and where it is."""
+
+    def __init__(self, output: Tensor) -> None:
+        self.output = output
+        """[T, O], contiguous."""
+        self.readers: list[tuple[Job, int]] = []
+        """And in which field they have its address."""
+
+    def put(self, output: Tensor) -> None:
+        self.output = output
+        address = output.data_ptr()
+        for job, index in self.readers:
+            job.put(index, address)
+
+
+class _Product(_Source):
+    """A linear layer's output, where the layer itself puts it."""
+
+    def __init__(self, linear: Any, input_TI: Tensor, output_TO: Tensor) -> None:
+        """`output_TO`: where it is if `linear` can be told."""
+        super().__init__(output_TO)
+        self._linear = linear
+        self._input_TI = input_TI
+
+    def __call__(self) -> None:
+        self.put(self._linear.forward(self._input_TI))
+
+
+class _NormOfHeads:
+    """Norms a layer's queries and keys, where it does (Qwen3)."""
+
+    def __init__(self, layer: FusedLayer, qkv: _Product) -> None:
+        self._layer = layer
+        self._qkv = qkv
+
+    def __call__(self) -> None:
+        layer, qkv = self._layer, self._qkv.output
+        assert layer.of_heads is not None
+        turned = qkv.view(len(qkv), -1, layer.head_dim)[:, : layer.turned]
+        turned.copy_(layer.of_heads.forward(turned))
+
+
+class _Attention:
+    """Puts a layer's attention into `attended` [T, Q x E]."""
+
+    def __init__(
+        self,
+        attend: Function,
+        layer: FusedLayer,
+        qkv: _Product,
+        cache: tuple[int, int],
+        attended: Tensor,
+        step: _Step,
+    ) -> None:
+        self._attend = attend
+        self._layer = layer
+        self._qkv = qkv
+        self._attended = attended
+        self._step = step
+        self._seen = step.seen(layer)
+        self._before = (*cache, attended.data_ptr(), *self._seen.addresses)
+        self._scale = field(layer.scaling)
+        fields = (0, *self._before, 0, 0, layer.heads, 0, self._scale)
+        self._job = attend.job(*fields)
+        qkv.readers.append((self._job, QKV))
+        self._job.put(QKV, qkv.output.data_ptr())
+
+    def __call__(self) -> None:
+        seen, step = self._seen, self._step
+        if seen.tokens and seen.threads == 1:
+            job = self._job
+            job.put(SCRATCH, seen.scratch)
+            job.put(SEEING, seen.tokens)
+            job.put(ROOM, seen.room)
+            job.run()
+        elif seen.tokens:
+            self._attend(
+                self._qkv.output.data_ptr(),
+                *self._before,
+                seen.scratch,
+                seen.tokens,
+                self._layer.heads,
+                seen.room,
+                self._scale,
+                threads=seen.threads,
+            )
+        for row in step.longer_rows:
+            self._attend_long(row)
+
+    def _attend_long(self, row: Row) -> None:
+        layer, qkv, packed = self._layer, self._qkv.output, self._step.packed
+        assert packed is not None
+        query_TQE = qkv.view(len(qkv), -1, layer.head_dim)[:, : layer.queries]
+        output_LQE = packed.attend(
+            layer.layer_idx, query_TQE, layer.scaling, window=layer.window, rows=[row]
+        )
+        self._attended[row.start : row.start + row.count] = output_LQE.flatten(1)
+
+
+class _Step:
+    """What all layers of the step that runs have in common, where all of them look for it."""
+
+    def __init__(self, tokens: int) -> None:
+        self.packed: PackedRuns | None = None
+        self.longer_rows: list[Row] = []
+        """Their tokens share what they read: torch's attention takes less time for them."""
+        self.positions = (ctypes.c_int64 * tokens)()
+        self.slots = (ctypes.c_int64 * tokens)()
+        self._tokens = tokens
+        self._seen: dict[tuple[int | None, int, int], _Seen] = {}
+
+    def begin(self, packed: PackedRuns) -> None:
+        self.packed = packed
+        rows = packed.rows
+        self.positions[:] = [row.past + n for row in rows for n in range(row.count)]
+        self.slots[:] = [_start(row) + row.past + n for row in rows for n in range(row.count)]
+        self.longer_rows = [row for row in rows if row.count > 1]
+        single_rows = [row for row in rows if row.count == 1]
+        for seen in self._seen.values():
+            seen.begin(single_rows)
+
+    def end(self) -> None:
+        """Hold no pool that is given up."""
+        self.packed = None
+        self.longer_rows = []
+
+    def seen(self, layer: FusedLayer) -> _Seen:
+        """What layers with that window see."""
+        key = layer.window, layer.queries // layer.heads, layer.heads
+        if key not in self._seen:
+            self._seen[key] = _Seen(self._tokens, *key)
+        return self._seen[key]
+
+
+class _Seen:
+    """Which slots those tokens see that are their rows' only ones."""
+
+    def __init__(self, most: int, window: int | None, group: int, heads: int) -> None:
+        self._window = window
+        self._group = group
+        self._heads = heads
+        self._numbers = [(ctypes.c_int64 * most)() for _ in range(3)]
+        self.addresses = [ctypes.addressof(numbers) for numbers in self._numbers]
+        """Of which tokens these are, their first slots, their counts of slots."""
+        self.tokens = 0
+        self.room = 0
+        self.threads = 1
+        self.scratch = 0
+        """Address of room for scores."""
+        self._scratch = torch.empty(0)
+
+    def begin(self, rows: Sequence[Row]) -> None:
+        self.tokens = len(rows)
+        total = 0
+        for index, row in enumerate(rows):
+            end = row.past + 1
+            skipped = 0 if self._window is None else max(end - self._window, 0)
+            for numbers, value in zip(
+                self._numbers, (row.start, _start(row) + skipped, end - skipped), strict=True
+            ):
+                numbers[index] = value
+            total += end - skipped
+        most = max(self._numbers[2][: self.tokens], default=0)
+        self.room = -(-most // LANES) * LANES
+        self.threads = torch.get_num_threads() if total * self._heads >= WORTH_THREADS else 1
+        needed = self.threads * self._group * self.room
+        if len(self._scratch) < needed:
+            self._scratch = torch.empty(2 * needed, dtype=torch.float32)
+            self.scratch = self._scratch.data_ptr()
+
+
+def _start(row: Row) -> int:
+    assert isinstance(row.slots, slice)
+    start: int = row.slots.start
+    return start
+
+
+def field(value: float) -> int:
+    """A float32 as a field of a function's."""
+    return int.from_bytes(struct.pack("<f", value), "little")
