@@ -9,6 +9,14 @@ On the CPU, measured on one core of a Xeon with AVX-512 and AMX, as gigabytes of
 | bfloat16: 1, 4, 8 | 13.6, 11.5, 9.1 | 8.2, 11.4, 11.1 | 7.5, 7.8, 7.7 |
 | bfloat16: 16, 32, 64 | - | 9.8, 8.7, 8.1 | 6.6, 6.5, 5.5 |
 
+And, another day, with 1,024 inputs, ours on AMX (`tiles.py`), `gemv.py` and torch, weight x tokens:
+
+| tokens | 1 | 2 | 4 | 8 | 16 | 32 |
+|-|-|-|-|-|-|-|
+| tiles | 10.9 | 11.2 | 11.8 | 13.3 | 12.7 | 9.6 |
+| gemv | 11.4 | 10.5 | 10.7 | 9.9 | - | - |
+| torch | 6.2 | 6.7 | 7.8 | 10.9 | 9.9 | 7.1 |
+
 T tokens, I inputs, O outputs.
 """
 
@@ -26,6 +34,8 @@ from transformers.pytorch_utils import Conv1D
 
 from nesa_node.engine import huge_pages
 from nesa_node.engine.gemv import MOST_TOKENS, fits, gemv
+from nesa_node.engine.tiles import MOST_TOKENS as MOST_IN_TILES
+from nesa_node.engine.tiles import room_for, suits, tiles
 
 _PRODUCTS_KEPT = 128
 """oneDNN compiles a product for every number of tokens and shape of a layer, and keeps it: as it
@@ -37,9 +47,11 @@ for _name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
     os.environ.setdefault(_name, str(_PRODUCTS_KEPT))
 
 Call = Callable[[], object]
+Room = Callable[[int, torch.dtype], Tensor]
+"""So many numbers of a dtype, one after another."""
 
-FEW_WITH_TILES = 4
-"""Up to so many tokens ours are faster in bfloat16 where torch's use AMX."""
+FEW_WITH_TILES = 1
+"""From more tokens on tiles are faster than vectors, where there are tiles."""
 FEW_WITHOUT_OURS = 3
 MANY_TOKENS = {torch.float32: 64, torch.bfloat16: 256}
 """From so many on, to turn the result over costs what the other order saves."""
@@ -54,7 +66,12 @@ class Linear(nn.Linear):
         self._parameters.update(linear._parameters)
         weight = linear.weight
         self._gemv = gemv(weight.dtype) if fits(weight) else None
-        self._few = _most_few(weight.dtype) if self._gemv is not None else FEW_WITHOUT_OURS
+        self._tiles = tiles(weight.dtype) if suits(weight) else None
+        if self._gemv is None:
+            self._few = FEW_WITHOUT_OURS
+        else:
+            self._few = MOST_TOKENS if self._tiles is None else FEW_WITH_TILES
+        """Up to so many tokens are multiplied as vectors."""
         # Where torch has no better order, one is as good as the other.
         self._many = MANY_TOKENS.get(weight.dtype, 0) if weight.device.type == "cpu" else 0
         self._zeros_O = torch.zeros(0 if self._gemv is None else len(weight), dtype=torch.float32)
@@ -72,25 +89,36 @@ class Linear(nn.Linear):
         ):
             return super().forward(input)
         if tokens > self._few:
-            output_TO = self._turned(input.reshape(tokens, -1))
+            input_TI = input.reshape(tokens, -1)
+            if self._tiles is not None and tokens <= MOST_IN_TILES:
+                output_TO = self._tiles(input_TI, self.weight, self._wide_bias())
+            else:
+                output_TO = self._turned(input_TI)
         elif self._gemv is not None:
             output_TO = self._gemv(input.reshape(tokens, -1), self.weight, self._wide_bias())
         else:
             return super().forward(input)
         return output_TO.view(*input.shape[:-1], -1)
 
-    def into(self, input_TI: Tensor, wide_TI: Tensor, output_TO: Tensor) -> list[Call] | None:
+    def into(self, input_TI: Tensor, room: Room, output_TO: Tensor) -> list[Call] | None:
         """Calls that put the product of what `input_TI` then holds into `output_TO`.
 
-        `wide_TI` is room for the input in float32. None where a product of so many tokens is
-        torch's. All are contiguous; these and the parameters are the caller's to keep.
+        None where a product of so many tokens is torch's. These are contiguous; they, the room and
+        the parameters are the caller's to keep.
         """
-        if self._gemv is None or len(input_TI) > self._few or self.weight.dtype != self._dtype:
+        tokens = len(input_TI)
+        if self._gemv is None or self.weight.dtype != self._dtype:
             return None
-        bias_O = self._wide_bias()
+        weight, bias_O = self.weight, self._wide_bias()
+        if tokens > self._few:
+            if self._tiles is None or tokens > MOST_IN_TILES:
+                return None
+            turned = room(room_for(tokens, self.in_features), torch.int32)
+            return self._tiles.calls(input_TI, turned, weight, bias_O, output_TO)
         if input_TI.dtype == torch.float32:
-            return [self._gemv.job(input_TI, self.weight, bias_O, output_TO).run]
-        job = self._gemv.job(wide_TI, self.weight, bias_O, output_TO)
+            return [self._gemv.job(input_TI, weight, bias_O, output_TO).run]
+        wide_TI = room(input_TI.numel(), torch.float32).view(input_TI.shape)
+        job = self._gemv.job(wide_TI, weight, bias_O, output_TO)
         return [partial(wide_TI.copy_, input_TI), job.run]
 
     def _wide_bias(self) -> Tensor:
@@ -135,13 +163,6 @@ def plain_linear(weight_OI: Tensor, bias_O: Tensor | None) -> nn.Linear:
     if bias_O is not None:
         linear.bias = nn.Parameter(bias_O, requires_grad=False)
     return linear
-
-
-def _most_few(dtype: torch.dtype) -> int:
-    """Up to how many tokens ours are the fastest."""
-    if dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported():
-        return FEW_WITH_TILES
-    return MOST_TOKENS
 
 
 _malloc_trim: Any = getattr(ctypes.CDLL(None), "malloc_trim", None)

@@ -59,10 +59,22 @@ class Buffers:
         """[T, width], contiguous. Programs share it: what it holds lasts no longer than a step."""
         key = name, width, dtype
         if key not in self._tensors:
-            # A tensor of inference mode could not be written to outside of it.
-            with torch.inference_mode(False):
-                self._tensors[key] = torch.empty(self._most_tokens, width, dtype=dtype)
+            self._tensors[key] = _empty((self._most_tokens, width), dtype)
         return self._tensors[key][:tokens]
+
+    def room(self, count: int, dtype: torch.dtype) -> Tensor:
+        """[count]: what one call leaves there for the next."""
+        size = 1 << (count - 1).bit_length()
+        key = "room", size, dtype
+        if key not in self._tensors:
+            self._tensors[key] = _empty((size,), dtype)
+        return self._tensors[key][:count]
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    # A tensor of inference mode could not be written to outside of it.
+    with torch.inference_mode(False):
+        return torch.empty(shape, dtype=dtype)
 
 
 class StepProgram:
@@ -176,8 +188,7 @@ class StepProgram:
         product = _Product(linear, input_TI, self._buffer(name, width))
         calls = None
         if isinstance(linear, Linear):
-            wide_TI = self._buffers.get("wide", self._tokens, input_TI.shape[1], torch.float32)
-            calls = linear.into(input_TI, wide_TI, product.output)
+            calls = linear.into(input_TI, self._buffers.room, product.output)
         self._calls += [product] if calls is None else calls
         self._kept.append(product)
         return product

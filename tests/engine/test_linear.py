@@ -31,6 +31,7 @@ from nesa_node.engine.native.code import constants
 from nesa_node.engine.native.processor import Processor
 from nesa_node.engine.native.program import compiled
 from nesa_node.engine.parts import load_blocks
+from nesa_node.engine.tiles import room_for, tiles
 from tests.engine.chained import distance, open_local
 from tests.engine.tiny_models import save_tiny_model
 
@@ -103,6 +104,62 @@ def test_a_token_has_the_same_bits_whatever_it_is_batched_with(
     for tokens in range(1, linear._few + 1):
         assert torch.equal(linear(input_TI[:tokens]), alone[:tokens])
         assert torch.equal(linear(input_TI[-tokens:]), alone[-tokens:])
+
+
+needs_tiles = pytest.mark.skipif(tiles(torch.bfloat16) is None, reason="this processor has no AMX")
+
+
+@needs_tiles
+@settings(max_examples=100, deadline=None)
+@given(
+    outputs=st.integers(32, 200),
+    inputs=st.integers(1, 40).map(lambda n: n * 32),
+    tokens=st.integers(1, 32),
+    bias=st.booleans(),
+)
+def test_products_in_tiles_are_those_of_double_precision(
+    outputs: int, inputs: int, tokens: int, bias: bool
+) -> None:
+    with torch.inference_mode():
+        linear = layer(outputs, inputs, torch.bfloat16, bias=bias)
+        assert linear._tiles is not None
+        input_TI = torch.randn(tokens, inputs).bfloat16()
+        output = linear._tiles(input_TI, linear.weight, linear._wide_bias())
+        assert_product(output, linear, input_TI)
+
+
+@needs_tiles
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("shape", [(32, 32), (33, 64), (1001, 576), (96, 2816)])
+def test_a_token_in_tiles_has_the_same_bits_whatever_it_is_batched_with(
+    shape: tuple[int, int],
+) -> None:
+    linear = layer(*shape, torch.bfloat16, bias=True)
+    input_TI = torch.randn(32, shape[1]).bfloat16()
+    together = linear(input_TI)
+    for tokens in range(2, 33):
+        torch.set_num_threads(1 + tokens % 3)
+        assert torch.equal(linear(input_TI[:tokens]), together[:tokens])
+        assert torch.equal(linear(input_TI[-tokens:]), together[-tokens:])
+
+
+@needs_tiles
+def test_what_is_no_number_in_one_token_stays_there() -> None:
+    """Tiles are as wide as they are: what lies beside the tokens must reach none of them."""
+    linear = layer(64, 64, torch.bfloat16)
+    assert linear._tiles is not None
+    input_TI = torch.randn(5, 64).bfloat16()
+    expected = linear(input_TI)
+    room = torch.full((room_for(5, 64),), -1, dtype=torch.int32)  # NaN
+    output_TO = torch.empty(5, 64, dtype=torch.bfloat16)
+    for call in linear._tiles.calls(input_TI, room, linear.weight, linear._wide_bias(), output_TO):
+        call()
+    assert torch.equal(output_TO, expected)
+    input_TI[2, 7] = torch.nan
+    spoilt = linear(input_TI)
+    assert spoilt[2].isnan().all()
+    others = [0, 1, 3, 4]
+    assert torch.equal(spoilt[others], expected[others])
 
 
 @pytest.mark.usefixtures("threads")

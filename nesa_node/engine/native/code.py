@@ -45,11 +45,17 @@ CONSTANTS = {
 """Floats, in this order."""
 BITS = {"half": 0x7FFF, "rounds up": 0x8000, "odd": 1, "nan": 0x7FC00000, "upper half": -0x10000}
 """Integers of 32 bits that come after them."""
+TILES, TILE_ROWS, TILE_ROW_BYTES = 8, 16, 64
+TILE_SHAPES = struct.pack(
+    "<B15x16H16B", 1, *[TILE_ROW_BYTES] * TILES, *[0] * 8, *[TILE_ROWS] * TILES, *[0] * 8
+)
+"""AMX's tiles as large as they can be, as the processor is told. Comes after the bits."""
 
 
 def constants() -> bytes:
     """What the third field points to."""
-    return struct.pack(f"<{len(CONSTANTS)}f{len(BITS)}i", *CONSTANTS.values(), *BITS.values())
+    numbers = struct.pack(f"<{len(CONSTANTS)}f{len(BITS)}i", *CONSTANTS.values(), *BITS.values())
+    return numbers + TILE_SHAPES
 
 
 class Code:
@@ -248,6 +254,24 @@ class Code:
         kind = ir.FunctionType(numbers.type, [numbers.type, indices.type])
         pick = self._intrinsic("llvm.x86.avx512.permvar.sf.512", kind)
         return self.at.call(pick, [numbers, indices])
+
+    # Tiles
+
+    def begin_tiles(self) -> None:
+        base = self._field(CONSTANTS_AT, POINTER)
+        shapes = self.address(base, I64(len(CONSTANTS) + len(BITS)), 4)
+        kind = ir.FunctionType(NOTHING, [POINTER])
+        self.at.call(self._intrinsic("llvm.x86.ldtilecfg", kind), [shapes])
+
+    def end_tiles(self) -> None:
+        """Else every change of threads would save them."""
+        self.at.call(self._intrinsic("llvm.x86.tilerelease", ir.FunctionType(NOTHING, [])), [])
+
+    def tile(self, name: str, *arguments: int | ir.Value) -> None:
+        """One instruction; numbers are tiles."""
+        values = [BYTE(each) if isinstance(each, int) else each for each in arguments]
+        kind = ir.FunctionType(NOTHING, [value.type for value in values])
+        self.at.call(self._intrinsic(f"llvm.x86.{name}", kind), values)
 
     def square_root(self, value: ir.Value) -> ir.Value:
         root = self._intrinsic("llvm.sqrt.f32", ir.FunctionType(FLOAT, [FLOAT]))

@@ -21,6 +21,7 @@ from nesa_node.engine.native.layer import activate, add_and_norm, attend, rotate
 from nesa_node.engine.native.nf4 import nf4_product, nf4_unpack
 from nesa_node.engine.native.processor import Processor
 from nesa_node.engine.native.product import product
+from nesa_node.engine.native.tiles import tiles
 
 FUNCTIONS: dict[str, Callable[..., ir.Module]] = {
     "product": product,
@@ -32,6 +33,7 @@ FUNCTIONS: dict[str, Callable[..., ir.Module]] = {
     "rotate": rotate,
     "attend": attend,
     "activate": activate,
+    "tiles": tiles,
 }
 
 

@@ -1,0 +1,89 @@
+"""Products of tens of tokens in bfloat16, by AMX.
+
+They read a weight once for up to 32 tokens, as fast as the memory gives it for up to 16. A token's
+result has the same bits whatever it is batched with.
+
+T tokens, I inputs, O outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nesa_node.engine.gemv import fits
+from nesa_node.engine.machine_code import Function, compiled
+
+TILE_TOKENS = 16
+MOST_TOKENS = 2 * TILE_TOKENS
+LEAST_OUTPUTS = 32
+"""Rows of weights that are read at a time."""
+
+
+class Tiles:
+    """x [T, I] -> x W^T + b [T, O] for up to `MOST_TOKENS` tokens."""
+
+    def __init__(self, products: list[Function]) -> None:
+        """`products`: those for one tile of tokens, and for two."""
+        self._products = products
+
+    def __call__(self, input_TI: Tensor, weight_OI: Tensor, bias_O: Tensor) -> Tensor:
+        """Return the product [T, O] with a weight that `suits`.
+
+        All are bfloat16, but for `bias_O`, which is float32. Summed in float32, rounded once.
+        """
+        room = torch.empty(room_for(*input_TI.shape), dtype=torch.int32)
+        output_TO = torch.empty(len(input_TI), len(weight_OI), dtype=weight_OI.dtype)
+        for call in self.calls(input_TI.contiguous(), room, weight_OI, bias_O, output_TO):
+            call()
+        return output_TO
+
+    def calls(
+        self, input_TI: Tensor, room: Tensor, weight_OI: Tensor, bias_O: Tensor, output_TO: Tensor
+    ) -> list[Callable[[], object]]:
+        """What puts the product of what `input_TI` then holds into `output_TO`.
+
+        `room`: int32, `room_for(T, I)` of them. All are contiguous, and the caller's to keep.
+        """
+        tokens, (outputs, inputs) = len(input_TI), weight_OI.shape
+        wide = _wide(tokens)
+        # In pairs, as tiles are multiplied. What is beside the tokens makes sums that nobody reads.
+        pairs = room.view(inputs // 2, TILE_TOKENS * wide)[:, :tokens]
+        job = self._products[wide - 1].job(
+            weight_OI.data_ptr(),
+            room.data_ptr(),
+            bias_O.data_ptr(),
+            output_TO.data_ptr(),
+            inputs,
+            outputs,
+            tokens,
+            threads=torch.get_num_threads(),
+        )
+        return [partial(pairs.copy_, input_TI.view(torch.int32).t()), job.run]
+
+
+def room_for(tokens: int, inputs: int) -> int:
+    return inputs // 2 * TILE_TOKENS * _wide(tokens)
+
+
+def tiles(dtype: torch.dtype) -> Tiles | None:
+    """Return the products of a dtype; None if it has none, or where they cannot be had."""
+    cpu: Any = torch.cpu
+    # The system must allow each process to use tiles.
+    if dtype != torch.bfloat16 or not cpu._is_amx_tile_supported() or not cpu._init_amx():
+        return None
+    products = compiled(("tiles", "bfloat16", 1), ("tiles", "bfloat16", 2))
+    return None if products is None else Tiles(products)
+
+
+def suits(weight_OI: Tensor) -> bool:
+    """Whether a weight has the shape, the layout and the place that products need."""
+    return fits(weight_OI) and len(weight_OI) >= LEAST_OUTPUTS
+
+
+def _wide(tokens: int) -> int:
+    return -(-tokens // TILE_TOKENS)
