@@ -5,10 +5,8 @@ T tokens, D hidden, F inner size, Q query heads, H key/value heads, E head size,
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import itertools
-import mmap
 import weakref
 from collections.abc import Callable
 from functools import cache
@@ -21,7 +19,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from nesa_node.core.span import Span
-from nesa_node.engine import huge_pages
 from nesa_node.engine.attention import PackedRuns
 from nesa_node.engine.blocks import Blocks, Run
 from nesa_node.engine.few_tokens import MOST_TOKENS, FewTokens
@@ -35,12 +32,11 @@ from nesa_node.engine.pages import PageTable
 from nesa_node.engine.parts import load_blocks
 from nesa_node.engine.step_program import LANES, field
 from tests.engine.chained import distance, forward, new_row, open_local
+from tests.engine.guarded import guarded
 from tests.engine.tiny_models import save_tiny_model
 
 Machine = tuple[Callable[..., Function], torch.dtype]
 Attention = tuple[Tensor, Tensor, Tensor, list[int], list[int]]
-
-PAGE = mmap.PAGESIZE
 
 WITHIN = {torch.float32: 1e-6, torch.bfloat16: 2**-7}
 """Relative to the largest: one step of the dtype, where a last bit was rounded the other way."""
@@ -344,20 +340,6 @@ def test_layers_that_differ_have_none(models_dir: Path) -> None:
     layers[1].act = torch.nn.GELU()
     with pytest.raises(ValueError, match="have none"):
         FewTokens(layers)
-
-
-def guarded(tensor: Tensor) -> Tensor:
-    """A copy that ends where no memory is."""
-    pages = -(-tensor.nbytes // PAGE)
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    memory = mmap.mmap(-1, (pages + 2) * PAGE, flags=flags)
-    first = huge_pages.address(memory)
-    for start in (first, first + (pages + 1) * PAGE):
-        nothing = ctypes.CDLL(None).mprotect(ctypes.c_void_p(start), ctypes.c_size_t(PAGE), 0)
-        assert nothing == 0
-    offset = (pages + 1) * PAGE - tensor.nbytes
-    copy = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=offset)
-    return copy.view(tensor.shape).copy_(tensor)
 
 
 def test_nothing_beyond_the_tensors_is_read_or_written(dtype: torch.dtype) -> None:

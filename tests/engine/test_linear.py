@@ -33,6 +33,7 @@ from nesa_node.engine.native.program import compiled
 from nesa_node.engine.parts import load_blocks
 from nesa_node.engine.tiles import room_for, tiles
 from tests.engine.chained import distance, open_local
+from tests.engine.guarded import guarded
 from tests.engine.tiny_models import save_tiny_model
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -223,6 +224,23 @@ def test_nothing_beside_the_tensors_is_read_or_written(dtype: torch.dtype) -> No
         input_TI = torch.randn(tokens, inputs).to(dtype)
         output = product(input_TI, weight_OI, torch.zeros(outputs))
         assert_product(output, plain_linear(weight_OI, None), input_TI)
+
+
+@needs_tiles
+@pytest.mark.parametrize("tokens", [1, 16, 17, 32])
+@pytest.mark.parametrize("outputs", [32, 45, 64])
+def test_nothing_beyond_what_tiles_multiply_is_read_or_written(outputs: int, tokens: int) -> None:
+    product, inputs = tiles(torch.bfloat16), 96
+    assert product is not None
+    weight_OI, input_TI, output_TO = (
+        guarded(torch.randn(shape).bfloat16())
+        for shape in ((outputs, inputs), (tokens, inputs), (tokens, outputs))
+    )
+    bias_O = guarded(torch.randn(outputs))
+    room = guarded(torch.zeros(room_for(tokens, inputs), dtype=torch.int32))
+    for call in product.calls(input_TI, room, weight_OI, bias_O, output_TO):
+        call()
+    assert torch.equal(output_TO, product(input_TI, weight_OI, bias_O))
 
 
 @pytest.mark.parametrize("shape", [(128,), (0, 128), (1, 0, 128), (2, 3, 128), (1, 1, 9, 128)])
