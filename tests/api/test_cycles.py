@@ -15,6 +15,7 @@ import pytest
 from torch import Tensor
 
 from nesa_node.client.activity import SessionActivity
+from nesa_node.engine.few_tokens import FewTokens
 from tests.api.live import live_gateway
 from tests.api.tokenizers import byte_level_tokenizer
 from tests.engine.tiny_models import BLOCKS, save_tiny_model
@@ -84,14 +85,20 @@ def _is_idle() -> bool:
 
 @contextmanager
 def gateway(folder: Path, nodes: int) -> Iterator[httpx.Client]:
-    """Before so many thirds of a model."""
+    """Before so many thirds of a model.
+
+    The nodes, in this process, do without what they keep for each number of tokens in a step: how
+    many there will be is chance.
+    """
     model = save_tiny_model("llama", folder)
     byte_level_tokenizer().save_pretrained(model)
     with (
+        pytest.MonkeyPatch.context() as patch,
         in_process_swarm(model, thirds(BLOCKS)[:nodes], folder) as addresses,
         live_gateway(addresses, folder, model) as url,
         httpx.Client(base_url=url, timeout=30) as client,
     ):
+        patch.setattr(FewTokens, "serves", lambda *_: False)
         yield client
 
 
