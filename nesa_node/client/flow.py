@@ -74,7 +74,9 @@ class Stage:
 
     def look_at(self) -> float:
         """When to look what became of the awaited steps."""
-        small = sum(len(kept.payload) for kept in self.awaited) <= SMALL_BYTES
+        under_way = sum(len(kept.payload) for kept in self.awaited)
+        # What a fresh node was sent again is awaited by nobody.
+        small = max(under_way, self.enter.unanswered_bytes) <= SMALL_BYTES
         return min(self.ask_at, self.deadline) if small else self.deadline
 
 
@@ -101,6 +103,7 @@ class Flow:
     async def send(self, link: HopLink, kept: Kept) -> None:
         """Raises `PeerUnreachableError`."""
         kept = link.wire.readable(kept)
+        link.unanswered_bytes += len(kept.payload)
         await link.send_step(
             Step(
                 session=link.session,
@@ -196,6 +199,7 @@ class Flow:
             # Nodes refuse inputs that are not finite: it is this one's own.
             raise self._misbehaved(link, str(error), "wrong") from error
         link.wire.came(output.tensor, payload)
+        stage.enter.unanswered_bytes = 0
         stage.renew(self._step_timeout_s)
         return kept, output_TD, output.via
 

@@ -90,6 +90,8 @@ class HopLink:
         self.downstream_lost: str | None = None
         self.refusal: Error | None = None
         """The node refused a step; the session's state there is as before."""
+        self.unanswered_bytes = 0
+        """Of what it was sent since an output of it, or of those after it, came."""
         self.outputs: deque[tuple[Output, bytearray]] = deque()
         self._epoch = -1
         self._expected: dict[int, int] = {}

@@ -27,6 +27,10 @@ MOST_TOKENS = 32
 """For more of them torch's operations on whole tensors cost little, and its attention less."""
 
 
+MOST_PROGRAMS = 48
+"""Each takes up to 10 kB for a layer, and clients choose which parts of a span they use."""
+
+
 class FewTokens:
     """Runs layers of one shape and dtype, one step at a time."""
 
@@ -47,6 +51,7 @@ class FewTokens:
         self._functions = Functions(*functions)
         self._buffers = Buffers(MOST_TOKENS)
         self._programs: dict[tuple[int, int, int], StepProgram] = {}
+        """The last used comes last."""
 
     def serves(self, packed: PackedRuns) -> bool:
         """Whether these are few tokens, and the cache of each row lies in one piece.
@@ -73,10 +78,14 @@ class FewTokens:
         key = tokens, layers[0].layer_idx, len(layers)
         program = self._programs.get(key)
         if program is None or not program.fits(tables, packed.pool):
-            program = self._programs[key] = StepProgram(
+            program = StepProgram(
                 self._functions, layers, self._buffers, tokens, tables, packed.pool
             )
-        return program.run(hidden_TD.contiguous(), packed)
+        self._programs.pop(key, None)
+        self._programs[key] = program
+        if len(self._programs) > MOST_PROGRAMS:
+            del self._programs[next(iter(self._programs))]
+        return program.run(hidden_TD, packed)
 
 
 def _shape(layer: FusedLayer) -> tuple[str, int, int] | None:

@@ -50,8 +50,6 @@ Call = Callable[[], object]
 Room = Callable[[int, torch.dtype], Tensor]
 """So many numbers of a dtype, one after another."""
 
-FEW_WITH_TILES = 1
-"""From more tokens on tiles are faster than vectors, where there are tiles."""
 FEW_WITHOUT_OURS = 3
 MANY_TOKENS = {torch.float32: 64, torch.bfloat16: 256}
 """From so many on, to turn the result over costs what the other order saves."""
@@ -66,11 +64,12 @@ class Linear(nn.Linear):
         self._parameters.update(linear._parameters)
         weight = linear.weight
         self._gemv = gemv(weight.dtype) if fits(weight) else None
-        self._tiles = tiles(weight.dtype) if suits(weight) else None
-        if self._gemv is None:
-            self._few = FEW_WITHOUT_OURS
+        self._tiles = tiles(weight.dtype) if self._gemv is not None and suits(weight) else None
+        if self._tiles is not None:
+            # Not even one: its bits shall be those that it has among others.
+            self._few = 0
         else:
-            self._few = MOST_TOKENS if self._tiles is None else FEW_WITH_TILES
+            self._few = MOST_TOKENS if self._gemv is not None else FEW_WITHOUT_OURS
         """Up to so many tokens are multiplied as vectors."""
         # Where torch has no better order, one is as good as the other.
         self._many = MANY_TOKENS.get(weight.dtype, 0) if weight.device.type == "cpu" else 0

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from nesa_node.engine.attention import PackedRuns, Row
 from nesa_node.engine.linear import Call, Linear
-from nesa_node.engine.machine_code import Function, Job
+from nesa_node.engine.machine_code import Function
 from nesa_node.engine.pages import PagePool
 
 if TYPE_CHECKING:
@@ -32,11 +32,8 @@ LANES = 16
 WORTH_THREADS = 1 << 14
 """Slots times heads: to read fewer keys takes less time than to call other threads."""
 
-ADDED, QKV = 1, 0
-"""Fields of `add_and_norm`, and of what reads queries, keys and values, that may change."""
-GATE_UP = 0
 SCRATCH, SEEING, ROOM = 7, 8, 10
-"""Those of `attend`."""
+"""Fields of `attend` that change with every step."""
 
 
 class Functions(NamedTuple):
@@ -96,19 +93,17 @@ class StepProgram:
         self._tables = tables
         self._pool = weakref.ref(pool)
         self._threads = torch.get_num_threads()
-        self._step = _Step(tokens)
+        self._step = _Step(tokens, buffers)
         self._calls: list[Call] = []
         self._kept: list[object] = []
         """What calls point to."""
         self._size = len(layers[0].before_attention.weight)
         self._dtype = layers[0].before_attention.weight.dtype
         self._hidden_TD = self._buffer("hidden", self._size)
-        self._entry = _Source(self._hidden_TD)
-        """The input; before there is one any address does."""
-        added = self._entry
+        self._added_TD = self._buffer("added", self._size)
+        """What is still to be added to it."""
         for layer in layers:
-            added = self._write_layer(layer, added, pool)
-        self._last = added
+            self._write_layer(layer, pool)
 
     def fits(self, tables: tuple[Tensor, Tensor], pool: PagePool) -> bool:
         """Whether it can still be run: addresses are part of it."""
@@ -120,30 +115,28 @@ class StepProgram:
         )
 
     def run(self, hidden_TD: Tensor, packed: PackedRuns) -> Tensor:
-        """The last layer's output [T, D]; `hidden_TD` is contiguous."""
+        """The last layer's output [T, D]."""
         self._step.begin(packed)
-        # What the first layer adds to is nothing, so that the input stays as it is.
-        self._hidden_TD.zero_()
-        self._entry.put(hidden_TD)
+        self._hidden_TD.copy_(hidden_TD)
+        ctypes.memset(self._added_TD.data_ptr(), 0, self._added_TD.nbytes)
         try:
             for call in self._calls:
                 call()
-            return torch.add(self._hidden_TD, self._last.output)
+            return torch.add(self._hidden_TD, self._added_TD)
         finally:
             self._step.end()
 
-    def _write_layer(self, layer: FusedLayer, added: _Source, pool: PagePool) -> _Source:
-        """`added` is what the last layer left to add; returns what this one leaves."""
-        code, step = self._functions, self._step
-        normed_TD = self._write_norm(layer.before_attention, added)
-        heads = layer.queries + 2 * layer.heads
-        qkv = self._write_product(layer.qkv, normed_TD, "qkv", heads * layer.head_dim)
+    def _write_layer(self, layer: FusedLayer, pool: PagePool) -> None:
+        code, step, added_TD = self._functions, self._step, self._added_TD
+        normed_TD = self._write_norm(layer.before_attention)
+        qkv = self._buffer("qkv", (layer.queries + 2 * layer.heads) * layer.head_dim)
+        self._write_product(layer.qkv, normed_TD, qkv)
         if layer.of_heads is not None:
             self._calls.append(_NormOfHeads(layer, qkv))
         number = layer.layer_idx - pool.span.start
         cache = pool.keys_SHD[number].data_ptr(), pool.values_SHD[number].data_ptr()
         rotate = code.rotate.job(
-            qkv.output.data_ptr(),
+            qkv.data_ptr(),
             *(table.data_ptr() for table in self._tables),
             *cache,
             ctypes.addressof(step.positions),
@@ -152,89 +145,65 @@ class StepProgram:
             layer.queries,
             layer.heads,
         )
-        qkv.readers.append((rotate, QKV))
         self._calls.append(rotate.run)
         attended = self._buffer("attended", layer.queries * layer.head_dim)
         self._calls.append(_Attention(code.attend, layer, qkv, cache, attended, step))
-        out = self._write_product(layer.out, attended, "added", self._size)
-        normed_TD = self._write_norm(layer.before_mlp, out)
+        self._write_product(layer.out, attended, added_TD)
+        normed_TD = self._write_norm(layer.before_mlp)
         inner = layer.down.in_features
-        gate_up = self._write_product(layer.gate_up, normed_TD, "gate and up", 2 * inner)
-        active_TF = self._buffer("active", inner)
-        activate = code.activate.job(
-            gate_up.output.data_ptr(), active_TF.data_ptr(), self._tokens, inner
-        )
-        gate_up.readers.append((activate, GATE_UP))
-        self._calls.append(activate.run)
-        return self._write_product(layer.down, active_TF, "added", self._size)
+        gate_up, active_TF = self._buffer("gate and up", 2 * inner), self._buffer("active", inner)
+        self._write_product(layer.gate_up, normed_TD, gate_up)
+        fields = gate_up.data_ptr(), active_TF.data_ptr(), self._tokens, inner
+        self._calls.append(code.activate.job(*fields).run)
+        self._write_product(layer.down, active_TF, added_TD)
 
-    def _write_norm(self, norm: Norm, added: _Source) -> Tensor:
+    def _write_norm(self, norm: Norm) -> Tensor:
         normed_TD = self._buffer("normed", self._size)
         job = self._functions.add_and_norm.job(
             self._hidden_TD.data_ptr(),
-            added.output.data_ptr(),
+            self._added_TD.data_ptr(),
             norm.weight.data_ptr(),
             normed_TD.data_ptr(),
             self._tokens,
             self._size,
             field(norm.eps),
         )
-        added.readers.append((job, ADDED))
         self._kept.append(norm)
         self._calls.append(job.run)
         return normed_TD
 
-    def _write_product(self, linear: Any, input_TI: Tensor, name: str, width: int) -> _Product:
-        product = _Product(linear, input_TI, self._buffer(name, width))
+    def _write_product(self, linear: Any, input_TI: Tensor, output_TO: Tensor) -> None:
         calls = None
         if isinstance(linear, Linear):
-            calls = linear.into(input_TI, self._buffers.room, product.output)
-        self._calls += [product] if calls is None else calls
-        self._kept.append(product)
-        return product
+            calls = linear.into(input_TI, self._buffers.room, output_TO)
+        self._calls += [_Product(linear, input_TI, output_TO)] if calls is None else calls
+        self._kept.append(linear)
 
     def _buffer(self, name: str, width: int) -> Tensor:
         return self._buffers.get(name, self._tokens, width, self._dtype)
 
 
-class _Source:
-    """What other calls read, and where it is."""
-
-    def __init__(self, output: Tensor) -> None:
-        self.output = output
-        """[T, O], contiguous."""
-        self.readers: list[tuple[Job, int]] = []
-        """And in which field they have its address."""
-
-    def put(self, output: Tensor) -> None:
-        self.output = output
-        address = output.data_ptr()
-        for job, index in self.readers:
-            job.put(index, address)
-
-
-class _Product(_Source):
-    """A linear layer's output, where the layer itself puts it."""
+class _Product:
+    """A linear layer of another kind: its output is copied to where it is looked for."""
 
     def __init__(self, linear: Any, input_TI: Tensor, output_TO: Tensor) -> None:
-        """`output_TO`: where it is if `linear` can be told."""
-        super().__init__(output_TO)
         self._linear = linear
         self._input_TI = input_TI
+        self._output_TO = output_TO
 
     def __call__(self) -> None:
-        self.put(self._linear.forward(self._input_TI))
+        self._output_TO.copy_(self._linear.forward(self._input_TI))
 
 
 class _NormOfHeads:
     """Norms a layer's queries and keys, where it does (Qwen3)."""
 
-    def __init__(self, layer: FusedLayer, qkv: _Product) -> None:
+    def __init__(self, layer: FusedLayer, qkv: Tensor) -> None:
         self._layer = layer
         self._qkv = qkv
 
     def __call__(self) -> None:
-        layer, qkv = self._layer, self._qkv.output
+        layer, qkv = self._layer, self._qkv
         assert layer.of_heads is not None
         turned = qkv.view(len(qkv), -1, layer.head_dim)[:, : layer.turned]
         turned.copy_(layer.of_heads.forward(turned))
@@ -247,7 +216,7 @@ class _Attention:
         self,
         attend: Function,
         layer: FusedLayer,
-        qkv: _Product,
+        qkv: Tensor,
         cache: tuple[int, int],
         attended: Tensor,
         step: _Step,
@@ -258,12 +227,9 @@ class _Attention:
         self._attended = attended
         self._step = step
         self._seen = step.seen(layer)
-        self._before = (*cache, attended.data_ptr(), *self._seen.addresses)
+        self._before = (qkv.data_ptr(), *cache, attended.data_ptr(), *self._seen.addresses)
         self._scale = field(layer.scaling)
-        fields = (0, *self._before, 0, 0, layer.heads, 0, self._scale)
-        self._job = attend.job(*fields)
-        qkv.readers.append((self._job, QKV))
-        self._job.put(QKV, qkv.output.data_ptr())
+        self._job = attend.job(*self._before, 0, 0, layer.heads, 0, self._scale)
 
     def __call__(self) -> None:
         seen, step = self._seen, self._step
@@ -275,7 +241,6 @@ class _Attention:
             job.run()
         elif seen.tokens:
             self._attend(
-                self._qkv.output.data_ptr(),
                 *self._before,
                 seen.scratch,
                 seen.tokens,
@@ -288,7 +253,7 @@ class _Attention:
             self._attend_long(row)
 
     def _attend_long(self, row: Row) -> None:
-        layer, qkv, packed = self._layer, self._qkv.output, self._step.packed
+        layer, qkv, packed = self._layer, self._qkv, self._step.packed
         assert packed is not None
         query_TQE = qkv.view(len(qkv), -1, layer.head_dim)[:, : layer.queries]
         output_LQE = packed.attend(
@@ -300,7 +265,8 @@ class _Attention:
 class _Step:
     """What all layers of the step that runs have in common, where all of them look for it."""
 
-    def __init__(self, tokens: int) -> None:
+    def __init__(self, tokens: int, buffers: Buffers) -> None:
+        self._buffers = buffers
         self.packed: PackedRuns | None = None
         self.longer_rows: list[Row] = []
         """Their tokens share what they read: torch's attention takes less time for them."""
@@ -328,14 +294,17 @@ class _Step:
         """What layers with that window see."""
         key = layer.window, layer.queries // layer.heads, layer.heads
         if key not in self._seen:
-            self._seen[key] = _Seen(self._tokens, *key)
+            self._seen[key] = _Seen(self._tokens, self._buffers, *key)
         return self._seen[key]
 
 
 class _Seen:
     """Which slots those tokens see that are their rows' only ones."""
 
-    def __init__(self, most: int, window: int | None, group: int, heads: int) -> None:
+    def __init__(
+        self, most: int, buffers: Buffers, window: int | None, group: int, heads: int
+    ) -> None:
+        self._buffers = buffers
         self._window = window
         self._group = group
         self._heads = heads
@@ -347,7 +316,6 @@ class _Seen:
         self.threads = 1
         self.scratch = 0
         """Address of room for scores."""
-        self._scratch = torch.empty(0)
 
     def begin(self, rows: Sequence[Row]) -> None:
         self.tokens = len(rows)
@@ -363,10 +331,9 @@ class _Seen:
         most = max(self._numbers[2][: self.tokens], default=0)
         self.room = -(-most // LANES) * LANES
         self.threads = torch.get_num_threads() if total * self._heads >= WORTH_THREADS else 1
-        needed = self.threads * self._group * self.room
-        if len(self._scratch) < needed:
-            self._scratch = torch.empty(2 * needed, dtype=torch.float32)
-            self.scratch = self._scratch.data_ptr()
+        size = self.threads * self._group * self.room
+        if size:
+            self.scratch = self._buffers.room(size, torch.float32).data_ptr()
 
 
 def _start(row: Row) -> int:

@@ -30,6 +30,7 @@ State = Literal["joining", "serving", "draining"]
 NEWS_S = 10.0
 """So old at most are a record's free cache, load and whatever else others plan by, besides the
 DHT's own delay. Where nothing has changed the record is only renewed, before it would expire."""
+RENEW_S = 20.0
 _NO_NEWS = {"uptime_s", "cpu_memory_free_bytes", "gpu_memory_free_bytes", "load", "measured"}
 """Fields that differ each time: load and links are compared less sharply."""
 DTYPE_NAMES = {
@@ -132,7 +133,9 @@ class Announcer:
     async def _publish(self, status: NodeStatus) -> None:
         now = time.monotonic()
         await self._directory.publish(status)
-        self._told, self._told_at = _news(status), now
+        # What the DHT did not take is news still.
+        self._told = _news(status) if self._directory.is_stored else None
+        self._told_at = now
 
     def _status(self, state: State, span: Span) -> NodeStatus:
         facts, capacity, memory = self._facts, self.capacity(), psutil.virtual_memory()
@@ -181,8 +184,11 @@ class Announcer:
 
 
 def renew_after_s(ttl_s: float) -> float:
-    """A record gets lost twice before others take its node for dead."""
-    return ttl_s / 3
+    """A record gets lost twice before others take its node for dead.
+
+    Where it lives long it is still told before long that the node has other addresses.
+    """
+    return min(ttl_s / 3, RENEW_S)
 
 
 def _news(status: NodeStatus) -> object:

@@ -89,7 +89,6 @@ def take(queue: Iterable[Pending], tables: Sequence[PageTable], tokens: int) -> 
     return Share(_joined(pieces), runs, done)
 
 
-@torch.inference_mode()
 def run_shares(blocks: Blocks, shares: Sequence[Share]) -> float:
     """Run an iteration, on the device's thread. Returns the seconds that it took.
 

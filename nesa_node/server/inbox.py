@@ -43,7 +43,10 @@ def examine(step: Step, payload: bytearray) -> Examined:
     Raises `ProtocolError` for a payload of another size than described, and for NaN or infinite
     values.
     """
-    hidden_TD = tensors.decode(step.tensor, payload, max_bytes=step.tensor.most_nbytes)
+    # What came of a plain tensor is bounded already.
+    plain = step.tensor.codec == PLAIN
+    most_bytes = len(payload) if plain else step.tensor.most_nbytes
+    hidden_TD = tensors.decode(step.tensor, payload, max_bytes=most_bytes)
     if len(payload) < LARGE_BYTES:
         return Examined(payload, hidden_TD)
     return Examined(hashlib.blake2b(payload, digest_size=16).digest(), hidden_TD)

@@ -74,6 +74,7 @@ class Directory:
         self._clock = clock
         self._known: dict[PeerId, NodeRecord] = {}
         self._own: NodeRecord | None = None
+        self._is_stored = False
         self._publishing = asyncio.Lock()
 
     @property
@@ -92,6 +93,11 @@ class Directory:
         if record is None or record.state == "withdrawn" or record.expires_at <= self._clock():
             return None
         return record
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether the DHT took what this node published last."""
+        return self._is_stored
 
     async def publish(self, status: NodeStatus) -> NodeRecord:
         """Sign `status` and store it. Replaces what this node published before.
@@ -138,7 +144,8 @@ class Directory:
 
     async def glance(self, model_id: ModelId) -> None:
         """Look up cheaply who is there, from one member: newcomers and their addresses."""
-        self._remember(await self._shelf.find(model_key(model_id), latest=False))
+        # Whom one member does not name may be there all the same.
+        self._remember(await self._shelf.find(model_key(model_id), latest=False), is_whole=False)
 
     def snapshot(self, model_id: ModelId, num_blocks: int | None = None) -> Snapshot:
         """Who serves `model_id` as far as this node remembers, without asking anybody.
@@ -254,6 +261,7 @@ class Directory:
     async def _store(self, record: NodeRecord, sealed: bytes) -> None:
         keys = [model_key(ModelId(record.model_id)), NODES_KEY]
         failure = await self._shelf.put(keys, sealed, record.expires_at, record.peer_id)
+        self._is_stored = failure is None
         if failure is not None:
             log.warning("record_not_stored", seq=record.seq, reason=failure)
         if failure != "timeout":
@@ -263,7 +271,8 @@ class Directory:
         """The sealed records under `key`, which the validator has let pass."""
         return await self._shelf.find(key)
 
-    def _remember(self, sealed_records: Iterable[bytes]) -> None:
+    def _remember(self, sealed_records: Iterable[bytes], *, is_whole: bool = True) -> None:
+        """`is_whole`: who is not among them any more has failed."""
         for sealed in sealed_records:
             try:
                 record = self._validator.open(sealed)
@@ -276,7 +285,8 @@ class Directory:
                 self._known[peer] = record
                 if known is not None:
                     self._hearsay.histories.replaced(known, record)
-        self._forget_expired()
+        if is_whole or len(self._known) > _MAX_REMEMBERED:
+            self._forget_expired()
 
     def _forget_expired(self) -> None:
         now = self._clock()

@@ -52,18 +52,23 @@ async def keep_measuring(
                 look_at = time.monotonic() + look_every_s
                 look_every_s = min(3.0 * look_every_s, max(MAX_LOOK_S, look_every_s))
                 await swarm.directory.glance(model_id)
+            others = {peer: at for peer, at in others.items() if _is_near(swarm, peer)}
             others |= swarm.directory.addresses(model_id, num_blocks)
             others.pop(swarm.identity.peer_id, None)
             peer = next_to_ping(swarm.distances, sorted(others), rng, refresh_s=refresh_s)
-            if peer is not None and not await _answers(swarm, peer, others[peer]):
-                del others[peer]
+            if peer is not None:
+                await _measure(swarm, peer, others[peer])
         except (SwarmError, OSError) as error:
             log.info("not_measured", reason=str(error))
         except Exception:  # a mistake of ours: the node goes on, and so do its pings
             log.exception("not_measured")
 
 
-async def _answers(swarm: Swarm, peer: PeerId, addresses: Sequence[str]) -> bool:
+async def _measure(swarm: Swarm, peer: PeerId, addresses: Sequence[str]) -> None:
     dialled = few_addresses(addresses, swarm.transport.addresses)
     await swarm.distances.measure(swarm.transport, {peer: dialled})
+
+
+def _is_near(swarm: Swarm, peer: PeerId) -> bool:
+    """Whether it answered the last ping."""
     return not math.isnan(swarm.distances.rtt_ms(peer))

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -197,6 +198,15 @@ async def test_nobody_is_asked_early_behind_a_large_step(monkeypatch: pytest.Mon
         await session.step(hidden(1), [RowSlice(0, 0, 1)])
         assert time.monotonic() - began >= 1.0
         assert hung not in route.scripted
+
+
+def test_what_a_fresh_node_was_sent_again_counts_until_an_output_comes() -> None:
+    link = SimpleNamespace(unanswered_bytes=flow.SMALL_BYTES + 1)
+    stage = flow.Stage(link, link, [link])  # type: ignore[arg-type,list-item]
+    stage.renew(60.0)
+    assert stage.look_at() == stage.deadline
+    link.unanswered_bytes = 0
+    assert stage.look_at() == stage.ask_at < stage.deadline
 
 
 @pytest.mark.parametrize("mode", ROUTINGS)

@@ -21,7 +21,7 @@ from torch.nn import functional
 from nesa_node.core.span import Span
 from nesa_node.engine.attention import PackedRuns
 from nesa_node.engine.blocks import Blocks, Run
-from nesa_node.engine.few_tokens import MOST_TOKENS, FewTokens
+from nesa_node.engine.few_tokens import MOST_PROGRAMS, MOST_TOKENS, FewTokens
 from nesa_node.engine.fused_layers import FIRST_POSITIONS, FusedDecoder
 from nesa_node.engine.gemv import NAMES
 from nesa_node.engine.machine_code import Function, compiled, functions
@@ -272,6 +272,30 @@ def test_outputs_stay_as_they_were_given(models_dir: Path) -> None:
     before = first_TD.clone()
     forward(blocks, torch.randn(1, blocks.hidden_size), row)
     assert torch.equal(first_TD, before)
+
+
+def test_an_input_is_not_held(models_dir: Path) -> None:
+    """It may be a small part of what a client sent."""
+    blocks = load("llama", models_dir, torch.float32)
+    row, whole = new_row(blocks), torch.randn(300, blocks.hidden_size)
+    memory = weakref.ref(whole.untyped_storage())
+    forward(blocks, whole[:2], row)
+    del whole
+    gc.collect()
+    assert memory() is None
+
+
+def test_few_programs_are_kept(models_dir: Path) -> None:
+    """Clients choose parts of a span, and how many tokens a step has."""
+    blocks = load("llama", models_dir, torch.float32)
+    for part in (Span(1, 4), Span(1, 2), Span(2, 4)):
+        row = new_row(blocks.part(part))
+        for tokens in range(1, MOST_TOKENS + 1):
+            forward(blocks.part(part), torch.randn(tokens, blocks.hidden_size), row)
+    programs = blocks._decoder._few._programs
+    assert len(programs) == MOST_PROGRAMS
+    assert (MOST_TOKENS, 2, 2) in programs
+    assert (1, 1, 3) not in programs
 
 
 def test_a_pool_is_not_held(models_dir: Path) -> None:

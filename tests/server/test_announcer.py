@@ -35,6 +35,7 @@ LINK = Measured(peer_digest(PeerId("a")), 1.0, 1.0, 1.0)
 
 class _Directory:
     ttl_s = 60.0
+    is_stored = True
 
     def __init__(self) -> None:
         self.published: list[NodeStatus] = []
@@ -135,5 +136,23 @@ async def test_record_that_could_not_be_published_is_tried_again_at_once(
     await announcer.announce("serving", Span(0, 4))
     running = asyncio.create_task(announcer.run())
     assert (await _next(directory)).state == "serving"
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_what_the_dht_did_not_take_is_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(announcer_module, "NEWS_S", 0.02)
+    directory = _Directory()
+    directory.is_stored = False
+    announcer = Announcer(directory, FACTS)  # type: ignore[arg-type]
+    await announcer.announce("serving", Span(0, 4))
+    running = asyncio.create_task(announcer.run())
+    for _ in range(3):
+        await _next(directory)
+    directory.is_stored = True
+    await _next(directory)
+    told = len(directory.published)
+    await asyncio.sleep(0.3)
+    assert len(directory.published) <= told + 1
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
