@@ -138,7 +138,7 @@ def test_a_token_in_tiles_has_the_same_bits_whatever_it_is_batched_with(
     linear = layer(*shape, torch.bfloat16, bias=True)
     input_TI = torch.randn(32, shape[1]).bfloat16()
     together = linear(input_TI)
-    for tokens in range(2, 33):
+    for tokens in range(1, 33):
         torch.set_num_threads(1 + tokens % 3)
         assert torch.equal(linear(input_TI[:tokens]), together[:tokens])
         assert torch.equal(linear(input_TI[-tokens:]), together[-tokens:])
