@@ -33,7 +33,7 @@ class Door:
     async def handle(
         self, peer: PeerId, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        """One incoming stream, until it ends."""
+        """One incoming stream, until its last words; the caller closes it."""
         if self._server is not None:
             await self._server.handle(peer, reader, writer)
             return
@@ -46,5 +46,3 @@ class Door:
             log.debug("stream_ended", peer=peer)
         except ProtocolError as error:
             await refuse(stream, error)
-        finally:
-            await stream.close()

@@ -99,7 +99,10 @@ class SessionServer:
     async def handle(
         self, peer: PeerId, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        """One incoming stream, until it ends. A peer's mistake is answered, never raised."""
+        """One incoming stream, until its last words; the caller closes it.
+
+        A peer's mistake is answered, never raised.
+        """
         stream = Stream(peer, reader, writer)
         self._note_handler()
         try:
@@ -117,8 +120,6 @@ class SessionServer:
         except ProtocolError as error:
             self._refusals.note(peer=peer, code=error.code, reason=str(error))
             await refuse(stream, error, free_tokens=self._admission.free_tokens)
-        finally:
-            await stream.close()
 
     async def drain(self, timeout_s: float, *, idle_s: float | None = None) -> None:
         """Tell every client to move on; after `timeout_s` seconds the rest is cut off.

@@ -12,7 +12,7 @@ import resource
 import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any
 
 from nesa_node.core.errors import (
@@ -38,6 +38,7 @@ streams on (`server.admission.Limits.streams_per_peer`), once it has read what t
 
 _BOOTSTRAP_TIMEOUT_S = 15.0
 _PREAMBLE_TIMEOUT_S = 10.0
+_LAST_WORDS_S = 1.0
 _ROUTING_ATTEMPTS = 100
 _LOOPBACK = ("/ip4/127.", "/ip6/::1/")
 
@@ -121,10 +122,11 @@ class Transport:
     async def serve(self, protocol: str, handler: StreamHandler) -> None:
         """Run `handler(peer, reader, writer)` in a task for each stream that a peer opens.
 
-        The writer is closed when the handler returns. An exception in it is logged and ends that
-        stream only; at close of the transport the handlers are cancelled. One peer may hold
-        `MAX_STREAMS_PER_PEER` streams, all together half of the files that this process may open;
-        further ones are closed at once. A second handler of a protocol takes the first one's place.
+        The stream is closed soon after the handler has returned. An exception in it is logged and
+        ends that stream only; at close of the transport the handlers are cancelled. One peer may
+        hold `MAX_STREAMS_PER_PEER` streams, all together half of the files that this process may
+        open; further ones are closed at once. A second handler of a protocol takes the first one's
+        place.
         """
         is_new = protocol not in self._handlers
         self._handlers[protocol] = handler
@@ -164,6 +166,7 @@ class Transport:
         self._streams_of[peer] += 1
         try:
             await handler(peer, pipe, pipe)
+            await _until_closed(pipe)
         except (OSError, asyncio.IncompleteReadError):
             log.debug("stream_broke", peer=peer, protocol=protocol)
         except Exception:  # the edge of a task: one stream's failure must not end the node
@@ -172,6 +175,19 @@ class Transport:
             self._streams_of[peer] -= 1
             if not self._streams_of[peer]:
                 del self._streams_of[peer]
+
+
+async def _until_closed(pipe: Pipe) -> None:
+    """Let the peer, who has read the last words, close first; not for long.
+
+    Where the end that wrote them closes, libp2p's daemon may reset the stream, and drop them: it
+    closes reading before writing, and takes the end of its own reading in between for an error.
+    """
+    with suppress(OSError, asyncio.IncompleteReadError):
+        async with asyncio.timeout(_LAST_WORDS_S):
+            while True:
+                await pipe.readable()
+                pipe.take(pipe.unread)
 
 
 def _max_streams() -> int:

@@ -20,6 +20,7 @@ from nesa_node.swarm.messages import (
     PROTOCOL,
     AnyMessage,
     Busy,
+    Closed,
     Error,
     Link,
     Linked,
@@ -45,9 +46,6 @@ _MAX_OUTPUT_BYTES = 1 << 24
 UNANSWERED = "UNANSWERED"
 HUNG_UP = "hung up"
 WRONG = "WRONG"
-WORDLESS = "closed without a word"
-MAX_WORDLESS = 0.005
-"""A closed stream is an answer, and libp2p may lose an error's last bytes; but not as a habit."""
 
 
 class Tally:
@@ -59,19 +57,13 @@ class Tally:
 
     def note(self, kind: str, answer: str, allowed: Sequence[str] = ()) -> None:
         self.frames += 1
-        if allowed and answer == "closed" not in allowed:
-            answer = WORDLESS
-        elif allowed and answer not in allowed:
+        if allowed and answer not in allowed:
             answer = f"{WRONG}: {answer}, not {' or '.join(allowed)}"
         self.answers[kind, answer] += 1
 
     def failures(self) -> list[str]:
         bad = (UNANSWERED, WRONG)
-        found = [f"{kind}: {a} x{n}" for (kind, a), n in self.answers.items() if a.startswith(bad)]
-        wordless = sum(n for (_, answer), n in self.answers.items() if answer == WORDLESS)
-        if wordless > MAX_WORDLESS * self.frames:
-            found.append(f"{wordless} streams were closed without a word")
-        return found
+        return [f"{kind}: {a} x{n}" for (kind, a), n in self.answers.items() if a.startswith(bad)]
 
     def summary(self) -> str:
         kinds: dict[str, list[str]] = {}
@@ -108,7 +100,8 @@ class Wire:
             return None
 
     async def outcome(self, *, may_wait: bool = False) -> str:
-        """How the node ended the stream; "hung up" if it `may_wait` for more and we did not."""
+        """The node's last words, or how it ended the stream without; "hung up" if it `may_wait`
+        for more and we did not."""
         last = "closed"
         try:
             if may_wait:
@@ -125,14 +118,21 @@ class Wire:
                 if isinstance(message, Opened):
                     # A mutation that was no harm. It is nothing to us.
                     return last
+                if isinstance(message, Busy | Closed) or _is_fatal(message):
+                    # It closes when we have, or a second later.
+                    return last
                 message = await self.receive()
-        except OSError:
-            pass
         except TimeoutError:
             return UNANSWERED
+        except OSError:
+            pass  # of which the one above is a kind
         except ProtocolError as error:
             return f"{WRONG}: the node sent {error}"
         return last
+
+
+def _is_fatal(message: AnyMessage) -> bool:
+    return isinstance(message, Error) and message.fatal
 
 
 def describe(message: AnyMessage) -> str:
@@ -263,6 +263,9 @@ class HostileSession:
                     self.alive = False
                     return "closed" if answer == "ignored" else answer
                 answer = describe(message)
+                if _is_fatal(message):
+                    self.alive = False
+                    return answer
         except TimeoutError:
             # Perhaps it waits for the rest of a longer frame, of which our ping became a part.
             self.alive = False

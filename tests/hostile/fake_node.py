@@ -131,8 +131,6 @@ class FakeNode:
                         await self._misbehave(served, step)
         except (NesaError, OSError):
             pass  # it was found out
-        finally:
-            await stream.close()
 
     async def _serve(self, stream: Stream, opened: Open) -> None:
         self.opens += 1

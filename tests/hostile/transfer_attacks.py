@@ -402,7 +402,7 @@ def _bad_outputs(attacker: Attacker, session: HostileSession) -> list[Case]:
         ("kept: row twice", kept((0, 0, 1), (0, 1, 1)), ("bad_rows",)),
         ("kept: rows", message_frame(one, bytes(payload), rows=many), (BAD,)),
         ("kept: rows", message_frame(one, bytes(payload)), (BAD,)),
-        ("kept: position", kept((0, 0, 1), (1, 5, 1)), ("bad_position",)),
+        ("kept: position", kept((0, 0, 1), (1, MAX_TOKENS, 1)), ("bad_position",)),
         ("kept: position", kept((0, 1 << 24, 1)), ("bad_position",)),
         ("kept: beyond", kept((0, 0, MAX_TOKENS + 1)), ("bad_position",)),
         ("kept: count", kept((0, 0, 1), (1, 0, 0)), (BAD,)),

@@ -266,7 +266,13 @@ class Node:
 
     def serve(self, wire: Wire) -> None:
         assert self._tasks is not None
-        self._tasks.create_task(self.server.handle(wire.peer, cast(Any, wire), cast(Any, None)))
+        self._tasks.create_task(self._handle(wire))
+
+    async def _handle(self, wire: Wire) -> None:
+        try:
+            await self.server.handle(wire.peer, cast(Any, wire), cast(Any, None))
+        finally:
+            await wire.close()
 
     def peer(self, client: str = "client", **options: Any) -> Peer:
         return Peer(self.connect(client), self.blocks, **options)

@@ -125,6 +125,28 @@ async def test_failing_handler_ends_its_own_stream_only(tmp_path: Path) -> None:
         kept.close()
 
 
+async def test_whoever_was_told_the_last_words_closes_first(tmp_path: Path) -> None:
+    """Else they may be lost."""
+    ends: list[Pipe] = []
+
+    async def say_goodbye(_: PeerId, __: Pipe, writer: Pipe) -> None:
+        writer.write(b"goodbye")
+        ends.append(writer)
+
+    async with _node(tmp_path) as server, _node(tmp_path, *server.addresses) as client:
+        await server.serve("/test/goodbye", say_goodbye)
+        polite, _ = await client.open_stream(server.peer_id, "/test/goodbye")
+        assert await asyncio.wait_for(polite.readexactly(7), 5) == b"goodbye"
+        assert ends[0].settled  # open
+        polite.close()
+        await asyncio.wait_for(ends[0].wait_closed(), 5)
+
+        silent, _ = await client.open_stream(server.peer_id, "/test/goodbye")
+        assert await asyncio.wait_for(silent.readexactly(7), 5) == b"goodbye"
+        assert await _is_over(silent)
+        silent.close()
+
+
 async def test_unknown_protocol_and_unknown_peer_are_errors(tmp_path: Path) -> None:
     stranger = Identity.ephemeral(tmp_path).peer_id
     async with _node(tmp_path) as server, _node(tmp_path, *server.addresses) as client:
