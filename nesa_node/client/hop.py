@@ -252,6 +252,9 @@ class HopLink:
             raise PeerUnreachableError(str(error)) from error
         finally:
             self._answer = None
+        if isinstance(answer, Busy) or (isinstance(answer, Error) and answer.fatal):
+            # Its last words: it waits until we close.
+            self.lose(f"it said: {answer.message}")
         if isinstance(answer, Busy):
             pause_s = min(answer.retry_after_s, MAX_RETRY_AFTER_S)
             raise BusyError(f"{self._stream.peer}: {answer.message}", pause_s)
@@ -278,11 +281,12 @@ class HopLink:
 
         `prefix` names what the rows hold, for later sessions to begin with.
         """
-        if self.lost is None:
-            try:
+        try:
+            if self.lost is None:
                 await self._ask(Close(prefix=self.prefix_here(prefix)), 1.0)
-            except (ProtocolError, PeerUnreachableError) as error:
-                log.debug("no_goodbye", peer=self._stream.peer, reason=str(error))
-        self.closed = True
-        await self._reading.close()
-        await self._stream.close()
+        except (ProtocolError, PeerUnreachableError) as error:
+            log.debug("no_goodbye", peer=self._stream.peer, reason=str(error))
+        finally:
+            self.closed = True
+            await self._reading.close()
+            await self._stream.close()
