@@ -169,6 +169,8 @@ class Scheduler:
     async def _iterate(self, plan: Plan) -> None:
         with self._entered(plan) as shares:
             seconds = await self.executor.run(partial(_run, shares)) if shares else 0.0
+        for work, _ in shares:
+            work.announce()
         # Whoever waits for these begins to send them before the next iteration is thought of.
         await asyncio.sleep(0)
         self._learn(plan, shares, seconds)

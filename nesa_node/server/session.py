@@ -77,6 +77,8 @@ class Session:
         self._adopting = asyncio.Lock()
         self._emitting = asyncio.Lock()
         self._changed = asyncio.Condition()
+        self._waiting = 0
+        """Tasks that wait for `_changed`."""
         self._pushed: asyncio.Task[None] | None = None
         self._closed = False
 
@@ -115,7 +117,8 @@ class Session:
         if sender != (self.upstream or self.client.peer):
             raise ProtocolError("not_upstream", f"{sender} is not upstream of this session")
         self._require_linked()
-        await self._wait_until(lambda: self._work.backlog < MAX_QUEUED_STEPS)
+        if self._closed or self._work.backlog >= MAX_QUEUED_STEPS:
+            await self._wait_until(lambda: self._work.backlog < MAX_QUEUED_STEPS)
         if not self.inbox.wants(step):
             return
         if is_quick(step.tensor, payload):
@@ -243,8 +246,12 @@ class Session:
         """Raises `ProtocolError` if the session ends first."""
         self._require_open()
         if not condition():
-            async with self._changed:
-                await self._changed.wait_for(lambda: self._closed or condition())
+            self._waiting += 1
+            try:
+                async with self._changed:
+                    await self._changed.wait_for(lambda: self._closed or condition())
+            finally:
+                self._waiting -= 1
             self._require_open()
 
     async def _emit_at_once(self) -> None:
@@ -253,14 +260,16 @@ class Session:
         Only what can be sent without waiting: the caller has other messages to read.
         """
         output_bytes = self._work.output_bytes
-        if output_bytes is None or output_bytes > SMALL_BYTES:
-            return
-        if self._emitting.locked() or not self._outlet.settled:
+        small = output_bytes is not None and output_bytes <= SMALL_BYTES
+        if not small or self._emitting.locked() or not self._outlet.settled:
+            self._work.announce()
             return
         try:
             await self._emit_next()
         except ProtocolError as error:
             self._work.end(error)
+        finally:
+            self._work.announce()
 
     async def _emit_next(self) -> None:
         async with self._emitting:
@@ -276,8 +285,9 @@ class Session:
         await self._notify()
 
     async def _notify(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
+        if self._waiting:
+            async with self._changed:
+                self._changed.notify_all()
 
     def _require_linked(self) -> None:
         if self._succession is not None and self.opened.donor is not None:

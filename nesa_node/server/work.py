@@ -69,7 +69,11 @@ class Work(Lane):
         return len(self._queue) + len(self._results)
 
     def submit(self, step: Step, hidden_TD: torch.Tensor) -> None:
-        """Run a step [T, D] after those before it; its rows go on where the tables then end."""
+        """Run a step [T, D] after those before it; its rows go on where the tables then end.
+
+        Where it was run at once its output is there afterwards, and nobody is told: `announce` it,
+        or take it.
+        """
         self._queue.append(Pending(step, hidden_TD, self.dtype, time.monotonic()))
         self._count()
         if not self._run_here():
@@ -81,8 +85,13 @@ class Work(Lane):
         result = self._results[0] if self._results else None
         return None if result is None or isinstance(result, ProtocolError) else result[1].nbytes
 
+    def announce(self) -> None:
+        """Wake whoever waits for outputs, if there are any."""
+        if self._results:
+            self._come.set()
+
     async def wait_for_output(self) -> None:
-        """Return when a step is done. Another task may take it first.
+        """Return when a step is done, once it is announced. Another task may take it first.
 
         Raises `ProtocolError` if it could not be run; what came after it is forgotten.
         """
@@ -136,7 +145,7 @@ class Work(Lane):
         self._idle.set()
 
     def deliver(self, share: Share) -> None:
-        """Hand on what an iteration completed, unless it was forgotten meanwhile."""
+        """Hand on what an iteration completed, unless it was forgotten meanwhile: `announce` it."""
         if self._share is not share:
             return
         if share.error is not None:
@@ -145,7 +154,7 @@ class Work(Lane):
         for pending in share.done:
             self._queue.popleft()
             assert pending.output_TD is not None
-            self._put((pending.step, pending.output_TD))
+            self._results.append((pending.step, pending.output_TD))
         self._count()
 
     def fail(self, error: Exception) -> None:
@@ -162,11 +171,8 @@ class Work(Lane):
 
     def end(self, error: ProtocolError) -> None:
         """Let whoever waits for outputs raise `error` after those that are there."""
-        self._put(error)
-
-    def _put(self, result: tuple[Step, torch.Tensor] | ProtocolError) -> None:
-        self._results.append(result)
-        self._come.set()
+        self._results.append(error)
+        self.announce()
 
     def _count(self) -> None:
         self.tokens = sum(pending.left for pending in self._queue)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nesa_node.engine.blocks import Blocks, Run
 from nesa_node.engine.pages import PAGE_TOKENS, PageTable
-from nesa_node.server import batch, work
+from nesa_node.server import batch, session, work
 from nesa_node.server.batch import Pending, Share
 from nesa_node.server.scheduler import BRIEF_S
 from nesa_node.swarm.messages import (
@@ -143,6 +143,23 @@ async def test_only_short_steps_of_a_session_alone_run_where_they_arrive(
         await end(peer, *others)
     alone = sessions == 1 and not seconds
     assert spied.threads[-1].startswith("MainThread" if alone else "nesa-device")
+
+
+@pytest.mark.parametrize("large", [True, False])
+async def test_what_ran_where_it_arrived_and_cannot_be_sent_there_is_sent_all_the_same(
+    blocks: Blocks, monkeypatch: pytest.MonkeyPatch, large: bool
+) -> None:
+    if large:
+        monkeypatch.setattr(session, "SMALL_BYTES", 0)
+    spied = Spied(monkeypatch)
+    async with open_node(blocks) as node, node.serving():
+        peer = await opened(node, max_tokens=40)
+        peer.wire.settled = large  # or what was sent before is still on its way
+        for _ in range(30):
+            peer.step({0: 1})
+            await peer.output()
+        assert "MainThread" in spied.threads[-20:]
+        await end(peer)
 
 
 async def test_a_cancel_frees_the_pages_within_a_second_of_a_long_prefill(
