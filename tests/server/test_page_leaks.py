@@ -22,7 +22,13 @@ Forks = Counter[tuple[bool, bool]]
 
 def _prefix(rng: random.Random, rows: int) -> Prefix:
     """Digests of texts that often begin alike."""
-    texts = ["".join(rng.choice("aab") for _ in range(rng.randint(0, 3))) for _ in range(rows)]
+    return _digests(
+        ["".join(rng.choice("aab") for _ in range(rng.randint(0, 3))) for _ in range(rows)]
+    )
+
+
+def _digests(texts: list[str]) -> Prefix:
+    """One of each text's pages, a letter a page."""
     return tuple(
         tuple(text[:end].encode().ljust(16) for end in range(1, len(text) + 1)) for text in texts
     )
@@ -80,7 +86,7 @@ async def _session(node: Node, rng: random.Random, acts: int, forks: Forks) -> i
     listening = asyncio.create_task(ear.listen())
     done = 1
     if rng.random() < 0.3:
-        # However slow the machine is: what these leave is what later sessions begin with.
+        # However slow the machine is, some fill pages before they do random things.
         peer.step({0: 70}, want="none")
         await ear.quiet()
     for _ in range(rng.randint(0, acts)):
@@ -109,6 +115,21 @@ async def _session(node: Node, rng: random.Random, acts: int, forks: Forks) -> i
     return done + 1
 
 
+async def _leave_a_text(node: Node) -> None:
+    """One session that ends well: of those that do random things, few fill a page and keep it."""
+    peer = node.peer("a")
+    peer.open(max_tokens=MAX_TOKENS)
+    answer, _ = await peer.wire.hear()
+    assert isinstance(answer, Opened)
+    peer.link()
+    ear = Ear(peer, node)
+    listening = asyncio.create_task(ear.listen())
+    peer.step({0: MAX_TOKENS - 1}, want="none")
+    await ear.quiet()
+    peer.wire.say(Close(prefix=_digests(["aaa"])))
+    await listening
+
+
 async def _operate(blocks: Blocks, operations: int, seed: int) -> None:
     rng = random.Random(seed)
     left = operations
@@ -121,13 +142,14 @@ async def _operate(blocks: Blocks, operations: int, seed: int) -> None:
             left -= done
 
     async with open_node(blocks, tokens=AT_ONCE * MAX_TOKENS) as node:
+        await _leave_a_text(node)
+        assert node.pool.spare_pages > 0
         async with asyncio.TaskGroup() as tasks:
             for _ in range(AT_ONCE):
                 tasks.create_task(work())
         assert node.pool.held_pages == 0
         assert node.pool.free_pages == node.pool.num_pages
         assert node.pool.prefixes.reused_tokens > 0
-        assert node.pool.spare_pages > 0
         node.pool.forget_prefixes()
         assert node.pool.spare_pages == 0
         assert node.admission.sessions == 0
