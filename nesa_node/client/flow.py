@@ -22,6 +22,7 @@ from nesa_node.client.hop import HopLink
 from nesa_node.client.request import RouteRequest
 from nesa_node.client.route import Route
 from nesa_node.compression import tensors
+from nesa_node.compression.hidden_states import HiddenStates
 from nesa_node.core.errors import PeerUnreachableError, ProtocolError
 from nesa_node.swarm.messages import Pong, Step
 from nesa_node.swarm.notices import FailureKind
@@ -157,7 +158,7 @@ class Flow:
                     take(kept, output_TD)
                     through += 1
                 else:
-                    meta, payload = stage.after.enter.wire.encode(output_TD)
+                    meta, payload = stage.after.enter.wire.encode(HiddenStates.of(output_TD))
                     step = Kept(kept.step, kept.rows, kept.want, meta, payload, self.via)
                     await self._enter(stage.after, step)
         return through

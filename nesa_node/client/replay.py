@@ -14,6 +14,7 @@ from nesa_node.client.flow import Flow, Stage
 from nesa_node.client.hop import OPEN_TIMEOUT_S, HopLink
 from nesa_node.client.request import RouteRequest
 from nesa_node.client.route import Route
+from nesa_node.compression.hidden_states import HiddenStates
 from nesa_node.core.ids import PeerId
 from nesa_node.routing.chains import Hop
 from nesa_node.swarm.outbox import Kept, Outbox
@@ -95,7 +96,7 @@ class Replay:
         outbox = Outbox()
 
         def keep(kept: Kept, output_TD: torch.Tensor) -> None:
-            meta, payload = self._after(link).wire.encode(output_TD)
+            meta, payload = self._after(link).wire.encode(HiddenStates.of(output_TD))
             outbox.append(Kept(kept.step, kept.rows, "all", meta, payload, self._flow.via))
 
         # What a last hop was asked for is not enough once blocks follow it.

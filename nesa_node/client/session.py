@@ -29,6 +29,7 @@ from nesa_node.client.session_trace import SessionTrace
 from nesa_node.client.tallies import SessionTallies
 from nesa_node.client.watch import Watch
 from nesa_node.compression import tensors
+from nesa_node.compression.hidden_states import HiddenStates
 from nesa_node.core.errors import (
     BusyError,
     CacheFullError,
@@ -268,7 +269,9 @@ class RemoteSession:
     def _encode(self, chunks: Iterable[Chunk], wire_TD: torch.Tensor) -> Iterator[Kept]:
         for chunk in chunks:
             self._step += 1
-            meta, payload = self._route.links[0].wire.encode(wire_TD[chunk.start : chunk.end])
+            meta, payload = self._route.links[0].wire.encode(
+                HiddenStates.of(wire_TD[chunk.start : chunk.end])
+            )
             yield Kept(self._step, chunk.rows, chunk.want, meta, payload)
 
     def _look_out(self, step_s: float) -> None:

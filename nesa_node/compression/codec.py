@@ -87,11 +87,16 @@ class Codec(Protocol):
         ...
 
 
-def are_finite(values: memoryview, dtype: torch.dtype) -> bool:
+def are_finite(values: bytes | bytearray | memoryview, dtype: torch.dtype) -> bool:
     """Whether no value of these bytes, one at least, is NaN or infinite.
 
-    numpy's first operation takes 5 us where torch's takes 20, as it does with cold caches.
+    With cold caches numpy takes 20 us for it, and torch more.
     """
+    if dtype is not torch.float16 and not isinstance(values, memoryview):
+        ends = values[dtype.itemsize - 1 :: dtype.itemsize]
+        # A sign and seven bits of the exponent. Values with all seven are beyond 1e38 at least.
+        if 0x7F not in ends and 0xFF not in ends:
+            return True
     # Those have all bits of the exponent set, and no number has.
     of_bits, without_sign, least = _NOT_FINITE[dtype]
     magnitudes = np.frombuffer(values, of_bits) & of_bits(without_sign)

@@ -36,6 +36,7 @@ MAX_NAME = 32
 SMALL_BYTES = 64 * 1024
 """So many are looked at as they came, which takes longer for more of them."""
 _CPU = torch.device("cpu")
+_NOT_FINITE = "the tensor holds NaN or infinite values"
 
 
 class TensorMeta(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -114,25 +115,34 @@ def decode(
     Raises `ProtocolError("bad_tensor")` for an unknown codec or dtype, a shape out of bounds or a
     payload of another size, and `ProtocolError("not_finite")` for NaN or infinite values.
     """
-    codec = _codec_of(meta)
-    nbytes = _checked(codec, meta, max_bytes)
     view = memoryview(data).cast("B")
-    if view.nbytes != nbytes:
-        raise ProtocolError(
-            "bad_tensor", f"{meta.dtype}{list(meta.shape)} takes {nbytes} bytes, got {view.nbytes}"
-        )
+    if is_small(meta, view):
+        check_values(meta, view, max_bytes=max_bytes)
+        return RAW.decode(meta, view, device)
+    codec = _checked_size(meta, view.nbytes, max_bytes)
     if codec is RAW:
         tensor = RAW.decode(meta, view, device)
-    elif nbytes:
+    elif view.nbytes:
         # torch warns about buffers that cannot be written to.
         view = memoryview(bytearray(view)) if view.readonly else view
         tensor = codec.decode(meta, view, device)
     else:
         tensor = torch.empty(meta.shape, dtype=DTYPES[meta.dtype], device=device)
-    small = codec is RAW and 0 < nbytes <= SMALL_BYTES
-    if not (are_finite(view, tensor.dtype) if small else is_finite(tensor)):
-        raise ProtocolError("not_finite", "the tensor holds NaN or infinite values")
+    if not is_finite(tensor):
+        raise ProtocolError("not_finite", _NOT_FINITE)
     return tensor
+
+
+def is_small(meta: TensorMeta, data: bytes | bytearray | memoryview) -> bool:
+    """Whether these bytes, not none, are the values themselves, and few: for `check_values`."""
+    return meta.codec == RAW.text and 0 < len(data) <= SMALL_BYTES
+
+
+def check_values(meta: TensorMeta, data: bytes | bytearray | memoryview, *, max_bytes: int) -> None:
+    """Raise `ProtocolError` as `decode` does, without making a tensor."""
+    _checked_size(meta, len(data), max_bytes)
+    if not are_finite(data, DTYPES[meta.dtype]):
+        raise ProtocolError("not_finite", _NOT_FINITE)
 
 
 def error_bound(tensor: Tensor, *, codec: str) -> Tensor:
@@ -143,6 +153,16 @@ def error_bound(tensor: Tensor, *, codec: str) -> Tensor:
     if not tensor.numel():
         return torch.zeros_like(tensor, dtype=torch.float64)
     return parse(expand(codec)).error_bound(tensor.detach().contiguous())
+
+
+def _checked_size(meta: TensorMeta, got: int, max_bytes: int) -> Codec:
+    codec = _codec_of(meta)
+    nbytes = _checked(codec, meta, max_bytes)
+    if got != nbytes:
+        raise ProtocolError(
+            "bad_tensor", f"{meta.dtype}{list(meta.shape)} takes {nbytes} bytes, got {got}"
+        )
+    return codec
 
 
 def _checked(codec: Codec, meta: TensorMeta, max_bytes: int) -> int:

@@ -76,17 +76,16 @@ class PackedRuns:
     def __init__(self, pool: PagePool, runs: Sequence[Run]) -> None:
         self.pool = pool
         self.rows: list[Row] = []
-        start = 0
+        self.tokens = 0
+        """Of all rows together."""
+        self.end = 0
+        """One more than the largest position."""
         for run in runs:
             past = run.table.length
-            slots = run.table.slots(0, past + run.count)
-            self.rows.append(Row(start, run.count, past, slots))
-            start += run.count
-
-    @property
-    def end(self) -> int:
-        """One more than the largest position."""
-        return max(row.past + row.count for row in self.rows)
+            end = past + run.count
+            self.rows.append(Row(self.tokens, run.count, past, run.table.slots(0, end)))
+            self.tokens += run.count
+            self.end = max(self.end, end)
 
     @cached_property
     def positions_1T(self) -> Tensor:

@@ -12,10 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nesa_node.compression.hidden_states import Range
 from nesa_node.core.errors import ContextLengthError
 from nesa_node.core.span import Span
 from nesa_node.engine.attention import PackedRuns, Run
 from nesa_node.engine.families import CacheHeads
+from nesa_node.engine.feeds import Piece
 from nesa_node.engine.fused_layers import FusedDecoder
 from nesa_node.engine.pages import PagePool
 from nesa_node.engine.row_cache import RowCache
@@ -77,7 +79,7 @@ class Blocks:
         if span not in self._parts:
             start = span.start - self.span.start
             self._parts[span] = Blocks(
-                sliced_decoder(self._decoder, self._layers, Span(start, start + len(span))),
+                self._sliced(Span(start, start + len(span))),
                 self._layers,
                 span,
                 heads=self._heads,
@@ -89,6 +91,11 @@ class Blocks:
                 device=self.device,
             )
         return self._parts[span]
+
+    def _sliced(self, local: Span) -> nn.Module:
+        if isinstance(self._decoder, FusedDecoder):
+            return self._decoder.part(local)
+        return sliced_decoder(self._decoder, self._layers, local)
 
     def new_pool(self, tokens: int) -> PagePool:
         """Return an empty cache for rows of `tokens` tokens together, each through all blocks."""
@@ -103,20 +110,64 @@ class Blocks:
         [T, D] has this span's dtype and device. If it raises, all rows are as they were.
         Raises `ContextLengthError`, and `ValueError` for a wrong shape or another span's pool.
         """
-        self._check(hidden_TD, runs)
+        self._check(hidden_TD.shape, runs)
+        packed = self._packed(runs)
         inputs_TD = hidden_TD.to(device=self.device, dtype=self.dtype)
-        if self._packs_rows:
-            packed = PackedRuns(runs[0].table.pool, runs)
-            if isinstance(self._decoder, FusedDecoder):
-                output_TD = self._decoder.forward(inputs_TD, packed)
-            else:
-                positions_1T = packed.positions_1T
-                output_TD = self._decode(inputs_TD[None], positions_1T, packed, packed=packed)
-        else:
+        if packed is None:
             output_TD = self._run_apart(inputs_TD[None], runs)
-        for run in runs:
-            run.table.length += run.count
+        elif self._has_code_for(packed):
+            inputs_TD = inputs_TD.contiguous()
+            output_TD = torch.empty_like(inputs_TD)
+            places = (Range(each.data_ptr(), each.nbytes) for each in (inputs_TD, output_TD))
+            self._decoder.run_few(*([place] for place in places), packed)
+        elif isinstance(self._decoder, FusedDecoder):
+            output_TD = self._decoder.forward(inputs_TD, packed)
+        else:
+            positions_1T = packed.positions_1T
+            output_TD = self._decode(inputs_TD[None], positions_1T, packed, packed=packed)
+        _advance(runs)
         return output_TD
+
+    def run(self, pieces: Sequence[Piece], runs: Sequence[Run]) -> None:
+        """`forward` of feeds, whose pieces are the packed tokens of `runs`, one after another.
+
+        Of few tokens no tensor is made: machine code reads and writes where the feeds lie.
+        """
+        tokens = 0
+        for piece in pieces:
+            tokens += piece.end - piece.start
+        self._check((tokens, pieces[0].feed.hidden.meta.shape[1]), runs)
+        packed = self._packed(runs)
+        if packed is None or not self._has_code_for(packed, pieces):
+            return self._run_tensors(pieces, runs)
+        inputs = [piece.feed.hidden.range(piece.start, piece.end) for piece in pieces]
+        outputs = [piece.feed.place(piece.start, piece.end) for piece in pieces]
+        self._decoder.run_few(inputs, outputs, packed)
+        _advance(runs)
+
+    def _run_tensors(self, pieces: Sequence[Piece], runs: Sequence[Run]) -> None:
+        inputs = [piece.feed.hidden.tensor_TD[piece.start : piece.end] for piece in pieces]
+        if len({tensor.dtype for tensor in inputs}) > 1:
+            inputs = [tensor.to(self.dtype) for tensor in inputs]
+        output_TD = self.forward(inputs[0] if len(inputs) == 1 else torch.cat(inputs), runs).cpu()
+        at = 0
+        for piece in pieces:
+            count = piece.end - piece.start
+            piece.feed.put(piece.start, piece.end, output_TD[at : at + count])
+            at += count
+
+    def _packed(self, runs: Sequence[Run]) -> PackedRuns | None:
+        return PackedRuns(runs[0].table.pool, runs) if self._packs_rows else None
+
+    def _has_code_for(self, packed: PackedRuns, pieces: Sequence[Piece] = ()) -> bool:
+        decoder = self._decoder
+        if not (isinstance(decoder, FusedDecoder) and decoder.serves_few(packed)):
+            return False
+        # A loop: `all` takes three times as long.
+        for piece in pieces:
+            if piece.feed.hidden.dtype != self.dtype or piece.feed.dtype != self.dtype:
+                return False
+        return True
 
     def _run_apart(self, inputs_1TD: Tensor, runs: Sequence[Run]) -> Tensor:
         outputs, start = [], 0
@@ -141,23 +192,29 @@ class Blocks:
         hidden_LD: Tensor = output.last_hidden_state[0]
         return hidden_LD
 
-    def _check(self, hidden_TD: Tensor, runs: Sequence[Run]) -> None:
-        tokens = sum(run.count for run in runs)
-        if hidden_TD.shape != (tokens, self.hidden_size) or any(run.count < 1 for run in runs):
-            raise ValueError(
-                f"expected [{tokens}, {self.hidden_size}], got {list(hidden_TD.shape)}"
-            )
+    def _check(self, shape: Sequence[int], runs: Sequence[Run]) -> None:
         if not runs:
             raise ValueError("expected at least one run")
+        tokens = 0
         pool = runs[0].table.pool
-        if not pool.span.covers(self.span) or any(run.table.pool is not pool for run in runs):
-            raise ValueError(f"a cache of blocks {pool.span} cannot serve blocks {self.span}")
         for run in runs:
+            if run.table.pool is not pool or not pool.span.covers(self.span):
+                raise ValueError(f"a cache of blocks {pool.span} cannot serve blocks {self.span}")
+            tokens += run.count
+            if run.count < 1:
+                raise ValueError(f"expected runs of at least one token, got {run.count}")
             end, room = run.table.length + run.count, run.table.capacity
             if end > self.context_length:
                 raise ContextLengthError(f"{end} tokens; the model holds {self.context_length}")
             if end > room:
                 raise ValueError(f"{end} tokens in pages for {room}: reserve them first")
+        if tuple(shape) != (tokens, self.hidden_size):
+            raise ValueError(f"expected [{tokens}, {self.hidden_size}], got {list(shape)}")
+
+
+def _advance(runs: Sequence[Run]) -> None:
+    for run in runs:
+        run.table.length += run.count
 
 
 def sliced_decoder(decoder: nn.Module, layers: str, local: Span) -> nn.Module:

@@ -9,12 +9,15 @@ T packed tokens, D hidden, Q query heads, H key/value heads, E head size, P posi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from nesa_node.compression.hidden_states import Range
+from nesa_node.core.span import Span
 from nesa_node.engine import huge_pages
 from nesa_node.engine.attention import PackedRuns
 from nesa_node.engine.few_tokens import FewTokens
@@ -33,25 +36,44 @@ class FusedDecoder(nn.Module):
     def __init__(self, decoder: Any, context_length: int) -> None:
         """Takes `decoder` apart layer by layer, so that no more than one is in memory twice."""
         super().__init__()
-        self.config = decoder.config
         self.rotary_emb = decoder.rotary_emb
         layers: list[FusedLayer] = []
         for layer in decoder.layers:
             layers.append(FusedLayer(layer))
             layer._modules.clear()  # whoever else holds the layer must not hold its weights
-        self.layers: Any = nn.ModuleList(layers)
-        self._rotations = Rotations(decoder.rotary_emb, layers[0].head_dim, context_length)
+        self.layers = nn.ModuleList(layers)
+        # To ask torch for a module's module takes longer than a small product.
+        self._in_order: Sequence[FusedLayer] = layers
+        like_D = layers[0].before_mlp.weight
+        self._rotations = Rotations(decoder.rotary_emb, layers[0].head_dim, context_length, like_D)
         self._few = _few_tokens(layers)
+
+    def part(self, local: Span) -> FusedDecoder:
+        """These of its layers, and everything else shared."""
+        part = copy.copy(self)
+        part._in_order = self._in_order[local.start : local.end]
+        part._modules = {**self._modules, "layers": nn.ModuleList(part._in_order)}
+        return part
 
     def forward(self, hidden_TD: Tensor, packed: PackedRuns) -> Tensor:
         """The last layer's output [T, D]."""
-        cos_P1E, sin_P1E = self._rotations.tables(packed.end, hidden_TD)
-        if self._few is not None and self._few.serves(packed):
-            return self._few.run(self.layers, hidden_TD, (cos_P1E, sin_P1E), packed)
+        cos_P1E, sin_P1E = self._rotations.tables(packed.end)
         rotation = packed.pick(cos_P1E), packed.pick(sin_P1E)
-        for layer in self.layers:
+        for layer in self._in_order:
             hidden_TD = layer.forward(hidden_TD, rotation, packed)
         return hidden_TD
+
+    def serves_few(self, packed: PackedRuns) -> bool:
+        """Whether there is machine code for so few tokens: `run_few`."""
+        return self._few is not None and self._few.serves(packed)
+
+    def run_few(
+        self, inputs: Iterable[Range], outputs: Iterable[Range], packed: PackedRuns
+    ) -> None:
+        """`forward` from memory to memory: the packed tokens' states, in the layers' dtype."""
+        assert self._few is not None
+        tables = self._rotations.tables(packed.end)
+        self._few.run(self._in_order, inputs, outputs, tables, packed)
 
 
 class Rotations:
@@ -60,23 +82,27 @@ class Rotations:
     They do not depend on a sequence's length: a span's context ends where they would begin to.
     """
 
-    def __init__(self, rotary_emb: Any, head_dim: int, context_length: int) -> None:
+    def __init__(self, rotary_emb: Any, head_dim: int, context_length: int, like_D: Tensor) -> None:
+        """They are of `like_D`'s dtype and on its device."""
         self._rotary_emb = rotary_emb
         self._head_dim = head_dim
         self._most = context_length
+        self._like_D = like_D
+        self._positions = 0
         self._tables: tuple[Tensor, Tensor] | None = None
 
-    def tables(self, positions: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    def tables(self, positions: int) -> tuple[Tensor, Tensor]:
         """Of at least that many: cosines, and sines with the signs of a rotation, [P, 1, E]."""
-        tables = self._tables
-        if tables is None or len(tables[0]) < positions:
-            tables = self._tables = self._computed(positions, like)
-        return tables
+        if self._tables is None or self._positions < positions:
+            self._tables = self._computed(positions)
+            self._positions = len(self._tables[0])
+        return self._tables
 
-    def _computed(self, positions: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    @torch.inference_mode()
+    def _computed(self, positions: int) -> tuple[Tensor, Tensor]:
         count = min(max(2 * positions, FIRST_POSITIONS), self._most)
-        positions_1P = torch.arange(count, device=like.device).unsqueeze(0)
-        cos_1PE, sin_1PE = self._rotary_emb(like.unsqueeze(0), positions_1P)
+        positions_1P = torch.arange(count, device=self._like_D.device).unsqueeze(0)
+        cos_1PE, sin_1PE = self._rotary_emb(self._like_D, positions_1P)
         if cos_1PE.shape[-1] != self._head_dim:
             raise ValueError(f"{cos_1PE.shape[-1]} of {self._head_dim} numbers of a head rotated")
         half = sin_1PE.shape[-1] // 2

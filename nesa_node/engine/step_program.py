@@ -13,12 +13,13 @@ from __future__ import annotations
 import ctypes
 import struct
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from nesa_node.compression.hidden_states import Range
 from nesa_node.engine.attention import PackedRuns, Row
 from nesa_node.engine.linear import Call, Linear
 from nesa_node.engine.machine_code import Function
@@ -102,8 +103,15 @@ class StepProgram:
         self._hidden_TD = self._buffer("hidden", self._size)
         self._added_TD = self._buffer("added", self._size)
         """What is still to be added to it."""
+        self._hidden, self._added = (
+            Range(tensor_TD.data_ptr(), tensor_TD.nbytes)
+            for tensor_TD in (self._hidden_TD, self._added_TD)
+        )
+        self._asks_torch = False
         for layer in layers:
             self._write_layer(layer, pool)
+        # For what it adds to the hidden states; of the norm nothing is used.
+        self._write_norm(layers[-1].before_mlp)
 
     def fits(self, tables: tuple[Tensor, Tensor], pool: PagePool) -> bool:
         """Whether it can still be run: addresses are part of it."""
@@ -114,17 +122,30 @@ class StepProgram:
             and self._threads == torch.get_num_threads()
         )
 
-    def run(self, hidden_TD: Tensor, packed: PackedRuns) -> Tensor:
-        """The last layer's output [T, D]."""
+    def run(self, inputs: Iterable[Range], outputs: Iterable[Range], packed: PackedRuns) -> None:
+        """Read the packed tokens' hidden states, and write the last layer's outputs."""
         self._step.begin(packed)
-        self._hidden_TD.copy_(hidden_TD)
-        ctypes.memset(self._added_TD.data_ptr(), 0, self._added_TD.nbytes)
+        address, _ = self._hidden
+        for part in inputs:
+            ctypes.memmove(address, *part)
+            address += part.nbytes
+        ctypes.memset(self._added.address, 0, self._added.nbytes)
         try:
-            for call in self._calls:
-                call()
-            return torch.add(self._hidden_TD, self._added_TD)
+            if self._asks_torch or self._step.longer_rows:
+                with torch.inference_mode():
+                    self._call()
+            else:
+                self._call()
         finally:
             self._step.end()
+        address, _ = self._hidden
+        for part in outputs:
+            ctypes.memmove(part.address, address, part.nbytes)
+            address += part.nbytes
+
+    def _call(self) -> None:
+        for call in self._calls:
+            call()
 
     def _write_layer(self, layer: FusedLayer, pool: PagePool) -> None:
         code, step, added_TD = self._functions, self._step, self._added_TD
@@ -133,6 +154,7 @@ class StepProgram:
         self._write_product(layer.qkv, normed_TD, qkv)
         if layer.of_heads is not None:
             self._calls.append(_NormOfHeads(layer, qkv))
+            self._asks_torch = True
         number = layer.layer_idx - pool.span.start
         cache = pool.keys_SHD[number].data_ptr(), pool.values_SHD[number].data_ptr()
         rotate = code.rotate.job(
@@ -176,7 +198,10 @@ class StepProgram:
         calls = None
         if isinstance(linear, Linear):
             calls = linear.into(input_TI, self._buffers.room, output_TO)
-        self._calls += [_Product(linear, input_TI, output_TO)] if calls is None else calls
+        if calls is None:
+            calls = [_Product(linear, input_TI, output_TO)]
+            self._asks_torch = True
+        self._calls += calls
         self._kept.append(linear)
 
     def _buffer(self, name: str, width: int) -> Tensor:
@@ -277,11 +302,15 @@ class _Step:
 
     def begin(self, packed: PackedRuns) -> None:
         self.packed = packed
-        rows = packed.rows
-        self.positions[:] = [row.past + n for row in rows for n in range(row.count)]
-        self.slots[:] = [_start(row) + row.past + n for row in rows for n in range(row.count)]
-        self.longer_rows = [row for row in rows if row.count > 1]
-        single_rows = [row for row in rows if row.count == 1]
+        single_rows: list[Row] = []
+        at = 0
+        for row in packed.rows:
+            (single_rows if row.count == 1 else self.longer_rows).append(row)
+            first = _start(row)
+            for position in range(row.past, row.past + row.count):
+                self.positions[at] = position
+                self.slots[at] = first + position
+                at += 1
         for seen in self._seen.values():
             seen.begin(single_rows)
 
@@ -314,26 +343,28 @@ class _Seen:
         self.tokens = 0
         self.room = 0
         self.threads = 1
+        self._size = 0
         self.scratch = 0
-        """Address of room for scores."""
+        """Address of room for so many scores."""
 
     def begin(self, rows: Sequence[Row]) -> None:
         self.tokens = len(rows)
-        total = 0
+        tokens, firsts, counts = self._numbers
+        total = most = 0
         for index, row in enumerate(rows):
             end = row.past + 1
             skipped = 0 if self._window is None else max(end - self._window, 0)
-            for numbers, value in zip(
-                self._numbers, (row.start, _start(row) + skipped, end - skipped), strict=True
-            ):
-                numbers[index] = value
-            total += end - skipped
-        most = max(self._numbers[2][: self.tokens], default=0)
+            tokens[index] = row.start
+            firsts[index] = _start(row) + skipped
+            counts[index] = count = end - skipped
+            total += count
+            most = max(most, count)
         self.room = -(-most // LANES) * LANES
         self.threads = torch.get_num_threads() if total * self._heads >= WORTH_THREADS else 1
         size = self.threads * self._group * self.room
-        if size:
-            self.scratch = self._buffers.room(size, torch.float32).data_ptr()
+        if size > self._size:
+            room = self._buffers.room(size, torch.float32)
+            self._size, self.scratch = len(room), room.data_ptr()
 
 
 def _start(row: Row) -> int:

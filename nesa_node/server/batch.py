@@ -1,7 +1,4 @@
-"""What one iteration runs: tokens of several sessions' steps, packed for one forward.
-
-T packed tokens, D hidden.
-"""
+"""What one iteration runs: tokens of several sessions' steps, packed for one forward."""
 
 from __future__ import annotations
 
@@ -9,42 +6,30 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-import torch
-
 from nesa_node.engine.blocks import Blocks, Run
+from nesa_node.engine.feeds import Feed
 from nesa_node.engine.pages import PageTable
 from nesa_node.swarm.messages import Step
 
 
-@dataclass(eq=False, slots=True)
-class Pending:
+@dataclass(eq=False, slots=True, kw_only=True)
+class Pending(Feed):
     """A step that is not done: `taken` of its packed tokens have been put into iterations."""
 
     step: Step
-    hidden_TD: torch.Tensor
-    dtype: torch.dtype
-    """Of its output."""
     arrived: float
     taken: int = 0
-    output_TD: torch.Tensor | None = None
-    """On the CPU, complete when the step is done."""
 
     @property
     def left(self) -> int:
-        return self.hidden_TD.shape[0] - self.taken
-
-    def put(self, start: int, end: int, output_TD: torch.Tensor) -> None:
-        """Copy the tokens `start:end` of the output."""
-        if self.output_TD is None:
-            self.output_TD = torch.empty(self.hidden_TD.shape, dtype=self.dtype)
-        self.output_TD[start:end] = output_TD
+        return self.hidden.tokens - self.taken
 
 
 @dataclass(slots=True)
 class Piece:
     """The packed tokens `start:end` of a step."""
 
-    pending: Pending
+    feed: Pending
     row: int
     start: int
     end: int
@@ -78,8 +63,9 @@ def take(queue: Iterable[Pending], tables: Sequence[PageTable], tokens: int) -> 
         tokens -= count
         if not tokens:
             break
-    # Stable: a row's tokens stay in order where several steps go together.
-    pieces.sort(key=lambda piece: piece.row)
+    if len(pieces) > 1:
+        # Stable: a row's tokens stay in order where several steps go together.
+        pieces.sort(key=lambda piece: piece.row)
     counts: dict[int, int] = {}
     for piece in pieces:
         counts[piece.row] = counts.get(piece.row, 0) + piece.end - piece.start
@@ -113,22 +99,7 @@ def _tried(blocks: Blocks, shares: Sequence[Share]) -> Exception | None:
 
 def _forward(blocks: Blocks, shares: Sequence[Share]) -> None:
     pieces = [piece for share in shares for piece in share.pieces]
-    inputs = [piece.pending.hidden_TD[piece.start : piece.end] for piece in pieces]
-    if len({tensor.dtype for tensor in inputs}) > 1:
-        inputs = [tensor.to(blocks.dtype) for tensor in inputs]
-    hidden_TD = inputs[0] if len(inputs) == 1 else torch.cat(inputs)
-    output_TD = blocks.forward(hidden_TD, [run for share in shares for run in share.runs])
-    first = pieces[0].pending
-    if output_TD.shape == first.hidden_TD.shape and len(pieces) == 1:
-        plain = output_TD.is_cpu and output_TD.dtype == first.dtype
-        first.output_TD = output_TD if plain else output_TD.to("cpu", first.dtype)
-        return
-    output_TD, at = output_TD.cpu(), 0
-    for piece in pieces:
-        count = piece.end - piece.start
-        # A copy: what is kept of one session must not keep the others' memory.
-        piece.pending.put(piece.start, piece.end, output_TD[at : at + count])
-        at += count
+    blocks.run(pieces, [run for share in shares for run in share.runs])
 
 
 def _pieces(pending: Pending, tokens: int) -> list[Piece]:
@@ -148,7 +119,7 @@ def _joined(pieces: Sequence[Piece]) -> list[Piece]:
     joined: list[Piece] = []
     for piece in pieces:
         last = joined[-1] if joined else None
-        if last is not None and last.pending is piece.pending and last.end == piece.start:
+        if last is not None and last.feed is piece.feed and last.end == piece.start:
             last.end = piece.end
         else:
             joined.append(piece)

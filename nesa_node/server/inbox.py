@@ -9,9 +9,8 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
-
 from nesa_node.compression import tensors
+from nesa_node.compression.hidden_states import HiddenStates
 from nesa_node.compression.tensors import TensorMeta
 from nesa_node.core.errors import ProtocolError
 from nesa_node.swarm.messages import Step
@@ -34,7 +33,7 @@ class Examined:
 
     content: bytes | bytearray
     """The same for the same bytes: themselves, or a digest of many. Not to be changed."""
-    hidden_TD: torch.Tensor
+    hidden: HiddenStates
 
 
 def examine(step: Step, payload: bytearray) -> Examined:
@@ -46,10 +45,10 @@ def examine(step: Step, payload: bytearray) -> Examined:
     # What came of a plain tensor is bounded already.
     plain = step.tensor.codec == PLAIN
     most_bytes = len(payload) if plain else step.tensor.most_nbytes
-    hidden_TD = tensors.decode(step.tensor, payload, max_bytes=most_bytes)
+    hidden = HiddenStates.received(step.tensor, payload, max_bytes=most_bytes)
     if len(payload) < LARGE_BYTES:
-        return Examined(payload, hidden_TD)
-    return Examined(hashlib.blake2b(payload, digest_size=16).digest(), hidden_TD)
+        return Examined(payload, hidden)
+    return Examined(hashlib.blake2b(payload, digest_size=16).digest(), hidden)
 
 
 class Inbox:

@@ -12,6 +12,7 @@ from functools import partial
 import torch
 
 from nesa_node.compression import tensors
+from nesa_node.compression.hidden_states import HiddenStates
 from nesa_node.core.errors import ProtocolError, StreamClosedError
 from nesa_node.core.logging import get_logger
 from nesa_node.server.push import Push, open_push
@@ -51,13 +52,13 @@ class Outlet:
             return self._client.settled
         return self._push is None or self._push.settled
 
-    async def emit(self, step: Step, output_TD: torch.Tensor) -> None:
+    async def emit(self, step: Step, output: HiddenStates) -> None:
         """Keep and send the output [T, D] of a step."""
         if self._downstream is None:
             # For the client it is compressed when it is known which tokens it wants.
-            meta, payload = tensors.encode(output_TD)
+            meta, payload = output.meta, output.payload
         else:
-            meta, payload = await self._wire.encode_aside(output_TD)
+            meta, payload = await self._wire.encode_aside(output)
         kept = Kept(step.step, step.rows, step.want, meta, payload, step.via)
         if self._downstream is not None:
             self._outbox.append(kept)
@@ -146,11 +147,13 @@ class Outlet:
         meta, payload = kept.meta, kept.payload
         if kept.want == "last" and any(part.count > 1 for part in kept.rows):
             ends = torch.tensor([part.count for part in kept.rows]).cumsum(0) - 1
-            meta, payload = await self.client_wire.encode_aside(kept.tensor()[ends])
+            meta, payload = await self.client_wire.encode_aside(
+                HiddenStates.of(kept.tensor()[ends])
+            )
         elif kept.want == "none":
             meta, payload = tensors.encode(kept.tensor()[:0])
         elif self.client_wire.compresses and meta.codec == PLAIN:
-            meta, payload = await self.client_wire.encode_aside(kept.tensor())
+            meta, payload = await self.client_wire.encode_aside(HiddenStates.of(kept.tensor()))
         via = passed_on(kept.via, meta.codec)
         await self._client.send(
             Output(epoch=epoch, step=kept.step, rows=kept.rows, tensor=meta, via=via), payload

@@ -130,7 +130,7 @@ class Session:
         if not self._first_came_at:
             self._first_came_at = time.time()
         if self.inbox.accept(step, examined):
-            self._work.submit(step, examined.hidden_TD)
+            self._work.submit(step, examined.hidden)
             await self._emit_at_once()
 
     async def rollback(self, epoch: int, lengths: Sequence[int]) -> None:

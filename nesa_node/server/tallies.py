@@ -35,7 +35,7 @@ class Tallies:
                 self.failed += 1
                 continue
             for piece in share.pieces:
-                if _decodes(piece.pending.step):
+                if _decodes(piece.feed.step):
                     self.decode_tokens += piece.end - piece.start
                 else:
                     self.prefill_tokens += piece.end - piece.start

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from nesa_node.compression.hidden_states import HiddenStates
 from nesa_node.core.errors import CacheFullError, ProtocolError
 from nesa_node.core.ids import PeerId
 from nesa_node.core.logging import get_logger
@@ -56,7 +57,7 @@ class Work(Lane):
         self._wake = wake
         self._run_here = run_here
         self._queue: deque[Pending] = deque()
-        self._results: deque[tuple[Step, torch.Tensor] | ProtocolError] = deque()
+        self._results: deque[tuple[Step, HiddenStates] | ProtocolError] = deque()
         self._come = asyncio.Event()
         """Set while there are results. Whoever waits may still find that another task took them."""
         self._share: Share | None = None
@@ -68,13 +69,13 @@ class Work(Lane):
         """Steps that are not done, and outputs that nobody has taken."""
         return len(self._queue) + len(self._results)
 
-    def submit(self, step: Step, hidden_TD: torch.Tensor) -> None:
+    def submit(self, step: Step, hidden: HiddenStates) -> None:
         """Run a step [T, D] after those before it; its rows go on where the tables then end.
 
         Where it was run at once its output is there afterwards, and nobody is told: `announce` it,
         or take it.
         """
-        self._queue.append(Pending(step, hidden_TD, self.dtype, time.monotonic()))
+        self._queue.append(Pending(hidden, self.dtype, step=step, arrived=time.monotonic()))
         self._count()
         if not self._run_here():
             self._wake()
@@ -100,8 +101,8 @@ class Work(Lane):
         if isinstance(self._results[0], ProtocolError):
             raise self._results[0]
 
-    def take_output(self) -> tuple[Step, torch.Tensor] | None:
-        """The next step that is done: it and its output [T, D], on the CPU; None without one."""
+    def take_output(self) -> tuple[Step, HiddenStates] | None:
+        """The next step that is done: it and its output [T, D]; None without one."""
         if self.output_bytes is None:
             return None
         result = self._results.popleft()
@@ -153,8 +154,8 @@ class Work(Lane):
             return
         for pending in share.done:
             self._queue.popleft()
-            assert pending.output_TD is not None
-            self._results.append((pending.step, pending.output_TD))
+            assert pending.output is not None
+            self._results.append((pending.step, pending.output))
         self._count()
 
     def fail(self, error: Exception) -> None:

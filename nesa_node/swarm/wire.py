@@ -15,6 +15,7 @@ import torch
 from nesa_node.compression import tensors
 from nesa_node.compression.choice import PLAIN_COST, Cost, fastest
 from nesa_node.compression.cost import measure_cost
+from nesa_node.compression.hidden_states import HiddenStates
 from nesa_node.compression.quality import EXACT, allows, candidates, name_of
 from nesa_node.compression.tensors import TensorMeta
 from nesa_node.core.errors import ProtocolError
@@ -27,6 +28,8 @@ from nesa_node.swarm.outbox import Kept
 from nesa_node.swarm.stream import Stream
 
 log = get_logger(__name__)
+
+Encoded = tuple[TensorMeta, bytearray | memoryview]
 
 ASIDE_BYTES = 256 * 1024
 """To compress this much or more would keep an event loop from everything else for too long."""
@@ -94,24 +97,24 @@ class Wire:
             meta, payload = tensors.encode(torch.zeros(nbytes // 4, dtype=torch.float32))
             await stream.send(Probe(tensor=meta), payload)
 
-    def encode(self, hidden_TD: torch.Tensor) -> tuple[TensorMeta, memoryview]:
+    def encode(self, hidden: HiddenStates) -> Encoded:
         """Describe and encode hidden states [T, D] for this receiver.
 
-        The result may share the tensor's memory.
+        The result may share their memory.
         """
-        return self._counted(_encoded(hidden_TD, self._choose(hidden_TD.nbytes)))
+        return self._counted(_encoded(hidden, self._choose(hidden.nbytes)))
 
-    async def encode_aside(self, hidden_TD: torch.Tensor) -> tuple[TensorMeta, memoryview]:
+    async def encode_aside(self, hidden: HiddenStates) -> Encoded:
         """The same, in another thread where it would take long."""
-        codec = self._choose(hidden_TD.nbytes)
-        if hidden_TD.nbytes < ASIDE_BYTES or codec == PLAIN:
-            return self._counted(_encoded(hidden_TD, codec))
-        return self._counted(await asyncio.to_thread(_encoded, hidden_TD, codec))
+        codec = self._choose(hidden.nbytes)
+        if hidden.nbytes < ASIDE_BYTES or codec == PLAIN:
+            return self._counted(_encoded(hidden, codec))
+        return self._counted(await asyncio.to_thread(_encoded, hidden, codec))
 
-    def _counted(self, encoded: tuple[TensorMeta, memoryview]) -> tuple[TensorMeta, memoryview]:
+    def _counted(self, encoded: Encoded) -> Encoded:
         meta, payload = encoded
         # By name: of parameters there are thousands, and peers choose them.
-        self._speed.sent_bytes[name_of(meta.codec)] += payload.nbytes
+        self._speed.sent_bytes[name_of(meta.codec)] += len(payload)
         return encoded
 
     def came(self, meta: TensorMeta, payload: bytearray) -> None:
@@ -139,16 +142,16 @@ class Wire:
         return fastest(self._candidates, nbytes, rate, self._costs)
 
 
-def _encoded(hidden_TD: torch.Tensor, codec: str) -> tuple[TensorMeta, memoryview]:
+def _encoded(hidden: HiddenStates, codec: str) -> Encoded:
     """In `codec`, unless that makes it no smaller or cannot hold its values."""
     if codec != PLAIN:
         try:
-            meta, payload = tensors.encode(hidden_TD, codec=codec)
-            if payload.nbytes < hidden_TD.nbytes:
+            meta, payload = tensors.encode(hidden.tensor_TD, codec=codec)
+            if payload.nbytes < hidden.nbytes:
                 return meta, payload
         except ProtocolError as error:
             log.debug("not_compressed", codec=codec, reason=str(error))
-    return tensors.encode(hidden_TD)
+    return hidden.meta, hidden.payload
 
 
 @functools.cache

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import Tensor
 
 from nesa_node.client import watch
 from nesa_node.client.audit import measure_speed
@@ -18,6 +17,7 @@ from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.core.span import Span
 from nesa_node.engine.attention import Run
 from nesa_node.engine.blocks import Blocks
+from nesa_node.engine.feeds import Piece
 from nesa_node.engine.measure import Throughput, measure_throughput
 from nesa_node.routing.claims import Claims
 from nesa_node.server import served_span
@@ -78,13 +78,13 @@ async def test_steps_that_a_node_runs_together_do_not_make_it_look_fast(
 
     def slowed(blocks: Blocks) -> Throughput:
         honest = measure_throughput(blocks)
-        forward = blocks.forward
+        run = blocks.run
 
-        def slow(hidden_TD: Tensor, runs: Sequence[Run]) -> Tensor:
+        def slow(pieces: Sequence[Piece], runs: Sequence[Run]) -> None:
             time.sleep(0.05)
-            return forward(hidden_TD, runs)
+            run(pieces, runs)
 
-        monkeypatch.setattr(blocks, "forward", slow)
+        monkeypatch.setattr(blocks, "run", slow)
         return honest
 
     monkeypatch.setattr(served_span, "measure_throughput", slowed)
@@ -130,13 +130,13 @@ def test_a_session_leaves_a_liar_that_is_slow(
         honest = measure_throughput(blocks)
         if len(made) > 1:
             return honest
-        forward = blocks.forward
+        run = blocks.run
 
-        def slow(hidden_TD: Tensor, runs: Sequence[Run]) -> Tensor:
+        def slow(pieces: Sequence[Piece], runs: Sequence[Run]) -> None:
             time.sleep(0.1)
-            return forward(hidden_TD, runs)
+            run(pieces, runs)
 
-        monkeypatch.setattr(blocks, "forward", slow)
+        monkeypatch.setattr(blocks, "run", slow)
         speed = LIE * honest.decode_tokens_per_s
         return replace(honest, decode_tokens_per_s=speed)
 

@@ -19,8 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from nesa_node.core.span import Span
-from nesa_node.engine.attention import PackedRuns
-from nesa_node.engine.blocks import Blocks, Run
+from nesa_node.engine.blocks import Blocks
 from nesa_node.engine.few_tokens import MOST_PROGRAMS, MOST_TOKENS, FewTokens
 from nesa_node.engine.fused_layers import FIRST_POSITIONS, FusedDecoder
 from nesa_node.engine.gemv import NAMES
@@ -338,17 +337,6 @@ def test_the_default_dtype_changes_nothing(models_dir: Path) -> None:
         assert torch.equal(forward(blocks, hidden_TD[:1], other), expected)
     finally:
         torch.set_default_dtype(torch.float32)
-
-
-def test_it_gives_no_gradients(models_dir: Path) -> None:
-    blocks = load("llama", models_dir, torch.float32)
-    table = new_row(blocks)
-    table.reserve(3)
-    packed = PackedRuns(table.pool, [Run(table, 3)])
-    few = blocks._decoder._few
-    assert not few.serves(packed)
-    with torch.inference_mode():
-        assert few.serves(packed)
 
 
 def test_half_a_rotation_is_refused(models_dir: Path) -> None:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nesa_node.compression.hidden_states import HiddenStates
 from nesa_node.core.span import Span
 from nesa_node.engine.blocks import Blocks, Run
 from nesa_node.engine.families import CacheHeads
 from nesa_node.engine.pages import PagePool
-from nesa_node.server.batch import Pending, Share, run_shares, take
+from nesa_node.server.batch import Pending, Piece, Share, run_shares, take
 from nesa_node.swarm.messages import RowSlice, Step
 
 POOL_TOKENS = 8192
@@ -27,7 +29,14 @@ class Recorder:
     def __init__(self) -> None:
         self.seen: dict[int, list[tuple[float, float]]] = {}
 
-    def forward(self, hidden_TD: torch.Tensor, runs: list[Run]) -> torch.Tensor:
+    def run(self, pieces: Sequence[Piece], runs: Sequence[Run]) -> None:
+        parts = [piece.feed.hidden.tensor_TD[piece.start : piece.end] for piece in pieces]
+        output_TD = self.forward(torch.cat(parts), runs)
+        outputs = torch.split(output_TD, [len(part_TD) for part_TD in parts])
+        for piece, part_TD in zip(pieces, outputs, strict=True):
+            piece.feed.put(piece.start, piece.end, part_TD)
+
+    def forward(self, hidden_TD: torch.Tensor, runs: Sequence[Run]) -> torch.Tensor:
         tables = [id(run.table) for run in runs]
         assert len(set(tables)) == len(tables), "a row runs once in an iteration"
         assert sum(run.count for run in runs) == len(hidden_TD)
@@ -51,9 +60,9 @@ def new_pool() -> PagePool:
 def pending(number: int, rows: list[RowSlice]) -> Pending:
     """A step whose tokens say which row and position they have."""
     marks = [[float(p.row), float(p.position + i)] for p in rows for i in range(p.count)]
-    hidden_TD = torch.tensor(marks)
+    hidden = HiddenStates.of(torch.tensor(marks))
     step = Step(session=b"s" * 16, epoch=1, step=number, rows=tuple(rows), tensor=cast(Any, None))
-    return Pending(step, hidden_TD, hidden_TD.dtype, 0.0)
+    return Pending(hidden, hidden.dtype, step=step, arrived=0.0)
 
 
 @settings(max_examples=100, deadline=None)
@@ -79,8 +88,8 @@ def test_every_token_runs_once_in_order_and_comes_back_to_its_step(data: st.Data
         assert share.error is None
         for step in share.done:
             assert queue.popleft() is step
-            assert step.output_TD is not None
-            assert torch.equal(step.output_TD, step.hidden_TD * 2)
+            assert step.output is not None
+            assert torch.equal(step.output.tensor_TD, step.hidden.tensor_TD * 2)
     for row, table in enumerate(tables):
         expected = [(float(row), float(position)) for position in range(lengths[row])]
         assert blocks.seen.get(id(table), []) == expected
@@ -96,7 +105,7 @@ def test_a_step_of_many_rows_is_one_piece() -> None:
 
 def test_only_those_that_fail_alone_too_have_failed() -> None:
     class Poisoned(Recorder):
-        def forward(self, hidden_TD: torch.Tensor, runs: list[Run]) -> torch.Tensor:
+        def forward(self, hidden_TD: torch.Tensor, runs: Sequence[Run]) -> torch.Tensor:
             if bool((hidden_TD[:, 1] == 7).any()):
                 raise RuntimeError("poison")
             return super().forward(hidden_TD, runs)
@@ -109,5 +118,6 @@ def test_only_those_that_fail_alone_too_have_failed() -> None:
     run_shares(cast(Blocks, Poisoned()), shares)
     assert [share.error is None for share in shares] == [True, False, True]
     for share in (shares[0], shares[2]):
-        assert share.done[0].output_TD is not None
-        assert torch.equal(share.done[0].output_TD, share.done[0].hidden_TD * 2)
+        [done] = share.done
+        assert done.output is not None
+        assert torch.equal(done.output.tensor_TD, done.hidden.tensor_TD * 2)

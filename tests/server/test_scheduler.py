@@ -10,12 +10,12 @@ from contextlib import asynccontextmanager
 
 import pytest
 import torch
-from torch import Tensor
 
-from nesa_node.compression import tensors
+from nesa_node.compression.hidden_states import HiddenStates
 from nesa_node.core.ids import PeerId
 from nesa_node.core.span import Span
 from nesa_node.engine.blocks import Blocks, Run
+from nesa_node.engine.feeds import Piece
 from nesa_node.engine.pages import pages_for
 from nesa_node.server.executor import open_executor
 from nesa_node.server.scheduler import BRIEF_S, Scheduler, open_scheduler
@@ -31,14 +31,14 @@ class Watched:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.here: list[bool] = []
         self.seconds = 0.0
-        forward = Blocks.forward
+        run = Blocks.run
 
-        def watched(blocks: Blocks, hidden_TD: Tensor, runs: Sequence[Run]) -> Tensor:
+        def watched(blocks: Blocks, pieces: Sequence[Piece], runs: Sequence[Run]) -> None:
             self.here.append(threading.current_thread() is threading.main_thread())
             time.sleep(self.seconds)
-            return forward(blocks, hidden_TD, runs)
+            run(blocks, pieces, runs)
 
-        monkeypatch.setattr(Blocks, "forward", watched)
+        monkeypatch.setattr(Blocks, "run", watched)
 
 
 @pytest.fixture
@@ -62,10 +62,10 @@ async def session(scheduler: Scheduler, blocks: Blocks) -> AsyncIterator[Work]:
 
 
 def submit(work: Work, tokens: int = 1) -> None:
-    hidden_TD = torch.randn(tokens, work.blocks.hidden_size)
-    meta, _ = tensors.encode(hidden_TD)
+    hidden = HiddenStates.of(torch.randn(tokens, work.blocks.hidden_size))
     rows = (RowSlice(0, 0, tokens),)
-    work.submit(Step(session=b"s" * 16, epoch=0, step=0, rows=rows, tensor=meta), hidden_TD)
+    step = Step(session=b"s" * 16, epoch=0, step=0, rows=rows, tensor=hidden.meta)
+    work.submit(step, hidden)
 
 
 async def output(work: Work) -> None:

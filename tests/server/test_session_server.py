@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from torch import Tensor
 
 from nesa_node.engine.blocks import Blocks, Run
+from nesa_node.engine.feeds import Piece
 from nesa_node.engine.pages import PAGE_TOKENS, PageTable
 from nesa_node.server import batch, session, work
 from nesa_node.server.batch import Pending, Share
@@ -61,17 +61,17 @@ class Spied:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, seconds: float = 0.0) -> None:
         self.iterations: list[int] = []
         self.threads: list[str] = []
-        forward = Blocks.forward
+        run = Blocks.run
 
-        def spied(blocks: Blocks, hidden_TD: Tensor, runs: Sequence[Run]) -> Tensor:
+        def spied(blocks: Blocks, pieces: Sequence[Piece], runs: Sequence[Run]) -> None:
             self.iterations.append(len(runs))
             self.threads.append(threading.current_thread().name)
             time.sleep(seconds)
-            if bool((hidden_TD == 1e6).any()):
+            if any(bool((piece.feed.hidden.tensor_TD == 1e6).any()) for piece in pieces):
                 raise RuntimeError("a kernel failed")
-            return forward(blocks, hidden_TD, runs)
+            run(blocks, pieces, runs)
 
-        monkeypatch.setattr(Blocks, "forward", spied)
+        monkeypatch.setattr(Blocks, "run", spied)
 
 
 async def test_a_stranger_cannot_squat_on_a_session_id(blocks: Blocks) -> None:
@@ -204,7 +204,7 @@ async def test_a_session_that_cannot_take_part_ends_alone(
     blocks: Blocks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def take(queue: Sequence[Pending], tables: Sequence[PageTable], tokens: int) -> Share:
-        if bool((queue[0].hidden_TD == 7).all()):
+        if bool((queue[0].hidden.tensor_TD == 7).all()):
             raise RuntimeError("no place for it")
         return batch.take(queue, tables, tokens)
 

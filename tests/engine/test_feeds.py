@@ -1,0 +1,170 @@
+"""Feeds come out of a span as tensors would, whoever computes it and however they are cut."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nesa_node.compression import tensors
+from nesa_node.compression.hidden_states import HiddenStates
+from nesa_node.core.span import Span
+from nesa_node.engine.blocks import Blocks, Run
+from nesa_node.engine.feeds import Feed
+from nesa_node.engine.few_tokens import MOST_TOKENS, FewTokens
+from nesa_node.engine.parts import load_blocks
+from tests.engine.chained import new_row, open_local
+from tests.engine.tiny_models import FAMILIES, save_tiny_model
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@dataclass
+class Part:
+    feed: Feed
+    start: int
+    end: int
+
+
+def load(family: str, models_dir: Path, dtype: torch.dtype) -> Blocks:
+    checkpoint = open_local(save_tiny_model(family, models_dir))
+    return load_blocks(checkpoint, Span(1, 4), dtype=dtype, device="cpu")
+
+
+def received(tokens: int, blocks: Blocks, dtype: torch.dtype) -> HiddenStates:
+    """As a step brings them."""
+    meta, payload = tensors.encode(torch.randn(tokens, blocks.hidden_size).to(dtype))
+    return HiddenStates.received(meta, bytearray(payload), max_bytes=1 << 20)
+
+
+def run_in_parts(blocks: Blocks, feeds: Sequence[Feed], cuts: Sequence[Sequence[int]]) -> None:
+    """`cuts[n]`: how many tokens of each feed the n-th forward takes."""
+    pool = blocks.new_pool(4096)
+    tables = [pool.promise(8).new_table() for _ in feeds]
+    at = [0] * len(feeds)
+    for counts in cuts:
+        parts, runs = [], []
+        for index, count in enumerate(counts):
+            if count:
+                tables[index].reserve(at[index] + count)
+                parts.append(Part(feeds[index], at[index], at[index] + count))
+                runs.append(Run(tables[index], count))
+                at[index] += count
+        blocks.run(parts, runs)
+    assert [table.length for table in tables] == at
+
+
+def expected(blocks: Blocks, feeds: Sequence[Feed], cuts: Sequence[Sequence[int]]) -> list[Feed]:
+    """The same by `forward`."""
+    pool = blocks.new_pool(4096)
+    tables = [pool.promise(8).new_table() for _ in feeds]
+    outputs: list[list[torch.Tensor]] = [[] for _ in feeds]
+    for counts in cuts:
+        taken = [index for index, count in enumerate(counts) if count]
+        inputs = []
+        for index in taken:
+            start, end = tables[index].length, tables[index].length + counts[index]
+            tables[index].reserve(end)
+            inputs.append(feeds[index].hidden.tensor_TD[start:end].to(blocks.dtype))
+        runs = [Run(tables[index], counts[index]) for index in taken]
+        output_TD = blocks.forward(torch.cat(inputs), runs)
+        split = torch.split(output_TD, [run.count for run in runs])
+        for index, part_TD in zip(taken, split, strict=True):
+            outputs[index].append(part_TD)
+    return [
+        Feed(feed.hidden, feed.dtype, HiddenStates.of(torch.cat(parts).to(feed.dtype)))
+        for feed, parts in zip(feeds, outputs, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("sizes", "cuts"),
+    [
+        ((1,), [(1,)]),
+        ((3, 1, 5), [(3, 1, 5)]),
+        ((4, 1, 9), [(1, 0, 9), (2, 1, 0), (1, 0, 0)]),
+        ((MOST_TOKENS + 8, 2), [(MOST_TOKENS + 2, 1), (6, 1)]),
+        ((MOST_TOKENS + 1,), [(MOST_TOKENS + 1,)]),
+    ],
+)
+def test_feeds_get_what_tensors_get(
+    family: str, sizes: Sequence[int], cuts: Sequence[Sequence[int]], models_dir: Path
+) -> None:
+    blocks = load(family, models_dir, torch.float32)
+    feeds = [Feed(received(size, blocks, blocks.dtype), blocks.dtype) for size in sizes]
+    before = [bytes(feed.hidden.payload) for feed in feeds]
+    run_in_parts(blocks, feeds, cuts)
+    for feed, right in zip(feeds, expected(blocks, feeds, cuts), strict=True):
+        assert feed.output is not None
+        assert right.output is not None
+        assert torch.equal(feed.output.tensor_TD, right.output.tensor_TD)
+        assert bytes(feed.output.payload) == bytes(right.output.payload)
+        assert feed.output.meta == right.output.meta
+    assert [bytes(feed.hidden.payload) for feed in feeds] == before
+
+
+@pytest.mark.parametrize("of_span", DTYPES)
+@pytest.mark.parametrize("of_feeds", [*DTYPES, torch.float16])
+def test_feeds_of_another_dtype_than_the_span(
+    of_span: torch.dtype, of_feeds: torch.dtype, models_dir: Path
+) -> None:
+    blocks = load("llama", models_dir, of_span)
+    feeds = [Feed(received(size, blocks, of_feeds), of_feeds) for size in (1, 2)]
+    feeds.append(Feed(received(1, blocks, of_span), of_feeds))
+    cuts = [(1, 1, 1), (0, 1, 0)]
+    run_in_parts(blocks, feeds, cuts)
+    for feed, right in zip(feeds, expected(blocks, feeds, cuts), strict=True):
+        assert feed.output is not None
+        assert right.output is not None
+        assert feed.output.dtype == of_feeds
+        assert torch.equal(feed.output.tensor_TD, right.output.tensor_TD)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_few_tokens_are_no_tensors(
+    dtype: torch.dtype, models_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocks = load("llama", models_dir, dtype)
+    feeds = [Feed(received(1, blocks, dtype), dtype) for _ in range(3)]
+    asked: list[HiddenStates] = []
+    read: Any = HiddenStates.__dict__["tensor_TD"]
+
+    def noted(states: HiddenStates) -> torch.Tensor:
+        asked.append(states)
+        tensor_TD: torch.Tensor = read.fget(states)
+        return tensor_TD
+
+    monkeypatch.setattr(HiddenStates, "tensor_TD", property(noted))
+    run_in_parts(blocks, feeds, [(1, 1, 1)])
+    assert not asked
+    monkeypatch.setattr(FewTokens, "serves", lambda *_: False)
+    run_in_parts(blocks, feeds, [(1, 1, 1)])
+    assert asked
+
+
+@pytest.mark.parametrize("tokens", [1, MOST_TOKENS])
+def test_no_output_keeps_the_memory_of_others(tokens: int, models_dir: Path) -> None:
+    blocks = load("llama", models_dir, torch.float32)
+    feeds = [Feed(received(tokens, blocks, blocks.dtype), blocks.dtype) for _ in range(3)]
+    run_in_parts(blocks, feeds, [(tokens,) * 3])
+    for feed in feeds:
+        assert feed.output is not None
+        tensor_TD = feed.output.tensor_TD
+        assert tensor_TD.untyped_storage().nbytes() == tensor_TD.nbytes == feed.output.nbytes
+
+
+def test_what_fails_leaves_the_rows_as_they_were(models_dir: Path) -> None:
+    blocks = load("llama", models_dir, torch.float32)
+    row = new_row(blocks)
+    feed = Feed(received(2, blocks, blocks.dtype), blocks.dtype)
+    with pytest.raises(ValueError, match="reserve them first"):
+        blocks.run([Part(feed, 0, 2)], [Run(row, 2)])
+    row.reserve(2)
+    with pytest.raises(ValueError, match="expected \\[2, 64\\], got \\[1, 64\\]"):
+        blocks.run([Part(feed, 0, 1)], [Run(row, 2)])
+    assert row.length == 0
