@@ -77,7 +77,8 @@ def run(options: Options) -> list[dict[str, Any]]:
             join(folder, options, bed.addresses) as plain,
             join(folder, options, bed.addresses, replicate_cache=True) as warm,
         ):
-            models = [warm if is_warm(n) else plain for n in range(options.sessions[0])]
+            count = options.sessions[0]
+            models = [warm if is_warm(n, count) else plain for n in range(count)]
             calm = make_workers(models, options)
             with working(calm, stopping := threading.Event()):
                 stopping.set()
@@ -97,9 +98,9 @@ def run(options: Options) -> list[dict[str, Any]]:
     return rows
 
 
-def is_warm(session: int) -> bool:
-    """Whether a session keeps a warm standby: every other one."""
-    return session % 2 == 1
+def is_warm(session: int, sessions: int) -> bool:
+    """Whether a session keeps a warm standby: every other one, and one that is alone."""
+    return session % 2 == 1 or sessions == 1
 
 
 def make_workers(models: Sequence[DistributedModelForCausalLM], options: Options) -> list[Worker]:
@@ -199,7 +200,7 @@ def pauses(happened: Happened, workers: Sequence[Worker], warm: bool | None = No
     waits = [
         [longest_wait(times, happened.at, until) for times in workers[number].token_times()]
         for number in happened.hit
-        if warm in (None, is_warm(number))
+        if warm in (None, is_warm(number, len(workers)))
     ]
     known = [[wait for wait in of if wait is not None] for of in waits]
     return [max(of) for of in known if of]
@@ -254,7 +255,9 @@ def summarize_kind(
     return {
         "kind": title,
         "events": len(of_kind),
-        "sessions": sum(warm in (None, is_warm(n)) for one in of_kind for n in one.hit),
+        "sessions": sum(
+            warm in (None, is_warm(n, len(workers))) for one in of_kind for n in one.hit
+        ),
         "pause_p50_s": percentile(waits, 50) if waits else None,
         "pause_p95_s": percentile(waits, 95) if waits else None,
         "runs": [{"pauses_s": waits}],
