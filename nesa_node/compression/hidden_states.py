@@ -23,6 +23,11 @@ class Range(NamedTuple):
     address: int
     nbytes: int
 
+    @classmethod
+    def of(cls, tensor: Tensor) -> Range:
+        """Those of a contiguous tensor on the CPU, which the caller keeps."""
+        return cls(tensor.data_ptr(), tensor.nbytes)
+
 
 class HiddenStates:
     """Values [T, D], as bytes and as a tensor, which on the CPU share their memory.

@@ -118,8 +118,7 @@ class Blocks:
         elif self._has_code_for(packed):
             inputs_TD = inputs_TD.contiguous()
             output_TD = torch.empty_like(inputs_TD)
-            places = (Range(each.data_ptr(), each.nbytes) for each in (inputs_TD, output_TD))
-            self._decoder.run_few(*([place] for place in places), packed)
+            self._decoder.run_few([Range.of(inputs_TD)], [Range.of(output_TD)], packed)
         elif isinstance(self._decoder, FusedDecoder):
             output_TD = self._decoder.forward(inputs_TD, packed)
         else:

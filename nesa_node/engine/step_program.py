@@ -103,10 +103,7 @@ class StepProgram:
         self._hidden_TD = self._buffer("hidden", self._size)
         self._added_TD = self._buffer("added", self._size)
         """What is still to be added to it."""
-        self._hidden, self._added = (
-            Range(tensor_TD.data_ptr(), tensor_TD.nbytes)
-            for tensor_TD in (self._hidden_TD, self._added_TD)
-        )
+        self._hidden, self._added = Range.of(self._hidden_TD), Range.of(self._added_TD)
         self._asks_torch = False
         for layer in layers:
             self._write_layer(layer, pool)
