@@ -122,7 +122,7 @@ class StepProgram:
     def run(self, inputs: Iterable[Range], outputs: Iterable[Range], packed: PackedRuns) -> None:
         """Read the packed tokens' hidden states, and write the last layer's outputs."""
         self._step.begin(packed)
-        address, _ = self._hidden
+        address = self._hidden.address
         for part in inputs:
             ctypes.memmove(address, *part)
             address += part.nbytes
@@ -135,7 +135,7 @@ class StepProgram:
                 self._call()
         finally:
             self._step.end()
-        address, _ = self._hidden
+        address = self._hidden.address
         for part in outputs:
             ctypes.memmove(part.address, address, part.nbytes)
             address += part.nbytes
@@ -299,6 +299,7 @@ class _Step:
 
     def begin(self, packed: PackedRuns) -> None:
         self.packed = packed
+        self.longer_rows = []
         single_rows: list[Row] = []
         at = 0
         for row in packed.rows:
@@ -342,7 +343,7 @@ class _Seen:
         self.threads = 1
         self._size = 0
         self.scratch = 0
-        """Address of room for so many scores."""
+        """Address of room for `_size` scores."""
 
     def begin(self, rows: Sequence[Row]) -> None:
         self.tokens = len(rows)

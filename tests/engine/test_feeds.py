@@ -147,6 +147,30 @@ def test_few_tokens_are_no_tensors(
     assert asked
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", [1, 12])
+def test_tensors_and_feeds_share_what_was_written_down(
+    dtype: torch.dtype, tokens: int, models_dir: Path
+) -> None:
+    """Sessions of another dtype than the span go in as tensors, in torch's inference mode."""
+    blocks = load("llama", models_dir, dtype)
+    pool = blocks.new_pool(1024)
+    outputs = []
+    for kind in (torch.float16, dtype):
+        runs = []
+        for _ in range(tokens):
+            table = pool.promise(1).new_table()
+            table.reserve(1)
+            runs.append(Run(table, 1))
+        torch.manual_seed(0)
+        values_TD = torch.randn(tokens, blocks.hidden_size).half()
+        feed = Feed(HiddenStates.of(values_TD.to(kind)), dtype)
+        blocks.run([Part(feed, 0, tokens)], runs)
+        assert feed.output is not None
+        outputs.append(feed.output.tensor_TD)
+    assert torch.equal(*outputs)
+
+
 @pytest.mark.parametrize("tokens", [1, MOST_TOKENS])
 def test_no_output_keeps_the_memory_of_others(tokens: int, models_dir: Path) -> None:
     blocks = load("llama", models_dir, torch.float32)
