@@ -288,5 +288,11 @@ class HopLink:
             log.debug("no_goodbye", peer=self._stream.peer, reason=str(error))
         finally:
             self.closed = True
-            await self._reading.close()
-            await self._stream.close()
+            try:
+                await self._reading.close()
+            finally:
+                await self._stream.close()
+
+    def abort(self) -> None:
+        """End the stream now; nothing happens if it has ended."""
+        self._stream.abort()

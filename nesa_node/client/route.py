@@ -105,10 +105,10 @@ class Route:
                 # Whoever said that it leaves has not failed.
                 self.nodes.suspect(link.hop.peer_id, link.lost, link.fault, tell=not link.leaving)
         held = await self._succeed(gone, lengths)
-        await self._discard([link for link in gone if link.lost is not None])
-        kept = [*(link for link in self.links if link not in gone), *held]
         fresh = list(held)
         try:
+            await self._discard([link for link in gone if link.lost is not None])
+            kept = [*(link for link in self.links if link not in gone), *held]
             hops, addresses = await self._plan(kept, drop, may_ask=begins)
             if not {link.hop for link in kept} <= set(hops):
                 # Nobody can join what is left: begin again, with other nodes or other spans.
@@ -134,8 +134,8 @@ class Route:
             raise
         dropped = [link for link in self.links if link not in links]
         self.links, self.held = links, held
-        await self.successors.keep_only(links)
         await _close_all(dropped)
+        await self.successors.keep_only(links)
 
     async def rollback(self, lengths: Sequence[int]) -> None:
         """Cut every node's cache. Raises `PeerUnreachableError` or `RemoteError`."""
@@ -190,13 +190,17 @@ class Route:
     ) -> dict[HopLink, tuple[int, ...]]:
         """The successors of those who go, and what they hold of what is to stay."""
         held: dict[HopLink, tuple[int, ...]] = {}
-        for link in gone:
-            if self.successors.link_of(link) is not None:
-                successor, reached = await self.successors.take(link)
-                held[successor] = tuple(map(min, reached, lengths))
-        if len(held) < len(gone):
-            # Whoever stands ready for others may be needed here, and takes part only once.
-            await self.successors.close()
+        try:
+            for link in gone:
+                if self.successors.link_of(link) is not None:
+                    successor, reached = await self.successors.take(link)
+                    held[successor] = tuple(map(min, reached, lengths))
+            if len(held) < len(gone):
+                # Whoever stands ready for others may be needed here, and takes part only once.
+                await self.successors.close()
+        except BaseException:
+            await _close_all(list(held))
+            raise
         return held
 
     async def _open_successor(self, link: HopLink) -> HopLink | None:
@@ -385,7 +389,13 @@ def _downstream(link: HopLink | None) -> Downstream | None:
 
 
 async def _close_all(links: Sequence[HopLink], prefix: Prefix = ()) -> None:
-    await asyncio.gather(*(link.close(prefix) for link in links))
+    """Cancelled, it has ended them all the same."""
+    try:
+        await asyncio.gather(*(link.close(prefix) for link in links))
+    finally:
+        for link in links:
+            # Of a task that is cancelled before it has begun, nothing runs.
+            link.abort()
 
 
 async def _all(requests: Sequence[object]) -> None:

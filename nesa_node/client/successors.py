@@ -89,12 +89,13 @@ class Successors:
         If `link` lives it is asked for what came since.
         """
         await self._stop(link)
-        successor = self._ready.pop(link)
+        successor = self._ready[link]
         if link.lost is None:
             try:
                 await successor.sync(link)
             except NesaError as error:
                 log.info("hand_over_incomplete", peer=link.hop.peer_id, reason=str(error))
+        del self._ready[link]
         return successor.link, tuple(successor.lengths)
 
     def truncate(self, lengths: Sequence[int]) -> None:

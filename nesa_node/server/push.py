@@ -67,5 +67,7 @@ async def open_push(stream: Stream, wire: Wire, on_lost: OnLost) -> AsyncIterato
         yield push
     finally:
         watcher.cancel()
-        await asyncio.gather(watcher, return_exceptions=True)
-        await stream.close()
+        try:
+            await asyncio.gather(watcher, return_exceptions=True)
+        finally:
+            await stream.close()

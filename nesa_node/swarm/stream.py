@@ -165,14 +165,22 @@ class Stream:
             await self._reader.fill(view)
 
     async def close(self) -> None:
-        """End the stream. May be called twice; never raises for a peer that is gone."""
+        """End the stream, also where this is cancelled.
+
+        May be called twice; never raises for a peer that is gone.
+        """
         self._writer.close()
         try:
             async with asyncio.timeout(1.0):
                 await self._writer.wait_closed()
-        except (TimeoutError, *_BROKEN):
-            # What matters is that our side is closed; a peer that is gone cannot confirm it.
-            self._writer.abort()
+        except TimeoutError:
+            pass  # what matters is that our side is closed
+        finally:
+            self.abort()
+
+    def abort(self) -> None:
+        """Drop what was not sent yet, and end the stream; nothing happens if it has ended."""
+        self._writer.abort()
 
 
 def _check_fits(count: int, total: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -103,7 +104,14 @@ async def test_a_session_in_a_long_prefill_ends(
 async def test_a_session_that_waits_for_room_ends(
     tiny: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    nodes = NodesSeen(monkeypatch)
+    nodes, released, run = NodesSeen(monkeypatch), threading.Event(), Blocks.run
+
+    def held(*args: Any, **options: Any) -> Any:
+        released.wait(0.1)
+        return run(*args, **options)
+
+    # Else whoever has the room could have left it again before the second asks.
+    monkeypatch.setattr(Blocks, "run", held)
     async with swarm(tiny("llama"), tmp_path, attn_cache_tokens=4 * PAGE_TOKENS) as served:
         holder: list[object] = []
         job = greedy_job(prompt_ids(8), 4 * PAGE_TOKENS - 8)
@@ -116,6 +124,7 @@ async def test_a_session_that_waits_for_room_ends(
             with pytest.raises(asyncio.CancelledError):
                 await task
             await until(lambda: len(served.activity.sessions()) == 1)
+            released.set()
         await asyncio.to_thread(nodes.wait_until_free, FREE_WITHIN_S)
         assert isinstance(holder[0], PromptRead)
         # The room can be had again.

@@ -1,0 +1,68 @@
+"""No stream stays open, whenever whoever closes it is cancelled."""
+
+from __future__ import annotations
+
+import asyncio
+import pytest
+
+from nesa_node.client.hop import HopLink
+from nesa_node.client.route import Route
+from nesa_node.swarm.pipe import Pipe
+from tests.client.scripted_nodes import ScriptedNode, ScriptedRoute, request
+
+
+@pytest.fixture
+def pipes(monkeypatch: pytest.MonkeyPatch) -> list[Pipe]:
+    """Those of all links."""
+    made: list[Pipe] = []
+    make = HopLink.__init__
+
+    def init(link: HopLink, *args: object) -> None:
+        make(link, *args)  # type: ignore[arg-type]
+        made.append(link._stream._writer)
+
+    monkeypatch.setattr(HopLink, "__init__", init)
+    return made
+
+
+async def cancelled_after(turns: int, task: asyncio.Task[None]) -> None:
+    """Cancel `task` when the loop has gone round so often."""
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.wait([task])
+
+
+async def all_closed(pipes: list[Pipe]) -> None:
+    async with asyncio.timeout(5):
+        for pipe in pipes:
+            await pipe.wait_closed()
+
+
+@pytest.mark.parametrize("turns", range(8))
+@pytest.mark.parametrize("is_lost", [False, True])
+async def test_a_link_is_closed_when_closing_it_is_cancelled(
+    pipes: list[Pipe], is_lost: bool, turns: int
+) -> None:
+    node = ScriptedNode(0, 1, dies_after=None, step_s=0)
+    link = await node.link(lambda: None)
+    if is_lost:
+        link.lose("it was busy")
+    task = asyncio.create_task(link.close())
+    # A task that was cancelled before it began has done nothing.
+    await cancelled_after(turns + 1, task)
+    await all_closed(pipes)
+    await node.close()
+
+
+@pytest.mark.parametrize("turns", range(10))
+async def test_a_route_is_closed_when_closing_it_is_cancelled(
+    pipes: list[Pipe], turns: int
+) -> None:
+    route = ScriptedRoute(request("chain", rows=1, hops=3), lambda: None)
+    await route.rebuild([0])
+    task = asyncio.create_task(Route.close(route))  # its own also ends the nodes
+    await cancelled_after(turns + 1, task)
+    assert len(pipes) == 3
+    await all_closed(pipes)
+    await route.close()
