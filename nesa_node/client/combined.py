@@ -18,6 +18,8 @@ MOST_TOGETHER = 256
 GATHER = 0.1
 """Where threads take turns the first one waits for others this part of what computing takes: what
 a node ran together comes out of it within some tenths of a millisecond."""
+MOST_GATHER = 1.0
+"""While they keep coming it waits on, up to this part of it: one computation less."""
 COMPANY_S = 1.0
 """So long after a change of turns more of them are expected."""
 
@@ -89,8 +91,12 @@ class Combined:
         return now < self._company_until
 
     def _gather(self) -> None:
+        pause_s, until = GATHER * self._took_s, time.monotonic() + MOST_GATHER * self._took_s
+        seen = -1
         try:
-            time.sleep(GATHER * self._took_s)
+            while seen < len(self._waiting) and time.monotonic() < until:
+                seen = len(self._waiting)
+                time.sleep(pause_s)
         except BaseException:
             # Interrupted, as below.
             self._pass_on()

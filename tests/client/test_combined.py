@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -145,3 +146,38 @@ def test_threads_that_take_turns_wait_for_each_other(pool: ThreadPoolExecutor) -
             assert torch.equal(second.result(10), torch.full((1, 4), -2.0))
     # Nobody knows of the other at first.
     assert sizes == [1, 1, 2, 2, 2]
+
+
+def test_the_first_waits_while_others_keep_coming(
+    pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+    compute_s = [0.5]
+
+    def compute(hidden_TD: Tensor) -> Tensor:
+        sizes.append(len(hidden_TD))
+        threading.Event().wait(compute_s[0])
+        return hidden_TD * 2
+
+    combined = Combined(compute)
+    others: list[Future[Tensor]] = []
+
+    def meanwhile(seconds: float) -> None:
+        """One more comes in each pause, seven in all."""
+        assert 0 < seconds < 0.5
+        if len(others) < 7:
+            others.append(pool.submit(combined, torch.full((1, 4), float(len(others)))))
+            wait_until(lambda: len(combined._waiting) == len(others))
+
+    with pool:
+        # What computing takes, and that others come, is learnt.
+        for call in [pool.submit(combined, torch.zeros(1, 4)) for _ in range(2)]:
+            call.result(10)
+        clock = SimpleNamespace(sleep=meanwhile, monotonic=time.monotonic)
+        monkeypatch.setattr("nesa_node.client.combined.time", clock)
+        compute_s[0] = 0.0
+        sizes.clear()
+        combined(torch.zeros(1, 4))
+        for number, call in enumerate(others):
+            assert torch.equal(call.result(10), torch.full((1, 4), 2.0 * number))
+    assert sizes == [8]
