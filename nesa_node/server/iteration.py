@@ -9,17 +9,17 @@ from typing import Generic, TypeVar
 
 from nesa_node.core.ids import PeerId
 from nesa_node.server.cost import CostModel
+from nesa_node.server.grouping import MOST_GROUPS, Grouping
 from nesa_node.server.lane import DECODE_TOKENS, PRIORITIES, Lane
 
-GROUPS = 2
-"""Into how many groups sessions that decode are put, so that the machines of a chain work at the
-same time: while one runs a group, its neighbours run the others."""
 LEAST_GROUP_ROWS = 2
 GATHER = 0.5
 """Where sessions enter a chain, a step waits for the others of a group at most this part of the
 time that its session is away between two steps. Once they are together they stay so."""
 BURST = 0.25
 """Elsewhere it waits for those that come with it: this part of what an iteration takes."""
+QUIET = 0.05
+"""Once they may be a whole group, only while they keep coming, each so soon after another."""
 DELAY = 0.5
 """How much longer than without it a prefill may make an iteration that others decode in."""
 STRETCH = 3.0
@@ -56,10 +56,13 @@ class Policy(Generic[L]):
     a session that decodes leaves and returns with every token.
     """
 
-    def __init__(self, *, groups: int = GROUPS) -> None:
+    def __init__(self, *, groups: int | None = None) -> None:
+        """`groups` of sessions that decode; None: as many as give most tokens."""
         self.cost = CostModel()
         """Of one block."""
-        self._groups = groups
+        self._grouping = Grouping(groups)
+        self._decodes = 1
+        """Tokens of the last iteration that had any of those."""
         self._turn = 0
         self._served: dict[PeerId, float] = {}
         self._level = 0.0
@@ -94,6 +97,10 @@ class Policy(Generic[L]):
             self._give(plan, lane, lane.tokens, now)
             lane.decodes(now)
         rest = [lane for lane in waiting if not (lane.decoding and lane.priority == urgent)]
+        if plan:
+            self._decodes = _tokens(plan)
+            if plan[0][0].leads:
+                self._grouping.note(_rows(live), self._decodes, now, disturbed=bool(rest))
         if rest:
             more_urgent = min(lane.priority for lane in rest) < urgent
             first = list(self._in_order(rest, patient))
@@ -137,17 +144,21 @@ class Policy(Generic[L]):
         where the steps of a group together take little longer than one. Only where sessions enter
         the chain groups are made: if every node waited for one, they would wait in a circle.
         """
-        ready = sum(lane.tokens for lane in decoding)
-        rows = ready + sum(lane.decode_tokens for lane in away)
-        group = math.ceil(rows / self._groups)
-        if ready >= group:
-            return now
         first = min(decoding, key=lambda lane: lane.since)
+        ready = _rows(decoding)
+        rows = ready + _rows(away)
         if first.leads:
+            if ready >= self._grouping.group_rows(rows):
+                return now
             deadline = first.since + GATHER * (first.away_s or 0.0)
             away = [lane for lane in away if lane.due <= deadline]
         else:
-            deadline = first.since + BURST * self.cost.seconds(group) * len(first.span)
+            group = math.ceil(rows / MOST_GROUPS)
+            takes_s = self.cost.seconds(max(ready, group)) * len(first.span)
+            deadline = first.since + BURST * takes_s
+            if ready >= group:
+                last = max(lane.since for lane in decoding)
+                deadline = min(deadline, last + QUIET * takes_s)
         return min(deadline, max((lane.late for lane in away), default=now))
 
     def _for_decodes(self, rest: Sequence[L], away: Sequence[L], now: float) -> float:
@@ -178,9 +189,13 @@ class Policy(Generic[L]):
         return min(waiting, key=lambda lane: max(lane.since, lane.served_at))
 
     def _group(self, decoding: Sequence[L], live: Sequence[L], patient: L | None) -> Iterator[L]:
-        """Those of one group, fairly chosen and through the same blocks."""
-        rows = sum(lane.decode_tokens or lane.tokens for lane in live)
-        room = max(math.ceil(rows / self._groups), LEAST_GROUP_ROWS)
+        """Those of one group, fairly chosen and through the same blocks.
+
+        Where none enters the chain, all that are there: they came as the group that they are.
+        """
+        enters = any(lane.leads for lane in live)
+        most = self._grouping.group_rows(_rows(live)) if enters else math.inf
+        room = max(most, LEAST_GROUP_ROWS)
         span = patient.span if patient is not None else None
         for lane in self._in_order(decoding, patient):
             span = span or lane.span
@@ -209,9 +224,7 @@ class Policy(Generic[L]):
             usual_s = self.cost.seconds(taken)
             most_s, least = usual_s * (1 + DELAY * _claim(rest, live)), LEAST_CHUNK_TOKENS
         else:
-            usual_s = self.cost.seconds(
-                math.ceil(sum(lane.decode_tokens for lane in live) / self._groups)
-            )
+            usual_s = self.cost.seconds(self._decodes)
             gap_s = min(lane.soonest for lane in live) - now
             most_s = max(usual_s * _claim(rest, live), gap_s / blocks)
         room = self.cost.tokens_within(min(most_s, limit_s), MAX_ITERATION_TOKENS) - taken
@@ -258,6 +271,11 @@ class Policy(Generic[L]):
 
 def _tokens(plan: Sequence[tuple[Lane, int]]) -> int:
     return sum(count for _, count in plan)
+
+
+def _rows(lanes: Iterable[Lane]) -> int:
+    """Of sessions that decode, tokens in each round."""
+    return sum(lane.tokens if lane.waits else lane.decode_tokens for lane in lanes)
 
 
 def _claim(rest: Sequence[Lane], live: Sequence[Lane]) -> float:

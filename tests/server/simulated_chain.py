@@ -18,9 +18,10 @@ BLOCKS = 4
 
 
 class Chain:
-    """Nodes on machines of their own, and a client that answers each output with a step.
+    """Nodes and a client that answers each output with a step.
 
-    An iteration takes `step_s` and `token_s` for each token beyond the first.
+    An iteration takes `step_s` and `token_s` for each token beyond the first. At most `processors`
+    run at the same time; None: each node has its own.
     """
 
     def __init__(
@@ -31,11 +32,14 @@ class Chain:
         token_s: float = 0.0011,
         message_s: float = 0.0003,
         client_s: float = 0.002,
+        processors: int | None = None,
     ) -> None:
         self.now = 100.0
         self.step_s, self.token_s = step_s, token_s
         self.message_s, self.client_s = message_s, client_s
         self.nodes = [_Node(self, index) for index in range(nodes)]
+        self._free = processors or nodes
+        self._queue: deque[tuple[float, Callable[[], None]]] = deque()
         self.arrivals: dict[str, list[float]] = {}
         """When the client got each token of each session."""
         self.prefilled_at: dict[str, float] = {}
@@ -46,6 +50,22 @@ class Chain:
 
     def at(self, when: float, event: Callable[[], None]) -> None:
         heapq.heappush(self._events, (when, next(self._numbers), event))
+
+    def compute(self, seconds: float, done: Callable[[], None]) -> None:
+        """Call `done` when a processor has worked on it for so long."""
+        self._queue.append((seconds, done))
+        self._begin()
+
+    def _begin(self) -> None:
+        while self._free and self._queue:
+            self._free -= 1
+            seconds, done = self._queue.popleft()
+            self.at(self.now + seconds, partial(self._end, done))
+
+    def _end(self, done: Callable[[], None]) -> None:
+        self._free += 1
+        done()
+        self._begin()
 
     def run(self, seconds: float) -> None:
         end = self.now + seconds
@@ -134,7 +154,7 @@ class _Node:
             shares = [(names[id(lane)], tokens) for lane, tokens in plan]
             seconds = chain.takes(sum(tokens for _, tokens in plan))
             self._policy.ran(plan, seconds)
-            chain.at(chain.now + seconds, lambda: self._done(shares))
+            chain.compute(seconds, lambda: self._done(shares))
 
     def _done(self, shares: list[tuple[str, int]]) -> None:
         self._running = False

@@ -21,17 +21,34 @@ def waits(chain: Chain, since: float, until: float) -> list[float]:
     )
 
 
+SETTLED_S = 8.0
+"""Both numbers of groups have been tried, and one is in use."""
+
+
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("sessions", [4, 6, 8, 16])
 def test_sessions_gather_in_two_groups_and_stay_together(sessions: int, seed: int) -> None:
     chain = Chain()
     chain.decode(sessions, random.Random(seed))
-    chain.run(5)
+    chain.run(SETTLED_S)
     for node in chain.nodes:
         assert mean(node.rows[-20:]) == pytest.approx(sessions / 2, rel=0.05)
     cycle_s = 3 * chain.takes(sessions // 2) + chain.client_s
     spread_s = 4 * sessions / 2 * chain.message_s
-    assert waits(chain, 103, 105)[-1] < cycle_s + 2 * spread_s
+    assert waits(chain, chain.now - 2, chain.now)[-1] < cycle_s + 2 * spread_s
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("sessions", [3, 4, 8, 16])
+def test_nodes_that_share_one_processor_run_all_sessions_at_once(sessions: int, seed: int) -> None:
+    chain = Chain(processors=1)
+    chain.decode(sessions, random.Random(seed))
+    chain.run(SETTLED_S)
+    for node in chain.nodes:
+        assert mean(node.rows[-20:]) == pytest.approx(sessions, rel=0.05)
+    cycle_s = 3 * chain.takes(sessions) + chain.client_s
+    spread_s = 4 * sessions * chain.message_s
+    assert waits(chain, chain.now - 2, chain.now)[-1] < cycle_s + 2 * spread_s
 
 
 def test_one_session_or_two_never_wait() -> None:

@@ -28,7 +28,9 @@ SPAN = Span(0, 4)
 class Bench:
     """Sessions on a simulated device: an iteration takes `fixed_s` and `token_s` a token."""
 
-    def __init__(self, *, fixed_s: float = 0.02, token_s: float = 0.002, groups: int = 2) -> None:
+    def __init__(
+        self, *, fixed_s: float = 0.02, token_s: float = 0.002, groups: int | None = None
+    ) -> None:
         self.policy: Policy[Lane] = Policy(groups=groups)
         self.lanes: list[Lane] = []
         self.now = 100.0
@@ -36,7 +38,8 @@ class Bench:
         self.fixed_s, self.token_s = fixed_s, token_s
 
     def lane(self, client: str = "a", priority: str = "interactive", span: Span = SPAN) -> Lane:
-        lane = Lane(client=PeerId(client), priority=PRIORITIES.index(priority), span=span)
+        of = PeerId(client)
+        lane = Lane(client=of, priority=PRIORITIES.index(priority), span=span, leads=True)
         self.lanes.append(lane)
         return lane
 
