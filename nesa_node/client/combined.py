@@ -56,6 +56,9 @@ class Combined:
         self._computing = False
         self._waiting: list[_Call] = []
         self._took_s = 0.0
+        self._expected = 0
+        """How many came the last time before nobody waited any more."""
+        self._came = 0
         self._last_thread = 0
         self._company_until = 0.0
 
@@ -67,7 +70,9 @@ class Combined:
         with self._guard:
             call.leads = not self._computing
             self._computing = True
-            if not call.leads:
+            if call.leads:
+                self._expected, self._came = self._came, 0
+            else:
                 self._waiting.append(call)
             has_company = self._has_company()
         if not call.leads:
@@ -94,7 +99,7 @@ class Combined:
         pause_s, until = GATHER * self._took_s, time.monotonic() + MOST_GATHER * self._took_s
         seen = -1
         try:
-            while seen < len(self._waiting) and time.monotonic() < until:
+            while seen < len(self._waiting) < self._expected - 1 and time.monotonic() < until:
                 seen = len(self._waiting)
                 time.sleep(pause_s)
         except BaseException:
@@ -130,6 +135,7 @@ class Combined:
             # After an interrupt of this thread the others have no result: they try again.
             undone = [c for c in calls[1:] if c.result_TV is None and c.error is None]
             with self._guard:
+                self._came += len(calls) - len(undone)
                 self._waiting[:0] = undone
             self._pass_on()
             for other in calls[1:]:

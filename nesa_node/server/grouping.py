@@ -23,8 +23,8 @@ SAMPLES_IN_TURN = 4
 LEAST_SAMPLES = 8
 """Of each number before they are compared: a step may take twice as long as the one before."""
 MOST_SAMPLES = 16
-AGAIN_S = 60.0
-"""So long what is not in use is taken to be as it was."""
+AGAIN_S = 120.0
+"""So long what is not in use is taken to be as it was; then some samples more are due."""
 BETTER = 1.03
 """So many times as fast another number must be to take the place of the one in use."""
 
@@ -38,7 +38,8 @@ class _Seen:
 
     def enough(self, now: float) -> bool:
         if now - self.at > AGAIN_S:
-            self.rates.clear()
+            while len(self.rates) > LEAST_SAMPLES - SAMPLES_IN_TURN:
+                self.rates.popleft()
         return len(self.rates) >= LEAST_SAMPLES
 
 
@@ -63,15 +64,19 @@ class Grouping:
         """By the size of rows, and groups."""
         self._trial: _Trial | None = None
 
+    def groups(self, rows: int) -> int:
+        """How many to make of `rows`."""
+        return self._fixed or self._in_use.get(rows.bit_length(), MOST_GROUPS)
+
     def group_rows(self, rows: int) -> int:
         """How many rows a group has if there are `rows` in all."""
-        return math.ceil(rows / self._groups(rows))
+        return math.ceil(rows / self.groups(rows))
 
     def note(self, rows: int, tokens: int, now: float, *, disturbed: bool) -> None:
         """`tokens` steps of decodes run now, of `rows` in all; `disturbed`: other work, too."""
         if self._fixed is not None or rows <= MOST_ALONE:
             return
-        trial, groups = self._trial, self._groups(rows)
+        trial, groups = self._trial, self.groups(rows)
         if trial is None or disturbed or (trial.rows, trial.groups) != (rows, groups):
             self._trial = _Trial(rows, groups, now)
             return
@@ -100,6 +105,3 @@ class Grouping:
 
     def _of(self, rows: int, groups: int) -> _Seen:
         return self._seen.setdefault((rows.bit_length(), groups), _Seen())
-
-    def _groups(self, rows: int) -> int:
-        return self._fixed or self._in_use.get(rows.bit_length(), MOST_GROUPS)

@@ -13,9 +13,10 @@ from nesa_node.server.grouping import MOST_GROUPS, Grouping
 from nesa_node.server.lane import DECODE_TOKENS, PRIORITIES, Lane
 
 LEAST_GROUP_ROWS = 2
-GATHER = 0.5
+GATHER = 1.0
 """Where sessions enter a chain, a step waits for the others of a group at most this part of the
-time that its session is away between two steps. Once they are together they stay so."""
+time that its session is away between two steps, divided by groups. Once they are together they
+stay so."""
 BURST = 0.25
 """Elsewhere it waits for those that come with it: this part of what an iteration takes."""
 QUIET = 0.05
@@ -150,7 +151,8 @@ class Policy(Generic[L]):
         if first.leads:
             if ready >= self._grouping.group_rows(rows):
                 return now
-            deadline = first.since + GATHER * (first.away_s or 0.0)
+            part = GATHER / self._grouping.groups(rows)
+            deadline = first.since + part * (first.away_s or 0.0)
             away = [lane for lane in away if lane.due <= deadline]
         else:
             group = math.ceil(rows / MOST_GROUPS)

@@ -163,15 +163,15 @@ def test_the_first_waits_while_others_keep_coming(
     others: list[Future[Tensor]] = []
 
     def meanwhile(seconds: float) -> None:
-        """One more comes in each pause, seven in all."""
+        """One more comes in each pause, and none is waited for who would be the ninth."""
         assert 0 < seconds < 0.5
-        if len(others) < 7:
-            others.append(pool.submit(combined, torch.full((1, 4), float(len(others)))))
-            wait_until(lambda: len(combined._waiting) == len(others))
+        assert len(others) < 7
+        others.append(pool.submit(combined, torch.full((1, 4), float(len(others)))))
+        wait_until(lambda: len(combined._waiting) == len(others))
 
     with pool:
-        # What computing takes, and that others come, is learnt.
-        for call in [pool.submit(combined, torch.zeros(1, 4)) for _ in range(2)]:
+        # What computing takes, and how many come, is learnt.
+        for call in [pool.submit(combined, torch.zeros(1, 4)) for _ in range(8)]:
             call.result(10)
         clock = SimpleNamespace(sleep=meanwhile, monotonic=time.monotonic)
         monkeypatch.setattr("nesa_node.client.combined.time", clock)
