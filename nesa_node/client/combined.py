@@ -96,9 +96,9 @@ class Combined:
         return now < self._company_until
 
     def _gather(self) -> None:
-        pause_s, until = GATHER * self._took_s, time.monotonic() + MOST_GATHER * self._took_s
-        seen = -1
         try:
+            pause_s, until = GATHER * self._took_s, time.monotonic() + MOST_GATHER * self._took_s
+            seen = -1
             while seen < len(self._waiting) < self._expected - 1 and time.monotonic() < until:
                 seen = len(self._waiting)
                 time.sleep(pause_s)

@@ -295,4 +295,5 @@ class HopLink:
 
     def abort(self) -> None:
         """End the stream now; nothing happens if it has ended."""
+        self.closed = True
         self._stream.abort()

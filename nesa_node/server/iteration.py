@@ -21,6 +21,8 @@ BURST = 0.25
 """Elsewhere it waits for those that come with it: this part of what an iteration takes."""
 QUIET = 0.05
 """Once they may be a whole group, only while they keep coming, each so soon after another."""
+LEAST_QUIET_S = 0.0003
+"""Less cannot be waited for."""
 DELAY = 0.5
 """How much longer than without it a prefill may make an iteration that others decode in."""
 STRETCH = 3.0
@@ -100,8 +102,10 @@ class Policy(Generic[L]):
         rest = [lane for lane in waiting if not (lane.decoding and lane.priority == urgent)]
         if plan:
             self._decodes = _tokens(plan)
-            if plan[0][0].leads:
-                self._grouping.note(_rows(live), self._decodes, now, disturbed=bool(rest))
+        if rest:
+            self._grouping.disturb()
+        elif entering := sum(lane.leads for lane, _ in plan):
+            self._grouping.note(sum(lane.leads for lane in live), entering, now)
         if rest:
             more_urgent = min(lane.priority for lane in rest) < urgent
             first = list(self._in_order(rest, patient))
@@ -147,20 +151,23 @@ class Policy(Generic[L]):
         """
         first = min(decoding, key=lambda lane: lane.since)
         ready = _rows(decoding)
-        rows = ready + _rows(away)
         if first.leads:
-            if ready >= self._grouping.group_rows(rows):
+            here = [lane for lane in decoding if lane.leads]
+            away = [lane for lane in away if lane.leads]
+            groups = self._grouping.groups(len(here) + len(away))
+            if _rows(here) >= math.ceil((_rows(here) + _rows(away)) / groups):
                 return now
-            part = GATHER / self._grouping.groups(rows)
-            deadline = first.since + part * (first.away_s or 0.0)
+            ends = (lane.since + GATHER / groups * lane.away_s for lane in here if lane.away_s)
+            deadline = min(ends, default=now)
             away = [lane for lane in away if lane.due <= deadline]
         else:
-            group = math.ceil(rows / MOST_GROUPS)
+            group = math.ceil((ready + _rows(away)) / MOST_GROUPS)
             takes_s = self.cost.seconds(max(ready, group)) * len(first.span)
             deadline = first.since + BURST * takes_s
             if ready >= group:
+                quiet_s = QUIET * takes_s
                 last = max(lane.since for lane in decoding)
-                deadline = min(deadline, last + QUIET * takes_s)
+                deadline = min(deadline, last + quiet_s) if quiet_s > LEAST_QUIET_S else now
         return min(deadline, max((lane.late for lane in away), default=now))
 
     def _for_decodes(self, rest: Sequence[L], away: Sequence[L], now: float) -> float:
@@ -193,17 +200,17 @@ class Policy(Generic[L]):
     def _group(self, decoding: Sequence[L], live: Sequence[L], patient: L | None) -> Iterator[L]:
         """Those of one group, fairly chosen and through the same blocks.
 
-        Where none enters the chain, all that are there: they came as the group that they are.
+        Of those that enter the chain here; all others that are there come as the group they are.
         """
-        enters = any(lane.leads for lane in live)
-        most = self._grouping.group_rows(_rows(live)) if enters else math.inf
-        room = max(most, LEAST_GROUP_ROWS)
+        entering = [lane for lane in live if lane.leads]
+        groups = self._grouping.groups(len(entering))
+        room = max(math.ceil(_rows(entering) / groups), LEAST_GROUP_ROWS)
         span = patient.span if patient is not None else None
         for lane in self._in_order(decoding, patient):
             span = span or lane.span
-            if room > 0 and lane.span == span:
+            if (room > 0 or not lane.leads) and lane.span == span:
                 yield lane
-                room -= lane.tokens
+                room -= lane.tokens if lane.leads else 0
 
     def _room(
         self,

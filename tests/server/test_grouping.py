@@ -8,7 +8,13 @@ from collections.abc import Callable
 
 import pytest
 
-from nesa_node.server.grouping import AGAIN_S, MOST_GROUPS, Grouping
+from nesa_node.server.grouping import (
+    AGAIN_S,
+    MOST_GROUPS,
+    MOST_KNOWN,
+    MOST_TURN_S,
+    Grouping,
+)
 
 Takes = Callable[[int], float]
 """How long a step of every session takes, by the number of groups."""
@@ -20,17 +26,18 @@ class Bench:
         self.takes = takes
         self.now = 100.0
 
-    def groups(self, rows: int) -> int:
-        return round(rows / self.grouping.group_rows(rows))
-
-    def steps(self, rows: int, count: int, *, disturbed: bool = False) -> Counter[int]:
+    def steps(self, sessions: int, count: int, *, prefill_every: int = 0) -> Counter[int]:
         """How many of the steps were in how many groups."""
         used: Counter[int] = Counter()
-        for _ in range(count):
-            groups = self.groups(rows)
+        for step in range(count):
+            groups = self.grouping.groups(sessions)
             used[groups] += 1
             for _ in range(groups):
-                self.grouping.note(rows, rows // groups, self.now, disturbed=disturbed)
+                if prefill_every and step % prefill_every == 0:
+                    self.grouping.disturb()
+                    self.now += 0.3
+                else:
+                    self.grouping.note(sessions, sessions // groups, self.now)
                 self.now += self.takes(groups) / groups
         return used
 
@@ -43,13 +50,42 @@ def two_is_faster(groups: int) -> float:
     return 0.05 / 1.15 ** (groups - 1)
 
 
-@pytest.mark.parametrize("rows", [4, 6, 16, 64])
-def test_the_faster_number_is_found_and_kept(rows: int) -> None:
+@pytest.mark.parametrize("sessions", [4, 6, 16, 64])
+def test_the_faster_number_is_found_and_kept(sessions: int) -> None:
     for takes, best in ((one_is_faster, 1), (two_is_faster, 2)):
         bench = Bench(takes)
-        tried = bench.steps(rows, 60)
+        tried = bench.steps(sessions, 60)
         assert set(tried) == {1, MOST_GROUPS}
-        assert bench.steps(rows, 500) == {best: 500}
+        assert bench.steps(sessions, 500) == {best: 500}
+
+
+@pytest.mark.parametrize("prefill_every", [4, 9])
+def test_it_is_found_beside_prefills(prefill_every: int) -> None:
+    for takes, best in ((one_is_faster, 1), (two_is_faster, 2)):
+        bench = Bench(takes)
+        bench.steps(8, 200, prefill_every=prefill_every)
+        assert bench.steps(8, 50, prefill_every=prefill_every) == {best: 50}
+
+
+def test_where_nothing_can_be_learnt_it_does_not_stay_with_what_was_tried() -> None:
+    bench = Bench(one_is_faster)
+    assert bench.steps(8, 200, prefill_every=1) == {MOST_GROUPS: 200}
+    bench.steps(8, 15)
+    assert bench.grouping.groups(8) == 1
+    bench.steps(8, 4, prefill_every=2)
+    bench.now += MOST_TURN_S
+    bench.steps(8, 20, prefill_every=2)
+    assert bench.grouping.groups(8) == MOST_GROUPS
+
+
+def test_hours_of_rest_are_no_slow_step() -> None:
+    bench = Bench(one_is_faster)
+    for _ in range(20):
+        bench.steps(8, 7)
+        bench.now += 3600
+    assert bench.grouping.groups(8) in (1, 2)
+    slow = [seen for seen in bench.grouping._seen.values() if min(seen.rates, default=99.0) < 50]
+    assert not slow
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -69,37 +105,40 @@ def test_what_makes_no_difference_is_left_as_it_is() -> None:
     rng = random.Random(0)
     bench = Bench(lambda _: 0.05 * rng.uniform(0.98, 1.02))
     bench.steps(8, 60)
-    before = bench.groups(8)
+    before = bench.grouping.groups(8)
     assert bench.steps(8, 300) == {before: 300}
 
 
 def test_what_is_not_in_use_is_tried_again_after_a_while() -> None:
     bench = Bench(one_is_faster)
     bench.steps(8, 60)
-    assert bench.groups(8) == 1
+    assert bench.grouping.groups(8) == 1
     bench.takes = two_is_faster
     bench.now += AGAIN_S
     bench.steps(8, 60)
     assert bench.steps(8, 100) == {2: 100}
 
 
-def test_steps_beside_a_prefill_teach_nothing() -> None:
-    bench = Bench(one_is_faster)
-    assert bench.steps(8, 200, disturbed=True) == {MOST_GROUPS: 200}
-
-
-def test_each_size_has_its_own() -> None:
+def test_each_number_of_sessions_has_its_own() -> None:
     bench = Bench(one_is_faster)
     bench.steps(4, 60)
     bench.takes = two_is_faster
-    bench.steps(16, 60)
-    assert (bench.groups(4), bench.groups(6), bench.groups(16)) == (1, 1, 2)
+    bench.steps(6, 60)
+    assert (bench.grouping.groups(4), bench.grouping.groups(6)) == (1, 2)
 
 
 def test_two_do_not_wait_for_each_other() -> None:
     bench = Bench(one_is_faster)
+    bench.steps(3, 100)
     bench.steps(2, 100)
-    assert bench.grouping.group_rows(2) == bench.grouping.group_rows(1) == 1
+    assert (bench.grouping.groups(3), bench.grouping.groups(2)) == (1, 2)
+
+
+def test_no_more_is_kept_than_there_is_room_for() -> None:
+    bench = Bench(one_is_faster)
+    for sessions in range(3, 1000):
+        bench.steps(sessions, 12)
+    assert len(bench.grouping._seen) <= MOST_KNOWN + 2
 
 
 @pytest.mark.parametrize("fixed", [1, 3])

@@ -341,3 +341,25 @@ def test_sessions_through_other_blocks_take_turns() -> None:
         bench.iterate()
     assert abs(whole.served_at - part.served_at) < 0.1
     assert bench.served[PeerId("a")] == 10
+
+
+def test_those_who_only_pass_are_no_part_of_groups() -> None:
+    bench = Bench()
+    passing = bench.decoders(6)
+    for lane in passing:
+        lane.leads = False
+    entering = bench.decoders(8)
+    plan = [lane for lane, _ in bench.iterate()]
+    assert sum(lane in entering for lane in plan) == 4
+    assert sum(lane in passing for lane in plan) == 6
+
+
+def test_one_who_is_away_for_long_does_not_make_the_others_wait() -> None:
+    bench = Bench(groups=1)
+    lanes = bench.decoders(8)
+    for lane, away_s in zip(lanes, [0.8, 0.8] + [0.05] * 6, strict=True):
+        lane.away_s = lane.calm_s = away_s
+        lane.decode_tokens = 1
+    late = lanes[1]
+    late.tokens, late.decoding, late.decoded_at = 0, False, bench.now - 0.3
+    assert bench.policy.pause_s(bench.lanes, bench.now) <= 0.05
