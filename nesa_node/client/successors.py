@@ -86,7 +86,7 @@ class Successors:
     async def take(self, link: HopLink) -> tuple[HopLink, tuple[int, ...]]:
         """The successor of `link`, which is the caller's from now on, and what it holds.
 
-        If `link` lives it is asked for what came since.
+        If `link` lives it is asked for what came since. Cancelled, it stays here.
         """
         await self._stop(link)
         successor = self._ready[link]
