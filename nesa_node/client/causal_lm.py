@@ -9,20 +9,28 @@ import copy
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
 from contextvars import Context
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
 import torch
-from transformers import GenerationConfig, GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers import (
+    GenerationConfig,
+    GenerationMixin,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from nesa_node.client.cache import SessionCache
 from nesa_node.client.ends import Ends
+from nesa_node.client.greedy import find_ending, likeliest
 from nesa_node.client.inference import InferenceSession
 from nesa_node.client.interrupt import Interrupt
 from nesa_node.client.layered import open_layers
 from nesa_node.client.loop import Held, LoopThread
+from nesa_node.client.next_tokens import NextTokens
 from nesa_node.client.prefix import SessionPrefix
 from nesa_node.client.refusals import refuse_forward_arguments, refuse_generation_options
 from nesa_node.client.sessions import Connect, RowSlice, SwarmConnection
@@ -68,6 +76,7 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):  # type: ig
         self._layers = layers
         self._prefix_salt = prefix_salt
         self._loop = LoopThread("nesa-client")
+        self._next_tokens = NextTokens(ends)
         self._connection: Held[SwarmConnection] | None = None
         self._connecting = threading.Lock()
         self._finalizer = weakref.finalize(self, _close, self._loop, on_close)
@@ -126,7 +135,7 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):  # type: ig
         prefix = self._prefix(prompt, batch_size)
         context = open_layers(layers, rows=batch_size, max_tokens=max_length, prefix=prefix)
         held = self._loop.hold(context, interrupt=interrupt)
-        return InferenceSession(self._ends, self._loop, held, prefix, interrupt)
+        return InferenceSession(self._ends, self._loop, held, self._next_tokens, prefix, interrupt)
 
     @torch.no_grad()
     def forward(
@@ -258,6 +267,43 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):  # type: ig
         want = batch.want(logits_to_keep)
         hidden_TD = session.feed(batch.row_ids, want)
         return batch.logits(hidden_TD, want, logits_to_keep, self._ends.head)
+
+    def _sample(
+        self,
+        input_ids: Any,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: GenerationConfig,
+        synced_gpus: bool = False,
+        streamer: Any = None,
+        **model_kwargs: Any,
+    ) -> Any:
+        columns = input_ids.shape[1]
+        ending = find_ending(generation_config, logits_processor, stopping_criteria, columns)
+        if ending is None or len(input_ids) != 1 or synced_gpus:
+            return super()._sample(  # type: ignore[misc]
+                input_ids,
+                logits_processor,
+                stopping_criteria,
+                generation_config,
+                synced_gpus,
+                streamer,
+                **model_kwargs,
+            )
+        outputs: Any = self._prefill(  # type: ignore[misc]
+            input_ids, generation_config, model_kwargs
+        )
+        token = likeliest(outputs.logits[0, -1], ending.banned(0))
+        tokens = []
+        # This thread has nothing to say between two tokens: they are chosen where outputs come.
+        with closing(outputs.past_key_values.opened().greedy(token, ending)) as following:
+            for token in following:
+                tokens.append(token)
+                if streamer is not None:
+                    streamer.put(torch.tensor([token]))
+        if streamer is not None:
+            streamer.end()
+        return torch.cat([input_ids, input_ids.new_tensor([tokens])], dim=-1)
 
     def _prepare_generation_config(
         self, generation_config: GenerationConfig | None, **kwargs: Any

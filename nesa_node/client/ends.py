@@ -1,6 +1,6 @@
 """The parts of a model that stay with the client: embedding, final norm and head.
 
-L tokens of one row, D hidden, V vocabulary.
+L tokens of one row, R rows of one token each, D hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -36,3 +36,9 @@ class Ends:
         if not rows:
             return torch.empty((0, self.hidden_size), dtype=self.dtype, device=self.device)
         return rows[0] if len(rows) == 1 else torch.cat(rows)
+
+    def embed_each(self, tokens: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
+        """Hidden states [R, D] of one token of each of R rows, at its position there."""
+        return self.embedder.each(
+            torch.tensor(tokens, device=self.device), torch.tensor(positions, device=self.device)
+        )

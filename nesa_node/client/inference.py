@@ -5,16 +5,20 @@ B rows, L columns, T packed tokens, D hidden, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Coroutine, Sequence
+import threading
+from collections.abc import Callable, Coroutine, Generator, Sequence
+from contextlib import closing
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import torch
 
 from nesa_node.client.ends import Ends
+from nesa_node.client.greedy import Ending
 from nesa_node.client.interrupt import Interrupt
 from nesa_node.client.loop import Held, LoopThread
 from nesa_node.client.losses import Loss
+from nesa_node.client.next_tokens import NextTokens
 from nesa_node.client.packing import pack
 from nesa_node.client.prefix import UNKNOWN_TOKEN, SessionPrefix
 from nesa_node.client.sessions import BlockSession, RowSlice, Want
@@ -39,6 +43,7 @@ class InferenceSession:
         ends: Ends,
         loop: LoopThread,
         held: Held[BlockSession],
+        next_tokens: NextTokens,
         prefix: SessionPrefix | None = None,
         interrupt: Interrupt | None = None,
     ) -> None:
@@ -47,6 +52,7 @@ class InferenceSession:
         self._loop = loop
         self._held = held
         self._blocks = held.value
+        self._next_tokens = next_tokens
         self._prefix = prefix
         self._interrupt = interrupt
         self._tokens: list[list[int]] = [
@@ -142,6 +148,57 @@ class InferenceSession:
         parts = torch.split(result_TD, counts)
         return torch.cat([parts[twin] for twin in twins])
 
+    def greedy(self, token: int, ending: Ending) -> Generator[int]:
+        """Yield `token`, append it to the only row, yield the likeliest that follows, and so on.
+
+        The last one is not appended. Some may be under way while the caller looks at one: where it
+        looks no further, and closes this, they are forgotten. Raises as `step` does.
+        """
+        if self.rows != 1:
+            raise ValueError(f"the session has {self.rows} rows: greedy() continues one")
+        self._check_open()
+        yield token
+        if ending.ends_with(token, 0):
+            return
+        self._check_room([RowSlice(0, self.position, ending.most - 1)])
+        held, left = self.position, threading.Event()
+
+        def work(tell: Callable[[int], None]) -> Coroutine[Any, Any, None]:
+            return self._continue(token, ending, tell, left.is_set)
+
+        try:
+            with closing(self._loop.stream(work, interrupt=self._interrupt)) as following:
+                try:
+                    for chosen in following:
+                        held += 1
+                        yield chosen
+                finally:
+                    left.set()
+        except GeneratorExit:
+            self.rollback([held])
+            raise
+        except BaseException:
+            self._release()
+            raise
+
+    async def _continue(
+        self, token: int, ending: Ending, tell: Callable[[int], None], is_left: Callable[[], bool]
+    ) -> None:
+        """In the loop, after the first token; ends early where that has been left."""
+        hidden_1D = self._ends.embed_each([token], [self.position])
+        for number in range(1, ending.most):
+            part = RowSlice(0, self.position, 1)
+            output_1D = await self._blocks.step(hidden_1D, [part], want="last")
+            self._tokens[0].append(token)
+            self.tokens_sent += 1
+            place = self.position if number + 1 < ending.most else None
+            chosen = await self._next_tokens.after(output_1D, place, ending.banned(number))
+            token = chosen.token
+            tell(token)
+            if chosen.hidden_1D is None or ending.ends_with(token, number) or is_left():
+                return
+            hidden_1D = chosen.hidden_1D
+
     def rollback(self, lengths: Sequence[int]) -> None:
         """Forget each row's tokens beyond `lengths[row]`."""
         if len(lengths) != self.rows or any(
@@ -233,12 +290,7 @@ class InferenceSession:
             if tokens
         ]
         self._check_open()
-        for part in slices:
-            if part.position + part.count > self.max_length:
-                raise ContextLengthError(
-                    f"row {part.row} would hold {part.position + part.count} tokens, the session "
-                    f"was opened for {self.max_length}: open it with a larger max_length"
-                )
+        self._check_room(slices)
         if not slices:
             return hidden_TD
         result = self._run(self._blocks.step(hidden_TD, slices, want=want))
@@ -259,6 +311,14 @@ class InferenceSession:
             # What the hops hold is unknown now.
             self._release()
             raise
+
+    def _check_room(self, slices: Sequence[RowSlice]) -> None:
+        for part in slices:
+            if part.position + part.count > self.max_length:
+                raise ContextLengthError(
+                    f"row {part.row} would hold {part.position + part.count} tokens, the session "
+                    f"was opened for {self.max_length}: open it with a larger max_length"
+                )
 
     def _check_open(self) -> None:
         if self._closed:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import queue
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Generator, Iterator
 from concurrent.futures import CancelledError, Future
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, contextmanager
 from typing import Any, Generic, TypeVar
 
 from nesa_node.client.interrupt import Interrupt
@@ -80,23 +81,44 @@ class LoopThread:
         """
         # Made before anything is submitted: an interrupt may come at any moment after that.
         future: Future[T] = Future()
-        if interrupt is not None:
-            interrupt.watch(future)
         try:
-            self._submit(work, future, undo)
-            return _wait(future)
-        except CancelledError:
-            if self._closed:
-                raise RuntimeError("the model was closed while this ran") from None
-            raise
+            with self._watched(future, interrupt):
+                self._submit(work, future, undo)
+                return _wait(future)
         except BaseException:
             if not future.cancel() and undo is not None and future.exception() is None:
                 self._call_soon(undo, future.result())
             raise
         finally:
-            if interrupt is not None:
-                interrupt.watch(None)
             # It holds the error that is raised here, whose traceback holds this frame.
+            del future
+
+    def stream(
+        self,
+        work: Callable[[Callable[[T], None]], Coroutine[Any, Any, None]],
+        *,
+        interrupt: Interrupt | None = None,
+    ) -> Generator[T]:
+        """Yield what `work(tell)` tells, until it is done.
+
+        Closing the iterator waits for it. Otherwise as `run`.
+        """
+        future: Future[None] = Future()
+        told: queue.SimpleQueue[T | Future[None]] = queue.SimpleQueue()
+        future.add_done_callback(told.put)
+        try:
+            with self._watched(future, interrupt):
+                self._submit(work(told.put), future, None)
+                try:
+                    while (item := _take(told)) is not future:
+                        yield item  # type: ignore[misc]
+                except GeneratorExit:
+                    return _wait(future)
+                future.result()
+        except BaseException:
+            future.cancel()
+            raise
+        finally:
             del future
 
     def hold(
@@ -128,6 +150,21 @@ class LoopThread:
         loop.call_soon_threadsafe(stop.set)
         if thread is not threading.current_thread():
             thread.join()
+
+    @contextmanager
+    def _watched(self, future: Future[Any], interrupt: Interrupt | None) -> Iterator[None]:
+        """Let `interrupt` cancel `future`. Raises `RuntimeError` where closing the loop did."""
+        if interrupt is not None:
+            interrupt.watch(future)
+        try:
+            yield
+        except CancelledError:
+            if self._closed:
+                raise RuntimeError("the model was closed while this ran") from None
+            raise
+        finally:
+            if interrupt is not None:
+                interrupt.watch(None)
 
     def _call_soon(self, call: Callable[[T], None], value: T) -> None:
         """In the loop; nothing happens once it is closed."""
@@ -253,6 +290,15 @@ def _wait(future: Future[T]) -> T:
                     return future.result()
     finally:
         del future  # as in `run`
+
+
+def _take(items: queue.SimpleQueue[T]) -> T:
+    """The next item, for which it waits as `_wait` does."""
+    while True:
+        try:
+            return items.get(timeout=INTERRUPT_CHECK_S)
+        except queue.Empty:
+            pass
 
 
 async def _hold(

@@ -1,6 +1,6 @@
 """The two ends of a model, which a client keeps: tokens to hidden states, hidden states to logits.
 
-L tokens, D hidden, V vocabulary.
+L tokens, R rows of one token each, D hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -51,16 +51,35 @@ class Embedder:
         end = position + len(ids_L)
         if not 0 <= position <= end <= self.context_length:
             raise ContextLengthError(f"{end} tokens; the model holds {self.context_length}")
+        self._check_ids(ids_L)
+        places_L = None
+        if self._modules.positions is not None:
+            places_L = torch.arange(position, end, device=self._weight.device)
+        return self._embed(ids_L, places_L)
+
+    @torch.inference_mode()
+    def each(self, ids_R: Tensor, positions_R: Tensor) -> Tensor:
+        """Embed one id of each of R sequences, at its position there (both int64).
+
+        Returns hidden_RD as a call does, and raises the same.
+        """
+        if int(positions_R.max()) >= self.context_length:
+            longest = int(positions_R.max()) + 1
+            raise ContextLengthError(f"{longest} tokens; the model holds {self.context_length}")
+        self._check_ids(ids_R)
+        return self._embed(ids_R, positions_R.to(self._weight.device))
+
+    def _check_ids(self, ids_L: Tensor) -> None:
         if len(ids_L) and not 0 <= int(ids_L.min()) <= int(ids_L.max()) < self.vocab_size:
             raise ValueError(f"token ids must be 0 to {self.vocab_size - 1}")
+
+    def _embed(self, ids_L: Tensor, positions_L: Tensor | None) -> Tensor:
         modules = self._modules
-        device = self._weight.device
-        hidden_LD: Tensor = modules.tokens(ids_L.to(device))
+        hidden_LD: Tensor = modules.tokens(ids_L.to(self._weight.device))
         if modules.projection_in is not None:
             hidden_LD = modules.projection_in(hidden_LD)
-        if modules.positions is not None:
-            offset = int(getattr(modules.positions, "offset", 0))
-            places_L = torch.arange(position + offset, end + offset, device=device)
+        if modules.positions is not None and positions_L is not None:
+            places_L = positions_L + int(getattr(modules.positions, "offset", 0))
             hidden_LD = hidden_LD + nn.functional.embedding(places_L, modules.positions.weight)
         if modules.norm is not None:
             hidden_LD = modules.norm(hidden_LD)

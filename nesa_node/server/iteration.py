@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 
 from nesa_node.core.ids import PeerId
 from nesa_node.server.cost import CostModel
-from nesa_node.server.grouping import MOST_GROUPS, Grouping
+from nesa_node.server.grouping import Grouping
 from nesa_node.server.lane import DECODE_TOKENS, PRIORITIES, Lane
 
 LEAST_GROUP_ROWS = 2
@@ -20,7 +20,8 @@ stay so."""
 BURST = 0.25
 """Elsewhere it waits for those that come with it: this part of what an iteration takes."""
 QUIET = 0.05
-"""Once they may be a whole group, only while they keep coming, each so soon after another."""
+"""Once all are there with whom they ran lately, only while others keep coming, each so soon
+after another."""
 LEAST_QUIET_S = 0.0003
 """Less cannot be waited for."""
 DELAY = 0.5
@@ -150,7 +151,6 @@ class Policy(Generic[L]):
         the chain groups are made: if every node waited for one, they would wait in a circle.
         """
         first = min(decoding, key=lambda lane: lane.since)
-        ready = _rows(decoding)
         if first.leads:
             here = [lane for lane in decoding if lane.leads]
             away = [lane for lane in away if lane.leads]
@@ -159,15 +159,14 @@ class Policy(Generic[L]):
                 return now
             ends = (lane.since + GATHER / groups * lane.away_s for lane in here if lane.away_s)
             deadline = min(ends, default=now)
-            away = [lane for lane in away if lane.due <= deadline]
-        else:
-            group = math.ceil((ready + _rows(away)) / MOST_GROUPS)
-            takes_s = self.cost.seconds(max(ready, group)) * len(first.span)
-            deadline = first.since + BURST * takes_s
-            if ready >= group:
-                quiet_s = QUIET * takes_s
-                last = max(lane.since for lane in decoding)
-                deadline = min(deadline, last + quiet_s) if quiet_s > LEAST_QUIET_S else now
+            # Who waited so long for them does not leave a moment before they come.
+            return max((lane.late for lane in away if lane.due <= deadline), default=now)
+        takes_s = self.cost.seconds(_rows(decoding)) * len(first.span)
+        deadline = first.since + BURST * takes_s
+        if not any(lane.met(other) for lane in decoding for other in away):
+            quiet_s = QUIET * takes_s
+            last = max(lane.since for lane in decoding)
+            deadline = min(deadline, last + quiet_s) if quiet_s > LEAST_QUIET_S else now
         return min(deadline, max((lane.late for lane in away), default=now))
 
     def _for_decodes(self, rest: Sequence[L], away: Sequence[L], now: float) -> float:

@@ -45,6 +45,8 @@ class Lane:
     """It must not be run now."""
     served_at: float = -math.inf
     decoded_at: float = -math.inf
+    before_at: float = -math.inf
+    """When it decoded before that: sessions that ran at the same time ran together."""
     decode_tokens: int = 0
     """In its last step of a decode."""
     away_s: float | None = None
@@ -72,6 +74,11 @@ class Lane:
         """From when on it is not waited for."""
         return self.decoded_at + LATE * (self.away_s or 0.0)
 
+    def met(self, other: Lane) -> bool:
+        """Whether both ran together lately."""
+        times = {self.decoded_at, self.before_at} & {other.decoded_at, other.before_at}
+        return any(math.isfinite(time) for time in times)
+
     def is_away(self, now: float) -> bool:
         """Whether it is expected, and not too late yet."""
         return not self.waits and self.late > now
@@ -88,5 +95,5 @@ class Lane:
                 self.away_s = self.calm_s = away_s
             self.away_s += LEARNING_RATE * (away_s - self.away_s)
             self.calm_s += CALM_RATES[away_s > self.calm_s] * (away_s - self.calm_s)
-        self.decoded_at, self.decode_tokens = now, self.tokens
+        self.before_at, self.decoded_at, self.decode_tokens = self.decoded_at, now, self.tokens
         self.prefilled = False

@@ -363,3 +363,53 @@ def test_one_who_is_away_for_long_does_not_make_the_others_wait() -> None:
     late = lanes[1]
     late.tokens, late.decoding, late.decoded_at = 0, False, bench.now - 0.3
     assert bench.policy.pause_s(bench.lanes, bench.now) <= 0.05
+
+
+def test_who_waited_for_the_others_does_not_leave_a_moment_before_they_come() -> None:
+    bench = Bench(groups=1)
+    lanes = bench.decoders(4)
+    for lane in lanes:
+        lane.away_s = lane.calm_s = 0.05
+        lane.decode_tokens = 1
+    behind, *others = lanes
+    for lane in others:
+        lane.tokens, lane.decoding, lane.decoded_at = 0, False, bench.now
+    # It came just after they had left.
+    behind.since = bench.now + 0.001
+    assert bench.policy.pause_s(bench.lanes, bench.now + 0.0515) > 0
+    assert bench.policy.pause_s(bench.lanes, bench.now + 0.07) == 0
+
+
+def test_at_inner_nodes_steps_wait_for_those_they_ran_with() -> None:
+    bench = Bench()
+    bench.warm_up()
+    bench.lanes.clear()
+    lanes = bench.decoders(6)
+    for lane in lanes:
+        lane.leads = False
+    bench.iterate()
+    bench.now += 0.05
+    for lane in lanes:
+        lane.away_s = lane.calm_s = 0.085
+    for lane in lanes[:4]:
+        bench.wants(lane, 1)
+    long_s = bench.policy.pause_s(bench.lanes, bench.now)
+    for lane in lanes[4:]:
+        bench.wants(lane, 1)
+    short_s = bench.policy.pause_s(bench.lanes, bench.now)
+    takes_s = bench.takes([(lane, 1) for lane in lanes])
+    assert 0 <= short_s < 0.1 * takes_s < long_s < 0.3 * takes_s
+
+
+def test_one_time_apart_does_not_make_strangers_of_sessions() -> None:
+    first, second = (Lane(client=PeerId("a"), priority=0, span=SPAN) for _ in range(2))
+    assert not first.met(second)
+    first.decodes(1.0)
+    second.decodes(1.0)
+    assert first.met(second)
+    first.decodes(2.0)
+    second.decodes(2.1)
+    assert first.met(second)
+    first.decodes(3.0)
+    second.decodes(3.1)
+    assert not first.met(second)

@@ -1,0 +1,136 @@
+"""The greedy next token, chosen beside the event loop for all sessions of it that wait.
+
+T packed tokens, R rows of one token each, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from nesa_node.client.combined import LARGEST_SHARED_TOKENS, MOST_GATHER
+from nesa_node.client.ends import Ends
+from nesa_node.client.greedy import likeliest
+
+QUIET = 0.25
+"""While fewer are here than the last times, the next one is waited for this part of what computing
+takes: one computation less."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """A token, and what it is to the first block, [1, D], if that was asked for."""
+
+    token: int
+    hidden_1D: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Call:
+    hidden_1D: torch.Tensor
+    position: int | None
+    banned: frozenset[int]
+    chosen: asyncio.Future[Chosen]
+
+
+class NextTokens:
+    """Final norm, head, argmax and embedding, for any number of sessions of one event loop.
+
+    What a node ran together comes out of it within a millisecond, and is computed together: who
+    comes first waits a moment for the others. A thread of the loop's computes.
+    """
+
+    def __init__(self, ends: Ends) -> None:
+        self._ends = ends
+        self._waiting: list[_Call] = []
+        self._task: asyncio.Task[None] | None = None
+        self._took_s = 0.0
+        self._arrived = asyncio.Event()
+        self._bursts = deque([0, 0], maxlen=2)
+        """How many came the last times before nobody waited any more: sessions go in one group or
+        in two."""
+
+    async def after(
+        self, hidden_1D: torch.Tensor, position: int | None, banned: frozenset[int] = frozenset()
+    ) -> Chosen:
+        """The token that follows the last block's output [1, D], none of those `banned`.
+
+        Embedded for where it will stand, unless that is None. Raises what head and embedding raise.
+        """
+        loop = asyncio.get_running_loop()
+        call = _Call(hidden_1D, position, banned, loop.create_future())
+        self._waiting.append(call)
+        self._arrived.set()
+        if self._task is None:
+            self._task = loop.create_task(self._serve(), name="next-tokens")
+        try:
+            return await call.chosen
+        finally:
+            if call in self._waiting:
+                self._waiting.remove(call)
+
+    async def _serve(self) -> None:
+        """Until nobody waits."""
+        came = 0
+        try:
+            while self._waiting:
+                await self._gather(max(self._bursts) - came)
+                calls = self._waiting[:LARGEST_SHARED_TOKENS]
+                del self._waiting[: len(calls)]
+                came += len(calls)
+                began = time.monotonic()
+                results = await asyncio.to_thread(self._choose_all, calls)
+                self._took_s = time.monotonic() - began
+                for call, result in zip(calls, results, strict=True):
+                    _tell(call.chosen, result)
+        finally:
+            self._bursts.append(came)
+            self._task = None
+
+    async def _gather(self, expected: int) -> None:
+        """Wait until so many are here, or no other comes."""
+        until = time.monotonic() + MOST_GATHER * self._took_s
+        while len(self._waiting) < expected and (left_s := until - time.monotonic()) > 0:
+            self._arrived.clear()
+            try:
+                async with asyncio.timeout(min(left_s, QUIET * self._took_s)):
+                    await self._arrived.wait()
+            except TimeoutError:
+                return
+
+    def _choose_all(self, calls: Sequence[_Call]) -> Sequence[Chosen | Exception]:
+        """In the thread. Where one is at fault each by itself shows whose it is."""
+        try:
+            return self._choose(calls)
+        except Exception as error:
+            if len(calls) == 1:
+                return [error]
+            return [self._choose_all([call])[0] for call in calls]
+
+    @torch.inference_mode()
+    def _choose(self, calls: Sequence[_Call]) -> Sequence[Chosen]:
+        logits_RV = self._ends.head(torch.cat([call.hidden_1D for call in calls]))
+        tokens = [
+            likeliest(scores_V, call.banned)
+            for scores_V, call in zip(logits_RV, calls, strict=True)
+        ]
+        positions = [0 if call.position is None else call.position for call in calls]
+        hidden_RD = self._ends.embed_each(tokens, positions)
+        return [
+            Chosen(token, None if call.position is None else hidden_1D)
+            for call, token, hidden_1D in zip(calls, tokens, torch.split(hidden_RD, 1), strict=True)
+        ]
+
+
+def _tell(future: asyncio.Future[Chosen], result: Chosen | Exception) -> None:
+    if future.done():
+        return
+    if isinstance(result, Exception):
+        future.set_exception(result)
+    else:
+        future.set_result(result)
