@@ -5,6 +5,7 @@ B rows, L columns, T packed tokens, D hidden, V vocabulary.
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from contextlib import closing
@@ -185,6 +186,7 @@ class InferenceSession:
         self, token: int, ending: Ending, tell: Callable[[int], None], is_left: Callable[[], bool]
     ) -> None:
         """In the loop, after the first token; ends early where that has been left."""
+        loop = asyncio.get_running_loop()
         hidden_1D = self._ends.embed_each([token], [self.position])
         for number in range(1, ending.most):
             part = RowSlice(0, self.position, 1)
@@ -194,7 +196,9 @@ class InferenceSession:
             place = self.position if number + 1 < ending.most else None
             chosen = await self._next_tokens.after(output_1D, place, ending.banned(number))
             token = chosen.token
-            tell(token)
+            # After the steps of all sessions that go on now: it wakes a thread, for which each
+            # step that is sent would wait.
+            loop.call_soon(tell, token)
             if chosen.hidden_1D is None or ending.ends_with(token, number) or is_left():
                 return
             hidden_1D = chosen.hidden_1D

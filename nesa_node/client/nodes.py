@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Mapping
 from typing import get_args
@@ -54,6 +55,8 @@ class Nodes:
         self._suspects: dict[PeerId, float] = {}
         self._unfit: dict[PeerId, RefusedError] = {}
         self._left_at: dict[PeerId, float] = {}
+        self._news_at = -math.inf
+        """Since then it is known that what was found before is not so."""
         self.expected_s: float | None = None
         """What a step should take by the last plan."""
 
@@ -74,16 +77,18 @@ class Nodes:
         if tell:
             self._swarm.reporter.note(self._request.model_id, peer, kind)
         self._planner.avoidance.failed(peer)
-        self._suspects[peer] = time.monotonic() + SUSPECT_S
+        self._news_at = time.monotonic()
+        self._suspects[peer] = self._news_at + SUSPECT_S
 
     def refused(self, peer: PeerId, error: BusyError | RemoteError) -> None:
         """Remember that `peer` did not open the session."""
+        self._news_at = time.monotonic()
         if isinstance(error, RemoteError) and error.code not in PASSING:
             # Not the error itself: its traceback holds what holds this.
             self._unfit[peer] = RefusedError(error.code, str(error))
         else:
             # Longer than it says: others go first, and without any it is asked again anyway.
-            self._suspects[peer] = time.monotonic() + SUSPECT_S
+            self._suspects[peer] = self._news_at + SUSPECT_S
         record = self._swarm.directory.record(peer)
         if (
             isinstance(error, BusyError)
@@ -131,7 +136,7 @@ class Nodes:
         off lately is better. Raises as `plan` does.
         """
         request, planner = self._request, self._planner
-        snapshot = await self._swarm.directory.fetch(request.model_id, request.num_blocks)
+        snapshot = await planner.lookup.fetch_now(request)
         await planner.recheck(snapshot, request, hops)
         view = planner.without_own_load(await self._view(may_ask=True), hops, request, step_s)
         now_s = planner.step_s(view, request, hops)
@@ -177,9 +182,11 @@ class Nodes:
 
     async def _view(self, *, may_ask: bool) -> View:
         request = self._request
-        snapshot = await self._swarm.directory.fetch(
-            request.model_id, request.num_blocks, reports=may_ask
-        )
+        lookup = self._planner.lookup
+        if may_ask:
+            snapshot = await lookup.fetch(request, after=self._news_at)
+        else:
+            snapshot = await lookup.fetch_now(request, reports=False)
         return await self._planner.view(snapshot, request, may_ask=may_ask)
 
     def _fill(self, view: View, keep: Hops, drop: frozenset[PeerId]) -> Plan:
@@ -197,6 +204,7 @@ class Nodes:
                 except MissingBlocksError as error:
                     first = first or error
         assert first is not None
+        self._news_at = time.monotonic()
         try:
             raise self._why_missing(snapshot, first)
         finally:

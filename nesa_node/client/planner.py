@@ -11,6 +11,7 @@ import numpy as np
 
 from nesa_node.client.closed_doors import ClosedDoors
 from nesa_node.client.decisions import describe
+from nesa_node.client.lookup import Lookup
 from nesa_node.client.request import RouteRequest
 from nesa_node.client.surroundings import Surroundings
 from nesa_node.compression import tensors
@@ -86,8 +87,8 @@ class Planner:
         self.avoidance = Avoidance(clock)
         self.claims = Claims(clock)
         self.closed_doors = ClosedDoors(clock)
+        self.lookup = Lookup(swarm)
         self.surroundings = Surroundings(swarm)
-        self._swarm = swarm
 
     async def view(self, snapshot: Snapshot, request: RouteRequest, *, may_ask: bool) -> View:
         """`snapshot` as far as it is believed. With `may_ask`, after pings where there is a choice.

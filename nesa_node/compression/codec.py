@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
@@ -25,6 +26,9 @@ FLOAT16_MAX = 65504.0
 
 SMALLEST = 2.0**-100
 """Blocks with no larger value become zeros: quotients of subnormal numbers would be too coarse."""
+
+_COPIED_BYTES = 16 * 1024
+"""Up to so many are looked at without torch, which takes 60 us with cold caches."""
 
 _NOT_FINITE: Mapping[torch.dtype, tuple[Any, int, int]] = {
     torch.float32: (np.uint32, 0x7FFF_FFFF, 0x7F80_0000),
@@ -105,6 +109,9 @@ def are_finite(values: bytes | bytearray | memoryview, dtype: torch.dtype) -> bo
 
 def is_finite(tensor: Tensor) -> bool:
     """Whether no value is NaN or infinite."""
+    brief = 0 < tensor.nbytes <= _COPIED_BYTES and tensor.is_cpu and tensor.is_contiguous()
+    if brief and tensor.dtype in _NOT_FINITE:
+        return are_finite(ctypes.string_at(tensor.data_ptr(), tensor.nbytes), tensor.dtype)
     # On event loops, where `isfinite` would take 30 times as long. A sum is finite only if all
     # values are; where it overflows the extremes tell: both are NaN if any value is.
     if math.isfinite(tensor.sum().item()):

@@ -8,8 +8,10 @@ fails, so every protocol on top acknowledges its opening and gives every read a 
 from __future__ import annotations
 
 import asyncio
+import math
 import resource
 import sys
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -39,6 +41,10 @@ streams on (`server.admission.Limits.streams_per_peer`), once it has read what t
 _BOOTSTRAP_TIMEOUT_S = 15.0
 _PREAMBLE_TIMEOUT_S = 10.0
 _LAST_WORDS_S = 1.0
+_NEAR_S = 10.0
+"""So soon after a stream another is opened without asking first for a connection, which costs as
+much again."""
+_MOST_NEAR = 4096
 _ROUTING_ATTEMPTS = 100
 _LOOPBACK = ("/ip4/127.", "/ip6/::1/")
 
@@ -60,6 +66,8 @@ class Transport:
         """Where others can dial this node, each ending in `/p2p/<peer id>`."""
         self._daemon = daemon
         self._handlers: dict[str, StreamHandler] = {}
+        self._near: dict[PeerId, float] = {}
+        """When a stream to a peer was opened last."""
         self._streams = TaskSet()
         self._streams_of: Counter[PeerId] = Counter()
 
@@ -110,14 +118,32 @@ class Transport:
         """
         try:
             async with asyncio.timeout(timeout_s):
-                if addresses:
-                    await self.connect(peer, addresses, timeout_s)
-                pipe = await self.control.open_stream(peer, protocol, timeout_s)
+                pipe = await self._open_near(peer, protocol, timeout_s) if addresses else None
+                if pipe is None:
+                    if addresses:
+                        await self.connect(peer, addresses, timeout_s)
+                    pipe = await self.control.open_stream(peer, protocol, timeout_s)
+                self._note_near(peer)
                 return pipe, pipe
         except TimeoutError as error:
             raise PeerUnreachableError(f"{peer} did not answer within {timeout_s:g} s") from error
         except PeerUnreachableError as error:
             raise PeerUnreachableError(f"no stream to {peer}: {error}") from error
+
+    async def _open_near(self, peer: PeerId, protocol: str, timeout_s: float) -> Pipe | None:
+        """A stream over the connection that there was a moment ago; None if it is not there."""
+        if time.monotonic() - self._near.get(peer, -math.inf) > _NEAR_S:
+            return None
+        try:
+            return await self.control.open_stream(peer, protocol, timeout_s)
+        except PeerUnreachableError:
+            self._near.pop(peer, None)
+            return None
+
+    def _note_near(self, peer: PeerId) -> None:
+        if len(self._near) >= _MOST_NEAR:
+            self._near.clear()
+        self._near[peer] = time.monotonic()
 
     async def serve(self, protocol: str, handler: StreamHandler) -> None:
         """Run `handler(peer, reader, writer)` in a task for each stream that a peer opens.

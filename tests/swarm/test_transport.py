@@ -82,6 +82,42 @@ async def test_stream_carries_three_mebibytes_and_names_the_dialler(tmp_path: Pa
         pipe.close()
 
 
+async def test_a_second_stream_needs_no_connection_but_gets_one_where_it_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with _node(tmp_path) as server, _node(tmp_path) as client:
+        await server.serve(ECHO, _echo)
+        asked: list[PeerId] = []
+        connect = client.control.connect
+
+        async def noted(peer: PeerId, addresses: Sequence[str], timeout_s: float) -> None:
+            asked.append(peer)
+            await connect(peer, addresses, timeout_s)
+
+        monkeypatch.setattr(client.control, "connect", noted)
+        for _ in range(3):
+            (await _open_echo(client, server.peer_id, server.addresses)).close()
+        assert asked == [server.peer_id]
+        await client.control.disconnect(server.peer_id)
+        (await _open_echo(client, server.peer_id, server.addresses)).close()
+
+
+async def test_a_peer_that_came_back_elsewhere_is_reached_at_its_new_address(
+    tmp_path: Path,
+) -> None:
+    identity = Identity.ephemeral(tmp_path)
+    async with _node(tmp_path) as client:
+        seen: list[tuple[str, ...]] = []
+        for _ in range(3):
+            async with open_transport(identity, host_maddrs=LOOPBACK) as server:
+                await server.serve(ECHO, _echo)
+                (await _open_echo(client, server.peer_id, server.addresses)).close()
+                seen.append(server.addresses)
+        assert len(set(seen)) > 1
+        with pytest.raises(PeerUnreachableError):
+            await client.open_stream(server.peer_id, ECHO, server.addresses, timeout_s=5)
+
+
 async def test_daemon_has_the_peer_id_of_the_key(tmp_path: Path) -> None:
     async with _node(tmp_path) as node:
         peer_id, _ = await node.control.identify()

@@ -1,0 +1,49 @@
+"""Who serves a model, looked up once for all sessions that open at the same time."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable
+
+from nesa_node.client.request import RouteRequest
+from nesa_node.core.ids import ModelId
+from nesa_node.swarm.node import Swarm
+from nesa_node.topology.snapshot import Snapshot
+
+FRESH_S = 1.0
+"""A session that opens takes what another has found as lately as that."""
+
+
+class Lookup:
+    """Shared by the sessions of a client. `clock` returns seconds and never goes back."""
+
+    def __init__(self, swarm: Swarm, clock: Callable[[], float] = time.monotonic) -> None:
+        self._swarm = swarm
+        self._clock = clock
+        self._looking = asyncio.Lock()
+        self._began_at: dict[ModelId, float] = {}
+        """When the last lookup began that came to something."""
+
+    async def fetch(self, request: RouteRequest, *, after: float = -math.inf) -> Snapshot:
+        """What was found at most `FRESH_S` ago, and after the time `after`. As `Directory.fetch`.
+
+        Reports of failures, too.
+        """
+        model_id, num_blocks = request.model_id, request.num_blocks
+        # By when it was asked: however long a lookup takes, it serves all who wait for it.
+        since = max(after, self._clock() - FRESH_S)
+        async with self._looking:
+            if self._began_at.get(model_id, -math.inf) <= since:
+                began_at = self._clock()
+                snapshot = await self._swarm.directory.fetch(model_id, num_blocks)
+                self._began_at[model_id] = began_at
+                return snapshot
+        return self._swarm.directory.snapshot(model_id, num_blocks)
+
+    async def fetch_now(self, request: RouteRequest, *, reports: bool = True) -> Snapshot:
+        """`Directory.fetch`."""
+        return await self._swarm.directory.fetch(
+            request.model_id, request.num_blocks, reports=reports
+        )

@@ -1,0 +1,93 @@
+"""What one session looks up serves those that open at the same time, and nobody later."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from nesa_node.client.lookup import FRESH_S, Lookup
+from nesa_node.core.errors import PeerUnreachableError
+from nesa_node.core.ids import ModelId
+
+MODEL = ModelId("tiny@0")
+REQUEST: Any = SimpleNamespace(model_id=MODEL, num_blocks=4)
+
+
+class Directory:
+    def __init__(self) -> None:
+        self.fetched = 0
+        self.takes_s = 0.0
+        self.now = 100.0
+        self.error: Exception | None = None
+
+    async def fetch(self, model_id: ModelId, num_blocks: int, *, reports: bool = True) -> str:
+        self.fetched += 1
+        await asyncio.sleep(0.01)
+        self.now += self.takes_s
+        if self.error is not None:
+            raise self.error
+        return f"{model_id} {num_blocks}"
+
+    def snapshot(self, model_id: ModelId, num_blocks: int) -> str:
+        return f"{model_id} {num_blocks}"
+
+
+def made() -> tuple[Lookup, Directory]:
+    directory = Directory()
+    swarm: Any = SimpleNamespace(directory=directory)
+    return Lookup(swarm, lambda: directory.now), directory
+
+
+@pytest.mark.parametrize("takes_s", [0.0, 30.0])
+async def test_sessions_that_open_together_share_one_lookup(takes_s: float) -> None:
+    lookup, directory = made()
+    directory.takes_s = takes_s
+    found: list[Any] = await asyncio.gather(*(lookup.fetch(REQUEST) for _ in range(20)))
+    assert found == ["tiny@0 4"] * 20
+    assert directory.fetched == 1
+
+
+async def test_later_ones_look_again() -> None:
+    lookup, directory = made()
+    await lookup.fetch(REQUEST)
+    directory.now += 0.9 * FRESH_S
+    await lookup.fetch(REQUEST)
+    assert directory.fetched == 1
+    directory.now += 0.2 * FRESH_S
+    await lookup.fetch(REQUEST)
+    assert directory.fetched == 2
+
+
+async def test_a_session_that_knows_better_looks_again_once() -> None:
+    lookup, directory = made()
+    await lookup.fetch(REQUEST)
+    directory.now += 0.1
+    news_at = directory.now
+    directory.now += 0.1
+    await asyncio.gather(*(lookup.fetch(REQUEST, after=news_at) for _ in range(5)))
+    assert directory.fetched == 2
+
+
+async def test_of_a_lookup_that_is_cancelled_or_fails_nobody_is_told() -> None:
+    lookup, directory = made()
+    first, second = (asyncio.create_task(lookup.fetch(REQUEST)) for _ in range(2))
+    await asyncio.sleep(0)
+    first.cancel()
+    assert await second == "tiny@0 4"  # type: ignore[comparison-overlap]
+    assert directory.fetched == 2
+    directory.now += 2 * FRESH_S
+    directory.error = PeerUnreachableError("p2pd is gone")
+    for _ in range(2):
+        with pytest.raises(PeerUnreachableError):
+            await lookup.fetch(REQUEST)
+    assert directory.fetched == 4
+
+
+async def test_what_must_be_new_is_looked_up_each_time() -> None:
+    lookup, directory = made()
+    for _ in range(3):
+        await lookup.fetch_now(REQUEST, reports=False)
+    assert directory.fetched == 3
