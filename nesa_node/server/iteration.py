@@ -65,6 +65,8 @@ class Policy(Generic[L]):
         self.cost = CostModel()
         """Of one block."""
         self._grouping = Grouping(groups)
+        self._away_s: float | None = None
+        """For how long the session was away that decoded last, of those that enter a chain here."""
         self._decodes = 1
         """Tokens of the last iteration that had any of those."""
         self._turn = 0
@@ -100,6 +102,9 @@ class Policy(Generic[L]):
         for lane in self._group(decoding, live, patient):
             self._give(plan, lane, lane.tokens, now)
             lane.decodes(now)
+            if lane.leads:
+                lane.expect(self._away_s)
+                self._away_s = lane.away_s
         rest = [lane for lane in waiting if not (lane.decoding and lane.priority == urgent)]
         if plan:
             self._decodes = _tokens(plan)
@@ -157,8 +162,9 @@ class Policy(Generic[L]):
             groups = self._grouping.groups(len(here) + len(away))
             if _rows(here) >= math.ceil((_rows(here) + _rows(away)) / groups):
                 return now
-            ends = (lane.since + GATHER / groups * lane.away_s for lane in here if lane.away_s)
-            deadline = min(ends, default=now)
+            part = GATHER / groups
+            ends = (lane.since + part * (lane.away_s or self._away_s or 0.0) for lane in here)
+            deadline = min(ends)
             # Who waited so long for them does not leave a moment before they come.
             return max((lane.late for lane in away if lane.due <= deadline), default=now)
         takes_s = self.cost.seconds(_rows(decoding)) * len(first.span)

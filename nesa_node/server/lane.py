@@ -87,6 +87,11 @@ class Lane:
         """Whether a step of a decode waits, or will before long."""
         return self.decoding if self.waits else now - self.decoded_at < LIVE_S
 
+    def expect(self, away_s: float | None) -> None:
+        """Take it to be away for so long, as others are, if nothing is known of it."""
+        if self.away_s is None:
+            self.away_s = self.calm_s = away_s
+
     def decodes(self, now: float) -> None:
         """Note that its step of a decode is run now."""
         away_s = self.since - self.decoded_at

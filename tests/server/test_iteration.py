@@ -429,3 +429,26 @@ def test_a_prefill_alone_gets_as_much_as_beside_decodes() -> None:
     bench.wants(prefill := bench.lane("a"), 3000)
     beyond_usual = dict(bench.iterate())[prefill] * bench.token_s
     assert 0.3 * bench.fixed_s < beyond_usual < 0.7 * bench.fixed_s
+
+
+def test_the_first_step_of_a_newcomer_waits_as_the_others_do() -> None:
+    bench = Bench(groups=1)
+    old = bench.decoders(3)
+    for _ in range(3):
+        bench.iterate()
+        bench.now += 0.05
+        for lane in old:
+            bench.wants(lane, 1)
+    bench.iterate()
+    bench.now += 0.045
+    newcomer = bench.lane()
+    bench.wants(newcomer, 1)
+    assert 0 < bench.policy.pause_s(bench.lanes, bench.now) < 0.05
+    for lane in old:
+        bench.wants(lane, 1)
+    assert len(bench.iterate()) == 4
+    # And from then on it is waited for.
+    bench.now += 0.045
+    for lane in old:
+        bench.wants(lane, 1)
+    assert bench.policy.pause_s(bench.lanes, bench.now) > 0
