@@ -25,7 +25,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from nesa_node.client.cache import SessionCache
 from nesa_node.client.ends import Ends
-from nesa_node.client.greedy import find_ending, likeliest
+from nesa_node.client.greedy import find_ending
 from nesa_node.client.inference import InferenceSession
 from nesa_node.client.interrupt import Interrupt
 from nesa_node.client.layered import open_layers
@@ -280,7 +280,9 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):  # type: ig
     ) -> Any:
         columns = input_ids.shape[1]
         ending = find_ending(generation_config, logits_processor, stopping_criteria, columns)
-        if ending is None or len(input_ids) != 1 or synced_gpus:
+        mask_BL = model_kwargs.get("attention_mask")
+        ends_with_padding = mask_BL is not None and not bool(mask_BL[:, -1].all())
+        if ending is None or len(input_ids) != 1 or synced_gpus or ends_with_padding:
             return super()._sample(  # type: ignore[misc]
                 input_ids,
                 logits_processor,
@@ -290,13 +292,11 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):  # type: ig
                 streamer,
                 **model_kwargs,
             )
-        outputs: Any = self._prefill(  # type: ignore[misc]
-            input_ids, generation_config, model_kwargs
-        )
-        token = likeliest(outputs.logits[0, -1], ending.banned(0))
+        cache: SessionCache = model_kwargs["past_key_values"]
+        prompt = cache.admit(input_ids.to(self.device), mask_BL, logits_to_keep=1)
         tokens = []
         # This thread has nothing to say between two tokens: they are chosen where outputs come.
-        with closing(outputs.past_key_values.opened().greedy(token, ending)) as following:
+        with closing(cache.opened().greedy(prompt.row_ids[0], ending)) as following:
             for token in following:
                 tokens.append(token)
                 if streamer is not None:

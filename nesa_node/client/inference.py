@@ -149,8 +149,8 @@ class InferenceSession:
         parts = torch.split(result_TD, counts)
         return torch.cat([parts[twin] for twin in twins])
 
-    def greedy(self, token: int, ending: Ending) -> Generator[int]:
-        """Yield `token`, append it to the only row, yield the likeliest that follows, and so on.
+    def greedy(self, ids_L: torch.Tensor, ending: Ending) -> Generator[int]:
+        """Append ids [L] (int64) to the only row, yield the likeliest that follows, append it, ...
 
         The last one is not appended. Some may be under way while the caller looks at one: where it
         looks no further, and closes this, they are forgotten. Raises as `step` does.
@@ -158,21 +158,19 @@ class InferenceSession:
         if self.rows != 1:
             raise ValueError(f"the session has {self.rows} rows: greedy() continues one")
         self._check_open()
-        yield token
-        if ending.ends_with(token, 0):
-            return
-        self._check_room([RowSlice(0, self.position, ending.most - 1)])
-        held, left = self.position, threading.Event()
+        self._check_room([RowSlice(0, self.position, len(ids_L) + ending.most - 1)])
+        held, left = self.position + len(ids_L) - 1, threading.Event()
+        hidden_LD = self._ends.embed([ids_L], self.lengths)
 
         def work(tell: Callable[[int], None]) -> Coroutine[Any, Any, None]:
-            return self._continue(token, ending, tell, left.is_set)
+            return self._continue(hidden_LD, ids_L.tolist(), ending, tell, left.is_set)
 
         try:
             with closing(self._loop.stream(work, interrupt=self._interrupt)) as following:
                 try:
-                    for chosen in following:
+                    for token in following:
                         held += 1
-                        yield chosen
+                        yield token
                 finally:
                     left.set()
         except GeneratorExit:
@@ -183,25 +181,28 @@ class InferenceSession:
             raise
 
     async def _continue(
-        self, token: int, ending: Ending, tell: Callable[[int], None], is_left: Callable[[], bool]
+        self,
+        hidden_LD: torch.Tensor,
+        new_tokens: list[int],
+        ending: Ending,
+        tell: Callable[[int], None],
+        is_left: Callable[[], bool],
     ) -> None:
-        """In the loop, after the first token; ends early where that has been left."""
+        """In the loop: as `greedy` says, until that has been left."""
         loop = asyncio.get_running_loop()
-        hidden_1D = self._ends.embed_each([token], [self.position])
-        for number in range(1, ending.most):
-            part = RowSlice(0, self.position, 1)
-            output_1D = await self._blocks.step(hidden_1D, [part], want="last")
-            self._tokens[0].append(token)
-            self.tokens_sent += 1
+        for number in range(ending.most):
+            part = RowSlice(0, self.position, len(new_tokens))
+            output_1D = await self._blocks.step(hidden_LD, [part], want="last")
+            self._tokens[0].extend(new_tokens)
+            self.tokens_sent += len(new_tokens)
             place = self.position if number + 1 < ending.most else None
             chosen = await self._next_tokens.after(output_1D, place, ending.banned(number))
-            token = chosen.token
             # After the steps of all sessions that go on now: it wakes a thread, for which each
             # step that is sent would wait.
-            loop.call_soon(tell, token)
-            if chosen.hidden_1D is None or ending.ends_with(token, number) or is_left():
+            loop.call_soon(tell, chosen.token)
+            if chosen.hidden_1D is None or ending.ends_with(chosen.token, number) or is_left():
                 return
-            hidden_1D = chosen.hidden_1D
+            hidden_LD, new_tokens = chosen.hidden_1D, [chosen.token]
 
     def rollback(self, lengths: Sequence[int]) -> None:
         """Forget each row's tokens beyond `lengths[row]`."""

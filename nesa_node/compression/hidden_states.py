@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nesa_node.compression import tensors
-from nesa_node.compression.codec import DTYPE_NAMES, DTYPES
+from nesa_node.compression.codec import DTYPE_NAMES, DTYPES, brief_bytes
 from nesa_node.compression.tensors import TensorMeta
 
 
@@ -30,7 +30,7 @@ class Range(NamedTuple):
 
 
 class HiddenStates:
-    """Values [T, D], as bytes and as a tensor, which on the CPU share their memory.
+    """Values [T, D], as bytes and as a tensor, which on the CPU share their memory unless few.
 
     Whichever it was not made from is made when it is asked for. With cold caches either takes 20
     us, as much as a small product; machine code asks for neither.
@@ -82,7 +82,11 @@ class HiddenStates:
         """As codec `none` writes them."""
         if self._payload is None:
             assert self._tensor_TD is not None
-            _, self._payload = tensors.encode(self._tensor_TD)
+            brief = brief_bytes(self._tensor_TD)
+            if brief is not None:
+                self._payload = bytearray(brief)
+            else:
+                _, self._payload = tensors.encode(self._tensor_TD)
         return self._payload
 
     @property

@@ -43,9 +43,9 @@ def continued(monkeypatch: pytest.MonkeyPatch) -> list[Ending]:
     endings: list[Ending] = []
     greedy = InferenceSession.greedy
 
-    def note(self: InferenceSession, token: int, ending: Ending) -> Any:
+    def note(self: InferenceSession, ids_L: torch.Tensor, ending: Ending) -> Any:
         endings.append(ending)
-        return greedy(self, token, ending)
+        return greedy(self, ids_L, ending)
 
     monkeypatch.setattr(InferenceSession, "greedy", note)
     return endings
@@ -196,16 +196,15 @@ def test_more_than_the_session_holds_is_refused_before_anything_is_sent(pair: Pa
     model, _ = pair
     with model.inference_session(max_length=10) as session:
         session.step(random_ids(1, 4))
-        following = session.greedy(5, Ending(most=8))
-        assert next(following) == 5
+        two = torch.tensor([5, 9])
         with pytest.raises(ContextLengthError, match="larger max_length"):
-            next(following)
+            next(session.greedy(two, Ending(most=6)))
         assert session.lengths == (4,)
-        assert len(list(session.greedy(5, Ending(most=7)))) == 7
+        assert len(list(session.greedy(two, Ending(most=5)))) == 5
         assert session.lengths == (10,)
     both = model.inference_session(max_length=10, batch_size=2)
     with both, pytest.raises(ValueError, match="2 rows"):
-        next(both.greedy(5, Ending(most=2)))
+        next(both.greedy(torch.tensor([5]), Ending(most=2)))
 
 
 def test_an_error_of_a_later_step_reaches_the_caller_and_closes_the_session(
