@@ -234,13 +234,13 @@ class Policy(Generic[L]):
         limit_s, least = MAX_ITERATION_S / blocks, LEAST_ALONE_TOKENS
         if not live:
             return max(self.cost.tokens_within(limit_s, MAX_ITERATION_TOKENS) - taken, least)
-        usual_s = self.cost.seconds(taken or self._decodes)
-        most_s = usual_s * (1 + DELAY * _claim(rest, live))
         if taken:
-            least = LEAST_CHUNK_TOKENS
+            usual_s = self.cost.seconds(taken)
+            most_s, least = usual_s * (1 + DELAY * _claim(rest, live)), LEAST_CHUNK_TOKENS
         else:
+            usual_s = self.cost.seconds(self._decodes)
             gap_s = min(lane.soonest for lane in live) - now
-            most_s = max(most_s, gap_s / blocks)
+            most_s = max(usual_s * _claim(rest, live), gap_s / blocks)
         room = self.cost.tokens_within(min(most_s, limit_s), MAX_ITERATION_TOKENS) - taken
         most = self.cost.tokens_within(min(STRETCH * usual_s, limit_s), MAX_ITERATION_TOKENS)
         return self._if_cheaper(taken, max(room, least), most - taken, sizes)

@@ -415,22 +415,6 @@ def test_one_time_apart_does_not_make_strangers_of_sessions() -> None:
     assert not first.met(second)
 
 
-def test_a_prefill_alone_gets_as_much_as_beside_decodes() -> None:
-    """A piece of few tokens costs as much as one of many: the weights are read for it."""
-    bench = Bench(fixed_s=0.02, token_s=0.0002)
-    bench.warm_up()
-    bench.lanes.clear()
-    decoder = bench.decoders(1)[0]
-    for _ in range(5):
-        bench.iterate()
-        bench.now += 0.001
-        bench.wants(decoder, 1)
-    bench.iterate()
-    bench.wants(prefill := bench.lane("a"), 3000)
-    beyond_usual = dict(bench.iterate())[prefill] * bench.token_s
-    assert 0.3 * bench.fixed_s < beyond_usual < 0.7 * bench.fixed_s
-
-
 def test_the_first_step_of_a_newcomer_waits_as_the_others_do() -> None:
     bench = Bench(groups=1)
     old = bench.decoders(3)
