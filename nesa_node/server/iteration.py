@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 from nesa_node.core.ids import PeerId
 from nesa_node.server.cost import CostModel
 from nesa_node.server.grouping import Grouping
-from nesa_node.server.lane import DECODE_TOKENS, PRIORITIES, Lane
+from nesa_node.server.lane import DECODE_TOKENS, LATE, PRIORITIES, Lane
 
 LEAST_GROUP_ROWS = 2
 GATHER = 1.0
@@ -163,10 +163,12 @@ class Policy(Generic[L]):
             if _rows(here) >= math.ceil((_rows(here) + _rows(away)) / groups):
                 return now
             part = GATHER / groups
-            ends = (lane.since + part * (lane.away_s or self._away_s or 0.0) for lane in here)
-            deadline = min(ends)
+            waits = [(lane.since, part * (lane.away_s or self._away_s or 0.0)) for lane in here]
+            deadline = min(since + wait_s for since, wait_s in waits)
+            lates = [lane.late for lane in away if lane.due <= deadline]
             # Who waited so long for them does not leave a moment before they come.
-            return max((lane.late for lane in away if lane.due <= deadline), default=now)
+            latest = min(since + LATE * wait_s for since, wait_s in waits)
+            return min(latest, max(lates, default=now))
         takes_s = self.cost.seconds(_rows(decoding)) * len(first.span)
         deadline = first.since + BURST * takes_s
         if not any(lane.met(other) for lane in decoding for other in away):

@@ -436,3 +436,15 @@ def test_the_first_step_of_a_newcomer_waits_as_the_others_do() -> None:
     for lane in old:
         bench.wants(lane, 1)
     assert bench.policy.pause_s(bench.lanes, bench.now) > 0
+
+
+def test_who_is_away_for_long_and_due_delays_nobody_for_longer_than_a_round() -> None:
+    bench = Bench(groups=1)
+    lanes = bench.decoders(4)
+    for lane in lanes:
+        lane.away_s = lane.calm_s = 0.05
+        lane.decode_tokens = 1
+    slow = lanes[0]
+    slow.away_s = slow.calm_s = 0.8
+    slow.tokens, slow.decoding, slow.decoded_at = 0, False, bench.now - 0.79
+    assert 0.01 < bench.policy.pause_s(bench.lanes, bench.now) <= 0.0626
