@@ -6,8 +6,7 @@ B rows, L columns, T packed tokens, D hidden, V vocabulary.
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import Callable, Coroutine, Generator, Sequence
+from collections.abc import Coroutine, Generator, Sequence
 from contextlib import closing
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -17,7 +16,7 @@ import torch
 from nesa_node.client.ends import Ends
 from nesa_node.client.greedy import Ending
 from nesa_node.client.interrupt import Interrupt
-from nesa_node.client.loop import Held, LoopThread
+from nesa_node.client.loop import Held, LoopThread, Telling
 from nesa_node.client.losses import Loss
 from nesa_node.client.next_tokens import NextTokens
 from nesa_node.client.packing import pack
@@ -152,27 +151,24 @@ class InferenceSession:
     def greedy(self, ids_L: torch.Tensor, ending: Ending) -> Generator[int]:
         """Append ids [L] (int64) to the only row, yield the likeliest that follows, append it, ...
 
-        The last one is not appended. Some may be under way while the caller looks at one: where it
-        looks no further, and closes this, they are forgotten. Raises as `step` does.
+        The last one is not appended. One or two may be under way while the caller looks at one:
+        where it looks no further, and closes this, they are forgotten. Raises as `step` does.
         """
         if self.rows != 1:
             raise ValueError(f"the session has {self.rows} rows: greedy() continues one")
         self._check_open()
         self._check_room([RowSlice(0, self.position, len(ids_L) + ending.most - 1)])
-        held, left = self.position + len(ids_L) - 1, threading.Event()
+        held = self.position + len(ids_L) - 1
         hidden_LD = self._ends.embed([ids_L], self.lengths)
 
-        def work(tell: Callable[[int], None]) -> Coroutine[Any, Any, None]:
-            return self._continue(hidden_LD, ids_L.tolist(), ending, tell, left.is_set)
+        def work(telling: Telling[int]) -> Coroutine[Any, Any, None]:
+            return self._continue(hidden_LD, ids_L.tolist(), ending, telling)
 
         try:
             with closing(self._loop.stream(work, interrupt=self._interrupt)) as following:
-                try:
-                    for token in following:
-                        held += 1
-                        yield token
-                finally:
-                    left.set()
+                for token in following:
+                    held += 1
+                    yield token
         except GeneratorExit:
             self.rollback([held])
             raise
@@ -185,8 +181,7 @@ class InferenceSession:
         hidden_LD: torch.Tensor,
         new_tokens: list[int],
         ending: Ending,
-        tell: Callable[[int], None],
-        is_left: Callable[[], bool],
+        telling: Telling[int],
     ) -> None:
         """In the loop: as `greedy` says, until that has been left."""
         loop = asyncio.get_running_loop()
@@ -199,8 +194,11 @@ class InferenceSession:
             chosen = await self._next_tokens.after(output_1D, place, ending.banned(number))
             # After the steps of all sessions that go on now: it wakes a thread, for which each
             # step that is sent would wait.
-            loop.call_soon(tell, chosen.token)
-            if chosen.hidden_1D is None or ending.ends_with(chosen.token, number) or is_left():
+            loop.call_soon(telling.tell, chosen.token)
+            if chosen.hidden_1D is None or ending.ends_with(chosen.token, number):
+                return
+            await telling.caught_up()
+            if telling.is_left:
                 return
             hidden_LD, new_tokens = chosen.hidden_1D, [chosen.token]
 

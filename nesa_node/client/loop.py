@@ -7,7 +7,7 @@ import queue
 import threading
 from collections.abc import Callable, Coroutine, Generator, Iterator
 from concurrent.futures import CancelledError, Future
-from contextlib import AbstractAsyncContextManager, contextmanager
+from contextlib import AbstractAsyncContextManager, contextmanager, suppress
 from typing import Any, Generic, TypeVar
 
 from nesa_node.client.interrupt import Interrupt
@@ -18,6 +18,9 @@ log = get_logger(__name__)
 T = TypeVar("T")
 
 INTERRUPT_CHECK_S = 0.5
+
+MOST_AHEAD = 1
+"""So many items may wait for who takes them before no more are made."""
 
 RELEASE_TIMEOUT_S = 10.0
 """How long leaving one context may take before its task is cancelled."""
@@ -45,6 +48,57 @@ class Held(Generic[T]):
         if not self._released:
             self._released = True
             self._loop.leave(self._task)
+
+
+class Telling(Generic[T]):
+    """What a coroutine tells a thread, which takes it a little later."""
+
+    def __init__(self) -> None:
+        self.is_left = False
+        """The thread takes no more."""
+        self._items: queue.SimpleQueue[T | Future[None]] = queue.SimpleQueue()
+        self._told = self._taken = 0
+        self._waiting: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
+
+    def tell(self, item: T) -> None:
+        self._told += 1
+        self._items.put(item)
+
+    async def caught_up(self) -> None:
+        """Wait until the thread has taken all that it was told but `MOST_AHEAD`, or has left."""
+        while self._told - self._taken > MOST_AHEAD and not self.is_left:
+            taken, came = self._taken, asyncio.Event()
+            self._waiting = asyncio.get_running_loop(), came
+            if taken == self._taken and not self.is_left:
+                await came.wait()
+            self._waiting = None
+
+    def leave(self) -> None:
+        self.is_left = True
+        self._wake()
+
+    def end(self, done: Future[None]) -> None:
+        """Nothing more is told."""
+        self._items.put(done)
+
+    def __iter__(self) -> Iterator[T]:
+        """In the thread, which waits for each item as `_wait` does."""
+        while True:
+            try:
+                item = self._items.get(timeout=INTERRUPT_CHECK_S)
+            except queue.Empty:
+                continue
+            if isinstance(item, Future):
+                return
+            self._taken += 1
+            self._wake()
+            yield item
+
+    def _wake(self) -> None:
+        if (waiting := self._waiting) is not None:
+            loop, came = waiting
+            with suppress(RuntimeError):  # the loop was closed
+                loop.call_soon_threadsafe(came.set)
 
 
 class LoopThread:
@@ -95,24 +149,24 @@ class LoopThread:
 
     def stream(
         self,
-        work: Callable[[Callable[[T], None]], Coroutine[Any, Any, None]],
+        work: Callable[[Telling[T]], Coroutine[Any, Any, None]],
         *,
         interrupt: Interrupt | None = None,
     ) -> Generator[T]:
-        """Yield what `work(tell)` tells, until it is done.
+        """Yield what `work(telling)` tells, until it is done.
 
-        Closing the iterator waits for it. Otherwise as `run`.
+        Closing the iterator says so to `work`, and waits for it. Otherwise as `run`.
         """
         future: Future[None] = Future()
-        told: queue.SimpleQueue[T | Future[None]] = queue.SimpleQueue()
-        future.add_done_callback(told.put)
+        telling: Telling[T] = Telling()
+        future.add_done_callback(telling.end)
         try:
             with self._watched(future, interrupt):
-                self._submit(work(told.put), future, None)
+                self._submit(work(telling), future, None)
                 try:
-                    while (item := _take(told)) is not future:
-                        yield item  # type: ignore[misc]
+                    yield from telling
                 except GeneratorExit:
+                    telling.leave()
                     return _wait(future)
                 future.result()
         except BaseException:
@@ -290,15 +344,6 @@ def _wait(future: Future[T]) -> T:
                     return future.result()
     finally:
         del future  # as in `run`
-
-
-def _take(items: queue.SimpleQueue[T]) -> T:
-    """The next item, for which it waits as `_wait` does."""
-    while True:
-        try:
-            return items.get(timeout=INTERRUPT_CHECK_S)
-        except queue.Empty:
-            pass
 
 
 async def _hold(

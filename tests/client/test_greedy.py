@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from pathlib import Path
@@ -165,6 +166,22 @@ def test_what_was_decoded_ahead_of_a_caller_who_left_is_forgotten(pair: Pair, fa
         assert session.token_ids == ((*ids[0].tolist(), *text[: fail_at - 1]),)
         again = model.generate(ids, session=session, max_new_tokens=16, do_sample=False)
         assert again[0, 8:].tolist() == text
+
+
+def test_a_session_is_not_decoded_far_ahead_of_a_caller_who_looks_slowly(pair: Pair) -> None:
+    model, _ = pair
+    ids = random_ids(1, 8, seed=2)
+    ahead: list[int] = []
+    with model.inference_session(max_length=48) as session:
+        text = []
+        for token in session.greedy(ids[0], Ending(most=20)):
+            text.append(token)
+            if len(text) % 5 == 0:
+                time.sleep(0.1)
+                ahead.append(session.lengths[0] - 8 - len(text))
+    assert text == plain(model, ids, 20)
+    assert max(ahead) <= 2
+    assert ahead[0] > 0
 
 
 def test_many_threads_get_their_own_tokens_from_few_readings_of_the_head(
