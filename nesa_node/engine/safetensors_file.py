@@ -94,7 +94,10 @@ def tensor_info(
 
 
 def read_tensor(folder: Path, info: TensorInfo) -> Tensor:
-    """Read one tensor into the memory where it stays. Raises `CorruptCheckpointError` for a file cut short."""
+    """Read one tensor into the memory where it stays, on the CPU.
+
+    Raises `CorruptCheckpointError` for a file cut short.
+    """
     tensor = huge_pages.empty(info.shape, info.dtype)
     if not info.nbytes:
         return tensor
