@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from nesa_node.core.errors import CorruptCheckpointError, UnsupportedModelError
+from nesa_node.engine import huge_pages
 
 MAX_HEADER_BYTES = 100_000_000
 
@@ -93,8 +94,11 @@ def tensor_info(
 
 
 def read_tensor(folder: Path, info: TensorInfo) -> Tensor:
-    """Read one tensor into new CPU memory. Raises `CorruptCheckpointError` for a file cut short."""
-    tensor = torch.empty(info.shape, dtype=info.dtype)
+    """Read one tensor into the memory where it stays, on the CPU.
+
+    Raises `CorruptCheckpointError` for a file cut short.
+    """
+    tensor = huge_pages.empty(info.shape, info.dtype)
     if not info.nbytes:
         return tensor
     target = memoryview(tensor.view(-1).view(torch.uint8).numpy().data)
