@@ -10,7 +10,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: setup demo browser test test-all check format clean
+.PHONY: setup demo browser test test-all mutants check format clean
 .DEFAULT_GOAL := setup
 
 setup: $(READY)
@@ -49,6 +49,10 @@ test: $(READY) browser
 
 test-all: $(READY) browser
 	$(BIN)/python -m pytest -m "slow or not slow"
+
+# Which of the deliberate mistakes in tests/mutants do tests notice? About an hour.
+mutants: $(READY)
+	$(BIN)/python -m tests.mutants $(NAMES)
 
 check: $(READY)
 	$(BIN)/ruff check .
