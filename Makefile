@@ -11,7 +11,7 @@ REPORT ?= build/slow.xml
 READY  := $(VENV)/.ready
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: setup demo browser tools test test-all test-part check format clean
+.PHONY: setup demo browser tools test test-all test-part mutants check format clean
 .DEFAULT_GOAL := setup
 
 setup: $(READY)
@@ -76,6 +76,10 @@ PART  ?= $(shell git rev-list --count HEAD)
 test-part: $(READY) browser tools
 	@echo "part $$(($(PART) % $(PARTS))) of $(PARTS) of the slow tests"
 	$(BIN)/python -m pytest -m slow $$($(BIN)/python -m tests.slow_parts $(PARTS) $(PART))
+
+# Which of the deliberate mistakes in tests/mutants do tests notice? About an hour.
+mutants: $(READY)
+	$(BIN)/python -m tests.mutants $(NAMES)
 
 check: $(READY)
 	$(BIN)/ruff check .

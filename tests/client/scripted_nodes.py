@@ -23,7 +23,18 @@ from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.core.span import Span
 from nesa_node.routing.chains import Hop
 from nesa_node.swarm.link_speed import LinkSpeed
-from nesa_node.swarm.messages import Close, Closed, Mode, Output, Ping, Pong, Prefix, Step
+from nesa_node.swarm.messages import (
+    Close,
+    Closed,
+    Mode,
+    Output,
+    Ping,
+    Pong,
+    Prefix,
+    Rollback,
+    RolledBack,
+    Step,
+)
 from nesa_node.swarm.node import Swarm
 from nesa_node.swarm.notices import FailureKind
 from nesa_node.swarm.stream import Stream
@@ -134,6 +145,10 @@ class ScriptedNode:
                     last = self.steps[-1].step if self.steps else -1
                     pong = Pong(nonce=message.nonce, epoch=0, step=last, busy=self.working)
                     await self._stream.send(pong)
+                case Rollback():
+                    assert message.epoch > self._epoch, "steps on their way would be taken for new"
+                    self.cut(message.epoch, message.lengths)
+                    await self._stream.send(RolledBack(epoch=message.epoch))
                 case Close():
                     await self._stream.send(Closed())
 

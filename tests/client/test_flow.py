@@ -231,3 +231,36 @@ async def test_session_whose_replacements_are_busy_lets_go_of_the_others(
         assert torch.equal(output_TD, hidden(2000) + HOPS)
         assert route.kept_while_busy == [2, 0, 0]
         assert [node.lengths for node in route.scripted] == [[2000]] * HOPS
+
+
+@pytest.mark.parametrize("mode", ROUTINGS)
+async def test_a_rollback_begins_an_epoch_and_needs_no_recovery(
+    monkeypatch: pytest.MonkeyPatch, mode: Routing
+) -> None:
+    async with opened(monkeypatch, mode) as (session, route):
+        await session.step(hidden(6), [RowSlice(0, 0, 6)])
+        before = route.epoch
+        await session.rollback([2])
+        assert route.epoch == before + 1
+        output_TD = await session.step(hidden(3), [RowSlice(0, 2, 3)])
+        assert torch.equal(output_TD, hidden(3) + HOPS)
+        assert session.recoveries == 0
+        assert len(route.rebuilds) == 1
+
+
+@pytest.mark.parametrize("mode", ROUTINGS)
+async def test_what_was_rolled_back_is_not_sent_to_a_replacement(
+    monkeypatch: pytest.MonkeyPatch, mode: Routing
+) -> None:
+    async with opened(monkeypatch, mode, deaths={0: 2}) as (session, route):
+        await session.step(hidden(6), [RowSlice(0, 0, 6)])
+        await session.rollback([2])
+        await session.step(hidden(3), [RowSlice(0, 2, 3)])
+        last_TD = torch.full((1, HIDDEN), 5.0)
+        output_TD = await session.step(last_TD, [RowSlice(0, 5, 1)])
+        assert torch.equal(output_TD, last_TD + HOPS)
+        assert session.recoveries == 1
+        sent = [
+            (part.position, part.count) for step in route.scripted[0].steps for part in step.rows
+        ]
+        assert sent == [(0, 2), (2, 3), (5, 1)]

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from nesa_node.client.beginning import Beginning
-from nesa_node.client.prefix import SessionPrefix
+from nesa_node.client.prefix import SessionPrefix, for_peer
+from nesa_node.core.ids import PeerId
 from nesa_node.swarm.messages import MAX_DIGESTS, MAX_ROWS, VERSION, Opened, Prefix, RowSlice
 
 SALT = b"s" * 32
@@ -152,3 +153,10 @@ def test_every_sender_has_kept_what_a_newcomer_lacks(seed: int) -> None:
             nodes = [(length, min(kept, length)) for _, kept in nodes]
         length += rng.randint(1, 40)
         nodes = [(length, kept) for _, kept in nodes]
+
+
+def test_two_nodes_are_told_digests_that_have_nothing_in_common() -> None:
+    (told,) = announced(list(range(200)))
+    one, again, other = (for_peer((told,), PeerId(peer))[0] for peer in ("a", "a", "b"))
+    assert one == again
+    assert len({*told, *one, *other}) == 3 * len(told)

@@ -6,7 +6,7 @@ import pytest
 
 from nesa_node.core.ids import PeerId
 from nesa_node.dashboard.events import KEPT_OF_A_KIND, Event, EventLog
-from nesa_node.dashboard.sightings import LOST_S, MAX_NODES, Sightings
+from nesa_node.dashboard.sightings import MAX_NODES, Sightings
 from tests.dashboard.records import TTL_S, record
 
 A, B = PeerId("peer-a"), PeerId("peer-b")
@@ -41,9 +41,9 @@ def test_node_is_lost_at_the_expiry_of_its_record_and_kept_for_ten_minutes(seen:
     assert (event.kind, event.peer) == ("lost", A)
     assert seen.nodes[A].lost_at == last_words.expires_at
     assert seen.tick(START + TTL_S + 1) == []
-    seen.tick(START + TTL_S + LOST_S - 1)
+    seen.tick(START + TTL_S + 599)
     assert A in seen.nodes
-    seen.tick(START + TTL_S + LOST_S)
+    seen.tick(START + TTL_S + 600)
     assert A not in seen.nodes
 
 

@@ -133,13 +133,15 @@ class Peer:
         donor: str | None = None,
         quality: str = "exact",
         codecs: Sequence[str] = (),
+        model: ModelId = MODEL,
+        version: tuple[int, int] = VERSION,
     ) -> None:
         self.lengths = [0] * rows
         span = self._blocks.span
         self.wire.say(
             Open(
-                version=VERSION,
-                model=MODEL,
+                version=version,
+                model=model,
                 session=self.session,
                 secret=self.secret,
                 blocks=(span.start, span.end),
@@ -237,7 +239,12 @@ class Node:
     """What a daemon has once it serves."""
 
     def __init__(
-        self, blocks: Blocks, pool: PagePool, scheduler: Scheduler, limits: Limits
+        self,
+        blocks: Blocks,
+        pool: PagePool,
+        scheduler: Scheduler,
+        limits: Limits,
+        idle_timeout_s: float,
     ) -> None:
         self.blocks = blocks
         self.pool = pool
@@ -252,7 +259,14 @@ class Node:
         self.reported: list[tuple[str, str]] = []
         """Whom the node told others of, and as what."""
         self.speeds: LinkSpeeds = swarm.speeds
-        self.server = SessionServer(cast(Any, swarm), MODEL, blocks, scheduler, self.admission)
+        self.server = SessionServer(
+            cast(Any, swarm),
+            MODEL,
+            blocks,
+            scheduler,
+            self.admission,
+            idle_timeout_s=idle_timeout_s,
+        )
         self._tasks: asyncio.TaskGroup | None = None
 
     def _note(self, _: object, peer: str, kind: str) -> None:
@@ -291,6 +305,7 @@ async def open_node(
     tokens: int = 4096,
     peer_tokens: int | None = None,
     sessions: int = 10_000,
+    idle_timeout_s: float = 600.0,
     trusted: Sequence[str] = (),
 ) -> AsyncIterator[Node]:
     limits = Limits(
@@ -303,7 +318,7 @@ async def open_node(
     # The wire is the stream: nothing of the network is tested here.
     wires = patch.object(session_server, "Stream", lambda peer, reader, writer: reader)
     async with open_executor() as executor, open_scheduler(executor) as scheduler:
-        node = Node(blocks, blocks.new_pool(tokens), scheduler, limits)
+        node = Node(blocks, blocks.new_pool(tokens), scheduler, limits, idle_timeout_s)
         with wires:
             async with node.serving():
                 yield node
