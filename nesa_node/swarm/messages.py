@@ -15,7 +15,7 @@ from nesa_node.compression.tensors import TensorMeta
 from nesa_node.core.errors import FrameError
 
 PROTOCOL = "/nesa/session"
-VERSION = (1, 3)
+VERSION = (1, 4)
 
 MAX_ROWS = 256
 MAX_TOKENS = 1 << 24

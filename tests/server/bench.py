@@ -10,7 +10,7 @@ import itertools
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 from unittest.mock import AsyncMock, patch
 
 import torch
@@ -32,6 +32,7 @@ from nesa_node.swarm.messages import (
     AnyMessage,
     Close,
     Closed,
+    Downstream,
     Link,
     Linked,
     Message,
@@ -133,6 +134,8 @@ class Peer:
         donor: str | None = None,
         quality: str = "exact",
         codecs: Sequence[str] = (),
+        dtype: Literal["float32", "bfloat16", "float16"] = "float32",
+        chained: bool = False,
     ) -> None:
         self.lengths = [0] * rows
         span = self._blocks.span
@@ -145,8 +148,8 @@ class Peer:
                 blocks=(span.start, span.end),
                 rows=rows,
                 max_tokens=max_tokens,
-                mode="chain" if upstream or donor else "star",
-                dtype="float32",
+                mode="chain" if upstream or donor or chained else "star",
+                dtype=dtype,
                 epoch=0,
                 upstream=upstream,
                 priority=priority,
@@ -171,14 +174,14 @@ class Peer:
         self.wire.say(Close(prefix=prefix))
         await self.wire.hear_a(Closed)
 
-    def link(self, upstream: str | None = None) -> None:
+    def link(self, upstream: str | None = None, downstream: Downstream | None = None) -> None:
         self.epoch += 1
         lengths = tuple(self.lengths)
         self.wire.say(
             Link(
                 epoch=self.epoch,
                 upstream=upstream,
-                downstream=None,
+                downstream=downstream,
                 lengths=lengths,
                 emit_from=(0,) * len(lengths),
             )
