@@ -39,6 +39,7 @@ class Outlet:
         self._client = client
         self._wire = self.client_wire = wire
         self._session = opened.session
+        self._mode = opened.mode
         self._states = States(hidden_size, opened.dtype, opened.rows * opened.max_tokens)
         self._dial = dial
         self._outbox = Outbox()
@@ -72,7 +73,12 @@ class Outlet:
         await self._send(kept, step.epoch)
 
     def keep(self, kept: Kept) -> None:
-        """Hold what another node kept before this one took its place."""
+        """Hold what another node kept before this one took its place.
+
+        Raises `ProtocolError` in a star, whose nodes reserve no room for it.
+        """
+        if self._mode == "star":
+            raise ProtocolError("unexpected", "a star's nodes keep no outputs")
         self._outbox.append(kept)
 
     def kept(self, start: Sequence[int], end: Sequence[int]) -> Iterator[Kept]:

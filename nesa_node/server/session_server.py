@@ -288,6 +288,8 @@ class SessionServer:
             raise ProtocolError(
                 "context_length", f"{opened.max_tokens} tokens; the model holds {limit}"
             )
+        if opened.mode == "star" and opened.donor is not None:
+            raise ProtocolError("not_donor", "a star's nodes hand nothing over")
         check_prefix(opened.prefix, opened.rows)
         _check_quality(opened.quality)
         if (peer, SessionId(opened.session)) in self._sessions:

@@ -36,6 +36,7 @@ from nesa_node.swarm.messages import (
     Link,
     Linked,
     Message,
+    Mode,
     Open,
     Opened,
     Output,
@@ -135,7 +136,7 @@ class Peer:
         quality: str = "exact",
         codecs: Sequence[str] = (),
         dtype: Literal["float32", "bfloat16", "float16"] = "float32",
-        chained: bool = False,
+        mode: Mode | None = None,
     ) -> None:
         self.lengths = [0] * rows
         span = self._blocks.span
@@ -148,7 +149,7 @@ class Peer:
                 blocks=(span.start, span.end),
                 rows=rows,
                 max_tokens=max_tokens,
-                mode="chain" if upstream or donor or chained else "star",
+                mode=mode or ("chain" if upstream or donor else "star"),
                 dtype=dtype,
                 epoch=0,
                 upstream=upstream,
@@ -298,6 +299,7 @@ async def open_node(
 ) -> AsyncIterator[Node]:
     limits = Limits(
         outbox_bytes=1 << 30,
+        outbox_bytes_per_peer=1 << 30,
         sessions_per_peer=sessions,
         cache_tokens_per_peer=peer_tokens or tokens,
         streams_per_peer=10_000,

@@ -78,7 +78,7 @@ class Pair:
     ) -> AsyncIterator[tuple[Peer, Peer]]:
         """A client's session at both, opened with other words at each."""
         a, b = (node.peer("client", session=self._session) for node in (self.first, self.second))
-        a.open(dtype=dtypes[0], quality=qualities[0], chained=True)
+        a.open(dtype=dtypes[0], quality=qualities[0], mode="chain")
         b.open(dtype=dtypes[1], quality=qualities[1], upstream=NODE)
         for peer in (a, b):
             await peer.wire.hear_a(Opened)
