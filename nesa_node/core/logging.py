@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import re
 import sys
+import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from io import StringIO
 from typing import Any, TextIO, cast
@@ -19,10 +21,14 @@ from structlog.typing import (
 )
 
 from nesa_node.core.choices import LogFormat, LogLevel
+from nesa_node.core.event_limit import EventLimit
 from nesa_node.core.plain_text import plain_lines, plain_text
 
 _SECRET_KEY = re.compile(r"(^|_)(token|swarm_key|secret|password|private_key)$")
 _QUIET_LIBRARIES = ("asyncio", "hivemind", "httpcore", "httpx", "huggingface_hub", "transformers")
+UNLIMITED = frozenset({"request_answered"})
+"""Events that only holders of keys cause, whose limits bound them."""
+_clock = time.monotonic
 _Warnings: Any = structlog.make_filtering_bound_logger(logging.WARNING)
 
 
@@ -61,6 +67,7 @@ def setup_logging(
     structlog.configure(
         processors=[
             structlog.stdlib.filter_by_level,
+            _Limit(_clock),
             *shared,
             structlog.stdlib.PositionalArgumentsFormatter(),
             structlog.processors.StackInfoRenderer(),
@@ -90,6 +97,24 @@ def setup_logging(
     logging.getLogger("nesa_node").setLevel(level.upper())
     for name in _QUIET_LIBRARIES:
         logging.getLogger(name).setLevel(logging.DEBUG if level == "debug" else logging.WARNING)
+
+
+class _Limit:
+    """Bounds how often each of our events is written (`event_limit.py`); at level debug, none."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._limit = EventLimit(clock)
+
+    def __call__(self, logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
+        name = str(event.get("event"))
+        if name in UNLIMITED or logging.getLogger("nesa_node").isEnabledFor(logging.DEBUG):
+            return event
+        left_out = self._limit.admit(name, has_traceback=bool(event.get("exc_info")))
+        if left_out is None:
+            raise structlog.DropEvent
+        if left_out:
+            event["not_logged"] = left_out
+        return event
 
 
 def session_name(session: bytes) -> str:
