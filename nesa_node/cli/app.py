@@ -29,6 +29,7 @@ from nesa_node.cli.simulate import simulate
 from nesa_node.cli.status import status, with_interval
 from nesa_node.core import tracing
 from nesa_node.core.errors import ConfigError, NesaError
+from nesa_node.core.plain_text import plain_lines
 
 INTERRUPTED = 130
 
@@ -98,7 +99,7 @@ def run_command(argv: Sequence[str]) -> int:
 def _report(error: NesaError) -> int:
     if logging.getLogger("nesa_node").isEnabledFor(logging.DEBUG) and error.__traceback__:
         logging.getLogger("nesa_node.cli").debug("command failed", exc_info=error)
-    print(f"error: {error}", file=sys.stderr)
+    print(f"error: {plain_lines(str(error))}", file=sys.stderr)
     return error.exit_code
 
 

@@ -24,6 +24,9 @@ from nesa_node.swarm.node import Swarm
 
 OUTBOX_BYTES_PER_CACHE_BYTE = 1.0
 MIN_OUTBOX_BYTES = 256 << 20
+MAX_SHARE = 3
+"""Quarters of the outbox that one peer gets for a session of the model's whole length. Else it is
+half: in a chain of long sessions the outbox is full long before the cache."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,8 +109,11 @@ def _limits(config: NodeConfig, blocks: Blocks, tokens: int) -> Limits:
     needed = tokens * blocks.hidden_size * 4
     # Nobody should be able to take all of it, but who comes alone can use the model's whole length.
     half = max(tokens // 2, min(tokens, blocks.context_length or tokens))
+    outbox_bytes = max(min(outbox, needed), MIN_OUTBOX_BYTES)
+    whole = (blocks.context_length or tokens) * blocks.hidden_size * 4
     return Limits(
-        outbox_bytes=max(min(outbox, needed), MIN_OUTBOX_BYTES),
+        outbox_bytes=outbox_bytes,
+        outbox_bytes_per_peer=min(max(outbox_bytes // 2, whole), MAX_SHARE * outbox_bytes // 4),
         sessions_per_peer=config.max_sessions_per_peer,
         cache_tokens_per_peer=config.max_cache_tokens_per_peer or half,
         allow=frozenset(config.allow_peers),

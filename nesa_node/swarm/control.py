@@ -20,6 +20,7 @@ from typing import Any
 from nesa_node.core.errors import PeerUnreachableError, RemoteError, SwarmError
 from nesa_node.core.ids import PeerId
 from nesa_node.core.logging import get_logger
+from nesa_node.core.plain_text import plain_lines, plain_text
 from nesa_node.swarm.hive import Multiaddr, p2pd_pb2
 from nesa_node.swarm.identity import base58_decode, base58_encode
 from nesa_node.swarm.pipe import SCRATCH_BYTES, Pipe, open_pipe
@@ -182,7 +183,7 @@ async def _exchange(pipe: Pipe, request: Any) -> Any:
     except (OSError, asyncio.IncompleteReadError) as error:
         raise PeerUnreachableError("libp2p's daemon of this node is gone") from error
     if response.type == p2pd_pb2.Response.ERROR:
-        raise PeerUnreachableError(response.error.msg)
+        raise PeerUnreachableError(plain_lines(response.error.msg))
     return response
 
 
@@ -207,8 +208,9 @@ class UnaryCalls:
             result = response.callUnaryResponse
             if result.HasField("response"):
                 return bytes(result.response)
-            raise RemoteError("unary_failed", result.error.decode(errors="replace")[:200])
-        raise PeerUnreachableError(response.daemonError.message[:200])
+            words = result.error.decode(errors="replace")[:200]
+            raise RemoteError("unary_failed", plain_text(words))
+        raise PeerUnreachableError(plain_text(response.daemonError.message[:200]))
 
     async def add_handler(self, protocol: str, handler: UnaryHandler) -> None:
         self._handlers[protocol] = handler

@@ -23,6 +23,7 @@ from pathlib import Path
 
 from nesa_node.core.errors import AddressInUseError, ConfigError, SwarmError
 from nesa_node.core.logging import get_logger
+from nesa_node.core.plain_text import plain_lines
 from nesa_node.swarm.hive import P2PD_PATH, Multiaddr
 
 log = get_logger(__name__)
@@ -75,7 +76,7 @@ class Daemon:
             line = await stdout.readline()
         except ValueError:  # a line longer than the reader's limit; the reader has dropped it
             return "(overlong line)\n"
-        return line.decode(errors="replace")
+        return plain_lines(line.decode(errors="replace"))
 
 
 @asynccontextmanager

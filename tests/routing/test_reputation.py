@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from nesa_node.core.ids import PeerId
 from nesa_node.routing.reputation import (
     FULL_STANDING_S,
+    LONG_STANDING_S,
     MAX_BLAME,
     MIN_FACTOR,
     NEWCOMER_S,
@@ -15,6 +16,8 @@ from nesa_node.routing.reputation import (
     blame_factor,
     blame_penalty_s,
     blames,
+    corroborated,
+    long_standing,
     reliability,
     standing,
 )
@@ -147,3 +150,10 @@ def test_standing_grows_with_the_time_in_which_a_node_was_known() -> None:
     assert standing(0.0, 1.0) == standing(NEWCOMER_S, 1.0) == 0.0
     assert standing((NEWCOMER_S + FULL_STANDING_S) / 2, 1.0) == 0.5
     assert standing(1e9, 0.8) == 0.8
+
+
+def test_word_about_speeds_counts_late_and_needs_a_second_one() -> None:
+    assert long_standing(FULL_STANDING_S, 1.0) == 0.0
+    assert long_standing(LONG_STANDING_S, 0.9) == pytest.approx(0.9)
+    assert corroborated([]) == corroborated([1.0]) == 0.0
+    assert corroborated([1.0, 0.25, 0.5]) == pytest.approx(0.75)

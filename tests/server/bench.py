@@ -10,7 +10,7 @@ import itertools
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 from unittest.mock import AsyncMock, patch
 
 import torch
@@ -32,9 +32,11 @@ from nesa_node.swarm.messages import (
     AnyMessage,
     Close,
     Closed,
+    Downstream,
     Link,
     Linked,
     Message,
+    Mode,
     Open,
     Opened,
     Output,
@@ -135,6 +137,8 @@ class Peer:
         codecs: Sequence[str] = (),
         model: ModelId = MODEL,
         version: tuple[int, int] = VERSION,
+        dtype: Literal["float32", "bfloat16", "float16"] = "float32",
+        mode: Mode | None = None,
     ) -> None:
         self.lengths = [0] * rows
         span = self._blocks.span
@@ -147,8 +151,8 @@ class Peer:
                 blocks=(span.start, span.end),
                 rows=rows,
                 max_tokens=max_tokens,
-                mode="chain" if upstream or donor else "star",
-                dtype="float32",
+                mode=mode or ("chain" if upstream or donor else "star"),
+                dtype=dtype,
                 epoch=0,
                 upstream=upstream,
                 priority=priority,
@@ -173,14 +177,14 @@ class Peer:
         self.wire.say(Close(prefix=prefix))
         await self.wire.hear_a(Closed)
 
-    def link(self, upstream: str | None = None) -> None:
+    def link(self, upstream: str | None = None, downstream: Downstream | None = None) -> None:
         self.epoch += 1
         lengths = tuple(self.lengths)
         self.wire.say(
             Link(
                 epoch=self.epoch,
                 upstream=upstream,
-                downstream=None,
+                downstream=downstream,
                 lengths=lengths,
                 emit_from=(0,) * len(lengths),
             )
@@ -310,6 +314,7 @@ async def open_node(
 ) -> AsyncIterator[Node]:
     limits = Limits(
         outbox_bytes=1 << 30,
+        outbox_bytes_per_peer=1 << 30,
         sessions_per_peer=sessions,
         cache_tokens_per_peer=peer_tokens or tokens,
         streams_per_peer=10_000,

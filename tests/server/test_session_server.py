@@ -99,23 +99,6 @@ async def test_a_stranger_cannot_squat_on_a_session_id(blocks: Blocks) -> None:
         await end(squatter, owner)
 
 
-async def test_upstream_that_pushes_what_nobody_computes_is_reported(blocks: Blocks) -> None:
-    async with open_node(blocks) as node:
-        owner = node.peer("owner")
-        owner.open(upstream="up")
-        await owner.wire.hear_a(Opened)
-        owner.link(upstream="up")
-        await owner.wire.hear_a(Linked)
-        up = Peer(node.connect("up"), blocks, session=owner.session, secret=owner.secret)
-        up.epoch, up.lengths = 1, [0]
-        up.wire.say(PushOpen(version=VERSION, session=owner.session, secret=owner.secret, epoch=1))
-        await up.wire.hear_a(PushOpened)
-        up.step({0: 2}, torch.full((2, blocks.hidden_size), float("nan")))
-        assert (await up.wire.hear_a(Error)).code == "not_finite"
-        assert node.reported == [("up", "wrong")]
-        await end(owner)
-
-
 async def test_waiting_steps_of_all_sessions_run_together(
     blocks: Blocks, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -269,6 +269,15 @@ async def test_kept_outputs_that_cannot_be_are_refused_and_change_nothing(blocks
         await end(peer)
 
 
+async def test_star_has_no_donor_since_nothing_is_reserved_for_what_that_kept(
+    blocks: Blocks,
+) -> None:
+    async with open_node(blocks) as node:
+        peer = node.peer()
+        peer.open(donor=DONOR, mode="star")
+        assert await refusal(peer.wire) == "not_donor"
+
+
 async def test_pages_that_cannot_be_are_refused_and_change_nothing(blocks: Blocks) -> None:
     past = Past(blocks)
     good, payload = past.page(0, TOKENS)
