@@ -11,6 +11,10 @@ from nesa_node.swarm.hive import DHTID, DHTNode, DHTProtocol, PeerID
 MAX_NEWCOMERS = 16
 """That wait for the records of which they should have a copy."""
 
+_BATCH_BYTES = 512 * 1024
+_BATCH_KEYS = 64
+"""Handed over in one call, for which the newcomer charges. A single key may have more bytes."""
+
 _Found = Callable[[DHTID, list[DHTID], set[DHTID]], Awaitable[None]]
 
 
@@ -61,8 +65,9 @@ class MemberProtocol(DHTProtocol):  # type: ignore[misc]
     """Trusts `DhtPeer`, through which all passes, and gives newcomers their records slowly.
 
     hivemind hands to each node that it meets all records of which that one should have a copy, in
-    one message packed in one go. Identities are free: here one newcomer is served at a time, key by
-    key, and whoever comes while `MAX_NEWCOMERS` wait gets nothing but what is announced later.
+    one message packed in one go. Identities are free: here one newcomer is served at a time, in
+    calls of bounded size. Beyond `MAX_NEWCOMERS` that wait, a newcomer gets only what is announced
+    later.
     """
 
     newcomers: Newcomers
@@ -88,17 +93,30 @@ class MemberProtocol(DHTProtocol):  # type: ignore[misc]
     async def _hand_over(self, node_id: DHTID, peer_id: PeerID) -> None:
         try:
             async with self.newcomers.turn:
+                keys: list[DHTID] = []
+                num_bytes = 0
                 for key in list(self.storage.data):
                     await asyncio.sleep(0)
-                    item = self.storage.get(key) if self._should_give(key, node_id) else None
-                    if item is not None:
-                        answer = await self.call_store(
-                            peer_id, [key], [item.value], item.expiration_time
-                        )
-                        if answer is None:
+                    if self._should_give(key, node_id):
+                        keys.append(key)
+                        num_bytes += self.storage.size_of(key)
+                    if num_bytes >= _BATCH_BYTES or len(keys) >= _BATCH_KEYS:
+                        if not await self._give(peer_id, keys):
                             return
+                        keys, num_bytes = [], 0
+                await self._give(peer_id, keys)
         finally:
             self.newcomers.waiting -= 1
+
+    async def _give(self, peer_id: PeerID, keys: list[DHTID]) -> bool:
+        """Whether `peer_id` has answered."""
+        items = [(key, item) for key in keys if (item := self.storage.get(key)) is not None]
+        if not items:
+            return True
+        values = [item.value for _, item in items]
+        expirations = [item.expiration_time for _, item in items]
+        given = await self.call_store(peer_id, [key for key, _ in items], values, expirations)
+        return given is not None
 
     def _should_give(self, key: DHTID, node_id: DHTID) -> bool:
         """Whether the new node is among the nearest to `key`, and this one the nearest before."""

@@ -369,3 +369,31 @@ async def test_crowd_of_newcomers_is_served_one_at_a_time(pair: tuple[Swarm, Swa
 
 def test_no_reader_of_hiveminds_is_left() -> None:
     assert MSGPackSerializer.loads is load_flat
+
+
+async def test_newcomer_is_handed_all_keys_in_few_calls(tmp_path: Path) -> None:
+    async with local_swarm(tmp_path, 1) as (member,):
+        protocol = member.directory._node.protocol
+        later = time.time() + 500
+        keys = [DHTID(index) for index in range(1, 201)]
+        for key in keys:
+            assert protocol.storage.store_subkey(key, "12D3KooWa", b"\xc4\x01a", later)
+        given: list[int] = []
+        store = protocol.call_store
+
+        async def spy(peer: Any, keys: Any, *rest: Any) -> Any:
+            answer = await store(peer, keys, *rest)
+            given.append(0 if answer is None else len(answer))
+            return answer
+
+        async def all_given() -> bool:
+            return sum(given) == len(keys)
+
+        protocol.call_store = spy
+        async with open_swarm(
+            Identity.ephemeral(tmp_path),
+            host_maddrs=LOOPBACK,
+            initial_peers=member.transport.addresses,
+        ):
+            await eventually(all_given)
+            assert len(given) <= 4
