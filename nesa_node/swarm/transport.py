@@ -61,7 +61,13 @@ class Transport:
     """This node's place in the network; made by `open_transport`."""
 
     def __init__(
-        self, peer_id: PeerId, daemon: Daemon, control: ControlSocket, unary: UnaryCalls
+        self,
+        peer_id: PeerId,
+        daemon: Daemon,
+        control: ControlSocket,
+        unary: UnaryCalls,
+        *,
+        dials_quic: bool = False,
     ) -> None:
         self.peer_id = peer_id
         self.control = control
@@ -75,6 +81,7 @@ class Transport:
         self.joined_at: tuple[str, ...] = ()
         """Of initial peers: they tell a node that has no addresses where it is."""
         self._daemon = daemon
+        self._dials_quic = dials_quic
         self._handlers: dict[str, StreamHandler] = {}
         self._near: dict[PeerId, float] = {}
         """When a stream to a peer was opened last."""
@@ -96,9 +103,15 @@ class Transport:
     ) -> None:
         """Dial `peer` at `addresses`, or where the DHT says it is. A no-op when connected.
 
-        Raises `PeerUnreachableError`. Malformed addresses and those of other peers are ignored.
+        Raises `PeerUnreachableError`. Malformed addresses and those of other peers are ignored, and
+        QUIC's unless this node was told to listen there itself.
         """
-        bare = [bare for address in addresses if (bare := _address_of(peer, address)) is not None]
+        bare = [
+            bare
+            for address in addresses
+            if (bare := _address_of(peer, address)) is not None
+            and (self._dials_quic or "/udp/" not in bare)
+        ]
         try:
             async with asyncio.timeout(timeout_s):
                 await self.control.connect(peer, bare, timeout_s)
@@ -299,7 +312,13 @@ async def open_transport(
         )
         control = ControlSocket(daemon.control_path)
         unary = await stack.enter_async_context(open_unary_calls(control))
-        transport = Transport(identity.peer_id, daemon, control, unary)
+        transport = Transport(
+            identity.peer_id,
+            daemon,
+            control,
+            unary,
+            dials_quic=any("/udp/" in address for address in host_maddrs),
+        )
         transport.announced = tuple(announce_maddrs)
         local = [address for address in initial_peers if address.startswith(_LOOPBACK)]
         transport.joined_at = tuple(local or initial_peers)

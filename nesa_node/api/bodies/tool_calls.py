@@ -95,7 +95,9 @@ class CallReader:
         if not isinstance(value, dict):
             return None
         name, arguments = value.get("name"), value.get("arguments", value.get("parameters", {}))
-        if name not in self._names or not isinstance(arguments, dict | str):
+        if not isinstance(name, str) or name not in self._names:
+            return None
+        if not isinstance(arguments, dict | str):
             return None
         text = arguments if isinstance(arguments, str) else msgspec.json.encode(arguments).decode()
         return {
