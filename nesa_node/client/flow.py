@@ -11,7 +11,7 @@ import asyncio
 import math
 import random
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -21,7 +21,13 @@ from nesa_node.client.blame import busy
 from nesa_node.client.hop import HopLink
 from nesa_node.client.request import RouteRequest
 from nesa_node.client.route import Route
-from nesa_node.client.suspicion import PROBE_EVERY_S, TICK_S, HopState, Suspicion
+from nesa_node.client.suspicion import (
+    PROBE_EVERY_S,
+    TICK_S,
+    HopState,
+    Suspicion,
+    SuspicionEvent,
+)
 from nesa_node.compression import tensors
 from nesa_node.compression.hidden_states import HiddenStates
 from nesa_node.core.errors import PeerUnreachableError, ProtocolError
@@ -98,13 +104,15 @@ class Flow:
         *,
         step_timeout_s: float,
         rng: random.Random,
+        suspicions: Counter[SuspicionEvent] | None = None,
     ) -> None:
+        """`suspicions` counts what becomes of suspicions."""
         self._route = route
         self._request = request
         self._changed = changed
         self._step_timeout_s = step_timeout_s
         self._rng = rng
-        self.suspicion = Suspicion(time.monotonic)
+        self.suspicion = Suspicion(time.monotonic, suspicions)
         self.via: tuple[str, ...] = ()
         """How the hidden states of the last output travelled; empty: as they are all the way."""
 
@@ -184,20 +192,24 @@ class Flow:
         if len(sent.payload) <= SMALL_BYTES:
             await self.send(stage.enter, sent)
         else:
-            await self._send_watched(stage, sent)
+            await self._send_watched(stage, kept, sent)
 
-    async def _send_watched(self, stage: Stage, sent: Kept) -> None:
+    async def _send_watched(self, stage: Stage, kept: Kept, sent: Kept) -> None:
         """A receiver that takes nothing is found while the step is on its way to it."""
         sending = asyncio.create_task(self.send(stage.enter, sent), name="send-step")
         try:
             while not sending.done():
-                due_at = stage.due_at
-                await asyncio.wait({sending}, timeout=max(due_at - self.suspicion.now, TICK_S))
-                if not sending.done() and self.suspicion.now >= due_at:
-                    await self._look(stage)
+                due_at = max(stage.look_at, self.suspicion.now + TICK_S)
+                await asyncio.wait({sending}, timeout=due_at - self.suspicion.now)
+                self.suspicion.overslept(self.suspicion.now - due_at)
+                if not sending.done():
+                    await self._look_at_hops(stage)
             sending.result()
         finally:
             sending.cancel()
+        if stage.awaited[0] is kept:
+            # On its way through the hops only now.
+            stage.renew(self.suspicion, self._step_timeout_s)
 
     def _output(self, stage: Stage) -> tuple[Kept, torch.Tensor, tuple[str, ...]] | None:
         """The oldest awaited step of a stage, its output and how that travelled, if it has come.
@@ -249,30 +261,37 @@ class Flow:
             await self._look(late)
 
     async def _look(self, stage: Stage) -> None:
-        """Nothing came of a stage for a while. Raises if one of its hops is lost, or keeps it."""
+        """Nothing came of a stage for a while. Raises if a hop is lost, or keeps a step back."""
         if self.suspicion.now >= stage.deadline:
             pongs = await self._ask(stage)
             stage.patience -= 1
             self._blame(stage, pongs)
             stage.deadline = self.suspicion.now + self._step_timeout_s
-        states = [await self._examine(stage, link) for link in stage.through]
+        await self._look_at_hops(stage)
+
+    async def _look_at_hops(self, stage: Stage) -> None:
+        """Probe them, look for replacements of silent ones. Raises if some are given up."""
+        if stage.leave.outputs:
+            # It came while this was about to be decided.
+            return
+        states = [await self._examine(link) for link in stage.through]
         silent = [link for link in self._route.links if self.suspicion.state(link) in _SILENT]
         if silent:
             self._route.look_for_replacements(silent)
         else:
             self._route.search.end()
-        if HopState.LOST in states and not self._may_answer(stage):
+        if HopState.LOST in states and not self._may_answer():
             self._give_up(silent)
         trusted = all(state is HopState.TRUSTED for state in states)
         stage.look_at = self.suspicion.now + (PROBE_EVERY_S if trusted else TICK_S)
 
-    def _may_answer(self, stage: Stage) -> bool:
+    def _may_answer(self) -> bool:
         """Whether another hop's answer may still come: with a lost one no chain can be mended."""
         waiting = (HopState.PROBED, HopState.SUSPECTED)
         return any(
             self.suspicion.state(link) in waiting
             and self.suspicion.silent_s(link) < self.suspicion.lost_after_s
-            for link in stage.through
+            for link in self._route.links
         )
 
     def _give_up(self, silent: Sequence[HopLink]) -> None:
@@ -283,7 +302,7 @@ class Flow:
         self._route.give_up_silent()
         self._check_health()
 
-    async def _examine(self, stage: Stage, link: HopLink) -> HopState:
+    async def _examine(self, link: HopLink) -> HopState:
         """Probe a hop, or see what came of it."""
         suspicion, heard = self.suspicion, link.heard_bytes
         if suspicion.wants_probe(link):
@@ -294,7 +313,7 @@ class Flow:
             link,
             heard,
             replaceable=self._route.search.found,
-            behind_bytes=stage.enter.unanswered_bytes if link is stage.enter else 0,
+            behind_s=link.way_s(link.unanswered_bytes),
         )
         if state is not before and not _SILENT.isdisjoint((state, before)):
             log.info("hop_" + state.value, peer=link.hop.peer_id, silent_s=round(silent_s, 2))

@@ -55,6 +55,10 @@ OPEN_TIMEOUT_S = 10.0
 LINK_TIMEOUT_S = 30.0
 HAND_OVER_TIMEOUT_S = 30.0
 PING_TIMEOUT_S = 5.0
+UNKNOWN_BYTES_PER_S = 125_000.0
+"""A link of which nothing is known is taken to have 1 Mbit/s."""
+WAY_FACTOR = 4.0
+"""How many times as long as the rate says bytes may need."""
 MAX_RETRY_AFTER_S = 5.0
 """A node may ask for patience, not for a day of it."""
 
@@ -167,6 +171,11 @@ class HopLink:
     def heard_bytes(self) -> int:
         """What has come from the node so far: it lives, if this grows."""
         return self._stream.heard_bytes
+
+    def way_s(self, nbytes: int) -> float:
+        """Seconds that so many bytes may need to the node."""
+        rate = self._speed.rate_bytes_per_s
+        return nbytes / (UNKNOWN_BYTES_PER_S if rate is None else rate / WAY_FACTOR)
 
     async def ping(self, nonce: int) -> Pong:
         """What the node is at. Its silence loses the link; raises `PeerUnreachableError`."""

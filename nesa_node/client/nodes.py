@@ -125,7 +125,7 @@ class Nodes:
         Raises `MissingBlocksError`, `ContextLengthError` and `RefusedError`, by the reason why
         nobody can fill them.
         """
-        found = await self._mend_quickly(keep, drop) if keep and not may_ask else None
+        found = await self._mend_quickly(keep) if not may_ask and not drop else None
         if found is None:
             view = await self._view(may_ask=may_ask)
             if len(view.snapshot.nodes) > MOST_AT_ONCE:
@@ -162,7 +162,7 @@ class Nodes:
             return False
         return True
 
-    async def _mend_quickly(self, keep: Hops, drop: frozenset[PeerId]) -> tuple[View, Plan] | None:
+    async def _mend_quickly(self, keep: Hops) -> tuple[View, Plan] | None:
         """A plan with nodes that nothing speaks against, from a look that takes a moment.
 
         A whole one asks every member of the DHT that keeps the records, and waits seconds for those
@@ -172,8 +172,8 @@ class Nodes:
         view = await self._planner.view(snapshot, self._request, may_ask=False)
         try:
             if len(snapshot.nodes) > MOST_AT_ONCE:
-                return view, await asyncio.to_thread(self._fill_around, view, keep, drop)
-            return view, self._fill_around(view, keep, drop)
+                return view, await asyncio.to_thread(self._fill_around, view, keep, frozenset())
+            return view, self._fill_around(view, keep, frozenset())
         except MissingBlocksError:
             return None
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from nesa_node.client.nodes import Nodes
 from nesa_node.client.planner import Hops
 from nesa_node.client.request import RouteRequest
-from nesa_node.core.errors import NesaError, PeerUnreachableError
+from nesa_node.core.errors import PeerUnreachableError
 from nesa_node.core.ids import PeerId
 from nesa_node.core.logging import get_logger
 from nesa_node.core.span import Span
@@ -94,8 +94,8 @@ class ReplacementSearch:
                         asking.create_task(self._ask(node, snapshot, kept))
                 if not self.found:
                     await asyncio.sleep(AGAIN_S)
-        except NesaError as error:
-            log.info("no_replacement_found", reason=str(error))
+        except Exception:  # the edge of a task: the session waits on, and mends without it
+            log.exception("replacement_search_failed")
 
     def _candidates(
         self, snapshot: Snapshot, lost: Sequence[Span], used: set[PeerId]
@@ -122,7 +122,7 @@ class ReplacementSearch:
                     timeout_s=ANSWER_S,
                     pings=1,
                 )
-            except PeerUnreachableError:
+            except (PeerUnreachableError, OSError):
                 return
             self._answered.add(node.peer_id)
         if not self.found:

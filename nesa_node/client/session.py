@@ -95,9 +95,15 @@ class RemoteSession:
         self._route = Route(swarm, request, planner, self._changed.set)
         self._trace = SessionTrace(request, session_name(self._route.session))
         self._route.trace = self._trace.told
+        self.tallies = tallies or SessionTallies()
         self._lengths = [0] * request.rows
         self._flow = Flow(
-            self._route, request, self._changed, step_timeout_s=step_timeout_s, rng=rng
+            self._route,
+            request,
+            self._changed,
+            step_timeout_s=step_timeout_s,
+            rng=rng,
+            suspicions=self.tallies.suspicions,
         )
         self._replay = Replay(self._route, request, self._flow)
         self._step = 0
@@ -110,8 +116,6 @@ class RemoteSession:
         self._watch = Watch(time.monotonic)
         self._watched: tuple[Hop, ...] = ()
         self._looking = TaskSet()
-        self.tallies = tallies or SessionTallies()
-        self._flow.suspicion.events = self.tallies.suspicions
 
     @property
     def lengths(self) -> tuple[int, ...]:

@@ -31,8 +31,6 @@ HOPELESS_S = 8.0
 """A hop that says nothing for so long is lost, whether there is a replacement or not."""
 OVERSLEPT_S = 0.05
 """A timer of this process that is later than that: it did not run, and could not have heard."""
-SLOWEST_BYTES_PER_S = 125_000.0
-"""A probe behind steps of a session waits for them, by links no slower than 1 Mbit/s."""
 SAMPLES = 16
 
 SuspicionEvent = Literal["raised", "withdrawn", "confirmed"]
@@ -74,8 +72,10 @@ class Suspicion:
     Time in which this process did not run counts for nothing (`overslept`).
     """
 
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self.events: Counter[SuspicionEvent] = Counter()
+    def __init__(
+        self, clock: Callable[[], float], events: Counter[SuspicionEvent] | None = None
+    ) -> None:
+        self.events: Counter[SuspicionEvent] = Counter() if events is None else events
         self._clock = clock
         self._overslept_s = 0.0
         self._hops: dict[Hashable, _Hop] = {}
@@ -162,12 +162,12 @@ class Suspicion:
         hop.since, hop.heard = self.now, heard
 
     def look(
-        self, name: Hashable, heard: int, *, replaceable: bool, behind_bytes: int = 0
+        self, name: Hashable, heard: int, *, replaceable: bool, behind_s: float = 0.0
     ) -> HopState:
         """The hop's state now that `heard` bytes have come from it.
 
         `replaceable`: another node with its blocks has answered since it was suspected. The probe
-        went behind `behind_bytes` that may still be on their way.
+        went behind bytes that may need `behind_s` for their way.
         """
         hop = self._hops.get(name)
         if hop is None or hop.state in (HopState.TRUSTED, HopState.LOST):
@@ -180,7 +180,7 @@ class Suspicion:
             hop.become(HopState.TRUSTED)
             hop.since = self.now + PROBE_EVERY_S
             return hop.state
-        silent_s -= behind_bytes / SLOWEST_BYTES_PER_S
+        silent_s -= behind_s
         if hop.state is HopState.PROBED:
             if silent_s >= self.suspect_after_s:
                 hop.become(HopState.SUSPECTED)

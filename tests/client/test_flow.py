@@ -210,7 +210,7 @@ async def test_silent_node_without_a_replacement_is_waited_for_longer(
 
 async def test_silence_behind_a_large_step_may_be_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """The question waits for the bytes before it."""
-    monkeypatch.setattr(suspicion, "SLOWEST_BYTES_PER_S", 8.0)
+    monkeypatch.setattr(hop, "UNKNOWN_BYTES_PER_S", 8.0)
     async with opened(monkeypatch, "chain", step_timeout_s=60.0) as (session, route):
         hung = route.scripted[0]
         hung.hang()

@@ -34,7 +34,7 @@ class Waiting:
         self.clock = Clock()
         self.suspicion = Suspicion(self.clock)
         self.replaceable = replaceable
-        self.behind_bytes = 0
+        self.behind_s = 0.0
         self.heard = 0
         for _ in range(steps):
             self.suspicion.stepped(step_s)
@@ -54,7 +54,7 @@ class Waiting:
                 name,
                 self.heard,
                 replaceable=self.replaceable and name in self.suspicion.suspected,
-                behind_bytes=self.behind_bytes,
+                behind_s=self.behind_s,
             )
             if state is HopState.LOST:
                 return self.clock.now - began
@@ -175,10 +175,10 @@ def test_time_in_which_this_process_did_not_run_counts_for_nothing() -> None:
 
 def test_probe_behind_bytes_waits_for_their_way() -> None:
     waiting = Waiting()
-    waiting.behind_bytes = 1 << 20
+    waiting.behind_s = 8.0
     lost_s = waiting.wait(60, never)
     assert lost_s is not None
-    assert lost_s == pytest.approx((1 << 20) / 125_000 + 1.2, abs=0.2)
+    assert lost_s == pytest.approx(8.0 + 1.2, abs=0.2)
 
 
 def test_part_of_a_large_output_is_a_sign_of_life() -> None:
