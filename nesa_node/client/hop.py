@@ -55,6 +55,8 @@ OPEN_TIMEOUT_S = 10.0
 LINK_TIMEOUT_S = 30.0
 HAND_OVER_TIMEOUT_S = 30.0
 PING_TIMEOUT_S = 5.0
+MOST_PINGS = 64
+"""Without an answer: a node that computes and answers no pings is not one to keep."""
 UNKNOWN_BYTES_PER_S = 125_000.0
 """A link of which nothing is known is taken to have 1 Mbit/s."""
 WAY_FACTOR = 4.0
@@ -191,12 +193,14 @@ class HopLink:
         if self.lost is None and self._stream.settled:
             try:
                 await self._send_ping(nonce)
-            except StreamClosedError as error:
+            except (StreamClosedError, PeerUnreachableError) as error:
                 self.lose(str(error))
 
     async def _send_ping(self, nonce: int) -> asyncio.Future[Pong]:
         if self.lost is not None:
             raise PeerUnreachableError(self.lost)
+        if len(self._pongs) >= MOST_PINGS:
+            raise PeerUnreachableError(f"{self._stream.peer} answers no pings")
         pong = self._pongs[nonce] = asyncio.get_running_loop().create_future()
         await self._stream.send(Ping(nonce=nonce))
         return pong

@@ -44,6 +44,8 @@ class ReplacementSearch:
         self._asked: set[PeerId] = set()
         self._answered: set[PeerId] = set()
         self._task: asyncio.Task[None] | None = None
+        self._stopped: set[asyncio.Task[None]] = set()
+        """Cancelled, and not over yet."""
 
     @property
     def silent(self) -> frozenset[PeerId]:
@@ -72,14 +74,14 @@ class ReplacementSearch:
 
     async def close(self) -> None:
         """End the search and wait until it has ended."""
-        task = self._task
         self.end()
-        if task is not None:
-            await asyncio.gather(task, return_exceptions=True)
+        await asyncio.gather(*self._stopped, return_exceptions=True)
 
     def _stop(self) -> None:
         if self._task is not None:
             self._task.cancel()
+            self._stopped.add(self._task)
+            self._task.add_done_callback(self._stopped.discard)
             self._task = None
 
     async def _search(self, hops: Hops, silent: frozenset[PeerId]) -> None:

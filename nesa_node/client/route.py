@@ -189,9 +189,10 @@ class Route:
 
     async def close(self, prefix: Prefix = ()) -> None:
         """`prefix` names what every node's rows hold, for later sessions to begin with."""
-        await self.search.close()
+        self.search.end()
         await self.successors.close()
         await self._discard(self.links, prefix)
+        await self.search.close()
 
     async def _plan(
         self, kept: Sequence[HopLink], drop: frozenset[PeerId], *, may_ask: bool
