@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import get_args
 
 from nesa_node.client.hop import HopLink
@@ -80,6 +80,14 @@ class Nodes:
         self._news_at = time.monotonic()
         self._suspects[peer] = self._news_at + SUSPECT_S
 
+    def avoid(self, peers: Iterable[PeerId]) -> None:
+        """Plan without `peers` for a while where that can be: they did not answer in time.
+
+        Nothing else is held against them, and other sessions are not told.
+        """
+        until = time.monotonic() + SUSPECT_S
+        self._suspects |= {peer: max(until, self._suspects.get(peer, 0.0)) for peer in peers}
+
     def refused(self, peer: PeerId, error: BusyError | RemoteError) -> None:
         """Remember that `peer` did not open the session."""
         self._news_at = time.monotonic()
@@ -117,17 +125,57 @@ class Nodes:
         Raises `MissingBlocksError`, `ContextLengthError` and `RefusedError`, by the reason why
         nobody can fill them.
         """
-        view = await self._view(may_ask=may_ask)
-        addresses = {node.peer_id: node.addresses for node in view.snapshot.nodes}
-        if len(view.snapshot.nodes) > MOST_AT_ONCE:
-            plan = await asyncio.to_thread(self._fill, view, keep, drop)
+        found = await self._mend_quickly(keep) if not may_ask and not drop else None
+        if found is None:
+            view = await self._view(may_ask=may_ask)
+            if len(view.snapshot.nodes) > MOST_AT_ONCE:
+                plan = await asyncio.to_thread(self._fill, view, keep, drop)
+            else:
+                plan = self._fill(view, keep, drop)
         else:
-            plan = self._fill(view, keep, drop)
+            view, plan = found
+        addresses = {node.peer_id: node.addresses for node in view.snapshot.nodes}
         self.expected_s = self._planner.step_s(view, self._request, plan.hops)
         if session:
             reason = "a chain to begin with" if not keep and not drop else "nodes left or failed"
             self._planner.decided(session, reason, view, plan.asked, plan.hops)
         return plan.hops, addresses
+
+    async def glance(self) -> Snapshot:
+        """Who serves the model, as far as that can be known in a moment."""
+        return await self._planner.lookup.glance(self._request)
+
+    async def can_fill(self, snapshot: Snapshot, keep: Hops, answered: Collection[PeerId]) -> bool:
+        """Whether nodes of `answered` could join the hops of `keep`."""
+        view = await self._planner.view(snapshot, self._request, may_ask=False)
+        usable = {hop.peer_id for hop in keep}.union(answered)
+        others = frozenset(n.peer_id for n in snapshot.nodes if n.peer_id not in usable)
+        try:
+            self._planner.plan(
+                view,
+                self._request,
+                keep,
+                exclude=self._barred(snapshot, others) | self.suspected,
+                min_free_tokens=0,
+            )
+        except MissingBlocksError:
+            return False
+        return True
+
+    async def _mend_quickly(self, keep: Hops) -> tuple[View, Plan] | None:
+        """A plan with nodes that nothing speaks against, from a look that takes a moment.
+
+        A whole one asks every member of the DHT that keeps the records, and waits seconds for those
+        that are gone: likely the very node that is to be replaced.
+        """
+        snapshot = await self.glance()
+        view = await self._planner.view(snapshot, self._request, may_ask=False)
+        try:
+            if len(snapshot.nodes) > MOST_AT_ONCE:
+                return view, await asyncio.to_thread(self._fill_around, view, keep, frozenset())
+            return view, self._fill_around(view, keep, frozenset())
+        except MissingBlocksError:
+            return None
 
     async def to_leave(self, hops: Hops, step_s: float) -> frozenset[PeerId]:
         """Whom of `hops` a session should move off, since others are faster by `WORTH_MOVING`.

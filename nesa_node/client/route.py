@@ -11,6 +11,7 @@ from nesa_node.client.blame import Blame
 from nesa_node.client.hop import OPEN_TIMEOUT_S, HopLink
 from nesa_node.client.nodes import Nodes
 from nesa_node.client.planner import Planner
+from nesa_node.client.replacements import ReplacementSearch
 from nesa_node.client.request import RouteRequest
 from nesa_node.client.successors import Successors
 from nesa_node.compression.quality import codec_names
@@ -71,6 +72,7 @@ class Route:
         self._request = request
         self._on_change = on_change
         self.nodes = Nodes(swarm, request, planner)
+        self.search = ReplacementSearch(swarm, request, self.nodes)
         self.blame = Blame()
 
     @property
@@ -137,6 +139,20 @@ class Route:
         await _close_all(dropped)
         await self.successors.keep_only(links)
 
+    def look_for_replacements(self, silent: Sequence[HopLink]) -> bool:
+        """Whether nodes that answer could take the place of `silent` links; they are looked for."""
+        self.search.begin(self.hops, frozenset(link.hop.peer_id for link in silent))
+        return self.search.found
+
+    def give_up_silent(self) -> None:
+        """Links were lost since they were silent: mend the chain with nodes that answer."""
+        unreachable = self.search.settle()
+        for link in self.links:
+            successor = self.successors.link_of(link)
+            if successor is not None and successor.hop.peer_id in unreachable:
+                successor.lose(f"{successor.hop.peer_id} did not answer either")
+        self.search.end()
+
     async def rollback(self, lengths: Sequence[int]) -> None:
         """Cut every node's cache. Raises `PeerUnreachableError` or `RemoteError`."""
         self.epoch += 1
@@ -173,8 +189,10 @@ class Route:
 
     async def close(self, prefix: Prefix = ()) -> None:
         """`prefix` names what every node's rows hold, for later sessions to begin with."""
+        self.search.end()
         await self.successors.close()
         await self._discard(self.links, prefix)
+        await self.search.close()
 
     async def _plan(
         self, kept: Sequence[HopLink], drop: frozenset[PeerId], *, may_ask: bool

@@ -54,6 +54,8 @@ log = get_logger(__name__)
 
 MAX_ATTEMPTS = 20
 """Of a step that gets no further, each through a chain that could be linked."""
+MEND_TIMEOUT_S = 3.0
+"""Of dialling and of opening a replacement, the first time: one that is cut off says nothing."""
 REPLICATE_EVERY_S = 0.25
 """What came since is computed again when a node dies that has a successor."""
 _FRUITLESS = f"a step failed {MAX_ATTEMPTS} times although the chain could be linked each time"
@@ -93,9 +95,15 @@ class RemoteSession:
         self._route = Route(swarm, request, planner, self._changed.set)
         self._trace = SessionTrace(request, session_name(self._route.session))
         self._route.trace = self._trace.told
+        self.tallies = tallies or SessionTallies()
         self._lengths = [0] * request.rows
         self._flow = Flow(
-            self._route, request, self._changed, step_timeout_s=step_timeout_s, rng=rng
+            self._route,
+            request,
+            self._changed,
+            step_timeout_s=step_timeout_s,
+            rng=rng,
+            suspicions=self.tallies.suspicions,
         )
         self._replay = Replay(self._route, request, self._flow)
         self._step = 0
@@ -108,7 +116,6 @@ class RemoteSession:
         self._watch = Watch(time.monotonic)
         self._watched: tuple[Hop, ...] = ()
         self._looking = TaskSet()
-        self._tallies = tallies or SessionTallies()
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -124,6 +131,11 @@ class RemoteSession:
         streams = len(self.hops) + 1 if self._request.mode == "chain" else 2 * len(self.hops)
         via = self._flow.via
         return ("none",) * (streams - len(via)) + via
+
+    @property
+    def suspected(self) -> frozenset[PeerId]:
+        """Nodes that have not answered for longer than usual; replacements are looked for."""
+        return self._route.search.silent
 
     @property
     def losses(self) -> tuple[Loss, ...]:
@@ -186,7 +198,7 @@ class RemoteSession:
         self._replicate()
         if len(hidden_TD) == len(rows):
             step_s = time.perf_counter() - began
-            self._tallies.step_s.add(step_s)
+            self.tallies.step_s.add(step_s)
             self._look_out(step_s)
         if self._trace.on:
             phase = "decode" if len(hidden_TD) == len(rows) else "prefill"
@@ -330,7 +342,7 @@ class RemoteSession:
             await self._replay.rebuild(self._lengths, drop=leaving)
             self._note_loss(leaving, began)
             log.info("moved_off_leaving_nodes", peers=sorted(leaving))
-            self._tallies.failovers["left" if any(x.leaving for x in leavers) else "slow"] += 1
+            self.tallies.failovers["left" if any(x.leaving for x in leavers) else "slow"] += 1
         except MissingBlocksError as error:
             log.info("cannot_move_off_yet", reason=str(error))
             for link in leavers:
@@ -351,8 +363,8 @@ class RemoteSession:
             self._tell("chain_mended")
         gone = {hop.peer_id for hop in before} - {hop.peer_id for hop in self.hops}
         self._note_loss(failed | gone, began)
-        self._tallies.recovery_s.add(time.monotonic() - began)
-        self._tallies.failovers["failed"] += 1
+        self.tallies.recovery_s.add(time.monotonic() - began)
+        self.tallies.failovers["failed"] += 1
 
     def _note_loss(self, peers: Iterable[PeerId], began: float) -> None:
         took_ms = (time.monotonic() - began) * 1000
@@ -362,9 +374,12 @@ class RemoteSession:
         self, patience: Patience, passing: tuple[type[NesaError], ...], *, begins: bool = False
     ) -> None:
         """Rebuild until it works, through errors that may pass, as long as `patience` lasts."""
+        attempts = 0
         while True:
             known = self._route.nodes.suspected
-            timeout_s = min(max(patience.recovery_left_s, _SHORTEST_OPEN_S), OPEN_TIMEOUT_S)
+            longest_s = OPEN_TIMEOUT_S if begins or attempts else MEND_TIMEOUT_S
+            timeout_s = min(max(patience.recovery_left_s, _SHORTEST_OPEN_S), longest_s)
+            attempts += 1
             try:
                 return await self._replay.rebuild(
                     self._lengths, begins=begins, open_timeout_s=timeout_s

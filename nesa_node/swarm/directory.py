@@ -142,10 +142,14 @@ class Directory:
         self._remember(found)
         return self.snapshot(model_id, num_blocks)
 
-    async def glance(self, model_id: ModelId) -> None:
-        """Look up cheaply who is there, from one member: newcomers and their addresses."""
+    async def glance(self, model_id: ModelId, *, members: int = 1) -> None:
+        """Look up cheaply who is there, from one member: newcomers and their addresses.
+
+        Of `members` that are asked at once the first one's answer counts.
+        """
         # Whom one member does not name may be there all the same.
-        self._remember(await self._shelf.find(model_key(model_id), latest=False), is_whole=False)
+        found = await self._shelf.find(model_key(model_id), members=members)
+        self._remember(found, is_whole=False)
 
     def snapshot(self, model_id: ModelId, num_blocks: int | None = None) -> Snapshot:
         """Who serves `model_id` as far as this node remembers, without asking anybody.
