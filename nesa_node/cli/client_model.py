@@ -40,10 +40,9 @@ def open_client_model(
         raise ConfigError(
             "--replicate-cache needs --route chain: a star's nodes must not learn of each other"
         )
-    from nesa_node.client.opening import open_model
+    from nesa_node.client.opening import open_model, open_named
 
-    _, model, tokenizer = open_model(config, name)
-    return model, tokenizer
+    return open_model(config, open_named(config, name))
 
 
 def route_text(session: InferenceSession) -> str:

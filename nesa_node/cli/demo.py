@@ -142,7 +142,9 @@ def _ask_transformers(folder: Path, prompts: Sequence[Prompt]) -> list[Answer]:
     from nesa_node.engine.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, trust_remote_code=False
+    )
     return [
         answer(model, tokenizer, prompt.encode(tokenizer), prompt.sampling(), out=None)
         for prompt in prompts

@@ -247,6 +247,14 @@ class GatewayFlags(ClientFlags, AccessFlags, MetricsFlags):
             "[default: 4096, or what the context holds]",
         ),
     ] = None
+    discovered_disk_gib: Annotated[
+        str | None,
+        Parameter(
+            group=LIMITS,
+            help="Disk for models that are found without --model, in GiB; the least recently used "
+            "go first. [default: 20]",
+        ),
+    ] = None
     generation_config: Annotated[
         SamplingAdvice | None,
         Parameter(

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from nesa_node.cli.client_model import short_peer
 from nesa_node.core.span import Span
-from nesa_node.swarm.records import NodeRecord
+from nesa_node.swarm.records import NodeRecord, agreed_blocks
 from nesa_node.topology.snapshot import count_holders, zero_runs
 
 MAX_COVERAGE_CHARS = 60
@@ -25,11 +25,16 @@ _STATE_STYLES = {"serving": "green", "joining": "yellow", "draining": "yellow"}
 
 @dataclass(frozen=True, slots=True)
 class ModelView:
-    """The nodes of one model id, ordered by their spans."""
+    """The nodes of one model id, ordered by their spans.
+
+    `disagreeing` more speak of another number of blocks; one of the two must be wrong, and which
+    one cannot be told without the checkpoint.
+    """
 
     model_id: str
     num_blocks: int
     records: tuple[NodeRecord, ...]
+    disagreeing: int = 0
 
     @property
     def coverage(self) -> tuple[int, ...]:
@@ -65,14 +70,18 @@ def group_by_model(records: Iterable[NodeRecord], wanted: str | None = None) -> 
     for record in records:
         if record.state != "withdrawn" and (wanted is None or _is(record, wanted)):
             groups.setdefault(record.model_id, []).append(record)
-    return [
-        ModelView(
-            model_id=model_id,
-            num_blocks=max(record.num_blocks for record in group),
-            records=tuple(sorted(group, key=lambda record: (record.span, record.peer_id))),
-        )
-        for model_id, group in sorted(groups.items())
-    ]
+    return [_model_view(model_id, group) for model_id, group in sorted(groups.items())]
+
+
+def _model_view(model_id: str, group: Sequence[NodeRecord]) -> ModelView:
+    num_blocks = agreed_blocks(group)
+    agreed = [record for record in group if record.num_blocks == num_blocks]
+    return ModelView(
+        model_id=model_id,
+        num_blocks=num_blocks,
+        records=tuple(sorted(agreed, key=lambda record: (record.span, record.peer_id))),
+        disagreeing=len(group) - len(agreed),
+    )
 
 
 def _is(record: NodeRecord, wanted: str) -> bool:
@@ -86,6 +95,7 @@ def to_json(models: Sequence[ModelView]) -> list[dict[str, object]]:
             "model_id": model.model_id,
             "num_blocks": model.num_blocks,
             "coverage": list(model.coverage),
+            "disagreeing_nodes": model.disagreeing,
             "holes": [[hole.start, hole.end] for hole in model.holes],
             "nodes": [record.model_dump(mode="json") for record in model.records],
         }
@@ -142,6 +152,12 @@ def _model_parts(model: ModelView, gone: Sequence[Gone], *, width: int) -> Itera
         yield Text(f"holes     {names}: nobody serves these blocks", style="bold red")
     else:
         yield Text("holes     none", style="green")
+    if model.disagreeing:
+        yield Text(
+            f"left out  {model.disagreeing} more speak of another number of blocks than "
+            f"{model.num_blocks}",
+            style="yellow",
+        )
 
 
 def _table(records: Sequence[NodeRecord], gone: Sequence[Gone], *, width: int) -> Table:

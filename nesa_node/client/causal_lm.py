@@ -95,6 +95,10 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):  # type: ig
         """Embedding and head, which are in this process."""
         return self._ends
 
+    @property
+    def num_blocks(self) -> int:
+        return self._layers[-1][1].end
+
     def samples(self) -> Iterable[Sample]:
         """What its connection tells Prometheus; nothing before the first session."""
         connection = self._connection

@@ -297,6 +297,7 @@ class GatewayConfig(ClientConfig, AccessConfig, MetricsConfig):
     max_connections: Count = 1024
     max_new_tokens: Count | None = None
     default_new_tokens: Count = 4096
+    discovered_disk_gib: Positive = 20
     generation_config: SamplingAdvice = "model"
     keepalive_s: Positive = 10
     grace_s: Positive = 5

@@ -11,6 +11,7 @@ from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.core.span import Span
 from nesa_node.dashboard.events import Event
 from nesa_node.dashboard.sightings import Sighting
+from nesa_node.swarm.records import agreed_blocks
 
 MAX_MODELS = 32
 
@@ -53,10 +54,8 @@ def view_models(nodes: Mapping[PeerId, Sighting]) -> list[ModelView]:
 
 def _view(model: ModelId, group: list[Sighting]) -> ModelView:
     there = [sighting for sighting in group if sighting.lost_at is None]
-    # Some may speak of another number of blocks: what most say counts, as in `Directory.snapshot`.
     records = [sighting.record for sighting in there or group]
-    counts = Counter(record.num_blocks for record in records)
-    num_blocks = max(counts, key=lambda value: (counts[value], value))
+    num_blocks = agreed_blocks(records)
     names = Counter(record.model_name for record in records)
     agreed = [sighting for sighting in there if sighting.record.num_blocks == num_blocks]
     serving = [sighting for sighting in agreed if sighting.record.state == "serving"]

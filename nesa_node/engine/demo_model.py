@@ -75,8 +75,12 @@ def _convert(source: Path, target: Path) -> None:
     auto_tokenizer: Any = AutoTokenizer
     with _quiet():
         options = {"gguf_file": source.name, "local_files_only": True}
-        tokenizer = auto_tokenizer.from_pretrained(source.parent, **options)
-        model = auto_model.from_pretrained(source.parent, dtype=torch.float32, **options)
+        tokenizer = auto_tokenizer.from_pretrained(
+            source.parent, trust_remote_code=False, **options
+        )
+        model = auto_model.from_pretrained(
+            source.parent, dtype=torch.float32, trust_remote_code=False, **options
+        )
         # `save_pretrained` takes a GGUF model for a quantized one; its weights are plain by now.
         model.hf_quantizer = None
         del model.config.quantization_config

@@ -195,6 +195,7 @@ async def _serve(
         random.Random(peer_id),
         ping_every_s=config.ping_every_s,
     )
+    swarm.directory.know_blocks(served.model_id, facts.num_blocks)
     background = [asyncio.create_task(announcer.run()), asyncio.create_task(measuring)]
     obedience = obedience_of(
         config, peer_id, num_blocks=facts.num_blocks, max_blocks=facts.max_blocks

@@ -76,6 +76,7 @@ class ScriptedModel:
         self.model_id = MODEL_ID
         self.created = 1
         self.context_length = CONTEXT
+        self.num_blocks = 6
         self.vocab_size = len(tokenizer)
         self.tokenizer = tokenizer
         self.defaults = Sampling()
@@ -109,12 +110,16 @@ class ScriptedModel:
 class ScriptedLook:
     def __init__(self, holes: Sequence[Span] = ()) -> None:
         self.holes = tuple(holes)
+        self.known: dict[ModelId, int] = {}
 
     async def all(self) -> dict[ModelId, Seen]:
-        return {MODEL_ID: Seen(MODEL_ID, NAME, 6, CONTEXT, self.holes)}
+        return {MODEL_ID: Seen(MODEL_ID, 6, self.holes)}
 
     async def one(self, model_id: ModelId) -> Seen | None:
         return (await self.all()).get(model_id)
+
+    def know_blocks(self, model_id: ModelId, num_blocks: int) -> None:
+        self.known = {model_id: num_blocks}
 
 
 class Server:
@@ -163,7 +168,7 @@ async def serving(
 ) -> AsyncIterator[Server]:
     model, look = ScriptedModel(tokenizer, script), ScriptedLook(holes)
 
-    async def open_model(name: str) -> Any:
+    async def open_model(name: str, ids: frozenset[ModelId] | None) -> Any:
         return model
 
     async def locate(seen: Seen) -> str:

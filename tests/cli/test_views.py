@@ -86,6 +86,17 @@ def test_withdrawn_nodes_are_not_shown() -> None:
     assert group_by_model([record("a", (0, 8), state="withdrawn")]) == []
 
 
+def test_nodes_that_speak_of_another_number_of_blocks_are_left_out_and_counted(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    honest = [record("a", (0, 4)), record("b", (4, 8))]
+    strangers = [record("c", (0, 1), num_blocks=9), record("d", (0, 1), num_blocks=9)]
+    text = shown([*honest, *strangers], capsys)
+    assert "8 blocks, 2 nodes" in text
+    assert "holes     none" in text
+    assert "left out  2 more speak of another number of blocks than 8" in text
+
+
 def test_json_tells_coverage_and_holes() -> None:
     (told,) = to_json(group_by_model([record("a", (0, 3))]))
     assert told["coverage"] == [1, 1, 1, 0, 0, 0, 0, 0]

@@ -34,6 +34,7 @@ from nesa_node.core.errors import BusyError, SwarmError
 from nesa_node.core.ids import ModelId
 from nesa_node.core.logging import get_logger
 from nesa_node.core.metrics import Sample
+from nesa_node.engine.checkpoint import Checkpoint
 from nesa_node.engine.model_id import model_id
 
 log = get_logger(__name__)
@@ -70,6 +71,7 @@ class ServedModel:
         self.model_id = model_id
         self.created = int(time.time())
         self.context_length = model.context_length
+        self.num_blocks = model.num_blocks
         self.vocab_size = model.ends.embedder.vocab_size
         self.tokenizer = tokenizer
         self.defaults = defaults or Sampling()
@@ -190,18 +192,18 @@ class _Watching(AsyncIterator[Event]):
 
 def open_served_model(
     config: ClientConfig,
-    name: str,
+    checkpoint: Checkpoint,
     *,
     activity: ActivityBook | None = None,
     metrics: GatewayMetrics | None = None,
     advice: SamplingAdvice = "model",
 ) -> ServedModel:
-    """Load the tokenizer and the ends of model `name`, a folder or a name on the hub. Blocks.
+    """Load the tokenizer and the ends of `checkpoint`. Blocks.
 
     The swarm is joined with the first request. `advice` says whose defaults requests get. Raises
-    what opening the checkpoint raises, and `ConfigError`.
+    what fetching files raises, and `ConfigError`.
     """
-    checkpoint, model, tokenizer = open_model(config, name)
+    model, tokenizer = open_model(config, checkpoint)
     served = ServedModel(
         model,
         tokenizer,

@@ -20,6 +20,7 @@ from nesa_node.client.model import AutoDistributedModelForCausalLM
 from nesa_node.core.config import ClientConfig
 from nesa_node.core.errors import BusyError, MissingBlocksError, SwarmError
 from nesa_node.engine.blocks import Blocks
+from nesa_node.engine.checkpoint import open_folder
 from nesa_node.engine.pages import PAGE_TOKENS
 from tests.api.served import answer, greedy_job, outcome, served_locally, serving
 from tests.cli.tiny import write_tiny_model
@@ -227,7 +228,7 @@ async def test_closing_ends_what_still_runs(tiny: Callable[[str], Path]) -> None
 async def test_a_folder_is_opened_with_its_tokenizer(tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path / "words")
     config = ClientConfig(torch_dtype="float32", cache_dir=tmp_path)
-    served = await asyncio.to_thread(open_served_model, config, str(folder))
+    served = await asyncio.to_thread(open_served_model, config, open_folder(folder))
     try:
         assert (served.name, served.vocab_size, served.context_length) == ("words", 64, 512)
         assert served.model_id.startswith("words@")
