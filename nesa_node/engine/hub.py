@@ -26,6 +26,7 @@ from transformers import PreTrainedConfig
 
 from nesa_node.core.errors import CorruptCheckpointError, DiskLimitError, ModelNotFoundError
 from nesa_node.core.logging import get_logger
+from nesa_node.core.waiting import waiting
 from nesa_node.engine.checkpoint import INDEX_FILE, Checkpoint, weight_files
 from nesa_node.engine.model_config import read_config
 from nesa_node.engine.progress import Progress
@@ -65,6 +66,12 @@ class HubRepository:
 
         Raises `DiskLimitError` before anything is downloaded, and `CorruptCheckpointError`.
         """
+        with waiting("files of the model from the hub"):
+            return self._download(names, cache_dir, limit=limit, progress=progress)
+
+    def _download(
+        self, names: Iterable[str], cache_dir: Path, *, limit: int | None, progress: Progress | None
+    ) -> Path:
         files = [self.files[name] for name in names]
         missing = [file for file in files if not self._cached(file, cache_dir)]
         _require_room(cache_dir, sum(file.size for file in missing), limit, self.name)
@@ -196,7 +203,7 @@ def open_hub(
 
 
 def _look_up(api: HfApi, model: str, revision: str | None) -> HubRepository:
-    with _hub_errors(model):
+    with _hub_errors(model), waiting("the hub's list of files", limit_s=_TIMEOUT_S):
         info = api.model_info(model, revision=revision, files_metadata=True, timeout=_TIMEOUT_S)
     files = {}
     for sibling in info.siblings or ():
