@@ -36,6 +36,8 @@ class SessionActivity:
     failovers: int
     waits_for: Wait | None = None
     """What holds it up, if that has lasted two seconds."""
+    failed: tuple[tuple[PeerId, float], ...] = ()
+    """Nodes that failed it, with the time when they did so last."""
     ended_at: float | None = None
 
 
@@ -125,6 +127,7 @@ class Running:
             tokens_per_s=self._rate(),
             failovers=0 if session is None else len(session.losses),
             waits_for=self.waits.slow(),
+            failed=tuple(self.waits.failed.copy().items()),
         )
 
     def failovers(self) -> tuple[Failover, ...]:

@@ -22,7 +22,7 @@ from nesa_node.core.errors import (
 )
 from nesa_node.core.ids import PeerId
 from nesa_node.core.logging import get_logger
-from nesa_node.core.waiting import waiting
+from nesa_node.core.waiting import note_failure, waiting
 from nesa_node.swarm.node import Swarm
 from nesa_node.swarm.notices import FailureKind
 from nesa_node.topology.snapshot import NodeState, Snapshot
@@ -78,6 +78,7 @@ class Nodes:
         """
         log.info("peer_failed", peer=peer, reason=reason)
         if tell:
+            note_failure(peer)
             self._swarm.reporter.note(self._request.model_id, peer, kind)
         self._planner.avoidance.failed(peer)
         self._news_at = time.monotonic()

@@ -7,12 +7,11 @@ of events, the dashboard's page) makes a `Waits`, lets the work run in its `curr
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from nesa_node.core.ids import PeerId
 from nesa_node.core.span import Span
@@ -50,15 +49,33 @@ class Wait:
 
 
 class Waiting:
-    """An open wait, changed by the code that waits."""
+    """An open wait, as long as its context lasts; changed by the code that waits.
 
-    def __init__(self, wait: Wait, clock: Callable[[], float]) -> None:
-        self.wait = wait
-        self._clock = clock
+    Each step of a session is one: it says what it is only where a surface asks.
+    """
+
+    __slots__ = ("_clock", "_waits", "blocks", "limit_s", "peers", "since", "what")
+
+    def __init__(
+        self, what: str, blocks: Sequence[Span], peers: Sequence[PeerId], limit_s: float | None
+    ) -> None:
+        self.what, self.blocks, self.peers, self.limit_s = what, blocks, peers, limit_s
+        self._waits = _CURRENT.get()
+        self._clock = time.time if self._waits is None else self._waits.clock
+        self.since = self._clock()
+
+    def __enter__(self) -> Waiting:
+        if self._waits is not None:
+            self._waits.add(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._waits is not None:
+            self._waits.remove(self)
 
     def renew(self) -> None:
         """Something came: the wait begins anew."""
-        self.wait = replace(self.wait, since=self._clock())
+        self.since = self._clock()
 
     def change(
         self,
@@ -69,10 +86,16 @@ class Waiting:
         left_s: float | None = None,
     ) -> None:
         """It goes on, for something else, which may take `left_s` from now."""
-        since = self.wait.since
-        limit_s = None if left_s is None else self._clock() - since + left_s
-        self.wait = Wait(
-            what=what, blocks=tuple(blocks), peers=tuple(peers), since=since, limit_s=limit_s
+        self.what, self.blocks, self.peers = what, blocks, peers
+        self.limit_s = None if left_s is None else self._clock() - self.since + left_s
+
+    def wait(self) -> Wait:
+        return Wait(
+            what=self.what,
+            since=self.since,
+            blocks=tuple(self.blocks),
+            peers=tuple(self.peers),
+            limit_s=self.limit_s,
         )
 
 
@@ -87,8 +110,10 @@ class Waits:
     ) -> None:
         self.clock = clock
         self._outer = outer
-        self._guard = threading.Lock()
+        # Appending, removing and copying are single operations of the interpreter: no lock.
         self._open: list[Waiting] = []
+        self.failed: dict[PeerId, float] = {}
+        """Nodes that failed what waited for them, and when they did so last."""
 
     @contextmanager
     def current(self) -> Iterator[None]:
@@ -102,19 +127,21 @@ class Waits:
     def slow(self, after_s: float = SILENT_S) -> Wait | None:
         """The youngest wait that has lasted `after_s`: the most exact that is worth telling."""
         until = self.clock() - after_s
-        with self._guard:
-            waits = [each.wait for each in self._open]
-        return max((w for w in waits if w.since <= until), key=lambda w: w.since, default=None)
+        slow = [each for each in list(self._open) if each.since <= until]
+        return max(slow, key=lambda each: each.since).wait() if slow else None
+
+    def note_failure(self, peer: PeerId) -> None:
+        self.failed[peer] = self.clock()
+        if self._outer is not None:
+            self._outer.note_failure(peer)
 
     def add(self, waiting: Waiting) -> None:
-        with self._guard:
-            self._open.append(waiting)
+        self._open.append(waiting)
         if self._outer is not None:
             self._outer.add(waiting)
 
     def remove(self, waiting: Waiting) -> None:
-        with self._guard:
-            self._open.remove(waiting)
+        self._open.remove(waiting)
         if self._outer is not None:
             self._outer.remove(waiting)
 
@@ -127,6 +154,13 @@ def current_waits() -> Waits | None:
     return _CURRENT.get()
 
 
+def note_failure(peer: PeerId) -> None:
+    """Whatever is waited for here, `peer` failed to do it."""
+    waits = _CURRENT.get()
+    if waits is not None:
+        waits.note_failure(peer)
+
+
 @contextmanager
 def unheard() -> Iterator[None]:
     """Waits that are opened in here are told nowhere: work beside the session, which goes on."""
@@ -137,27 +171,15 @@ def unheard() -> Iterator[None]:
         _CURRENT.reset(token)
 
 
-@contextmanager
 def waiting(
     what: str,
     *,
     blocks: Sequence[Span] = (),
     peers: Sequence[PeerId] = (),
     limit_s: float | None = None,
-) -> Iterator[Waiting]:
-    """Around what may take long. `what` follows "waiting for", in our own words."""
-    waits = _CURRENT.get()
-    clock = time.time if waits is None else waits.clock
-    wait = Wait(what=what, blocks=tuple(blocks), peers=tuple(peers), since=clock(), limit_s=limit_s)
-    opened = Waiting(wait, clock)
-    if waits is None:
-        yield opened
-        return
-    waits.add(opened)
-    try:
-        yield opened
-    finally:
-        waits.remove(opened)
+) -> Waiting:
+    """A context around what may take long. `what` follows "waiting for", in our own words."""
+    return Waiting(what, blocks, peers, limit_s)
 
 
 def _named(one: str, more: str, names: Sequence[str]) -> str:
