@@ -109,9 +109,10 @@ class ScriptedModel:
 class ScriptedLook:
     def __init__(self, holes: Sequence[Span] = ()) -> None:
         self.holes = tuple(holes)
+        self.joining: tuple[Span, ...] = ()
 
     async def all(self) -> dict[ModelId, Seen]:
-        return {MODEL_ID: Seen(MODEL_ID, NAME, 6, CONTEXT, self.holes)}
+        return {MODEL_ID: Seen(MODEL_ID, NAME, 6, CONTEXT, self.holes, self.joining)}
 
     async def one(self, model_id: ModelId) -> Seen | None:
         return (await self.all()).get(model_id)

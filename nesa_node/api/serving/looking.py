@@ -29,13 +29,23 @@ MAX_MODELS = 256
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A model that nodes announce. `holes` are the spans that nobody serves."""
+    """A model that nodes announce.
+
+    `holes` are the spans that no node serves, `joining` those that nodes are about to serve.
+    """
 
     model_id: ModelId
     model_name: str
     num_blocks: int
     context_length: int
     holes: tuple[Span, ...]
+    joining: tuple[Span, ...] = ()
+
+    @property
+    def hopeless(self) -> set[int]:
+        """Blocks that no node serves, or is joining with."""
+        coming = {block for span in self.joining for block in range(*_ends(span))}
+        return {block for hole in self.holes for block in range(*_ends(hole))} - coming
 
 
 class Look(Protocol):
@@ -70,7 +80,8 @@ class SwarmLook:
                 directory = self._swarm.directory
                 snapshot = await directory.fetch(model_id, reports=False)
                 name = model_id.rpartition("@")[0]
-                seen = Seen(model_id, name, snapshot.num_blocks, 0, snapshot.holes())
+                joining = tuple(node.span for node in snapshot.joining)
+                seen = Seen(model_id, name, snapshot.num_blocks, 0, snapshot.holes(), joining)
                 seen = seen if snapshot.num_blocks else None
                 self._answers[model_id] = (time.monotonic(), seen)
             return seen
@@ -90,7 +101,8 @@ def _seen(records: list[NodeRecord]) -> Seen:
 
 
 async def watch_holes(look: Look, model_id: ModelId, *, every_s: float = 1.0) -> None:
-    """Raises `MissingBlocksError` when two looks, one after the other, find the same hole.
+    """Raises `MissingBlocksError` when two looks, one after the other, find the same hole that no
+    node is joining to fill.
 
     One alone may be a member of the DHT that did not answer. Returns never.
     """
@@ -102,7 +114,7 @@ async def watch_holes(look: Look, model_id: ModelId, *, every_s: float = 1.0) ->
             log.warning("swarm_not_seen", reason=str(error))
         else:
             # Without a node nobody says how many blocks there are.
-            now = {-1} if seen is None else {b for hole in seen.holes for b in range(*_ends(hole))}
+            now = {-1} if seen is None else seen.hopeless
             if still := before & now:
                 raise missing_blocks(model_id, seen, still)
             before = now
