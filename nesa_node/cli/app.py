@@ -27,6 +27,7 @@ from nesa_node.cli.orchestrate import orchestrate
 from nesa_node.cli.run import run
 from nesa_node.cli.simulate import simulate
 from nesa_node.cli.status import status, with_interval
+from nesa_node.cli.told_waits import told_waits
 from nesa_node.core import tracing
 from nesa_node.core.errors import ConfigError, NesaError
 from nesa_node.core.plain_text import plain_lines
@@ -72,7 +73,8 @@ def run_command(argv: Sequence[str]) -> int:
     """Run one command line. Returns its exit code; expected errors become one line on stderr."""
     try:
         tokens = spread_addresses(with_interval(fill_api(argv)))
-        result = app(tokens, print_error=False, exit_on_error=False)
+        with told_waits():
+            result = app(tokens, print_error=False, exit_on_error=False)
         sys.stdout.flush()
     except CycloptsError as error:
         return _report(ConfigError(_words(error)))

@@ -37,6 +37,7 @@ from nesa_node.client.sessions import Connect, RowSlice, SwarmConnection
 from nesa_node.core.errors import ContextLengthError, UnsupportedFeatureError
 from nesa_node.core.metrics import Sample
 from nesa_node.core.span import Span
+from nesa_node.core.waiting import waiting
 
 
 class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-untyped-call]
@@ -397,7 +398,8 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):  # type: ig
             if self._connection is None or not self._connection.alive:
                 # Not in the context of whoever asks first: what goes on beside sessions belongs to
                 # no request.
-                self._connection = Context().run(self._loop.hold, self._connect())
+                with waiting("the swarm's initial peers to answer"):
+                    self._connection = Context().run(self._loop.hold, self._connect())
             return self._connection.value
 
 

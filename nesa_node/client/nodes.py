@@ -22,6 +22,7 @@ from nesa_node.core.errors import (
 )
 from nesa_node.core.ids import PeerId
 from nesa_node.core.logging import get_logger
+from nesa_node.core.waiting import note_failure, waiting
 from nesa_node.swarm.node import Swarm
 from nesa_node.swarm.notices import FailureKind
 from nesa_node.topology.snapshot import NodeState, Snapshot
@@ -55,6 +56,8 @@ class Nodes:
         self._suspects: dict[PeerId, float] = {}
         self._unfit: dict[PeerId, RefusedError] = {}
         self._left_at: dict[PeerId, float] = {}
+        self.joining: tuple[NodeState, ...] = ()
+        """By the last plan that failed: nodes that still load, or move to, blocks it lacked."""
         self._news_at = -math.inf
         """Since then it is known that what was found before is not so."""
         self.expected_s: float | None = None
@@ -75,6 +78,7 @@ class Nodes:
         """
         log.info("peer_failed", peer=peer, reason=reason)
         if tell:
+            note_failure(peer)
             self._swarm.reporter.note(self._request.model_id, peer, kind)
         self._planner.avoidance.failed(peer)
         self._news_at = time.monotonic()
@@ -231,10 +235,11 @@ class Nodes:
     async def _view(self, *, may_ask: bool) -> View:
         request = self._request
         lookup = self._planner.lookup
-        if may_ask:
-            snapshot = await lookup.fetch(request, after=self._news_at)
-        else:
-            snapshot = await lookup.fetch_now(request, reports=False)
+        with waiting("the DHT's answer, who serves the model", blocks=(request.span,)):
+            if may_ask:
+                snapshot = await lookup.fetch(request, after=self._news_at)
+            else:
+                snapshot = await lookup.fetch_now(request, reports=False)
         return await self._planner.view(snapshot, request, may_ask=may_ask)
 
     def _fill(self, view: View, keep: Hops, drop: frozenset[PeerId]) -> Plan:
@@ -253,6 +258,11 @@ class Nodes:
                     first = first or error
         assert first is not None
         self._news_at = time.monotonic()
+        self.joining = tuple(
+            node
+            for node in snapshot.joining
+            if any(node.span.start < end and start < node.span.end for start, end in first.missing)
+        )
         try:
             raise self._why_missing(snapshot, first)
         finally:

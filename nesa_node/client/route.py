@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 
 from nesa_node.client.beginning import Beginning
 from nesa_node.client.blame import Blame
-from nesa_node.client.hop import OPEN_TIMEOUT_S, HopLink
+from nesa_node.client.hop import LINK_TIMEOUT_S, OPEN_TIMEOUT_S, HopLink
 from nesa_node.client.nodes import Nodes
 from nesa_node.client.planner import Planner
 from nesa_node.client.replacements import ReplacementSearch
@@ -22,6 +23,7 @@ from nesa_node.core.errors import (
 )
 from nesa_node.core.ids import PeerId, SessionId
 from nesa_node.core.logging import get_logger, session_name
+from nesa_node.core.waiting import unheard, waiting
 from nesa_node.routing.chains import Hop
 from nesa_node.routing.repair import gaps
 from nesa_node.swarm.messages import (
@@ -65,6 +67,8 @@ class Route:
 
         They need the rest.
         """
+        self.refused_by: Hop | None = None
+        """The last node that did not open the session, and was there."""
         self.beginning = Beginning(request.rows, request.prefix)
         self.successors = Successors(request.rows)
         self._secret = secrets.token_bytes(32)
@@ -159,7 +163,8 @@ class Route:
         self.beginning.truncate(lengths)
         self.successors.truncate(lengths)
         message = Rollback(epoch=self.epoch, lengths=tuple(lengths))
-        await _all([link.rollback(message) for link in self.links])
+        with self._waiting_for("the nodes to roll back"):
+            await _all([link.rollback(message) for link in self.links])
 
     async def reorder(self, sources: Sequence[int]) -> None:
         """Let each row go on as a copy of row `sources[row]` at every node.
@@ -170,7 +175,8 @@ class Route:
         self.beginning.reorder(sources)
         self.successors.truncate([0] * self._request.rows)
         message = Reorder(epoch=self.epoch, sources=tuple(sources))
-        await _all([link.reorder(message) for link in self.links])
+        with self._waiting_for("the nodes to reorder rows"):
+            await _all([link.reorder(message) for link in self.links])
 
     def prepare_successor(self, link: HopLink) -> bool:
         """See `Successors.prepare`."""
@@ -223,6 +229,10 @@ class Route:
 
     async def _open_successor(self, link: HopLink) -> HopLink | None:
         """See `OpenSuccessor`. Raises as `rebuild` does."""
+        with unheard():
+            return await self._open_beside(link)
+
+    async def _open_beside(self, link: HopLink) -> HopLink | None:
         at = self.links.index(link)
         others = tuple(other.hop for other in self.links if other is not link)
         hops, addresses = await self.nodes.plan(
@@ -279,6 +289,22 @@ class Route:
         donor: PeerId | None = None,
     ) -> HopLink:
         """Dialling and opening may each take `timeout_s`."""
+        with waiting(
+            "the node to open the session",
+            blocks=(hop.span,),
+            peers=(hop.peer_id,),
+            limit_s=2 * timeout_s,
+        ):
+            return await self._dial(hop, before, addresses, timeout_s, donor)
+
+    async def _dial(
+        self,
+        hop: Hop,
+        before: Hop | None,
+        addresses: tuple[str, ...],
+        timeout_s: float,
+        donor: PeerId | None,
+    ) -> HopLink:
         request, peer = self._request, hop.peer_id
         try:
             reader, writer = await self._swarm.transport.open_stream(
@@ -305,6 +331,7 @@ class Route:
                 self.nodes.suspect(peer, str(error))
             elif isinstance(error, BusyError | RemoteError):
                 self.nodes.refused(peer, error)
+                self.refused_by = hop
             raise
         self.nodes.accepted(link)
         return link
@@ -378,7 +405,13 @@ class Route:
 
     async def _link(self, link: HopLink, message: Link, after: HopLink | None) -> None:
         try:
-            await link.link(message)
+            with waiting(
+                "the node to link with its neighbours",
+                blocks=(link.hop.span,),
+                peers=(link.hop.peer_id,),
+                limit_s=LINK_TIMEOUT_S,
+            ):
+                await link.link(message)
         except PeerUnreachableError as error:
             self.nodes.suspect(link.hop.peer_id, str(error))
             raise
@@ -393,6 +426,10 @@ class Route:
                 link.lose(str(error))
                 self.nodes.suspect(link.hop.peer_id, str(error))
             raise
+
+    def _waiting_for(self, what: str) -> AbstractContextManager[object]:
+        peers = [link.hop.peer_id for link in self.links]
+        return waiting(what, blocks=(self._request.span,), peers=peers, limit_s=LINK_TIMEOUT_S)
 
     async def _discard(self, links: Sequence[HopLink], prefix: Prefix = ()) -> None:
         gone = list(links)

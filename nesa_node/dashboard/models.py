@@ -21,7 +21,8 @@ class ModelView:
     """`runs` cut the blocks where the number of serving holders changes: (start, end, holders).
 
     `tokens_per_s` and `sessions` are estimates: each node's own count, weighted by its share of the
-    blocks, since a token or a session passes them all once. `lost` are nodes that are gone.
+    blocks, since a token or a session passes them all once. `lost` are nodes that are gone,
+    `failing` those that do not work though they are announced: they hold nothing here.
     """
 
     model_id: ModelId
@@ -30,6 +31,7 @@ class ModelView:
     runs: tuple[tuple[int, int, int], ...]
     nodes: int
     serving: int
+    failing: int
     lost: int
     tokens_per_s: float
     sessions: float
@@ -58,7 +60,11 @@ def _view(model: ModelId, group: list[Sighting]) -> ModelView:
     num_blocks = agreed_blocks(records)
     names = Counter(record.model_name for record in records)
     agreed = [sighting for sighting in there if sighting.record.num_blocks == num_blocks]
-    serving = [sighting for sighting in agreed if sighting.record.state == "serving"]
+    serving = [
+        sighting
+        for sighting in agreed
+        if sighting.record.state == "serving" and sighting.failing_since is None
+    ]
 
     def weighed(values: Iterable[tuple[float, tuple[int, int]]]) -> float:
         return sum(value * (end - start) for value, (start, end) in values) / num_blocks
@@ -70,6 +76,7 @@ def _view(model: ModelId, group: list[Sighting]) -> ModelView:
         runs=coverage_runs((sighting.record.span for sighting in serving), num_blocks),
         nodes=len(there),
         serving=len(serving),
+        failing=sum(sighting.failing_since is not None for sighting in there),
         lost=len(group) - len(there),
         tokens_per_s=weighed((each.tokens_per_s, each.record.span) for each in agreed),
         sessions=weighed((each.record.sessions, each.record.span) for each in agreed),

@@ -25,6 +25,7 @@ from transformers import PreTrainedConfig
 
 from nesa_node.core.errors import CorruptCheckpointError, ModelNotFoundError
 from nesa_node.core.logging import get_logger
+from nesa_node.core.waiting import waiting
 from nesa_node.engine.checkpoint import Checkpoint, weight_files
 from nesa_node.engine.hub_cache import require_room, touch
 from nesa_node.engine.model_config import read_config
@@ -78,6 +79,10 @@ class HubRepository:
         Raises `DiskLimitError` and `CorruptCheckpointError` before anything is downloaded that has
         no room or is too large to be read, and the latter for what differs from the hub's hash.
         """
+        with waiting("files of the model from the hub"):
+            return self._download(names, cache_dir, progress)
+
+    def _download(self, names: Iterable[str], cache_dir: Path, progress: Progress | None) -> Path:
         files = [self.files[name] for name in names]
         for file in files:
             if file.name in SIDE_FILES:
@@ -209,7 +214,7 @@ def open_hub(
 def _look_up(
     api: HfApi, model: str, revision: str | None, *, max_disk_bytes: int | None, evicts: bool
 ) -> HubRepository:
-    with _hub_errors(model):
+    with _hub_errors(model), waiting("the hub's list of files", limit_s=_TIMEOUT_S):
         info = api.model_info(model, revision=revision, files_metadata=True, timeout=_TIMEOUT_S)
     files = {}
     for sibling in info.siblings or ():

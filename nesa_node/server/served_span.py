@@ -9,6 +9,7 @@ from functools import partial
 
 from nesa_node.core.config import NodeConfig, secret_text
 from nesa_node.core.span import Span
+from nesa_node.core.waiting import waiting
 from nesa_node.engine.blocks import Blocks
 from nesa_node.engine.measure import Throughput, measure_throughput
 from nesa_node.engine.parts import load_blocks
@@ -62,8 +63,10 @@ async def open_span(
     its spans. Raises `ModelError`, `ResourceError` and `OSError`.
     """
     device = scheduler.executor
-    blocks = await device.run(partial(_load, served, span))
-    throughput = await device.run(partial(measure_throughput, blocks))
+    with waiting("weights to be loaded", blocks=(span,)):
+        blocks = await device.run(partial(_load, served, span))
+    with waiting("the speed to be measured", blocks=(span,)):
+        throughput = await device.run(partial(measure_throughput, blocks))
     scheduler.expect(throughput, span)
     tokens = count_cache_tokens(config, blocks)
     pool = await device.run(partial(blocks.new_pool, tokens))

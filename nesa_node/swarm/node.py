@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from nesa_node.core.errors import BootstrapError, PeerUnreachableError
 from nesa_node.core.ids import PeerId
 from nesa_node.core.logging import get_logger
+from nesa_node.core.waiting import waiting
 from nesa_node.swarm.dht_node import MemberNode
 from nesa_node.swarm.dht_peer import DhtPeer, node_id_of
 from nesa_node.swarm.dht_storage import BoundedStorage
@@ -153,13 +154,14 @@ async def _join_dht(node: DHTNode, peer: DhtPeer, initial_peers: Sequence[str]) 
     others = _initial_peer_ids(node, initial_peers)
     if not others:
         return
-    answers = await asyncio.gather(*(node.protocol.call_ping(other) for other in others))
+    with waiting("initial peers to answer as members of the DHT", limit_s=_RPC_TIMEOUT_S):
+        answers = await asyncio.gather(*(node.protocol.call_ping(other) for other in others))
     if all(answer is None for answer in answers):
         raise BootstrapError(
             "the initial peers can be reached, but none of them is a member of this swarm's DHT: "
             f"{', '.join(initial_peers)}; are they nesa-nodes, with the same --swarm-key?"
         )
-    with suppress(TimeoutError):
+    with suppress(TimeoutError), waiting("neighbours in the DHT", limit_s=_NEIGHBOUR_SEARCH_S):
         await peer.run(node.find_nearest_nodes([node.node_id]), _NEIGHBOUR_SEARCH_S)
 
 

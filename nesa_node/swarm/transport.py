@@ -25,6 +25,7 @@ from nesa_node.core.errors import (
 )
 from nesa_node.core.ids import PeerId
 from nesa_node.core.logging import get_logger
+from nesa_node.core.waiting import waiting
 from nesa_node.swarm.control import ControlSocket, UnaryCalls, open_unary_calls, read_message
 from nesa_node.swarm.few_addresses import (
     few_addresses,
@@ -374,13 +375,14 @@ async def _join(transport: Transport, peers: dict[PeerId, list[str]]) -> None:
     """Connect to all initial peers at once; enough that one answers."""
     if not peers:
         return
-    results = await asyncio.gather(
-        *(
-            transport.connect(peer, addresses, _BOOTSTRAP_TIMEOUT_S)
-            for peer, addresses in peers.items()
-        ),
-        return_exceptions=True,
-    )
+    with waiting("initial peers to answer", peers=list(peers), limit_s=_BOOTSTRAP_TIMEOUT_S):
+        results = await asyncio.gather(
+            *(
+                transport.connect(peer, addresses, _BOOTSTRAP_TIMEOUT_S)
+                for peer, addresses in peers.items()
+            ),
+            return_exceptions=True,
+        )
     failures = dict(zip(peers, results, strict=True))
     for peer, failure in failures.items():
         if isinstance(failure, PeerUnreachableError):

@@ -110,10 +110,11 @@ class ScriptedModel:
 class ScriptedLook:
     def __init__(self, holes: Sequence[Span] = ()) -> None:
         self.holes = tuple(holes)
+        self.joining: tuple[Span, ...] = ()
         self.known: dict[ModelId, int] = {}
 
     async def all(self) -> dict[ModelId, Seen]:
-        return {MODEL_ID: Seen(MODEL_ID, 6, self.holes)}
+        return {MODEL_ID: Seen(MODEL_ID, 6, self.holes, self.joining)}
 
     async def one(self, model_id: ModelId) -> Seen | None:
         return (await self.all()).get(model_id)

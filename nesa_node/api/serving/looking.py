@@ -29,14 +29,22 @@ MAX_MODELS = 256
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A model that nodes announce. `holes` are the spans that nobody serves.
+    """A model that nodes announce.
 
+    `holes` are the spans that no node serves, `joining` those that nodes are about to serve.
     `num_blocks` is the opened checkpoint's; the nodes' word only as long as none is open.
     """
 
     model_id: ModelId
     num_blocks: int
     holes: tuple[Span, ...]
+    joining: tuple[Span, ...] = ()
+
+    @property
+    def hopeless(self) -> set[int]:
+        """Blocks that no node serves, or is joining with."""
+        coming = {block for span in self.joining for block in range(*_ends(span))}
+        return {block for hole in self.holes for block in range(*_ends(hole))} - coming
 
     @property
     def model_name(self) -> str:
@@ -84,7 +92,8 @@ class SwarmLook:
                 snapshot = await directory.fetch(model_id, reports=False)
                 seen = None
                 if snapshot.nodes or snapshot.joining:
-                    seen = Seen(model_id, snapshot.num_blocks, snapshot.holes())
+                    joining = tuple(node.span for node in snapshot.joining)
+                    seen = Seen(model_id, snapshot.num_blocks, snapshot.holes(), joining)
                 self._answers[model_id] = (time.monotonic(), seen)
             return seen
 
@@ -101,7 +110,8 @@ def _seen(records: list[NodeRecord]) -> Seen:
 
 
 async def watch_holes(look: Look, model_id: ModelId, *, every_s: float = 1.0) -> None:
-    """Raises `MissingBlocksError` when two looks, one after the other, find the same hole.
+    """Raises `MissingBlocksError` when two looks, one after the other, find the same hole that no
+    node is joining to fill.
 
     One alone may be a member of the DHT that did not answer. Returns never.
     """
@@ -113,7 +123,7 @@ async def watch_holes(look: Look, model_id: ModelId, *, every_s: float = 1.0) ->
             log.warning("swarm_not_seen", reason=str(error))
         else:
             # Without a node nobody says how many blocks there are.
-            now = {-1} if seen is None else {b for hole in seen.holes for b in range(*_ends(hole))}
+            now = {-1} if seen is None else seen.hopeless
             if still := before & now:
                 raise missing_blocks(model_id, seen, still)
             before = now

@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
 from contextvars import copy_context
 from typing import TypeVar
 
@@ -34,6 +34,7 @@ from nesa_node.core.errors import BusyError, SwarmError
 from nesa_node.core.ids import ModelId
 from nesa_node.core.logging import get_logger
 from nesa_node.core.metrics import Sample
+from nesa_node.core.waiting import waiting
 from nesa_node.engine.checkpoint import Checkpoint
 from nesa_node.engine.model_id import model_id
 
@@ -134,8 +135,10 @@ class ServedModel:
     @asynccontextmanager
     async def _generate(self, job: Job) -> AsyncIterator[AsyncIterator[Event]]:
         events, interrupt = Delivery[Event](), Interrupt()
+        queued = ExitStack()
 
         def work() -> None:
+            queued.close()
             try:
                 self._run(job, events, interrupt)
             except CancelledError:
@@ -146,7 +149,8 @@ class ServedModel:
             else:
                 events.end()
 
-        with self._metrics.request(self.model_id, len(job.prompt), job.n) as watched:
+        with self._metrics.request(self.model_id, len(job.prompt), job.n) as watched, queued:
+            queued.enter_context(waiting("other requests of this gateway to end first"))
             task = self._submit(work, interrupt)
             try:
                 yield _Watching(events, watched)

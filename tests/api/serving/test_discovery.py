@@ -25,7 +25,7 @@ from nesa_node.swarm.node import open_swarm
 from nesa_node.swarm.records import NodeStatus
 from nesa_node.web.problem import Problem
 from tests.api.live import live_gateway
-from tests.api.scripted import ScriptedLook, ScriptedModel
+from tests.api.scripted import MODEL_ID, ScriptedLook, ScriptedModel
 from tests.cli.tiny import BLOCKS
 from tests.swarms import in_process_swarm, thirds
 
@@ -255,6 +255,17 @@ async def test_a_hole_seen_once_is_not_believed() -> None:
     assert raised.value.missing == ((4, 5),)
     with pytest.raises(MissingBlocksError, match="no node serves"):
         await watch_holes(look, ModelId("other@0"), every_s=0.01)
+
+
+async def test_hole_that_a_node_is_joining_to_fill_is_waited_for() -> None:
+    look = ScriptedLook([Span(1, 4)])
+    look.joining = (Span(0, 2), Span(2, 4))
+    watching = asyncio.create_task(watch_holes(look, MODEL_ID, every_s=0.01))
+    await asyncio.sleep(0.1)
+    assert not watching.done()
+    look.joining = (Span(0, 2),)
+    with pytest.raises(MissingBlocksError, match="2:4"):
+        await watching
 
 
 @pytest.mark.slow
