@@ -83,9 +83,9 @@ def test_page_command_line_and_curl_say_within_seconds_what_they_wait_for(tmp_pa
             swarm.start(span)
         url = stack.enter_context(live_gateway(swarm.addresses, tmp_path, model))
         page = stack.enter_context(browsing(url))
-        generate = (sys.executable, "-m", "nesa_node", "generate", str(model), PROMPT)
-        generate += ("--max-new-tokens", str(TOKENS), "--torch-dtype", "float32")
-        generate += ("--initial-peers", *swarm.addresses)
+        generate = [sys.executable, "-m", "nesa_node", "generate", str(model), PROMPT]
+        generate += ["--max-new-tokens", str(TOKENS), "--torch-dtype", "float32"]
+        generate += ["--initial-peers", *swarm.addresses]
         command = stack.enter_context(program(tmp_path, "generate", *generate))
         stream = stack.enter_context(program(tmp_path, "curl", *curl(tmp_path, url)))
         expect(page.locator(".card.serving")).to_have_count(3)
