@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 SPANS = (Span(0, 10), Span(10, 20), Span(20, 30))
 LOOKS_S = (1.0, 3.0, 10.0)
-MISSING = "waiting for a node that serves what is missing: blocks 10:20"
+MISSING = "waiting for a node in place of one that failed: blocks 10:20"
 PROMPT = "Tell me a very long story about a fox, a crow and a river, with many details."
 TOKENS = 300
 ENDS_S = 120.0
