@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from nesa_node.core.waiting import Wait, Waits
+from nesa_node.core.waiting import Waits
 
 LOOK_EVERY_S = 0.25
 AGAIN_S = 10.0
@@ -34,13 +34,9 @@ def _tell(waits: Waits, over: threading.Event) -> None:
     again_at = 0.0
     while not over.wait(LOOK_EVERY_S):
         wait = waits.slow()
-        if wait is not None and (_key(wait) != last or time.monotonic() >= again_at):
-            last, again_at = _key(wait), time.monotonic() + AGAIN_S
+        if wait is not None and (wait.subject != last or time.monotonic() >= again_at):
+            last, again_at = wait.subject, time.monotonic() + AGAIN_S
             # An answer that goes to the same terminal may stand in the middle of its line.
             start = "\n" if sys.stdout.isatty() and sys.stderr.isatty() else ""
             with suppress(OSError, ValueError):
                 print(f"{start}[{wait.text(waits.clock())}]", file=sys.stderr, flush=True)
-
-
-def _key(wait: Wait) -> tuple[object, ...]:
-    return wait.what, wait.blocks, wait.peers

@@ -438,9 +438,12 @@ class RemoteSession:
             what = "a node that is joining" if joining else "a node that serves what is missing"
             wait.change(what, blocks=blocks, peers=joining, left_s=left_s)
         else:
-            what = "a chain of nodes without one that failed"
+            alive = [link.hop for link in self._route.links if link.lost is None]
+            lacking = gaps(self._request.span, alive)
             failed = sorted(nodes.suspected)
-            wait.change(what, blocks=(self._request.span,), peers=failed, left_s=left_s)
+            wait.change(
+                "a node in place of one that failed", blocks=lacking, peers=failed, left_s=left_s
+            )
 
     def _patience(self) -> Patience:
         return Patience(

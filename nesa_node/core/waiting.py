@@ -36,6 +36,11 @@ class Wait:
     peers: tuple[PeerId, ...] = ()
     limit_s: float | None = None
 
+    @property
+    def subject(self) -> tuple[str, tuple[Span, ...], tuple[PeerId, ...]]:
+        """What tells it from another wait: its times change with every attempt."""
+        return self.what, self.blocks, self.peers
+
     def text(self, now: float) -> str:
         """`waiting for room: blocks 10:20, node …x, 4 s of at most 600 s`, on one line."""
         waited_s = max(now - self.since, 0.0)

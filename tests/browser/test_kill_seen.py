@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 SPANS = (Span(0, 10), Span(10, 20), Span(20, 30))
 LOOKS_S = (1.0, 3.0, 10.0)
-MISSING = "waiting for a node that serves what is missing: blocks 10:20"
+MISSING = "waiting for a node in place of one that failed: blocks 10:20"
 PROMPT = "Tell me a very long story about a fox, a crow and a river, with many details."
 TOKENS = 300
 ENDS_S = 120.0
@@ -83,9 +83,9 @@ def test_page_command_line_and_curl_say_within_seconds_what_they_wait_for(tmp_pa
             swarm.start(span)
         url = stack.enter_context(live_gateway(swarm.addresses, tmp_path, model))
         page = stack.enter_context(browsing(url))
-        generate = (sys.executable, "-m", "nesa_node", "generate", str(model), PROMPT)
-        generate += ("--max-new-tokens", str(TOKENS), "--torch-dtype", "float32")
-        generate += ("--initial-peers", *swarm.addresses)
+        generate = [sys.executable, "-m", "nesa_node", "generate", str(model), PROMPT]
+        generate += ["--max-new-tokens", str(TOKENS), "--torch-dtype", "float32"]
+        generate += ["--initial-peers", *swarm.addresses]
         command = stack.enter_context(program(tmp_path, "generate", *generate))
         stream = stack.enter_context(program(tmp_path, "curl", *curl(tmp_path, url)))
         expect(page.locator(".card.serving")).to_have_count(3)

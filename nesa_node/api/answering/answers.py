@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 from nesa_node.api.answering.closing import Closing
 from nesa_node.api.answering.failures import problem_of
 from nesa_node.api.serving.unless import ClientGone, gone, unless
-from nesa_node.core.waiting import Wait, Waits
+from nesa_node.core.waiting import Waits
 from nesa_node.web.problem import Problem
 
 DONE = b"data: [DONE]\n\n"
@@ -161,12 +161,12 @@ class _Wire:
 
     async def keep_alive(self, every_s: float, waits: Waits) -> None:
         """Comments: what the answer waits for when that changes, and else that it goes on."""
-        told: Wait | None = None
+        told: object = None
         while True:
             wait = waits.slow()
             now = time.monotonic()
-            if wait is not None and (wait != told or now - self._last >= every_s):
-                told = wait
+            if wait is not None and (wait.subject != told or now - self._last >= every_s):
+                told = wait.subject
                 await self.write(b": " + wait.text(waits.clock()).encode() + b"\n\n")
             elif now - self._last >= every_s:
                 await self.write(_COMMENT)
