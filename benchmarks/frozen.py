@@ -9,6 +9,7 @@ what they suspect falsely is counted, too.
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -109,7 +110,7 @@ def freeze_once(
     assert_undisturbed(local, output_BL, ids_BL, new_tokens=options.new_tokens)
     recovered_s = blow.recovery_s()
     mended_s = losses[0].took_ms / 1000 if losses else 0.0
-    return {
+    row = {
         "hop": hop,
         "after": blow.after,
         "recovered_s": recovered_s,
@@ -117,6 +118,8 @@ def freeze_once(
         "noticed_s": recovered_s - mended_s,
         "replaced": [victim.peer_id] == [peer for loss in losses for peer in loss.lost],
     }
+    print(json.dumps(row), flush=True)
+    return row
 
 
 @contextmanager

@@ -248,14 +248,20 @@ class Nodes:
         barred = self._barred(snapshot, drop)
         first: MissingBlocksError | None = None
         # What a record says of free room is some seconds old: as a last resort it is not believed.
-        for hops, free in ((keep, tokens), (keep, 0), ((), tokens), ((), 0)):
-            for exclude in (barred | suspects, barred):
-                try:
-                    return self._planner.plan(
-                        view, self._request, hops, exclude=exclude, min_free_tokens=free
-                    )
-                except MissingBlocksError as error:
-                    first = first or error
+        good = barred | suspects
+        # A new chain with room comes before a node that has just failed: that may be all that could
+        # join what is left, where another holder of its blocks takes part with other ones already.
+        for hops, free, exclude in (
+            *((keep, tokens, good), (keep, 0, good), ((), tokens, good)),
+            *((keep, tokens, barred), (keep, 0, barred)),
+            *(((), 0, good), ((), tokens, barred), ((), 0, barred)),
+        ):
+            try:
+                return self._planner.plan(
+                    view, self._request, hops, exclude=exclude, min_free_tokens=free
+                )
+            except MissingBlocksError as error:
+                first = first or error
         assert first is not None
         self._news_at = time.monotonic()
         self.joining = tuple(

@@ -199,8 +199,7 @@ async def test_silent_node_without_a_replacement_is_waited_for_longer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(suspicion, "HOPELESS_S", 3.0)
-    script = {"step_timeout_s": 60.0, "finds": False}
-    async with opened(monkeypatch, "chain", **script) as (session, route):
+    async with opened(monkeypatch, "chain", step_timeout_s=60.0, finds=False) as (session, route):
         route.scripted[1].hang()
         began = time.monotonic()
         await session.step(hidden(1), [RowSlice(0, 0, 1)])
