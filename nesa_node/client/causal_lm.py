@@ -22,6 +22,7 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from nesa_node.client.cache import SessionCache
 from nesa_node.client.ends import Ends
@@ -38,6 +39,14 @@ from nesa_node.core.errors import ContextLengthError, UnsupportedFeatureError
 from nesa_node.core.metrics import Sample
 from nesa_node.core.span import Span
 from nesa_node.core.waiting import waiting
+
+_ENDS_STAY = (
+    "a distributed model's embedding and head stay as its nodes' blocks know them: load the model "
+    "locally to change them"
+)
+
+# Else transformers' pipelines print a page about every model that they do know.
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["nesa_node_distributed"] = "DistributedModelForCausalLM"
 
 
 class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-untyped-call]
@@ -79,8 +88,56 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):  # type: ig
         self._loop = LoopThread("nesa-client")
         self._next_tokens = NextTokens(ends)
         self._connection: Held[SwarmConnection] | None = None
+        self._sessions: weakref.WeakSet[InferenceSession] = weakref.WeakSet()
         self._connecting = threading.Lock()
         self._finalizer = weakref.finalize(self, _close, self._loop, on_close)
+
+    def __repr__(self) -> str:
+        """What it is and what has been connected so far. Asks nobody."""
+        spans = [
+            f"{span} {'in the swarm' if connection is None else 'here'}"
+            for connection, span in self._layers
+            if len(span)
+        ]
+        connection = self._connection
+        joined = connection is not None and connection.alive
+        lines = (
+            f"{self.name_or_path}, {self.num_blocks} blocks: {', '.join(spans)}",
+            f"ends: embedding and head here, {str(self.dtype).removeprefix('torch.')} on "
+            f"{self.device}",
+            *self._chains(),
+            "" if joined else "the swarm is joined with the first session",
+        )
+        told = "".join(f"\n  {line}" for line in lines if line)
+        return f"{type(self).__name__}({told}\n)"
+
+    def _chains(self) -> Iterable[str]:
+        for session in list(self._sessions):
+            if not session.closed:
+                hops = " → ".join(f"…{hop.peer_id[-6:]} {hop.span}" for hop in session.hops)
+                yield f"open session of {session.max_length} tokens: {hops}"
+
+    def get_input_embeddings(self) -> torch.nn.Module:
+        """The model's embedding module, which is in this process. Not to be changed."""
+        return self._ends.embedder.tokens
+
+    def get_output_embeddings(self) -> torch.nn.Module:
+        """The matrix of its head, which is in this process. Not to be changed."""
+        return self._ends.lm_head
+
+    def set_input_embeddings(self, value: torch.nn.Module) -> NoReturn:
+        raise UnsupportedFeatureError(_ENDS_STAY)
+
+    def set_output_embeddings(self, new_embeddings: torch.nn.Module) -> NoReturn:
+        raise UnsupportedFeatureError(_ENDS_STAY)
+
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise UnsupportedFeatureError(_ENDS_STAY)
+
+    @property
+    def hf_device_map(self) -> dict[str, torch.device]:
+        """Tells transformers' pipelines to leave the model where it is."""
+        return {"": self.device}
 
     @property
     def device(self) -> torch.device:
@@ -140,7 +197,11 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):  # type: ig
         prefix = self._prefix(prompt, batch_size)
         context = open_layers(layers, rows=batch_size, max_tokens=max_length, prefix=prefix)
         held = self._loop.hold(context, interrupt=interrupt)
-        return InferenceSession(self._ends, self._loop, held, self._next_tokens, prefix, interrupt)
+        session = InferenceSession(
+            self._ends, self._loop, held, self._next_tokens, prefix, interrupt
+        )
+        self._sessions.add(session)
+        return session
 
     @torch.no_grad()
     def forward(

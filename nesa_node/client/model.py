@@ -160,7 +160,7 @@ def build_model(
     place = torch.device(device)
     embedder, head = load_ends(checkpoint, dtype=resolved, device=place)
     hidden_size = checkpoint.config.hidden_size
-    ends = Ends(embedder, Combined(head), head.normed, resolved, place, hidden_size)
+    ends = Ends(embedder, Combined(head), head.normed, resolved, place, hidden_size, head.lm_head)
 
     local: LocalConnection | None = None
     if len(first) or len(last):
