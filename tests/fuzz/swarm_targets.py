@@ -43,7 +43,8 @@ _METHODS = ("rpc_ping", "rpc_find", "rpc_store")
 
 
 def _identity() -> Identity:
-    return Identity.ephemeral(Path(tempfile.gettempdir()))
+    with tempfile.TemporaryDirectory(prefix="nesa-fuzz-") as directory:
+        return Identity.ephemeral(Path(directory))
 
 
 IDENTITY = _identity()
