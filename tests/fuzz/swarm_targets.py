@@ -43,7 +43,8 @@ _METHODS = ("rpc_ping", "rpc_find", "rpc_store")
 
 
 def _identity() -> Identity:
-    return Identity.ephemeral(Path(tempfile.gettempdir()))
+    with tempfile.TemporaryDirectory(prefix="nesa-fuzz-") as directory:
+        return Identity.ephemeral(Path(directory))
 
 
 IDENTITY = _identity()
@@ -57,10 +58,19 @@ def sealed_statements() -> list[bytes]:
     return [seal(record, IDENTITY), *(seal_notice(notice, IDENTITY) for notice in notices)]
 
 
+def _trust(*_: object) -> bool:
+    return True
+
+
+def _now() -> float:
+    """Not a mock, which would keep all calls."""
+    return NOW
+
+
 @contextmanager
 def trusting() -> Iterator[None]:
     """Takes all signatures for right: a peer can make right ones for whatever it says."""
-    with mock.patch("nesa_node.swarm.sealing.verify", return_value=True):
+    with mock.patch("nesa_node.swarm.sealing.verify", new=_trust):
         yield
 
 
@@ -152,7 +162,7 @@ def _answers() -> Iterator[Parse]:
 
 @contextmanager
 def _hivemind_time() -> Iterator[None]:
-    with mock.patch("hivemind.utils.timed_storage.get_dht_time", return_value=NOW):
+    with mock.patch("hivemind.utils.timed_storage.get_dht_time", new=_now):
         yield
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -62,8 +63,9 @@ async def test_fuzzer_tells_of_foreign_errors_and_of_none_of_ours() -> None:
 
 async def test_fuzzer_tells_of_slow_inputs() -> None:
     def read(data: bytes) -> None:
-        if len(data) > 100:
-            sum(range(8_000_000))
+        until = time.thread_time() + 0.15
+        while len(data) > 100 and time.thread_time() < until:
+            pass
 
     result = await _fuzzed(read, 2)
     assert [finding.what.split(":")[0] for finding in result.findings] == ["slow"]
