@@ -28,10 +28,11 @@ async def leave_a_record(near: Swarm, directory: Path, address: str) -> PeerId:
         identity, host_maddrs=LOOPBACK, initial_peers=near.transport.addresses
     ) as gone:
         transport: Any = gone.transport
-        transport.addresses = (f"{address}/p2p/{identity.peer_id}",)
+        addresses = (f"{address}/p2p/{identity.peer_id}",)
+        transport.addresses = addresses
 
         async def keep() -> tuple[str, ...]:
-            return transport.addresses
+            return addresses
 
         transport.refresh_addresses = keep
         await gone.directory.publish(make_status(span=(2, 4)))
