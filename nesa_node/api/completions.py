@@ -16,7 +16,7 @@ from nesa_node.api.bodies.reading import body_of
 from nesa_node.api.bodies.sampling_body import room_for
 from nesa_node.api.bodies.splitting import light
 from nesa_node.api.decoding.job import Job
-from nesa_node.api.gateway import Gateway, GatewayOf, SpendOf, fingerprint
+from nesa_node.api.gateway import CallerOf, Gateway, GatewayOf, SpendOf, fingerprint
 from nesa_node.api.openapi import Completion, describe
 from nesa_node.api.serving.jobs import running
 from nesa_node.api.serving.prompts import all_tokens_of
@@ -38,12 +38,15 @@ router = APIRouter()
     **describe("Continue a text", CompletionBody, Completion, Completion),
 )
 async def complete(
-    gateway: GatewayOf, spend: SpendOf, body: Annotated[CompletionBody, body_of(CompletionBody)]
+    gateway: GatewayOf,
+    caller: CallerOf,
+    spend: SpendOf,
+    body: Annotated[CompletionBody, body_of(CompletionBody)],
 ) -> Response:
     body.check()
     model = await gateway.models.get(body.model)
     prompts = body.prompts()
-    jobs = await _jobs(gateway, model, body, prompts)
+    jobs = await _jobs(gateway, model, body, prompts, caller)
     _check_echoed(jobs)
     answer = CompletionAnswer(
         body.model,
@@ -61,10 +64,15 @@ async def complete(
 
 
 async def _jobs(
-    gateway: Gateway, model: ServedModel, body: CompletionBody, prompts: list[str | list[int]]
+    gateway: Gateway,
+    model: ServedModel,
+    body: CompletionBody,
+    prompts: list[str | list[int]],
+    caller: str,
 ) -> list[Job]:
     sampling = body.sampling(model.vocab_size, model.defaults)
-    grammar = await grammar_of(schema_of(body.response_format), "response_format")
+    check = partial(gateway.grammars.check, caller=caller)
+    grammar = await grammar_of(schema_of(body.response_format), "response_format", check)
     asked = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
     return [
         Job(

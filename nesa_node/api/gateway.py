@@ -14,9 +14,11 @@ from starlette.responses import Response
 from nesa_node import __version__
 from nesa_node.api.answering.answers import Computed, EventStream
 from nesa_node.api.answering.closing import Closing
+from nesa_node.api.serving.grammar_checker import GrammarChecker
 from nesa_node.api.serving.models import Models
 from nesa_node.core.config import GatewayConfig
 from nesa_node.core.ids import ModelId
+from nesa_node.web.doorman import ANYBODY, Caller
 from nesa_node.web.limits import Allowance
 from nesa_node.web.problem import Problem
 
@@ -29,6 +31,7 @@ class Gateway:
     models: Models
     config: GatewayConfig
     closing: Closing
+    grammars: GrammarChecker
 
     def computed(self, work: Callable[[], Awaitable[Any]]) -> Response:
         """The JSON that `work` returns."""
@@ -53,6 +56,12 @@ def _gateway(request: Request) -> Gateway:
     return gateway
 
 
+def _caller(request: Request) -> str:
+    """Which key asks (`web/access.py`): its id, never the key; "" where none is asked for."""
+    caller: Caller | None = request.scope.get("state", {}).get("caller")
+    return "" if caller is None or caller.id == ANYBODY else caller.id
+
+
 def _spend(request: Request) -> Spend:
     """What counts tokens against the limits of whoever asks (`web/access.py`)."""
     allowance: Allowance | None = request.scope.get("state", {}).get("allowance")
@@ -65,6 +74,7 @@ def _free(_tokens: int) -> None:
 
 Spend = Callable[[int], None]
 SpendOf = Annotated[Spend, Depends(_spend)]
+CallerOf = Annotated[str, Depends(_caller)]
 GatewayOf = Annotated[Gateway, Depends(_gateway)]
 
 

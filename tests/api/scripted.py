@@ -25,6 +25,7 @@ from nesa_node.api.decoding.job import (
     Sampling,
     TokenChance,
 )
+from nesa_node.api.serving.grammar_checker import GrammarChecker
 from nesa_node.api.serving.looking import Seen
 from nesa_node.api.serving.models import Models
 from nesa_node.core.config import GatewayConfig
@@ -172,13 +173,14 @@ async def serving(
     models = Models((NAME,), look=look, open_model=open_model, locate=locate)
     await models.open_given()
     settings = GatewayConfig.model_validate(config)
-    closing = Closing()
-    app = make_app(models, settings, closing=closing, pages=pages)
+    closing, grammars = Closing(), GrammarChecker()
+    app = make_app(models, settings, grammars=grammars, closing=closing, pages=pages)
     async with serve_gated(app, settings, ANY_PORT, max_connections=512) as address:
         server = Server(model, look, address, closing)
         async with server.client:
             yield server
     await models.close()
+    await grammars.close()
 
 
 async def until(fact: Callable[[], bool], timeout_s: float = 5.0) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from nesa_node.api.decoding.grammar import compile_json_object
+from nesa_node.api.decoding.grammar import json_schema_grammar
 from nesa_node.api.decoding.job import Delta, Job, PromptRead
 from nesa_node.api.serving.served_model import ServedModel, open_served_model
 from nesa_node.client.model import AutoDistributedModelForCausalLM
@@ -235,7 +235,7 @@ async def test_a_folder_is_opened_with_its_tokenizer(tmp_path: Path) -> None:
         assert abs(served.created - time.time()) < 60
         # llguidance does not know a tokenizer of whole words.
         with pytest.raises(ValueError, match="tokenizer"):
-            served.vocabulary.grammars.follow(compile_json_object())
+            served.vocabulary.grammars.follow(json_schema_grammar({"type": "object"}))
     finally:
         await served.close()
         await served.close()
