@@ -190,6 +190,18 @@ async def test_what_nodes_hold_of_a_prompt_is_told(
     assert [one.token_ids for one in again.answers] == [first.answers[0].token_ids] * 2
 
 
+async def test_keys_share_no_prompts(tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    prompt = prompt_ids(3 * PAGE_TOKENS)
+    held = []
+    async with swarm(tiny("llama"), tmp_path) as served:
+        for key in ("alice", "bob", "", "alice", "bob", ""):
+            made = await outcome(served, greedy_job(prompt, 2, prefix_scope=key))
+            held.append(made.read.cached_tokens)
+            await until(lambda: not served.activity.sessions())
+    assert held[:3] == [0, 0, 0]
+    assert min(held[3:]) >= 2 * PAGE_TOKENS
+
+
 async def test_blocks_that_nobody_holds_are_named(
     tiny: Callable[[str], Path], tmp_path: Path
 ) -> None:
