@@ -21,6 +21,7 @@ from nesa_node.api import (
 )
 from nesa_node.api.answering import failures
 from nesa_node.api.answering.closing import Closing
+from nesa_node.api.docs_page import docs_route
 from nesa_node.api.gateway import Gateway
 from nesa_node.api.serving.grammar_checker import GrammarChecker
 from nesa_node.api.serving.models import Models
@@ -58,6 +59,7 @@ def make_app(
         app.include_router(endpoint.router)
     if metrics is not None:
         app.router.routes.append(Route("/metrics", _Whole(metrics), include_in_schema=False))
+    app.router.routes.append(docs_route(app.openapi))
     # No mount at "/": that would also answer what is nowhere, and not in OpenAI's words.
     app.router.routes.extend(pages)
     return app

@@ -10,7 +10,6 @@ from fastapi import APIRouter
 from starlette.responses import Response
 
 from nesa_node.api.answering.chat_answer import ChatAnswer
-from nesa_node.api.answering.usage import Usage
 from nesa_node.api.bodies.chat_body import ChatBody, NamedTool, Tool
 from nesa_node.api.bodies.formats import Check, checked, grammar_of, schema_of
 from nesa_node.api.bodies.reading import body_of
@@ -39,15 +38,15 @@ async def chat(
     spend: SpendOf,
     body: Annotated[ChatBody, body_of(ChatBody)],
 ) -> Response:
-    model = await gateway.models.get(body.model)
+    model = await gateway.model(body.model)
     tools = _tools(body)
     job = await _job(gateway, model, body, tools, caller)
     answer = ChatAnswer(
-        body.model,
+        body.model or model.name,
         fingerprint(model.model_id),
         n=job.n,
         logprobs=job.top_logprobs is not None,
-        usage=Usage.of([job], spend),
+        usage=spend.usage(model.name, len(job.prompt)),
         reader=_reader(model, tools) if tools else None,
     )
     run = partial(running, model, [job], gateway.watch)
@@ -93,6 +92,7 @@ async def _job(
         stop=body.stops(),
         ignore_eos=bool(body.ignore_eos),
         top_logprobs=top,
+        prefix_scope=caller,
         grammar=grammar,
     )
 

@@ -9,7 +9,6 @@ from fastapi import APIRouter
 from starlette.responses import Response
 
 from nesa_node.api.answering.completion_answer import CompletionAnswer
-from nesa_node.api.answering.usage import Usage
 from nesa_node.api.bodies.completion_body import CompletionBody
 from nesa_node.api.bodies.formats import grammar_of, schema_of
 from nesa_node.api.bodies.reading import body_of
@@ -44,18 +43,18 @@ async def complete(
     body: Annotated[CompletionBody, body_of(CompletionBody)],
 ) -> Response:
     body.check()
-    model = await gateway.models.get(body.model)
+    model = await gateway.model(body.model)
     prompts = body.prompts()
     jobs = await _jobs(gateway, model, body, prompts, caller)
     _check_echoed(jobs)
     answer = CompletionAnswer(
-        body.model,
+        body.model or model.name,
         fingerprint(model.model_id),
         n=body.n or 1,
         prompts=len(jobs),
         echoes=await _texts(model, prompts) if body.echo else None,
         logprobs=body.logprobs is not None,
-        usage=Usage.of(jobs, spend),
+        usage=spend.usage(model.name, sum(len(job.prompt) for job in jobs)),
     )
     run = partial(running, model, jobs, gateway.watch)
     if not body.stream:
@@ -91,6 +90,7 @@ async def _jobs(
             ignore_eos=bool(body.ignore_eos),
             top_logprobs=body.logprobs,
             prompt_logprobs=bool(body.echo) and body.logprobs is not None,
+            prefix_scope=caller,
             grammar=grammar,
         )
         for tokens in await all_tokens_of(model, prompts, "prompt")

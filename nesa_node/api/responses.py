@@ -9,7 +9,6 @@ from fastapi import APIRouter
 from starlette.responses import Response
 
 from nesa_node.api.answering.response_answer import ResponseAnswer
-from nesa_node.api.answering.usage import Usage
 from nesa_node.api.bodies.formats import grammar_of
 from nesa_node.api.bodies.reading import body_of
 from nesa_node.api.bodies.response_body import ResponseBody
@@ -35,9 +34,10 @@ async def respond(
     spend: SpendOf,
     body: Annotated[ResponseBody, body_of(ResponseBody)],
 ) -> Response:
-    model = await gateway.models.get(body.model)
+    model = await gateway.model(body.model)
     job = await _job(gateway, model, body, caller)
-    answer = ResponseAnswer(body, job, usage=Usage.of([job], spend))
+    body = body.model_copy(update={"model": body.model or model.name})
+    answer = ResponseAnswer(body, job, usage=spend.usage(model.name, len(job.prompt)))
     run = partial(running, model, [job], gateway.watch)
     if not body.stream:
         return gateway.computed(partial(answer.whole, run))
@@ -65,5 +65,6 @@ async def _job(gateway: Gateway, model: ServedModel, body: ResponseBody, caller:
         ),
         sampling=body.sampling(model.defaults),
         top_logprobs=top,
+        prefix_scope=caller,
         grammar=grammar,
     )
