@@ -15,6 +15,7 @@ from nesa_node.api.allocator import share_memory
 from nesa_node.api.answering.closing import Closing
 from nesa_node.api.app import make_app
 from nesa_node.api.requests import Requests
+from nesa_node.api.serving.grammar_checker import GrammarChecker
 from nesa_node.api.serving.locating import locate, open_discovered
 from nesa_node.api.serving.looking import open_look
 from nesa_node.api.serving.metrics import GatewayMetrics
@@ -90,6 +91,9 @@ async def serve_gateway(
         models = Models(
             config.offered, look=look, open_model=open_model, locate=partial(locate, config)
         )
+        grammars = GrammarChecker()
+        stack.push_async_callback(grammars.close)
+        await grammars.start()
         stack.push_async_callback(models.close)
         await ending.unless(models.open_given())
         if ending.asked:
@@ -100,7 +104,12 @@ async def serve_gateway(
         told_of = about(swarm, "gateway", sources.version), partial(_of_models, models, swarm)
         stack.enter_context(sources.adding(metrics.samples, *told_of))
         app = make_app(
-            models, config, closing=closing, metrics=MetricsPage(sources), pages=page.routes()
+            models,
+            config,
+            grammars=grammars,
+            closing=closing,
+            metrics=MetricsPage(sources),
+            pages=page.routes(),
         )
         address = await stack.enter_async_context(
             serve_gated(

@@ -32,7 +32,7 @@ from nesa_node.client.interrupt import Interrupt
 from nesa_node.client.layered import open_layers
 from nesa_node.client.loop import Held, LoopThread
 from nesa_node.client.next_tokens import NextTokens
-from nesa_node.client.prefix import SessionPrefix
+from nesa_node.client.prefix import SessionPrefix, scoped
 from nesa_node.client.refusals import refuse_forward_arguments, refuse_generation_options
 from nesa_node.client.sessions import Connect, RowSlice, SwarmConnection
 from nesa_node.core.errors import ContextLengthError, UnsupportedFeatureError
@@ -173,13 +173,15 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):  # type: ig
         batch_size: int = 1,
         *,
         prompt: torch.Tensor | Sequence[Sequence[int]] | None = None,
+        prefix_scope: str = "",
         interrupt: Interrupt | None = None,
     ) -> InferenceSession:
         """Open a session for up to `max_length` tokens in each of `batch_size` rows.
 
         With a `prompt`, ids [B, L] or each row's ids without padding, it begins with whatever nodes
         still hold of that: `session.lengths` says how much of each row, never all of it. What
-        follows is for the caller to send.
+        follows is for the caller to send. Only sessions of the same `prefix_scope` share what they
+        hold: one for each of several users, who must not find out each other's prompts.
 
         Other threads can end it with `interrupt`, also while it waits for nodes.
 
@@ -194,7 +196,7 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):  # type: ig
             for connection, span in self._layers
             if len(span)
         ]
-        prefix = self._prefix(prompt, batch_size)
+        prefix = self._prefix(prompt, batch_size, prefix_scope)
         context = open_layers(layers, rows=batch_size, max_tokens=max_length, prefix=prefix)
         held = self._loop.hold(context, interrupt=interrupt)
         session = InferenceSession(
@@ -423,7 +425,7 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):  # type: ig
             )
 
     def _prefix(
-        self, prompt: torch.Tensor | Sequence[Sequence[int]] | None, rows: int
+        self, prompt: torch.Tensor | Sequence[Sequence[int]] | None, rows: int, scope: str
     ) -> SessionPrefix | None:
         """What a session of `rows` rows begins with, as far as it is reused at all."""
         if prompt is None:
@@ -445,7 +447,8 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):  # type: ig
                 [part.position for part in slices],
             )
 
-        return SessionPrefix(salt=self._prefix_salt, tokens=tokens, inputs=inputs)
+        salt = scoped(self._prefix_salt, scope)
+        return SessionPrefix(salt=salt, tokens=tokens, inputs=inputs)
 
     def _check_length(self, length: int) -> None:
         if length > self.context_length:

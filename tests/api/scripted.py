@@ -25,7 +25,10 @@ from nesa_node.api.decoding.job import (
     Sampling,
     TokenChance,
 )
+from nesa_node.api.requests import Requests
+from nesa_node.api.serving.grammar_checker import GrammarChecker
 from nesa_node.api.serving.looking import Seen
+from nesa_node.api.serving.metrics import GatewayMetrics
 from nesa_node.api.serving.models import Models
 from nesa_node.core.config import GatewayConfig
 from nesa_node.core.errors import ModelNotFoundError
@@ -165,6 +168,7 @@ async def serving(
     *,
     holes: Sequence[Span] = (),
     pages: Sequence[BaseRoute] = (),
+    names: Sequence[str] = (NAME,),
     **config: Any,
 ) -> AsyncIterator[Server]:
     model, look = ScriptedModel(tokenizer, script), ScriptedLook(holes)
@@ -175,16 +179,25 @@ async def serving(
     async def locate(seen: Seen) -> str:
         raise ModelNotFoundError("nowhere")
 
-    models = Models((NAME,), look=look, open_model=open_model, locate=locate)
-    await models.open_given()
+    models = Models(names, look=look, open_model=open_model, locate=locate)
+    if len(names) == 1:
+        await models.open_given()
     settings = GatewayConfig.model_validate(config)
-    closing = Closing()
-    app = make_app(models, settings, closing=closing, pages=pages)
-    async with serve_gated(app, settings, ANY_PORT, max_connections=512) as address:
+    closing, grammars = Closing(), GrammarChecker()
+    app = make_app(models, settings, grammars=grammars, closing=closing, pages=pages)
+    metrics = GatewayMetrics()
+    async with serve_gated(
+        app,
+        settings,
+        ANY_PORT,
+        max_connections=512,
+        around=lambda gated: Requests(gated, metrics, app.openapi()["paths"]),
+    ) as address:
         server = Server(model, look, address, closing)
         async with server.client:
             yield server
     await models.close()
+    await grammars.close()
 
 
 async def until(fact: Callable[[], bool], timeout_s: float = 5.0) -> None:
