@@ -114,10 +114,12 @@ class Nodes:
 
         And the addresses of all nodes. With `may_ask` others are asked first how they are: whoever
         mends a chain has no time for it. It is written down why `session`, if named, gets its hops.
-        Raises `MissingBlocksError`, `ContextLengthError` and `RefusedError`, by the reason why
-        nobody can fill them.
+        Raises `MissingBlocksError`, `ModelMismatchError`, `ContextLengthError` and `RefusedError`,
+        by the reason why nobody can fill them.
         """
         view = await self._view(may_ask=may_ask)
+        if not view.snapshot.nodes:
+            await self._planner.lookup.check_copy(self._request.model_id)
         addresses = {node.peer_id: node.addresses for node in view.snapshot.nodes}
         if len(view.snapshot.nodes) > MOST_AT_ONCE:
             plan = await asyncio.to_thread(self._fill, view, keep, drop)
