@@ -65,7 +65,7 @@ def demo_model_path(cache_dir: Path) -> Path:
 def _is_complete(folder: Path) -> bool:
     """Whether it is there, with the advice about sampling that earlier versions left out."""
     try:
-        said = json.loads((folder / _GENERATION_CONFIG).read_text(encoding="utf-8"))
+        said: dict[str, Any] = json.loads((folder / _GENERATION_CONFIG).read_text(encoding="utf-8"))
     except OSError:
         return False
     return SAMPLING.items() <= said.items()
