@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import isnan
 from typing import Literal, TextIO
 
 from rich.console import Console, Group, RenderableType
@@ -12,8 +13,10 @@ from rich.table import Table
 from rich.text import Text
 
 from nesa_node.cli.client_model import short_peer
+from nesa_node.core.ids import PeerId
 from nesa_node.core.span import Span
 from nesa_node.swarm.records import NodeRecord, agreed_blocks
+from nesa_node.topology.packed import peer_digest
 from nesa_node.topology.snapshot import count_holders, zero_runs
 
 MAX_COVERAGE_CHARS = 60
@@ -97,9 +100,32 @@ def to_json(models: Sequence[ModelView]) -> list[dict[str, object]]:
             "coverage": list(model.coverage),
             "disagreeing_nodes": model.disagreeing,
             "holes": [[hole.start, hole.end] for hole in model.holes],
-            "nodes": [record.model_dump(mode="json") for record in model.records],
+            "nodes": _plain_nodes(model.records),
         }
         for model in models
+    ]
+
+
+def _plain_nodes(records: Sequence[NodeRecord]) -> list[dict[str, object]]:
+    """The records as JSON has it. Links name their peer where that is one of `records`."""
+    peers = {peer_digest(PeerId(record.peer_id)): record.peer_id for record in records}
+    return [
+        record.model_dump(mode="json", exclude={"measured"})
+        | {
+            "measured": [
+                {
+                    "peer_id": peers.get(link.digest),
+                    "peer_digest": link.digest.hex(),
+                    "rtt_ms": round(link.rtt_ms, 3),
+                    "rate_bytes_per_s": (
+                        None if isnan(link.rate_bytes_per_s) else round(link.rate_bytes_per_s)
+                    ),
+                    "age_s": round(link.age_s, 1),
+                }
+                for link in record.measured_links()
+            ]
+        }
+        for record in records
     ]
 
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 
 from nesa_node.client.request import RouteRequest
+from nesa_node.core.errors import ModelMismatchError
 from nesa_node.core.ids import ModelId
 from nesa_node.core.logging import get_logger
 from nesa_node.swarm.node import Swarm
@@ -15,6 +16,7 @@ from nesa_node.topology.snapshot import Snapshot
 
 log = get_logger(__name__)
 
+MOST_COPIES_TOLD = 4
 FRESH_S = 1.0
 """A session that opens takes what another has found as lately as that."""
 
@@ -72,3 +74,19 @@ class Lookup:
             except TimeoutError:
                 log.info("glance_timed_out", timeout_s=GLANCE_S)
         return self._swarm.directory.snapshot(model_id, request.num_blocks)
+
+    async def check_copy(self, model_id: ModelId) -> None:
+        """Raises `ModelMismatchError` if nodes serve other copies of `model_id`'s model only.
+
+        For a model that no node serves: it asks for the records of all models.
+        """
+        name = model_id.partition("@")[0]
+        served = {record.model_id for record in await self._swarm.directory.fetch_all()}
+        copies = sorted(each for each in served if each.partition("@")[0] == name)
+        if copies and model_id not in copies:
+            digest = model_id.partition("@")[2]
+            raise ModelMismatchError(
+                f"the swarm serves {', '.join(copies[:MOST_COPIES_TOLD])}, and the copy here "
+                f"differs (@{digest}): use the files or the --revision that the nodes have, or "
+                "start nodes with this copy"
+            )

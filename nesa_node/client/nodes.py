@@ -126,12 +126,14 @@ class Nodes:
 
         And the addresses of all nodes. With `may_ask` others are asked first how they are: whoever
         mends a chain has no time for it. It is written down why `session`, if named, gets its hops.
-        Raises `MissingBlocksError`, `ContextLengthError` and `RefusedError`, by the reason why
-        nobody can fill them.
+        Raises `MissingBlocksError`, `ModelMismatchError`, `ContextLengthError` and `RefusedError`,
+        by the reason why nobody can fill them.
         """
         found = await self._mend_quickly(keep) if not may_ask and not drop else None
         if found is None:
             view = await self._view(may_ask=may_ask)
+            if not view.snapshot.nodes:
+                await self._planner.lookup.check_copy(self._request.model_id)
             if len(view.snapshot.nodes) > MOST_AT_ONCE:
                 plan = await asyncio.to_thread(self._fill, view, keep, drop)
             else:

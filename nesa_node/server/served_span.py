@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from nesa_node.core.config import NodeConfig, secret_text
+from nesa_node.core.logging import get_logger
 from nesa_node.core.span import Span
 from nesa_node.core.waiting import waiting
 from nesa_node.engine.blocks import Blocks
@@ -22,6 +23,8 @@ from nesa_node.server.scheduler import Scheduler
 from nesa_node.server.served import Served
 from nesa_node.server.session_server import SessionServer
 from nesa_node.swarm.node import Swarm
+
+log = get_logger(__name__)
 
 OUTBOX_BYTES_PER_CACHE_BYTE = 1.0
 MIN_OUTBOX_BYTES = 256 << 20
@@ -65,6 +68,7 @@ async def open_span(
     device = scheduler.executor
     with waiting("weights to be loaded", blocks=(span,)):
         blocks = await device.run(partial(_load, served, span))
+    log.info("measuring_speed", span=str(span), reason="clients choose nodes by it")
     with waiting("the speed to be measured", blocks=(span,)):
         throughput = await device.run(partial(measure_throughput, blocks))
     scheduler.expect(throughput, span)

@@ -25,6 +25,7 @@ from nesa_node.swarm.hive import DHTID, DHTNode, PeerID
 from nesa_node.swarm.identity import Identity
 from nesa_node.swarm.link_speed import LinkSpeeds
 from nesa_node.swarm.notice_board import NoticeBoard
+from nesa_node.swarm.peer_lookup import with_peer_ids
 from nesa_node.swarm.ping import PING_PROTOCOL, answer_pings
 from nesa_node.swarm.private import Membership
 from nesa_node.swarm.reporter import Reporter
@@ -69,7 +70,8 @@ async def open_swarm(
 ) -> AsyncIterator[Swarm]:
     """Join the network and the DHT; leave both at the end, with no task, process or file left.
 
-    With `listen=False` the node asks and never answers: a client. `swarm_key` closes the swarm to
+    An initial peer without a peer id (`host:port`) is asked for it (`peer_lookup.py`). With
+    `listen=False` the node asks and never answers: a client. `swarm_key` closes the swarm to
     everybody who does not know it (`private.py`). The record is not withdrawn here; that is the
     caller's to do, before it stops serving.
 
@@ -77,6 +79,7 @@ async def open_swarm(
     member of this DHT (for example of another private swarm).
     """
     membership = Membership(swarm_key)
+    initial_peers = await with_peer_ids(initial_peers)
     async with open_transport(
         identity,
         host_maddrs=host_maddrs,
