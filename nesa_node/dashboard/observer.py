@@ -16,7 +16,6 @@ from nesa_node.dashboard.feed import Feed
 from nesa_node.dashboard.links import view_links
 from nesa_node.dashboard.models import ModelView
 from nesa_node.dashboard.shapes import Shapes
-from nesa_node.swarm.few_addresses import few_addresses
 from nesa_node.swarm.node import Swarm
 from nesa_node.swarm.notices import Placement
 from nesa_node.swarm.ping import ping
@@ -146,10 +145,9 @@ class Observer:
 
     async def _ping(self, peer: PeerId, addresses: Sequence[str]) -> None:
         transport, answered = self._swarm.transport, False
-        dialled = few_addresses(addresses, transport.addresses)
         for timeout_s in PING_TIMEOUTS_S:
             try:
-                await ping(transport, peer, dialled, timeout_s=timeout_s)
+                await ping(transport, peer, addresses, timeout_s=timeout_s)
             except (NesaError, OSError):
                 continue
             answered = True

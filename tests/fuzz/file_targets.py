@@ -12,10 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from nesa_node.engine.checkpoint import INDEX_FILE, weight_files
+from nesa_node.engine.checkpoint import weight_files
 from nesa_node.engine.families import family_of
 from nesa_node.engine.model_config import read_config, read_raw_config
 from nesa_node.engine.safetensors_file import read_header
+from nesa_node.engine.side_files import INDEX_FILE
 from nesa_node.topology.serial import from_json
 from nesa_node.topology.swarm_file import read_swarm
 from tests.fuzz.mutation import JSON

@@ -251,7 +251,7 @@ def _statements() -> Iterator[Parse]:
         record = unseal_ageless(data)
         record.node_state()
         record.measured_links()
-        few_addresses(record.addresses, ())
+        few_addresses(record.addresses, (), public_only=True)
 
     with trusting():
         yield parse
@@ -346,7 +346,8 @@ def _frame_seeds() -> list[bytes]:
 def _addresses() -> Iterator[Parse]:
     def parse(data: bytes) -> None:
         text = data.decode("latin-1" if data[:1] == b"\0" else "utf-8", errors="replace")[:512]
-        few_addresses([text, text[1:]], ["/ip4/1.2.3.4/tcp/1"])
+        for public_only in (True, False):
+            few_addresses([text, text[1:]], ["/ip4/1.2.3.4/tcp/1"], public_only=public_only)
         with suppress(ValueError):
             base58_decode(text)
         with suppress(ValueError):

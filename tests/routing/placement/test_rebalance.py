@@ -289,7 +289,8 @@ def test_jitter_moves_nothing() -> None:
 
 
 def test_a_rebalance_has_to_gain_ten_percent_unless_told_otherwise() -> None:
-    easy, strict = [], []
+    easy: list[float] = []
+    strict: list[float] = []
     for seed in range(12):
         world, snapshot = _poor(seed)
         for policy, gains in ((EASY, easy), (Policy(horizon_s=1e9), strict)):
