@@ -25,6 +25,7 @@ from benchmarks import (
     schemas,
     stability,
     swarm,
+    thread_settings,
     tuning,
 )
 from benchmarks.gateway import bench as gateway
@@ -44,6 +45,7 @@ BENCHMARKS: dict[str, ModuleType] = {
     "codecs": codecs,
     "concurrency": concurrency,
     "decode": decode,
+    "defaults": thread_settings,
     "estimate": estimate,
     "gateway": gateway,
     "hop": hop,

@@ -29,6 +29,7 @@ from nesa_node.cli.simulate import simulate
 from nesa_node.cli.status import status, with_interval
 from nesa_node.core import tracing
 from nesa_node.core.errors import ConfigError, NesaError
+from nesa_node.core.openmp import limit_spinning
 
 INTERRUPTED = 130
 
@@ -64,6 +65,7 @@ app.command(keys)
 
 def main() -> NoReturn:
     """Entry point of the console script."""
+    limit_spinning()
     sys.exit(run_command(sys.argv[1:]))
 
 

@@ -63,7 +63,8 @@ class SharedFlags:
         str | None, Parameter(group=COMPUTE, help="auto, cpu, cuda or cuda:N. [default: auto]")
     ] = None
     threads: Annotated[
-        str | None, Parameter(group=COMPUTE, help="CPU threads for tensor work. [default: all]")
+        str | None,
+        Parameter(group=COMPUTE, help="CPU threads for tensor work. [default: what is fastest]"),
     ] = None
     revision: Annotated[
         str | None, Parameter(group=COMPUTE, help="Branch, tag or commit of a hub model.")

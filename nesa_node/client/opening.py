@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
@@ -10,6 +9,7 @@ from nesa_node.client.causal_lm import DistributedModelForCausalLM
 from nesa_node.client.model import AutoDistributedModelForCausalLM
 from nesa_node.core.config import ClientConfig, secret_text
 from nesa_node.engine.checkpoint import Checkpoint, open_checkpoint
+from nesa_node.engine.threads import fix_threads
 from nesa_node.engine.tokenizer import load_tokenizer
 
 
@@ -23,7 +23,7 @@ def open_model(
     """
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     if config.threads is not None:
-        torch.set_num_threads(config.threads)
+        fix_threads(config.threads)
     token = secret_text(config.token)
     checkpoint = open_checkpoint(
         name, revision=config.revision, token=token, cache_dir=config.cache_dir
