@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -147,9 +147,11 @@ class Side:
 
     def _signal(self, number: signal.Signals) -> None:
         for pid in (*(node.process.pid for node in self.nodes), self.client.pid):
-            process = psutil.Process(pid)
-            for one in (process, *process.children(recursive=True)):
-                one.send_signal(number)
+            with suppress(psutil.NoSuchProcess):
+                process = psutil.Process(pid)
+                for one in (*process.children(recursive=True), process):
+                    with suppress(psutil.NoSuchProcess):
+                        one.send_signal(number)
 
 
 @contextmanager
@@ -172,6 +174,8 @@ def open_side(folder: Path, machine: Machine, setting: Setting, options: Options
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            # Ctrl-C, or a time limit, must reach the benchmark alone.
+            start_new_session=True,
             env={**os.environ, **(environment or {})},
         )
         side = Side(setting, nodes, client)
@@ -179,8 +183,12 @@ def open_side(folder: Path, machine: Machine, setting: Setting, options: Options
             yield side
         finally:
             side.resume()
-            client.kill()
-            client.communicate(timeout=_END_S)
+            try:
+                # At the end of its input it leaves the swarm.
+                client.communicate(timeout=_END_S)
+            except subprocess.TimeoutExpired:
+                client.kill()
+                client.communicate()
 
 
 def spinning() -> dict[str, str]:

@@ -23,6 +23,7 @@ Size = tuple[int, int]
 
 LEAST_WINDOW_S = 0.2
 """Over less than this the system's counters of idle time, in hundredths of a second, say little."""
+MOST_CORES = 1 << 16
 _CGROUPS = Path("/sys/fs/cgroup")
 
 _fixed = False
@@ -38,8 +39,8 @@ def fix_threads(count: int) -> None:
 class Threads:
     """Chooses for each size of steps among 1, 2, 4 ... and all threads that torch may use here.
 
-    Safe for several threads. Results do not depend on what it chooses as far as products do not:
-    ours (`gemv.py`, `tiles.py`) never, torch's own as they do with any setting of its threads.
+    Safe for several threads. No bit of what machine code computes depends on what it chooses, so that
+    decoded tokens do not; the last bits of torch's own operations may, as with any setting.
     """
 
     def __init__(self) -> None:
@@ -130,16 +131,19 @@ idle_cores = IdleCores()
 @functools.cache
 def cpu_quota() -> int:
     """How many cores this process's control groups (version 2) let it use at a time."""
+    folder, quota = _CGROUPS / _own_group(), float(MOST_CORES)
+    while folder.is_relative_to(_CGROUPS):
+        quota = min(quota, _quota(folder / "cpu.max"))
+        folder = folder.parent
+    return math.ceil(quota)
+
+
+def _own_group() -> str:
     try:
         lines = Path("/proc/self/cgroup").read_text(encoding="ascii").splitlines()
-        [path] = [line.removeprefix("0::/") for line in lines if line.startswith("0::/")]
-    except (OSError, ValueError):
-        path = ""
-    folder, quotas = _CGROUPS / path, [math.inf]
-    while folder.is_relative_to(_CGROUPS):
-        quotas.append(_quota(folder / "cpu.max"))
-        folder = folder.parent
-    return int(min(math.ceil(min(quotas)), 1 << 16)) if min(quotas) < math.inf else 1 << 16
+    except OSError:
+        return ""
+    return next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), "")
 
 
 def _quota(path: Path) -> float:
