@@ -7,10 +7,11 @@ VENV   ?= .venv
 TORCH  ?= torch==2.13.0
 WORKERS ?= 2
 BIN    := $(VENV)/bin
+REPORT ?= build/slow.xml
 READY  := $(VENV)/.ready
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: setup demo browser test test-all check format clean
+.PHONY: setup demo browser tools test test-all test-part mutants check format clean
 .DEFAULT_GOAL := setup
 
 setup: $(READY)
@@ -39,6 +40,24 @@ browser:
 		echo "no Chromium here, and no right to install it: tests of the page are skipped"; \
 	fi
 
+# What slow tests compare with, as far as this machine lets it be installed; the rest is skipped and
+# says so. Prometheus is only unpacked: installed, it would run as a service.
+TOOLS  := $(VENV)/.tools
+PACKAGES := bible-kjv debian-handbook docker-compose
+
+tools: $(TOOLS)
+
+$(TOOLS): $(READY)
+	$(PIP) install -q -c constraints.txt -e '.[eval]'
+	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+		command -v npm >/dev/null || wanted="nodejs npm"; \
+		apt-get update -q && apt-get install -y -q --no-install-recommends $(PACKAGES) $$wanted \
+			|| echo "$(PACKAGES) $$wanted cannot be installed: tests that need them are skipped"; \
+		mkdir -p build/tools/debian && cd build/tools/debian && apt-get download -q prometheus \
+			&& dpkg -x prometheus_*.deb . || echo "no Prometheus: its tests are skipped"; \
+	fi
+	touch $@
+
 # A file's tests stay together: they share daemons. Real swarms that are watched by the clock have the
 # machine to themselves, and each folder of them a process of its own.
 ALONE := tests/e2e tests/faults tests/hostile tests/benchmarks/emulator
@@ -47,8 +66,20 @@ test: $(READY) browser
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ALONE:%=--ignore=%)
 	for folder in $(ALONE); do $(BIN)/python -m pytest $$folder || exit 1; done
 
-test-all: $(READY) browser
-	$(BIN)/python -m pytest -m "slow or not slow"
+test-all: $(READY) browser tools
+	$(BIN)/python -m pytest -m "slow or not slow" --junitxml $(REPORT)
+
+# One part of the slow tests: as many commits later, each has run once.
+PARTS ?= 5
+PART  ?= $(shell git rev-list --count HEAD)
+
+test-part: $(READY) browser tools
+	@echo "part $$(($(PART) % $(PARTS))) of $(PARTS) of the slow tests"
+	$(BIN)/python -m pytest -m slow $$($(BIN)/python -m tests.slow_parts $(PARTS) $(PART))
+
+# Which of the deliberate mistakes in tests/mutants do tests notice? About an hour.
+mutants: $(READY)
+	$(BIN)/python -m tests.mutants $(NAMES)
 
 check: $(READY)
 	$(BIN)/ruff check .

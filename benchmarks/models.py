@@ -88,7 +88,7 @@ def save_random_llama(
     auto: Any = AutoModelForCausalLM
     with torch.random.fork_rng(), quiet_transformers():
         torch.manual_seed(seed)
-        model = auto.from_config(config, dtype=torch.float32)
+        model = auto.from_config(config, dtype=torch.float32, trust_remote_code=False)
         for name, parameter in model.named_parameters():
             if parameter.ndim > 1 and ".layers." in name:
                 parameter.data *= _WEIGHT_SCALES.get(shape, _WEIGHT_SCALE)
@@ -99,7 +99,10 @@ def load_local(folder: Path, options: Options) -> Any:
     """The whole model as transformers loads it: the baseline."""
     auto: Any = AutoModelForCausalLM
     with quiet_transformers():
-        return auto.from_pretrained(folder, dtype=options.torch_dtype, local_files_only=True).eval()
+        model = auto.from_pretrained(
+            folder, dtype=options.torch_dtype, local_files_only=True, trust_remote_code=False
+        )
+    return model.eval()
 
 
 def random_prompt(model: Any, tokens: int, seed: int) -> torch.Tensor:

@@ -36,7 +36,9 @@ def run(options: Options) -> list[dict[str, Any]]:
     torch.set_num_threads(1)
     folder = demo_model_path(default_cache_dir())
     prompt = encode(folder)
-    local: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    local: Any = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, trust_remote_code=False
+    )
     rows = [
         measure(folder, nodes, routing, prompt, local, options.runs)
         for nodes, routing in ((1, "chain"), (2, "chain"), (3, "chain"), (3, "star"))
@@ -46,7 +48,7 @@ def run(options: Options) -> list[dict[str, Any]]:
 
 
 def encode(folder: Path) -> torch.Tensor:
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     messages = [{"role": "user", "content": QUESTION}]
     encoded: Any = tokenizer.apply_chat_template(
         messages, add_generation_prompt=True, return_tensors="pt", return_dict=True

@@ -1,5 +1,22 @@
-"""`python -m nesa_node` is the `nesa-node` command."""
+"""`python -m nesa_node` and the console script are the `nesa-node` command.
 
-from nesa_node.cli.app import main
+Only the standard library is imported before `main` runs, so that Ctrl-C in the seconds of imports
+ends the command like any other Ctrl-C.
+"""
 
-main()
+from __future__ import annotations
+
+from typing import NoReturn
+
+
+def main() -> NoReturn:
+    """Run the command line and exit with its code."""
+    from nesa_node.cli.interrupts import leaving_at_once
+
+    with leaving_at_once():
+        from nesa_node.cli.app import main as run_app
+    run_app()
+
+
+if __name__ == "__main__":
+    main()

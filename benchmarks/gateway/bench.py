@@ -17,7 +17,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer
 
 from benchmarks.figures import percentile
 from benchmarks.footprint import memory_of
@@ -32,6 +31,7 @@ from benchmarks.swarms import daemon_flags, join, open_local
 from nesa_node.cli.local_swarm import LocalNode, start_node, wait_until_serving
 from nesa_node.client.causal_lm import DistributedModelForCausalLM
 from nesa_node.core.span import split_evenly
+from nesa_node.engine.tokenizer import load_tokenizer
 
 DEFAULTS = Options(model="demo", nodes=(3,), sessions=(64, 200), runs=5, new_tokens=32, seconds=120)
 QUICK = Options(model="demo", nodes=(2,), sessions=(4, 8), runs=1, new_tokens=8, seconds=5)
@@ -97,7 +97,7 @@ def measure_overhead(
     gateway: Gateway, model: DistributedModelForCausalLM, folder: Path, options: Options
 ) -> dict[str, Any]:
     """The median wait for a token of one stream, over HTTP and of the SDK, in turns."""
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    tokenizer = load_tokenizer(folder)
     text, tokens = prompts(1)[0], 4 * options.new_tokens
     ids_1L = tokenizer(text, return_tensors="pt").input_ids
     body = request_body(gateway.model, text, tokens)

@@ -21,7 +21,9 @@ from nesa_node.api import (
 )
 from nesa_node.api.answering import failures
 from nesa_node.api.answering.closing import Closing
+from nesa_node.api.docs_page import docs_route
 from nesa_node.api.gateway import Gateway
+from nesa_node.api.serving.grammar_checker import GrammarChecker
 from nesa_node.api.serving.models import Models
 from nesa_node.core.config import GatewayConfig
 
@@ -32,14 +34,15 @@ def make_app(
     models: Models,
     config: GatewayConfig,
     *,
+    grammars: GrammarChecker,
     closing: Closing | None = None,
     metrics: ASGIApp | None = None,
     pages: Sequence[BaseRoute] = (),
 ) -> FastAPI:
     """`metrics` answers at /metrics, `pages` at their own paths.
 
-    Whoever ends the application closes `closing` before. Who may ask is not decided here: put it
-    behind what does.
+    Whoever ends the application closes `closing` before, and `grammars` afterwards. Who may ask is
+    not decided here: put it behind what does.
     """
     app = FastAPI(
         title="nesa-node",
@@ -48,7 +51,7 @@ def make_app(
         redoc_url=None,
         redirect_slashes=False,
     )
-    app.state.gateway = Gateway(models, config, closing or Closing())
+    app.state.gateway = Gateway(models, config, closing or Closing(), grammars)
     failures.install(app)
     openapi.install(app)
     app.add_middleware(_Heads)
@@ -56,6 +59,7 @@ def make_app(
         app.include_router(endpoint.router)
     if metrics is not None:
         app.router.routes.append(Route("/metrics", _Whole(metrics), include_in_schema=False))
+    app.router.routes.append(docs_route(app.openapi))
     # No mount at "/": that would also answer what is nowhere, and not in OpenAI's words.
     app.router.routes.extend(pages)
     return app

@@ -10,15 +10,14 @@ from fastapi import APIRouter
 from starlette.responses import Response
 
 from nesa_node.api.answering.chat_answer import ChatAnswer
-from nesa_node.api.answering.usage import Usage
 from nesa_node.api.bodies.chat_body import ChatBody, NamedTool, Tool
-from nesa_node.api.bodies.formats import grammar_of, schema_of
+from nesa_node.api.bodies.formats import Check, checked, grammar_of, schema_of
 from nesa_node.api.bodies.reading import body_of
 from nesa_node.api.bodies.sampling_body import room_for, same, shared
 from nesa_node.api.bodies.templates import chat_prompt, template_of
 from nesa_node.api.bodies.tool_calls import CallReader, forced_calls, format_of
 from nesa_node.api.decoding.job import Job
-from nesa_node.api.gateway import Gateway, GatewayOf, SpendOf, fingerprint
+from nesa_node.api.gateway import CallerOf, Gateway, GatewayOf, SpendOf, fingerprint
 from nesa_node.api.openapi import ChatCompletion, ChatCompletionChunk, describe
 from nesa_node.api.serving.jobs import running
 from nesa_node.web.problem import Problem
@@ -34,17 +33,20 @@ router = APIRouter()
     **describe("Answer a conversation", ChatBody, ChatCompletion, ChatCompletionChunk),
 )
 async def chat(
-    gateway: GatewayOf, spend: SpendOf, body: Annotated[ChatBody, body_of(ChatBody)]
+    gateway: GatewayOf,
+    caller: CallerOf,
+    spend: SpendOf,
+    body: Annotated[ChatBody, body_of(ChatBody)],
 ) -> Response:
-    model = await gateway.models.get(body.model)
+    model = await gateway.model(body.model)
     tools = _tools(body)
-    job = await _job(gateway, model, body, tools)
+    job = await _job(gateway, model, body, tools, caller)
     answer = ChatAnswer(
-        body.model,
+        body.model or model.name,
         fingerprint(model.model_id),
         n=job.n,
         logprobs=job.top_logprobs is not None,
-        usage=Usage.of([job], spend),
+        usage=spend.usage(model.name, len(job.prompt)),
         reader=_reader(model, tools) if tools else None,
     )
     run = partial(running, model, [job], gateway.watch)
@@ -66,12 +68,14 @@ def _reader(model: ServedModel, tools: list[Tool]) -> partial[CallReader]:
     return partial(CallReader, written, [tool.function.name for tool in tools])
 
 
-async def _job(gateway: Gateway, model: ServedModel, body: ChatBody, tools: list[Tool]) -> Job:
+async def _job(
+    gateway: Gateway, model: ServedModel, body: ChatBody, tools: list[Tool], caller: str
+) -> Job:
     asked = same(
         body.max_tokens, body.max_completion_tokens, ("max_tokens", "max_completion_tokens")
     )
     top, sampling = body.top(), body.sampling(model.vocab_size, model.defaults)
-    grammar = await _grammar(model, body, tools)
+    grammar = await _grammar(model, body, tools, partial(gateway.grammars.check, caller=caller))
     prompt = await chat_prompt(model.tokenizer, body.messages, tools, most=model.context_length)
     return Job(
         prompt=tuple(prompt),
@@ -88,14 +92,19 @@ async def _job(gateway: Gateway, model: ServedModel, body: ChatBody, tools: list
         stop=body.stops(),
         ignore_eos=bool(body.ignore_eos),
         top_logprobs=top,
+        prefix_scope=caller,
         grammar=grammar,
     )
 
 
-async def _grammar(model: ServedModel, body: ChatBody, tools: list[Tool]) -> str | None:
+async def _grammar(
+    model: ServedModel, body: ChatBody, tools: list[Tool], check: Check
+) -> str | None:
     """Of the format that is asked for, or of a call that must be made."""
     choice = body.tool_choice
     if tools and (choice == "required" or isinstance(choice, NamedTool)):
         written = format_of(template_of(model.tokenizer, True))
-        return await asyncio.to_thread(forced_calls, written, tools, choice)
-    return await grammar_of(schema_of(body.response_format), "response_format")
+        grammar = await asyncio.to_thread(forced_calls, written, tools, choice)
+        await checked(grammar, "tools", check)
+        return grammar
+    return await grammar_of(schema_of(body.response_format), "response_format", check)

@@ -9,14 +9,13 @@ from fastapi import APIRouter
 from starlette.responses import Response
 
 from nesa_node.api.answering.completion_answer import CompletionAnswer
-from nesa_node.api.answering.usage import Usage
 from nesa_node.api.bodies.completion_body import CompletionBody
 from nesa_node.api.bodies.formats import grammar_of, schema_of
 from nesa_node.api.bodies.reading import body_of
 from nesa_node.api.bodies.sampling_body import room_for
 from nesa_node.api.bodies.splitting import light
 from nesa_node.api.decoding.job import Job
-from nesa_node.api.gateway import Gateway, GatewayOf, SpendOf, fingerprint
+from nesa_node.api.gateway import CallerOf, Gateway, GatewayOf, SpendOf, fingerprint
 from nesa_node.api.openapi import Completion, describe
 from nesa_node.api.serving.jobs import running
 from nesa_node.api.serving.prompts import all_tokens_of
@@ -38,21 +37,24 @@ router = APIRouter()
     **describe("Continue a text", CompletionBody, Completion, Completion),
 )
 async def complete(
-    gateway: GatewayOf, spend: SpendOf, body: Annotated[CompletionBody, body_of(CompletionBody)]
+    gateway: GatewayOf,
+    caller: CallerOf,
+    spend: SpendOf,
+    body: Annotated[CompletionBody, body_of(CompletionBody)],
 ) -> Response:
     body.check()
-    model = await gateway.models.get(body.model)
+    model = await gateway.model(body.model)
     prompts = body.prompts()
-    jobs = await _jobs(gateway, model, body, prompts)
+    jobs = await _jobs(gateway, model, body, prompts, caller)
     _check_echoed(jobs)
     answer = CompletionAnswer(
-        body.model,
+        body.model or model.name,
         fingerprint(model.model_id),
         n=body.n or 1,
         prompts=len(jobs),
         echoes=await _texts(model, prompts) if body.echo else None,
         logprobs=body.logprobs is not None,
-        usage=Usage.of(jobs, spend),
+        usage=spend.usage(model.name, sum(len(job.prompt) for job in jobs)),
     )
     run = partial(running, model, jobs, gateway.watch)
     if not body.stream:
@@ -61,10 +63,15 @@ async def complete(
 
 
 async def _jobs(
-    gateway: Gateway, model: ServedModel, body: CompletionBody, prompts: list[str | list[int]]
+    gateway: Gateway,
+    model: ServedModel,
+    body: CompletionBody,
+    prompts: list[str | list[int]],
+    caller: str,
 ) -> list[Job]:
     sampling = body.sampling(model.vocab_size, model.defaults)
-    grammar = await grammar_of(schema_of(body.response_format), "response_format")
+    check = partial(gateway.grammars.check, caller=caller)
+    grammar = await grammar_of(schema_of(body.response_format), "response_format", check)
     asked = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
     return [
         Job(
@@ -83,6 +90,7 @@ async def _jobs(
             ignore_eos=bool(body.ignore_eos),
             top_logprobs=body.logprobs,
             prompt_logprobs=bool(body.echo) and body.logprobs is not None,
+            prefix_scope=caller,
             grammar=grammar,
         )
         for tokens in await all_tokens_of(model, prompts, "prompt")

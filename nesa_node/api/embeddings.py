@@ -14,9 +14,9 @@ from pydantic import Field
 from starlette.responses import Response
 
 from nesa_node.api.bodies.completion_body import Tokens, as_list
-from nesa_node.api.bodies.fields import Body, Label, Name, Nothing, Text
+from nesa_node.api.bodies.fields import Body, Label, ModelName, Nothing, Text
 from nesa_node.api.bodies.reading import body_of
-from nesa_node.api.gateway import Gateway, GatewayOf, Spend, SpendOf
+from nesa_node.api.gateway import Gateway, GatewayOf, Meter, SpendOf
 from nesa_node.api.openapi import EmbeddingList, describe
 from nesa_node.api.serving.prompts import all_tokens_of
 from nesa_node.api.serving.unless import unless
@@ -36,7 +36,7 @@ SomeText = Annotated[Text, Field(min_length=1)]
 
 
 class EmbeddingBody(Body):
-    model: Name
+    model: ModelName = None
     input: (
         SomeText
         | Annotated[list[SomeText], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)]
@@ -52,7 +52,7 @@ class EmbeddingBody(Body):
 async def embed(
     gateway: GatewayOf, spend: SpendOf, body: Annotated[EmbeddingBody, body_of(EmbeddingBody)]
 ) -> Response:
-    model = await gateway.models.get(body.model)
+    model = await gateway.model(body.model)
     inputs = await all_tokens_of(model, as_list(body.input), "input")
     total = sum(map(len, inputs))
     longest = max(map(len, inputs))
@@ -69,12 +69,13 @@ async def embed(
 
 async def _embed(
     gateway: Gateway,
-    spend: Spend,
+    spend: Meter,
     model: ServedModel,
     body: EmbeddingBody,
     inputs: Sequence[Sequence[int]],
 ) -> dict[str, Any]:
     tokens = sum(map(len, inputs))
+    spend.usage(model.name, tokens)
     try:
         async with unless(gateway.watch(model)):
             vectors = await model.embed(inputs)
@@ -86,7 +87,7 @@ async def _embed(
     spend(tokens)
     return {
         "object": "list",
-        "model": body.model,
+        "model": body.model or model.name,
         "data": [
             {"object": "embedding", "index": index, "embedding": spell(vector_D)}
             for index, vector_D in enumerate(vectors)

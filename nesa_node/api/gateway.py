@@ -14,9 +14,13 @@ from starlette.responses import Response
 from nesa_node import __version__
 from nesa_node.api.answering.answers import Computed, EventStream
 from nesa_node.api.answering.closing import Closing
+from nesa_node.api.answering.usage import Usage
+from nesa_node.api.requests import ASKED
+from nesa_node.api.serving.grammar_checker import GrammarChecker
 from nesa_node.api.serving.models import Models
 from nesa_node.core.config import GatewayConfig
 from nesa_node.core.ids import ModelId
+from nesa_node.web.doorman import ANYBODY, Caller
 from nesa_node.web.limits import Allowance
 from nesa_node.web.problem import Problem
 
@@ -29,6 +33,7 @@ class Gateway:
     models: Models
     config: GatewayConfig
     closing: Closing
+    grammars: GrammarChecker
 
     def computed(self, work: Callable[[], Awaitable[Any]]) -> Response:
         """The JSON that `work` returns."""
@@ -43,6 +48,19 @@ class Gateway:
         """The events that `make` yields."""
         return EventStream(make, self.closing, keepalive_s=self.config.keepalive_s, failed=failed)
 
+    async def model(self, name: str | None) -> ServedModel:
+        """The one of that name; None: the only one there is. Raises `Problem` and `NesaError`."""
+        cards = self.models.cards()
+        if name is None and len(cards) > 1:
+            offered = ", ".join(card.name for card in cards[:20])
+            raise Problem(
+                400,
+                f"model is required, since several are served: {offered}",
+                code="missing_required_parameter",
+                param="model",
+            )
+        return await self.models.get(name)
+
     async def watch(self, model: ServedModel) -> None:
         """Raises `MissingBlocksError` when nobody holds some blocks of `model`."""
         await self.models.watch(model.model_id)
@@ -53,18 +71,35 @@ def _gateway(request: Request) -> Gateway:
     return gateway
 
 
-def _spend(request: Request) -> Spend:
-    """What counts tokens against the limits of whoever asks (`web/access.py`)."""
-    allowance: Allowance | None = request.scope.get("state", {}).get("allowance")
-    return _free if allowance is None else allowance.spend_tokens
+def _caller(request: Request) -> str:
+    """Which key asks (`web/access.py`): its id, never the key; "" where none is asked for."""
+    caller: Caller | None = request.scope.get("state", {}).get("caller")
+    return "" if caller is None or caller.id == ANYBODY else caller.id
 
 
-def _free(_tokens: int) -> None:
-    return
+class Meter:
+    """Counts what one request takes, against the limits of its key and for the log."""
+
+    def __init__(self, state: dict[str, Any]) -> None:
+        self._state = state
+        self._allowance: Allowance | None = state.get("allowance")
+
+    def __call__(self, tokens: int) -> None:
+        if self._allowance is not None:
+            self._allowance.spend_tokens(tokens)
+
+    def usage(self, model: str, prompt_tokens: int) -> Usage:
+        """Of a request to `model`, which has begun."""
+        self._state[ASKED] = model, (usage := Usage(prompt_tokens, self))
+        return usage
 
 
-Spend = Callable[[int], None]
-SpendOf = Annotated[Spend, Depends(_spend)]
+def _meter(request: Request) -> Meter:
+    return Meter(request.scope.setdefault("state", {}))
+
+
+SpendOf = Annotated[Meter, Depends(_meter)]
+CallerOf = Annotated[str, Depends(_caller)]
 GatewayOf = Annotated[Gateway, Depends(_gateway)]
 
 

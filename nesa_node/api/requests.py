@@ -16,6 +16,8 @@ from nesa_node.core.tracing import NO_SPAN, Span, TraceContext
 
 log = get_logger(__name__)
 
+ASKED = "asked"
+"""In a request's state: the model that it asks for, and what that took (`Usage`)."""
 CLIENT_CLOSED = 499
 """Counted for a client that went before there was an answer, as nginx counts it."""
 
@@ -23,8 +25,9 @@ CLIENT_CLOSED = 499
 class Requests:
     """Stands before everything but what gives requests their ids.
 
-    Of what computes (POST) there is an event of the log and, where somebody traces, a span, of
-    which the session's is part. All events meanwhile have its `request_id`.
+    Of what computes (POST) and of all below /v1 there is an event of the log, with the key's name,
+    the model and its tokens; of the former also a span, of which the session's is part. All events
+    meanwhile have its `request_id`.
     """
 
     def __init__(self, app: ASGIApp, metrics: GatewayMetrics, routes: Iterable[str]) -> None:
@@ -56,9 +59,9 @@ class Requests:
                 route = self._route(scope)
                 self._metrics.answered(route, status)
                 span.set({"http.response.status_code": status, "nesa.request_id": request_id})
-                if scope["method"] == "POST":
+                if scope["method"] == "POST" or (route or "").startswith("/v1/"):
                     ms = round((time.perf_counter() - began) * 1000, 1)
-                    log.info("request_answered", route=route, status=status, ms=ms)
+                    log.info("request_answered", route=route, status=status, ms=ms, **_asked(scope))
 
     def _span(self, scope: Scope) -> Span:
         path, method = scope["path"], scope["method"]
@@ -74,3 +77,22 @@ class Requests:
             return str(scope["path"])
         template = getattr(scope.get("route"), "path_format", None)
         return template if template in self._routes else None
+
+
+def _asked(scope: Scope) -> dict[str, object]:
+    """Who asked what, as far as it came to that. Names of keys are no secrets.
+
+    The connection keeps the state until its next request, so the usage is taken out.
+    """
+    state = scope.get("state", {})
+    found: dict[str, object] = {}
+    if (caller := state.get("caller")) is not None:
+        found["key"] = caller.name
+    if (asked := state.pop(ASKED, None)) is not None:
+        model, usage = asked
+        found |= {
+            "model": model,
+            "prompt_tokens": usage.prompt_tokens,
+            "completion_tokens": usage.new_tokens,
+        }
+    return found

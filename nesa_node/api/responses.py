@@ -9,14 +9,13 @@ from fastapi import APIRouter
 from starlette.responses import Response
 
 from nesa_node.api.answering.response_answer import ResponseAnswer
-from nesa_node.api.answering.usage import Usage
 from nesa_node.api.bodies.formats import grammar_of
 from nesa_node.api.bodies.reading import body_of
 from nesa_node.api.bodies.response_body import ResponseBody
 from nesa_node.api.bodies.sampling_body import room_for
 from nesa_node.api.bodies.templates import chat_prompt
 from nesa_node.api.decoding.job import Job
-from nesa_node.api.gateway import Gateway, GatewayOf, SpendOf
+from nesa_node.api.gateway import CallerOf, Gateway, GatewayOf, SpendOf
 from nesa_node.api.openapi import ModelResponse, ResponseEvent, describe
 from nesa_node.api.serving.jobs import running
 
@@ -30,21 +29,27 @@ router = APIRouter()
     "/v1/responses", **describe("Answer in text", ResponseBody, ModelResponse, ResponseEvent)
 )
 async def respond(
-    gateway: GatewayOf, spend: SpendOf, body: Annotated[ResponseBody, body_of(ResponseBody)]
+    gateway: GatewayOf,
+    caller: CallerOf,
+    spend: SpendOf,
+    body: Annotated[ResponseBody, body_of(ResponseBody)],
 ) -> Response:
-    model = await gateway.models.get(body.model)
-    job = await _job(gateway, model, body)
-    answer = ResponseAnswer(body, job, usage=Usage.of([job], spend))
+    model = await gateway.model(body.model)
+    job = await _job(gateway, model, body, caller)
+    body = body.model_copy(update={"model": body.model or model.name})
+    answer = ResponseAnswer(body, job, usage=spend.usage(model.name, len(job.prompt)))
     run = partial(running, model, [job], gateway.watch)
     if not body.stream:
         return gateway.computed(partial(answer.whole, run))
     return gateway.streamed(partial(answer.events, run), failed=answer.failed)
 
 
-async def _job(gateway: Gateway, model: ServedModel, body: ResponseBody) -> Job:
+async def _job(gateway: Gateway, model: ServedModel, body: ResponseBody, caller: str) -> Job:
     top = body.top()
     schema = None if body.text is None else body.text.wanted()
-    grammar = await grammar_of(schema, "text.format")
+    grammar = await grammar_of(
+        schema, "text.format", partial(gateway.grammars.check, caller=caller)
+    )
     prompt = await chat_prompt(
         model.tokenizer, body.messages(), most=model.context_length, param="input"
     )
@@ -60,5 +65,6 @@ async def _job(gateway: Gateway, model: ServedModel, body: ResponseBody) -> Job:
         ),
         sampling=body.sampling(model.defaults),
         top_logprobs=top,
+        prefix_scope=caller,
         grammar=grammar,
     )

@@ -31,9 +31,9 @@ def api(
     from nesa_node.core.config import GatewayConfig
 
     config = configure(GatewayConfig, flags, models=model)
-    from nesa_node.cli.client_model import require_peers
+    from nesa_node.cli.client_model import with_peers
 
-    require_peers(config)
+    config = with_peers(config, next(iter(config.offered), None))
     from nesa_node.cli.gateway import run_gateway
     from nesa_node.swarm import event_loop
 

@@ -12,7 +12,7 @@ from cyclopts import App, CycloptsError
 
 from nesa_node import __version__
 from nesa_node.cli.api import api
-from nesa_node.cli.arguments import fill_api, spread_addresses
+from nesa_node.cli.arguments import fill_api, spare_prompts, spread_addresses
 from nesa_node.cli.bootstrap import bootstrap
 from nesa_node.cli.chat import chat
 from nesa_node.cli.dashboard import dashboard
@@ -22,21 +22,25 @@ from nesa_node.cli.eval import evaluate
 from nesa_node.cli.explain import explain
 from nesa_node.cli.generate import generate
 from nesa_node.cli.identity import identity
+from nesa_node.cli.interrupts import INTERRUPTED
 from nesa_node.cli.keys import keys
+from nesa_node.cli.memory_limits import as_memory_error
 from nesa_node.cli.orchestrate import orchestrate
 from nesa_node.cli.run import run
+from nesa_node.cli.short_help import formatter_for
 from nesa_node.cli.simulate import simulate
 from nesa_node.cli.status import status, with_interval
+from nesa_node.cli.told_waits import told_waits
 from nesa_node.core import tracing
 from nesa_node.core.errors import ConfigError, NesaError
 from nesa_node.core.openmp import limit_spinning
-
-INTERRUPTED = 130
+from nesa_node.core.plain_text import plain_lines
 
 app = App(
     name="nesa-node",
     help="A swarm of machines that serves one language model: each holds a span of its blocks.",
-    help_epilogue="Every flag may also be a NESA_* variable or a key of the --config file. "
+    help_epilogue="`--help-all` after a command shows all of its flags. Every flag may also be a "
+    "NESA_* variable or a key of the --config file. "
     "Exit codes: docs/exit-codes.md.",
     version=__version__,
     version_flags=["--version"],
@@ -72,8 +76,10 @@ def main() -> NoReturn:
 def run_command(argv: Sequence[str]) -> int:
     """Run one command line. Returns its exit code; expected errors become one line on stderr."""
     try:
-        tokens = spread_addresses(with_interval(fill_api(argv)))
-        result = app(tokens, print_error=False, exit_on_error=False)
+        tokens = spare_prompts(spread_addresses(with_interval(fill_api(argv))))
+        app.help_formatter, tokens = formatter_for(tokens)
+        with told_waits():
+            result = app(tokens, print_error=False, exit_on_error=False)
         sys.stdout.flush()
     except CycloptsError as error:
         return _report(ConfigError(_words(error)))
@@ -84,14 +90,19 @@ def run_command(argv: Sequence[str]) -> int:
         if cause is None:
             raise
         return _report(cause)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return INTERRUPTED
     except BrokenPipeError:
         # The reader of our output has gone (`nesa-node ... | head`). Nobody is left to tell, and
         # Python must not try to flush once more when it ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except (MemoryError, OSError, ImportError, RuntimeError) as error:
+        shortage = as_memory_error(error)
+        if shortage is None:
+            raise
+        return _report(shortage)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
     finally:
         tracing.use(None)
     return result if isinstance(result, int) else 0
@@ -100,7 +111,7 @@ def run_command(argv: Sequence[str]) -> int:
 def _report(error: NesaError) -> int:
     if logging.getLogger("nesa_node").isEnabledFor(logging.DEBUG) and error.__traceback__:
         logging.getLogger("nesa_node.cli").debug("command failed", exc_info=error)
-    print(f"error: {error}", file=sys.stderr)
+    print(f"error: {plain_lines(str(error))}", file=sys.stderr)
     return error.exit_code
 
 
@@ -113,10 +124,14 @@ def _words(error: CycloptsError) -> str:
 
 def _first_expected(group: BaseExceptionGroup[BaseException]) -> NesaError | None:
     """The first of our own errors in `group`, unless something unexpected is in there too."""
-    expected, rest = group.split(NesaError)
+    expected, rest = group.split(_is_expected)
     if expected is None or rest is not None:
         return None
     error: BaseException = expected
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    return error if isinstance(error, NesaError) else None
+    return error if isinstance(error, NesaError) else as_memory_error(error)
+
+
+def _is_expected(error: BaseException) -> bool:
+    return isinstance(error, NesaError) or as_memory_error(error) is not None

@@ -12,15 +12,18 @@ _API_ADDRESS = re.compile(r"(\[[0-9a-fA-F:]+\]|localhost|[0-9.]+):[0-9]+")
 def fill_api(tokens: Sequence[str]) -> Sequence[str]:
     """Let `--api` stand without an address."""
     filled: list[str] = []
-    for token, following in zip(tokens, (*tokens[1:], ""), strict=True):
+    for at, token in enumerate(tokens):
         filled.append(token)
+        following = tokens[at + 1] if at + 1 < len(tokens) else ""
         if token == "--api" and not _API_ADDRESS.fullmatch(following):
             filled.append(DEFAULT_API)
     return filled
 
 
 _LIST_FLAGS = frozenset({"--initial-peers", "--host-maddrs", "--announce-maddrs"})
-_ADDRESS = re.compile(r"/(ip4|ip6|dns|dns4|dns6)/")
+_ADDRESS = re.compile(
+    r"/(ip4|ip6|dns|dns4|dns6)/.*|(\[[0-9a-fA-F:.]+\]|localhost|[\w-]+(\.[\w-]+)+):\d{1,5}"
+)
 
 
 def spread_addresses(tokens: Iterable[str]) -> Sequence[str]:
@@ -32,7 +35,7 @@ def spread_addresses(tokens: Iterable[str]) -> Sequence[str]:
     current: str | None = None
     count = 0
     for token in tokens:
-        if current is not None and _ADDRESS.match(token):
+        if current is not None and _ADDRESS.fullmatch(token):
             if count:
                 spread.append(current)
             count += 1
@@ -40,3 +43,16 @@ def spread_addresses(tokens: Iterable[str]) -> Sequence[str]:
             current, count = (token, 0) if token in _LIST_FLAGS else (None, 0)
         spread.append(token)
     return spread
+
+
+_OPTION = re.compile(r"--?[A-Za-z][A-Za-z0-9-]*(=.*)?", re.DOTALL)
+
+
+def spare_prompts(tokens: Sequence[str]) -> Sequence[str]:
+    """Let a prompt of `generate` begin with a dash, as `-5 degrees` does: no option looks so."""
+    if not tokens or tokens[0] != "generate" or "--" in tokens:
+        return tokens
+    prompts = [token for token in tokens if token.startswith("-") and not _OPTION.fullmatch(token)]
+    if not prompts:
+        return tokens
+    return [*(token for token in tokens if token not in prompts), "--", *prompts]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
 from nesa_node.cli.flags import SAMPLING, ClientFlags, ModelArgument, SamplingFlags, configure
+from nesa_node.cli.interrupts import leaving_at_once
 from nesa_node.core.errors import ConfigError, ContextLengthError
 
 if TYPE_CHECKING:
@@ -19,7 +22,9 @@ if TYPE_CHECKING:
     from nesa_node.client.causal_lm import DistributedModelForCausalLM
     from nesa_node.client.inference import InferenceSession
 
-HELP = "/reset starts over, /stats shows the chain and speed, /exit (or Ctrl-D) ends"
+HELP = (
+    "/help shows this, /reset starts over, /stats shows the chain and speed, /exit (or Ctrl-D) ends"
+)
 
 
 def chat(
@@ -45,17 +50,27 @@ def chat(
     if max_new_tokens < 1:
         raise ConfigError("--max-new-tokens must be at least 1")
 
-    from nesa_node.cli.client_model import open_client_model
-    from nesa_node.cli.text import Sampling
+    from nesa_node.cli.client_model import (
+        open_client_model,
+        remember_swarm,
+        require_model,
+        with_peers,
+    )
+
+    require_model(config)
+    config = with_peers(config, config.model)
+    with leaving_at_once():
+        from nesa_node.cli.text import Sampling
 
     distributed, tokenizer = open_client_model(config)
     with distributed:
         if tokenizer.chat_template is None:
             raise ConfigError(f"{config.model} has no chat template: use `nesa-node generate`")
+        remember = partial(remember_swarm, config, config.model)
         length = max_length or min(4096, distributed.context_length)
         options = Sampling(max_new_tokens=max_new_tokens, **chosen)
         with suppress(EOFError):
-            _Conversation(distributed, tokenizer, options, length, system).run()
+            _Conversation(distributed, tokenizer, options, length, system, remember).run()
     return 0
 
 
@@ -69,11 +84,13 @@ class _Conversation:
         sampling: Sampling,
         max_length: int,
         system: str | None,
+        answered: Callable[[], None],
     ) -> None:
         self._model = model
         self._tokenizer = tokenizer
         self._sampling = sampling
         self._max_length = max_length
+        self._answered = answered
         self._opening: list[Message] = [{"role": "system", "content": system}] if system else []
         self._messages = list(self._opening)
         self._session: InferenceSession | None = None
@@ -95,6 +112,8 @@ class _Conversation:
     def _handle(self, line: str, *, interactive: bool) -> None:
         if line == "/reset":
             self._messages = list(self._opening)
+        elif line in ("/help", "/?"):
+            print(HELP, file=sys.stderr)
         elif line == "/stats":
             print(self._figures, file=sys.stderr)
         elif line.startswith("/"):
@@ -131,6 +150,7 @@ class _Conversation:
         result = answer(
             self._model, self._tokenizer, ids_1L, self._sampling, out=sys.stdout, session=session
         )
+        self._answered()
         self._figures = (
             f"{ids_1L.shape[1]} tokens of context, {session.tokens_sent - sent_before} sent in the "
             f"last turn, first token after {result.first_token_s:.2f} s, then "

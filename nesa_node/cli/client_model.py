@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import sys
+import time
+from typing import TYPE_CHECKING, TypeVar
 
-from nesa_node.core.config import ClientConfig, SharedConfig
+from nesa_node.cli.interrupts import leaving_at_once
+from nesa_node.core.config import ClientConfig, SharedConfig, default_known_swarms_dir
 from nesa_node.core.errors import ConfigError
+from nesa_node.core.known_swarms import KnownSwarm, KnownSwarms
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -13,19 +17,47 @@ if TYPE_CHECKING:
     from nesa_node.client.causal_lm import DistributedModelForCausalLM
     from nesa_node.client.inference import InferenceSession
 
+_Config = TypeVar("_Config", bound=SharedConfig)
 
-def require_model_and_peers(config: ClientConfig) -> str:
-    """The model's name. Raises `ConfigError` where it or every peer is missing."""
+
+def require_model(config: ClientConfig) -> str:
+    """The model's name. Raises `ConfigError` where it is missing."""
     if config.model is None:
         raise ConfigError("MODEL is required: a local folder or the name of a model on the hub")
-    require_peers(config)
     return config.model
 
 
-def require_peers(config: SharedConfig) -> None:
-    """Raises `ConfigError` without initial peers: a client has no other way to find a swarm."""
-    if not config.initial_peers:
-        raise ConfigError("--initial-peers is required: the address of any member of the swarm")
+def with_peers(config: _Config, model: str | None = None) -> _Config:
+    """`config` with initial peers: those given, else of a node of this machine, else the last ones.
+
+    Says on stderr which it takes. `model` is the one wanted, if one is. Raises `ConfigError` where
+    no swarm is known: a client has no other way to find one.
+    """
+    if config.initial_peers:
+        return config
+    known = KnownSwarms(default_known_swarms_dir()).find(model)
+    if known is None:
+        raise ConfigError(
+            "--initial-peers is required: the address of any member of the swarm, such as "
+            "192.0.2.7:31330 (no node runs on this machine, and no swarm was used before)"
+        )
+    print(f"{_how_known(known)}; --initial-peers chooses another", file=sys.stderr)
+    return config.model_copy(update={"initial_peers": known.addresses})
+
+
+def _how_known(known: KnownSwarm) -> str:
+    model = f" of {known.model}" if known.model else ""
+    if known.source == "running":
+        name = f" {known.name}" if known.name else ""
+        return f"using the node{name}{model} on this machine"
+    when = time.strftime("%Y-%m-%d %H:%M", time.localtime(known.saved_at))
+    return f"using the last swarm{model}, {known.addresses[0]}, used {when}"
+
+
+def remember_swarm(config: SharedConfig, model: str | None = None) -> None:
+    """Keep the peers that answered for commands that name none."""
+    if config.initial_peers:
+        KnownSwarms(default_known_swarms_dir()).remember(config.initial_peers, model)
 
 
 def open_client_model(
@@ -33,17 +65,17 @@ def open_client_model(
 ) -> tuple[DistributedModelForCausalLM, PreTrainedTokenizerBase]:
     """Load tokenizer and ends; the swarm is joined at the first session. Close the model.
 
-    Raises `ConfigError` without a model or peers, and what opening the checkpoint raises.
+    Raises `ConfigError` without a model, and what opening the checkpoint raises.
     """
-    name = require_model_and_peers(config)
+    name = require_model(config)
     if config.replicate_cache and config.route == "star":
         raise ConfigError(
             "--replicate-cache needs --route chain: a star's nodes must not learn of each other"
         )
-    from nesa_node.client.opening import open_model
+    with leaving_at_once():
+        from nesa_node.client.opening import open_model, open_named
 
-    _, model, tokenizer = open_model(config, name)
-    return model, tokenizer
+    return open_model(config, open_named(config, name))
 
 
 def route_text(session: InferenceSession) -> str:

@@ -7,11 +7,10 @@ from nesa_node.cli.flags import DashboardFlags, configure
 
 def dashboard(*, flags: DashboardFlags | None = None) -> int:
     """Show a swarm on a page: its nodes, blocks, links and what happens, without reloading."""
-    from nesa_node.cli.client_model import require_peers
+    from nesa_node.cli.client_model import with_peers
     from nesa_node.core.config import DashboardConfig
 
-    config = configure(DashboardConfig, flags)
-    require_peers(config)
+    config = with_peers(configure(DashboardConfig, flags))
     from nesa_node.cli.serve_dashboard import serve_dashboard
     from nesa_node.swarm import event_loop
 

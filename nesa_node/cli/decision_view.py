@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from itertools import groupby, islice
 from typing import Any
 
 from rich.console import Console
@@ -26,8 +27,8 @@ _TERMS = {
 }
 
 
-def print_list(decisions: Sequence[Decision]) -> None:
-    """The last ones, the newest at the end."""
+def print_list(decisions: Sequence[Decision], rows: int) -> None:
+    """The first `rows` of `decisions`, which begin with the newest; repeats in one row."""
     console = _console()
     if not decisions:
         console.print(
@@ -37,19 +38,27 @@ def print_list(decisions: Sequence[Decision]) -> None:
     table = Table()
     for title in ("when", "what", "name", "strategy", "a step", "nodes or reason"):
         table.add_column(title, no_wrap=title in ("when", "name", "a step"))
-    for decision in decisions:
-        body = decision.body
-        chain = body.get("chain") or []
+    for told, group in islice(groupby(decisions, key=_told), rows):
+        repeats = list(group)
+        decision, (kind, strategy, reason) = repeats[0], told
+        count = f" ({len(repeats)} times)" if len(repeats) > 1 else ""
         table.add_row(
             _when(decision)[5:],
-            decision.kind,
+            kind,
             _handle(decision),
-            Text(str(body.get("strategy", ""))),
-            _step(body),
-            Text(" → ".join(map(_hop, chain)) or str(body.get("reason", ""))),
+            Text(strategy),
+            _step(decision.body),
+            Text(f"{reason}{count}"),
         )
     console.print(table)
     console.print("`nesa-node explain NAME` says why.")
+
+
+def _told(decision: Decision) -> tuple[str, str, str]:
+    """What a row says besides time, name and cost: equal neighbours are repeats."""
+    chain = decision.body.get("chain") or []
+    reason = " → ".join(map(_hop, chain)) or str(decision.body.get("reason", ""))
+    return decision.kind, str(decision.body.get("strategy", "")), reason
 
 
 def print_decision(decision: Decision) -> None:

@@ -1,4 +1,4 @@
-"""`nesa-node demo`: a swarm of three daemons on this machine, compared with transformers."""
+"""`nesa-node demo`: a swarm of four daemons on this machine, compared with transformers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cyclopts import Parameter
 
 from nesa_node.cli.flags import SharedFlags, configure
 from nesa_node.core.errors import ConfigError
-from nesa_node.core.span import split_evenly
+from nesa_node.core.span import Span, split_evenly
 
 if TYPE_CHECKING:
     import torch
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 QUESTION = "What is the capital of France?"
 TIMED_PROMPT = "Describe how a lighthouse works."
 TOKENS_DIFFER = 10
+WITH_REPLICA = 4
+"""Daemons from which on one of them is a replica."""
 FLAGS = ("--torch-dtype", "float32", "--device", "cpu", "--threads", "1")
 
 
@@ -38,17 +40,20 @@ def demo(
     /,
     *,
     question: Annotated[str, Parameter(help="What to ask.")] = QUESTION,
-    nodes: Annotated[int, Parameter(help="How many daemons to start.")] = 3,
+    nodes: Annotated[int, Parameter(help="How many daemons to start.")] = 4,
     max_new_tokens: Annotated[int, Parameter(help="Length limit of the answer.")] = 64,
     timed_tokens: Annotated[int, Parameter(help="Tokens of the timed run.")] = 64,
     serve: Annotated[
         bool,
-        Parameter(negative=(), help="Then keep the swarm, with a gateway and a dashboard."),
+        Parameter(
+            negative=(), help="Then keep the swarm, with a gateway and a dashboard, and watch it."
+        ),
     ] = False,
     flags: SharedFlags | None = None,
 ) -> int:
-    """Start three daemons here, ask them a question, compare with local transformers.
+    """Start four daemons here, ask them a question, compare with local transformers.
 
+    Three hold the model; the fourth holds what node-2 does, which may be killed.
     Everything is computed in float32 with one thread per process. Ends with exit code 0 if every
     token is the same, and stops the daemons in any case.
     """
@@ -73,7 +78,7 @@ def demo(
         print(f"{NAME}: converted once, from its GGUF file\n", flush=True)
     folder = demo_model_path(config.cache_dir) if model is None else Path(model)
     checkpoint = open_checkpoint(str(folder), cache_dir=config.cache_dir)
-    spans = split_evenly(checkpoint.num_blocks, nodes)
+    spans = demo_spans(checkpoint.num_blocks, nodes)
     print(
         f"{checkpoint.name}: {checkpoint.num_blocks} blocks in float32 on "
         f"{len(spans)} daemons of this machine\n",
@@ -87,10 +92,18 @@ def demo(
     ):
         swarm = _ask_swarm(folder, daemons, prompts)
         if serve:
-            code = _compare(swarm, _ask_transformers(folder, prompts), len(spans))
-            serve_until_stopped(folder, daemons[0].addresses, Path(temporary), question)
+            code = _compare(swarm, _ask_transformers(folder, prompts))
+            serve_until_stopped(folder, daemons, FLAGS, Path(temporary), question)
             return code
-    return _compare(swarm, _ask_transformers(folder, prompts), len(spans))
+    return _compare(swarm, _ask_transformers(folder, prompts))
+
+
+def demo_spans(num_blocks: int, nodes: int) -> tuple[Span, ...]:
+    """Even parts; from four nodes on the last node holds what the second one does."""
+    if nodes < WITH_REPLICA:
+        return tuple(split_evenly(num_blocks, nodes))
+    spans = tuple(split_evenly(num_blocks, nodes - 1))
+    return (*spans, spans[min(1, len(spans) - 1)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +128,15 @@ class Prompt:
         return encode(tokenizer, [{"role": "user", "content": self.text}], template=template)
 
 
-def _ask_swarm(folder: Path, nodes: Sequence[LocalNode], prompts: Sequence[Prompt]) -> list[Answer]:
+@dataclass(frozen=True, slots=True)
+class SwarmAnswers:
+    """The last answer was timed; it came through `hops` daemons."""
+
+    answers: Sequence[Answer]
+    hops: int
+
+
+def _ask_swarm(folder: Path, nodes: Sequence[LocalNode], prompts: Sequence[Prompt]) -> SwarmAnswers:
     from nesa_node.client.model import AutoDistributedModelForCausalLM
     from nesa_node.engine.tokenizer import load_tokenizer
 
@@ -131,7 +152,7 @@ def _ask_swarm(folder: Path, nodes: Sequence[LocalNode], prompts: Sequence[Promp
                 answers.append(_ask(model, tokenizer, prompt, session=session))
                 hops = session.hops
         _print_chain(hops, nodes)
-    return answers
+    return SwarmAnswers(answers, len(hops))
 
 
 def _ask_transformers(folder: Path, prompts: Sequence[Prompt]) -> list[Answer]:
@@ -142,7 +163,9 @@ def _ask_transformers(folder: Path, prompts: Sequence[Prompt]) -> list[Answer]:
     from nesa_node.engine.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, trust_remote_code=False
+    )
     return [
         answer(model, tokenizer, prompt.encode(tokenizer), prompt.sampling(), out=None)
         for prompt in prompts
@@ -189,14 +212,15 @@ def _print_chain(hops: Sequence[Hop], nodes: Sequence[LocalNode]) -> None:
     print(f"  memory        {peaks} MiB at the peak of each daemon")
 
 
-def _compare(swarm: Sequence[Answer], local: Sequence[Answer], nodes: int) -> int:
-    mine = [token for one in swarm for token in one.token_ids]
+def _compare(swarm: SwarmAnswers, local: Sequence[Answer]) -> int:
+    answers, timed = swarm.answers, swarm.answers[-1]
+    mine = [token for one in answers for token in one.token_ids]
     theirs = [token for one in local for token in one.token_ids]
     equal = sum(a == b for a, b in zip(mine, theirs, strict=False))
     same = mine == theirs
     print(
-        f"  swarm         {swarm[-1].tokens_per_s:.1f} tokens/s through {nodes} daemons, "
-        f"{swarm[-1].first_token_s * 1000:.0f} ms to the first token\n"
+        f"  swarm         {timed.tokens_per_s:.1f} tokens/s through {swarm.hops} daemons, "
+        f"{timed.first_token_s * 1000:.0f} ms to the first token\n"
         f"  transformers  {local[-1].tokens_per_s:.1f} tokens/s in one process, "
         f"{local[-1].first_token_s * 1000:.0f} ms to the first token\n"
         f"  tokens equal local transformers: {'yes' if same else 'NO'} "

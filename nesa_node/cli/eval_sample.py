@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from nesa_node.cli.eval import GENERATED
 from nesa_node.core.errors import ConfigError
 from nesa_node.evaluation.choices import LEAST_ITEMS, Item, read_items
 from nesa_node.evaluation.encoding import first_tokens
-from nesa_node.evaluation.items import generate_items
+from nesa_node.evaluation.items import count_room, generate_items
 from nesa_node.evaluation.perplexity import LEAST_TOKENS, window_queries
 from nesa_node.evaluation.rows import Sample
 from nesa_node.evaluation.tasks import TABLE_1, Tasks
@@ -42,7 +43,13 @@ def choose_items(choices: str, passage: str, count: int, seed: int) -> Sequence[
     if count < LEAST_ITEMS:
         raise ConfigError(f"--items {count}: at least {LEAST_ITEMS}, or 0 for none")
     if choices == GENERATED:
-        return generate_items(passage, count=count, seed=seed)
+        room = count_room(passage)
+        if room < LEAST_ITEMS:
+            _warn("the text has too few passages for multiple-choice items: none are measured")
+            return ()
+        if room < count:
+            _warn(f"the text has room for {room} items, {count} are asked for: {room} are taken")
+        return generate_items(passage, count=min(count, room), seed=seed)
     return read_items(Path(choices).expanduser())[:count]
 
 
@@ -72,11 +79,13 @@ def make_sample(
             raise ConfigError(f"--tokens {tokens}: at least {LEAST_TOKENS}, or 0 for none")
         window_queries((), context=context, stride=stride)
         ids = first_tokens(tokenizer, passage, tokens)
-        if len(ids) < tokens:
-            raise ConfigError(
-                f"the text has {len(ids)} tokens, {tokens} are asked for: give a longer --text "
-                "or fewer --tokens"
-            )
+        if len(ids) < LEAST_TOKENS:
+            _warn(f"the text has {len(ids)} tokens, too few for a perplexity ({LEAST_TOKENS})")
+            ids = ()
+        elif len(ids) < tokens:
+            _warn(f"the text has {len(ids)} tokens, {tokens} are asked for: all are taken")
+        if not ids and not items and tasks is None:
+            raise ConfigError("the text is too short to measure anything: give a longer --text")
     return Sample(ids, context, stride, items, tasks)
 
 
@@ -88,3 +97,7 @@ def sample_text(sample: Sample) -> str:
     if sample.items:
         parts.append(f"{len(sample.items)} items of multiple choice")
     return f": {', '.join(parts)}" if parts else ""
+
+
+def _warn(text: str) -> None:
+    print(f"warning: {text}", file=sys.stderr)

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from nesa_node.core.decision_log import Decision
 
 LISTED = 20
+READ = 1000
+"""Of which repeats are folded."""
 
 
 def explain(
@@ -32,7 +34,7 @@ def explain(
     from nesa_node.core.decision_log import DecisionLog
 
     log = DecisionLog(default_decisions_path())
-    found = log.recent(LISTED) if name is None else log.find(name)
+    found = log.recent(LISTED if as_json else READ) if name is None else log.find(name)
     if as_json:
         json.dump([_plain(decision) for decision in found], sys.stdout, indent=2)
         print()
@@ -40,7 +42,7 @@ def explain(
     from nesa_node.cli.decision_view import print_decision, print_list
 
     if name is None:
-        print_list(found)
+        print_list(found[::-1], LISTED)
     else:
         for decision in found:
             print_decision(decision)

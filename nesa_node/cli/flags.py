@@ -45,37 +45,64 @@ class SharedFlags:
     initial_peers: Annotated[
         tuple[str, ...] | None,
         Parameter(
-            group=SWARM, negative=(), help="Addresses of swarm members: /ip4/IP/tcp/PORT/p2p/ID ..."
+            metavar="ADDRESS",
+            group=SWARM,
+            negative=(),
+            help="Members of the swarm: HOST:PORT or /ip4/IP/tcp/PORT/p2p/ID ... [default for "
+            "clients: a node of this machine, or the last swarm used]",
         ),
     ] = None
     swarm_key: Annotated[
         str | None,
-        Parameter(group=SWARM, help="Secret of a private swarm; @PATH reads it from a file."),
+        Parameter(
+            metavar="SECRET",
+            group=SWARM,
+            help="Secret of a private swarm; @PATH reads it from a file.",
+        ),
     ] = None
     step_timeout_s: Annotated[
-        str | None, Parameter(group=LIMITS, help="Seconds to wait for one step. [default: 30]")
+        str | None,
+        Parameter(
+            metavar="SECONDS", group=LIMITS, help="Seconds to wait for one step. [default: 30]"
+        ),
     ] = None
     torch_dtype: Annotated[
         DtypeName | None,
         Parameter(alias="--dtype", group=COMPUTE, help="Data type to compute in. [default: auto]"),
     ] = None
     device: Annotated[
-        str | None, Parameter(group=COMPUTE, help="auto, cpu, cuda or cuda:N. [default: auto]")
+        str | None,
+        Parameter(
+            metavar="DEVICE", group=COMPUTE, help="auto, cpu, cuda or cuda:N. [default: auto]"
+        ),
     ] = None
     threads: Annotated[
         str | None,
-        Parameter(group=COMPUTE, help="CPU threads for tensor work. [default: what is fastest]"),
+        Parameter(
+            metavar="INT",
+            group=COMPUTE,
+            help="CPU threads for tensor work. [default: what is fastest]",
+        ),
     ] = None
     revision: Annotated[
-        str | None, Parameter(group=COMPUTE, help="Branch, tag or commit of a hub model.")
+        str | None,
+        Parameter(metavar="REVISION", group=COMPUTE, help="Branch, tag or commit of a hub model."),
     ] = None
     token: Annotated[
         str | None,
-        Parameter(group=COMPUTE, help="Hub token for gated models; @PATH reads it. [HF_TOKEN]"),
+        Parameter(
+            metavar="SECRET",
+            group=COMPUTE,
+            help="Hub token for gated models; @PATH reads it. [HF_TOKEN]",
+        ),
     ] = None
     cache_dir: Annotated[
         str | None,
-        Parameter(group=COMPUTE, help="Folder for downloads. [default: ~/.cache/nesa-node]"),
+        Parameter(
+            metavar="PATH",
+            group=COMPUTE,
+            help="Folder for downloads. [default: ~/.cache/nesa-node]",
+        ),
     ] = None
     config: Annotated[
         Path | None, Parameter(group=OUTPUT, help="TOML file with any of these settings.")
@@ -89,6 +116,7 @@ class SharedFlags:
     otel_endpoint: Annotated[
         str | None,
         Parameter(
+            metavar="URL",
             group=OUTPUT,
             help="Send traces to this OpenTelemetry collector: http://127.0.0.1:4318.",
         ),
@@ -100,11 +128,14 @@ class SharedFlags:
 class AccessFlags(SharedFlags):
     api_key: Annotated[
         str | None,
-        Parameter(group=ACCESS, help="One key that lets in; @PATH reads it from a file."),
+        Parameter(
+            metavar="SECRET", group=ACCESS, help="One key that lets in; @PATH reads it from a file."
+        ),
     ] = None
     keys_path: Annotated[
         str | None,
         Parameter(
+            metavar="PATH",
             group=ACCESS,
             help="File of `nesa-node keys`. [default: ~/.local/state/nesa-node/keys.json]",
         ),
@@ -119,21 +150,30 @@ class AccessFlags(SharedFlags):
     ] = None
     requests_per_minute: Annotated[
         str | None,
-        Parameter(group=ACCESS, help="Of a key without a limit of its own. [default: any number]"),
+        Parameter(
+            metavar="INT",
+            group=ACCESS,
+            help="Of a key without a limit of its own. [default: any number]",
+        ),
     ] = None
     tokens_per_minute: Annotated[
         str | None,
-        Parameter(group=ACCESS, help="The same for tokens, of prompts and answers together."),
+        Parameter(
+            metavar="INT",
+            group=ACCESS,
+            help="The same for tokens, of prompts and answers together.",
+        ),
     ] = None
     concurrent_requests: Annotated[
-        str | None, Parameter(group=ACCESS, help="The same for requests at once.")
+        str | None, Parameter(metavar="INT", group=ACCESS, help="The same for requests at once.")
     ] = None
     max_request_bytes: Annotated[
-        str | None, Parameter(group=ACCESS, help="Largest body. [default: 8388608]")
+        str | None, Parameter(metavar="INT", group=ACCESS, help="Largest body. [default: 8388608]")
     ] = None
     cors_origins: Annotated[
         tuple[str, ...] | None,
         Parameter(
+            metavar="ORIGIN",
             group=ACCESS,
             negative=(),
             help="Let pages of this origin (https://app.example.org) ask; may be repeated.",
@@ -142,6 +182,7 @@ class AccessFlags(SharedFlags):
     host_names: Annotated[
         tuple[str, ...] | None,
         Parameter(
+            metavar="NAME",
             group=ACCESS,
             negative=(),
             help="Answer to this name, too: a LAN's or a proxy's; may be repeated.",
@@ -150,6 +191,7 @@ class AccessFlags(SharedFlags):
     trusted_proxies: Annotated[
         tuple[str, ...] | None,
         Parameter(
+            metavar="NETWORK",
             group=ACCESS,
             negative=(),
             help="Believe X-Forwarded-For and -Proto of this IP address or network; may be "
@@ -164,6 +206,7 @@ class MetricsFlags(SharedFlags):
     metrics: Annotated[
         str | None,
         Parameter(
+            metavar="HOST:PORT",
             group=OUTPUT,
             help="Tell Prometheus there, under /metrics: 127.0.0.1:9400. [default: nowhere]",
         ),
@@ -199,6 +242,7 @@ class ClientFlags(SharedFlags):
     quality: Annotated[
         str | None,
         Parameter(
+            metavar="QUALITY",
             group=SWARM,
             help="What compression may lose on slow links: exact, high, balanced, or a codec's "
             "name for all links. [default: exact]",
@@ -229,23 +273,38 @@ class ClientFlags(SharedFlags):
 @dataclass(frozen=True, kw_only=True)
 class GatewayFlags(ClientFlags, AccessFlags, MetricsFlags):
     listen: Annotated[
-        str | None, Parameter(group=ACCESS, help="Where to serve. [default: 127.0.0.1:8000]")
+        str | None,
+        Parameter(
+            metavar="HOST:PORT", group=ACCESS, help="Where to serve. [default: 127.0.0.1:8000]"
+        ),
     ] = None
     max_connections: Annotated[
-        str | None, Parameter(group=LIMITS, help="Clients connected at once. [default: 1024]")
+        str | None,
+        Parameter(metavar="INT", group=LIMITS, help="Clients connected at once. [default: 1024]"),
     ] = None
     max_new_tokens: Annotated[
         str | None,
         Parameter(
-            group=LIMITS, help="Cut answers after so many tokens. [default: what the context holds]"
+            metavar="INT",
+            group=LIMITS,
+            help="Cut answers after so many tokens. [default: what the context holds]",
         ),
     ] = None
     default_new_tokens: Annotated[
         str | None,
         Parameter(
+            metavar="INT",
             group=LIMITS,
             help="Tokens that an answer may have where its request names no number. "
             "[default: 4096, or what the context holds]",
+        ),
+    ] = None
+    discovered_disk_gib: Annotated[
+        str | None,
+        Parameter(
+            group=LIMITS,
+            help="Disk for models that are found without --model, in GiB; the least recently used "
+            "go first. [default: 20]",
         ),
     ] = None
     generation_config: Annotated[
@@ -259,15 +318,22 @@ class GatewayFlags(ClientFlags, AccessFlags, MetricsFlags):
     keepalive_s: Annotated[
         str | None,
         Parameter(
-            group=LIMITS, help="Seconds of silence until a stream gets a comment. [default: 10]"
+            metavar="SECONDS",
+            group=LIMITS,
+            help="Seconds of silence until a stream gets a comment. [default: 10]",
         ),
     ] = None
     grace_s: Annotated[
         str | None,
-        Parameter(group=LIMITS, help="Seconds that running answers get when stopped. [default: 5]"),
+        Parameter(
+            metavar="SECONDS",
+            group=LIMITS,
+            help="Seconds that running answers get when stopped. [default: 5]",
+        ),
     ] = None
     ready_file: Annotated[
-        str | None, Parameter(group=OUTPUT, help="Write a JSON file there once it serves.")
+        str | None,
+        Parameter(metavar="PATH", group=OUTPUT, help="Write a JSON file there once it serves."),
     ] = None
 
 
@@ -276,15 +342,25 @@ class GatewayFlags(ClientFlags, AccessFlags, MetricsFlags):
 class DashboardFlags(AccessFlags):
     listen: Annotated[
         str | None,
-        Parameter(group=ACCESS, help="Where browsers find the page. [default: 127.0.0.1:8080]"),
+        Parameter(
+            metavar="HOST:PORT",
+            group=ACCESS,
+            help="Where browsers find the page. [default: 127.0.0.1:8080]",
+        ),
     ] = None
     look_every_s: Annotated[
         str | None,
-        Parameter(group=OUTPUT, help="Seconds between two looks at the swarm. [default: 2.5]"),
+        Parameter(
+            metavar="SECONDS",
+            group=OUTPUT,
+            help="Seconds between two looks at the swarm. [default: 2.5]",
+        ),
     ] = None
     max_viewers: Annotated[
         str | None,
-        Parameter(group=LIMITS, help="Open pages that are kept up to date. [default: 16]"),
+        Parameter(
+            metavar="INT", group=LIMITS, help="Open pages that are kept up to date. [default: 16]"
+        ),
     ] = None
 
 
@@ -333,6 +409,9 @@ def configure(cls: type[_Config], flags: SharedFlags | None, **more: object) -> 
 
     Sets up logging as it says. Raises `ConfigError`.
     """
+    from nesa_node.cli.memory_limits import check_address_space
+
+    check_address_space()
     from nesa_node.core.config_sources import load_config
     from nesa_node.core.logging import setup_logging
 

@@ -13,15 +13,18 @@ from nesa_node.api.allocator import share_memory
 from nesa_node.api.answering.closing import Closing
 from nesa_node.api.app import make_app
 from nesa_node.api.requests import Requests
-from nesa_node.api.serving.locating import locate
+from nesa_node.api.serving.grammar_checker import GrammarChecker
+from nesa_node.api.serving.locating import locate, open_discovered
 from nesa_node.api.serving.looking import open_look
 from nesa_node.api.serving.metrics import GatewayMetrics
 from nesa_node.api.serving.models import Models
 from nesa_node.api.serving.served_model import ServedModel, open_served_model
 from nesa_node.cli.leash import leash
 from nesa_node.client.activity import ActivityBook
+from nesa_node.client.opening import open_named
 from nesa_node.core.config import GatewayConfig
 from nesa_node.core.http_address import HttpAddress
+from nesa_node.core.ids import ModelId
 from nesa_node.core.logging import get_logger
 from nesa_node.core.metrics import Sample, Sources
 from nesa_node.dashboard.app import Dashboard
@@ -71,19 +74,25 @@ async def serve_gateway(
         sources = told or Sources(__version__)
         page = Dashboard(activity=activity, playground=True, max_viewers=MAX_VIEWERS)
 
-        async def open_model(name: str) -> ServedModel:
-            return await asyncio.to_thread(
-                open_served_model,
-                config,
-                name,
-                activity=activity,
-                metrics=metrics,
-                advice=config.generation_config,
-            )
+        load = partial(
+            open_served_model,
+            config,
+            activity=activity,
+            metrics=metrics,
+            advice=config.generation_config,
+        )
+
+        async def open_model(name: str, ids: frozenset[ModelId] | None) -> ServedModel:
+            if ids is not None:
+                return await asyncio.to_thread(open_discovered, config, name, ids, load)
+            return await asyncio.to_thread(lambda: load(open_named(config, name)))
 
         models = Models(
             config.offered, look=look, open_model=open_model, locate=partial(locate, config)
         )
+        grammars = GrammarChecker()
+        stack.push_async_callback(grammars.close)
+        await grammars.start()
         stack.push_async_callback(models.close)
         await ending.unless(models.open_given())
         if ending.asked:
@@ -94,7 +103,12 @@ async def serve_gateway(
         told_of = about(swarm, "gateway", sources.version), partial(_of_models, models, swarm)
         stack.enter_context(sources.adding(metrics.samples, *told_of))
         app = make_app(
-            models, config, closing=closing, metrics=MetricsPage(sources), pages=page.routes()
+            models,
+            config,
+            grammars=grammars,
+            closing=closing,
+            metrics=MetricsPage(sources),
+            pages=page.routes(),
         )
         address = await stack.enter_async_context(
             serve_gated(

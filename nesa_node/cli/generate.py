@@ -15,6 +15,7 @@ from nesa_node.cli.flags import (
     SamplingFlags,
     configure,
 )
+from nesa_node.cli.interrupts import leaving_at_once
 from nesa_node.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -41,19 +42,26 @@ def generate(
 
     Takes the most likely token each time, unless --temperature or --top-p is given.
     """
-    from nesa_node.cli.client_model import open_client_model, require_model_and_peers
+    from nesa_node.cli.client_model import (
+        open_client_model,
+        remember_swarm,
+        require_model,
+        with_peers,
+    )
     from nesa_node.core.config import ClientConfig
 
     config = configure(ClientConfig, flags, model=model)
     chosen = (sampling or SamplingFlags()).check()
     if max_new_tokens < 1:
         raise ConfigError("--max-new-tokens must be at least 1")
-    require_model_and_peers(config)
+    require_model(config)
+    config = with_peers(config, config.model)
     text = sys.stdin.read() if prompt is None else prompt
     if not text.strip():
         raise ConfigError("the prompt is empty: give it as an argument or on stdin")
 
-    from nesa_node.cli.text import Sampling, answer, encode
+    with leaving_at_once():
+        from nesa_node.cli.text import Sampling, answer, encode
 
     distributed, tokenizer = open_client_model(config)
     with distributed:
@@ -67,6 +75,7 @@ def generate(
             result = answer(
                 distributed, tokenizer, ids_1L, options, out=sys.stdout, session=session
             )
+            remember_swarm(config, config.model)
             _print_figures(result, ids_1L.shape[1], session)
     return 0
 

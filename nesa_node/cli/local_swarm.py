@@ -28,10 +28,13 @@ class LocalNode:
     name: str
     process: subprocess.Popen[bytes]
     log_path: Path
+    ready_file: Path
     peer_id: str
     addresses: tuple[str, ...]
     span: Span
     ready_s: float
+    command: tuple[str, ...] = ()
+    """What started it, without initial peers."""
 
     def peak_memory_bytes(self) -> int:
         """The most resident memory so far (Linux); 0 where that is unknown."""
@@ -80,6 +83,7 @@ class StartingNode:
     ready_file: Path
     log_path: Path
     started: float
+    command: tuple[str, ...]
 
 
 def start_node(
@@ -122,7 +126,7 @@ def _launch(
             # Ctrl-C in the terminal must reach us alone: we stop the daemons in order.
             start_new_session=True,
         )
-    return StartingNode(name, process, ready_file, log_path, started)
+    return StartingNode(name, process, ready_file, log_path, started, tuple(command))
 
 
 def _environment() -> dict[str, str]:
@@ -143,10 +147,12 @@ def wait_until_serving(node: StartingNode, deadline: float) -> LocalNode:
         name=node.name,
         process=node.process,
         log_path=node.log_path,
+        ready_file=node.ready_file,
         peer_id=ready["peer_id"],
         addresses=tuple(ready["addresses"]),
         span=Span(*ready["span"]),
         ready_s=node.ready_file.stat().st_mtime - node.started,
+        command=node.command,
     )
 
 

@@ -15,12 +15,15 @@ class PeerFlags(MetricsFlags):
     identity_path: Annotated[
         str | None,
         Parameter(
-            group=SWARM, help="Key file of this node. [default: ~/.config/nesa-node/identity.key]"
+            metavar="PATH",
+            group=SWARM,
+            help="Key file of this node. [default: ~/.config/nesa-node/identity.key]",
         ),
     ] = None
     host_maddrs: Annotated[
         tuple[str, ...] | None,
         Parameter(
+            metavar="ADDRESS",
             group=SWARM,
             negative=(),
             help="Where to listen. [default: /ip4/0.0.0.0/tcp/0 /ip6/::/tcp/0]",
@@ -28,13 +31,20 @@ class PeerFlags(MetricsFlags):
     ] = None
     announce_maddrs: Annotated[
         tuple[str, ...] | None,
-        Parameter(group=SWARM, negative=(), help="Addresses to tell others, behind a NAT."),
+        Parameter(
+            metavar="ADDRESS",
+            group=SWARM,
+            negative=(),
+            help="Addresses to tell others, behind a NAT.",
+        ),
     ] = None
     public_name: Annotated[
-        str | None, Parameter(group=SWARM, help="Name to show in the swarm's table.")
+        str | None,
+        Parameter(metavar="NAME", group=SWARM, help="Name to show in the swarm's table."),
     ] = None
     ready_file: Annotated[
-        str | None, Parameter(group=OUTPUT, help="Write a JSON file there once it serves.")
+        str | None,
+        Parameter(metavar="PATH", group=OUTPUT, help="Write a JSON file there once it serves."),
     ] = None
     nat_port_map: Annotated[
         bool | None, Parameter(group=SWARM, negative=(), help="Ask the router for a port by UPnP.")
@@ -52,15 +62,37 @@ class PeerFlags(MetricsFlags):
     ] = None
     allow_peers: Annotated[
         tuple[str, ...] | None,
-        Parameter(group=LIMITS, negative=(), help="Serve only this peer id; may be repeated."),
+        Parameter(
+            metavar="PEER",
+            group=LIMITS,
+            negative=(),
+            help="Serve only this peer id; may be repeated.",
+        ),
     ] = None
     deny_peers: Annotated[
         tuple[str, ...] | None,
-        Parameter(group=LIMITS, negative=(), help="Never serve this peer id; may be repeated."),
+        Parameter(
+            metavar="PEER",
+            group=LIMITS,
+            negative=(),
+            help="Never serve this peer id; may be repeated.",
+        ),
+    ] = None
+    join_timeout_s: Annotated[
+        str | None,
+        Parameter(
+            metavar="SECONDS",
+            group=SWARM,
+            help="Seconds to wait for initial peers that do not run yet. [default: 60]",
+        ),
     ] = None
     record_ttl_s: Annotated[
         str | None,
-        Parameter(group=LIMITS, help="Seconds until a crashed node is forgotten. [default: 60]"),
+        Parameter(
+            metavar="SECONDS",
+            group=LIMITS,
+            help="Seconds until a crashed node is forgotten. [default: 60]",
+        ),
     ] = None
 
 
@@ -70,6 +102,7 @@ class OrchestratorFlags(PeerFlags):
     allow_orchestrators: Annotated[
         tuple[str, ...] | None,
         Parameter(
+            metavar="PEER",
             group=ORCHESTRATION,
             negative=(),
             help="Follow these peer ids' placements without finding the gain oneself, and yield "
@@ -79,12 +112,15 @@ class OrchestratorFlags(PeerFlags):
     orchestrate_every_s: Annotated[
         str | None,
         Parameter(
-            group=ORCHESTRATION, help="Seconds between two looks at the swarm. [default: 30]"
+            metavar="SECONDS",
+            group=ORCHESTRATION,
+            help="Seconds between two looks at the swarm. [default: 30]",
         ),
     ] = None
     learn_every_s: Annotated[
         str | None,
         Parameter(
+            metavar="SECONDS",
             group=ORCHESTRATION,
             help="Seconds between two studies of the stored snapshots, which tune the greedy rule "
             "and precompute schemas; each takes minutes of a processor. [default: 3600]",
@@ -93,6 +129,7 @@ class OrchestratorFlags(PeerFlags):
     lease_ttl_s: Annotated[
         str | None,
         Parameter(
+            metavar="SECONDS",
             group=ORCHESTRATION,
             help="Seconds until another follows an orchestrator that died. [default: 60]",
         ),
@@ -103,11 +140,14 @@ class OrchestratorFlags(PeerFlags):
     ] = None
     replicas: Annotated[
         str | None,
-        Parameter(group=ORCHESTRATION, help="Holders wanted for every block. [default: 2]"),
+        Parameter(
+            metavar="INT", group=ORCHESTRATION, help="Holders wanted for every block. [default: 2]"
+        ),
     ] = None
     decisions_path: Annotated[
         str | None,
         Parameter(
+            metavar="PATH",
             group=ORCHESTRATION,
             help="File of what was decided and why, for `nesa-node explain`. "
             "[default: ~/.local/state/nesa-node/decisions.db]",
@@ -116,6 +156,7 @@ class OrchestratorFlags(PeerFlags):
     snapshots_dir: Annotated[
         str | None,
         Parameter(
+            metavar="PATH",
             group=ORCHESTRATION,
             help="Folder for the swarm's snapshots, for `nesa-node simulate --replay FILE`. "
             "[default: ~/.local/state/nesa-node/snapshots]",
@@ -124,6 +165,7 @@ class OrchestratorFlags(PeerFlags):
     http: Annotated[
         str | None,
         Parameter(
+            metavar="HOST:PORT",
             group=ORCHESTRATION,
             help="Serve a page about the swarm there: 127.0.0.1:8080. [default: nowhere]",
         ),
@@ -144,6 +186,7 @@ class NodeFlags(OrchestratorFlags):
     api: Annotated[
         str | None,
         Parameter(
+            metavar="HOST:PORT",
             group=ACCESS,
             help="Serve OpenAI's API, too, in a process of its own: --api alone is 127.0.0.1:8000. "
             "Its other settings are those of `nesa-node api`, from the environment or --config.",
@@ -160,12 +203,18 @@ class NodeFlags(OrchestratorFlags):
     follow_every_s: Annotated[
         str | None,
         Parameter(
-            group=ORCHESTRATION, help="Seconds between two looks at placements. [default: 15]"
+            metavar="SECONDS",
+            group=ORCHESTRATION,
+            help="Seconds between two looks at placements. [default: 15]",
         ),
     ] = None
     num_blocks: Annotated[
         str | None,
-        Parameter(group=COMPUTE, help="Blocks to hold, or auto: as many as fit. [default: auto]"),
+        Parameter(
+            metavar="INT|auto",
+            group=COMPUTE,
+            help="Blocks to hold, or auto: as many as fit. [default: auto]",
+        ),
     ] = None
     quant_type: Annotated[
         QuantType | None,
@@ -175,24 +224,32 @@ class NodeFlags(OrchestratorFlags):
         ),
     ] = None
     block_indices: Annotated[
-        str | None, Parameter(group=COMPUTE, help="Exactly these blocks, half-open: a:b.")
+        str | None,
+        Parameter(metavar="A:B", group=COMPUTE, help="Exactly these blocks, half-open: a:b."),
     ] = None
     attn_cache_tokens: Annotated[
-        str | None, Parameter(group=LIMITS, help="Tokens that all sessions may keep together.")
+        str | None,
+        Parameter(metavar="INT", group=LIMITS, help="Tokens that all sessions may keep together."),
     ] = None
     max_disk_gib: Annotated[
-        str | None, Parameter(group=LIMITS, help="Largest download of model files, in GiB.")
+        str | None,
+        Parameter(metavar="GIB", group=LIMITS, help="Largest download of model files, in GiB."),
     ] = None
-    max_sessions_per_peer: Annotated[str | None, Parameter(group=LIMITS, help="[default: 64]")] = (
-        None
-    )
+    max_sessions_per_peer: Annotated[
+        str | None, Parameter(metavar="INT", group=LIMITS, help="[default: 64]")
+    ] = None
     max_cache_tokens_per_peer: Annotated[
         str | None,
-        Parameter(group=LIMITS, help="[default: half of the cache, or one of the longest session]"),
+        Parameter(
+            metavar="INT",
+            group=LIMITS,
+            help="[default: half of the cache, or one of the longest session]",
+        ),
     ] = None
     trusted_peers: Annotated[
         tuple[str, ...] | None,
         Parameter(
+            metavar="PEER",
             alias="--trust",
             group=LIMITS,
             negative=(),
@@ -200,34 +257,54 @@ class NodeFlags(OrchestratorFlags):
         ),
     ] = None
     idle_timeout_s: Annotated[
-        str | None, Parameter(group=LIMITS, help="Seconds until an idle session is closed. [600]")
+        str | None,
+        Parameter(
+            metavar="SECONDS", group=LIMITS, help="Seconds until an idle session is closed. [600]"
+        ),
     ] = None
     drain_timeout_s: Annotated[
         str | None,
-        Parameter(group=LIMITS, help="Seconds that running steps get when stopped. [default: 30]"),
+        Parameter(
+            metavar="SECONDS",
+            group=LIMITS,
+            help="Seconds that running steps get when stopped. [default: 30]",
+        ),
     ] = None
     max_moves_per_hour: Annotated[
         str | None,
         Parameter(
+            metavar="INT",
             group=LIMITS,
             help="How often it may change its blocks; with --block-indices never. [default: 4]",
         ),
     ] = None
     move_pause_s: Annotated[
         str | None,
-        Parameter(group=LIMITS, help="Seconds between two such changes. [default: 120]"),
+        Parameter(
+            metavar="SECONDS", group=LIMITS, help="Seconds between two such changes. [default: 120]"
+        ),
     ] = None
     rebalance_every_s: Annotated[
         str | None,
         Parameter(
-            group=LIMITS, help="Seconds between looks for blocks nobody holds. [default: 60]"
+            metavar="SECONDS",
+            group=LIMITS,
+            help="Seconds between looks for blocks nobody holds. [default: 60]",
         ),
     ] = None
     ping_every_s: Annotated[
         str | None,
-        Parameter(group=SWARM, help="Seconds between two pings of other nodes. [default: 6]"),
+        Parameter(
+            metavar="SECONDS",
+            group=SWARM,
+            help="Seconds between two pings of other nodes. [default: 6]",
+        ),
     ] = None
     location: Annotated[
         str | None,
-        Parameter(group=SWARM, help="Where this machine is, as LATITUDE,LONGITUDE in degrees."),
+        Parameter(
+            metavar="LAT,LON",
+            group=SWARM,
+            help="Where this machine is, as LATITUDE,LONGITUDE in degrees.",
+        ),
     ] = None

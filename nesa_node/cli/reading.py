@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nesa_node.core.config import ClientConfig
+from nesa_node.core.waiting import waiting
 from nesa_node.swarm.identity import Identity
 from nesa_node.swarm.node import Swarm, open_swarm
 from nesa_node.swarm.records import NodeRecord
+from nesa_node.swarm.shelf import FETCH_TIMEOUT_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +30,8 @@ async def read_swarm(config: ClientConfig) -> SwarmReading:
     Raises `BootstrapError` if none of the initial peers answers.
     """
     async with joined_reader(config) as swarm:
-        records = await swarm.directory.fetch_all()
+        with waiting("the DHT's records of all nodes", limit_s=FETCH_TIMEOUT_S):
+            records = await swarm.directory.fetch_all()
         return SwarmReading(tuple(records), dict(swarm.directory.dropped))
 
 

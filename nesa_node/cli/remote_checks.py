@@ -36,7 +36,8 @@ def check_peers(config: ClientConfig) -> Iterator[Finding]:
     try:
         findings = asyncio.run(_dial_all(config.initial_peers))
     except NesaError as error:
-        yield Finding("fail", "peers", str(error), "libp2p's daemon must run here first")
+        advice = "libp2p's daemon must run here, and one of the peers there"
+        yield Finding("fail", "peers", str(error), advice)
         return
     yield from findings
     if not any(finding.level == "ok" for finding in findings):
@@ -51,9 +52,11 @@ def check_peers(config: ClientConfig) -> Iterator[Finding]:
 
 async def _dial_all(addresses: tuple[str, ...]) -> list[Finding]:
     from nesa_node.swarm.identity import Identity
+    from nesa_node.swarm.peer_lookup import with_peer_ids
     from nesa_node.swarm.transport import open_transport
 
     findings = []
+    addresses = await with_peer_ids(addresses)
     with tempfile.TemporaryDirectory(prefix="nesa-doctor-") as folder:
         async with open_transport(Identity.ephemeral(Path(folder)), listen=False) as transport:
             for address in addresses:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from nesa_node.cli.flags import ModelArgument, configure
+from nesa_node.cli.interrupts import leaving_at_once
 from nesa_node.cli.peer_flags import NodeFlags
 from nesa_node.cli.with_metrics import with_metrics
 from nesa_node.cli.with_page import with_page
@@ -18,9 +19,10 @@ def run(model: ModelArgument = None, /, *, flags: NodeFlags | None = None) -> in
     from nesa_node.core.config import NodeConfig
 
     config = configure(NodeConfig, flags, model=model)
-    from nesa_node.cli.with_api import with_api
-    from nesa_node.server.daemon import run_node
-    from nesa_node.swarm import event_loop
+    with leaving_at_once():
+        from nesa_node.cli.with_api import with_api
+        from nesa_node.server.daemon import run_node
+        from nesa_node.swarm import event_loop
 
     beside = with_api(config, None if flags is None else flags.config)
     event_loop.run(

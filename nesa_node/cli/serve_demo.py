@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import shlex
+import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from nesa_node.cli.local_swarm import stop_nodes
+from nesa_node.cli.local_swarm import LocalNode, stop_nodes
 from nesa_node.core.errors import SwarmError
 from nesa_node.core.http_address import HttpAddress
 
@@ -21,12 +22,14 @@ _POLL_S = 0.1
 
 
 def serve_until_stopped(
-    model: Path, initial_peers: Sequence[str], folder: Path, question: str
+    model: Path, nodes: Sequence[LocalNode], flags: Sequence[str], folder: Path, question: str
 ) -> None:
-    """Run a gateway until Ctrl-C, and say where. `folder` takes its log and its ready file.
+    """Run a gateway until Ctrl-C, and say where, and which of `nodes` die meanwhile.
 
-    Raises `SwarmError` with the end of its log if it does not come to serve, or ends by itself.
+    `folder` takes its log and its ready file; `flags` are those of the nodes. Raises `SwarmError`
+    with the end of its log if it does not come to serve, or ends by itself.
     """
+    initial_peers = [address for node in nodes for address in node.addresses]
     ready, log_path = folder / "gateway.json", folder / "gateway.log"
     command = [sys.executable, "-m", "nesa_node", "api", "--while-stdin"]
     command += ["--model", str(model), "--initial-peers", *initial_peers, "--threads", "1"]
@@ -43,13 +46,59 @@ def serve_until_stopped(
         )
     try:
         url = _wait_until_serving(process, ready, log_path)
-        print(_words(url, model.name, question), flush=True)
-        process.wait()
+        print(_words(url, model.name, question, nodes), flush=True)
+        supervisor = Supervisor(nodes, flags)
+        while process.poll() is None:
+            for line in supervisor.look():
+                print(line, flush=True)
+            time.sleep(_POLL_S)
         raise SwarmError(f"the gateway has ended:\n{_tail(log_path)}")
     finally:
         stop_nodes([process])
         if process.stdin is not None:
             process.stdin.close()
+
+
+class Supervisor:
+    """Notices which nodes have died, and which were started again. Starts none itself."""
+
+    def __init__(self, nodes: Sequence[LocalNode], flags: Sequence[str]) -> None:
+        self._nodes = nodes
+        self._flags = flags
+        self._dead: set[str] = set()
+        self._back: set[str] = set()
+
+    def look(self) -> Iterator[str]:
+        """What has happened since the last look, as lines for people."""
+        for node in self._nodes:
+            if node.name not in self._dead and node.process.poll() is not None:
+                self._dead.add(node.name)
+                # What a killed daemon leaves; its successor writes it anew.
+                node.ready_file.unlink(missing_ok=True)
+                yield self._obituary(node)
+            elif node.name in self._dead - self._back and node.ready_file.exists():
+                self._back.add(node.name)
+                yield f"  {node.name} serves again"
+
+    def _obituary(self, node: LocalNode) -> str:
+        alive = [each for each in self._nodes if each.process.poll() is None]
+        holders = [each.name for each in alive if each.span == node.span]
+        left = f"{', '.join(holders)} goes on with them" if holders else "no other node holds them"
+        lines = f"\n  {node.name} has ended ({_cause(node.process.returncode)}); it held blocks "
+        lines += f"{node.span}: {left}."
+        if not alive:
+            return f"{lines} No node is left: stop the demo with Ctrl-C, and start it again.\n"
+        return (
+            f"{lines} In another terminal this starts it again:\n\n  {self._again(node, alive)}\n"
+        )
+
+    def _again(self, node: LocalNode, alive: Sequence[LocalNode]) -> str:
+        peers = [address for each in alive for address in each.addresses]
+        return shlex.join([*node.command, *self._flags, "--initial-peers", *peers])
+
+
+def _cause(returncode: int) -> str:
+    return signal.Signals(-returncode).name if returncode < 0 else f"exit code {returncode}"
 
 
 def _free_address() -> HttpAddress:
@@ -73,7 +122,7 @@ def _wait_until_serving(process: subprocess.Popen[bytes], ready: Path, log_path:
     return url
 
 
-def _words(url: str, name: str, question: str) -> str:
+def _words(url: str, name: str, question: str, nodes: Sequence[LocalNode]) -> str:
     # As the demo asked. A model this small that draws its words may not find an end.
     messages = [{"role": "user", "content": question}]
     body = {"model": name, "messages": messages, "temperature": 0, "max_tokens": 64}
@@ -82,8 +131,19 @@ def _words(url: str, name: str, question: str) -> str:
         f"  dashboard     {url}/\n\n"
         f"  curl -s {url}/v1/chat/completions -H 'Content-Type: application/json' "
         f"-d {shlex.quote(json.dumps(body, ensure_ascii=False))}\n\n"
+        f"{_how_to_kill(nodes)}"
         "  Ctrl-C stops it and the daemons."
     )
+
+
+def _how_to_kill(nodes: Sequence[LocalNode]) -> str:
+    spans = [node.span for node in nodes]
+    spare = [node for node in nodes if spans.count(node.span) > 1]
+    if not spare:
+        return ""
+    names = " and ".join(node.name for node in spare)
+    kills = "".join(f"  kill -9 {node.process.pid}   # {node.name}\n" for node in spare)
+    return f"  {names} hold the same blocks: an answer goes on where one is killed\n\n{kills}\n"
 
 
 def _tail(path: Path, lines: int = 15) -> str:

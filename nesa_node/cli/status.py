@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from nesa_node.cli.flags import OUTPUT, ClientFlags, configure
+from nesa_node.cli.interrupts import leaving_at_once
 
 if TYPE_CHECKING:
     from nesa_node.core.config import ClientConfig
@@ -39,17 +40,18 @@ def status(
     """
     import asyncio
 
-    from nesa_node.cli.client_model import require_peers
+    from nesa_node.cli.client_model import remember_swarm, with_peers
     from nesa_node.core.config import ClientConfig
 
-    config = configure(ClientConfig, flags, model=model)
-    require_peers(config)
-    from nesa_node.cli.reading import read_swarm
-    from nesa_node.cli.swarm_view import group_by_model, print_dropped, print_models, to_json
+    config = with_peers(configure(ClientConfig, flags, model=model), model)
+    with leaving_at_once():
+        from nesa_node.cli.reading import read_swarm
+        from nesa_node.cli.swarm_view import group_by_model, print_dropped, print_models, to_json
 
     if watch is not None:
         return _watch(config, watch, as_json=as_json)
     reading = asyncio.run(read_swarm(config))
+    remember_swarm(config, config.model)
     models = group_by_model(reading.records, config.model)
     if as_json:
         json.dump(to_json(models), sys.stdout, indent=2)

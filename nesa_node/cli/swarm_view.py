@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import isnan
 from typing import Literal, TextIO
 
 from rich.console import Console, Group, RenderableType
@@ -12,8 +13,10 @@ from rich.table import Table
 from rich.text import Text
 
 from nesa_node.cli.client_model import short_peer
+from nesa_node.core.ids import PeerId
 from nesa_node.core.span import Span
-from nesa_node.swarm.records import NodeRecord
+from nesa_node.swarm.records import NodeRecord, agreed_blocks
+from nesa_node.topology.packed import peer_digest
 from nesa_node.topology.snapshot import count_holders, zero_runs
 
 MAX_COVERAGE_CHARS = 60
@@ -25,11 +28,16 @@ _STATE_STYLES = {"serving": "green", "joining": "yellow", "draining": "yellow"}
 
 @dataclass(frozen=True, slots=True)
 class ModelView:
-    """The nodes of one model id, ordered by their spans."""
+    """The nodes of one model id, ordered by their spans.
+
+    `disagreeing` more speak of another number of blocks; one of the two must be wrong, and which
+    one cannot be told without the checkpoint.
+    """
 
     model_id: str
     num_blocks: int
     records: tuple[NodeRecord, ...]
+    disagreeing: int = 0
 
     @property
     def coverage(self) -> tuple[int, ...]:
@@ -65,14 +73,18 @@ def group_by_model(records: Iterable[NodeRecord], wanted: str | None = None) -> 
     for record in records:
         if record.state != "withdrawn" and (wanted is None or _is(record, wanted)):
             groups.setdefault(record.model_id, []).append(record)
-    return [
-        ModelView(
-            model_id=model_id,
-            num_blocks=max(record.num_blocks for record in group),
-            records=tuple(sorted(group, key=lambda record: (record.span, record.peer_id))),
-        )
-        for model_id, group in sorted(groups.items())
-    ]
+    return [_model_view(model_id, group) for model_id, group in sorted(groups.items())]
+
+
+def _model_view(model_id: str, group: Sequence[NodeRecord]) -> ModelView:
+    num_blocks = agreed_blocks(group)
+    agreed = [record for record in group if record.num_blocks == num_blocks]
+    return ModelView(
+        model_id=model_id,
+        num_blocks=num_blocks,
+        records=tuple(sorted(agreed, key=lambda record: (record.span, record.peer_id))),
+        disagreeing=len(group) - len(agreed),
+    )
 
 
 def _is(record: NodeRecord, wanted: str) -> bool:
@@ -86,10 +98,34 @@ def to_json(models: Sequence[ModelView]) -> list[dict[str, object]]:
             "model_id": model.model_id,
             "num_blocks": model.num_blocks,
             "coverage": list(model.coverage),
+            "disagreeing_nodes": model.disagreeing,
             "holes": [[hole.start, hole.end] for hole in model.holes],
-            "nodes": [record.model_dump(mode="json") for record in model.records],
+            "nodes": _plain_nodes(model.records),
         }
         for model in models
+    ]
+
+
+def _plain_nodes(records: Sequence[NodeRecord]) -> list[dict[str, object]]:
+    """The records as JSON has it. Links name their peer where that is one of `records`."""
+    peers = {peer_digest(PeerId(record.peer_id)): record.peer_id for record in records}
+    return [
+        record.model_dump(mode="json", exclude={"measured"})
+        | {
+            "measured": [
+                {
+                    "peer_id": peers.get(link.digest),
+                    "peer_digest": link.digest.hex(),
+                    "rtt_ms": round(link.rtt_ms, 3),
+                    "rate_bytes_per_s": (
+                        None if isnan(link.rate_bytes_per_s) else round(link.rate_bytes_per_s)
+                    ),
+                    "age_s": round(link.age_s, 1),
+                }
+                for link in record.measured_links()
+            ]
+        }
+        for record in records
     ]
 
 
@@ -142,6 +178,12 @@ def _model_parts(model: ModelView, gone: Sequence[Gone], *, width: int) -> Itera
         yield Text(f"holes     {names}: nobody serves these blocks", style="bold red")
     else:
         yield Text("holes     none", style="green")
+    if model.disagreeing:
+        yield Text(
+            f"left out  {model.disagreeing} more speak of another number of blocks than "
+            f"{model.num_blocks}",
+            style="yellow",
+        )
 
 
 def _table(records: Sequence[NodeRecord], gone: Sequence[Gone], *, width: int) -> Table:

@@ -13,6 +13,8 @@ from typing import Any, TextIO
 import torch
 from transformers import PreTrainedTokenizerBase, TextStreamer
 
+from nesa_node.core.plain_text import plain_lines
+
 Message = dict[str, str]
 
 
@@ -69,6 +71,8 @@ class _TimedStreamer(TextStreamer):
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         if self.out is not None:
+            # Nodes compute these words: to a terminal they may be commands.
+            text = plain_lines(text) if self.out.isatty() else text
             print(text, end="\n" if stream_end else "", flush=True, file=self.out)
 
 

@@ -13,6 +13,7 @@ from typing import Literal, Protocol
 
 from nesa_node.client.inference import InferenceSession
 from nesa_node.core.ids import ModelId, PeerId
+from nesa_node.core.waiting import Wait, Waits, current_waits
 from nesa_node.routing.chains import Hop
 
 SessionState = Literal["waiting", "prefill", "decode"]
@@ -33,6 +34,10 @@ class SessionActivity:
     tokens_per_s: float
     """Over the last seconds."""
     failovers: int
+    waits_for: Wait | None = None
+    """What holds it up, if that has lasted two seconds."""
+    failed: tuple[tuple[PeerId, float], ...] = ()
+    """Nodes that failed it, with the time when they did so last."""
     ended_at: float | None = None
 
 
@@ -78,6 +83,7 @@ class Running:
         clock: Callable[[], float],
     ) -> None:
         self.id = secrets.token_hex(8)
+        self.waits = Waits(outer=current_waits())
         self._model_id = model_id
         self._prompt_tokens = prompt_tokens
         self._clock = clock
@@ -120,6 +126,8 @@ class Running:
             generated_tokens=self._generated,
             tokens_per_s=self._rate(),
             failovers=0 if session is None else len(session.losses),
+            waits_for=self.waits.slow(),
+            failed=tuple(self.waits.failed.copy().items()),
         )
 
     def failovers(self) -> tuple[Failover, ...]:
@@ -154,12 +162,13 @@ class ActivityBook:
 
     @contextmanager
     def running(self, model_id: ModelId, *, prompt_tokens: int) -> Iterator[Running]:
-        """A session, from its wish for a chain to its end."""
+        """A session, from its wish for a chain to its end. In here its waits are the session's."""
         running = Running(model_id, prompt_tokens, self._clock)
         with self._guard:
             self._running[running.id] = running
         try:
-            yield running
+            with running.waits.current():
+                yield running
         finally:
             with self._guard:
                 del self._running[running.id]

@@ -22,6 +22,7 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from nesa_node.client.cache import SessionCache
 from nesa_node.client.ends import Ends
@@ -31,12 +32,21 @@ from nesa_node.client.interrupt import Interrupt
 from nesa_node.client.layered import open_layers
 from nesa_node.client.loop import Held, LoopThread
 from nesa_node.client.next_tokens import NextTokens
-from nesa_node.client.prefix import SessionPrefix
+from nesa_node.client.prefix import SessionPrefix, scoped
 from nesa_node.client.refusals import refuse_forward_arguments, refuse_generation_options
 from nesa_node.client.sessions import Connect, RowSlice, SwarmConnection
 from nesa_node.core.errors import ContextLengthError, UnsupportedFeatureError
 from nesa_node.core.metrics import Sample
 from nesa_node.core.span import Span
+from nesa_node.core.waiting import waiting
+
+_ENDS_STAY = (
+    "a distributed model's embedding and head stay as its nodes' blocks know them: load the model "
+    "locally to change them"
+)
+
+# Else transformers' pipelines print a page about every model that they do know.
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["nesa_node_distributed"] = "DistributedModelForCausalLM"
 
 
 class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-untyped-call]
@@ -78,8 +88,56 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):  # type: ig
         self._loop = LoopThread("nesa-client")
         self._next_tokens = NextTokens(ends)
         self._connection: Held[SwarmConnection] | None = None
+        self._sessions: weakref.WeakSet[InferenceSession] = weakref.WeakSet()
         self._connecting = threading.Lock()
         self._finalizer = weakref.finalize(self, _close, self._loop, on_close)
+
+    def __repr__(self) -> str:
+        """What it is and what has been connected so far. Asks nobody."""
+        spans = [
+            f"{span} {'in the swarm' if connection is None else 'here'}"
+            for connection, span in self._layers
+            if len(span)
+        ]
+        connection = self._connection
+        joined = connection is not None and connection.alive
+        lines = (
+            f"{self.name_or_path}, {self.num_blocks} blocks: {', '.join(spans)}",
+            f"ends: embedding and head here, {str(self.dtype).removeprefix('torch.')} on "
+            f"{self.device}",
+            *self._chains(),
+            "" if joined else "the swarm is joined with the first session",
+        )
+        told = "".join(f"\n  {line}" for line in lines if line)
+        return f"{type(self).__name__}({told}\n)"
+
+    def _chains(self) -> Iterable[str]:
+        for session in list(self._sessions):
+            if not session.closed:
+                hops = " → ".join(f"…{hop.peer_id[-6:]} {hop.span}" for hop in session.hops)
+                yield f"open session of {session.max_length} tokens: {hops}"
+
+    def get_input_embeddings(self) -> torch.nn.Module:
+        """The model's embedding module, which is in this process. Not to be changed."""
+        return self._ends.embedder.tokens
+
+    def get_output_embeddings(self) -> torch.nn.Module:
+        """The matrix of its head, which is in this process. Not to be changed."""
+        return self._ends.lm_head
+
+    def set_input_embeddings(self, value: torch.nn.Module) -> NoReturn:
+        raise UnsupportedFeatureError(_ENDS_STAY)
+
+    def set_output_embeddings(self, new_embeddings: torch.nn.Module) -> NoReturn:
+        raise UnsupportedFeatureError(_ENDS_STAY)
+
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise UnsupportedFeatureError(_ENDS_STAY)
+
+    @property
+    def hf_device_map(self) -> dict[str, torch.device]:
+        """Tells transformers' pipelines to leave the model where it is."""
+        return {"": self.device}
 
     @property
     def device(self) -> torch.device:
@@ -94,6 +152,10 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):  # type: ig
     def ends(self) -> Ends:
         """Embedding and head, which are in this process."""
         return self._ends
+
+    @property
+    def num_blocks(self) -> int:
+        return self._layers[-1][1].end
 
     def samples(self) -> Iterable[Sample]:
         """What its connection tells Prometheus; nothing before the first session."""
@@ -111,13 +173,15 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):  # type: ig
         batch_size: int = 1,
         *,
         prompt: torch.Tensor | Sequence[Sequence[int]] | None = None,
+        prefix_scope: str = "",
         interrupt: Interrupt | None = None,
     ) -> InferenceSession:
         """Open a session for up to `max_length` tokens in each of `batch_size` rows.
 
         With a `prompt`, ids [B, L] or each row's ids without padding, it begins with whatever nodes
         still hold of that: `session.lengths` says how much of each row, never all of it. What
-        follows is for the caller to send.
+        follows is for the caller to send. Only sessions of the same `prefix_scope` share what they
+        hold: one for each of several users, who must not find out each other's prompts.
 
         Other threads can end it with `interrupt`, also while it waits for nodes.
 
@@ -132,10 +196,14 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):  # type: ig
             for connection, span in self._layers
             if len(span)
         ]
-        prefix = self._prefix(prompt, batch_size)
+        prefix = self._prefix(prompt, batch_size, prefix_scope)
         context = open_layers(layers, rows=batch_size, max_tokens=max_length, prefix=prefix)
         held = self._loop.hold(context, interrupt=interrupt)
-        return InferenceSession(self._ends, self._loop, held, self._next_tokens, prefix, interrupt)
+        session = InferenceSession(
+            self._ends, self._loop, held, self._next_tokens, prefix, interrupt
+        )
+        self._sessions.add(session)
+        return session
 
     @torch.no_grad()
     def forward(
@@ -357,7 +425,7 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):  # type: ig
             )
 
     def _prefix(
-        self, prompt: torch.Tensor | Sequence[Sequence[int]] | None, rows: int
+        self, prompt: torch.Tensor | Sequence[Sequence[int]] | None, rows: int, scope: str
     ) -> SessionPrefix | None:
         """What a session of `rows` rows begins with, as far as it is reused at all."""
         if prompt is None:
@@ -379,7 +447,8 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):  # type: ig
                 [part.position for part in slices],
             )
 
-        return SessionPrefix(salt=self._prefix_salt, tokens=tokens, inputs=inputs)
+        salt = scoped(self._prefix_salt, scope)
+        return SessionPrefix(salt=salt, tokens=tokens, inputs=inputs)
 
     def _check_length(self, length: int) -> None:
         if length > self.context_length:
@@ -393,7 +462,8 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):  # type: ig
             if self._connection is None or not self._connection.alive:
                 # Not in the context of whoever asks first: what goes on beside sessions belongs to
                 # no request.
-                self._connection = Context().run(self._loop.hold, self._connect())
+                with waiting("the swarm's initial peers to answer"):
+                    self._connection = Context().run(self._loop.hold, self._connect())
             return self._connection.value
 
 

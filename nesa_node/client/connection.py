@@ -47,6 +47,7 @@ class RemoteConnection:
         dtype: torch.dtype,
     ) -> None:
         self.swarm = swarm
+        swarm.directory.know_blocks(model, num_blocks)
         self._model = model
         self._options = options
         self._num_blocks = num_blocks

@@ -25,6 +25,8 @@ class Ends:
     dtype: torch.dtype
     device: torch.device
     hidden_size: int
+    lm_head: torch.nn.Linear
+    """The matrix of `head` alone, a module of torch's."""
 
     def embed(self, row_ids: Sequence[torch.Tensor], positions: Sequence[int]) -> torch.Tensor:
         """Hidden states [T, D] of each row's ids [L] (int64) from its position on, row by row."""

@@ -11,7 +11,7 @@ import asyncio
 import math
 import random
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -21,23 +21,33 @@ from nesa_node.client.blame import busy
 from nesa_node.client.hop import HopLink
 from nesa_node.client.request import RouteRequest
 from nesa_node.client.route import Route
+from nesa_node.client.suspicion import (
+    PROBE_EVERY_S,
+    TICK_S,
+    HopState,
+    Suspicion,
+    SuspicionEvent,
+)
 from nesa_node.compression import tensors
 from nesa_node.compression.hidden_states import HiddenStates
 from nesa_node.core.errors import PeerUnreachableError, ProtocolError
+from nesa_node.core.logging import get_logger
 from nesa_node.swarm.messages import Pong, Step
 from nesa_node.swarm.notices import FailureKind
 from nesa_node.swarm.outbox import Kept, Outbox
 from nesa_node.swarm.wire import check_allowed, passed_on
 
+log = get_logger(__name__)
+
 WINDOW = 32
 """Steps under way at once: a node reads no more while it has 64 of a session."""
 MAX_BUSY_PERIODS = 10
 """A node may be busy with a step for so many step timeouts."""
-SILENCE_S = 6.0
-"""After that the hops that small steps pass are asked whether they are there: a link that is cut
-says nothing, and long before a step is overdue its hops can be known to be lost."""
 SMALL_BYTES = 1 << 16
-"""Behind more than that a question may have to wait: it is not asked before a step is overdue."""
+"""A larger step may have to wait until its receiver takes it: that is watched."""
+
+
+_SILENT = frozenset({HopState.SUSPECTED, HopState.LOST})
 
 
 class ChainBrokenError(PeerUnreachableError):
@@ -57,7 +67,10 @@ class Stage:
     """Where the outputs go in; None after the last stage."""
     awaited: deque[Kept] = field(default_factory=deque)
     """Sent, their outputs have not come."""
-    ask_at: float = 0.0
+    look_at: float = 0.0
+    """When to see whether its hops are there, by the clock of their `Suspicion`."""
+    since: float = 0.0
+    """When the step that is awaited began: it was sent, or the one before came back."""
     deadline: float = 0.0
     patience: int = 0
 
@@ -67,18 +80,17 @@ class Stage:
             return kept
         return replace(kept, want="all")
 
-    def renew(self, timeout_s: float) -> None:
+    def renew(self, suspicion: Suspicion, timeout_s: float) -> None:
         """Something came, or the first step went in."""
-        now = time.monotonic()
-        self.ask_at, self.deadline = now + SILENCE_S, now + timeout_s
+        self.since = suspicion.now
+        self.look_at = self.since + suspicion.late_after_s
+        self.deadline = self.since + timeout_s
         self.patience = MAX_BUSY_PERIODS
 
-    def look_at(self) -> float:
+    @property
+    def due_at(self) -> float:
         """When to look what became of the awaited steps."""
-        under_way = sum(len(kept.payload) for kept in self.awaited)
-        # What a fresh node was sent again is awaited by nobody.
-        small = max(under_way, self.enter.unanswered_bytes) <= SMALL_BYTES
-        return min(self.ask_at, self.deadline) if small else self.deadline
+        return min(self.look_at, self.deadline)
 
 
 class Flow:
@@ -92,12 +104,15 @@ class Flow:
         *,
         step_timeout_s: float,
         rng: random.Random,
+        suspicions: Counter[SuspicionEvent] | None = None,
     ) -> None:
+        """`suspicions` counts what becomes of suspicions."""
         self._route = route
         self._request = request
         self._changed = changed
         self._step_timeout_s = step_timeout_s
         self._rng = rng
+        self.suspicion = Suspicion(time.monotonic, suspicions)
         self.via: tuple[str, ...] = ()
         """How the hidden states of the last output travelled; empty: as they are all the way."""
 
@@ -130,6 +145,7 @@ class Flow:
         even if this raises `PeerUnreachableError` or `RemoteError`.
         """
         # One by one: each is compressed as late as it can be, while others are under way.
+        self.suspicion.keep_only(self._route.links)
         unsent = iter(steps)
         upcoming = next(unsent, None)
         under_way = 0
@@ -170,10 +186,30 @@ class Flow:
         shape = self._output_shape(sent)
         item_bytes = tensors.DTYPES[self._request.dtype].itemsize
         stage.leave.expect(self._route.epoch, sent.step, math.prod(shape) * item_bytes)
-        await self.send(stage.enter, sent)
         if not stage.awaited:
-            stage.renew(self._step_timeout_s)
+            stage.renew(self.suspicion, self._step_timeout_s)
         stage.awaited.append(kept)
+        if len(sent.payload) <= SMALL_BYTES:
+            await self.send(stage.enter, sent)
+        else:
+            await self._send_watched(stage, kept, sent)
+
+    async def _send_watched(self, stage: Stage, kept: Kept, sent: Kept) -> None:
+        """A receiver that takes nothing is found while the step is on its way to it."""
+        sending = asyncio.create_task(self.send(stage.enter, sent), name="send-step")
+        try:
+            while not sending.done():
+                due_at = max(stage.look_at, self.suspicion.now + TICK_S)
+                await asyncio.wait({sending}, timeout=due_at - self.suspicion.now)
+                self.suspicion.overslept(self.suspicion.now - due_at)
+                if not sending.done():
+                    await self._look_at_hops(stage)
+            sending.result()
+        finally:
+            sending.cancel()
+        if stage.awaited[0] is kept:
+            # On its way through the hops only now.
+            stage.renew(self.suspicion, self._step_timeout_s)
 
     def _output(self, stage: Stage) -> tuple[Kept, torch.Tensor, tuple[str, ...]] | None:
         """The oldest awaited step of a stage, its output and how that travelled, if it has come.
@@ -201,7 +237,12 @@ class Flow:
             raise self._misbehaved(link, str(error), "wrong") from error
         link.wire.came(output.tensor, payload)
         stage.enter.unanswered_bytes = 0
-        stage.renew(self._step_timeout_s)
+        if len(kept.rows) == kept.meta.shape[0]:
+            self.suspicion.stepped(self.suspicion.now - stage.since)
+        self.suspicion.progress(stage.through)
+        if self._route.search.silent and not self.suspicion.suspected:
+            self._route.search.end()
+        stage.renew(self.suspicion, self._step_timeout_s)
         return kept, output_TD, output.via
 
     def _output_shape(self, sent: Kept) -> tuple[int, int]:
@@ -210,19 +251,73 @@ class Flow:
 
     async def _wait(self, stages: Sequence[Stage]) -> None:
         """Until a link has news; a stage where nothing came for too long is looked into."""
-        late = min((stage for stage in stages if stage.awaited), key=Stage.look_at)
+        late = min((stage for stage in stages if stage.awaited), key=lambda stage: stage.due_at)
+        due_at = late.due_at
         try:
-            async with asyncio.timeout(late.look_at() - time.monotonic()):
+            async with asyncio.timeout(due_at - self.suspicion.now):
                 await self._changed.wait()
         except TimeoutError:
-            overdue = time.monotonic() >= late.deadline
-            pongs = await self._ask(late)
-            now = time.monotonic()
-            late.ask_at = now + SILENCE_S
-            if overdue:
-                late.patience -= 1
-                self._blame(late, pongs)
-                late.deadline = now + self._step_timeout_s
+            self.suspicion.overslept(self.suspicion.now - due_at)
+            await self._look(late)
+
+    async def _look(self, stage: Stage) -> None:
+        """Nothing came of a stage for a while. Raises if a hop is lost, or keeps a step back."""
+        if self.suspicion.now >= stage.deadline:
+            pongs = await self._ask(stage)
+            stage.patience -= 1
+            self._blame(stage, pongs)
+            stage.deadline = self.suspicion.now + self._step_timeout_s
+        await self._look_at_hops(stage)
+
+    async def _look_at_hops(self, stage: Stage) -> None:
+        """Probe them, look for replacements of silent ones. Raises if some are given up."""
+        if stage.leave.outputs:
+            # It came while this was about to be decided.
+            return
+        states = [await self._examine(link) for link in stage.through]
+        silent = [link for link in self._route.links if self.suspicion.state(link) in _SILENT]
+        if silent:
+            self._route.look_for_replacements(silent)
+        else:
+            self._route.search.end()
+        if HopState.LOST in states and not self._may_answer():
+            self._give_up(silent)
+        trusted = all(state is HopState.TRUSTED for state in states)
+        stage.look_at = self.suspicion.now + (PROBE_EVERY_S if trusted else TICK_S)
+
+    def _may_answer(self) -> bool:
+        """Whether another hop's answer may still come: with a lost one no chain can be mended."""
+        waiting = (HopState.PROBED, HopState.SUSPECTED)
+        return any(
+            self.suspicion.state(link) in waiting
+            and self.suspicion.silent_s(link) < self.suspicion.lost_after_s
+            for link in self._route.links
+        )
+
+    def _give_up(self, silent: Sequence[HopLink]) -> None:
+        """Raises `ChainBrokenError`."""
+        for link in silent:
+            silent_s = self.suspicion.silent_s(link)
+            link.lose(f"{link.hop.peer_id} did not answer for {silent_s:.1f} s")
+        self._route.give_up_silent()
+        self._check_health()
+
+    async def _examine(self, link: HopLink) -> HopState:
+        """Probe a hop, or see what came of it."""
+        suspicion, heard = self.suspicion, link.heard_bytes
+        if suspicion.wants_probe(link):
+            suspicion.probed(link, heard)
+            await link.probe(self._rng.getrandbits(32))
+        before, silent_s = suspicion.state(link), suspicion.silent_s(link)
+        state = suspicion.look(
+            link,
+            heard,
+            replaceable=self._route.search.found,
+            behind_s=link.way_s(link.unanswered_bytes),
+        )
+        if state is not before and not _SILENT.isdisjoint((state, before)):
+            log.info("hop_" + state.value, peer=link.hop.peer_id, silent_s=round(silent_s, 2))
+        return state
 
     async def _ask(self, stage: Stage) -> Sequence[Pong | BaseException]:
         """What the hops of a stage say they are at. Raises if one of them is lost."""

@@ -55,6 +55,12 @@ OPEN_TIMEOUT_S = 10.0
 LINK_TIMEOUT_S = 30.0
 HAND_OVER_TIMEOUT_S = 30.0
 PING_TIMEOUT_S = 5.0
+MOST_PINGS = 64
+"""Without an answer: a node that computes and answers no pings is not one to keep."""
+UNKNOWN_BYTES_PER_S = 125_000.0
+"""A link of which nothing is known is taken to have 1 Mbit/s."""
+WAY_FACTOR = 4.0
+"""How many times as long as the rate says bytes may need."""
 MAX_RETRY_AFTER_S = 5.0
 """A node may ask for patience, not for a day of it."""
 
@@ -102,6 +108,8 @@ class HopLink:
         self._on_change = on_change
         self._answer: asyncio.Future[AnyMessage] | None = None
         self._handed: asyncio.Future[tuple[int, ...]] | None = None
+        self._pongs: dict[int, asyncio.Future[Pong]] = {}
+        """By the nonce of the ping; those that nobody waits for, too."""
         self._reading = TaskSet()
         self._reading.start(self._read(), name="hop-link")
 
@@ -161,11 +169,41 @@ class HopLink:
         finally:
             self._handed = None
 
+    @property
+    def heard_bytes(self) -> int:
+        """What has come from the node so far: it lives, if this grows."""
+        return self._stream.heard_bytes
+
+    def way_s(self, nbytes: int) -> float:
+        """Seconds that so many bytes may need to the node."""
+        rate = self._speed.rate_bytes_per_s
+        return nbytes / (UNKNOWN_BYTES_PER_S if rate is None else rate / WAY_FACTOR)
+
     async def ping(self, nonce: int) -> Pong:
-        answer = await self._ask(Ping(nonce=nonce), PING_TIMEOUT_S)
-        if not isinstance(answer, Pong) or answer.nonce != nonce:
-            raise self._unexpected(answer)
-        return answer
+        """What the node is at. Its silence loses the link; raises `PeerUnreachableError`."""
+        try:
+            async with silence_is_loss(self._stream.peer, PING_TIMEOUT_S, "answering ping"):
+                return await (await self._send_ping(nonce))
+        except (StreamClosedError, PeerUnreachableError) as error:
+            self.lose(str(error))
+            raise PeerUnreachableError(str(error)) from error
+
+    async def probe(self, nonce: int) -> None:
+        """Send a ping without waiting for its answer; `heard_bytes` says that something came."""
+        if self.lost is None and self._stream.settled:
+            try:
+                await self._send_ping(nonce)
+            except (StreamClosedError, PeerUnreachableError) as error:
+                self.lose(str(error))
+
+    async def _send_ping(self, nonce: int) -> asyncio.Future[Pong]:
+        if self.lost is not None:
+            raise PeerUnreachableError(self.lost)
+        if len(self._pongs) >= MOST_PINGS:
+            raise PeerUnreachableError(f"{self._stream.peer} answers no pings")
+        pong = self._pongs[nonce] = asyncio.get_running_loop().create_future()
+        await self._stream.send(Ping(nonce=nonce))
+        return pong
 
     async def send_step(self, step: Step, payload: memoryview | bytearray) -> None:
         """Raises `PeerUnreachableError`."""
@@ -213,6 +251,9 @@ class HopLink:
                 self.wire.note(message)
             case Probe():
                 pass
+            case Pong() if (asked := self._pongs.pop(message.nonce, None)) is not None:
+                if not asked.done():
+                    asked.set_result(message)
             case Leaving():
                 self.leaving = True
             case Error(fatal=True) if self._answer is None:
@@ -270,7 +311,9 @@ class HopLink:
         """Let the route replace this node; whoever waits for its answer waits no more."""
         if self.lost is None:
             self.lost, self.fault = reason, fault
-        for waiting in (self._answer, self._handed):
+        pongs = tuple(self._pongs.values())
+        self._pongs.clear()
+        for waiting in (self._answer, self._handed, *pongs):
             if waiting is not None and not waiting.done():
                 waiting.set_exception(PeerUnreachableError(reason))
                 waiting.exception()  # perhaps the request is still being sent, and fails by itself
@@ -281,6 +324,9 @@ class HopLink:
 
         `prefix` names what the rows hold, for later sessions to begin with.
         """
+        if self.lost is not None:
+            # Nothing that it was sent matters any more, and it may never be taken.
+            self._stream.abort()
         try:
             if self.lost is None:
                 await self._ask(Close(prefix=self.prefix_here(prefix)), 1.0)

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from nesa_node.core.errors import BusyError
+from nesa_node.core.waiting import waiting
 
 OPENING_AT_ONCE = 8
 """So many sessions of one process open, or ask busy nodes again, at the same time."""
@@ -26,8 +27,9 @@ class Line:
     async def turn(self, timeout_s: float) -> AsyncIterator[None]:
         """Wait for one's turn and have it. Raises `BusyError` if it does not come in time."""
         try:
-            async with asyncio.timeout(timeout_s):
-                await self._turns.acquire()
+            with waiting("other sessions of this process to open first", limit_s=timeout_s):
+                async with asyncio.timeout(timeout_s):
+                    await self._turns.acquire()
         except TimeoutError:
             raise BusyError(
                 f"others of this process still wait for room after {timeout_s:g} s", 1.0

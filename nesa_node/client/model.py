@@ -107,20 +107,40 @@ class AutoDistributedModelForCausalLM:
             strategy=strategy,
             decisions=default_decisions_path(),
         )
-
-        def connect() -> AbstractAsyncContextManager[SwarmConnection]:
-            from nesa_node.client.connection import open_connection
-
-            return open_connection(checkpoint, options, resolved)
-
-        return build_model(
+        return connected_model(
             checkpoint,
-            connect,
+            options,
             dtype=resolved,
             device=device,
             client_blocks=client_blocks,
             prefix_salt=choose_salt(reuse_prefix, prefix_salt),
         )
+
+
+def connected_model(
+    checkpoint: Checkpoint,
+    options: ConnectionOptions,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    client_blocks: tuple[int, int] = (0, 0),
+    prefix_salt: bytes | None = None,
+) -> DistributedModelForCausalLM:
+    """A model over `checkpoint` that joins the swarm as `options` say when it needs it."""
+
+    def connect() -> AbstractAsyncContextManager[SwarmConnection]:
+        from nesa_node.client.connection import open_connection
+
+        return open_connection(checkpoint, options, dtype)
+
+    return build_model(
+        checkpoint,
+        connect,
+        dtype=dtype,
+        device=device,
+        client_blocks=client_blocks,
+        prefix_salt=prefix_salt,
+    )
 
 
 def build_model(
@@ -140,7 +160,7 @@ def build_model(
     place = torch.device(device)
     embedder, head = load_ends(checkpoint, dtype=resolved, device=place)
     hidden_size = checkpoint.config.hidden_size
-    ends = Ends(embedder, Combined(head), head.normed, resolved, place, hidden_size)
+    ends = Ends(embedder, Combined(head), head.normed, resolved, place, hidden_size, head.lm_head)
 
     local: LocalConnection | None = None
     if len(first) or len(last):

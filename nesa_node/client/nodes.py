@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import get_args
 
 from nesa_node.client.hop import HopLink
@@ -22,6 +22,7 @@ from nesa_node.core.errors import (
 )
 from nesa_node.core.ids import PeerId
 from nesa_node.core.logging import get_logger
+from nesa_node.core.waiting import note_failure, waiting
 from nesa_node.swarm.node import Swarm
 from nesa_node.swarm.notices import FailureKind
 from nesa_node.topology.snapshot import NodeState, Snapshot
@@ -55,6 +56,8 @@ class Nodes:
         self._suspects: dict[PeerId, float] = {}
         self._unfit: dict[PeerId, RefusedError] = {}
         self._left_at: dict[PeerId, float] = {}
+        self.joining: tuple[NodeState, ...] = ()
+        """By the last plan that failed: nodes that still load, or move to, blocks it lacked."""
         self._news_at = -math.inf
         """Since then it is known that what was found before is not so."""
         self.expected_s: float | None = None
@@ -75,10 +78,19 @@ class Nodes:
         """
         log.info("peer_failed", peer=peer, reason=reason)
         if tell:
+            note_failure(peer)
             self._swarm.reporter.note(self._request.model_id, peer, kind)
         self._planner.avoidance.failed(peer)
         self._news_at = time.monotonic()
         self._suspects[peer] = self._news_at + SUSPECT_S
+
+    def avoid(self, peers: Iterable[PeerId]) -> None:
+        """Plan without `peers` for a while where that can be: they did not answer in time.
+
+        Nothing else is held against them, and other sessions are not told.
+        """
+        until = time.monotonic() + SUSPECT_S
+        self._suspects |= {peer: max(until, self._suspects.get(peer, 0.0)) for peer in peers}
 
     def refused(self, peer: PeerId, error: BusyError | RemoteError) -> None:
         """Remember that `peer` did not open the session."""
@@ -114,20 +126,62 @@ class Nodes:
 
         And the addresses of all nodes. With `may_ask` others are asked first how they are: whoever
         mends a chain has no time for it. It is written down why `session`, if named, gets its hops.
-        Raises `MissingBlocksError`, `ContextLengthError` and `RefusedError`, by the reason why
-        nobody can fill them.
+        Raises `MissingBlocksError`, `ModelMismatchError`, `ContextLengthError` and `RefusedError`,
+        by the reason why nobody can fill them.
         """
-        view = await self._view(may_ask=may_ask)
-        addresses = {node.peer_id: node.addresses for node in view.snapshot.nodes}
-        if len(view.snapshot.nodes) > MOST_AT_ONCE:
-            plan = await asyncio.to_thread(self._fill, view, keep, drop)
+        found = await self._mend_quickly(keep) if not may_ask and not drop else None
+        if found is None:
+            view = await self._view(may_ask=may_ask)
+            if not view.snapshot.nodes:
+                await self._planner.lookup.check_copy(self._request.model_id)
+            if len(view.snapshot.nodes) > MOST_AT_ONCE:
+                plan = await asyncio.to_thread(self._fill, view, keep, drop)
+            else:
+                plan = self._fill(view, keep, drop)
         else:
-            plan = self._fill(view, keep, drop)
+            view, plan = found
+        addresses = {node.peer_id: node.addresses for node in view.snapshot.nodes}
         self.expected_s = self._planner.step_s(view, self._request, plan.hops)
         if session:
             reason = "a chain to begin with" if not keep and not drop else "nodes left or failed"
             self._planner.decided(session, reason, view, plan.asked, plan.hops)
         return plan.hops, addresses
+
+    async def glance(self) -> Snapshot:
+        """Who serves the model, as far as that can be known in a moment."""
+        return await self._planner.lookup.glance(self._request)
+
+    async def can_fill(self, snapshot: Snapshot, keep: Hops, answered: Collection[PeerId]) -> bool:
+        """Whether nodes of `answered` could join the hops of `keep`."""
+        view = await self._planner.view(snapshot, self._request, may_ask=False)
+        usable = {hop.peer_id for hop in keep}.union(answered)
+        others = frozenset(n.peer_id for n in snapshot.nodes if n.peer_id not in usable)
+        try:
+            self._planner.plan(
+                view,
+                self._request,
+                keep,
+                exclude=self._barred(snapshot, others) | self.suspected,
+                min_free_tokens=0,
+            )
+        except MissingBlocksError:
+            return False
+        return True
+
+    async def _mend_quickly(self, keep: Hops) -> tuple[View, Plan] | None:
+        """A plan with nodes that nothing speaks against, from a look that takes a moment.
+
+        A whole one asks every member of the DHT that keeps the records, and waits seconds for those
+        that are gone: likely the very node that is to be replaced.
+        """
+        snapshot = await self.glance()
+        view = await self._planner.view(snapshot, self._request, may_ask=False)
+        try:
+            if len(snapshot.nodes) > MOST_AT_ONCE:
+                return view, await asyncio.to_thread(self._fill_around, view, keep, frozenset())
+            return view, self._fill_around(view, keep, frozenset())
+        except MissingBlocksError:
+            return None
 
     async def to_leave(self, hops: Hops, step_s: float) -> frozenset[PeerId]:
         """Whom of `hops` a session should move off, since others are faster by `WORTH_MOVING`.
@@ -183,10 +237,11 @@ class Nodes:
     async def _view(self, *, may_ask: bool) -> View:
         request = self._request
         lookup = self._planner.lookup
-        if may_ask:
-            snapshot = await lookup.fetch(request, after=self._news_at)
-        else:
-            snapshot = await lookup.fetch_now(request, reports=False)
+        with waiting("the DHT's answer, who serves the model", blocks=(request.span,)):
+            if may_ask:
+                snapshot = await lookup.fetch(request, after=self._news_at)
+            else:
+                snapshot = await lookup.fetch_now(request, reports=False)
         return await self._planner.view(snapshot, request, may_ask=may_ask)
 
     def _fill(self, view: View, keep: Hops, drop: frozenset[PeerId]) -> Plan:
@@ -195,16 +250,27 @@ class Nodes:
         barred = self._barred(snapshot, drop)
         first: MissingBlocksError | None = None
         # What a record says of free room is some seconds old: as a last resort it is not believed.
-        for hops, free in ((keep, tokens), (keep, 0), ((), tokens), ((), 0)):
-            for exclude in (barred | suspects, barred):
-                try:
-                    return self._planner.plan(
-                        view, self._request, hops, exclude=exclude, min_free_tokens=free
-                    )
-                except MissingBlocksError as error:
-                    first = first or error
+        good = barred | suspects
+        # A new chain with room comes before a node that has just failed: that may be all that could
+        # join what is left, where another holder of its blocks takes part with other ones already.
+        for hops, free, exclude in (
+            *((keep, tokens, good), (keep, 0, good), ((), tokens, good)),
+            *((keep, tokens, barred), (keep, 0, barred)),
+            *(((), 0, good), ((), tokens, barred), ((), 0, barred)),
+        ):
+            try:
+                return self._planner.plan(
+                    view, self._request, hops, exclude=exclude, min_free_tokens=free
+                )
+            except MissingBlocksError as error:
+                first = first or error
         assert first is not None
         self._news_at = time.monotonic()
+        self.joining = tuple(
+            node
+            for node in snapshot.joining
+            if any(node.span.start < end and start < node.span.end for start, end in first.missing)
+        )
         try:
             raise self._why_missing(snapshot, first)
         finally:

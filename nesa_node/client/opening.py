@@ -6,38 +6,34 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from nesa_node.client.causal_lm import DistributedModelForCausalLM
-from nesa_node.client.model import AutoDistributedModelForCausalLM
-from nesa_node.core.config import ClientConfig, secret_text
+from nesa_node.client.model import choose_salt, connected_model
+from nesa_node.client.options import ConnectionOptions
+from nesa_node.core.config import ClientConfig, default_decisions_path, secret_text
 from nesa_node.engine.checkpoint import Checkpoint, open_checkpoint
 from nesa_node.engine.threads import fix_threads
 from nesa_node.engine.tokenizer import load_tokenizer
 
 
-def open_model(
-    config: ClientConfig, name: str
-) -> tuple[Checkpoint, DistributedModelForCausalLM, PreTrainedTokenizerBase]:
-    """Load tokenizer and ends of model `name`, a folder or a name on the hub. Close the model.
+def open_named(config: ClientConfig, name: str) -> Checkpoint:
+    """What the operator or user names: a folder or a name on the hub. As `open_checkpoint`."""
+    return open_checkpoint(
+        name, revision=config.revision, token=secret_text(config.token), cache_dir=config.cache_dir
+    )
 
-    The swarm is joined at the first session. Raises what opening the checkpoint raises, and
-    `ConfigError`.
+
+def open_model(
+    config: ClientConfig, checkpoint: Checkpoint
+) -> tuple[DistributedModelForCausalLM, PreTrainedTokenizerBase]:
+    """Load tokenizer and ends of `checkpoint`. Close the model.
+
+    The swarm is joined at the first session. Raises what fetching files raises, and `ConfigError`.
     """
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     if config.threads is not None:
         fix_threads(config.threads)
-    token = secret_text(config.token)
-    checkpoint = open_checkpoint(
-        name, revision=config.revision, token=token, cache_dir=config.cache_dir
-    )
     tokenizer = load_tokenizer(checkpoint.fetch_side_files())
-    model = AutoDistributedModelForCausalLM.from_pretrained(
-        name,
+    options = ConnectionOptions(
         initial_peers=config.initial_peers,
-        dtype=config.torch_dtype,
-        # The ends are small: without a word they stay where every machine has room.
-        device="cpu" if config.device == "auto" else config.device,
-        revision=config.revision,
-        token=token,
-        cache_dir=config.cache_dir,
         routing=config.route,
         swarm_key=secret_text(config.swarm_key),
         step_timeout_s=config.step_timeout_s,
@@ -45,6 +41,14 @@ def open_model(
         quality=config.quality,
         min_precision=config.min_precision,
         strategy=config.strategy,
-        reuse_prefix=config.reuse_prefix,
+        decisions=default_decisions_path(),
     )
-    return checkpoint, model, tokenizer
+    model = connected_model(
+        checkpoint,
+        options,
+        dtype=checkpoint.resolve_dtype(config.torch_dtype),
+        # The ends are small: without a word they stay where every machine has room.
+        device="cpu" if config.device == "auto" else config.device,
+        prefix_salt=choose_salt(config.reuse_prefix, None),
+    )
+    return model, tokenizer

@@ -9,6 +9,9 @@ from collections.abc import Callable
 from nesa_node.core.errors import BusyError
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
+LOOKS = 3
+"""Looks at the swarm, one after another, before missing blocks are refused: one may be of a member
+of the DHT that did not answer."""
 HOLD_S = 5.0
 """So long a session whose nodes are partly lost keeps the others while replacements are busy."""
 
@@ -36,6 +39,7 @@ class Patience:
         self._recovery_timeout_s = recovery_timeout_s
         self._pause_s = FIRST_PAUSE_S
         self._busy_since: float | None = None
+        self._hopeless_looks = 0
         self._hold_s = HOLD_S * rng.uniform(0.5, 1.5)
         self._rng = rng
         self._clock = clock
@@ -54,11 +58,17 @@ class Patience:
         since = self._busy_since
         return since is not None and self._clock() - since >= self._hold_s
 
-    def pause_s(self, error: Exception, *, others_left: bool) -> float | None:
+    def pause_s(
+        self, error: Exception, *, others_left: bool, hopeless: bool = False
+    ) -> float | None:
         """Seconds until the next attempt; None: give up.
 
-        With `others_left` the next attempt goes elsewhere and comes at once.
+        With `others_left` the next attempt goes elsewhere and comes at once. `hopeless` is what
+        waiting cannot help, as far as one look can tell.
         """
+        self._hopeless_looks = self._hopeless_looks + 1 if hopeless else 0
+        if self._hopeless_looks >= LOOKS:
+            return None
         now = self._clock()
         until = self._recovery_until
         pause_s = 0.0 if others_left else self._pause_s

@@ -45,6 +45,11 @@ class SessionPrefix:
         return _digests(self.left, self.salt, model, precision)
 
 
+def scoped(salt: bytes, scope: str) -> bytes:
+    """A salt for the sessions of one `scope` only, which share nothing with others; "": `salt`."""
+    return hashlib.blake2b(scope.encode(), key=salt).digest()[:SALT_BYTES] if scope else salt
+
+
 def for_peer(prefix: Prefix, peer: PeerId) -> Prefix:
     """The same prefix for one node only: two that compare theirs see nothing in common."""
     key = hashlib.blake2b(peer.encode()).digest()

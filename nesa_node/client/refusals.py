@@ -15,7 +15,11 @@ _FORWARD_ADVICE = {
     "position_ids": "positions count each row's unmasked tokens: pass an attention_mask instead",
     "labels": "take the logits and compute the loss from them",
     "output_attentions": "attention weights stay on the nodes: load the model locally to see them",
-    "output_hidden_states": "hidden states stay on the nodes: load the model locally to see them",
+    "output_hidden_states": (
+        "hidden states between blocks stay on the nodes. What comes out of the last block is to be "
+        "had: session.step(model.ends.embed([ids], [0])[None]) of an inference_session, where ids "
+        "is one row; load the model locally for the others"
+    ),
     "output_router_logits": "router logits stay on the nodes: load the model locally to see them",
 }
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 
 from nesa_node.client.beginning import Beginning
 from nesa_node.client.blame import Blame
-from nesa_node.client.hop import OPEN_TIMEOUT_S, HopLink
+from nesa_node.client.hop import LINK_TIMEOUT_S, OPEN_TIMEOUT_S, HopLink
 from nesa_node.client.nodes import Nodes
 from nesa_node.client.planner import Planner
+from nesa_node.client.replacements import ReplacementSearch
 from nesa_node.client.request import RouteRequest
 from nesa_node.client.successors import Successors
 from nesa_node.compression.quality import codec_names
@@ -21,6 +23,7 @@ from nesa_node.core.errors import (
 )
 from nesa_node.core.ids import PeerId, SessionId
 from nesa_node.core.logging import get_logger, session_name
+from nesa_node.core.waiting import unheard, waiting
 from nesa_node.routing.chains import Hop
 from nesa_node.routing.repair import gaps
 from nesa_node.swarm.messages import (
@@ -64,6 +67,8 @@ class Route:
 
         They need the rest.
         """
+        self.refused_by: Hop | None = None
+        """The last node that did not open the session, and was there."""
         self.beginning = Beginning(request.rows, request.prefix)
         self.successors = Successors(request.rows)
         self._secret = secrets.token_bytes(32)
@@ -71,6 +76,7 @@ class Route:
         self._request = request
         self._on_change = on_change
         self.nodes = Nodes(swarm, request, planner)
+        self.search = ReplacementSearch(swarm, request, self.nodes)
         self.blame = Blame()
 
     @property
@@ -137,13 +143,28 @@ class Route:
         await _close_all(dropped)
         await self.successors.keep_only(links)
 
+    def look_for_replacements(self, silent: Sequence[HopLink]) -> bool:
+        """Whether nodes that answer could take the place of `silent` links; they are looked for."""
+        self.search.begin(self.hops, frozenset(link.hop.peer_id for link in silent))
+        return self.search.found
+
+    def give_up_silent(self) -> None:
+        """Links were lost since they were silent: mend the chain with nodes that answer."""
+        unreachable = self.search.settle()
+        for link in self.links:
+            successor = self.successors.link_of(link)
+            if successor is not None and successor.hop.peer_id in unreachable:
+                successor.lose(f"{successor.hop.peer_id} did not answer either")
+        self.search.end()
+
     async def rollback(self, lengths: Sequence[int]) -> None:
         """Cut every node's cache. Raises `PeerUnreachableError` or `RemoteError`."""
         self.epoch += 1
         self.beginning.truncate(lengths)
         self.successors.truncate(lengths)
         message = Rollback(epoch=self.epoch, lengths=tuple(lengths))
-        await _all([link.rollback(message) for link in self.links])
+        with self._waiting_for("the nodes to roll back"):
+            await _all([link.rollback(message) for link in self.links])
 
     async def reorder(self, sources: Sequence[int]) -> None:
         """Let each row go on as a copy of row `sources[row]` at every node.
@@ -154,7 +175,8 @@ class Route:
         self.beginning.reorder(sources)
         self.successors.truncate([0] * self._request.rows)
         message = Reorder(epoch=self.epoch, sources=tuple(sources))
-        await _all([link.reorder(message) for link in self.links])
+        with self._waiting_for("the nodes to reorder rows"):
+            await _all([link.reorder(message) for link in self.links])
 
     def prepare_successor(self, link: HopLink) -> bool:
         """See `Successors.prepare`."""
@@ -173,8 +195,10 @@ class Route:
 
     async def close(self, prefix: Prefix = ()) -> None:
         """`prefix` names what every node's rows hold, for later sessions to begin with."""
+        self.search.end()
         await self.successors.close()
         await self._discard(self.links, prefix)
+        await self.search.close()
 
     async def _plan(
         self, kept: Sequence[HopLink], drop: frozenset[PeerId], *, may_ask: bool
@@ -205,6 +229,10 @@ class Route:
 
     async def _open_successor(self, link: HopLink) -> HopLink | None:
         """See `OpenSuccessor`. Raises as `rebuild` does."""
+        with unheard():
+            return await self._open_beside(link)
+
+    async def _open_beside(self, link: HopLink) -> HopLink | None:
         at = self.links.index(link)
         others = tuple(other.hop for other in self.links if other is not link)
         hops, addresses = await self.nodes.plan(
@@ -261,6 +289,22 @@ class Route:
         donor: PeerId | None = None,
     ) -> HopLink:
         """Dialling and opening may each take `timeout_s`."""
+        with waiting(
+            "the node to open the session",
+            blocks=(hop.span,),
+            peers=(hop.peer_id,),
+            limit_s=2 * timeout_s,
+        ):
+            return await self._dial(hop, before, addresses, timeout_s, donor)
+
+    async def _dial(
+        self,
+        hop: Hop,
+        before: Hop | None,
+        addresses: tuple[str, ...],
+        timeout_s: float,
+        donor: PeerId | None,
+    ) -> HopLink:
         request, peer = self._request, hop.peer_id
         try:
             reader, writer = await self._swarm.transport.open_stream(
@@ -287,6 +331,7 @@ class Route:
                 self.nodes.suspect(peer, str(error))
             elif isinstance(error, BusyError | RemoteError):
                 self.nodes.refused(peer, error)
+                self.refused_by = hop
             raise
         self.nodes.accepted(link)
         return link
@@ -360,7 +405,13 @@ class Route:
 
     async def _link(self, link: HopLink, message: Link, after: HopLink | None) -> None:
         try:
-            await link.link(message)
+            with waiting(
+                "the node to link with its neighbours",
+                blocks=(link.hop.span,),
+                peers=(link.hop.peer_id,),
+                limit_s=LINK_TIMEOUT_S,
+            ):
+                await link.link(message)
         except PeerUnreachableError as error:
             self.nodes.suspect(link.hop.peer_id, str(error))
             raise
@@ -375,6 +426,10 @@ class Route:
                 link.lose(str(error))
                 self.nodes.suspect(link.hop.peer_id, str(error))
             raise
+
+    def _waiting_for(self, what: str) -> AbstractContextManager[object]:
+        peers = [link.hop.peer_id for link in self.links]
+        return waiting(what, blocks=(self._request.span,), peers=peers, limit_s=LINK_TIMEOUT_S)
 
     async def _discard(self, links: Sequence[HopLink], prefix: Prefix = ()) -> None:
         gone = list(links)

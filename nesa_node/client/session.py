@@ -43,6 +43,8 @@ from nesa_node.core.errors import (
 )
 from nesa_node.core.ids import PeerId
 from nesa_node.core.logging import get_logger, logging_of, session_name
+from nesa_node.core.span import Span
+from nesa_node.core.waiting import Waiting, unheard, waiting
 from nesa_node.routing.chains import Hop
 from nesa_node.routing.repair import gaps
 from nesa_node.swarm.messages import RowSlice, Want
@@ -54,6 +56,8 @@ log = get_logger(__name__)
 
 MAX_ATTEMPTS = 20
 """Of a step that gets no further, each through a chain that could be linked."""
+MEND_TIMEOUT_S = 3.0
+"""Of dialling and of opening a replacement, the first time: one that is cut off says nothing."""
 REPLICATE_EVERY_S = 0.25
 """What came since is computed again when a node dies that has a successor."""
 _FRUITLESS = f"a step failed {MAX_ATTEMPTS} times although the chain could be linked each time"
@@ -93,9 +97,15 @@ class RemoteSession:
         self._route = Route(swarm, request, planner, self._changed.set)
         self._trace = SessionTrace(request, session_name(self._route.session))
         self._route.trace = self._trace.told
+        self.tallies = tallies or SessionTallies()
         self._lengths = [0] * request.rows
         self._flow = Flow(
-            self._route, request, self._changed, step_timeout_s=step_timeout_s, rng=rng
+            self._route,
+            request,
+            self._changed,
+            step_timeout_s=step_timeout_s,
+            rng=rng,
+            suspicions=self.tallies.suspicions,
         )
         self._replay = Replay(self._route, request, self._flow)
         self._step = 0
@@ -104,11 +114,11 @@ class RemoteSession:
         self._line = line
         self._recovery_timeout_s = recovery_timeout_s
         self._queue_timeout_s = queue_timeout_s
+        self._step_timeout_s = step_timeout_s
         self._rng = rng
         self._watch = Watch(time.monotonic)
         self._watched: tuple[Hop, ...] = ()
         self._looking = TaskSet()
-        self._tallies = tallies or SessionTallies()
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -124,6 +134,11 @@ class RemoteSession:
         streams = len(self.hops) + 1 if self._request.mode == "chain" else 2 * len(self.hops)
         via = self._flow.via
         return ("none",) * (streams - len(via)) + via
+
+    @property
+    def suspected(self) -> frozenset[PeerId]:
+        """Nodes that have not answered for longer than usual; replacements are looked for."""
+        return self._route.search.silent
 
     @property
     def losses(self) -> tuple[Loss, ...]:
@@ -166,6 +181,7 @@ class RemoteSession:
             for part in chunk.rows:
                 self._lengths[part.row] += part.count
             outputs.append(chunk.wanted(output_TD))
+            wait.renew()
 
         fruitless = 0
         while chunks:
@@ -173,7 +189,8 @@ class RemoteSession:
             try:
                 # Encoded one by one, while outputs of the first take theirs off the list.
                 steps = self._encode(tuple(chunks), wire_TD)
-                await self._flow.run(steps, self._replay.stages(), take)
+                with self._waiting_for_output() as wait:
+                    await self._flow.run(steps, self._replay.stages(), take)
             except PeerUnreachableError as error:
                 with self._named():
                     log.info("chain_broken", reason=str(error))
@@ -186,7 +203,7 @@ class RemoteSession:
         self._replicate()
         if len(hidden_TD) == len(rows):
             step_s = time.perf_counter() - began
-            self._tallies.step_s.add(step_s)
+            self.tallies.step_s.add(step_s)
             self._look_out(step_s)
         if self._trace.on:
             phase = "decode" if len(hidden_TD) == len(rows) else "prefill"
@@ -286,7 +303,7 @@ class RemoteSession:
             )
 
     async def _reconsider(self, hops: tuple[Hop, ...], step_s: float) -> None:
-        with self._named():
+        with self._named(), unheard():
             try:
                 leave = await self._route.nodes.to_leave(hops, step_s)
             except NesaError as error:
@@ -330,7 +347,7 @@ class RemoteSession:
             await self._replay.rebuild(self._lengths, drop=leaving)
             self._note_loss(leaving, began)
             log.info("moved_off_leaving_nodes", peers=sorted(leaving))
-            self._tallies.failovers["left" if any(x.leaving for x in leavers) else "slow"] += 1
+            self.tallies.failovers["left" if any(x.leaving for x in leavers) else "slow"] += 1
         except MissingBlocksError as error:
             log.info("cannot_move_off_yet", reason=str(error))
             for link in leavers:
@@ -351,8 +368,8 @@ class RemoteSession:
             self._tell("chain_mended")
         gone = {hop.peer_id for hop in before} - {hop.peer_id for hop in self.hops}
         self._note_loss(failed | gone, began)
-        self._tallies.recovery_s.add(time.monotonic() - began)
-        self._tallies.failovers["failed"] += 1
+        self.tallies.recovery_s.add(time.monotonic() - began)
+        self.tallies.failovers["failed"] += 1
 
     def _note_loss(self, peers: Iterable[PeerId], began: float) -> None:
         took_ms = (time.monotonic() - began) * 1000
@@ -361,26 +378,72 @@ class RemoteSession:
     async def _persist(
         self, patience: Patience, passing: tuple[type[NesaError], ...], *, begins: bool = False
     ) -> None:
-        """Rebuild until it works, through errors that may pass, as long as `patience` lasts."""
-        while True:
-            known = self._route.nodes.suspected
-            timeout_s = min(max(patience.recovery_left_s, _SHORTEST_OPEN_S), OPEN_TIMEOUT_S)
-            try:
-                return await self._replay.rebuild(
-                    self._lengths, begins=begins, open_timeout_s=timeout_s
-                )
-            except passing as error:
-                # Yet another peer is gone or has no room: the next attempt goes elsewhere.
-                others_left = not self._route.nodes.suspected <= known
-                pause_s = patience.pause_s(error, others_left=others_left)
-                if pause_s is None:
-                    if isinstance(error, RemoteError | RefusedError):
-                        raise
-                    raise self._give_up(error) from error
-            if patience.must_let_go:
-                await self._route.let_go()
-            if pause_s:
-                await self._line.pause(pause_s)
+        """Rebuild until it works, through errors that may pass, as long as `patience` lasts.
+
+        With `begins` missing blocks are waited for only where a node is joining with them.
+        """
+        what = "a chain of nodes" if begins else "a chain of nodes without those that failed"
+        limit_s = patience.recovery_left_s
+        with waiting(what, blocks=(self._request.span,), limit_s=limit_s) as wait:
+            attempts = 0
+            while True:
+                known = self._route.nodes.suspected
+                longest_s = OPEN_TIMEOUT_S if begins or attempts else MEND_TIMEOUT_S
+                timeout_s = min(max(patience.recovery_left_s, _SHORTEST_OPEN_S), longest_s)
+                attempts += 1
+                try:
+                    return await self._replay.rebuild(
+                        self._lengths, begins=begins, open_timeout_s=timeout_s
+                    )
+                except passing as error:
+                    # Yet another peer is gone or has no room: the next attempt goes elsewhere.
+                    others_left = not self._route.nodes.suspected <= known
+                    hopeless = begins and self._is_hopeless(error)
+                    pause_s = patience.pause_s(error, others_left=others_left, hopeless=hopeless)
+                    if pause_s is None:
+                        if isinstance(error, RemoteError | RefusedError):
+                            raise
+                        raise self._give_up(error, hopeless=hopeless) from error
+                    self._tell_wait(wait, error, patience)
+                if patience.must_let_go:
+                    await self._route.let_go()
+                if pause_s:
+                    await self._line.pause(pause_s)
+
+    def _is_hopeless(self, error: Exception) -> bool:
+        """Blocks are missing, and not all of them are about to come."""
+        if not isinstance(error, MissingBlocksError):
+            return False
+        joining = [Hop(node.peer_id, node.span) for node in self._route.nodes.joining]
+        return any(gaps(Span(start, end), joining) for start, end in error.missing)
+
+    def _waiting_for_output(self) -> AbstractContextManager[Waiting]:
+        return waiting(
+            "the answer to a step",
+            blocks=(self._request.span,),
+            peers=[link.hop.peer_id for link in self._route.links],
+            limit_s=self._step_timeout_s,
+        )
+
+    def _tell_wait(self, wait: Waiting, error: Exception, patience: Patience) -> None:
+        nodes, busy = self._route.nodes, self._route.refused_by
+        left_s = patience.recovery_left_s
+        if isinstance(error, BusyError) and busy is not None:
+            wait.change(
+                "room", blocks=(busy.span,), peers=(busy.peer_id,), left_s=patience.queue_left_s
+            )
+        elif isinstance(error, MissingBlocksError):
+            blocks = [Span(start, end) for start, end in error.missing]
+            joining = [node.peer_id for node in nodes.joining]
+            what = "a node that is joining" if joining else "a node that serves what is missing"
+            wait.change(what, blocks=blocks, peers=joining, left_s=left_s)
+        else:
+            alive = [link.hop for link in self._route.links if link.lost is None]
+            lacking = gaps(self._request.span, alive)
+            failed = sorted(nodes.suspected)
+            wait.change(
+                "a node in place of one that failed", blocks=lacking, peers=failed, left_s=left_s
+            )
 
     def _patience(self) -> Patience:
         return Patience(
@@ -389,7 +452,7 @@ class RemoteSession:
             rng=self._rng,
         )
 
-    def _give_up(self, last: Exception) -> Exception:
+    def _give_up(self, last: Exception, *, hopeless: bool) -> Exception:
         if isinstance(last, BusyError):
             waited = f"waited {self._queue_timeout_s:g} s for room"
             return BusyError(f"{last}; {waited}", last.retry_after_s)
@@ -398,8 +461,11 @@ class RemoteSession:
         if isinstance(last, MissingBlocksError):
             missing = list(last.missing)
         ranges = ", ".join(f"{start}:{end}" for start, end in missing) or str(self._request.span)
+        waited = f"waited {self._recovery_timeout_s:g} s"
+        if hopeless:
+            waited = "and none is joining with them"
         return MissingBlocksError(
             missing,
-            f"no node serves blocks {ranges} of {self._request.model_id} (waited "
-            f"{self._recovery_timeout_s:g} s): start one with `nesa-node run`. Last: {last}",
+            f"no node serves blocks {ranges} of {self._request.model_id} ({waited}): start one "
+            f"with `nesa-node run`. Last: {last}",
         )

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Literal, get_args
 
+from nesa_node.client.suspicion import SuspicionEvent
 from nesa_node.core import metric_names as names
 from nesa_node.core.ids import ModelId
 from nesa_node.core.metrics import Sample
@@ -21,6 +22,8 @@ class SessionTallies:
         self.step_s = names.STEP.tally()
         self.recovery_s = names.RECOVERY.tally()
         self.failovers: Counter[Reason] = Counter()
+        self.suspicions: Counter[SuspicionEvent] = Counter()
+        """Hops that did not answer in time: each is withdrawn, or confirmed and replaced."""
 
 
 def session_samples(model_id: ModelId, tallies: SessionTallies) -> Iterator[Sample]:
@@ -31,3 +34,5 @@ def session_samples(model_id: ModelId, tallies: SessionTallies) -> Iterator[Samp
     yield Sample(names.RECOVERY, model, tallies.recovery_s)
     for reason in get_args(Reason):
         yield Sample(names.FAILOVERS, (*model, reason), tallies.failovers[reason])
+    for event in get_args(SuspicionEvent):
+        yield Sample(names.SUSPICIONS, (*model, event), tallies.suspicions[event])

@@ -13,7 +13,13 @@ import torch
 from torch import Tensor
 
 from nesa_node.compression import tensors
-from nesa_node.compression.codec import DTYPE_NAMES, DTYPES, brief_bytes
+from nesa_node.compression.codec import (
+    DTYPE_NAMES,
+    DTYPES,
+    are_finite,
+    brief_bytes,
+    is_finite,
+)
 from nesa_node.compression.tensors import TensorMeta
 
 
@@ -72,6 +78,13 @@ class HiddenStates:
             tensors.check_values(meta, payload, max_bytes=max_bytes)
             return cls(meta, payload)
         return cls.of(tensors.decode(meta, payload, max_bytes=max_bytes))
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether no value is NaN or infinite."""
+        if self._payload is not None:
+            return are_finite(self._payload, self.dtype)
+        return is_finite(self.tensor_TD)
 
     @property
     def tokens(self) -> int:

@@ -44,6 +44,7 @@ from nesa_node.core.choices import StrategyName as StrategyName
 from nesa_node.core.errors import ConfigError
 from nesa_node.core.http_address import HttpAddress
 from nesa_node.core.ids import PeerId
+from nesa_node.core.peer_address import as_multiaddress
 from nesa_node.core.span import Span
 
 MIN_API_KEY_CHARS = 8
@@ -71,6 +72,11 @@ def default_keys_path() -> Path:
     return _state_dir() / "keys.json"
 
 
+def default_known_swarms_dir() -> Path:
+    """`$XDG_STATE_HOME/nesa-node/swarms`, by default under `~/.local/state`."""
+    return _state_dir() / "swarms"
+
+
 def _state_dir() -> Path:
     base = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
     return base / "nesa-node"
@@ -85,6 +91,11 @@ def default_identity_path() -> Path:
 def _split(value: object) -> object:
     """Environment variables carry lists as text: separated by commas or white space."""
     return value.replace(",", " ").split() if isinstance(value, str) else value
+
+
+def _read_address(value: object) -> object:
+    """`host:port` as a multiaddress; its peer id is asked for when the swarm is joined."""
+    return as_multiaddress(value) if isinstance(value, str) else value
 
 
 def _read_span(value: object) -> object:
@@ -161,9 +172,10 @@ Count = Annotated[int, BeforeValidator(_reject_bool), Field(ge=1)]
 Positive = Annotated[float, BeforeValidator(_reject_bool), Field(gt=0, allow_inf_nan=False)]
 PeerAddress = Annotated[
     str,
+    BeforeValidator(_read_address),
     StringConstraints(
         max_length=512,
-        pattern=r"^/(ip4|ip6|dns|dns4|dns6)/[^/]+/(tcp|udp)/\d{1,5}(/.+)?/p2p/[1-9A-HJ-NP-Za-km-z]+$",
+        pattern=r"^/(ip4|ip6|dns|dns4|dns6)/[^/]+/(tcp/\d{1,5}|(tcp|udp)/\d{1,5}(/.+)?/p2p/[1-9A-HJ-NP-Za-km-z]+)$",
     ),
 ]
 ListenAddress = Annotated[
@@ -194,7 +206,7 @@ Networks = Annotated[
 ]
 
 EXPECTED = {
-    "initial_peers": "addresses like /ip4/192.0.2.7/tcp/4001/p2p/12D3KooW...",
+    "initial_peers": "addresses like /ip4/192.0.2.7/tcp/4001/p2p/12D3KooW... or 192.0.2.7:4001",
     "host_maddrs": "addresses like /ip4/0.0.0.0/tcp/4001 (port 0: any free port)",
     "announce_maddrs": "addresses like /ip4/192.0.2.7/tcp/4001",
     "cache_dir": "a path",
@@ -297,6 +309,7 @@ class GatewayConfig(ClientConfig, AccessConfig, MetricsConfig):
     max_connections: Count = 1024
     max_new_tokens: Count | None = None
     default_new_tokens: Count = 4096
+    discovered_disk_gib: Positive = 20
     generation_config: SamplingAdvice = "model"
     keepalive_s: Positive = 10
     grace_s: Positive = 5
@@ -323,6 +336,7 @@ class PeerConfig(MetricsConfig):
     allow_peers: PeerIds = ()
     deny_peers: PeerIds = ()
     record_ttl_s: Positive = 60
+    join_timeout_s: Positive = 60
 
 
 class OrchestratorConfig(PeerConfig):

@@ -8,7 +8,8 @@
     │   ├── ModelNotFoundError      no such folder or hub name, or a file of it is missing
     │   ├── UnsupportedModelError   a family, quantization or dtype that cannot be served
     │   ├── UnsafeCheckpointError   pickled weights
-    │   └── CorruptCheckpointError  a file's hash, header or tensor is not what it should be
+    │   ├── CorruptCheckpointError  a file's hash, header or tensor is not what it should be
+    │   └── ModelMismatchError      the swarm serves another copy of the model
     ├── ResourceError
     │   ├── InsufficientMemoryError
     │   ├── DiskLimitError
@@ -63,6 +64,10 @@ class UnsafeCheckpointError(ModelError):
 
 
 class CorruptCheckpointError(ModelError):
+    pass
+
+
+class ModelMismatchError(ModelError):
     pass
 
 

@@ -5,16 +5,30 @@ from __future__ import annotations
 import logging
 import re
 import sys
+import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager
+from io import StringIO
 from typing import Any, TextIO, cast
 
 import structlog
-from structlog.typing import EventDict, FilteringBoundLogger, Processor, WrappedLogger
+from structlog.typing import (
+    EventDict,
+    ExcInfo,
+    FilteringBoundLogger,
+    Processor,
+    WrappedLogger,
+)
 
 from nesa_node.core.choices import LogFormat, LogLevel
+from nesa_node.core.event_limit import EventLimit
+from nesa_node.core.plain_text import plain_lines, plain_text
 
 _SECRET_KEY = re.compile(r"(^|_)(token|swarm_key|secret|password|private_key)$")
 _QUIET_LIBRARIES = ("asyncio", "hivemind", "httpcore", "httpx", "huggingface_hub", "transformers")
+UNLIMITED = frozenset({"request_answered"})
+"""Events that only holders of keys cause, whose limits bound them."""
+_clock = time.monotonic
 _Warnings: Any = structlog.make_filtering_bound_logger(logging.WARNING)
 
 
@@ -53,6 +67,7 @@ def setup_logging(
     structlog.configure(
         processors=[
             structlog.stdlib.filter_by_level,
+            _Limit(_clock),
             *shared,
             structlog.stdlib.PositionalArgumentsFormatter(),
             structlog.processors.StackInfoRenderer(),
@@ -84,6 +99,24 @@ def setup_logging(
         logging.getLogger(name).setLevel(logging.DEBUG if level == "debug" else logging.WARNING)
 
 
+class _Limit:
+    """Bounds how often each of our events is written (`event_limit.py`); at level debug, none."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._limit = EventLimit(clock)
+
+    def __call__(self, logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
+        name = str(event.get("event"))
+        if name in UNLIMITED or logging.getLogger("nesa_node").isEnabledFor(logging.DEBUG):
+            return event
+        left_out = self._limit.admit(name, has_traceback=bool(event.get("exc_info")))
+        if left_out is None:
+            raise structlog.DropEvent
+        if left_out:
+            event["not_logged"] = left_out
+        return event
+
+
 def session_name(session: bytes) -> str:
     """What a session is called in events and traces: enough of its id to find it again."""
     return session.hex()[:16]
@@ -102,6 +135,28 @@ def hide_secrets(_logger: WrappedLogger, _method: str, event: EventDict) -> Even
     return event
 
 
+def show_plainly(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
+    """Write what a terminal would obey as escapes, whatever brought it into an event."""
+    for key, value in event.items():
+        if isinstance(value, str) and not value.isprintable():
+            event[key] = plain_lines(value) if key == "event" else plain_text(value)
+        elif isinstance(value, bytes | bytearray | tuple | list | dict | BaseException):
+            event[key] = _plain_value(key, value)
+    return event
+
+
+def _plain_value(key: str, value: object) -> object:
+    if key in ("exc_info", "stack_info", "_record"):
+        return value
+    return plain_text(repr(value))
+
+
+def _plain_traceback(out: TextIO, exc_info: ExcInfo) -> None:
+    written = StringIO()
+    structlog.dev.plain_traceback(written, exc_info)
+    out.write(plain_lines(written.getvalue()))
+
+
 def _renderers(log_format: LogFormat, *, colors: bool) -> list[Processor]:
     """Neither renderer may print the locals of a traceback's frames: they hold prompts and keys."""
     if log_format == "json":
@@ -111,7 +166,8 @@ def _renderers(log_format: LogFormat, *, colors: bool) -> list[Processor]:
             structlog.processors.JSONRenderer(),
         ]
     return [
+        show_plainly,
         structlog.dev.ConsoleRenderer(
-            colors=colors, pad_event_to=24, exception_formatter=structlog.dev.plain_traceback
-        )
+            colors=colors, pad_event_to=24, exception_formatter=_plain_traceback
+        ),
     ]

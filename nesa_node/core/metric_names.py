@@ -96,6 +96,12 @@ RECOVERY = Metric(
     ("model",), STEP_S,
 )  # fmt: skip
 
+SUSPICIONS = Metric(
+    "nesa_suspicions_total", "counter",
+    "Nodes that did not answer a session in time: raised, then withdrawn or confirmed.",
+    ("model", "event"),
+)  # fmt: skip
+
 # A node's device.
 CACHE_PROMISED = Metric(
     "nesa_kv_cache_promised_perc", "gauge", "The part of it that sessions were promised, 0 to 1.",

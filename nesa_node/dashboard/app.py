@@ -17,6 +17,7 @@ from nesa_node.dashboard.assets import load_assets
 from nesa_node.dashboard.board import Board
 from nesa_node.dashboard.feed import MAX_VIEWERS, EventStream, Feed
 from nesa_node.dashboard.observer import LOOK_EVERY_S, Observer
+from nesa_node.dashboard.page import TopologyPage
 from nesa_node.dashboard.shapes import Shapes
 from nesa_node.swarm.node import Swarm
 
@@ -88,7 +89,11 @@ class Dashboard:
         return Response(self.board.sections.since(None), media_type=_JSON)
 
     async def _topology(self, request: Request) -> Response:
-        body = await self.shapes.json(request.query_params.get("model"))
+        model = request.query_params.get("model")
+        body = await self.shapes.json(model)
+        if body is None and model in {view.model_id for view in self.board.models}:
+            # The page asks as soon as it shows the model, which is before its first shape.
+            body = await TopologyPage().json()
         return Response(status_code=404) if body is None else Response(body, media_type=_JSON)
 
 

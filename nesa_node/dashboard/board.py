@@ -8,7 +8,7 @@ from typing import Any
 
 from nesa_node import __version__
 from nesa_node.client.activity import Activity
-from nesa_node.core.ids import ModelId
+from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.dashboard.entries import event_entries, model_entry, node_entry, shown_nodes
 from nesa_node.dashboard.events import Event, EventLog
 from nesa_node.dashboard.links import LinksView
@@ -68,6 +68,9 @@ class Board:
         """Some time has passed. Whether there is something new for viewers since the last tick."""
         known = self.sections.version
         count = len(self._sightings.nodes)
+        for session in () if activity is None else (*activity.sessions(), *activity.ended()):
+            for peer, at in session.failed:
+                self._sightings.failed(peer, at)
         events = self._sightings.tick(now)
         if events or len(self._sightings.nodes) != count:
             self._tell(events)
@@ -78,6 +81,10 @@ class Board:
         self._draw(now)
         self._publish_events()
         return self.sections.version != known
+
+    def pinged(self, peer: PeerId, *, answered: bool) -> None:
+        """What came of a ping; the next tick tells of it."""
+        self._sightings.pinged(peer, answered=answered)
 
     def measure(self, model: ModelId, links: LinksView) -> None:
         self._links[model] = links

@@ -11,12 +11,14 @@ from typing import Any
 
 from nesa_node.client.activity import SessionActivity
 from nesa_node.core.ids import PeerId
+from nesa_node.core.waiting import Wait
 from nesa_node.dashboard.events import Event
 from nesa_node.dashboard.models import ModelView
 from nesa_node.dashboard.sightings import Sighting
 
 MAX_SHOWN = 400
 MAX_LOST_SHOWN = 100
+MAX_WAITED_FOR = 8
 
 
 def shown_nodes(nodes: Mapping[PeerId, Sighting]) -> dict[PeerId, Sighting]:
@@ -35,7 +37,7 @@ def node_entry(sighting: Sighting) -> dict[str, Any]:
     return {
         "name": record.public_name,
         "model": record.model_id,
-        "state": record.state if sighting.lost_at is None else "lost",
+        "state": _state(sighting),
         "last_state": record.state,
         "span": list(record.span),
         "next_span": list(record.next_span) if record.next_span else None,
@@ -55,6 +57,7 @@ def node_entry(sighting: Sighting) -> dict[str, Any]:
         "issued_at": round(record.issued_at, 1),
         "expires_at": round(record.expires_at, 1),
         "lost_at": sighting.lost_at,
+        "failing_since": None if sighting.failing_since is None else round(sighting.failing_since),
         "movable": record.movable,
     }
 
@@ -69,6 +72,7 @@ def model_entry(model: ModelView, order: int, number: int) -> dict[str, Any]:
         "runs": [list(run) for run in model.runs],
         "nodes": model.nodes,
         "serving": model.serving,
+        "failing": model.failing,
         "lost": model.lost,
         "tokens_per_s": _short(model.tokens_per_s),
         "sessions": round(model.sessions, 1),
@@ -86,6 +90,23 @@ def session_entry(session: SessionActivity) -> dict[str, Any]:
         "generated_tokens": session.generated_tokens,
         "tokens_per_s": _short(session.tokens_per_s),
         "failovers": session.failovers,
+        "waits_for": None if session.waits_for is None else _wait_entry(session.waits_for),
+    }
+
+
+def _state(sighting: Sighting) -> str:
+    if sighting.lost_at is not None:
+        return "lost"
+    return sighting.record.state if sighting.failing_since is None else "failing"
+
+
+def _wait_entry(wait: Wait) -> dict[str, Any]:
+    return {
+        "what": wait.what,
+        "blocks": [[span.start, span.end] for span in wait.blocks],
+        "peers": list(wait.peers[:MAX_WAITED_FOR]),
+        "since": round(wait.since, 1),
+        "limit_s": wait.limit_s and round(wait.limit_s),
     }
 
 

@@ -17,6 +17,7 @@ EventKind = Literal[
     "draining",
     "moved",
     "left",
+    "failing",
     "lost",
     "back",
     "restarted",

@@ -11,6 +11,7 @@ from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.core.span import Span
 from nesa_node.dashboard.events import Event
 from nesa_node.dashboard.sightings import Sighting
+from nesa_node.swarm.records import agreed_blocks
 
 MAX_MODELS = 32
 
@@ -20,7 +21,8 @@ class ModelView:
     """`runs` cut the blocks where the number of serving holders changes: (start, end, holders).
 
     `tokens_per_s` and `sessions` are estimates: each node's own count, weighted by its share of the
-    blocks, since a token or a session passes them all once. `lost` are nodes that are gone.
+    blocks, since a token or a session passes them all once. `lost` are nodes that are gone,
+    `failing` those that do not work though they are announced: they hold nothing here.
     """
 
     model_id: ModelId
@@ -29,6 +31,7 @@ class ModelView:
     runs: tuple[tuple[int, int, int], ...]
     nodes: int
     serving: int
+    failing: int
     lost: int
     tokens_per_s: float
     sessions: float
@@ -53,13 +56,15 @@ def view_models(nodes: Mapping[PeerId, Sighting]) -> list[ModelView]:
 
 def _view(model: ModelId, group: list[Sighting]) -> ModelView:
     there = [sighting for sighting in group if sighting.lost_at is None]
-    # Some may speak of another number of blocks: what most say counts, as in `Directory.snapshot`.
     records = [sighting.record for sighting in there or group]
-    counts = Counter(record.num_blocks for record in records)
-    num_blocks = max(counts, key=lambda value: (counts[value], value))
+    num_blocks = agreed_blocks(records)
     names = Counter(record.model_name for record in records)
     agreed = [sighting for sighting in there if sighting.record.num_blocks == num_blocks]
-    serving = [sighting for sighting in agreed if sighting.record.state == "serving"]
+    serving = [
+        sighting
+        for sighting in agreed
+        if sighting.record.state == "serving" and sighting.failing_since is None
+    ]
 
     def weighed(values: Iterable[tuple[float, tuple[int, int]]]) -> float:
         return sum(value * (end - start) for value, (start, end) in values) / num_blocks
@@ -71,6 +76,7 @@ def _view(model: ModelId, group: list[Sighting]) -> ModelView:
         runs=coverage_runs((sighting.record.span for sighting in serving), num_blocks),
         nodes=len(there),
         serving=len(serving),
+        failing=sum(sighting.failing_since is not None for sighting in there),
         lost=len(group) - len(there),
         tokens_per_s=weighed((each.tokens_per_s, each.record.span) for each in agreed),
         sessions=weighed((each.record.sessions, each.record.span) for each in agreed),

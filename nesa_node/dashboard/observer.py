@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from nesa_node.client.activity import Activity
 from nesa_node.core.errors import NesaError
+from nesa_node.core.ids import PeerId
 from nesa_node.core.logging import get_logger
 from nesa_node.dashboard.board import CHARTED_MODELS, Board
 from nesa_node.dashboard.feed import Feed
@@ -17,6 +18,7 @@ from nesa_node.dashboard.models import ModelView
 from nesa_node.dashboard.shapes import Shapes
 from nesa_node.swarm.node import Swarm
 from nesa_node.swarm.notices import Placement
+from nesa_node.swarm.ping import ping
 from nesa_node.topology.assemble import assemble_links
 from nesa_node.topology.snapshot import Snapshot
 
@@ -29,6 +31,11 @@ QUICK_TICK_S = 0.1
 SHAPE_EVERY_S = 30.0
 FIRST_SHAPE_S = 4.0
 MAX_SHAPED_NODES = 1000
+PING_EVERY_S = 1.0
+MOST_PINGS = 16
+"""Under way at once: the nodes of a larger swarm are pinged in turn."""
+PING_TIMEOUTS_S = (1.5, 1.0)
+"""A node that answers none of these pings, one after the other, is failing."""
 _NODES_PER_S = 100
 """A look asks for every record: of a large swarm, less often."""
 _SHARE = 0.1
@@ -65,6 +72,7 @@ class Observer:
             group.create_task(self._keep_looking(), name="dashboard-look")
             group.create_task(self._keep_ticking(), name="dashboard-tick")
             group.create_task(self._keep_shaping(), name="dashboard-shape")
+            group.create_task(self._keep_pinging(), name="dashboard-ping")
 
     async def look(self) -> None:
         """One look at all records, and at the links that they tell of."""
@@ -110,6 +118,42 @@ class Observer:
                 log.exception("dashboard_tick_failed")
             quick = self._activity is not None and self._feed.viewers > 0
             await asyncio.sleep(QUICK_TICK_S if quick else TICK_S)
+
+    async def _keep_pinging(self) -> None:
+        """As long as somebody watches: a record lives for a minute after its node has died."""
+        pinging: dict[PeerId, asyncio.Task[None]] = {}
+        order: dict[PeerId, None] = {}
+        async with asyncio.TaskGroup() as group:
+            while True:
+                await asyncio.sleep(PING_EVERY_S)
+                if not self._feed.viewers:
+                    continue
+                pinging = {peer: task for peer, task in pinging.items() if not task.done()}
+                nodes = self._addresses()
+                order = {peer: None for peer in (*order, *nodes) if peer in nodes}
+                for peer in [peer for peer in order if peer not in pinging]:
+                    if len(pinging) < MOST_PINGS:
+                        pinging[peer] = group.create_task(self._ping(peer, nodes[peer]))
+                        order[peer] = order.pop(peer)  # behind the others
+
+    def _addresses(self) -> dict[PeerId, tuple[str, ...]]:
+        directory = self._swarm.directory
+        found: dict[PeerId, tuple[str, ...]] = {}
+        for model in self._board.models:
+            found |= directory.addresses(model.model_id, model.num_blocks)
+        return found
+
+    async def _ping(self, peer: PeerId, addresses: Sequence[str]) -> None:
+        transport, answered = self._swarm.transport, False
+        for timeout_s in PING_TIMEOUTS_S:
+            try:
+                await ping(transport, peer, addresses, timeout_s=timeout_s)
+            except (NesaError, OSError):
+                continue
+            answered = True
+            break
+        async with self._writing:
+            self._board.pinged(peer, answered=answered)
 
     async def _keep_shaping(self) -> None:
         await asyncio.sleep(FIRST_SHAPE_S)

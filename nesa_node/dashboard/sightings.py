@@ -15,6 +15,8 @@ from nesa_node.swarm.records import NodeRecord
 
 LOST_S = 600.0
 """So long a node whose record has expired is still shown."""
+FAILING_S = 15.0
+"""So long a node that failed a session is shown as failing, if it renews no record."""
 MAX_NODES = 8192
 _SHORTEST_RATE_S, _LONGEST_RATE_S = 1.0, 120.0
 
@@ -29,6 +31,21 @@ class Sighting:
     """Through its blocks, between two records at least `_SHORTEST_RATE_S` apart."""
     counted: NodeRecord | None = None
     """The record since which its tokens are counted, if that is not `record`."""
+    failing_since: float | None = None
+    """A session lost it, or it answers no pings, though its record is still valid."""
+    failed_at: float | None = None
+    """When it last failed a session."""
+    answered: bool = False
+    """It has ever answered a ping: one that never did may be out of our reach alone."""
+    silent: bool = False
+    """It did not answer the last ping, and had answered before."""
+
+    def fails(self, now: float) -> bool:
+        """Whether anybody knows that it does not work."""
+        failed = self.failed_at is not None and (
+            now - self.failed_at < FAILING_S and self.record.issued_at <= self.failed_at
+        )
+        return self.lost_at is None and (self.silent or failed)
 
 
 class Sightings:
@@ -54,11 +71,25 @@ class Sightings:
             events = [Event(at=now, kind="watching", text=words)]
         return events + self.tick(now)
 
+    def pinged(self, peer: PeerId, *, answered: bool) -> None:
+        """What came of a ping to `peer`. The next `tick` tells of it."""
+        sighting = self._nodes.get(peer)
+        if sighting is not None:
+            sighting.answered = sighting.answered or answered
+            sighting.silent = sighting.answered and not answered
+
+    def failed(self, peer: PeerId, at: float) -> None:
+        """`peer` failed a session of this process. The next `tick` tells of it."""
+        sighting = self._nodes.get(peer)
+        if sighting is not None and at > (sighting.failed_at or 0.0):
+            sighting.failed_at = at
+
     def tick(self, now: float) -> list[Event]:
         """Time passes: records expire, and who has been lost for long is forgotten."""
-        events = []
+        events: list[Event] = []
         for sighting in self._nodes.values():
             record = sighting.record
+            events += _failing(sighting, now)
             if sighting.lost_at is None and record.expires_at <= now:
                 sighting.lost_at, sighting.tokens_per_s = record.expires_at, 0.0
                 silent_s = now - record.issued_at
@@ -95,6 +126,8 @@ class Sightings:
             known.counted = since
         else:
             known.tokens_per_s, known.counted = _rate(since, record), None
+        if known.lost_at is not None or record.uptime_s < known.record.uptime_s:
+            known.silent = False
         known.record, known.lost_at = record, None
 
     def _forget_beyond(self, limit: int) -> None:
@@ -107,6 +140,20 @@ class Sightings:
         first_to_go = sorted(order, key=lambda peer: (nodes[peer].lost_at is None, -order[peer]))
         for peer in first_to_go[:excess]:
             del nodes[peer]
+
+
+def _failing(sighting: Sighting, now: float) -> Iterator[Event]:
+    """That a node begins to fail, or works again."""
+    fails, record = sighting.fails(now), sighting.record
+    if fails and sighting.failing_since is None:
+        sighting.failing_since = now
+        words = "does not answer pings" if sighting.silent else "failed a session of this gateway"
+        yield _event("failing", words, record, now)
+    elif not fails and sighting.failing_since is not None:
+        failing_s = now - sighting.failing_since
+        sighting.failing_since = None
+        if sighting.lost_at is None and record.expires_at > now:
+            yield _event("back", f"works again after {failing_s:.0f} s", record, now)
 
 
 def _changes(known: Sighting, record: NodeRecord, now: float) -> Iterator[Event]:

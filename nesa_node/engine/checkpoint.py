@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -24,9 +23,10 @@ from nesa_node.engine.families import FAMILIES, Family, context_length
 from nesa_node.engine.model_config import DTYPES, parse_dtype, read_config, read_raw_config
 from nesa_node.engine.progress import Progress
 from nesa_node.engine.safetensors_file import TensorInfo, read_header, read_tensor
+from nesa_node.engine.side_files import INDEX_FILE, read_json
 
 SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
+MAX_WEIGHT_FILES = 2048
 _PICKLES = re.compile(r"\.(bin|pt|pth|ckpt|pkl|h5|msgpack)$")
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
@@ -122,11 +122,13 @@ def open_checkpoint(
     token: str | None = None,
     cache_dir: Path,
     max_disk_bytes: int | None = None,
+    evicts: bool = False,
     endpoint: str | None = None,
 ) -> Checkpoint:
     """Open a local folder, or a hub repository by name (its config and headers only). Blocks.
 
-    Raises `ModelNotFoundError`, `UnsupportedModelError`, `UnsafeCheckpointError`,
+    What is kept of the hub under `cache_dir` is bounded as `open_hub` says. Raises
+    `ModelNotFoundError`, `UnsupportedModelError`, `UnsafeCheckpointError`,
     `CorruptCheckpointError`, `DiskLimitError`, and `ConfigError` for a revision of a folder.
     """
     folder = Path(model).expanduser()
@@ -148,6 +150,7 @@ def open_checkpoint(
         token=token,
         cache_dir=cache_dir,
         max_disk_bytes=max_disk_bytes,
+        evicts=evicts,
         endpoint=endpoint,
     )
 
@@ -187,9 +190,11 @@ def weight_files(present: set[str], folder: Path, *, name: str) -> tuple[str, ..
 
 def _indexed_files(index: Path) -> tuple[str, ...]:
     try:
-        files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        files = sorted(set(read_json(index)["weight_map"].values()))
+    except (KeyError, TypeError, AttributeError) as error:
         raise CorruptCheckpointError(f"{index} is no safetensors index ({error!r})") from error
+    if len(files) > MAX_WEIGHT_FILES:
+        raise CorruptCheckpointError(f"{index} names {len(files)} files, more than any model has")
     for file in files:
         if Path(file).name != file or not file.endswith(".safetensors"):
             raise CorruptCheckpointError(f"{index} names {file!r}, which is no file beside it")

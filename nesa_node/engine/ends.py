@@ -35,6 +35,11 @@ class Embedder:
         self._weight = next(modules.tokens.parameters())
 
     @property
+    def tokens(self) -> nn.Module:
+        """The model's own embedding module: ids to vectors, before projection, positions, norm."""
+        return self._modules.tokens
+
+    @property
     def vocab_size(self) -> int:
         return int(self._weight.shape[0])
 
@@ -102,6 +107,11 @@ class Head:
         self._lm_head = Linear(lm_head)
         self._softcap = softcap
         self._threads = Threads()
+
+    @property
+    def lm_head(self) -> nn.Linear:
+        """The model's own last layer: normed vectors to logits, before any soft cap."""
+        return self._lm_head
 
     @property
     def vocab_size(self) -> int:

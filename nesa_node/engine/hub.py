@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -24,17 +23,19 @@ from huggingface_hub.errors import HTTPError as HubConnectionError  # type: igno
 from huggingface_hub.utils.tqdm import tqdm as hub_tqdm
 from transformers import PreTrainedConfig
 
-from nesa_node.core.errors import CorruptCheckpointError, DiskLimitError, ModelNotFoundError
+from nesa_node.core.errors import CorruptCheckpointError, ModelNotFoundError
 from nesa_node.core.logging import get_logger
-from nesa_node.engine.checkpoint import INDEX_FILE, Checkpoint, weight_files
+from nesa_node.core.waiting import waiting
+from nesa_node.engine.checkpoint import Checkpoint, weight_files
+from nesa_node.engine.hub_cache import require_room, touch
 from nesa_node.engine.model_config import read_config
 from nesa_node.engine.progress import Progress
 from nesa_node.engine.safetensors_file import TensorInfo, read_header, tensor_info
+from nesa_node.engine.side_files import INDEX_FILE, SIDE_FILES, check_size
 
 log = get_logger(__name__)
 
-MAX_SIDE_FILE_BYTES = 64 << 20
-_SIDE_FILE_SUFFIXES = (".json", ".model", ".txt", ".jinja", ".tiktoken")
+MAX_TENSORS = 1_000_000
 _HEADERS_AT_ONCE = 8
 _TIMEOUT_S = 30.0
 
@@ -52,22 +53,45 @@ class HubFile:
 class HubRepository:
     """One commit of a repository, and its files in the local cache."""
 
-    def __init__(self, api: HfApi, name: str, commit: str, files: Mapping[str, HubFile]) -> None:
+    def __init__(
+        self,
+        api: HfApi,
+        name: str,
+        commit: str,
+        files: Mapping[str, HubFile],
+        *,
+        max_disk_bytes: int | None,
+        evicts: bool,
+    ) -> None:
+        """See `open_hub` for the last two."""
         self.api = api
         self.name = name
         self.commit = commit
         self.files = files
+        self._max_disk_bytes = max_disk_bytes
+        self._evicts = evicts
 
     def download(
-        self, names: Iterable[str], cache_dir: Path, *, limit: int | None, progress: Progress | None
+        self, names: Iterable[str], cache_dir: Path, *, progress: Progress | None = None
     ) -> Path:
         """Have these files here and unchanged; return their folder. Blocks.
 
-        Raises `DiskLimitError` before anything is downloaded, and `CorruptCheckpointError`.
+        Raises `DiskLimitError` and `CorruptCheckpointError` before anything is downloaded that has
+        no room or is too large to be read, and the latter for what differs from the hub's hash.
         """
+        with waiting("files of the model from the hub"):
+            return self._download(names, cache_dir, progress)
+
+    def _download(self, names: Iterable[str], cache_dir: Path, progress: Progress | None) -> Path:
         files = [self.files[name] for name in names]
+        for file in files:
+            if file.name in SIDE_FILES:
+                check_size(file.name, file.size, where=self.name)
         missing = [file for file in files if not self._cached(file, cache_dir)]
-        _require_room(cache_dir, sum(file.size for file in missing), limit, self.name)
+        needed = sum(file.size for file in missing)
+        require_room(
+            cache_dir, needed, limit=self._max_disk_bytes, model=self.name, evicts=self._evicts
+        )
         done, total = 0, sum(file.size for file in missing)
         folder = cache_dir
         for file in files:
@@ -80,6 +104,7 @@ class HubRepository:
                     cache_dir=cache_dir,
                     tqdm_class=bar,
                 )
+            touch(cache_dir, self.name)
             _verify(Path(path), file)
             folder = Path(path).parent
             done += file.size if file in missing else 0
@@ -106,6 +131,8 @@ class HubRepository:
         with _hub_errors(self.name), ThreadPoolExecutor(_HEADERS_AT_ONCE) as pool:
             for part in pool.map(read, names):
                 tensors.update(part)
+                if len(tensors) > MAX_TENSORS:
+                    raise CorruptCheckpointError(f"{self.name} has over {MAX_TENSORS} tensors")
         return tensors
 
     def _cached(self, file: HubFile, cache_dir: Path) -> bool:
@@ -124,13 +151,11 @@ class HubCheckpoint(Checkpoint):
         tensors: dict[str, TensorInfo],
         *,
         cache_dir: Path,
-        max_disk_bytes: int | None,
     ) -> None:
         super().__init__(repository.name, folder, config, tensors)
         self._repository = repository
         self._known = tensors
         self._cache_dir = cache_dir
-        self._max_disk_bytes = max_disk_bytes
         self._here: set[str] = set()
 
     @property
@@ -142,24 +167,14 @@ class HubCheckpoint(Checkpoint):
         files = sorted({self.tensors[name].file for name in names} - self._here)
         if not files:
             return
-        self._repository.download(
-            files, self._cache_dir, limit=self._max_disk_bytes, progress=progress
-        )
+        self._repository.download(files, self._cache_dir, progress=progress)
         for file in files:
             self._known.update(read_header(self.folder / file, file))
         self._here.update(files)
 
     def fetch_side_files(self) -> Path:
-        wanted = [
-            file.name
-            for file in self._repository.files.values()
-            if "/" not in file.name
-            and file.name.endswith(_SIDE_FILE_SUFFIXES)
-            and file.size <= MAX_SIDE_FILE_BYTES
-        ]
-        return self._repository.download(
-            wanted, self._cache_dir, limit=self._max_disk_bytes, progress=None
-        )
+        wanted = [name for name in SIDE_FILES if name in self._repository.files]
+        return self._repository.download(wanted, self._cache_dir)
 
     def tensor_digests(self) -> Mapping[str, str]:
         files = {info.file for info in self.tensors.values()}
@@ -173,30 +188,33 @@ def open_hub(
     token: str | None,
     cache_dir: Path,
     max_disk_bytes: int | None,
+    evicts: bool = False,
     endpoint: str | None = None,
 ) -> HubCheckpoint:
     """Open a hub repository by name: its config and what its weight files hold. Blocks.
 
-    Raises as `open_checkpoint` does.
+    At most `max_disk_bytes` are kept under `cache_dir`. With `evicts` the repositories there that
+    were used longest ago are removed to make room; else there has to be room. Raises as
+    `open_checkpoint` does.
     """
     api = HfApi(endpoint=endpoint, token=token)
-    repository = _look_up(api, model, revision)
+    repository = _look_up(api, model, revision, max_disk_bytes=max_disk_bytes, evicts=evicts)
     cache_dir = cache_dir / "hub"
     small = [name for name in ("config.json", INDEX_FILE) if name in repository.files]
     if "config.json" not in small:
         raise ModelNotFoundError(
             f"{model} on the hub has no config.json; it is no transformers model"
         )
-    folder = repository.download(small, cache_dir, limit=max_disk_bytes, progress=None)
+    folder = repository.download(small, cache_dir)
     config = read_config(folder, name=model)
     tensors = repository.headers(weight_files(set(repository.files), folder, name=model))
-    return HubCheckpoint(
-        repository, folder, config, tensors, cache_dir=cache_dir, max_disk_bytes=max_disk_bytes
-    )
+    return HubCheckpoint(repository, folder, config, tensors, cache_dir=cache_dir)
 
 
-def _look_up(api: HfApi, model: str, revision: str | None) -> HubRepository:
-    with _hub_errors(model):
+def _look_up(
+    api: HfApi, model: str, revision: str | None, *, max_disk_bytes: int | None, evicts: bool
+) -> HubRepository:
+    with _hub_errors(model), waiting("the hub's list of files", limit_s=_TIMEOUT_S):
         info = api.model_info(model, revision=revision, files_metadata=True, timeout=_TIMEOUT_S)
     files = {}
     for sibling in info.siblings or ():
@@ -207,7 +225,7 @@ def _look_up(api: HfApi, model: str, revision: str | None) -> HubRepository:
             )
     if info.sha is None:
         raise ModelNotFoundError(f"the hub names no commit for {model}")
-    return HubRepository(api, model, info.sha, files)
+    return HubRepository(api, model, info.sha, files, max_disk_bytes=max_disk_bytes, evicts=evicts)
 
 
 def _verify(path: Path, file: HubFile) -> None:
@@ -217,7 +235,7 @@ def _verify(path: Path, file: HubFile) -> None:
             digest = hashlib.file_digest(stream, "sha256").hexdigest()
         else:
             # What git calls a blob; SHA-1 is all the hub states for small files.
-            content = stream.read()
+            content = stream.read(file.size + 1)
             blob = b"blob %d\0" % len(content) + content
             digest = hashlib.sha1(blob, usedforsecurity=False).hexdigest()
     if digest != file.digest:
@@ -227,25 +245,6 @@ def _verify(path: Path, file: HubFile) -> None:
             f"{file.name} is not what the hub states (its hash is {digest[:16]}, expected "
             f"{file.digest[:16]}); it was removed, start again to download it anew"
         )
-
-
-def _require_room(cache_dir: Path, needed: int, limit: int | None, model: str) -> None:
-    if not needed:
-        return
-    cache_dir.mkdir(parents=True, exist_ok=True)
-    used = sum(path.lstat().st_size for path in cache_dir.rglob("*") if not path.is_symlink())
-    if limit is not None and used + needed > limit:
-        raise DiskLimitError(
-            f"{model} needs {_gib(needed)} more, {cache_dir} holds {_gib(used)} and may hold "
-            f"{_gib(limit)}; raise the disk limit, take fewer blocks or clear that folder"
-        )
-    free = shutil.disk_usage(cache_dir).free
-    if needed > free:
-        raise DiskLimitError(f"{model} needs {_gib(needed)}, {cache_dir} has {_gib(free)} left")
-
-
-def _gib(count: int) -> str:
-    return f"{count / (1 << 30):.2f} GiB"
 
 
 @contextmanager
@@ -263,7 +262,7 @@ def _hub_errors(model: str) -> Iterator[None]:
         ) from error
     except RevisionNotFoundError as error:
         raise ModelNotFoundError(f"{model} on the hub has no such revision") from error
-    except (NotASafetensorsRepoError, SafetensorsParsingError, ValueError) as error:
+    except (NotASafetensorsRepoError, SafetensorsParsingError, ValueError, RecursionError) as error:
         raise CorruptCheckpointError(f"{model} on the hub: {error}") from error
     except (HfHubHTTPError, HubConnectionError, OSError) as error:
         raise ModelNotFoundError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +16,25 @@ from nesa_node.core.errors import (
     UnsupportedModelError,
 )
 from nesa_node.engine.families import family_of, require_servable, served_families
+from nesa_node.engine.side_files import read_json
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+MAX_BLOCKS = 1024
+MAX_LABELS = 10_000
+_BLOCKS_KEYS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 
 
 def read_raw_config(folder: Path, *, name: str) -> dict[str, Any]:
     """Return `config.json` as it stands. Raises `ModelNotFoundError`, `CorruptCheckpointError`."""
     path = folder / "config.json"
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = read_json(path)
     except FileNotFoundError as error:
         raise ModelNotFoundError(
             f"{name}: {path} does not exist; a model folder holds config.json and *.safetensors"
         ) from error
-    except ValueError as error:
-        raise CorruptCheckpointError(f"{path} is not JSON ({error})") from error
     if not isinstance(raw, dict):
         raise CorruptCheckpointError(f"{path} is no JSON object")
     return raw
@@ -56,6 +60,7 @@ def read_config(folder: Path, *, name: str) -> PreTrainedConfig:
             f"These families can be served: {served_families()}"
         )
     family = family_of(raw.get("model_type"), name=name)
+    _check_counts(raw, folder / "config.json")
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:
@@ -65,6 +70,17 @@ def read_config(folder: Path, *, name: str) -> PreTrainedConfig:
     if not isinstance(config, PreTrainedConfig):
         raise CorruptCheckpointError(f"{folder / 'config.json'} is no model config")
     return config
+
+
+def _check_counts(raw: Mapping[str, object], path: Path) -> None:
+    """Raises `CorruptCheckpointError` for numbers of which transformers makes lists of that length.
+
+    A config of fifty bytes may ask for a thousand million labels.
+    """
+    for key, most in (("num_labels", MAX_LABELS), *((key, MAX_BLOCKS) for key in _BLOCKS_KEYS)):
+        value = raw.get(key)
+        if isinstance(value, int | float) and not 0 <= value <= most:
+            raise CorruptCheckpointError(f"{path}: {key} is {value}, which is not 0 to {most}")
 
 
 def parse_dtype(text: str) -> torch.dtype | None:

@@ -7,7 +7,6 @@ open over a span doubles its peak. Plain reads into the final tensor peak at the
 
 from __future__ import annotations
 
-import json
 import math
 import struct
 from collections.abc import Iterator
@@ -19,8 +18,12 @@ import torch
 from torch import Tensor
 
 from nesa_node.core.errors import CorruptCheckpointError, UnsupportedModelError
+from nesa_node.engine import huge_pages
+from nesa_node.engine.side_files import parse_json
 
-MAX_HEADER_BYTES = 100_000_000
+MAX_HEADER_BYTES = 25_000_000
+"""As huggingface_hub has it; the largest header known has 9 MB."""
+MAX_DIMENSIONS = 8
 
 DTYPES = {
     "F64": torch.float64,
@@ -84,6 +87,8 @@ def tensor_info(
             "use a checkpoint in float32, float16 or bfloat16"
         )
     begin, end = offsets
+    if len(shape) > MAX_DIMENSIONS:
+        raise ValueError(f"a tensor of {len(shape)} dimensions")
     if not all(type(number) is int for number in (*shape, begin, end)):
         raise ValueError("shapes and offsets are integers")
     nbytes = math.prod(shape) * DTYPES[dtype].itemsize
@@ -93,8 +98,11 @@ def tensor_info(
 
 
 def read_tensor(folder: Path, info: TensorInfo) -> Tensor:
-    """Read one tensor into new CPU memory. Raises `CorruptCheckpointError` for a file cut short."""
-    tensor = torch.empty(info.shape, dtype=info.dtype)
+    """Read one tensor into the memory where it stays, on the CPU.
+
+    Raises `CorruptCheckpointError` for a file cut short.
+    """
+    tensor = huge_pages.empty(info.shape, info.dtype)
     if not info.nbytes:
         return tensor
     target = memoryview(tensor.view(-1).view(torch.uint8).numpy().data)
@@ -117,10 +125,7 @@ def read_window(folder: Path, info: TensorInfo, start: int, length: int) -> byte
 
 
 def _parse_json(path: Path, raw: bytes) -> dict[str, Any]:
-    try:
-        header = json.loads(raw)
-    except ValueError as error:
-        raise CorruptCheckpointError(f"{path}: its header is not JSON ({error})") from error
+    header = parse_json(raw, what=f"the header of {path}")
     if not isinstance(header, dict):
         raise CorruptCheckpointError(f"{path}: its header is no JSON object")
     return header

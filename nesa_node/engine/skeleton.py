@@ -55,7 +55,7 @@ class Skeleton:
         # A config is changed by the model that is built from it.
         config = copy.deepcopy(checkpoint.config)
         with _no_init, torch.device("meta"), init.no_init_weights():
-            self.model: Any = _AUTO.from_config(config)
+            self.model: Any = _AUTO.from_config(config, trust_remote_code=False)
         self.model.eval().requires_grad_(False)
         self._shapes = {name: tensor.shape for name, tensor in self.model.state_dict().items()}
         tied: dict[str, str] = self.model.all_tied_weights_keys

@@ -50,6 +50,12 @@ def generate_items(
     return tuple(items)
 
 
+def count_room(text: str) -> int:
+    """How many items `generate_items` can make of `text`, each as long as by default."""
+    passages = _passages(text.split(), CONTEXT_WORDS, ENDING_WORDS)
+    return len(passages) if len({ending for _, ending in passages}) >= ENDINGS else 0
+
+
 def _passages(words: Sequence[str], context_words: int, ending_words: int) -> list[tuple[str, str]]:
     length = context_words + ending_words
     passages, at = [], 0

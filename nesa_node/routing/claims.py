@@ -12,7 +12,7 @@ from nesa_node.topology.snapshot import NodeState
 LIE = 4.0
 """A claim so much above what was measured is told to others: no busy moment explains it."""
 ENOUGH = 0.5
-"""Of what others say, in reporters of full standing, to believe it."""
+"""Of what others say, in reporters of long standing beside the first, to believe it."""
 TOLERANCE = 1.25
 """A claim may be so much above what was measured: a busy moment, a slow network."""
 REMEMBERED_S = 3600.0
@@ -46,7 +46,7 @@ class Claims:
 
     def reported(self, node: NodeState, doubt: float) -> None:
         """Others say that `node` boasts: it is believed what is no lie, for as long as if it had
-        been measured here. `doubt`: how many of them, in reporters of full standing.
+        been measured here. `doubt`: how many of them, as `reputation.corroborated` counts them.
         """
         speed = node.decode_tokens_per_s
         if doubt >= ENOUGH and speed > 0 and self.age_s(node.peer_id) > REMEMBERED_S:

@@ -27,6 +27,8 @@ MAX_BLAME = 3.0
 MIN_FACTOR = 1.0 / (1.0 + MAX_BLAME)
 NEWCOMER_S, FULL_STANDING_S = 60.0, 660.0
 """From when on a node's word begins to count, and in full."""
+LONG_STANDING_S = 3600.0
+"""From when on it counts in full where what it says is believed for as long."""
 HORIZON_S = 600.0
 """A session's length: what has to be survived."""
 PRIOR_S, PRIOR_FAILURES = 3600.0, 0.1
@@ -88,6 +90,22 @@ def standing(known_s: float, reliability: float) -> float:
     """What the word of a serving node counts, 0 to 1: by its time here and by its own record."""
     seniority = (known_s - NEWCOMER_S) / (FULL_STANDING_S - NEWCOMER_S)
     return min(max(seniority, 0.0), 1.0) * min(max(reliability, 0.0), 1.0)
+
+
+def long_standing(known_s: float, reliability: float) -> float:
+    """What its word counts for what is believed as long as an hour (`Claims.reported`), 0 to 1.
+
+    By its time here beyond that of `standing`, since what is planned on it lasts longer than a
+    detour: a node that has been here for a quarter of an hour says nothing about speeds.
+    """
+    seniority = (known_s - FULL_STANDING_S) / (LONG_STANDING_S - FULL_STANDING_S)
+    return min(max(seniority, 0.0), 1.0) * min(max(reliability, 0.0), 1.0)
+
+
+def corroborated(words: Iterable[float]) -> float:
+    """The weight of reports that no single reporter can make: without the one that counts most."""
+    counted = sorted(words)
+    return sum(counted[:-1])
 
 
 def blames(

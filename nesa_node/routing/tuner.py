@@ -148,7 +148,7 @@ def genetic_search(
     for _ in range(generations):
         order = np.argsort(costs, kind="stable")
         genomes, costs = genomes[order], costs[order]
-        children = _children(genomes, population - _ELITE, rng)
+        children = breed(genomes, population - _ELITE, rng)
         born = np.array([cost(decode(genome, before)) for genome in children])
         history.extend(born)
         genomes = np.concatenate((genomes[:_ELITE], children))
@@ -206,8 +206,11 @@ def believed(told: Mapping[str, float], before: Parameters) -> Parameters | None
     return replace(before, load_weight=1.0, **genes)
 
 
-def _children(genomes: Floats, number: int, rng: np.random.Generator) -> Floats:
-    """Of parents chosen by rank: `genomes` are sorted, the best first."""
+def breed(genomes: Floats, number: int, rng: np.random.Generator) -> Floats:
+    """Return `number` children [number, genes] of parents chosen by rank.
+
+    `genomes` [size, genes] are sorted, the best first.
+    """
     size, genes = genomes.shape
     weights = np.arange(size, 0, -1, dtype=np.float64)
     weights /= weights.sum()

@@ -22,6 +22,7 @@ LEARNING_RATE = 0.2
 class Limits:
     outbox_bytes: int
     """Host memory for the outputs that a chain's nodes keep."""
+    outbox_bytes_per_peer: int
     sessions_per_peer: int
     cache_tokens_per_peer: int
     """Tokens, each through all blocks of the node's span, in whole pages."""
@@ -80,6 +81,7 @@ class Admission:
         self._pages: Counter[PeerId] = Counter()
         self._sessions: Counter[PeerId] = Counter()
         self._streams: Counter[PeerId] = Counter()
+        self._outbox_bytes_of: Counter[PeerId] = Counter()
         self._outbox_bytes = 0
         self._ended_at = clock()
         self._between_ends_s = FIRST_GUESS_S
@@ -129,12 +131,16 @@ class Admission:
         request could never be met.
         """
         pages, tokens = rows * pages_for(max_tokens), rows * max_tokens
-        most = min(self.pool.num_pages, pages_for(self.limits.cache_tokens_per_peer))
-        if pages > most or tokens * outbox_bytes_per_token > self.limits.outbox_bytes:
+        most_pages = min(self.pool.num_pages, pages_for(self.limits.cache_tokens_per_peer))
+        most = most_pages * PAGE_TOKENS
+        if outbox_bytes_per_token:
+            outbox_bytes = min(self.limits.outbox_bytes, self.limits.outbox_bytes_per_peer)
+            most = min(most, outbox_bytes // outbox_bytes_per_token)
+        if pages > most_pages or tokens > most:
             raise ProtocolError(
                 "too_large",
                 f"{rows} x {max_tokens} cache tokens asked for, this node gives a peer at most "
-                f"{most * PAGE_TOKENS}; ask for a shorter session or fewer rows",
+                f"{most}; ask for a shorter session or fewer rows",
             )
         if self._sessions[peer] >= self.limits.sessions_per_peer:
             quota = self.limits.sessions_per_peer
@@ -158,12 +164,18 @@ class Admission:
             raise CacheFullError(
                 f"the quota of {peer} has no room for {pages * PAGE_TOKENS} more tokens"
             )
+        if self._outbox_bytes_of[peer] + outbox_bytes > self.limits.outbox_bytes_per_peer:
+            raise CacheFullError(
+                f"the quota of {peer} has no room to keep the outputs of {pages * PAGE_TOKENS} "
+                "more tokens"
+            )
         if self._outbox_bytes + outbox_bytes > self.limits.outbox_bytes:
             raise CacheFullError(f"no room to keep the outputs of {pages * PAGE_TOKENS} tokens")
 
     def count(self, peer: PeerId, pages: int, outbox_bytes: int) -> None:
         """Note what a peer holds from now on, or no longer."""
         _give_back(self._pages, peer, -pages)
+        _give_back(self._outbox_bytes_of, peer, -outbox_bytes)
         self._outbox_bytes += outbox_bytes
 
     def _note_end(self) -> None:

@@ -5,19 +5,21 @@ from __future__ import annotations
 import asyncio
 import random
 import resource
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from typing import Any
 
 from nesa_node.core.config import NodeConfig, OrchestratorConfig, PeerConfig, secret_text
-from nesa_node.core.errors import PeerUnreachableError
+from nesa_node.core.errors import BootstrapError, PeerUnreachableError
 from nesa_node.core.ids import PeerId
 from nesa_node.core.logging import get_logger
 from nesa_node.core.metrics import Sources
 from nesa_node.server.announcer import Announcer, NodeFacts
 from nesa_node.server.ending import Ending, stop_signals
 from nesa_node.server.executor import open_executor
+from nesa_node.server.invitation import known_here
 from nesa_node.server.metrics import about, about_model, about_node, keep_looking
 from nesa_node.server.moves import Moves
 from nesa_node.server.orchestrate import (
@@ -41,6 +43,8 @@ log = get_logger(__name__)
 
 WITHDRAW_TIMEOUT_S = 5.0
 MAX_FILES = 1 << 16
+JOIN_RETRY_S = 1.0
+"""Between two attempts to reach initial peers."""
 
 Beside = Callable[[Sequence[str]], Coroutine[Any, Any, None]]
 """What runs beside a node, told where the node can be reached."""
@@ -53,8 +57,8 @@ async def run_bootstrap(config: PeerConfig, *, told: Sources | None = None) -> N
     """
     check_ready_file(config.ready_file)
     sources = told or Sources()
-    with stop_signals() as stopping:
-        async with _joined(config) as swarm:
+    with stop_signals() as stopping, suppress(_StoppedError):
+        async with _joined(config, stopping) as swarm:
             with (
                 ready_file(config.ready_file, ready_facts(swarm)),
                 sources.adding(about(swarm, "bootstrap", sources.version)),
@@ -72,8 +76,8 @@ async def run_orchestrator(
     """
     check_ready_file(config.ready_file)
     sources = told or Sources()
-    with stop_signals() as stopping:
-        async with _joined(config) as swarm:
+    with stop_signals() as stopping, suppress(_StoppedError):
+        async with _joined(config, stopping) as swarm:
 
             async def plan() -> None:
                 model_id = await find_model(swarm, config.model)
@@ -99,7 +103,7 @@ async def run_node(
     `show` is told of what an orchestrator sees. `beside` runs as long as the node can be reached
     at the addresses that it is given. Raises as `serve_node` does.
     """
-    with stop_signals() as stopping:
+    with stop_signals() as stopping, suppress(_StoppedError):
         await serve_node(config, stopping, show=show, told=told, beside=beside)
 
 
@@ -122,21 +126,59 @@ async def serve_node(
     # Before anybody hears of us: an impossible request should fail at once.
     blocks = await asyncio.to_thread(count_blocks, config, served)
     async with (
-        _joined(config) as swarm,
+        _joined(config, stopping) as swarm,
         open_executor() as executor,
         open_scheduler(executor) as scheduler,
     ):
         facts = _node_facts(config, served, blocks)
         moves = moves or moves_of(config)
-        async with _running(beside, swarm):
-            await _serve(config, served, facts, swarm, scheduler, stopping, moves, show, told)
+        with known_here(config, swarm.transport.addresses, served.model_id):
+            async with _running(beside, swarm):
+                await _serve(config, served, facts, swarm, scheduler, stopping, moves, show, told)
+
+
+class _StoppedError(Exception):
+    """The daemon was stopped before it joined."""
 
 
 @asynccontextmanager
-async def _joined(config: PeerConfig) -> AsyncIterator[Swarm]:
+async def _joined(config: PeerConfig, stopping: asyncio.Event) -> AsyncIterator[Swarm]:
+    """Join, and try again for `join_timeout_s` while no initial peer answers: machines of a swarm
+    that start together do not listen at the same moment. Raises `_StoppedError`, `BootstrapError`
+    and what else `open_swarm` raises.
+    """
     _allow_many_files()
     identity = Identity.load_or_create(config.identity_path)
-    async with open_swarm(
+    deadline = time.monotonic() + config.join_timeout_s
+    async with AsyncExitStack() as stack:
+        while True:
+            try:
+                swarm = await stack.enter_async_context(_open_swarm(config, identity))
+                break
+            except BootstrapError as error:
+                if time.monotonic() >= deadline:
+                    raise
+                log.warning(
+                    "initial_peers_awaited",
+                    still_s=round(deadline - time.monotonic()),
+                    reason=str(error),
+                )
+            await _sleep_unless(stopping, JOIN_RETRY_S)
+        await swarm.transport.refresh_addresses()
+        log.info("joined", peer_id=identity.peer_id, addresses=swarm.transport.addresses)
+        yield swarm
+
+
+async def _sleep_unless(stopping: asyncio.Event, seconds: float) -> None:
+    """Raises `_StoppedError` as soon as `stopping` is set."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await stopping.wait()
+            raise _StoppedError
+
+
+def _open_swarm(config: PeerConfig, identity: Identity) -> AbstractAsyncContextManager[Swarm]:
+    return open_swarm(
         identity,
         host_maddrs=config.host_maddrs,
         announce_maddrs=config.announce_maddrs,
@@ -146,10 +188,7 @@ async def _joined(config: PeerConfig) -> AsyncIterator[Swarm]:
         relay=config.relay,
         swarm_key=secret_text(config.swarm_key),
         record_ttl_s=config.record_ttl_s,
-    ) as swarm:
-        await swarm.transport.refresh_addresses()
-        log.info("joined", peer_id=identity.peer_id, addresses=swarm.transport.addresses)
-        yield swarm
+    )
 
 
 def _allow_many_files() -> None:
@@ -195,6 +234,7 @@ async def _serve(
         random.Random(peer_id),
         ping_every_s=config.ping_every_s,
     )
+    swarm.directory.know_blocks(served.model_id, facts.num_blocks)
     background = [asyncio.create_task(announcer.run()), asyncio.create_task(measuring)]
     obedience = obedience_of(
         config, peer_id, num_blocks=facts.num_blocks, max_blocks=facts.max_blocks

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 from nesa_node.core.errors import NesaError, PeerUnreachableError, ProtocolError
 from nesa_node.core.ids import ModelId, PeerId
+from nesa_node.core.logging import get_logger
 from nesa_node.core.span import Span
 from nesa_node.swarm.messages import (
     PROTOCOL,
@@ -20,8 +24,11 @@ from nesa_node.swarm.node import Swarm
 from nesa_node.swarm.stream import Stream, silence_is_loss
 from nesa_node.swarm.wire import Wire, speed_to
 
+log = get_logger(__name__)
+
 NEIGHBOUR_S = 10.0
 """How long neighbours wait for each other while they link up."""
+NOT_REACHED = "this node could not reach the next one, or was refused there; its log says why"
 
 
 async def dial(
@@ -68,20 +75,34 @@ async def _reach(
             raise PeerUnreachableError(f"no valid record of {peer} is known")
         if not Span(*record.span).covers(Span(*whom.blocks)):
             raise PeerUnreachableError(f"{peer} announces {record.span}")
-        try:
-            reader, writer = await swarm.transport.open_stream(peer, PROTOCOL, record.addresses)
-        except PeerUnreachableError:
-            swarm.reporter.note(model_id, peer, "lost")
-            raise
-        stream = Stream(peer, reader, writer)
+        stream = await _stream_to(swarm, model_id, peer, record.addresses)
         try:
             answer = await _introduce(stream, introduction, welcome)
         except BaseException:
             await stream.close()
             raise
     except (NesaError, OSError) as error:
-        raise ProtocolError("downstream_lost", f"{peer}: {error}") from error
+        # What came of dialling addresses that a stranger announced is no stranger's to know.
+        log.info("neighbour_not_reached", peer=peer, reason=str(error))
+        raise ProtocolError("downstream_lost", NOT_REACHED) from error
     return stream, answer
+
+
+async def _stream_to(
+    swarm: Swarm, model_id: ModelId, peer: PeerId, addresses: Sequence[str]
+) -> Stream:
+    """Raises `PeerUnreachableError`. A peer that this node itself knew as alive is reported.
+
+    A client chooses who dials whom, when and how often: that alone accuses no peer.
+    """
+    was_near = not math.isnan(swarm.distances.rtt_ms(peer))
+    try:
+        reader, writer = await swarm.transport.open_stream(peer, PROTOCOL, addresses)
+    except PeerUnreachableError:
+        if was_near and not await swarm.transport.is_connected(peer):
+            swarm.reporter.note(model_id, peer, "lost")
+        raise
+    return Stream(peer, reader, writer)
 
 
 async def _introduce(

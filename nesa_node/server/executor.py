@@ -9,6 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
+from nesa_node.swarm.tasks import ended
+
 T = TypeVar("T")
 
 LOAD_WINDOW_S = 30.0
@@ -45,8 +47,8 @@ class Executor:
     async def run(self, job: Callable[[], T]) -> T:
         """The result of `job()`, run in the device's thread.
 
-        A job that has started cannot be interrupted: cancelling this call waits for it, so that its
-        caller never touches state that the job still changes.
+        A job that has started cannot be interrupted: cancelling this call, however often, waits for
+        it, so that its caller never touches state that the job still changes.
         """
         self._waiting += 1
         started = self._pool.submit(self._timed, job)
@@ -55,7 +57,7 @@ class Executor:
             return await asyncio.shield(result)
         except asyncio.CancelledError:
             if not started.cancel():
-                await asyncio.wait([result])
+                await ended(result)
             raise
         finally:
             self._waiting -= 1
@@ -88,4 +90,5 @@ async def open_executor() -> AsyncIterator[Executor]:
     try:
         yield Executor(pool)
     finally:
-        await asyncio.to_thread(pool.shutdown, cancel_futures=True)
+        ending = asyncio.to_thread(pool.shutdown, cancel_futures=True)
+        await ended(asyncio.ensure_future(ending))

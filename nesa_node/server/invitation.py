@@ -1,11 +1,14 @@
-"""How whoever started the first node learns what others join with."""
+"""How the operator of a first node learns what others join with, and programs here find a node."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import shlex
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from ipaddress import ip_address
 
-from nesa_node.core.config import NodeConfig
+from nesa_node.core.config import NodeConfig, default_known_swarms_dir
+from nesa_node.core.known_swarms import KnownSwarms
 from nesa_node.core.logging import get_logger
 from nesa_node.swarm.node import Swarm
 
@@ -13,22 +16,51 @@ log = get_logger(__name__)
 
 
 def print_invitation(config: NodeConfig, swarm: Swarm) -> None:
-    """Tell whoever started the first node how others join."""
+    """Tell the operator of a first node the command that others join with.
+
+    It is one plain line on stdout, whole, to be copied; an event where logs are for programs.
+    """
     address = most_reachable(swarm.transport.addresses)
     if not config.initial_peers and address is not None:
-        log.info("join_with", command=f"nesa-node run {config.model} --initial-peers {address}")
+        command = join_command(config, address)
+        if config.log_format == "json":
+            log.info("join_with", command=command)
+            return
+        # The terminal may be gone: the node serves on.
+        with suppress(OSError):
+            print(f"join with another machine:\n{command}", flush=True)
+
+
+def join_command(config: NodeConfig, address: str) -> str:
+    """A line for a shell. A private swarm's key is named by its place, never by itself."""
+    words = ["nesa-node", "run", config.model, "--initial-peers", address]
+    if config.swarm_key is not None:
+        words += ["--swarm-key", "@PATH"]
+    return shlex.join(words)
+
+
+@contextmanager
+def known_here(config: NodeConfig, addresses: Sequence[str], model_id: str) -> Iterator[None]:
+    """Let commands on this machine find the swarm: now through this node, later by the addresses
+    that outlive it. Loopback addresses of this node do not."""
+    known = KnownSwarms(default_known_swarms_dir())
+    lasting = [address for address in addresses if _reach(address)]
+    if lasting or config.initial_peers:
+        known.remember([*config.initial_peers, *lasting], model_id)
+    with known.running(addresses, model_id, config.public_name):
+        yield
 
 
 def most_reachable(addresses: Sequence[str]) -> str | None:
     """The address that most others can use: a public one before a LAN's before loopback."""
+    return max(addresses, key=_reach, default=None)
 
-    def reach(address: str) -> int:
-        _, protocol, host, *_ = address.split("/")
-        if not protocol.startswith("ip"):
-            return 4
-        ip = ip_address(host)
-        if ip.is_loopback or ip.is_link_local:
-            return 0
-        return (3 if ip.is_global else 2) if ip.version == 4 else 1
 
-    return max(addresses, key=reach, default=None)
+def _reach(address: str) -> int:
+    _, protocol, host, *_ = address.split("/")
+    if not protocol.startswith("ip"):
+        return 4
+    ip = ip_address(host)
+    if ip.is_loopback or ip.is_link_local:
+        return 0
+    return (3 if ip.is_global else 2) if ip.version == 4 else 1

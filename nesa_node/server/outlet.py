@@ -5,6 +5,7 @@ T packed tokens, D hidden.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
@@ -15,6 +16,7 @@ from nesa_node.compression import tensors
 from nesa_node.compression.hidden_states import HiddenStates
 from nesa_node.core.errors import ProtocolError, StreamClosedError
 from nesa_node.core.logging import get_logger
+from nesa_node.server.inbox import LARGE_BYTES
 from nesa_node.server.push import Push, open_push
 from nesa_node.swarm.messages import MAX_TOKENS, Downstream, Error, Open, Output, Step
 from nesa_node.swarm.outbox import Kept, Outbox, clip
@@ -37,6 +39,7 @@ class Outlet:
         self._client = client
         self._wire = self.client_wire = wire
         self._session = opened.session
+        self._mode = opened.mode
         self._states = States(hidden_size, opened.dtype, opened.rows * opened.max_tokens)
         self._dial = dial
         self._outbox = Outbox()
@@ -53,11 +56,16 @@ class Outlet:
         return self._push is None or self._push.settled
 
     async def emit(self, step: Step, output: HiddenStates) -> None:
-        """Keep and send the output [T, D] of a step."""
+        """Keep and send the output [T, D] of a step.
+
+        Raises `ProtocolError("not_finite")` for one that the next node would have to report: large
+        inputs of a client's choice are enough to make a node compute it.
+        """
         if self._downstream is None:
             # For the client it is compressed when it is known which tokens it wants.
             meta, payload = output.meta, output.payload
         else:
+            await _require_finite(output)
             meta, payload = await self._wire.encode_aside(output)
         kept = Kept(step.step, step.rows, step.want, meta, payload, step.via)
         if self._downstream is not None:
@@ -65,7 +73,12 @@ class Outlet:
         await self._send(kept, step.epoch)
 
     def keep(self, kept: Kept) -> None:
-        """Hold what another node kept before this one took its place."""
+        """Hold what another node kept before this one took its place.
+
+        Raises `ProtocolError` in a star, whose nodes reserve no room for it.
+        """
+        if self._mode == "star":
+            raise ProtocolError("unexpected", "a star's nodes keep no outputs")
         self._outbox.append(kept)
 
     def kept(self, start: Sequence[int], end: Sequence[int]) -> Iterator[Kept]:
@@ -167,3 +180,14 @@ class Outlet:
             )
         except StreamClosedError:
             log.debug("client_gone_too", peer=self._client.peer)
+
+
+async def _require_finite(output: HiddenStates) -> None:
+    """Raises `ProtocolError("not_finite")`."""
+    large = output.nbytes >= LARGE_BYTES
+    if not (await asyncio.to_thread(_is_finite, output) if large else output.is_finite):
+        raise ProtocolError("not_finite", "these inputs make this node compute NaN or infinities")
+
+
+def _is_finite(output: HiddenStates) -> bool:
+    return output.is_finite

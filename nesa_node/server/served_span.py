@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from functools import partial
 
 from nesa_node.core.config import NodeConfig, secret_text
+from nesa_node.core.logging import get_logger
 from nesa_node.core.span import Span
+from nesa_node.core.waiting import waiting
 from nesa_node.engine.blocks import Blocks
 from nesa_node.engine.measure import Throughput, measure_throughput
 from nesa_node.engine.parts import load_blocks
@@ -22,8 +24,13 @@ from nesa_node.server.served import Served
 from nesa_node.server.session_server import SessionServer
 from nesa_node.swarm.node import Swarm
 
+log = get_logger(__name__)
+
 OUTBOX_BYTES_PER_CACHE_BYTE = 1.0
 MIN_OUTBOX_BYTES = 256 << 20
+MAX_SHARE = 3
+"""Quarters of the outbox that one peer gets for a session of the model's whole length. Else it is
+half: in a chain of long sessions the outbox is full long before the cache."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,8 +66,11 @@ async def open_span(
     its spans. Raises `ModelError`, `ResourceError` and `OSError`.
     """
     device = scheduler.executor
-    blocks = await device.run(partial(_load, served, span))
-    throughput = await device.run(partial(measure_throughput, blocks))
+    with waiting("weights to be loaded", blocks=(span,)):
+        blocks = await device.run(partial(_load, served, span))
+    log.info("measuring_speed", span=str(span), reason="clients choose nodes by it")
+    with waiting("the speed to be measured", blocks=(span,)):
+        throughput = await device.run(partial(measure_throughput, blocks))
     scheduler.expect(throughput, span)
     tokens = count_cache_tokens(config, blocks)
     pool = await device.run(partial(blocks.new_pool, tokens))
@@ -106,8 +116,11 @@ def _limits(config: NodeConfig, blocks: Blocks, tokens: int) -> Limits:
     needed = tokens * blocks.hidden_size * 4
     # Nobody should be able to take all of it, but who comes alone can use the model's whole length.
     half = max(tokens // 2, min(tokens, blocks.context_length or tokens))
+    outbox_bytes = max(min(outbox, needed), MIN_OUTBOX_BYTES)
+    whole = (blocks.context_length or tokens) * blocks.hidden_size * 4
     return Limits(
-        outbox_bytes=max(min(outbox, needed), MIN_OUTBOX_BYTES),
+        outbox_bytes=outbox_bytes,
+        outbox_bytes_per_peer=min(max(outbox_bytes // 2, whole), MAX_SHARE * outbox_bytes // 4),
         sessions_per_peer=config.max_sessions_per_peer,
         cache_tokens_per_peer=config.max_cache_tokens_per_peer or half,
         allow=frozenset(config.allow_peers),

@@ -19,6 +19,7 @@ from nesa_node.server.transfer import CHUNK_TOKENS, Succession, Transfers
 from nesa_node.server.work import Work
 from nesa_node.swarm.messages import Downstream, Link, Open, Pages, Prefix, Step, Sync
 from nesa_node.swarm.stream import Stream
+from nesa_node.swarm.tasks import ended
 from nesa_node.swarm.wire import Wire
 
 log = get_logger(__name__)
@@ -231,12 +232,20 @@ class Session:
             await self._emit_next()
 
     async def close(self) -> None:
-        """Let nobody in any more, and free what was promised as soon as no iteration runs it."""
+        """Let nobody in any more, and free what was promised as soon as no iteration runs it.
+
+        Nor a donor's pages are put into it: cancelled, it waits all the same.
+        """
         self._closed = True
         if self._pushed is not None:
             self._pushed.cancel()
-        await self._notify()
         self._outlet.forget()
+        letting_go = asyncio.create_task(self._let_go())
+        await ended(letting_go)
+        letting_go.result()
+
+    async def _let_go(self) -> None:
+        await self._notify()
         async with self._adopting:
             self._succession = None
         self._work.halt()

@@ -59,8 +59,11 @@ from nesa_node.swarm.wire import Wire, report_arrival, speed_to
 
 log = get_logger(__name__)
 
-WRONG = frozenset({"not_finite", "bad_tensor"})
-"""Mistakes in hidden states, which an upstream has computed: others are told."""
+CHECKED_SINCE = (1, 4)
+"""From this version on a node looks at its outputs before it pushes them, so that values which are
+not finite are its own fault. Another dtype, shape or codec is not: the client chose these for each
+node on its own.
+"""
 LAST_WORDS_S = 0.5
 """For the answers to those whose sessions have just ended."""
 
@@ -285,6 +288,8 @@ class SessionServer:
             raise ProtocolError(
                 "context_length", f"{opened.max_tokens} tokens; the model holds {limit}"
             )
+        if opened.mode == "star" and opened.donor is not None:
+            raise ProtocolError("not_donor", "a star's nodes hand nothing over")
         check_prefix(opened.prefix, opened.rows)
         _check_quality(opened.quality)
         if (peer, SessionId(opened.session)) in self._sessions:
@@ -307,7 +312,7 @@ class SessionServer:
                     try:
                         await session.submit(stream.peer, message, payload)
                     except ProtocolError as error:
-                        if error.code in WRONG:
+                        if error.code == "not_finite" and opened.version >= CHECKED_SINCE:
                             self._swarm.reporter.note(self._model_id, stream.peer, "wrong")
                         raise
                 elif not isinstance(message, Probe):

@@ -161,9 +161,10 @@ class Work(Lane):
     def fail(self, error: Exception) -> None:
         """Forget what waits and let `result` raise."""
         code = "cache_full" if isinstance(error, CacheFullError) else "not_computed"
-        # In the scheduler's task, which is no session's.
+        # In the scheduler's task, which is no session's. A full cache is no mistake of ours.
+        mistake = error if code == "not_computed" else None
         log.error(
-            "step_failed", session=self._session, client=self.client, code=code, exc_info=error
+            "step_failed", session=self._session, client=self.client, code=code, exc_info=mistake
         )
         text = str(error) if code == "cache_full" else f"this node failed: {type(error).__name__}"
         self._queue.clear()

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import re
 import uuid
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -20,7 +21,8 @@ from typing import Any
 from nesa_node.core.errors import PeerUnreachableError, RemoteError, SwarmError
 from nesa_node.core.ids import PeerId
 from nesa_node.core.logging import get_logger
-from nesa_node.swarm.hive import Multiaddr, p2pd_pb2
+from nesa_node.core.plain_text import plain_lines, plain_text
+from nesa_node.swarm.hive import DecodeError, Multiaddr, p2pd_pb2
 from nesa_node.swarm.identity import base58_decode, base58_encode
 from nesa_node.swarm.pipe import SCRATCH_BYTES, Pipe, open_pipe
 from nesa_node.swarm.tasks import TaskSet
@@ -31,6 +33,9 @@ MAX_MESSAGE_BYTES = 4 * 1024**2
 """The daemon's own limit for one unary message."""
 
 _MAX_UNARY_TASKS = 512
+_MAX_UNARY_BYTES = 64 * 1024**2
+_MAX_UNARY_BYTES_PER_PEER = 2 * MAX_MESSAGE_BYTES
+"""Of the calls that are being answered."""
 _NOBODY = bytes.fromhex("002408011220") + bytes(32)
 _MAX_VARINT_BYTES = 5
 _P2P = bytes.fromhex("a503")
@@ -40,7 +45,7 @@ UnaryHandler = Callable[[PeerId, bytes], Awaitable[bytes]]
 
 
 async def read_message(pipe: Pipe, message: Any) -> None:
-    """Read one message into `message`. Raises `SwarmError` for an oversized one."""
+    """Read one message into `message`. Raises `SwarmError` for one that is oversized or none."""
     size = 0
     for position in range(_MAX_VARINT_BYTES):
         byte = (await pipe.readexactly(1))[0]
@@ -49,7 +54,11 @@ async def read_message(pipe: Pipe, message: Any) -> None:
             break
     if size > 2 * MAX_MESSAGE_BYTES:
         raise SwarmError(f"p2pd announced a message of {size} bytes")
-    message.ParseFromString(await pipe.readexactly(size))
+    data = await pipe.readexactly(size)
+    try:
+        message.ParseFromString(data)
+    except DecodeError as error:
+        raise SwarmError("p2pd sent what is not a message") from error
 
 
 def write_message(pipe: Pipe, message: Any) -> None:
@@ -182,14 +191,15 @@ async def _exchange(pipe: Pipe, request: Any) -> Any:
     except (OSError, asyncio.IncompleteReadError) as error:
         raise PeerUnreachableError("libp2p's daemon of this node is gone") from error
     if response.type == p2pd_pb2.Response.ERROR:
-        raise PeerUnreachableError(response.error.msg)
+        raise PeerUnreachableError(plain_lines(response.error.msg))
     return response
 
 
 class UnaryCalls:
     """Request and response over the persistent connection, in both directions.
 
-    At most `_MAX_UNARY_TASKS` incoming calls are worked on at once; more are answered by an error.
+    At most `_MAX_UNARY_TASKS` incoming calls are worked on at once, of at most `_MAX_UNARY_BYTES`
+    together and `_MAX_UNARY_BYTES_PER_PEER` for each peer; more are answered by an error.
     """
 
     def __init__(self, pipe: Pipe, tasks: TaskSet) -> None:
@@ -197,6 +207,8 @@ class UnaryCalls:
         self._tasks = tasks
         self._handlers: dict[str, UnaryHandler] = {}
         self._calls: dict[bytes, asyncio.Future[Any]] = {}
+        self._bytes_of: Counter[bytes] = Counter()
+        """By the peer's id, in the calls that are being answered."""
         self._closed = False
 
     async def call(self, peer: PeerId, protocol: str, data: bytes) -> bytes:
@@ -207,8 +219,9 @@ class UnaryCalls:
             result = response.callUnaryResponse
             if result.HasField("response"):
                 return bytes(result.response)
-            raise RemoteError("unary_failed", result.error.decode(errors="replace")[:200])
-        raise PeerUnreachableError(response.daemonError.message[:200])
+            words = result.error.decode(errors="replace")[:200]
+            raise RemoteError("unary_failed", plain_text(words))
+        raise PeerUnreachableError(plain_text(response.daemonError.message[:200]))
 
     async def add_handler(self, protocol: str, handler: UnaryHandler) -> None:
         self._handlers[protocol] = handler
@@ -243,6 +256,9 @@ class UnaryCalls:
             try:
                 await read_message(self._pipe, response)
             except (OSError, asyncio.IncompleteReadError):
+                return self.close()
+            except SwarmError as error:
+                log.error("p2pd_misread", error=str(error))
                 return self.close()
             if response.HasField("requestHandling"):
                 self._dispatch(response.callId, response.requestHandling)
@@ -280,8 +296,16 @@ class UnaryCalls:
 
     def _dispatch(self, call_id: bytes, request: Any) -> None:
         handler = self._handlers.get(request.proto)
-        if handler is None or len(self._tasks) >= _MAX_UNARY_TASKS:
+        held = self._bytes_of
+        size = len(request.data)
+        if (
+            handler is None
+            or len(self._tasks) >= _MAX_UNARY_TASKS
+            or held.total() + size > _MAX_UNARY_BYTES
+            or held[request.peer] + size > _MAX_UNARY_BYTES_PER_PEER
+        ):
             handler = _refuse
+        held[request.peer] += size
         self._tasks.start(self._answer(handler, call_id, request), name=f"unary {request.proto}")
 
     async def _answer(self, handler: UnaryHandler, call_id: bytes, request: Any) -> None:
@@ -291,6 +315,10 @@ class UnaryCalls:
         except Exception as error:  # whatever a peer sent is answered, and only that call fails
             log.debug("unary_handler_failed", protocol=request.proto, error=repr(error)[:200])
             result = p2pd_pb2.CallUnaryResponse(error=type(error).__name__.encode())
+        finally:
+            self._bytes_of[request.peer] -= len(request.data)
+            if not self._bytes_of[request.peer]:
+                del self._bytes_of[request.peer]
         with suppress(SwarmError):
             await self._send(call_id, unaryResponse=result)
 

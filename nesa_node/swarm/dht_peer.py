@@ -6,7 +6,8 @@ that one bad entry is reason to drop a whole answer. Everything it sends or rece
 
 - a DHT id belongs to one peer id (it is its hash), in requests, answers and lists of neighbours, so
   that no peer can fill routing tables or surround a key with invented nodes;
-- requests are counted per peer, and their sizes bounded;
+- requests are bounded and paid for, by bytes and by work, before they are read (`dht_codec.py`,
+  `call_budget.py`);
 - stored and found records are checked one by one, and the bad ones left out;
 - in a private swarm both ends prove that they know the swarm key.
 """
@@ -16,39 +17,40 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from itertools import islice
 from typing import Any, TypeVar
+
+import msgspec
 
 from nesa_node.core.errors import ProtocolError, RecordError, SwarmError
 from nesa_node.core.ids import PeerId
 from nesa_node.core.logging import get_logger
-from nesa_node.swarm.control import UnaryCalls
-from nesa_node.swarm.hive import (
-    DHTID,
-    DHTProtocol,
-    DictionaryDHTValue,
-    MSGPackSerializer,
-    P2PContext,
-    PeerID,
-    dht_pb2,
+from nesa_node.swarm.call_budget import MAX_KNOWN_PEERS, CallBudget
+from nesa_node.swarm.control import MAX_MESSAGE_BYTES, UnaryCalls
+from nesa_node.swarm.dht_codec import (
+    KEY_BYTES,
+    MAX_KEYS_PER_FIND,
+    MAX_KEYS_PER_STORE,
+    MAX_RECORDS_PER_CALL,
+    pack_records,
+    read_message,
+    unpack_records,
 )
+from nesa_node.swarm.hive import DHTID, DHTProtocol, P2PContext, PeerID, dht_pb2
 from nesa_node.swarm.private import TAG_BYTES, Membership
 from nesa_node.swarm.validator import RecordValidator
 
 log = get_logger(__name__)
 
 PROTOCOL_PREFIX = "/nesa/1/dht/"
-MAX_KEYS_PER_FIND = 16
-MAX_KEYS_PER_STORE = 512
-MAX_RECORDS_PER_CALL = 4096
 MAX_NEIGHBOURS = 20
-MAX_KNOWN_PEERS = 4096
+_MAX_PEER_ID_BYTES = 64
+"""libp2p's have at most 42. Written in base 58, 200 kB of them take 40 s."""
 
-_CALLS_PER_S = 50.0
-_BURST = 500.0
-_RECORDS_PER_CALL_UNIT = 16
 _CHECKS_PER_TURN = 16
+_MAX_FOUND_BYTES = MAX_MESSAGE_BYTES - 64 * 1024
+"""In one answer, so that the neighbours fit into the message as well."""
 _UNWINDING_TURNS = 20
 _CLOSE_TIMEOUT_S = 5.0
 
@@ -67,7 +69,8 @@ class DhtPeer:
         self._unary = unary
         self._validator = validator
         self._membership = membership
-        self._budget = _CallBudget(time.monotonic)
+        self._budget = CallBudget(time.monotonic)
+        self._checking = asyncio.Lock()
         self._closed = asyncio.Event()
         self._in_flight = 0
         self._operations: set[asyncio.Task[Any]] = set()
@@ -79,7 +82,7 @@ class DhtPeer:
 
         async def answer(peer: PeerId, data: bytes) -> bytes:
             body = self._accept(peer, protocol, data)
-            request = input_type.FromString(body)
+            request = read_message(input_type, body)
             response = await self._answer(protocol, handler, request, peer)
             content = bytes(response.SerializeToString())
             return self._tag("response", self._own, peer, protocol, content, body) + content
@@ -101,7 +104,7 @@ class DhtPeer:
         self._in_flight += 1
         try:
             content = await self._unary_call(peer, protocol, body)
-            response = output_type.FromString(content)
+            response = read_message(output_type, content)
             _forget_foreign_id(response, peer)
             if protocol.endswith("rpc_find"):
                 await self._filter_found(request, response)
@@ -116,11 +119,16 @@ class DhtPeer:
         on in the background if the caller gives up. It is soon over: each of its calls has a
         timeout, and `close` fails them all.
         """
+        task = self.start(operation)
+        async with asyncio.timeout(timeout_s):
+            return await asyncio.shield(task)
+
+    def start(self, operation: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """The same in the background; its failure is logged."""
         task = asyncio.create_task(operation, name="dht-operation")
         self._operations.add(task)
         task.add_done_callback(self._operation_ended)
-        async with asyncio.timeout(timeout_s):
-            return await asyncio.shield(task)
+        return task
 
     async def close(self) -> None:
         """End the calls in flight and let hivemind's own tasks, which wait for them, unwind."""
@@ -150,7 +158,7 @@ class DhtPeer:
         return content
 
     def _accept(self, peer: PeerId, protocol: str, data: bytes) -> bytes:
-        self._budget.spend(peer, 1.0)
+        self._budget.spend_call(peer, len(data))
         if not self._membership.is_private:
             return data
         body = data[TAG_BYTES:]
@@ -175,10 +183,33 @@ class DhtPeer:
             request.ClearField("peer")
         if protocol.endswith("rpc_store"):
             return await self._store(request, peer)
-        if protocol.endswith("rpc_find") and len(request.keys) > MAX_KEYS_PER_FIND:
-            raise ProtocolError("too_large", f"{len(request.keys)} keys in one call")
+        if protocol.endswith("rpc_find"):
+            return await self._find(request, peer)
         context = P2PContext(protocol, self.peer_id, PeerID.from_base58(peer))
         return await handler(request, context)
+
+    async def _find(self, request: Any, peer: PeerId) -> Any:
+        """Instead of hivemind's own: what an answer costs is paid for before it is packed."""
+        keys = list(request.keys)
+        if len(keys) > MAX_KEYS_PER_FIND or len(set(keys)) < len(keys):
+            raise ProtocolError("too_large", f"{len(keys)} keys in one call, or one of them twice")
+        if any(len(key) != KEY_BYTES for key in keys):
+            raise ProtocolError("malformed", f"a key of the DHT has {KEY_BYTES} bytes")
+        response = dht_pb2.FindResponse(peer=self.protocol.node_info)
+        left = _MAX_FOUND_BYTES
+        for key in map(DHTID.from_bytes, keys):
+            result = response.results.add(type=dht_pb2.NOT_FOUND)
+            size = self.protocol.storage.size_of(key)
+            if 0 < size <= left:
+                left -= size
+                self._budget.spend_answer(peer, size)
+                _put_records(result, self.protocol.storage.records_of(key))
+                await asyncio.sleep(0)
+            for node_id, peer_id in self._neighbours(key, request.peer.node_id):
+                result.nearest_node_ids.append(node_id.to_bytes())
+                result.nearest_peer_ids.append(peer_id.to_bytes())
+        await self._meet(request, peer)
+        return response
 
     async def _store(self, request: Any, peer: PeerId) -> Any:
         """Instead of hivemind's own: each record on its own, and none kept as a cache entry."""
@@ -186,75 +217,84 @@ class DhtPeer:
         if len(request.keys) > MAX_KEYS_PER_STORE:
             raise ProtocolError("too_large", f"{len(request.keys)} keys in one call")
         fields = (request.keys, request.subkeys, request.values, request.expiration_time)
+        if len(set(map(len, fields))) > 1:
+            raise ProtocolError("malformed", "not as many values as keys")
         for key, subkey, value, expiration in zip(*fields, strict=True):
             if subkey == DHTProtocol.IS_DICTIONARY:
-                items = list(_unpack(value))
+                items = _with_packed_subkeys(value)
             else:
                 items = [(subkey, value, expiration)]
-            self._budget.spend(peer, len(items) / _RECORDS_PER_CALL_UNIT)
-            accepted = await self._check_all(key, items)
-            stored = [
-                self.protocol.storage.store_subkey(DHTID.from_bytes(key), *item)
-                for item in accepted
-            ]
-            response.store_ok.append(len(stored) == len(items) and all(stored))
+            self._budget.spend_checks(peer, len(items))
+            response.store_ok.append(await self._keep(key, items) == len(items))
+        await self._meet(request, peer)
+        return response
+
+    async def _keep(self, key: bytes, items: list[tuple[bytes, bytes, float]]) -> int:
+        """How many of `items` are in the storage afterwards."""
+        kept = 0
+        for accepted in await self._check_all(key, items):
+            if kept % _CHECKS_PER_TURN == _CHECKS_PER_TURN - 1:
+                await asyncio.sleep(0)
+            kept += self.protocol.storage.store_subkey(DHTID.from_bytes(key), *accepted)
+        return kept
+
+    async def _meet(self, request: Any, peer: PeerId) -> None:
+        """The sender of a request that says which node of the DHT it is."""
         if request.peer.node_id:
             node_id = DHTID.from_bytes(request.peer.node_id)
             await self.protocol.update_routing_table(node_id, PeerID.from_base58(peer))
-        return response
+
+    def _neighbours(self, key: DHTID, asker: bytes) -> list[tuple[DHTID, PeerID]]:
+        nearest: list[tuple[DHTID, PeerID]] = self.protocol.routing_table.get_nearest_neighbors(
+            key, k=MAX_NEIGHBOURS, exclude=DHTID.from_bytes(asker)
+        )
+        return nearest
 
     async def _filter_found(self, request: Any, response: Any) -> None:
         if len(response.results) != len(request.keys):
             raise ProtocolError("bad_answer", "results do not match the keys asked for")
+        num_records = 0
         for key, result in zip(request.keys, response.results, strict=True):
             _forget_invented_neighbours(result)
+            items = []
             if result.type == dht_pb2.FOUND_DICTIONARY:
-                items = await self._check_all(key, list(_unpack(result.value)))
-                found = DictionaryDHTValue()
-                for subkey, value, expiration in items:
-                    found.store(subkey, value, expiration)
-                result.value = MSGPackSerializer.dumps(found)
-                result.expiration_time = max(found.latest_expiration_time, 0.0)
-            if result.type == dht_pb2.FOUND_REGULAR or result.expiration_time == 0.0:
-                result.type = dht_pb2.NOT_FOUND
+                items = _with_packed_subkeys(result.value)
+                num_records += len(items)
+                if num_records > MAX_RECORDS_PER_CALL:
+                    raise ProtocolError("too_large", f"{num_records} records in one answer")
+            _put_records(result, await self._check_all(key, items))
 
     async def _check_all(
         self, key: bytes, items: list[tuple[bytes, bytes, float]]
     ) -> list[tuple[str, bytes, float]]:
         """The good ones, with subkeys decoded. One forged signature discredits the rest."""
         good: list[tuple[str, bytes, float]] = []
-        for index, (subkey, value, expiration) in enumerate(items):
-            if index % _CHECKS_PER_TURN == _CHECKS_PER_TURN - 1:
+        pending = iter(items)
+        while batch := list(islice(pending, _CHECKS_PER_TURN)):
+            # One batch in a turn of the event loop, however many calls wait for theirs.
+            async with self._checking:
+                if not self._check_batch(key, batch, good):
+                    break
                 await asyncio.sleep(0)
+        return good
+
+    def _check_batch(
+        self,
+        key: bytes,
+        items: list[tuple[bytes, bytes, float]],
+        good: list[tuple[str, bytes, float]],
+    ) -> bool:
+        """Append the good ones of `items`; False if the rest is not worth a look."""
+        for subkey, value, expiration in items:
             try:
                 record = self._validator.check(key, subkey, value, expiration)
             except RecordError as error:
                 self._validator.dropped[error.reason] += 1
                 if error.reason in ("signature", "oversized"):
-                    return good
+                    return False
                 continue
             good.append((record.peer_id, value, expiration))
-        return good
-
-
-class _CallBudget:
-    """How many calls a peer may make: a bucket per peer that fills with time."""
-
-    def __init__(self, clock: Callable[[], float], burst: float = _BURST) -> None:
-        self._clock = clock
-        self._burst = burst
-        self._left: OrderedDict[PeerId, tuple[float, float]] = OrderedDict()
-
-    def spend(self, peer: PeerId, units: float) -> None:
-        now = self._clock()
-        left, since = self._left.get(peer, (self._burst, now))
-        left = min(self._burst, left + (now - since) * _CALLS_PER_S)
-        self._left[peer] = (max(left - units, 0.0), now)
-        self._left.move_to_end(peer)
-        if len(self._left) > MAX_KNOWN_PEERS:
-            self._left.popitem(last=False)
-        if left < units:
-            raise ProtocolError("busy", f"{peer} calls too often")
+        return True
 
 
 def node_id_of(peer_id: bytes) -> bytes:
@@ -271,25 +311,27 @@ def _forget_foreign_id(message: Any, peer: PeerId) -> None:
 
 def _forget_invented_neighbours(result: Any) -> None:
     pairs = list(zip(result.nearest_node_ids, result.nearest_peer_ids, strict=False))
-    kept = [pair for pair in pairs[:MAX_NEIGHBOURS] if pair[0] == node_id_of(pair[1])]
+    kept = [
+        (node_id, peer_id)
+        for node_id, peer_id in pairs[:MAX_NEIGHBOURS]
+        if len(peer_id) <= _MAX_PEER_ID_BYTES and node_id == node_id_of(peer_id)
+    ]
     del result.nearest_node_ids[:]
     del result.nearest_peer_ids[:]
     result.nearest_node_ids.extend(node_id for node_id, _ in kept)
     result.nearest_peer_ids.extend(peer_id for _, peer_id in kept)
 
 
-def _unpack(packed: bytes) -> Iterable[tuple[bytes, bytes, float]]:
-    """The items of a packed dictionary with encoded subkeys. Raises `ProtocolError`."""
-    try:
-        records = MSGPackSerializer.loads(packed)
-        items = [
-            (MSGPackSerializer.dumps(subkey), item.value, item.expiration_time)
-            for subkey, item in records.data.items()
-        ]
-    except Exception as error:  # a hostile dictionary fails in many ways
-        raise ProtocolError("bad_answer", "not a dictionary of records") from error
-    if len(items) > MAX_RECORDS_PER_CALL or not all(
-        isinstance(value, bytes) and isinstance(expiration, float) for _, value, expiration in items
-    ):
-        raise ProtocolError("bad_answer", "not a dictionary of records")
-    return items
+def _put_records(result: Any, records: Sequence[tuple[str, bytes, float]]) -> None:
+    """Make `result` say that `records` were found, or nothing."""
+    result.type = dht_pb2.FOUND_DICTIONARY if records else dht_pb2.NOT_FOUND
+    result.value = pack_records(records) if records else b""
+    result.expiration_time = max((expiration for _, _, expiration in records), default=0.0)
+
+
+def _with_packed_subkeys(packed: bytes) -> list[tuple[bytes, bytes, float]]:
+    """As a store of one record has them. Raises `ProtocolError`."""
+    return [
+        (msgspec.msgpack.encode(subkey), value, expiration)
+        for subkey, value, expiration in unpack_records(packed)
+    ]

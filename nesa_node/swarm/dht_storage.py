@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import heapq
+import math
 import random
+import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -26,6 +28,9 @@ MAX_NOTICE_BYTES = 16 * 1024**2
 
 _HEAP_SLACK = 64
 _DRAWN = 4
+_RECOUNT_INTERVAL_S = 1.0
+"""Counting again what a full storage holds takes milliseconds, and a flood would ask for nothing
+else."""
 
 
 def nobody_is_known(_: PeerId) -> float:
@@ -61,6 +66,7 @@ class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
         self._dropped = dropped
         self._known_s = known_s
         self._bytes: Counter[DHTID] = Counter()
+        self._counted_at = -math.inf
         self._notice_keys: dict[DHTID, Bounds] = {}
 
     def store(
@@ -99,8 +105,22 @@ class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
         stored: bool = super(DHTLocalStorage, self).store(key, records, latest)
         _compact(records)
         _compact(self)
-        self._bytes[key] = _size(records)
+        if bounds is None:
+            self._bytes[key] += len(value) - (0 if known is None else len(known.value))
+        else:
+            self._bytes[key] = _size(records)
         return stored
+
+    def size_of(self, key: DHTID) -> int:
+        """The bytes of the records under `key`, about: some may have expired."""
+        return 0 if self._records(key) is None else self._bytes[key]
+
+    def records_of(self, key: DHTID) -> list[tuple[str, bytes, float]]:
+        """The (subkey, value, expiration) of what lies under `key`."""
+        records = self._records(key)
+        if records is None:
+            return []
+        return [(subkey, item.value, item.expiration_time) for subkey, item in records.items()]
 
     def get(self, key: DHTID) -> ValueWithExpiration | None:
         """A copy: hivemind merges what others answer into the object it gets here."""
@@ -131,7 +151,11 @@ class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
     def _has_room(self, key: DHTID, size: int) -> bool:
         if self._fits(key, size):
             return True
+        now = time.monotonic()
+        if now < self._counted_at + _RECOUNT_INTERVAL_S:
+            return False
         self.total_bytes()  # counts again without what has expired meanwhile
+        self._counted_at = now
         return self._fits(key, size)
 
     def _fits(self, key: DHTID, size: int) -> bool:

@@ -29,6 +29,7 @@ from nesa_node.swarm.records import (
     NODES_KEY,
     NodeRecord,
     NodeStatus,
+    agreed_blocks,
     model_key,
     seal,
 )
@@ -73,6 +74,7 @@ class Directory:
         self._hearsay = Hearsay(notices, identity.peer_id, clock=clock)
         self._clock = clock
         self._known: dict[PeerId, NodeRecord] = {}
+        self._num_blocks: dict[ModelId, int] = {}
         self._own: NodeRecord | None = None
         self._is_stored = False
         self._publishing = asyncio.Lock()
@@ -98,6 +100,13 @@ class Directory:
     def is_stored(self) -> bool:
         """Whether the DHT took what this node published last."""
         return self._is_stored
+
+    def know_blocks(self, model_id: ModelId, num_blocks: int) -> None:
+        """How many blocks a model has, by its own checkpoint.
+
+        From now on records that say otherwise are left out of all answers.
+        """
+        self._num_blocks[model_id] = num_blocks
 
     async def publish(self, status: NodeStatus) -> NodeRecord:
         """Sign `status` and store it. Replaces what this node published before.
@@ -142,19 +151,23 @@ class Directory:
         self._remember(found)
         return self.snapshot(model_id, num_blocks)
 
-    async def glance(self, model_id: ModelId) -> None:
-        """Look up cheaply who is there, from one member: newcomers and their addresses."""
+    async def glance(self, model_id: ModelId, *, members: int = 1) -> None:
+        """Look up cheaply who is there, from one member: newcomers and their addresses.
+
+        Of `members` that are asked at once the first one's answer counts.
+        """
         # Whom one member does not name may be there all the same.
-        self._remember(await self._shelf.find(model_key(model_id), latest=False), is_whole=False)
+        found = await self._shelf.find(model_key(model_id), members=members)
+        self._remember(found, is_whole=False)
 
     def snapshot(self, model_id: ModelId, num_blocks: int | None = None) -> Snapshot:
         """Who serves `model_id` as far as this node remembers, without asking anybody.
 
-        Records that speak of another number of blocks are dropped: than `num_blocks`, or where that
-        is not given, than most.
+        Records that speak of another number of blocks are dropped: than `num_blocks`, than what
+        `know_blocks` said, or where both are missing, than most.
         """
         records = [record for record in self._alive() if record.model_id == model_id]
-        num_blocks = _most_agreed(records) if num_blocks is None else num_blocks
+        num_blocks = self._blocks_of(model_id, records) if num_blocks is None else num_blocks
         agreed = [record for record in records if record.num_blocks == num_blocks]
         if len(agreed) < len(records):
             self.dropped["num_blocks"] += len(records) - len(agreed)
@@ -178,7 +191,7 @@ class Directory:
         `num_blocks` is as in `snapshot`. In a fraction of the time that a snapshot takes.
         """
         records = [record for record in self._alive() if record.model_id == model_id]
-        num_blocks = _most_agreed(records) if num_blocks is None else num_blocks
+        num_blocks = self._blocks_of(model_id, records) if num_blocks is None else num_blocks
         agreed = [record for record in records if record.num_blocks == num_blocks]
         rises = [0] * (num_blocks + 1)
         for record in agreed:
@@ -217,10 +230,19 @@ class Directory:
         return replace(snapshot, links=assemble_links(self.measured(snapshot)))
 
     async def fetch_all(self) -> list[NodeRecord]:
-        """Every node of every model, sorted by model, span and peer id. As lenient as `fetch`."""
+        """Every node of every model, sorted by model, span and peer id. As lenient as `fetch`.
+
+        Without those whose number of blocks is known to be wrong (`know_blocks`).
+        """
         self._remember(await self._search(NODES_KEY))
+        known = self._num_blocks
         return sorted(
-            self._alive(), key=lambda record: (record.model_id, record.span, record.peer_id)
+            (
+                record
+                for record in self._alive()
+                if known.get(ModelId(record.model_id), record.num_blocks) == record.num_blocks
+            ),
+            key=lambda record: (record.model_id, record.span, record.peer_id),
         )
 
     def withdrawn(self) -> list[NodeRecord]:
@@ -312,8 +334,6 @@ class Directory:
             if record.expires_at > now and record.state != "withdrawn"
         ]
 
-
-def _most_agreed(records: Iterable[NodeRecord]) -> int:
-    """The number of blocks that most of them speak of."""
-    counts = Counter(record.num_blocks for record in records)
-    return max(counts, key=lambda value: (counts[value], value), default=0)
+    def _blocks_of(self, model_id: ModelId, records: Iterable[NodeRecord]) -> int:
+        known = self._num_blocks.get(model_id)
+        return agreed_blocks(records) if known is None else known

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -10,6 +11,8 @@ from nesa_node.routing.reputation import (
     Accusation,
     believed_uptime_s,
     blames,
+    corroborated,
+    long_standing,
     reliability,
     standing,
 )
@@ -86,20 +89,17 @@ class Hearsay:
         return blames(accusations, lambda peer: word.get(peer, 0.0))
 
     def doubts(self, model_id: ModelId, records: Iterable[NodeRecord]) -> Mapping[PeerId, float]:
-        """Who boasts of its speed, in reporters of full standing; strangers' word is none, since
-        what is planned on it lasts longer than a detour.
-        """
+        """Who boasts of its speed, in reporters of long standing (`corroborated`)."""
         known = {PeerId(record.peer_id): record for record in records}
-        found: dict[PeerId, float] = {}
+        words: defaultdict[PeerId, list[float]] = defaultdict(list)
         for report in self._board.known(Report, model_id):
             if report.signer not in known or report.signer == self._own:
                 continue
-            word = self._standing(known[report.signer]) / len(report.failures)
+            word = self._long_standing(known[report.signer]) / len(report.failures)
             for failure in report.failures:
                 if failure.kind == "slow":
-                    peer = PeerId(failure.peer)
-                    found[peer] = found.get(peer, 0.0) + word
-        return found
+                    words[PeerId(failure.peer)].append(word)
+        return {peer: corroborated(each) for peer, each in words.items()}
 
     def reliability(self, record: NodeRecord, blame: float) -> float:
         peer = PeerId(record.peer_id)
@@ -109,7 +109,13 @@ class Hearsay:
         return reliability(uptime_s, ends.failures, ends.drains, blame)
 
     def _standing(self, record: NodeRecord) -> float:
+        return self._word(record, standing)
+
+    def _long_standing(self, record: NodeRecord) -> float:
+        return self._word(record, long_standing)
+
+    def _word(self, record: NodeRecord, weigh: Callable[[float, float], float]) -> float:
         if record.state != "serving":
             return 0.0
         known_s = self._board.acquaintance.known_s(PeerId(record.peer_id))
-        return standing(known_s, self.reliability(record, 0.0))
+        return weigh(known_s, self.reliability(record, 0.0))

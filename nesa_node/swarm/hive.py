@@ -14,6 +14,7 @@ log = get_logger(__name__)
 _level_name = logging.getLevelName(logging.WARNING)
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
+    from google.protobuf.message import DecodeError
     from hivemind.dht.crypto import DHTRecord, RecordValidatorBase
     from hivemind.dht.node import DHTNode
     from hivemind.dht.protocol import DHTProtocol
@@ -37,6 +38,7 @@ __all__ = [
     "DHTNode",
     "DHTProtocol",
     "DHTRecord",
+    "DecodeError",
     "DictionaryDHTValue",
     "MSGPackSerializer",
     "Multiaddr",

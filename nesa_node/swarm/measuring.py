@@ -12,7 +12,6 @@ from nesa_node.core.errors import SwarmError
 from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.core.logging import get_logger
 from nesa_node.swarm.distances import next_to_ping
-from nesa_node.swarm.few_addresses import few_addresses
 from nesa_node.swarm.node import Swarm
 
 log = get_logger(__name__)
@@ -65,8 +64,7 @@ async def keep_measuring(
 
 
 async def _measure(swarm: Swarm, peer: PeerId, addresses: Sequence[str]) -> None:
-    dialled = few_addresses(addresses, swarm.transport.addresses)
-    await swarm.distances.measure(swarm.transport, {peer: dialled})
+    await swarm.distances.measure(swarm.transport, {peer: addresses})
 
 
 def _is_near(swarm: Swarm, peer: PeerId) -> bool:

@@ -13,9 +13,10 @@ from msgspec import Meta
 
 from nesa_node.compression.tensors import TensorMeta
 from nesa_node.core.errors import FrameError
+from nesa_node.core.plain_text import plain_text
 
 PROTOCOL = "/nesa/session"
-VERSION = (1, 3)
+VERSION = (1, 4)
 
 MAX_ROWS = 256
 MAX_TOKENS = 1 << 24
@@ -33,12 +34,12 @@ Seconds = Annotated[float, Meta(ge=0, le=86_400)]
 Lengths = Annotated[tuple[Count, ...], Meta(max_length=MAX_ROWS)]
 Digest = Annotated[bytes, Meta(min_length=16, max_length=16)]
 Prefix = Annotated[tuple[tuple[Digest, ...], ...], Meta(max_length=MAX_ROWS)]
-PeerName = Annotated[str, Meta(min_length=1, max_length=128)]
+PeerName = Annotated[str, Meta(min_length=1, max_length=128, pattern="^[!-~]+$")]
 BlockRange = tuple[Count, Count]
 Mode = Literal["chain", "star"]
 Want = Literal["all", "last", "none"]
 Priority = Literal["interactive", "batch", "training"]
-CodecName = Annotated[str, Meta(min_length=1, max_length=32)]
+CodecName = Annotated[str, Meta(min_length=1, max_length=32, pattern="^[!-~]+$")]
 Codecs = Annotated[tuple[CodecName, ...], Meta(max_length=MAX_CODECS)]
 
 
@@ -307,11 +308,27 @@ def encode_message(message: Message) -> bytes:
 
 
 def decode_message(header: bytes | bytearray | memoryview) -> AnyMessage:
-    """Raises `FrameError` for anything but one well-formed, bounded message."""
+    """Raises `FrameError` for anything but one well-formed, bounded message.
+
+    What a peer wrote for people to read is plain text (`core/plain_text.py`).
+    """
     try:
-        return _decoder.decode(header)
+        return _readable(_decoder.decode(header))
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        raise FrameError(f"not a message of this protocol: {str(error)[:200]}") from None
+        words = plain_text(str(error)[:200])
+        raise FrameError(f"not a message of this protocol: {words}") from None
+
+
+def _readable(message: AnyMessage) -> AnyMessage:
+    match message:
+        case Busy():
+            return msgspec.structs.replace(message, message=plain_text(message.message))
+        case Error():
+            return msgspec.structs.replace(
+                message, code=plain_text(message.code), message=plain_text(message.message)
+            )
+        case _:
+            return message
 
 
 def tensor_of(message: Message) -> TensorMeta | None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from nesa_node.core.errors import BootstrapError, PeerUnreachableError
 from nesa_node.core.ids import PeerId
 from nesa_node.core.logging import get_logger
+from nesa_node.core.waiting import waiting
 from nesa_node.swarm.dht_node import MemberNode
 from nesa_node.swarm.dht_peer import DhtPeer, node_id_of
 from nesa_node.swarm.dht_storage import BoundedStorage
@@ -24,6 +25,7 @@ from nesa_node.swarm.hive import DHTID, DHTNode, PeerID
 from nesa_node.swarm.identity import Identity
 from nesa_node.swarm.link_speed import LinkSpeeds
 from nesa_node.swarm.notice_board import NoticeBoard
+from nesa_node.swarm.peer_lookup import with_peer_ids
 from nesa_node.swarm.ping import PING_PROTOCOL, answer_pings
 from nesa_node.swarm.private import Membership
 from nesa_node.swarm.reporter import Reporter
@@ -68,7 +70,8 @@ async def open_swarm(
 ) -> AsyncIterator[Swarm]:
     """Join the network and the DHT; leave both at the end, with no task, process or file left.
 
-    With `listen=False` the node asks and never answers: a client. `swarm_key` closes the swarm to
+    An initial peer without a peer id (`host:port`) is asked for it (`peer_lookup.py`). With
+    `listen=False` the node asks and never answers: a client. `swarm_key` closes the swarm to
     everybody who does not know it (`private.py`). The record is not withdrawn here; that is the
     caller's to do, before it stops serving.
 
@@ -76,6 +79,7 @@ async def open_swarm(
     member of this DHT (for example of another private swarm).
     """
     membership = Membership(swarm_key)
+    initial_peers = await with_peer_ids(initial_peers)
     async with open_transport(
         identity,
         host_maddrs=host_maddrs,
@@ -153,13 +157,14 @@ async def _join_dht(node: DHTNode, peer: DhtPeer, initial_peers: Sequence[str]) 
     others = _initial_peer_ids(node, initial_peers)
     if not others:
         return
-    answers = await asyncio.gather(*(node.protocol.call_ping(other) for other in others))
+    with waiting("initial peers to answer as members of the DHT", limit_s=_RPC_TIMEOUT_S):
+        answers = await asyncio.gather(*(node.protocol.call_ping(other) for other in others))
     if all(answer is None for answer in answers):
         raise BootstrapError(
             "the initial peers can be reached, but none of them is a member of this swarm's DHT: "
             f"{', '.join(initial_peers)}; are they nesa-nodes, with the same --swarm-key?"
         )
-    with suppress(TimeoutError):
+    with suppress(TimeoutError), waiting("neighbours in the DHT", limit_s=_NEIGHBOUR_SEARCH_S):
         await peer.run(node.find_nearest_nodes([node.node_id]), _NEIGHBOUR_SEARCH_S)
 
 

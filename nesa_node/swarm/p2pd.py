@@ -11,6 +11,8 @@ import asyncio
 import collections
 import errno
 import fcntl
+import functools
+import hashlib
 import os
 import shutil
 import signal
@@ -23,9 +25,13 @@ from pathlib import Path
 
 from nesa_node.core.errors import AddressInUseError, ConfigError, SwarmError
 from nesa_node.core.logging import get_logger
+from nesa_node.core.plain_text import plain_lines
 from nesa_node.swarm.hive import P2PD_PATH, Multiaddr
 
 log = get_logger(__name__)
+
+P2PD_SHA256 = "42f8f48e62583b97cdba3c31439c08029fb2b9fc506b5bdd82c46b7cc1d279d8"
+"""Of the p2pd in hivemind 1.1.12's wheel, the only one that is started."""
 
 _START_TIMEOUT_S = 20.0
 _GRACE_S = 0.3
@@ -75,7 +81,7 @@ class Daemon:
             line = await stdout.readline()
         except ValueError:  # a line longer than the reader's limit; the reader has dropped it
             return "(overlong line)\n"
-        return line.decode(errors="replace")
+        return plain_lines(line.decode(errors="replace"))
 
 
 @asynccontextmanager
@@ -92,10 +98,12 @@ async def start_p2pd(
 ) -> AsyncIterator[Daemon]:
     """Run a p2pd for as long as the context lasts, then stop it and wait for it.
 
-    Raises `ConfigError` for a malformed address, `AddressInUseError` if a port asked for is taken.
+    Raises `ConfigError` for a malformed address, `AddressInUseError` if a port asked for is taken,
+    and `SwarmError` if the binary is not hivemind's.
     """
     for address in (*host_maddrs, *announce_maddrs, *trusted_relays):
         parse_multiaddr(address)
+    require_known_binary(P2PD_PATH)
     if listen:
         _require_free_ports(host_maddrs)
     with _runtime_directory() as directory:
@@ -122,6 +130,32 @@ async def start_p2pd(
             arguments.append("-relayDiscovery=0")
         async with _child(arguments, directory) as daemon:
             yield daemon
+
+
+def require_known_binary(path: str) -> None:
+    """Raises `SwarmError` if the daemon is not the one that was tested, byte for byte.
+
+    hivemind unpacks it from its wheel; whatever replaced or damaged it would hold this node's key.
+    """
+    try:
+        status = os.stat(path)
+        digest = _digest(path, status.st_mtime_ns, status.st_size)
+    except OSError as error:
+        raise SwarmError(
+            f"cannot read libp2p's daemon {path}: {error.strerror}; hivemind ships it for "
+            "Linux on x86-64 only"
+        ) from error
+    if digest != P2PD_SHA256:
+        raise SwarmError(
+            f"{path} has SHA-256 {digest}, hivemind 1.1.12 ships {P2PD_SHA256}; "
+            "`pip install --force-reinstall --no-deps hivemind==1.1.12` puts it back"
+        )
+
+
+@functools.lru_cache(maxsize=4)
+def _digest(path: str, mtime_ns: int, size: int) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @asynccontextmanager

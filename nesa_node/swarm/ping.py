@@ -31,7 +31,12 @@ async def answer_pings(peer: PeerId, reader: Pipe, writer: Pipe) -> None:
 
 
 async def ping(
-    transport: Transport, peer: PeerId, addresses: Sequence[str] = (), *, timeout_s: float = 5.0
+    transport: Transport,
+    peer: PeerId,
+    addresses: Sequence[str] = (),
+    *,
+    timeout_s: float = 5.0,
+    pings: int = PINGS,
 ) -> float:
     """The shortest of a few round trips to `peer` and back, in ms.
 
@@ -43,7 +48,7 @@ async def ping(
     pipe, _ = await transport.open_stream(peer, PING_PROTOCOL, addresses, timeout_s)
     try:
         async with asyncio.timeout_at(deadline):
-            return min([await _round_trip_ms(pipe, number) for number in range(PINGS)])
+            return min([await _round_trip_ms(pipe, number) for number in range(pings)])
     except (TimeoutError, OSError, asyncio.IncompleteReadError) as error:
         raise PeerUnreachableError(f"{peer} does not answer pings: {error}") from error
     finally:

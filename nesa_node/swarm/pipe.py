@@ -27,6 +27,8 @@ class Pipe(asyncio.BufferedProtocol):
     """
 
     def __init__(self, scratch: bytearray, on_made: Callable[[Pipe], None] | None = None) -> None:
+        self.received = 0
+        """Bytes that have come so far."""
         self._scratch = memoryview(scratch)
         self._on_made = on_made
         self._transport: asyncio.Transport
@@ -156,6 +158,7 @@ class Pipe(asyncio.BufferedProtocol):
         return self._scratch if self._target is None else self._target
 
     def buffer_updated(self, nbytes: int) -> None:
+        self.received += nbytes
         if self._target is None:
             self._unread += self._scratch[:nbytes]
             if len(self._unread) >= MAX_UNREAD_BYTES:

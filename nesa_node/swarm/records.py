@@ -6,6 +6,8 @@ ignored here.
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Iterable
 from typing import Annotated, Literal, Self
 
 import msgspec
@@ -217,6 +219,25 @@ def check_age(record: NodeRecord, now: float) -> None:
 def model_key(model_id: ModelId) -> str:
     """The DHT key under which the nodes of a model are found."""
     return f"nesa/1/model/{model_id}"
+
+
+def agreed_blocks(records: Iterable[NodeRecord]) -> int:
+    """How many blocks a model has by the word of its nodes, where no checkpoint is open; 0: none.
+
+    What most of them say. Where two numbers have as many nodes, the one whose blocks all have a
+    holder, then the smaller one: a stranger who says more leaves a hole.
+    """
+    spans: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    for record in records:
+        spans[record.num_blocks].append(record.span)
+
+    def rank(num_blocks: int) -> tuple[int, bool, int]:
+        end = 0
+        for span in sorted(spans[num_blocks]):
+            end = max(end, span[1]) if span[0] <= end else end
+        return len(spans[num_blocks]), end == num_blocks, -num_blocks
+
+    return max(spans, key=rank, default=0)
 
 
 NODES_KEY = "nesa/1/nodes"

@@ -36,15 +36,15 @@ class Shelf:
             return "timeout"
         return None if all(stored.values()) else "refused"
 
-    async def find(self, key: str, *, latest: bool = True) -> Iterable[bytes]:
+    async def find(self, key: str, *, members: int | None = None) -> Iterable[bytes]:
         """What lies under `key` and the validator has let pass; nothing if nobody answers.
 
-        The newest of what all members hold who keep it or, unless `latest`, what the first of them
-        has that is asked: a tenth of the traffic, and perhaps not everything.
+        The newest of what all members hold who keep it or, with `members`, what the first of so
+        many has that are asked at once: of one, a tenth of the traffic, and perhaps not everything.
         """
         try:
             searching = self._node.get(
-                self._membership.dht_key(key), latest=latest, num_workers=None if latest else 1
+                self._membership.dht_key(key), latest=members is None, num_workers=members
             )
             found = await self._peer.run(searching, FETCH_TIMEOUT_S)
         except TimeoutError:

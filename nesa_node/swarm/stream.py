@@ -57,6 +57,11 @@ class Stream:
         self._sending = asyncio.Lock()
 
     @property
+    def heard_bytes(self) -> int:
+        """Bytes that have come from the peer, also those of a message that is not whole yet."""
+        return self._reader.received
+
+    @property
     def settled(self) -> bool:
         """Whether a message of one frame can be sent without waiting for anybody."""
         return self._writer.settled and not self._sending.locked()

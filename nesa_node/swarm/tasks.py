@@ -46,3 +46,23 @@ class TaskSet:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("task_failed", task=task.get_name(), exc_info=error)
+
+
+async def ended(future: asyncio.Future[Any]) -> None:
+    """Return when `future` is done, which goes on to its end however often the caller is cancelled.
+
+    A cancellation is raised after that. What came of `future` is the caller's to ask for.
+    """
+    cancelled: asyncio.CancelledError | None = None
+    while not future.done():
+        try:
+            await asyncio.wait({future})
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if not future.cancelled():
+        future.exception()  # so that asyncio does not say that it was never looked at
+    try:
+        if cancelled is not None:
+            raise cancelled
+    finally:
+        del cancelled  # its traceback holds this frame

@@ -25,7 +25,14 @@ from nesa_node.core.errors import (
 )
 from nesa_node.core.ids import PeerId
 from nesa_node.core.logging import get_logger
+from nesa_node.core.waiting import waiting
 from nesa_node.swarm.control import ControlSocket, UnaryCalls, open_unary_calls, read_message
+from nesa_node.swarm.few_addresses import (
+    few_addresses,
+    interface_addresses,
+    is_on_the_internet,
+    resolved,
+)
 from nesa_node.swarm.hive import p2pd_pb2
 from nesa_node.swarm.identity import Identity, base58_encode
 from nesa_node.swarm.p2pd import Daemon, parse_multiaddr, start_p2pd
@@ -46,7 +53,7 @@ _NEAR_S = 10.0
 much again."""
 _MOST_NEAR = 4096
 _ROUTING_ATTEMPTS = 100
-_LOOPBACK = ("/ip4/127.", "/ip6/::1/")
+_LOOPBACK = ("/ip4/127.", "/ip6/::1/", "/dns4/localhost/")
 
 StreamHandler = Callable[[PeerId, Any, Any], Awaitable[None]]
 
@@ -55,7 +62,13 @@ class Transport:
     """This node's place in the network; made by `open_transport`."""
 
     def __init__(
-        self, peer_id: PeerId, daemon: Daemon, control: ControlSocket, unary: UnaryCalls
+        self,
+        peer_id: PeerId,
+        daemon: Daemon,
+        control: ControlSocket,
+        unary: UnaryCalls,
+        *,
+        dials_quic: bool = False,
     ) -> None:
         self.peer_id = peer_id
         self.control = control
@@ -64,7 +77,12 @@ class Transport:
         """Set when libp2p's daemon has ended: nothing works any more, and the node must restart."""
         self.addresses: tuple[str, ...] = ()
         """Where others can dial this node, each ending in `/p2p/<peer id>`."""
+        self.announced: tuple[str, ...] = ()
+        """The addresses that the operator gave for others."""
+        self.joined_at: tuple[str, ...] = ()
+        """Of initial peers: they tell a node that has no addresses where it is."""
         self._daemon = daemon
+        self._dials_quic = dials_quic
         self._handlers: dict[str, StreamHandler] = {}
         self._near: dict[PeerId, float] = {}
         """When a stream to a peer was opened last."""
@@ -86,9 +104,15 @@ class Transport:
     ) -> None:
         """Dial `peer` at `addresses`, or where the DHT says it is. A no-op when connected.
 
-        Raises `PeerUnreachableError`. Malformed addresses and those of other peers are ignored.
+        Raises `PeerUnreachableError`. Malformed addresses and those of other peers are ignored, and
+        QUIC's unless this node was told to listen there itself.
         """
-        bare = [bare for address in addresses if (bare := _address_of(peer, address)) is not None]
+        bare = [
+            bare
+            for address in addresses
+            if (bare := _address_of(peer, address)) is not None
+            and (self._dials_quic or "/udp/" not in bare)
+        ]
         try:
             async with asyncio.timeout(timeout_s):
                 await self.control.connect(peer, bare, timeout_s)
@@ -96,6 +120,14 @@ class Transport:
             raise PeerUnreachableError(f"{peer} did not answer within {timeout_s:g} s") from error
         except PeerUnreachableError as error:
             raise PeerUnreachableError(f"cannot reach {peer}: {error}") from error
+
+    @property
+    def is_public(self) -> bool:
+        """Whether this node is on the internet: there, others' private addresses lead elsewhere."""
+        return is_on_the_internet(self.addresses, self.announced, interface_addresses())
+
+    async def is_connected(self, peer: PeerId) -> bool:
+        return peer in await self.control.connected_peers()
 
     async def is_local(self, peer: PeerId) -> bool:
         """Whether `peer` is connected over the loopback interface."""
@@ -114,14 +146,15 @@ class Transport:
     ) -> tuple[Any, Any]:
         """A duplex stream to `peer`; the caller closes it. Raises `PeerUnreachableError`.
 
-        Also when the peer does not speak `protocol`. `timeout_s` bounds dialling and opening.
+        Also when the peer does not speak `protocol`. `addresses` are what the peer says of itself:
+        only a few that suit this node's place in the network are dialled. `timeout_s` bounds
+        dialling and opening.
         """
         try:
             async with asyncio.timeout(timeout_s):
                 pipe = await self._open_near(peer, protocol, timeout_s) if addresses else None
                 if pipe is None:
-                    if addresses:
-                        await self.connect(peer, addresses, timeout_s)
+                    await self._dial(peer, addresses, timeout_s)
                     pipe = await self.control.open_stream(peer, protocol, timeout_s)
                 self._note_near(peer)
                 return pipe, pipe
@@ -129,6 +162,22 @@ class Transport:
             raise PeerUnreachableError(f"{peer} did not answer within {timeout_s:g} s") from error
         except PeerUnreachableError as error:
             raise PeerUnreachableError(f"no stream to {peer}: {error}") from error
+
+    async def _dial(self, peer: PeerId, addresses: Sequence[str], timeout_s: float) -> None:
+        """Connect to `peer` at some of the addresses that it announces, if there are any.
+
+        Raises `PeerUnreachableError`, for a node on the internet also where none of them is public
+        and the peer is not connected: libp2p's daemon would look for others by itself.
+        """
+        public = self.is_public
+        own = self.addresses or self.joined_at
+        dialled = few_addresses(addresses, own, public_only=public)
+        if public:
+            dialled = await resolved(dialled)
+            if not dialled and not await self.is_connected(peer):
+                raise PeerUnreachableError(f"{peer} announces no address on the internet")
+        if dialled:
+            await self.connect(peer, dialled, timeout_s)
 
     async def _open_near(self, peer: PeerId, protocol: str, timeout_s: float) -> Pipe | None:
         """A stream over the connection that there was a moment ago; None if it is not there."""
@@ -264,7 +313,16 @@ async def open_transport(
         )
         control = ControlSocket(daemon.control_path)
         unary = await stack.enter_async_context(open_unary_calls(control))
-        transport = Transport(identity.peer_id, daemon, control, unary)
+        transport = Transport(
+            identity.peer_id,
+            daemon,
+            control,
+            unary,
+            dials_quic=any("/udp/" in address for address in host_maddrs),
+        )
+        transport.announced = tuple(announce_maddrs)
+        local = [address for address in initial_peers if address.startswith(_LOOPBACK)]
+        transport.joined_at = tuple(local or initial_peers)
         server = await listen_for_pipes(daemon.streams_path, control.scratch, transport.accept)
         stack.push_async_callback(transport.close)
         stack.callback(server.close)
@@ -317,13 +375,14 @@ async def _join(transport: Transport, peers: dict[PeerId, list[str]]) -> None:
     """Connect to all initial peers at once; enough that one answers."""
     if not peers:
         return
-    results = await asyncio.gather(
-        *(
-            transport.connect(peer, addresses, _BOOTSTRAP_TIMEOUT_S)
-            for peer, addresses in peers.items()
-        ),
-        return_exceptions=True,
-    )
+    with waiting("initial peers to answer", peers=list(peers), limit_s=_BOOTSTRAP_TIMEOUT_S):
+        results = await asyncio.gather(
+            *(
+                transport.connect(peer, addresses, _BOOTSTRAP_TIMEOUT_S)
+                for peer, addresses in peers.items()
+            ),
+            return_exceptions=True,
+        )
     failures = dict(zip(peers, results, strict=True))
     for peer, failure in failures.items():
         if isinstance(failure, PeerUnreachableError):

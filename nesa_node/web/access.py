@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nesa_node.core.http_address import HttpAddress
 from nesa_node.web.bodies import Bodies
-from nesa_node.web.doorman import Caller, Doorman, shown_key
+from nesa_node.web.doorman import ANYBODY, Caller, Doorman, shown_key
 from nesa_node.web.leash import Leash
 from nesa_node.web.limits import Limits
 from nesa_node.web.login import LOGIN, LOGOUT, Login
@@ -21,6 +21,7 @@ from nesa_node.web.problem import Problem
 from nesa_node.web.refusal import refuse
 
 _READS = ("GET", "HEAD")
+_RETRY_S = 1.0
 
 
 class Access:
@@ -88,6 +89,7 @@ class Access:
             caller = self._doorman.caller(scope, self._address)
             state = scope.setdefault("state", {})
             state["caller"] = caller
+            _count_connection(scope, caller)
             if _counts(scope, caller):
                 allowance = stack.enter_context(self._limits.request(caller.id, caller.limits))
                 state["allowance"] = allowance
@@ -99,6 +101,19 @@ class Access:
         return scope["method"] in _READS and (
             path in self._public or path.startswith(self._public_below)
         )
+
+
+def _count_connection(scope: Scope, caller: Caller) -> None:
+    """Its connection is one of its key from now on. Raises `Problem` where these are too many."""
+    connection = scope.get("state", {}).get("connection")
+    if connection is None or caller.id == ANYBODY or connection.know(caller.id):
+        return
+    raise Problem(
+        429,
+        "too many connections show this key at once: close some, or use them again",
+        code="rate_limit_exceeded",
+        retry_after_s=_RETRY_S,
+    )
 
 
 def _counts(scope: Scope, caller: Caller) -> bool:

@@ -32,7 +32,7 @@ class WrongKeys:
 
     def wait_s(self, address: str) -> float:
         """Seconds until this address may try again; 0: now."""
-        bucket = self._buckets.get(_group(address))
+        bucket = self._buckets.get(address_group(address))
         if bucket is None:
             return 0.0
         bucket.fill(PER_MINUTE, self._clock())
@@ -40,7 +40,7 @@ class WrongKeys:
 
     def note(self, address: str) -> None:
         """One more wrong key from there."""
-        group = _group(address)
+        group = address_group(address)
         now = self._clock()
         bucket = self._buckets.pop(group, None) or Bucket(PER_MINUTE, now)
         bucket.fill(PER_MINUTE, now)
@@ -50,7 +50,8 @@ class WrongKeys:
             self._buckets.popitem(last=False)
 
 
-def _group(address: str) -> str:
+def address_group(address: str) -> str:
+    """What counts as one address."""
     try:
         parsed = ip_address(address)
     except ValueError:

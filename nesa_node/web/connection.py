@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from nesa_node.web.attempts import address_group
+from nesa_node.web.connections import ConnectionTable
+
 HEADERS_S = 15.0
+FIRST_HEADERS_S = 5.0
+"""Until a connection has shown a key."""
 STALLED_S = 60.0
 
 
 class Connection(H11Protocol):
     """Closed where the headers of a request take longer than `HEADERS_S`, or nobody reads.
+
+    Before it has shown a key they may take `FIRST_HEADERS_S`. `scope["state"]` names it, so that
+    the application can say that a key was shown (`know`).
 
     Else as many connections as there may be, each sending a byte now and then, would keep
     everybody else out; and whoever stops reading would keep what works for it. An answer of which
@@ -22,8 +31,29 @@ class Connection(H11Protocol):
     _given_up: asyncio.TimerHandle | None = None
     _stalled: asyncio.TimerHandle | None = None
 
+    def __init__(self, *given: Any, table: ConnectionTable, **options: Any) -> None:
+        super().__init__(*given, **options)
+        self._table = table
+
+    @property
+    def is_waiting(self) -> bool:
+        return self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
+
+    @property
+    def has_room(self) -> bool:
+        """False for one connection too many: its request is to be refused."""
+        return self._table.has_room(self)
+
+    def know(self, key: str) -> bool:
+        """A key was shown here; False if connections with this key are too many."""
+        return self._table.know(self, key)
+
+    def drop(self) -> None:
+        self.transport.abort()
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._table.add(self, address_group(self.client[0]) if self.client else "")
         self._wait_for_headers()
 
     def data_received(self, data: bytes) -> None:
@@ -32,6 +62,12 @@ class Connection(H11Protocol):
             self._wait_for_headers()
         else:
             self._stop_waiting()
+
+    def handle_events(self) -> None:
+        super().handle_events()
+        if self.scope is not None:
+            # The task that answers starts later than this.
+            self.scope["state"]["connection"] = self
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -42,6 +78,9 @@ class Connection(H11Protocol):
         super().resume_writing()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._table.remove(self)
+        if self.scope is not None:
+            self.scope["state"].pop("connection", None)
         self._stop_waiting()
         self._go_on()
         super().connection_lost(exc)
@@ -53,7 +92,9 @@ class Connection(H11Protocol):
 
     def _wait_for_headers(self) -> None:
         if self._given_up is None:
-            self._given_up = self.loop.call_later(HEADERS_S, self._give_up)
+            known = self._table.is_known(self)
+            wait_s = HEADERS_S if known else min(FIRST_HEADERS_S, HEADERS_S)
+            self._given_up = self.loop.call_later(wait_s, self._give_up)
 
     def _stop_waiting(self) -> None:
         if self._given_up is not None:

@@ -19,6 +19,7 @@ _HEADERS = {
     # Under "no-referrer" browsers would post our own forms with `Origin: null`, like a stranger's.
     "referrer-policy": "same-origin",
 }
+_RETRY_S = 1.0
 
 
 class Guard:
@@ -45,6 +46,7 @@ class Guard:
         if scope["type"] != "http":
             return
         try:
+            _check_room(scope)
             self._check(str(scope["method"]), Headers(scope=scope))
         except Problem as problem:
             await refuse(problem.response(), scope, receive, _guarded(send))
@@ -82,6 +84,17 @@ class Guard:
             return False
         followed_link = method in ("GET", "HEAD") and headers.get("sec-fetch-mode") == "navigate"
         return not followed_link
+
+
+def _check_room(scope: Scope) -> None:
+    connection = scope.get("state", {}).get("connection")
+    if connection is not None and not connection.has_room:
+        raise Problem(
+            503,
+            "all connections of this server are in use: try again",
+            code="overloaded",
+            retry_after_s=_RETRY_S,
+        )
 
 
 def asked_by_our_page(scope: Scope, address: HttpAddress) -> bool:

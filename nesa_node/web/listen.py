@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import socket
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
+from functools import partial
+from typing import Any, cast
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -15,6 +18,7 @@ from nesa_node.core.errors import AddressInUseError
 from nesa_node.core.http_address import HttpAddress
 from nesa_node.core.logging import get_logger
 from nesa_node.web.connection import Connection
+from nesa_node.web.connections import ConnectionTable
 from nesa_node.web.guard import Guard
 
 log = get_logger(__name__)
@@ -22,6 +26,8 @@ log = get_logger(__name__)
 MAX_CONNECTIONS = 32
 _MAX_HEADER_BYTES = 16_384
 _CLOSE_S = 1
+_OTHER_FILES = 1024
+"""That this process may have open beside its connections."""
 
 
 @asynccontextmanager
@@ -36,10 +42,13 @@ async def serve_app(
 ) -> AsyncIterator[HttpAddress]:
     """Listen until the context ends; yields where, with the port that was found for port 0.
 
-    `app` is put behind a `Guard`, which knows `origins` and `any_name`. What `trusted_proxies` (IP
-    addresses or networks) say of a client's address and scheme is believed. Raises
-    `AddressInUseError` if the address cannot be listened on. On leaving, connections are closed.
+    For more than `max_connections` one that waits is dropped (`ConnectionTable`), or the request is
+    refused with 503. `app` is put behind a `Guard`, which knows `origins` and `any_name`. What
+    `trusted_proxies` (IP addresses or networks) say of a client's address and scheme is believed.
+    Raises `AddressInUseError` if the address cannot be listened on. On leaving, connections are
+    closed.
     """
+    _allow_files(max_connections + _OTHER_FILES)
     listening = _listen(address)
     found = replace(address, port=listening.getsockname()[1])
     server = _Server(
@@ -52,9 +61,8 @@ async def serve_app(
             proxy_headers=bool(trusted_proxies),
             forwarded_allow_ips=list(trusted_proxies),
             lifespan="off",
-            http=Connection,
+            http=cast("Any", partial(Connection, table=ConnectionTable(max_connections))),
             ws="none",
-            limit_concurrency=max_connections,
             h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
             timeout_graceful_shutdown=_CLOSE_S,
         )
@@ -89,6 +97,15 @@ class _Server(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+def _allow_files(wanted: int) -> None:
+    """Each connection is an open file, and the usual 1,024 are fewer than connections may be."""
+    now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most != resource.RLIM_INFINITY:
+        wanted = min(wanted, most)
+    if now != resource.RLIM_INFINITY and now < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
 
 def _listen(address: HttpAddress) -> socket.socket:

@@ -25,7 +25,10 @@ from nesa_node.api.decoding.job import (
     Sampling,
     TokenChance,
 )
+from nesa_node.api.requests import Requests
+from nesa_node.api.serving.grammar_checker import GrammarChecker
 from nesa_node.api.serving.looking import Seen
+from nesa_node.api.serving.metrics import GatewayMetrics
 from nesa_node.api.serving.models import Models
 from nesa_node.core.config import GatewayConfig
 from nesa_node.core.errors import ModelNotFoundError
@@ -76,6 +79,7 @@ class ScriptedModel:
         self.model_id = MODEL_ID
         self.created = 1
         self.context_length = CONTEXT
+        self.num_blocks = 6
         self.vocab_size = len(tokenizer)
         self.tokenizer = tokenizer
         self.defaults = Sampling()
@@ -109,12 +113,17 @@ class ScriptedModel:
 class ScriptedLook:
     def __init__(self, holes: Sequence[Span] = ()) -> None:
         self.holes = tuple(holes)
+        self.joining: tuple[Span, ...] = ()
+        self.known: dict[ModelId, int] = {}
 
     async def all(self) -> dict[ModelId, Seen]:
-        return {MODEL_ID: Seen(MODEL_ID, NAME, 6, CONTEXT, self.holes)}
+        return {MODEL_ID: Seen(MODEL_ID, 6, self.holes, self.joining)}
 
     async def one(self, model_id: ModelId) -> Seen | None:
         return (await self.all()).get(model_id)
+
+    def know_blocks(self, model_id: ModelId, num_blocks: int) -> None:
+        self.known = {model_id: num_blocks}
 
 
 class Server:
@@ -159,26 +168,36 @@ async def serving(
     *,
     holes: Sequence[Span] = (),
     pages: Sequence[BaseRoute] = (),
+    names: Sequence[str] = (NAME,),
     **config: Any,
 ) -> AsyncIterator[Server]:
     model, look = ScriptedModel(tokenizer, script), ScriptedLook(holes)
 
-    async def open_model(name: str) -> Any:
+    async def open_model(name: str, ids: frozenset[ModelId] | None) -> Any:
         return model
 
     async def locate(seen: Seen) -> str:
         raise ModelNotFoundError("nowhere")
 
-    models = Models((NAME,), look=look, open_model=open_model, locate=locate)
-    await models.open_given()
+    models = Models(names, look=look, open_model=open_model, locate=locate)
+    if len(names) == 1:
+        await models.open_given()
     settings = GatewayConfig.model_validate(config)
-    closing = Closing()
-    app = make_app(models, settings, closing=closing, pages=pages)
-    async with serve_gated(app, settings, ANY_PORT, max_connections=512) as address:
+    closing, grammars = Closing(), GrammarChecker()
+    app = make_app(models, settings, grammars=grammars, closing=closing, pages=pages)
+    metrics = GatewayMetrics()
+    async with serve_gated(
+        app,
+        settings,
+        ANY_PORT,
+        max_connections=512,
+        around=lambda gated: Requests(gated, metrics, app.openapi()["paths"]),
+    ) as address:
         server = Server(model, look, address, closing)
         async with server.client:
             yield server
     await models.close()
+    await grammars.close()
 
 
 async def until(fact: Callable[[], bool], timeout_s: float = 5.0) -> None:

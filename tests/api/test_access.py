@@ -111,6 +111,22 @@ def test_more_requests_than_a_key_may_make_are_a_rate_limit_error(new_client: Ne
     assert over.value.response.headers["x-ratelimit-remaining-requests"] == "0"
 
 
+def test_a_key_does_not_find_out_what_another_one_asked(new_client: NewClient) -> None:
+    prompt = "hello again the capital " * 20
+    alice, bob = new_client("alice", KeyLimits()), new_client("bob", KeyLimits())
+    assert [cached(client, prompt) > 0 for client in (alice, bob)] == [False, False]
+    assert cached(alice, prompt) >= 32
+
+
+def cached(client: openai.OpenAI, prompt: str) -> int:
+    """Tokens of `prompt` that nodes still held, by what the answer says."""
+    usage = client.completions.create(model=NAME, prompt=prompt, max_tokens=1).usage
+    assert usage is not None
+    assert usage.prompt_tokens_details is not None
+    time.sleep(0.5)
+    return usage.prompt_tokens_details.cached_tokens or 0
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_tokens_that_answers_cost_count(new_client: NewClient, stream: bool) -> None:
     client = new_client(f"tokens-{stream}", KeyLimits(tokens_per_minute=1))

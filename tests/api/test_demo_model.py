@@ -12,7 +12,7 @@ import jsonschema
 import pytest
 import torch
 
-from nesa_node.api.decoding.grammar import compile_json_schema
+from nesa_node.api.decoding.grammar import json_schema_grammar
 from nesa_node.api.decoding.job import Job, Sampling
 from nesa_node.api.decoding.text_stream import REPLACEMENT
 from nesa_node.api.serving.served_model import ServedModel
@@ -77,7 +77,7 @@ async def test_the_answer_is_that_of_transformers() -> None:
 async def test_json_fits_its_schema_for_every_choice() -> None:
     async with serving_demo() as (served, _):
         prompt = chat(served, "Describe Paris as JSON.")
-        grammar = compile_json_schema(SCHEMA)
+        grammar = json_schema_grammar(SCHEMA)
         sampling = Sampling(temperature=0.8, seed=1)
         job = Job(prompt=prompt, max_tokens=120, n=3, sampling=sampling, grammar=grammar)
         made = await outcome(served, job)
@@ -94,7 +94,7 @@ async def test_characters_of_several_tokens_are_never_cut() -> None:
             prompt=chat(served, "Hello"),
             max_tokens=200,
             sampling=Sampling(temperature=0),
-            grammar=compile_json_schema({"const": text}),
+            grammar=json_schema_grammar({"const": text}),
         )
         made = await answer(served, job)
         assert made.finish_reason == "stop"

@@ -28,7 +28,7 @@ def test_page_shows_nodes_as_they_come_and_go_and_their_names_as_text() -> None:
         server.look(whole, now)
         expect(cards).to_have_count(3)
         expect(page.locator("#connection")).to_have_text("live")
-        expect(page.locator("#blocks-words")).to_have_text("Each of the 12 blocks is held once")
+        expect(page.locator("#blocks-words")).to_have_text("All 12 blocks are held, by 1 node each")
         stranger = record("peer-x", (4, 12), at=now, public_name=HOSTILE)
         server.look([*whole, stranger], now + 1)
         expect(cards).to_have_count(4)
@@ -39,7 +39,7 @@ def test_page_shows_nodes_as_they_come_and_go_and_their_names_as_text() -> None:
         server.look(renewed, now + 10)
         server.tick(now + 31)
         expect(page.locator(".card.lost")).to_have_count(2)
-        expect(page.locator("#blocks-words")).to_have_text("Nobody holds blocks 8:12")
+        expect(page.locator("#blocks-words")).to_have_text("No node holds blocks 8:12")
         expect(page.locator("#events li").first).to_contain_text("have no holder")
 
 

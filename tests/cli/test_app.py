@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import signal
 import subprocess
 import sys
+import time
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -13,7 +16,7 @@ from cyclopts import App
 
 from nesa_node.cli import app as app_module
 from nesa_node.cli.app import run_command
-from nesa_node.cli.arguments import spread_addresses
+from nesa_node.cli.arguments import spare_prompts, spread_addresses
 from nesa_node.cli.flags import AccessFlags, ClientFlags, SharedFlags
 from nesa_node.cli.peer_flags import NodeFlags, PeerFlags
 from nesa_node.core.config import AccessConfig, ClientConfig, NodeConfig, PeerConfig, SharedConfig
@@ -134,8 +137,13 @@ def test_typo_in_the_environment_is_an_error(
     ],
 )
 def test_wrong_arguments_end_with_code_2_and_one_clear_line(
-    argv: list[str], words: str, capsys: pytest.CaptureFixture[str]
+    argv: list[str],
+    words: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     assert run_command(argv) == 2
     said = capsys.readouterr().err
     assert said.startswith("error: ")
@@ -163,6 +171,122 @@ def test_addresses_after_one_flag_are_all_taken_and_a_prompt_is_not() -> None:
 def test_a_repeated_flag_stays_as_it_is() -> None:
     given = ["--host-maddrs", "/ip4/0.0.0.0/tcp/1", "--host-maddrs", "/ip6/::/tcp/1"]
     assert spread_addresses(given) == given
+
+
+def test_addresses_may_be_host_and_port() -> None:
+    given = ["run", "m", "--initial-peers", "192.0.2.7:1", "localhost:2", "[::1]:3", "--seed", "1"]
+    assert spread_addresses(given)[2:] == [
+        *["--initial-peers", "192.0.2.7:1", "--initial-peers", "localhost:2"],
+        *["--initial-peers", "[::1]:3", "--seed", "1"],
+    ]
+    asked = ["generate", "m", "--initial-peers", "a.example:1", "at 3:45", "3:45"]
+    assert spread_addresses(asked) == asked
+
+
+@pytest.mark.parametrize("prompt", ["-5 degrees", "-5,5", "- a list", "--- title", "-è"])
+def test_a_prompt_may_begin_with_a_dash(prompt: str) -> None:
+    given = ["generate", "m", prompt, "--seed", "1"]
+    assert spare_prompts(given) == ["generate", "m", "--seed", "1", "--", prompt]
+    _, bound, _ = app_module.app.parse_args(
+        spare_prompts(given), print_error=False, exit_on_error=False
+    )
+    assert bound.args == ("m", prompt)
+
+
+@pytest.mark.parametrize(
+    "argv", [["generate", "m", "-x"], ["generate", "m", "--sed=a b"], ["run", "-5 degrees"], []]
+)
+def test_what_looks_like_an_option_stays_one(argv: list[str]) -> None:
+    assert spare_prompts(argv) == argv
+
+
+def test_numbers_in_help_are_not_told_to_be_text(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["run", "--help-all"]) == 0
+    said = capsys.readouterr().out
+    assert "--threads INT" in said
+    assert "--ping-every-s SECONDS" in said
+    assert " STR" not in said
+
+
+def test_help_shows_basic_flags_and_help_all_every_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["run", "--help"]) == 0
+    short = capsys.readouterr().out
+    assert run_command(["run", "--help-all"]) == 0
+    full = capsys.readouterr().out
+    assert "--block-indices" in short
+    assert "--ping-every-s" not in short
+    assert "--ping-every-s" in full
+    assert 2 * short.count("\n") < full.count("\n")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        OSError(errno.ENOMEM, "Cannot allocate memory"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+        ImportError("libtorch_cpu.so: failed to map segment from shared object"),
+        ExceptionGroup("tasks", [MemoryError()]),
+    ],
+)
+def test_too_little_memory_ends_with_code_4(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert fails_with(error, monkeypatch) == 4
+    said = capsys.readouterr().err
+    assert said.startswith("error: out of memory")
+    assert said.count("\n") == 1
+
+
+def test_another_runtime_error_is_still_a_bug(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RuntimeError, match="shapes"):
+        fails_with(RuntimeError("shapes differ"), monkeypatch)
+
+
+@pytest.mark.parametrize("command", [["status"], ["generate", "m", "p"]])
+def test_a_limit_of_address_space_is_told_before_it_is_met(command: list[str]) -> None:
+    done = subprocess.run(
+        [
+            "bash",
+            "-c",
+            'ulimit -v 700000; exec "$@"',
+            "-",
+            sys.executable,
+            "-m",
+            "nesa_node",
+            *command,
+            "--initial-peers",
+            PEER,
+        ],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert done.returncode == 4
+    assert done.stderr.startswith("error: `ulimit -v` allows 683 MiB")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("delay_s", [0.15, 0.4, 0.8, 1.5])
+def test_an_early_ctrl_c_is_no_traceback(delay_s: float) -> None:
+    """From when our own first line runs; before, Python itself starts."""
+    code = "import nesa_node.cli.interrupts; print('on', flush=True);"
+    code += "from nesa_node.__main__ import main; main()"
+    command = subprocess.Popen(
+        [sys.executable, "-c", code, "generate", "./none", "hello", "--initial-peers", PEER],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        stdin=subprocess.DEVNULL,
+        text=True,
+    )
+    assert command.stdout is not None
+    command.stdout.readline()
+    time.sleep(delay_s)
+    command.send_signal(signal.SIGINT)
+    _, said = command.communicate(timeout=50)
+    assert "Traceback" not in said
+    assert (command.returncode, said) == (130, "interrupted\n") or command.returncode == 3
 
 
 def fails_with(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> int:

@@ -87,12 +87,10 @@ def test_choices_of_a_file_need_no_text(
         (["--weights", "int8,,nf4"], "names separated by commas"),
         (["--wire", "gzip"], "--wire gzip: unknown codec"),
         (["--text", "no-such-file"], "--text no-such-file: no such file"),
-        (["--tokens", "5000"], "3000 tokens, 5000 are asked for"),
         (["--tokens", "100"], "--tokens 100: at least 129"),
         (["--tokens", "-1"], "must not be negative"),
         (["--tokens", "0", "--items", "0"], "nothing to measure"),
         (["--items", "1"], "--items 1: at least 2"),
-        (["--items", "500"], "room for"),
         (["--choices", "no-such-file"], "--choices no-such-file: cannot be read"),
         (["--stride", "64"], "--stride 64 must be at least 1 and below --context 64"),
         (["--nodes", "0"], "--nodes must be positive"),
@@ -122,3 +120,25 @@ def test_weights_of_a_live_swarm_cannot_be_chosen(capsys: pytest.CaptureFixture[
     peer = "/ip4/192.0.2.7/tcp/4001/p2p/12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
     assert run_command(["eval", "m", "--weights", "int8", "--initial-peers", peer]) == 2
     assert "hold what they hold" in capsys.readouterr().err
+
+
+def test_a_short_text_is_measured_as_far_as_it_goes(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    short = tmp_path / "short.txt"
+    short.write_text(random_text(200, seed=3), encoding="utf-8")
+    argv = ["eval", str(model), "--text", str(short), "--weights", "none", "--wire", "none"]
+    assert run_command([*argv, "--context", "64"]) == 0
+    said = capsys.readouterr()
+    assert "200 tokens in windows" in said.out
+    assert "warning: the text has 200 tokens, 4096 are asked for: all are taken" in said.err
+    assert "room for 5 items, 100 are asked for: 5 are taken" in said.err
+
+
+def test_a_text_of_a_few_words_is_an_error_with_its_reason(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    short = tmp_path / "short.txt"
+    short.write_text("hello again", encoding="utf-8")
+    assert run_command(["eval", str(model), "--text", str(short)]) == 2
+    assert "too short to measure anything" in capsys.readouterr().err

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import json
+import math
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from nesa_node.cli.checks import Finding, check_memory_and_disk, check_p2pd, check_versions, worst
+from nesa_node.cli.decision_view import print_list
+from nesa_node.cli.demo import demo_spans
 from nesa_node.cli.flags import SamplingFlags
+from nesa_node.cli.local_swarm import LocalNode
 from nesa_node.cli.reading import SwarmReading
 from nesa_node.cli.remote_checks import compare_clocks
+from nesa_node.cli.serve_demo import Supervisor
 from nesa_node.cli.swarm_view import duration, group_by_model, print_dropped, print_models, to_json
+from nesa_node.core.decision_log import Decision
 from nesa_node.core.errors import ConfigError
-from nesa_node.core.span import split_evenly
+from nesa_node.core.ids import PeerId
+from nesa_node.core.span import Span, split_evenly
 from nesa_node.swarm.records import NodeRecord
+from nesa_node.topology.packed import Measured, pack_measured, peer_digest
 
 NOW = 1_800_000_000.0
 
@@ -84,6 +96,17 @@ def test_a_hub_name_is_matched_whole() -> None:
 
 def test_withdrawn_nodes_are_not_shown() -> None:
     assert group_by_model([record("a", (0, 8), state="withdrawn")]) == []
+
+
+def test_nodes_that_speak_of_another_number_of_blocks_are_left_out_and_counted(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    honest = [record("a", (0, 4)), record("b", (4, 8))]
+    strangers = [record("c", (0, 1), num_blocks=9), record("d", (0, 1), num_blocks=9)]
+    text = shown([*honest, *strangers], capsys)
+    assert "8 blocks, 2 nodes" in text
+    assert "holes     none" in text
+    assert "left out  2 more speak of another number of blocks than 8" in text
 
 
 def test_json_tells_coverage_and_holes() -> None:
@@ -167,3 +190,96 @@ def test_an_even_split_covers_every_block_once(blocks: int, parts: int) -> None:
 def test_sampling_values_out_of_range_are_refused(flags: SamplingFlags) -> None:
     with pytest.raises(ConfigError):
         flags.check()
+
+
+def test_json_has_measured_links_in_numbers() -> None:
+    one, two = record("a", (0, 4)), record("b", (4, 8))
+    links = [
+        Measured(peer_digest(PeerId(two.peer_id)), 1.5, 2e6, 60.0),
+        Measured(b"\xff\xc8\x00\x01\x02\x03", 40.0, math.nan, 0.0),
+    ]
+    seen = group_by_model([record("a", (0, 4), measured=pack_measured(links)), two])
+    (model,) = json.loads(json.dumps(to_json(seen)))
+    assert one.peer_id == model["nodes"][0]["peer_id"]
+    assert model["nodes"][0]["measured"] == [
+        {
+            "peer_id": two.peer_id,
+            "peer_digest": peer_digest(PeerId(two.peer_id)).hex(),
+            "rtt_ms": 1.5,
+            "rate_bytes_per_s": 2_000_000,
+            "age_s": 60.0,
+        },
+        {
+            "peer_id": None,
+            "peer_digest": "ffc800010203",
+            "rtt_ms": 40.0,
+            "rate_bytes_per_s": None,
+            "age_s": 0.0,
+        },
+    ]
+
+
+def test_decisions_begin_with_the_newest_and_repeats_are_one_row(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def kept(name: str, reason: str) -> Decision:
+        return Decision("placement", name, NOW, {"reason": reason})
+
+    print_list([kept("third", "same"), kept("second", "same"), kept("first", "other")], rows=5)
+    rows = [line for line in capsys.readouterr().out.splitlines() if "placement" in line]
+    assert len(rows) == 2
+    assert "third" in rows[0]
+    assert "same (2 times)" in rows[0]
+    assert "first" in rows[1]
+    print_list([kept("third", "same"), kept("first", "other")], rows=1)
+    assert "first" not in capsys.readouterr().out
+
+
+def test_the_fourth_node_of_a_demo_holds_what_the_second_does() -> None:
+    assert demo_spans(30, 4) == (Span(0, 10), Span(10, 20), Span(20, 30), Span(10, 20))
+    assert demo_spans(30, 3) == (Span(0, 10), Span(10, 20), Span(20, 30))
+    assert demo_spans(30, 1) == (Span(0, 30),)
+
+
+def sleeping(name: str, span: Span, folder: Path) -> LocalNode:
+    code = "import time; time.sleep(60)"
+    ready = folder / f"{name}.json"
+    ready.write_text("{}", encoding="utf-8")
+    return LocalNode(
+        name=name,
+        process=subprocess.Popen([sys.executable, "-c", code]),
+        log_path=folder / name,
+        ready_file=ready,
+        peer_id=name,
+        addresses=(f"/ip4/127.0.0.1/tcp/1/p2p/{name}",),
+        span=span,
+        ready_s=1.0,
+        command=("python", "-m", "nesa_node", "run", "a model", "--public-name", name),
+    )
+
+
+def test_a_demo_says_which_node_died_and_how_to_start_it_again(tmp_path: Path) -> None:
+    spans = (Span(0, 4), Span(4, 8), Span(4, 8))
+    nodes = [sleeping(f"n{at}", span, tmp_path) for at, span in enumerate(spans)]
+    supervisor = Supervisor(nodes, ("--threads", "1"))
+    try:
+        assert list(supervisor.look()) == []
+        nodes[1].process.kill()
+        nodes[1].process.wait()
+        (said,) = supervisor.look()
+        assert "n1 has ended (SIGKILL); it held blocks 4:8: n2 goes on with them" in said
+        assert shlex.split(said.splitlines()[-1]) == [
+            *nodes[1].command,
+            *("--threads", "1", "--initial-peers", *nodes[0].addresses, *nodes[2].addresses),
+        ]
+        assert list(supervisor.look()) == []
+        nodes[1].ready_file.write_text("{}", encoding="utf-8")
+        assert list(supervisor.look()) == ["  n1 serves again"]
+        nodes[0].process.kill()
+        nodes[0].process.wait()
+        (said,) = supervisor.look()
+        assert "no other node holds them" in said
+    finally:
+        for node in nodes:
+            node.process.kill()
+            node.process.wait()

@@ -14,7 +14,9 @@ from typing import Any, cast
 import torch
 
 from nesa_node.client.hop import HopLink
-from nesa_node.client.planner import Planner
+from nesa_node.client.nodes import Nodes
+from nesa_node.client.planner import Hops, Planner
+from nesa_node.client.replacements import ReplacementSearch
 from nesa_node.client.request import RouteRequest
 from nesa_node.client.route import Route
 from nesa_node.compression import tensors
@@ -23,7 +25,18 @@ from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.core.span import Span
 from nesa_node.routing.chains import Hop
 from nesa_node.swarm.link_speed import LinkSpeed
-from nesa_node.swarm.messages import Close, Closed, Mode, Output, Ping, Pong, Prefix, Step
+from nesa_node.swarm.messages import (
+    Close,
+    Closed,
+    Mode,
+    Output,
+    Ping,
+    Pong,
+    Prefix,
+    Rollback,
+    RolledBack,
+    Step,
+)
 from nesa_node.swarm.node import Swarm
 from nesa_node.swarm.notices import FailureKind
 from nesa_node.swarm.stream import Stream
@@ -134,6 +147,10 @@ class ScriptedNode:
                     last = self.steps[-1].step if self.steps else -1
                     pong = Pong(nonce=message.nonce, epoch=0, step=last, busy=self.working)
                     await self._stream.send(pong)
+                case Rollback():
+                    assert message.epoch > self._epoch, "steps on their way would be taken for new"
+                    self.cut(message.epoch, message.lengths)
+                    await self._stream.send(RolledBack(epoch=message.epoch))
                 case Close():
                     await self._stream.send(Closed())
 
@@ -171,6 +188,20 @@ class ScriptedNode:
         await self._stream.send(output, payload)
 
 
+class ScriptedSearch(ReplacementSearch):
+    """Finds at once, where there is anything to be found."""
+
+    def __init__(self, finds: bool) -> None:
+        super().__init__(cast(Swarm, None), cast(RouteRequest, None), cast(Nodes, None))
+        self._finds = finds
+
+    def begin(self, hops: Hops, silent: frozenset[PeerId]) -> None:
+        self._silent, self.found = silent, self._finds
+
+    def settle(self) -> frozenset[PeerId]:
+        return frozenset()
+
+
 class ScriptedRoute(Route):
     """Finds a new scripted node for every one that was lost. `deaths` are of the first ones, and
     `spoils`, what they make of their outputs.
@@ -185,8 +216,10 @@ class ScriptedRoute(Route):
         spoils: dict[int, Spoil] | None = None,
         step_s: float = 0.0,
         busy: int = 0,
+        finds: bool = True,
     ) -> None:
         super().__init__(cast(Swarm, None), request, Planner(cast(Swarm, None)), on_change)
+        self.search = ScriptedSearch(finds)
         self.scripted: list[ScriptedNode] = []
         self.at_work = 0
         """The most nodes that ever worked at the same time."""

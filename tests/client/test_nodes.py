@@ -95,6 +95,7 @@ def _nodes_of(
         identity=SimpleNamespace(peer_id=PeerId("client")),
         directory=SimpleNamespace(
             fetch=AsyncMock(return_value=snapshot),
+            glance=AsyncMock(),
             snapshot=lambda *_: snapshot,
             measured=lambda snapshot: {},
             blames=lambda _: blames or {},
@@ -202,3 +203,14 @@ def test_node_that_announces_room_and_refuses_is_reported_after_three_records() 
             swarm.directory.record = lambda _, record=record: record
             session.refused(PeerId(name), BusyError("no room", 1.0))
     assert told == [("roomy", "refused")]
+
+
+async def test_new_chain_comes_before_the_node_that_has_just_failed() -> None:
+    """The other holder of its blocks takes part with some already, and does so only once."""
+    both = (_state("b", 2, 4), _state("c", 2, 4))
+    snapshot = Snapshot(MODEL, 4, (_state("a", 0, 2), *both), taken_at=0.0)
+    nodes, _ = _nodes_of(snapshot)
+    kept = (Hop(PeerId("a"), Span(0, 2)), Hop(PeerId("b"), Span(2, 3)))
+    nodes.suspect(PeerId("c"), "it was frozen", tell=False)
+    hops, _ = await nodes.plan(kept, frozenset())
+    assert [str(hop.peer_id) for hop in hops] == ["a", "b"]

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from nesa_node.client.line import Line
-from nesa_node.client.patience import HOLD_S, LONGEST_PAUSE_S, Patience
-from nesa_node.core.errors import BusyError, PeerUnreachableError
+from nesa_node.client.patience import HOLD_S, LONGEST_PAUSE_S, LOOKS, Patience
+from nesa_node.core.errors import BusyError, MissingBlocksError, PeerUnreachableError
 
 BUSY = BusyError("full", 0.5)
 GONE = PeerUnreachableError("gone")
@@ -95,3 +95,19 @@ async def test_the_line_is_kept_and_moves_on_when_somebody_leaves() -> None:
             await line.pause(60.0)
     await asyncio.gather(*tasks)
     assert served == list(range(5))
+
+
+def test_missing_blocks_that_nobody_is_joining_with_are_refused_after_a_few_looks() -> None:
+    clock = Clock()
+    patience = make(clock)
+    missing = MissingBlocksError([(0, 4)], "nobody")
+
+    def pause_s(*, hopeless: bool) -> float | None:
+        return patience.pause_s(missing, others_left=False, hopeless=hopeless)
+
+    assert pause_s(hopeless=True) is not None
+    # One member of the DHT may not have answered: what the next look finds counts.
+    assert pause_s(hopeless=False) is not None
+    looked = [pause_s(hopeless=True) for _ in range(LOOKS)]
+    assert looked[-1] is None
+    assert all(pause is not None and pause < 1 for pause in looked[:-1])

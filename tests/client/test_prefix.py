@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from nesa_node.client.beginning import Beginning
-from nesa_node.client.prefix import SessionPrefix
+from nesa_node.client.prefix import SessionPrefix, for_peer, scoped
+from nesa_node.core.ids import PeerId
 from nesa_node.swarm.messages import MAX_DIGESTS, MAX_ROWS, VERSION, Opened, Prefix, RowSlice
 
 SALT = b"s" * 32
@@ -48,6 +49,15 @@ def test_digests_differ_with_salt_model_and_precision_but_not_with_the_row() -> 
         announced(text, dtype="bfloat16"),
     )
     assert len({one, *(row for (row,) in others)}) == 4
+
+
+def test_scopes_of_one_salt_have_digests_of_their_own() -> None:
+    text = list(range(40))
+    salts = [scoped(SALT, scope) for scope in ("", "alice", "bob", "alice")]
+    digests = [announced(text, salt=salt) for salt in salts]
+    assert salts[0] == SALT
+    assert digests[1] == digests[3]
+    assert len(set(digests)) == 3
 
 
 @pytest.mark.parametrize(("tokens", "pages"), [(0, 0), (1, 0), (32, 0), (33, 1), (64, 1), (65, 2)])
@@ -152,3 +162,10 @@ def test_every_sender_has_kept_what_a_newcomer_lacks(seed: int) -> None:
             nodes = [(length, min(kept, length)) for _, kept in nodes]
         length += rng.randint(1, 40)
         nodes = [(length, kept) for _, kept in nodes]
+
+
+def test_two_nodes_are_told_digests_that_have_nothing_in_common() -> None:
+    (told,) = announced(list(range(200)))
+    one, again, other = (for_peer((told,), PeerId(peer))[0] for peer in ("a", "a", "b"))
+    assert one == again
+    assert len({*told, *one, *other}) == 3 * len(told)

@@ -42,3 +42,15 @@ def test_no_other_candidate_is_much_sooner(nbytes: int, rate: float) -> None:
         at_best = cost.fixed_s + cost.per_byte_s * nbytes + cost.ratio * nbytes / rate
         taken = chosen.fixed_s + chosen.per_byte_s * nbytes + chosen.ratio * nbytes / rate
         assert WORTH_IT * taken <= at_best * (1 + 1e-12)
+
+
+def test_a_codec_has_to_save_a_tenth_since_rates_are_estimates() -> None:
+    for ratio, chosen in ((0.92, "none"), (0.85, "smaller")):
+        costs = {"none": PLAIN_COST, "smaller": Cost(0.0, 0.0, ratio)}
+        assert fastest(("none", "smaller"), 1 << 20, 1e6, costs) == chosen
+
+
+def test_links_of_50_megabytes_a_second_and_more_carry_tensors_as_they_are() -> None:
+    costs = {"none": PLAIN_COST, "free": Cost(0.0, 0.0, 0.1)}
+    assert fastest(("none", "free"), 1 << 20, 50e6, costs) == "none"
+    assert fastest(("none", "free"), 1 << 20, 49e6, costs) == "free"

@@ -96,3 +96,18 @@ def test_a_program_that_configures_structlog_gets_our_events_its_own_way(
     structlog.configure(processors=[structlog.processors.JSONRenderer()])
     log.info("after", hops=3)
     assert json.loads(capsys.readouterr().out) == {"event": "after", "hops": 3}
+
+
+@pytest.mark.parametrize("log_format", ["console", "json"])
+def test_log_shows_plainly_what_peers_wrote(log_format: LogFormat) -> None:
+    evil = "\x1b[2J\x1b]52;c;cm0gLXJmIH4=\x07 run this\r\n\u202e\x9b1m"
+    out = io.StringIO()
+    setup_logging("info", log_format, out)
+    log = get_logger("nesa_node.test")
+    log.info("peer_failed", reason=evil, others=(evil,), raw=evil.encode())
+    try:
+        raise ValueError(evil)
+    except ValueError as error:
+        log.exception("failed", cause=error)
+    assert out.getvalue().count("run this") >= 4
+    assert not set(out.getvalue()) & set("\x1b\x07\r\u202e\x9b")

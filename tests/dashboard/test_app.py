@@ -13,7 +13,7 @@ from nesa_node.core.http_address import HttpAddress
 from nesa_node.dashboard.app import Dashboard, make_app
 from nesa_node.dashboard.assets import FOLDER
 from nesa_node.web.listen import serve_app
-from tests.dashboard.records import record
+from tests.dashboard.records import MODEL, record
 
 STATIC = "/dashboard/static"
 
@@ -84,6 +84,13 @@ async def test_state_is_there_for_programs_and_names_are_json(client: httpx.Asyn
     assert (await client.head("/dashboard/state.json")).status_code == 200
     assert (await client.get("/topology.json")).json()["starting"] is True
     assert (await client.get("/topology.json?model=other")).status_code == 404
+
+
+async def test_topology_of_a_model_that_is_shown_but_not_measured_yet_is_starting(
+    client: httpx.AsyncClient,
+) -> None:
+    answer = await client.get("/topology.json", params={"model": MODEL})
+    assert (answer.status_code, answer.json()["starting"]) == (200, True)
 
 
 def test_the_libraries_licences_are_shipped_and_named() -> None:

@@ -12,6 +12,7 @@ import pytest
 from nesa_node.client.activity import Failover, SessionActivity
 from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.core.span import Span
+from nesa_node.core.waiting import Wait
 from nesa_node.dashboard.board import CHARTED_MODELS, POINT_EVERY_S, Board
 from nesa_node.dashboard.entries import MAX_LOST_SHOWN, MAX_SHOWN
 from nesa_node.dashboard.links import LinksView, view_links
@@ -203,3 +204,23 @@ def test_placement_is_told_with_the_time_at_which_it_was_made(board: Board) -> N
     board.tick(START, None)
     told = [each for each in sections(board)["events"].values() if each["kind"] == "placement"]
     assert [each["at"] for each in told] == [START - 300, START]
+
+
+def test_failing_node_holds_nothing_and_a_session_says_what_it_waits_for(board: Board) -> None:
+    board.look([record("a", (0, 8)), record("b", (4, 12))], START)
+    wait = Wait(what="room", since=START, blocks=(Span(4, 12),), peers=(PeerId("b"),), limit_s=30)
+    activity = Scripted()
+    activity.open = [replace(PLAYED, waits_for=wait, failed=((PeerId("b"), START + 3),))]
+    board.tick(START + 3, activity)
+    told = sections(board)
+    assert told["models"][MODEL]["runs"] == [[0, 8, 1], [8, 12, 0]]
+    assert told["models"][MODEL]["failing"] == 1
+    assert told["nodes"]["b"]["state"] == "failing"
+    assert told["sessions"][PLAYED.id]["waits_for"] == {
+        "what": "room",
+        "blocks": [[4, 12]],
+        "peers": ["b"],
+        "since": START,
+        "limit_s": 30,
+    }
+    assert {"failing", "hole"} <= {event["kind"] for event in told["events"].values()}

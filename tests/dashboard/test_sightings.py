@@ -6,7 +6,7 @@ import pytest
 
 from nesa_node.core.ids import PeerId
 from nesa_node.dashboard.events import KEPT_OF_A_KIND, Event, EventLog
-from nesa_node.dashboard.sightings import LOST_S, MAX_NODES, Sightings
+from nesa_node.dashboard.sightings import FAILING_S, MAX_NODES, Sightings
 from tests.dashboard.records import TTL_S, record
 
 A, B = PeerId("peer-a"), PeerId("peer-b")
@@ -41,9 +41,9 @@ def test_node_is_lost_at_the_expiry_of_its_record_and_kept_for_ten_minutes(seen:
     assert (event.kind, event.peer) == ("lost", A)
     assert seen.nodes[A].lost_at == last_words.expires_at
     assert seen.tick(START + TTL_S + 1) == []
-    seen.tick(START + TTL_S + LOST_S - 1)
+    seen.tick(START + TTL_S + 599)
     assert A in seen.nodes
-    seen.tick(START + TTL_S + LOST_S)
+    seen.tick(START + TTL_S + 600)
     assert A not in seen.nodes
 
 
@@ -140,3 +140,37 @@ def test_many_failovers_are_those_of_sessions_and_not_of_nodes() -> None:
     log = EventLog()
     log.add(Event(at=START, kind="failover", text=f"Session {each}") for each in range(64))
     assert [event.text for event in log.kept.values()] == ["64 sessions at once: failover"]
+
+
+def test_node_that_stops_answering_pings_is_failing_until_it_answers_or_expires(
+    seen: Sightings,
+) -> None:
+    seen.pinged(A, answered=True)
+    assert seen.tick(START + 1) == []
+    seen.pinged(A, answered=False)
+    (event,) = seen.tick(START + 2)
+    assert (event.kind, event.peer) == ("failing", A)
+    assert seen.nodes[A].failing_since == START + 2
+    seen.pinged(A, answered=True)
+    assert kinds(seen.tick(START + 4)) == ["back"]
+    seen.pinged(A, answered=False)
+    assert kinds(seen.tick(START + 5)) == ["failing"]
+    assert kinds(seen.tick(START + TTL_S)) == ["lost"]
+    assert seen.tick(START + TTL_S + 1) == []
+    assert kinds(seen.look([record(A, at=START + 40)], START + 40)) == ["back"]
+
+
+def test_node_that_never_answered_a_ping_may_be_out_of_reach_for_us_alone(seen: Sightings) -> None:
+    seen.pinged(A, answered=False)
+    assert seen.tick(START + 1) == []
+
+
+def test_node_that_failed_a_session_is_failing_until_it_renews_its_record(seen: Sightings) -> None:
+    seen.failed(A, START + 3)
+    assert kinds(seen.tick(START + 3.1)) == ["failing"]
+    assert kinds(seen.look([record(A, at=START + 5)], START + 5)) == ["back"]
+    seen.failed(A, START + 3)
+    assert seen.tick(START + 6) == []
+    seen.failed(A, START + 7)
+    assert kinds(seen.tick(START + 7.1)) == ["failing"]
+    assert kinds(seen.tick(START + 7.1 + FAILING_S)) == ["back"]

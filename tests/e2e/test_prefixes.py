@@ -19,6 +19,8 @@ from nesa_node.client.inference import InferenceSession
 from nesa_node.core.choices import Route
 from nesa_node.core.errors import ConfigError
 from nesa_node.swarm.identity import Identity
+from nesa_node.swarm.messages import Message, Open
+from nesa_node.swarm.stream import Stream
 from tests.client.local_models import left_padded, random_ids
 from tests.e2e.joining import ROUTES, both_routes, joined
 from tests.engine.chained import distance
@@ -216,3 +218,28 @@ def test_drafts_are_checked_after_a_reused_start(
                         ids_BL, session=session, prompt_lookup_num_tokens=4, **OPTIONS
                     )
                 assert_same_tokens(alone, ours_BL, ids_BL, **OPTIONS)
+
+
+def test_nodes_of_a_star_cannot_tell_that_they_serve_one_session(
+    model: DistributedModelForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not by its id, its secret or its prompt's digests; a chain's nodes know each other."""
+    sent: list[Open] = []
+    send = Stream.send
+
+    async def spied(stream: Stream, message: Message, payload: Any = b"") -> None:
+        if isinstance(message, Open):
+            sent.append(message)
+        await send(stream, message, payload)
+
+    monkeypatch.setattr(Stream, "send", spied)
+    with opened(model, prompts(1, seed=20)):
+        pass
+    names = [{message.session for message in sent}, {message.secret for message in sent}]
+    assert len(sent) == 3
+    if sent[0].mode == "chain":
+        assert list(map(len, names)) == [1, 1]
+        return
+    assert list(map(len, names)) == [3, 3]
+    digests = [digest for message in sent for row in message.prefix for digest in row]
+    assert len(digests) == len(set(digests)) > 3

@@ -28,8 +28,12 @@ DASHBOARD = ROOT / "deploy" / "grafana" / "dashboards" / "nesa-node.json"
 CONFIG = ROOT / "deploy" / "prometheus" / "prometheus.yml"
 PATIENCE_S = 90.0
 
+UNPACKED = ROOT / "build" / "tools" / "debian" / "usr" / "bin" / "prometheus"
+"""Where `make tools` leaves Debian's package."""
+PROMETHEUS = shutil.which("prometheus") or (str(UNPACKED) if UNPACKED.exists() else None)
+
 needs_prometheus = pytest.mark.skipif(
-    shutil.which("prometheus") is None, reason="Debian's package prometheus is not installed"
+    PROMETHEUS is None, reason="Debian's package prometheus is not here: `make tools` fetches it"
 )
 
 
@@ -97,7 +101,8 @@ def prometheus(folder: Path, targets: Sequence[str]) -> Iterator[str]:
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config), encoding="utf-8")
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    argv = ["prometheus", f"--config.file={folder / 'prometheus.yml'}", "--log.level=warn"]
+    assert PROMETHEUS is not None
+    argv = [PROMETHEUS, f"--config.file={folder / 'prometheus.yml'}", "--log.level=warn"]
     argv += [f"--storage.tsdb.path={folder / 'data'}", f"--web.listen-address={address}"]
     with (folder / "prometheus.log").open("wb") as log:
         process = subprocess.Popen(argv, stdout=log, stderr=subprocess.STDOUT)

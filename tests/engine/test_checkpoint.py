@@ -19,6 +19,7 @@ from nesa_node.core.span import Span
 from nesa_node.engine.checkpoint import open_checkpoint
 from nesa_node.engine.families import FAMILIES
 from nesa_node.engine.parts import load_blocks
+from nesa_node.engine.tokenizer import load_tokenizer
 from tests.engine.chained import open_local
 from tests.engine.layouts import rewritten, set_config
 from tests.engine.tiny_models import save_tiny_model
@@ -190,12 +191,48 @@ def _entry(
         _header(_entry(shape="4")),
         _header(_entry(shape=(4.0, 4.0))),
         _header(_entry(dtype=["F32"])),
+        _header(_entry(shape=(1,) * 9 + (16,))),
+        _header(b"[" * 200_000),
     ],
 )
 def test_a_broken_header_is_corrupt(folder: Path, content: bytes) -> None:
     (folder / "model.safetensors").write_bytes(content)
     with pytest.raises(CorruptCheckpointError, match=r"model\.safetensors"):
         open_local(folder)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_labels": 10**9},
+        {"num_hidden_layers": 10**9},
+        {"num_hidden_layers": -1},
+        {"n_layer": 1e300},
+        {"padding": "x" * (1 << 20)},
+    ],
+)
+def test_a_config_that_asks_for_much_is_refused_before_it_is_made(
+    folder: Path, change: dict[str, object]
+) -> None:
+    """transformers makes lists of so many labels and layers."""
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(CorruptCheckpointError, match=r"config\.json"):
+        open_local(folder)
+
+
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors.index.json"])
+def test_a_file_that_is_nested_too_deeply_is_corrupt(folder: Path, file: str) -> None:
+    (folder / file).write_text("[" * 200_000)
+    with pytest.raises(CorruptCheckpointError, match="not JSON"):
+        open_local(folder)
+
+
+def test_a_tokenizer_too_large_to_parse_is_refused(folder: Path) -> None:
+    with (folder / "tokenizer.json").open("wb") as stream:
+        stream.truncate((64 << 20) + 1)
+    with pytest.raises(CorruptCheckpointError, match=r"tokenizer\.json of .* 64"):
+        load_tokenizer(folder)
 
 
 def test_tensors_of_other_dtypes_are_refused(folder: Path) -> None:

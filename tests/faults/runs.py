@@ -26,6 +26,8 @@ from tests.faults.bed import Bed, Node
 from tests.same_tokens import assert_same_tokens
 
 ROUTES: tuple[Route, ...] = ("chain", "star")
+TOKENS_AHEAD = 4
+"""How many more tokens may come before a delayed blow has fallen: the generation waits for it."""
 RECOVERIES: defaultdict[str, list[float]] = defaultdict(list)
 """Seconds from the blow to the next token, by what was done; printed at the end of the run."""
 
@@ -34,7 +36,8 @@ RECOVERIES: defaultdict[str, list[float]] = defaultdict(list)
 class Blow(BaseStreamer):
     """Strikes once the prompt and `after` new tokens have come, `delay_s` later.
 
-    Without a delay that is between two steps; with one it is wherever the next steps have got to.
+    Without a delay that is between two steps; with one it is wherever the next steps have got to,
+    at most `TOKENS_AHEAD` tokens later: a blow after the last token would prove nothing.
     """
 
     after: int
@@ -52,6 +55,8 @@ class Blow(BaseStreamer):
         self.times.append(time.monotonic())
         if len(self.times) == self.after + 1:
             self.begin()
+        elif len(self.times) == self.after + 1 + TOKENS_AHEAD and self._timer is not None:
+            self._timer.join()
         time.sleep(self.pause_s)
 
     def end(self) -> None:
@@ -83,9 +88,10 @@ class Blow(BaseStreamer):
         """From the blow to the end of the longest wait for a token after it."""
         assert self.struck_at is not None
         ends = [end for end in self.times if end > self.struck_at]
+        assert ends, "no token came after the blow"
         starts = [self.struck_at, *ends[:-1]]
         waits = [(end - start, end) for start, end in zip(starts, ends, strict=True)]
-        return max(waits, default=(0.0, self.struck_at))[1] - self.struck_at
+        return max(waits)[1] - self.struck_at
 
 
 def join_bed(bed: Bed, routing: Route, **options: Any) -> DistributedModelForCausalLM:

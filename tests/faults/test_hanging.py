@@ -13,7 +13,6 @@ import psutil
 import pytest
 from transformers import PreTrainedModel
 
-from nesa_node.client.flow import SILENCE_S
 from nesa_node.core.choices import Route
 from nesa_node.core.errors import MissingBlocksError
 from nesa_node.core.span import Span
@@ -37,6 +36,8 @@ STEP_TIMEOUT_S = 2.0
 PING_S = 5.0
 RECOVERY_TIMEOUT_S = 5.0
 MARGIN_S = 5.0
+NOTICED_S = 4.0
+"""By a session that has a replacement. `python -m benchmarks frozen` has the distribution."""
 
 
 def _node_and_p2pd(node: Node) -> list[int]:
@@ -104,7 +105,7 @@ def test_silent_node_is_replaced_long_before_a_step_is_overdue(
             run_with_blow(alone, model, session, random_ids(1, 20), blow, f"silent, {routing}")
             assert victim.peer_id not in {hop.peer_id for hop in session.hops}
             longest_s = max(after - before for before, after in pairwise(blow.times))
-            assert longest_s < SILENCE_S + PING_S + RECOVERY_TIMEOUT_S + MARGIN_S
+            assert longest_s < NOTICED_S
 
 
 @pytest.mark.parametrize("routing", ROUTES)

@@ -18,7 +18,8 @@ from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.routing.reputation import blame_factor
 from nesa_node.server.obedience import Obedience
 from nesa_node.server.planner import appraise
-from nesa_node.swarm.dht_peer import PROTOCOL_PREFIX, _CallBudget
+from nesa_node.swarm.call_budget import CallBudget
+from nesa_node.swarm.dht_peer import PROTOCOL_PREFIX
 from nesa_node.swarm.hive import DHTID, DHTProtocol, MSGPackSerializer, dht_pb2
 from nesa_node.swarm.identity import Identity
 from nesa_node.swarm.node import Swarm
@@ -125,7 +126,7 @@ async def scene(tmp_path: Path) -> AsyncIterator[_Scene]:
         await scene.announce()
         for member in scene.honest:
             # Spend their patience elsewhere: budgets have tests of their own.
-            member.directory._peer._budget = _CallBudget(lambda: 0.0, burst=1e9)
+            member.directory._peer._budget = CallBudget(lambda: 0.0, burst=1e9)
         yield scene
 
 

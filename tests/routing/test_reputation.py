@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from nesa_node.core.ids import PeerId
 from nesa_node.routing.reputation import (
     FULL_STANDING_S,
-    HALF_LIFE_S,
+    LONG_STANDING_S,
     MAX_BLAME,
     MIN_FACTOR,
     NEWCOMER_S,
@@ -16,6 +16,8 @@ from nesa_node.routing.reputation import (
     blame_factor,
     blame_penalty_s,
     blames,
+    corroborated,
+    long_standing,
     reliability,
     standing,
 )
@@ -111,8 +113,9 @@ def test_blame_fades_and_repetition_by_one_reporter_adds_nothing() -> None:
     def blame(*ages: float) -> float:
         return blames([_accuse("r", age_s=age) for age in ages], lambda _: 1.0)[HONEST]
 
-    assert blame(HALF_LIFE_S) == pytest.approx(blame(0.0) / 2)
-    assert blame(20 * HALF_LIFE_S) < 1e-5
+    minute = 60.0
+    assert blame(minute) == pytest.approx(blame(0.0) / 2)
+    assert blame(20 * minute) < 1e-5
     assert blame(0.0, 0.0, 5.0) == blame(0.0)
 
 
@@ -147,3 +150,10 @@ def test_standing_grows_with_the_time_in_which_a_node_was_known() -> None:
     assert standing(0.0, 1.0) == standing(NEWCOMER_S, 1.0) == 0.0
     assert standing((NEWCOMER_S + FULL_STANDING_S) / 2, 1.0) == 0.5
     assert standing(1e9, 0.8) == 0.8
+
+
+def test_word_about_speeds_counts_late_and_needs_a_second_one() -> None:
+    assert long_standing(FULL_STANDING_S, 1.0) == 0.0
+    assert long_standing(LONG_STANDING_S, 0.9) == pytest.approx(0.9)
+    assert corroborated([]) == corroborated([1.0]) == 0.0
+    assert corroborated([1.0, 0.25, 0.5]) == pytest.approx(0.75)

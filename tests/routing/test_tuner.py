@@ -11,6 +11,7 @@ from nesa_node.routing.fitness import Scenario, fitness
 from nesa_node.routing.greedy import Parameters
 from nesa_node.routing.problem import terms
 from nesa_node.routing.tuner import (
+    breed,
     decode,
     encode,
     genetic_search,
@@ -108,3 +109,22 @@ def test_reliability_is_learned_from_failures() -> None:
 def test_tuning_needs_scenarios_to_judge_by() -> None:
     with pytest.raises(ValueError, match="judged"):
         tune(_scenarios(0, 1), [], np.random.default_rng(0), before=BEFORE)
+
+
+def test_children_of_equal_parents_mutate_in_three_genes_of_ten() -> None:
+    """Without mutation a population of one kind would search no further."""
+    children = breed(np.full((6, 5), 0.5), 2000, np.random.default_rng(0))
+    changed = children != 0.5
+    assert changed.mean() == pytest.approx(0.3, abs=0.02)
+    assert children[changed].std() == pytest.approx(0.12, abs=0.01)
+
+
+def test_better_candidates_are_parents_more_often() -> None:
+    """By rank: of four, the best in four of ten draws."""
+    genomes = np.zeros((4, 1))
+    genomes[0] = 1.0
+    mixed = [breed(genomes, 4000, np.random.default_rng(seed)) for seed in range(3)]
+    # Clipping and mutation at the faces of the cube are the same for the worst.
+    worst = [breed(genomes[::-1], 4000, np.random.default_rng(seed)) for seed in range(3)]
+    assert np.mean(mixed) > 0.35
+    assert np.mean(worst) < 0.2

@@ -10,7 +10,7 @@ import itertools
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 from unittest.mock import AsyncMock, patch
 
 import torch
@@ -32,9 +32,11 @@ from nesa_node.swarm.messages import (
     AnyMessage,
     Close,
     Closed,
+    Downstream,
     Link,
     Linked,
     Message,
+    Mode,
     Open,
     Opened,
     Output,
@@ -133,20 +135,24 @@ class Peer:
         donor: str | None = None,
         quality: str = "exact",
         codecs: Sequence[str] = (),
+        model: ModelId = MODEL,
+        version: tuple[int, int] = VERSION,
+        dtype: Literal["float32", "bfloat16", "float16"] = "float32",
+        mode: Mode | None = None,
     ) -> None:
         self.lengths = [0] * rows
         span = self._blocks.span
         self.wire.say(
             Open(
-                version=VERSION,
-                model=MODEL,
+                version=version,
+                model=model,
                 session=self.session,
                 secret=self.secret,
                 blocks=(span.start, span.end),
                 rows=rows,
                 max_tokens=max_tokens,
-                mode="chain" if upstream or donor else "star",
-                dtype="float32",
+                mode=mode or ("chain" if upstream or donor else "star"),
+                dtype=dtype,
                 epoch=0,
                 upstream=upstream,
                 priority=priority,
@@ -171,14 +177,14 @@ class Peer:
         self.wire.say(Close(prefix=prefix))
         await self.wire.hear_a(Closed)
 
-    def link(self, upstream: str | None = None) -> None:
+    def link(self, upstream: str | None = None, downstream: Downstream | None = None) -> None:
         self.epoch += 1
         lengths = tuple(self.lengths)
         self.wire.say(
             Link(
                 epoch=self.epoch,
                 upstream=upstream,
-                downstream=None,
+                downstream=downstream,
                 lengths=lengths,
                 emit_from=(0,) * len(lengths),
             )
@@ -237,7 +243,12 @@ class Node:
     """What a daemon has once it serves."""
 
     def __init__(
-        self, blocks: Blocks, pool: PagePool, scheduler: Scheduler, limits: Limits
+        self,
+        blocks: Blocks,
+        pool: PagePool,
+        scheduler: Scheduler,
+        limits: Limits,
+        idle_timeout_s: float,
     ) -> None:
         self.blocks = blocks
         self.pool = pool
@@ -252,7 +263,14 @@ class Node:
         self.reported: list[tuple[str, str]] = []
         """Whom the node told others of, and as what."""
         self.speeds: LinkSpeeds = swarm.speeds
-        self.server = SessionServer(cast(Any, swarm), MODEL, blocks, scheduler, self.admission)
+        self.server = SessionServer(
+            cast(Any, swarm),
+            MODEL,
+            blocks,
+            scheduler,
+            self.admission,
+            idle_timeout_s=idle_timeout_s,
+        )
         self._tasks: asyncio.TaskGroup | None = None
 
     def _note(self, _: object, peer: str, kind: str) -> None:
@@ -291,10 +309,12 @@ async def open_node(
     tokens: int = 4096,
     peer_tokens: int | None = None,
     sessions: int = 10_000,
+    idle_timeout_s: float = 600.0,
     trusted: Sequence[str] = (),
 ) -> AsyncIterator[Node]:
     limits = Limits(
         outbox_bytes=1 << 30,
+        outbox_bytes_per_peer=1 << 30,
         sessions_per_peer=sessions,
         cache_tokens_per_peer=peer_tokens or tokens,
         streams_per_peer=10_000,
@@ -303,7 +323,7 @@ async def open_node(
     # The wire is the stream: nothing of the network is tested here.
     wires = patch.object(session_server, "Stream", lambda peer, reader, writer: reader)
     async with open_executor() as executor, open_scheduler(executor) as scheduler:
-        node = Node(blocks, blocks.new_pool(tokens), scheduler, limits)
+        node = Node(blocks, blocks.new_pool(tokens), scheduler, limits, idle_timeout_s)
         with wires:
             async with node.serving():
                 yield node

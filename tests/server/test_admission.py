@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from nesa_node.core.config import NodeConfig
 from nesa_node.core.errors import BusyError, ProtocolError
 from nesa_node.core.ids import PeerId
 from nesa_node.core.span import Span
 from nesa_node.engine.families import CacheHeads
 from nesa_node.engine.pages import PAGE_TOKENS, PagePool
 from nesa_node.server.admission import RETRY_AFTER_S, Admission, Limits
+from nesa_node.server.served_span import _limits
 
 A, B = PeerId("a"), PeerId("b")
 
@@ -25,7 +29,12 @@ class Clock:
 
 
 def admission(
-    pages: int = 10, *, peer_pages: int = 10, sessions: int = 5, clock: Clock | None = None
+    pages: int = 10,
+    *,
+    peer_pages: int = 10,
+    sessions: int = 5,
+    peer_outbox: int = 1000,
+    clock: Clock | None = None,
 ) -> Admission:
     pool = PagePool(
         Span(0, 1),
@@ -36,6 +45,7 @@ def admission(
     )
     limits = Limits(
         outbox_bytes=1000,
+        outbox_bytes_per_peer=peer_outbox,
         sessions_per_peer=sessions,
         cache_tokens_per_peer=peer_pages * PAGE_TOKENS,
     )
@@ -88,6 +98,38 @@ def test_a_peer_has_so_many_sessions_and_the_outboxes_have_a_size() -> None:
             enter(stack, made, B, 1, outbox=20)
     with ExitStack() as stack:
         enter(stack, made, B, 1, outbox=20)
+
+
+def test_a_peer_gets_its_share_of_the_outboxes_and_no_more() -> None:
+    made = admission(peer_outbox=PAGE_TOKENS * 20)
+    with ExitStack() as stack:
+        enter(stack, made, A, 1, outbox=10)
+        enter(stack, made, A, 1, outbox=10)
+        with pytest.raises(BusyError, match=r"quota of a .* outputs"):
+            enter(stack, made, A, 1, outbox=1)
+        enter(stack, made, A, 1)
+        enter(stack, made, B, 1, outbox=10)
+        with pytest.raises(ProtocolError, match="at most 30;") as refused:
+            enter(stack, made, B, 1, outbox=20 + 1)
+        assert refused.value.code == "too_large"
+    with ExitStack() as stack:
+        enter(stack, made, A, 1, outbox=20)
+
+
+@pytest.mark.parametrize("context_length", [0, 1024, 131_072])
+@pytest.mark.parametrize("blocks", [1, 4])
+def test_no_peer_takes_all_of_a_nodes_outbox(context_length: int, blocks: int) -> None:
+    tokens, heads, dim, hidden = 65_536, 8, 128, 8192
+    served: Any = SimpleNamespace(
+        cache_bytes_per_token=2 * heads * dim * 2 * blocks,
+        hidden_size=hidden,
+        context_length=context_length,
+    )
+    limits = _limits(NodeConfig(model="m"), served, tokens)
+    quarter = limits.outbox_bytes // 4
+    assert 2 * quarter <= limits.outbox_bytes_per_peer <= 3 * quarter
+    if 0 < context_length <= 4096:
+        assert limits.outbox_bytes_per_peer >= context_length * hidden * 4
 
 
 def test_beyond_its_promise_a_session_gets_what_is_free() -> None:

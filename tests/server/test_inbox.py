@@ -131,6 +131,16 @@ def test_impossible_epochs_change_nothing(epoch: int, lengths: list[int]) -> Non
     assert box.expected == [0, 0]
 
 
+def test_a_step_behind_what_the_cache_holds_is_refused() -> None:
+    """Only a rollback, which begins an epoch, may have tokens computed again."""
+    box = inbox()
+    assert accept(box, *step(1, [(0, 0, 4)]))
+    with pytest.raises(ProtocolError) as refused:
+        accept(box, *step(2, [(0, 3, 1)]))
+    assert refused.value.code == "bad_position"
+    assert accept(box, *step(2, [(0, 4, 1)]))
+
+
 @pytest.mark.parametrize(
     ("bad", "code"),
     [

@@ -312,3 +312,14 @@ def test_memory_of_signers_is_bounded() -> None:
         obedience.consider([lie], swarm(EVEN))
     assert len(obedience.liars) <= 1024
     assert len(obedience._counted) <= 64
+
+
+@pytest.mark.parametrize(("gain", "obeyed"), [(0.05, False), (0.12, True)])
+def test_a_stranger_is_obeyed_for_a_gain_of_ten_percent(gain: float, obeyed: bool) -> None:
+    def appraise(snapshot: Snapshot) -> Worth:
+        moved = any(n.peer_id == ME and n.span == Span(4, 8) for n in snapshot.nodes)
+        return Worth(0, 0, 1.0 - gain if moved else 1.0, 1.0)
+
+    judge = Obedience(ME, appraise, num_blocks=BLOCKS, max_blocks=4, allowed=frozenset())
+    found = judge.consider([placement(*TO_SECOND, gain=gain)], swarm(UNEVEN))
+    assert (found is not None) == obeyed

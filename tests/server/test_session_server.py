@@ -6,10 +6,12 @@ import asyncio
 import threading
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 
+from nesa_node.core.ids import ModelId
 from nesa_node.engine.blocks import Blocks, Run
 from nesa_node.engine.feeds import Piece
 from nesa_node.engine.pages import PAGE_TOKENS, PageTable
@@ -95,23 +97,6 @@ async def test_a_stranger_cannot_squat_on_a_session_id(blocks: Blocks) -> None:
             assert isinstance(refused, Error)
             assert refused.code == code
         await end(squatter, owner)
-
-
-async def test_upstream_that_pushes_what_nobody_computes_is_reported(blocks: Blocks) -> None:
-    async with open_node(blocks) as node:
-        owner = node.peer("owner")
-        owner.open(upstream="up")
-        await owner.wire.hear_a(Opened)
-        owner.link(upstream="up")
-        await owner.wire.hear_a(Linked)
-        up = Peer(node.connect("up"), blocks, session=owner.session, secret=owner.secret)
-        up.epoch, up.lengths = 1, [0]
-        up.wire.say(PushOpen(version=VERSION, session=owner.session, secret=owner.secret, epoch=1))
-        await up.wire.hear_a(PushOpened)
-        up.step({0: 2}, torch.full((2, blocks.hidden_size), float("nan")))
-        assert (await up.wire.hear_a(Error)).code == "not_finite"
-        assert node.reported == [("up", "wrong")]
-        await end(owner)
 
 
 async def test_waiting_steps_of_all_sessions_run_together(
@@ -294,4 +279,34 @@ async def test_two_hundred_clients_all_get_through_a_pool_for_fifty(blocks: Bloc
                 tasks.create_task(work(number))
         assert len(refusals) >= 150
         assert node.pool.free_pages == node.pool.num_pages
+        assert node.pool.held_pages == 0
+
+
+async def test_a_session_that_does_nothing_for_too_long_is_ended(blocks: Blocks) -> None:
+    async with open_node(blocks, idle_timeout_s=0.3) as node:
+        idle, busy = await opened(node, "idle"), await opened(node, "busy")
+        for _ in range(8):
+            await asyncio.sleep(0.1)
+            busy.step({0: 1})
+            await busy.output()
+        assert (await idle.wire.hear_a(Error)).code == "idle_timeout"
+        await idle.wire.hear_the_end()
+        await end(busy)
+        assert node.pool.held_pages == 0
+
+
+@pytest.mark.parametrize(
+    ("changed", "code"),
+    [
+        ({"model": ModelId("another@1")}, "wrong_model"),
+        ({"version": (VERSION[0] + 1, 0)}, "version_mismatch"),
+    ],
+)
+async def test_another_model_or_protocol_is_refused(
+    blocks: Blocks, changed: dict[str, Any], code: str
+) -> None:
+    async with open_node(blocks) as node:
+        peer = node.peer()
+        peer.open(**changed)
+        assert (await peer.wire.hear_a(Error)).code == code
         assert node.pool.held_pages == 0

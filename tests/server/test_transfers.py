@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import math
-from typing import Any
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from nesa_node.compression.tensors import TensorMeta
 from nesa_node.core.errors import StreamClosedError
 from nesa_node.engine.blocks import Blocks, Run
 from nesa_node.engine.pages import PAGE_TOKENS
+from nesa_node.server.transfer import Transfer
 from nesa_node.swarm.messages import (
     VERSION,
     Close,
@@ -266,6 +269,15 @@ async def test_kept_outputs_that_cannot_be_are_refused_and_change_nothing(blocks
         await end(peer)
 
 
+async def test_star_has_no_donor_since_nothing_is_reserved_for_what_that_kept(
+    blocks: Blocks,
+) -> None:
+    async with open_node(blocks) as node:
+        peer = node.peer()
+        peer.open(donor=DONOR, mode="star")
+        assert await refusal(peer.wire) == "not_donor"
+
+
 async def test_pages_that_cannot_be_are_refused_and_change_nothing(blocks: Blocks) -> None:
     past = Past(blocks)
     good, payload = past.page(0, TOKENS)
@@ -388,3 +400,60 @@ async def test_rows_that_are_copied_take_room_where_there_is_some(blocks: Blocks
         await end(peer)
         assert node.pool.held_pages == 0
         assert node.pool.free_pages == node.pool.num_pages
+
+
+async def test_no_other_peer_than_the_donor_may_fill_a_session(blocks: Blocks) -> None:
+    past = Past(blocks)
+    async with open_node(blocks) as node:
+        peer = await filled(node)
+        stranger = node.connect("stranger")
+        stranger.say(transfer_open(peer))
+        assert await refusal(stranger) == "not_donor"
+        donor = await transfer(node, peer)
+        donor.say(*past.page(0, TOKENS))
+        assert await synced(donor, TOKENS) == (TOKENS,)
+        await goes_on(peer, past)
+
+
+class _CutsInTheMiddle:
+    """An executor in whose first run the session is cut, and its pages are given to another."""
+
+    def __init__(self, cut: Callable[[], None]) -> None:
+        self._cut: Callable[[], None] | None = cut
+
+    async def run(self, work: Callable[[], Any]) -> Any:
+        result = work()
+        if self._cut is not None:
+            self._cut()
+            self._cut = None
+            result = torch.full_like(result, 7.0)
+        return result
+
+
+class _NothingKept:
+    def kept(self, *_: object) -> list[Any]:
+        return []
+
+
+async def test_pages_that_were_read_while_the_session_was_cut_are_not_sent(blocks: Blocks) -> None:
+    """They may have been another session's meanwhile."""
+    pool = blocks.new_pool(TOKENS)
+    table = pool.promise(pool.num_pages).new_table()
+    table.reserve(TOKENS)
+    blocks.forward(torch.randn(TOKENS, blocks.hidden_size), [Run(table, TOKENS)])
+    expected = pool.export_tokens(table.slots(0, 10), blocks.span)
+    wire = Wire("successor")
+
+    def cut() -> None:
+        table.truncate(10)
+        sending.truncate([10])
+
+    work: Any = SimpleNamespace(tables=[table], blocks=blocks)
+    others: list[Any] = [_NothingKept(), _CutsInTheMiddle(cut)]
+    sending = Transfer(cast(Any, wire), b"s" * 16, work, *others)
+    wire.say(Synced(lengths=(10,)))
+    assert await sending.sync() == (10,)
+    pages, payload = await wire.hear()
+    assert isinstance(pages, Pages)
+    sent = tensors.decode(pages.tensor, bytearray(payload), max_bytes=1 << 20)
+    assert torch.equal(sent, expected)

@@ -77,6 +77,8 @@ def test_room_returns_when_records_expire(
     assert storage.store_subkey(KEY, "p", bytes(100), now + 60)
     assert not storage.store_subkey(KEY, "q", bytes(100), now + 200)
     monkeypatch.setattr("hivemind.utils.timed_storage.get_dht_time", lambda: now + 61)
+    assert not storage.store_subkey(KEY, "q", bytes(100), now + 200), "it was counted just now"
+    monkeypatch.setattr(dht_storage, "_RECOUNT_INTERVAL_S", 0.0)
     assert storage.store_subkey(KEY, "q", bytes(100), now + 200)
     assert _subkeys(storage) == {"q"}
 

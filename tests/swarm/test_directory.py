@@ -145,6 +145,23 @@ async def test_node_that_disagrees_on_the_number_of_blocks_is_dropped(tmp_path: 
         assert members[1].directory.dropped == {"num_blocks": 1}
 
 
+async def test_what_the_checkpoint_says_goes_before_any_number_of_records(tmp_path: Path) -> None:
+    """Strangers outnumber the honest node; the number of blocks is known from elsewhere."""
+    async with local_swarm(tmp_path, 4) as members:
+        honest = members[0]
+        await honest.directory.publish(make_status(num_blocks=12, span=(0, 12)))
+        for stranger in members[1:3]:
+            await stranger.directory.publish(make_status(num_blocks=13, span=(0, 1)))
+        reader = members[3].directory
+        assert (await reader.fetch(MODEL)).num_blocks == 13
+        reader.know_blocks(MODEL, 12)
+        snapshot = await reader.fetch(MODEL)
+        assert (snapshot.num_blocks, snapshot.holes()) == (12, ())
+        assert [node.peer_id for node in snapshot.nodes] == [honest.identity.peer_id]
+        assert [record.num_blocks for record in await reader.fetch_all()] == [12]
+        assert reader.holders(MODEL)[0] == (1,) * 12
+
+
 async def test_restarted_node_continues_above_its_earlier_records(tmp_path: Path) -> None:
     """Even if its clock was set back meanwhile."""
     clock = _Clock()

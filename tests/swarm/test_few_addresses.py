@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
+import socket
+
 import pytest
 
-from nesa_node.swarm.few_addresses import few_addresses
+from nesa_node.swarm.few_addresses import few_addresses, is_on_the_internet, resolved
 
-HOST, NEAR, FAR, FAR_6, NAME = (
+HOST, NEAR, LINK, FAR, FAR_6, NAME = (
     f"{where}/tcp/1/p2p/a"
     for where in (
         "/ip4/127.0.0.1",
         "/ip4/192.168.1.7",
+        "/ip4/169.254.169.254",
         "/ip4/8.8.8.8",
         "/ip6/2001:4860:4860::8888",
         "/dns4/node.example.org",
     )
 )
+
+HELD = frozenset({"127.0.0.1", "192.168.1.7", "169.254.169.254", "8.8.8.8", "2001:4860:4860::8888"})
 
 
 @pytest.mark.parametrize(
@@ -24,15 +30,77 @@ HOST, NEAR, FAR, FAR_6, NAME = (
         ([HOST, NEAR, FAR_6, FAR], [HOST, FAR], [FAR, FAR_6]),
         ([HOST, NEAR, NAME], [FAR], [NAME]),
         ([HOST, NEAR, FAR_6, FAR], [HOST, NEAR], [FAR, NEAR]),
-        ([HOST, NEAR], [FAR], [NEAR, HOST]),
+        ([HOST, NEAR, LINK], [FAR], []),
+        ([HOST, NEAR], [HOST, NEAR], [NEAR]),
         ([HOST], [HOST], [HOST]),
+        ([HOST, LINK, NEAR], [NEAR], [NEAR]),
+        ([LINK], [LINK], [LINK]),
+        ([HOST, NEAR], [], [NEAR]),
         ([FAR] * 16, [FAR], [FAR, FAR]),
         ([NEAR] * 16, [NEAR], [NEAR, NEAR]),
-        (["/", "nonsense", "/ip4/8"], [HOST], ["/", "nonsense"]),
+        (["/", "nonsense", "/ip4/8", "/unix/tmp/socket", "/ip6zone/lo/ip6/::1"], [HOST], []),
         ([], [FAR], []),
     ],
 )
 def test_few_addresses_are_dialled(
     addresses: list[str], own: list[str], dialled: list[str]
 ) -> None:
-    assert list(few_addresses(addresses, own)) == dialled
+    public = is_on_the_internet(own, (), HELD)
+    assert list(few_addresses(addresses, own, public_only=public)) == dialled
+
+
+@pytest.mark.parametrize(
+    ("own", "announced", "public"),
+    [
+        ([HOST, NEAR, FAR], [], True),
+        ([HOST, NEAR, "/ip4/8.8.4.4/tcp/1"], [], False),  # its router's
+        ([HOST, NEAR, FAR_6], [], False),
+        ([HOST, FAR_6], [], True),
+        ([NAME], [NAME], True),
+        (["/dns4/node-1/tcp/1"], ["/dns4/node-1/tcp/1"], False),
+        ([NEAR], [NEAR, FAR], True),
+        ([HOST], [], False),
+        ([], [], False),
+    ],
+)
+def test_node_is_on_the_internet_by_its_own_addresses(
+    own: list[str], announced: list[str], public: bool
+) -> None:
+    assert is_on_the_internet(own, announced, HELD) is public
+
+
+@pytest.mark.parametrize(
+    "disguised",
+    [
+        "/ip6/::ffff:127.0.0.1/tcp/1",
+        "/ip6/::ffff:10.0.0.1/tcp/1",
+        "/ip6/64:ff9b::7f00:1/tcp/1",
+        "/ip6/2002:7f00:1::/tcp/1",
+        "/ip6/fe80::1/tcp/1",
+        "/ip6/fd00::1/tcp/1",
+        "/ip4/0.0.0.0/tcp/1",
+        "/ip4/224.0.0.1/tcp/1",
+        "/ip4/100.64.0.1/tcp/1",
+        "/ip4/127.0.0.1/tcp/1/p2p/relay/p2p-circuit",
+        "/dns4/localhost/tcp/1",
+        "/dns4/printer.local/tcp/1",
+        "/dns4/metadata.google.internal/tcp/1",
+    ],
+)
+def test_private_address_in_disguise_is_no_public_one(disguised: str) -> None:
+    assert few_addresses([disguised], [FAR], public_only=True) == ()
+
+
+async def test_name_that_stands_for_a_private_address_is_not_dialled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    numbers = {"inside.example.org": "10.0.0.1", "node.example.org": "8.8.8.8"}
+
+    async def look_up(name: str, *_: object, **__: object) -> list[object]:
+        if name not in numbers:
+            raise socket.gaierror("no such name")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (numbers[name], 0))]
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", look_up)
+    inside, unknown = (NAME.replace("node.", other) for other in ("inside.", "nowhere."))
+    assert await resolved([inside, NAME, unknown]) == ("/ip4/8.8.8.8/tcp/1/p2p/a",)

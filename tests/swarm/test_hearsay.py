@@ -11,12 +11,12 @@ import pytest
 
 from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.routing.claims import LIE, Claims
-from nesa_node.routing.reputation import FULL_STANDING_S
+from nesa_node.routing.reputation import FULL_STANDING_S, LONG_STANDING_S
 from nesa_node.server.believed import Believed
 from nesa_node.swarm import reporter as reporter_module
 from nesa_node.swarm.hearsay import Histories
 from nesa_node.swarm.identity import Identity
-from nesa_node.swarm.node import open_swarm
+from nesa_node.swarm.node import Swarm, open_swarm
 from nesa_node.swarm.notices import MAX_ACCUSED, Failure, Report
 from nesa_node.swarm.reporter import Reporter
 from tests.swarm.local_swarm import eventually, local_swarm
@@ -85,16 +85,11 @@ async def test_word_of_a_node_that_has_served_for_long_counts_in_full(tmp_path: 
         assert sum(blames[PeerId(PEERS[index])] for index in range(5)) <= 1.0
 
 
-async def test_only_those_who_are_known_can_say_that_a_node_boasts(tmp_path: Path) -> None:
+async def test_two_who_are_known_for_long_can_say_that_a_node_boasts(tmp_path: Path) -> None:
     now = [time.time()]
-    async with local_swarm(tmp_path, 3, clock=lambda: now[0], record_ttl_s=600) as members:
-        witness, boaster, reader = members
+    async with local_swarm(tmp_path, 4, clock=lambda: now[0], record_ttl_s=600) as members:
+        witness, second, boaster, reader = members
         status = make_status(uptime_s=1e6, decode_tokens_per_s=1000.0)
-        await witness.directory.publish(status)
-        await reader.directory.fetch(MODEL)
-        now[0] += FULL_STANDING_S - 5
-        for member in (witness, boaster):
-            await member.directory.publish(status)
         believed = Believed(reader.directory, Claims(lambda: 0.0))
 
         async def speed() -> float:
@@ -102,16 +97,35 @@ async def test_only_those_who_are_known_can_say_that_a_node_boasts(tmp_path: Pat
             assert node is not None
             return node.decode_tokens_per_s
 
+        async def accuse(by: Swarm) -> None:
+            failure = Failure(peer=boaster.identity.peer_id, kind="slow", count=9, at=now[0])
+            await by.notices.publish(Report, MODEL, ttl_s=100, failures=(failure,))
+
+        # Both are believed in full where it is about the next chain.
+        for _ in range(2):
+            for member in (witness, second, boaster):
+                await member.directory.publish(status)
+            await reader.directory.fetch(MODEL)
+            now[0] += FULL_STANDING_S / 2
+        for member in (witness, second, boaster):
+            await member.directory.publish(status)
         async with open_swarm(
             Identity.ephemeral(tmp_path),
             initial_peers=reader.transport.addresses,
             listen=False,
             clock=lambda: now[0],
         ) as stranger:
-            failure = Failure(peer=boaster.identity.peer_id, kind="slow", count=9, at=now[0])
-            await stranger.notices.publish(Report, MODEL, ttl_s=100, failures=(failure,))
+            for accuser in (stranger, witness, second):
+                await accuse(accuser)
             assert await speed() == 1000.0
-        await witness.notices.publish(Report, MODEL, ttl_s=100, failures=(failure,))
+        while now[0] < time.time() + LONG_STANDING_S:
+            now[0] += 500
+            for member in (witness, second, boaster):
+                await member.directory.publish(status)
+            await reader.directory.fetch(MODEL)
+        await accuse(witness)
+        assert await speed() == 1000.0
+        await accuse(second)
         assert await speed() == pytest.approx(1000.0 / LIE)
 
 

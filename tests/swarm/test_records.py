@@ -19,6 +19,7 @@ from nesa_node.swarm.records import (
     MAX_RECORD_BYTES,
     MAX_TTL_S,
     NodeRecord,
+    agreed_blocks,
     seal,
     unseal,
 )
@@ -223,6 +224,29 @@ def test_private_swarm_reads_its_own_records_only(identity: Identity) -> None:
     assert _reason(sealed, membership=theirs) == "foreign"
     assert _reason(sealed) == "foreign"
     assert _reason(seal(record, identity), membership=ours) == "foreign"
+
+
+@pytest.mark.parametrize(
+    ("spans", "num_blocks"),
+    [
+        ({6: [(0, 3), (3, 6)], 7: [(0, 1), (0, 1)]}, 6),
+        ({6: [(0, 3), (3, 6)], 5: [(0, 1), (0, 1)]}, 6),
+        ({6: [(0, 3)], 7: [(0, 1)]}, 6),
+        ({6: [(0, 6)], 7: [(0, 1), (0, 1)]}, 7),
+        ({}, 0),
+    ],
+)
+def test_without_a_checkpoint_most_nodes_say_how_many_blocks_there_are(
+    identity: Identity, spans: dict[int, list[tuple[int, int]]], num_blocks: int
+) -> None:
+    """Where two numbers have as many nodes, the one that leaves no hole; then the smaller."""
+    records = [
+        make_record(identity, NOW, num_blocks=number, span=span)
+        for number, held in spans.items()
+        for span in held
+    ]
+    assert agreed_blocks(records) == num_blocks
+    assert agreed_blocks(records[::-1]) == num_blocks
 
 
 def test_status_takes_no_float_for_a_count() -> None:

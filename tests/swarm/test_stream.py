@@ -15,8 +15,11 @@ from nesa_node.core.errors import FrameError, ProtocolError, StreamClosedError
 from nesa_node.core.ids import PeerId
 from nesa_node.swarm import stream as stream_module
 from nesa_node.swarm.messages import (
+    Busy,
     Close,
+    Downstream,
     Error,
+    HandOver,
     Output,
     Ping,
     RowSlice,
@@ -195,3 +198,21 @@ def test_a_mutated_message_decodes_to_a_bounded_one_or_is_refused(data: st.DataO
         except ProtocolError as error:
             nbytes = -1 if error.code == "bad_tensor" else -2
         assert -1 <= nbytes <= 1 << 20
+
+
+def test_what_a_peer_wrote_for_people_is_plain_text() -> None:
+    evil = "\x1b[2J\x1b]52;c;cm0gLXJmIH4=\x07 run this"
+    shown = "\\x1b[2J\\x1b]52;c;cm0gLXJmIH4=\\x07 run this"
+    error = decode_message(encode_message(Error(code="not\x1ballowed", message=evil)))
+    assert isinstance(error, Error)
+    assert (error.code, error.message) == ("not\\x1ballowed", shown)
+    busy = decode_message(encode_message(Busy(retry_after_s=1, free_tokens=0, message=evil)))
+    assert isinstance(busy, Busy)
+    assert busy.message == shown
+
+
+@pytest.mark.parametrize("name", ["a\x1bb", "a b", "\u202e", ""])
+def test_name_of_a_peer_is_of_characters_that_can_be_seen(name: str) -> None:
+    with pytest.raises(FrameError) as refused:
+        decode_message(encode_message(HandOver(to=Downstream(peer=name, blocks=(0, 1)))))
+    assert str(refused.value).isprintable()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -27,6 +29,8 @@ from nesa_node.core.errors import (
 )
 from nesa_node.core.ids import PeerId
 from nesa_node.swarm import p2pd, transport
+from nesa_node.swarm.control import ControlSocket
+from nesa_node.swarm.hive import P2PD_PATH
 from nesa_node.swarm.identity import Identity
 from nesa_node.swarm.pipe import Pipe
 from nesa_node.swarm.transport import Transport, open_transport
@@ -387,3 +391,47 @@ async def test_daemon_ends_with_a_killed_node(tmp_path: Path) -> None:
     # The kernel has released the key, and this start removes the dead one's directory.
     async with open_transport(Identity.load_or_create(path), host_maddrs=LOOPBACK):
         pass
+
+
+async def test_nothing_listens_on_quic_unless_told_to(tmp_path: Path) -> None:
+    """quic-go 0.40 is what p2pd embeds, and it cannot be built without."""
+    defaults = inspect.signature(open_transport).parameters["host_maddrs"].default
+    assert not any("udp" in address or "quic" in address for address in defaults)
+    async with open_transport(Identity.ephemeral(tmp_path)) as node:
+        assert node.addresses
+        assert not any("/udp/" in address or "quic" in address for address in node.addresses)
+        sockets = psutil.Process(node.daemon_pid).net_connections()
+        assert not [each for each in sockets if each.type == socket.SOCK_DGRAM]
+
+
+async def test_strangers_quic_addresses_are_not_dialled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dialled: list[Sequence[str]] = []
+
+    async def connect(
+        self: ControlSocket, peer: PeerId, addresses: Sequence[str], _: float
+    ) -> None:
+        dialled.append(addresses)
+
+    monkeypatch.setattr(ControlSocket, "connect", connect)
+    other = Identity.ephemeral(tmp_path).peer_id
+    quic, tcp = "/ip4/127.0.0.1/udp/9/quic-v1", "/ip4/127.0.0.1/tcp/9"
+    records = [f"{address}/p2p/{other}" for address in (quic, tcp)]
+    async with open_transport(Identity.ephemeral(tmp_path), host_maddrs=LOOPBACK) as node:
+        await node.connect(other, records)
+        node._dials_quic = True
+        await node.connect(other, records)
+    assert dialled == [[tcp], [quic, tcp]]
+
+
+async def test_other_daemon_than_hiveminds_is_not_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changed = tmp_path / "p2pd"
+    shutil.copy(P2PD_PATH, changed)
+    os.truncate(changed, 1_000_000)
+    monkeypatch.setattr(p2pd, "P2PD_PATH", str(changed))
+    with pytest.raises(SwarmError, match=r"hivemind 1\.1\.12 ships"):
+        async with open_transport(Identity.ephemeral(tmp_path), host_maddrs=LOOPBACK):
+            pass

@@ -18,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 from nesa_node.api.answering.closing import Closing
 from nesa_node.api.answering.failures import problem_of
 from nesa_node.api.serving.unless import ClientGone, gone, unless
+from nesa_node.core.waiting import Waits
 from nesa_node.web.problem import Problem
 
 DONE = b"data: [DONE]\n\n"
@@ -26,6 +27,7 @@ SEND_S = 60.0
 
 _encode: Callable[[Any], bytes] = msgspec.json.Encoder().encode
 _COMMENT = b": waiting\n\n"
+_LOOK_EVERY_S = 0.25
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-store"),
@@ -59,7 +61,8 @@ class Computed(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            with self._closing.answering():
+            # Told nowhere but on the page: this answer has no way to say it before its end.
+            with self._closing.answering(), Waits().current():
                 async with unless(gone(receive), self._closing.watch()):
                     response = json_response(await self._work())
         except ClientGone:
@@ -72,9 +75,10 @@ class Computed(Response):
 class EventStream(Response):
     """The events that `make` yields, as they come.
 
-    Nothing is sent before the first one, so that what fails until then is an HTTP error. But who
-    has to wait longer than `keepalive_s` gets a status of 200 and a comment, and more comments for
-    as long as nothing comes. What fails later is told as an event, by `failed`, and ends it.
+    Nothing is sent before the first one, so that what fails until then is an HTTP error. But a
+    client that waits for longer than two seconds, or `keepalive_s`, gets a status of 200 and a
+    comment that says for what, and more comments for as long as nothing comes. What fails later is
+    told as an event, by `failed`, and ends it.
     """
 
     def __init__(
@@ -92,10 +96,11 @@ class EventStream(Response):
         self._failed = failed or _as_error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        wire = _Wire(send)
+        wire, waits = _Wire(send), Waits()
         try:
-            async with unless(gone(receive), wire.keep_alive(self._keepalive_s)):
-                await self._send_events(scope, receive, wire)
+            async with unless(gone(receive), wire.keep_alive(self._keepalive_s, waits)):
+                with waits.current():
+                    await self._send_events(scope, receive, wire)
         except ClientGone:
             return
 
@@ -154,13 +159,18 @@ class _Wire:
                 await response(scope, receive, self._send)
             return not self._started
 
-    async def keep_alive(self, every_s: float) -> None:
+    async def keep_alive(self, every_s: float, waits: Waits) -> None:
+        """Comments: what the answer waits for when that changes, and else that it goes on."""
+        told: object = None
         while True:
-            silent_s = time.monotonic() - self._last
-            if silent_s >= every_s:
+            wait = waits.slow()
+            now = time.monotonic()
+            if wait is not None and (wait.subject != told or now - self._last >= every_s):
+                told = wait.subject
+                await self.write(b": " + wait.text(waits.clock()).encode() + b"\n\n")
+            elif now - self._last >= every_s:
                 await self.write(_COMMENT)
-            else:
-                await asyncio.sleep(every_s - silent_s)
+            await asyncio.sleep(min(every_s, _LOOK_EVERY_S))
 
 
 def _as_error(problem: Problem) -> bytes:

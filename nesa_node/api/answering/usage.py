@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from nesa_node.api.decoding.job import Event, Job, PromptRead
+from nesa_node.api.decoding.job import Event, PromptRead
 
 
 @dataclass(slots=True)
@@ -20,10 +20,6 @@ class Usage:
     cached_tokens: int = 0
     new_tokens: int = 0
     _begun: bool = False
-
-    @classmethod
-    def of(cls, jobs: Iterable[Job], spend: Callable[[int], None]) -> Usage:
-        return cls(sum(len(job.prompt) for job in jobs), spend)
 
     @asynccontextmanager
     async def counted(self) -> AsyncIterator[None]:

@@ -100,5 +100,6 @@ Text = Annotated[str, Field(max_length=_MAX_TEXT)]
 TextIfNeeded = Annotated[Text | None, Field(validate_default=True)]
 """For a validator that knows whether it is `required`."""
 Name = Annotated[str, Field(min_length=1, max_length=512)]
+ModelName = Annotated[Name | None, Field(description="may be left out where one model is served")]
 Label = Annotated[str, Field(max_length=4096)]
 Nothing = Annotated[Any, Only()]

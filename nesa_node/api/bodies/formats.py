@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from nesa_node.api.bodies.fields import Body, Text
-from nesa_node.core.errors import NesaError
 from nesa_node.web.problem import Problem
 
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
-COMPILE_S = 10.0
+
+Check = Callable[[str], Awaitable[None]]
+"""Whether a grammar can be followed. Raises `ValueError` if not."""
 
 
 class PlainText(Body):
@@ -49,20 +51,27 @@ def schema_of(wanted: PlainText | JsonObject | JsonSchema | None) -> dict[str, A
     return None
 
 
-async def grammar_of(schema: dict[str, Any] | None, param: str) -> str | None:
-    """The grammar of a schema, made in a thread. Raises `Problem` for what cannot be followed."""
+async def grammar_of(schema: dict[str, Any] | None, param: str, check: Check) -> str | None:
+    """The grammar of a schema, checked. Raises `Problem` for what cannot be followed."""
     if schema is None:
         return None
-    from nesa_node.api.decoding.grammar import compile_json_schema
+    from nesa_node.api.decoding.grammar import json_schema_grammar
 
     try:
-        async with asyncio.timeout(COMPILE_S):
-            return await asyncio.to_thread(compile_json_schema, schema)
-    except TimeoutError:
-        raise Problem(
-            400, f"{param}: the schema takes too long to read", code="invalid_value", param=param
-        ) from None
-    except (ValueError, NesaError) as error:
-        raise Problem(
-            400, f"{param}: {str(error)[:1000]}", code="invalid_value", param=param
-        ) from None
+        grammar = await asyncio.to_thread(json_schema_grammar, schema)
+    except ValueError as error:
+        raise _refused(param, str(error)) from None
+    await checked(grammar, param, check)
+    return grammar
+
+
+async def checked(grammar: str, param: str, check: Check) -> None:
+    """Raises `Problem` for a grammar, made of the JSON schemas in `param`, that `check` refuses."""
+    try:
+        await check(grammar)
+    except ValueError as error:
+        raise _refused(param, f"the JSON schema cannot be followed: {error}") from None
+
+
+def _refused(param: str, reason: str) -> Problem:
+    return Problem(400, f"{param}: {reason[:1000]}", code="invalid_value", param=param)

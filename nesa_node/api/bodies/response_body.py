@@ -13,7 +13,7 @@ from nesa_node.api.bodies.fields import (
     Body,
     Count,
     Label,
-    Name,
+    ModelName,
     Nothing,
     Only,
     Share,
@@ -119,7 +119,7 @@ class Reasoning(Body):
 
 
 class ResponseBody(Body):
-    model: Name
+    model: ModelName = None
     input: (
         Text
         | Annotated[

@@ -13,7 +13,7 @@ from nesa_node.api.bodies.fields import (
     Body,
     Label,
     MinP,
-    Name,
+    ModelName,
     Only,
     Penalty,
     Repetition,
@@ -60,7 +60,7 @@ IfStreamed = Annotated[StreamOptions | None, AfterValidator(_needs_stream)]
 class Sampled(Body):
     """`top_k`, `min_p`, `repetition_penalty` and `ignore_eos` are no fields of OpenAI's."""
 
-    model: Name
+    model: ModelName = None
     temperature: Temperature | None = None
     top_p: Share | None = None
     top_k: TopK | None = Field(default=None, description="0 or -1: any token")

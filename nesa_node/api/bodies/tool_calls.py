@@ -6,12 +6,12 @@ an answer that is nothing but such an object or a list of them (Llama 3 with "pa
 
 from __future__ import annotations
 
+import json
 import re
 import secrets
 from collections.abc import Collection, Sequence
 from typing import Any, Literal
 
-import msgspec
 from pydantic_core import from_json
 
 from nesa_node.api.bodies.chat_body import NamedTool, Tool
@@ -95,9 +95,12 @@ class CallReader:
         if not isinstance(value, dict):
             return None
         name, arguments = value.get("name"), value.get("arguments", value.get("parameters", {}))
-        if name not in self._names or not isinstance(arguments, dict | str):
+        # A model writes what it likes: a name may also be what no set can look for.
+        if not isinstance(name, str) or name not in self._names:
             return None
-        text = arguments if isinstance(arguments, str) else msgspec.json.encode(arguments).decode()
+        if not isinstance(arguments, dict | str):
+            return None
+        text = arguments if isinstance(arguments, str) else _json(arguments)
         return {
             "id": f"call_{secrets.token_hex(12)}",
             "type": "function",
@@ -108,9 +111,9 @@ class CallReader:
 def forced_calls(
     written: Format, tools: Sequence[Tool], choice: Literal["required"] | NamedTool
 ) -> str:
-    """llguidance's grammar of one call, of the tool that is chosen or of any.
+    """llguidance's grammar of one call, of the tool that is chosen or of any. Does not check it.
 
-    Raises `Problem` where there is no such tool, too much to compile, or nothing to follow.
+    Raises `Problem` where there is no such tool, or too much to compile.
     """
     if isinstance(choice, NamedTool):
         tools = [tool for tool in tools if tool.function.name == choice.function.name]
@@ -122,22 +125,22 @@ def forced_calls(
                 param="tool_choice",
             )
     calls = [_call_schema(tool, written, f"#/anyOf/{at}") for at, tool in enumerate(tools)]
-    schema = msgspec.json.encode({"anyOf": calls, "x-guidance": _ONE_LINE})
+    schema = _json({"anyOf": calls, "x-guidance": _ONE_LINE})
     if len(schema) > MOST_SCHEMA_BYTES:
         raise Problem(
             400,
-            f"tools: the schemas of those of which one must be called have {len(schema)} bytes; "
-            f"{MOST_SCHEMA_BYTES} are allowed",
+            f"tools: the schemas of those of which one must be called have {len(schema)} "
+            f"characters; {MOST_SCHEMA_BYTES} are allowed",
             code="invalid_value",
             param="tools",
         )
     start = f'"{_OPEN}\\n" call "\\n{_CLOSE}"' if written == "tagged" else "call"
-    from nesa_node.api.decoding.grammar import checked
+    return f"start: {start}\ncall: %json {schema}\n"
 
-    try:
-        return checked(f"start: {start}\ncall: %json {schema.decode()}\n")
-    except ValueError as error:
-        raise Problem(400, f"tools: {error}", code="invalid_value", param="tools") from None
+
+def _json(value: Any) -> str:
+    """Of what was JSON before: also of whole numbers that have more than 64 bits."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
 def _call_schema(tool: Tool, written: Format, place: str) -> dict[str, Any]:

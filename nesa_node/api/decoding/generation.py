@@ -64,7 +64,11 @@ class Generation:
         length = len(job.prompt) + max(job.max_tokens - 1, 0)
         known = None if job.prompt_logprobs else [job.prompt, *[()] * (rows - 1)]
         with self._model.inference_session(
-            length, rows, prompt=known, interrupt=self._interrupt
+            length,
+            rows,
+            prompt=known,
+            prefix_scope=job.prefix_scope,
+            interrupt=self._interrupt,
         ) as session:
             self._running.opened(session)
             hidden_1D, read = self._read_prompt(session)

@@ -7,36 +7,35 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLTokenizer
 from llguidance.hf import from_tokenizer
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
+
+from nesa_node.api.decoding.grammar_check import limits
 
 MOST_SCHEMA_BYTES = 64 * 1024
 _ONE_LINE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """With free white space small models write nothing else, up to the last token they may."""
 
 
-def _limits() -> LLParserLimits:
-    """A tenth to a half of llguidance's own: a grammar is compiled within tenths of a second."""
-    return LLParserLimits(
-        initial_lexer_fuel=500_000,
-        step_lexer_fuel=100_000,
-        max_lexer_states=50_000,
-        max_grammar_size=50_000,
-        verbose_errors=False,
-    )
+STEPS_CPU_S = 2.0
+"""What the masks of one answer may take, beside `STEP_CPU_S` for each of its tokens."""
+STEP_CPU_S = 0.02
+"""Of honest schemas: 0.1 ms, 5 at most."""
 
 
-def compile_json_schema(schema: Mapping[str, Any]) -> str:
-    """llguidance's grammar of what fits `schema`, on one line. Takes up to a second: use a thread.
+def json_schema_grammar(schema: Mapping[str, Any]) -> str:
+    """llguidance's grammar of what fits `schema`, on one line. Does not check it.
 
-    Raises `ValueError` for what is no schema, not supported by llguidance, or too large.
+    Raises `ValueError` for what is no JSON, or too large.
     """
     try:
         text = json.dumps(schema)
@@ -46,20 +45,7 @@ def compile_json_schema(schema: Mapping[str, Any]) -> str:
         raise ValueError(
             f"the JSON schema has {len(text)} characters; {MOST_SCHEMA_BYTES} are allowed"
         )
-    return checked(LLMatcher.grammar_from_json_schema(text, overrides=_ONE_LINE))
-
-
-def checked(grammar: str) -> str:
-    """`grammar`, made of a JSON schema. Raises `ValueError` if it cannot be followed."""
-    failed, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=_limits())
-    if failed:
-        raise ValueError(f"the JSON schema cannot be followed: {_first_line(messages)}")
-    return grammar
-
-
-def compile_json_object() -> str:
-    """The grammar of any JSON object."""
-    return compile_json_schema({"type": "object"})
+    return LLMatcher.grammar_from_json_schema(text, overrides=_ONE_LINE)
 
 
 class Grammars:
@@ -75,8 +61,8 @@ class Grammars:
         self._tokenizer: LLTokenizer | None = None
 
     def follow(self, grammar: str) -> Follower:
-        """Compile `grammar` for one answer. Raises `ValueError`."""
-        matcher = LLMatcher(self.prepare(), grammar, log_level=0, limits=_limits())
+        """Compile `grammar`, which was checked, for one answer. Raises `ValueError`."""
+        matcher = LLMatcher(self.prepare(), grammar, log_level=0, limits=limits())
         if matcher.is_error():
             raise ValueError(f"the grammar cannot be followed: {matcher.get_error()[:200]}")
         return Follower(matcher)
@@ -103,10 +89,14 @@ class Grammars:
 
 
 class Follower:
-    """Where one answer is in its grammar."""
+    """Where one answer is in its grammar. Used by one thread at a time.
+
+    The library bounds the work of each step; `STEPS_CPU_S` and `STEP_CPU_S` bound that of all.
+    """
 
     def __init__(self, matcher: LLMatcher) -> None:
         self._matcher = matcher
+        self._left_s = STEPS_CPU_S
 
     def copy(self) -> Follower:
         """For another answer that begins here."""
@@ -115,8 +105,9 @@ class Follower:
     def allowed(self, vocab_size: int, device: torch.device) -> Tensor:
         """bool [V]: which tokens may come next. Raises `ValueError` where the grammar is too hard
         to follow here."""
-        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
-        self._check()
+        with self._counted():
+            mask = self._matcher.compute_bitmask()
+        bits = np.frombuffer(mask, dtype=np.uint8)
         flags = np.unpackbits(bits, bitorder="little", count=vocab_size)
         return torch.from_numpy(flags.view(np.bool_)).to(device)
 
@@ -125,15 +116,17 @@ class Follower:
 
         Raises `ValueError` as `allowed` does: a matcher that gave up also says that it has stopped.
         """
-        self._matcher.consume_token(token_id)
-        self._check()
+        with self._counted():
+            self._matcher.consume_token(token_id)
+        self._left_s = min(self._left_s + STEP_CPU_S, STEPS_CPU_S)
         return self._matcher.is_stopped()
 
-    def _check(self) -> None:
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        began = time.thread_time()
+        yield
+        self._left_s -= time.thread_time() - began
         if self._matcher.is_error():
             raise ValueError(f"the grammar became too complex: {self._matcher.get_error()[:200]}")
-
-
-def _first_line(messages: Sequence[str]) -> str:
-    text = messages[0] if messages else "unknown reason"
-    return text.strip().splitlines()[0][:200]
+        if self._left_s < 0:
+            raise ValueError("the grammar takes too long to follow: its patterns are too hard")

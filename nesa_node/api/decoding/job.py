@@ -51,6 +51,8 @@ class Job:
     """None: no log probabilities. 0: those of the chosen tokens, k: also of the k likeliest."""
     prompt_logprobs: bool = False
     """Also those of the prompt's tokens (`echo` with `logprobs`)."""
+    prefix_scope: str = ""
+    """Jobs of the same scope begin with what nodes still hold of each other's prompts."""
     grammar: str | None = None
     """llguidance's grammar that the answer must follow."""
 

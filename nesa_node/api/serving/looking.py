@@ -18,7 +18,7 @@ from nesa_node.core.logging import get_logger
 from nesa_node.core.span import Span
 from nesa_node.swarm.identity import Identity
 from nesa_node.swarm.node import Swarm, open_swarm
-from nesa_node.swarm.records import NodeRecord
+from nesa_node.swarm.records import NodeRecord, agreed_blocks
 from nesa_node.topology.snapshot import count_holders, zero_runs
 
 log = get_logger(__name__)
@@ -29,13 +29,27 @@ MAX_MODELS = 256
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A model that nodes announce. `holes` are the spans that nobody serves."""
+    """A model that nodes announce.
+
+    `holes` are the spans that no node serves, `joining` those that nodes are about to serve.
+    `num_blocks` is the opened checkpoint's; the nodes' word only as long as none is open.
+    """
 
     model_id: ModelId
-    model_name: str
     num_blocks: int
-    context_length: int
     holes: tuple[Span, ...]
+    joining: tuple[Span, ...] = ()
+
+    @property
+    def hopeless(self) -> set[int]:
+        """Blocks that no node serves, or is joining with."""
+        coming = {block for span in self.joining for block in range(*_ends(span))}
+        return {block for hole in self.holes for block in range(*_ends(hole))} - coming
+
+    @property
+    def model_name(self) -> str:
+        """The part of the id that says where the model is; a stranger's word."""
+        return self.model_id.rpartition("@")[0]
 
 
 class Look(Protocol):
@@ -44,6 +58,9 @@ class Look(Protocol):
     async def all(self) -> dict[ModelId, Seen]: ...
 
     async def one(self, model_id: ModelId) -> Seen | None: ...
+
+    def know_blocks(self, model_id: ModelId, num_blocks: int) -> None:
+        """How many blocks a model has, by its own checkpoint."""
 
 
 class SwarmLook:
@@ -62,6 +79,10 @@ class SwarmLook:
         most = sorted(groups, key=lambda key: (-len(groups[key]), key))[:MAX_MODELS]
         return {key: _seen(groups[key]) for key in most}
 
+    def know_blocks(self, model_id: ModelId, num_blocks: int) -> None:
+        self._swarm.directory.know_blocks(model_id, num_blocks)
+        self._answers.pop(model_id, None)
+
     async def one(self, model_id: ModelId) -> Seen | None:
         """None if no node announces it. Raises `NesaError` if nobody can be asked."""
         async with self._asking.setdefault(model_id, asyncio.Lock()):
@@ -69,28 +90,28 @@ class SwarmLook:
             if time.monotonic() - at > FRESH_S:
                 directory = self._swarm.directory
                 snapshot = await directory.fetch(model_id, reports=False)
-                name = model_id.rpartition("@")[0]
-                seen = Seen(model_id, name, snapshot.num_blocks, 0, snapshot.holes())
-                seen = seen if snapshot.num_blocks else None
+                seen = None
+                if snapshot.nodes or snapshot.joining:
+                    joining = tuple(node.span for node in snapshot.joining)
+                    seen = Seen(model_id, snapshot.num_blocks, snapshot.holes(), joining)
                 self._answers[model_id] = (time.monotonic(), seen)
             return seen
 
 
 def _seen(records: list[NodeRecord]) -> Seen:
-    first = records[0]
-    num_blocks = max(record.num_blocks for record in records)
-    serving = [record.node_state() for record in records if record.state == "serving"]
-    return Seen(
-        ModelId(first.model_id),
-        first.model_name,
-        num_blocks,
-        first.context_length,
-        zero_runs(count_holders(serving, num_blocks)),
-    )
+    num_blocks = agreed_blocks(records)
+    serving = [
+        record.node_state()
+        for record in records
+        if record.state == "serving" and record.num_blocks == num_blocks
+    ]
+    holes = zero_runs(count_holders(serving, num_blocks))
+    return Seen(ModelId(records[0].model_id), num_blocks, holes)
 
 
 async def watch_holes(look: Look, model_id: ModelId, *, every_s: float = 1.0) -> None:
-    """Raises `MissingBlocksError` when two looks, one after the other, find the same hole.
+    """Raises `MissingBlocksError` when two looks, one after the other, find the same hole that no
+    node is joining to fill.
 
     One alone may be a member of the DHT that did not answer. Returns never.
     """
@@ -102,7 +123,7 @@ async def watch_holes(look: Look, model_id: ModelId, *, every_s: float = 1.0) ->
             log.warning("swarm_not_seen", reason=str(error))
         else:
             # Without a node nobody says how many blocks there are.
-            now = {-1} if seen is None else {b for hole in seen.holes for b in range(*_ends(hole))}
+            now = {-1} if seen is None else seen.hopeless
             if still := before & now:
                 raise missing_blocks(model_id, seen, still)
             before = now

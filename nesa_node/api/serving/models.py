@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from nesa_node.api.bodies.defaults import told
 from nesa_node.api.serving.looking import Look, Seen, watch_holes
-from nesa_node.core.errors import NesaError
+from nesa_node.core.errors import ModelError, NesaError, ResourceError
 from nesa_node.core.ids import ModelId
 from nesa_node.core.logging import get_logger
 from nesa_node.core.span import Span
@@ -22,24 +22,33 @@ if TYPE_CHECKING:
 log = get_logger(__name__)
 
 LOOK_EVERY_S = 5.0
-MAX_DISCOVERED = 16
+MAX_DISCOVERED = 256
+MAX_OPEN = 16
+"""Discovered models open at once: each takes memory for its embedding and head."""
 _TRY_AGAIN_S = 600.0
+_FETCH_AGAIN_S = 60.0
 _MAX_REFUSED = 1024
 
-OpenModel = Callable[[str], Awaitable["ServedModel"]]
-"""Opens a model by the name or folder that it was given or found under."""
+OpenModel = Callable[[str, frozenset[ModelId] | None], Awaitable["ServedModel"]]
+"""Opens a model by the name or folder that the operator gave (None), or under which the swarm
+announces one of those ids; raises `NesaError` where it turns out to be none of them."""
 Locate = Callable[[Seen], Awaitable[str]]
-"""The name or folder under which a model of the swarm can be opened, checked to be that model.
+"""The name or folder under which a model of the swarm might be opened here; nothing is fetched.
 Raises `NesaError` with what to do if there is none."""
 
 
 @dataclass(slots=True)
 class Card:
-    """A model that is offered. `source` is what it is opened by, `name` what clients call it."""
+    """A model that is offered. `source` is what it is opened by, `name` what clients call it.
+
+    `announced` are the ids under which the swarm has that name, in the order in which they were
+    found: which of them is the model's is known once it is open (`model_id`).
+    """
 
     name: str
     source: str
     created: int
+    announced: tuple[ModelId, ...] = ()
     model_id: ModelId | None = None
     context_length: int | None = None
     served: ServedModel | None = None
@@ -49,15 +58,16 @@ class Card:
     def opened(self) -> bool:
         return self.served is not None
 
-    def answers_to(self, name: str) -> bool:
-        return name in (self.name, self.source, self.model_id, self.name.rpartition("/")[2])
+    @property
+    def ids(self) -> tuple[ModelId, ...]:
+        return self.announced if self.model_id is None else (self.model_id,)
 
 
 class Models:
     """Models opened by name, and closed together.
 
-    Those that are `given` are offered whatever the swarm does; without any, those that are found in
-    the swarm and can be opened here.
+    Those that are `given` are offered whatever the swarm does, and no others. Without any, those
+    that are found in the swarm and might be opened here: they are fetched when they are asked for.
     """
 
     def __init__(
@@ -74,54 +84,91 @@ class Models:
         self._open = open_model
         self._locate = locate
         self._discovers = not given
-        self._cards = [Card(_last_part(name), name, int(time.time())) for name in given]
+        self._cards = [
+            Card(_last_part(name), name, int(time.time())) for name in dict.fromkeys(given)
+        ]
         self._seen: dict[ModelId, Seen] | None = None
         self._looked = asyncio.Event()
         self._refused: dict[ModelId, float] = {}
+        self._fetching = asyncio.Lock()
 
     def cards(self) -> Sequence[Card]:
         return tuple(self._cards)
 
     def card(self, name: str | None) -> Card:
-        """By its name, its source or its last part; None: the first. Raises `Problem`."""
-        # Whole names first: a stranger's model may end in what another one is called.
-        for card in self._cards:
-            if name is None or card.name == name:
-                return card
-        for card in self._cards:
-            if name is not None and card.answers_to(name):
-                return card
+        """By its name, source or id, or by the last part of its name where no other ends in that.
+
+        None is the first that was given, or the only one that was found. Raises `Problem`.
+        """
+        found = self._named(name)
+        if len(found) == 1:
+            return found[0]
         offered = ", ".join(card.name for card in self._cards[:20]) or "none"
         shown = "any model" if name is None else f"`{name[:200]}`"
-        raise Problem(
-            404,
-            f"The model {shown} does not exist here; there are: {offered}",
-            code="model_not_found",
-            param="model",
-        )
+        reason = f"The model {shown} does not exist here; there are: {offered}"
+        if found:
+            several = ", ".join(card.source for card in found[:20])
+            reason = f"{shown} may be any of these, ask for one by its whole name: {several}"
+        raise Problem(404, reason, code="model_not_found", param="model")
+
+    def _named(self, name: str | None) -> list[Card]:
+        """Whom `name` may mean. A stranger's model may end in what another one is called: whole
+        names go first, and what two end in is nobody's."""
+        cards = self._cards
+        if name is None:
+            return cards[:1] if not self._discovers else cards
+        whole = [card for card in cards if name in (card.name, card.source) or name in card.ids]
+        return whole or [card for card in cards if _last_part(card.name) == name]
 
     async def get(self, name: str | None) -> ServedModel:
         """Opened now if it is asked for the first time. Raises `Problem` and `NesaError`."""
-        card = self.card(name)
+        return await self._opened(self.card(name))
+
+    async def _opened(self, card: Card) -> ServedModel:
         if card.served is None:
             async with card.opening:
                 if card.served is None:
-                    served = await self._open(card.source)
-                    try:
-                        await served.join()
-                    except BaseException:
-                        await served.close()
-                        raise
+                    served = await (self._fetch(card) if self._discovers else self._enter(card))
+                    self._look.know_blocks(served.model_id, served.num_blocks)
+                    card.model_id = served.model_id
+                    card.context_length = served.context_length
                     card.served = served
-                    card.model_id = card.served.model_id
-                    card.context_length = card.served.context_length
+                    if card not in self._cards:
+                        # It vanished, or was refused, while this request waited its turn.
+                        self._cards.append(card)
                     log.info("model_opened", model=card.model_id, **told(served.defaults))
         return card.served
+
+    async def _fetch(self, card: Card) -> ServedModel:
+        """Open a discovered model: one at a time, since all share what they may take of the disk.
+
+        One that cannot be opened is not offered for a while.
+        """
+        async with self._fetching:
+            if sum(other.opened for other in self._cards) >= MAX_OPEN:
+                raise ResourceError(
+                    f"{MAX_OPEN} models are open here, which is the most; name those to serve with "
+                    "--model"
+                )
+            try:
+                return await self._enter(card, frozenset(card.announced))
+            except ModelError as error:
+                self._refuse(card, error)
+                raise
+
+    async def _enter(self, card: Card, ids: frozenset[ModelId] | None = None) -> ServedModel:
+        served = await self._open(card.source, ids)
+        try:
+            await served.join()
+        except BaseException:
+            await served.close()
+            raise
+        return served
 
     async def open_given(self) -> None:
         """Open those that were given, so that a wrong name is told before anybody asks."""
         for card in self._cards:
-            model = await self.get(card.source)
+            model = await self._opened(card)
             # The checkpoint's own name: of a hub's model that is owner and name.
             card.name = model.name
 
@@ -136,8 +183,8 @@ class Models:
 
     def holes(self, card: Card) -> tuple[Span, ...] | None:
         """As the last look saw them; None if no node was seen, or nobody has looked."""
-        seen = (self._seen or {}).get(card.model_id) if card.model_id is not None else None
-        return None if seen is None else seen.holes
+        found = [one for key in card.ids if (one := (self._seen or {}).get(key)) is not None]
+        return found[0].holes if found else None
 
     async def keep_looking(self) -> None:
         """Look at the swarm every `look_every_s`; find models if none were given. Runs for ever."""
@@ -155,15 +202,17 @@ class Models:
         self._seen = seen
         self._looked.set()
         if self._discovers:
+            for card in self._cards:
+                card.announced = tuple(key for key in card.announced if key in seen)
             # Whoever announces much must not keep others out for good.
             self._cards = [
                 card
                 for card in self._cards
-                if card.served or card.opening.locked() or card.model_id in seen
+                if card.served or card.opening.locked() or card.announced
             ]
 
     async def _keep_discovering(self) -> None:
-        """Beside the looks: to find a model on the hub may take long, and there may be many."""
+        """Beside the looks: to read a folder may take long, and there may be many."""
         while True:
             await self._looked.wait()
             self._looked.clear()
@@ -174,7 +223,8 @@ class Models:
         """A model that might be offered too: the one whose last try is longest ago, if any."""
         if len(self._cards) >= MAX_DISCOVERED:
             return None
-        known, now = {card.model_id for card in self._cards}, time.monotonic()
+        known = {key for card in self._cards for key in (*card.announced, card.model_id)}
+        now = time.monotonic()
         tries = {
             model_id: self._refused.get(model_id, 0.0)
             for model_id in self._seen or {}
@@ -188,15 +238,28 @@ class Models:
         try:
             source = await self._locate(one)
         except NesaError as error:
-            if model_id not in self._refused:
-                log.warning("model_not_offered", model=model_id, reason=str(error))
-            if len(self._refused) >= _MAX_REFUSED:
-                self._refused.clear()
-            self._refused[model_id] = time.monotonic() + _TRY_AGAIN_S
+            self._refuse_id(model_id, error, _TRY_AGAIN_S)
             return
-        card = Card(one.model_name, source, int(time.time()), model_id, one.context_length)
-        self._cards.append(card)
+        self._refused.pop(model_id, None)
+        for card in self._cards:
+            if card.source == source:
+                card.announced = (*card.announced, model_id)
+                break
+        else:
+            self._cards.append(Card(one.model_name, source, int(time.time()), (model_id,)))
         log.info("model_found", model=model_id)
+
+    def _refuse(self, card: Card, error: NesaError) -> None:
+        for model_id in card.announced:
+            self._refuse_id(model_id, error, _FETCH_AGAIN_S)
+        self._cards = [other for other in self._cards if other is not card]
+
+    def _refuse_id(self, model_id: ModelId, error: NesaError, for_s: float) -> None:
+        if model_id not in self._refused:
+            log.warning("model_not_offered", model=model_id, reason=str(error))
+        if len(self._refused) >= _MAX_REFUSED:
+            self._refused.clear()
+        self._refused[model_id] = time.monotonic() + for_s
 
 
 def _last_part(name: str) -> str:

@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
 from contextvars import copy_context
 from typing import TypeVar
 
@@ -34,6 +34,8 @@ from nesa_node.core.errors import BusyError, SwarmError
 from nesa_node.core.ids import ModelId
 from nesa_node.core.logging import get_logger
 from nesa_node.core.metrics import Sample
+from nesa_node.core.waiting import waiting
+from nesa_node.engine.checkpoint import Checkpoint
 from nesa_node.engine.model_id import model_id
 
 log = get_logger(__name__)
@@ -70,6 +72,7 @@ class ServedModel:
         self.model_id = model_id
         self.created = int(time.time())
         self.context_length = model.context_length
+        self.num_blocks = model.num_blocks
         self.vocab_size = model.ends.embedder.vocab_size
         self.tokenizer = tokenizer
         self.defaults = defaults or Sampling()
@@ -132,8 +135,10 @@ class ServedModel:
     @asynccontextmanager
     async def _generate(self, job: Job) -> AsyncIterator[AsyncIterator[Event]]:
         events, interrupt = Delivery[Event](), Interrupt()
+        queued = ExitStack()
 
         def work() -> None:
+            queued.close()
             try:
                 self._run(job, events, interrupt)
             except CancelledError:
@@ -144,7 +149,8 @@ class ServedModel:
             else:
                 events.end()
 
-        with self._metrics.request(self.model_id, len(job.prompt), job.n) as watched:
+        with self._metrics.request(self.model_id, len(job.prompt), job.n) as watched, queued:
+            queued.enter_context(waiting("other requests of this gateway to end first"))
             task = self._submit(work, interrupt)
             try:
                 yield _Watching(events, watched)
@@ -190,18 +196,18 @@ class _Watching(AsyncIterator[Event]):
 
 def open_served_model(
     config: ClientConfig,
-    name: str,
+    checkpoint: Checkpoint,
     *,
     activity: ActivityBook | None = None,
     metrics: GatewayMetrics | None = None,
     advice: SamplingAdvice = "model",
 ) -> ServedModel:
-    """Load the tokenizer and the ends of model `name`, a folder or a name on the hub. Blocks.
+    """Load the tokenizer and the ends of `checkpoint`. Blocks.
 
     The swarm is joined with the first request. `advice` says whose defaults requests get. Raises
-    what opening the checkpoint raises, and `ConfigError`.
+    what fetching files raises, and `ConfigError`.
     """
-    checkpoint, model, tokenizer = open_model(config, name)
+    model, tokenizer = open_model(config, checkpoint)
     served = ServedModel(
         model,
         tokenizer,

@@ -9,8 +9,8 @@ import { Live } from "./live.js";
 import { Playground } from "./playground.js";
 import { colourOf, showLinks, showLinksOf, showNodes, showSessions } from "./tables.js";
 import { watchTheme } from "./theme.js";
-import { Topology } from "./topology.js";
-import { bytes, duration, el, named, number, percent, setText, span } from "./words.js";
+import { LEAST_SHAPED, Topology } from "./topology.js";
+import { bytes, coverage, duration, el, named, number, percent, setText, span } from "./words.js";
 
 const $ = (id) => document.getElementById(id);
 const STATUS = {
@@ -105,8 +105,9 @@ function show() {
   showCharts(model);
   $("playground").hidden = !about.get("playground");
   playground.update(() => ({ id, name: model?.name }), () => live.now());
-  playground.showChain(sessions, live.get("nodes"));
+  playground.showChain(sessions, live.get("nodes"), now);
   topology.update(id);
+  $("link-topology").hidden = (model?.nodes ?? 0) < LEAST_SHAPED && location.hash !== "#topology";
   const notice = $("notice");
   notice.hidden = !about.get("cut_off");
   setText(notice, about.get("cut_off") ? "All records have expired: the swarm is gone, or this observer is cut off from it." : "");
@@ -145,13 +146,16 @@ function showTiles(model, sessions) {
   const holes = holesOf(model);
   const held = (model?.runs ?? []).reduce((sum, [start, end, count]) => sum + (count ? end - start : 0), 0);
   setText($("tile-nodes"), model ? String(model.serving) : "–");
-  const others = model ? model.nodes - model.serving : 0;
-  const notes = [others ? `${others} joining or draining` : "", model?.lost ? `${model.lost} lost` : ""];
+  const others = model ? model.nodes - model.serving - model.failing : 0;
+  const notes = [
+    others > 0 ? `${others} joining or draining` : "",
+    model?.failing ? `${model.failing} failing` : "",
+    model?.lost ? `${model.lost} lost` : "",
+  ];
   setText($("note-nodes"), notes.filter(Boolean).join(", ") || "serving");
-  $("note-nodes").classList.toggle("bad", Boolean(model?.lost));
+  $("note-nodes").classList.toggle("bad", Boolean(model?.lost || model?.failing));
   setText($("tile-blocks"), model ? `${held} / ${model.num_blocks}` : "–");
-  const least = Math.min(...(model?.runs ?? []).map((run) => run[2]));
-  setText($("note-blocks"), holes.length ? "with holes: no answers" : least > 1 ? `each at least ${least} times` : model ? "some only once" : "\u00a0");
+  setText($("note-blocks"), holes.length ? "some by no node: no answers" : model ? coverage(model.runs) : "\u00a0");
   $("note-blocks").classList.toggle("bad", holes.length > 0);
   const own = sessions.filter((session) => session.state === "decode");
   const here = own.reduce((sum, session) => sum + session.tokens_per_s, 0);
@@ -180,7 +184,7 @@ function showDetails(nodes, links, now) {
   const lost = node.state === "lost";
   const facts = [
     ["Peer", chosenNode],
-    ["State", lost ? `lost ${duration(now - node.lost_at)} ago; it was ${node.last_state}` : node.state],
+    ["State", node.state === "failing" ? `failing for ${duration(now - node.failing_since)}; it says ${node.last_state}` : lost ? `lost ${duration(now - node.lost_at)} ago; it was ${node.last_state}` : node.state],
     ["Record", lost ? `its last words are of ${duration(now - node.issued_at)} ago` : `expires in ${duration(node.expires_at - now)} if it is not renewed`],
     ["Blocks", span(node.span) + (node.next_span ? `, then ${span(node.next_span)}` : "")],
     ["Device", `${node.device}, ${bytes(node.memory_free_bytes)} of ${bytes(node.memory_bytes)} free`],

@@ -1,6 +1,6 @@
 // The block map: how many serving nodes hold each block.
 
-import { el, setText } from "./words.js";
+import { coverage, el, setText } from "./words.js";
 
 const MOST_CELLS = 64;
 const DEEPEST = 4;
@@ -31,7 +31,7 @@ function draw([start, end, held], blocks, room) {
   const cell = el(`div.cell.held-${Math.min(held, DEEPEST)}`);
   cell.style.flexGrow = end - start;
   const which = end - start === 1 ? `block ${start}` : `blocks ${start}:${end}`;
-  cell.title = `${which}: ${held === 0 ? "nobody" : held} ${held === 1 ? "node" : "nodes"}`;
+  cell.title = `${which}: ${held === 0 ? "no" : held} ${held === 1 ? "node" : "nodes"}`;
   if (((end - start) / blocks) * room > LEAST_LABELLED) cell.append(String(held));
   return cell;
 }
@@ -59,12 +59,7 @@ function inWords(runs, blocks) {
   const holes = runs.filter(([, , held]) => held === 0).map(([start, end]) => `${start}:${end}`);
   if (holes.length) {
     const more = holes.length > 4 ? ` and ${holes.length - 4} more` : "";
-    return `Nobody holds blocks ${holes.slice(0, 4).join(", ")}${more}`;
+    return `No node holds blocks ${holes.slice(0, 4).join(", ")}${more}`;
   }
-  const held = runs.map((run) => run[2]);
-  const [least, most] = [Math.min(...held), Math.max(...held)];
-  const times = (count) => (count === 1 ? "once" : count === 2 ? "twice" : `${count} times`);
-  if (least === most) return `Each of the ${blocks} blocks is held ${times(least)}`;
-  const words = most === 2 ? "once or twice" : `${least} to ${most} times`;
-  return `All ${blocks} blocks are held, ${words}`;
+  return `All ${blocks} blocks are held, ${coverage(runs)}`;
 }

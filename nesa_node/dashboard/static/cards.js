@@ -47,6 +47,7 @@ function update(card, peer, view, lit, now) {
 // What matters more than any figure.
 function footnote(node, now) {
   if (node.state === "lost") return `lost ${duration(now - node.lost_at)} ago`;
+  if (node.state === "failing") return `no answer for ${duration(now - node.failing_since)}`;
   if (node.state === "joining") return "loading";
   if (node.state === "draining") return node.next_span ? `moves to ${span(node.next_span)}` : "leaving";
   return null;

@@ -56,6 +56,8 @@ export class Chart {
       {
         width: this.canvas.clientWidth || 300,
         height: HEIGHT,
+        // Room for half a label at the last tick.
+        padding: [null, 24, null, null],
         legend: { show: false },
         cursor: { y: false, drag: { x: false, y: false }, points: { size: 6 } },
         scales: { x: { time: true }, y: { range: (_, low, high) => [0, high > 0 ? high * 1.15 : 1] } },

@@ -11,6 +11,8 @@ const MOST_CHAINS = 12;
 const MOST_LINKS = 150;
 // How far from the nodes a chain's answer runs back, and how far apart two of them.
 const LANE = { first: 22, next: 7 };
+const MARGIN = 2 * 18;
+const HEIGHT = { least: 150, most: 620 };
 export const ZOOM = { least: 0.2, most: 2, fit: 1.15, step: 1.25 };
 
 export class Graph {
@@ -73,10 +75,9 @@ export class Graph {
     const lanes = this.keepsClient ? LANE.first + 3 * LANE.next : 0;
     const width = right - left + (this.tall ? lanes : 0);
     const height = bottom - top + (this.tall ? 0 : lanes);
-    const room = 2 * 18;
     const scale = Math.min(
-      (this.box.clientWidth - room) / width,
-      (this.box.clientHeight - room) / height,
+      (this.box.clientWidth - MARGIN) / width,
+      (this.box.clientHeight - MARGIN) / height,
       ZOOM.fit,
     );
     this.cy.viewport({
@@ -127,7 +128,21 @@ export class Graph {
       }
     });
     this.restyle();
+    this.setHeight();
     this.fit();
+  }
+
+  // As high as the nodes need, and no higher than a screen has room for.
+  setHeight() {
+    const { size, places } = this.layout;
+    if (!places.size) return;
+    const { left, top, right, bottom } = this.edgesOf(places, size);
+    const lanes = this.keepsClient ? LANE.first + 3 * LANE.next : 0;
+    const width = right - left + (this.tall ? lanes : 0);
+    const scale = Math.min((this.box.clientWidth - MARGIN) / width, ZOOM.fit);
+    const wanted = (bottom - top + (this.tall ? 0 : lanes)) * scale + MARGIN;
+    this.box.style.height = `${Math.round(Math.max(HEIGHT.least, Math.min(wanted, HEIGHT.most)))}px`;
+    this.cy.resize();
   }
 
   drawEdges() {
@@ -145,7 +160,7 @@ export class Graph {
   }
 
   *linkEdges() {
-    const there = (peer) => this.nodes.has(peer) && this.nodes.get(peer).state !== "lost";
+    const there = (peer) => this.nodes.has(peer) && !["lost", "failing"].includes(this.nodes.get(peer).state);
     const shown = [];
     for (const [key, link] of this.links) {
       const [a, b] = key.split("|");
@@ -163,10 +178,21 @@ export class Graph {
       // How far others are from the chosen node stands on their cards.
       const label = !this.chosen && roomy(each) && !this.layout.small && !this.allLinks;
       yield {
-        data: { id: `link ${key}`, source: from, target: to, label: label ? linkWords(link).replace(" · ", "\n") : "" },
+        data: {
+          id: `link ${key}`, source: from, target: to, aside: this.aside(from, to),
+          label: label ? linkWords(link).replace(" · ", "\n") : "",
+        },
         classes: `link${ofChosen ? " asked" : ""}`,
       };
     }
+  }
+
+  // Where a link's label stands, from the middle of the line: in the gap between two rows of cards,
+  // above a line that runs to the right, and beside one that runs down, on its outer side.
+  aside(from, to) {
+    if (!this.tall) return { x: 0, y: -13 };
+    const [a, b] = [this.layout.places.get(from), this.layout.places.get(to)];
+    return { x: a.x + b.x < 0 ? -38 : 38, y: 0 };
   }
 
   // Labels have room on links that leave from one node, or meet in one: those fan out.

@@ -24,7 +24,8 @@ export function styleSheet({ width, height }) {
         "text-background-opacity": 1,
         "text-background-padding": 2,
         // Beside the line, where a chain does not run through it.
-        "text-margin-y": -13,
+        "text-margin-x": (edge) => edge.data("aside").x,
+        "text-margin-y": (edge) => edge.data("aside").y,
         events: "no",
       },
     },

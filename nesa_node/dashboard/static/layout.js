@@ -2,8 +2,8 @@
 // another. It depends on the nodes and their spans alone, so that nothing jumps.
 
 // Widths and heights are those of the style sheet.
-const CARD = { width: 168, height: 74, across: 26, along: 78 };
-const TALL_CARD = { width: 150, height: 60, across: 22, along: 36 };
+const CARD = { width: 168, height: 74, across: 26, along: 92 };
+const TALL_CARD = { width: 150, height: 60, across: 22, along: 46 };
 const SMALL_CARD = { width: 104, height: 30, across: 12, along: 44 };
 export const CLIENT = "client";
 export const CLIENT_CARD = { width: 110, height: 36 };

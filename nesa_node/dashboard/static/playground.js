@@ -1,7 +1,7 @@
 // A prompt to the swarm, through the gateway that serves this page.
 
 import { showHops } from "./tables.js";
-import { el, number, setText } from "./words.js";
+import { el, number, setText, waitWords } from "./words.js";
 
 const COMPLETIONS = "/v1/chat/completions";
 const MODELS = "/v1/models";
@@ -18,6 +18,7 @@ export class Playground {
     this.answer = root.querySelector("#play-answer");
     this.figures = root.querySelector("#play-figures");
     this.hops = root.querySelector("#play-hops");
+    this.waiting = root.querySelector("#play-wait");
     this.began = Infinity; // by the server's clock
     this.form.addEventListener("submit", (event) => {
       event.preventDefault();
@@ -46,9 +47,12 @@ export class Playground {
     this.session = later.sort((a, b) => a.began_at - b.began_at)[0]?.id;
   }
 
-  showChain(sessions, nodes) {
+  showChain(sessions, nodes, now) {
     const mine = sessions.find((session) => this.owns(session));
     if (mine?.hops.length) showHops(this.hops, mine.hops, nodes);
+    const wait = this.send.disabled ? mine?.waits_for : null;
+    this.waiting.hidden = !wait;
+    setText(this.waiting, wait ? waitWords(wait, nodes, now) : "");
   }
 
   async ask() {

@@ -2,7 +2,7 @@
 
 import { precision } from "./cards.js";
 import { CHAIN_COLOURS } from "./graph.js";
-import { bytes, duration, el, keyed, milliseconds, named, nameOf, number, percent, rate, setText, shortPeer, span } from "./words.js";
+import { bytes, duration, el, keyed, milliseconds, named, nameOf, number, percent, rate, setText, shortPeer, span, waitWords } from "./words.js";
 
 const MOST_LINKS = 200;
 
@@ -124,6 +124,8 @@ export function showSessions(table, body, sessions, nodes, now) {
     state.firstChild.className = `badge ${session.state}`;
     setText(state.firstChild, session.state);
     showHops(chain.firstChild, session.hops, nodes);
+    chain.lastChild.hidden = !session.waits_for;
+    setText(chain.lastChild, session.waits_for ? waitWords(session.waits_for, nodes, now) : "");
     setText(prompt, String(session.prompt_tokens));
     setText(generated, String(session.generated_tokens));
     setText(speed, number(session.tokens_per_s));
@@ -136,7 +138,7 @@ function sessionRow(id) {
   const head = el("th", el("span.swatch"), el("span.peer", id.slice(0, 8)));
   head.scope = "row";
   const chain = cell("Chain");
-  chain.append(el("ol.hops"));
+  chain.append(el("ol.hops"), el("p.wait"));
   return el(
     "tr", head, stateCell(), chain, cell("Prompt", "n"), cell("Generated", "n"), cell("Tokens/s", "n"),
     cell("Failovers", "n"), cell("Age", "n"),
@@ -151,7 +153,7 @@ export function showHops(list, hops, nodes) {
   list.replaceChildren(
     ...hops.map(([peer, start, end]) => {
       const hop = el("li", named(nameOf(nodes, peer)), el("span.peer", ` ${start}:${end}`));
-      if (nodes.get(peer)?.state === "lost") hop.className = "lost";
+      if (["lost", "failing"].includes(nodes.get(peer)?.state)) hop.className = "lost";
       return hop;
     }),
   );

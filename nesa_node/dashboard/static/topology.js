@@ -5,6 +5,8 @@ import { barcode, diagram } from "./shapes.js";
 import { clock, duration, el, named, number, setText, shortPeer, span } from "./words.js";
 
 const EVERY_S = 15;
+export const LEAST_SHAPED = 10; // nodes: the shape of fewer says nothing that their links do not
+const RECENT_S = 600;
 const NAMES = {
   round_trips: "round trips",
   network: "a step: half a round trip and compute",
@@ -61,12 +63,17 @@ export class Topology {
       return; // the page says that the connection is lost
     }
     if (this.report) this.draw();
-    else setText(this.$("shape-words"), "Nothing has been measured yet; a first look takes half a minute.");
+    else {
+      for (const id of ["shape-words", "conclusion"]) {
+        setText(this.$(id), "Nothing has been measured yet; a first look takes half a minute.");
+      }
+    }
   }
 
   draw() {
     const report = this.report;
     if (!report) return;
+    setText(this.$("conclusion"), conclusion(report));
     this.drawShape(report);
     this.drawDistance(report);
     this.drawActive(report);
@@ -150,6 +157,21 @@ export class Topology {
       }),
     );
   }
+}
+
+// The page in one sentence.
+function conclusion(report) {
+  const count = report.nodes.length;
+  if (count < LEAST_SHAPED) {
+    return `${count} nodes are too few for their shape to say more than their links do: this page is of use from ${LEAST_SHAPED} nodes on.`;
+  }
+  const shape = report.shapes[Object.keys(report.shapes)[0]];
+  const [groups, rings] = shape ? shape.betti.at_median_edge : [1, 0];
+  const form = groups === 1 ? "one connected group" : `${groups} groups that are far from one another`;
+  const ring = rings ? `, with ${rings} ring${rings === 1 ? "" : "s"} of links around a gap` : "";
+  const fired = (report.events ?? []).filter((event) => report.taken_at - event.at < RECENT_S);
+  const change = fired.length ? `it changed ${duration(report.taken_at - fired.at(-1).at)} ago (${fired.at(-1).trigger})` : "nothing that matters has changed in the last ten minutes";
+  return `The ${count} nodes form ${form}${ring}; ${change}.`;
 }
 
 function meter(value) {

@@ -41,6 +41,24 @@ export function clock(seconds) {
   return new Date(seconds * 1000).toLocaleTimeString("en-GB");
 }
 
+// How many nodes hold each block, in the same words wherever it is told. `runs`: [start, end, holders].
+export function coverage(runs) {
+  const held = runs.map((run) => run[2]);
+  const [least, most] = [Math.min(...held), Math.max(...held)];
+  const nodes = `${most} node${most === 1 ? "" : "s"}`;
+  return least === most ? `by ${nodes} each` : `by ${least} to ${nodes} each`;
+}
+
+// What a session waits for, as `nesa_node/core/waiting.py` says it; with the nodes' names.
+export function waitWords(wait, nodes, now) {
+  const named = (word, items) => (items.length ? `${word}${items.length > 1 ? "s" : ""} ${items.join(", ")}` : "");
+  const blocks = wait.blocks.map(span).join(", ");
+  const waited = Math.max(0, Math.round(now - wait.since));
+  const limit = wait.limit_s && waited <= wait.limit_s ? `${waited} s of at most ${wait.limit_s} s` : `${waited} s so far`;
+  const details = [blocks && `blocks ${blocks}`, named("node", wait.peers.map((peer) => nameOf(nodes, peer))), limit];
+  return `waiting for ${wait.what}: ${details.filter(Boolean).join(", ")}`;
+}
+
 export function span([start, end]) {
   return `${start}:${end}`;
 }

@@ -15,7 +15,9 @@ import pytest
 
 from nesa_node.api.decoding.job import Delta, Event, Job, PromptRead
 from nesa_node.core.errors import BusyError, MissingBlocksError
+from nesa_node.core.ids import PeerId
 from nesa_node.core.span import Span
+from nesa_node.core.waiting import waiting
 from tests.api.scripted import NAME, chat_body, events_of, says, serving, until
 
 
@@ -211,6 +213,23 @@ async def test_who_waits_long_gets_comments(tokenizer: Any) -> None:
         assert response.text.startswith(": waiting\n\n")
         assert 3 <= response.text.count(": waiting") <= 6
         assert events_of(response.text)[1]["choices"][0]["delta"] == {"content": "late"}
+
+
+async def test_comments_say_after_two_seconds_what_is_waited_for(tokenizer: Any) -> None:
+    async def slow(job: Job) -> AsyncIterator[Event]:
+        with waiting("room", blocks=[Span(10, 20)], peers=[PeerId("peer-abcdef")], limit_s=30):
+            await asyncio.sleep(1)
+            with waiting("what comes sooner"):
+                await asyncio.sleep(1.5)
+        async for event in says("late")(job):
+            yield event
+
+    async with serving(tokenizer, slow, keepalive_s=10) as server:
+        response = await server.chat(stream=True)
+    comment, _, rest = response.text.partition("\n\n")
+    assert comment == ": waiting for room: blocks 10:20, node …abcdef, 2 s of at most 30 s"
+    assert not any(line.startswith(":") for line in rest.splitlines())
+    assert events_of(response.text)[1]["choices"][0]["delta"] == {"content": "late"}
 
 
 async def test_a_client_that_goes_ends_its_job_at_once(tokenizer: Any) -> None:

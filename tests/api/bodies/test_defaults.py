@@ -15,6 +15,7 @@ from nesa_node.api.decoding.job import Sampling
 from nesa_node.api.serving.served_model import open_served_model
 from nesa_node.core.choices import SamplingAdvice
 from nesa_node.core.config import ClientConfig
+from nesa_node.engine.checkpoint import open_folder
 from tests.api.scripted import NAME, chat_body, serving
 from tests.cli.tiny import write_tiny_model
 
@@ -85,7 +86,7 @@ async def test_the_advice_is_read_from_the_models_files(
     told = json.loads(path.read_text()) | {"do_sample": True, "temperature": 0.6, "top_p": 0.9}
     path.write_text(json.dumps(told))
     config = ClientConfig(torch_dtype="float32", cache_dir=tmp_path)
-    served = await asyncio.to_thread(open_served_model, config, str(folder), advice=advice)
+    served = await asyncio.to_thread(open_served_model, config, open_folder(folder), advice=advice)
     try:
         assert served.defaults == wanted
     finally:

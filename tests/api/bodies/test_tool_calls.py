@@ -6,9 +6,11 @@ import json
 from typing import Any
 
 import pytest
+from llguidance import LLTokenizer
 
 from nesa_node.api.bodies.chat_body import Function, NamedFunction, NamedTool, Tool
 from nesa_node.api.bodies.tool_calls import CallReader, forced_calls, format_of
+from nesa_node.api.decoding.grammar_check import refusal
 from nesa_node.api.decoding.job import Job, Sampling
 from nesa_node.web.problem import Problem
 from tests.api.served import answer, served_locally
@@ -56,6 +58,9 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
             [("now", "{}"), ("add", "x")],
         ),
         ("bare", "It is {now}.", "It is {now}.", []),
+        ("bare", '{"name": ["now"]}', '{"name": ["now"]}', []),
+        ("tagged", CALL.replace('"add"', "{}"), CALL.replace('"add"', "{}"), []),
+        ("tagged", CALL.replace("1", "9" * 30), "", [("add", f'{{"a":{"9" * 30}}}')]),
         ("bare", '{"answer": 1}', '{"answer": 1}', []),
         ("bare", '{"name": "now"', '{"name": "now"', []),
         (
@@ -95,9 +100,7 @@ def test_schemas_that_take_long_to_compile_are_refused() -> None:
 def test_schemas_that_nothing_fits_are_refused_at_once() -> None:
     for schema in ({"type": "bogus"}, {"$ref": "#/nowhere"}, {"pattern": "((", "type": "string"}):
         tool = Tool(type="function", function=Function(name="odd", parameters=schema))
-        with pytest.raises(Problem, match="cannot be followed") as raised:
-            forced_calls("tagged", [*TOOLS, tool], "required")
-        assert (raised.value.status, raised.value.param) == (400, "tools")
+        assert refusal(forced_calls("tagged", [*TOOLS, tool], "required"), LLTokenizer("byte"))
 
 
 async def test_a_tool_without_parameters_is_called_without_arguments(tiny: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,23 +12,31 @@ import httpx
 import pytest
 
 from nesa_node.api.serving.locating import locate
-from nesa_node.api.serving.looking import Seen, watch_holes
-from nesa_node.api.serving.models import MAX_DISCOVERED, Models, OpenModel
+from nesa_node.api.serving.looking import Seen, open_look, watch_holes
+from nesa_node.api.serving.models import Models, OpenModel
 from nesa_node.core.config import ClientConfig
-from nesa_node.core.errors import MissingBlocksError, ModelNotFoundError
+from nesa_node.core.errors import MissingBlocksError, ModelNotFoundError, ResourceError
 from nesa_node.core.ids import ModelId
 from nesa_node.core.span import Span
 from nesa_node.engine.checkpoint import open_folder
 from nesa_node.engine.model_id import model_id
+from nesa_node.swarm.identity import Identity
+from nesa_node.swarm.node import open_swarm
+from nesa_node.swarm.records import NodeStatus
 from nesa_node.web.problem import Problem
 from tests.api.live import live_gateway
-from tests.api.scripted import ScriptedLook, ScriptedModel
+from tests.api.scripted import MODEL_ID, ScriptedLook, ScriptedModel
 from tests.cli.tiny import BLOCKS
 from tests.swarms import in_process_swarm, thirds
 
 
+def named(name: str, like: str) -> ModelId:
+    """The id of a model that goes by `name` and is else the one of the id `like`."""
+    return ModelId(f"{name}@{like.rpartition('@')[2]}")
+
+
 def seen(name: str, folder: Path) -> Seen:
-    return Seen(model_id(open_folder(folder)), name, BLOCKS, 512, ())
+    return Seen(named(name, model_id(open_folder(folder))), BLOCKS, ())
 
 
 async def test_a_folder_of_the_cache_is_found_by_its_name(small_model: Path) -> None:
@@ -47,7 +55,7 @@ async def test_names_of_strangers_lead_nowhere(small_model: Path, name: str) -> 
 
 async def test_a_namesake_with_other_weights_is_not_offered(small_model: Path) -> None:
     config = ClientConfig(cache_dir=small_model.parent)
-    other = Seen(ModelId("small@ffffffffffffffff"), "small", BLOCKS, 512, ())
+    other = Seen(ModelId("small@ffffffffffffffff"), BLOCKS, ())
     with pytest.raises(ModelNotFoundError, match="not the same"):
         await locate(config, other)
 
@@ -56,6 +64,7 @@ class ManyModels(ScriptedLook):
     def __init__(self, *names: str) -> None:
         super().__init__()
         self.names = names
+        self.ids: tuple[ModelId, ...] = ()
         self._asked = asyncio.Event()
 
     async def again(self) -> None:
@@ -66,12 +75,16 @@ class ManyModels(ScriptedLook):
 
     async def all(self) -> dict[ModelId, Seen]:
         self._asked.set()
-        ids = {ModelId(f"{name}@0"): name for name in self.names}
-        return {key: Seen(key, name, 6, 64, self.holes) for key, name in ids.items()}
+        ids = (*self.ids, *(ModelId(f"{name}@0") for name in self.names))
+        return {key: Seen(key, 6, self.holes) for key in ids}
+
+
+async def nowhere(_one: Seen) -> str:
+    raise ModelNotFoundError("nowhere")
 
 
 def opens(model: Any) -> OpenModel:
-    async def open_model(_name: str) -> Any:
+    async def open_model(_name: str, _ids: frozenset[ModelId] | None) -> Any:
         return model
 
     return open_model
@@ -119,10 +132,113 @@ async def test_a_whole_name_goes_before_the_end_of_another(tokenizer: Any) -> No
         assert models.card("evil/llama").name == "evil/llama"
 
 
-async def test_however_many_are_announced_few_are_offered(tokenizer: Any) -> None:
-    look = ManyModels(*(f"m{number}" for number in range(99)))
+async def test_however_many_are_announced_few_are_open(tokenizer: Any) -> None:
+    look = ManyModels(*(f"m{number}" for number in range(300)))
     async with discovering(look, opens(ScriptedModel(tokenizer))) as models:
-        assert len(models.cards()) == MAX_DISCOVERED
+        assert len(models.cards()) == 256
+        for number in range(16):
+            await models.get(f"m{number}")
+        with pytest.raises(ResourceError, match="--model"):
+            await models.get("m16")
+
+
+async def test_a_name_that_two_models_end_in_is_neither_s(tokenizer: Any) -> None:
+    """However many nodes say so: identities are free."""
+    look = ManyModels("AAA/llama", "meta/llama", "meta/other")
+    async with discovering(look, opens(ScriptedModel(tokenizer))) as models:
+        with pytest.raises(Problem, match="AAA/llama, org/meta/llama"):
+            models.card("llama")
+        assert models.card("meta/llama").name == "meta/llama"
+        assert models.card("other").name == "meta/other"
+        with pytest.raises(Problem, match="whole name"):
+            models.card(None)
+
+
+async def test_beside_a_named_model_none_is_discovered(tokenizer: Any) -> None:
+    located: list[Seen] = []
+
+    async def find(one: Seen) -> str:
+        located.append(one)
+        return one.model_name
+
+    look = ManyModels("AAA/scripted", "scripted")
+    models = Models(
+        ("/models/scripted",),
+        look=look,
+        open_model=opens(ScriptedModel(tokenizer)),
+        locate=find,
+        look_every_s=0.01,
+    )
+    await models.open_given()
+    looking = asyncio.create_task(models.keep_looking())
+    await look.again()
+    looking.cancel()
+    await asyncio.gather(looking, return_exceptions=True)
+    assert [card.source for card in models.cards()] == ["/models/scripted"]
+    assert models.card("scripted").source == "/models/scripted"
+    assert models.card(None).source == "/models/scripted"
+    assert located == []
+    with pytest.raises(Problem, match="does not exist"):
+        models.card("AAA/scripted")
+    await models.close()
+
+
+async def test_two_given_folders_of_one_name_are_told_apart_by_their_paths(tokenizer: Any) -> None:
+    model = ScriptedModel(tokenizer)
+    given = ("/a/scripted", "/b/scripted", "/a/scripted")
+    models = Models(given, look=ScriptedLook(), open_model=opens(model), locate=nowhere)
+    await models.open_given()
+    assert [card.source for card in models.cards()] == ["/a/scripted", "/b/scripted"]
+    assert models.card("/b/scripted").source == "/b/scripted"
+    with pytest.raises(Problem, match="/a/scripted, /b/scripted"):
+        models.card("scripted")
+    await models.close()
+
+
+async def test_false_ids_of_a_name_do_not_hide_the_true_one(tokenizer: Any) -> None:
+    """Which of them is right shows when the checkpoint is opened."""
+    look, model = ManyModels(), ScriptedModel(tokenizer)
+    true, false = ModelId("llama@1"), ModelId("llama@0")
+    look.ids = (false, true)
+    look.holes = (Span(1, 2),)
+    model.model_id = true
+    asked: list[frozenset[ModelId] | None] = []
+
+    async def open_model(_name: str, ids: frozenset[ModelId] | None) -> Any:
+        asked.append(ids)
+        return model
+
+    async with discovering(look, open_model) as models:
+        assert [card.name for card in models.cards()] == ["llama"]
+        opened: object = await models.get("llama")
+        assert opened is model
+        assert asked == [frozenset({true, false})]
+        assert models.card(true).opened
+        with pytest.raises(Problem, match="does not exist"):
+            models.card(false)
+        look.ids = (false,)
+        await look.again()
+        assert models.holes(models.card("llama")) is None
+
+
+async def test_a_model_that_cannot_be_fetched_is_not_offered_for_a_while(tokenizer: Any) -> None:
+    async def open_model(_name: str, _ids: frozenset[ModelId] | None) -> Any:
+        raise ModelNotFoundError("the hub has no such model")
+
+    look = ManyModels("good")
+    async with discovering(look, open_model) as models:
+        with pytest.raises(ModelNotFoundError):
+            await models.get("good")
+        await look.again()
+        assert models.cards() == ()
+
+
+async def test_the_number_of_blocks_is_the_opened_checkpoint_s(tokenizer: Any) -> None:
+    look, model = ManyModels("good"), ScriptedModel(tokenizer)
+    model.num_blocks = 30
+    async with discovering(look, opens(model)) as models:
+        await models.get("good")
+        assert look.known == {model.model_id: 30}
 
 
 async def test_a_hole_seen_once_is_not_believed() -> None:
@@ -139,6 +255,17 @@ async def test_a_hole_seen_once_is_not_believed() -> None:
     assert raised.value.missing == ((4, 5),)
     with pytest.raises(MissingBlocksError, match="no node serves"):
         await watch_holes(look, ModelId("other@0"), every_s=0.01)
+
+
+async def test_hole_that_a_node_is_joining_to_fill_is_waited_for() -> None:
+    look = ScriptedLook([Span(1, 4)])
+    look.joining = (Span(0, 2), Span(2, 4))
+    watching = asyncio.create_task(watch_holes(look, MODEL_ID, every_s=0.01))
+    await asyncio.sleep(0.1)
+    assert not watching.done()
+    look.joining = (Span(0, 2),)
+    with pytest.raises(MissingBlocksError, match="2:4"):
+        await watching
 
 
 @pytest.mark.slow
@@ -173,7 +300,7 @@ async def test_a_model_that_vanishes_while_it_opens_is_kept(tokenizer: Any) -> N
     look, model = ManyModels("good"), ScriptedModel(tokenizer)
     opening, may_open = asyncio.Event(), asyncio.Event()
 
-    async def open_model(_name: str) -> Any:
+    async def open_model(_name: str, _ids: frozenset[ModelId] | None) -> Any:
         opening.set()
         await may_open.wait()
         return model
@@ -208,3 +335,51 @@ async def test_who_was_not_tried_goes_before_who_was_not_found(
         while not models.cards():
             await look.again()
         assert models.card(None).name == "good"
+
+
+async def publish_false_sizes(addresses: Sequence[str], folder: Path, count: int) -> AsyncExitStack:
+    """Strangers' records, each a copy of an honest one but for a block more."""
+    async with AsyncExitStack() as stack:
+        for number in range(count):
+            stranger = await stack.enter_async_context(
+                open_swarm(
+                    Identity.load_or_create(folder / f"stranger-{number}.key"),
+                    initial_peers=addresses,
+                    listen=False,
+                )
+            )
+            honest = next(
+                record
+                for record in await stranger.directory.fetch_all()
+                if record.state == "serving" and record.num_blocks == BLOCKS
+            )
+            fields = honest.model_dump(include=set(NodeStatus.model_fields))
+            fields |= {"num_blocks": BLOCKS + 1, "span": (0, 1)}
+            await stranger.directory.publish(NodeStatus.model_validate(fields))
+        return stack.pop_all()
+    raise AssertionError
+
+
+@pytest.mark.slow
+async def test_strangers_who_say_that_there_are_more_blocks_stop_no_request(
+    small_model: Path, tmp_path: Path
+) -> None:
+    """Nor hide them: the look that ends a request with 503 sees what the checkpoint has."""
+    with in_process_swarm(small_model, thirds(BLOCKS), tmp_path) as addresses:
+        config = ClientConfig(initial_peers=tuple(addresses), log_level="warning")
+        async with (
+            await publish_false_sizes(addresses, tmp_path, 4),
+            open_look(config) as (look, _),
+        ):
+            model = model_id(open_folder(small_model))
+            seen = await look.one(model)
+            assert seen is not None
+            assert seen.num_blocks == BLOCKS + 1, "the attack itself does not work"
+            look.know_blocks(model, BLOCKS)
+            seen = await look.one(model)
+            assert seen is not None
+            assert (seen.num_blocks, seen.holes) == (BLOCKS, ())
+            assert (await look.all())[model].holes == ()
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(3):
+                    await watch_holes(look, model, every_s=0.5)

@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 import torch
 
-from nesa_node.api.decoding.grammar import compile_json_object
+from nesa_node.api.decoding.grammar import json_schema_grammar
 from nesa_node.api.decoding.job import Delta, Job, PromptRead
 from nesa_node.api.serving.served_model import ServedModel, open_served_model
 from nesa_node.client.model import AutoDistributedModelForCausalLM
 from nesa_node.core.config import ClientConfig
 from nesa_node.core.errors import BusyError, MissingBlocksError, SwarmError
 from nesa_node.engine.blocks import Blocks
+from nesa_node.engine.checkpoint import open_folder
 from nesa_node.engine.pages import PAGE_TOKENS
 from tests.api.served import answer, greedy_job, outcome, served_locally, serving
 from tests.cli.tiny import write_tiny_model
@@ -190,6 +191,18 @@ async def test_what_nodes_hold_of_a_prompt_is_told(
     assert [one.token_ids for one in again.answers] == [first.answers[0].token_ids] * 2
 
 
+async def test_keys_share_no_prompts(tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    prompt = prompt_ids(3 * PAGE_TOKENS)
+    held = []
+    async with swarm(tiny("llama"), tmp_path) as served:
+        for key in ("alice", "bob", "", "alice", "bob", ""):
+            made = await outcome(served, greedy_job(prompt, 2, prefix_scope=key))
+            held.append(made.read.cached_tokens)
+            await until(lambda: not served.activity.sessions())
+    assert held[:3] == [0, 0, 0]
+    assert min(held[3:]) >= 2 * PAGE_TOKENS
+
+
 async def test_blocks_that_nobody_holds_are_named(
     tiny: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -227,7 +240,7 @@ async def test_closing_ends_what_still_runs(tiny: Callable[[str], Path]) -> None
 async def test_a_folder_is_opened_with_its_tokenizer(tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path / "words")
     config = ClientConfig(torch_dtype="float32", cache_dir=tmp_path)
-    served = await asyncio.to_thread(open_served_model, config, str(folder))
+    served = await asyncio.to_thread(open_served_model, config, open_folder(folder))
     try:
         assert (served.name, served.vocab_size, served.context_length) == ("words", 64, 512)
         assert served.model_id.startswith("words@")
@@ -235,7 +248,7 @@ async def test_a_folder_is_opened_with_its_tokenizer(tmp_path: Path) -> None:
         assert abs(served.created - time.time()) < 60
         # llguidance does not know a tokenizer of whole words.
         with pytest.raises(ValueError, match="tokenizer"):
-            served.vocabulary.grammars.follow(compile_json_object())
+            served.vocabulary.grammars.follow(json_schema_grammar({"type": "object"}))
     finally:
         await served.close()
         await served.close()

@@ -286,3 +286,17 @@ def test_jitter_moves_nothing() -> None:
         )
         moves = rebalance(replace(calm, links=links), _request(world))
         assert moves.moves == ()
+
+
+def test_a_rebalance_has_to_gain_ten_percent_unless_told_otherwise() -> None:
+    easy: list[float] = []
+    strict: list[float] = []
+    for seed in range(12):
+        world, snapshot = _poor(seed)
+        for policy, gains in ((EASY, easy), (Policy(horizon_s=1e9), strict)):
+            found = rebalance(snapshot, _request(world), replicas=1, policy=policy)
+            gains.append(found.gain if found.moves else 0.0)
+    small = [number for number, gain in enumerate(easy) if 0 < gain < 0.1]
+    assert small
+    assert [strict[number] for number in small] == [0.0] * len(small)
+    assert sum(gain >= 0.1 for gain in strict) > 5

@@ -307,3 +307,11 @@ def test_a_small_region_that_leaves_whole_is_told_from_others_that_leave() -> No
     assert named(report, "region").figure == 3
     assert not report.should_move
     assert not observe(state, three_sites(52, everybody[3:]))[1].fired
+
+
+def test_a_shift_has_to_exceed_the_usual_jitter_by_half() -> None:
+    state = calm_state(least_threshold=0.0)
+    assert state.shift is not None
+    past = state.shift.shift.past
+    shift = named(observe(state, seen(round_trips(60)))[1], "shift")
+    assert shift.threshold == pytest.approx(1.5 * np.percentile(past, 95))

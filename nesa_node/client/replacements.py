@@ -1,0 +1,135 @@
+"""Looks for nodes that could take the place of hops that are silent, while these are waited for.
+
+Nothing is opened: a false alarm costs other nodes a ping. What answers is connected already when
+the chain is mended, and what does not answer is not tried.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence
+
+from nesa_node.client.nodes import Nodes
+from nesa_node.client.planner import Hops
+from nesa_node.client.request import RouteRequest
+from nesa_node.core.errors import PeerUnreachableError
+from nesa_node.core.ids import PeerId
+from nesa_node.core.logging import get_logger
+from nesa_node.core.span import Span
+from nesa_node.swarm.node import Swarm
+from nesa_node.swarm.ping import ping
+from nesa_node.topology.snapshot import NodeState, Snapshot
+
+log = get_logger(__name__)
+
+ANSWER_S = 2.0
+"""A candidate that needs longer to be connected and to answer is no quick replacement."""
+AGAIN_S = 1.0
+"""Until the next round, where nodes that answer could not take over."""
+MOST_ASKED = 24
+"""The nearest ones: each that must be dialled costs as much as a connection."""
+
+
+class ReplacementSearch:
+    """One search at a time, for the hops that are silent now."""
+
+    def __init__(self, swarm: Swarm, request: RouteRequest, nodes: Nodes) -> None:
+        self.found = False
+        """Whether nodes that answered since could take the place of the silent ones."""
+        self._swarm = swarm
+        self._request = request
+        self._nodes = nodes
+        self._silent: frozenset[PeerId] = frozenset()
+        self._asked: set[PeerId] = set()
+        self._answered: set[PeerId] = set()
+        self._task: asyncio.Task[None] | None = None
+        self._stopped: set[asyncio.Task[None]] = set()
+        """Cancelled, and not over yet."""
+
+    @property
+    def silent(self) -> frozenset[PeerId]:
+        """The nodes that a replacement is looked for."""
+        return self._silent
+
+    def begin(self, hops: Hops, silent: frozenset[PeerId]) -> None:
+        """Look for nodes in the place of `silent` ones of `hops`; goes on if it does already."""
+        if silent != self._silent:
+            self._stop()
+            self._silent, self.found = silent, False
+            self._task = asyncio.create_task(self._search(hops, silent), name="replacement-search")
+
+    def end(self) -> None:
+        """None is silent any more, or the chain is mended."""
+        self._stop()
+        self._silent, self.found = frozenset(), False
+        self._asked.clear()
+        self._answered.clear()
+
+    def settle(self) -> frozenset[PeerId]:
+        """Hops are lost: keep the next plan off what has not answered, which is returned."""
+        unreachable = frozenset(self._asked - self._answered)
+        self._nodes.avoid(unreachable)
+        return unreachable
+
+    async def close(self) -> None:
+        """End the search and wait until it has ended."""
+        self.end()
+        await asyncio.gather(*self._stopped, return_exceptions=True)
+
+    def _stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            self._stopped.add(self._task)
+            self._task.add_done_callback(self._stopped.discard)
+            self._task = None
+
+    async def _search(self, hops: Hops, silent: frozenset[PeerId]) -> None:
+        kept = tuple(hop for hop in hops if hop.peer_id not in silent)
+        lost = [hop.span for hop in hops if hop.peer_id in silent]
+        try:
+            while not self.found:
+                snapshot = await self._nodes.glance()
+                near = self._candidates(snapshot, lost, {hop.peer_id for hop in hops})
+                async with asyncio.TaskGroup() as asking:
+                    for node in near:
+                        asking.create_task(self._ask(node, snapshot, kept))
+                if not self.found:
+                    await asyncio.sleep(AGAIN_S)
+        except Exception:  # the edge of a task: the session waits on, and mends without it
+            log.exception("replacement_search_failed")
+
+    def _candidates(
+        self, snapshot: Snapshot, lost: Sequence[Span], used: set[PeerId]
+    ) -> list[NodeState]:
+        """Nodes with some of the lost blocks, the nearest first."""
+        rtt_ms = self._swarm.distances.rtt_ms
+        holders = [
+            node
+            for node in snapshot.nodes
+            if node.peer_id not in used and any(_overlap(node.span, span) for span in lost)
+        ]
+        return sorted(
+            holders, key=lambda n: (math.isnan(rtt_ms(n.peer_id)), rtt_ms(n.peer_id), n.peer_id)
+        )[:MOST_ASKED]
+
+    async def _ask(self, node: NodeState, snapshot: Snapshot, kept: Hops) -> None:
+        self._asked.add(node.peer_id)
+        if node.peer_id not in self._answered:
+            try:
+                await ping(
+                    self._swarm.transport,
+                    node.peer_id,
+                    node.addresses,
+                    timeout_s=ANSWER_S,
+                    pings=1,
+                )
+            except (PeerUnreachableError, OSError):
+                return
+            self._answered.add(node.peer_id)
+        if not self.found:
+            self.found = await self._nodes.can_fill(snapshot, kept, self._answered)
+
+
+def _overlap(one: Span, other: Span) -> bool:
+    return one.start < other.end and other.start < one.end

@@ -1,0 +1,118 @@
+"""The swarms that this user's programs know: nodes that run on this machine, and the last used one.
+
+Files under the state folder, one per running node, which the node keeps locked: what a killed node
+leaves is not locked, and removed by the next reader. No secret is kept: a private swarm's key is
+given each time.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+MAX_FILE_BYTES = 65_536
+MAX_ADDRESSES = 64
+_LAST = "last-swarm.json"
+_NODES = "nodes"
+
+
+@dataclass(frozen=True, slots=True)
+class KnownSwarm:
+    """`name`: of the running node, or when it was used last, for people to read."""
+
+    addresses: tuple[str, ...]
+    model: str | None
+    saved_at: float
+    source: Literal["running", "last"]
+    name: str | None = None
+
+
+class KnownSwarms:
+    """The files in `folder`. Reading and writing fail silently: they only save typing."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def remember(self, addresses: Sequence[str], model: str | None) -> None:
+        """Make `addresses` the last swarm."""
+        with suppress(OSError):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            draft = self._folder / f".{_LAST}.{os.getpid()}"
+            draft.write_text(_text(addresses, model, None), encoding="utf-8")
+            draft.replace(self._folder / _LAST)
+
+    @contextmanager
+    def running(self, addresses: Sequence[str], model: str, name: str | None) -> Iterator[None]:
+        """List a node of this machine for as long as the context, and its process, lasts."""
+        path = self._folder / _NODES / f"{os.getpid()}.json"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        except OSError:
+            yield
+            return
+        try:
+            with suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.write(descriptor, _text(addresses, model, name).encode())
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+            os.close(descriptor)
+
+    def find(self, model: str | None = None) -> KnownSwarm | None:
+        """A running node of `model` (a name, folder or full id), else the last swarm if that was
+        `model`'s, else any running node, else the last swarm; the newest among equals."""
+        nodes = sorted(self._running(), key=lambda known: -known.saved_at)
+        last = _read(self._folder / _LAST, "last")
+        known = [*nodes, *([] if last is None else [last])]
+        return next((one for one in known if _serves(one, model)), next(iter(known), None))
+
+    def _running(self) -> Iterator[KnownSwarm]:
+        for path in (self._folder / _NODES).glob("*.json"):
+            with suppress(OSError):
+                descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                    path.unlink(missing_ok=True)
+                except BlockingIOError:
+                    if (known := _read(path, "running")) is not None:
+                        yield known
+                finally:
+                    os.close(descriptor)
+
+
+def _serves(known: KnownSwarm, model: str | None) -> bool:
+    if model is None:
+        return True
+    if known.model is None:
+        return False
+    return model == known.model or Path(model).name == Path(known.model.partition("@")[0]).name
+
+
+def _text(addresses: Sequence[str], model: str | None, name: str | None) -> str:
+    kept = list(addresses[:MAX_ADDRESSES])
+    return json.dumps({"addresses": kept, "model": model, "name": name, "saved_at": time.time()})
+
+
+def _read(path: Path, source: Literal["running", "last"]) -> KnownSwarm | None:
+    """What the file says; None if it is missing, too large or not what is written above."""
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            return None
+        said: Any = json.loads(path.read_text(encoding="utf-8"))
+        addresses = tuple(map(str, said["addresses"]))
+        model, name = said["model"], said["name"]
+        saved_at = float(said["saved_at"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    if not addresses:
+        return None
+    return KnownSwarm(addresses, model and str(model), saved_at, source, name and str(name))

@@ -1,0 +1,141 @@
+"""The peer id behind a TCP address: libp2p dials no address without one, so the address is asked.
+
+A libp2p peer that speaks TLS shows a certificate of its identity key (libp2p's TLS specification:
+an extension with the key, and its signature of the certificate's key). The lookup ends after the
+server's half of the handshake. It is trust on first use: a machine that answers in the peer's
+place gives its own id. What is sent later is encrypted for that id, and a private swarm also checks
+its key.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import Sequence
+
+from cryptography import x509
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+
+from nesa_node.core.errors import BootstrapError, ConfigError, PeerUnreachableError
+from nesa_node.core.ids import PeerId
+from nesa_node.core.logging import get_logger
+from nesa_node.core.peer_address import as_multiaddress, has_peer_id, host_and_port
+from nesa_node.swarm.identity import base58_encode, verify
+
+log = get_logger(__name__)
+
+LOOKUP_TIMEOUT_S = 5.0
+MAX_CERTIFICATE_BYTES = 16_384
+_MULTISTREAM = b"/multistream/1.0.0\n"
+_TLS = b"/tls/1.0.0\n"
+_EXTENSION = x509.ObjectIdentifier("1.3.6.1.4.1.53594.1.1")
+_SIGNED_PREFIX = b"libp2p-tls-handshake:"
+_KEY_BEFORE = bytes.fromhex("3068042408011220")
+"""ASN.1 of a pair whose first half is libp2p's protobuf of an Ed25519 key."""
+_SIGNATURE_BEFORE = bytes.fromhex("0440")
+_PEER_ID_BEFORE = bytes.fromhex("002408011220")
+
+
+async def with_peer_ids(addresses: Sequence[str]) -> tuple[str, ...]:
+    """`addresses` as multiaddresses that end in a peer id; those without one are asked for theirs.
+
+    Addresses that do not answer are left out. Raises `BootstrapError` if none remains, and
+    `ConfigError` for an address without id that is not TCP.
+    """
+    written = [as_multiaddress(address) for address in addresses]
+    known = [address for address in written if has_peer_id(address)]
+    bare = [address for address in written if not has_peer_id(address)]
+    if not bare:
+        return tuple(written)
+    found = await asyncio.gather(*map(_with_id, bare), return_exceptions=True)
+    failures = []
+    for address, answer in zip(bare, found, strict=True):
+        if isinstance(answer, PeerUnreachableError):
+            failures.append(str(answer))
+            log.warning("initial_peer_unreachable", address=address, error=str(answer))
+        elif isinstance(answer, BaseException):
+            raise answer
+        else:
+            known.append(answer)
+    if not known:
+        raise BootstrapError(
+            f"none of the initial peers answered: {'; '.join(failures)}; check that a nesa-node "
+            "listens there (`nesa-node run` prints the address to join with)"
+        )
+    return tuple(known)
+
+
+async def look_up(host: str, port: int) -> PeerId:
+    """The id of the libp2p peer that listens at `host`:`port`, proved by its signature.
+
+    Raises `PeerUnreachableError` if nothing answers within `LOOKUP_TIMEOUT_S`, or no libp2p peer
+    with an Ed25519 key.
+    """
+    try:
+        async with asyncio.timeout(LOOKUP_TIMEOUT_S):
+            reader, writer = await asyncio.open_connection(host, port)
+            try:
+                await _agree(reader, writer, _MULTISTREAM)
+                await _agree(reader, writer, _TLS)
+                await writer.start_tls(_context())
+                certificate = writer.get_extra_info("ssl_object").getpeercert(True)
+            finally:
+                writer.transport.abort()
+        return _peer_of(certificate)
+    except TimeoutError as error:
+        reason = f"no answer within {LOOKUP_TIMEOUT_S:g} s"
+        raise PeerUnreachableError(f"{host}:{port}: {reason}") from error
+    except (asyncio.IncompleteReadError, ConnectionResetError, ssl.SSLError, ValueError) as error:
+        raise PeerUnreachableError(
+            f"{host}:{port} is no libp2p port of a nesa-node; give the address that `nesa-node "
+            "run` prints there, /ip4/IP/tcp/PORT/p2p/ID"
+        ) from error
+    except OSError as error:
+        raise PeerUnreachableError(f"{host}:{port}: {error.strerror or error}") from error
+
+
+async def _with_id(address: str) -> str:
+    at = host_and_port(address)
+    if at is None:
+        raise ConfigError(f"the peer address {address!r} must end in /p2p/<peer id>")
+    return f"{address}/p2p/{await look_up(*at)}"
+
+
+async def _agree(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, words: bytes) -> None:
+    """multistream-select: both sides name the same protocol. Raises `ValueError`."""
+    writer.write(bytes([len(words)]) + words)
+    size = (await reader.readexactly(1))[0]
+    if size != len(words) or await reader.readexactly(size) != words:
+        raise ValueError("another protocol")
+
+
+def _context() -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    # Peers sign their certificates themselves: `_peer_of` checks them as libp2p says.
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.set_alpn_protocols(["libp2p"])
+    return context
+
+
+def _peer_of(certificate: bytes | None) -> PeerId:
+    """Whom the certificate belongs to. Raises `ValueError` if that is not proved."""
+    if certificate is None or len(certificate) > MAX_CERTIFICATE_BYTES:
+        raise ValueError("no certificate, or too large a one")
+    parsed = x509.load_der_x509_certificate(certificate)
+    try:
+        extension = parsed.extensions.get_extension_for_oid(_EXTENSION).value
+    except x509.ExtensionNotFound:
+        raise ValueError("not a libp2p certificate") from None
+    assert isinstance(extension, x509.UnrecognizedExtension)
+    value, at = extension.value, len(_KEY_BEFORE)
+    key, signature = value[at : at + 32], value[at + 34 :]
+    framed = _KEY_BEFORE + key + _SIGNATURE_BEFORE + signature
+    if value != framed or len(signature) != 64:
+        raise ValueError("not an Ed25519 identity")
+    peer = PeerId(base58_encode(_PEER_ID_BEFORE + key))
+    public = parsed.public_key().public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
+    if not verify(peer, _SIGNED_PREFIX + public, signature):
+        raise ValueError("the identity has not signed the certificate")
+    return peer

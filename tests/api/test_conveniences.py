@@ -1,0 +1,117 @@
+"""A request may leave the model out, the API explains itself, and the log says what was asked."""
+
+from __future__ import annotations
+
+import json
+import re
+from base64 import b64encode
+from collections.abc import Sequence
+from hashlib import sha256
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from nesa_node.web.keys import KeyLimits, KeyStore
+from tests.api.scripted import NAME, chat_body, serving, until
+
+ASKED: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "hello"}]},
+    "/v1/completions": {"prompt": "hello"},
+    "/v1/responses": {"input": "hello"},
+    "/v1/embeddings": {"input": "hello"},
+}
+
+
+@pytest.mark.parametrize("path", ASKED)
+async def test_the_only_model_need_not_be_named(tokenizer: Any, path: str) -> None:
+    async with serving(tokenizer) as server:
+        response = await server.post(path, ASKED[path])
+        assert response.status_code == 200, response.text
+        assert response.json()["model"] == NAME
+
+
+@pytest.mark.parametrize("path", ASKED)
+async def test_one_of_several_models_must_be_named(tokenizer: Any, path: str) -> None:
+    async with serving(tokenizer, names=("one", "two")) as server:
+        response = await server.post(path, ASKED[path])
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, "model")
+    assert error["code"] == "missing_required_parameter"
+    assert "one, two" in error["message"]
+
+
+def answered(logs: Sequence[Any]) -> list[Any]:
+    return [line for line in logs if line["event"] == "request_answered"]
+
+
+async def test_the_log_says_who_asked_what(tokenizer: Any, tmp_path: Path) -> None:
+    _, secret = KeyStore(tmp_path / "keys.json").add("alice", KeyLimits())
+    headers = {"authorization": f"Bearer {secret}"}
+    async with serving(tokenizer, keys_path=tmp_path / "keys.json") as server:
+        with capture_logs() as logs:
+            await server.post("/v1/chat/completions", chat_body(n=2), headers=headers)
+            await server.post("/v1/chat/completions", chat_body(stream=True), headers=headers)
+            await server.post("/v1/embeddings", {"input": "hello"}, headers=headers)
+            await server.post("/v1/chat/completions", chat_body(max_tokens=999), headers=headers)
+            await server.client.get("/v1/models", headers=headers)
+            await server.post("/v1/chat/completions", chat_body())
+            await server.client.get("/health")
+            # A line is written once the answer has ended, which is after the client has it.
+            await until(lambda: len(answered(logs)) == 6)
+    lines = answered(logs)
+    assert sorted(
+        (
+            line["status"],
+            line.get("key", ""),
+            line.get("model", ""),
+            line.get("completion_tokens", -1),
+        )
+        for line in lines
+    ) == sorted(
+        [
+            *((200, "alice", NAME, count) for count in (4, 2, 0)),
+            (400, "alice", "", -1),
+            (200, "alice", "", -1),
+            (401, "", "", -1),
+        ]
+    )
+    assert all(line["prompt_tokens"] > 0 for line in lines if "model" in line)
+    assert all(line["ms"] >= 0 for line in lines)
+    assert secret not in json.dumps(logs, default=str)
+
+
+class Page(HTMLParser):
+    """What a page would load, and its headings."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.loads: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.loads += [value or "" for name, value in attrs if name == "src"]
+        if tag in ("link", "script"):
+            self.loads += [dict(attrs).get("href") or tag]
+
+
+async def test_docs_show_every_endpoint_without_loading_anything(tokenizer: Any) -> None:
+    async with serving(tokenizer) as server:
+        page = await server.client.get("/docs")
+        spec = (await server.client.get("/openapi.json")).json()
+    assert page.status_code == 200
+    assert page.headers["content-type"].startswith("text/html")
+    for path, operations in spec["paths"].items():
+        for method in operations:
+            assert f"<h2>{method.upper()} {path}</h2>" in page.text
+    assert "<code>max_tokens</code>" in page.text
+    assert Page(page.text).loads == ["data:,"]
+    style = re.search("<style>(.*?)</style>", page.text, re.DOTALL)
+    assert style is not None
+    digest = b64encode(sha256(style[1].encode()).digest()).decode()
+    policy = page.headers["content-security-policy"]
+    assert f"style-src 'sha256-{digest}'" in policy
+    assert "script-src" not in policy
+    assert "default-src 'none'" in policy

@@ -1,0 +1,86 @@
+"""A log that nobody can fill."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+from collections.abc import Iterator
+
+import pytest
+import structlog
+
+from nesa_node.core import logging as our_logging
+from nesa_node.core.event_limit import BURST, MAX_NAMES, PER_S, TRACEBACK_COST, EventLimit
+from nesa_node.core.logging import get_logger, setup_logging
+
+
+class _Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture(autouse=True)
+def _restore_logging() -> Iterator[None]:
+    root = logging.getLogger()
+    before, level = list(root.handlers), root.level
+    yield
+    root.handlers[:] = before
+    root.setLevel(level)
+    structlog.reset_defaults()
+
+
+def test_a_day_of_one_event_is_bounded_and_counted() -> None:
+    clock = _Clock()
+    limit = EventLimit(clock)
+    said = told = 0
+    for _ in range(200_000):
+        clock.now += 0.01
+        left_out = limit.admit("session_opened")
+        if left_out is not None:
+            said += 1
+            told += left_out
+    assert said == pytest.approx(BURST + PER_S * clock.now, rel=0.01)
+    assert said + told == pytest.approx(200_000, abs=200)
+    assert limit.admit("another") == 0
+
+
+def test_tracebacks_are_said_less_often() -> None:
+    limit = EventLimit(_Clock())
+    said = [limit.admit("failed", has_traceback=True) for _ in range(1000)]
+    assert said.count(0) == BURST / TRACEBACK_COST
+
+
+def test_names_are_remembered_up_to_a_number() -> None:
+    limit = EventLimit(_Clock())
+    for index in range(3 * MAX_NAMES):
+        limit.admit(str(index))
+    assert len(limit._buckets) <= MAX_NAMES
+
+
+def test_log_leaves_out_what_comes_too_often_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, out = _Clock(), io.StringIO()
+    monkeypatch.setattr(our_logging, "_clock", clock)
+    setup_logging("info", "json", out)
+    log = get_logger("nesa_node.test")
+    for number in range(3000):
+        log.info("session_opened", number=number)
+        log.debug("not_shown")
+    log.error("something_else")
+    clock.now += 2 / PER_S
+    log.info("session_opened", number=-1)
+    written = [json.loads(line) for line in out.getvalue().splitlines()]
+    assert len(written) == BURST + 2
+    assert written[-1]["not_logged"] == 3000 - BURST
+    assert "not_logged" not in written[0]
+
+
+@pytest.mark.parametrize("event", sorted(our_logging.UNLIMITED))
+def test_what_only_key_holders_cause_is_all_there(event: str) -> None:
+    out = io.StringIO()
+    setup_logging("info", "json", out)
+    for _ in range(3000):
+        get_logger("nesa_node.test").info(event)
+    assert len(out.getvalue().splitlines()) == 3000

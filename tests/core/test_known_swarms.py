@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nesa_node.core.known_swarms import KnownSwarms
+
+HERE = ("/ip4/127.0.0.1/tcp/4001/p2p/12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN",)
+THERE = ("/ip4/192.0.2.7/tcp/4001/p2p/12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN",)
+
+
+def test_nothing_is_known_at_first(tmp_path: Path) -> None:
+    assert KnownSwarms(tmp_path / "none").find() is None
+
+
+def test_the_last_swarm_is_remembered(tmp_path: Path) -> None:
+    known = KnownSwarms(tmp_path / "swarms")
+    known.remember(HERE, "m@1")
+    known.remember(THERE, "m@2")
+    found = known.find()
+    assert found is not None
+    assert (found.addresses, found.model, found.source) == (THERE, "m@2", "last")
+
+
+def test_a_running_node_comes_before_the_last_swarm(tmp_path: Path) -> None:
+    known = KnownSwarms(tmp_path)
+    known.remember(THERE, "m@2")
+    with known.running(HERE, "m@1", "one"):
+        found = known.find()
+        assert found is not None
+        assert (found.addresses, found.name, found.source) == (HERE, "one", "running")
+    found = known.find()
+    assert found is not None
+    assert found.source == "last"
+
+
+def test_the_swarm_of_the_model_asked_for_is_preferred(tmp_path: Path) -> None:
+    known = KnownSwarms(tmp_path)
+    known.remember(THERE, "wanted@2")
+    with known.running(HERE, "other@1", None):
+        for wanted in ("wanted", "models/wanted", "org/wanted", "wanted@2"):
+            found = known.find(wanted)
+            assert found is not None
+            assert found.addresses == THERE
+        found = known.find("third")
+        assert found is not None
+        assert found.addresses == HERE
+
+
+def test_a_killed_node_is_forgotten(tmp_path: Path) -> None:
+    code = (
+        "import os, sys; from pathlib import Path;"
+        "from nesa_node.core.known_swarms import KnownSwarms;"
+        "known = KnownSwarms(Path(sys.argv[1]));"
+        "context = known.running(['/ip4/127.0.0.1/tcp/1'], 'm', None); context.__enter__();"
+        "os._exit(9)"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False, timeout=60)
+    assert len(list((tmp_path / "nodes").iterdir())) == 1
+    assert KnownSwarms(tmp_path).find() is None
+    assert not list((tmp_path / "nodes").iterdir())
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", "7", '{"addresses": [], "model": null, "name": null, "saved_at": 1}']
+)
+def test_a_damaged_file_says_nothing(text: str, tmp_path: Path) -> None:
+    (tmp_path / "last-swarm.json").write_text(text, encoding="utf-8")
+    assert KnownSwarms(tmp_path).find() is None
+
+
+def test_a_file_too_large_is_not_read(tmp_path: Path) -> None:
+    KnownSwarms(tmp_path).remember(HERE, "m" * 70_000)
+    assert KnownSwarms(tmp_path).find() is None
+
+
+def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text(json.dumps(1), encoding="utf-8")
+    known = KnownSwarms(blocked)
+    known.remember(HERE, "m")
+    with known.running(HERE, "m", None):
+        pass

@@ -1,0 +1,158 @@
+"""Files that came from a hub or from another machine."""
+
+from __future__ import annotations
+
+import json
+import struct
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nesa_node.engine.checkpoint import weight_files
+from nesa_node.engine.families import family_of
+from nesa_node.engine.model_config import read_config, read_raw_config
+from nesa_node.engine.safetensors_file import read_header
+from nesa_node.engine.side_files import INDEX_FILE
+from nesa_node.topology.serial import from_json
+from nesa_node.topology.swarm_file import read_swarm
+from tests.fuzz.mutation import JSON
+from tests.fuzz.target import Parse, Target
+
+_MEMORY = Path("/dev/shm")
+
+_CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 100,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+}
+_SWARM = {
+    "num_blocks": 8,
+    "nodes": [
+        {"name": "a", "device": "rtx3090", "region": "frankfurt", "span": "0:4"},
+        {"name": "b", "device": "a100", "count": 2, "region": "london", "datacenter": True},
+        {"name": "c", "tokens_per_s": 40, "max_blocks": 8, "location": [48.1, 11.6]},
+    ],
+    "round_trips_ms": {"a": {"c": 18}},
+    "client": {"region": "paris"},
+}
+
+
+@contextmanager
+def _folder() -> Iterator[Path]:
+    where = _MEMORY if _MEMORY.is_dir() else None
+    with tempfile.TemporaryDirectory(prefix="nesa-fuzz-", dir=where) as name:
+        yield Path(name)
+
+
+def _file(name: str, read: Callable[[Path], object]) -> Callable[[], Any]:
+    """Opens what writes its input to the file `name` of a folder and has `read` read that."""
+
+    @contextmanager
+    def opened() -> Iterator[Parse]:
+        with _folder() as folder:
+
+            def parse(data: bytes) -> None:
+                (folder / name).write_bytes(data)
+                read(folder)
+
+            yield parse
+
+    return opened
+
+
+def _raw_config(folder: Path) -> None:
+    family_of(read_raw_config(folder, name="m").get("model_type"), name="m")
+
+
+def _config(folder: Path) -> None:
+    read_config(folder, name="m")
+
+
+def _header(folder: Path) -> None:
+    for info in read_header(folder / "model.safetensors", "model.safetensors").values():
+        assert info.numel >= 0
+
+
+def _index(folder: Path) -> None:
+    weight_files({INDEX_FILE, "a.safetensors"}, folder, name="m")
+
+
+def _header_seeds() -> list[bytes]:
+    entry = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
+    half = {"dtype": "BF16", "shape": [4], "data_offsets": [24, 32]}
+    text = json.dumps({"__metadata__": {"format": "pt"}, "a": entry, "b": half}).encode()
+    return [struct.pack("<Q", len(text)) + text + bytes(32)]
+
+
+@contextmanager
+def _headers() -> Iterator[Parse]:
+    """The length in front is put right, so that the JSON is read, unless the first bit says no."""
+    with _file("model.safetensors", _header)() as read:
+
+        def parse(data: bytes) -> None:
+            if len(data) > 8 and not data[0] & 1:
+                text = data[8:].rpartition(b"}")
+                header = text[0] + text[1]
+                data = struct.pack("<Q", len(header)) + header + text[2]
+            read(data)
+
+        yield parse
+
+
+def _index_seeds() -> list[bytes]:
+    return [json.dumps({"metadata": {}, "weight_map": {"x": "a.safetensors"}}).encode()]
+
+
+@contextmanager
+def _swarm_files() -> Iterator[Parse]:
+    yield lambda data: read_swarm(data, np.random.default_rng(0))
+
+
+@contextmanager
+def _snapshots() -> Iterator[Parse]:
+    yield from_json
+
+
+def _snapshot_seeds() -> list[bytes]:
+    from nesa_node.topology.serial import to_json
+
+    read = read_swarm(json.dumps(_SWARM), np.random.default_rng(0))
+    return [to_json(read.snapshot)]
+
+
+TARGETS: dict[str, Target] = {
+    "raw_config": Target(
+        open=_file("config.json", _raw_config),
+        seeds=lambda: [json.dumps(_CONFIG).encode()],
+        tokens=JSON,
+    ),
+    "model_config": Target(
+        open=_file("config.json", _config),
+        seeds=lambda: [json.dumps(_CONFIG).encode()],
+        tokens=JSON,
+        weight=0.02,
+    ),
+    "safetensors": Target(open=_headers, seeds=_header_seeds, tokens=JSON),
+    "checkpoint_index": Target(
+        open=_file(INDEX_FILE, _index), seeds=_index_seeds, tokens=(*JSON, b".safetensors", b"../")
+    ),
+    "swarm_file": Target(
+        open=_swarm_files, seeds=lambda: [json.dumps(_SWARM).encode()], tokens=JSON, weight=0.3
+    ),
+    "snapshot": Target(open=_snapshots, seeds=_snapshot_seeds, tokens=JSON, weight=0.5),
+}

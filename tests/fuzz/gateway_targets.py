@@ -1,0 +1,106 @@
+"""What clients send to the gateway, and what models write that it reads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from nesa_node.api.bodies.chat_body import ChatBody
+from nesa_node.api.bodies.completion_body import CompletionBody
+from nesa_node.api.bodies.fields import Body
+from nesa_node.api.bodies.reading import parse as parse_body
+from nesa_node.api.bodies.response_body import ResponseBody
+from nesa_node.api.bodies.tool_calls import CallReader, Format
+from nesa_node.web.problem import Problem
+from tests.fuzz.mutation import JSON
+from tests.fuzz.target import Parse, Target
+
+_KINDS: tuple[type[Body], ...] = (ChatBody, CompletionBody, ResponseBody)
+_TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+_CHAT = {
+    "model": "m",
+    "messages": [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": [{"type": "text", "text": "hello"}]},
+        {
+            "role": "assistant",
+            "tool_calls": [
+                {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+            ],
+        },
+        {"role": "tool", "tool_call_id": "1", "content": "there"},
+    ],
+    "tools": [_TOOL],
+    "tool_choice": {"type": "function", "function": {"name": "look"}},
+    "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {}}},
+    "temperature": 0.5,
+    "top_p": 0.9,
+    "n": 2,
+    "stop": ["end"],
+    "logit_bias": {"5": 1.5},
+    "max_tokens": 10,
+    "stream": True,
+    "stream_options": {"include_usage": True},
+    "seed": 3,
+}
+_COMPLETION = {"model": "m", "prompt": ["one", "two"], "max_tokens": 5, "logprobs": 2, "echo": True}
+_RESPONSE = {
+    "model": "m",
+    "input": [{"role": "user", "content": [{"type": "input_text", "text": "hi"}]}],
+    "instructions": "be brief",
+    "max_output_tokens": 10,
+}
+
+
+@contextmanager
+def _bodies() -> Iterator[Parse]:
+    def parse(data: bytes) -> None:
+        parse_body(_KINDS[data[0] % len(_KINDS) if data else 0], data[1:])
+
+    yield parse
+
+
+def _body_seeds() -> list[bytes]:
+    bodies = (_CHAT, _COMPLETION, _RESPONSE)
+    return [bytes([kind]) + json.dumps(body).encode() for kind, body in enumerate(bodies)]
+
+
+@contextmanager
+def _calls() -> Iterator[Parse]:
+    """Fed in pieces, as a model writes."""
+
+    def parse(data: bytes) -> None:
+        written: Format = "tagged" if data[:1] < b"\x80" else "bare"
+        text = data[1:].decode(errors="replace")
+        reader = CallReader(written, ["look"])
+        half = len(text) // 2
+        for piece in (text[:half], text[half:]):
+            reader.feed(piece)
+        _, calls = reader.finish()
+        for call in calls:
+            assert isinstance(call["function"]["name"], str)
+            assert isinstance(call["function"]["arguments"], str)
+
+    yield parse
+
+
+def _call_seeds() -> list[bytes]:
+    call = '{"name": "look", "arguments": {"at": [1, 2.5, null, "x"]}}'
+    tagged = f"well <tool_call>{call}</tool_call> and <tool_call>{call}"
+    return [
+        b"\0" + tagged.encode(),
+        b"\xff" + call.encode(),
+        b"\xff" + f"[{call}, {call}]".encode(),
+    ]
+
+
+TARGETS: dict[str, Target] = {
+    "body": Target(open=_bodies, seeds=_body_seeds, tokens=JSON, refusals=(Problem,)),
+    "tool_call": Target(
+        open=_calls,
+        seeds=_call_seeds,
+        tokens=(*JSON, b"<tool_call>", b"</tool_call>", b"<tool_", b'"name": []', b'"name": {}'),
+        refusals=(),
+    ),
+}

@@ -1,0 +1,180 @@
+"""What arrives on a session's streams: frames, messages, tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import msgspec
+import torch
+
+from nesa_node.compression import tensors
+from nesa_node.compression.codecs import FAMILIES, expand, parse
+from nesa_node.compression.quality import allows, name_of
+from nesa_node.compression.tensors import TensorMeta
+from nesa_node.core.errors import FrameError, NesaError
+from nesa_node.core.ids import PeerId
+from nesa_node.swarm.messages import (
+    Busy,
+    Close,
+    Downstream,
+    Error,
+    Link,
+    Message,
+    Open,
+    Output,
+    Pages,
+    Received,
+    RowSlice,
+    Step,
+    decode_message,
+    encode_message,
+    tensor_of,
+)
+from nesa_node.swarm.stream import Stream
+from nesa_node.topology.packed import Measured, pack_measured, unpack_measured
+from tests.fuzz.mutation import MSGPACK
+from tests.fuzz.swarm_targets import PEER, fed_pipe
+from tests.fuzz.target import Parse, Target
+
+MAX_TENSOR_BYTES = 64 * 1024
+_CODECS = ("none", "bfloat16", "float16", "lossless", "int8", "int8:64:4", "int4", "int4:32:16")
+
+
+def _messages() -> list[tuple[Message, bytes]]:
+    hidden = torch.linspace(-1, 1, 128).view(2, 64)
+    meta, payload = tensors.encode(hidden)
+    row = (RowSlice(row=0, position=0, count=2),)
+    session, secret = bytes(16), bytes(32)
+    opening = Open(
+        version=(1, 3), model="tiny@0", session=session, secret=secret, blocks=(0, 3), rows=1,
+        max_tokens=64, mode="chain", dtype="float32", epoch=1, upstream=None, quality="exact",
+        prefix=((bytes(16),),), codecs=("int8",), trace=bytes(24),
+    )  # fmt: skip
+    plain: list[Message] = [
+        opening,
+        Busy(retry_after_s=1.0, free_tokens=5, message="full"),
+        Link(
+            epoch=2, upstream=PEER, downstream=Downstream(PEER, (3, 6)), lengths=(4,),
+            emit_from=(0,),
+        ),
+        Close(prefix=((bytes(16),),)),
+        Error(code="busy", message="no room"),
+        Received(nbytes=5, seconds=0.5),
+    ]  # fmt: skip
+    step = Step(session=session, epoch=1, step=3, rows=row, tensor=meta, via=("int8",))
+    output = Output(epoch=1, step=3, rows=row, tensor=meta)
+    pages = Pages(row=0, position=0, tensor=meta)
+    return [(message, b"") for message in plain] + [
+        (message, bytes(payload)) for message in (step, output, pages)
+    ]
+
+
+def _framed(message: Message, payload: bytes) -> bytes:
+    header = encode_message(message)
+    prefix = len(header).to_bytes(4, "little") + len(payload).to_bytes(4, "little")
+    return prefix + header + payload
+
+
+def _frame_seeds() -> list[bytes]:
+    frames = [_framed(*each) for each in _messages()]
+    return [*frames, b"".join(frames)]
+
+
+@contextmanager
+def _streams() -> Iterator[Parse]:
+    async def parse(data: bytes) -> None:
+        pipe = fed_pipe(data)
+        stream = Stream(PeerId(PEER), pipe, pipe)
+        while True:
+            message, payload = await stream.receive(max_tensor_bytes=MAX_TENSOR_BYTES)
+            if (meta := tensor_of(message)) is not None:
+                tensors.decode(meta, payload, max_bytes=MAX_TENSOR_BYTES)
+
+    yield parse
+
+
+@contextmanager
+def _decoded_messages() -> Iterator[Parse]:
+    yield decode_message
+
+
+@contextmanager
+def _tensors() -> Iterator[Parse]:
+    """Two bytes of a description's length, the description, the payload as long as it must be."""
+    read = msgspec.msgpack.Decoder(TensorMeta)
+
+    def parse(data: bytes) -> None:
+        length = int.from_bytes(data[:2], "little")
+        try:
+            meta = read.decode(data[2 : 2 + length])
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise FrameError("no description") from error
+        allows("int4", meta.codec)
+        name_of(meta.codec)
+        size = tensors.check(meta, max_bytes=MAX_TENSOR_BYTES)
+        payload = bytearray(data[2 + length :] or b"\0")
+        payload *= -(-size // len(payload))
+        tensors.decode(meta, payload[:size], max_bytes=MAX_TENSOR_BYTES)
+
+    yield parse
+
+
+def _tensor_seeds() -> list[bytes]:
+    seeds = []
+    generator = torch.Generator().manual_seed(0)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        hidden = torch.randn(3, 128, generator=generator).to(dtype)
+        for codec in _CODECS:
+            with suppress(NesaError):
+                meta, payload = tensors.encode(hidden, codec=codec)
+                text = msgspec.msgpack.encode(meta)
+                seeds.append(len(text).to_bytes(2, "little") + text + bytes(payload))
+    return seeds
+
+
+@contextmanager
+def _codec_texts() -> Iterator[Parse]:
+    def read(data: bytes) -> None:
+        text = data.decode("latin-1")
+        allows("int8", text)
+        name_of(text)
+        with suppress(NesaError):
+            expand(text)
+        parse(text)
+
+    yield read
+
+
+@contextmanager
+def _packed_links() -> Iterator[Parse]:
+    yield unpack_measured
+
+
+def _link_seeds() -> list[bytes]:
+    links = [Measured(bytes([digest]) * 6, 12.5, 1e7, 60.0) for digest in range(1, 5)]
+    return [pack_measured(links), pack_measured(links[:1])]
+
+
+TARGETS: dict[str, Target] = {
+    "stream": Target(open=_streams, seeds=_frame_seeds, tokens=MSGPACK, weight=0.5),
+    "message": Target(
+        open=_decoded_messages,
+        seeds=lambda: [encode_message(message) for message, _ in _messages()],
+        tokens=MSGPACK,
+        weight=3.0,
+    ),
+    "tensor": Target(open=_tensors, seeds=_tensor_seeds, tokens=MSGPACK, weight=0.5),
+    "codec_text": Target(
+        open=_codec_texts,
+        seeds=lambda: [b"int8:64:4@2", *(name.encode() for name in FAMILIES)],
+        tokens=(b":", b"@", b"0", b"4096", b"99999", b"int4", b"blockwise8", b"\xb2"),
+    ),
+    "packed_links": Target(
+        open=_packed_links,
+        seeds=_link_seeds,
+        tokens=(b"\xff" * 4, bytes(12)),
+        refusals=(ValueError,),
+        weight=2.0,
+    ),
+}

@@ -1,0 +1,394 @@
+"""What a node reads from peers over the DHT and from libp2p's daemon."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import msgspec
+
+from nesa_node.core.errors import NesaError, PeerUnreachableError
+from nesa_node.core.ids import ModelId, PeerId
+from nesa_node.swarm import node as node_module
+from nesa_node.swarm.call_budget import CallBudget
+from nesa_node.swarm.control import UnaryCalls, packed_address, read_message
+from nesa_node.swarm.dht_codec import load_flat, pack_records, unpack_records
+from nesa_node.swarm.dht_codec import read_message as read_protobuf
+from nesa_node.swarm.dht_peer import PROTOCOL_PREFIX, DhtPeer, node_id_of
+from nesa_node.swarm.few_addresses import few_addresses
+from nesa_node.swarm.hive import DHTID, PeerID, dht_pb2, p2pd_pb2
+from nesa_node.swarm.identity import Identity, base58_decode, base58_encode, public_key_bytes
+from nesa_node.swarm.notices import KINDS, open_notice, seal_notice
+from nesa_node.swarm.p2pd import parse_multiaddr
+from nesa_node.swarm.pipe import SCRATCH_BYTES, Pipe
+from nesa_node.swarm.private import Membership
+from nesa_node.swarm.records import NODES_KEY, model_key, seal, unseal_ageless
+from nesa_node.swarm.sealing import kind_of
+from nesa_node.swarm.tasks import TaskSet
+from nesa_node.swarm.transport import split_peer_address
+from nesa_node.swarm.validator import RecordValidator, dht_id
+from tests.fuzz.mutation import MSGPACK, PROTOBUF
+from tests.fuzz.target import Parse, Target
+from tests.swarm.notice_fields import make_notice
+from tests.swarm.record_fields import MODEL_ID, make_record
+
+NOW = 2_000_000_000.0
+KEY = dht_id(model_key(ModelId(MODEL_ID)))
+_METHODS = ("rpc_ping", "rpc_find", "rpc_store")
+
+
+def _identity() -> Identity:
+    with tempfile.TemporaryDirectory(prefix="nesa-fuzz-") as directory:
+        return Identity.ephemeral(Path(directory))
+
+
+IDENTITY = _identity()
+PEER = IDENTITY.peer_id
+NODE_ID = node_id_of(base58_decode(PEER))
+
+
+def sealed_statements() -> list[bytes]:
+    record = make_record(IDENTITY, NOW, location=(1.0, 2.0), codecs=("int8:64",), next_span=(0, 3))
+    notices = [make_notice(kind, IDENTITY, NOW) for kind in KINDS.values()]
+    return [seal(record, IDENTITY), *(seal_notice(notice, IDENTITY) for notice in notices)]
+
+
+def _trust(*_: object) -> bool:
+    return True
+
+
+def _now() -> float:
+    """Not a mock, which would keep all calls."""
+    return NOW
+
+
+@contextmanager
+def trusting() -> Iterator[None]:
+    """Takes all signatures for right: a peer can make right ones for whatever it says."""
+    with mock.patch("nesa_node.swarm.sealing.verify", new=_trust):
+        yield
+
+
+class _NoNetwork:
+    """`UnaryCalls` whose peers all answer `answer`."""
+
+    def __init__(self) -> None:
+        self.handlers: dict[str, Callable[[PeerId, bytes], Awaitable[bytes]]] = {}
+        self.answer: bytes | None = None
+
+    async def add_handler(self, protocol: str, handler: Any) -> None:
+        self.handlers[protocol.removeprefix(PROTOCOL_PREFIX)] = handler
+
+    async def remove_handler(self, protocol: str) -> None:
+        pass
+
+    async def call(self, *_: object) -> bytes:
+        if self.answer is None:
+            raise PeerUnreachableError("there is no network")
+        return self.answer
+
+    def fail_pending(self) -> None:
+        pass
+
+
+class _Member:
+    """A member of the DHT, all of it real but the network."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.network = _NoNetwork()
+        membership = Membership(None)
+        self.validator = RecordValidator(membership, clock)
+        own = _identity().peer_id
+        self.peer = DhtPeer(own, self.network, self.validator, membership)  # type: ignore[arg-type]
+        self.peer._budget = CallBudget(lambda: 0.0, burst=1e12)
+        self._node: Any = None
+
+    async def protocol(self) -> Any:
+        """Made by the first who asks: that takes an event loop."""
+        if self._node is None:
+            opening = node_module._dht_node(self.peer, self.validator, listen=True)
+            self._node = await opening.__aenter__()
+            self._opening = opening
+        return self._node.protocol
+
+
+@contextmanager
+def _requests() -> Iterator[Parse]:
+    member = _Member(lambda: NOW)
+
+    async def parse(data: bytes) -> None:
+        await member.protocol()
+        method = _METHODS[data[0] % 3] if data else "rpc_find"
+        try:
+            await member.network.handlers[method](PEER, data[1:])
+        finally:
+            await asyncio.sleep(0)
+
+    with trusting(), _hivemind_time():
+        yield parse
+
+
+@contextmanager
+def _answers() -> Iterator[Parse]:
+    member = _Member(lambda: NOW)
+    target = PeerID.from_base58(PEER)
+    find = dht_pb2.FindRequest(keys=[KEY])
+    requests = {
+        "rpc_ping": (dht_pb2.PingRequest(), dht_pb2.PingResponse),
+        "rpc_find": (find, dht_pb2.FindResponse),
+        "rpc_store": (dht_pb2.StoreRequest(), dht_pb2.StoreResponse),
+    }
+
+    async def parse(data: bytes) -> None:
+        protocol = await member.protocol()
+        method = _METHODS[data[0] % 3] if data else "rpc_find"
+        member.network.answer = data[1:]
+        request, kind = requests[method]
+        read = await member.peer.call_protobuf_handler(target, f"DHT.{method}", request, kind)
+        if method == "rpc_find":
+            # hivemind goes on with what has passed.
+            found = await protocol.call_find(target, [DHTID.from_bytes(KEY)])
+            assert found is not None, read
+        await asyncio.sleep(0)
+
+    with trusting(), _hivemind_time():
+        yield parse
+
+
+@contextmanager
+def _hivemind_time() -> Iterator[None]:
+    with mock.patch("hivemind.utils.timed_storage.get_dht_time", new=_now):
+        yield
+
+
+def _packed() -> bytes:
+    return pack_records([(PEER, msgspec.msgpack.encode(each), NOW + 60) for each in _sealed()])
+
+
+def _sealed() -> list[bytes]:
+    return sealed_statements()
+
+
+def _request_seeds() -> list[bytes]:
+    info = dht_pb2.NodeInfo(node_id=NODE_ID)
+    name = msgspec.msgpack.encode(PEER)
+    records = [msgspec.msgpack.encode(each) for each in _sealed()]
+    many = len(records)
+    stores = dht_pb2.StoreRequest(
+        keys=[KEY] * many, subkeys=[name] * many, values=records, in_cache=[False] * many,
+        expiration_time=[NOW + 60] * many, peer=info,
+    )  # fmt: skip
+    whole = dht_pb2.StoreRequest(
+        keys=[KEY], subkeys=[b""], values=[_packed()], expiration_time=[NOW + 60], in_cache=[True]
+    )
+    find = dht_pb2.FindRequest(keys=[KEY, dht_id(NODES_KEY)], peer=info)
+    ping = dht_pb2.PingRequest(peer=info, validate=True)
+    return [
+        b"\0" + ping.SerializeToString(),
+        b"\1" + find.SerializeToString(),
+        b"\2" + stores.SerializeToString(),
+        b"\2" + whole.SerializeToString(),
+    ]
+
+
+def _answer_seeds() -> list[bytes]:
+    info = dht_pb2.NodeInfo(node_id=NODE_ID)
+    raw = base58_decode(PEER)
+    result = dht_pb2.FindResult(
+        type=dht_pb2.FOUND_DICTIONARY, value=_packed(), expiration_time=NOW + 60,
+        nearest_node_ids=[NODE_ID], nearest_peer_ids=[raw],
+    )  # fmt: skip
+    plain = dht_pb2.FindResult(type=dht_pb2.FOUND_REGULAR, value=b"\xc4\x01a", expiration_time=NOW)
+    return [
+        b"\0" + dht_pb2.PingResponse(peer=info, dht_time=NOW).SerializeToString(),
+        b"\1" + dht_pb2.FindResponse(results=[result], peer=info).SerializeToString(),
+        b"\1" + dht_pb2.FindResponse(results=[plain], peer=info).SerializeToString(),
+        b"\2" + dht_pb2.StoreResponse(store_ok=[True], peer=info).SerializeToString(),
+    ]
+
+
+@contextmanager
+def _dictionaries() -> Iterator[Parse]:
+    def parse(data: bytes) -> None:
+        with suppress(NesaError):
+            load_flat(data)
+        unpack_records(data)
+
+    yield parse
+
+
+@contextmanager
+def _protobufs() -> Iterator[Parse]:
+    kinds = (
+        *(dht_pb2.PingRequest, dht_pb2.PingResponse, dht_pb2.FindRequest),
+        *(dht_pb2.FindResponse, dht_pb2.StoreRequest, dht_pb2.StoreResponse),
+    )
+
+    def parse(data: bytes) -> None:
+        read_protobuf(kinds[data[0] % 6 if data else 0], data[1:])
+
+    yield parse
+
+
+@contextmanager
+def _statements() -> Iterator[Parse]:
+    kinds = list(KINDS.values())
+    validator = RecordValidator(Membership(None), lambda: NOW)
+    name = msgspec.msgpack.encode(PEER)
+
+    def parse(data: bytes) -> None:
+        kind_of(data)
+        for kind in kinds:
+            with suppress(NesaError):
+                open_notice(kind, data)
+        with suppress(NesaError):
+            validator.check(KEY, name, msgspec.msgpack.encode(data), NOW + 60)
+        record = unseal_ageless(data)
+        record.node_state()
+        record.measured_links()
+        few_addresses(record.addresses, (), public_only=True)
+
+    with trusting():
+        yield parse
+
+
+@contextmanager
+def _bodies() -> Iterator[Parse]:
+    """The signed part alone, so that a mistake in the envelope does not hide it."""
+    with _statements() as read:
+
+        def parse(data: bytes) -> None:
+            envelope = {
+                "record": data[1:], "signature": bytes(64), "peer_id": PEER, "tag": b"",
+                "kind": ("record", *KINDS)[data[0] % 4 if data else 0],
+            }  # fmt: skip
+            read(msgspec.msgpack.encode(envelope))
+
+        yield parse
+
+
+def _body_seeds() -> list[bytes]:
+    envelopes = [msgspec.msgpack.decode(each) for each in _sealed()]
+    return [
+        bytes([("record", *KINDS).index(each.get("kind", "record"))]) + each["record"]
+        for each in envelopes
+    ]
+
+
+class FakeTransport:
+    """The event loop's side of a pipe whose other end takes everything."""
+
+    def is_closing(self) -> bool:
+        return False
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_, **__: None
+
+
+def fed_pipe(data: bytes) -> Pipe:
+    """A pipe that `data` has come through, and then its end."""
+    pipe = Pipe(bytearray(SCRATCH_BYTES))
+    pipe.connection_made(FakeTransport())  # type: ignore[arg-type]
+    pipe._unread += data
+    pipe.eof_received()
+    return pipe
+
+
+@contextmanager
+def _p2pd_frames() -> Iterator[Parse]:
+    async def answer(peer: PeerId, data: bytes) -> bytes:
+        return data
+
+    async def parse(data: bytes) -> None:
+        for kind in (p2pd_pb2.StreamInfo, p2pd_pb2.Response):
+            with suppress(NesaError, OSError, asyncio.IncompleteReadError):
+                await read_message(fed_pipe(data), kind())
+        tasks = TaskSet()
+        calls = UnaryCalls(fed_pipe(data), tasks)
+        calls._handlers["/nesa/1/dht/rpc_find"] = answer
+        await calls.receive()
+        await tasks.close()
+
+    yield parse
+
+
+def _frame(message: Any) -> bytes:
+    data = bytes(message.SerializeToString())
+    assert len(data) < 1 << 14
+    return bytes([len(data) & 0x7F | 0x80, len(data) >> 7]) + data
+
+
+def _frame_seeds() -> list[bytes]:
+    call = p2pd_pb2.PersistentConnectionResponse(
+        callId=b"c" * 16,
+        requestHandling=p2pd_pb2.CallUnaryRequest(
+            peer=base58_decode(PEER), proto="/nesa/1/dht/rpc_find", data=b"data"
+        ),
+    )
+    answer = p2pd_pb2.PersistentConnectionResponse(
+        callId=b"d" * 16, callUnaryResponse=p2pd_pb2.CallUnaryResponse(error=b"no")
+    )
+    info = p2pd_pb2.StreamInfo(
+        peer=base58_decode(PEER), addr=packed_address("/ip4/127.0.0.1/tcp/1"), proto="/nesa/session"
+    )
+    failed = p2pd_pb2.Response(
+        type=p2pd_pb2.Response.ERROR, error=p2pd_pb2.ErrorResponse(msg="failed")
+    )
+    return [_frame(each) for each in (call, answer, info, failed)] + [_frame(call) * 3]
+
+
+@contextmanager
+def _addresses() -> Iterator[Parse]:
+    def parse(data: bytes) -> None:
+        text = data.decode("latin-1" if data[:1] == b"\0" else "utf-8", errors="replace")[:512]
+        for public_only in (True, False):
+            few_addresses([text, text[1:]], ["/ip4/1.2.3.4/tcp/1"], public_only=public_only)
+        with suppress(ValueError):
+            base58_decode(text)
+        with suppress(ValueError):
+            public_key_bytes(PeerId(text))
+        bare, peer = split_peer_address(text)
+        parse_multiaddr(bare)
+        with suppress(ValueError):
+            base58_encode(base58_decode(peer))
+            packed_address(bare)
+
+    yield parse
+
+
+def _address_seeds() -> list[bytes]:
+    texts = (
+        f"/ip4/10.0.0.1/tcp/31330/p2p/{PEER}",
+        f"/ip6/2001:db8::1/tcp/31330/p2p/{PEER}",
+        f"/ip4/1.2.3.4/tcp/1/p2p/{PEER}/p2p-circuit/p2p/{PEER}",
+        f"/dns4/example.org/tcp/443/wss/p2p/{PEER}",
+        f"/ip4/1.2.3.4/udp/1/quic-v1/webtransport/certhash/uEiA/p2p/{PEER}",
+    )
+    return [text.encode() for text in texts]
+
+
+_ADDRESS_TOKENS = (
+    *(b"/ip4/", b"/ip6/", b"/tcp/", b"/udp/", b"/p2p/", b"/unix/", b"/dns/", b"/p2p-circuit"),
+    *(b"/onion3/", b"/garlic64/", b"/certhash/", b"/ip6zone/", b"99999", b"::", b"%", b"\xff"),
+    *(b"1" * 200, b"/" * 50, b"/http-path/", b"/ipcidr/", b"/memory/", b"-1", "\u0661".encode()),
+)
+
+TARGETS: dict[str, Target] = {
+    "dht_request": Target(
+        open=_requests, seeds=_request_seeds, tokens=PROTOBUF + MSGPACK, weight=0.5
+    ),
+    "dht_answer": Target(open=_answers, seeds=_answer_seeds, tokens=PROTOBUF + MSGPACK, weight=0.5),
+    "dht_dictionary": Target(open=_dictionaries, seeds=lambda: [_packed()], tokens=MSGPACK),
+    "dht_protobuf": Target(
+        open=_protobufs, seeds=lambda: _request_seeds() + _answer_seeds(), tokens=PROTOBUF
+    ),
+    "dht_statement": Target(open=_statements, seeds=sealed_statements, tokens=MSGPACK),
+    "dht_body": Target(open=_bodies, seeds=_body_seeds, tokens=MSGPACK),
+    "p2pd_frame": Target(open=_p2pd_frames, seeds=_frame_seeds, tokens=PROTOBUF, weight=0.5),
+    "address": Target(open=_addresses, seeds=_address_seeds, tokens=_ADDRESS_TOKENS),
+}

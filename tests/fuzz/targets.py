@@ -1,0 +1,13 @@
+"""Every parser of bytes that somebody else chose, by name."""
+
+from __future__ import annotations
+
+from tests.fuzz import file_targets, gateway_targets, session_targets, swarm_targets
+from tests.fuzz.target import Target
+
+TARGETS: dict[str, Target] = {
+    **swarm_targets.TARGETS,
+    **session_targets.TARGETS,
+    **file_targets.TARGETS,
+    **gateway_targets.TARGETS,
+}

@@ -1,0 +1,1 @@
+"""Deliberate one-line mistakes, and the tests that have to notice them."""

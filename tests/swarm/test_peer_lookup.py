@@ -1,0 +1,76 @@
+"""The peer id behind host and port: a real p2pd answers, and things that are none."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from pathlib import Path
+
+import pytest
+
+from nesa_node.core.errors import BootstrapError, ConfigError, PeerUnreachableError
+from nesa_node.swarm.identity import Identity
+from nesa_node.swarm.node import open_swarm
+from nesa_node.swarm.peer_lookup import look_up, with_peer_ids
+from nesa_node.swarm.transport import open_transport
+
+LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
+
+
+def port_of(address: str) -> int:
+    return int(address.split("/")[4])
+
+
+async def test_a_peer_proves_its_id(tmp_path: Path) -> None:
+    identity = Identity.ephemeral(tmp_path)
+    async with open_transport(identity, host_maddrs=LOOPBACK) as transport:
+        (address,) = transport.addresses
+        port = port_of(address)
+        assert await look_up("127.0.0.1", port) == identity.peer_id
+        assert await with_peer_ids([f"127.0.0.1:{port}"]) == (address,)
+        named = f"/dns/localhost/tcp/{port}/p2p/{identity.peer_id}"
+        assert await with_peer_ids([f"localhost:{port}"]) == (named,)
+        assert await with_peer_ids([address]) == (address,)
+        assert await with_peer_ids(["127.0.0.1:1", f"127.0.0.1:{port}"]) == (address,)
+
+
+async def test_a_swarm_is_joined_by_host_and_port(tmp_path: Path) -> None:
+    first = Identity.ephemeral(tmp_path)
+    async with open_swarm(first, host_maddrs=LOOPBACK) as swarm:
+        port = port_of(swarm.transport.addresses[0])
+        async with open_swarm(
+            Identity.ephemeral(tmp_path), initial_peers=[f"127.0.0.1:{port}"], listen=False
+        ) as client:
+            assert first.peer_id in await client.transport.control.connected_peers()
+
+
+async def test_a_port_where_nothing_listens_is_a_bootstrap_error() -> None:
+    with pytest.raises(BootstrapError, match=r"127\.0\.0\.1:1: .*check that a nesa-node listens"):
+        await with_peer_ids(["127.0.0.1:1"])
+
+
+@pytest.mark.parametrize("said", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"", b"\xff" * 300])
+async def test_another_service_is_told_from_a_node(said: bytes) -> None:
+    async def answer(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(said)
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    async with server:
+        port = server.sockets[0].getsockname()[1]
+        with pytest.raises(PeerUnreachableError, match="no libp2p port of a nesa-node"):
+            await look_up("127.0.0.1", port)
+
+
+async def test_a_silent_port_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nesa_node.swarm.peer_lookup.LOOKUP_TIMEOUT_S", 0.2)
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        pytest.raises(PeerUnreachableError, match=r"no answer within 0\.2 s"),
+    ):
+        await look_up("127.0.0.1", server.getsockname()[1])
+
+
+async def test_an_address_without_id_that_is_not_tcp_cannot_be_asked() -> None:
+    with pytest.raises(ConfigError, match="must end in /p2p/"):
+        await with_peer_ids(["/ip4/127.0.0.1/udp/4001/quic-v1"])

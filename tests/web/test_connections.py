@@ -1,0 +1,157 @@
+"""Connections that ask for nothing keep no request out, and no key holds all there are."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from nesa_node.core.http_address import HttpAddress
+from nesa_node.web import connection as connection_module
+from nesa_node.web.connections import ConnectionTable
+from tests.web.tiny_gateway import bearer, browser, gate, new_key
+
+Streams = list[tuple[asyncio.StreamReader, asyncio.StreamWriter]]
+SILENT = b""
+HALF_A_HEADER = b"GET /health HTTP/1.1\r\nHost: local"
+HALF_A_BODY = b"GET /health HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\nx"
+
+
+@asynccontextmanager
+async def held(address: HttpAddress, count: int, said: bytes) -> AsyncIterator[Streams]:
+    """`count` connections that say so much and no more."""
+    streams: Streams = []
+    for _ in range(count):
+        streams.append(await asyncio.open_connection(address.host, address.port))
+        streams[-1][1].write(said)
+    try:
+        yield streams
+    finally:
+        for _, writer in streams:
+            writer.close()
+
+
+@pytest.mark.parametrize("said", [SILENT, HALF_A_HEADER, HALF_A_BODY])
+async def test_connections_without_a_key_keep_nobody_out(tmp_path: Path, said: bytes) -> None:
+    key = new_key(tmp_path / "keys.json")
+    async with (
+        gate(tmp_path / "keys.json") as (gateway, address),
+        browser(address, headers=bearer(key)) as client,
+        client.stream("GET", "/v1/stream") as stream,
+        held(address, 100, said) as streams,
+    ):
+        lines = stream.aiter_lines()
+        assert await anext(lines) == "begin"
+        for _ in range(3):
+            async with browser(address, headers=bearer(key)) as other:
+                assert (await other.get("/v1/models")).status_code == 200
+        await asyncio.sleep(0.1)
+        ended = [reader.at_eof() or reader.exception() is not None for reader, _ in streams]
+        assert sum(ended) >= 100 - 32
+        gateway.go_on.set()
+        assert await anext(lines) == "end", "an answer was ended to make room"
+
+
+async def test_an_open_server_drops_who_waits_too(tmp_path: Path) -> None:
+    async with (
+        gate(tmp_path / "keys.json") as (_, address),
+        held(address, 100, SILENT),
+        browser(address) as client,
+    ):
+        assert (await client.get("/v1/models")).status_code == 200
+
+
+async def test_a_server_that_answers_on_all_connections_says_so(tmp_path: Path) -> None:
+    asking = b"GET /v1/stream HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    async with gate(tmp_path / "keys.json") as (gateway, address), held(address, 32, asking):
+        async with asyncio.timeout(5):
+            while gateway.streams < 32:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        async with browser(address) as client:
+            refused = await client.get("/v1/models")
+            assert refused.status_code == 503
+            assert refused.json()["error"]["code"] == "overloaded"
+            assert "retry-after" in refused.headers
+            gateway.go_on.set()
+            await asyncio.sleep(0.2)
+            assert (await client.get("/v1/models")).status_code == 200
+
+
+async def test_one_key_leaves_connections_for_another(tmp_path: Path) -> None:
+    path = tmp_path / "keys.json"
+    many, other = new_key(path, "many"), new_key(path, "other")
+    asking = f"GET /v1/stream HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {many}\r\n\r\n"
+    told = []
+    async with gate(path) as (gateway, address), AsyncExitStack() as stack:
+        for _ in range(40):
+            ((reader, _),) = await stack.enter_async_context(held(address, 1, asking.encode()))
+            told.append((await reader.readline())[9:12])
+        assert told == [b"200"] * 24 + [b"429"] * 16
+        async with browser(address, headers=bearer(other)) as client:
+            assert (await client.get("/v1/models")).status_code == 200
+        gateway.go_on.set()
+
+
+async def test_before_a_key_is_shown_headers_have_less_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection_module, "FIRST_HEADERS_S", 0.3)
+    async with gate(tmp_path / "keys.json") as (_, address), held(address, 1, SILENT) as streams:
+        async with asyncio.timeout(5):
+            assert await streams[0][0].read() == b""
+
+
+class Waiting:
+    def __init__(self, is_waiting: bool = True) -> None:
+        self.is_waiting = is_waiting
+        self.dropped = False
+
+    def drop(self) -> None:
+        self.dropped = True
+
+
+def filled(table: ConnectionTable, *addresses: str) -> Sequence[Waiting]:
+    peers = [Waiting() for _ in addresses]
+    for peer, address in zip(peers, addresses, strict=True):
+        table.add(peer, address)
+    return peers
+
+
+def dropped(*peers: Waiting) -> list[bool]:
+    return [peer.dropped for peer in peers]
+
+
+def test_the_address_with_most_connections_makes_room() -> None:
+    table = ConnectionTable(5)
+    peers = filled(table, "a", "b", "b", "c", "b")
+    filled(table, "d")
+    assert dropped(*peers) == [False, True, False, False, False]
+    assert len(table) == 5
+
+
+def test_idle_connections_of_keys_make_room_last() -> None:
+    table = ConnectionTable(3)
+    holder, busy, stranger = filled(table, "a", "a", "b")
+    assert table.know(holder, "alice")
+    busy.is_waiting = False
+    filled(table, "c")
+    assert dropped(holder, stranger) == [False, True]
+    (second,) = filled(table, "c")
+    assert dropped(holder) == [False]
+    assert table.has_room(second)
+    table.remove(second)
+    table.remove(second)
+    assert len(table) == 2
+    for peer in filled(table, "d"):
+        peer.is_waiting = False
+    (last,) = filled(table, "e")
+    assert dropped(holder) == [True]
+    assert table.has_room(last)
+    last.is_waiting = False
+    (surplus,) = filled(table, "f")
+    assert not table.has_room(surplus)
+    table.remove(busy)
+    assert table.has_room(surplus)
