@@ -26,6 +26,7 @@ from benchmarks import (
     schemas,
     stability,
     swarm,
+    thread_settings,
     tuning,
 )
 from benchmarks.gateway import bench as gateway
@@ -45,6 +46,7 @@ BENCHMARKS: dict[str, ModuleType] = {
     "codecs": codecs,
     "concurrency": concurrency,
     "decode": decode,
+    "defaults": thread_settings,
     "estimate": estimate,
     "frozen": frozen,
     "gateway": gateway,

@@ -19,7 +19,7 @@ from nesa_node.cli.app import run_command
 from nesa_node.core.config import NodeConfig
 from nesa_node.engine.blocks import Blocks
 from nesa_node.engine.measure import Throughput, measure_throughput
-from nesa_node.server import daemon, served_span
+from nesa_node.server import daemon, served_span, speed
 from nesa_node.server.moves import Moves
 
 
@@ -56,16 +56,17 @@ def slow_down(by_s: float) -> None:
 
 
 def boast(factor: float) -> None:
-    def measure(blocks: Blocks) -> Throughput:
-        true = measure_throughput(blocks)
+    def measure(blocks: Blocks, **options: Any) -> Throughput:
+        true = measure_throughput(blocks, **options)
         return replace(
             true,
             prefill_tokens_per_s=factor * true.prefill_tokens_per_s,
             decode_tokens_per_s=factor * true.decode_tokens_per_s,
         )
 
-    patched: Any = served_span
-    patched.measure_throughput = measure
+    for module in (served_span, speed):
+        patched: Any = module
+        patched.measure_throughput = measure
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ from nesa_node.cli.status import status, with_interval
 from nesa_node.cli.told_waits import told_waits
 from nesa_node.core import tracing
 from nesa_node.core.errors import ConfigError, NesaError
+from nesa_node.core.openmp import limit_spinning
 from nesa_node.core.plain_text import plain_lines
 
 app = App(
@@ -68,6 +69,7 @@ app.command(keys)
 
 def main() -> NoReturn:
     """Entry point of the console script."""
+    limit_spinning()
     sys.exit(run_command(sys.argv[1:]))
 
 

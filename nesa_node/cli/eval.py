@@ -196,16 +196,16 @@ def _check_numbers(
 
 def _open(config: ClientConfig) -> tuple[Checkpoint, PreTrainedTokenizerBase, ClientConfig]:
     """The checkpoint and its tokenizer; the config then names the model."""
-    import torch
     from transformers.utils import logging as transformers_logging
 
     from nesa_node.engine.checkpoint import open_checkpoint
     from nesa_node.engine.demo_model import demo_model_path
+    from nesa_node.engine.threads import fix_threads
     from nesa_node.engine.tokenizer import load_tokenizer
 
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     if config.threads is not None:
-        torch.set_num_threads(config.threads)
+        fix_threads(config.threads)
     if config.model is None:
         config = config.model_copy(update={"model": str(demo_model_path(config.cache_dir))})
     assert config.model is not None

@@ -78,7 +78,11 @@ class SharedFlags:
     ] = None
     threads: Annotated[
         str | None,
-        Parameter(metavar="INT", group=COMPUTE, help="CPU threads for tensor work. [default: all]"),
+        Parameter(
+            metavar="INT",
+            group=COMPUTE,
+            help="CPU threads for tensor work. [default: what is fastest]",
+        ),
     ] = None
     revision: Annotated[
         str | None,

@@ -8,8 +8,6 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from functools import partial
 
-import torch
-
 from nesa_node import __version__
 from nesa_node.api.allocator import share_memory
 from nesa_node.api.answering.closing import Closing
@@ -30,6 +28,7 @@ from nesa_node.core.ids import ModelId
 from nesa_node.core.logging import get_logger
 from nesa_node.core.metrics import Sample, Sources
 from nesa_node.dashboard.app import Dashboard
+from nesa_node.engine.threads import fix_threads
 from nesa_node.server.ending import Ending, stop_signals
 from nesa_node.server.metrics import about
 from nesa_node.server.ready_file import check_ready_file, ready_file
@@ -68,7 +67,7 @@ async def serve_gateway(
     check_ready_file(config.ready_file)
     share_memory()
     if config.threads is not None:
-        torch.set_num_threads(config.threads)
+        fix_threads(config.threads)
     async with open_look(config) as (look, swarm), AsyncExitStack() as stack:
         ending = Ending(stopping, swarm)
         activity, metrics, closing = ActivityBook(), GatewayMetrics(), Closing()

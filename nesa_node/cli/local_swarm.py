@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,20 +53,23 @@ def local_swarm(
     folder: Path,
     *,
     flags: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
     ready_timeout_s: float = 120,
 ) -> Iterator[list[LocalNode]]:
     """Start one daemon per span, the first as the others' bootstrap; stop all at the end.
 
-    `folder` takes their keys, logs and ready files. Raises `SwarmError` with the end of a daemon's
-    log if it does not come to serve.
+    `folder` takes their keys, logs and ready files; `environment` is added to theirs.
+    Raises `SwarmError` with the end of a daemon's log if it does not come to serve.
     """
     started: list[StartingNode] = []
     try:
-        started.append(_launch(model, "node-1", spans[0], folder, flags))
+        started.append(_launch(model, "node-1", spans[0], folder, flags, environment=environment))
         nodes = [wait_until_serving(started[0], time.monotonic() + ready_timeout_s)]
         more = ("--initial-peers", *nodes[0].addresses, *flags)
         for number, span in enumerate(spans[1:], start=2):
-            started.append(_launch(model, f"node-{number}", span, folder, more))
+            started.append(
+                _launch(model, f"node-{number}", span, folder, more, environment=environment)
+            )
         deadline = time.monotonic() + ready_timeout_s
         yield nodes + [wait_until_serving(node, deadline) for node in started[1:]]
     finally:
@@ -106,6 +109,7 @@ def _launch(
     folder: Path,
     flags: Sequence[str],
     listen: str = LOOPBACK,
+    environment: Mapping[str, str] | None = None,
 ) -> StartingNode:
     ready_file, log_path = folder / f"{name}.json", folder / f"{name}.log"
     command = [sys.executable, "-m", "nesa_node", "run", str(model)]
@@ -118,7 +122,7 @@ def _launch(
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            env=_environment(),
+            env=_environment() | dict(environment or {}),
             # Ctrl-C in the terminal must reach us alone: we stop the daemons in order.
             start_new_session=True,
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
@@ -11,6 +10,7 @@ from nesa_node.client.model import choose_salt, connected_model
 from nesa_node.client.options import ConnectionOptions
 from nesa_node.core.config import ClientConfig, default_decisions_path, secret_text
 from nesa_node.engine.checkpoint import Checkpoint, open_checkpoint
+from nesa_node.engine.threads import fix_threads
 from nesa_node.engine.tokenizer import load_tokenizer
 
 
@@ -30,7 +30,7 @@ def open_model(
     """
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     if config.threads is not None:
-        torch.set_num_threads(config.threads)
+        fix_threads(config.threads)
     tokenizer = load_tokenizer(checkpoint.fetch_side_files())
     options = ConnectionOptions(
         initial_peers=config.initial_peers,

@@ -6,8 +6,8 @@ T tokens of this step, of all rows together; L tokens of one row; D hidden.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +21,12 @@ from nesa_node.engine.feeds import Piece
 from nesa_node.engine.fused_layers import FusedDecoder
 from nesa_node.engine.pages import PagePool
 from nesa_node.engine.row_cache import RowCache
+from nesa_node.engine.threads import Threads
 
 __all__ = ["Blocks", "Run", "sliced_decoder"]
+
+
+T = TypeVar("T")
 
 
 class Blocks:
@@ -44,11 +48,14 @@ class Blocks:
         packs_rows: bool,
         dtype: torch.dtype,
         device: torch.device,
+        threads: Threads | None = None,
     ) -> None:
         """`decoder` runs `span` on `inputs_embeds` and returns the last block's output as it is.
 
         `packs_rows`: its attention goes through transformers' interface, which rows packed need.
+        `threads` is shared by parts of a span.
         """
+        self.threads = threads or Threads()
         self.span = span
         self.hidden_size = hidden_size
         self.context_length = context_length
@@ -89,6 +96,7 @@ class Blocks:
                 packs_rows=self._packs_rows,
                 dtype=self.dtype,
                 device=self.device,
+                threads=self.threads,
             )
         return self._parts[span]
 
@@ -101,7 +109,6 @@ class Blocks:
         """Return an empty cache for rows of `tokens` tokens together, each through all blocks."""
         return PagePool(self.span, self._heads, tokens=tokens, dtype=self.dtype, device=self.device)
 
-    @torch.inference_mode()
     def forward(self, hidden_TD: Tensor, runs: Sequence[Run]) -> Tensor:
         """Run the next tokens of each run's row, packed one run after another, and cache them.
 
@@ -111,6 +118,15 @@ class Blocks:
         Raises `ContextLengthError`, and `ValueError` for a wrong shape or another span's pool.
         """
         self._check(hidden_TD.shape, runs)
+        return self._timed(lambda: self._forward(hidden_TD, runs), len(hidden_TD))
+
+    def _timed(self, job: Callable[[], T], tokens: int) -> T:
+        if self.device.type != "cpu":
+            return job()
+        return self.threads.run(job, tokens, len(self.span))
+
+    @torch.inference_mode()
+    def _forward(self, hidden_TD: Tensor, runs: Sequence[Run]) -> Tensor:
         packed = self._packed(runs)
         inputs_TD = hidden_TD.to(device=self.device, dtype=self.dtype)
         if packed is None:
@@ -136,6 +152,9 @@ class Blocks:
         for piece in pieces:
             tokens += piece.end - piece.start
         self._check((tokens, pieces[0].feed.hidden.meta.shape[1]), runs)
+        self._timed(lambda: self._run(pieces, runs), tokens)
+
+    def _run(self, pieces: Sequence[Piece], runs: Sequence[Run]) -> None:
         packed = self._packed(runs)
         if packed is None or not self._has_code_for(packed, pieces):
             return self._run_tensors(pieces, runs)
@@ -148,7 +167,7 @@ class Blocks:
         inputs = [piece.feed.hidden.tensor_TD[piece.start : piece.end] for piece in pieces]
         if len({tensor.dtype for tensor in inputs}) > 1:
             inputs = [tensor.to(self.dtype) for tensor in inputs]
-        output_TD = self.forward(inputs[0] if len(inputs) == 1 else torch.cat(inputs), runs).cpu()
+        output_TD = self._forward(inputs[0] if len(inputs) == 1 else torch.cat(inputs), runs).cpu()
         at = 0
         for piece in pieces:
             count = piece.end - piece.start

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from nesa_node.core.errors import ContextLengthError
 from nesa_node.engine.linear import Linear
+from nesa_node.engine.threads import Threads
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +106,7 @@ class Head:
         self._dtype, self._device = lm_head.weight.dtype, lm_head.weight.device
         self._lm_head = Linear(lm_head)
         self._softcap = softcap
+        self._threads = Threads()
 
     @property
     def lm_head(self) -> nn.Linear:
@@ -123,8 +125,14 @@ class Head:
             hidden_LD = module(hidden_LD)
         return hidden_LD
 
-    @torch.inference_mode()
     def __call__(self, hidden_LD: Tensor) -> Tensor:
+        if self._device.type != "cpu":
+            return self._logits(hidden_LD)
+        # A few tokens of a large vocabulary take as long as many blocks.
+        return self._threads.run(lambda: self._logits(hidden_LD), len(hidden_LD))
+
+    @torch.inference_mode()
+    def _logits(self, hidden_LD: Tensor) -> Tensor:
         logits_LV: Tensor = self._lm_head(self.normed(hidden_LD))
         if self._softcap is not None:
             logits_LV = torch.tanh(logits_LV / self._softcap) * self._softcap

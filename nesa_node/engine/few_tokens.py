@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
@@ -50,7 +51,7 @@ class FewTokens:
             raise ValueError("there is no machine code for this processor")
         self._functions = Functions(*functions)
         self._buffers = Buffers(MOST_TOKENS)
-        self._programs: dict[tuple[int, int, int], StepProgram] = {}
+        self._programs: dict[tuple[int, int, int, int], StepProgram] = {}
         """The last used comes last."""
 
     def serves(self, packed: PackedRuns) -> bool:
@@ -77,7 +78,7 @@ class FewTokens:
         """
         tokens = packed.tokens
         # Parts of a span share this object.
-        key = tokens, layers[0].layer_idx, len(layers)
+        key = tokens, layers[0].layer_idx, len(layers), torch.get_num_threads()
         program = self._programs.get(key)
         if program is None or not program.fits(tables, packed.pool):
             program = StepProgram(

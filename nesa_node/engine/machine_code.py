@@ -112,6 +112,9 @@ class _OpenMP:
         self._parallel = library.GOMP_parallel
         self._parallel.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
         self._parallel.restype = None
+        self.use = library.omp_set_num_threads
+        self.use.argtypes = (ctypes.c_int,)
+        self.use.restype = None
         self.asks: Sequence[int] = [
             ctypes.cast(function, ctypes.c_void_p).value or 0
             for function in (library.omp_get_thread_num, library.omp_get_num_threads)
@@ -129,6 +132,13 @@ class _OpenMP:
 
     def run(self, function: int, job: Any, threads: int) -> None:
         self._parallel(function, job, threads, 0)
+
+
+def use_threads(count: int) -> None:
+    """Have the calling thread, and no other, compute on so many of torch's from now on."""
+    openmp = _OpenMP.of_torch()
+    # torch's own call also changes with how many new threads begin.
+    (torch.set_num_threads if openmp is None else openmp.use)(count)
 
 
 def compiled(*wanted: Wanted) -> list[Function] | None:

@@ -11,11 +11,18 @@ import torch
 from torch import Tensor
 
 from nesa_node.engine.blocks import Blocks, Run
-from nesa_node.engine.pages import pages_for
+from nesa_node.engine.pages import PageTable, pages_for
+from nesa_node.engine.thread_tuner import typical
 
 PREFILL_TOKENS = 128
+WARM_TOKENS = 16
 DECODE_TOKENS = 16
+LEAST_STEPS = 3
 REPEATS = 3
+MOST_TUNING_STEPS = 128
+TUNING_S, DECODE_S, MEASURING_S = 1.0, 1.5, 2.0
+"""Since the beginning: after so long no more steps are run to find the number of threads, to time a
+decode, and to time a prefill, but for the few without which nothing is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,37 +37,83 @@ class Throughput:
 
 
 def measure_throughput(
-    blocks: Blocks, *, clock: Callable[[], float] = time.perf_counter
+    blocks: Blocks,
+    *,
+    stop: Callable[[], bool] = bool,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Throughput:
-    """Time a prefill of `PREFILL_TOKENS` and steps of one token after it. Blocks for a moment.
+    """Time steps of one token and prefills of `PREFILL_TOKENS`, as long as `MEASURING_S` allows.
 
-    The medians of `REPEATS` rounds, after one to warm up.
+    Finds out before on how many threads they run fastest. Blocks the thread. Raises
+    `MeasuringStopped` after the step in which `stop` says so.
     """
-    generator = torch.Generator().manual_seed(0)
-    shape = (min(PREFILL_TOKENS, blocks.context_length // 2), blocks.hidden_size)
-    hidden_LD = torch.randn(shape, generator=generator)
-    rounds = [_round(blocks, hidden_LD, clock) for _ in range(REPEATS + 1)][1:]
-    return Throughput(
-        prefill_tokens_per_s=len(hidden_LD) / median(prefill for prefill, _ in rounds),
-        decode_tokens_per_s=1 / median(decode for _, decode in rounds),
-    )
+    return _Measuring(blocks, stop, clock).throughput()
 
 
-def _round(blocks: Blocks, hidden_LD: Tensor, clock: Callable[[], float]) -> tuple[float, float]:
-    tokens = len(hidden_LD) + DECODE_TOKENS
-    table = blocks.new_pool(tokens).promise(pages_for(tokens)).new_table()
-    table.reserve(tokens)
-    start = clock()
-    blocks.forward(hidden_LD, [Run(table, len(hidden_LD))])
-    _finish(blocks)
-    middle = clock()
-    for index in range(DECODE_TOKENS):
-        row = index % len(hidden_LD)
-        blocks.forward(hidden_LD[row : row + 1], [Run(table, 1)])
-    _finish(blocks)
-    return middle - start, (clock() - middle) / DECODE_TOKENS
+class MeasuringStopped(Exception):
+    """Something else needs the device."""
 
 
-def _finish(blocks: Blocks) -> None:
-    if blocks.device.type == "cuda":
-        torch.cuda.synchronize(blocks.device)
+class _Measuring:
+    def __init__(
+        self, blocks: Blocks, stop: Callable[[], bool], clock: Callable[[], float]
+    ) -> None:
+        self._blocks = blocks
+        self._stop = stop
+        self._clock = clock
+        self._began = clock()
+        generator = torch.Generator().manual_seed(0)
+        shape = (min(PREFILL_TOKENS, blocks.context_length // 2), blocks.hidden_size)
+        self._hidden_LD = torch.randn(shape, generator=generator)
+        self._warm_LD = self._hidden_LD[:WARM_TOKENS]
+
+    def throughput(self) -> Throughput:
+        # The first prefill of a size is a slow one: it counts where there is no time for another.
+        decode_s = self._decode_s()
+        prefills_s: list[float] = []
+        while not prefills_s or (len(prefills_s) <= REPEATS and not self._is_late(MEASURING_S)):
+            prefills_s.append(self._seconds(self._new_table(len(self._hidden_LD)), self._hidden_LD))
+        return Throughput(
+            prefill_tokens_per_s=len(self._hidden_LD) / median(prefills_s[1:] or prefills_s),
+            decode_tokens_per_s=1 / decode_s,
+        )
+
+    def _decode_s(self) -> float:
+        """What a step takes after a short prefill, which also warms all of the weights."""
+        table = self._new_table(len(self._warm_LD) + 1)
+        self._seconds(table, self._warm_LD)
+        for _ in range(MOST_TUNING_STEPS):
+            self._step_s(table)
+            settled = self._blocks.threads.is_settled(1, len(self._blocks.span))
+            if settled or self._is_late(TUNING_S):
+                break
+        steps_s: list[float] = []
+        while len(steps_s) < LEAST_STEPS or not (
+            len(steps_s) == DECODE_TOKENS or self._is_late(DECODE_S)
+        ):
+            steps_s.append(self._step_s(table))
+        return typical(steps_s)
+
+    def _step_s(self, table: PageTable) -> float:
+        """Of one token, each time at the same position."""
+        seconds = self._seconds(table, self._hidden_LD[:1])
+        table.truncate(table.length - 1)
+        return seconds
+
+    def _new_table(self, tokens: int) -> PageTable:
+        table = self._blocks.new_pool(tokens).promise(pages_for(tokens)).new_table()
+        table.reserve(tokens)
+        return table
+
+    def _seconds(self, table: PageTable, hidden_LD: Tensor) -> float:
+        if self._stop():
+            raise MeasuringStopped
+        start = self._clock()
+        table.reserve(table.length + len(hidden_LD))
+        self._blocks.forward(hidden_LD, [Run(table, len(hidden_LD))])
+        if self._blocks.device.type == "cuda":
+            torch.cuda.synchronize(self._blocks.device)
+        return self._clock() - start
+
+    def _is_late(self, most_s: float) -> bool:
+        return self._clock() - self._began >= most_s

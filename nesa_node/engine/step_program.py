@@ -93,7 +93,6 @@ class StepProgram:
         self._tokens = tokens
         self._tables = tables
         self._pool = weakref.ref(pool)
-        self._threads = torch.get_num_threads()
         self._step = _Step(tokens, buffers)
         self._calls: list[Call] = []
         self._kept: list[object] = []
@@ -113,10 +112,7 @@ class StepProgram:
     def fits(self, tables: tuple[Tensor, Tensor], pool: PagePool) -> bool:
         """Whether it can still be run: addresses are part of it."""
         return (
-            self._pool() is pool
-            and self._tables[0] is tables[0]
-            and self._tables[1] is tables[1]
-            and self._threads == torch.get_num_threads()
+            self._pool() is pool and self._tables[0] is tables[0] and self._tables[1] is tables[1]
         )
 
     def run(self, inputs: Iterable[Range], outputs: Iterable[Range], packed: PackedRuns) -> None:

@@ -29,6 +29,16 @@ class Executor:
     def idle(self) -> bool:
         return not self._waiting
 
+    @property
+    def idle_s(self) -> float:
+        """Seconds since a job ended; 0 while one runs or waits."""
+        return 0.0 if self._waiting else max(time.monotonic() - self._marked_at, 0.0)
+
+    @property
+    def has_queue(self) -> bool:
+        """Whether a job waits for the one that runs."""
+        return self._waiting > 1
+
     def run_here(self, job: Callable[[], T]) -> T:
         """The result of `job()`, run in the caller's thread while the device's is idle."""
         assert self.idle

@@ -12,6 +12,7 @@ from nesa_node.core.errors import ConfigError
 from nesa_node.core.ids import ModelId
 from nesa_node.engine.checkpoint import Checkpoint, open_checkpoint
 from nesa_node.engine.model_id import model_id
+from nesa_node.engine.threads import fix_threads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +32,7 @@ def open_served(config: NodeConfig) -> Served:
     Raises `ConfigError`, `ModelError` and `ResourceError`.
     """
     if config.threads is not None:
-        torch.set_num_threads(config.threads)
+        fix_threads(config.threads)
     disk = None if config.max_disk_gib is None else int(config.max_disk_gib * (1 << 30))
     checkpoint = open_checkpoint(
         config.model,

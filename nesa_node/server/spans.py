@@ -25,6 +25,7 @@ from nesa_node.server.refusal_log import RefusalLog
 from nesa_node.server.scheduler import Scheduler
 from nesa_node.server.served import Served
 from nesa_node.server.served_span import ServedSpan, open_span
+from nesa_node.server.speed import keep_speed_true
 from nesa_node.sharding.holes import is_spared
 from nesa_node.swarm.messages import PROTOCOL
 from nesa_node.swarm.node import Swarm
@@ -126,7 +127,8 @@ class Spans:
             with ready_file(self.config.ready_file, ready_facts(self.swarm, self.served, span)):
                 self._tell(part)
                 self._settle()
-                wish = await self._next(part)
+                async with keep_speed_true(part.blocks, self.scheduler.executor, self.announcer):
+                    wish = await self._next(part)
             if wish is None:
                 await self.announcer.announce("draining", span)
                 await part.server.drain(drain_s)

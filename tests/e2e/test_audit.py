@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -20,7 +21,7 @@ from nesa_node.engine.blocks import Blocks
 from nesa_node.engine.feeds import Piece
 from nesa_node.engine.measure import Throughput, measure_throughput
 from nesa_node.routing.claims import Claims
-from nesa_node.server import served_span
+from nesa_node.server import served_span, speed
 from nesa_node.swarm.identity import Identity
 from nesa_node.swarm.node import open_swarm
 from nesa_node.swarm.notices import Failure, FailureKind
@@ -34,6 +35,11 @@ from tests.swarm.local_swarm import local_swarm
 from tests.swarms import in_process_swarm
 
 LIE = 100.0
+
+
+@pytest.fixture(autouse=True)
+def _speeds_stay_as_they_were_announced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speed, "LEAST_PAUSE_S", math.inf)
 
 
 async def test_a_node_that_claims_a_hundred_times_its_speed_is_found_out(

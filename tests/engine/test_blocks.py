@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from nesa_node.core.errors import ContextLengthError
 from nesa_node.core.span import Span
 from nesa_node.engine.blocks import Blocks
 from nesa_node.engine.few_tokens import MOST_TOKENS
-from nesa_node.engine.measure import measure_throughput
+from nesa_node.engine.measure import DECODE_TOKENS, LEAST_STEPS, REPEATS, measure_throughput
 from nesa_node.engine.pages import PAGE_TOKENS
 from nesa_node.engine.parts import load_blocks, load_embedder, load_head
 from tests.engine.chained import Chain, Run, distance, forward, new_row, open_local
@@ -173,11 +174,20 @@ def test_ids_outside_the_vocabulary_are_refused(ids: list[int], models_dir: Path
 
 
 def test_throughput_is_tokens_over_time(blocks: Blocks) -> None:
-    """Each reading of the clock is a second later: a prefill takes one, all decoding one."""
-    seconds = iter(range(100))
+    """Each reading of the clock is a second later: whatever is timed takes one."""
+    seconds = itertools.count()
     throughput = measure_throughput(blocks, clock=lambda: float(next(seconds)))
     assert throughput.prefill_tokens_per_s == 128
-    assert throughput.decode_tokens_per_s == 16
+    assert throughput.decode_tokens_per_s == 1
+    # One short prefill, one step too many for the time that there is, as few as tell something.
+    assert next(seconds) <= 2 * (2 + LEAST_STEPS + 1) + 5
+
+
+def test_short_steps_are_timed_as_often_as_tells_their_speed(blocks: Blocks) -> None:
+    """Each reading of the clock is a millisecond later."""
+    seconds = itertools.count()
+    measure_throughput(blocks, clock=lambda: next(seconds) / 1000)
+    assert next(seconds) >= 2 * (1 + DECODE_TOKENS + REPEATS)
 
 
 def test_throughput_is_measured_in_a_moment(blocks: Blocks) -> None:

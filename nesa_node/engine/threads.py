@@ -1,0 +1,155 @@
+"""Runs steps on the number of torch's threads that makes them fastest here."""
+
+from __future__ import annotations
+
+import functools
+import math
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import psutil
+import torch
+
+from nesa_node.engine.machine_code import use_threads
+from nesa_node.engine.thread_tuner import ThreadTuner
+
+T = TypeVar("T")
+
+Size = tuple[int, int]
+"""Bits of the number of tokens, and blocks: steps of one size take as long for each token."""
+
+LEAST_WINDOW_S = 0.2
+"""Over less than this the system's counters of idle time, in hundredths of a second, say little."""
+MOST_CORES = 1 << 16
+_CGROUPS = Path("/sys/fs/cgroup")
+
+_fixed = False
+
+
+def fix_threads(count: int) -> None:
+    """Have this process compute on `count` of torch's threads, whatever others would bring."""
+    global _fixed  # As torch's own number is the process's.
+    torch.set_num_threads(count)
+    _fixed = True
+
+
+class Threads:
+    """Chooses for each size of steps among 1, 2, 4 ... and all threads that torch may use here.
+
+    Safe for several threads. No bit of what machine code computes depends on what it chooses, so that
+    decoded tokens do not; the last bits of torch's own operations may, as with any setting.
+    """
+
+    def __init__(self) -> None:
+        self._tuners: dict[Size, ThreadTuner] = {}
+        self._most = 0
+        self._guard = threading.Lock()
+
+    def run(self, job: Callable[[], T], tokens: int, blocks: int = 0) -> T:
+        """The result of `job()`, a step of so many tokens through so many blocks."""
+        most = 1 if _fixed else torch.get_num_threads()
+        if most == 1:
+            return job()
+        with self._guard:
+            tuner = self._tuner((tokens.bit_length(), blocks), most)
+            count = tuner.threads
+        if count != most:
+            use_threads(count)
+        started = time.perf_counter()
+        try:
+            result = job()
+        finally:
+            ended = time.perf_counter()
+            if count != most:
+                # It is the calling thread's number, and a client's caller has uses for its own.
+                use_threads(most)
+        with self._guard:
+            tuner.note(count, ended - started, tokens)
+        return result
+
+    def is_settled(self, tokens: int, blocks: int = 0) -> bool:
+        """Whether the first trials for steps of that size are over."""
+        with self._guard:
+            tuner = self._tuners.get((tokens.bit_length(), blocks))
+        return tuner.settled if tuner is not None else _fixed or torch.get_num_threads() == 1
+
+    def _tuner(self, size: Size, most: int) -> ThreadTuner:
+        if most != self._most:
+            self._tuners.clear()
+            self._most = most
+        tuner = self._tuners.get(size)
+        if tuner is None:
+            counts = counts_up_to(max(min(most, cpu_quota()), 1))
+            tuner = ThreadTuner(counts, idle_cores, start=self._nearest(size))
+            self._tuners[size] = tuner
+        return tuner
+
+    def _nearest(self, size: Size) -> int | None:
+        """What was found for the size that is most like it."""
+        known = [other for other, tuner in self._tuners.items() if tuner.settled]
+        if not known:
+            return None
+        tokens, blocks = size
+        like = min(known, key=lambda one: (abs(one[0] - tokens), abs(one[1] - blocks)))
+        return self._tuners[like].threads
+
+
+def counts_up_to(most: int) -> list[int]:
+    """1, 2, 4 ... and `most`."""
+    return sorted({most, *(1 << bit for bit in range(most.bit_length()) if 1 << bit <= most)})
+
+
+class IdleCores:
+    """How many cores of the machine had nothing to do since it was last called."""
+
+    def __init__(
+        self,
+        idle_s: Callable[[], float] = lambda: psutil.cpu_times().idle,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`idle_s`: of all cores together, since the machine started."""
+        self._idle_s = idle_s
+        self._clock = clock
+        self._before = clock(), idle_s()
+        self._cores = 0.0
+
+    def __call__(self) -> float:
+        now, before = self._clock(), self._before
+        if now - before[0] >= LEAST_WINDOW_S:
+            self._before = now, self._idle_s()
+            self._cores = max(self._before[1] - before[1], 0.0) / (now - before[0])
+        return self._cores
+
+
+idle_cores = IdleCores()
+"""Its first answer is about the time since this module was imported: of loading, for a node."""
+
+
+@functools.cache
+def cpu_quota() -> int:
+    """How many cores this process's control groups (version 2) let it use at a time."""
+    folder, quota = _CGROUPS / _own_group(), float(MOST_CORES)
+    while folder.is_relative_to(_CGROUPS):
+        quota = min(quota, _quota(folder / "cpu.max"))
+        folder = folder.parent
+    return math.ceil(quota)
+
+
+def _own_group() -> str:
+    try:
+        lines = Path("/proc/self/cgroup").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return ""
+    return next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), "")
+
+
+def _quota(path: Path) -> float:
+    try:
+        quota, period = path.read_text(encoding="ascii").split()
+        return int(quota) / int(period)
+    except (OSError, ValueError):
+        # There is none, or it is "max".
+        return math.inf

@@ -1,0 +1,79 @@
+"""When a node measures itself again, by a made-up clock."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from nesa_node.engine.measure import MeasuringStopped, Throughput
+from nesa_node.server import speed
+from nesa_node.server.executor import open_executor
+from nesa_node.server.speed import MeasuringPolicy, differs, keep_speed_true
+
+
+def test_the_figure_of_the_start_is_measured_again_as_soon_as_it_may() -> None:
+    policy = MeasuringPolicy(0.0)
+    assert not policy.is_due(2.0, 5.0)
+    assert not policy.is_due(2.0, 29.0)
+    assert policy.is_due(2.0, 34.0)
+
+
+def test_as_long_as_nothing_changes_it_is_measured_every_ten_minutes() -> None:
+    policy = MeasuringPolicy(0.0)
+    policy.measured(1.0, 30.0)
+    for now in range(35, 630, 5):
+        assert not policy.is_due(1.0 + 0.3 * (now % 2), float(now))
+    assert policy.is_due(1.0, 630.0)
+
+
+@pytest.mark.parametrize("cores", [0.0, 2.0])
+def test_two_looks_that_find_another_machine_are_enough(cores: float) -> None:
+    policy = MeasuringPolicy(0.0)
+    policy.measured(1.0, 30.0)
+    assert not policy.is_due(cores, 100.0)
+    assert policy.is_due(cores, 105.0)
+    policy.measured(cores, 106.0)
+    assert not policy.is_due(1.0, 111.0)
+    assert not policy.is_due(1.0, 116.0), "not again so soon"
+    assert policy.is_due(1.0, 136.0)
+
+
+def test_one_look_or_the_node_s_own_steps_are_no_change() -> None:
+    policy = MeasuringPolicy(0.0)
+    policy.measured(1.0, 30.0)
+    assert not policy.is_due(0.0, 100.0)
+    assert not policy.is_due(1.0, 105.0)
+    assert not policy.is_due(0.0, 110.0)
+    policy.disturb()
+    assert not policy.is_due(0.0, 115.0)
+
+
+def test_small_differences_are_no_news() -> None:
+    assert not differs(Throughput(100, 10), Throughput(95, 10.5))
+    assert differs(Throughput(100, 10), Throughput(80, 10))
+    assert differs(Throughput(100, 10), Throughput(100, 3))
+
+
+async def test_what_an_idle_node_measures_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, measured, loop = [], asyncio.Event(), asyncio.get_running_loop()
+
+    def measure(blocks: object, *, stop: Any) -> Throughput:
+        asked.append(stop())
+        if len(asked) == 1:
+            raise MeasuringStopped
+        loop.call_soon_threadsafe(measured.set)
+        return Throughput(200, 20)
+
+    monkeypatch.setattr(speed, "measure_throughput", measure)
+    monkeypatch.setattr(speed, "LOOK_S", 0.01)
+    monkeypatch.setattr(speed, "LEAST_PAUSE_S", 0.0)
+    announcer: Any = SimpleNamespace(throughput=Throughput(30, 3))
+    async with open_executor() as executor, keep_speed_true(object(), executor, announcer):  # type: ignore[arg-type]
+        async with asyncio.timeout(10):
+            await measured.wait()
+            await executor.run(int)
+    assert announcer.throughput == Throughput(200, 20)
+    assert asked[0] is False
