@@ -18,9 +18,10 @@ MOST = 20
 CODES = (
     "bad_frame", "bad_link", "bad_position", "bad_prefix", "bad_rows", "bad_tensor", "busy",
     "cache_full", "context_length", "downstream_lost", "draining", "future_epoch", "idle_timeout",
-    "not_a_member", "not_allowed", "not_computed", "not_donor", "not_linked", "not_upstream",
-    "session_exists", "stale_epoch", "stale_step", "step_conflict", "too_large", "unexpected",
-    "unknown_quality", "unknown_session", "version_mismatch", "wrong_blocks", "wrong_model",
+    "not_a_member", "not_allowed", "not_computed", "not_donor", "not_finite", "not_linked",
+    "not_upstream", "session_exists", "stale_epoch", "stale_step", "step_conflict", "too_large",
+    "unexpected", "unknown_quality", "unknown_session", "version_mismatch", "wrong_blocks",
+    "wrong_model",
 )  # fmt: skip
 """With which a node refuses."""
 

@@ -104,6 +104,10 @@ def test_an_address_that_others_reach_needs_a_key(
     assert "--api-key" in capsys.readouterr().err
 
 
-def test_a_gateway_without_peers_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_gateway_without_peers_says_what_is_missing(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Where no node runs, and no swarm was ever used.
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     assert run_command(["api"]) == 2
     assert "--initial-peers is required" in capsys.readouterr().err

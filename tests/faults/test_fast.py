@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-import tempfile
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
-from pathlib import Path
 
 import pytest
 from transformers import PreTrainedModel
 
-from nesa_node.cli.local_swarm import LOOPBACK
-from nesa_node.client.loop import LoopThread
 from nesa_node.core.choices import Route
 from nesa_node.core.errors import MissingBlocksError
-from nesa_node.core.ids import PeerId
-from nesa_node.core.span import Span
 from nesa_node.core.waiting import Wait, Waits
-from nesa_node.swarm.identity import Identity
-from nesa_node.swarm.node import open_swarm
 from tests.client.local_models import random_ids
 from tests.engine.tiny_models import BLOCKS
 from tests.faults.bed import Bed
 from tests.faults.runs import ROUTES, Blow, generate, holders, join_bed, run_with_blow
-from tests.swarm.record_fields import make_status
+from tests.joining_node import joining
 from tests.swarms import thirds
 
 FIRST, MIDDLE, LAST = thirds(BLOCKS)
@@ -76,7 +66,7 @@ def test_session_waits_for_a_node_that_is_joining_and_says_so(bed: Bed) -> None:
     told: list[Wait | None] = []
     with (
         join_bed(bed, "chain", recovery_timeout_s=RECOVERY_S) as model,
-        joining(bed, MIDDLE) as peer,
+        joining(bed.addresses, MIDDLE) as peer,
         waits.current(),
     ):
         model.join()
@@ -89,34 +79,3 @@ def test_session_waits_for_a_node_that_is_joining_and_says_so(bed: Bed) -> None:
     assert wait is not None
     assert (wait.what, wait.blocks, wait.peers) == ("a node that is joining", (MIDDLE,), (peer,))
     assert RECOVERY_S - 1 < (wait.limit_s or 0.0) < RECOVERY_S + 2
-
-
-@contextmanager
-def joining(bed: Bed, span: Span) -> Iterator[PeerId]:
-    """A node that says that it loads `span`, and does so for ever."""
-    loop = LoopThread("joining")
-
-    @asynccontextmanager
-    async def announced() -> AsyncIterator[PeerId]:
-        with tempfile.TemporaryDirectory() as folder:
-            identity = Identity.ephemeral(Path(folder))
-            async with open_swarm(
-                identity, host_maddrs=(LOOPBACK,), initial_peers=bed.addresses
-            ) as swarm:
-                (known, *_) = await swarm.directory.fetch_all()
-                status = make_status(
-                    model_id=known.model_id,
-                    model_name=known.model_name,
-                    num_blocks=known.num_blocks,
-                    span=(span.start, span.end),
-                    state="joining",
-                )
-                await swarm.directory.publish(status)
-                yield identity.peer_id
-
-    held = loop.hold(announced())
-    try:
-        yield held.value
-    finally:
-        held.release()
-        loop.close()

@@ -19,7 +19,9 @@ async def _no_dial(*_: object) -> Any:
 
 def test_a_rollback_cuts_what_is_kept_for_the_next_node() -> None:
     """A replacement would be sent outputs of tokens that the session no longer has."""
-    opened: Any = SimpleNamespace(session=b"s" * 16, dtype="float32", rows=1, max_tokens=16)
+    opened: Any = SimpleNamespace(
+        session=b"s" * 16, dtype="float32", rows=1, max_tokens=16, mode="chain"
+    )
     outlet = Outlet(cast(Any, None), cast(Any, None), opened, HIDDEN, _no_dial)
     for number, (position, count) in enumerate([(0, 5), (5, 1), (6, 1)]):
         meta, payload = tensors.encode(torch.randn(count, HIDDEN))
