@@ -39,8 +39,8 @@ def fix_threads(count: int) -> None:
 class Threads:
     """Chooses for each size of steps among 1, 2, 4 ... and all threads that torch may use here.
 
-    Safe for several threads. No bit of what machine code computes depends on what it chooses, so that
-    decoded tokens do not; the last bits of torch's own operations may, as with any setting.
+    Safe for several threads. No bit of what machine code computes depends on what it chooses, nor
+    does a decoded token; the last bits of torch's own operations may, as with any setting.
     """
 
     def __init__(self) -> None:
