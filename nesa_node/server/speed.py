@@ -22,7 +22,7 @@ LOOK_S = 5.0
 CHANGED_CORES = 0.4
 """So many more or fewer idle cores are a change of the machine, if two looks find it."""
 LEAST_PAUSE_S = 30.0
-"""Between two measurements of an idle node, which take the machine for up to two seconds."""
+"""Between two measurements of an idle node, each of which takes the machine for a second or two."""
 MOST_PAUSE_S = 600.0
 NEWS = 0.1
 """A speed that differs by less than this share is not worth a new record."""

@@ -14,7 +14,7 @@ Machine = Callable[[int], float]
 
 
 def idle(threads: int) -> float:
-    return 0.025 / threads**0.6
+    return 0.025 / float(threads) ** 0.6
 
 
 def beside_a_busy_process(threads: int) -> float:

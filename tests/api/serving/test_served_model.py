@@ -175,7 +175,8 @@ async def test_many_that_leave_at_once_leave_nothing(
 ) -> None:
     nodes = NodesSeen(monkeypatch)
     # Fewer than there are clients: some are between tokens, some wait.
-    room: dict[str, Any] = dict.fromkeys(("attn_cache_tokens", "max_cache_tokens_per_peer"), clients * 512)
+    tokens = clients * 512
+    room: Any = {"attn_cache_tokens": tokens, "max_cache_tokens_per_peer": tokens}
     async with swarm(tiny("llama"), tmp_path, max_sessions_per_peer=clients // 2, **room) as served:
         served._threads._max_workers = clients
         seen: list[list[object]] = [[] for _ in range(clients)]
