@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -10,6 +11,9 @@ from dataclasses import fields
 from pathlib import Path
 from types import ModuleType
 from typing import get_args
+from zipfile import BadZipFile
+
+import numpy as np
 
 from benchmarks import (
     changes,
@@ -33,10 +37,11 @@ from benchmarks.gateway import bench as gateway
 from benchmarks.models import SHAPES
 from benchmarks.options import Options, Quant
 from benchmarks.regions import bench as regions
-from benchmarks.results import write_result
+from benchmarks.results import FOLDER, load_average, write_result
 from benchmarks.wan import auto
 from benchmarks.wan import bench as wan
 from benchmarks.wan.cells import CODECS
+from nesa_node.core.errors import ConfigError
 from nesa_node.core.logging import setup_logging
 
 BENCHMARKS: dict[str, ModuleType] = {
@@ -61,18 +66,67 @@ BENCHMARKS: dict[str, ModuleType] = {
     "tuning": tuning,
     "wan": wan,
 }
+SIZES_OF_PLANS = ("70b",)
+"""What the planners' benchmarks name as their model: they run none."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    arguments = make_parser().parse_args(argv)
+    parser = make_parser()
+    arguments = parser.parse_args(argv)
     setup_logging("warning")
     module = BENCHMARKS[arguments.name]
     defaults: Options = module.QUICK if arguments.quick else module.DEFAULTS
     names = {field.name for field in fields(Options)}
     options = defaults.updated({k: v for k, v in vars(arguments).items() if k in names})
+    try:
+        check_arguments(options, arguments.json)
+    except ConfigError as error:
+        parser.error(str(error))
+    load_before = load_average()
     rows = module.run(options)
-    path = write_result(arguments.name, rows, arguments.json, options=options.as_json())
+    path = write_result(
+        arguments.name,
+        rows,
+        arguments.json,
+        options=options.as_json(),
+        load_before=load_before,
+    )
     print(f"\nwritten to {path}")
+
+
+def check_arguments(options: Options, json_path: Path | None) -> None:
+    """Find what would fail after minutes of measuring. Raises `ConfigError`."""
+    if options.matrix is not None:
+        check_matrix(Path(options.matrix))
+    known = {*SHAPES, "demo", *SIZES_OF_PLANS}
+    folder = Path(options.model).expanduser()
+    if options.model not in known and not (folder / "config.json").is_file():
+        raise ConfigError(
+            f"--model: {folder} has no config.json; give the folder of a model, or one of: "
+            + ", ".join((*SHAPES, "demo"))
+        )
+    if options.runs < 1:
+        raise ConfigError(f"--runs: {options.runs} is no number of runs; give 1 or more")
+    if json_path is not None and json_path.is_dir():
+        raise ConfigError(f"--json: {json_path} is a folder; give the name of a file in it")
+    folder = FOLDER if json_path is None else json_path.absolute().parent
+    while not folder.exists():
+        folder = folder.parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise ConfigError(f"--json: cannot write to {folder}; give a path in another folder")
+
+
+def check_matrix(path: Path) -> None:
+    try:
+        with np.load(path) as archive:
+            shape = archive[archive.files[0]].shape
+    except (OSError, ValueError, IndexError, AttributeError, TypeError, BadZipFile) as error:
+        raise ConfigError(f"--matrix: {path} is no .npz with an array: {error}") from None
+    if len(shape) not in (2, 3) or shape[-1] != shape[-2]:
+        raise ConfigError(
+            f"--matrix: the array of {path} must be [nodes, nodes] or [slices, nodes, nodes], "
+            f"not {list(shape)}"
+        )
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -49,9 +49,16 @@ def run(options: Options) -> list[dict[str, Any]]:
     """One row per world: a quiet trace of `--snapshots` and `--runs` traces of each event."""
     rows = []
     for name, traces, longest, kinds in worlds(options):
-        quiet = watch_quiet(traces, options.snapshots, longest, options.seed)
-        found = {kind: watch_events(traces, kind, options.runs, options.seed) for kind in kinds}
-        rows.append({"world": name, "quiet": quiet, "found": found})
+        quiet_runs = watch_quiet(traces, options.snapshots, longest, options.seed)
+        fired = {kind: watch_events(traces, kind, options.runs, options.seed) for kind in kinds}
+        rows.append(
+            {
+                "world": name,
+                "quiet": summed(quiet_runs),
+                "found": {kind: shares(events) for kind, events in fired.items()},
+                "runs": {"quiet": quiet_runs, "found": fired},
+            }
+        )
         print(f"{name}: done", flush=True)
     show(rows)
     return rows
@@ -89,14 +96,15 @@ def worlds(options: Options) -> Iterator[tuple[str, Traces, int, tuple[EventKind
     yield "regions of a cloud", of_a_cloud, options.snapshots, KINDS
 
 
-def watch_quiet(traces: Traces, snapshots: int, longest: int, seed: int) -> dict[str, Any]:
-    """Triggers and moves on `snapshots` without any event, in traces of at most 250."""
-    counts: Counter[str] = Counter()
-    gains: list[float] = []
+def watch_quiet(traces: Traces, snapshots: int, longest: int, seed: int) -> list[dict[str, Any]]:
+    """Triggers and moves on `snapshots` without any event, of each trace of at most 250."""
+    runs = []
     seen = 0
     while seen < snapshots:
         length = min(250, longest, snapshots - seen)
         rng = np.random.default_rng((seed, 1, seen))
+        counts: Counter[str] = Counter()
+        gains: list[float] = []
         for _, fired, gain in follow(traces(length, rng, None), rng, plans=True):
             counts.update(fired)
             lost = not {"coverage", "replicas", "capacity"}.isdisjoint(fired)
@@ -104,8 +112,21 @@ def watch_quiet(traces: Traces, snapshots: int, longest: int, seed: int) -> dict
                 gains.append(gain)
                 kind = "for a loss" if lost else "for a gain" if gain >= GAIN else "false"
                 counts[f"move {kind}"] += 1
-            seen += 1
-    return {"snapshots": seen, "counts": dict(counts), "gains": gains}
+        runs.append({"snapshots": length, "counts": dict(counts), "gains": gains})
+        seen += length
+    return runs
+
+
+def summed(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """All quiet traces together."""
+    counts: Counter[str] = Counter()
+    for one in runs:
+        counts.update(one["counts"])
+    return {
+        "snapshots": sum(one["snapshots"] for one in runs),
+        "counts": dict(counts),
+        "gains": [gain for one in runs for gain in one["gains"]],
+    }
 
 
 def follow(
@@ -144,9 +165,9 @@ def follow(
         yield step, report.fired, gain
 
 
-def watch_events(traces: Traces, kind: EventKind, runs: int, seed: int) -> dict[str, float]:
-    """The share of `runs` events that each trigger found in time, and that any did."""
-    found: Counter[str] = Counter()
+def watch_events(traces: Traces, kind: EventKind, runs: int, seed: int) -> list[list[str]]:
+    """The triggers that found each of `runs` events in time."""
+    found = []
     for number in range(runs):
         rng = np.random.default_rng((seed, 2, KINDS.index(kind), number))
         at = 30 + int(rng.integers(30))
@@ -154,8 +175,14 @@ def watch_events(traces: Traces, kind: EventKind, runs: int, seed: int) -> dict[
         fired: set[str] = set()
         for step, now, _ in follow(traces(at + 2, rng, event), rng, plans=False):
             fired.update(now if step.at >= at else ())
-        found.update([*fired, *(["any"] if fired else [])])
-    return {name: count / runs for name, count in sorted(found.items())}
+        found.append(sorted(fired))
+    return found
+
+
+def shares(events: Sequence[Sequence[str]]) -> dict[str, float]:
+    """The share of the events that each trigger found, and that any did."""
+    counts = Counter(name for fired in events for name in (*fired, *(["any"] if fired else [])))
+    return {name: count / len(events) for name, count in sorted(counts.items())}
 
 
 def show(rows: Sequence[dict[str, Any]]) -> None:

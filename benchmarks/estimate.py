@@ -129,13 +129,16 @@ def measure(case: Case, share: float, options: Options) -> list[dict[str, Any]]:
             found.setdefault("rates", []).append(_rate_errors(case.rate_NN, drawn_NN))
     return [
         {
-            "benchmark": "estimate",
             "case": case.name,
             "share": share,
             "method": name,
-            "median_error": fmean(median for median, _, _ in values),
+            "median_error": fmean(middle for middle, _, _ in values),
             "p90_error": fmean(p90 for _, p90, _ in values),
             "seconds": fmean(seconds for _, _, seconds in values),
+            "runs": [
+                {"median_error": middle, "p90_error": p90, "seconds": seconds}
+                for middle, p90, seconds in values
+            ],
         }
         for name, values in found.items()
     ]

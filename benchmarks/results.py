@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import platform
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -38,19 +39,23 @@ def machine() -> dict[str, Any]:
     }
 
 
-def commit() -> str:
-    """The commit that runs, with "+" where files have changed since; "" outside of a repository."""
+def load_average() -> list[float]:
+    """Processes that ran or waited for a processor: means of 1, 5 and 15 minutes."""
+    return [round(mean, 2) for mean in os.getloadavg()]
+
+
+def source() -> dict[str, Any]:
+    """The git commit that is measured, and whether files differ from it; None outside of git."""
     try:
-        described = subprocess.run(
-            ["git", "describe", "--always", "--dirty=+", "--abbrev=12", "--exclude=*"],
-            cwd=Path(__file__).parent,
-            capture_output=True,
-            text=True,
-            check=True,
+        commit, changed = (
+            subprocess.run(
+                ["git", *arguments], cwd=FOLDER.parent, check=True, capture_output=True, text=True
+            ).stdout.strip()
+            for arguments in (("rev-parse", "HEAD"), ("status", "--porcelain"))
         )
     except (OSError, subprocess.CalledProcessError):
-        return ""
-    return described.stdout.strip()
+        return {"commit": None, "uncommitted_changes": None}
+    return {"commit": commit, "uncommitted_changes": bool(changed)}
 
 
 def write_result(
@@ -59,23 +64,30 @@ def write_result(
     path: Path | None,
     *,
     options: Mapping[str, Any],
+    load_before: Sequence[float],
 ) -> Path:
     """Write one JSON object per row, each with all that is to be known of it; return where.
 
-    The file is an array with one object per line.
+    The file is an array with one object per line. `load_before` is `load_average` at the start.
     """
     now = datetime.now(UTC)
-    target = path or FOLDER / f"{name}-{now:%Y-%m-%d}.json"
+    target = result_path(name, path, now)
     about = {
         "benchmark": name,
         "measured_at": f"{now:%Y-%m-%dT%H:%M:%SZ}",
+        "source": source(),
         "machine": machine(),
+        "load_average": {"before": list(load_before), "after": load_average()},
         "options": dict(options),
     }
     target.parent.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps({**about, **row}) for row in rows]
     target.write_text("[\n" + ",\n".join(lines) + "\n]\n", encoding="utf-8")
     return target
+
+
+def result_path(name: str, path: Path | None, now: datetime) -> Path:
+    return path or FOLDER / f"{name}-{now:%Y-%m-%d}.json"
 
 
 def print_table(title: str, headings: str, cells: Sequence[Sequence[str]]) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from statistics import fmean, median
 from typing import Any, TypeVar
 
@@ -77,6 +77,7 @@ class Figures:
             "prepare_ms": median(self.prepare_ms),
             "choose_ms": median(self.choose_ms),
             "sessions": len(self.decode),
+            "runs": asdict(self),
         }
 
 

@@ -13,9 +13,10 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from benchmarks.options import Options
@@ -31,10 +32,27 @@ def run(options: Options) -> list[dict[str, Any]]:
     rows = []
     for nodes in options.nodes:
         argv = [sys.executable, "-m", "benchmarks.scale", str(nodes), str(options.seed)]
-        done = subprocess.run(argv, check=True, capture_output=True, text=True)
-        rows.append(json.loads(done.stdout))
+        runs = []
+        for _ in range(options.runs):
+            done = subprocess.run(argv, check=True, capture_output=True, text=True)
+            runs.append(json.loads(done.stdout))
+        rows.append(summarize(runs))
     show(rows)
     return rows
+
+
+def summarize(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The medians of times and peaks; what was planned is the same in every run."""
+    timed = ("required_s", "required_cpu_s", "peak_mb", "peak_with_rest_mb")
+    return {
+        **runs[0],
+        **{key: median(one[key] for one in runs) for key in timed},
+        **{
+            key: {part: median(one[key][part] for one in runs) for part in PARTS}
+            for key in ("seconds", "cpu_seconds")
+        },
+        "runs": [{key: one[key] for key in ("seconds", "cpu_seconds", *timed)} for one in runs],
+    }
 
 
 def measure(nodes: int, seed: int) -> dict[str, Any]:

@@ -57,7 +57,11 @@ def run(options: Options) -> list[dict[str, Any]]:
             ]
             worlds.append((f"congestion {name}", results))
     rows = [
-        {"world": name, **{p: float(np.median([r[p] for r in found])) for p in PREDICTORS}}
+        {
+            "world": name,
+            **{p: float(np.median([one[p] for one in found])) for p in PREDICTORS},
+            "runs": found,
+        }
         for name, found in worlds
     ]
     show(rows)

@@ -86,12 +86,14 @@ def measure(
             "nodes": nodes,
             "routing": routing,
             "new_tokens": NEW_TOKENS,
-            "swarm_s": swarm_s,
-            "local_s": local_s,
             "swarm_tokens_per_s": NEW_TOKENS / median(swarm_s),
             "local_tokens_per_s": NEW_TOKENS / median(local_s),
             "ratio": median(a / b for a, b in zip(local_s, swarm_s, strict=True)),
             "tokens_equal": all(same) and bool(first.shape[1] == prompt.shape[1] + 1),
+            "runs": [
+                {"swarm_s": ours_s, "local_s": alone_s, "tokens_equal": equal}
+                for ours_s, alone_s, equal in zip(swarm_s, local_s, same, strict=True)
+            ],
             **start_up(daemons, first_s),
         }
 

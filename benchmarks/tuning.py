@@ -54,7 +54,7 @@ def run(options: Options) -> list[dict[str, Any]]:
             "learned": search.cost if search else None,
             "history": search.history if search else (),
             "held_out": cost,
-            "held_out_latency": latencies(parameters, held_out),
+            **latencies(parameters, held_out),
             "gain": report.gain,
             "gain_error": report.gain_error,
             "candidates": report.evaluations,
@@ -91,12 +91,13 @@ def _fewer(worlds: int, num_nodes: int) -> int:
     return worlds if num_nodes < 1000 else -(-worlds // 3)
 
 
-def latencies(parameters: Parameters, held_out: Sequence[Scenario]) -> dict[int, float]:
-    """By size, failures apart."""
+def latencies(parameters: Parameters, held_out: Sequence[Scenario]) -> dict[str, Any]:
+    """The mean by size, failures apart, and every session's."""
     ratios: dict[int, list[float]] = {}
     for scenario in held_out:
         problem = scenario.prepared.problem
         chain = GreedyRule(scenario.prepared, parameters).choose()
         ratio = terms(problem, chain).total_s / scenario.optimum_s
         ratios.setdefault(problem.num_nodes, []).append(ratio)
-    return {count: fmean(values) for count, values in ratios.items()}
+    means = {count: fmean(values) for count, values in ratios.items()}
+    return {"held_out_latency": means, "runs": {"held_out_latency": ratios}}

@@ -111,6 +111,7 @@ def measure_overhead(
     return {
         "part": "overhead",
         "overhead_s": median(one["overhead_s"] for one in runs),
+        "overhead_range_s": [of(one["overhead_s"] for one in runs) for of in (min, max)],
         "runs": runs,
     }
 
@@ -159,6 +160,7 @@ def measure_load(gateway: Gateway, nodes: Sequence[LocalNode], options: Options)
         "gap_p99_s": percentile(gaps_s, 99),
         "failures": failures[:10],
         "memory": memory,
+        "runs": [{"gaps_s": [one.gaps_s for one in streams]} for streams in done],
     }
 
 
@@ -195,17 +197,20 @@ def measure_leaving(gateway: Gateway, ports: Sequence[int], options: Options) ->
         "cache_before": busy[1],
         "last_left_s": last,
         "free_s": free_s,
+        "runs": [{"last_left_s": last, "free_s": free_s}],
     }
 
 
 def show(rows: Sequence[dict[str, Any]]) -> None:
     overhead, load, leaving = rows
     runs = overhead["runs"]
+    low, high = overhead["overhead_range_s"]
     print_table(
-        "one stream: median wait for a token",
-        "SDK ms|gateway ms|more ms",
+        "one stream: median wait for a token; no overhead is shown where the range spans 0",
+        "SDK ms|gateway ms|more ms|of all runs, ms",
         [
-            [f"{median(one[key] for one in runs) * 1000:.1f}" for key in runs[0]],
+            [f"{median(one[key] for one in runs) * 1000:.1f}" for key in runs[0]]
+            + [f"{low * 1000:+.1f} to {high * 1000:+.1f}"],
         ],
     )
     grown = [f"{_grown(load['memory'], who):+.1%}" for who in ("gateway", "nodes")]

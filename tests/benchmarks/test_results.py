@@ -1,10 +1,13 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from benchmarks import results
 from benchmarks.__main__ import BENCHMARKS, main, make_parser, numbers
 from benchmarks.emulator.namespaces import why_unavailable
 from benchmarks.options import Options
@@ -14,7 +17,8 @@ from benchmarks.results import write_result
 def test_each_row_says_where_and_how_it_was_measured(tmp_path: Path) -> None:
     options = Options(seed=7, nodes=(1, 3))
     rows = [{"nodes": nodes, "runs": [{"seconds": 1.5}, {"seconds": 2.5}]} for nodes in (1, 3)]
-    path = write_result("decode", rows, tmp_path / "new" / "d.json", options=options.as_json())
+    target = tmp_path / "new" / "d.json"
+    path = write_result("decode", rows, target, options=options.as_json(), load_before=[1, 2, 3])
     written = json.loads(path.read_text(encoding="utf-8"))
     assert [row["nodes"] for row in written] == [1, 3]
     for row in written:
@@ -22,6 +26,9 @@ def test_each_row_says_where_and_how_it_was_measured(tmp_path: Path) -> None:
         assert row["options"]["seed"] == 7
         assert {"processor", "cpu_flags", "cores", "python", "torch"} <= row["machine"].keys()
         assert row["measured_at"].endswith("Z")
+        assert row["load_average"]["before"] == [1, 2, 3]
+        assert len(row["load_average"]["after"]) == 3
+        assert row["source"].keys() == {"commit", "uncommitted_changes"}
         assert [run["seconds"] for run in row["runs"]] == [1.5, 2.5]
 
 
@@ -47,6 +54,54 @@ def test_numbers_are_read_from_a_list() -> None:
         numbers("0")
     with pytest.raises(SystemExit):
         make_parser().parse_args(["decode", "--nodes", "two"])
+
+
+def test_the_commit_that_is_measured_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(results, "FOLDER", tmp_path / "project" / "results")
+    results.FOLDER.mkdir(parents=True)
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@example.org"]
+    assert results.source() == {"commit": None, "uncommitted_changes": None}
+    subprocess.run([*git, "init", "--quiet"], check=True)
+    subprocess.run([*git, "commit", "--quiet", "--allow-empty", "-m", "first"], check=True)
+    clean = results.source()
+    assert len(clean["commit"]) == 40
+    assert clean["uncommitted_changes"] is False
+    (results.FOLDER / "new.json").write_text("[]", encoding="utf-8")
+    assert results.source() == clean | {"uncommitted_changes": True}
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (["routing", "--matrix", "{tmp}/missing.npz"], "missing.npz"),
+        (["routing", "--matrix", "{tmp}/text.npz"], "is no .npz"),
+        (["estimate", "--matrix", "{tmp}/oblong.npz"], "must be"),
+        (["decode", "--model", "{tmp}/nowhere"], "has no config.json"),
+        (["decode", "--runs", "0"], "1 or more"),
+        (["decode", "--json", "{tmp}"], "is a folder"),
+        (["decode", "--json", "{tmp}/text.npz/result.json"], "cannot write to"),
+    ],
+)
+def test_wrong_arguments_are_told_before_anything_is_measured(
+    given: list[str],
+    told: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "text.npz").write_text("no archive", encoding="utf-8")
+    np.savez(tmp_path / "oblong.npz", np.zeros((3, 4)))
+
+    def measured(_: Options) -> None:
+        raise AssertionError("it began to measure")
+
+    monkeypatch.setattr(BENCHMARKS[given[0]], "run", measured)
+    with pytest.raises(SystemExit) as ended:
+        main([part.format(tmp=tmp_path) for part in given])
+    assert ended.value.code == 2
+    assert told in capsys.readouterr().err
 
 
 @pytest.mark.slow
