@@ -15,6 +15,7 @@ from cyclopts import Parameter
 
 from nesa_node.cli.flags import SharedFlags, configure
 from nesa_node.core.errors import ConfigError
+from nesa_node.core.extras import require_node
 from nesa_node.core.span import Span, split_evenly
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ def demo(
         raise ConfigError(
             "--nodes and --max-new-tokens must be positive, --timed-tokens at least 2"
         )
+    require_node("nesa-node demo")
     import torch
     from transformers.utils import logging as transformers_logging
 

@@ -11,6 +11,7 @@ from nesa_node.cli.flags import configure
 from nesa_node.cli.peer_flags import OrchestratorFlags
 from nesa_node.cli.with_metrics import with_metrics
 from nesa_node.cli.with_page import with_page
+from nesa_node.core.extras import require_node
 
 
 def orchestrate(
@@ -26,6 +27,7 @@ def orchestrate(
 
     Nodes follow those that they allow (--allow-orchestrators) or find to gain.
     """
+    require_node("nesa-node orchestrate")
     from nesa_node.core.config import OrchestratorConfig
 
     config = configure(OrchestratorConfig, flags, model=model)

@@ -12,6 +12,7 @@ from nesa_node.cli.interrupts import leaving_at_once
 from nesa_node.cli.peer_flags import NodeFlags
 from nesa_node.cli.with_metrics import with_metrics
 from nesa_node.cli.with_page import with_page
+from nesa_node.core.extras import require_node
 
 
 def run(model: ModelArgument = None, /, *, flags: NodeFlags | None = None) -> int:
@@ -19,6 +20,7 @@ def run(model: ModelArgument = None, /, *, flags: NodeFlags | None = None) -> in
 
     Without --initial-peers it starts a new swarm and prints the address others join with.
     """
+    require_node("nesa-node run")
     from nesa_node.core.config import NodeConfig
 
     config = configure(NodeConfig, flags, model=model)

@@ -40,6 +40,7 @@ from nesa_node.compression.outliers import (
     read_list,
     without,
 )
+from nesa_node.core.extras import require_node
 
 if TYPE_CHECKING:
     from nesa_node.compression.tensors import TensorMeta
@@ -184,6 +185,7 @@ def dynamic_map(device: torch.device) -> Tensor:
 @functools.cache
 def _operators() -> Any:
     """Its operators. The import takes seconds and some 100 MiB, so that only users pay for it."""
+    require_node("sending in blockwise8", "bitsandbytes")
     # It tells everybody that a kernel for 4-bit weights, which is not used here, is not there.
     noisy = logging.getLogger("bitsandbytes.backends.cpu.ops")
     level = noisy.level

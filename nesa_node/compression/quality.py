@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping
 
 from nesa_node.compression.codecs import FAMILIES, expand, parse
 from nesa_node.core.errors import ConfigError, ProtocolError
+from nesa_node.core.extras import is_installed
 
 EXACT = "exact"
 """The tokens are those of no compression at all. What a session has that says nothing else."""
@@ -63,7 +64,14 @@ def candidates(quality: str, decodes: Collection[str]) -> tuple[str, ...]:
     else:
         named = [quality]
     known = {"none", *decodes}
-    return tuple(codec for codec in named if name_of(codec) in known) or ("none",)
+    return tuple(codec for codec in named if name_of(codec) in known and _encodes(codec)) or (
+        "none",
+    )
+
+
+def _encodes(codec: str) -> bool:
+    """All codecs are decoded everywhere; to encode one takes a package that may be missing."""
+    return not codec.startswith("blockwise8") or is_installed("bitsandbytes")
 
 
 def codec_names() -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from nesa_node.core.extras import require_node
 from nesa_node.routing.placement.features import plain_features, shape_features
 from nesa_node.routing.placement.recipes import Order, Recipe, lay_out
 from nesa_node.routing.placement.room import Layout, Room
@@ -188,6 +189,7 @@ def learn(
 
     The regression is a ridge as strict as leaving one out says. A kind has five snapshots at least.
     """
+    require_node("learning schemas", "sklearn")
     # Loading these takes a second, which only who learns should wait for.
     from sklearn.linear_model import RidgeCV
 

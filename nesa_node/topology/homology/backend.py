@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from nesa_node.core.extras import require_node
 from nesa_node.topology.homology.filtration import Floats
 
 # Of gudhi 3.13: each says `__license__ = "GPL v3"`, or "MIT (GPL v3 for sparsify_point_set)", or is
@@ -49,7 +50,11 @@ _FIELD = 2
 
 @cache
 def gudhi() -> Any:
-    """The module, with `hera` and `sklearn` loaded. Half a second when called first."""
+    """The module, with `hera` and `sklearn` loaded. Half a second when called first.
+
+    Raises `ConfigError` where it is not installed.
+    """
+    require_node("a swarm's shape", "gudhi", "sklearn")
     if "gudhi" not in sys.modules:
         for name in GPL_MODULES:
             sys.modules[name] = None  # type: ignore[assignment]
