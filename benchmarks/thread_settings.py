@@ -26,7 +26,7 @@ import psutil
 
 from benchmarks.models import model_folder
 from benchmarks.options import Options
-from benchmarks.results import commit, print_table
+from benchmarks.results import print_table
 from benchmarks.swarms import open_local
 from nesa_node.cli.local_swarm import LocalNode, local_swarm
 from nesa_node.core.span import split_evenly
@@ -113,7 +113,6 @@ def measure(folder: Path, machine: Machine, options: Options) -> list[dict[str, 
                 "ready_s": [node.ready_s for node in side.nodes],
                 "tokens_equal": all(text == texts[0] for text in texts),
                 "runs": rates[side.setting.name],
-                "commit": commit(),
                 "load_before": load_before,
             }
             for side in sides

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Sequence
 
@@ -14,7 +15,7 @@ Machine = Callable[[int], float]
 
 
 def idle(threads: int) -> float:
-    return 0.025 / float(threads) ** 0.6
+    return 0.025 / math.pow(threads, 0.6)
 
 
 def beside_a_busy_process(threads: int) -> float:
