@@ -123,7 +123,7 @@ def test_logits_are_within_1e_4(case: Case, route: Route) -> None:
     case.assert_logits_equal(route)
 
 
-FORWARD = Blocks.forward
+FORWARD = Blocks._forward
 
 
 def _without_its_last_block(blocks: Blocks, hidden_TD: Tensor, runs: Sequence[Run]) -> Tensor:
@@ -154,7 +154,7 @@ def test_a_mistake_of_the_middle_node_is_caught(
         run = mistake if blocks.span == middle else FORWARD
         return run(blocks, hidden_TD, runs)
 
-    monkeypatch.setattr(Blocks, "forward", forward)
+    monkeypatch.setattr(Blocks, "_forward", forward)
     for route in ROUTES:
         with pytest.raises(AssertionError):
             case.assert_logits_equal(route)

@@ -97,7 +97,7 @@ async def test_a_session_in_a_long_prefill_ends(
     tiny: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nodes, steps = NodesSeen(monkeypatch), []
-    forward = Blocks.forward
+    forward = Blocks._forward
 
     def slowly(*args: Any, **options: Any) -> torch.Tensor:
         steps.append(0)
@@ -105,7 +105,7 @@ async def test_a_session_in_a_long_prefill_ends(
         return forward(*args, **options)
 
     async with swarm(tiny("llama"), tmp_path) as served:
-        monkeypatch.setattr(Blocks, "forward", slowly)
+        monkeypatch.setattr(Blocks, "_forward", slowly)
         seen: list[object] = []
         job = greedy_job(prompt_ids(1000), 8)
         task = asyncio.create_task(read_for_ever(served, job, seen))
