@@ -273,7 +273,7 @@ def show(rows: Sequence[dict[str, Any]], options: Options) -> None:
         (
             str(row["kind"]),
             *(str(row.get(key, "")) for key in keys),
-            ms(row["pause_p50_s"]),
+            "not measured" if row["pause_p50_s"] is None else ms(row["pause_p50_s"]),
             ms(row["pause_p95_s"]),
         )
         for row in rows

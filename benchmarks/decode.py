@@ -6,6 +6,7 @@ within a run, so that a noisy machine disturbs both; the ratio is the median of 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -53,6 +54,7 @@ def measure(folder: Path, swarm: Swarm, local: Any, options: Options) -> dict[st
         "local_tokens_per_s": options.new_tokens / median(local_s),
         "ratio": median_ratio(local_s, swarm_s),
         "tokens_equal": all(one["tokens_equal"] for one in runs),
+        "agreement": min(one["tokens_agreed"] for one in runs) / options.new_tokens,
         "ready_s": [node.ready_s for node in swarm.nodes],
         "memory": [
             memory_of(node) | share_of_model(folder, options, node.span, swarm.cache_tokens)
@@ -72,7 +74,14 @@ def measure_once(swarm: Swarm, local: Any, prompt: torch.Tensor, new_tokens: int
         "local": alone.as_json() | {"cpu_s": before.since(start)["client_cpu_s"]},
         "swarm": ours.as_json() | used,
         "tokens_equal": ours.tokens == alone.tokens,
+        "tokens_agreed": agreed(ours.tokens, alone.tokens),
     }
+
+
+def agreed(ours: Sequence[int], theirs: Sequence[int]) -> int:
+    """The tokens before the first that differs; those after it continue another text."""
+    pairs = enumerate(zip(ours, theirs, strict=True))
+    return next((at for at, (a, b) in pairs if a != b), len(ours))
 
 
 def show(rows: list[dict[str, Any]], options: Options) -> None:
@@ -85,7 +94,8 @@ def show(rows: list[dict[str, Any]], options: Options) -> None:
         return sum(of(row, part) for part in parts) / options.new_tokens * 1000
 
     headings = (
-        "nodes|tokens/s|local|ratio|equal|first token\nms|local\nms|gap p50\nms|p99\nms|"
+        "nodes|tokens/s|local|ratio|equal|until they\ndiffer|first token\nms|local\nms|"
+        "gap p50\nms|p99\nms|"
         "CPU\nms/token|local\nms/token|wire\nKiB/token|USS\nMiB|RSS\nMiB|span\nMiB"
     )
     memory = ("uss_bytes", "rss_bytes", "span_bytes")
@@ -96,6 +106,7 @@ def show(rows: list[dict[str, Any]], options: Options) -> None:
             f"{row['local_tokens_per_s']:.1f}",
             f"{row['ratio']:.2f}",
             "yes" if row["tokens_equal"] else "NO",
+            f"{row['agreement']:.0%}",
             f"{of(row, 'first_token_s') * 1000:.0f}",
             f"{of(row, 'first_token_s', 'local') * 1000:.0f}",
             f"{of(row, 'gap_p50_s') * 1000:.1f}",

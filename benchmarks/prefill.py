@@ -118,7 +118,7 @@ def time_chunks(parts: Sequence[Blocks], counts: Sequence[int]) -> list[list[flo
 def show(rows: Sequence[dict[str, Any]], options: Options) -> None:
     headings = (
         "nodes|spans|chunks|tokens/s|local|ratio|equal|"
-        "one core per node:\ntokens/s|faster than\none node|bubbles %|idle %"
+        "one core per node:\ntokens/s|faster than\none node|idle %:\nthe busiest node|\nall nodes"
     )
     cells = [
         (

@@ -42,6 +42,7 @@ T = TypeVar("T")
 
 SESSIONS = "exact-latency, failures"
 """What sessions use by default: time, and what failures are expected to cost."""
+ROLES = {"exact-latency": "divisor of decode and prefill", SESSIONS: "default of sessions"}
 FILLED = ("exact-throughput", "exact-latency")
 _FILLED_LARGE = 2
 """Worlds of 1,000 nodes that are filled with sessions: that takes a quarter of a minute each."""
@@ -99,6 +100,7 @@ def run(options: Options) -> list[dict[str, Any]]:
                     "world": source.name,
                     "nodes": count,
                     "strategy": name,
+                    "role": ROLES.get(name),
                     "bottleneck_gap": max(gaps),
                     **each.as_row(),
                 }
@@ -166,10 +168,11 @@ def show(rows: Sequence[Mapping[str, Any]]) -> None:
     print_table(
         f"{first['world']}, {first['nodes']} nodes, 80 blocks, {first['sessions']} sessions: "
         "means over the optimum (medians)",
-        "strategy|decode|prefill|bottleneck|reliability|hops|throughput|prepare ms|choose ms",
+        "strategy||decode|prefill|bottleneck|reliability|hops|throughput|prepare ms|choose ms",
         [
             (
                 row["strategy"],
+                row["role"] or "",
                 f"{row['decode']:.3f} ({row['decode_median']:.3f})",
                 f"{row['prefill']:.3f} ({row['prefill_median']:.3f})",
                 f"{row['bottleneck']:.2f} ({row['bottleneck_median']:.2f})",

@@ -1,8 +1,10 @@
 """One session through three daemons that are as far apart as a cell of the table says.
 
-The daemons start once; the links change from cell to cell. Within a run the unshaped network and
-the cell's take turns, and the unshaped step is what the bound counts as compute, so that a noisy
-machine disturbs both. The ratio is the median of the runs' own.
+The daemons start once; the links change from cell to cell. Within a run transformers alone, the
+unshaped network and the cell's take turns, so that a noisy machine disturbs all. There are two
+bounds. The physical one counts as compute a step of transformers alone; the other one the step on
+the unshaped network, which contains the swarm's own overhead, so that it tells what distance adds
+beside latency and bytes. Ratios are the medians of the runs' own.
 """
 
 from __future__ import annotations
@@ -67,19 +69,25 @@ def probe(swarm: WanSwarm, link: Link) -> dict[str, float]:
 
 def measure(swarm: WanSwarm, cell: Cell, options: Options) -> dict[str, Any]:
     swarm.wan.set_all(Link())
-    swarm.generate(cell, options)  # joins the swarm, touches all memory once
+    for local in (False, True):
+        swarm.generate(cell, options, local=local)  # joins the swarm, touches all memory once
     runs = []
     for _ in range(options.runs):
+        alone = swarm.generate(cell, options, local=True)
         swarm.wan.set_all(Link())
         near = swarm.generate(cell, options)
         swarm.wan.set_all(cell.link)
         far = swarm.generate(cell, options)
-        runs.append(compare(swarm.chain, cell, near, far))
+        runs.append(compare(swarm.chain, cell, alone, near, far))
     return summarize(swarm.chain, cell, runs)
 
 
-def compare(chain: Chain, cell: Cell, near: dict[str, Any], far: dict[str, Any]) -> dict[str, Any]:
-    """One run: what the same generation took without and with distance."""
+def compare(
+    chain: Chain, cell: Cell, alone: dict[str, Any], near: dict[str, Any], far: dict[str, Any]
+) -> dict[str, Any]:
+    """One run: what the same generation took alone, and in a swarm without and with distance."""
+    local_s = median(alone["gaps_s"][WARM_UP_STEPS:])
+    physical_s = chain.bound_s(cell, local_s)
     near_s, far_s = near["gaps_s"][WARM_UP_STEPS:], far["gaps_s"][WARM_UP_STEPS:]
     bound_s = chain.bound_s(cell, median(near_s))
     return {
@@ -87,18 +95,25 @@ def compare(chain: Chain, cell: Cell, near: dict[str, Any], far: dict[str, Any])
         "bound_s": bound_s,
         "step_s": median(far_s),
         "ratio": median(far_s) / bound_s,
+        "local_s": local_s,
+        "physical_bound_s": physical_s,
+        "physical_ratio": median(far_s) / physical_s,
         "mean_ratio": fmean(far_s) / chain.bound_s(cell, fmean(near_s)),
         "first_token_s": far["first_token_s"],
         "near_first_token_s": near["first_token_s"],
         "wire_bytes": far["wire_bytes"],
         "tokens_equal": near["tokens"] == far["tokens"],
+        "local_gaps_s": alone["gaps_s"],
         "near_gaps_s": near["gaps_s"],
         "gaps_s": far["gaps_s"],
     }
 
 
 def summarize(chain: Chain, cell: Cell, runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    keys = ("compute_s", "bound_s", "step_s", "ratio", "mean_ratio", "first_token_s")
+    keys = (
+        *("local_s", "physical_bound_s", "physical_ratio"),
+        *("compute_s", "bound_s", "step_s", "ratio", "mean_ratio", "first_token_s"),
+    )
     middle = {key: median(one[key] for one in runs) for key in keys}
     return {
         **asdict(cell),
@@ -115,7 +130,8 @@ def summarize(chain: Chain, cell: Cell, runs: Sequence[dict[str, Any]]) -> dict[
 def show(rows: Sequence[dict[str, Any]], options: Options) -> None:
     headings = (
         "round trip\nms|reached\nms|Mbit/s|reached\nMbit/s|batch|codec|tokens/s|bound\ntokens/s|"
-        "step\nms|bound\nms|of which\ncompute ms|step /\nbound|mean /\nbound|first token\nms|equal"
+        "step\nms|bound\nms|of which\ncompute ms|"
+        "local\ncompute ms|step /\nphysical|step /\nbound|mean /\nbound|first token\nms|equal"
     )
     cells = [
         (
@@ -127,7 +143,8 @@ def show(rows: Sequence[dict[str, Any]], options: Options) -> None:
             row["codec"],
             f"{row['tokens_per_s']:.1f}",
             f"{row['bound_tokens_per_s']:.1f}",
-            *(f"{row[key] * 1000:.1f}" for key in ("step_s", "bound_s", "compute_s")),
+            *(f"{row[key] * 1000:.1f}" for key in ("step_s", "bound_s", "compute_s", "local_s")),
+            f"{row['physical_ratio']:.2f}",
             f"{row['ratio']:.2f}",
             f"{row['mean_ratio']:.2f}",
             f"{row['first_token_s'] * 1000:.0f}",

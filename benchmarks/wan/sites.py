@@ -42,11 +42,14 @@ class WanSwarm:
         stops = [CLIENT, *(node.name for node in self.nodes), CLIENT]
         return list(pairwise(stops))
 
-    def generate(self, cell: Cell, options: Options) -> dict[str, Any]:
-        """What `client.answer` returns, and the bytes that the legs carried meanwhile."""
+    def generate(self, cell: Cell, options: Options, *, local: bool = False) -> dict[str, Any]:
+        """What `client.answer` returns, and the bytes that the legs carried meanwhile.
+
+        With `local`, transformers generates alone at the client's site.
+        """
         order = {
             "batch": cell.batch,
-            "codec": cell.codec,
+            "codec": None if local else cell.codec,
             "prompt_tokens": options.prompt_tokens,
             "new_tokens": options.new_tokens,
             "seed": options.seed,

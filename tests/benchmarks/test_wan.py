@@ -52,7 +52,10 @@ def test_link_of_a_cell_takes_half_of_the_round_trip_each_way() -> None:
 
 
 def test_run_is_compared_with_its_own_compute() -> None:
-    one = compare(CHAIN, CELL, generation(0.03, 0.03, 0.09), generation(0.2, 0.2, 0.5))
+    alone, near = generation(0.02, 0.02, 0.02), generation(0.03, 0.03, 0.09)
+    one = compare(CHAIN, CELL, alone, near, generation(0.2, 0.2, 0.5))
+    assert one["physical_bound_s"] == pytest.approx(0.1456)
+    assert one["physical_ratio"] == pytest.approx(0.2 / 0.1456)
     assert one["compute_s"] == 0.03
     assert one["bound_s"] == pytest.approx(0.1556)
     assert one["ratio"] == pytest.approx(0.2 / 0.1556)
@@ -63,9 +66,9 @@ def test_run_is_compared_with_its_own_compute() -> None:
 def test_row_is_the_median_of_its_runs_and_keeps_them_all(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    near = generation(0.03, 0.03)
+    near, alone = generation(0.03, 0.03), generation(0.02, 0.02)
     steps = (0.2, 0.5, 0.3)
-    runs = [compare(CHAIN, CELL, near, generation(step, step)) for step in steps]
+    runs = [compare(CHAIN, CELL, alone, near, generation(step, step)) for step in steps]
     row = summarize(CHAIN, CELL, runs)
     assert row["step_s"] == 0.3
     assert row["tokens_per_s"] == pytest.approx(4 / 0.3)
@@ -77,7 +80,8 @@ def test_row_is_the_median_of_its_runs_and_keeps_them_all(
 
 
 def test_tokens_that_distance_changes_are_told() -> None:
-    runs = [compare(CHAIN, CELL, generation(0.1), generation(0.1, token=2))]
+    near = generation(0.1)
+    runs = [compare(CHAIN, CELL, near, near, generation(0.1, token=2))]
     assert not summarize(CHAIN, CELL, runs)["tokens_equal"]
 
 
