@@ -145,7 +145,7 @@ def _changes(
     def down(peer: object, *blocks: object) -> bytes:
         return message_frame(base, downstream={"peer": peer, "blocks": blocks})
 
-    stranger = str(rng.choice([attacker.swarm.identity.peer_id, "nobody", "\0", "Q" * 128]))
+    stranger = str(rng.choice([attacker.swarm.identity.peer_id, "nobody", "Q" * 128]))
     lost = ("downstream_lost",)
     return [
         ("link: itself", down(facts.peer_id, end, end + 1), lost),
@@ -158,6 +158,7 @@ def _changes(
         ("link: blocks", down(facts.peer_id, end, 1 << 25), (BAD,)),
         ("link: blocks", down(facts.peer_id, end, -1), (BAD,)),
         ("link: nameless", down("", end, end + 1), (BAD,)),
+        ("link: nameless", down("\0", end, end + 1), (BAD,)),
         ("link: nameless", down(7, end, end + 1), (BAD,)),
         ("link: rows", message_frame(base, emit_from=(0,)), ("bad_rows",)),
         ("link: rows", message_frame(base, lengths=(), emit_from=()), ("bad_rows",)),

@@ -423,12 +423,12 @@ def _hand_overs(attacker: Attacker) -> list[Case]:
         return message_frame(good, to={"peer": peer, "blocks": blocks})
 
     other = rng.choice([(start, end + 1), (end, start), (start + 1, end), (0, 1 << 24), (end, end)])
-    stranger = rng.choice([own, "nobody", "\0", "Q" * 128])
+    stranger = rng.choice([own, "nobody", "Q" * 128])
     return [
         ("blocks", to(facts.peer_id, *other), ("bad_link",)),
         ("blocks", to(facts.peer_id, start, rng.choice([-1, 1 << 25])), (BAD, "closed")),
         ("stranger", to(stranger, start, end), LOST),
         ("itself", to(facts.peer_id, start, end), LOST),
-        ("nameless", to(rng.choice(["", 7, "p" * 200]), start, end), (BAD, "closed")),
+        ("nameless", to(rng.choice(["", 7, "\0", "p" * 200]), start, end), (BAD, "closed")),
         ("many", to(stranger, start, end), (*LOST, "unexpected")),
     ]
