@@ -87,10 +87,12 @@ def measure(folder: Path, machine: Machine, options: Options) -> list[dict[str, 
         sides = []
         for setting in SETTINGS:
             side = stack.enter_context(open_side(folder, machine, setting, options))
-            side.generate(WARM_TOKENS)
+            side.generate(WARM_TOKENS if setting.threads is None else 8)
             side.pause()
             sides.append(side)
-            print(f"{machine.name}, threads {setting.name}: serves", file=sys.stderr, flush=True)
+            ready_s = max(node.ready_s for node in side.nodes)
+            line = f"{machine.name}, threads {setting.name}: serves after {ready_s:.1f} s"
+            print(line, file=sys.stderr, flush=True)
         rates: dict[str, list[float]] = {setting.name: [] for setting in SETTINGS}
         texts = []
         for _ in range(options.runs):
