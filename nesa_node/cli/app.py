@@ -69,8 +69,12 @@ app.command(keys)
 
 def main() -> NoReturn:
     """Entry point of the console script."""
-    limit_spinning()
-    sys.exit(run_command(sys.argv[1:]))
+    try:
+        limit_spinning()
+        code = run_command(sys.argv[1:])
+    except KeyboardInterrupt:  # while an error was being reported
+        code = _interrupted()
+    sys.exit(code)
 
 
 def run_command(argv: Sequence[str]) -> int:
@@ -101,11 +105,15 @@ def run_command(argv: Sequence[str]) -> int:
             raise
         return _report(shortage)
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return INTERRUPTED
+        return _interrupted()
     finally:
         tracing.use(None)
     return result if isinstance(result, int) else 0
+
+
+def _interrupted() -> int:
+    print("interrupted", file=sys.stderr)
+    return INTERRUPTED
 
 
 def _report(error: NesaError) -> int:

@@ -336,3 +336,18 @@ def test_a_reader_that_goes_away_is_no_traceback() -> None:
         check=False,
     )
     assert done.stderr == ""
+
+
+def test_a_ctrl_c_while_an_error_is_reported_is_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(_: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(app_module, "_report", interrupt)
+    monkeypatch.setattr(app_module, "limit_spinning", lambda: None)
+    monkeypatch.setattr(sys, "argv", ["nesa-node", "no-such-command"])
+    with pytest.raises(SystemExit) as ended:
+        app_module.main()
+    assert ended.value.code == 130
+    assert capsys.readouterr().err == "interrupted\n"
