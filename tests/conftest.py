@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 import os
 import shutil
 import signal
@@ -128,3 +129,16 @@ def _check(before: Leftovers, who: str) -> None:
     left = before.wait_until_gone(_TMP, timeout_s=3)
     if left:
         pytest.fail(f"{who} left behind:\n  " + "\n  ".join(left), pytrace=False)
+
+
+@pytest.fixture
+def logging_given_back() -> Iterator[None]:
+    """What a test set up for the log of a process of its own is undone."""
+    import structlog
+
+    root = logging.getLogger()
+    before, level = list(root.handlers), root.level
+    yield
+    root.handlers[:] = before
+    root.setLevel(level)
+    structlog.reset_defaults()

@@ -93,7 +93,7 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):  # type: ig
         self._finalizer = weakref.finalize(self, _close, self._loop, on_close)
 
     def __repr__(self) -> str:
-        """What it is and what has been connected so far. Asks nobody."""
+        """What it is and what has been connected so far. Asks no node."""
         spans = [
             f"{span} {'in the swarm' if connection is None else 'here'}"
             for connection, span in self._layers

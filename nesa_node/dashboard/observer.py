@@ -120,7 +120,7 @@ class Observer:
             await asyncio.sleep(QUICK_TICK_S if quick else TICK_S)
 
     async def _keep_pinging(self) -> None:
-        """As long as somebody watches: a record lives for a minute after its node has died."""
+        """As long as a page is open: a record lives for a minute after its node has died."""
         pinging: dict[PeerId, asyncio.Task[None]] = {}
         order: dict[PeerId, None] = {}
         async with asyncio.TaskGroup() as group:

@@ -232,7 +232,7 @@ class Session:
             await self._emit_next()
 
     async def close(self) -> None:
-        """Let nobody in any more, and free what was promised as soon as no iteration runs it.
+        """Accept no step any more, and free what was promised as soon as no iteration runs it.
 
         Nor a donor's pages are put into it: cancelled, it waits all the same.
         """

@@ -1,7 +1,7 @@
 """Which of the addresses in a stranger's record are worth dialling.
 
-A record may hold 16 of any hosts at all, and everybody who reads it would dial them: ports on this
-machine, in its operator's network, or of a host that is to be attacked.
+A record may hold 16 of any hosts at all, and every node that reads it would dial them: ports on
+this machine, in its operator's network, or of a host that is to be attacked.
 """
 
 from __future__ import annotations

@@ -120,7 +120,7 @@ def _context() -> ssl.SSLContext:
 
 
 def _peer_of(certificate: bytes | None) -> PeerId:
-    """Whom the certificate belongs to. Raises `ValueError` if that is not proved."""
+    """The peer that the certificate belongs to. Raises `ValueError` if that is not proved."""
     if certificate is None or len(certificate) > MAX_CERTIFICATE_BYTES:
         raise ValueError("no certificate, or too large a one")
     parsed = x509.load_der_x509_certificate(certificate)

@@ -1,18 +1,17 @@
-"""A log that nobody can fill."""
+"""Peers cannot fill a log."""
 
 from __future__ import annotations
 
 import io
 import json
-import logging
-from collections.abc import Iterator
 
 import pytest
-import structlog
 
 from nesa_node.core import logging as our_logging
 from nesa_node.core.event_limit import BURST, MAX_NAMES, PER_S, TRACEBACK_COST, EventLimit
 from nesa_node.core.logging import get_logger, setup_logging
+
+pytestmark = pytest.mark.usefixtures("logging_given_back")
 
 
 class _Clock:
@@ -20,16 +19,6 @@ class _Clock:
 
     def __call__(self) -> float:
         return self.now
-
-
-@pytest.fixture(autouse=True)
-def _restore_logging() -> Iterator[None]:
-    root = logging.getLogger()
-    before, level = list(root.handlers), root.level
-    yield
-    root.handlers[:] = before
-    root.setLevel(level)
-    structlog.reset_defaults()
 
 
 def test_a_day_of_one_event_is_bounded_and_counted() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import logging
-from collections.abc import Iterator
 
 import pytest
 import structlog
@@ -13,15 +12,7 @@ import structlog
 from nesa_node.core.choices import LogFormat
 from nesa_node.core.logging import get_logger, setup_logging
 
-
-@pytest.fixture(autouse=True)
-def _restore_logging() -> Iterator[None]:
-    root = logging.getLogger()
-    before, level = list(root.handlers), root.level
-    yield
-    root.handlers[:] = before
-    root.setLevel(level)
-    structlog.reset_defaults()
+pytestmark = pytest.mark.usefixtures("logging_given_back")
 
 
 @pytest.mark.parametrize("log_format", ["console", "json"])

@@ -14,7 +14,7 @@ Parse = Callable[[bytes], Awaitable[Any] | Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """A parser of bytes that somebody else chose.
+    """A parser of bytes that a peer, a hub or a client chose.
 
     `open` gives what reads one input; it is entered once, in the process that parses. The reader
     may raise `refusals` and nothing else.

@@ -1,4 +1,4 @@
-"""Every parser of bytes that somebody else chose, by name."""
+"""Every parser of bytes that a peer, a hub or a client chose, by name."""
 
 from __future__ import annotations
 

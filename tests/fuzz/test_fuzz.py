@@ -1,4 +1,4 @@
-"""No parser of bytes that somebody else chose fails otherwise than by refusing them."""
+"""No parser of bytes that a peer, a hub or a client chose fails but by refusing them."""
 
 from __future__ import annotations
 
