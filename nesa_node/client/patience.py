@@ -82,4 +82,5 @@ class Patience:
         if pause_s:
             pause_s *= self._rng.uniform(0.5, 1.5)
             self._pause_s = min(self._pause_s * 2, LONGEST_PAUSE_S)
-        return pause_s if now + pause_s <= until else None
+        # The last pause ends with the time there is: the attempt after it is made, too.
+        return min(pause_s, until - now) if now < until else None

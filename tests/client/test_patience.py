@@ -42,10 +42,10 @@ def test_failures_last_for_the_recovery_time_and_busy_nodes_for_the_queue_time()
     for error, longest_s in ((GONE, 20), (BUSY, 300)):
         clock = Clock()
         pauses = waits(make(clock), clock, error)
-        assert longest_s - 1.5 * LONGEST_PAUSE_S <= sum(pauses) <= longest_s
+        assert sum(pauses) == pytest.approx(longest_s), "as long as the error says, never less"
         assert len(set(pauses)) == len(pauses), "jitter"
         assert max(pauses) <= 1.5 * LONGEST_PAUSE_S
-    assert min(pauses) >= BUSY.retry_after_s / 2
+    assert min(pauses[:-1]) >= BUSY.retry_after_s / 2
 
 
 def test_being_told_to_wait_is_not_failing() -> None:
