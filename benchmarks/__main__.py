@@ -139,6 +139,13 @@ def make_parser() -> argparse.ArgumentParser:
     add("--dtype", choices=("float32", "bfloat16"))
     add("--nodes", type=numbers, metavar="N,N", help="numbers of daemons to try")
     add("--sessions", type=numbers, metavar="N,N", help="numbers of sessions to try")
+    add(
+        "--threads",
+        type=numbers_or_0,
+        metavar="N,N",
+        help="of each process; 0: no --threads, as users run it [default: 1,0]"
+        " (decode, concurrency, prefill)",
+    )
     add("--runs", type=int, help="how often each figure is measured [default: 5]")
     add("--quant-type", choices=get_args(Quant), help="of the daemons' weights [default: none]")
     add("--prompt-tokens", type=int)

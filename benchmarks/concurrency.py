@@ -2,7 +2,8 @@
 
 The sessions are threads of one client process, each with a `generate` call of its own, as a server
 in front of the swarm would have them: one process computes embedding and head for all of them. Its
-processor time is in every run, so that it shows where the client is what is measured. Within a run
+processor time is in every run, so that it shows where the client is what is measured. All of it is
+measured with one thread for each process, and again as users run it (no `--threads`). Within a run
 the local model (one stream) and every number of sessions take turns.
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from statistics import median
 from threading import Barrier
 from typing import Any
@@ -24,7 +26,7 @@ from benchmarks.generation import Generation, generate
 from benchmarks.models import load_local, model_folder, random_prompt
 from benchmarks.options import Options
 from benchmarks.results import print_table
-from benchmarks.swarms import Swarm, open_swarm
+from benchmarks.swarms import Swarm, name_of_threads, open_swarm
 
 DEFAULTS = Options(nodes=(3,), sessions=(1, 4, 16, 64), long_prompt=2_000)
 QUICK = Options(model="tiny", nodes=(2,), sessions=(1, 4), runs=1, new_tokens=8, long_prompt=200)
@@ -33,15 +35,14 @@ START_TIMEOUT_S = 60.0
 
 def run(options: Options) -> list[dict[str, Any]]:
     """Per number of daemons, a row for each number of sessions and one with a prefill."""
-    torch.set_num_threads(1)
     per_session = options.prompt_tokens + options.new_tokens
     cache_tokens = 2 * max(options.sessions) * per_session + 4 * options.long_prompt + 8192
     rows = []
     with model_folder(options) as folder:
         local = load_local(folder, options)
-        for nodes in options.nodes:
-            with open_swarm(folder, options, nodes, cache_tokens) as swarm:
-                rows += measure(swarm, local, options)
+        for threads, nodes in product(options.threads, options.nodes):
+            with open_swarm(folder, options, nodes, cache_tokens, threads) as swarm:
+                rows += [row | {"threads": threads} for row in measure(swarm, local, options)]
     show([row for row in rows if "sessions" in row], options)
     if options.long_prompt:
         show_disturbance([row for row in rows if "sessions" not in row], options)
@@ -143,12 +144,13 @@ def show(rows: Sequence[dict[str, Any]], options: Options) -> None:
         return share
 
     headings = (
-        "nodes|sessions|tokens/s|ratio\nto local|ratio to\nfewer sessions|differ|"
+        "nodes|threads|sessions|tokens/s|ratio\nto local|ratio to\nfewer sessions|differ|"
         "first token\np50 ms|\np99 ms|gap\np50 ms|\np99 ms|client\nCPU %"
     )
     cells = [
         (
             str(row["nodes"]),
+            name_of_threads(row["threads"]),
             str(row["sessions"]),
             f"{row['tokens_per_s']:.1f}",
             f"{row['ratio_to_local']:.2f}",

@@ -1,12 +1,14 @@
 """One session through 1, 2, 3 ... daemons of this machine against transformers alone.
 
-One thread per process, greedy, whole `generate` calls. The swarm and the local model take turns
+One thread per process, and again as users run it (no `--threads`, all threads for transformers);
+greedy, whole `generate` calls. The swarm and the local model take turns
 within a run, so that a noisy machine disturbs both; the ratio is the median of the runs' own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -20,7 +22,13 @@ from benchmarks.models import load_local, model_folder, random_prompt
 from benchmarks.options import Options
 from benchmarks.others import measure_others
 from benchmarks.results import print_table
-from benchmarks.swarms import Swarm, open_swarm, share_of_model
+from benchmarks.swarms import (
+    Swarm,
+    name_of_threads,
+    open_swarm,
+    share_of_model,
+    torch_threads,
+)
 
 DEFAULTS = Options()
 QUICK = Options(model="tiny", nodes=(2,), runs=1, new_tokens=8)
@@ -29,15 +37,15 @@ CACHE_TOKENS = 8192
 
 def run(options: Options) -> list[dict[str, Any]]:
     """One row per number of daemons, and one per other program that is found here."""
-    torch.set_num_threads(1)
     with model_folder(options) as folder:
         local = load_local(folder, options)
         rows = []
-        for nodes in options.nodes:
-            with open_swarm(folder, options, nodes, CACHE_TOKENS) as swarm:
-                rows.append(measure(folder, swarm, local, options))
+        for threads, nodes in product(options.threads, options.nodes):
+            with open_swarm(folder, options, nodes, CACHE_TOKENS, threads) as swarm:
+                rows.append(measure(folder, swarm, local, options) | {"threads": threads})
         show(rows, options)
-        return rows + measure_others(local, options)
+        with torch_threads(1):
+            return rows + measure_others(local, options)
 
 
 def measure(folder: Path, swarm: Swarm, local: Any, options: Options) -> dict[str, Any]:
@@ -94,7 +102,7 @@ def show(rows: list[dict[str, Any]], options: Options) -> None:
         return sum(of(row, part) for part in parts) / options.new_tokens * 1000
 
     headings = (
-        "nodes|tokens/s|local|ratio|equal|until they\ndiffer|first token\nms|local\nms|"
+        "nodes|threads|tokens/s|local|ratio|equal|until they\ndiffer|first token\nms|local\nms|"
         "gap p50\nms|p99\nms|"
         "CPU\nms/token|local\nms/token|wire\nKiB/token|USS\nMiB|RSS\nMiB|span\nMiB"
     )
@@ -102,6 +110,7 @@ def show(rows: list[dict[str, Any]], options: Options) -> None:
     cells = [
         (
             str(row["nodes"]),
+            name_of_threads(row["threads"]),
             f"{row['swarm_tokens_per_s']:.1f}",
             f"{row['local_tokens_per_s']:.1f}",
             f"{row['ratio']:.2f}",

@@ -14,6 +14,7 @@ from benchmarks.generation import TokenTimes, generate
 from benchmarks.models import random_prompt
 from benchmarks.options import Options
 from benchmarks.results import print_table
+from benchmarks.swarms import name_of_threads
 
 CALM_TOKENS = 48
 MOST_TOKENS = 4096
@@ -65,12 +66,14 @@ def show_disturbance(rows: Sequence[dict[str, Any]], options: Options) -> None:
 
     title = f"a session while another prefills {options.long_prompt} tokens"
     headings = (
-        "nodes|calm gap\np50 ms|\np99 ms|gap then\np50 ms|\np99 ms|p99 then to\ncalm p50|prefill s"
+        "nodes|threads|calm gap\np50 ms|\np99 ms|gap then\np50 ms|\np99 ms|p99 then to\ncalm p50|"
+        "prefill s"
     )
     keys = ("calm_gap_p50_s", "calm_gap_p99_s", "gap_p50_s", "gap_p99_s")
     cells = [
         (
             str(row["nodes"]),
+            name_of_threads(row["threads"]),
             *(ms(row, key) for key in keys),
             f"{row['p99_to_calm_p50']:.2f}",
             f"{median(one['prefill_s'] for one in row['runs']):.1f}",

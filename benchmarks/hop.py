@@ -28,7 +28,7 @@ from benchmarks.footprint import nodes_cpu_s
 from benchmarks.models import model_folder
 from benchmarks.options import Options
 from benchmarks.results import print_table
-from benchmarks.swarms import Swarm, open_local, open_swarm
+from benchmarks.swarms import Swarm, open_local, open_swarm, torch_threads
 from nesa_node.client.inference import InferenceSession
 from nesa_node.core.span import Span
 from nesa_node.engine.measure import measure_throughput
@@ -43,13 +43,12 @@ CACHE_TOKENS = 4096
 
 def run(options: Options) -> list[dict[str, Any]]:
     """One row per number of daemons; `new_tokens` are the steps of a run, `nodes` begins with 1."""
-    torch.set_num_threads(1)
     if options.nodes[0] != 1 or len(options.nodes) == 1:
         raise ValueError("hop compares with one daemon: --nodes 1,2,...")
-    with model_folder(options) as folder, ExitStack() as stack:
+    with model_folder(options) as folder, torch_threads(1), ExitStack() as stack:
         compute_s = compute_time(folder, options)
         swarms = {
-            nodes: stack.enter_context(open_swarm(folder, options, nodes, CACHE_TOKENS))
+            nodes: stack.enter_context(open_swarm(folder, options, nodes, CACHE_TOKENS, threads=1))
             for nodes in options.nodes
         }
         sessions = {

@@ -11,6 +11,8 @@ import torch
 
 Dtype = Literal["float32", "bfloat16"]
 Quant = Literal["none", "int8", "nf4"]
+USERS_THREADS = 0
+"""No `--threads`: daemons and client choose, local transformers has all, as users run them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +23,8 @@ class Options:
     dtype: Dtype = "float32"
     quant_type: Quant = "none"
     nodes: tuple[int, ...] = (1, 2, 3)
+    threads: tuple[int, ...] = (1, USERS_THREADS)
+    """Of each process, where a benchmark compares with one process."""
     sessions: tuple[int, ...] = (1,)
     runs: int = 5
     prompt_tokens: int = 32

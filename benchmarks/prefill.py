@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -24,7 +25,7 @@ from benchmarks.models import load_local, model_folder, random_prompt
 from benchmarks.options import Options
 from benchmarks.results import print_table
 from benchmarks.schedule import schedule
-from benchmarks.swarms import Swarm, open_local, open_swarm
+from benchmarks.swarms import Swarm, name_of_threads, open_local, open_swarm, torch_threads
 from nesa_node.client.chunks import cut
 from nesa_node.client.sessions import RowSlice
 from nesa_node.engine.blocks import Blocks, Run
@@ -37,13 +38,13 @@ QUICK = Options(model="tiny", nodes=(2,), runs=1, prompt_tokens=600, new_tokens=
 
 def run(options: Options) -> list[dict[str, Any]]:
     """One row per number of daemons."""
-    torch.set_num_threads(1)
     rows = []
     with model_folder(options) as folder:
         local = load_local(folder, options)
-        for nodes in options.nodes:
-            with open_swarm(folder, options, nodes, 2 * options.prompt_tokens + 1024) as swarm:
-                rows.append(measure(folder, swarm, local, options))
+        for threads, nodes in product(options.threads, options.nodes):
+            cache_tokens = 2 * options.prompt_tokens + 1024
+            with open_swarm(folder, options, nodes, cache_tokens, threads) as swarm:
+                rows.append(measure(folder, swarm, local, options) | {"threads": threads})
     show(rows, options)
     return rows
 
@@ -61,7 +62,8 @@ def measure(folder: Path, swarm: Swarm, local: Any, options: Options) -> dict[st
     runs = []
     for _ in range(options.runs):
         alone, ours = generate(local, prompt, 1), generate(swarm.model, prompt, 1)
-        chunk_s = time_chunks(parts, counts)
+        with torch_threads(1):
+            chunk_s = time_chunks(parts, counts)
         runs.append(
             {
                 "local_s": alone.first_token_s,
@@ -117,12 +119,13 @@ def time_chunks(parts: Sequence[Blocks], counts: Sequence[int]) -> list[list[flo
 
 def show(rows: Sequence[dict[str, Any]], options: Options) -> None:
     headings = (
-        "nodes|spans|chunks|tokens/s|local|ratio|equal|"
+        "nodes|threads|spans|chunks|tokens/s|local|ratio|equal|"
         "one core per node:\ntokens/s|faster than\none node|idle %:\nthe busiest node|\nall nodes"
     )
     cells = [
         (
             str(row["nodes"]),
+            name_of_threads(row["threads"]),
             " ".join(row["spans"]),
             f"{len(row['chunks'])} x {max(row['chunks'])}",
             f"{row['swarm_tokens_per_s']:.0f}",

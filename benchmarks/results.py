@@ -81,6 +81,8 @@ def write_result(
         "options": dict(options),
     }
     target.parent.mkdir(parents=True, exist_ok=True)
+    for row in rows:
+        assert about.keys().isdisjoint(row), about.keys() & row
     lines = [json.dumps({**about, **row}) for row in rows]
     target.write_text("[\n" + ",\n".join(lines) + "\n]\n", encoding="utf-8")
     return target

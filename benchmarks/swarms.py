@@ -1,4 +1,4 @@
-"""Daemons of this machine, one thread each, and a client of theirs."""
+"""Daemons of this machine and a client of theirs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from benchmarks.options import Options
+import torch
+
+from benchmarks.options import USERS_THREADS, Options
 from nesa_node.cli.local_swarm import LocalNode, local_swarm
 from nesa_node.client.causal_lm import DistributedModelForCausalLM
 from nesa_node.client.model import AutoDistributedModelForCausalLM
@@ -18,6 +20,7 @@ from nesa_node.engine.memory import block_bytes, cache_bytes_per_token
 
 READY_TIMEOUT_S = 300.0
 """Many daemons that start at once on few cores take their time."""
+ALL_THREADS = torch.get_num_threads()
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +38,10 @@ def open_local(folder: Path) -> Checkpoint:
     return open_checkpoint(str(folder), cache_dir=folder)
 
 
-def daemon_flags(options: Options, cache_tokens: int) -> list[str]:
+def daemon_flags(options: Options, cache_tokens: int, threads: int = 1) -> list[str]:
     flags = ["--torch-dtype", options.dtype, "--quant-type", options.quant_type]
-    flags += ["--device", "cpu", "--threads", "1"]
+    flags += ["--device", "cpu"]
+    flags += [] if threads == USERS_THREADS else ["--threads", str(threads)]
     flags += ["--attn-cache-tokens", str(cache_tokens)]
     # All sessions are those of one client.
     flags += ["--max-sessions-per-peer", "256", "--max-cache-tokens-per-peer", str(cache_tokens)]
@@ -45,21 +49,42 @@ def daemon_flags(options: Options, cache_tokens: int) -> list[str]:
 
 
 @contextmanager
-def open_swarm(folder: Path, options: Options, nodes: int, cache_tokens: int) -> Iterator[Swarm]:
-    """`nodes` daemons that hold equal parts of the model, each with room for `cache_tokens`."""
+def open_swarm(
+    folder: Path, options: Options, nodes: int, cache_tokens: int, threads: int
+) -> Iterator[Swarm]:
+    """`nodes` daemons that hold equal parts of the model, each with room for `cache_tokens`.
+
+    `threads` are those of every daemon, and of this process until it is left.
+    """
     spans = split_evenly(open_local(folder).num_blocks, nodes)
     with (
+        torch_threads(threads),
         TemporaryDirectory(prefix="nesa-bench-") as temporary,
         local_swarm(
             folder,
             spans,
             Path(temporary),
-            flags=daemon_flags(options, cache_tokens),
+            flags=daemon_flags(options, cache_tokens, threads),
             ready_timeout_s=READY_TIMEOUT_S,
         ) as daemons,
         join(folder, options, [node.addresses[0] for node in daemons]) as model,
     ):
         yield Swarm(daemons, model, cache_tokens)
+
+
+@contextmanager
+def torch_threads(threads: int) -> Iterator[None]:
+    """For the client and local transformers in this process."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(ALL_THREADS if threads == USERS_THREADS else threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def name_of_threads(threads: int) -> str:
+    return "default" if threads == USERS_THREADS else str(threads)
 
 
 def join(

@@ -107,7 +107,7 @@ def measure(folder: Path, machine: Machine, options: Options) -> list[dict[str, 
         best = max(median(rates[one.name]) for one in SETTINGS if one.threads is not None)
         return [
             {
-                "machine": machine.name,
+                "beside": machine.name,
                 "threads": side.setting.name,
                 "nodes": machine.nodes,
                 "tokens_per_s": median(rates[side.setting.name]),
@@ -211,7 +211,7 @@ def busy_processes(count: int) -> Iterator[None]:
 def show(rows: Sequence[dict[str, Any]]) -> None:
     cells = [
         (
-            row["machine"],
+            row["beside"],
             row["threads"],
             f"{row['tokens_per_s']:.1f}",
             f"{row['ratio_to_best']:.2f}",

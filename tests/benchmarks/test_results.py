@@ -32,6 +32,11 @@ def test_each_row_says_where_and_how_it_was_measured(tmp_path: Path) -> None:
         assert [run["seconds"] for run in row["runs"]] == [1.5, 2.5]
 
 
+def test_a_row_cannot_hide_where_it_was_measured(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="machine"):
+        write_result("x", [{"machine": "idle"}], tmp_path / "x.json", options={}, load_before=[])
+
+
 def test_options_that_are_given_replace_the_benchmarks_own() -> None:
     given = {"model": "50m", "nodes": (2,), "runs": None}
     options = Options(runs=3).updated(given)
