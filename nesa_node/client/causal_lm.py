@@ -9,31 +9,25 @@ import copy
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import closing
 from contextvars import Context
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
 import torch
-from transformers import (
-    GenerationConfig,
-    GenerationMixin,
-    PretrainedConfig,
-    PreTrainedModel,
-)
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from nesa_node.client.cache import SessionCache
 from nesa_node.client.ends import Ends
-from nesa_node.client.greedy import find_ending
+from nesa_node.client.generation import DistributedGenerationMixin
 from nesa_node.client.inference import InferenceSession
 from nesa_node.client.interrupt import Interrupt
 from nesa_node.client.layered import open_layers
 from nesa_node.client.loop import Held, LoopThread
 from nesa_node.client.next_tokens import NextTokens
 from nesa_node.client.prefix import SessionPrefix, scoped
-from nesa_node.client.refusals import refuse_forward_arguments, refuse_generation_options
+from nesa_node.client.refusals import refuse_forward_arguments
 from nesa_node.client.sessions import Connect, RowSlice, SwarmConnection
 from nesa_node.core.errors import ContextLengthError, UnsupportedFeatureError
 from nesa_node.core.metrics import Sample
@@ -49,7 +43,9 @@ _ENDS_STAY = (
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["nesa_node_distributed"] = "DistributedModelForCausalLM"
 
 
-class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-untyped-call]
+class DistributedModelForCausalLM(  # type: ignore[no-untyped-call]
+    PreTrainedModel, DistributedGenerationMixin
+):
     """Made by `AutoDistributedModelForCausalLM.from_pretrained`; `generate` is transformers' own.
 
     `layers` are the spans of the model in order and who runs each; None stands for the swarm, which
@@ -243,48 +239,6 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):  # type: ig
         cache: Any = past_key_values
         return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
 
-    def generate(
-        self,
-        inputs: torch.Tensor | None = None,
-        *args: Any,
-        session: InferenceSession | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """What transformers' `generate` does, with its arguments, in the swarm.
-
-        Each call opens a session for the prompt and its new tokens and closes it; what nodes still
-        hold of the prompt from earlier sessions is not computed again. With `session` it
-        continues that one: the prompt is still given whole, and only what the session does not hold
-        of it is sent. Raises `ContextLengthError` before any prefill where the result could outgrow
-        the model, the route or the session, and `UnsupportedFeatureError` for contrastive
-        search, static caches and the like. The result's `past_key_values` is None.
-        """
-        if kwargs.get("past_key_values") is not None:
-            raise UnsupportedFeatureError(
-                "generate() takes no past_key_values: pass session=model.inference_session(...)"
-            )
-        if isinstance(kwargs.get("custom_generate"), str):
-            raise UnsupportedFeatureError(
-                "custom_generate from the hub runs foreign code: pass a function"
-            )
-        if kwargs.get("cache_implementation") == "paged":
-            raise UnsupportedFeatureError(
-                "the nodes hold the cache: leave out cache_implementation"
-            )
-        if session is not None and session.ends is not self._ends:
-            raise ValueError("the session was opened by another model")
-        cache = SessionCache(session, match_prefix=True)
-        try:
-            result: Any = super().generate(  # type: ignore[misc]
-                inputs, *args, past_key_values=cache, **kwargs
-            )
-        finally:
-            if session is None and cache.session is not None:
-                cache.session.close()
-        if isinstance(result, dict):
-            result["past_key_values"] = None
-        return result
-
     def close(self) -> None:
         """Leave all sessions and the swarm, end the background thread. May be called twice."""
         self._finalizer()
@@ -335,94 +289,6 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):  # type: ig
         want = batch.want(logits_to_keep)
         hidden_TD = session.feed(batch.row_ids, want)
         return batch.logits(hidden_TD, want, logits_to_keep, self._ends.head)
-
-    def _sample(
-        self,
-        input_ids: Any,
-        logits_processor: Any,
-        stopping_criteria: Any,
-        generation_config: GenerationConfig,
-        synced_gpus: bool = False,
-        streamer: Any = None,
-        **model_kwargs: Any,
-    ) -> Any:
-        columns = input_ids.shape[1]
-        ending = find_ending(generation_config, logits_processor, stopping_criteria, columns)
-        mask_BL = model_kwargs.get("attention_mask")
-        ends_with_padding = mask_BL is not None and not bool(mask_BL[:, -1].all())
-        if ending is None or len(input_ids) != 1 or synced_gpus or ends_with_padding:
-            return super()._sample(  # type: ignore[misc]
-                input_ids,
-                logits_processor,
-                stopping_criteria,
-                generation_config,
-                synced_gpus,
-                streamer,
-                **model_kwargs,
-            )
-        cache: SessionCache = model_kwargs["past_key_values"]
-        prompt = cache.admit(input_ids.to(self.device), mask_BL, logits_to_keep=1)
-        tokens = []
-        # This thread has nothing to say between two tokens: they are chosen where outputs come.
-        with closing(cache.opened().greedy(prompt.row_ids[0], ending)) as following:
-            for token in following:
-                tokens.append(token)
-                if streamer is not None:
-                    streamer.put(torch.tensor([token]))
-        if streamer is not None:
-            streamer.end()
-        return torch.cat([input_ids, input_ids.new_tensor([tokens])], dim=-1)
-
-    def _prepare_generation_config(
-        self, generation_config: GenerationConfig | None, **kwargs: Any
-    ) -> tuple[GenerationConfig, dict[str, Any]]:
-        config, model_kwargs = super()._prepare_generation_config(  # type: ignore[misc]
-            generation_config, **kwargs
-        )
-        refuse_generation_options(config)
-        refuse_forward_arguments(
-            {name: model_kwargs.get(name) for name in ("inputs_embeds", "position_ids")}
-        )
-        # Neither changes a token: without a cache every step would send the whole text again, and
-        # long prompts are cut where they are sent.
-        config.use_cache = True
-        config.prefill_chunk_size = None
-        return config, model_kwargs
-
-    def _expand_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
-        # The mixin is untyped, as above.
-        expand: Any = super()._expand_inputs_for_generation  # type: ignore[misc]
-        ids_BL, model_kwargs = expand(*args, **kwargs)
-        cache: SessionCache = model_kwargs["past_key_values"]
-        cache.prompt_BL = ids_BL
-        return ids_BL, model_kwargs
-
-    def _prepare_cache_for_generation(  # type: ignore[override]
-        self,
-        generation_config: GenerationConfig,
-        model_kwargs: dict[str, Any],
-        generation_mode: Any,
-        batch_size: int,
-        max_cache_length: int,
-    ) -> None:
-        cache: SessionCache = model_kwargs["past_key_values"]
-        mask_BL = model_kwargs.get("attention_mask")
-        padding = 0 if mask_BL is None else int((mask_BL == 0).sum(1).min())
-        # The last token is never fed, yet whoever asks for it expects its place to exist.
-        max_length = max_cache_length + 1 - padding
-        # Candidates are checked whole, however few new tokens are still wanted.
-        candidates = generation_config.prompt_lookup_num_tokens or 0
-        max_length = max(max_length, min(max_length + candidates, self.context_length))
-        if cache.session is None:
-            copies = (generation_config.num_return_sequences, generation_config.num_beams)
-            rows = batch_size * max(count or 1 for count in copies)
-            prompt = cache.prompt(mask_BL)
-            cache.session = self.inference_session(max_length, rows, prompt=prompt)
-        elif max_length > cache.session.max_length:
-            raise ContextLengthError(
-                f"prompt and new tokens may need {max_length} tokens, the session was opened for "
-                f"{cache.session.max_length}: raise its max_length or lower max_new_tokens"
-            )
 
     def _prefix(
         self, prompt: torch.Tensor | Sequence[Sequence[int]] | None, rows: int, scope: str
