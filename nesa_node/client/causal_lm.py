@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextvars import Context
 from types import TracebackType
 from typing import Any, NoReturn, Self
@@ -18,6 +18,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from nesa_node.client.block_outputs import Selection, run_block_outputs, selected_indices
 from nesa_node.client.cache import SessionCache
 from nesa_node.client.ends import Ends
 from nesa_node.client.generation import DistributedGenerationMixin
@@ -26,8 +27,9 @@ from nesa_node.client.interrupt import Interrupt
 from nesa_node.client.layered import open_layers
 from nesa_node.client.loop import Held, LoopThread
 from nesa_node.client.next_tokens import NextTokens
+from nesa_node.client.packing import check_mask, pack
 from nesa_node.client.prefix import SessionPrefix, scoped
-from nesa_node.client.refusals import refuse_forward_arguments
+from nesa_node.client.refusals import HIDDEN_STATES_NEED_WHOLE_TEXTS, refuse_forward_arguments
 from nesa_node.client.sessions import Connect, RowSlice, SwarmConnection
 from nesa_node.core.errors import ContextLengthError, UnsupportedFeatureError
 from nesa_node.core.metrics import Sample
@@ -187,11 +189,7 @@ class DistributedModelForCausalLM(  # type: ignore[no-untyped-call]
         if max_length < 1 or batch_size < 1:
             raise ValueError("max_length and batch_size must be at least 1")
         self._check_length(max_length)
-        layers = [
-            (self._swarm() if connection is None else connection, span)
-            for connection, span in self._layers
-            if len(span)
-        ]
+        layers = self._connected_layers()
         prefix = self._prefix(prompt, batch_size, prefix_scope)
         context = open_layers(layers, rows=batch_size, max_tokens=max_length, prefix=prefix)
         held = self._loop.hold(context, interrupt=interrupt)
@@ -210,6 +208,7 @@ class DistributedModelForCausalLM(  # type: ignore[no-untyped-call]
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
         return_dict: bool | None = None,
+        output_hidden_states: Selection = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
         """Logits [B, K, V] of `input_ids` [B, L]; K is L, or what `logits_to_keep` says.
@@ -217,10 +216,22 @@ class DistributedModelForCausalLM(  # type: ignore[no-untyped-call]
         `attention_mask` [B, columns] hides padding on any side: it is not sent, positions do not
         count it, its logits are zeros. Without `past_key_values` (a `SessionCache`) the call opens
         a session and closes it; there are no gradients.
+
+        With `output_hidden_states` the result's `hidden_states` are those of transformers' models:
+        num_blocks + 1 tensors [B, L, D], the first block's input, then what each block returns,
+        the last one after the final norm; zeros where padding is. Given an index or several, the
+        others are None. Each block then has a short session of its own, one after another, so that
+        the call takes as many round trips; fewer for few indices. Not with `past_key_values`.
         """
         refuse_forward_arguments(kwargs)
+        if output_hidden_states is None and past_key_values is None:
+            output_hidden_states = self.config.output_hidden_states
+        wanted = selected_indices(output_hidden_states, self.num_blocks)
+        hidden_states: tuple[torch.Tensor | None, ...] | None = None
         if input_ids is None:
             raise ValueError("a distributed model needs input_ids")
+        if past_key_values is not None and wanted:
+            raise UnsupportedFeatureError(HIDDEN_STATES_NEED_WHOLE_TEXTS)
         if past_key_values is not None:
             logits = self._logits(past_key_values, input_ids, attention_mask, logits_to_keep)
         elif use_cache:
@@ -228,16 +239,20 @@ class DistributedModelForCausalLM(  # type: ignore[no-untyped-call]
                 "a cache needs a session in the swarm: open one with model.inference_session(...) "
                 "and use session.step(), or pass past_key_values=SessionCache(session)"
             )
+        elif wanted:
+            logits, hidden_states = self._forward_in_parts(
+                input_ids, attention_mask, logits_to_keep, wanted
+            )
         else:
             rows, columns = input_ids.shape
             with self.inference_session(columns, rows) as session:
                 logits = self._logits(
                     SessionCache(session), input_ids, attention_mask, logits_to_keep
                 )
-        if return_dict is False:
-            return (logits,) if past_key_values is None else (logits, past_key_values)
         cache: Any = past_key_values
-        return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
+        states: Any = hidden_states
+        output = CausalLMOutputWithPast(logits=logits, past_key_values=cache, hidden_states=states)
+        return output.to_tuple() if return_dict is False else output
 
     def close(self) -> None:
         """Leave all sessions and the swarm, end the background thread. May be called twice."""
@@ -289,6 +304,45 @@ class DistributedModelForCausalLM(  # type: ignore[no-untyped-call]
         want = batch.want(logits_to_keep)
         hidden_TD = session.feed(batch.row_ids, want)
         return batch.logits(hidden_TD, want, logits_to_keep, self._ends.head)
+
+    def _forward_in_parts(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        logits_to_keep: int | torch.Tensor,
+        wanted: Collection[int],
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:
+        """Logits and the hidden states, each None unless its index is in `wanted`."""
+        ends, last = self._ends, self.num_blocks
+        rows, columns = input_ids.shape
+        if not input_ids.numel():
+            raise ValueError(f"input_ids of shape {rows, columns} hold no tokens")
+        self._check_length(columns)
+        check_mask(attention_mask, columns)
+        batch = pack(input_ids.to(self.device), attention_mask)
+        hidden_TD = ends.embed(batch.row_ids, [0] * rows)
+        slices = [RowSlice(row, 0, len(ids)) for row, ids in enumerate(batch.row_ids) if len(ids)]
+        states = dict.fromkeys((*wanted, last), hidden_TD)
+        if slices:
+            layers = self._connected_layers()
+            states = self._loop.run(run_block_outputs(layers, hidden_TD, slices, wanted))
+
+        def unpacked(index: int) -> torch.Tensor | None:
+            if index not in wanted:
+                return None
+            norm = ends.normed if index == last else lambda hidden: hidden
+            return batch.logits(states[index].to(self.device), "all", 0, norm)
+
+        output_TD = states[last].to(self.device)
+        logits = batch.logits(output_TD, "all", logits_to_keep, ends.head)
+        return logits, tuple(map(unpacked, range(last + 1)))
+
+    def _connected_layers(self) -> list[tuple[SwarmConnection, Span]]:
+        return [
+            (self._swarm() if connection is None else connection, span)
+            for connection, span in self._layers
+            if len(span)
+        ]
 
     def _prefix(
         self, prompt: torch.Tensor | Sequence[Sequence[int]] | None, rows: int, scope: str

@@ -9,6 +9,7 @@ from contextlib import closing
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 from transformers import GenerationConfig, GenerationMixin
 
 from nesa_node.client.cache import SessionCache
@@ -27,6 +28,10 @@ class DistributedGenerationMixin(GenerationMixin):
 
     context_length: int
     _ends: Ends
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Logits, and hidden states if they are asked for."""
+        raise NotImplementedError
 
     def inference_session(
         self, max_length: int, batch_size: int = 1, *, prompt: Any = None
@@ -49,6 +54,9 @@ class DistributedGenerationMixin(GenerationMixin):
         of it is sent. Raises `ContextLengthError` before any prefill where the result could outgrow
         the model, the route or the session, and `UnsupportedFeatureError` for contrastive
         search, static caches and the like. The result's `past_key_values` is None.
+
+        With `output_hidden_states` and `return_dict_in_generate`, greedy search and sampling run
+        the finished texts once more, as `forward` does, and cut the result into steps.
         """
         if kwargs.get("past_key_values") is not None:
             raise UnsupportedFeatureError(
@@ -74,7 +82,27 @@ class DistributedGenerationMixin(GenerationMixin):
                 cache.session.close()
         if isinstance(result, dict):
             result["past_key_values"] = None
+            if cache.output_hidden_states:
+                result["hidden_states"] = self._hidden_states_of_steps(result["sequences"], cache)
         return result
+
+    def _hidden_states_of_steps(
+        self, ids_BL: torch.Tensor, cache: SessionCache
+    ) -> tuple[tuple[torch.Tensor | None, ...], ...]:
+        """For the prompt and each token that was fed after it, the hidden states of `forward`."""
+        assert cache.prompt_BL is not None
+        prompt, mask_BL = cache.prompt_BL.shape[1], cache.prompt_mask_BL
+        fed_BL = ids_BL[:, :-1]
+        if mask_BL is not None:
+            mask_BL = pad(mask_BL, (0, fed_BL.shape[1] - prompt), value=1)
+        states = self.forward(
+            fed_BL, mask_BL, logits_to_keep=1, output_hidden_states=cache.output_hidden_states
+        ).hidden_states
+        steps = [slice(prompt), *(slice(at, at + 1) for at in range(prompt, fed_BL.shape[1]))]
+        return tuple(
+            tuple(None if state is None else state[:, columns] for state in states)
+            for columns in steps
+        )
 
     def _sample(
         self,
@@ -127,6 +155,11 @@ class DistributedGenerationMixin(GenerationMixin):
         # long prompts are cut where they are sent.
         config.use_cache = True
         config.prefill_chunk_size = None
+        # Steps have none: they are computed when the session, which takes room, is closed.
+        cache: SessionCache = model_kwargs["past_key_values"]
+        cache.output_hidden_states = config.output_hidden_states
+        config.output_hidden_states = None
+        model_kwargs.pop("output_hidden_states", None)
         return config, model_kwargs
 
     def _expand_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
@@ -134,7 +167,7 @@ class DistributedGenerationMixin(GenerationMixin):
         expand: Any = super()._expand_inputs_for_generation  # type: ignore[misc]
         ids_BL, model_kwargs = expand(*args, **kwargs)
         cache: SessionCache = model_kwargs["past_key_values"]
-        cache.prompt_BL = ids_BL
+        cache.prompt_BL, cache.prompt_mask_BL = ids_BL, model_kwargs.get("attention_mask")
         return ids_BL, model_kwargs
 
     def _prepare_cache_for_generation(  # type: ignore[override]
