@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import torch
 
+from nesa_node.client.block_outputs import Selection
 from nesa_node.client.inference import InferenceSession
-from nesa_node.client.packing import PackedBatch, pack
+from nesa_node.client.packing import PackedBatch, check_mask, pack
 from nesa_node.core.errors import UnsupportedFeatureError
 
 
@@ -27,6 +28,9 @@ class SessionCache:
     ) -> None:
         self.session = session
         self.prompt_BL: torch.Tensor | None = None
+        self.prompt_mask_BL: torch.Tensor | None = None
+        self.output_hidden_states: Selection = None
+        """What `generate` is asked for."""
         self._match_prefix = match_prefix
         self._columns = 0
         self._mask_BC: torch.Tensor | None = None
@@ -109,14 +113,7 @@ class SessionCache:
                 raise ValueError("earlier columns had padding: pass the whole attention_mask again")
             self._mask_BC = None
             return None
-        if mask_BC.ndim != 2:
-            raise UnsupportedFeatureError(
-                "attention_mask must be [rows, columns] of 0 and 1: other masks cannot be sent"
-            )
-        if mask_BC.shape[1] != columns:
-            raise ValueError(
-                f"attention_mask has {mask_BC.shape[1]} columns, cache and input have {columns}"
-            )
+        check_mask(mask_BC, columns)
         earlier_BC = mask_BC[:, : self._columns]
         same = (
             bool(earlier_BC.all())

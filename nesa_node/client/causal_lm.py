@@ -8,32 +8,28 @@ from __future__ import annotations
 import copy
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextvars import Context
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
 import torch
-from transformers import (
-    GenerationConfig,
-    GenerationMixin,
-    PretrainedConfig,
-    PreTrainedModel,
-)
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from nesa_node.client.block_outputs import Selection, run_block_outputs, selected_indices
 from nesa_node.client.cache import SessionCache
 from nesa_node.client.ends import Ends
-from nesa_node.client.greedy import find_ending
+from nesa_node.client.generation import DistributedGenerationMixin
 from nesa_node.client.inference import InferenceSession
 from nesa_node.client.interrupt import Interrupt
 from nesa_node.client.layered import open_layers
 from nesa_node.client.loop import Held, LoopThread
 from nesa_node.client.next_tokens import NextTokens
+from nesa_node.client.packing import check_mask, pack
 from nesa_node.client.prefix import SessionPrefix, scoped
-from nesa_node.client.refusals import refuse_forward_arguments, refuse_generation_options
+from nesa_node.client.refusals import HIDDEN_STATES_NEED_WHOLE_TEXTS, refuse_forward_arguments
 from nesa_node.client.sessions import Connect, RowSlice, SwarmConnection
 from nesa_node.core.errors import ContextLengthError, UnsupportedFeatureError
 from nesa_node.core.metrics import Sample
@@ -49,7 +45,9 @@ _ENDS_STAY = (
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["nesa_node_distributed"] = "DistributedModelForCausalLM"
 
 
-class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-untyped-call]
+class DistributedModelForCausalLM(  # type: ignore[no-untyped-call]
+    PreTrainedModel, DistributedGenerationMixin
+):
     """Made by `AutoDistributedModelForCausalLM.from_pretrained`; `generate` is transformers' own.
 
     `layers` are the spans of the model in order and who runs each; None stands for the swarm, which
@@ -191,11 +189,7 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):  # type: ig
         if max_length < 1 or batch_size < 1:
             raise ValueError("max_length and batch_size must be at least 1")
         self._check_length(max_length)
-        layers = [
-            (self._swarm() if connection is None else connection, span)
-            for connection, span in self._layers
-            if len(span)
-        ]
+        layers = self._connected_layers()
         prefix = self._prefix(prompt, batch_size, prefix_scope)
         context = open_layers(layers, rows=batch_size, max_tokens=max_length, prefix=prefix)
         held = self._loop.hold(context, interrupt=interrupt)
@@ -214,6 +208,7 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):  # type: ig
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
         return_dict: bool | None = None,
+        output_hidden_states: Selection = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
         """Logits [B, K, V] of `input_ids` [B, L]; K is L, or what `logits_to_keep` says.
@@ -221,10 +216,22 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):  # type: ig
         `attention_mask` [B, columns] hides padding on any side: it is not sent, positions do not
         count it, its logits are zeros. Without `past_key_values` (a `SessionCache`) the call opens
         a session and closes it; there are no gradients.
+
+        With `output_hidden_states` the result's `hidden_states` are those of transformers' models:
+        num_blocks + 1 tensors [B, L, D], the first block's input, then what each block returns,
+        the last one after the final norm; zeros where padding is. Given an index or several, the
+        others are None. Each block then has a short session of its own, one after another, so that
+        the call takes as many round trips; fewer for few indices. Not with `past_key_values`.
         """
         refuse_forward_arguments(kwargs)
+        if output_hidden_states is None and past_key_values is None:
+            output_hidden_states = self.config.output_hidden_states
+        wanted = selected_indices(output_hidden_states, self.num_blocks)
+        hidden_states: tuple[torch.Tensor | None, ...] | None = None
         if input_ids is None:
             raise ValueError("a distributed model needs input_ids")
+        if past_key_values is not None and wanted:
+            raise UnsupportedFeatureError(HIDDEN_STATES_NEED_WHOLE_TEXTS)
         if past_key_values is not None:
             logits = self._logits(past_key_values, input_ids, attention_mask, logits_to_keep)
         elif use_cache:
@@ -232,58 +239,20 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):  # type: ig
                 "a cache needs a session in the swarm: open one with model.inference_session(...) "
                 "and use session.step(), or pass past_key_values=SessionCache(session)"
             )
+        elif wanted:
+            logits, hidden_states = self._forward_in_parts(
+                input_ids, attention_mask, logits_to_keep, wanted
+            )
         else:
             rows, columns = input_ids.shape
             with self.inference_session(columns, rows) as session:
                 logits = self._logits(
                     SessionCache(session), input_ids, attention_mask, logits_to_keep
                 )
-        if return_dict is False:
-            return (logits,) if past_key_values is None else (logits, past_key_values)
         cache: Any = past_key_values
-        return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
-
-    def generate(
-        self,
-        inputs: torch.Tensor | None = None,
-        *args: Any,
-        session: InferenceSession | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """What transformers' `generate` does, with its arguments, in the swarm.
-
-        Each call opens a session for the prompt and its new tokens and closes it; what nodes still
-        hold of the prompt from earlier sessions is not computed again. With `session` it
-        continues that one: the prompt is still given whole, and only what the session does not hold
-        of it is sent. Raises `ContextLengthError` before any prefill where the result could outgrow
-        the model, the route or the session, and `UnsupportedFeatureError` for contrastive
-        search, static caches and the like. The result's `past_key_values` is None.
-        """
-        if kwargs.get("past_key_values") is not None:
-            raise UnsupportedFeatureError(
-                "generate() takes no past_key_values: pass session=model.inference_session(...)"
-            )
-        if isinstance(kwargs.get("custom_generate"), str):
-            raise UnsupportedFeatureError(
-                "custom_generate from the hub runs foreign code: pass a function"
-            )
-        if kwargs.get("cache_implementation") == "paged":
-            raise UnsupportedFeatureError(
-                "the nodes hold the cache: leave out cache_implementation"
-            )
-        if session is not None and session.ends is not self._ends:
-            raise ValueError("the session was opened by another model")
-        cache = SessionCache(session, match_prefix=True)
-        try:
-            result: Any = super().generate(  # type: ignore[misc]
-                inputs, *args, past_key_values=cache, **kwargs
-            )
-        finally:
-            if session is None and cache.session is not None:
-                cache.session.close()
-        if isinstance(result, dict):
-            result["past_key_values"] = None
-        return result
+        states: Any = hidden_states
+        output = CausalLMOutputWithPast(logits=logits, past_key_values=cache, hidden_states=states)
+        return output.to_tuple() if return_dict is False else output
 
     def close(self) -> None:
         """Leave all sessions and the swarm, end the background thread. May be called twice."""
@@ -336,93 +305,44 @@ class DistributedModelForCausalLM(PreTrainedModel, GenerationMixin):  # type: ig
         hidden_TD = session.feed(batch.row_ids, want)
         return batch.logits(hidden_TD, want, logits_to_keep, self._ends.head)
 
-    def _sample(
+    def _forward_in_parts(
         self,
-        input_ids: Any,
-        logits_processor: Any,
-        stopping_criteria: Any,
-        generation_config: GenerationConfig,
-        synced_gpus: bool = False,
-        streamer: Any = None,
-        **model_kwargs: Any,
-    ) -> Any:
-        columns = input_ids.shape[1]
-        ending = find_ending(generation_config, logits_processor, stopping_criteria, columns)
-        mask_BL = model_kwargs.get("attention_mask")
-        ends_with_padding = mask_BL is not None and not bool(mask_BL[:, -1].all())
-        if ending is None or len(input_ids) != 1 or synced_gpus or ends_with_padding:
-            return super()._sample(  # type: ignore[misc]
-                input_ids,
-                logits_processor,
-                stopping_criteria,
-                generation_config,
-                synced_gpus,
-                streamer,
-                **model_kwargs,
-            )
-        cache: SessionCache = model_kwargs["past_key_values"]
-        prompt = cache.admit(input_ids.to(self.device), mask_BL, logits_to_keep=1)
-        tokens = []
-        # This thread has nothing to say between two tokens: they are chosen where outputs come.
-        with closing(cache.opened().greedy(prompt.row_ids[0], ending)) as following:
-            for token in following:
-                tokens.append(token)
-                if streamer is not None:
-                    streamer.put(torch.tensor([token]))
-        if streamer is not None:
-            streamer.end()
-        return torch.cat([input_ids, input_ids.new_tensor([tokens])], dim=-1)
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        logits_to_keep: int | torch.Tensor,
+        wanted: Collection[int],
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:
+        """Logits and the hidden states, each None unless its index is in `wanted`."""
+        ends, last = self._ends, self.num_blocks
+        rows, columns = input_ids.shape
+        if not input_ids.numel():
+            raise ValueError(f"input_ids of shape {rows, columns} hold no tokens")
+        self._check_length(columns)
+        check_mask(attention_mask, columns)
+        batch = pack(input_ids.to(self.device), attention_mask)
+        hidden_TD = ends.embed(batch.row_ids, [0] * rows)
+        slices = [RowSlice(row, 0, len(ids)) for row, ids in enumerate(batch.row_ids) if len(ids)]
+        states = dict.fromkeys((*wanted, last), hidden_TD)
+        if slices:
+            layers = self._connected_layers()
+            states = self._loop.run(run_block_outputs(layers, hidden_TD, slices, wanted))
 
-    def _prepare_generation_config(
-        self, generation_config: GenerationConfig | None, **kwargs: Any
-    ) -> tuple[GenerationConfig, dict[str, Any]]:
-        config, model_kwargs = super()._prepare_generation_config(  # type: ignore[misc]
-            generation_config, **kwargs
-        )
-        refuse_generation_options(config)
-        refuse_forward_arguments(
-            {name: model_kwargs.get(name) for name in ("inputs_embeds", "position_ids")}
-        )
-        # Neither changes a token: without a cache every step would send the whole text again, and
-        # long prompts are cut where they are sent.
-        config.use_cache = True
-        config.prefill_chunk_size = None
-        return config, model_kwargs
+        def unpacked(index: int) -> torch.Tensor | None:
+            if index not in wanted:
+                return None
+            norm = ends.normed if index == last else lambda hidden: hidden
+            return batch.logits(states[index].to(self.device), "all", 0, norm)
 
-    def _expand_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
-        # The mixin is untyped, as above.
-        expand: Any = super()._expand_inputs_for_generation  # type: ignore[misc]
-        ids_BL, model_kwargs = expand(*args, **kwargs)
-        cache: SessionCache = model_kwargs["past_key_values"]
-        cache.prompt_BL = ids_BL
-        return ids_BL, model_kwargs
+        output_TD = states[last].to(self.device)
+        logits = batch.logits(output_TD, "all", logits_to_keep, ends.head)
+        return logits, tuple(map(unpacked, range(last + 1)))
 
-    def _prepare_cache_for_generation(  # type: ignore[override]
-        self,
-        generation_config: GenerationConfig,
-        model_kwargs: dict[str, Any],
-        generation_mode: Any,
-        batch_size: int,
-        max_cache_length: int,
-    ) -> None:
-        cache: SessionCache = model_kwargs["past_key_values"]
-        mask_BL = model_kwargs.get("attention_mask")
-        padding = 0 if mask_BL is None else int((mask_BL == 0).sum(1).min())
-        # The last token is never fed, yet whoever asks for it expects its place to exist.
-        max_length = max_cache_length + 1 - padding
-        # Candidates are checked whole, however few new tokens are still wanted.
-        candidates = generation_config.prompt_lookup_num_tokens or 0
-        max_length = max(max_length, min(max_length + candidates, self.context_length))
-        if cache.session is None:
-            copies = (generation_config.num_return_sequences, generation_config.num_beams)
-            rows = batch_size * max(count or 1 for count in copies)
-            prompt = cache.prompt(mask_BL)
-            cache.session = self.inference_session(max_length, rows, prompt=prompt)
-        elif max_length > cache.session.max_length:
-            raise ContextLengthError(
-                f"prompt and new tokens may need {max_length} tokens, the session was opened for "
-                f"{cache.session.max_length}: raise its max_length or lower max_new_tokens"
-            )
+    def _connected_layers(self) -> list[tuple[SwarmConnection, Span]]:
+        return [
+            (self._swarm() if connection is None else connection, span)
+            for connection, span in self._layers
+            if len(span)
+        ]
 
     def _prefix(
         self, prompt: torch.Tensor | Sequence[Sequence[int]] | None, rows: int, scope: str

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from nesa_node.client.sessions import Want
+from nesa_node.core.errors import UnsupportedFeatureError
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,3 +86,17 @@ def pack(
         sent_BL = sent_BL & (sent_BL.cumsum(1) > start_B.unsqueeze(1))
     row_ids = [ids_L[sent_L] for ids_L, sent_L in zip(ids_BL, sent_BL, strict=True)]
     return PackedBatch(row_ids, sent_BL, ids_BL.shape[1])
+
+
+def check_mask(mask_BC: torch.Tensor | None, columns: int) -> None:
+    """Raise `UnsupportedFeatureError` or `ValueError` for a mask of another shape."""
+    if mask_BC is None:
+        return
+    if mask_BC.ndim != 2:
+        raise UnsupportedFeatureError(
+            "attention_mask must be [rows, columns] of 0 and 1: other masks cannot be sent"
+        )
+    if mask_BC.shape[1] != columns:
+        raise ValueError(
+            f"attention_mask has {mask_BC.shape[1]} columns, cache and input have {columns}"
+        )

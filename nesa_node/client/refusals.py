@@ -15,13 +15,13 @@ _FORWARD_ADVICE = {
     "position_ids": "positions count each row's unmasked tokens: pass an attention_mask instead",
     "labels": "take the logits and compute the loss from them",
     "output_attentions": "attention weights stay on the nodes: load the model locally to see them",
-    "output_hidden_states": (
-        "hidden states between blocks stay on the nodes. What comes out of the last block is to be "
-        "had: session.step(model.ends.embed([ids], [0])[None]) of an inference_session, where ids "
-        "is one row; load the model locally for the others"
-    ),
     "output_router_logits": "router logits stay on the nodes: load the model locally to see them",
 }
+
+HIDDEN_STATES_NEED_WHOLE_TEXTS = (
+    "output_hidden_states is not supported with past_key_values: a session's nodes send only what "
+    "their last block returns. Call model(input_ids, output_hidden_states=True) with the whole text"
+)
 
 _PASSED_ON_BY_GENERATE = ("tokenizer", "assistant_tokenizer")
 
@@ -35,6 +35,8 @@ _SUPPORTED_MODES = frozenset(
     }
 )
 
+_HIDDEN_STATES_MODES = frozenset({GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE})
+
 _OPTION_ADVICE = {
     "cache_implementation": "leave it out, the nodes hold the cache",
     "guidance_scale": "generate without classifier-free guidance",
@@ -44,7 +46,6 @@ _OPTION_ADVICE = {
     "dola_layers": "use greedy search or sampling",
     "compile_config": "leave it out, the client has nothing to compile",
     "output_attentions": _FORWARD_ADVICE["output_attentions"],
-    "output_hidden_states": _FORWARD_ADVICE["output_hidden_states"],
 }
 
 _HARMLESS: Mapping[str, tuple[Any, ...]] = {
@@ -76,6 +77,11 @@ def refuse_generation_options(config: GenerationConfig) -> None:
         raise UnsupportedFeatureError(
             f"{name} is not supported by a distributed model: use greedy search "
             "(do_sample=False), sampling (do_sample=True) or beam search (num_beams)"
+        )
+    if config.output_hidden_states and mode not in _HIDDEN_STATES_MODES:
+        raise UnsupportedFeatureError(
+            f"output_hidden_states is not supported by {mode.value.replace('_', ' ')}: generate "
+            "without it, then call model(sequences, output_hidden_states=True)"
         )
     for option, advice in _OPTION_ADVICE.items():
         value = getattr(config, option, None)

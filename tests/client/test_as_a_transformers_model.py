@@ -68,22 +68,3 @@ def test_its_ends_cannot_be_changed(tiny: Callable[[str], Path]) -> None:
             model.set_input_embeddings(torch.nn.Embedding(4, 4))
         with pytest.raises(UnsupportedFeatureError, match="stay as"):
             model.set_output_embeddings(torch.nn.Linear(4, 4))
-
-
-def test_hidden_states_of_single_blocks_are_refused_with_what_there_is_instead(
-    tiny: Callable[[str], Path],
-) -> None:
-    """The way that the error names works."""
-    folder = tiny("llama")
-    ids_BL = torch.tensor([[5, 6, 7]])
-    alone = reference(folder)
-    with local_model(folder) as model, torch.no_grad():
-        with pytest.raises(UnsupportedFeatureError, match=r"session\.step\(model\.ends"):
-            model(ids_BL, output_hidden_states=True)
-        with pytest.raises(UnsupportedFeatureError, match="hidden states"):
-            model.generate(ids_BL, max_new_tokens=2, output_hidden_states=True)
-        with model.inference_session(8) as session:
-            last = session.step(model.ends.embed([ids_BL[0]], [0])[None])
-        normed = alone.model.norm(last)
-        expected = alone(ids_BL, output_hidden_states=True).hidden_states[-1]
-        torch.testing.assert_close(normed, expected, rtol=1e-5, atol=1e-5)

@@ -32,7 +32,8 @@ def model(tiny: Callable[[str], Path]) -> Iterator[DistributedModelForCausalLM]:
         ({"cache_implementation": "paged"}, "cache_implementation"),
         ({"guidance_scale": 1.5}, "guidance_scale"),
         ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
-        ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states"),
+        ({"output_hidden_states": True, "num_beams": 2}, "output_hidden_states.*beam search"),
+        ({"output_hidden_states": True, "prompt_lookup_num_tokens": 2}, "output_hidden_states"),
         ({"assistant_early_exit": 2}, "assistant_early_exit"),
         ({"dola_layers": "low"}, "dola"),
         ({"past_key_values": DynamicCache()}, "past_key_values"),
@@ -55,7 +56,6 @@ def test_generate_refuses_by_name(
     [
         {"labels": torch.zeros(1, 4, dtype=torch.long)},
         {"output_attentions": True},
-        {"output_hidden_states": True},
         {"position_ids": torch.arange(4)[None]},
         {"inputs_embeds": torch.zeros(1, 4, 64)},
         {"use_cache": True},
