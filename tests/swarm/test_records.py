@@ -17,7 +17,7 @@ from nesa_node.swarm.private import Membership
 from nesa_node.swarm.records import (
     MAX_ADDRESSES,
     MAX_RECORD_BYTES,
-    MAX_TTL_S,
+    MAX_RECORD_TTL_S,
     NodeRecord,
     agreed_blocks,
     seal,
@@ -136,7 +136,7 @@ def test_signed_nonsense_is_malformed_or_within_bounds(
         },
         {"addresses": 3},
         {"issued_at": NOW, "expires_at": NOW},
-        {"issued_at": NOW, "expires_at": NOW + MAX_TTL_S + 1},
+        {"issued_at": NOW, "expires_at": NOW + MAX_RECORD_TTL_S + 1},
     ],
 )
 def test_field_out_of_bounds_is_refused_on_both_sides(
