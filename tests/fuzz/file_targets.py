@@ -140,19 +140,23 @@ TARGETS: dict[str, Target] = {
         open=_file("config.json", _raw_config),
         seeds=lambda: [json.dumps(CONFIG).encode()],
         tokens=JSON,
+        weight=0.4,
     ),
     "model_config": Target(
         open=_file("config.json", _config),
         seeds=lambda: [json.dumps(CONFIG).encode()],
         tokens=JSON,
-        weight=0.02,
+        weight=0.01,
     ),
     "safetensors": Target(open=_headers, seeds=header_seeds, tokens=JSON),
     "checkpoint_index": Target(
-        open=_file(INDEX_FILE, _index), seeds=_index_seeds, tokens=(*JSON, b".safetensors", b"../")
+        open=_file(INDEX_FILE, _index),
+        seeds=_index_seeds,
+        tokens=(*JSON, b".safetensors", b"../"),
+        weight=0.4,
     ),
     "swarm_file": Target(
-        open=_swarm_files, seeds=lambda: [json.dumps(_SWARM).encode()], tokens=JSON, weight=0.3
+        open=_swarm_files, seeds=lambda: [json.dumps(_SWARM).encode()], tokens=JSON, weight=0.2
     ),
-    "snapshot": Target(open=_snapshots, seeds=_snapshot_seeds, tokens=JSON, weight=0.5),
+    "snapshot": Target(open=_snapshots, seeds=_snapshot_seeds, tokens=JSON, weight=0.3),
 }

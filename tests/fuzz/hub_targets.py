@@ -208,14 +208,18 @@ _DER = (b"\x30\x80", b"\x30\x84\xff\xff\xff\xff", b"\xa0\x03\x02\x01\x02", b"\x0
 
 TARGETS: dict[str, Target] = {
     "hub_listing": Target(
-        open=_listings, seeds=lambda: [json.dumps(_LISTING).encode()], tokens=JSON, weight=0.2
+        open=_listings, seeds=lambda: [json.dumps(_LISTING).encode()], tokens=JSON, weight=0.05
     ),
-    "hub_header": Target(open=_headers, seeds=header_seeds, tokens=JSON, weight=0.1),
-    "tokenizer": Target(open=_tokenizers, seeds=_tokenizer_seeds, tokens=JSON, weight=0.01),
+    "hub_header": Target(open=_headers, seeds=header_seeds, tokens=JSON, weight=0.03),
+    "tokenizer": Target(open=_tokenizers, seeds=_tokenizer_seeds, tokens=JSON, weight=0.003),
     "generation_config": Target(
-        open=_generation_configs, seeds=_generation_seeds, tokens=JSON, weight=0.05
+        open=_generation_configs, seeds=_generation_seeds, tokens=JSON, weight=0.02
     ),
     "certificate": Target(
-        open=_certificates, seeds=_certificate_seeds, tokens=_DER, refusals=(ValueError,)
+        open=_certificates,
+        seeds=_certificate_seeds,
+        tokens=_DER,
+        refusals=(ValueError,),
+        weight=0.5,
     ),
 }

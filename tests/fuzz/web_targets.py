@@ -187,14 +187,14 @@ _SCHEMA_TOKENS = (
 
 TARGETS: dict[str, Target] = {
     "http": Target(
-        open=_connections, seeds=_request_seeds, tokens=(*_HTTP, *JSON), refusals=(), weight=0.1
+        open=_connections, seeds=_request_seeds, tokens=(*_HTTP, *JSON), refusals=(), weight=0.05
     ),
     "json_schema": Target(
         open=_schemas,
         seeds=_schema_seeds,
         tokens=(*JSON, *_SCHEMA_TOKENS),
         refusals=(ValueError,),
-        weight=0.03,
+        weight=0.01,
         slow_s=_HANG_S,
     ),
 }
