@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from itertools import accumulate
 
+from nesa_node.core.config import MAX_RECORD_TTL_S
 from nesa_node.core.errors import RecordError
 from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.core.logging import get_logger
@@ -25,7 +26,6 @@ from nesa_node.swarm.notice_board import NoticeBoard
 from nesa_node.swarm.notices import Report
 from nesa_node.swarm.records import (
     MAX_ADDRESSES,
-    MAX_RECORD_TTL_S,
     NODES_KEY,
     NodeRecord,
     NodeStatus,

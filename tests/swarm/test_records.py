@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from nesa_node.core.config import MAX_RECORD_TTL_S
 from nesa_node.core.errors import RecordError
 from nesa_node.core.span import Span
 from nesa_node.swarm.identity import Identity
@@ -17,7 +18,6 @@ from nesa_node.swarm.private import Membership
 from nesa_node.swarm.records import (
     MAX_ADDRESSES,
     MAX_RECORD_BYTES,
-    MAX_RECORD_TTL_S,
     NodeRecord,
     agreed_blocks,
     seal,
