@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import httpx
+import httpx2
 import huggingface_hub
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -51,10 +51,10 @@ _LISTING = {
 
 
 @contextmanager
-def _answering(answer: Callable[[httpx.Request], httpx.Response]) -> Iterator[HfApi]:
+def _answering(answer: Callable[[httpx2.Request], httpx2.Response]) -> Iterator[HfApi]:
     """A client of a hub that answers so, without network."""
-    transport = httpx.MockTransport(answer)
-    huggingface_hub.set_client_factory(lambda: httpx.Client(transport=transport))
+    transport = httpx2.MockTransport(answer)
+    huggingface_hub.set_client_factory(lambda: httpx2.Client(transport=transport))
     try:
         yield HfApi(endpoint="http://hub.invalid")
     finally:
@@ -65,7 +65,7 @@ def _answering(answer: Callable[[httpx.Request], httpx.Response]) -> Iterator[Hf
 def _listings() -> Iterator[Parse]:
     body = b""
     with (
-        _answering(lambda _: httpx.Response(200, content=body)) as api,
+        _answering(lambda _: httpx2.Response(200, content=body)) as api,
         in_memory_folder() as folder,
     ):
 
@@ -83,7 +83,7 @@ def _listings() -> Iterator[Parse]:
 def _headers() -> Iterator[Parse]:
     """A weight file's header as it is read over the network."""
     body = b""
-    with _answering(lambda _: httpx.Response(206, content=body)) as api:
+    with _answering(lambda _: httpx2.Response(206, content=body)) as api:
         files = {"a.safetensors": HubFile("a.safetensors", 100, "d" * 64, large=True)}
         repository = HubRepository(
             api, "evil/model", _COMMIT, files, max_disk_bytes=None, evicts=False
