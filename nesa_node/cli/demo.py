@@ -31,6 +31,7 @@ TIMED_PROMPT = "Describe how a lighthouse works."
 TOKENS_DIFFER = 10
 WITH_REPLICA = 4
 """Daemons from which on one of them is a replica."""
+MAX_NODES = 16
 FLAGS = ("--torch-dtype", "float32", "--device", "cpu", "--threads", "1")
 
 
@@ -65,6 +66,8 @@ def demo(
         raise ConfigError(
             "--nodes and --max-new-tokens must be positive, --timed-tokens at least 2"
         )
+    if nodes > MAX_NODES:
+        raise ConfigError(f"--nodes {nodes}: at most {MAX_NODES}, all of them run on this machine")
     require_node("nesa-node demo")
     import torch
     from transformers.utils import logging as transformers_logging

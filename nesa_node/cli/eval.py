@@ -111,6 +111,8 @@ def evaluate(
     if config.quality != "exact":
         raise ConfigError("--quality: say --wire, which may name several codecs")
     _check_numbers(tokens=tokens, items=items, nodes=nodes, task_limit=task_limit, tasks=tasks)
+    if context < 2:
+        raise ConfigError(f"--context {context}: at least 2 tokens, one to be told the other by")
     if json is not None and not json.expanduser().parent.is_dir():
         raise ConfigError(f"--json {json}: there is no folder {json.expanduser().parent}")
 

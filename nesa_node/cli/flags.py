@@ -364,6 +364,10 @@ class DashboardFlags(AccessFlags):
     ] = None
 
 
+MAX_SEED = 2**63
+"""What torch takes."""
+
+
 class SamplingChoice(TypedDict):
     """Arguments of `cli.text.Sampling`."""
 
@@ -390,6 +394,8 @@ class SamplingFlags:
             raise ConfigError("--temperature must lie in (0, 100]; leave it away for greedy")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ConfigError("--top-p must lie in (0, 1]")
+        if self.seed is not None and not 0 <= self.seed < MAX_SEED:
+            raise ConfigError(f"--seed must lie in [0, {MAX_SEED})")
         return {"temperature": self.temperature, "top_p": self.top_p, "seed": self.seed}
 
 

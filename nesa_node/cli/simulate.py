@@ -75,6 +75,8 @@ def simulate(
         raise ConfigError("give one of --nodes FILE, --world KEY=NUMBER,... and --replay FILE")
     if not 1 <= replicas <= 100:
         raise ConfigError(f"--replicas {replicas}: a number from 1 to 100")
+    if seed < 0:
+        raise ConfigError(f"--seed {seed}: a whole number from 0")
     if replay is not None and (add or remove):
         raise ConfigError("--replay shows what was recorded: leave out --add and --remove")
     from nesa_node.cli import simulate_plot as plots

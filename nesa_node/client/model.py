@@ -6,6 +6,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import GenerationConfig
@@ -28,6 +29,7 @@ from nesa_node.core.errors import ConfigError
 from nesa_node.core.span import Span
 from nesa_node.engine.checkpoint import Checkpoint, open_checkpoint
 from nesa_node.engine.parts import load_blocks, load_ends
+from nesa_node.engine.side_files import parsing
 
 
 class AutoDistributedModelForCausalLM:
@@ -205,14 +207,18 @@ def split_blocks(num_blocks: int, client_blocks: tuple[int, int]) -> tuple[Span,
 
 
 def load_generation_config(checkpoint: Checkpoint) -> GenerationConfig:
-    """What transformers' own `from_pretrained` would take: generation_config.json or the config."""
+    """What transformers' own `from_pretrained` would take: generation_config.json or the config.
+
+    Raises `CorruptCheckpointError`.
+    """
     folder = checkpoint.fetch_side_files()
-    if (folder / "generation_config.json").is_file():
-        config = GenerationConfig.from_pretrained(folder, local_files_only=True)
-    else:
-        config = GenerationConfig.from_pretrained(
-            folder, config_file_name="config.json", _from_model_config=True, local_files_only=True
-        )
+    name = "generation_config.json"
+    own = (folder / name).is_file()
+    given: dict[str, Any] = (
+        {} if own else {"config_file_name": "config.json", "_from_model_config": True}
+    )
+    with parsing(str(folder / (name if own else "config.json"))):
+        config = GenerationConfig.from_pretrained(folder, local_files_only=True, **given)
     # The author's advice for a local cache; the nodes hold the cache here.
     config.cache_implementation = None
     return config

@@ -170,6 +170,10 @@ Secret = Annotated[SecretStr, BeforeValidator(_read_secret)]
 ApiKeyText = Annotated[Secret, AfterValidator(_check_api_key)]
 Count = Annotated[int, BeforeValidator(_reject_bool), Field(ge=1)]
 Positive = Annotated[float, BeforeValidator(_reject_bool), Field(gt=0, allow_inf_nan=False)]
+# Less would be a loop without rest; of more than 9.2e9 Python's threads cannot wait.
+Seconds = Annotated[
+    float, BeforeValidator(_reject_bool), Field(ge=0.01, le=1e9, allow_inf_nan=False)
+]
 PeerAddress = Annotated[
     str,
     BeforeValidator(_read_address),
@@ -204,6 +208,9 @@ Origins = Annotated[
 Networks = Annotated[
     tuple[Annotated[str, AfterValidator(_check_network)], ...], BeforeValidator(_split)
 ]
+
+MAX_RECORD_TTL_S = 600.0
+"""Of a record: the other members of the DHT refuse one that lives longer."""
 
 EXPECTED = {
     "initial_peers": "addresses like /ip4/192.0.2.7/tcp/4001/p2p/12D3KooW... or 192.0.2.7:4001",
@@ -240,8 +247,8 @@ class SharedConfig(BaseModel):
     device: Device = "auto"
     torch_dtype: DtypeName = "auto"
     revision: str | None = None
-    step_timeout_s: Positive = 30
-    threads: Count | None = None
+    step_timeout_s: Seconds = 30
+    threads: Annotated[Count, Field(le=1024)] | None = None
     log_format: LogFormat = "console"
     log_level: LogLevel = "info"
     otel_endpoint: Collector | None = None
@@ -297,7 +304,7 @@ class DashboardConfig(AccessConfig):
     """Somebody who shows a swarm on a page."""
 
     listen: Http = "127.0.0.1:8080"
-    look_every_s: Positive = 2.5
+    look_every_s: Seconds = 2.5
     max_viewers: Annotated[Count, Field(le=1000)] = 16
 
 
@@ -306,13 +313,14 @@ class GatewayConfig(ClientConfig, AccessConfig, MetricsConfig):
 
     models: ModelNames = ()
     listen: Http = "127.0.0.1:8000"
-    max_connections: Count = 1024
+    # Linux opens no more files than 1,048,576 for a process, unless its administrator says so.
+    max_connections: Annotated[Count, Field(le=1_000_000)] = 1024
     max_new_tokens: Count | None = None
     default_new_tokens: Count = 4096
     discovered_disk_gib: Positive = 20
     generation_config: SamplingAdvice = "model"
-    keepalive_s: Positive = 10
-    grace_s: Positive = 5
+    keepalive_s: Seconds = 10
+    grace_s: Seconds = 5
     ready_file: FilePath | None = None
     log_level: LogLevel = "info"
 
@@ -335,8 +343,8 @@ class PeerConfig(MetricsConfig):
     relay: bool = False
     allow_peers: PeerIds = ()
     deny_peers: PeerIds = ()
-    record_ttl_s: Positive = 60
-    join_timeout_s: Positive = 60
+    record_ttl_s: Annotated[Seconds, Field(ge=1, le=MAX_RECORD_TTL_S)] = 60
+    join_timeout_s: Seconds = 60
 
 
 class OrchestratorConfig(PeerConfig):
@@ -344,11 +352,11 @@ class OrchestratorConfig(PeerConfig):
 
     model: str | None = None
     allow_orchestrators: PeerIds = ()
-    orchestrate_every_s: Positive = 30
-    learn_every_s: Annotated[Positive, Field(ge=60)] = 3600
-    lease_ttl_s: Annotated[Positive, Field(le=120)] = 60
+    orchestrate_every_s: Seconds = 30
+    learn_every_s: Annotated[Seconds, Field(ge=60)] = 3600
+    lease_ttl_s: Annotated[Seconds, Field(ge=1, le=120)] = 60
     placement_goal: PlacementGoal = "latency"
-    replicas: Count = 2
+    replicas: Annotated[Count, Field(le=1000)] = 2
     decisions_path: FilePath = Field(default_factory=default_decisions_path)
     snapshots_dir: FilePath = Field(default_factory=default_snapshots_dir)
     http: Http | None = None
@@ -370,7 +378,7 @@ class NodeConfig(OrchestratorConfig):
     model: str = Field(min_length=1)
     api: Http | None = None
     orchestrator: bool = False
-    follow_every_s: Positive = 15
+    follow_every_s: Seconds = 15
     num_blocks: Count | Literal["auto"] | None = None
     quant_type: QuantType = "none"
     block_indices: Annotated[Span, BeforeValidator(_read_span)] | None = None
@@ -379,12 +387,12 @@ class NodeConfig(OrchestratorConfig):
     max_sessions_per_peer: Count = 64
     max_cache_tokens_per_peer: Count | None = None
     trusted_peers: PeerIds = ()
-    idle_timeout_s: Positive = 600
-    drain_timeout_s: Positive = 30
+    idle_timeout_s: Seconds = 600
+    drain_timeout_s: Seconds = 30
     max_moves_per_hour: Annotated[int, BeforeValidator(_reject_bool), Field(ge=0)] = 4
-    move_pause_s: Positive = 120
-    rebalance_every_s: Positive = 60
-    ping_every_s: Positive = 6
+    move_pause_s: Seconds = 120
+    rebalance_every_s: Seconds = 60
+    ping_every_s: Seconds = 6
     location: Annotated[Location, BeforeValidator(_read_location)] | None = None
 
     @model_validator(mode="after")

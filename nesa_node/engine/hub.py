@@ -264,6 +264,11 @@ def _hub_errors(model: str) -> Iterator[None]:
         raise ModelNotFoundError(f"{model} on the hub has no such revision") from error
     except (NotASafetensorsRepoError, SafetensorsParsingError, ValueError, RecursionError) as error:
         raise CorruptCheckpointError(f"{model} on the hub: {error}") from error
+    except (LookupError, TypeError, AttributeError) as error:
+        # huggingface_hub takes for granted what an answer holds.
+        raise CorruptCheckpointError(
+            f"{model} on the hub is described in no known form: {error!r}"
+        ) from error
     except (HfHubHTTPError, HubConnectionError, OSError) as error:
         raise ModelNotFoundError(
             f"{model} is no folder here, and the hub does not answer ({error}); give a local folder"

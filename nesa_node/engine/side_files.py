@@ -7,15 +7,18 @@ refused by its size before it is downloaded, and again before it is parsed.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from nesa_node.core.errors import CorruptCheckpointError
+from nesa_node.core.errors import CorruptCheckpointError, NesaError
 
 INDEX_FILE = "model.safetensors.index.json"
 MAX_CONFIG_BYTES = 1 << 20
 MAX_INDEX_BYTES = 32 << 20
 MAX_TOKENIZER_BYTES = 64 << 20
+_SHOWN_CHARS = 300
 
 SIDE_FILES = {
     "config.json": MAX_CONFIG_BYTES,
@@ -74,3 +77,27 @@ def parse_json(content: bytes, *, what: str) -> Any:
         return json.loads(content)
     except (ValueError, RecursionError) as error:
         raise CorruptCheckpointError(f"{what} is not JSON ({error})") from error
+
+
+@contextmanager
+def parsing(what: str) -> Iterator[None]:
+    """Raises `CorruptCheckpointError` for whatever a library cannot make of a side file.
+
+    transformers and tokenizers take for granted what a file holds: a wrong type is a `TypeError` or
+    an `AttributeError` somewhere, and a panic of tokenizers' is no `Exception` at all.
+    """
+    try:
+        yield
+    except NesaError:
+        raise
+    except Exception as error:
+        raise _corrupt(what, error) from error
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise _corrupt(what, error) from error
+
+
+def _corrupt(what: str, error: BaseException) -> CorruptCheckpointError:
+    reason = " ".join(str(error).split())[:_SHOWN_CHARS]
+    return CorruptCheckpointError(f"{what} cannot be read: {type(error).__name__}: {reason}")

@@ -7,15 +7,20 @@ from pathlib import Path
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from nesa_node.core.errors import ModelNotFoundError
-from nesa_node.engine.side_files import check_side_files
+from nesa_node.engine.side_files import check_side_files, parsing
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """The tokenizer in `folder`; code that the folder brings along is never run.
 
-    Raises `ModelNotFoundError`, and `CorruptCheckpointError` for files too large to be parsed.
+    Raises `ModelNotFoundError`, and `CorruptCheckpointError` for files that cannot be parsed.
     """
     check_side_files(folder)
+    with parsing(f"the tokenizer in {folder}"):
+        return _load(folder)
+
+
+def _load(folder: Path) -> PreTrainedTokenizerBase:
     try:
         # Without a word transformers asks on the terminal whether to run a local folder's code.
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)

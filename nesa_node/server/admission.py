@@ -15,6 +15,8 @@ from nesa_node.engine.pages import PAGE_TOKENS, PagePool, pages_for
 RETRY_AFTER_S = (0.2, 5.0)
 """Clients take more than the latter for the latter."""
 FIRST_GUESS_S = 0.5
+MIN_NEWCOMERS = 4
+"""So many peers at least find room in the reserve of the outboxes."""
 LEARNING_RATE = 0.2
 
 
@@ -23,6 +25,9 @@ class Limits:
     outbox_bytes: int
     """Host memory for the outputs that a chain's nodes keep."""
     outbox_bytes_per_peer: int
+    outbox_reserve_bytes: int = 0
+    """Beyond `outbox_bytes`, for peers that keep at most a quarter of it: identities are free, and
+    without it two of one stranger leave no room."""
     sessions_per_peer: int
     cache_tokens_per_peer: int
     """Tokens, each through all blocks of the node's span, in whole pages."""
@@ -164,12 +169,16 @@ class Admission:
             raise CacheFullError(
                 f"the quota of {peer} has no room for {pages * PAGE_TOKENS} more tokens"
             )
-        if self._outbox_bytes_of[peer] + outbox_bytes > self.limits.outbox_bytes_per_peer:
+        kept_bytes = self._outbox_bytes_of[peer] + outbox_bytes
+        if kept_bytes > self.limits.outbox_bytes_per_peer:
             raise CacheFullError(
                 f"the quota of {peer} has no room to keep the outputs of {pages * PAGE_TOKENS} "
                 "more tokens"
             )
-        if self._outbox_bytes + outbox_bytes > self.limits.outbox_bytes:
+        reserve_bytes = self.limits.outbox_reserve_bytes
+        is_newcomer = kept_bytes <= reserve_bytes // MIN_NEWCOMERS
+        most_bytes = self.limits.outbox_bytes + (reserve_bytes if is_newcomer else 0)
+        if outbox_bytes and self._outbox_bytes + outbox_bytes > most_bytes:
             raise CacheFullError(f"no room to keep the outputs of {pages * PAGE_TOKENS} tokens")
 
     def count(self, peer: PeerId, pages: int, outbox_bytes: int) -> None:

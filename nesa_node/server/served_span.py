@@ -121,6 +121,7 @@ def _limits(config: NodeConfig, blocks: Blocks, tokens: int) -> Limits:
     return Limits(
         outbox_bytes=outbox_bytes,
         outbox_bytes_per_peer=min(max(outbox_bytes // 2, whole), MAX_SHARE * outbox_bytes // 4),
+        outbox_reserve_bytes=outbox_bytes // 4,
         sessions_per_peer=config.max_sessions_per_peer,
         cache_tokens_per_peer=config.max_cache_tokens_per_peer or half,
         allow=frozenset(config.allow_peers),

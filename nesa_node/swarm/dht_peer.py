@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import hmac
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from itertools import islice
@@ -153,7 +154,8 @@ class DhtPeer:
         if not self._membership.is_private:
             return answer
         content = answer[TAG_BYTES:]
-        if answer[:TAG_BYTES] != self._tag("response", peer, self._own, protocol, content, body):
+        tag = self._tag("response", peer, self._own, protocol, content, body)
+        if not hmac.compare_digest(answer[:TAG_BYTES], tag):
             raise ProtocolError("not_a_member", f"{peer} is not of this private swarm")
         return content
 
@@ -162,7 +164,8 @@ class DhtPeer:
         if not self._membership.is_private:
             return data
         body = data[TAG_BYTES:]
-        if data[:TAG_BYTES] != self._tag("request", peer, self._own, protocol, body):
+        tag = self._tag("request", peer, self._own, protocol, body)
+        if not hmac.compare_digest(data[:TAG_BYTES], tag):
             self._validator.dropped["foreign"] += 1
             raise ProtocolError("not_a_member", f"{peer} is not of this private swarm")
         return body

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from itertools import accumulate
 
+from nesa_node.core.config import MAX_RECORD_TTL_S
 from nesa_node.core.errors import RecordError
 from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.core.logging import get_logger
@@ -25,7 +26,6 @@ from nesa_node.swarm.notice_board import NoticeBoard
 from nesa_node.swarm.notices import Report
 from nesa_node.swarm.records import (
     MAX_ADDRESSES,
-    MAX_TTL_S,
     NODES_KEY,
     NodeRecord,
     NodeStatus,
@@ -60,8 +60,8 @@ class Directory:
         clock: Callable[[], float],
         ttl_s: float = DEFAULT_TTL_S,
     ) -> None:
-        if not 0 < ttl_s <= MAX_TTL_S:
-            raise ValueError(f"a record lives between 0 and {MAX_TTL_S:g} s, not {ttl_s:g}")
+        if not 0 < ttl_s <= MAX_RECORD_TTL_S:
+            raise ValueError(f"a record lives between 0 and {MAX_RECORD_TTL_S:g} s, not {ttl_s:g}")
         self.ttl_s = ttl_s
         self._node = node
         self._peer = peer
@@ -271,7 +271,7 @@ class Directory:
             **fields,
             peer_id=self._peer_id,
             seq=max(int(now * 1000), last_seq + 1),
-            issued_at=max(now, expires_at - MAX_TTL_S),
+            issued_at=max(now, expires_at - MAX_RECORD_TTL_S),
             expires_at=expires_at,
             addresses=self._transport.addresses[:MAX_ADDRESSES],
         )

@@ -123,11 +123,13 @@ def _peer_of(certificate: bytes | None) -> PeerId:
     """The peer that the certificate belongs to. Raises `ValueError` if that is not proved."""
     if certificate is None or len(certificate) > MAX_CERTIFICATE_BYTES:
         raise ValueError("no certificate, or too large a one")
-    parsed = x509.load_der_x509_certificate(certificate)
     try:
+        parsed = x509.load_der_x509_certificate(certificate)
         extension = parsed.extensions.get_extension_for_oid(_EXTENSION).value
-    except x509.ExtensionNotFound:
-        raise ValueError("not a libp2p certificate") from None
+        public = parsed.public_key().public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
+    except Exception as error:
+        # Unknown versions, curves and doubled extensions are exceptions of many kinds.
+        raise ValueError(f"not a libp2p certificate: {error}") from error
     assert isinstance(extension, x509.UnrecognizedExtension)
     value, at = extension.value, len(_KEY_BEFORE)
     key, signature = value[at : at + 32], value[at + 34 :]
@@ -135,7 +137,6 @@ def _peer_of(certificate: bytes | None) -> PeerId:
     if value != framed or len(signature) != 64:
         raise ValueError("not an Ed25519 identity")
     peer = PeerId(base58_encode(_PEER_ID_BEFORE + key))
-    public = parsed.public_key().public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
     if not verify(peer, _SIGNED_PREFIX + public, signature):
         raise ValueError("the identity has not signed the certificate")
     return peer

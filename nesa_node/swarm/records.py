@@ -21,6 +21,7 @@ from pydantic import (
     model_validator,
 )
 
+from nesa_node.core.config import MAX_RECORD_TTL_S
 from nesa_node.core.errors import RecordError
 from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.core.span import Span
@@ -39,7 +40,6 @@ from nesa_node.topology.snapshot import NodeState
 
 MAX_RECORD_BYTES = 4096
 MAX_ADDRESSES = 16
-MAX_TTL_S = 600.0
 
 RECORD_MAJOR = 1
 _KIND = Kind(RECORD_KIND, MAX_RECORD_BYTES)
@@ -160,8 +160,8 @@ class NodeRecord(NodeStatus):
         suffix = f"/p2p/{self.peer_id}"
         if not all(address.endswith(suffix) for address in self.addresses):
             raise ValueError("an address must end in the node's own peer id")
-        if not 0 < self.expires_at - self.issued_at <= MAX_TTL_S:
-            raise ValueError(f"a record lives at most {MAX_TTL_S:g} s")
+        if not 0 < self.expires_at - self.issued_at <= MAX_RECORD_TTL_S:
+            raise ValueError(f"a record lives at most {MAX_RECORD_TTL_S:g} s")
         return self
 
     def node_state(self) -> NodeState:

@@ -133,6 +133,9 @@ def test_typo_in_the_environment_is_an_error(
         (["generate", "m", "p", "--top-p", "2"], "--top-p"),
         (["chat", "m", "--max-new-tokens", "0"], "--max-new-tokens"),
         (["demo", "--nodes", "0"], "--nodes"),
+        (["demo", "--nodes", "1000000000"], "at most 16"),
+        (["run", "m", "--record-ttl-s", "3600"], "record_ttl_s = '3600'"),
+        (["generate", "m", "x", "--seed=-1"], "--seed must lie in"),
         (["status"], "--initial-peers is required"),
     ],
 )

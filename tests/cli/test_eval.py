@@ -93,6 +93,7 @@ def test_choices_of_a_file_need_no_text(
         (["--items", "1"], "--items 1: at least 2"),
         (["--choices", "no-such-file"], "--choices no-such-file: cannot be read"),
         (["--stride", "64"], "--stride 64 must be at least 1 and below --context 64"),
+        (["--context", "0"], "--context 0: at least 2"),
         (["--nodes", "0"], "--nodes must be positive"),
         (["--task-limit", "1"], "--task-limit 1"),
         (["--tasks", "hellaswag", "--task-folder", "none"], "--task-folder none: no such folder"),

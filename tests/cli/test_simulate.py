@@ -172,6 +172,7 @@ def test_without_matplotlib_the_extra_is_named(
         (["--world", "nodes=5", "--remove", "nobody"], "--remove nobody: no node is called that"),
         (["--world", "nodes=5", "--remove", "*"], "leaves no node at all"),
         (["--world", "nodes=5", "--replicas", "0"], "--replicas 0"),
+        (["--world", "nodes=5", "--seed=-1"], "--seed -1"),
         (
             ["--world", "nodes=5", "--strategy", "luck"],
             "no routing strategy 'luck'; choose one of exact",

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from nesa_node.core.config import ClientConfig, NodeConfig, PeerConfig
+from nesa_node.core.config import ALL_CONFIGS, ClientConfig, NodeConfig, PeerConfig, SharedConfig
 from nesa_node.core.config_sources import load_config
 from nesa_node.core.errors import ConfigError
 from nesa_node.core.span import Span
@@ -116,8 +116,8 @@ def test_keys_of_other_commands_are_accepted_and_ignored(tmp_path: Path) -> None
         ("cache_dir = 3", "a path"),
         ("threads = true", "a number is needed, not true or false"),
         ("threads = 1.5", "integer"),
-        ("idle_timeout_s = -1", "greater than 0"),
-        ("idle_timeout_s = inf", "finite"),
+        ("idle_timeout_s = -1", "equal to 0.01"),
+        ("idle_timeout_s = inf", "equal to 1000000000"),
     ],
 )
 def test_wrong_value_names_key_value_source_and_what_is_expected(
@@ -195,3 +195,54 @@ def test_no_environment_raises_anything_but_a_config_error(values: dict[str, str
     env.pop("NESA_CONFIG", None)
     with suppress(ConfigError):
         node(env=env)
+
+
+@pytest.mark.parametrize("value", ["3600", "0.5", "0", "-1", "nan", "1e9"])
+def test_a_record_lives_between_a_second_and_ten_minutes(value: str) -> None:
+    """The directory refuses more, with a traceback where the config lets it pass."""
+    with pytest.raises(
+        ConfigError, match=r"record_ttl_s.*600|record_ttl_s.*1|record_ttl_s.*finite"
+    ):
+        node(cli={"record_ttl_s": value})
+    assert node(cli={"record_ttl_s": "600"}).record_ttl_s == 600
+
+
+def _parts(annotation: Any) -> set[Any]:
+    return {annotation}.union(*map(_parts, get_args(annotation)))
+
+
+_NUMBERS = sorted(
+    {
+        (kind, name)
+        for kind in ALL_CONFIGS
+        for name, field in kind.model_fields.items()
+        if {int, float} & _parts(field.annotation) and "tuple" not in str(field.annotation)
+    },
+    key=str,
+)
+
+
+@pytest.mark.parametrize(("kind", "name"), _NUMBERS)
+def test_no_number_is_taken_that_is_none_or_makes_a_loop_without_rest(
+    kind: type[SharedConfig], name: str
+) -> None:
+    given = {"model": "m"} if "model" in kind.model_fields else {}
+    refused = ["-1", "nan", "inf", "1e-9"]
+    if name != "max_moves_per_hour":
+        refused.append("0")
+    if name.endswith("_s"):
+        refused.append("1e10")
+    if name.endswith("_gib"):
+        refused.remove("1e-9")
+    for value in refused:
+        with pytest.raises(ConfigError, match=name):
+            load_config(kind, {**given, name: value}, {}, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("threads", "100000"), ("replicas", "1000000"), ("max_viewers", "100000")]
+)
+def test_a_count_that_no_machine_has_is_refused_at_once(name: str, value: str) -> None:
+    kind = next(kind for kind in ALL_CONFIGS if name in kind.model_fields)
+    with pytest.raises(ConfigError, match=name):
+        load_config(kind, {"model": "m", name: value}, {}, None)

@@ -24,7 +24,7 @@ from tests.fuzz.target import Parse, Target
 
 _MEMORY = Path("/dev/shm")
 
-_CONFIG: dict[str, Any] = {
+CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "hidden_size": 64,
@@ -53,7 +53,7 @@ _SWARM = {
 
 
 @contextmanager
-def _folder() -> Iterator[Path]:
+def in_memory_folder() -> Iterator[Path]:
     where = _MEMORY if _MEMORY.is_dir() else None
     with tempfile.TemporaryDirectory(prefix="nesa-fuzz-", dir=where) as name:
         yield Path(name)
@@ -64,7 +64,7 @@ def _file(name: str, read: Callable[[Path], object]) -> Callable[[], Any]:
 
     @contextmanager
     def opened() -> Iterator[Parse]:
-        with _folder() as folder:
+        with in_memory_folder() as folder:
 
             def parse(data: bytes) -> None:
                 (folder / name).write_bytes(data)
@@ -92,7 +92,7 @@ def _index(folder: Path) -> None:
     weight_files({INDEX_FILE, "a.safetensors"}, folder, name="m")
 
 
-def _header_seeds() -> list[bytes]:
+def header_seeds() -> list[bytes]:
     entry = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
     half = {"dtype": "BF16", "shape": [4], "data_offsets": [24, 32]}
     text = json.dumps({"__metadata__": {"format": "pt"}, "a": entry, "b": half}).encode()
@@ -138,21 +138,25 @@ def _snapshot_seeds() -> list[bytes]:
 TARGETS: dict[str, Target] = {
     "raw_config": Target(
         open=_file("config.json", _raw_config),
-        seeds=lambda: [json.dumps(_CONFIG).encode()],
+        seeds=lambda: [json.dumps(CONFIG).encode()],
         tokens=JSON,
+        weight=0.4,
     ),
     "model_config": Target(
         open=_file("config.json", _config),
-        seeds=lambda: [json.dumps(_CONFIG).encode()],
+        seeds=lambda: [json.dumps(CONFIG).encode()],
         tokens=JSON,
-        weight=0.02,
+        weight=0.01,
     ),
-    "safetensors": Target(open=_headers, seeds=_header_seeds, tokens=JSON),
+    "safetensors": Target(open=_headers, seeds=header_seeds, tokens=JSON),
     "checkpoint_index": Target(
-        open=_file(INDEX_FILE, _index), seeds=_index_seeds, tokens=(*JSON, b".safetensors", b"../")
+        open=_file(INDEX_FILE, _index),
+        seeds=_index_seeds,
+        tokens=(*JSON, b".safetensors", b"../"),
+        weight=0.4,
     ),
     "swarm_file": Target(
-        open=_swarm_files, seeds=lambda: [json.dumps(_SWARM).encode()], tokens=JSON, weight=0.3
+        open=_swarm_files, seeds=lambda: [json.dumps(_SWARM).encode()], tokens=JSON, weight=0.2
     ),
-    "snapshot": Target(open=_snapshots, seeds=_snapshot_seeds, tokens=JSON, weight=0.5),
+    "snapshot": Target(open=_snapshots, seeds=_snapshot_seeds, tokens=JSON, weight=0.3),
 }

@@ -12,11 +12,20 @@ from nesa_node.api.bodies.fields import Body
 from nesa_node.api.bodies.reading import parse as parse_body
 from nesa_node.api.bodies.response_body import ResponseBody
 from nesa_node.api.bodies.tool_calls import CallReader, Format
+from nesa_node.api.embeddings import EmbeddingBody
+from nesa_node.api.tokens import DetokenizeBody, TokenizeBody
 from nesa_node.web.problem import Problem
 from tests.fuzz.mutation import JSON
 from tests.fuzz.target import Parse, Target
 
-_KINDS: tuple[type[Body], ...] = (ChatBody, CompletionBody, ResponseBody)
+_KINDS: tuple[type[Body], ...] = (
+    ChatBody,
+    CompletionBody,
+    ResponseBody,
+    EmbeddingBody,
+    TokenizeBody,
+    DetokenizeBody,
+)
 _TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 _CHAT = {
     "model": "m",
@@ -62,7 +71,9 @@ def _bodies() -> Iterator[Parse]:
 
 
 def _body_seeds() -> list[bytes]:
-    bodies = (_CHAT, _COMPLETION, _RESPONSE)
+    tokenize = {"model": "m", "messages": _CHAT["messages"], "add_generation_prompt": True}
+    others = ({"model": "m", "input": [[1, 2], [3]]}, tokenize, {"model": "m", "tokens": [1, 2]})
+    bodies = (_CHAT, _COMPLETION, _RESPONSE, *others)
     return [bytes([kind]) + json.dumps(body).encode() for kind, body in enumerate(bodies)]
 
 

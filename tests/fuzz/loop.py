@@ -21,7 +21,6 @@ from tests.fuzz.target import Parse, Target
 
 CORPUS = Path(__file__).parent / "corpus"
 """By target: what was found once. Each run begins with it."""
-SLOW_S = 0.1
 STATE_BYTES = 16 + 2 * MAX_INPUT_BYTES
 _HEAD = struct.Struct("<QII")
 _MAX_FINDINGS = 20
@@ -37,7 +36,7 @@ class Result(msgspec.Struct):
     name: str
     inputs: int = 0
     accepted: int = 0
-    seconds: float = 0.0
+    cpu_s: float = 0.0
     slowest_ms: float = 0.0
     growth_mib: float = 0.0
     """Of the resident memory, in the later four fifths of the run."""
@@ -68,7 +67,7 @@ async def fuzz(
     """Until `inputs` were read or `seconds` are over; the seeds and what was found once always."""
     run = _Run(name, target, state)
     asyncio.get_running_loop().set_exception_handler(run.note_task)
-    began = time.perf_counter()
+    began, began_cpu_s = time.perf_counter(), time.process_time()
     with target.open() as parse:
         seeds = list(target.seeds())
         for data in (*seeds, *known(name)):
@@ -82,7 +81,7 @@ async def fuzz(
                 settled = _resident_bytes()
         gc.collect()
         run.result.growth_mib = (_resident_bytes() - settled) / 2**20
-    run.result.seconds = time.perf_counter() - began
+    run.result.cpu_s = time.process_time() - began_cpu_s
     return run.result
 
 
@@ -95,6 +94,7 @@ class _Run:
     def __init__(self, name: str, target: Target, state: State | None) -> None:
         self.result = Result(name)
         self._refusals = target.refusals
+        self._slow_s = target.slow_s
         self._state = state
         self._data = b""
         self._places: set[str] = set()
@@ -104,31 +104,33 @@ class _Run:
         if self._state is not None:
             self._state.put(self.result.inputs, data)
         began = time.perf_counter()
-        await self._once(parse, data)
+        self.result.accepted += await self._once(parse, data)
         took_s = time.perf_counter() - began
         self.result.inputs += 1
         if took_s * 1000 > self.result.slowest_ms:
             await self._note_slow(parse, data, took_s)
 
-    async def _once(self, parse: Parse, data: bytes) -> None:
+    async def _once(self, parse: Parse, data: bytes) -> bool:
+        """Whether it was accepted."""
         try:
             reading = parse(data)
             if inspect.isawaitable(reading):
                 await reading
-            self.result.accepted += 1
         except self._refusals:
-            pass
+            return False
         except Exception as error:
             self._note(error)
+            return False
+        return True
 
     async def _note_slow(self, parse: Parse, data: bytes, took_s: float) -> None:
         """By this thread's own time, where another process may have had the processor."""
-        for _ in range(_RETRIES if took_s > SLOW_S / 2 else 0):
+        for _ in range(_RETRIES if took_s > self._slow_s / 2 else 0):
             began = time.thread_time()
             await self._once(parse, data)
             took_s = min(took_s, time.thread_time() - began)
         self.result.slowest_ms = max(self.result.slowest_ms, took_s * 1000)
-        if took_s > SLOW_S:
+        if took_s > self._slow_s:
             self._add("slow", f"takes {took_s:.2f} s")
 
     def _note(self, error: BaseException) -> None:

@@ -162,19 +162,20 @@ TARGETS: dict[str, Target] = {
         open=_decoded_messages,
         seeds=lambda: [encode_message(message) for message, _ in _messages()],
         tokens=MSGPACK,
-        weight=3.0,
+        weight=5.0,
     ),
-    "tensor": Target(open=_tensors, seeds=_tensor_seeds, tokens=MSGPACK, weight=0.5),
+    "tensor": Target(open=_tensors, seeds=_tensor_seeds, tokens=MSGPACK, weight=0.1),
     "codec_text": Target(
         open=_codec_texts,
         seeds=lambda: [b"int8:64:4@2", *(name.encode() for name in FAMILIES)],
         tokens=(b":", b"@", b"0", b"4096", b"99999", b"int4", b"blockwise8", b"\xb2"),
+        weight=3.0,
     ),
     "packed_links": Target(
         open=_packed_links,
         seeds=_link_seeds,
         tokens=(b"\xff" * 4, bytes(12)),
         refusals=(ValueError,),
-        weight=2.0,
+        weight=4.0,
     ),
 }

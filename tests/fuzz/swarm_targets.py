@@ -380,15 +380,18 @@ _ADDRESS_TOKENS = (
 
 TARGETS: dict[str, Target] = {
     "dht_request": Target(
-        open=_requests, seeds=_request_seeds, tokens=PROTOBUF + MSGPACK, weight=0.5
+        open=_requests, seeds=_request_seeds, tokens=PROTOBUF + MSGPACK, weight=1.0
     ),
-    "dht_answer": Target(open=_answers, seeds=_answer_seeds, tokens=PROTOBUF + MSGPACK, weight=0.5),
+    "dht_answer": Target(open=_answers, seeds=_answer_seeds, tokens=PROTOBUF + MSGPACK, weight=1.0),
     "dht_dictionary": Target(open=_dictionaries, seeds=lambda: [_packed()], tokens=MSGPACK),
     "dht_protobuf": Target(
-        open=_protobufs, seeds=lambda: _request_seeds() + _answer_seeds(), tokens=PROTOBUF
+        open=_protobufs,
+        seeds=lambda: _request_seeds() + _answer_seeds(),
+        tokens=PROTOBUF,
+        weight=2.0,
     ),
-    "dht_statement": Target(open=_statements, seeds=sealed_statements, tokens=MSGPACK),
-    "dht_body": Target(open=_bodies, seeds=_body_seeds, tokens=MSGPACK),
+    "dht_statement": Target(open=_statements, seeds=sealed_statements, tokens=MSGPACK, weight=1.5),
+    "dht_body": Target(open=_bodies, seeds=_body_seeds, tokens=MSGPACK, weight=2.0),
     "p2pd_frame": Target(open=_p2pd_frames, seeds=_frame_seeds, tokens=PROTOBUF, weight=0.5),
-    "address": Target(open=_addresses, seeds=_address_seeds, tokens=_ADDRESS_TOKENS),
+    "address": Target(open=_addresses, seeds=_address_seeds, tokens=_ADDRESS_TOKENS, weight=1.0),
 }

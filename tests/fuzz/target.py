@@ -26,3 +26,5 @@ class Target:
     refusals: tuple[type[Exception], ...] = (NesaError,)
     weight: float = 1.0
     """How many inputs it gets beside the others: less for what is slow."""
+    slow_s: float = 0.1
+    """What an input may take of its thread's time: more only where no event loop waits for it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,6 +34,7 @@ def admission(
     peer_pages: int = 10,
     sessions: int = 5,
     peer_outbox: int = 1000,
+    reserve: int = 0,
     clock: Clock | None = None,
 ) -> Admission:
     pool = PagePool(
@@ -46,6 +47,7 @@ def admission(
     limits = Limits(
         outbox_bytes=1000,
         outbox_bytes_per_peer=peer_outbox,
+        outbox_reserve_bytes=reserve,
         sessions_per_peer=sessions,
         cache_tokens_per_peer=peer_pages * PAGE_TOKENS,
     )
@@ -114,6 +116,39 @@ def test_a_peer_gets_its_share_of_the_outboxes_and_no_more() -> None:
         assert refused.value.code == "too_large"
     with ExitStack() as stack:
         enter(stack, made, A, 1, outbox=20)
+
+
+def test_two_identities_of_a_stranger_leave_room_for_four_peers_that_keep_little() -> None:
+    made = admission(pages=100, peer_pages=100, peer_outbox=PAGE_TOKENS * 20, reserve=400)
+    with ExitStack() as stack:
+        enter(stack, made, A, 1, outbox=20)
+        enter(stack, made, B, 1, outbox=11)
+        with pytest.raises(BusyError, match="no room to keep"):
+            enter(stack, made, B, 1, outbox=2)
+        for name in "cdef":
+            enter(stack, made, PeerId(name), 1, outbox=3)
+            with pytest.raises(BusyError, match="no room to keep"):
+                enter(stack, made, PeerId(name), 1, outbox=1)
+        with pytest.raises(BusyError, match="no room to keep"):
+            enter(stack, made, PeerId("g"), 1, outbox=3)
+        enter(stack, made, A, 1, outbox=0)
+    assert made._outbox_bytes == 0
+
+
+def test_a_node_keeps_a_reserve_for_newcomers() -> None:
+    served: Any = SimpleNamespace(
+        cache_bytes_per_token=2 * 8 * 128 * 2, hidden_size=8192, context_length=32_768
+    )
+    limits = _limits(NodeConfig(model="m"), served, 65_536)
+    assert 4 * limits.outbox_reserve_bytes == limits.outbox_bytes
+    pool = admission(pages=2048).pool
+    made = Admission(limits, pool)
+    with ExitStack() as stack:
+        for identity in "ab":
+            with suppress(BusyError):
+                for _ in range(1000):
+                    enter(stack, made, PeerId(identity), 8, outbox=8192 * 4)
+        enter(stack, made, PeerId("honest"), 8, outbox=8192 * 4)
 
 
 @pytest.mark.parametrize("context_length", [0, 1024, 131_072])

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import datetime
 import socket
 from pathlib import Path
 
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import Encoding
 
 from nesa_node.core.errors import BootstrapError, ConfigError, PeerUnreachableError
 from nesa_node.swarm.identity import Identity
 from nesa_node.swarm.node import open_swarm
-from nesa_node.swarm.peer_lookup import look_up, with_peer_ids
+from nesa_node.swarm.peer_lookup import _peer_of, look_up, with_peer_ids
 from nesa_node.swarm.transport import open_transport
 
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
@@ -74,3 +78,14 @@ async def test_a_silent_port_is_given_up(monkeypatch: pytest.MonkeyPatch) -> Non
 async def test_an_address_without_id_that_is_not_tcp_cannot_be_asked() -> None:
     with pytest.raises(ConfigError, match="must end in /p2p/"):
         await with_peer_ids(["/ip4/127.0.0.1/udp/4001/quic-v1"])
+
+
+@pytest.mark.parametrize("change", [(b"\xa0\x03\x02\x01\x02", b"\xa0\x03\x02\x01\x12"), (b"", b"")])
+def test_a_certificate_that_cannot_be_read_is_no_peer(change: tuple[bytes, bytes]) -> None:
+    """cryptography has exceptions of its own for versions and curves that it does not know."""
+    key = Ed25519PrivateKey.generate()
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "peer")])
+    day = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
+    made = x509.CertificateBuilder(name, name, key.public_key(), 1, day, day).sign(key, None)
+    with pytest.raises(ValueError, match="not a libp2p certificate"):
+        _peer_of(made.public_bytes(Encoding.DER).replace(*change, 1))

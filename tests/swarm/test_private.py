@@ -1,5 +1,9 @@
+import ast
+from pathlib import Path
+
 import pytest
 
+import nesa_node
 from nesa_node.core.errors import ConfigError
 from nesa_node.core.ids import PeerId, SessionId
 from nesa_node.swarm.private import Membership, membership_proof, verify_membership
@@ -46,3 +50,21 @@ def test_short_key_is_refused_without_repeating_it() -> None:
     with pytest.raises(ConfigError, match="at least 12") as caught:
         Membership("hunter2")
     assert "hunter2" not in str(caught.value)
+
+
+_SECRET = {"tag", "_tag", "membership_proof", "_hmac", "digest_of", "secret", "proof", "_chosen"}
+
+
+@pytest.mark.parametrize("layer", ["swarm", "server", "web"])
+def test_no_tag_key_or_secret_is_compared_byte_by_byte(layer: str) -> None:
+    """`==` ends at the first byte that differs, which the time of a refusal tells."""
+    found = []
+    for path in (Path(nesa_node.__file__).parent / layer).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.Eq | ast.NotEq):
+                named = {
+                    getattr(part, "id", None) or getattr(part, "attr", None)
+                    for part in ast.walk(node)
+                }
+                found += [f"{path.name}:{node.lineno}"] if named & _SECRET else []
+    assert not found

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from nesa_node.core.config import MAX_RECORD_TTL_S
 from nesa_node.core.errors import RecordError
 from nesa_node.core.span import Span
 from nesa_node.swarm.identity import Identity
@@ -17,7 +18,6 @@ from nesa_node.swarm.private import Membership
 from nesa_node.swarm.records import (
     MAX_ADDRESSES,
     MAX_RECORD_BYTES,
-    MAX_TTL_S,
     NodeRecord,
     agreed_blocks,
     seal,
@@ -136,7 +136,7 @@ def test_signed_nonsense_is_malformed_or_within_bounds(
         },
         {"addresses": 3},
         {"issued_at": NOW, "expires_at": NOW},
-        {"issued_at": NOW, "expires_at": NOW + MAX_TTL_S + 1},
+        {"issued_at": NOW, "expires_at": NOW + MAX_RECORD_TTL_S + 1},
     ],
 )
 def test_field_out_of_bounds_is_refused_on_both_sides(

@@ -19,6 +19,9 @@ from nesa_node.web.problem import Problem
 
 B = TypeVar("B", bound=Body)
 
+MAX_CONTAINERS = 256 * 1024
+"""Lists and objects of one body, counted with the brackets in its texts. 8 MiB of empty ones would
+be 250 MiB and stop all threads while they are made."""
 _OF_LENGTH = ("too_long", "too_short")
 
 
@@ -36,6 +39,12 @@ def body_of(kind: type[B]) -> Any:
 
 def parse(kind: type[B], data: bytes) -> B:
     """A `kind` from JSON. Raises `Problem` with the field that is wrong."""
+    if data.count(b"[") + data.count(b"{") > MAX_CONTAINERS:
+        raise Problem(
+            400,
+            f"the body has more than {MAX_CONTAINERS} brackets that open: send less at once",
+            code="invalid_value",
+        )
     try:
         # Refuses NaN, lone surrogates, bytes that are no UTF-8, and nesting beyond 200.
         value = from_json(data, allow_inf_nan=False)

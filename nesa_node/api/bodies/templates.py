@@ -96,9 +96,11 @@ def _render(
         )
     except TemplateError as error:
         raise _refusal(str(error), param) from None
-    except (TypeError, ValueError, KeyError, IndexError, AttributeError, RecursionError) as error:
+    except (TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
         # What a template trips over that was written for other conversations.
         raise _refusal(str(error), param) from None
+    except (ArithmeticError, MemoryError) as error:
+        raise _refusal(f"it asks for too much ({type(error).__name__})", param) from None
     return text
 
 

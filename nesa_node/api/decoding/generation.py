@@ -5,7 +5,8 @@ N choices, T tokens, D hidden, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -54,11 +55,15 @@ class Generation:
         """Blocks until all choices are done; events go to `emit` as they come.
 
         Raises `ContextLengthError` and whatever sessions raise, `ValueError` for a grammar that
-        cannot be followed, and `concurrent.futures.CancelledError` once interrupted.
+        cannot be followed, `BusyError` where too many are, and
+        `concurrent.futures.CancelledError` once interrupted.
         """
-        job = self._job
         self._check()
-        choices = self._choices()
+        with self._choices() as choices:
+            self._run(choices)
+
+    def _run(self, choices: Sequence[Choice]) -> None:
+        job = self._job
         rows = job.n if job.max_tokens else 1
         # The last token is never fed.
         length = len(job.prompt) + max(job.max_tokens - 1, 0)
@@ -92,16 +97,19 @@ class Generation:
                 f"the model holds {longest} together"
             )
 
-    def _choices(self) -> list[Choice]:
-        job, follower = self._job, None
+    @contextmanager
+    def _choices(self) -> Iterator[list[Choice]]:
+        job, vocabulary = self._job, self._vocabulary
         if not job.max_tokens:
-            return []
-        if job.grammar is not None:
-            follower = self._vocabulary.grammars.follow(job.grammar)
-        return [
-            Choice(job, index, self._vocabulary, follower and follower.copy())
-            for index in range(job.n)
-        ]
+            yield []
+        elif job.grammar is None:
+            yield [Choice(job, index, vocabulary, None) for index in range(job.n)]
+        else:
+            with vocabulary.grammars.followers(job.grammar, job.n) as followers:
+                yield [
+                    Choice(job, index, vocabulary, follower)
+                    for index, follower in enumerate(followers)
+                ]
 
     def _read_prompt(self, session: InferenceSession) -> tuple[Tensor, PromptRead]:
         """Feed the first row; the hidden state [1, D] after it."""

@@ -18,6 +18,7 @@ from nesa_node.api.decoding import grammar
 from nesa_node.api.decoding.grammar import Grammars, json_schema_grammar
 from nesa_node.api.decoding.grammar_check import refusal
 from nesa_node.api.decoding.job import Sampling
+from nesa_node.core.errors import BusyError
 from tests.api.served import answer, greedy_job, outcome, served_locally
 from tests.api.tokenizers import byte_level_tokenizer
 from tests.engine.tiny_models import VOCABULARY, prompt_ids
@@ -198,3 +199,22 @@ def test_an_honest_grammar_never_runs_out_of_time() -> None:
     for token in (tokens[0], *[tokens[1], tokens[2], tokens[3]] * 1000):
         assert follower.allowed(VOCABULARY, torch.device("cpu"))[token]
         follower.take(token)
+
+
+def test_so_many_answers_follow_grammars_at_once_and_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whatever the model: a hard pattern's matcher takes megabytes."""
+    monkeypatch.setattr("nesa_node.api.decoding.grammar.MAX_FOLLOWERS", 3)
+    one, other = (Grammars(byte_level_tokenizer(), VOCABULARY, [0]) for _ in range(2))
+    followed = json_schema_grammar({"type": "object"})
+    with pytest.raises(ValueError, match="at most 3 answers"), one.followers(followed, 4):
+        pass
+    with one.followers(followed, 2) as followers:
+        assert len(followers) == 2
+        with pytest.raises(BusyError, match="2 answers here"), other.followers(followed, 2):
+            pass
+        with other.followers(followed, 1):
+            pass
+    with other.followers(followed, 3):
+        pass
