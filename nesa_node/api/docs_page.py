@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from base64 import b64encode
 from collections.abc import Callable, Iterator
 from hashlib import sha256
@@ -98,9 +99,15 @@ def _kind(field: dict[str, Any]) -> str:
     """In a few words: what its own schema says in many is for programs."""
     kinds = [one for one in field.get("anyOf", [field]) if one.get("type") != "null"]
     words = [
-        "/".join(map(str, one["enum"]))
+        _values(one["enum"])
         if "enum" in one
         else one.get("$ref", "").rpartition("/")[2] or one.get("type", "any")
         for one in kinds
     ]
     return " or ".join(dict.fromkeys(words)) or "null"
+
+
+def _values(allowed: list[Any]) -> str:
+    """The values of a field; null, which is its default, only where there is no other."""
+    values = [json.dumps(value) for value in allowed if value is not None]
+    return " or ".join(values) or "null: has no effect here"

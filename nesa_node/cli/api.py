@@ -8,6 +8,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from nesa_node.cli.flags import COMPUTE, GatewayFlags, configure
+from nesa_node.cli.interrupts import leaving_at_once
 from nesa_node.cli.with_metrics import with_metrics
 
 
@@ -16,6 +17,7 @@ def api(
     model: Annotated[
         tuple[str, ...] | None,
         Parameter(
+            metavar="MODEL",
             group=COMPUTE,
             negative=(),
             help="A folder or a hub name; may be repeated. [default: all models of the swarm that "
@@ -34,8 +36,9 @@ def api(
     from nesa_node.cli.client_model import with_peers
 
     config = with_peers(config, next(iter(config.offered), None))
-    from nesa_node.cli.gateway import run_gateway
-    from nesa_node.swarm import event_loop
+    with leaving_at_once():
+        from nesa_node.cli.gateway import run_gateway
+        from nesa_node.swarm import event_loop
 
     run = partial(run_gateway, config, while_stdin=while_stdin)
     event_loop.run(with_metrics(config, run))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import sys
@@ -74,6 +75,8 @@ def main() -> NoReturn:
         code = run_command(sys.argv[1:])
     except KeyboardInterrupt:  # while an error was being reported
         code = _interrupted()
+    # Python's last collections walk through all that was imported: more than a second with torch.
+    gc.freeze()
     sys.exit(code)
 
 

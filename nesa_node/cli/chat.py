@@ -31,7 +31,9 @@ def chat(
     model: ModelArgument = None,
     /,
     *,
-    system: Annotated[str | None, Parameter(help="Instructions before the conversation.")] = None,
+    system: Annotated[
+        str | None, Parameter(metavar="TEXT", help="Instructions before the conversation.")
+    ] = None,
     max_new_tokens: Annotated[
         int, Parameter(group=SAMPLING, help="Length limit of one answer.")
     ] = 512,
@@ -104,8 +106,8 @@ class _Conversation:
             with suppress(ImportError):
                 import readline  # noqa: F401  (gives `input` its line editing)
         try:
-            while (line := input("> " if interactive else "")) != "/exit":
-                self._handle(line.strip(), interactive=interactive)
+            while (line := input("> " if interactive else "").strip()) != "/exit":
+                self._handle(line, interactive=interactive)
         finally:
             self._close()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from nesa_node.cli.flags import DashboardFlags, configure
+from nesa_node.cli.interrupts import leaving_at_once
 
 
 def dashboard(*, flags: DashboardFlags | None = None) -> int:
@@ -11,8 +12,9 @@ def dashboard(*, flags: DashboardFlags | None = None) -> int:
     from nesa_node.core.config import DashboardConfig
 
     config = with_peers(configure(DashboardConfig, flags))
-    from nesa_node.cli.serve_dashboard import serve_dashboard
-    from nesa_node.swarm import event_loop
+    with leaving_at_once():
+        from nesa_node.cli.serve_dashboard import serve_dashboard
+        from nesa_node.swarm import event_loop
 
     event_loop.run(serve_dashboard(config))
     return 0

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 from cyclopts import Parameter
 
 from nesa_node.cli.flags import SharedFlags, configure
+from nesa_node.cli.interrupts import leaving_at_once
 from nesa_node.core.errors import ConfigError
 from nesa_node.core.extras import require_node
 from nesa_node.core.span import Span, split_evenly
@@ -41,7 +42,7 @@ def demo(
     ] = None,
     /,
     *,
-    question: Annotated[str, Parameter(help="What to ask.")] = QUESTION,
+    question: Annotated[str, Parameter(metavar="TEXT", help="What to ask.")] = QUESTION,
     nodes: Annotated[int, Parameter(help="How many daemons to start.")] = 4,
     max_new_tokens: Annotated[int, Parameter(help="Length limit of the answer.")] = 64,
     timed_tokens: Annotated[int, Parameter(help="Tokens of the timed run.")] = 64,
@@ -69,13 +70,14 @@ def demo(
     if nodes > MAX_NODES:
         raise ConfigError(f"--nodes {nodes}: at most {MAX_NODES}, all of them run on this machine")
     require_node("nesa-node demo")
-    import torch
-    from transformers.utils import logging as transformers_logging
+    with leaving_at_once():
+        import torch
+        from transformers.utils import logging as transformers_logging
 
-    from nesa_node.cli.local_swarm import local_swarm
-    from nesa_node.cli.serve_demo import serve_until_stopped
-    from nesa_node.engine.checkpoint import open_checkpoint
-    from nesa_node.engine.demo_model import NAME, demo_model_path
+        from nesa_node.cli.local_swarm import local_swarm
+        from nesa_node.cli.serve_demo import serve_until_stopped
+        from nesa_node.engine.checkpoint import open_checkpoint
+        from nesa_node.engine.demo_model import NAME, demo_model_path
 
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     torch.set_num_threads(1)

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Group, Parameter
 
-from nesa_node.cli.flags import COMPUTE, OUTPUT, ClientFlags, configure
+from nesa_node.cli.flags import COMPUTE, OUTPUT, SWARM, ClientFlags, configure
+from nesa_node.cli.interrupts import leaving_at_once
 from nesa_node.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -39,11 +40,14 @@ def evaluate(
     *,
     weights: Annotated[
         str | None,
-        Parameter(group=PRECISIONS, help="Of none, int8, nf4. [default: none,int8,nf4]"),
+        Parameter(
+            metavar="NAMES", group=PRECISIONS, help="Of none, int8, nf4. [default: none,int8,nf4]"
+        ),
     ] = None,
     wire: Annotated[
         str | None,
         Parameter(
+            metavar="NAMES",
             group=PRECISIONS,
             help="Codecs of the hidden states. [default: none,blockwise8@2:64:8,int4@2:32:48]",
         ),
@@ -51,6 +55,7 @@ def evaluate(
     text: Annotated[
         str | None,
         Parameter(
+            metavar="FILE|NAME",
             group=SAMPLE,
             help="A file, debian-handbook or bible-kjv. [default: what is installed of these two]",
         ),
@@ -66,6 +71,7 @@ def evaluate(
     choices: Annotated[
         str,
         Parameter(
+            metavar="FILE|NAME",
             group=SAMPLE,
             help='A file of lines {"context": "...", "endings": ["...", "..."], "label": 0}, '
             "or generated: from the text.",
@@ -78,6 +84,7 @@ def evaluate(
     tasks: Annotated[
         str | None,
         Parameter(
+            metavar="NAMES",
             group=SAMPLE,
             help="Tasks of lm-evaluation-harness, or table-1: the five of the Nesa paper's table.",
         ),
@@ -88,6 +95,14 @@ def evaluate(
     task_limit: Annotated[
         int | None, Parameter(group=SAMPLE, help="Items of each task. [default: all]")
     ] = None,
+    live: Annotated[
+        bool,
+        Parameter(
+            group=SWARM,
+            negative=(),
+            help="Measure a swarm: that of --initial-peers, else the one that other commands use.",
+        ),
+    ] = False,
     nodes: Annotated[
         int, Parameter(group=COMPUTE, help="In how many parts this process runs the blocks.")
     ] = 3,
@@ -99,15 +114,18 @@ def evaluate(
     """Measure perplexity and multiple-choice accuracy, for each combination of precisions.
 
     This process runs the model, its blocks in parts as a swarm would have them, in bfloat16 unless
-    --torch-dtype says otherwise. With --initial-peers a live swarm runs it, with the weights that
-    its nodes hold. Each combination is compared with the one without quantization.
+    --torch-dtype says otherwise. With --live or --initial-peers a live swarm runs it, with the
+    weights that its nodes hold. Each combination is compared with the one without quantization.
     """
+    from nesa_node.cli.client_model import remember_swarm, with_peers
     from nesa_node.core.config import ClientConfig
 
     config = configure(ClientConfig, flags, model=model)
-    live = bool(config.initial_peers)
+    live = live or bool(config.initial_peers)
     if live and weights is not None:
-        raise ConfigError("--weights and --initial-peers: the nodes of a swarm hold what they hold")
+        raise ConfigError("--weights: the nodes of a live swarm hold what they hold; leave it away")
+    if live:
+        config = with_peers(config, config.model)
     if config.quality != "exact":
         raise ConfigError("--quality: say --wire, which may name several codecs")
     _check_numbers(tokens=tokens, items=items, nodes=nodes, task_limit=task_limit, tasks=tasks)
@@ -116,15 +134,23 @@ def evaluate(
     if json is not None and not json.expanduser().parent.is_dir():
         raise ConfigError(f"--json {json}: there is no folder {json.expanduser().parent}")
 
-    from nesa_node.cli.eval_sample import (
-        choose_items,
-        choose_tasks,
-        make_sample,
-        names,
-        read_passage,
-        sample_text,
-    )
-    from nesa_node.evaluation.cells import SERVED, WEIGHTS, WIRE, check_weights, check_wire, grid
+    with leaving_at_once():
+        from nesa_node.cli.eval_sample import (
+            choose_items,
+            choose_tasks,
+            make_sample,
+            names,
+            read_passage,
+            sample_text,
+        )
+        from nesa_node.evaluation.cells import (
+            SERVED,
+            WEIGHTS,
+            WIRE,
+            check_weights,
+            check_wire,
+            grid,
+        )
 
     chosen = names("--weights", weights, (SERVED,) if live else WEIGHTS)
     codecs = names("--wire", wire, ("none",) if live else WIRE)
@@ -153,6 +179,8 @@ def evaluate(
         _live_models(config) if live else _local_models(checkpoint, config, dtype, nodes=nodes)
     )
     rows = _measure(open_model, tokenizer, grid(chosen, codecs), sample)
+    if live:
+        remember_swarm(config, config.model)
     title = f"{checkpoint.name} on {name or (choices if items else tasks)}{sample_text(sample)}"
     print_rows(rows, title=title, unquantized=dtype, out=sys.stdout)
     if json is not None:

@@ -302,6 +302,7 @@ class GatewayFlags(ClientFlags, AccessFlags, MetricsFlags):
     discovered_disk_gib: Annotated[
         str | None,
         Parameter(
+            metavar="GIB",
             group=LIMITS,
             help="Disk for models that are found without --model, in GiB; the least recently used "
             "go first. [default: 20]",

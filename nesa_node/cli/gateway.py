@@ -19,6 +19,7 @@ from nesa_node.api.serving.looking import open_look
 from nesa_node.api.serving.metrics import GatewayMetrics
 from nesa_node.api.serving.models import Models
 from nesa_node.api.serving.served_model import ServedModel, open_served_model
+from nesa_node.cli.client_model import remember_swarm
 from nesa_node.cli.leash import leash
 from nesa_node.client.activity import ActivityBook
 from nesa_node.client.opening import open_named
@@ -69,6 +70,7 @@ async def serve_gateway(
     if config.threads is not None:
         fix_threads(config.threads)
     async with open_look(config) as (look, swarm), AsyncExitStack() as stack:
+        remember_swarm(config, next(iter(config.offered), None))
         ending = Ending(stopping, swarm)
         activity, metrics, closing = ActivityBook(), GatewayMetrics(), Closing()
         sources = told or Sources(__version__)

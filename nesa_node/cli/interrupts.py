@@ -30,7 +30,10 @@ def leaving_at_once() -> Iterator[None]:
         return
     signal.signal(signal.SIGINT, _leave)
     try:
-        yield
+        from nesa_node.core.waiting import waiting
+
+        with waiting("Python to load its libraries"):
+            yield
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

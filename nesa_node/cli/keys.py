@@ -26,6 +26,7 @@ keys = App(name="keys", help="Make, list and revoke the keys that a gateway asks
 _KeysPath = Annotated[
     str | None,
     Parameter(
+        metavar="PATH",
         group=ACCESS,
         help="File that holds them. [default: ~/.local/state/nesa-node/keys.json]",
     ),

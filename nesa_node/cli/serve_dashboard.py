@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from nesa_node.cli.client_model import remember_swarm
 from nesa_node.core.config import DashboardConfig, SharedConfig, secret_text
 from nesa_node.core.http_address import HttpAddress
 from nesa_node.dashboard.app import Dashboard, make_app
@@ -35,6 +36,7 @@ async def serve_dashboard(config: DashboardConfig) -> None:
             ) as found,
             page.watching(swarm),
         ):
+            remember_swarm(config)
             print(f"nesa-node dashboard listens on http://{found}/", flush=True)
             await Ending(stopping, swarm).wait()
 

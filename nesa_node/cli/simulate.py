@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from cyclopts import Group, Parameter
 
 from nesa_node.cli.flags import OUTPUT
+from nesa_node.core.choices import StrategyName
 from nesa_node.core.errors import ConfigError
 
 WHICH = Group("Which swarm", sort_key=5)
@@ -23,6 +24,7 @@ def simulate(
     world: Annotated[
         str | None,
         Parameter(
+            metavar="NUMBERS",
             group=WHICH,
             help="A made-up swarm instead: regions=3,nodes=30,blocks=80,clients=4,homes=0.7.",
         ),
@@ -39,6 +41,7 @@ def simulate(
     add: Annotated[
         tuple[str, ...],
         Parameter(
+            metavar="NODES",
             group=CHANGES,
             negative=(),
             help="Nodes that join, so far from everybody (rtx3090@40ms) or in a region "
@@ -48,7 +51,10 @@ def simulate(
     remove: Annotated[
         tuple[str, ...],
         Parameter(
-            group=CHANGES, negative=(), help="A node that is lost, by name; lab-* for several."
+            metavar="NAME",
+            group=CHANGES,
+            negative=(),
+            help="A node that is lost, by name; lab-* for several.",
         ),
     ] = (),
     goal: Annotated[
@@ -58,7 +64,7 @@ def simulate(
         int, Parameter(group=PLANS, help="Holders that every block should have.")
     ] = 2,
     strategy: Annotated[
-        str, Parameter(group=PLANS, help="Which chain sessions use.")
+        StrategyName, Parameter(group=PLANS, help="Which chain sessions use.")
     ] = "exact-latency",
     plot: Annotated[
         Path | None, Parameter(group=OUTPUT, help="Draw it, too: a file that ends in .svg or .png.")

@@ -213,6 +213,7 @@ MAX_RECORD_TTL_S = 600.0
 """Of a record: the other members of the DHT refuse one that lives longer."""
 
 EXPECTED = {
+    "model": "a local folder or the name of a model on the hub",
     "initial_peers": "addresses like /ip4/192.0.2.7/tcp/4001/p2p/12D3KooW... or 192.0.2.7:4001",
     "host_maddrs": "addresses like /ip4/0.0.0.0/tcp/4001 (port 0: any free port)",
     "announce_maddrs": "addresses like /ip4/192.0.2.7/tcp/4001",

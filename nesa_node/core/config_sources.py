@@ -111,7 +111,8 @@ def _clause(name: str, details: list[ErrorDetails], given: Mapping[str, _Given])
     if not name:
         return "; ".join(own)
     if name not in given:
-        return f"{flag_of(name)} is required"
+        wanted = f": {EXPECTED[name]}" if name in EXPECTED else ""
+        return f"{flag_of(name)} is required{wanted}"
     entry = given[name]
     if name in EXPECTED:
         reason = f"expected {EXPECTED[name]}"

@@ -41,7 +41,15 @@ class KnownSwarms:
         self._folder = folder
 
     def remember(self, addresses: Sequence[str], model: str | None) -> None:
-        """Make `addresses` the last swarm."""
+        """Make `addresses` the last swarm; of no `model`, it keeps the one it was known by.
+
+        Does nothing for a node that runs on this machine: its addresses here end with it.
+        """
+        if any(set(addresses) & set(node.addresses) for node in self._running()):
+            return
+        last = _read(self._folder / _LAST, "last")
+        if model is None and last is not None and last.addresses == tuple(addresses):
+            model = last.model
         with suppress(OSError):
             self._folder.mkdir(parents=True, exist_ok=True)
             draft = self._folder / f".{_LAST}.{os.getpid()}"

@@ -42,11 +42,11 @@ def join_command(config: NodeConfig, address: str) -> str:
 @contextmanager
 def known_here(config: NodeConfig, addresses: Sequence[str], model_id: str) -> Iterator[None]:
     """Let commands on this machine find the swarm: now through this node, later by the addresses
-    that outlive it. Loopback addresses of this node do not."""
+    that outlive it. Loopback addresses do not: nodes of this machine are found while they run."""
     known = KnownSwarms(default_known_swarms_dir())
-    lasting = [address for address in addresses if _reach(address)]
-    if lasting or config.initial_peers:
-        known.remember([*config.initial_peers, *lasting], model_id)
+    lasting = [address for address in (*config.initial_peers, *addresses) if _reach(address)]
+    if lasting:
+        known.remember(lasting, model_id)
     with known.running(addresses, model_id, config.public_name):
         yield
 

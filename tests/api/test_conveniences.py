@@ -107,6 +107,9 @@ async def test_docs_show_every_endpoint_without_loading_anything(tokenizer: Any)
         for method in operations:
             assert f"<h2>{method.upper()} {path}</h2>" in page.text
     assert "<code>max_tokens</code>" in page.text
+    assert "<code>audio</code><td>null: has no effect here<" in page.text
+    assert "<code>service_tier</code><td>&quot;auto&quot; or &quot;default&quot;<" in page.text
+    assert "None" not in page.text
     assert Page(page.text).loads == ["data:,"]
     style = re.search("<style>(.*?)</style>", page.text, re.DOTALL)
     assert style is not None

@@ -119,7 +119,7 @@ def test_typo_in_the_environment_is_an_error(
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["run"], "MODEL is required"),
+        (["run"], "MODEL is required: a local folder or"),
         (["run", "m", "--threads", "x"], "threads = 'x' (from --threads)"),
         (["run", "m", "--initial-peers", "192.0.2.7"], "addresses like /ip4/"),
         (["run", "m", "--num-blocks", "2", "--block-indices", "0:2"], "exclude each other"),
@@ -208,7 +208,6 @@ def test_numbers_in_help_are_not_told_to_be_text(capsys: pytest.CaptureFixture[s
     said = capsys.readouterr().out
     assert "--threads INT" in said
     assert "--ping-every-s SECONDS" in said
-    assert " STR" not in said
 
 
 def test_help_shows_basic_flags_and_help_all_every_one(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from nesa_node.cli.app import run_command
+from nesa_node.core.known_swarms import KnownSwarms
 from tests.cli.tiny import write_tiny_model
 from tests.evaluation.models import random_text
 
@@ -121,6 +122,18 @@ def test_weights_of_a_live_swarm_cannot_be_chosen(capsys: pytest.CaptureFixture[
     peer = "/ip4/192.0.2.7/tcp/4001/p2p/12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
     assert run_command(["eval", "m", "--weights", "int8", "--initial-peers", peer]) == 2
     assert "hold what they hold" in capsys.readouterr().err
+
+
+def test_a_live_swarm_is_looked_for_as_by_other_commands(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    assert run_command(["eval", "m", "--live"]) == 2
+    assert "no swarm was used before" in capsys.readouterr().err
+    known = KnownSwarms(tmp_path / "nesa-node" / "swarms")
+    known.remember(["/ip4/192.0.2.7/tcp/4001"], "m")
+    assert run_command(["eval", "/no/such/m", "--live"]) == 3
+    assert "using the last swarm of m, /ip4/192.0.2.7/tcp/4001" in capsys.readouterr().err
 
 
 def test_a_short_text_is_measured_as_far_as_it_goes(

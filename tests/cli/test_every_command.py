@@ -44,6 +44,7 @@ def test_help_is_printed(
     assert run_command([*words, flag]) == 0
     said = capsys.readouterr()
     assert " ".join(("Usage: nesa-node", *words)) in said.out
+    assert " STR" not in said.out
     assert said.err == ""
 
 

@@ -110,6 +110,30 @@ def test_clients_find_the_node_of_this_machine_and_later_the_last_swarm(
 
 
 @pytest.mark.timeout(400)
+@pytest.mark.parametrize("command", ["api", "dashboard"])
+def test_gateways_and_dashboards_remember_the_swarm(
+    command: str, model: Path, tmp_path: Path, state: Path, daemons: list[Daemon]
+) -> None:
+    port = free_port()
+    daemons.append(
+        Daemon(tmp_path, "one", str(model), "--host-maddrs", f"/ip4/127.0.0.1/tcp/{port}")
+    )
+    daemons[0].wait()
+    argv = [sys.executable, "-m", "nesa_node", command, "--listen", "127.0.0.1:0"]
+    argv += ["--initial-peers", f"127.0.0.1:{port}"]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert "listens on http" in process.stdout.readline()
+            last = json.loads((state / "nesa-node" / "swarms" / "last-swarm.json").read_text())
+            assert last["addresses"] == [f"/ip4/127.0.0.1/tcp/{port}"]
+        finally:
+            process.terminate()
+    assert process.returncode == 0
+    assert daemons[0].stop() == 0
+
+
+@pytest.mark.timeout(400)
 def test_a_node_started_before_the_first_one_waits_for_it(
     model: Path, tmp_path: Path, daemons: list[Daemon]
 ) -> None:

@@ -177,7 +177,11 @@ def test_chat_answers_each_piped_line_and_knows_its_commands(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n/reset\nhello\n\n/stats\n/nonsense\n"))
+    monkeypatch.setattr(
+        sys,
+        "stdin",
+        io.StringIO("hello\n/reset\nhello\n\n/stats\n/nonsense\n /help \n/exit \nhello\n"),
+    )
     assert run_command(["chat", str(model), *join, "--max-new-tokens", "8"]) == 0
     said = capsys.readouterr()
     first, second = said.out.splitlines()
@@ -185,6 +189,8 @@ def test_chat_answers_each_piped_line_and_knows_its_commands(
     assert first.split() == local_tokens(model, "hello", 8).split()
     assert "tokens/s" in said.err
     assert "unknown command /nonsense" in said.err
+    assert "unknown command /exit" not in said.err
+    assert said.err.splitlines()[-1].startswith("/help shows this, /reset starts over")
 
 
 def test_a_second_turn_sends_only_what_is_new(

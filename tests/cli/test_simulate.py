@@ -175,7 +175,7 @@ def test_without_matplotlib_the_extra_is_named(
         (["--world", "nodes=5", "--seed=-1"], "--seed -1"),
         (
             ["--world", "nodes=5", "--strategy", "luck"],
-            "no routing strategy 'luck'; choose one of exact",
+            'Choose from: "exact-latency", ',
         ),
         (["--world", "nodes=5", "--plot", "x.bmp"], "must end in one of .svg"),
         (["--world", "nodes=5", "--plot", "/no/such/x.svg"], "there is no folder"),

@@ -38,6 +38,29 @@ def test_a_running_node_comes_before_the_last_swarm(tmp_path: Path) -> None:
     assert found.source == "last"
 
 
+def test_a_node_of_this_machine_does_not_displace_the_last_swarm(tmp_path: Path) -> None:
+    known = KnownSwarms(tmp_path)
+    known.remember(THERE, "m@2")
+    with known.running(HERE, "m@1", "one"):
+        known.remember(HERE, None)
+    found = known.find()
+    assert found is not None
+    assert (found.addresses, found.model) == (THERE, "m@2")
+
+
+def test_a_command_without_a_model_keeps_the_one_that_the_swarm_is_known_by(tmp_path: Path) -> None:
+    known = KnownSwarms(tmp_path)
+    known.remember(THERE, "m@2")
+    known.remember(THERE, None)
+    found = known.find("m")
+    assert found is not None
+    assert found.model == "m@2"
+    known.remember(HERE, None)
+    found = known.find()
+    assert found is not None
+    assert found.model is None
+
+
 def test_the_swarm_of_the_model_asked_for_is_preferred(tmp_path: Path) -> None:
     known = KnownSwarms(tmp_path)
     known.remember(THERE, "wanted@2")

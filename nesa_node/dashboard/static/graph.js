@@ -172,11 +172,13 @@ export class Graph {
     }
     shown.sort((one, other) => other.ofChosen - one.ofChosen || one.link.rtt_ms - other.link.rtt_ms);
     const roomy = this.roomForLabels(shown);
+    const crossed = this.linksOfChains();
     for (const each of shown.slice(0, MOST_LINKS)) {
       const { key, a, b, link, ofChosen } = each;
       const [from, to] = this.nodes.get(a).span[0] <= this.nodes.get(b).span[0] ? [a, b] : [b, a];
       // How far others are from the chosen node stands on their cards.
-      const label = !this.chosen && roomy(each) && !this.layout.small && !this.allLinks;
+      const free = roomy(each) && !crossed.has(key);
+      const label = !this.chosen && free && !this.layout.small && !this.allLinks;
       yield {
         data: {
           id: `link ${key}`, source: from, target: to, aside: this.aside(from, to),
@@ -185,6 +187,13 @@ export class Graph {
         classes: `link${ofChosen ? " asked" : ""}`,
       };
     }
+  }
+
+  // Keys of links that chains run along: their lines would cross the label.
+  linksOfChains() {
+    const shown = this.sessions.slice(-MOST_CHAINS);
+    const pairs = shown.flatMap(({ hops }) => hops.slice(1).map(([peer], at) => [hops[at][0], peer]));
+    return new Set(pairs.flatMap(([a, b]) => [`${a}|${b}`, `${b}|${a}`]));
   }
 
   // Where a link's label stands, from the middle of the line: in the gap between two rows of cards,
