@@ -143,10 +143,10 @@ class Route:
         await _close_all(dropped)
         await self.successors.keep_only(links)
 
-    def look_for_replacements(self, silent: Sequence[HopLink]) -> bool:
-        """Whether nodes that answer could take the place of `silent` links; they are looked for."""
-        self.search.begin(self.hops, frozenset(link.hop.peer_id for link in silent))
-        return self.search.found
+    def look_for_replacements(self, *choices: Sequence[HopLink]) -> None:
+        """Look for nodes that answer and could take the place of the links of one of `choices`."""
+        gone = (frozenset(link.hop.peer_id for link in links) for links in choices)
+        self.search.begin(self.hops, *gone)
 
     def give_up_silent(self) -> None:
         """Links were lost since they were silent: mend the chain with nodes that answer."""
