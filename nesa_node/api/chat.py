@@ -17,7 +17,15 @@ from nesa_node.api.bodies.sampling_body import room_for, same, shared
 from nesa_node.api.bodies.templates import chat_prompt, template_of
 from nesa_node.api.bodies.tool_calls import CallReader, forced_calls, format_of
 from nesa_node.api.decoding.job import Job
-from nesa_node.api.gateway import CallerOf, Gateway, GatewayOf, SpendOf, fingerprint
+from nesa_node.api.gateway import (
+    Answers,
+    CallerOf,
+    Gateway,
+    GatewayOf,
+    Meter,
+    SpendOf,
+    fingerprint,
+)
 from nesa_node.api.openapi import ChatCompletion, ChatCompletionChunk, describe
 from nesa_node.api.serving.jobs import running
 from nesa_node.web.problem import Problem
@@ -38,8 +46,19 @@ async def chat(
     spend: SpendOf,
     body: Annotated[ChatBody, body_of(ChatBody)],
 ) -> Response:
-    model = await gateway.model(body.model)
     tools = _tools(body)
+    prepare = partial(_prepared, gateway, caller, spend, body, tools)
+    return await gateway.answer(body.model, prepare, stream=bool(body.stream))
+
+
+async def _prepared(
+    gateway: Gateway,
+    caller: str,
+    spend: Meter,
+    body: ChatBody,
+    tools: list[Tool],
+    model: ServedModel,
+) -> Answers:
     job = await _job(gateway, model, body, tools, caller)
     answer = ChatAnswer(
         body.model or model.name,
@@ -50,9 +69,9 @@ async def chat(
         reader=_reader(model, tools) if tools else None,
     )
     run = partial(running, model, [job], gateway.watch)
-    if not body.stream:
-        return gateway.computed(partial(answer.whole, run))
-    return gateway.streamed(partial(answer.chunks, run, with_usage=body.wants_usage))
+    return Answers(
+        partial(answer.whole, run), partial(answer.chunks, run, with_usage=body.wants_usage)
+    )
 
 
 def _tools(body: ChatBody) -> list[Tool]:

@@ -15,7 +15,7 @@ from nesa_node.api.bodies.reading import body_of
 from nesa_node.api.bodies.sampling_body import room_for
 from nesa_node.api.bodies.splitting import light
 from nesa_node.api.decoding.job import Job
-from nesa_node.api.gateway import CallerOf, Gateway, GatewayOf, SpendOf, fingerprint
+from nesa_node.api.gateway import Answers, CallerOf, Gateway, GatewayOf, Meter, SpendOf, fingerprint
 from nesa_node.api.openapi import Completion, describe
 from nesa_node.api.serving.jobs import running
 from nesa_node.api.serving.prompts import all_tokens_of
@@ -43,7 +43,13 @@ async def complete(
     body: Annotated[CompletionBody, body_of(CompletionBody)],
 ) -> Response:
     body.check()
-    model = await gateway.model(body.model)
+    prepare = partial(_prepared, gateway, caller, spend, body)
+    return await gateway.answer(body.model, prepare, stream=bool(body.stream))
+
+
+async def _prepared(
+    gateway: Gateway, caller: str, spend: Meter, body: CompletionBody, model: ServedModel
+) -> Answers:
     prompts = body.prompts()
     jobs = await _jobs(gateway, model, body, prompts, caller)
     _check_echoed(jobs)
@@ -57,9 +63,9 @@ async def complete(
         usage=spend.usage(model.name, sum(len(job.prompt) for job in jobs)),
     )
     run = partial(running, model, jobs, gateway.watch)
-    if not body.stream:
-        return gateway.computed(partial(answer.whole, run))
-    return gateway.streamed(partial(answer.chunks, run, with_usage=body.wants_usage))
+    return Answers(
+        partial(answer.whole, run), partial(answer.chunks, run, with_usage=body.wants_usage)
+    )
 
 
 async def _jobs(

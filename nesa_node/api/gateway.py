@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from nesa_node import __version__
-from nesa_node.api.answering.answers import Computed, EventStream
+from nesa_node.api.answering.answers import Computed, EventStream, as_error
 from nesa_node.api.answering.closing import Closing
 from nesa_node.api.answering.usage import Usage
 from nesa_node.api.requests import ASKED
@@ -29,11 +30,63 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
+class Answers:
+    """What a request gets: all of it by `whole`, or the events of `events`.
+
+    `failed` is the event of what fails in between; None: OpenAI's error.
+    """
+
+    whole: Callable[[], Awaitable[Any]]
+    events: Callable[[], AsyncGenerator[bytes, None]]
+    failed: Callable[[Problem], bytes] | None = None
+
+
+Prepare = Callable[["ServedModel"], Awaitable[Answers]]
+
+
+@dataclass(frozen=True, slots=True)
 class Gateway:
     models: Models
     config: GatewayConfig
     closing: Closing
     grammars: GrammarChecker
+
+    async def answer(
+        self,
+        name: str | None,
+        prepare: Callable[[ServedModel], Awaitable[Answers]],
+        *,
+        stream: bool,
+    ) -> Response:
+        """The answer that `prepare` makes ready with the model of that name.
+
+        Where the model must be opened first, which may take minutes, a stream has begun already and
+        says so. Raises what `model` and `prepare` raise.
+        """
+        if stream and not self._is_open(name):
+            return self._streamed_once_open(name, prepare)
+        answers = await prepare(await self.model(name))
+        if not stream:
+            return self.computed(answers.whole)
+        return self.streamed(answers.events, failed=answers.failed)
+
+    def _is_open(self, name: str | None) -> bool:
+        return self.models.card(self._checked(name)).opened
+
+    def _streamed_once_open(self, name: str | None, prepare: Prepare) -> Response:
+        ready: list[Answers] = []
+
+        async def events() -> AsyncGenerator[bytes, None]:
+            ready.append(await prepare(await self.model(name)))
+            async with aclosing(ready[0].events()) as made:
+                async for data in made:
+                    yield data
+
+        def failed(problem: Problem) -> bytes:
+            tell = (ready[0].failed if ready else None) or as_error
+            return tell(problem)
+
+        return self.streamed(events, failed=failed)
 
     def computed(self, work: Callable[[], Awaitable[Any]]) -> Response:
         """The JSON that `work` returns."""
@@ -50,6 +103,9 @@ class Gateway:
 
     async def model(self, name: str | None) -> ServedModel:
         """The one of that name; None: the only one there is. Raises `Problem` and `NesaError`."""
+        return await self.models.get(self._checked(name))
+
+    def _checked(self, name: str | None) -> str | None:
         cards = self.models.cards()
         if name is None and len(cards) > 1:
             offered = ", ".join(card.name for card in cards[:20])
@@ -59,7 +115,7 @@ class Gateway:
                 code="missing_required_parameter",
                 param="model",
             )
-        return await self.models.get(name)
+        return name
 
     async def watch(self, model: ServedModel) -> None:
         """Raises `MissingBlocksError` when nobody holds some blocks of `model`."""

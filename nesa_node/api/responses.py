@@ -15,7 +15,7 @@ from nesa_node.api.bodies.response_body import ResponseBody
 from nesa_node.api.bodies.sampling_body import room_for
 from nesa_node.api.bodies.templates import chat_prompt
 from nesa_node.api.decoding.job import Job
-from nesa_node.api.gateway import CallerOf, Gateway, GatewayOf, SpendOf
+from nesa_node.api.gateway import Answers, CallerOf, Gateway, GatewayOf, Meter, SpendOf
 from nesa_node.api.openapi import ModelResponse, ResponseEvent, describe
 from nesa_node.api.serving.jobs import running
 
@@ -34,14 +34,18 @@ async def respond(
     spend: SpendOf,
     body: Annotated[ResponseBody, body_of(ResponseBody)],
 ) -> Response:
-    model = await gateway.model(body.model)
+    prepare = partial(_prepared, gateway, caller, spend, body)
+    return await gateway.answer(body.model, prepare, stream=bool(body.stream))
+
+
+async def _prepared(
+    gateway: Gateway, caller: str, spend: Meter, body: ResponseBody, model: ServedModel
+) -> Answers:
     job = await _job(gateway, model, body, caller)
     body = body.model_copy(update={"model": body.model or model.name})
     answer = ResponseAnswer(body, job, usage=spend.usage(model.name, len(job.prompt)))
     run = partial(running, model, [job], gateway.watch)
-    if not body.stream:
-        return gateway.computed(partial(answer.whole, run))
-    return gateway.streamed(partial(answer.events, run), failed=answer.failed)
+    return Answers(partial(answer.whole, run), partial(answer.events, run), answer.failed)
 
 
 async def _job(gateway: Gateway, model: ServedModel, body: ResponseBody, caller: str) -> Job:

@@ -321,7 +321,8 @@ class GatewayFlags(ClientFlags, AccessFlags, MetricsFlags):
         Parameter(
             metavar="SECONDS",
             group=LIMITS,
-            help="Seconds of silence until a stream gets a comment. [default: 10]",
+            help="Seconds between comments while nothing comes in a stream. What it waits for is "
+            "told once that has lasted 2 s, and when it changes. [default: 10]",
         ),
     ] = None
     grace_s: Annotated[

@@ -9,12 +9,13 @@ while, not for ever: it may have been the honest one.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from nesa_node.client.hop import HopLink
 from nesa_node.core.errors import PeerUnreachableError
 from nesa_node.core.ids import PeerId
 from nesa_node.swarm.messages import Pong
+from nesa_node.swarm.notices import FailureKind
 
 
 class Blame:
@@ -26,15 +27,37 @@ class Blame:
     def step_done(self) -> None:
         self._quarrels.clear()
 
-    def one_of_both(self, upstream: HopLink, downstream: HopLink | None, what: str) -> str:
+    def one_of_both(
+        self,
+        upstream: HopLink,
+        downstream: HopLink | None,
+        what: str,
+        fault: FailureKind = "lost",
+    ) -> str:
         """Mark one or both as lost, and return why. `downstream` is None after the last node."""
         peer = upstream.hop.peer_id
         self._quarrels[peer] += 1
         if downstream is None or self._quarrels[peer] > 1:
-            upstream.lose(f"{peer}: {what}")
+            upstream.lose(f"{peer}: {what}", fault)
         if downstream is not None:
-            downstream.lose(f"{peer} reached {downstream.hop.peer_id} in vain: {what}")
+            downstream.lose(f"{peer} reached {downstream.hop.peer_id} in vain: {what}", fault)
         return what
+
+    def cut_off(
+        self,
+        upstream: HopLink,
+        downstream: HopLink,
+        what: str,
+        replaceable: Collection[PeerId],
+    ) -> None:
+        """Nothing comes from one to the other: mark as lost whom the others can do without.
+
+        `replaceable` has at least one of both.
+        """
+        if downstream.hop.peer_id in replaceable:
+            self.one_of_both(upstream, downstream, what, "stalled")
+        else:
+            upstream.lose(what, "stalled")
 
     def overdue(
         self, links: Sequence[HopLink], pongs: Sequence[Pong | BaseException], step: int

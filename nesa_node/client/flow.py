@@ -21,6 +21,7 @@ from nesa_node.client.blame import busy
 from nesa_node.client.hop import HopLink
 from nesa_node.client.request import RouteRequest
 from nesa_node.client.route import Route
+from nesa_node.client.stalls import Stalls
 from nesa_node.client.suspicion import (
     PROBE_EVERY_S,
     TICK_S,
@@ -113,6 +114,7 @@ class Flow:
         self._step_timeout_s = step_timeout_s
         self._rng = rng
         self.suspicion = Suspicion(time.monotonic, suspicions)
+        self._stalls = Stalls()
         self.via: tuple[str, ...] = ()
         """How the hidden states of the last output travelled; empty: as they are all the way."""
 
@@ -146,6 +148,7 @@ class Flow:
         """
         # One by one: each is compressed as late as it can be, while others are under way.
         self.suspicion.keep_only(self._route.links)
+        self._stalls.clear()
         unsent = iter(steps)
         upcoming = next(unsent, None)
         under_way = 0
@@ -240,6 +243,7 @@ class Flow:
         if len(kept.rows) == kept.meta.shape[0]:
             self.suspicion.stepped(self.suspicion.now - stage.since)
         self.suspicion.progress(stage.through)
+        self._stalls.clear()
         if self._route.search.silent and not self.suspicion.suspected:
             self._route.search.end()
         stage.renew(self.suspicion, self._step_timeout_s)
@@ -278,12 +282,32 @@ class Flow:
         silent = [link for link in self._route.links if self.suspicion.state(link) in _SILENT]
         if silent:
             self._route.look_for_replacements(silent)
-        else:
+        elif not self._look_at_links(stage):
             self._route.search.end()
         if HopState.LOST in states and not self._may_answer():
             self._give_up(silent)
         trusted = all(state is HopState.TRUSTED for state in states)
         stage.look_at = self.suspicion.now + (PROBE_EVERY_S if trusted else TICK_S)
+
+    def _look_at_links(self, stage: Stage) -> bool:
+        """Whether one between two nodes is suspected. Raises if it is given up."""
+        links = stage.through
+        told = [(link, link.report) for link in links]
+        stall = self._stalls.look(told, self._route.epoch, self.suspicion.now)
+        if stall is None or stall[1] < self.suspicion.suspect_after_s:
+            return False
+        place, stalled_s = stall
+        before, after = links[place - 1], links[place]
+        self._route.look_for_replacements([after], [before])
+        replaceable = self._route.search.replaceable
+        if stalled_s >= self.suspicion.lost_after_s and replaceable:
+            peers = before.hop.peer_id, after.hop.peer_id
+            log.info("link_lost", peers=peers, stalled_s=round(stalled_s, 2))
+            what = f"nothing came from {peers[0]} to {peers[1]} for {stalled_s:.1f} s"
+            self._route.blame.cut_off(before, after, what, replaceable)
+            self._route.give_up_silent()
+            raise ChainBrokenError(what)
+        return True
 
     def _may_answer(self) -> bool:
         """Whether another hop's answer may still come: with a lost one no chain can be mended."""
@@ -307,7 +331,7 @@ class Flow:
         suspicion, heard = self.suspicion, link.heard_bytes
         if suspicion.wants_probe(link):
             suspicion.probed(link, heard)
-            await link.probe(self._rng.getrandbits(32))
+            await link.probe(self._rng.getrandbits(32), suspicion.now)
         before, silent_s = suspicion.state(link), suspicion.silent_s(link)
         state = suspicion.look(
             link,

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from nesa_node.client.prefix import for_peer
 from nesa_node.client.request import RouteRequest
+from nesa_node.client.stalls import Report
 from nesa_node.core.errors import (
     BusyError,
     PeerUnreachableError,
@@ -110,6 +111,10 @@ class HopLink:
         self._handed: asyncio.Future[tuple[int, ...]] | None = None
         self._pongs: dict[int, asyncio.Future[Pong]] = {}
         """By the nonce of the ping; those that nobody waits for, too."""
+        self.report: Report | None = None
+        """The node's last answer to a probe."""
+        self._probes: dict[int, float] = {}
+        """When those that are not answered yet were sent, by their nonce."""
         self._reading = TaskSet()
         self._reading.start(self._read(), name="hop-link")
 
@@ -188,9 +193,13 @@ class HopLink:
             self.lose(str(error))
             raise PeerUnreachableError(str(error)) from error
 
-    async def probe(self, nonce: int) -> None:
-        """Send a ping without waiting for its answer; `heard_bytes` says that something came."""
+    async def probe(self, nonce: int, now: float) -> None:
+        """Send a ping without waiting for its answer, which becomes the `report`.
+
+        `heard_bytes` says that something came.
+        """
         if self.lost is None and self._stream.settled:
+            self._probes[nonce] = now
             try:
                 await self._send_ping(nonce)
             except (StreamClosedError, PeerUnreachableError) as error:
@@ -252,6 +261,9 @@ class HopLink:
             case Probe():
                 pass
             case Pong() if (asked := self._pongs.pop(message.nonce, None)) is not None:
+                asked_at = self._probes.pop(message.nonce, None)
+                if asked_at is not None:
+                    self.report = Report(message, asked_at)
                 if not asked.done():
                     asked.set_result(message)
             case Leaving():

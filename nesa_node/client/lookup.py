@@ -6,6 +6,7 @@ import asyncio
 import math
 import time
 from collections.abc import Callable
+from functools import partial
 
 from nesa_node.client.request import RouteRequest
 from nesa_node.core.errors import ModelMismatchError
@@ -21,6 +22,8 @@ FRESH_S = 1.0
 """A session that opens takes what another has found as lately as that."""
 
 
+LOOK_S = 1.0
+"""A look at all members that takes longer goes on beside the session: some of them may be gone."""
 GLANCE_S = 1.0
 """How long a look may take that a session waits for whose node is lost."""
 GLANCE_MEMBERS = 4
@@ -37,11 +40,14 @@ class Lookup:
         self._began_at: dict[ModelId, float] = {}
         """When the last lookup began that came to something."""
         self._glanced_at: dict[ModelId, float] = {}
+        self._beside: dict[ModelId, asyncio.Task[Snapshot]] = {}
+        """Looks under way, perhaps beside the sessions that began them."""
 
     async def fetch(self, request: RouteRequest, *, after: float = -math.inf) -> Snapshot:
         """What was found at most `FRESH_S` ago, and after the time `after`. As `Directory.fetch`.
 
-        Reports of failures, too.
+        Reports of failures, too. Where members do not answer, what the first of them and earlier
+        looks said has to do, if that is the whole model.
         """
         model_id, num_blocks = request.model_id, request.num_blocks
         # By when it was asked: however long a lookup takes, it serves all who wait for it.
@@ -49,10 +55,44 @@ class Lookup:
         async with self._looking:
             if self._began_at.get(model_id, -math.inf) <= since:
                 began_at = self._clock()
-                snapshot = await self._swarm.directory.fetch(model_id, num_blocks)
+                snapshot = await self._look(request)
                 self._began_at[model_id] = began_at
                 return snapshot
         return self._swarm.directory.snapshot(model_id, num_blocks)
+
+    async def _look(self, request: RouteRequest) -> Snapshot:
+        model_id, wait_s = request.model_id, 0.0
+        looking = self._beside.get(model_id)
+        if looking is None:
+            fetching = self._swarm.directory.fetch(model_id, request.num_blocks)
+            looking = asyncio.create_task(fetching, name="directory-look")
+            self._beside[model_id] = looking
+            looking.add_done_callback(partial(self._ended, model_id))
+            wait_s = LOOK_S
+        try:
+            await asyncio.wait({looking}, timeout=wait_s)
+            if not looking.done():
+                known = await self.glance(request)
+                if known.nodes and not known.holes():
+                    return known
+            return await looking
+        except asyncio.CancelledError:
+            looking.cancel()
+            self._beside.pop(model_id, None)
+            raise
+
+    def _ended(self, model_id: ModelId, looking: asyncio.Task[Snapshot]) -> None:
+        if self._beside.get(model_id) is looking:
+            del self._beside[model_id]
+        if not looking.cancelled() and (error := looking.exception()) is not None:
+            log.debug("look_failed", reason=str(error))
+
+    async def close(self) -> None:
+        """End the looks that sessions have not waited for."""
+        looks = list(self._beside.values())
+        for looking in looks:
+            looking.cancel()
+        await asyncio.gather(*looks, return_exceptions=True)
 
     async def fetch_now(self, request: RouteRequest, *, reports: bool = True) -> Snapshot:
         """`Directory.fetch`."""

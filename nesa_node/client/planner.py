@@ -191,7 +191,8 @@ class Planner:
             )
 
     async def close(self) -> None:
-        """Let go of what is not written yet."""
+        """Let go of what is not written yet, and of looks that go on."""
+        await self.lookup.close()
         await self._writing.close()
 
     async def _write(

@@ -35,12 +35,13 @@ class ReplacementSearch:
     """One search at a time, for the hops that are silent now."""
 
     def __init__(self, swarm: Swarm, request: RouteRequest, nodes: Nodes) -> None:
-        self.found = False
-        """Whether nodes that answered since could take the place of the silent ones."""
+        self.replaceable: frozenset[PeerId] = frozenset()
+        """Hops whose place nodes could take that have answered since."""
         self._swarm = swarm
         self._request = request
         self._nodes = nodes
         self._silent: frozenset[PeerId] = frozenset()
+        self._choices: tuple[frozenset[PeerId], ...] = ()
         self._asked: set[PeerId] = set()
         self._answered: set[PeerId] = set()
         self._task: asyncio.Task[None] | None = None
@@ -48,21 +49,30 @@ class ReplacementSearch:
         """Cancelled, and not over yet."""
 
     @property
+    def found(self) -> bool:
+        """Whether the chain could be mended with nodes that have answered."""
+        return bool(self.replaceable)
+
+    @property
     def silent(self) -> frozenset[PeerId]:
         """The nodes that a replacement is looked for."""
         return self._silent
 
-    def begin(self, hops: Hops, silent: frozenset[PeerId]) -> None:
-        """Look for nodes in the place of `silent` ones of `hops`; goes on if it does already."""
-        if silent != self._silent:
+    def begin(self, hops: Hops, *choices: frozenset[PeerId]) -> None:
+        """Look for nodes in the place of those of `hops` that one of `choices` names.
+
+        Goes on if it does already. Several choices: to replace either would do.
+        """
+        if choices != self._choices:
             self._stop()
-            self._silent, self.found = silent, False
-            self._task = asyncio.create_task(self._search(hops, silent), name="replacement-search")
+            self._choices, self._silent = choices, frozenset().union(*choices)
+            self.replaceable = frozenset()
+            self._task = asyncio.create_task(self._search(hops), name="replacement-search")
 
     def end(self) -> None:
         """None is silent any more, or the chain is mended."""
         self._stop()
-        self._silent, self.found = frozenset(), False
+        self._choices, self._silent, self.replaceable = (), frozenset(), frozenset()
         self._asked.clear()
         self._answered.clear()
 
@@ -84,16 +94,15 @@ class ReplacementSearch:
             self._task.add_done_callback(self._stopped.discard)
             self._task = None
 
-    async def _search(self, hops: Hops, silent: frozenset[PeerId]) -> None:
-        kept = tuple(hop for hop in hops if hop.peer_id not in silent)
-        lost = [hop.span for hop in hops if hop.peer_id in silent]
+    async def _search(self, hops: Hops) -> None:
+        lost = [hop.span for hop in hops if hop.peer_id in self._silent]
         try:
             while not self.found:
                 snapshot = await self._nodes.glance()
                 near = self._candidates(snapshot, lost, {hop.peer_id for hop in hops})
                 async with asyncio.TaskGroup() as asking:
                     for node in near:
-                        asking.create_task(self._ask(node, snapshot, kept))
+                        asking.create_task(self._ask(node, snapshot, hops))
                 if not self.found:
                     await asyncio.sleep(AGAIN_S)
         except Exception:  # the edge of a task: the session waits on, and mends without it
@@ -113,7 +122,7 @@ class ReplacementSearch:
             holders, key=lambda n: (math.isnan(rtt_ms(n.peer_id)), rtt_ms(n.peer_id), n.peer_id)
         )[:MOST_ASKED]
 
-    async def _ask(self, node: NodeState, snapshot: Snapshot, kept: Hops) -> None:
+    async def _ask(self, node: NodeState, snapshot: Snapshot, hops: Hops) -> None:
         self._asked.add(node.peer_id)
         if node.peer_id not in self._answered:
             try:
@@ -127,8 +136,10 @@ class ReplacementSearch:
             except (PeerUnreachableError, OSError):
                 return
             self._answered.add(node.peer_id)
-        if not self.found:
-            self.found = await self._nodes.can_fill(snapshot, kept, self._answered)
+        for gone in self._choices:
+            kept = tuple(hop for hop in hops if hop.peer_id not in gone)
+            if not self.found and await self._nodes.can_fill(snapshot, kept, self._answered):
+                self.replaceable = gone
 
 
 def _overlap(one: Span, other: Span) -> bool:

@@ -3,43 +3,35 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 from nesa_node.client.beginning import Beginning
 from nesa_node.client.blame import Blame
 from nesa_node.client.hop import LINK_TIMEOUT_S, OPEN_TIMEOUT_S, HopLink
+from nesa_node.client.hop_opening import HopOpener, close_all
 from nesa_node.client.nodes import Nodes
 from nesa_node.client.planner import Planner
 from nesa_node.client.replacements import ReplacementSearch
 from nesa_node.client.request import RouteRequest
 from nesa_node.client.successors import Successors
-from nesa_node.compression.quality import codec_names
 from nesa_node.core.errors import (
-    BusyError,
     PeerUnreachableError,
     RemoteError,
 )
-from nesa_node.core.ids import PeerId, SessionId
+from nesa_node.core.ids import PeerId
 from nesa_node.core.logging import get_logger, session_name
 from nesa_node.core.waiting import unheard, waiting
 from nesa_node.routing.chains import Hop
 from nesa_node.routing.repair import gaps
 from nesa_node.swarm.messages import (
-    PROTOCOL,
-    VERSION,
     Downstream,
     Link,
-    Open,
     Prefix,
     Reorder,
     Rollback,
 )
 from nesa_node.swarm.node import Swarm
-from nesa_node.swarm.private import membership_proof
-from nesa_node.swarm.stream import Stream
-from nesa_node.swarm.wire import speed_to
 
 log = get_logger(__name__)
 
@@ -59,25 +51,25 @@ class Route:
     ) -> None:
         self.links: list[HopLink] = []
         self.epoch = 0
-        self.session = secrets.token_bytes(16)
-        self.trace = b""
-        """What nodes are told that their part belongs to."""
         self.held: dict[HopLink, tuple[int, ...]] = {}
         """What the links that the last rebuild brought in, or sent back, hold of each row.
 
         They need the rest.
         """
-        self.refused_by: Hop | None = None
-        """The last node that did not open the session, and was there."""
         self.beginning = Beginning(request.rows, request.prefix)
         self.successors = Successors(request.rows)
-        self._secret = secrets.token_bytes(32)
         self._swarm = swarm
         self._request = request
         self._on_change = on_change
         self.nodes = Nodes(swarm, request, planner)
+        self.opener = HopOpener(swarm, request, self.nodes, self.beginning, on_change)
         self.search = ReplacementSearch(swarm, request, self.nodes)
         self.blame = Blame()
+
+    @property
+    def session(self) -> bytes:
+        """Its id at a chain's nodes."""
+        return self.opener.session
 
     @property
     def hops(self) -> tuple[Hop, ...]:
@@ -118,12 +110,14 @@ class Route:
             hops, addresses = await self._plan(kept, drop, may_ask=begins)
             if not {link.hop for link in kept} <= set(hops):
                 # Nobody can join what is left: begin again, with other nodes or other spans.
-                await _close_all(fresh)
+                await close_all(fresh)
                 await self.let_go()
                 kept, held, fresh = [], {}, []
             self.epoch += 1
             known = {link.hop: link for link in kept}
-            opened = await self._open_all(hops, known, addresses, open_timeout_s)
+            opened = await self.opener.open_all(
+                hops, known, addresses, self.epoch, open_timeout_s, self.search
+            )
             fresh += opened.values()
             links = [known.get(hop) or opened[hop] for hop in hops]
             reached = [*held.values(), *map(self._held_at_open, opened.values())]
@@ -136,17 +130,17 @@ class Route:
                 links, held, self.beginning.start if begins else lengths, needs_output
             )
         except BaseException:
-            await _close_all(fresh)
+            await close_all(fresh)
             raise
         dropped = [link for link in self.links if link not in links]
         self.links, self.held = links, held
-        await _close_all(dropped)
+        await close_all(dropped)
         await self.successors.keep_only(links)
 
-    def look_for_replacements(self, silent: Sequence[HopLink]) -> bool:
-        """Whether nodes that answer could take the place of `silent` links; they are looked for."""
-        self.search.begin(self.hops, frozenset(link.hop.peer_id for link in silent))
-        return self.search.found
+    def look_for_replacements(self, *choices: Sequence[HopLink]) -> None:
+        """Look for nodes that answer and could take the place of the links of one of `choices`."""
+        gone = (frozenset(link.hop.peer_id for link in links) for links in choices)
+        self.search.begin(self.hops, *gone)
 
     def give_up_silent(self) -> None:
         """Links were lost since they were silent: mend the chain with nodes that answer."""
@@ -190,7 +184,7 @@ class Route:
         """Leave every node: the next rebuild begins anew, with whoever is there."""
         await self.close()
         before = session_name(self.session)
-        self.session, self._secret = secrets.token_bytes(16), secrets.token_bytes(32)
+        self.opener.rename()
         log.info("session_renamed", before=before, now=session_name(self.session))
 
     async def close(self, prefix: Prefix = ()) -> None:
@@ -223,7 +217,7 @@ class Route:
                 # Whoever stands ready for others may be needed here, and takes part only once.
                 await self.successors.close()
         except BaseException:
-            await _close_all(list(held))
+            await close_all(list(held))
             raise
         return held
 
@@ -241,140 +235,17 @@ class Route:
         if len(hops) != len(self.links) or hops[at].span != link.hop.span:
             return None
         hop, before = hops[at], hops[at - 1] if at else None
-        return await self._open(
-            hop, before, addresses[hop.peer_id], OPEN_TIMEOUT_S, donor=link.hop.peer_id
+        return await self.opener.open(
+            hop,
+            before,
+            addresses[hop.peer_id],
+            self.epoch,
+            OPEN_TIMEOUT_S,
+            donor=link.hop.peer_id,
         )
-
-    async def _open_all(
-        self,
-        hops: Sequence[Hop],
-        known: dict[Hop, HopLink],
-        addresses: Mapping[PeerId, tuple[str, ...]],
-        timeout_s: float,
-    ) -> dict[Hop, HopLink]:
-        """Open the hops that are not known, all or none."""
-        wanted = [(i, hop) for i, hop in enumerate(hops) if hop not in known]
-        opening = [
-            asyncio.create_task(
-                self._open(hop, hops[i - 1] if i else None, addresses[hop.peer_id], timeout_s)
-            )
-            for i, hop in wanted
-        ]
-        try:
-            results = await asyncio.gather(*opening, return_exceptions=True)
-        except asyncio.CancelledError:
-            # All have ended; those that were quicker than the cancellation are open.
-            ended = [task for task in opening if not task.cancelled() and not task.exception()]
-            await _close_all([task.result() for task in ended])
-            raise
-        opened = {
-            hop: result
-            for (_, hop), result in zip(wanted, results, strict=True)
-            if isinstance(result, HopLink)
-        }
-        failures = [result for result in results if isinstance(result, BaseException)]
-        if failures:
-            await _close_all(list(opened.values()))
-            del opening, results  # they hold what is raised, whose traceback holds this frame
-            raise failures.pop(0)
-        return opened
-
-    async def _open(
-        self,
-        hop: Hop,
-        before: Hop | None,
-        addresses: tuple[str, ...],
-        timeout_s: float,
-        *,
-        donor: PeerId | None = None,
-    ) -> HopLink:
-        """Dialling and opening may each take `timeout_s`."""
-        with waiting(
-            "the node to open the session",
-            blocks=(hop.span,),
-            peers=(hop.peer_id,),
-            limit_s=2 * timeout_s,
-        ):
-            return await self._dial(hop, before, addresses, timeout_s, donor)
-
-    async def _dial(
-        self,
-        hop: Hop,
-        before: Hop | None,
-        addresses: tuple[str, ...],
-        timeout_s: float,
-        donor: PeerId | None,
-    ) -> HopLink:
-        request, peer = self._request, hop.peer_id
-        try:
-            reader, writer = await self._swarm.transport.open_stream(
-                peer, PROTOCOL, addresses, timeout_s
-            )
-        except PeerUnreachableError as error:
-            self.nodes.suspect(peer, str(error))
-            raise
-        stream = Stream(peer, reader, writer)
-        try:
-            speed = await speed_to(self._swarm, peer, request.quality)
-        except BaseException:
-            await stream.close()
-            raise
-        session, secret = self._names()
-        link = HopLink(hop, stream, request, speed, self._on_change, session)
-        try:
-            message = self._open_message(link, secret, before, donor)
-            await link.open(message, timeout_s)
-            log.info("hop_opened", peer=peer, blocks=str(hop.span), at_node=session_name(session))
-        except BaseException as error:
-            await link.close()
-            if isinstance(error, PeerUnreachableError):
-                self.nodes.suspect(peer, str(error))
-            elif isinstance(error, BusyError | RemoteError):
-                self.nodes.refused(peer, error)
-                self.refused_by = hop
-            raise
-        self.nodes.accepted(link)
-        return link
 
     def _held_at_open(self, link: HopLink) -> tuple[int, ...]:
         return self.beginning.held_by(link.opened)
-
-    def _names(self) -> tuple[bytes, bytes]:
-        """The session's id and secret for one node. A star's nodes must not find each other."""
-        if self._request.mode == "chain":
-            return self.session, self._secret
-        return secrets.token_bytes(16), secrets.token_bytes(32)
-
-    def _open_message(
-        self, link: HopLink, secret: bytes, before: Hop | None, donor: PeerId | None
-    ) -> Open:
-        request, hop = self._request, link.hop
-        chained = request.mode == "chain" and before is not None
-        return Open(
-            version=VERSION,
-            model=request.model_id,
-            session=link.session,
-            secret=secret,
-            blocks=(hop.span.start, hop.span.end),
-            rows=request.rows,
-            max_tokens=request.max_tokens,
-            mode=request.mode,
-            dtype=request.dtype,  # type: ignore[arg-type]  # checked by `tensors.DTYPES` before
-            epoch=self.epoch - 1,
-            upstream=before.peer_id if chained and before is not None else None,
-            donor=donor,
-            # A successor is handed everything.
-            prefix=link.prefix_here(self.beginning.prefix) if donor is None else (),
-            quality=request.quality,
-            codecs=codec_names(),
-            trace=self.trace,
-            membership=membership_proof(
-                request.swarm_key,
-                SessionId(link.session),
-                self._swarm.identity.peer_id,
-                hop.peer_id,
-            ),
-        )
 
     async def _link_all(
         self,
@@ -434,23 +305,13 @@ class Route:
     async def _discard(self, links: Sequence[HopLink], prefix: Prefix = ()) -> None:
         gone = list(links)
         self.links = [link for link in self.links if link not in gone]
-        await _close_all(gone, prefix)
+        await close_all(gone, prefix)
 
 
 def _downstream(link: HopLink | None) -> Downstream | None:
     if link is None:
         return None
     return Downstream(peer=link.hop.peer_id, blocks=(link.hop.span.start, link.hop.span.end))
-
-
-async def _close_all(links: Sequence[HopLink], prefix: Prefix = ()) -> None:
-    """Cancelled, it has ended them all the same."""
-    try:
-        await asyncio.gather(*(link.close(prefix) for link in links))
-    finally:
-        for link in links:
-            # Of a task that is cancelled before it has begun, nothing runs.
-            link.abort()
 
 
 async def _all(requests: Sequence[object]) -> None:

@@ -16,12 +16,12 @@ import torch
 
 from nesa_node.client.chunks import Chunk, cut
 from nesa_node.client.flow import Flow
-from nesa_node.client.hop import OPEN_TIMEOUT_S, HopLink
+from nesa_node.client.hop import HopLink
 from nesa_node.client.line import Line
 from nesa_node.client.losses import MOST_KEPT, Loss
-from nesa_node.client.patience import Patience
 from nesa_node.client.planner import Planner
 from nesa_node.client.prefix import SessionPrefix
+from nesa_node.client.rebuilding import UNTIL_THERE_IS_ROOM, Rebuilding
 from nesa_node.client.replay import Replay
 from nesa_node.client.request import RouteRequest
 from nesa_node.client.route import Route
@@ -31,7 +31,6 @@ from nesa_node.client.watch import Watch
 from nesa_node.compression import tensors
 from nesa_node.compression.hidden_states import HiddenStates
 from nesa_node.core.errors import (
-    BusyError,
     CacheFullError,
     ContextLengthError,
     MissingBlocksError,
@@ -43,10 +42,8 @@ from nesa_node.core.errors import (
 )
 from nesa_node.core.ids import PeerId
 from nesa_node.core.logging import get_logger, logging_of, session_name
-from nesa_node.core.span import Span
 from nesa_node.core.waiting import Waiting, unheard, waiting
 from nesa_node.routing.chains import Hop
-from nesa_node.routing.repair import gaps
 from nesa_node.swarm.messages import RowSlice, Want
 from nesa_node.swarm.node import Swarm
 from nesa_node.swarm.outbox import Kept
@@ -56,18 +53,9 @@ log = get_logger(__name__)
 
 MAX_ATTEMPTS = 20
 """Of a step that gets no further, each through a chain that could be linked."""
-MEND_TIMEOUT_S = 3.0
-"""Of dialling and of opening a replacement, the first time: one that is cut off says nothing."""
 REPLICATE_EVERY_S = 0.25
 """What came since is computed again when a node dies that has a successor."""
 _FRUITLESS = f"a step failed {MAX_ATTEMPTS} times although the chain could be linked each time"
-_SHORTEST_OPEN_S = 1.0
-_UNTIL_THERE_IS_ROOM: tuple[type[NesaError], ...] = (
-    BusyError,
-    MissingBlocksError,
-    PeerUnreachableError,
-    RemoteError,
-)
 
 
 class RemoteSession:
@@ -96,7 +84,7 @@ class RemoteSession:
         self._changed = asyncio.Event()
         self._route = Route(swarm, request, planner, self._changed.set)
         self._trace = SessionTrace(request, session_name(self._route.session))
-        self._route.trace = self._trace.told
+        self._route.opener.trace = self._trace.told
         self.tallies = tallies or SessionTallies()
         self._lengths = [0] * request.rows
         self._flow = Flow(
@@ -108,14 +96,20 @@ class RemoteSession:
             suspicions=self.tallies.suspicions,
         )
         self._replay = Replay(self._route, request, self._flow)
+        self._rebuilding = Rebuilding(
+            self._route,
+            request,
+            self._replay,
+            line,
+            recovery_timeout_s=recovery_timeout_s,
+            queue_timeout_s=queue_timeout_s,
+            rng=rng,
+        )
         self._step = 0
         self._leaver_check_at = 0.0
         self._replicate_at = 0.0
         self._line = line
-        self._recovery_timeout_s = recovery_timeout_s
-        self._queue_timeout_s = queue_timeout_s
         self._step_timeout_s = step_timeout_s
-        self._rng = rng
         self._watch = Watch(time.monotonic)
         self._watched: tuple[Hop, ...] = ()
         self._looking = TaskSet()
@@ -149,10 +143,12 @@ class RemoteSession:
 
         Raises at once what waiting cannot help: `RefusedError` and `ContextLengthError`.
         """
-        patience = self._patience()
+        patience = self._rebuilding.patience()
         with self._named(), self._trace.part("open"):
             async with self._line.turn(patience.queue_left_s):
-                await self._persist(patience, _UNTIL_THERE_IS_ROOM, begins=True)
+                await self._rebuilding.persist(
+                    patience, UNTIL_THERE_IS_ROOM, self._lengths, begins=True
+                )
             self._tell("chain_opened")
         self._lengths = list(self._route.beginning.start)
         await self._note_what_is_held()
@@ -362,9 +358,9 @@ class RemoteSession:
         failed = {link.hop.peer_id for link in self._route.links if link.lost is not None}
         self._replay.truncate(self._lengths)
         # Those who refuse, or are too small for the session, may be joined by others.
-        passing = (*_UNTIL_THERE_IS_ROOM, ContextLengthError, RefusedError)
+        passing = (*UNTIL_THERE_IS_ROOM, ContextLengthError, RefusedError)
         with self._named(), self._trace.part("recover"):
-            await self._persist(self._patience(), passing)
+            await self._rebuilding.persist(self._rebuilding.patience(), passing, self._lengths)
             self._tell("chain_mended")
         gone = {hop.peer_id for hop in before} - {hop.peer_id for hop in self.hops}
         self._note_loss(failed | gone, began)
@@ -375,97 +371,10 @@ class RemoteSession:
         took_ms = (time.monotonic() - began) * 1000
         self._losses.append(Loss(time.time(), tuple(sorted(peers)), took_ms))
 
-    async def _persist(
-        self, patience: Patience, passing: tuple[type[NesaError], ...], *, begins: bool = False
-    ) -> None:
-        """Rebuild until it works, through errors that may pass, as long as `patience` lasts.
-
-        With `begins` missing blocks are waited for only where a node is joining with them.
-        """
-        what = "a chain of nodes" if begins else "a chain of nodes without those that failed"
-        limit_s = patience.recovery_left_s
-        with waiting(what, blocks=(self._request.span,), limit_s=limit_s) as wait:
-            attempts = 0
-            while True:
-                known = self._route.nodes.suspected
-                longest_s = OPEN_TIMEOUT_S if begins or attempts else MEND_TIMEOUT_S
-                timeout_s = min(max(patience.recovery_left_s, _SHORTEST_OPEN_S), longest_s)
-                attempts += 1
-                try:
-                    return await self._replay.rebuild(
-                        self._lengths, begins=begins, open_timeout_s=timeout_s
-                    )
-                except passing as error:
-                    # Yet another peer is gone or has no room: the next attempt goes elsewhere.
-                    others_left = not self._route.nodes.suspected <= known
-                    hopeless = begins and self._is_hopeless(error)
-                    pause_s = patience.pause_s(error, others_left=others_left, hopeless=hopeless)
-                    if pause_s is None:
-                        if isinstance(error, RemoteError | RefusedError):
-                            raise
-                        raise self._give_up(error, hopeless=hopeless) from error
-                    self._tell_wait(wait, error, patience)
-                if patience.must_let_go:
-                    await self._route.let_go()
-                if pause_s:
-                    await self._line.pause(pause_s)
-
-    def _is_hopeless(self, error: Exception) -> bool:
-        """Blocks are missing, and not all of them are about to come."""
-        if not isinstance(error, MissingBlocksError):
-            return False
-        joining = [Hop(node.peer_id, node.span) for node in self._route.nodes.joining]
-        return any(gaps(Span(start, end), joining) for start, end in error.missing)
-
     def _waiting_for_output(self) -> AbstractContextManager[Waiting]:
         return waiting(
             "the answer to a step",
             blocks=(self._request.span,),
             peers=[link.hop.peer_id for link in self._route.links],
             limit_s=self._step_timeout_s,
-        )
-
-    def _tell_wait(self, wait: Waiting, error: Exception, patience: Patience) -> None:
-        nodes, busy = self._route.nodes, self._route.refused_by
-        left_s = patience.recovery_left_s
-        if isinstance(error, BusyError) and busy is not None:
-            wait.change(
-                "room", blocks=(busy.span,), peers=(busy.peer_id,), left_s=patience.queue_left_s
-            )
-        elif isinstance(error, MissingBlocksError):
-            blocks = [Span(start, end) for start, end in error.missing]
-            joining = [node.peer_id for node in nodes.joining]
-            what = "a node that is joining" if joining else "a node that serves what is missing"
-            wait.change(what, blocks=blocks, peers=joining, left_s=left_s)
-        else:
-            alive = [link.hop for link in self._route.links if link.lost is None]
-            lacking = gaps(self._request.span, alive)
-            failed = sorted(nodes.suspected)
-            wait.change(
-                "a node in place of one that failed", blocks=lacking, peers=failed, left_s=left_s
-            )
-
-    def _patience(self) -> Patience:
-        return Patience(
-            queue_timeout_s=self._queue_timeout_s,
-            recovery_timeout_s=self._recovery_timeout_s,
-            rng=self._rng,
-        )
-
-    def _give_up(self, last: Exception, *, hopeless: bool) -> Exception:
-        if isinstance(last, BusyError):
-            waited = f"waited {self._queue_timeout_s:g} s for room"
-            return BusyError(f"{last}; {waited}", last.retry_after_s)
-        alive = [link.hop for link in self._route.links if link.lost is None]
-        missing = [(gap.start, gap.end) for gap in gaps(self._request.span, alive)]
-        if isinstance(last, MissingBlocksError):
-            missing = list(last.missing)
-        ranges = ", ".join(f"{start}:{end}" for start, end in missing) or str(self._request.span)
-        waited = f"waited {self._recovery_timeout_s:g} s"
-        if hopeless:
-            waited = "and none is joining with them"
-        return MissingBlocksError(
-            missing,
-            f"no node serves blocks {ranges} of {self._request.model_id} ({waited}): start one "
-            f"with `nesa-node run`. Last: {last}",
         )

@@ -134,6 +134,8 @@ async def _obey(session: Session, message: AnyMessage, payload: bytearray) -> No
                     epoch=session.inbox.epoch,
                     step=session.inbox.last_step,
                     busy=session.busy,
+                    pushed=session.pushed_step,
+                    upstream_bytes=session.upstream_bytes,
                 )
             )
         case Received():

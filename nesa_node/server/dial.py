@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 
 from nesa_node.core.errors import NesaError, PeerUnreachableError, ProtocolError
 from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.core.logging import get_logger
 from nesa_node.core.span import Span
+from nesa_node.swarm.directory import Directory
 from nesa_node.swarm.messages import (
     PROTOCOL,
     VERSION,
@@ -21,6 +24,7 @@ from nesa_node.swarm.messages import (
     TransferOpened,
 )
 from nesa_node.swarm.node import Swarm
+from nesa_node.swarm.records import NodeRecord
 from nesa_node.swarm.stream import Stream, silence_is_loss
 from nesa_node.swarm.wire import Wire, speed_to
 
@@ -28,6 +32,9 @@ log = get_logger(__name__)
 
 NEIGHBOUR_S = 10.0
 """How long neighbours wait for each other while they link up."""
+GLANCE_S = 1.0
+GLANCE_MEMBERS = 4
+"""Members of the DHT that are asked at once for a neighbour's record: some may be gone."""
 NOT_REACHED = "this node could not reach the next one, or was refused there; its log says why"
 
 
@@ -67,10 +74,7 @@ async def _reach(
     """A stream to a peer whose own record must say that it holds the blocks, and its answer."""
     peer = PeerId(whom.peer)
     try:
-        record = swarm.directory.record(peer)
-        if record is None or not Span(*record.span).covers(Span(*whom.blocks)):
-            await swarm.directory.fetch(model_id)
-            record = swarm.directory.record(peer)
+        record = await _record_of(swarm.directory, model_id, whom)
         if record is None or record.model_id != model_id:
             raise PeerUnreachableError(f"no valid record of {peer} is known")
         if not Span(*record.span).covers(Span(*whom.blocks)):
@@ -86,6 +90,29 @@ async def _reach(
         log.info("neighbour_not_reached", peer=peer, reason=str(error))
         raise ProtocolError("downstream_lost", NOT_REACHED) from error
     return stream, answer
+
+
+async def _record_of(
+    directory: Directory, model_id: ModelId, whom: Downstream
+) -> NodeRecord | None:
+    """The newest record of a peer, looked up if what is known says of other blocks or nothing.
+
+    First with the member of the DHT that answers first: a whole look waits seconds for those that
+    are gone, likely the very node whose place the peer takes.
+    """
+
+    def known() -> NodeRecord | None:
+        record = directory.record(PeerId(whom.peer))
+        fits = record is not None and Span(*record.span).covers(Span(*whom.blocks))
+        return record if fits else None
+
+    if known() is None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(GLANCE_S):
+                await directory.glance(model_id, members=GLANCE_MEMBERS)
+    if known() is None:
+        await directory.fetch(model_id)
+    return directory.record(PeerId(whom.peer))
 
 
 async def _stream_to(

@@ -46,6 +46,8 @@ class Outlet:
         self._emit_from: Sequence[int] = [0] * opened.rows
         self._downstream: Downstream | None = None
         self._push: Push | None = None
+        self.pushed = (-1, -1)
+        """Epoch and number of the last step that was sent downstream, or begun to be."""
         self._push_scope = AsyncExitStack()
 
     @property
@@ -95,6 +97,14 @@ class Outlet:
         self._outbox.reorder(sources)
         self._emit_from = [self._emit_from[source] for source in sources]
 
+    def leave_all_but(self, downstream: Downstream | None) -> None:
+        """End the stream to another node than `downstream` now, also a send that it does not take.
+
+        Where the link to it is cut, a large step would be waited for until its time is over.
+        """
+        if downstream != self._downstream and self._push is not None:
+            self._push.leave()
+
     async def link(
         self, downstream: Downstream | None, epoch: int, emit_from: Sequence[int]
     ) -> None:
@@ -143,6 +153,7 @@ class Outlet:
             await self._answer(part, epoch)
         elif self._push is not None:
             part = self._wire.readable(part)
+            self.pushed = epoch, part.step
             await self._push.send(
                 Step(
                     session=self._session,

@@ -51,6 +51,11 @@ class Push:
         except ProtocolError as error:
             await self._lose(str(error))
 
+    def leave(self) -> None:
+        """Send nothing more, and let go of a send that the downstream does not take."""
+        self.lost = True
+        self.stream.abort()
+
     async def _lose(self, reason: str) -> None:
         if not self.lost:
             self.lost = True

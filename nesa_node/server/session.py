@@ -81,6 +81,8 @@ class Session:
         self._waiting = 0
         """Tasks that wait for `_changed`."""
         self._pushed: asyncio.Task[None] | None = None
+        self._upstream_stream: Stream | None = None
+        self._examining = 0
         self._closed = False
 
     @property
@@ -96,7 +98,18 @@ class Session:
 
     @property
     def busy(self) -> bool:
-        return self._work.backlog > 0 or self._emitting.locked()
+        return self._examining > 0 or self._work.backlog > 0 or self._emitting.locked()
+
+    @property
+    def pushed_step(self) -> int:
+        """The last step of this epoch that was sent on to the next node, or begun to be; or -1."""
+        epoch, step = self._outlet.pushed
+        return step if epoch == self.inbox.epoch else -1
+
+    @property
+    def upstream_bytes(self) -> int:
+        """What has come on the stream of the node before."""
+        return 0 if self._upstream_stream is None else self._upstream_stream.heard_bytes
 
     @property
     def is_handed_over(self) -> bool:
@@ -125,7 +138,11 @@ class Session:
         if is_quick(step.tensor, payload):
             examined = examine(step, payload)
         else:
-            examined = await asyncio.to_thread(examine, step, payload)
+            self._examining += 1
+            try:
+                examined = await asyncio.to_thread(examine, step, payload)
+            finally:
+                self._examining -= 1
             self._require_open()
         self._outlet.client_wire.came(step.tensor, payload)
         if not self._first_came_at:
@@ -152,6 +169,7 @@ class Session:
         async with self._adopting:
             self._begin_epoch(link.epoch, link.lengths)
             self._succession = None
+        self._outlet.leave_all_but(link.downstream)
         self.upstream = PeerId(link.upstream) if link.upstream else None
         # In a star a node cannot know where the others are: the first blocks are the likely place.
         first = self.opened.mode == "chain" or self._work.blocks.span.start == 0
@@ -209,8 +227,8 @@ class Session:
         await self._wait_until(lambda: self.inbox.epoch >= epoch)
 
     @contextmanager
-    def being_pushed(self) -> Iterator[None]:
-        """Around the task that reads the upstream's stream: the session's end cancels it.
+    def being_pushed(self, stream: Stream) -> Iterator[None]:
+        """Around the task that reads the upstream's `stream`: the session's end cancels it.
 
         So does a later one. Else an upstream could make this node hold a step per stream, and the
         memory of a session whose room has been given to others.
@@ -219,11 +237,12 @@ class Session:
         if self._pushed is not None:
             self._pushed.cancel()
         task = self._pushed = asyncio.current_task()
+        self._upstream_stream = stream
         try:
             yield
         finally:
             if self._pushed is task:
-                self._pushed = None
+                self._pushed = self._upstream_stream = None
 
     async def run(self) -> None:
         """Emit what was computed until cancelled. Raises `ProtocolError` if it could not be."""

@@ -302,7 +302,7 @@ class SessionServer:
         await self._wait_for_link(session, opened.epoch)
         if session.upstream != stream.peer:
             raise ProtocolError("not_upstream", f"{stream.peer} is not upstream of this session")
-        with session.being_pushed():
+        with session.being_pushed(stream):
             await stream.send(PushOpened(epoch=opened.epoch, codecs=codec_names()))
             while True:
                 message, payload = await stream.receive(
@@ -323,7 +323,7 @@ class SessionServer:
         """Take a session over from the node that its client named, until the client links it."""
         session = self._pushed_into(opened)
         session.check_donor(stream.peer)
-        with session.being_pushed():
+        with session.being_pushed(stream):
             await stream.send(TransferOpened())
             while True:
                 message, payload = await stream.receive(max_tensor_bytes=session.max_transfer_bytes)

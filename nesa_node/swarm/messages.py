@@ -16,7 +16,7 @@ from nesa_node.core.errors import FrameError
 from nesa_node.core.plain_text import plain_text
 
 PROTOCOL = "/nesa/session"
-VERSION = (1, 4)
+VERSION = (1, 5)
 
 MAX_ROWS = 256
 MAX_TOKENS = 1 << 24
@@ -256,8 +256,15 @@ class Pong(Message, frozen=True, tag="pong"):
     nonce: Epoch
     epoch: Epoch
     step: int
-    """The last step applied; -1 before the first."""
+    """The last step accepted in this epoch; -1 before the first."""
     busy: bool
+    pushed: int | None = None
+    """The last step of this epoch that it began to send to the next node; -1 before the first.
+
+    None from nodes of protocol 1.4 or older, which do not tell it.
+    """
+    upstream_bytes: int | None = None
+    """What has come on the stream of the node before it, also of a message that is not whole."""
 
 
 class Leaving(Message, frozen=True, tag="leaving"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -169,18 +169,21 @@ async def serving(
     holes: Sequence[Span] = (),
     pages: Sequence[BaseRoute] = (),
     names: Sequence[str] = (NAME,),
+    opening: Callable[[], Awaitable[None]] | None = None,
     **config: Any,
 ) -> AsyncIterator[Server]:
     model, look = ScriptedModel(tokenizer, script), ScriptedLook(holes)
 
     async def open_model(name: str, ids: frozenset[ModelId] | None) -> Any:
+        if opening is not None:
+            await opening()
         return model
 
     async def locate(seen: Seen) -> str:
         raise ModelNotFoundError("nowhere")
 
     models = Models(names, look=look, open_model=open_model, locate=locate)
-    if len(names) == 1:
+    if len(names) == 1 and opening is None:
         await models.open_given()
     settings = GatewayConfig.model_validate(config)
     closing, grammars = Closing(), GrammarChecker()

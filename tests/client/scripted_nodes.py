@@ -76,7 +76,11 @@ class ScriptedNode:
         self.spoil: Spoil = lambda output_TD: output_TD
         self._dies_after = dies_after
         self._step_s = step_s
-        self._epoch = 0
+        self.cut_off: ScriptedNode | None = None
+        """A node that nothing comes to from this one."""
+        self.epoch = 0
+        self._pushed = (-1, -1)
+        self._came_bytes = 0
         self._queue: asyncio.Queue[tuple[Step, torch.Tensor]] = asyncio.Queue()
         self._pipes = AsyncExitStack()
         self._tasks: list[asyncio.Task[None]] = []
@@ -111,7 +115,7 @@ class ScriptedNode:
             task.cancel()
 
     def cut(self, epoch: int, lengths: Sequence[int]) -> None:
-        self._epoch = epoch
+        self.epoch = epoch
         while not self._queue.empty():
             self._queue.get_nowait()
         assert all(new <= old for new, old in zip(lengths, self.lengths, strict=True))
@@ -128,6 +132,7 @@ class ScriptedNode:
             self.after.put(step, output_TD)
 
     def put(self, step: Step, hidden_TD: torch.Tensor) -> None:
+        self._came_bytes += hidden_TD.nbytes
         self._queue.put_nowait((step, hidden_TD))
 
     async def _read(self) -> None:
@@ -137,7 +142,7 @@ class ScriptedNode:
             except StreamClosedError:
                 return
             match message:
-                case Step() if message.epoch < self._epoch:
+                case Step() if message.epoch < self.epoch:
                     pass
                 case Step():
                     hidden_TD = tensors.decode(message.tensor, payload, max_bytes=MAX_BYTES)
@@ -145,10 +150,18 @@ class ScriptedNode:
                 case Ping():
                     self.pings += 1
                     last = self.steps[-1].step if self.steps else -1
-                    pong = Pong(nonce=message.nonce, epoch=0, step=last, busy=self.working)
+                    epoch, pushed = self._pushed
+                    pong = Pong(
+                        nonce=message.nonce,
+                        epoch=self.epoch,
+                        step=last,
+                        busy=self.working,
+                        pushed=pushed if epoch == self.epoch else -1,
+                        upstream_bytes=self._came_bytes,
+                    )
                     await self._stream.send(pong)
                 case Rollback():
-                    assert message.epoch > self._epoch, "steps on their way would be taken for new"
+                    assert message.epoch > self.epoch, "steps on their way would be taken for new"
                     self.cut(message.epoch, message.lengths)
                     await self._stream.send(RolledBack(epoch=message.epoch))
                 case Close():
@@ -157,7 +170,7 @@ class ScriptedNode:
     async def _work(self) -> None:
         while True:
             step, hidden_TD = await self._queue.get()
-            epoch = self._epoch
+            epoch = self.epoch
             if self._dies_after == len(self.steps):
                 await self._stream.close()
                 return
@@ -165,7 +178,7 @@ class ScriptedNode:
             self.on_work()
             await asyncio.sleep(self._step_s)
             self.working = False
-            if epoch != self._epoch:
+            if epoch != self.epoch:
                 continue
             self.steps.append(step)
             for part in step.rows:
@@ -177,7 +190,9 @@ class ScriptedNode:
     async def _emit(self, step: Step, output_TD: torch.Tensor) -> None:
         if self.after is not None:
             self.kept.append((step, output_TD))
-            self.after.put(step, output_TD)
+            self._pushed = step.epoch, step.step
+            if self.after is not self.cut_off:
+                self.after.put(step, output_TD)
             return
         if step.want == "last":
             output_TD = output_TD[torch.tensor([p.count for p in step.rows]).cumsum(0) - 1]
@@ -194,9 +209,12 @@ class ScriptedSearch(ReplacementSearch):
     def __init__(self, finds: bool) -> None:
         super().__init__(cast(Swarm, None), cast(RouteRequest, None), cast(Nodes, None))
         self._finds = finds
+        self.irreplaceable: frozenset[PeerId] = frozenset()
 
-    def begin(self, hops: Hops, silent: frozenset[PeerId]) -> None:
-        self._silent, self.found = silent, self._finds
+    def begin(self, hops: Hops, *choices: frozenset[PeerId]) -> None:
+        self._silent = frozenset().union(*choices)
+        found = [gone for gone in choices if self._finds and not gone & self.irreplaceable]
+        self.replaceable = found[0] if found else frozenset()
 
     def settle(self) -> frozenset[PeerId]:
         return frozenset()
@@ -286,6 +304,7 @@ class ScriptedRoute(Route):
             dies_after=self._deaths.pop(block, None),
             step_s=self._step_s,
         )
+        node.epoch = self.epoch
         node.on_work = self._count
         node.spoil = self._spoils.pop(block, node.spoil)
         self._everybody.append(node)

@@ -19,6 +19,7 @@ from nesa_node.client.request import RouteRequest
 from nesa_node.client.session import RemoteSession
 from nesa_node.client.sessions import RowSlice
 from nesa_node.core.choices import Route as Routing
+from nesa_node.core.ids import PeerId
 from tests.client.scripted_nodes import HIDDEN, RNG, ScriptedRoute, Spoil, request
 
 HOPS = 3
@@ -204,6 +205,44 @@ async def test_silent_node_without_a_replacement_is_waited_for_longer(
         began = time.monotonic()
         await session.step(hidden(1), [RowSlice(0, 0, 1)])
         assert time.monotonic() - began >= 3.0
+        assert session.recoveries == 1
+
+
+async def test_node_that_the_one_before_cannot_reach_is_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Both answer the client: only what they say of the step tells."""
+    async with opened(monkeypatch, "chain", step_timeout_s=60.0) as (session, route):
+        await session.step(hidden(1), [RowSlice(0, 0, 1)])
+        first, second, third = route.scripted
+        first.cut_off = second
+        began = time.monotonic()
+        output_TD = await session.step(hidden(1), [RowSlice(0, 1, 1)])
+        assert 1.0 <= time.monotonic() - began < 3.0
+        assert torch.equal(output_TD, hidden(1) + HOPS)
+        assert route.faults == [("node-1", "stalled")]
+        assert (first, third) == (route.scripted[0], route.scripted[2])
+        assert second is not route.scripted[1]
+
+
+async def test_node_before_a_cut_is_replaced_where_the_one_after_cannot_be(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with opened(monkeypatch, "chain", step_timeout_s=60.0) as (session, route):
+        route.search.irreplaceable = frozenset({PeerId("node-1")})  # type: ignore[attr-defined]
+        route.scripted[0].cut_off = route.scripted[1]
+        await session.step(hidden(1), [RowSlice(0, 0, 1)])
+        assert route.faults == [("node-0", "stalled")]
+
+
+async def test_cut_without_a_replacement_is_left_to_the_steps_timeout(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with opened(monkeypatch, "chain", step_timeout_s=4.0, finds=False) as (session, route):
+        route.scripted[0].cut_off = route.scripted[1]
+        began = time.monotonic()
+        await session.step(hidden(1), [RowSlice(0, 0, 1)])
+        assert time.monotonic() - began >= 4.0
         assert session.recoveries == 1
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from nesa_node.client import lookup as lookup_module
 from nesa_node.client.lookup import FRESH_S, Lookup
 from nesa_node.core.errors import PeerUnreachableError
 from nesa_node.core.ids import ModelId
@@ -20,18 +22,26 @@ class Directory:
     def __init__(self) -> None:
         self.fetched = 0
         self.takes_s = 0.0
+        self.waits_s = 0.01
+        self.holes: tuple[int, ...] = ()
+        self.glances = 0
         self.now = 100.0
         self.error: Exception | None = None
 
     async def fetch(self, model_id: ModelId, num_blocks: int, *, reports: bool = True) -> str:
         self.fetched += 1
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(self.waits_s)
         self.now += self.takes_s
         if self.error is not None:
             raise self.error
         return f"{model_id} {num_blocks}"
 
-    def snapshot(self, model_id: ModelId, num_blocks: int) -> str:
+    async def glance(self, _: ModelId, *, members: int) -> None:
+        self.glances += 1
+
+    def snapshot(self, model_id: ModelId, num_blocks: int) -> Any:
+        if self.glances:
+            return SimpleNamespace(nodes=("known",), holes=lambda: self.holes)
         return f"{model_id} {num_blocks}"
 
 
@@ -91,3 +101,39 @@ async def test_what_must_be_new_is_looked_up_each_time() -> None:
     for _ in range(3):
         await lookup.fetch_now(REQUEST, reports=False)
     assert directory.fetched == 3
+
+
+async def test_members_that_do_not_answer_are_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(lookup_module, "LOOK_S", 0.05)
+    lookup, directory = made()
+    directory.waits_s = 0.3
+    found: Any = await lookup.fetch(REQUEST)
+    assert found.nodes == ("known",)
+    directory.now += 2 * FRESH_S
+    began = time.monotonic()
+    await lookup.fetch(REQUEST)
+    assert time.monotonic() - began < 0.05, "the look that goes on is not waited for again"
+    await asyncio.sleep(0.4)
+    assert not lookup._beside
+    assert directory.fetched == 1
+
+
+async def test_members_are_waited_for_where_blocks_are_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(lookup_module, "LOOK_S", 0.05)
+    lookup, directory = made()
+    directory.waits_s, directory.holes = 0.2, (1,)
+    assert await lookup.fetch(REQUEST) == "tiny@0 4"  # type: ignore[comparison-overlap]
+    assert not lookup._beside
+
+
+async def test_looks_that_go_on_end_with_their_owner(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lookup_module, "LOOK_S", 0.05)
+    lookup, directory = made()
+    directory.waits_s = 60.0
+    await lookup.fetch(REQUEST)
+    await lookup.close()
+    assert not [task for task in asyncio.all_tasks() if task.get_name() == "directory-look"]

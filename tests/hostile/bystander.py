@@ -39,7 +39,7 @@ class Bystander:
     def victim(self) -> Victim:
         """All that a push into the running session, or the last one, would need."""
         assert self._route is not None, "nothing was generated yet"
-        return Victim(self._route.session, self._route._secret, self._route.epoch)
+        return Victim(self._route.session, self._route.opener._secret, self._route.epoch)
 
     def generate(self) -> None:
         """One text through a session of its own."""

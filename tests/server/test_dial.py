@@ -10,7 +10,7 @@ import pytest
 
 from nesa_node.core.errors import ProtocolError
 from nesa_node.core.ids import ModelId, PeerId
-from nesa_node.server.dial import NOT_REACHED, dial_successor
+from nesa_node.server.dial import NOT_REACHED, _record_of, dial_successor
 from nesa_node.swarm.identity import Identity
 from nesa_node.swarm.messages import Downstream
 from nesa_node.swarm.node import Swarm, open_swarm
@@ -44,6 +44,37 @@ async def refusal(swarm: Swarm, peer: PeerId) -> ProtocolError:
     with pytest.raises(ProtocolError) as refused:
         await dial_successor(swarm, MODEL, OPENED, Downstream(peer=peer, blocks=(2, 4)))
     return refused.value
+
+
+class SlowLooks:
+    """A whole look waits for members that are gone; one that answers knows `peers`."""
+
+    def __init__(self, *peers: str) -> None:
+        self.looks: list[str] = []
+        self._peers = peers
+        self._known: dict[str, Any] = {}
+
+    def record(self, peer: PeerId) -> Any:
+        return self._known.get(peer)
+
+    async def glance(self, _: ModelId, *, members: int) -> None:
+        self.looks.append("glance")
+        self._known |= dict.fromkeys(self._peers, SimpleNamespace(span=(2, 4)))
+
+    async def fetch(self, _: ModelId) -> None:
+        self.looks.append("fetch")
+
+
+@pytest.mark.parametrize(
+    ("known", "looks"), [("peer", ["glance"]), ("another", ["glance", "fetch"])]
+)
+async def test_neighbours_record_comes_from_the_first_member_that_answers(
+    known: str, looks: list[str]
+) -> None:
+    directory: Any = SlowLooks(known)
+    found = await _record_of(directory, MODEL, Downstream(peer="peer", blocks=(2, 4)))
+    assert (found is not None) == (known == "peer")
+    assert directory.looks == looks
 
 
 @pytest.mark.parametrize("was_near", [False, True])

@@ -93,7 +93,7 @@ class EventStream(Response):
         self._make = make
         self._closing = closing
         self._keepalive_s = keepalive_s
-        self._failed = failed or _as_error
+        self._failed = failed or as_error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         wire, waits = _Wire(send), Waits()
@@ -173,5 +173,6 @@ class _Wire:
             await asyncio.sleep(min(every_s, _LOOK_EVERY_S))
 
 
-def _as_error(problem: Problem) -> bytes:
+def as_error(problem: Problem) -> bytes:
+    """The events that end a stream which cannot go on."""
     return event(problem.body()) + DONE

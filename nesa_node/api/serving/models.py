@@ -14,6 +14,7 @@ from nesa_node.core.errors import ModelError, NesaError, ResourceError
 from nesa_node.core.ids import ModelId
 from nesa_node.core.logging import get_logger
 from nesa_node.core.span import Span
+from nesa_node.core.waiting import waiting
 from nesa_node.web.problem import Problem
 
 if TYPE_CHECKING:
@@ -91,6 +92,7 @@ class Models:
         self._looked = asyncio.Event()
         self._refused: dict[ModelId, float] = {}
         self._fetching = asyncio.Lock()
+        self._opening: set[asyncio.Task[None]] = set()
 
     def cards(self) -> Sequence[Card]:
         return tuple(self._cards)
@@ -126,18 +128,28 @@ class Models:
 
     async def _opened(self, card: Card) -> ServedModel:
         if card.served is None:
-            async with card.opening:
-                if card.served is None:
-                    served = await (self._fetch(card) if self._discovers else self._enter(card))
-                    self._look.know_blocks(served.model_id, served.num_blocks)
-                    card.model_id = served.model_id
-                    card.context_length = served.context_length
-                    card.served = served
-                    if card not in self._cards:
-                        # It vanished, or was refused, while this request waited its turn.
-                        self._cards.append(card)
-                    log.info("model_opened", model=card.model_id, **told(served.defaults))
+            with waiting("the model to be opened for the first time"):
+                # A client that goes meanwhile must not end what other requests wait for.
+                task = asyncio.create_task(self._open_once(card), name="open-model")
+                self._opening.add(task)
+                task.add_done_callback(self._opening.discard)
+                await asyncio.shield(task)
+        assert card.served is not None
         return card.served
+
+    async def _open_once(self, card: Card) -> None:
+        async with card.opening:
+            if card.served is not None:
+                return
+            served = await (self._fetch(card) if self._discovers else self._enter(card))
+            self._look.know_blocks(served.model_id, served.num_blocks)
+            card.model_id = served.model_id
+            card.context_length = served.context_length
+            card.served = served
+            if card not in self._cards:
+                # It vanished, or was refused, while this request waited its turn.
+                self._cards.append(card)
+            log.info("model_opened", model=card.model_id, **told(served.defaults))
 
     async def _fetch(self, card: Card) -> ServedModel:
         """Open a discovered model: one at a time, since all share what they may take of the disk.
@@ -173,6 +185,9 @@ class Models:
             card.name = model.name
 
     async def close(self) -> None:
+        for task in list(self._opening):
+            task.cancel()
+        await asyncio.gather(*self._opening, return_exceptions=True)
         for card in self._cards:
             if card.served is not None:
                 await card.served.close()

@@ -1,0 +1,260 @@
+"""Opens a session's hops at their nodes, and gives up those that are silent where others could
+take their place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+
+from nesa_node.client.beginning import Beginning
+from nesa_node.client.hop import HopLink
+from nesa_node.client.nodes import Nodes
+from nesa_node.client.replacements import ReplacementSearch
+from nesa_node.client.request import RouteRequest
+from nesa_node.compression.quality import codec_names
+from nesa_node.core.errors import BusyError, PeerUnreachableError, RemoteError
+from nesa_node.core.ids import PeerId, SessionId
+from nesa_node.core.logging import get_logger, session_name
+from nesa_node.core.span import Span
+from nesa_node.core.waiting import waiting
+from nesa_node.routing.chains import Hop
+from nesa_node.swarm.messages import PROTOCOL, VERSION, Open, Prefix
+from nesa_node.swarm.node import Swarm
+from nesa_node.swarm.private import membership_proof
+from nesa_node.swarm.stream import Stream
+from nesa_node.swarm.wire import speed_to
+
+log = get_logger(__name__)
+
+SILENT_S = 1.5
+"""A node that has not opened the session by then is replaced, if one answers that could be."""
+LOOK_EVERY_S = 0.1
+
+
+class HopOpener:
+    """Dials nodes and opens one session at them, under its names there."""
+
+    def __init__(
+        self,
+        swarm: Swarm,
+        request: RouteRequest,
+        nodes: Nodes,
+        beginning: Beginning,
+        on_change: Callable[[], None],
+    ) -> None:
+        self.session = secrets.token_bytes(16)
+        self.trace = b""
+        """What nodes are told that their part belongs to."""
+        self.refused_by: Hop | None = None
+        """The last node that did not open the session, and was there."""
+        self.unreached: tuple[Span, ...] = ()
+        """Blocks of the nodes that the last attempt did not reach."""
+        self._secret = secrets.token_bytes(32)
+        self._swarm = swarm
+        self._request = request
+        self._nodes = nodes
+        self._beginning = beginning
+        self._on_change = on_change
+
+    def rename(self) -> None:
+        """Open another session from now on."""
+        self.session, self._secret = secrets.token_bytes(16), secrets.token_bytes(32)
+
+    async def open_all(
+        self,
+        hops: Sequence[Hop],
+        known: Mapping[Hop, HopLink],
+        addresses: Mapping[PeerId, tuple[str, ...]],
+        epoch: int,
+        timeout_s: float,
+        search: ReplacementSearch,
+    ) -> dict[Hop, HopLink]:
+        """Open the hops that are not known, all or none.
+
+        Those that are silent are given up early if `search` finds nodes in their place. Raises
+        `PeerUnreachableError`, `BusyError` and `RemoteError`.
+        """
+        wanted = [(i, hop) for i, hop in enumerate(hops) if hop not in known]
+        opening = [
+            asyncio.create_task(
+                self.open(hop, hops[i - 1] if i else None, addresses[hop.peer_id], epoch, timeout_s)
+            )
+            for i, hop in wanted
+        ]
+        try:
+            silent = await self._watch(
+                hops, {hop: task for (_, hop), task in zip(wanted, opening, strict=True)}, search
+            )
+            results = await asyncio.gather(*opening, return_exceptions=True)
+        except asyncio.CancelledError:
+            # Those that were quicker than the cancellation are open.
+            for task in opening:
+                task.cancel()
+            await asyncio.gather(*opening, return_exceptions=True)
+            ended = [task for task in opening if not task.cancelled() and not task.exception()]
+            await close_all([task.result() for task in ended])
+            raise
+        opened = {
+            hop: result
+            for (_, hop), result in zip(wanted, results, strict=True)
+            if isinstance(result, HopLink)
+        }
+        self.unreached = tuple(
+            hop.span
+            for (_, hop), result in zip(wanted, results, strict=True)
+            if isinstance(result, PeerUnreachableError | asyncio.CancelledError)
+        )
+        failures = [result for result in results if isinstance(result, BaseException)]
+        if failures:
+            await close_all(list(opened.values()))
+            if silent is not None:
+                # Those that were given up were cancelled.
+                failures.insert(0, silent)
+            # They hold what is raised, whose traceback holds this frame.
+            del opening, results, silent
+            raise failures.pop(0)
+        return opened
+
+    async def _watch(
+        self,
+        hops: Sequence[Hop],
+        opening: Mapping[Hop, asyncio.Task[HopLink]],
+        search: ReplacementSearch,
+    ) -> PeerUnreachableError | None:
+        """Wait until all have ended; cancel those that are silent and could be replaced."""
+        if not opening:
+            return None
+        timeout_s, error = SILENT_S, None
+        while True:
+            _, waiting_for = await asyncio.wait(opening.values(), timeout=timeout_s)
+            if not waiting_for:
+                break
+            silent = [hop for hop, task in opening.items() if task in waiting_for]
+            search.begin(tuple(hops), frozenset(hop.peer_id for hop in silent))
+            if search.found:
+                for hop in silent:
+                    opening[hop].cancel()
+                    what = f"{hop.peer_id} did not open the session, while others answered"
+                    self._nodes.suspect(hop.peer_id, what)
+                    error = PeerUnreachableError(what)
+                search.settle()
+                break
+            timeout_s = LOOK_EVERY_S
+        search.end()
+        return error
+
+    async def open(
+        self,
+        hop: Hop,
+        before: Hop | None,
+        addresses: tuple[str, ...],
+        epoch: int,
+        timeout_s: float,
+        *,
+        donor: PeerId | None = None,
+    ) -> HopLink:
+        """Dialling and opening may each take `timeout_s`."""
+        with waiting(
+            "the node to open the session",
+            blocks=(hop.span,),
+            peers=(hop.peer_id,),
+            limit_s=2 * timeout_s,
+        ):
+            return await self._dial(hop, before, addresses, epoch, timeout_s, donor)
+
+    async def _dial(
+        self,
+        hop: Hop,
+        before: Hop | None,
+        addresses: tuple[str, ...],
+        epoch: int,
+        timeout_s: float,
+        donor: PeerId | None,
+    ) -> HopLink:
+        request, peer = self._request, hop.peer_id
+        try:
+            reader, writer = await self._swarm.transport.open_stream(
+                peer, PROTOCOL, addresses, timeout_s
+            )
+        except PeerUnreachableError as error:
+            self._nodes.suspect(peer, str(error))
+            raise
+        stream = Stream(peer, reader, writer)
+        try:
+            speed = await speed_to(self._swarm, peer, request.quality)
+        except BaseException:
+            await stream.close()
+            raise
+        session, secret = self._names()
+        link = HopLink(hop, stream, request, speed, self._on_change, session)
+        try:
+            message = self._open_message(link, secret, before, epoch, donor)
+            await link.open(message, timeout_s)
+            log.info("hop_opened", peer=peer, blocks=str(hop.span), at_node=session_name(session))
+        except BaseException as error:
+            if isinstance(error, asyncio.CancelledError):
+                # No goodbye: that would wait for an answer.
+                link.abort()
+            await link.close()
+            if isinstance(error, PeerUnreachableError):
+                self._nodes.suspect(peer, str(error))
+            elif isinstance(error, BusyError | RemoteError):
+                self._nodes.refused(peer, error)
+                self.refused_by = hop
+            raise
+        self._nodes.accepted(link)
+        return link
+
+    def _names(self) -> tuple[bytes, bytes]:
+        """The session's id and secret for one node. A star's nodes must not find each other."""
+        if self._request.mode == "chain":
+            return self.session, self._secret
+        return secrets.token_bytes(16), secrets.token_bytes(32)
+
+    def _open_message(
+        self,
+        link: HopLink,
+        secret: bytes,
+        before: Hop | None,
+        epoch: int,
+        donor: PeerId | None,
+    ) -> Open:
+        request, hop = self._request, link.hop
+        chained = request.mode == "chain" and before is not None
+        return Open(
+            version=VERSION,
+            model=request.model_id,
+            session=link.session,
+            secret=secret,
+            blocks=(hop.span.start, hop.span.end),
+            rows=request.rows,
+            max_tokens=request.max_tokens,
+            mode=request.mode,
+            dtype=request.dtype,  # type: ignore[arg-type]  # checked by `tensors.DTYPES` before
+            epoch=epoch - 1,
+            upstream=before.peer_id if chained and before is not None else None,
+            donor=donor,
+            # A successor is handed everything.
+            prefix=link.prefix_here(self._beginning.prefix) if donor is None else (),
+            quality=request.quality,
+            codecs=codec_names(),
+            trace=self.trace,
+            membership=membership_proof(
+                request.swarm_key,
+                SessionId(link.session),
+                self._swarm.identity.peer_id,
+                hop.peer_id,
+            ),
+        )
+
+
+async def close_all(links: Sequence[HopLink], prefix: Prefix = ()) -> None:
+    """Cancelled, it has ended them all the same."""
+    try:
+        await asyncio.gather(*(link.close(prefix) for link in links))
+    finally:
+        for link in links:
+            # Of a task that is cancelled before it has begun, nothing runs.
+            link.abort()
