@@ -219,9 +219,15 @@ def _look_up(
     files = {}
     for sibling in info.siblings or ():
         digest = sibling.lfs.sha256 if sibling.lfs else sibling.blob_id
-        if digest is not None and sibling.size is not None:
+        size: object = sibling.size
+        if digest is not None and size is not None:
+            if not isinstance(size, int) or size < 0:
+                raise CorruptCheckpointError(
+                    f"the hub's list of files of {model} gives {sibling.rfilename!r} a size "
+                    "that is no number of bytes"
+                )
             files[sibling.rfilename] = HubFile(
-                sibling.rfilename, sibling.size, digest, large=sibling.lfs is not None
+                sibling.rfilename, size, digest, large=sibling.lfs is not None
             )
     if info.sha is None:
         raise ModelNotFoundError(f"the hub names no commit for {model}")

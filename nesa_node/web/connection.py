@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 import h11
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from nesa_node.web.attempts import address_group
 from nesa_node.web.connections import ConnectionTable
@@ -68,6 +68,18 @@ class Connection(H11Protocol):
         if self.scope is not None:
             # The task that answers starts later than this.
             self.scope["state"]["connection"] = self
+
+    def send_400_response(self, msg: str) -> None:
+        answer: RequestResponseCycle | None = self.cycle
+        if answer is not None and not answer.response_complete:
+            # The rest of it could not be sent after this one.
+            answer.disconnected = True
+            answer.message_event.set()
+        try:
+            super().send_400_response(msg)
+        except h11.LocalProtocolError:
+            # Another answer has begun, or this is one to HEAD, which may have no body.
+            self.transport.close()
 
     def pause_writing(self) -> None:
         super().pause_writing()

@@ -83,6 +83,22 @@ async def test_the_log_says_who_asked_what(tokenizer: Any, tmp_path: Path) -> No
     assert secret not in json.dumps(logs, default=str)
 
 
+@pytest.mark.parametrize("path", [path for path in ASKED if path != "/v1/embeddings"])
+async def test_each_key_has_a_prefix_scope_of_its_own(
+    tokenizer: Any, tmp_path: Path, path: str
+) -> None:
+    store = KeyStore(tmp_path / "keys.json")
+    secrets = [store.add(name, KeyLimits())[1] for name in ("alice", "bob")]
+    async with serving(tokenizer, keys_path=store.path) as server:
+        for secret in (*secrets, secrets[0]):
+            headers = {"authorization": f"Bearer {secret}"}
+            answer = await server.post(path, ASKED[path], headers=headers)
+            assert answer.status_code == 200, answer.text
+    alice, bob, again = (job.prefix_scope for job in server.model.jobs)
+    assert alice == again
+    assert "" != alice != bob != ""
+
+
 class Page(HTMLParser):
     """What a page would load, and its headings."""
 

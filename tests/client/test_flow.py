@@ -313,3 +313,17 @@ async def test_what_was_rolled_back_is_not_sent_to_a_replacement(
             (part.position, part.count) for step in route.scripted[0].steps for part in step.rows
         ]
         assert sent == [(0, 2), (2, 3), (5, 1)]
+
+
+async def test_a_session_moves_off_the_nodes_that_others_are_faster_than(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with opened(monkeypatch, "chain") as (session, route):
+        slow = route.links[1].hop.peer_id
+
+        async def to_leave(*_: object) -> frozenset[PeerId]:
+            return frozenset({slow})
+
+        monkeypatch.setattr(route.nodes, "to_leave", to_leave)
+        await session._reconsider(session.hops, 0.1)
+        assert [link.hop.peer_id for link in route.links if link.is_unwanted] == [slow]

@@ -1,4 +1,4 @@
-"""No stream stays open, whenever whoever closes it is cancelled."""
+"""No stream stays open, whenever its closing is cancelled; unanswered pings are bounded."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from nesa_node.client.hop import HopLink
+from nesa_node.client.hop import MOST_PINGS, HopLink
 from nesa_node.client.route import Route
 from nesa_node.swarm.pipe import Pipe
 from tests.client.scripted_nodes import ScriptedNode, ScriptedRoute, request
@@ -67,3 +67,15 @@ async def test_a_route_is_closed_when_closing_it_is_cancelled(
     assert len(pipes) == 3
     await all_closed(pipes)
     await route.close()
+
+
+async def test_a_node_that_answers_no_ping_is_lost_after_a_number_of_them() -> None:
+    node = ScriptedNode(0, 1, dies_after=None, step_s=0)
+    link = await node.link(lambda: None)
+    node.hang()
+    for nonce in range(MOST_PINGS + 1):
+        await link.probe(nonce)
+    assert link.lost is not None
+    assert "answers no pings" in link.lost
+    await link.close()
+    await node.close()

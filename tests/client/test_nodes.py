@@ -18,6 +18,7 @@ from nesa_node.core.choices import Precision
 from nesa_node.core.errors import BusyError, PeerUnreachableError, RefusedError
 from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.core.span import Span
+from nesa_node.core.waiting import Waits
 from nesa_node.routing.chains import Hop
 from nesa_node.routing.strategies import Greedy, make_strategy
 from nesa_node.routing.tuned import TUNED
@@ -214,3 +215,14 @@ async def test_new_chain_comes_before_the_node_that_has_just_failed() -> None:
     nodes.suspect(PeerId("c"), "it was frozen", tell=False)
     hops, _ = await nodes.plan(kept, frozenset())
     assert [str(hop.peer_id) for hop in hops] == ["a", "b"]
+
+
+@pytest.mark.parametrize("tell", [True, False])
+def test_failure_that_others_hear_of_is_noted_where_the_session_waits(tell: bool) -> None:
+    nodes, planner = _nodes_of(Snapshot(MODEL, 4, (), taken_at=0.0))
+    swarm: Any = planner._swarm
+    swarm.reporter = SimpleNamespace(note=lambda *_: None)
+    waits = Waits()
+    with waits.current():
+        nodes.suspect(PeerId("c"), "it was frozen", tell=tell)
+    assert set(waits.failed) == ({"c"} if tell else set())

@@ -118,3 +118,27 @@ async def test_search_that_ended_asks_no_more(monkeypatch: pytest.MonkeyPatch) -
         await asyncio.sleep(0.1)
         assert len(asked) == count
         assert search.silent == frozenset()
+
+
+async def test_closing_waits_for_a_search_that_ended_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its pings hold streams until they have heard that they are cancelled."""
+    pinging, ended = asyncio.Event(), asyncio.Event()
+
+    async def ping(*_: Any, **__: Any) -> float:
+        pinging.set()
+        try:
+            await asyncio.sleep(60)
+        finally:
+            await asyncio.sleep(0.05)
+            ended.set()
+        return 1.0
+
+    async with searching(monkeypatch, {"there": 0.0}) as (search, _, _):
+        monkeypatch.setattr(replacements, "ping", ping)
+        search.begin(HOPS, GONE)
+        await pinging.wait()
+        search.end()
+        await search.close()
+        assert ended.is_set()

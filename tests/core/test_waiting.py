@@ -65,6 +65,16 @@ def test_wait_that_changes_keeps_its_beginning_and_counts_its_limit_from_there()
         assert waits.slow() is None
 
 
+def test_attempts_at_the_same_are_one_wait_whatever_time_is_left() -> None:
+    clock = Clock()
+    subjects = []
+    with Waits(clock=clock).current(), waiting("a chain", limit_s=60) as wait:
+        for peer, left_s in ((PEER, 50.0), (PEER, 48.0), (PeerId("another"), 48.0)):
+            wait.change("room", blocks=[Span(0, 4)], peers=[peer], left_s=left_s)
+            subjects.append(wait.wait().subject)
+    assert subjects[0] == subjects[1] != subjects[2]
+
+
 def test_waits_reach_whoever_made_them_through_tasks_and_threads() -> None:
     clock = Clock()
     request = Waits(clock=clock)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from nesa_node.core.errors import (
     ConfigError,
@@ -18,7 +18,9 @@ from nesa_node.core.errors import (
 from nesa_node.core.span import Span
 from nesa_node.engine.checkpoint import open_checkpoint
 from nesa_node.engine.families import FAMILIES
+from nesa_node.engine.huge_pages import HUGE_PAGE, copied
 from nesa_node.engine.parts import load_blocks
+from nesa_node.engine.safetensors_file import read_header, read_tensor
 from nesa_node.engine.tokenizer import load_tokenizer
 from tests.engine.chained import open_local
 from tests.engine.layouts import rewritten, set_config
@@ -45,6 +47,15 @@ def test_tensors_read_back_as_the_library_reads_them(folder: Path) -> None:
     expected = load_file(folder / "model.safetensors")
     assert expected.keys() == checkpoint.tensors.keys()
     assert all(torch.equal(checkpoint.read(name), tensor) for name, tensor in expected.items())
+
+
+def test_a_large_tensor_is_read_once_to_where_it_stays(tmp_path: Path) -> None:
+    written = torch.arange(HUGE_PAGE, dtype=torch.float32)
+    save_file({"odd": written[:7].clone(), "large": written}, tmp_path / "m.safetensors")
+    found = read_header(tmp_path / "m.safetensors", "m.safetensors")
+    read = read_tensor(tmp_path, found["large"])
+    assert copied(read) is read
+    assert torch.equal(read, written)
 
 
 def test_the_dtype_is_the_configs_then_the_weights(folder: Path) -> None:

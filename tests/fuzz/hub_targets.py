@@ -91,8 +91,9 @@ def _headers() -> Iterator[Parse]:
 
         def parse(data: bytes) -> None:
             nonlocal body
-            if len(data) > 8 and not data[0] & 1:
-                data = struct.pack("<Q", data.rfind(b"}") - 7) + data[8:]
+            end = data.rfind(b"}") + 1
+            if end > 8 and not data[0] & 1:
+                data = struct.pack("<Q", end - 8) + data[8:]
             body = data
             for info in repository.headers(["a.safetensors"]).values():
                 assert info.numel >= 0

@@ -87,7 +87,8 @@ def _connections() -> Iterator[Parse]:
             )
             transport: Any = _Transport()
             connection.connection_made(transport)
-            connection.data_received(data.replace(_PLACE, key.encode()))
+            if data:  # asyncio hands over no empty ones
+                connection.data_received(data.replace(_PLACE, key.encode()))
             for _ in range(_MAX_TURNS):
                 if not state.tasks:
                     break

@@ -33,9 +33,11 @@ def main(names: list[str]) -> int:
         for mistake in known.values():
             if names and mistake.name not in names:
                 continue
-            verdict = _verdict(copy, mistake)
+            verdict, failure = _verdict(copy, mistake)
             counts[verdict] += 1
             print(f"{mistake.name:5} {verdict:10} {mistake.file}: {mistake.what}", flush=True)
+            if failure:
+                print(f"{'':17}{failure}", flush=True)
     print(", ".join(f"{count} {verdict}" for verdict, count in counts.most_common()))
     return int(any(verdict in counts for verdict in ("UNNOTICED", "MOVED")))
 
@@ -53,42 +55,58 @@ def _copy_to(folder: Path) -> Path:
     return copy
 
 
-def _verdict(copy: Path, mistake: Mistake) -> str:
+def _verdict(copy: Path, mistake: Mistake) -> tuple[str, str]:
+    """Return the verdict, and pytest's line about the test that noticed."""
     path = copy / mistake.file
     try:
         right = path.read_text("utf-8")
         path.write_text(mistake.made_in(right), "utf-8")
     except (OSError, ValueError):
-        return "MOVED"
+        return "MOVED", ""
     try:
-        passed = _tests_pass(copy, mistake.tests)
+        failure = _first_failure(copy, mistake.tests)
     finally:
         path.write_text(right, "utf-8")
-    if not passed:
-        return "noticed"
-    return "excused" if mistake.unnoticed else "UNNOTICED"
+    if failure:
+        return "noticed", failure
+    return "excused" if mistake.unnoticed else "UNNOTICED", ""
 
 
-def _tests_pass(copy: Path, tests: str) -> bool:
+def _first_failure(copy: Path, tests: str) -> str:
     """A run that hangs counts as failed. Raises `RuntimeError` if pytest could not run at all."""
     command = [sys.executable, "-m", "pytest", "-qx", "-p", "no:cacheprovider", *shlex.split(tests)]
-    environment = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
-    with subprocess.Popen(
-        command,
-        cwd=copy,
-        env=environment,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    ) as process:
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(copy),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "COLUMNS": "200",
+    }
+    # A file, for a process left behind would keep a pipe open.
+    with (
+        tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output,
+        subprocess.Popen(
+            command,
+            cwd=copy,
+            env=environment,
+            stdout=output,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        ) as process,
+    ):
         try:
             code = process.wait(TIMEOUT_S)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
-            return False
+            return f"not ended after {TIMEOUT_S:.0f} s"
+        output.seek(0)
+        printed = output.read().splitlines()
     if code not in (0, 1, 2):  # 2: a module that cannot be imported
         raise RuntimeError(f"pytest {tests} exits with {code}: no such tests?")
-    return code == 0
+    if code == 0:
+        return ""
+    # FAILED before ERROR, which may be no more than what a failed test left behind.
+    failures = (line for line in printed if line.startswith(("FAILED ", "ERROR ")))
+    return max(failures, default=f"pytest exits with {code}")
 
 
 if __name__ == "__main__":

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import socket
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from nesa_node.core.errors import ProtocolError
+from nesa_node.core.errors import PeerUnreachableError, ProtocolError
 from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.server.dial import NOT_REACHED, _record_of, dial_successor
+from nesa_node.swarm.few_addresses import MAX_DIALLED
 from nesa_node.swarm.identity import Identity
-from nesa_node.swarm.messages import Downstream
+from nesa_node.swarm.messages import PROTOCOL, Downstream
 from nesa_node.swarm.node import Swarm, open_swarm
 from tests.swarm.local_swarm import LOOPBACK, local_swarm
 from tests.swarm.record_fields import MODEL_ID, make_status
@@ -109,3 +112,31 @@ async def test_node_on_the_internet_dials_no_private_address(
         monkeypatch.setattr(transport, "connect", connect)
         assert str(await refusal(node, peer)) == NOT_REACHED
         assert dialled == []
+
+
+@pytest.mark.parametrize("is_public", [False, True])
+async def test_few_of_a_strangers_addresses_are_dialled_and_names_only_as_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_public: bool
+) -> None:
+    """A name may lead into the operator's network: what is looked at is what is dialled."""
+    name = "/dns4/inside.example.org/tcp/31330"
+    private = [f"/ip4/10.0.0.{host}/tcp/31330" for host in range(1, 16)]
+
+    async def look_up(*_: object, **__: object) -> list[object]:
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("10.0.0.1", 0))]
+
+    async with local_swarm(tmp_path, 1) as (node,):
+        dialled: list[str] = []
+        transport: Any = node.transport
+        transport.announced = ("/ip4/8.8.8.8/tcp/31330",) if is_public else ()
+
+        async def connect(_peer: PeerId, addresses: Any, _timeout_s: float = 0.0) -> None:
+            dialled.extend(addresses)
+            raise PeerUnreachableError("far")
+
+        monkeypatch.setattr(transport, "connect", connect)
+        monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", look_up)
+        stranger = Identity.ephemeral(tmp_path).peer_id
+        with pytest.raises(PeerUnreachableError):
+            await transport.open_stream(stranger, PROTOCOL, [name, *private])
+        assert len(dialled) == (0 if is_public else MAX_DIALLED)

@@ -82,6 +82,13 @@ def test_a_row_grows_beyond_its_promise_while_there_is_room() -> None:
     assert accept(box, *step(3, [(0, 10, 10)], epoch=2))
 
 
+def test_a_step_of_an_older_epoch_is_not_examined_whatever_it_holds() -> None:
+    box = inbox()
+    box.begin_epoch(2, [0, 0])
+    for message, _ in (step(1, [(0, 0, 2)]), step(1, [(0, 0, 2)], shape=(3, HIDDEN))):
+        assert not box.wants(message)
+
+
 def test_a_step_whose_epoch_ended_while_it_was_examined_is_dropped() -> None:
     box = inbox()
     message, payload = step(1, [(0, 0, 2)])

@@ -102,6 +102,32 @@ async def test_a_stranger_cannot_squat_on_a_session_id(blocks: Blocks) -> None:
         await end(squatter, owner)
 
 
+async def test_only_the_upstream_brings_steps(blocks: Blocks) -> None:
+    """Not the client, and not the node that was upstream before."""
+    async with open_node(blocks) as node:
+        owner, other = (Peer(node.connect("owner"), blocks) for _ in range(2))
+        for peer in (owner, other):
+            peer.open(upstream="up")
+            await peer.wire.hear_a(Opened)
+            peer.link(upstream="up")
+            await peer.wire.hear_a(Linked)
+        owner.step({0: 1})
+        assert (await owner.wire.hear_a(Error)).code == "not_upstream"
+        owner.wire.hang_up()
+        former = Peer(node.connect("up"), blocks, session=other.session)
+        former.wire.say(
+            PushOpen(version=VERSION, session=other.session, secret=other.secret, epoch=1)
+        )
+        await former.wire.hear_a(PushOpened)
+        other.link(upstream="next")
+        await other.wire.hear_a(Linked)
+        former.epoch, former.lengths = other.epoch, [0]
+        former.step({0: 1})
+        assert (await former.wire.hear_a(Error)).code == "not_upstream"
+        former.wire.hang_up()
+        await end(other)
+
+
 async def test_waiting_steps_of_all_sessions_run_together(
     blocks: Blocks, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -77,3 +77,37 @@ async def test_what_an_idle_node_measures_is_announced(monkeypatch: pytest.Monke
             await executor.run(int)
     assert announcer.throughput == Throughput(200, 20)
     assert asked[0] is False
+
+
+class BusyExecutor:
+    """Has run a session's step at each look."""
+
+    has_queue = False
+
+    def __init__(self) -> None:
+        self.jobs: list[object] = []
+        self.looks = 0
+        self.seen = asyncio.Event()
+
+    @property
+    def idle_s(self) -> float:
+        self.looks += 1
+        if self.looks == 10:
+            self.seen.set()
+        return 0.0
+
+    async def run(self, job: Any) -> Throughput:
+        self.jobs.append(job)
+        self.seen.set()
+        return Throughput(200, 20)
+
+
+async def test_a_node_that_serves_does_not_measure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speed, "LOOK_S", 0.01)
+    monkeypatch.setattr(speed, "MOST_PAUSE_S", 0.0)
+    executor: Any = BusyExecutor()
+    announcer: Any = SimpleNamespace(throughput=Throughput(30, 3))
+    blocks: Any = object()
+    async with keep_speed_true(blocks, executor, announcer):
+        await asyncio.wait_for(executor.seen.wait(), 10)
+    assert executor.jobs == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -53,6 +54,32 @@ async def test_connections_without_a_key_keep_nobody_out(tmp_path: Path, said: b
         assert sum(ended) >= 100 - 32
         gateway.go_on.set()
         assert await anext(lines) == "end", "an answer was ended to make room"
+
+
+MALFORMED_CHUNK = b'5\r\n{"mo\r\n0\r\n\r\n'
+
+
+@pytest.mark.parametrize("line", [b"HEAD /health", b"POST /v1/echo", b"POST /v1/stream"])
+@pytest.mark.parametrize("pause_s", [0.0, 0.2])
+async def test_a_malformed_body_is_refused_without_a_traceback(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, line: bytes, pause_s: float
+) -> None:
+    """With a pause the answer to the request may have begun."""
+    key = new_key(tmp_path / "keys.json").encode()
+    headers = [b"Host: localhost", b"Authorization: Bearer " + key, b"Transfer-Encoding: chunked"]
+    head = b"\r\n".join([line + b" HTTP/1.1", *headers, b"", b""])
+    failures: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: failures.append(context))
+    async with gate(tmp_path / "keys.json") as (_, address), held(address, 1, head) as [stream]:
+        reader, writer = stream
+        await asyncio.sleep(pause_s)
+        writer.write(MALFORMED_CHUNK)
+        async with asyncio.timeout(10):
+            answer = await reader.read()
+    assert answer.startswith((b"HTTP/1.1 400", b"HTTP/1.1 200"))
+    assert answer.count(b"HTTP/1.1") == 1
+    assert not failures
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
 async def test_an_open_server_drops_who_waits_too(tmp_path: Path) -> None:
