@@ -119,7 +119,7 @@ class ChildProcesses:
                 exit=await process.end(),
                 bytes=len(question),
             )
-            # In the turn of the caller that ended it, so that none else waits for a new one.
+            # In the turn of the caller that ended it, so that no other caller waits for a new one.
             with suppress(BusyError):
                 await self._put_back(await _Process.start(self._program))
         return answer

@@ -17,7 +17,7 @@ def main() -> None:
     """Write a line once the program is ready; then answer each line of stdin, both as JSON.
 
     An answer that takes more than CPU_S ends the process (SIGPROF). MEMORY_BYTES are its address
-    space, all told; what the program does without them is its own affair.
+    space, the program included: beyond them allocating fails.
     """
     program, cpu_s, memory_bytes = sys.argv[1], float(sys.argv[2]), int(sys.argv[3])
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))

@@ -288,6 +288,7 @@ async def test_a_discovered_model_with_a_hostile_template_delays_no_other_reques
             error = response.json()["error"]
             assert (response.status_code, error["code"]) == (400, "template_error")
             assert "takes more than 1 s" in error["message"]
+    assert not children() - before
 
 
 async def test_a_model_that_the_operator_named_is_rendered_here(tokenizer: Any) -> None:
