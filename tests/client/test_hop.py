@@ -74,7 +74,7 @@ async def test_a_node_that_answers_no_ping_is_lost_after_a_number_of_them() -> N
     link = await node.link(lambda: None)
     node.hang()
     for nonce in range(MOST_PINGS + 1):
-        await link.probe(nonce)
+        await link.probe(nonce, 0.0)
     assert link.lost is not None
     assert "answers no pings" in link.lost
     await link.close()
