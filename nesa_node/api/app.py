@@ -25,6 +25,7 @@ from nesa_node.api.docs_page import docs_route
 from nesa_node.api.gateway import Gateway
 from nesa_node.api.serving.grammar_checker import GrammarChecker
 from nesa_node.api.serving.models import Models
+from nesa_node.api.serving.template_renderer import TemplateRenderer
 from nesa_node.core.config import GatewayConfig
 
 _ENDPOINTS = (chat, completions, embeddings, responses, catalogue, tokens, health)
@@ -35,14 +36,15 @@ def make_app(
     config: GatewayConfig,
     *,
     grammars: GrammarChecker,
+    templates: TemplateRenderer,
     closing: Closing | None = None,
     metrics: ASGIApp | None = None,
     pages: Sequence[BaseRoute] = (),
 ) -> FastAPI:
     """`metrics` answers at /metrics, `pages` at their own paths.
 
-    Whoever ends the application closes `closing` before, and `grammars` afterwards. Who may ask is
-    not decided here: put it behind what does.
+    Whoever ends the application closes `closing` before, `grammars` and `templates` afterwards. Who
+    may ask is not decided here: put it behind what does.
     """
     app = FastAPI(
         title="nesa-node",
@@ -51,7 +53,7 @@ def make_app(
         redoc_url=None,
         redirect_slashes=False,
     )
-    app.state.gateway = Gateway(models, config, closing or Closing(), grammars)
+    app.state.gateway = Gateway(models, config, closing or Closing(), grammars, templates)
     failures.install(app)
     openapi.install(app)
     app.add_middleware(_Heads)

@@ -95,7 +95,13 @@ async def _job(
     )
     top, sampling = body.top(), body.sampling(model.vocab_size, model.defaults)
     grammar = await _grammar(model, body, tools, partial(gateway.grammars.check, caller=caller))
-    prompt = await chat_prompt(model.tokenizer, body.messages, tools, most=model.context_length)
+    prompt = await chat_prompt(
+        model.tokenizer,
+        body.messages,
+        tools,
+        most=model.context_length,
+        render=gateway.render(caller),
+    )
     return Job(
         prompt=tuple(prompt),
         max_tokens=room_for(

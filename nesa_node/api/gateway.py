@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import Depends
@@ -16,9 +17,11 @@ from nesa_node import __version__
 from nesa_node.api.answering.answers import Computed, EventStream, as_error
 from nesa_node.api.answering.closing import Closing
 from nesa_node.api.answering.usage import Usage
+from nesa_node.api.bodies.templates import Render
 from nesa_node.api.requests import ASKED
 from nesa_node.api.serving.grammar_checker import GrammarChecker
 from nesa_node.api.serving.models import Models
+from nesa_node.api.serving.template_renderer import TemplateRenderer
 from nesa_node.core.config import GatewayConfig
 from nesa_node.core.ids import ModelId
 from nesa_node.web.doorman import ANYBODY, Caller
@@ -50,6 +53,7 @@ class Gateway:
     config: GatewayConfig
     closing: Closing
     grammars: GrammarChecker
+    templates: TemplateRenderer
 
     async def answer(
         self,
@@ -116,6 +120,10 @@ class Gateway:
                 param="model",
             )
         return name
+
+    def render(self, caller: str) -> Render | None:
+        """What renders chat templates of strangers' models; None where the operator chose them."""
+        return partial(self.templates.render, caller=caller) if self.models.discovers else None
 
     async def watch(self, model: ServedModel) -> None:
         """Raises `MissingBlocksError` when nobody holds some blocks of `model`."""

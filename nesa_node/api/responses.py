@@ -55,7 +55,11 @@ async def _job(gateway: Gateway, model: ServedModel, body: ResponseBody, caller:
         schema, "text.format", partial(gateway.grammars.check, caller=caller)
     )
     prompt = await chat_prompt(
-        model.tokenizer, body.messages(), most=model.context_length, param="input"
+        model.tokenizer,
+        body.messages(),
+        most=model.context_length,
+        param="input",
+        render=gateway.render(caller),
     )
     return Job(
         prompt=tuple(prompt),

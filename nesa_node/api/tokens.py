@@ -15,7 +15,7 @@ from nesa_node.api.bodies.fields import Body, Name, Text, TokenId
 from nesa_node.api.bodies.reading import body_of
 from nesa_node.api.bodies.splitting import encode, light
 from nesa_node.api.bodies.templates import chat_prompt
-from nesa_node.api.gateway import GatewayOf
+from nesa_node.api.gateway import CallerOf, GatewayOf
 from nesa_node.api.openapi import Detokenized, Tokenized, describe
 from nesa_node.web.problem import Problem
 
@@ -47,7 +47,7 @@ class DetokenizeBody(Body):
 
 @router.post("/tokenize", **describe("Split a text into tokens", TokenizeBody, Tokenized))
 async def tokenize(
-    gateway: GatewayOf, body: Annotated[TokenizeBody, body_of(TokenizeBody)]
+    gateway: GatewayOf, caller: CallerOf, body: Annotated[TokenizeBody, body_of(TokenizeBody)]
 ) -> Response:
     if (body.prompt is None) == (body.messages is None):
         raise Problem(
@@ -71,6 +71,7 @@ async def tokenize(
             continued=continued,
             special=bool(body.add_special_tokens),
             most=MAX_TOKENS,
+            render=gateway.render(caller),
         )
     else:
         special = body.add_special_tokens is not False

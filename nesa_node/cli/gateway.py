@@ -19,6 +19,7 @@ from nesa_node.api.serving.looking import open_look
 from nesa_node.api.serving.metrics import GatewayMetrics
 from nesa_node.api.serving.models import Models
 from nesa_node.api.serving.served_model import ServedModel, open_served_model
+from nesa_node.api.serving.template_renderer import TemplateRenderer
 from nesa_node.cli.client_model import remember_swarm
 from nesa_node.cli.leash import leash
 from nesa_node.client.activity import ActivityBook
@@ -92,8 +93,9 @@ async def serve_gateway(
         models = Models(
             config.offered, look=look, open_model=open_model, locate=partial(locate, config)
         )
-        grammars = GrammarChecker()
+        grammars, templates = GrammarChecker(), TemplateRenderer()
         stack.push_async_callback(grammars.close)
+        stack.push_async_callback(templates.close)
         await grammars.start()
         stack.push_async_callback(models.close)
         await ending.unless(models.open_given())
@@ -108,6 +110,7 @@ async def serve_gateway(
             models,
             config,
             grammars=grammars,
+            templates=templates,
             closing=closing,
             metrics=MetricsPage(sources),
             pages=page.routes(),

@@ -30,6 +30,7 @@ from nesa_node.api.serving.grammar_checker import GrammarChecker
 from nesa_node.api.serving.looking import Seen
 from nesa_node.api.serving.metrics import GatewayMetrics
 from nesa_node.api.serving.models import Models
+from nesa_node.api.serving.template_renderer import TemplateRenderer
 from nesa_node.core.config import GatewayConfig
 from nesa_node.core.errors import ModelNotFoundError
 from nesa_node.core.http_address import HttpAddress
@@ -172,6 +173,7 @@ async def serving(
     opening: Callable[[], Awaitable[None]] | None = None,
     **config: Any,
 ) -> AsyncIterator[Server]:
+    """Without `names` the model is discovered."""
     model, look = ScriptedModel(tokenizer, script), ScriptedLook(holes)
 
     async def open_model(name: str, ids: frozenset[ModelId] | None) -> Any:
@@ -180,14 +182,19 @@ async def serving(
         return model
 
     async def locate(seen: Seen) -> str:
-        raise ModelNotFoundError("nowhere")
+        if names:
+            raise ModelNotFoundError("nowhere")
+        return seen.model_name
 
     models = Models(names, look=look, open_model=open_model, locate=locate)
     if len(names) == 1 and opening is None:
         await models.open_given()
+    looking = None if names else asyncio.create_task(models.keep_looking())
     settings = GatewayConfig.model_validate(config)
-    closing, grammars = Closing(), GrammarChecker()
-    app = make_app(models, settings, grammars=grammars, closing=closing, pages=pages)
+    closing, grammars, templates = Closing(), GrammarChecker(), TemplateRenderer()
+    app = make_app(
+        models, settings, grammars=grammars, templates=templates, closing=closing, pages=pages
+    )
     metrics = GatewayMetrics()
     async with serve_gated(
         app,
@@ -198,9 +205,15 @@ async def serving(
     ) as address:
         server = Server(model, look, address, closing)
         async with server.client:
+            if looking is not None:
+                await until(lambda: bool(models.cards()))
             yield server
+    if looking is not None:
+        looking.cancel()
+        await asyncio.gather(looking, return_exceptions=True)
     await models.close()
     await grammars.close()
+    await templates.close()
 
 
 async def until(fact: Callable[[], bool], timeout_s: float = 5.0) -> None:

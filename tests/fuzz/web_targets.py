@@ -18,6 +18,7 @@ from nesa_node.api.app import make_app
 from nesa_node.api.decoding.grammar import Grammars, json_schema_grammar
 from nesa_node.api.serving.grammar_checker import GrammarChecker
 from nesa_node.api.serving.models import Models
+from nesa_node.api.serving.template_renderer import TemplateRenderer
 from nesa_node.core.config import AccessConfig, GatewayConfig
 from nesa_node.core.http_address import HttpAddress
 from nesa_node.web.access import Access
@@ -104,7 +105,8 @@ def _connections() -> Iterator[Parse]:
 def _gateway(access: AccessConfig, checker: GrammarChecker) -> Any:
     look: Any = None
     models = Models((), look=look, open_model=look, locate=look)
-    app = make_app(models, GatewayConfig(initial_peers=("/ip4/127.0.0.1/tcp/1",)), grammars=checker)
+    config = GatewayConfig(initial_peers=("/ip4/127.0.0.1/tcp/1",))
+    app = make_app(models, config, grammars=checker, templates=TemplateRenderer())
     address = HttpAddress("127.0.0.1", _PORT)
     gated = Access(
         app, Doorman(access), address, limits=Limits(), bodies=Bodies(1 << 20), public=("/health",)

@@ -38,7 +38,7 @@ def split(tokenizer: Any, text: str, *, special: bool, most: int, param: str) ->
     return _split(tokenizer, text, special)
 
 
-async def light(size: int, work: Callable[[], T]) -> T:
+async def light(size: float, work: Callable[[], T]) -> T:
     """`work()`, in a thread where it would hold up everybody else's tokens."""
     return work() if size <= _INLINE_CHARS else await asyncio.to_thread(work)
 

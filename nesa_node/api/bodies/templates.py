@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Sequence
+import json
+import math
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from jinja2 import TemplateError
 from pydantic_core import from_json
 
 from nesa_node.api.bodies.chat_body import ChatMessage, Tool
 from nesa_node.api.bodies.splitting import encode, light
+from nesa_node.api.bodies.template_program import REFUSALS, reason_of
 from nesa_node.web.problem import Problem
 
 _MESSAGE_CHARS = 64
 """What a template does for each message, or call, takes as long as for so many characters."""
+_MAX_TEMPLATE_CHARS = 1 << 18
+"""Of a stranger's, which is sent to a process with each conversation."""
+
+Render = Callable[[bytes], Awaitable[str]]
+"""What renders elsewhere: `TemplateRenderer.render`."""
 
 
 async def chat_prompt(
@@ -27,21 +33,34 @@ async def chat_prompt(
     continued: bool = False,
     special: bool = False,
     param: str = "messages",
+    render: Render | None = None,
 ) -> list[int]:
     """The tokens of a conversation, at most about `most`, ready for the answer to follow.
 
-    `continued`: the last message is left open; `special`: the tokenizer adds its own tokens, too.
+    `continued`: the last message is left open; `special`: the tokenizer adds its own tokens, too;
+    `render`: where a stranger's template is rendered, None: here, as one that is trusted.
     Raises `Problem`, about the field `param`, for conversations that the template refuses.
     """
     template = template_of(tokenizer, bool(tools), param)
 
-    def render() -> str:
-        conversation = _conversation(messages, developer="developer" in template)
-        definitions = [tool.model_dump(exclude_none=True) for tool in tools] or None
-        return _render(tokenizer, conversation, definitions, generation, continued, param)
+    def asked() -> dict[str, Any]:
+        return {
+            "conversation": _conversation(messages, developer="developer" in template),
+            "tools": [tool.model_dump(exclude_none=True) for tool in tools] or None,
+            "add_generation_prompt": generation,
+            "continue_final_message": continued,
+        }
 
     # Schemas of tools may be of any size.
-    text = await (asyncio.to_thread(render) if tools else light(_size(messages), render))
+    size = math.inf if tools else _size(messages)
+    try:
+        if render is None:
+            apply = tokenizer.apply_chat_template
+            text = await light(size, lambda: apply(**asked(), tokenize=False))
+        else:
+            text = await render(await light(size, lambda: _question(tokenizer, template, asked())))
+    except REFUSALS as error:
+        raise _refusal(error, param) from None
     return await encode(tokenizer, text, special=special, most=most, param=param)
 
 
@@ -78,36 +97,20 @@ def template_of(tokenizer: Any, tools: bool, param: str = "messages") -> str:
     return template
 
 
-def _render(
-    tokenizer: Any,
-    conversation: list[dict[str, Any]],
-    tools: list[dict[str, Any]] | None,
-    generation: bool,
-    continued: bool,
-    param: str,
-) -> str:
-    try:
-        text: str = tokenizer.apply_chat_template(
-            conversation,
-            tools=tools,
-            add_generation_prompt=generation,
-            continue_final_message=continued,
-            tokenize=False,
-        )
-    except TemplateError as error:
-        raise _refusal(str(error), param) from None
-    except (TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
-        # What a template trips over that was written for other conversations.
-        raise _refusal(str(error), param) from None
-    except (ArithmeticError, MemoryError) as error:
-        raise _refusal(f"it asks for too much ({type(error).__name__})", param) from None
-    return text
+def _question(tokenizer: Any, template: str, asked: dict[str, Any]) -> bytes:
+    """For a process to render (`template_program.py`) what `apply_chat_template` is asked."""
+    if len(template) > _MAX_TEMPLATE_CHARS:
+        raise ValueError(f"it has more than {_MAX_TEMPLATE_CHARS} characters")
+    special: dict[str, str] = tokenizer.special_tokens_map
+    conversations = [asked.pop("conversation")]
+    given = {**special, **asked, "conversations": conversations, "chat_template": template}
+    return json.dumps(given).encode()
 
 
-def _refusal(reason: str, param: str) -> Problem:
+def _refusal(error: BaseException, param: str) -> Problem:
     return Problem(
         400,
-        f"the model's chat template refuses these messages: {reason[:500]}",
+        f"the model's chat template refuses these messages: {reason_of(error)}",
         code="template_error",
         param=param,
     )

@@ -5,17 +5,15 @@ The program needs nothing but llguidance, so that it starts in a tenth of a seco
 
 from __future__ import annotations
 
-import json
-import resource
-import signal
-import sys
+from collections.abc import Callable
+from functools import partial
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 CPU_S = 1.0
 """Of one check. What 64 KiB of schema honestly need is 0.1 s."""
 MEMORY_BYTES = 1 << 30
-"""Address space of the program; with nothing to do it has 30 MB."""
+"""Address space of the process; with nothing to do it has 30 MB."""
 _SHOWN_CHARS = 200
 
 
@@ -50,24 +48,9 @@ def _in_a_line(message: str) -> str:
     return " ".join(message.split())[:_SHOWN_CHARS] or "unknown reason"
 
 
-def main() -> None:
-    """Answer each line of stdin, a grammar as JSON, with the refusal or null.
+def prepare() -> Callable[[str], str | None]:
+    """What a process answers (`child_program.py`): a grammar's refusal.
 
-    A check that takes more than `CPU_S` ends the process (SIGPROF), and so does one that takes more
-    than `MEMORY_BYTES`.
+    The lexer of a grammar does not depend on the vocabulary, so the smallest one will do.
     """
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    # The lexer of a grammar does not depend on the vocabulary, so the smallest one will do.
-    tokenizer = LLTokenizer("byte")
-    for line in sys.stdin.buffer:
-        grammar = json.loads(line)
-        signal.setitimer(signal.ITIMER_PROF, CPU_S)
-        answer = refusal(grammar, tokenizer)
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
-        sys.stdout.buffer.flush()
-
-
-if __name__ == "__main__":
-    main()
+    return partial(refusal, tokenizer=LLTokenizer("byte"))

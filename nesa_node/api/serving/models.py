@@ -68,7 +68,8 @@ class Models:
     """Models opened by name, and closed together.
 
     Those that are `given` are offered whatever the swarm does, and no others. Without any, those
-    that are found in the swarm and might be opened here: they are fetched when they are asked for.
+    that are found in the swarm and might be opened here: they are fetched when they are asked for
+    (`discovers`).
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class Models:
         self._look_every_s = look_every_s
         self._open = open_model
         self._locate = locate
-        self._discovers = not given
+        self.discovers = not given
         self._cards = [
             Card(_last_part(name), name, int(time.time())) for name in dict.fromkeys(given)
         ]
@@ -118,7 +119,7 @@ class Models:
         names go first, and what two end in is nobody's."""
         cards = self._cards
         if name is None:
-            return cards[:1] if not self._discovers else cards
+            return cards[:1] if not self.discovers else cards
         whole = [card for card in cards if name in (card.name, card.source) or name in card.ids]
         return whole or [card for card in cards if _last_part(card.name) == name]
 
@@ -141,7 +142,7 @@ class Models:
         async with card.opening:
             if card.served is not None:
                 return
-            served = await (self._fetch(card) if self._discovers else self._enter(card))
+            served = await (self._fetch(card) if self.discovers else self._enter(card))
             self._look.know_blocks(served.model_id, served.num_blocks)
             card.model_id = served.model_id
             card.context_length = served.context_length
@@ -204,7 +205,7 @@ class Models:
     async def keep_looking(self) -> None:
         """Look at the swarm every `look_every_s`; find models if none were given. Runs for ever."""
         async with asyncio.TaskGroup() as group:
-            if self._discovers:
+            if self.discovers:
                 group.create_task(self._keep_discovering())
             while True:
                 try:
@@ -216,7 +217,7 @@ class Models:
     def _see(self, seen: dict[ModelId, Seen]) -> None:
         self._seen = seen
         self._looked.set()
-        if self._discovers:
+        if self.discovers:
             for card in self._cards:
                 card.announced = tuple(key for key in card.announced if key in seen)
             # Whoever announces much must not keep others out for good.

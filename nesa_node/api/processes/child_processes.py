@@ -1,0 +1,214 @@
+"""Child processes for work that may never end, or take all memory: each has limits."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+
+from nesa_node.api.processes import child_program
+from nesa_node.core.errors import BusyError
+from nesa_node.core.logging import get_logger
+
+log = get_logger(__name__)
+
+MAX_PROCESSES = 2
+"""Of one program."""
+WALL_S = 10.0
+"""Of one answer, on a machine that is busy with other things."""
+_START_S = 30.0
+_END_S = 5.0
+_ANSWERS_PER_PROCESS = 1000
+_RETRY_S = 2.0
+_ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+"""The stacks of more would count as memory, on machines with many cores too much of it."""
+
+Ask = Callable[[bytes], Awaitable[bytes | None]]
+"""A question, JSON in one line, to its answer in JSON; None: it took more than its limits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What child processes run. `task` is what it does, for messages: "read a schema"."""
+
+    path: str
+    task: str
+    cpu_s: float
+    """Of one answer."""
+    memory_bytes: int
+    """Address space of a process."""
+    answer_bytes: int
+    most_waiting: int
+    """Questions of one caller, with the one that is being answered."""
+
+    def limits(self) -> str:
+        return f"{self.cpu_s:g} s or {self.memory_bytes >> 20} MiB"
+
+
+@dataclass(slots=True)
+class _Queue:
+    """The questions of one caller, of which one is being answered."""
+
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    length: int = 0
+
+
+class ChildProcesses:
+    """Answers at most `MAX_PROCESSES` questions at once, one of each caller.
+
+    Processes start when they are needed. Close it: they end.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._room = asyncio.Semaphore(MAX_PROCESSES)
+        self._idle: deque[_Process] = deque()
+        self._queues: dict[str, _Queue] = {}
+        self._closed = False
+
+    async def start(self) -> None:
+        """Start one process now, so that the first question need not wait for it."""
+        self._idle.append(await _Process.start(self._program))
+
+    @asynccontextmanager
+    async def turn(self, caller: str) -> AsyncIterator[Ask]:
+        """What asks, once it is `caller`'s turn.
+
+        Raises `BusyError` where `caller` has too many questions waiting; asking raises it where the
+        machine is too slow, or has no room for a process.
+        """
+        queue = self._queues.setdefault(caller, _Queue())
+        if queue.length >= self._program.most_waiting:
+            raise BusyError(
+                f"{queue.length} requests of this key wait for the gateway to {self._program.task}",
+                _RETRY_S,
+            )
+        queue.length += 1
+        try:
+            async with queue.turn, self._room:
+                yield lambda question: self._answer(question, caller)
+        finally:
+            queue.length -= 1
+            if not queue.length:
+                del self._queues[caller]
+
+    async def close(self) -> None:
+        """End the processes. A question that is still being answered ends its own."""
+        self._closed = True
+        while self._idle:
+            await self._idle.popleft().end()
+
+    async def _answer(self, question: bytes, caller: str) -> bytes | None:
+        process = self._idle.popleft() if self._idle else await _Process.start(self._program)
+        try:
+            async with asyncio.timeout(WALL_S):
+                answer = await process.ask(question)
+        except TimeoutError:
+            raise BusyError(f"this machine is too busy to {self._program.task}", _RETRY_S) from None
+        finally:
+            await self._put_back(process)
+        if answer is None:
+            log.info(
+                "child_process_ended",
+                task=self._program.task,
+                caller=caller,
+                exit=await process.end(),
+                bytes=len(question),
+            )
+            # In the turn of the caller that ended it, so that no other caller waits for a new one.
+            with suppress(BusyError):
+                await self._put_back(await _Process.start(self._program))
+        return answer
+
+    async def _put_back(self, process: _Process) -> None:
+        if process.is_ready and process.answers < _ANSWERS_PER_PROCESS and not self._closed:
+            self._idle.append(process)
+        else:
+            await process.end()
+
+
+class _Process:
+    """One process that runs a program. `is_ready` while no question is unanswered."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+        self.is_ready = False
+        self.answers = 0
+        self._has_closed = False
+
+    @classmethod
+    async def start(cls, program: Program) -> _Process:
+        """Raises `BusyError` where this machine has no room for one more, or no time."""
+        limits = f"{program.cpu_s}", f"{program.memory_bytes}"
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-P", child_program.__file__, program.path, *limits),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.DEVNULL,
+                limit=program.answer_bytes,
+                env={**os.environ, **_ONE_THREAD},
+                # Ctrl-C is for the gateway, which ends this by closing its stdin.
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise _not_started(program, str(error)) from None
+        return await cls(process)._once_ready(program)
+
+    async def _once_ready(self, program: Program) -> _Process:
+        try:
+            async with asyncio.timeout(_START_S):
+                loaded = await self._read()
+        except TimeoutError:
+            loaded = None
+        finally:
+            if not self.is_ready:
+                ended = await self.end()
+        if loaded is None:
+            raise _not_started(program, f"exit {ended}")
+        return self
+
+    async def ask(self, question: bytes) -> bytes | None:
+        """The answer; None: the process ended over it, or its answer has no end."""
+        assert self._process.stdin is not None
+        self.is_ready = False
+        self.answers += 1
+        with suppress(ConnectionError):
+            self._process.stdin.write(question + b"\n")
+            await self._process.stdin.drain()
+        return await self._read()
+
+    async def _read(self) -> bytes | None:
+        assert self._process.stdout is not None
+        try:
+            line = await self._process.stdout.readline()
+        except ValueError:
+            return None  # longer than `answer_bytes`
+        self.is_ready = line.endswith(b"\n")
+        self._has_closed = not self.is_ready
+        return line if self.is_ready else None
+
+    async def end(self) -> int:
+        """Its exit status, negative for a signal."""
+        if self._has_closed:
+            # It ends of itself: to kill it meanwhile might take its exit status from asyncio.
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_END_S):
+                    return await self._process.wait()
+        if self._process.returncode is None:
+            if self.is_ready:
+                assert self._process.stdin is not None
+                self._process.stdin.close()
+            else:
+                with suppress(ProcessLookupError):
+                    self._process.kill()
+        return await self._process.wait()
+
+
+def _not_started(program: Program, reason: str) -> BusyError:
+    log.warning("child_process_not_started", task=program.task, reason=reason)
+    return BusyError(f"this machine has no room to {program.task}", _RETRY_S)
