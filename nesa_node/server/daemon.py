@@ -45,6 +45,8 @@ WITHDRAW_TIMEOUT_S = 5.0
 MAX_FILES = 1 << 16
 JOIN_RETRY_S = 1.0
 """Between two attempts to reach initial peers."""
+JOIN_TOLD_EVERY_S = 10.0
+"""Between two log lines that say so."""
 
 Beside = Callable[[Sequence[str]], Coroutine[Any, Any, None]]
 """What runs beside a node, told where the node can be reached."""
@@ -149,20 +151,21 @@ async def _joined(config: PeerConfig, stopping: asyncio.Event) -> AsyncIterator[
     """
     _allow_many_files()
     identity = Identity.load_or_create(config.identity_path)
-    deadline = time.monotonic() + config.join_timeout_s
+    told_at = time.monotonic()
+    deadline = told_at + config.join_timeout_s
     async with AsyncExitStack() as stack:
         while True:
             try:
                 swarm = await stack.enter_async_context(_open_swarm(config, identity))
                 break
             except BootstrapError as error:
-                if time.monotonic() >= deadline:
+                now = time.monotonic()
+                if now >= deadline:
                     raise
-                log.warning(
-                    "initial_peers_awaited",
-                    still_s=round(deadline - time.monotonic()),
-                    reason=str(error),
-                )
+                if now >= told_at:
+                    told_at = now + JOIN_TOLD_EVERY_S
+                    still_s = round(deadline - now)
+                    log.warning("initial_peers_awaited", still_s=still_s, reason=str(error))
             await _sleep_unless(stopping, JOIN_RETRY_S)
         await swarm.transport.refresh_addresses()
         log.info("joined", peer_id=identity.peer_id, addresses=swarm.transport.addresses)

@@ -48,20 +48,21 @@ async def with_peer_ids(addresses: Sequence[str]) -> tuple[str, ...]:
     if not bare:
         return tuple(written)
     found = await asyncio.gather(*map(_with_id, bare), return_exceptions=True)
-    failures = []
+    failures: dict[str, str] = {}
     for address, answer in zip(bare, found, strict=True):
         if isinstance(answer, PeerUnreachableError):
-            failures.append(str(answer))
-            log.warning("initial_peer_unreachable", address=address, error=str(answer))
+            failures[address] = str(answer)
         elif isinstance(answer, BaseException):
             raise answer
         else:
             known.append(answer)
     if not known:
         raise BootstrapError(
-            f"none of the initial peers answered: {'; '.join(failures)}; check that a nesa-node "
-            "listens there (`nesa-node run` prints the address to join with)"
+            f"none of the initial peers answered: {'; '.join(failures.values())}; check that a "
+            "nesa-node listens there (`nesa-node run` prints the address to join with)"
         )
+    for address, reason in failures.items():
+        log.warning("initial_peer_unreachable", address=address, error=reason)
     return tuple(known)
 
 

@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nesa_node.cli.app import run_command
+from nesa_node.server.daemon import JOIN_TOLD_EVERY_S
 from tests.cli.tiny import write_tiny_model
 
 FLAGS = ("--torch-dtype", "float32", "--device", "cpu", "--threads", "1")
@@ -140,7 +141,8 @@ def test_a_node_started_before_the_first_one_waits_for_it(
     port = free_port()
     peers = ["--initial-peers", f"127.0.0.1:{port}", "--host-maddrs", "/ip4/127.0.0.1/tcp/0"]
     daemons.append(Daemon(tmp_path, "two", str(model), *peers))
-    deadline = time.monotonic() + READY_S
+    began = time.monotonic()
+    deadline = began + READY_S
     while "initial_peers_awaited" not in daemons[0].err.read_text():
         assert daemons[0].process.poll() is None
         assert time.monotonic() < deadline
@@ -150,6 +152,8 @@ def test_a_node_started_before_the_first_one_waits_for_it(
     )
     for daemon in daemons:
         daemon.wait()
+    lines = daemons[0].err.read_text().count("initial_peer")
+    assert lines <= 2 + (time.monotonic() - began) / JOIN_TOLD_EVERY_S
     for daemon in daemons:
         assert daemon.stop() == 0
 
