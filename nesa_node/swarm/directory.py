@@ -14,13 +14,13 @@ from dataclasses import replace
 from itertools import accumulate
 
 from nesa_node.core.config import MAX_RECORD_TTL_S
-from nesa_node.core.errors import RecordError
+from nesa_node.core.errors import PeerUnreachableError, RecordError
 from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.core.logging import get_logger
 from nesa_node.core.span import Span
 from nesa_node.swarm.dht_peer import DhtPeer
 from nesa_node.swarm.hearsay import Hearsay
-from nesa_node.swarm.hive import DHTNode
+from nesa_node.swarm.hive import DHTNode, PeerID
 from nesa_node.swarm.identity import Identity
 from nesa_node.swarm.notice_board import NoticeBoard
 from nesa_node.swarm.notices import Report
@@ -43,6 +43,8 @@ log = get_logger(__name__)
 
 DEFAULT_TTL_S = 60.0
 _MAX_REMEMBERED = 16_384
+_MOST_MET = 8
+_MEET_TIMEOUT_S = 2.0
 
 
 class Directory:
@@ -291,7 +293,32 @@ class Directory:
 
     async def _search(self, key: str) -> Iterable[bytes]:
         """The sealed records under `key`, which the validator has let pass."""
-        return await self._shelf.find(key)
+        found = await self._shelf.find(key)
+        if not self._node.protocol.routing_table.uid_to_peer_id and await self._meet_known():
+            found = await self._shelf.find(key)
+        return found
+
+    async def _meet_known(self) -> bool:
+        """Ping nodes of which this one has records, when it knows no member any more.
+
+        hivemind forgets a member after one unanswered call, and does not ask one for a while that
+        it asked before its address was known. False if none answers.
+        """
+        others = [record for record in self._alive() if record.peer_id != self._peer_id]
+        newest = sorted(others, key=lambda record: record.issued_at)[-_MOST_MET:]
+        return any(await asyncio.gather(*map(self._meet, newest)))
+
+    async def _meet(self, record: NodeRecord) -> bool:
+        peer = PeerID.from_base58(record.peer_id)
+        try:
+            await self._transport.dial(PeerId(record.peer_id), record.addresses, _MEET_TIMEOUT_S)
+        except PeerUnreachableError:
+            return False
+        if await self._node.protocol.call_ping(peer) is None:
+            return False
+        self._node.blacklist.register_success(peer)
+        log.info("dht_rejoined", peer=record.peer_id)
+        return True
 
     def _remember(self, sealed_records: Iterable[bytes], *, is_whole: bool = True) -> None:
         """`is_whole`: who is not among them any more has failed."""

@@ -154,7 +154,7 @@ class Transport:
             async with asyncio.timeout(timeout_s):
                 pipe = await self._open_near(peer, protocol, timeout_s) if addresses else None
                 if pipe is None:
-                    await self._dial(peer, addresses, timeout_s)
+                    await self.dial(peer, addresses, timeout_s)
                     pipe = await self.control.open_stream(peer, protocol, timeout_s)
                 self._note_near(peer)
                 return pipe, pipe
@@ -163,7 +163,7 @@ class Transport:
         except PeerUnreachableError as error:
             raise PeerUnreachableError(f"no stream to {peer}: {error}") from error
 
-    async def _dial(self, peer: PeerId, addresses: Sequence[str], timeout_s: float) -> None:
+    async def dial(self, peer: PeerId, addresses: Sequence[str], timeout_s: float) -> None:
         """Connect to `peer` at some of the addresses that it announces, if there are any.
 
         Raises `PeerUnreachableError`, for a node on the internet also where none of them is public

@@ -328,3 +328,20 @@ async def test_who_announces_itself_does_not_fetch_what_others_announce(
             if member.directory._node.protocol.storage.get(DHTID.generate(source=model_key(MODEL)))
         ]
         assert len(holders) == 4
+
+
+async def test_a_client_that_knows_no_member_any_more_asks_nodes_whose_records_it_has(
+    tmp_path: Path,
+) -> None:
+    async with local_swarm(tmp_path, 2) as (first, second):
+        await second.directory.publish(make_status(span=(0, 2)))
+        async with open_swarm(
+            Identity.ephemeral(tmp_path), initial_peers=first.transport.addresses, listen=False
+        ) as client:
+            assert len((await client.directory.fetch(ModelId(MODEL_ID))).nodes) == 1
+            await first.directory.publish(make_status(span=(2, 4)))
+            table = client.directory._node.protocol.routing_table
+            for node_id in list(table.uid_to_peer_id):
+                del table[node_id]
+                client.directory._node.blacklist.register_failure(node_id)
+            assert len((await client.directory.fetch(ModelId(MODEL_ID))).nodes) == 2
