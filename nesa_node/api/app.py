@@ -43,8 +43,8 @@ def make_app(
 ) -> FastAPI:
     """`metrics` answers at /metrics, `pages` at their own paths.
 
-    Whoever ends the application closes `closing` before, `grammars` and `templates` afterwards. Who
-    may ask is not decided here: put it behind what does.
+    The caller closes `closing` before, `grammars` and `templates` afterwards. Which
+    requests are allowed is not decided here: put it behind what does.
     """
     app = FastAPI(
         title="nesa-node",

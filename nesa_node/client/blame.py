@@ -50,7 +50,7 @@ class Blame:
         what: str,
         replaceable: Collection[PeerId],
     ) -> None:
-        """Nothing comes from one to the other: mark as lost whom the others can do without.
+        """Nothing comes from one to the other: mark as lost what the chain can do without.
 
         `replaceable` has at least one of both.
         """

@@ -24,7 +24,7 @@ def selected_indices(asked: Selection, num_blocks: int) -> frozenset[int]:
     """Which of `num_blocks + 1` hidden states `asked` wants; none where it is false.
 
     0 is the first block's input, i what block i - 1 returned. Negative ones count from the end.
-    Raises `ValueError` for others.
+    Raises `ValueError` for an index that there is not.
     """
     states = num_blocks + 1
     if not asked:

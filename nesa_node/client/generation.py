@@ -181,7 +181,7 @@ class DistributedGenerationMixin(GenerationMixin):
         cache: SessionCache = model_kwargs["past_key_values"]
         mask_BL = model_kwargs.get("attention_mask")
         padding = 0 if mask_BL is None else int((mask_BL == 0).sum(1).min())
-        # The last token is never fed, yet whoever asks for it expects its place to exist.
+        # The last token is never fed, yet a caller that asks for it expects its place to exist.
         max_length = max_cache_length + 1 - padding
         # Candidates are checked whole, however few new tokens are still wanted.
         candidates = generation_config.prompt_lookup_num_tokens or 0

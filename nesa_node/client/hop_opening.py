@@ -1,6 +1,4 @@
-"""Opens a session's hops at their nodes, and gives up those that are silent where others could
-take their place.
-"""
+"""Opens a session's hops at their nodes; gives up silent ones that other nodes could replace."""
 
 from __future__ import annotations
 

@@ -20,14 +20,8 @@ log = get_logger(__name__)
 MOST_COPIES_TOLD = 4
 FRESH_S = 1.0
 """A session that opens takes what another has found as lately as that."""
-
-
 LOOK_S = 1.0
 """A look at all members that takes longer goes on beside the session: some of them may be gone."""
-GLANCE_S = 1.0
-"""How long a look may take that a session waits for whose node is lost."""
-GLANCE_MEMBERS = 4
-"""How many members of the DHT are asked at once: some may be gone, too."""
 
 
 class Lookup:
@@ -106,13 +100,9 @@ class Lookup:
         What was glanced at most `FRESH_S` ago has to do.
         """
         model_id = request.model_id
-        if self._glanced_at.get(model_id, -math.inf) < self._clock() - FRESH_S:
-            try:
-                async with asyncio.timeout(GLANCE_S):
-                    await self._swarm.directory.glance(model_id, members=GLANCE_MEMBERS)
-                self._glanced_at[model_id] = self._clock()
-            except TimeoutError:
-                log.info("glance_timed_out", timeout_s=GLANCE_S)
+        due = self._glanced_at.get(model_id, -math.inf) < self._clock() - FRESH_S
+        if due and await self._swarm.directory.glance_soon(model_id):
+            self._glanced_at[model_id] = self._clock()
         return self._swarm.directory.snapshot(model_id, request.num_blocks)
 
     async def check_copy(self, model_id: ModelId) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Sequence
-from contextlib import suppress
 
 from nesa_node.core.errors import NesaError, PeerUnreachableError, ProtocolError
 from nesa_node.core.ids import ModelId, PeerId
@@ -32,9 +30,6 @@ log = get_logger(__name__)
 
 NEIGHBOUR_S = 10.0
 """How long neighbours wait for each other while they link up."""
-GLANCE_S = 1.0
-GLANCE_MEMBERS = 4
-"""Members of the DHT that are asked at once for a neighbour's record: some may be gone."""
 NOT_REACHED = "this node could not reach the next one, or was refused there; its log says why"
 
 
@@ -107,9 +102,7 @@ async def _record_of(
         return record if fits else None
 
     if known() is None:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(GLANCE_S):
-                await directory.glance(model_id, members=GLANCE_MEMBERS)
+        await directory.glance_soon(model_id)
     if known() is None:
         await directory.fetch(model_id)
     return directory.record(PeerId(whom.peer))

@@ -43,6 +43,8 @@ log = get_logger(__name__)
 
 DEFAULT_TTL_S = 60.0
 _MAX_REMEMBERED = 16_384
+_GLANCE_S = 1.0
+_GLANCE_MEMBERS = 4
 _MOST_MET = 8
 _MEET_TIMEOUT_S = 2.0
 
@@ -161,6 +163,16 @@ class Directory:
         # Whom one member does not name may be there all the same.
         found = await self._shelf.find(model_key(model_id), members=members)
         self._remember(found, is_whole=False)
+
+    async def glance_soon(self, model_id: ModelId) -> bool:
+        """`glance` with the member that answers first, some being gone; False if none does soon."""
+        try:
+            async with asyncio.timeout(_GLANCE_S):
+                await self.glance(model_id, members=_GLANCE_MEMBERS)
+        except TimeoutError:
+            log.info("glance_timed_out", timeout_s=_GLANCE_S)
+            return False
+        return True
 
     def snapshot(self, model_id: ModelId, num_blocks: int | None = None) -> Snapshot:
         """Who serves `model_id` as far as this node remembers, without asking anybody.

@@ -36,8 +36,9 @@ class Directory:
             raise self.error
         return f"{model_id} {num_blocks}"
 
-    async def glance(self, _: ModelId, *, members: int) -> None:
+    async def glance_soon(self, _: ModelId) -> bool:
         self.glances += 1
+        return True
 
     def snapshot(self, model_id: ModelId, num_blocks: int) -> Any:
         if self.glances:

@@ -96,7 +96,7 @@ def _nodes_of(
         identity=SimpleNamespace(peer_id=PeerId("client")),
         directory=SimpleNamespace(
             fetch=AsyncMock(return_value=snapshot),
-            glance=AsyncMock(),
+            glance_soon=AsyncMock(),
             snapshot=lambda *_: snapshot,
             measured=lambda snapshot: {},
             blames=lambda _: blames or {},

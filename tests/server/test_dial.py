@@ -60,9 +60,10 @@ class SlowLooks:
     def record(self, peer: PeerId) -> Any:
         return self._known.get(peer)
 
-    async def glance(self, _: ModelId, *, members: int) -> None:
+    async def glance_soon(self, _: ModelId) -> bool:
         self.looks.append("glance")
         self._known |= dict.fromkeys(self._peers, SimpleNamespace(span=(2, 4)))
+        return True
 
     async def fetch(self, _: ModelId) -> None:
         self.looks.append("fetch")
