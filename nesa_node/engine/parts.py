@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from threading import Thread
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from nesa_node.engine.blocks import Blocks, sliced_decoder
 from nesa_node.engine.checkpoint import Checkpoint
 from nesa_node.engine.ends import Embedder, EmbeddingModules, Head
 from nesa_node.engine.fused_layers import FusedDecoder
+from nesa_node.engine.gemv import gemv
 from nesa_node.engine.linear import use_fast_linear
 from nesa_node.engine.progress import Progress
 from nesa_node.engine.skeleton import Skeleton
@@ -52,6 +54,9 @@ def load_blocks(
     if not len(span) or span.end > checkpoint.num_blocks:
         raise ValueError(f"{checkpoint.name} has blocks 0:{checkpoint.num_blocks}, not {span}")
     device = torch.device(device)
+    if device.type == "cpu" and quant_type == "none":
+        # Compiled by another process while this one reads the weights, and kept.
+        Thread(target=gemv, args=(dtype,), daemon=True).start()
     skeleton = Skeleton(checkpoint)
     family = skeleton.family
     if family.packs_rows:
