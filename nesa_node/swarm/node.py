@@ -25,18 +25,18 @@ from nesa_node.swarm.hive import DHTID, DHTNode, PeerID
 from nesa_node.swarm.identity import Identity
 from nesa_node.swarm.link_speed import LinkSpeeds
 from nesa_node.swarm.notice_board import NoticeBoard
-from nesa_node.swarm.peer_lookup import with_peer_ids
+from nesa_node.swarm.peer_lookup import OTHER_PEERS_S, with_peer_ids
 from nesa_node.swarm.ping import PING_PROTOCOL, answer_pings
 from nesa_node.swarm.private import Membership
 from nesa_node.swarm.reporter import Reporter
 from nesa_node.swarm.shelf import Shelf
+from nesa_node.swarm.tasks import until_one_succeeds
 from nesa_node.swarm.transport import Transport, open_transport, split_peer_address
 from nesa_node.swarm.validator import RecordValidator
 
 log = get_logger(__name__)
 
 _RPC_TIMEOUT_S = 3.0
-_NEIGHBOUR_SEARCH_S = 5.0
 _REJOIN_INTERVAL_S = 15.0
 _NUM_WORKERS = 4
 _MAX_BLACKLIST = 4096
@@ -158,14 +158,21 @@ async def _join_dht(node: DHTNode, peer: DhtPeer, initial_peers: Sequence[str]) 
     if not others:
         return
     with waiting("initial peers to answer as members of the DHT", limit_s=_RPC_TIMEOUT_S):
-        answers = await asyncio.gather(*(node.protocol.call_ping(other) for other in others))
-    if all(answer is None for answer in answers):
+        pings = [_require_answer(node, other) for other in others]
+        outcomes = await until_one_succeeds(pings, OTHER_PEERS_S)
+    if all(isinstance(outcome, Exception) for outcome in outcomes):
         raise BootstrapError(
             "the initial peers can be reached, but none of them is a member of this swarm's DHT: "
             f"{', '.join(initial_peers)}; are they nesa-nodes, with the same --swarm-key?"
         )
-    with suppress(TimeoutError), waiting("neighbours in the DHT", limit_s=_NEIGHBOUR_SEARCH_S):
-        await peer.run(node.find_nearest_nodes([node.node_id]), _NEIGHBOUR_SEARCH_S)
+    # Beside all else: some of the neighbours may be gone.
+    peer.start(node.find_nearest_nodes([node.node_id]))
+
+
+async def _require_answer(node: DHTNode, member: PeerID) -> None:
+    """Raises `PeerUnreachableError`."""
+    if await node.protocol.call_ping(member) is None:
+        raise PeerUnreachableError(f"{member} is no member of this DHT")
 
 
 async def _stay_joined(node: DHTNode, transport: Transport, initial_peers: Sequence[str]) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
-from typing import Any
+from collections.abc import Coroutine, Iterable
+from typing import Any, TypeVar
 
 from nesa_node.core.logging import get_logger
 
 log = get_logger(__name__)
+
+Result = TypeVar("Result")
 
 
 class TaskSet:
@@ -46,6 +48,37 @@ class TaskSet:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("task_failed", task=task.get_name(), exc_info=error)
+
+
+async def until_one_succeeds(
+    calls: Iterable[Coroutine[Any, Any, Result]], rest_s: float
+) -> list[Result | Exception]:
+    """Run `calls` at once, and cancel those still running `rest_s` after one has succeeded.
+
+    Returns what each returned or raised, in order: a `TimeoutError` for a cancelled one.
+    """
+    tasks = [asyncio.create_task(_outcome(call)) for call in calls]
+    running = set(tasks)
+    try:
+        while running:
+            done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            if not all(isinstance(task.result(), Exception) for task in done):
+                break
+        if running:
+            _, running = await asyncio.wait(running, timeout=rest_s)
+    finally:
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+    late = TimeoutError(f"no answer {rest_s:g} s after the first")
+    return [late if task in running else task.result() for task in tasks]
+
+
+async def _outcome(call: Coroutine[Any, Any, Result]) -> Result | Exception:
+    try:
+        return await call
+    except Exception as error:  # the caller looks at it
+        return error
 
 
 async def ended(future: asyncio.Future[Any]) -> None:
