@@ -2,7 +2,7 @@
 
 Each parser runs in a process of its own, whose memory is limited. What it may do with an input is
 to accept it or to refuse it with one of our own errors, within 0.1 s and without keeping memory.
-README.md here lists them; inputs are changed at random, not guided by what they reach.
+README.md here lists them; inputs that reach new Python code are changed further.
 What it does otherwise is told, and its input kept in `corpus/`, with which later runs begin.
 """
 

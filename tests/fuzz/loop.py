@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from tests.fuzz.guide import Guide
 from tests.fuzz.mutation import MAX_INPUT_BYTES, mutated
 from tests.fuzz.target import Parse, Target
 
@@ -69,13 +70,18 @@ async def fuzz(
     asyncio.get_running_loop().set_exception_handler(run.note_task)
     began, began_cpu_s = time.perf_counter(), time.process_time()
     with target.open() as parse:
-        seeds = list(target.seeds())
-        for data in (*seeds, *known(name)):
+        guide = Guide(target.seeds())
+        for data in (*guide.inputs, *known(name)):
             await run.read(parse, data)
         rng = random.Random(f"{name} {seed}")
         settled_at, settled = inputs // 5, _resident_bytes()
         while run.result.inputs < inputs and time.perf_counter() - began < seconds:
-            await run.read(parse, mutated(rng, seeds, target.tokens))
+            data = mutated(rng, guide.inputs, target.tokens)
+            if guide.is_due(rng):
+                with guide.tracing(data):
+                    await run.read(parse, data, timed=False)
+            else:
+                await run.read(parse, data)
             if run.result.inputs == settled_at:
                 gc.collect()
                 settled = _resident_bytes()
@@ -99,7 +105,7 @@ class _Run:
         self._data = b""
         self._places: set[str] = set()
 
-    async def read(self, parse: Parse, data: bytes) -> None:
+    async def read(self, parse: Parse, data: bytes, *, timed: bool = True) -> None:
         self._data = data
         if self._state is not None:
             self._state.put(self.result.inputs, data)
@@ -107,7 +113,7 @@ class _Run:
         self.result.accepted += await self._once(parse, data)
         took_s = time.perf_counter() - began
         self.result.inputs += 1
-        if took_s * 1000 > self.result.slowest_ms:
+        if timed and took_s * 1000 > self.result.slowest_ms:
             await self._note_slow(parse, data, took_s)
 
     async def _once(self, parse: Parse, data: bytes) -> bool:

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -43,10 +44,14 @@ def test_half_a_million_inputs_crash_nothing() -> None:
     _fuzz("--inputs", "500000", "--seconds", "900", timeout_s=1450)
 
 
-async def _fuzzed(read: Parse, inputs: int) -> Result:
-    target = Target(
-        open=lambda: nullcontext(read), seeds=lambda: [b"long" * 50, b"short"], tokens=[b"!"]
-    )
+async def _fuzzed(
+    read: Parse,
+    inputs: int,
+    *,
+    seeds: Sequence[bytes] = (b"long" * 50, b"short"),
+    tokens: Sequence[bytes] = (b"!",),
+) -> Result:
+    target = Target(open=lambda: nullcontext(read), seeds=lambda: seeds, tokens=tokens)
     return await fuzz("none", target, inputs=inputs, seconds=30.0, seed=1)
 
 
@@ -59,6 +64,23 @@ async def test_fuzzer_tells_of_foreign_errors_and_of_none_of_ours() -> None:
     result = await _fuzzed(read, 2000)
     assert [finding.what.split()[0] for finding in result.findings] == ["KeyError"]
     assert b"!" in result.findings[0].data
+
+
+async def test_inputs_that_reach_new_code_are_changed_further() -> None:
+    """Four changes, each in its place, come together once in many millions of inputs."""
+
+    def read(data: bytes) -> None:
+        if data[:1] != b"b":
+            return
+        if data[1:2] != b"o":
+            return
+        if data[2:3] != b"m":
+            return
+        if data[3:4] == b"b":
+            raise KeyError("found")
+
+    result = await _fuzzed(read, 30_000, seeds=[b"seed"], tokens=[b"b", b"o", b"m"])
+    assert [finding.data[:4] for finding in result.findings] == [b"bomb"]
 
 
 async def test_fuzzer_tells_of_slow_inputs() -> None:
