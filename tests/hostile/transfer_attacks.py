@@ -126,6 +126,9 @@ async def hostile_donors(attacker: Attacker, count: int) -> None:
                     answered = await _answer_of(donor, allowed)
                     attacker.tally.note(f"transferred: {kind}", answered, allowed)
                 done += 1
+                if kind == "bit flips":
+                    # It may have been a valid output, after which others go on.
+                    break
             await _goes_on(attacker, session)
 
 
