@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import signal
 import socket
 import subprocess
@@ -308,7 +309,8 @@ def test_demo_with_a_small_model_finds_equal_tokens(model: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "tokens equal local transformers: yes" in done.stdout
-    assert "node-1 0:1 → node-2 1:2 → node-3 2:4" in done.stdout
+    # node-4 holds the blocks of one of the others.
+    assert re.search(r"node-\d 0:1 → node-\d 1:2 → node-\d 2:4", done.stdout), done.stdout
 
 
 @pytest.mark.slow
