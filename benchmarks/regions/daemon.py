@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -45,14 +46,17 @@ def unpin() -> None:
 
 
 def slow_down(by_s: float) -> None:
-    forward: Any = Blocks.forward
+    patched: Any = Blocks
+    for name in ("forward", "run"):
+        setattr(patched, name, _later(getattr(patched, name), by_s))
 
+
+def _later(computes: Callable[..., Any], by_s: float) -> Callable[..., Any]:
     def slowly(*arguments: Any, **named: Any) -> Any:
         time.sleep(by_s)
-        return forward(*arguments, **named)
+        return computes(*arguments, **named)
 
-    patched: Any = Blocks
-    patched.forward = slowly
+    return slowly
 
 
 def boast(factor: float) -> None:
