@@ -32,7 +32,7 @@ from nesa_node.cli.local_swarm import LocalNode, local_swarm
 from nesa_node.core.span import split_evenly
 
 DEFAULTS = Options(model="demo", nodes=(1, 3), runs=7, new_tokens=48)
-QUICK = Options(model="tiny", nodes=(1, 3), runs=1, new_tokens=8, prompt_tokens=8)
+QUICK = Options(model="tiny", nodes=(1,), runs=1, new_tokens=8, prompt_tokens=8)
 WARM_TOKENS = 96
 """Until the node and the client have tried what there is to try."""
 SPIN = "GOMP_SPINCOUNT"
