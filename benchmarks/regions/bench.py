@@ -26,7 +26,7 @@ from benchmarks.results import print_table
 from nesa_node.core.errors import ConfigError, NesaError
 
 DEFAULTS = Options(model="50m", nodes=(4,), runs=1, new_tokens=100, seconds=600)
-QUICK = Options(model="tiny", nodes=(3,), runs=1, new_tokens=64, seconds=60)
+QUICK = Options(model="tiny", nodes=(3,), runs=1, new_tokens=64, seconds=30)
 SWIFT_BELOW_S = 120.0
 """Who measures for less than that waits less for everything else, too."""
 

@@ -80,7 +80,7 @@ def test_quick_form_passes_all_its_phases(tmp_path: Path) -> None:
         "liar",
         "traffic",
     ]
-    # Few cores measure round trips of 2 ms only roughly, and a minute's traffic is much noise.
+    # Few cores measure round trips of 2 ms only roughly; half a minute of traffic is much noise.
     failed = {name for name, row in rows.items() if not row["passed"]}
     assert failed <= {"settle", "traffic"}, [rows[name] for name in failed]
     assert rows["settle"]["ratio_median"] < 2

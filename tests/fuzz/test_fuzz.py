@@ -41,7 +41,7 @@ def test_what_was_found_once_and_thousands_of_inputs_crash_nothing() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_half_a_million_inputs_crash_nothing() -> None:
-    _fuzz("--inputs", "500000", "--seconds", "900", timeout_s=1450)
+    _fuzz("--inputs", "500000", "--seconds", "900", "--jobs", "2", timeout_s=1450)
 
 
 async def _fuzzed(

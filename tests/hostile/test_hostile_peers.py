@@ -192,7 +192,7 @@ async def test_a_thousand_hostile_frames_are_answered_and_leave_nothing(tmp_path
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", [1, 2])
 async def test_five_thousand_hostile_frames_are_answered_and_leave_nothing(
     tmp_path: Path, seed: int
 ) -> None:
