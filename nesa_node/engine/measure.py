@@ -20,7 +20,7 @@ DECODE_TOKENS = 16
 LEAST_STEPS = 3
 REPEATS = 3
 MOST_TUNING_STEPS = 128
-TUNING_S, DECODE_S, MEASURING_S = 0.4, 0.6, 0.8
+TUNING_S, DECODE_S, MEASURING_S = 0.6, 0.9, 1.2
 """Since the beginning: after so long no more steps are run to find the number of threads, to time a
 decode, and to time a prefill, but for the few without which nothing is known."""
 
