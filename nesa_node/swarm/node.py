@@ -25,12 +25,12 @@ from nesa_node.swarm.hive import DHTID, DHTNode, PeerID
 from nesa_node.swarm.identity import Identity
 from nesa_node.swarm.link_speed import LinkSpeeds
 from nesa_node.swarm.notice_board import NoticeBoard
-from nesa_node.swarm.peer_lookup import OTHER_PEERS_S, with_peer_ids
+from nesa_node.swarm.peer_lookup import with_peer_ids
 from nesa_node.swarm.ping import PING_PROTOCOL, answer_pings
 from nesa_node.swarm.private import Membership
 from nesa_node.swarm.reporter import Reporter
 from nesa_node.swarm.shelf import Shelf
-from nesa_node.swarm.tasks import until_one_succeeds
+from nesa_node.swarm.tasks import until_one_answers
 from nesa_node.swarm.transport import Transport, open_transport, split_peer_address
 from nesa_node.swarm.validator import RecordValidator
 
@@ -158,9 +158,8 @@ async def _join_dht(node: DHTNode, peer: DhtPeer, initial_peers: Sequence[str]) 
     if not others:
         return
     with waiting("initial peers to answer as members of the DHT", limit_s=_RPC_TIMEOUT_S):
-        pings = [_require_answer(node, other) for other in others]
-        outcomes = await until_one_succeeds(pings, OTHER_PEERS_S)
-    if all(isinstance(outcome, Exception) for outcome in outcomes):
+        outcomes = await until_one_answers(_require_answer(node, other) for other in others)
+    if all(isinstance(outcome, PeerUnreachableError) for outcome in outcomes):
         raise BootstrapError(
             "the initial peers can be reached, but none of them is a member of this swarm's DHT: "
             f"{', '.join(initial_peers)}; are they nesa-nodes, with the same --swarm-key?"

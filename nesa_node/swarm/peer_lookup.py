@@ -21,13 +21,11 @@ from nesa_node.core.ids import PeerId
 from nesa_node.core.logging import get_logger
 from nesa_node.core.peer_address import as_multiaddress, has_peer_id, host_and_port
 from nesa_node.swarm.identity import base58_encode, verify
-from nesa_node.swarm.tasks import until_one_succeeds
+from nesa_node.swarm.tasks import until_one_answers
 
 log = get_logger(__name__)
 
 LOOKUP_TIMEOUT_S = 5.0
-OTHER_PEERS_S = 0.5
-"""How long the other initial peers have once one has answered: some may be gone."""
 MAX_CERTIFICATE_BYTES = 16_384
 _MULTISTREAM = b"/multistream/1.0.0\n"
 _TLS = b"/tls/1.0.0\n"
@@ -50,13 +48,11 @@ async def with_peer_ids(addresses: Sequence[str]) -> tuple[str, ...]:
     bare = [address for address in written if not has_peer_id(address)]
     if not bare:
         return tuple(written)
-    found = await until_one_succeeds(map(_with_id, bare), OTHER_PEERS_S)
+    found = await until_one_answers(map(_with_id, bare))
     failures: dict[str, str] = {}
     for address, answer in zip(bare, found, strict=True):
-        if isinstance(answer, PeerUnreachableError | TimeoutError):
+        if isinstance(answer, PeerUnreachableError):
             failures[address] = str(answer)
-        elif isinstance(answer, Exception):
-            raise answer
         else:
             known.append(answer)
     if not known:

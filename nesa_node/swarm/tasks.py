@@ -6,11 +6,15 @@ import asyncio
 from collections.abc import Coroutine, Iterable
 from typing import Any, TypeVar
 
+from nesa_node.core.errors import PeerUnreachableError
 from nesa_node.core.logging import get_logger
 
 log = get_logger(__name__)
 
 Result = TypeVar("Result")
+
+OTHERS_S = 0.5
+"""How long other peers have once one has answered: some of them may be gone."""
 
 
 class TaskSet:
@@ -50,34 +54,35 @@ class TaskSet:
             log.error("task_failed", task=task.get_name(), exc_info=error)
 
 
-async def until_one_succeeds(
-    calls: Iterable[Coroutine[Any, Any, Result]], rest_s: float
-) -> list[Result | Exception]:
-    """Run `calls` at once, and cancel those still running `rest_s` after one has succeeded.
+async def until_one_answers(
+    calls: Iterable[Coroutine[Any, Any, Result]],
+) -> list[Result | PeerUnreachableError]:
+    """Call peers at once; `OTHERS_S` after one has answered, cancel what still runs.
 
-    Returns what each returned or raised, in order: a `TimeoutError` for a cancelled one.
+    Returns what each call returned, in order, or the `PeerUnreachableError` of a peer that did not
+    answer in time. Raises what else a call raises.
     """
     tasks = [asyncio.create_task(_outcome(call)) for call in calls]
     running = set(tasks)
     try:
         while running:
             done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-            if not all(isinstance(task.result(), Exception) for task in done):
+            if not all(isinstance(task.result(), PeerUnreachableError) for task in done):
                 break
         if running:
-            _, running = await asyncio.wait(running, timeout=rest_s)
+            _, running = await asyncio.wait(running, timeout=OTHERS_S)
     finally:
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
-    late = TimeoutError(f"no answer {rest_s:g} s after the first")
+    late = PeerUnreachableError(f"no answer {OTHERS_S:g} s after the first")
     return [late if task in running else task.result() for task in tasks]
 
 
-async def _outcome(call: Coroutine[Any, Any, Result]) -> Result | Exception:
+async def _outcome(call: Coroutine[Any, Any, Result]) -> Result | PeerUnreachableError:
     try:
         return await call
-    except Exception as error:  # the caller looks at it
+    except PeerUnreachableError as error:
         return error
 
 

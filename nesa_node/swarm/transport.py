@@ -36,9 +36,8 @@ from nesa_node.swarm.few_addresses import (
 from nesa_node.swarm.hive import p2pd_pb2
 from nesa_node.swarm.identity import Identity, base58_encode
 from nesa_node.swarm.p2pd import Daemon, parse_multiaddr, start_p2pd
-from nesa_node.swarm.peer_lookup import OTHER_PEERS_S
 from nesa_node.swarm.pipe import Pipe, listen_for_pipes
-from nesa_node.swarm.tasks import TaskSet, until_one_succeeds
+from nesa_node.swarm.tasks import TaskSet, until_one_answers
 
 log = get_logger(__name__)
 
@@ -377,19 +376,14 @@ async def _join(transport: Transport, peers: dict[PeerId, list[str]]) -> None:
     if not peers:
         return
     with waiting("initial peers to answer", peers=list(peers), limit_s=_BOOTSTRAP_TIMEOUT_S):
-        outcomes = await until_one_succeeds(
-            (
-                transport.connect(peer, addresses, _BOOTSTRAP_TIMEOUT_S)
-                for peer, addresses in peers.items()
-            ),
-            OTHER_PEERS_S,
+        outcomes = await until_one_answers(
+            transport.connect(peer, addresses, _BOOTSTRAP_TIMEOUT_S)
+            for peer, addresses in peers.items()
         )
     failures = dict(zip(peers, outcomes, strict=True))
     for peer, failure in failures.items():
-        if isinstance(failure, PeerUnreachableError | TimeoutError):
+        if failure is not None:
             log.warning("initial_peer_unreachable", peer=peer, error=str(failure))
-        elif failure is not None:
-            raise failure
     if all(failure is not None for failure in failures.values()):
         tried = ", ".join(address for addresses in peers.values() for address in addresses)
         raise BootstrapError(

@@ -16,7 +16,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 SHARE = 1 / 16
-"""Of the inputs, traced before they are read."""
+"""Of the inputs: these are traced while they are read, and not timed."""
 MAX_KEPT = 512
 MAX_KEPT_BYTES = 4096
 """Of one input: what they take together must not be taken for memory that a parser keeps."""
