@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -14,8 +15,10 @@ import httpx
 import pytest
 from torch import Tensor
 
+from nesa_node.api.serving.looking import Seen
 from nesa_node.client.activity import SessionActivity
 from nesa_node.engine.few_tokens import FewTokens
+from nesa_node.server import speed
 from tests.api.live import live_gateway
 from tests.api.tokenizers import byte_level_tokenizer
 from tests.engine.tiny_models import BLOCKS, save_tiny_model
@@ -25,8 +28,8 @@ REQUESTS = 3
 """Of each kind."""
 FREE_WITHIN_S = 10.0
 OURS = ("nesa_node.api.", "nesa_node.client.", "nesa_node.core.errors")
-KEPT = (SessionActivity,)
-"""A bounded list of what was."""
+KEPT = (SessionActivity, Seen)
+"""A bounded list of what was, and the gateway's last look at each model."""
 
 SCHEMA = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
 KINDS: dict[str, dict[str, Any]] = {
@@ -87,8 +90,8 @@ def _is_idle() -> bool:
 def gateway(folder: Path, nodes: int) -> Iterator[httpx.Client]:
     """Before so many thirds of a model.
 
-    The nodes, in this process, do without what they keep for each number of tokens in a step: how
-    many there will be is chance.
+    The nodes, in this process, do without what they keep for each number of tokens in a step, and
+    do not measure again, which takes tensors, too: how many there will be is chance.
     """
     model = save_tiny_model("llama", folder)
     byte_level_tokenizer().save_pretrained(model)
@@ -99,6 +102,8 @@ def gateway(folder: Path, nodes: int) -> Iterator[httpx.Client]:
         httpx.Client(base_url=url, timeout=30) as client,
     ):
         patch.setattr(FewTokens, "serves", lambda *_: False)
+        patch.setattr(speed, "LEAST_PAUSE_S", math.inf)
+        patch.setattr(speed, "MOST_PAUSE_S", math.inf)
         yield client
 
 

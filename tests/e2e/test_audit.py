@@ -35,6 +35,7 @@ from tests.swarm.local_swarm import local_swarm
 from tests.swarms import in_process_swarm
 
 LIE = 100.0
+HONEST_TOKENS_PER_S = 50.0
 
 
 @pytest.fixture(autouse=True)
@@ -135,12 +136,12 @@ def test_a_session_leaves_a_liar_that_is_slow(
         made.append(blocks)
         honest = measure_throughput(blocks)
         if len(made) > 1:
-            # So few blocks take less than links differ by: that must not decide.
-            return replace(honest, decode_tokens_per_s=honest.decode_tokens_per_s / 10)
+            # A step of so few blocks takes less than links differ by: that must not decide.
+            return replace(honest, decode_tokens_per_s=HONEST_TOKENS_PER_S)
         run = blocks.run
 
         def slow(pieces: Sequence[Piece], runs: Sequence[Run]) -> None:
-            time.sleep(0.1)
+            time.sleep(5 / HONEST_TOKENS_PER_S)
             run(pieces, runs)
 
         monkeypatch.setattr(blocks, "run", slow)
