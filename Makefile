@@ -77,7 +77,7 @@ test-part: $(READY) browser tools
 	@echo "part $$(($(PART) % $(PARTS))) of $(PARTS) of the slow tests"
 	$(BIN)/python -m pytest -m slow $$($(BIN)/python -m tests.slow_parts $(PARTS) $(PART))
 
-# Which of the deliberate mistakes in tests/mutants do tests notice? About an hour.
+# Which of the deliberate mistakes in tests/mutants do tests notice? An hour on an idle machine.
 mutants: $(READY)
 	$(BIN)/python -m tests.mutants $(NAMES)
 

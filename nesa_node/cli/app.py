@@ -40,8 +40,8 @@ from nesa_node.core.plain_text import plain_lines
 app = App(
     name="nesa-node",
     help="A swarm of machines that serves one language model: each holds a span of its blocks.",
-    help_epilogue="`--help-all` after a command shows all of its flags. Every flag may also be a "
-    "NESA_* variable or a key of the --config file. "
+    help_epilogue="`--help-all` after a command shows all of its flags. Settings of daemons, "
+    "clients and gateways may also be NESA_* variables or keys of the --config file. "
     "Exit codes: docs/exit-codes.md.",
     version=__version__,
     version_flags=["--version"],

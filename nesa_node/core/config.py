@@ -108,13 +108,16 @@ def _read_span(value: object) -> object:
 
 
 def _read_secret(value: object) -> object:
-    """`@PATH` stands for the content of that file, which keeps secrets out of process lists."""
+    """`@PATH` stands for the content of that file, which keeps secrets out of process lists.
+
+    Without the line's end that a file has, and a variable that was made from one.
+    """
     if isinstance(value, str) and value.startswith("@"):
         try:
-            value = Path(value[1:]).expanduser().read_text(encoding="utf-8").strip()
+            value = Path(value[1:]).expanduser().read_text(encoding="utf-8")
         except OSError as error:
             raise ValueError(f"cannot read {value[1:]}: {error.strerror}") from None
-    if value == "":
+    if isinstance(value, str) and not (value := value.strip()):
         raise ValueError("it is empty")
     return value
 

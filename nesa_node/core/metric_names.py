@@ -142,7 +142,8 @@ SPAN_START = Metric("nesa_node_span_start", "gauge", "The first block it holds."
 SPAN_END = Metric("nesa_node_span_end", "gauge", "The block after its last one.", ("model",))
 WEIGHTS = Metric("nesa_node_weight_bytes", "gauge", "Memory of its weights.", ("model",))
 SPEED = Metric(
-    "nesa_node_measured_tokens_per_second", "gauge", "What it measured when it loaded its blocks.",
+    "nesa_node_measured_tokens_per_second", "gauge",
+    "What it measured last: when it loaded its blocks, or since, when the machine had changed.",
     ("model", "phase"),
 )  # fmt: skip
 MOVES = Metric(

@@ -179,8 +179,16 @@ def test_a_secret_may_be_read_from_a_file(tmp_path: Path) -> None:
     assert config.swarm_key.get_secret_value() == "sesame"
     with pytest.raises(ConfigError, match="cannot read"):
         node(cli={"swarm_key": f"@{path}.absent"})
-    with pytest.raises(ConfigError, match="it is empty"):
-        node(env={"NESA_SWARM_KEY": ""})
+
+
+def test_a_secret_ends_before_the_line_that_a_file_leaves_in_a_variable() -> None:
+    """Kubernetes keeps the newline of the file that a secret was made from."""
+    config = node(env={"NESA_SWARM_KEY": "sesame\n"})
+    assert config.swarm_key is not None
+    assert config.swarm_key.get_secret_value() == "sesame"
+    for nothing in ("", "\n"):
+        with pytest.raises(ConfigError, match="it is empty"):
+            node(env={"NESA_SWARM_KEY": nothing})
 
 
 def test_a_config_is_frozen() -> None:

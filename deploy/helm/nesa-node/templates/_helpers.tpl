@@ -79,7 +79,7 @@ capabilities: {drop: [ALL]}
 exec: {command: [test, -e, /tmp/nesa-node.ready]}
 {{- end -}}
 
-{{/* What the gateway answers to, beside IP addresses: the names of its service, and the ingress'. */}}
+{{/* Names of the gateway's own pages, where a proxy changes `Host`: those of its service, and the ingress'. */}}
 {{- define "nesa.hostNames" -}}
 {{- $service := printf "%s-gateway" (include "nesa.fullname" .) -}}
 {{- $names := list $service (printf "%s.%s" $service .Release.Namespace) (printf "%s.%s.svc" $service .Release.Namespace) (printf "%s.%s.svc.%s" $service .Release.Namespace .Values.clusterDomain) -}}
