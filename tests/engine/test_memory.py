@@ -51,6 +51,17 @@ def test_as_many_blocks_as_fit_beside_their_cache(models_dir: Path) -> None:
         assert (fit.bytes_per_block, fit.cache_bytes_per_block) == (block, cache)
 
 
+def test_a_tenth_of_a_large_memory_stays_free(models_dir: Path) -> None:
+    checkpoint = open_local(save_tiny_model("llama", models_dir))
+    free = 100 * RESERVE_BYTES
+    tokens = free * 19 // 100 // cache_bytes_per_token(checkpoint, torch.float32)
+    fit = blocks_that_fit(
+        checkpoint, dtype=torch.float32, device="cpu", cache_tokens=tokens, free_bytes=free
+    )
+    # 0.9 / 0.19 is 4.7, and 0.99 / 0.19 is 5.2: 256 MiB are a hundredth.
+    assert fit.blocks == 4
+
+
 def test_more_blocks_fit_in_fewer_bits(models_dir: Path) -> None:
     checkpoint = open_local(save_tiny_model("llama", models_dir))
     room = RESERVE_BYTES + 3 * block_bytes(checkpoint, torch.float32)[0]

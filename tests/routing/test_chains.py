@@ -198,6 +198,14 @@ def test_gap_is_filled_near_its_neighbours() -> None:
     assert filled[1] == Hop(C, Span(2, 4))
 
 
+def test_one_peer_does_not_fill_two_gaps() -> None:
+    """A chain whose hops are one peer would be ended by one failure, twice."""
+    nodes = [_node("a", 0, 6, speed=1000.0), _node("b", 2, 4), _node("c", 4, 6)]
+    kept = (Hop(B, Span(2, 4)),)
+    filled = fill_gaps(_snapshot(6, *nodes), Request(span=Span(0, 6)), kept)
+    assert filled == (Hop(A, Span(0, 2)), *kept, Hop(C, Span(4, 6)))
+
+
 def test_another_strategy_can_choose() -> None:
     snapshot = _snapshot(4, _node("a", 0, 4, load=0.9, speed=30.0), _node("b", 0, 4))
     assert plan_chain(snapshot, Request(span=Span(0, 4)))[0].peer_id == A

@@ -157,3 +157,12 @@ def test_word_about_speeds_counts_late_and_needs_a_second_one() -> None:
     assert long_standing(LONG_STANDING_S, 0.9) == pytest.approx(0.9)
     assert corroborated([]) == corroborated([1.0]) == 0.0
     assert corroborated([1.0, 0.25, 0.5]) == pytest.approx(0.75)
+
+
+def test_each_of_two_neighbours_that_stall_is_blamed_by_half() -> None:
+    def blame(kind: str) -> float:
+        return blames([_accuse("reporter", kind=kind)], lambda _: 1.0)[HONEST]
+
+    assert blame("lost") == blame("wrong") == 1.0
+    assert blame("stalled") == 0.5
+    assert blame("slow") == blame("refused") == 0.3

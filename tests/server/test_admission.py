@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -198,3 +199,27 @@ def test_a_refusal_says_about_when_the_next_session_ends() -> None:
         with made.session(A, rows=1, max_tokens=1, outbox_bytes_per_token=0):
             pass
     assert made.retry_after_s == RETRY_AFTER_S[0]
+
+
+def test_where_the_operator_names_peers_no_other_is_served() -> None:
+    made = admission()
+    made.limits = replace(made.limits, allow=frozenset({A}))
+    made.check_peer(A)
+    with pytest.raises(ProtocolError, match="does not serve b") as refusal:
+        made.check_peer(B)
+    assert refusal.value.code == "not_allowed"
+    made.limits = replace(made.limits, deny=frozenset({A}))
+    with pytest.raises(ProtocolError, match="does not serve a"):
+        made.check_peer(A)
+
+
+def test_a_peer_holds_a_bounded_number_of_streams() -> None:
+    made = admission()
+    with ExitStack() as stack:
+        for _ in range(512):
+            stack.enter_context(made.stream(A))
+        with pytest.raises(BusyError, match="too many streams"):
+            stack.enter_context(made.stream(A))
+        stack.enter_context(made.stream(B))
+    with made.stream(A):
+        pass

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from nesa_node.server.executor import open_executor
+from nesa_node.server.executor import Executor, open_executor
 
 
 @pytest.mark.parametrize("cancellations", [1, 2, 5])
@@ -72,3 +74,21 @@ async def test_job_that_has_not_begun_is_dropped_with_its_caller() -> None:
         go_on.set()
         assert await first
     assert ran == []
+
+
+def test_load_is_the_busy_share_of_the_last_half_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+
+    def job() -> None:
+        now[0] += 30.0
+
+    with ThreadPoolExecutor(1) as pool, monkeypatch.context() as patch:
+        patch.setattr(time, "monotonic", lambda: now[0])
+        executor = Executor(pool)
+        assert executor.load == 0.0
+        executor.run_here(job)
+        assert executor.load == pytest.approx(0.5)
+        now[0] += 30.0
+        assert executor.load == pytest.approx(0.25)
+        executor.run_here(job)
+        assert executor.load == pytest.approx(0.625)

@@ -5,12 +5,31 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, cast
+from unittest.mock import AsyncMock
 
+import pytest
+
+from nesa_node.core.config import NodeConfig
 from nesa_node.core.span import Span
+from nesa_node.server import orchestrate
 from nesa_node.server.follow import follow
+from nesa_node.server.orchestrate import follow_placements
 from nesa_node.swarm.notices import Placement
 from nesa_node.topology.snapshot import Snapshot
-from tests.server.small_swarm import MODEL, TO_SECOND, UNEVEN, A, node, placement, swarm
+from tests.server.small_swarm import (
+    BLOCKS,
+    BOSS,
+    MODEL,
+    TO_SECOND,
+    UNEVEN,
+    A,
+    node,
+    placement,
+    swarm,
+)
+from tests.swarm.local_swarm import local_swarm
 
 
 class _Wish:
@@ -116,3 +135,16 @@ async def test_follower_wishes_for_what_it_is_willing_to_do() -> None:
     span, reason = moves.asked[0]
     assert span == Span(4, 8)
     assert reason.startswith("placement 3.1@")
+
+
+async def test_placements_of_allowed_orchestrators_are_not_pushed_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stranger may publish as many as a member keeps."""
+    monkeypatch.setattr(orchestrate, "follow", AsyncMock())
+    config = NodeConfig(model="m", allow_orchestrators=(BOSS,))
+    async with local_swarm(tmp_path, 1) as (member,):
+        await follow_placements(
+            config, member, MODEL, node(), cast(Any, _Moves()), num_blocks=BLOCKS
+        )
+        assert BOSS in member.notices._spared

@@ -29,7 +29,7 @@ from nesa_node.server.learner import Learner, Tuned
 from nesa_node.server.orchestrator import Orchestrator, Pace
 from nesa_node.server.planner import Rebalancer
 from nesa_node.server.snapshot_store import SnapshotStore
-from nesa_node.server.study import Findings
+from nesa_node.server.study import Findings, Question
 from nesa_node.swarm.lease import LeaseKeeper
 from nesa_node.swarm.notices import Exponents, Placement
 from nesa_node.topology.churn import steps
@@ -201,3 +201,23 @@ os.kill(os.getpid(), signal.SIGKILL)
         finally:
             with suppress(ProcessLookupError):
                 os.kill(study, signal.SIGKILL)
+
+
+def test_the_system_ends_a_study_that_takes_more_processor_time_than_it_may() -> None:
+    program = """
+import resource, sys
+from nesa_node.server import study
+def told(question):
+    limits = str(resource.getrlimit(resource.RLIMIT_CPU))
+    return study.Findings(exponents={}, tuning=limits, schemas="")
+study.study = told
+study.main()
+"""
+    question = Question(store="", goal="latency", replicas=1, seconds=10.0, seed=0, exponents={})
+    said = subprocess.run(
+        [sys.executable, "-c", program, str(os.getpid())],
+        input=msgspec.json.encode(question),
+        capture_output=True,
+        check=True,
+    )
+    assert msgspec.json.decode(said.stdout, type=Findings).tuning == "(50, 51)"

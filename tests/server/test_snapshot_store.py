@@ -45,6 +45,14 @@ def slower(snapshot: Snapshot, factor: float, *, only: int | None = None) -> Sna
     return replace(snapshot, links=Links(links.peers, rtt_ms_NN, *rest))
 
 
+def faster(snapshot: Snapshot, factor: float) -> Snapshot:
+    """Its first node, which holds what `test_only_what_says_something_new_is_kept` gives it."""
+    first = snapshot.nodes[0]
+    speed = factor * first.decode_tokens_per_s
+    node = replace(first, span=Span(0, 1), decode_tokens_per_s=speed)
+    return replace(snapshot, nodes=(node, *snapshot.nodes[1:]))
+
+
 def test_what_was_kept_comes_back_exactly(tmp_path: Path) -> None:
     store = SnapshotStore(tmp_path / "new" / "model.db")
     assert store.snapshots() == []
@@ -73,10 +81,13 @@ def test_only_what_says_something_new_is_kept(tmp_path: Path) -> None:
         (replace(world(6), nodes=(moved, *first.nodes[1:])), False),
         (replace(world(605), nodes=(moved, *first.nodes[1:])), True),
         (replace(world(606), nodes=()), False),
+        (faster(world(607), 1.1), False),
+        (faster(world(608), 1.3), True),
+        (faster(world(609), 1.3), False),
     ):
         assert store.add(look(snapshot), snapshot) is kept, snapshot.taken_at
-    assert len(store.looks(100)) == 9
-    assert store.add(look(world(607)), world(607), always=True)
+    assert len(store.looks(100)) == 12
+    assert store.add(look(world(610)), world(610), always=True)
 
 
 def test_the_oldest_go_when_there_are_too_many_or_they_are_too_large(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from nesa_node.swarm.identity import Identity
 from nesa_node.swarm.node import Swarm, open_swarm
 from nesa_node.swarm.notices import MAX_ACCUSED, Failure, Report
 from nesa_node.swarm.reporter import Reporter
+from nesa_node.swarm.standing import Acquaintance
 from tests.swarm.local_swarm import eventually, local_swarm
 from tests.swarm.notice_fields import PEERS
 from tests.swarm.record_fields import MODEL_ID, make_record, make_status
@@ -97,9 +98,12 @@ async def test_two_who_are_known_for_long_can_say_that_a_node_boasts(tmp_path: P
             assert node is not None
             return node.decode_tokens_per_s
 
-        async def accuse(by: Swarm) -> None:
-            failure = Failure(peer=boaster.identity.peer_id, kind="slow", count=9, at=now[0])
-            await by.notices.publish(Report, MODEL, ttl_s=100, failures=(failure,))
+        async def accuse(by: Swarm, *others: str) -> None:
+            failures = tuple(
+                Failure(peer=peer, kind="slow", count=9, at=now[0])
+                for peer in (boaster.identity.peer_id, *others)
+            )
+            await by.notices.publish(Report, MODEL, ttl_s=100, failures=failures)
 
         # Both are believed in full where it is about the next chain.
         for _ in range(2):
@@ -127,6 +131,14 @@ async def test_two_who_are_known_for_long_can_say_that_a_node_boasts(tmp_path: P
         assert await speed() == 1000.0
         await accuse(second)
         assert await speed() == pytest.approx(1000.0 / LIE)
+        (doubt,) = reader.directory.doubts(MODEL).values()
+        now[0] += 20
+        for accuser in (witness, second):
+            await accuse(accuser, *PEERS[:3])
+        await reader.directory.fetch(MODEL)
+        doubts = reader.directory.doubts(MODEL)
+        assert len(doubts) == 4
+        assert max(doubts.values()) == pytest.approx(doubt / 4, rel=0.05)
 
 
 class _Board:
@@ -164,6 +176,46 @@ async def test_reporter_tells_the_first_failure_at_once_and_the_rest_together() 
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_reporter_does_not_repeat_failures_of_long_ago() -> None:
+    board, now = _Board(), [1e9]
+    reporter = Reporter(
+        board,  # type: ignore[arg-type]
+        PeerId("me"),
+        clock=lambda: now[0],
+        interval_s=0.01,
+    )
+    task = asyncio.create_task(reporter.run())
+    try:
+        for count, peer in enumerate(PEERS[:2], start=1):
+            reporter.note(MODEL, PeerId(peer), "lost")
+
+            async def is_told(count: int = count) -> bool:
+                return len(board.published) == count
+
+            await eventually(is_told)
+            now[0] += 241.0
+    finally:
+        task.cancel()
+    told = [[failure.peer for failure in failures] for _, failures in board.published]
+    assert told == [[PEERS[0]], [PEERS[1]]]
+
+
+def test_a_peer_that_comes_back_after_a_week_is_a_newcomer() -> None:
+    now = [1e9]
+    acquaintance = Acquaintance(lambda: now[0])
+    peer = PeerId(PEERS[0])
+    acquaintance.seen(peer, now[0] + 60)
+    now[0] += 300
+    acquaintance.seen(peer, now[0] + 60)
+    assert acquaintance.known_s(peer) == 300
+    now[0] += 7 * 86_400
+    assert acquaintance.known_s(peer) == 0
+    acquaintance.seen(peer, now[0] + 60)
+    assert acquaintance.known_s(peer) == 0
+    now[0] += 10
+    assert acquaintance.known_s(peer) == 10
 
 
 def test_reporter_remembers_a_bounded_number_of_models() -> None:

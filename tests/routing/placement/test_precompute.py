@@ -10,6 +10,7 @@ import pytest
 
 from nesa_node.core.span import Span
 from nesa_node.routing.build import Request
+from nesa_node.routing.placement import precompute as precompute_module
 from nesa_node.routing.placement.capacity import make_room
 from nesa_node.routing.placement.precompute import (
     LEAST,
@@ -106,3 +107,11 @@ def test_a_plan_that_starts_from_a_schema_gains_at_least_as_much() -> None:
         assert started.gain - started.cost_s / 3600 >= plain.gain - plain.cost_s / 3600 - 1e-9
         gains.append(started.gain)
     assert max(gains) > 0
+
+
+def test_schemas_that_choose_badly_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(precompute_module, "mean_regret", lambda *_: 0.06)
+    found = learnt(history(2 * LEAST))
+    assert found.library is None
+    assert found.regret == 0.06
+    assert "more than 5%" in found.reason

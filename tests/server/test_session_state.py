@@ -1,0 +1,74 @@
+"""What a session tells, and what of it a successor forgets."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any, cast
+
+import pytest
+
+from nesa_node.engine.blocks import Blocks
+from nesa_node.swarm.messages import (
+    VERSION,
+    Error,
+    Linked,
+    Opened,
+    Ping,
+    Pong,
+    PushOpen,
+    PushOpened,
+    Reordered,
+)
+from tests.server.bench import open_node
+from tests.server.test_session_server import end, opened
+
+
+async def test_pong_tells_the_bytes_that_came_from_the_node_before(blocks: Blocks) -> None:
+    """By them a client knows a slow link from a node that is gone."""
+    async with open_node(blocks) as node:
+        peer = node.peer()
+        peer.open(upstream="up")
+        await peer.wire.hear_a(Opened)
+        peer.link(upstream="up")
+        await peer.wire.hear_a(Linked)
+        peer.wire.say(Ping(nonce=1))
+        assert (await peer.wire.hear_a(Pong)).upstream_bytes == 0
+        wire = node.connect("up")
+        cast(Any, wire).heard_bytes = 77
+        wire.say(PushOpen(version=VERSION, session=peer.session, secret=peer.secret, epoch=1))
+        await wire.hear_a(PushOpened)
+        peer.wire.say(Ping(nonce=2))
+        assert (await peer.wire.hear_a(Pong)).upstream_bytes == 77
+        wire.hang_up()
+        await end(peer)
+
+
+async def test_successor_forgets_rows_that_are_reordered(
+    blocks: Blocks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with open_node(blocks) as node:
+        peer = await opened(node, rows=3)
+        peer.step({0: 4, 1: 5, 2: 6})
+        await peer.output()
+        (session,) = node.server._sessions.values()
+        kept: list[Sequence[int]] = []
+        monkeypatch.setattr(session._transfers, "truncate", kept.append)
+        peer.reorder([2, 0, 0])
+        await peer.wire.hear_a(Reordered)
+        assert kept == [[0, 0, 0]]
+        await end(peer)
+
+
+async def test_node_that_gives_its_blocks_up_opens_no_session(blocks: Blocks) -> None:
+    async with open_node(blocks) as node:
+        peer = await opened(node)
+        drain = asyncio.create_task(node.server.drain(20.0))
+        await asyncio.sleep(0)
+        late = node.peer("late")
+        late.open()
+        assert (await late.wire.hear_a(Error)).code == "draining"
+        peer.step({0: 3})
+        await peer.output()
+        await end(peer)
+        await drain
