@@ -18,12 +18,13 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from nesa_node.core.errors import PeerUnreachableError, RemoteError, SwarmError
+from nesa_node.core.errors import ConfigError, PeerUnreachableError, RemoteError, SwarmError
 from nesa_node.core.ids import PeerId
 from nesa_node.core.logging import get_logger
 from nesa_node.core.plain_text import plain_lines, plain_text
 from nesa_node.swarm.hive import DecodeError, Multiaddr, p2pd_pb2
 from nesa_node.swarm.identity import base58_decode, base58_encode
+from nesa_node.swarm.p2pd import parse_multiaddr
 from nesa_node.swarm.pipe import SCRATCH_BYTES, Pipe, open_pipe
 from nesa_node.swarm.tasks import TaskSet
 
@@ -72,7 +73,7 @@ def write_message(pipe: Pipe, message: Any) -> None:
 
 
 def packed_address(address: str) -> bytes:
-    """A multiaddress as the daemon reads it.
+    """A multiaddress as the daemon reads it. Raises `ConfigError` for what is none.
 
     hivemind's `Multiaddr` writes a peer within an address (a relay's, most often) as a CID. The
     daemon wants the peer id alone, and would refuse the other addresses of the list as well.
@@ -81,11 +82,19 @@ def packed_address(address: str) -> bytes:
     packed = bytearray()
     for number, piece in enumerate(pieces):
         if number % 2:
-            peer = base58_decode(piece)
-            packed += _P2P + bytes([len(peer)]) + peer
+            packed += _P2P + _packed_peer(piece)
         elif piece:
-            packed += Multiaddr(piece).to_bytes()
+            # Not every piece of a multiaddress is one: "p2p" may also be the name of a zone.
+            packed += parse_multiaddr(piece).to_bytes()
     return bytes(packed)
+
+
+def _packed_peer(text: str) -> bytes:
+    try:
+        peer = base58_decode(text)
+    except ValueError as error:
+        raise ConfigError(f"{text!r} is not a peer id in base 58") from error
+    return bytes([len(peer)]) + peer
 
 
 class ControlSocket:
@@ -102,11 +111,11 @@ class ControlSocket:
         addresses = tuple(str(Multiaddr(raw)) for raw in response.identify.addrs)
         return PeerId(base58_encode(response.identify.id)), addresses
 
-    async def connect(self, peer: PeerId, addresses: Sequence[str], timeout_s: float) -> None:
-        """Dial `peer`; returns at once if it is connected already."""
+    async def connect(self, peer: PeerId, packed: Sequence[bytes], timeout_s: float) -> None:
+        """Dial `peer` at `packed` addresses; returns at once if it is connected already."""
         connect = p2pd_pb2.ConnectRequest(
             peer=base58_decode(peer),
-            addrs=[packed_address(address) for address in addresses],
+            addrs=packed,
             timeout=max(1, round(timeout_s)),
         )
         await self._ask(p2pd_pb2.Request(type=p2pd_pb2.Request.CONNECT, connect=connect))

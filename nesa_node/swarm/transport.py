@@ -26,7 +26,13 @@ from nesa_node.core.errors import (
 from nesa_node.core.ids import PeerId
 from nesa_node.core.logging import get_logger
 from nesa_node.core.waiting import waiting
-from nesa_node.swarm.control import ControlSocket, UnaryCalls, open_unary_calls, read_message
+from nesa_node.swarm.control import (
+    ControlSocket,
+    UnaryCalls,
+    open_unary_calls,
+    packed_address,
+    read_message,
+)
 from nesa_node.swarm.few_addresses import (
     few_addresses,
     interface_addresses,
@@ -107,15 +113,11 @@ class Transport:
         Raises `PeerUnreachableError`. Malformed addresses and those of other peers are ignored, and
         QUIC's unless this node was told to listen there itself.
         """
-        bare = [
-            bare
-            for address in addresses
-            if (bare := _address_of(peer, address)) is not None
-            and (self._dials_quic or "/udp/" not in bare)
-        ]
+        known = [address for address in addresses if self._dials_quic or "/udp/" not in address]
+        packed = [each for address in known if (each := _packed_address_of(peer, address))]
         try:
             async with asyncio.timeout(timeout_s):
-                await self.control.connect(peer, bare, timeout_s)
+                await self.control.connect(peer, packed, timeout_s)
         except TimeoutError as error:
             raise PeerUnreachableError(f"{peer} did not answer within {timeout_s:g} s") from error
         except PeerUnreachableError as error:
@@ -345,21 +347,21 @@ async def _cancel(task: asyncio.Task[None]) -> None:
     await asyncio.wait({task})
 
 
-def split_peer_address(address: str) -> tuple[str, PeerId]:
-    """`/ip4/.../p2p/<id>` as the address and the id; `ConfigError` if it has no id."""
+def split_peer_address(address: str) -> tuple[bytes, PeerId]:
+    """`/ip4/.../p2p/<id>` as the packed address and the id. Raises `ConfigError`."""
     parse_multiaddr(address)
     bare, separator, peer = address.rpartition("/p2p/")
     if not separator or not bare or "/" in peer:
         raise ConfigError(f"the peer address {address!r} must end in /p2p/<peer id>")
-    return bare, PeerId(peer)
+    return packed_address(bare), PeerId(peer)
 
 
-def _address_of(peer: PeerId, address: str) -> str | None:
+def _packed_address_of(peer: PeerId, address: str) -> bytes | None:
     try:
-        bare, owner = split_peer_address(address)
+        packed, owner = split_peer_address(address)
     except ConfigError:
         return None
-    return bare if owner == peer else None
+    return packed if owner == peer else None
 
 
 def _parse_initial_peers(addresses: Sequence[str], own: PeerId) -> dict[PeerId, list[str]]:

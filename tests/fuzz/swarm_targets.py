@@ -24,7 +24,6 @@ from nesa_node.swarm.few_addresses import few_addresses
 from nesa_node.swarm.hive import DHTID, PeerID, dht_pb2, p2pd_pb2
 from nesa_node.swarm.identity import Identity, base58_decode, base58_encode, public_key_bytes
 from nesa_node.swarm.notices import KINDS, open_notice, seal_notice
-from nesa_node.swarm.p2pd import parse_multiaddr
 from nesa_node.swarm.pipe import SCRATCH_BYTES, Pipe
 from nesa_node.swarm.private import Membership
 from nesa_node.swarm.records import NODES_KEY, model_key, seal, unseal_ageless
@@ -352,11 +351,9 @@ def _addresses() -> Iterator[Parse]:
             base58_decode(text)
         with suppress(ValueError):
             public_key_bytes(PeerId(text))
-        bare, peer = split_peer_address(text)
-        parse_multiaddr(bare)
+        _, peer = split_peer_address(text)
         with suppress(ValueError):
             base58_encode(base58_decode(peer))
-            packed_address(bare)
 
     yield parse
 
@@ -366,6 +363,7 @@ def _address_seeds() -> list[bytes]:
         f"/ip4/10.0.0.1/tcp/31330/p2p/{PEER}",
         f"/ip6/2001:db8::1/tcp/31330/p2p/{PEER}",
         f"/ip4/1.2.3.4/tcp/1/p2p/{PEER}/p2p-circuit/p2p/{PEER}",
+        f"/ip4/1.2.3.4/tcp/1/ip6zone/p2p/tcp/2/p2p/{PEER}",
         f"/dns4/example.org/tcp/443/wss/p2p/{PEER}",
         f"/ip4/1.2.3.4/udp/1/quic-v1/webtransport/certhash/uEiA/p2p/{PEER}",
     )

@@ -24,7 +24,7 @@ from nesa_node.swarm.ping import PING_PROTOCOL, ping
 from nesa_node.swarm.pipe import Pipe
 from nesa_node.topology.packed import MAX_MEASURED, pack_measured, peer_digest
 from tests.swarm.local_swarm import eventually, local_swarm
-from tests.swarm.record_fields import MODEL_ID, make_status
+from tests.swarm.record_fields import MODEL_ID, make_record, make_status
 
 MODEL = ModelId(MODEL_ID)
 
@@ -48,6 +48,25 @@ async def test_every_member_answers_pings_and_a_client_may_ask(tmp_path: Path) -
             )
             assert 0 < client.distances.rtt_ms(peer) < 1000
             assert math.isnan(client.distances.rtt_ms(PeerId("12D3KooWnobody")))
+
+
+@pytest.mark.parametrize(
+    "middle",
+    ["ip6zone/p2p/tcp/2", f"p2p/f0172002408011220{'00' * 32}/p2p-circuit"],
+)
+async def test_peer_whose_address_cannot_be_packed_counts_as_unreachable(
+    tmp_path: Path, middle: str
+) -> None:
+    """Its record is valid, and the address a multiaddress; the part that is dialled is none."""
+    liar = Identity.ephemeral(tmp_path)
+    address = f"/ip4/8.8.8.8/tcp/1/{middle}/p2p/{liar.peer_id}"
+    record = make_record(liar, 1e9, addresses=(address,))
+    async with local_swarm(tmp_path, 2) as (one, two):
+        peer = two.identity.peer_id
+        peers = {liar.peer_id: record.addresses, peer: two.transport.addresses}
+        await one.distances.measure(one.transport, peers)
+        assert one.distances.unanswered == 1
+        assert one.distances.rtt_ms(peer) > 0
 
 
 @pytest.mark.parametrize("answer", [b"", b"short", b"not what was asked for here"])

@@ -29,7 +29,7 @@ from nesa_node.core.errors import (
 )
 from nesa_node.core.ids import PeerId
 from nesa_node.swarm import p2pd, transport
-from nesa_node.swarm.control import ControlSocket
+from nesa_node.swarm.control import ControlSocket, packed_address
 from nesa_node.swarm.hive import P2PD_PATH
 from nesa_node.swarm.identity import Identity
 from nesa_node.swarm.pipe import Pipe
@@ -94,9 +94,9 @@ async def test_a_second_stream_needs_no_connection_but_gets_one_where_it_is_gone
         asked: list[PeerId] = []
         connect = client.control.connect
 
-        async def noted(peer: PeerId, addresses: Sequence[str], timeout_s: float) -> None:
+        async def noted(peer: PeerId, packed: Sequence[bytes], timeout_s: float) -> None:
             asked.append(peer)
-            await connect(peer, addresses, timeout_s)
+            await connect(peer, packed, timeout_s)
 
         monkeypatch.setattr(client.control, "connect", noted)
         for _ in range(3):
@@ -407,12 +407,10 @@ async def test_nothing_listens_on_quic_unless_told_to(tmp_path: Path) -> None:
 async def test_strangers_quic_addresses_are_not_dialled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dialled: list[Sequence[str]] = []
+    dialled: list[Sequence[bytes]] = []
 
-    async def connect(
-        self: ControlSocket, peer: PeerId, addresses: Sequence[str], _: float
-    ) -> None:
-        dialled.append(addresses)
+    async def connect(self: ControlSocket, peer: PeerId, packed: Sequence[bytes], _: float) -> None:
+        dialled.append(packed)
 
     monkeypatch.setattr(ControlSocket, "connect", connect)
     other = Identity.ephemeral(tmp_path).peer_id
@@ -422,7 +420,7 @@ async def test_strangers_quic_addresses_are_not_dialled(
         await node.connect(other, records)
         node._dials_quic = True
         await node.connect(other, records)
-    assert dialled == [[tcp], [quic, tcp]]
+    assert dialled == [[packed_address(tcp)], [packed_address(quic), packed_address(tcp)]]
 
 
 async def test_other_daemon_than_hiveminds_is_not_started(
