@@ -199,7 +199,7 @@ class Report(Notice):
 
     bounds: ClassVar = Bounds(Kind("report", 2560), 300.0, 10.0, 128)
 
-    failures: Annotated[tuple[Failure, ...], AS_TUPLE, Field(max_length=MAX_ACCUSED)]
+    failures: Annotated[tuple[Failure, ...], AS_TUPLE, Field(min_length=1, max_length=MAX_ACCUSED)]
 
     @model_validator(mode="after")
     def _check_failures(self) -> Self:

@@ -161,6 +161,7 @@ def test_private_swarm_reads_its_own_notices_only(identity: Identity) -> None:
         (Placement, {"strategy": "Two Words"}),
         (Placement, {"parameters": {f"p{i}": 1.0 for i in range(17)}}),
         (Placement, {"based_on": "not hex"}),
+        (Report, {"failures": ()}),
         (Report, {"failures": (_failure(at=NOW + 1),)}),
         (Report, {"failures": (_failure(count=0),)}),
         (Report, {"failures": (_failure(kind="ugly"),)}),
