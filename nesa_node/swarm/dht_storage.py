@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from nesa_node.core.ids import PeerId
+from nesa_node.swarm.dht_codec import MAX_RECORDS_PER_CALL
 from nesa_node.swarm.hive import DHTID, DHTLocalStorage, DictionaryDHTValue, ValueWithExpiration
 from nesa_node.swarm.notices import KINDS, Bounds
 from nesa_node.swarm.sealing import kind_of
@@ -20,6 +21,9 @@ from nesa_node.swarm.sealing import kind_of
 MAX_KEYS = 512
 MAX_BYTES_PER_KEY = 2 * 1024**2
 """So that a whole key fits into one answer; room for some 1,700 nodes."""
+MAX_RECORDS_PER_KEY = MAX_RECORDS_PER_CALL // 2
+"""Readers refuse an answer of more than `MAX_RECORDS_PER_CALL`, and check each record of every
+member within a call's timeout."""
 MAX_BYTES = 64 * 1024**2
 MAX_NOTICE_KEYS = 256
 """Of all kinds together."""
@@ -161,8 +165,10 @@ class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
     def _fits(self, key: DHTID, size: int) -> bool:
         notice_bytes = sum(self._bytes[key] for key in self._notice_keys)
         num_keys = len(self.data) - len(self._notice_keys)
+        records = self._records(key)
         return (
             self._bytes[key] + size <= MAX_BYTES_PER_KEY
+            and (records is None or len(records) < MAX_RECORDS_PER_KEY)
             and self._bytes.total() - notice_bytes + size <= MAX_BYTES
             and (key in self.data or num_keys < MAX_KEYS)
         )

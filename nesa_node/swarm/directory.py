@@ -43,6 +43,9 @@ log = get_logger(__name__)
 
 DEFAULT_TTL_S = 60.0
 _MAX_REMEMBERED = 16_384
+_READ_PER_TURN = 16
+"""Of the event loop. Signatures are checked again where there are more records than the validator
+remembers to be good."""
 _GLANCE_S = 1.0
 _GLANCE_MEMBERS = 4
 _MOST_MET = 8
@@ -152,7 +155,7 @@ class Directory:
             )
         else:
             found = await self._search(model_key(model_id))
-        self._remember(found)
+        await self._remember(found)
         return self.snapshot(model_id, num_blocks)
 
     async def glance(self, model_id: ModelId, *, members: int = 1) -> None:
@@ -162,7 +165,7 @@ class Directory:
         """
         # Whom one member does not name may be there all the same.
         found = await self._shelf.find(model_key(model_id), members=members)
-        self._remember(found, is_whole=False)
+        await self._remember(found, is_whole=False)
 
     async def glance_soon(self, model_id: ModelId) -> bool:
         """`glance` with the member that answers first, some being gone; False if none does soon."""
@@ -248,7 +251,7 @@ class Directory:
 
         Without those whose number of blocks is known to be wrong (`know_blocks`).
         """
-        self._remember(await self._search(NODES_KEY))
+        await self._remember(await self._search(NODES_KEY))
         known = self._num_blocks
         return sorted(
             (
@@ -332,9 +335,11 @@ class Directory:
         log.info("dht_rejoined", peer=record.peer_id)
         return True
 
-    def _remember(self, sealed_records: Iterable[bytes], *, is_whole: bool = True) -> None:
+    async def _remember(self, sealed_records: Iterable[bytes], *, is_whole: bool = True) -> None:
         """`is_whole`: who is not among them any more has failed."""
-        for sealed in sealed_records:
+        for number, sealed in enumerate(sealed_records, 1):
+            if number % _READ_PER_TURN == 0:
+                await asyncio.sleep(0)
             try:
                 record = self._validator.open(sealed)
             except RecordError as error:

@@ -6,6 +6,7 @@ from collections import Counter
 import pytest
 
 from nesa_node.swarm import dht_storage
+from nesa_node.swarm.dht_codec import MAX_RECORDS_PER_CALL, pack_records, unpack_records
 from nesa_node.swarm.dht_storage import BoundedStorage
 from nesa_node.swarm.hive import DHTID, DHTLocalStorage
 
@@ -67,6 +68,18 @@ def test_full_key_keeps_its_members_and_refuses_newcomers(
     assert storage.store_subkey(KEY, OWN, bytes(100), now + 61)
     assert len(_subkeys(storage)) == 11
     assert storage._dropped == {"full": 10}
+
+
+def test_full_key_of_tiny_records_fits_into_one_answer(storage: BoundedStorage) -> None:
+    now = time.time()
+    assert storage.store_subkey(KEY, "first", bytes(355), now + 60)
+    for index in range(MAX_RECORDS_PER_CALL + 10):
+        storage.store_subkey(KEY, f"p{index}", bytes(355), now + 60)
+    assert storage.store_subkey(KEY, OWN, bytes(355), now + 60)
+    assert storage.store_subkey(KEY, "first", bytes(355), now + 61)
+    records = unpack_records(pack_records(storage.records_of(KEY)))
+    assert len(records) == dht_storage.MAX_RECORDS_PER_KEY + 1
+    assert {"first", OWN} <= {subkey for subkey, _, _ in records}
 
 
 def test_room_returns_when_records_expire(

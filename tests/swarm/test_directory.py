@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import time
+from collections import Counter
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,13 @@ from nesa_node.core.errors import BootstrapError, PeerUnreachableError
 from nesa_node.core.ids import ModelId
 from nesa_node.core.span import Span
 from nesa_node.swarm import node
-from nesa_node.swarm.hive import DHTID
+from nesa_node.swarm.hive import DHTID, MSGPackSerializer
 from nesa_node.swarm.identity import Identity
 from nesa_node.swarm.node import open_swarm
-from nesa_node.swarm.records import model_key
+from nesa_node.swarm.records import NodeRecord, model_key, seal
 from nesa_node.swarm.sealing import CLOCK_SKEW_S
 from tests.swarm.local_swarm import LOOPBACK, eventually, local_swarm
-from tests.swarm.record_fields import MODEL_ID, make_status
+from tests.swarm.record_fields import MODEL_ID, make_record, make_status
 
 MODEL = ModelId(MODEL_ID)
 KEY = "a long enough swarm key"
@@ -203,6 +204,38 @@ async def test_lone_node_sees_itself(tmp_path: Path) -> None:
     async with local_swarm(tmp_path, 1) as (alone,):
         await alone.directory.publish(make_status())
         assert len((await alone.directory.fetch(MODEL)).nodes) == 1
+
+
+async def test_many_records_are_not_read_in_one_turn_of_the_event_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More than the validator remembers are checked anew, a sixth of a millisecond each."""
+    async with local_swarm(tmp_path, 1) as (alone,):
+        storage, validator = alone.directory._node.protocol.storage, alone.directory._validator
+        key, now = DHTID.generate(model_key(MODEL)), time.time()
+        for _ in range(64):
+            other = Identity.ephemeral(tmp_path)
+            record = make_record(other, now)
+            value = MSGPackSerializer.dumps(seal(record, other))
+            assert storage.store_subkey(key, other.peer_id, value, record.expires_at)
+        turn, opened_in, unseal = 0, Counter[int](), validator.open
+
+        def noted(sealed: bytes) -> NodeRecord:
+            opened_in[turn] += 1
+            return unseal(sealed)
+
+        async def count_turns() -> None:
+            nonlocal turn
+            while True:
+                turn += 1
+                await asyncio.sleep(0)
+
+        monkeypatch.setattr(validator, "open", noted)
+        counting = asyncio.create_task(count_turns())
+        assert len((await alone.directory.fetch(MODEL)).nodes) == 64
+        counting.cancel()
+        assert opened_in.total() == 64
+        assert max(opened_in.values()) <= 16
 
 
 async def test_directory_answers_from_memory_without_the_network(tmp_path: Path) -> None:

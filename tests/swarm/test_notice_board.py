@@ -104,6 +104,31 @@ def test_strangers_who_come_first_do_not_keep_later_ones_out(tmp_path: Path) -> 
     assert {f"first{index}" for index in range(limit // 2)} <= set(kept)
 
 
+@pytest.mark.parametrize("known_s", [0.0, 500.0])
+def test_own_notice_is_not_displaced_from_a_full_key(tmp_path: Path, known_s: float) -> None:
+    storage = BoundedStorage("own", Counter(), lambda peer: known_s * (peer != "own"))
+    value, until = _notice_value(Placement, tmp_path), time.time() + 60
+    for index in range(Placement.bounds.max_per_key):
+        assert storage.store_subkey(KEY, f"first{index}", value, until)
+    assert storage.store_subkey(KEY, "own", value, until)
+    for index in range(500):
+        storage.store_subkey(KEY, f"flood{index}", value, until)
+    assert "own" in storage.data[KEY].value.data
+
+
+def test_key_with_an_own_notice_is_not_dropped_for_a_signer_that_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dht_storage, "MAX_NOTICE_KEYS", 2)
+    known = {PeerId("old"): 500.0}
+    storage = BoundedStorage("own", Counter(), lambda peer: known.get(peer, 0.0))
+    value, until = _notice_value(Lease, tmp_path), time.time() + 60
+    assert storage.store_subkey(DHTID(1), "own", value, until)
+    assert storage.store_subkey(DHTID(2), "stranger", value, until)
+    assert storage.store_subkey(DHTID(3), "old", value, until)
+    assert set(storage.data) == {DHTID(1), DHTID(3)}
+
+
 async def test_reader_never_forgets_those_whom_its_operator_names(tmp_path: Path) -> None:
     async with local_swarm(tmp_path, 1) as (one,):
         board, limit = one.notices, Placement.bounds.max_per_key
