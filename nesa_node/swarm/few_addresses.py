@@ -9,18 +9,25 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import socket
+import threading
 from collections.abc import Container, Sequence
+from concurrent.futures import Future
+from typing import Any
 
 import psutil
 
 MAX_DIALLED = 2
 RESOLVE_TIMEOUT_S = 3.0
+MAX_LOOKUPS = 4
+"""Names that are looked up at once in this process. A name server that does not answer holds a
+thread for half a minute, whatever the timeout, and a name in a record is a stranger's."""
 
 _Host = ipaddress.IPv4Address | ipaddress.IPv6Address
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 _NAMES = ("dns", "dns4", "dns6", "dnsaddr")
 _LOCAL_ENDINGS = (".local", ".localhost", ".internal", ".lan", ".home.arpa")
 _FAMILIES = {"dns4": socket.AF_INET, "dns6": socket.AF_INET6}
+_free_lookups = threading.BoundedSemaphore(MAX_LOOKUPS)
 
 
 def is_on_the_internet(own: Sequence[str], announced: Sequence[str], held: Container[str]) -> bool:
@@ -92,9 +99,7 @@ async def _numbers(address: str) -> list[str]:
     _, kind, name, *rest = address.split("/")
     try:
         async with asyncio.timeout(RESOLVE_TIMEOUT_S):
-            entries = await asyncio.get_running_loop().getaddrinfo(
-                name, None, family=_FAMILIES.get(kind, socket.AF_UNSPEC), type=socket.SOCK_STREAM
-            )
+            entries = await _looked_up(name, _FAMILIES.get(kind, socket.AF_UNSPEC))
     except (OSError, UnicodeError, TimeoutError):
         return []
     protocols = {socket.AF_INET: "ip4", socket.AF_INET6: "ip6"}
@@ -103,6 +108,28 @@ async def _numbers(address: str) -> list[str]:
         for family, _, _, _, where in entries
         if family in protocols
     ]
+
+
+async def _looked_up(name: str, family: int) -> list[Any]:
+    """What `socket.getaddrinfo` says. Raises its errors, and `OSError` if all lookups are taken.
+
+    In a thread that neither the event loop's other threads nor the end of the process wait for.
+    """
+    if not _free_lookups.acquire(blocking=False):
+        raise OSError(f"{MAX_LOOKUPS} names are being looked up")
+    found: Future[list[Any]] = Future()
+    found.set_running_or_notify_cancel()  # or a caller that gives up would cancel it
+
+    def look_up() -> None:
+        try:
+            found.set_result(socket.getaddrinfo(name, None, family, socket.SOCK_STREAM))
+        except (OSError, UnicodeError) as error:
+            found.set_exception(error)
+        finally:
+            _free_lookups.release()
+
+    threading.Thread(target=look_up, name="name-lookup", daemon=True).start()
+    return await asyncio.wrap_future(found)
 
 
 def _is_public(address: str) -> bool:

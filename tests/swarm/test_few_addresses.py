@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import threading
+from typing import Any
 
 import pytest
 
-from nesa_node.swarm.few_addresses import few_addresses, is_on_the_internet, resolved
+from nesa_node.swarm.few_addresses import (
+    MAX_LOOKUPS,
+    few_addresses,
+    is_on_the_internet,
+    resolved,
+)
+from tests.swarm.local_swarm import eventually
 
 HOST, NEAR, LINK, FAR, FAR_6, NAME = (
     f"{where}/tcp/1/p2p/a"
@@ -91,16 +99,44 @@ def test_private_address_in_disguise_is_no_public_one(disguised: str) -> None:
     assert few_addresses([disguised], [FAR], public_only=True) == ()
 
 
+def _answers(name: str) -> list[Any]:
+    numbers = {"inside.example.org": "10.0.0.1", "node.example.org": "8.8.8.8"}
+    if name not in numbers:
+        raise socket.gaierror("no such name")
+    return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (numbers[name], 0))]
+
+
 async def test_name_that_stands_for_a_private_address_is_not_dialled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    numbers = {"inside.example.org": "10.0.0.1", "node.example.org": "8.8.8.8"}
-
-    async def look_up(name: str, *_: object, **__: object) -> list[object]:
-        if name not in numbers:
-            raise socket.gaierror("no such name")
-        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (numbers[name], 0))]
-
-    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", look_up)
+    monkeypatch.setattr(socket, "getaddrinfo", lambda name, *_: _answers(name))
     inside, unknown = (NAME.replace("node.", other) for other in ("inside.", "nowhere."))
     assert await resolved([inside, NAME, unknown]) == ("/ip4/8.8.8.8/tcp/1/p2p/a",)
+
+
+async def test_names_without_an_answer_hold_few_threads_and_none_of_other_work(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    over, asked = threading.Event(), []
+
+    def look_up(name: str, *_: object) -> list[Any]:
+        asked.append(name)
+        if name.endswith("evil.example"):
+            over.wait()
+        return _answers(name)
+
+    async def is_found() -> bool:
+        return await resolved([NAME]) == ("/ip4/8.8.8.8/tcp/1/p2p/a",)
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    monkeypatch.setattr("nesa_node.swarm.few_addresses.RESOLVE_TIMEOUT_S", 0.2)
+    slow = [f"/dns4/{number}.evil.example/tcp/1/p2p/a" for number in range(64)]
+    try:
+        assert set(await asyncio.gather(*(resolved([name]) for name in slow))) == {()}
+        assert await asyncio.wait_for(asyncio.to_thread(len, slow), 10) == 64
+        assert not await is_found()
+        assert len(asked) == MAX_LOOKUPS
+    finally:
+        over.set()
+    monkeypatch.setattr("nesa_node.swarm.few_addresses.RESOLVE_TIMEOUT_S", 10.0)
+    await eventually(is_found)
