@@ -163,19 +163,6 @@ def test_notices_about_many_models_take_no_room_of_records_nor_of_known_signers(
     ]
 
 
-def test_a_members_own_notice_makes_no_room_for_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(dht_storage, "MAX_NOTICE_KEYS", 2)
-    known = {PeerId("old"): 500.0, PeerId("young"): 5.0}
-    storage = BoundedStorage("own", Counter(), lambda peer: known.get(peer, 0.0))
-    value, until = _notice_value(Report, tmp_path), time.time() + 60
-    assert storage.store_subkey(DHTID(1), "own", value, until)
-    assert storage.store_subkey(DHTID(2), "old", value, until)
-    assert not storage.store_subkey(DHTID(3), "young", value, until)
-    assert set(storage.data) == {DHTID(1), DHTID(2)}
-
-
 def test_bytes_of_notices_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dht_storage, "MAX_NOTICE_BYTES", 10 * Report.bounds.kind.max_bytes)
     storage = BoundedStorage("own", Counter())
