@@ -48,6 +48,8 @@ class Access:
         self._address = address
         self._limits = limits
         self._bodies = bodies
+        # Public paths read none, and what strangers send them must not count as large requests.
+        self._no_bodies = Bodies(0)
         self._login = Login(doorman)
         self._public = frozenset(public)
         self._public_below = tuple(path for path in public if path.endswith("/") and path != "/")
@@ -84,17 +86,20 @@ class Access:
         self, stack: AsyncExitStack, scope: Scope, receive: Receive
     ) -> tuple[Receive, Mapping[str, str]]:
         """Where to receive the body from, and headers for the response. Raises `Problem`."""
+        if self._is_public(scope):
+            return await stack.enter_async_context(self._no_bodies.whole(scope, receive)), {}
         headers: Mapping[str, str] = {}
-        if not self._is_public(scope):
-            caller = self._doorman.caller(scope, self._address)
-            state = scope.setdefault("state", {})
-            state["caller"] = caller
-            _count_connection(scope, caller)
-            if _counts(scope, caller):
-                allowance = stack.enter_context(self._limits.request(caller.id, caller.limits))
-                state["allowance"] = allowance
-                headers = allowance.headers
-        return await stack.enter_async_context(self._bodies.whole(scope, receive)), headers
+        caller = self._doorman.caller(scope, self._address)
+        state = scope.setdefault("state", {})
+        state["caller"] = caller
+        _count_connection(scope, caller)
+        if _counts(scope, caller):
+            allowance = stack.enter_context(self._limits.request(caller.id, caller.limits))
+            state["allowance"] = allowance
+            headers = allowance.headers
+        holder = None if caller.id == ANYBODY else caller.id
+        whole = self._bodies.whole(scope, receive, caller=holder)
+        return await stack.enter_async_context(whole), headers
 
     def _is_public(self, scope: Scope) -> bool:
         path = scope["path"]

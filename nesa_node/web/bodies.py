@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -15,13 +16,15 @@ from nesa_node.web.problem import Problem
 READ_S = 60.0
 AT_ONCE = 16
 """Bodies of the largest size that all requests may hold together."""
+CALLERS = 4
+"""Callers that it takes to hold all of these: each may hold its share."""
 _RETRY_S = 2.0
 
 
 class Bodies:
     """At most `max_bytes` of one request, for which it has `read_s` seconds (`READ_S`).
 
-    All together hold at most `at_once` times as much (`AT_ONCE`).
+    All together hold at most `at_once` times as much (`AT_ONCE`), those of one caller a quarter.
     """
 
     def __init__(
@@ -31,17 +34,21 @@ class Bodies:
         self._all_bytes = max_bytes * (AT_ONCE if at_once is None else at_once)
         self._read_s = READ_S if read_s is None else read_s
         self._held_bytes = 0
+        self._held_bytes_of: Counter[str] = Counter()
 
     @property
     def held_bytes(self) -> int:
         return self._held_bytes
 
     @asynccontextmanager
-    async def whole(self, scope: Scope, receive: Receive) -> AsyncIterator[Receive]:
+    async def whole(
+        self, scope: Scope, receive: Receive, *, caller: str | None = None
+    ) -> AsyncIterator[Receive]:
         """What to receive instead: the body as one message, and then what else comes.
 
-        Raises `Problem` 413, 408 or 503, and `ClientDisconnect`. The body counts as held until the
-        context ends.
+        Raises `Problem` 413, 408, 429 or 503, and `ClientDisconnect`. The body counts as held until
+        the context ends: what was read in it may be kept that long. Without a `caller` it counts
+        against all bodies alone.
         """
         headers = Headers(scope=scope)
         length = headers.get("content-length")
@@ -50,19 +57,19 @@ class Bodies:
             return
         if length is not None and int(length) > self._max_bytes:
             raise self._too_large()
-        body = await self._bounded(receive)
+        body = await self._bounded(receive, caller)
         try:
             yield _again(body, receive)
         finally:
-            self._held_bytes -= len(body)
+            self._let_go(len(body), caller)
 
-    async def _bounded(self, receive: Receive) -> bytes:
+    async def _bounded(self, receive: Receive, caller: str | None) -> bytes:
         body = bytearray()
         try:
             async with asyncio.timeout(self._read_s):
-                await self._read(body, receive)
+                await self._read(body, receive, caller)
         except BaseException as error:
-            self._held_bytes -= len(body)
+            self._let_go(len(body), caller)
             if not isinstance(error, TimeoutError):
                 raise
             raise Problem(
@@ -72,7 +79,7 @@ class Bodies:
             ) from None
         return bytes(body)
 
-    async def _read(self, body: bytearray, receive: Receive) -> None:
+    async def _read(self, body: bytearray, receive: Receive, caller: str | None) -> None:
         while True:
             message = await receive()
             if message["type"] != "http.request":
@@ -80,17 +87,36 @@ class Bodies:
             chunk = message.get("body", b"")
             if len(body) + len(chunk) > self._max_bytes:
                 raise self._too_large()
-            if self._held_bytes + len(chunk) > self._all_bytes:
-                raise Problem(
-                    503,
-                    "too many large requests at once: try again",
-                    code="overloaded",
-                    retry_after_s=_RETRY_S,
-                )
+            self._hold(len(chunk), caller)
             body += chunk
-            self._held_bytes += len(chunk)
             if not message.get("more_body", False):
                 return
+
+    def _hold(self, size: int, caller: str | None) -> None:
+        if self._held_bytes + size > self._all_bytes:
+            raise Problem(
+                503,
+                "too many large requests at once: try again",
+                code="overloaded",
+                retry_after_s=_RETRY_S,
+            )
+        if caller is not None:
+            # Else one key whose answers take minutes would keep all others out meanwhile.
+            if self._held_bytes_of[caller] + size > self._all_bytes // CALLERS:
+                raise Problem(
+                    429,
+                    "too many large requests of this key at once: wait until one of them ends",
+                    code="rate_limit_exceeded",
+                    retry_after_s=_RETRY_S,
+                )
+            self._held_bytes_of[caller] += size
+        self._held_bytes += size
+
+    def _let_go(self, size: int, caller: str | None) -> None:
+        self._held_bytes -= size
+        if caller is not None:
+            self._held_bytes_of[caller] -= size
+            self._held_bytes_of += Counter()
 
     def _too_large(self) -> Problem:
         return Problem(413, f"a request may have {self._max_bytes} bytes", code="request_too_large")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,63 @@ async def test_all_bodies_together_are_bounded(monkeypatch: pytest.MonkeyPatch) 
         async with bodies.whole(scope(4), Script(b"1234")):
             assert bodies.held_bytes == 10
     assert bodies.held_bytes == 0
+
+
+async def test_one_caller_holds_a_quarter_of_all_bodies_at_most() -> None:
+    bodies = Bodies(10, at_once=8)
+    async with (
+        bodies.whole(scope(10), Script(b"1234567890"), caller="alice"),
+        bodies.whole(scope(10), Script(b"1234567890"), caller="alice"),
+    ):
+        with pytest.raises(Problem) as refused:
+            async with bodies.whole(scope(1), Script(b"1"), caller="alice"):
+                pass
+        assert (refused.value.status, refused.value.retry_after_s) == (429, 2)
+        async with (
+            bodies.whole(scope(10), Script(b"1234567890"), caller="bob"),
+            bodies.whole(scope(10), Script(b"1234567890")),
+        ):
+            assert bodies.held_bytes == 40
+    async with bodies.whole(scope(10), Script(b"1234567890"), caller="alice"):
+        assert bodies.held_bytes == 10
+    assert bodies.held_bytes == 0
+
+
+async def test_large_requests_of_one_key_leave_room_for_those_of_others(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(refusal_module, "LINGER_S", 0.2)
+    keys = [bearer(new_key(path, name)) for name in ("alice", "bob")]
+    async with gate(path, max_request_bytes=MIB) as (gateway, address), AsyncExitStack() as stack:
+        alice, bob = [
+            await stack.enter_async_context(browser(address, headers=key)) for key in keys
+        ]
+        statuses = []
+        for _ in range(bodies_module.AT_ONCE):
+            asked = alice.stream("POST", "/v1/stream", content=b" " * MIB)
+            statuses.append((await stack.enter_async_context(asked)).status_code)
+        assert statuses.count(200) == gateway.streams == bodies_module.AT_ONCE // 4
+        assert set(statuses) == {200, 429}
+        assert (await bob.post("/v1/echo", content=b" " * MIB)).json() == {"bytes": MIB}
+        gateway.go_on.set()
+
+
+async def test_bodies_that_strangers_send_to_public_paths_are_not_read(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(refusal_module, "LINGER_S", 0.2)
+    key = new_key(path)
+    async with gate(path, max_request_bytes=MIB) as (_, address), AsyncExitStack() as stack:
+        unfinished = head(address, MIB).replace(b"POST /v1/echo", b"GET /health")
+        for _ in range(bodies_module.AT_ONCE):
+            reader, writer = await asyncio.open_connection(address.host, address.port)
+            stack.callback(writer.close)
+            writer.write(unfinished + b" " * (MIB - 1))
+            async with asyncio.timeout(10):
+                assert (await reader.readline()).startswith(b"HTTP/1.1 413 ")
+        client = await stack.enter_async_context(browser(address, headers=bearer(key)))
+        assert (await client.post("/v1/echo", content=b" " * MIB)).json() == {"bytes": MIB}
+        assert (await client.get("/health", headers={"content-length": "0"})).status_code == 200
 
 
 async def test_a_body_that_trickles_is_408() -> None:

@@ -18,7 +18,7 @@ from tests.web.tiny_gateway import bearer, browser, gate, new_key
 Streams = list[tuple[asyncio.StreamReader, asyncio.StreamWriter]]
 SILENT = b""
 HALF_A_HEADER = b"GET /health HTTP/1.1\r\nHost: local"
-HALF_A_BODY = b"GET /health HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\nx"
+HALF_A_BODY = b"POST /login HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\nx"
 
 
 @asynccontextmanager
