@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 from fastapi import APIRouter
 from starlette.responses import Response
 
+from nesa_node.api.answering.chances import check_count
 from nesa_node.api.answering.completion_answer import CompletionAnswer
 from nesa_node.api.bodies.completion_body import CompletionBody
 from nesa_node.api.bodies.formats import grammar_of, schema_of
@@ -19,15 +20,12 @@ from nesa_node.api.gateway import Answers, CallerOf, Gateway, GatewayOf, Meter, 
 from nesa_node.api.openapi import Completion, describe
 from nesa_node.api.serving.jobs import running
 from nesa_node.api.serving.prompts import all_tokens_of
-from nesa_node.web.problem import Problem
 
 if TYPE_CHECKING:
     from nesa_node.api.serving.served_model import ServedModel
 
 DEFAULT_TOKENS = 16
 """OpenAI's."""
-MOST_ECHOED = 1 << 20
-"""Log probabilities of prompts in one answer: each takes a hundred bytes here."""
 
 router = APIRouter()
 
@@ -52,7 +50,7 @@ async def _prepared(
 ) -> Answers:
     prompts = body.prompts()
     jobs = await _jobs(gateway, model, body, prompts, caller)
-    _check_echoed(jobs)
+    check_count(jobs, kept=not body.stream, param="logprobs")
     answer = CompletionAnswer(
         body.model or model.name,
         fingerprint(model.model_id),
@@ -101,22 +99,6 @@ async def _jobs(
         )
         for tokens in await all_tokens_of(model, prompts, "prompt")
     ]
-
-
-def _check_echoed(jobs: list[Job]) -> None:
-    echoed = sum(
-        len(job.prompt) * job.n * (1 + (job.top_logprobs or 0))
-        for job in jobs
-        if job.prompt_logprobs
-    )
-    if echoed > MOST_ECHOED:
-        raise Problem(
-            400,
-            f"logprobs: echo would make {echoed} log probabilities of prompts, {MOST_ECHOED} are "
-            "allowed; ask for fewer answers, prompts or logprobs at once",
-            code="invalid_value",
-            param="logprobs",
-        )
 
 
 async def _texts(model: ServedModel, prompts: list[str | list[int]]) -> list[str]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import msgspec
 import torch
 from fastapi import APIRouter
 from pydantic import Field
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 MAX_INPUTS = 2048
 MAX_TOKENS = 300_000
 """Of all inputs together; OpenAI's limit, too."""
+MOST_NUMBERS = 1 << 23
+"""Of all embeddings of one answer: 32 MiB, which are kept until a client has read them."""
 
 router = APIRouter()
 
@@ -64,6 +67,14 @@ async def embed(
             code="context_length_exceeded",
             param="input",
         )
+    if len(inputs) * model.hidden_size > MOST_NUMBERS:
+        raise Problem(
+            400,
+            f"input: this model's embeddings have {model.hidden_size} numbers, so at most "
+            f"{MOST_NUMBERS // model.hidden_size} inputs go into one request; it has {len(inputs)}",
+            code="invalid_value",
+            param="input",
+        )
     return gateway.computed(partial(_embed, gateway, spend, model, body, inputs))
 
 
@@ -83,17 +94,20 @@ async def _embed(
         # Whoever leaves has to pay, too.
         spend(tokens)
         raise
-    spell = _base64 if body.encoding_format == "base64" else torch.Tensor.tolist
     spend(tokens)
     return {
         "object": "list",
         "model": body.model or model.name,
-        "data": [
-            {"object": "embedding", "index": index, "embedding": spell(vector_D)}
-            for index, vector_D in enumerate(vectors)
-        ],
+        "data": _entries(vectors, packed=body.encoding_format == "base64"),
         "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
     }
+
+
+def _entries(vectors: Sequence[torch.Tensor], *, packed: bool) -> Iterator[msgspec.Raw]:
+    encode = msgspec.json.Encoder().encode
+    for index, vector_D in enumerate(vectors):
+        told = _base64(vector_D) if packed else vector_D.tolist()
+        yield msgspec.Raw(encode({"object": "embedding", "index": index, "embedding": told}))
 
 
 def _base64(vector_D: torch.Tensor) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
@@ -39,7 +39,7 @@ class Answers:
     `failed` is the event of what fails in between; None: OpenAI's error.
     """
 
-    whole: Callable[[], Awaitable[Any]]
+    whole: Callable[[], Awaitable[Mapping[str, Any]]]
     events: Callable[[], AsyncGenerator[bytes, None]]
     failed: Callable[[Problem], bytes] | None = None
 
@@ -92,8 +92,8 @@ class Gateway:
 
         return self.streamed(events, failed=failed)
 
-    def computed(self, work: Callable[[], Awaitable[Any]]) -> Response:
-        """The JSON that `work` returns."""
+    def computed(self, work: Callable[[], Awaitable[Mapping[str, Any]]]) -> Response:
+        """The JSON that `work` returns: see `answers.whole_response`."""
         return Computed(work, self.closing)
 
     def streamed(

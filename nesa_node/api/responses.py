@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 from fastapi import APIRouter
 from starlette.responses import Response
 
+from nesa_node.api.answering.chances import check_count
 from nesa_node.api.answering.response_answer import ResponseAnswer
 from nesa_node.api.bodies.formats import grammar_of
 from nesa_node.api.bodies.reading import body_of
@@ -42,6 +43,8 @@ async def _prepared(
     gateway: Gateway, caller: str, spend: Meter, body: ResponseBody, model: ServedModel
 ) -> Answers:
     job = await _job(gateway, model, body, caller)
+    # Streams end with the whole answer, too.
+    check_count([job], kept=True, param="top_logprobs")
     body = body.model_copy(update={"model": body.model or model.name})
     answer = ResponseAnswer(body, job, usage=spend.usage(model.name, len(job.prompt)))
     run = partial(running, model, [job], gateway.watch)

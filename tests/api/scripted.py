@@ -80,6 +80,7 @@ class ScriptedModel:
         self.model_id = MODEL_ID
         self.created = 1
         self.context_length = CONTEXT
+        self.hidden_size = 2
         self.num_blocks = 6
         self.vocab_size = len(tokenizer)
         self.tokenizer = tokenizer

@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import threading
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
+import torch
 from pydantic import ValidationError
+from starlette.types import Message
 
+from nesa_node.api.answering.answers import CHUNK_BYTES, Computed
+from nesa_node.api.answering.chat_answer import ChatAnswer
+from nesa_node.api.answering.closing import Closing
+from nesa_node.api.answering.usage import Usage
 from nesa_node.api.bodies import reading
 from nesa_node.api.bodies.chat_body import ChatBody
 from nesa_node.api.bodies.completion_body import CompletionBody
 from nesa_node.api.bodies.response_body import ResponseBody
+from nesa_node.api.decoding.job import Chosen, Delta, PromptRead, TokenChance
 from nesa_node.api.embeddings import EmbeddingBody
+from nesa_node.api.serving.jobs import Tagged
 from nesa_node.api.tokens import DetokenizeBody
 from tests.api.scripted import NAME, chat_body, serving
 
@@ -117,6 +131,95 @@ async def test_large_bodies_are_read_in_a_thread(
     async with serving(tokenizer) as server:
         assert (await server.chat(user="x" * 4096)).status_code == 200
     assert threads != [threading.get_ident()]
+
+
+class Turns:
+    """Counts what happens in each turn of the event loop."""
+
+    def __init__(self) -> None:
+        self.now = 0
+        self.counts: Counter[int] = Counter()
+
+    def note(self) -> None:
+        self.counts[self.now] += 1
+
+    @contextmanager
+    def passing(self) -> Iterator[None]:
+        async def passed() -> None:
+            while True:
+                await asyncio.sleep(0)
+                self.now += 1
+
+        passing = asyncio.create_task(passed())
+        try:
+            yield
+        finally:
+            passing.cancel()
+
+
+@pytest.mark.parametrize(("encoding", "method"), [("float", "tolist"), ("base64", "numpy")])
+async def test_of_many_embeddings_few_are_encoded_at_a_time(
+    tokenizer: Any, encoding: str, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns = Turns()
+    right = getattr(torch.Tensor, method)
+    vectors = list(torch.rand(64, 4096))
+
+    def noted(vector_D: torch.Tensor) -> Any:
+        turns.note()
+        return right(vector_D)
+
+    async def embed(_prompts: object) -> list[torch.Tensor]:
+        return vectors
+
+    async with serving(tokenizer) as server:
+        monkeypatch.setattr(server.model, "embed", embed)
+        monkeypatch.setattr(torch.Tensor, method, noted)
+        body = {"model": NAME, "input": ["hello"] * 64, "encoding_format": encoding}
+        with turns.passing():
+            response = await server.post("/v1/embeddings", body)
+    data = response.json()["data"]
+    assert [entry["index"] for entry in data] == list(range(64))
+    assert turns.counts.total() == 64
+    # The first two chunks are made together.
+    assert max(turns.counts.values()) <= 2 * -(-CHUNK_BYTES // (4096 * 4))
+    if encoding == "float":
+        assert torch.tensor(data[63]["embedding"]).equal(vectors[63])
+
+
+async def test_log_probabilities_of_a_whole_answer_are_sent_in_chunks() -> None:
+    turns, sent = Turns(), []
+    top = tuple(TokenChance(number, b"top", -0.5) for number in range(20))
+    token = Chosen(7, b"seven", -0.25, top)
+
+    @asynccontextmanager
+    async def run() -> AsyncIterator[AsyncIterator[Tagged]]:
+        yield events()
+
+    async def events() -> AsyncIterator[Tagged]:
+        yield 0, PromptRead()
+        for _ in range(1000):
+            yield 0, Delta(index=0, text="x", tokens=(token,))
+
+    async def send(message: Message) -> None:
+        if body := message.get("body"):
+            turns.note()
+            sent.append(body)
+
+    async def silent() -> Message:
+        return await asyncio.Future()
+
+    answer = ChatAnswer("m", "f", n=1, logprobs=True, usage=Usage(1, lambda _: None))
+    scope = {"type": "http", "method": "POST", "headers": []}
+    with turns.passing():
+        await Computed(partial(answer.whole, run), Closing())(scope, silent, send)
+    (choice,) = json.loads(b"".join(sent))["choices"]
+    assert choice["message"]["content"] == "x" * 1000
+    assert len(choice["logprobs"]["content"]) == 1000
+    assert choice["logprobs"]["content"][999]["top_logprobs"][19]["token"] == "top"
+    assert len(sent) > 10
+    assert max(map(len, sent)) < 2 * CHUNK_BYTES
+    assert max(turns.counts.values()) == 1
 
 
 @pytest.mark.parametrize(

@@ -308,13 +308,37 @@ async def test_large_bodies_are_refused(server: Server) -> None:
 async def test_more_log_probabilities_than_fit_are_refused(
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nesa_node.api.completions.MOST_ECHOED", 100)
+    monkeypatch.setattr("nesa_node.api.answering.chances.MOST", 100)
+    echo = {"prompt": [5] * 9, "echo": True, "logprobs": 4}
+    tops = {"logprobs": True, "top_logprobs": 4}
+    kept = {"include": ["message.output_text.logprobs"], "top_logprobs": 4}
     async with serving(tokenizer) as server:
-        body = fields(COMPLETIONS, prompt=[5] * 10, echo=True, logprobs=4)
-        assert (await server.post(COMPLETIONS, body | {"n": 2})).status_code == 200
-        response = await server.post(COMPLETIONS, body | {"n": 3})
-        assert (response.status_code, error_of(response)["param"]) == (400, "logprobs")
-        assert (await server.post(COMPLETIONS, body | {"n": 3, "echo": False})).status_code == 200
+        for path, fits, more in (
+            (COMPLETIONS, {**echo, "n": 2, "max_tokens": 1}, {"n": 3}),
+            (COMPLETIONS, {**echo, "n": 2, "max_tokens": 1}, {"max_tokens": 2}),
+            (COMPLETIONS, {**echo, "n": 2, "max_tokens": 2, "stream": True}, {"n": 3}),
+            (COMPLETIONS, {"n": 3, "max_tokens": 9}, {"logprobs": 4}),
+            (CHAT, {**tops, "n": 2, "max_tokens": 10}, {"max_tokens": 11}),
+            (CHAT, {**tops, "n": 3, "max_tokens": 10, "stream": True}, {"stream": False}),
+            (RESPONSES, {**kept, "max_output_tokens": 20}, {"max_output_tokens": 21}),
+            (RESPONSES, {"max_output_tokens": 50, "stream": True}, kept),
+        ):
+            assert (await server.post(path, fields(path, **fits))).status_code == 200, fits
+            response = await server.post(path, fields(path, **{**fits, **more}))
+            assert response.status_code == 400, more
+            assert error_of(response)["param"] in ("logprobs", "top_logprobs")
+
+
+async def test_more_numbers_than_fit_are_refused(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nesa_node.api.embeddings.MOST_NUMBERS", 7)
+    async with serving(tokenizer) as server:
+        body = fields(EMBEDDINGS, input=["hello"] * 3)
+        assert (await server.post(EMBEDDINGS, body)).status_code == 200
+        response = await server.post(EMBEDDINGS, body | {"input": ["hello"] * 4})
+        assert (response.status_code, error_of(response)["param"]) == (400, "input")
+        assert "at most 3 inputs" in response.text
 
 
 async def test_texts_of_many_tokens_are_refused_early(tokenizer: Any) -> None:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import aclosing
+from itertools import chain
 from typing import Any
 
 import msgspec
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from nesa_node.api.answering.closing import Closing
@@ -25,7 +26,11 @@ DONE = b"data: [DONE]\n\n"
 SEND_S = 60.0
 """How long a client may leave what was sent to it unread."""
 
+CHUNK_BYTES = 1 << 16
+"""Of a whole answer, encoded and sent at once."""
+
 _encode: Callable[[Any], bytes] = msgspec.json.Encoder().encode
+_JSON = "application/json"
 _COMMENT = b": waiting\n\n"
 _LOOK_EVERY_S = 0.25
 _HEADERS = [
@@ -48,13 +53,61 @@ def named_event(data: Mapping[str, Any]) -> bytes:
 
 
 def json_response(value: Any, status: int = 200) -> Response:
-    return Response(_encode(value), status, media_type="application/json")
+    return Response(_encode(value), status, media_type=_JSON)
+
+
+def whole_response(value: Mapping[str, Any]) -> Response:
+    """`value` as JSON, in which iterators may stand for lists.
+
+    What is large is encoded while it is sent, entry by entry. So an answer of many megabytes does
+    not keep the event loop from others, and is not encoded for a client that does not read it.
+    """
+    chunks = _chunks(value)
+    first, second = next(chunks), next(chunks, None)
+    if second is None:
+        return Response(first, media_type=_JSON)
+    return StreamingResponse(_in_turns(chain((first, second), chunks)), media_type=_JSON)
+
+
+def _chunks(value: Mapping[str, Any]) -> Iterator[bytes]:
+    chunk = bytearray()
+    for part in _parts(value):
+        chunk += part
+        if len(chunk) >= CHUNK_BYTES:
+            yield bytes(chunk)
+            chunk.clear()
+    if chunk:
+        yield bytes(chunk)
+
+
+def _parts(value: Any) -> Iterator[bytes]:
+    if isinstance(value, Mapping):
+        for number, (key, item) in enumerate(value.items()):
+            yield (b"," if number else b"{") + _encode(key) + b":"
+            yield from _parts(item)
+        yield b"}" if value else b"{}"
+    elif isinstance(value, list | Iterator):
+        yield b"["
+        for number, item in enumerate(value):
+            if number:
+                yield b","
+            yield from _parts(item)
+        yield b"]"
+    else:
+        yield _encode(value)
+
+
+async def _in_turns(chunks: Iterator[bytes]) -> AsyncIterator[bytes]:
+    for chunk in chunks:
+        yield chunk
+        # Sending does not wait as long as the client reads as fast.
+        await asyncio.sleep(0)
 
 
 class Computed(Response):
-    """The JSON that `work` returns, or the `Problem` that it meets."""
+    """The JSON that `work` returns (`whole_response`), or the `Problem` that it meets."""
 
-    def __init__(self, work: Callable[[], Awaitable[Any]], closing: Closing) -> None:
+    def __init__(self, work: Callable[[], Awaitable[Mapping[str, Any]]], closing: Closing) -> None:
         super().__init__()
         self._work = work
         self._closing = closing
@@ -64,7 +117,7 @@ class Computed(Response):
             # Told nowhere but on the page: this answer has no way to say it before its end.
             with self._closing.answering(), Waits().current():
                 async with unless(gone(receive), self._closing.watch()):
-                    response = json_response(await self._work())
+                    response = whole_response(await self._work())
         except ClientGone:
             return
         except Exception as error:  # whatever it is, the client is told

@@ -3,24 +3,54 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from nesa_node.api.decoding.job import Chosen, TokenChance
+import msgspec
+
+from nesa_node.api.decoding.job import Chosen, Job, TokenChance
+from nesa_node.web.problem import Problem
+
+MOST = 1 << 20
+"""Log probabilities of one request that are kept, or made at once: each takes a hundred bytes."""
 
 LEAST = -9999.0
 """OpenAI's word for impossible: JSON knows no infinity."""
 
 
-def content(tokens: Iterable[Chosen]) -> dict[str, Any]:
-    """Of a chat's tokens."""
-    return {
-        "content": [
-            {**_chance(token), "top_logprobs": [_chance(other) for other in token.top]}
-            for token in tokens
-        ],
-        "refusal": None,
-    }
+_encode: Callable[[Any], bytes] = msgspec.json.Encoder().encode
+
+
+def check_count(jobs: Sequence[Job], *, kept: bool, param: str) -> None:
+    """Raises `Problem` where there may be too many: of prompts, and of answers that are `kept` to
+    their end."""
+    count = sum(_count(job, kept) for job in jobs)
+    if count > MOST:
+        raise Problem(
+            400,
+            f"{param}: this asks for up to {count} log probabilities at once, {MOST} are allowed; "
+            "ask for fewer answers, prompts, tokens or log probabilities",
+            code="invalid_value",
+            param=param,
+        )
+
+
+def _count(job: Job, kept: bool) -> int:
+    if job.top_logprobs is None:
+        return 0
+    tokens = len(job.prompt) * job.prompt_logprobs + job.max_tokens * kept
+    return tokens * job.n * (1 + job.top_logprobs)
+
+
+def entries(tokens: Iterable[Chosen]) -> list[msgspec.Raw]:
+    """Of a chat's tokens, each as JSON: smaller to keep, and a long answer's are not all encoded at
+    its end."""
+    return [
+        msgspec.Raw(
+            _encode({**_chance(token), "top_logprobs": [_chance(other) for other in token.top]})
+        )
+        for token in tokens
+    ]
 
 
 class LegacyChances:
@@ -45,7 +75,8 @@ class LegacyChances:
             top = {_spelling(other): _finite(other.logprob) for other in token.top}
             # Also where it was not among the likeliest, as OpenAI has it.
             top.setdefault(lists["tokens"][-1], _finite(token.logprob))
-            lists["top_logprobs"].append(top if known else None)
+            # As in `entries`.
+            lists["top_logprobs"].append(msgspec.Raw(_encode(top)) if known else None)
             lists["text_offset"].append(self._offset)
             self._offset += len(self._decoder.decode(token.data))
         return lists

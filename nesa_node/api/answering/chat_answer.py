@@ -8,13 +8,14 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
+from msgspec import Raw
+
 from nesa_node.api.answering import chances
 from nesa_node.api.answering.answers import DONE, event
 from nesa_node.api.answering.names import new_id
 from nesa_node.api.answering.usage import Usage
-from nesa_node.api.bodies.splitting import light
 from nesa_node.api.bodies.tool_calls import CallReader
-from nesa_node.api.decoding.job import Chosen, Delta, PromptRead
+from nesa_node.api.decoding.job import Delta, PromptRead
 from nesa_node.api.serving.jobs import Tagged
 
 Run = Callable[[], AbstractAsyncContextManager[AsyncIterator[Tagged]]]
@@ -26,7 +27,7 @@ class _Choice:
 
     reader: CallReader | None
     text: list[str] = field(default_factory=list)
-    tokens: list[Chosen] = field(default_factory=list)
+    chances: list[Raw] = field(default_factory=list)
     calls: list[dict[str, Any]] = field(default_factory=list)
     finish_reason: str | None = None
 
@@ -41,10 +42,11 @@ class _Choice:
                 text += rest
         return text, calls, "tool_calls" if calls else reason
 
-    def keep(self, delta: Delta) -> None:
+    def keep(self, delta: Delta, *, logprobs: bool) -> None:
         text, calls, reason = self.read(delta)
         self.text.append(text)
-        self.tokens += delta.tokens
+        if logprobs:
+            self.chances += chances.entries(delta.tokens)
         self.calls += calls
         self.finish_reason = reason
 
@@ -77,12 +79,8 @@ class ChatAnswer:
             async for _, happened in events:
                 self._usage.count(happened)
                 if isinstance(happened, Delta):
-                    self._choices[happened.index].keep(happened)
-        size = sum(1 + len(token.top) for choice in self._choices for token in choice.tokens)
-        choices = await light(
-            size if self._logprobs else 0,
-            lambda: [self._choice(index, choice) for index, choice in enumerate(self._choices)],
-        )
+                    self._choices[happened.index].keep(happened, logprobs=self._logprobs)
+        choices = [self._choice(index, choice) for index, choice in enumerate(self._choices)]
         return {**self._head, "choices": choices, "usage": self._usage.body()}
 
     async def chunks(self, run: Run, *, with_usage: bool) -> AsyncGenerator[bytes, None]:
@@ -105,7 +103,9 @@ class ChatAnswer:
 
     def _delta(self, delta: Delta, rest: dict[str, Any]) -> list[bytes]:
         text, calls, reason = self._choices[delta.index].read(delta)
-        logprobs = chances.content(delta.tokens) if self._logprobs and delta.tokens else None
+        logprobs = None
+        if self._logprobs and delta.tokens:
+            logprobs = _logprobs(chances.entries(delta.tokens))
         told = []
         if text or logprobs is not None:
             told.append(self._chunk(delta.index, {"content": text}, logprobs, None, rest))
@@ -139,6 +139,10 @@ class ChatAnswer:
         return {
             "index": index,
             "message": message,
-            "logprobs": chances.content(choice.tokens) if self._logprobs else None,
+            "logprobs": _logprobs(choice.chances) if self._logprobs else None,
             "finish_reason": choice.finish_reason or "stop",
         }
+
+
+def _logprobs(entries: list[Raw]) -> dict[str, Any]:
+    return {"content": entries, "refusal": None}

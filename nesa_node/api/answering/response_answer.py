@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager
 from typing import Any
+
+from msgspec import Raw
 
 from nesa_node.api.answering import chances
 from nesa_node.api.answering.answers import named_event
 from nesa_node.api.answering.names import new_id
 from nesa_node.api.answering.usage import Usage
 from nesa_node.api.bodies.response_body import ResponseBody
-from nesa_node.api.decoding.job import Chosen, Delta, Job, PromptRead
+from nesa_node.api.decoding.job import Delta, Job, PromptRead
 from nesa_node.api.serving.jobs import Tagged
 from nesa_node.web.problem import Problem
 
@@ -31,7 +33,7 @@ class ResponseAnswer:
         self._item_id = new_id("msg_")
         self._created_at = int(time.time())
         self._text: list[str] = []
-        self._tokens: list[Chosen] = []
+        self._chances: list[Raw] = []
         self._status = "in_progress"
         self._error: dict[str, Any] | None = None
         self._events = 0
@@ -46,14 +48,13 @@ class ResponseAnswer:
         at = {"item_id": self._item_id, "output_index": 0, "content_index": 0}
         async with self._usage.counted(), run() as events:
             async for _, happened in events:
-                delta = self._keep(happened)
+                logprobs = self._keep(happened)
                 if isinstance(happened, PromptRead):
                     for data in self._opening(at):
                         yield data
-                elif delta is not None and (delta.text or (self._logprobs and delta.tokens)):
-                    logprobs = self._chances(delta.tokens)
+                elif happened.text or logprobs:
                     yield self._event(
-                        "response.output_text.delta", **at, delta=delta.text, logprobs=logprobs
+                        "response.output_text.delta", **at, delta=happened.text, logprobs=logprobs
                     )
         for data in self._ending(at):
             yield data
@@ -64,16 +65,17 @@ class ResponseAnswer:
         self._error = {"code": problem.code or "server_error", "message": problem.message}
         return self._event("response.failed", response=self._response())
 
-    def _keep(self, happened: PromptRead | Delta) -> Delta | None:
+    def _keep(self, happened: PromptRead | Delta) -> list[Raw]:
+        """Return the log probabilities that it brings."""
         self._usage.count(happened)
         if isinstance(happened, PromptRead):
-            return None
+            return []
         self._text.append(happened.text)
-        if self._logprobs:
-            self._tokens += happened.tokens
+        brought = chances.entries(happened.tokens) if self._logprobs else []
+        self._chances += brought
         if happened.finish_reason is not None:
             self._status = "incomplete" if happened.finish_reason == "length" else "completed"
-        return happened
+        return brought
 
     def _opening(self, at: dict[str, Any]) -> list[bytes]:
         item = {**self._item(), "status": "in_progress", "content": []}
@@ -85,30 +87,25 @@ class ResponseAnswer:
             self._event("response.content_part.added", **at, part=part),
         ]
 
-    def _ending(self, at: dict[str, Any]) -> list[bytes]:
+    def _ending(self, at: dict[str, Any]) -> Iterator[bytes]:
         part = self._part()
         done = {"text": part["text"], "logprobs": part["logprobs"]}
-        return [
-            self._event("response.output_text.done", **at, **done),
-            self._event("response.content_part.done", **at, part=part),
-            self._event("response.output_item.done", output_index=0, item=self._item()),
-            self._event(f"response.{self._status}", response=self._response()),
-        ]
+        # Each holds the whole answer.
+        yield self._event("response.output_text.done", **at, **done)
+        yield self._event("response.content_part.done", **at, part=part)
+        yield self._event("response.output_item.done", output_index=0, item=self._item())
+        yield self._event(f"response.{self._status}", response=self._response())
 
     def _event(self, kind: str, **data: Any) -> bytes:
         self._events += 1
         return named_event({"type": kind, "sequence_number": self._events - 1, **data})
-
-    def _chances(self, tokens: list[Chosen] | tuple[Chosen, ...]) -> list[dict[str, Any]]:
-        told: list[dict[str, Any]] = chances.content(tokens)["content"] if self._logprobs else []
-        return told
 
     def _part(self) -> dict[str, Any]:
         return {
             "type": "output_text",
             "text": "".join(self._text),
             "annotations": [],
-            "logprobs": self._chances(self._tokens),
+            "logprobs": self._chances,
         }
 
     def _item(self) -> dict[str, Any]:

@@ -73,6 +73,7 @@ class ServedModel:
         self.created = int(time.time())
         self.context_length = model.context_length
         self.num_blocks = model.num_blocks
+        self.hidden_size = model.ends.hidden_size
         self.vocab_size = model.ends.embedder.vocab_size
         self.tokenizer = tokenizer
         self.defaults = defaults or Sampling()
