@@ -70,3 +70,13 @@ def test_ten_thousand_wrong_keys_from_as_many_addresses_take_little_memory() -> 
     tracemalloc.stop()
     assert len(wrong) == MAX_ADDRESSES
     assert taken < 2_000_000
+
+
+def test_a_full_table_forgets_who_has_been_quiet_and_not_who_guesses() -> None:
+    wrong = WrongKeys(Clock())
+    for number in range(MAX_ADDRESSES):
+        wrong.note(f"10.0.{number >> 8}.{number & 255}")
+    for _ in range(PER_MINUTE):
+        wrong.note("192.0.2.1")
+    assert wrong.wait_s("192.0.2.1") > 0
+    assert len(wrong) == MAX_ADDRESSES

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from base64 import b64encode
+from contextlib import AsyncExitStack
 from hashlib import sha256
 from html.parser import HTMLParser
 from http.cookies import SimpleCookie
@@ -332,3 +333,15 @@ def test_browsers_are_bounded_in_all_and_for_each_key(monkeypatch: pytest.Monkey
     browsers.forget_key("k50")
     assert len(browsers) == MAX_BROWSERS - 1
     assert browsers_module.STAY_S > 0
+
+
+async def test_many_who_send_half_a_key_keep_nobody_from_signing_in(path: Path) -> None:
+    key = new_key(path)
+    async with gate(path) as (_, address), AsyncExitStack() as stack:
+        head = f"POST /login HTTP/1.1\r\nHost: {address}\r\nContent-Length: 8192\r\n\r\n"
+        for _ in range(20):
+            _, writer = await asyncio.open_connection(address.host, address.port)
+            stack.callback(writer.close)
+            writer.write(head.encode() + b"x" * 8191)
+        client = await stack.enter_async_context(browser(address))
+        assert (await client.post("/login", json={"key": key})).status_code == 204
