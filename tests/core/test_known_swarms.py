@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -108,3 +109,19 @@ def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
     known.remember(HERE, "m")
     with known.running(HERE, "m", None):
         pass
+
+
+def test_of_several_nodes_of_this_machine_the_newest_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = KnownSwarms(tmp_path)
+    with ExitStack() as stack:
+        for number, addresses in enumerate((HERE, THERE)):
+            with monkeypatch.context() as patched:
+                # Each runs in a process of its own.
+                patched.setattr("nesa_node.core.known_swarms.os.getpid", lambda pid=number: pid)
+                patched.setattr("nesa_node.core.known_swarms.time.time", lambda at=number: at)
+                stack.enter_context(known.running(addresses, "m@1", None))
+        found = known.find()
+        assert found is not None
+        assert found.addresses == THERE
