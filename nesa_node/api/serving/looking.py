@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import tempfile
 import time
 from collections.abc import AsyncIterator
@@ -86,7 +87,7 @@ class SwarmLook:
     async def one(self, model_id: ModelId) -> Seen | None:
         """None if no node announces it. Raises `NesaError` if nobody can be asked."""
         async with self._asking.setdefault(model_id, asyncio.Lock()):
-            at, seen = self._answers.get(model_id, (0.0, None))
+            at, seen = self._answers.get(model_id, (-math.inf, None))
             if time.monotonic() - at > FRESH_S:
                 directory = self._swarm.directory
                 snapshot = await directory.fetch(model_id, reports=False)
