@@ -44,6 +44,9 @@ class Directory:
     def withdrawn(self) -> list[NodeRecord]:
         return self.gone
 
+    def addresses(self, model: Any, num_blocks: int) -> dict[str, tuple[str, ...]]:
+        return {record.peer_id: () for record in self.records}
+
     def snapshot(self, model: Any) -> Snapshot:
         nodes = tuple(record.node_state() for record in self.records)
         return Snapshot(model, BLOCKS, nodes, NOW)
@@ -56,6 +59,7 @@ class Swarm:
     def __init__(self) -> None:
         self.directory = Directory()
         self.notices = self
+        self.transport = None
 
     async def fetch(self, kind: Any, model: Any) -> list[Any]:
         return []
@@ -211,3 +215,32 @@ async def test_no_snapshot_is_made_of_swarms_too_large_to_show(
         await seen.until("nodes", "a", "b", "c")
         await asyncio.sleep(0.4)
     assert asked == []
+
+
+async def test_few_nodes_of_a_large_swarm_are_pinged_at_once_and_all_in_turn(
+    seen: Seen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "PING_EVERY_S", 0.01)
+    monkeypatch.setattr(module, "MOST_PINGS", 3)
+    pinged: list[str] = []
+    goes_on = asyncio.Event()
+
+    async def ping(_transport: object, peer: str, *_: object, timeout_s: float) -> None:
+        pinged.append(peer)
+        await goes_on.wait()
+
+    monkeypatch.setattr(module, "ping", ping)
+    peers = [f"p{number}" for number in range(10)]
+    seen.swarm.directory.records = [record(peer) for peer in peers]
+    async with running(seen):
+        await seen.until("nodes", *peers)
+        with seen.feed.viewing():
+            async with asyncio.timeout(10):
+                while len(pinged) < 3:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+            await asyncio.sleep(0.1)
+            assert len(pinged) == 3
+            goes_on.set()
+            async with asyncio.timeout(10):
+                while set(pinged) != set(peers):  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)

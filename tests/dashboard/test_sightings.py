@@ -101,6 +101,13 @@ def test_tokens_per_second_come_from_two_records_and_end_with_the_node(seen: Sig
     assert seen.nodes[A].tokens_per_s == 0
 
 
+def test_tokens_of_a_long_silence_are_no_rate(seen: Sightings) -> None:
+    seen.look([record(A, at=START + 120, tokens=1200)], START + 120)
+    assert seen.nodes[A].tokens_per_s == pytest.approx(10)
+    seen.look([record(A, at=START + 241, tokens=2400)], START + 241)
+    assert seen.nodes[A].tokens_per_s == 0
+
+
 def test_flood_of_nodes_is_bounded_and_pushes_nobody_out() -> None:
     sightings, log = Sightings(), EventLog()
     log.add(sightings.look([record(A)], START))
