@@ -1,0 +1,54 @@
+"""What nodes that stand ready for others are taken to hold."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+from unittest.mock import AsyncMock
+
+from nesa_node.client.successors import Successors
+from nesa_node.core.ids import PeerId
+from nesa_node.core.span import Span
+from nesa_node.routing.chains import Hop
+
+
+class ScriptedLink:
+    """Its node hands six tokens over, when it is let."""
+
+    def __init__(self, name: str) -> None:
+        self.hop = Hop(PeerId(name), Span(0, 2))
+        self.lost: Exception | None = None
+        self.asked = asyncio.Event()
+        self.goes_on = asyncio.Event()
+
+    async def hand_over(self, _to: object) -> tuple[int, ...]:
+        self.asked.set()
+        await self.goes_on.wait()
+        return (6,)
+
+
+async def held_by_successor(rolled_back_to: int | None) -> tuple[int, ...]:
+    """What it is taken to hold where the session was rolled back while it was handed the cache."""
+    leaving: Any = ScriptedLink("leaving")
+    ready: Any = ScriptedLink("ready")
+    successors = Successors(rows=1)
+    successors.prepare(leaving, AsyncMock(return_value=ready))
+    await leaving.asked.wait()
+    if rolled_back_to is not None:
+        successors.truncate([rolled_back_to])
+    leaving.goes_on.set()
+    while successors.prepare(leaving, AsyncMock(return_value=ready)):  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    # It is asked for nothing more.
+    leaving.lost = ConnectionError("it died")
+    taken, held = await successors.take(leaving)
+    assert taken is ready
+    return held
+
+
+async def test_successor_holds_what_it_was_handed() -> None:
+    assert await held_by_successor(None) == (6,)
+
+
+async def test_successor_is_not_taken_to_hold_what_was_rolled_back_meanwhile() -> None:
+    assert await held_by_successor(2) == (0,)
