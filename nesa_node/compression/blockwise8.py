@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -65,7 +64,8 @@ class Blockwise8:
     Payload: a factor in float32, a power of two; the list of the C channels, rising, of 2 bytes
     each (4 if D > 65,536); a float32 for each block's scale [N]; the upper bytes of what is set
     apart / factor in float16 [R, C]; a byte for each value [R, D]: its code, or the lower byte of
-    what is set apart, which counts as zero in its block. Without any, there is no factor either.
+    what is set apart, which counts as zero in its block. Without any, there is no factor either,
+    and no value is too large.
     """
 
     block: int = 64
@@ -89,7 +89,7 @@ class Blockwise8:
         if not count:
             scale_N, codes_NB = self._quantize(blocks.split(values_RD))
             return payload_of(scale_N, blocks.join(codes_NB).contiguous())
-        factor = factor_of(values_RD, math.inf)
+        factor = factor_of(values_RD)
         channels_C = largest_channels(values_RD, count)
         scale_N, codes_NB = self._quantize(blocks.split(without(values_RD, channels_C)))
         codes_RD = blocks.join(codes_NB).contiguous()
@@ -133,7 +133,7 @@ class Blockwise8:
         bound_N1 = values_NB.abs().amax(-1, keepdim=True) * _WORST * (1 + 2.0**-12) + SMALLEST
         bound_RD = blocks.join(bound_N1.expand(-1, blocks.block).contiguous()).clone()
         if len(channels_C):
-            factor = factor_of(values_RD, math.inf)
+            factor = factor_of(values_RD)
             bound_RD[:, channels_C] = half_bound(values_RD[:, channels_C], factor)
         return rounded_bound(tensor, bound_RD.reshape(tensor.shape))
 

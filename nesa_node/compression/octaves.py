@@ -17,20 +17,20 @@ OCTAVE = 8
 LAST = 255
 FACTOR_BITS = 15
 LARGEST = 2.0**100
-"""Larger values are refused where sums of them would overflow."""
+"""Larger values are refused: sums of them could overflow, and so could the largest, rounded."""
 
 
-def factor_of(values_RD: Tensor, most: float = LARGEST) -> float:
+def factor_of(values_RD: Tensor) -> float:
     """A power of two: divided by it, the largest |value| lies in [2^14, 2^15), for float16.
 
     It is at least 2^-100. Raises `ProtocolError`: "not_finite", or "bad_tensor" for values beyond
-    `most`.
+    2^100.
     """
     ends = torch.stack(torch.aminmax(values_RD)).tolist()
     if not all(map(math.isfinite, ends)):
         raise ProtocolError("not_finite", "the tensor holds NaN or infinite values")
     largest = max(map(abs, ends))
-    if largest > most:
+    if largest > LARGEST:
         raise ProtocolError("bad_tensor", f"a value of {largest:g} is too large for the codec")
     exponent = math.frexp(largest)[1] - FACTOR_BITS if largest else 0
     return 2.0 ** max(exponent, -100)

@@ -21,6 +21,8 @@ from nesa_node.core.errors import ProtocolError
 from tests.compression.hidden_states import CODECS, KINDS, LOSSY, values
 
 MAX_BYTES = 1 << 24
+FLOAT32_MAX = torch.finfo(torch.float32).max
+BFLOAT16_MAX = torch.finfo(torch.bfloat16).max
 SHAPES = st.one_of(
     st.lists(st.integers(0, 5), max_size=4),
     st.lists(st.integers(0, 140), min_size=1, max_size=2),
@@ -58,7 +60,7 @@ def test_no_value_is_further_off_than_stated(
         assert not bound.any()
 
 
-@pytest.mark.parametrize("codec", ["bfloat16", "blockwise8"])
+@pytest.mark.parametrize("codec", ["bfloat16", "blockwise8:64:0"])
 def test_all_of_float32_stays_within_the_bound(codec: str) -> None:
     generator = torch.Generator().manual_seed(1)
     exponents = torch.randint(-149, 127, (500, 96), generator=generator)
@@ -69,7 +71,7 @@ def test_all_of_float32_stays_within_the_bound(codec: str) -> None:
     assert bool((error <= error_bound(tensor, codec=codec)).all())
 
 
-@pytest.mark.parametrize("codec", ["int8", "int8:16:0", "int4"])
+@pytest.mark.parametrize("codec", ["blockwise8", "int8", "int8:16:0", "int4"])
 def test_whatever_the_exponents_values_stay_within_the_bound(codec: str) -> None:
     generator = torch.Generator().manual_seed(1)
     exponents = torch.randint(-149, 100, (500, 96), generator=generator)
@@ -125,10 +127,31 @@ def test_a_value_that_a_cast_cannot_hold_is_refused(codec: str, value: float) ->
         encode(torch.tensor([1.0, value]), codec=codec)
 
 
-@pytest.mark.parametrize("codec", ["int4", "int8"])
+@pytest.mark.parametrize("codec", ["blockwise8", "int4", "int8"])
 def test_what_would_overflow_is_refused(codec: str) -> None:
     with pytest.raises(ProtocolError, match="too large"):
         encode(torch.full((1, 64), 1e31), codec=codec)
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    codec=st.sampled_from(CODECS),
+    dtype=st.sampled_from(sorted(DTYPES)),
+    numbers=st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), max_size=128),
+)
+@example(codec="blockwise8", dtype="float32", numbers=[FLOAT32_MAX])
+@example(codec="blockwise8", dtype="bfloat16", numbers=[BFLOAT16_MAX])
+def test_what_can_be_encoded_is_finite_when_it_is_decoded(
+    codec: str, dtype: str, numbers: list[float]
+) -> None:
+    most = torch.finfo(DTYPES[dtype]).max
+    tensor = torch.zeros(2, 128, dtype=DTYPES[dtype])
+    tensor[1, : len(numbers)] = torch.tensor(numbers).clamp(-most, most).to(tensor.dtype)
+    try:
+        meta, payload = encode(tensor, codec=codec)
+    except ProtocolError:
+        return  # it is sent as it is
+    assert decode(meta, payload, max_bytes=MAX_BYTES).isfinite().all()
 
 
 def test_a_float16_close_to_the_largest_does_not_become_infinite() -> None:
