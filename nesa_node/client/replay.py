@@ -85,12 +85,12 @@ class Replay:
         self._outboxes = {start: kept for start, kept in self._outboxes.items() if start in starts}
 
     async def _replay(self, link: HopLink, held: Sequence[int], lengths: Sequence[int]) -> None:
-        steps = list(self._outbox(link).since(held, lengths))
+        steps = self._outbox(link).since(held, lengths)
         if self._request.mode == "star" and self._lacks_next(link.hop):
-            await self._replay_for_outputs(link, steps)
+            await self._replay_for_outputs(link, [await step.copied() for step in steps])
         else:
-            for kept in steps:
-                await self._flow.send(link, kept)
+            for step in steps:
+                await self._flow.send(link, await step.copied())
 
     async def _replay_for_outputs(self, link: HopLink, steps: Sequence[Kept]) -> None:
         outbox = Outbox()

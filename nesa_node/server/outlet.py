@@ -19,7 +19,7 @@ from nesa_node.core.logging import get_logger
 from nesa_node.server.inbox import LARGE_BYTES
 from nesa_node.server.push import Push, open_push
 from nesa_node.swarm.messages import MAX_TOKENS, Downstream, Error, Open, Output, Step
-from nesa_node.swarm.outbox import Kept, Outbox, clip
+from nesa_node.swarm.outbox import Held, Kept, Outbox
 from nesa_node.swarm.stream import Stream
 from nesa_node.swarm.wire import PLAIN, States, Wire, passed_on
 
@@ -72,7 +72,7 @@ class Outlet:
         kept = Kept(step.step, step.rows, step.want, meta, payload, step.via)
         if self._downstream is not None:
             self._outbox.append(kept)
-        await self._send(kept, step.epoch)
+        await self._send(Held.all_of(kept), step.epoch)
 
     def keep(self, kept: Kept) -> None:
         """Hold what another node kept before this one took its place.
@@ -83,7 +83,7 @@ class Outlet:
             raise ProtocolError("unexpected", "a star's nodes keep no outputs")
         self._outbox.append(kept)
 
-    def kept(self, start: Sequence[int], end: Sequence[int]) -> Iterator[Kept]:
+    def kept(self, start: Sequence[int], end: Sequence[int]) -> Iterator[Held]:
         """What is kept of the tokens `start[row] <= position < end[row]`."""
         return self._outbox.since(start, end)
 
@@ -125,8 +125,8 @@ class Outlet:
                     open_push(stream, self._wire, partial(self._tell_lost, downstream.peer))
                 )
         await self._begin()
-        for kept in self._outbox.since(emit_from, [MAX_TOKENS] * len(emit_from)):
-            await self._send(kept, epoch)
+        for held in self._outbox.since(emit_from, [MAX_TOKENS] * len(emit_from)):
+            await self._send(held, epoch)
 
     async def _begin(self) -> None:
         if self._push is None:
@@ -144,11 +144,12 @@ class Outlet:
         """End the stream downstream."""
         await self._push_scope.aclose()
 
-    async def _send(self, kept: Kept, epoch: int) -> None:
+    async def _send(self, held: Held, epoch: int) -> None:
         """Send the part of a step that its receiver lacks."""
-        part = clip(kept, self._emit_from, [MAX_TOKENS] * len(self._emit_from))
-        if part is None:
+        lacking = held.within(self._emit_from, [MAX_TOKENS] * len(self._emit_from))
+        if lacking is None:
             return
+        part = await lacking.copied()
         if self._downstream is None:
             await self._answer(part, epoch)
         elif self._push is not None:

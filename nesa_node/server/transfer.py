@@ -19,7 +19,7 @@ from nesa_node.server.inbox import is_quick
 from nesa_node.server.outlet import Outlet
 from nesa_node.server.work import Work
 from nesa_node.swarm.messages import Downstream, Error, Pages, Step, Sync, Synced
-from nesa_node.swarm.outbox import Kept
+from nesa_node.swarm.outbox import Held, Kept
 from nesa_node.swarm.stream import Stream, silence_is_loss
 from nesa_node.swarm.wire import PLAIN, check_allowed
 
@@ -62,8 +62,8 @@ class Transfer:
                     await self._ask(tuple(self._sent))
                 for row in range(len(self._sent)):
                     await self._send_row(row)
-                for kept in self._outlet.kept(self._kept_sent, tuple(self._sent)):
-                    await self._send_kept(kept)
+                for held in self._outlet.kept(self._kept_sent, tuple(self._sent)):
+                    await self._send_kept(held)
                 return await self._ask(tuple(self._sent))
         except NesaError as error:
             raise ProtocolError("downstream_lost", str(error)) from error
@@ -94,8 +94,9 @@ class Transfer:
             if self._cuts == cuts:
                 self._sent[row] = end
 
-    async def _send_kept(self, kept: Kept) -> None:
+    async def _send_kept(self, held: Held) -> None:
         cuts = self._cuts
+        kept = await held.copied()
         await self._stream.send(
             Step(
                 session=self._session,

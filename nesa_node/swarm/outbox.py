@@ -5,7 +5,9 @@ T packed tokens, D hidden.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import asyncio
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +15,10 @@ import torch
 from nesa_node.compression import tensors
 from nesa_node.compression.tensors import TensorMeta
 from nesa_node.swarm.messages import RowSlice, Want
+
+MAX_FORGOTTEN = 1 / 4
+"""Of a step's bytes, until what is left of it is copied. So memory is at most a third more than
+what rows hold, and each token that was computed has at most three others copied."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,83 +38,136 @@ class Kept:
         return tensors.decode(self.meta, self.payload, max_bytes=self.meta.most_nbytes)
 
 
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What rows hold of a kept step. Several may share its tokens: they are copied to be sent."""
+
+    kept: Kept
+    rows: tuple[RowSlice, ...]
+    offsets: tuple[int, ...]
+    """Where each row's tokens begin in the step."""
+
+    @classmethod
+    def all_of(cls, kept: Kept) -> Held:
+        counts = (part.count for part in kept.rows[:-1])
+        return cls(kept, kept.rows, tuple(itertools.accumulate(counts, initial=0)))
+
+    def within(self, start: Sequence[int], end: Sequence[int]) -> Held | None:
+        """The part within `start[row] <= position < end[row]`; None if nothing is.
+
+        A step that lies within is returned as it is.
+        """
+        if _lie_within(self.rows, start, end):
+            return self
+        rows: list[RowSlice] = []
+        offsets: list[int] = []
+        for part, offset in zip(self.rows, self.offsets, strict=True):
+            first = max(part.position, start[part.row])
+            last = min(part.position + part.count, end[part.row])
+            if first < last:
+                rows.append(RowSlice(part.row, first, last - first))
+                offsets.append(offset + first - part.position)
+        return Held(self.kept, tuple(rows), tuple(offsets)) if rows else None
+
+    def reordered(self, sources: Sequence[int]) -> Held | None:
+        """What the rows hold once each is a copy of row `sources[row]`; None if nothing."""
+        places = {part.row: (part, at) for part, at in zip(self.rows, self.offsets, strict=True)}
+        found = [(row, *places[source]) for row, source in enumerate(sources) if source in places]
+        rows = tuple(RowSlice(row, part.position, part.count) for row, part, _ in found)
+        return Held(self.kept, rows, tuple(at for *_, at in found)) if rows else None
+
+    def packed(self) -> Held:
+        """The same, in memory of its own if a quarter of the step's bytes is held by no row."""
+        counts: dict[int, int] = {}
+        for part, offset in zip(self.rows, self.offsets, strict=True):
+            counts[offset] = max(counts.get(offset, 0), part.count)
+        tokens, values = self.kept.meta.shape[0], self.kept.meta.values_nbytes
+        needed = sum(counts.values()) * values // tokens
+        if needed > len(self.kept.payload) * (1 - MAX_FORGOTTEN):
+            return self
+        is_shared = len(counts) < len(self.rows)
+        kept = _picked(self.kept, () if is_shared else self.rows, counts.items())
+        moved = dict(zip(counts, itertools.accumulate(counts.values(), initial=0), strict=False))
+        return Held(kept, self.rows, tuple(moved[offset] for offset in self.offsets))
+
+    async def copied(self) -> Kept:
+        """A step of these rows: the kept one if it is that, else a copy, made in a thread."""
+        if self.rows is self.kept.rows:
+            return self.kept
+        picks = [(at, part.count) for part, at in zip(self.rows, self.offsets, strict=True)]
+        return await asyncio.to_thread(_picked, self.kept, self.rows, picks)
+
+
 class Outbox:
-    """Sent steps in order. A rollback cuts them; what a receiver lacks can be read back."""
+    """Sent steps in order. A rollback cuts them; what a receiver lacks can be read back.
+
+    Neither `reorder` nor a `truncate` that forgets nothing looks at the steps: peers can ask for
+    thousands of them with few bytes.
+    """
 
     def __init__(self) -> None:
-        self._kept: list[Kept] = []
+        self._held: list[Held] = []
+        self._sources: tuple[int, ...] | None = None
+        """What reorders since the last change of the steps make together."""
+        self._ends: dict[int, int] = {}
+        """By row, the position after the last token."""
 
     @property
     def nbytes(self) -> int:
-        return sum(len(kept.payload) for kept in self._kept)
+        return sum(len(held.kept.payload) for held in self._held)
 
     def append(self, kept: Kept) -> None:
-        self._kept.append(kept)
+        self._settle()
+        self._held.append(Held.all_of(kept))
+        for part in kept.rows:
+            self._ends[part.row] = part.position + part.count
 
     def truncate(self, lengths: Sequence[int]) -> None:
         """Forget every token at or beyond `lengths[row]`."""
+        if all(self._ends.get(row, 0) <= length for row, length in enumerate(lengths)):
+            return
+        self._settle()
         zeros = [0] * len(lengths)
-        clipped = (clip(kept, zeros, lengths) for kept in self._kept)
-        self._kept = [kept for kept in clipped if kept is not None]
+        self._replace((held, held.within(zeros, lengths)) for held in self._held)
+        self._ends = {row: min(end, lengths[row]) for row, end in self._ends.items()}
 
     def reorder(self, sources: Sequence[int]) -> None:
         """Let each row have been sent what row `sources[row]` was."""
-        copies = (_reordered(kept, sources) for kept in self._kept)
-        self._kept = [kept for kept in copies if kept is not None]
+        before = self._sources or range(len(sources))
+        self._sources = tuple(before[source] for source in sources)
+        self._ends = {row: self._ends.get(source, 0) for row, source in enumerate(sources)}
 
-    def since(self, lengths: Sequence[int], until: Sequence[int]) -> Iterator[Kept]:
+    def since(self, lengths: Sequence[int], until: Sequence[int]) -> Iterator[Held]:
         """Steps, or the parts of them, with tokens `lengths[row] <= position < until[row]`."""
-        for kept in tuple(self._kept):
-            part = clip(kept, lengths, until)
+        self._settle()
+        for held in tuple(self._held):
+            part = held.within(lengths, until)
             if part is not None:
                 yield part
 
+    def _settle(self) -> None:
+        """Do what reorders have left to do."""
+        sources, self._sources = self._sources, None
+        if sources is not None and sources != tuple(range(len(sources))):
+            self._replace((held, held.reordered(sources)) for held in self._held)
 
-def clip(kept: Kept, start: Sequence[int], end: Sequence[int]) -> Kept | None:
-    """The part of `kept` within `start[row] <= position < end[row]`; None if nothing is.
-
-    A step that lies within is returned as it is, its bytes untouched.
-    """
-    if _lies_within(kept, start, end):
-        return kept
-    rows: list[RowSlice] = []
-    picks: list[tuple[int, int]] = []
-    offset = 0
-    for part in kept.rows:
-        first = max(part.position, start[part.row])
-        last = min(part.position + part.count, end[part.row])
-        if first < last:
-            rows.append(RowSlice(part.row, first, last - first))
-            picks.append((offset + first - part.position, last - first))
-        offset += part.count
-    if not rows:
-        return None
-    return _picked(kept, rows, picks)
+    def _replace(self, changes: Iterable[tuple[Held, Held | None]]) -> None:
+        self._held = [
+            held if held is before else held.packed()
+            for before, held in changes
+            if held is not None
+        ]
 
 
-def _lies_within(kept: Kept, start: Sequence[int], end: Sequence[int]) -> bool:
+def _lie_within(rows: Sequence[RowSlice], start: Sequence[int], end: Sequence[int]) -> bool:
     # A loop: `all` takes three times as long.
-    for part in kept.rows:
+    for part in rows:
         if part.position < start[part.row] or part.position + part.count > end[part.row]:
             return False
     return True
 
 
-def _reordered(kept: Kept, sources: Sequence[int]) -> Kept | None:
-    """What of `kept` the rows would have been sent; None if nothing."""
-    rows: list[RowSlice] = []
-    picks: list[tuple[int, int]] = []
-    for row, source in enumerate(sources):
-        offset = 0
-        for part in kept.rows:
-            if part.row == source:
-                rows.append(RowSlice(row, part.position, part.count))
-                picks.append((offset, part.count))
-            offset += part.count
-    return _picked(kept, rows, picks) if rows else None
-
-
-def _picked(kept: Kept, rows: Sequence[RowSlice], picks: Sequence[tuple[int, int]]) -> Kept:
+def _picked(kept: Kept, rows: tuple[RowSlice, ...], picks: Iterable[tuple[int, int]]) -> Kept:
     """A step of `rows`, whose tokens are those of `kept` at each (offset, count).
 
     They are not compressed again, which could change them.
@@ -116,4 +175,4 @@ def _picked(kept: Kept, rows: Sequence[RowSlice], picks: Sequence[tuple[int, int
     tensor_TD = kept.tensor()
     parts_TD = torch.cat([tensor_TD[at : at + count] for at, count in picks])
     meta, payload = tensors.encode(parts_TD)
-    return Kept(kept.step, tuple(rows), kept.want, meta, payload, kept.via)
+    return Kept(kept.step, rows, kept.want, meta, payload, kept.via)

@@ -1,14 +1,19 @@
-"""What was sent can be read back as it was, from any position, after any cuts."""
+"""What was sent can be read back as it was, from any position, after any cuts and reorders."""
 
+import asyncio
+
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nesa_node.compression import tensors
+from nesa_node.swarm import outbox as outbox_module
 from nesa_node.swarm.messages import RowSlice
-from nesa_node.swarm.outbox import Kept, Outbox
+from nesa_node.swarm.outbox import Held, Kept, Outbox
 
 HIDDEN = 4
+TOKEN_BYTES = 4 * HIDDEN
 
 
 class Model:
@@ -33,7 +38,8 @@ def sent_step(outbox: Outbox, model: Model, step: int, counts: dict[int, int]) -
 
 def read_back(outbox: Outbox, start: list[int], until: list[int]) -> list[list[torch.Tensor]]:
     rows: list[list[torch.Tensor]] = [[] for _ in start]
-    for kept in outbox.since(start, until):
+    for held in outbox.since(start, until):
+        kept = asyncio.run(held.copied())
         pieces = torch.split(kept.tensor(), [part.count for part in kept.rows])
         for part, piece in zip(kept.rows, pieces, strict=True):
             assert part.position == start[part.row] + len(rows[part.row])
@@ -51,6 +57,10 @@ def test_reading_back_gives_what_a_list_of_tokens_would(data: st.DataObject) -> 
             cut = [data.draw(st.integers(0, length)) for length in model.lengths]
             outbox.truncate(cut)
             model.rows = [row[:n] for row, n in zip(model.rows, cut, strict=True)]
+        if data.draw(st.booleans()):
+            sources = [data.draw(st.integers(0, num_rows - 1)) for _ in range(num_rows)]
+            outbox.reorder(sources)
+            model.rows = [model.rows[source].copy() for source in sources]
         chosen = data.draw(st.sets(st.integers(0, num_rows - 1), min_size=1))
         counts = {row: data.draw(st.integers(1, 4)) for row in sorted(chosen)}
         sent_step(outbox, model, step, counts)
@@ -63,15 +73,58 @@ def test_reading_back_gives_what_a_list_of_tokens_would(data: st.DataObject) -> 
         want = model.rows[row][start[row] : until[row]]
         assert len(tokens) == len(want)
         assert all(torch.equal(a, b) for a, b in zip(tokens, want, strict=True))
+    assert 3 * outbox.nbytes <= 4 * sum(model.lengths) * TOKEN_BYTES
 
 
 def test_an_untouched_step_keeps_its_very_bytes() -> None:
     outbox, model = Outbox(), Model(1)
     sent_step(outbox, model, 1, {0: 3})
     sent_step(outbox, model, 2, {0: 2})
-    before = [kept.payload for kept in outbox.since([0], [5])]
+    before = [held.kept.payload for held in outbox.since([0], [5])]
     outbox.truncate([4])
-    after = [kept.payload for kept in outbox.since([0], [4])]
+    outbox.reorder([0])
+    after = [asyncio.run(held.copied()).payload for held in outbox.since([0], [4])]
     assert after[0] is before[0]
-    assert bytes(after[1]) == bytes(before[1])[: HIDDEN * 4]
-    assert outbox.nbytes == 4 * HIDDEN * 4
+    assert bytes(after[1]) == bytes(before[1])[:TOKEN_BYTES]
+    assert outbox.nbytes == 4 * TOKEN_BYTES
+
+
+@pytest.fixture
+def looked_at(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is done to steps: their tokens are copied, or found in another order or range."""
+    done: list[str] = []
+    for where, name in ((outbox_module, "_picked"), (Held, "reordered"), (Held, "within")):
+        original = getattr(where, name)
+
+        def spied(*args: object, name: str = name, original: object = original) -> object:
+            done.append(name)
+            return original(*args)  # type: ignore[operator]
+
+        monkeypatch.setattr(where, name, spied)
+    return done
+
+
+@pytest.mark.parametrize("sources", [[0, 1], [1, 0], [0, 0]])
+def test_thousands_of_reorders_copy_nothing_and_look_at_each_step_once(
+    looked_at: list[str], sources: list[int]
+) -> None:
+    outbox, model = Outbox(), Model(2)
+    for number in range(100):
+        sent_step(outbox, model, number, {0: 1, 1: 1})
+    for _ in range(1701):
+        outbox.reorder(sources)
+        outbox.truncate(model.lengths)
+    assert not looked_at
+    list(outbox.since([0, 0], [50, 50]))
+    assert looked_at.count("reordered") <= 100
+    # Of each step with two rows one copy of the one that is left, if there is one.
+    assert looked_at.count("_picked") == (100 if sources == [0, 0] else 0)
+
+
+def test_a_step_that_is_cut_token_by_token_is_copied_a_few_times(looked_at: list[str]) -> None:
+    outbox, model = Outbox(), Model(1)
+    sent_step(outbox, model, 1, {0: 512})
+    for length in range(511, 0, -1):
+        outbox.truncate([length])
+        assert 3 * outbox.nbytes <= 4 * length * TOKEN_BYTES
+    assert looked_at.count("_picked") < 25
