@@ -16,17 +16,17 @@ RETRY_AFTER_S = (0.2, 5.0)
 """Clients take more than the latter for the latter."""
 FIRST_GUESS_S = 0.5
 MIN_NEWCOMERS = 4
-"""So many peers at least find room in the reserve of the outboxes."""
+"""So many peers at least find room in the reserve for hidden states."""
 LEARNING_RATE = 0.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    outbox_bytes: int
-    """Host memory for the outputs that a chain's nodes keep."""
-    outbox_bytes_per_peer: int
-    outbox_reserve_bytes: int = 0
-    """Beyond `outbox_bytes`, for peers that keep at most a quarter of it: identities are free, and
+    hidden_bytes: int
+    """Host memory for hidden states: inputs of steps that wait, outputs that wait or are kept."""
+    hidden_bytes_per_peer: int
+    hidden_reserve_bytes: int = 0
+    """Beyond `hidden_bytes`, for peers that keep at most a quarter of it: identities are free, and
     without it two of one stranger leave no room."""
     sessions_per_peer: int
     cache_tokens_per_peer: int
@@ -40,22 +40,22 @@ class Limits:
 
 
 class Place:
-    """What one session was promised: pages of the pool, and memory for its outbox."""
+    """What one session was promised: pages of the pool, and memory for its hidden states."""
 
-    def __init__(self, admission: Admission, peer: PeerId, outbox_bytes_per_token: int) -> None:
+    def __init__(self, admission: Admission, peer: PeerId, hidden_bytes_per_token: int) -> None:
         self.promise = admission.pool.promise(0)
         self._admission = admission
         self._peer = peer
-        self._outbox_bytes_per_token = outbox_bytes_per_token
-        self._outbox_bytes = 0
+        self._hidden_bytes_per_token = hidden_bytes_per_token
+        self._hidden_bytes = 0
 
     def grow(self, pages: int, tokens: int) -> None:
         """Be promised so much more. Raises `CacheFullError`, and then nothing is."""
-        admission, outbox_bytes = self._admission, tokens * self._outbox_bytes_per_token
-        admission.check_quota(self._peer, pages, outbox_bytes)
+        admission, hidden_bytes = self._admission, tokens * self._hidden_bytes_per_token
+        admission.check_quota(self._peer, pages, hidden_bytes)
         self.promise.add(pages)
-        admission.count(self._peer, pages, outbox_bytes)
-        self._outbox_bytes += outbox_bytes
+        admission.count(self._peer, pages, hidden_bytes)
+        self._hidden_bytes += hidden_bytes
 
     def outgrow(self, have: int, want: int) -> None:
         """Make room for `want` tokens in a row that has it for `have`, if there is some.
@@ -70,7 +70,7 @@ class Place:
             ) from None
 
     def close(self) -> None:
-        self._admission.count(self._peer, -self.promise.pages, -self._outbox_bytes)
+        self._admission.count(self._peer, -self.promise.pages, -self._hidden_bytes)
         self.promise.close()
 
 
@@ -86,8 +86,8 @@ class Admission:
         self._pages: Counter[PeerId] = Counter()
         self._sessions: Counter[PeerId] = Counter()
         self._streams: Counter[PeerId] = Counter()
-        self._outbox_bytes_of: Counter[PeerId] = Counter()
-        self._outbox_bytes = 0
+        self._hidden_bytes_of: Counter[PeerId] = Counter()
+        self._hidden_bytes = 0
         self._ended_at = clock()
         self._between_ends_s = FIRST_GUESS_S
 
@@ -128,7 +128,7 @@ class Admission:
 
     @contextmanager
     def session(
-        self, peer: PeerId, *, rows: int, max_tokens: int, outbox_bytes_per_token: int
+        self, peer: PeerId, *, rows: int, max_tokens: int, hidden_bytes_per_token: int
     ) -> Iterator[Place]:
         """Hold room for one session of `rows` times `max_tokens` tokens.
 
@@ -138,9 +138,9 @@ class Admission:
         pages, tokens = rows * pages_for(max_tokens), rows * max_tokens
         most_pages = min(self.pool.num_pages, pages_for(self.limits.cache_tokens_per_peer))
         most = most_pages * PAGE_TOKENS
-        if outbox_bytes_per_token:
-            outbox_bytes = min(self.limits.outbox_bytes, self.limits.outbox_bytes_per_peer)
-            most = min(most, outbox_bytes // outbox_bytes_per_token)
+        if hidden_bytes_per_token:
+            hidden_bytes = min(self.limits.hidden_bytes, self.limits.hidden_bytes_per_peer)
+            most = min(most, hidden_bytes // hidden_bytes_per_token)
         if pages > most_pages or tokens > most:
             raise ProtocolError(
                 "too_large",
@@ -150,7 +150,7 @@ class Admission:
         if self._sessions[peer] >= self.limits.sessions_per_peer:
             quota = self.limits.sessions_per_peer
             raise BusyError(f"{peer} has {quota} sessions, which is its quota", self.retry_after_s)
-        place = Place(self, peer, outbox_bytes_per_token)
+        place = Place(self, peer, hidden_bytes_per_token)
         try:
             place.grow(pages, tokens)
         except CacheFullError as error:
@@ -163,29 +163,29 @@ class Admission:
             place.close()
             self._note_end()
 
-    def check_quota(self, peer: PeerId, pages: int, outbox_bytes: int) -> None:
-        """Raises `CacheFullError` for more than the peer, or the outboxes of all, may have."""
+    def check_quota(self, peer: PeerId, pages: int, hidden_bytes: int) -> None:
+        """Raises `CacheFullError` for more than the peer, or all together, may have."""
         if self._pages[peer] + pages > pages_for(self.limits.cache_tokens_per_peer):
             raise CacheFullError(
                 f"the quota of {peer} has no room for {pages * PAGE_TOKENS} more tokens"
             )
-        kept_bytes = self._outbox_bytes_of[peer] + outbox_bytes
-        if kept_bytes > self.limits.outbox_bytes_per_peer:
+        kept_bytes = self._hidden_bytes_of[peer] + hidden_bytes
+        if kept_bytes > self.limits.hidden_bytes_per_peer:
             raise CacheFullError(
-                f"the quota of {peer} has no room to keep the outputs of {pages * PAGE_TOKENS} "
+                f"the quota of {peer} has no room for hidden states of {pages * PAGE_TOKENS} "
                 "more tokens"
             )
-        reserve_bytes = self.limits.outbox_reserve_bytes
+        reserve_bytes = self.limits.hidden_reserve_bytes
         is_newcomer = kept_bytes <= reserve_bytes // MIN_NEWCOMERS
-        most_bytes = self.limits.outbox_bytes + (reserve_bytes if is_newcomer else 0)
-        if outbox_bytes and self._outbox_bytes + outbox_bytes > most_bytes:
-            raise CacheFullError(f"no room to keep the outputs of {pages * PAGE_TOKENS} tokens")
+        most_bytes = self.limits.hidden_bytes + (reserve_bytes if is_newcomer else 0)
+        if hidden_bytes and self._hidden_bytes + hidden_bytes > most_bytes:
+            raise CacheFullError(f"no room for hidden states of {pages * PAGE_TOKENS} tokens")
 
-    def count(self, peer: PeerId, pages: int, outbox_bytes: int) -> None:
+    def count(self, peer: PeerId, pages: int, hidden_bytes: int) -> None:
         """Note what a peer holds from now on, or no longer."""
         _give_back(self._pages, peer, -pages)
-        _give_back(self._outbox_bytes_of, peer, -outbox_bytes)
-        self._outbox_bytes += outbox_bytes
+        _give_back(self._hidden_bytes_of, peer, -hidden_bytes)
+        self._hidden_bytes += hidden_bytes
 
     def _note_end(self) -> None:
         now = self._clock()

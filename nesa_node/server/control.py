@@ -9,6 +9,7 @@ from collections import Counter
 from nesa_node.core.errors import FrameError, ProtocolError, StreamClosedError
 from nesa_node.core.logging import get_logger
 from nesa_node.server.drain import Drain
+from nesa_node.server.message_budget import MessageBudget
 from nesa_node.server.session import Session
 from nesa_node.swarm.messages import (
     AnyMessage,
@@ -48,14 +49,15 @@ async def serve_session(
     session: Session,
     *,
     drain: Drain,
+    budget: MessageBudget,
     idle_timeout_s: float,
     refused: Counter[str] | None = None,
 ) -> None:
     """Run the session until its client closes it or goes, it idles, or a drain runs out.
 
     Returns when the client closed it, which the caller answers once all is released. `refused`
-    counts the messages that were, by code. Raises `ProtocolError` for what must be answered with a
-    fatal error.
+    counts the messages that were, by code; `budget` is the node's. Raises `ProtocolError` for what
+    must be answered with a fatal error.
     """
     refused = Counter() if refused is None else refused
     failures: list[ProtocolError] = []
@@ -64,7 +66,7 @@ async def serve_session(
             tasks.create_task(session.run())
             tasks.create_task(_watch_idle(session, idle_timeout_s))
             tasks.create_task(_watch_drain(session, drain))
-            tasks.create_task(_read(session, tasks, refused))
+            tasks.create_task(_read(session, tasks, refused, budget))
     except* _Ended:
         pass
     except* ProtocolError as group:
@@ -74,7 +76,9 @@ async def serve_session(
         raise failures[0]
 
 
-async def _read(session: Session, tasks: asyncio.TaskGroup, refused: Counter[str]) -> None:
+async def _read(
+    session: Session, tasks: asyncio.TaskGroup, refused: Counter[str], budget: MessageBudget
+) -> None:
     room = asyncio.Semaphore(HAND_OVERS)
     while True:
         message, payload = await session.client.receive(
@@ -86,15 +90,19 @@ async def _read(session: Session, tasks: asyncio.TaskGroup, refused: Counter[str
             await room.acquire()
             task = tasks.create_task(_answered(session, message, payload, refused))
             task.add_done_callback(lambda _: room.release())
+            obeyed = True
         else:
-            await _answered(session, message, payload, refused)
+            obeyed = await _answered(session, message, payload, refused)
+        await budget.pay(session.client.peer, message, refused=not obeyed)
 
 
 async def _answered(
     session: Session, message: AnyMessage, payload: bytearray, refused: Counter[str]
-) -> None:
+) -> bool:
+    """Obey a message, or say why it is refused. Returns whether it was obeyed."""
     try:
         await _obey(session, message, payload)
+        return True
     except (FrameError, StreamClosedError):
         raise
     except ProtocolError as error:
@@ -108,6 +116,7 @@ async def _answered(
                 step=message.step if isinstance(message, Step) else None,
             )
         )
+        return False
 
 
 async def _obey(session: Session, message: AnyMessage, payload: bytearray) -> None:

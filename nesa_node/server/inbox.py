@@ -5,50 +5,46 @@ T packed tokens, D hidden.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
 
 from nesa_node.compression import tensors
 from nesa_node.compression.hidden_states import HiddenStates
-from nesa_node.compression.tensors import TensorMeta
 from nesa_node.core.errors import ProtocolError
 from nesa_node.swarm.messages import Step
 from nesa_node.swarm.wire import ASIDE_BYTES, PLAIN, check_allowed
 
 LARGE_BYTES = 1 << 20
-"""A payload from which on `examine` takes milliseconds: not for the event loop."""
+"""A payload from which on to read it takes milliseconds: not for the event loop."""
 
 
-def is_quick(meta: TensorMeta, payload: bytearray) -> bool:
-    """Whether `examine` may run on the event loop."""
-    if meta.codec == PLAIN:
-        return len(payload) < LARGE_BYTES
-    return meta.most_nbytes < ASIDE_BYTES
+async def content_of(payload: bytearray) -> bytes | bytearray:
+    """What tells a payload from others: itself, or a digest of a large one."""
+    if len(payload) < LARGE_BYTES:
+        return payload
+    return await asyncio.to_thread(_digest_of, payload)
 
 
-@dataclass(frozen=True, slots=True)
-class Examined:
-    """What is to be known of a step's bytes."""
-
-    content: bytes | bytearray
-    """The same for the same bytes: themselves, or a digest of many. Not to be changed."""
-    hidden: HiddenStates
-
-
-def examine(step: Step, payload: bytearray) -> Examined:
-    """Read all of the payload; may run in any thread. The result keeps its memory.
+async def examine(step: Step, payload: bytearray) -> HiddenStates:
+    """Read all of the payload, in a thread if that takes milliseconds. The result keeps its memory.
 
     Raises `ProtocolError` for a payload of another size than described, and for NaN or infinite
     values.
     """
-    # What came of a plain tensor is bounded already.
-    plain = step.tensor.codec == PLAIN
-    most_bytes = len(payload) if plain else step.tensor.most_nbytes
-    hidden = HiddenStates.received(step.tensor, payload, max_bytes=most_bytes)
-    if len(payload) < LARGE_BYTES:
-        return Examined(payload, hidden)
-    return Examined(hashlib.blake2b(payload, digest_size=16).digest(), hidden)
+    if step.tensor.codec == PLAIN:
+        # What came of a plain tensor is bounded already.
+        most_bytes, is_quick = len(payload), len(payload) < LARGE_BYTES
+    else:
+        most_bytes = step.tensor.most_nbytes
+        is_quick = most_bytes < ASIDE_BYTES
+    read = partial(HiddenStates.received, step.tensor, payload, max_bytes=most_bytes)
+    return read() if is_quick else await asyncio.to_thread(read)
+
+
+def _digest_of(payload: bytearray) -> bytes:
+    return hashlib.blake2b(payload, digest_size=16).digest()
 
 
 class Inbox:
@@ -94,10 +90,12 @@ class Inbox:
     def last_step(self) -> int:
         return self._last[0].step if self._last is not None else -1
 
-    def wants(self, step: Step) -> bool:
-        """Whether a step is worth examining: False for one of an older epoch.
+    def wants(self, step: Step, content: bytes | bytearray) -> bool:
+        """Whether a step is to be examined: False for an older epoch's and for the newest again.
 
-        Raises `ProtocolError` for what its header alone makes wrong.
+        `content` is its payload, which nobody may change any more, or a digest of a large one.
+        Raises `ProtocolError` for what its header makes wrong: a few bytes can be decoded to
+        gigabytes, so they are only where the session was promised room for them.
         """
         if step.session != self._session:
             raise ProtocolError("unknown_session", "the step names another session")
@@ -115,22 +113,21 @@ class Inbox:
                 f"expected {self._dtype}[{total}, {self._hidden_size}], "
                 f"got {step.tensor.dtype}{list(step.tensor.shape)}",
             )
-        return True
-
-    def accept(self, step: Step, examined: Examined) -> bool:
-        """Take a step; False for one of an older epoch and for the repetition of the newest one.
-
-        Raises `ProtocolError`; whatever was refused changed nothing. `wants` must have said yes, an
-        epoch may have begun since.
-        """
-        if step.epoch < self.epoch or self._is_repeated(step, examined.content):
+        if self._is_repeated(step, content):
             return False
         self._check_rows(step)
-        for part in step.rows:
-            self._make_room(part.row, part.position + part.count)
+        return True
+
+    def accept(self, step: Step, content: bytes | bytearray) -> bool:
+        """Take a step that was examined. What `wants` says may have changed since: this does too.
+
+        Whatever is refused changed nothing but the room that a row was given.
+        """
+        if not self.wants(step, content):
+            return False
         for part in step.rows:
             self.expected[part.row] += part.count
-        self._last = (step, examined.content)
+        self._last = (step, content)
         return True
 
     def reorder(self, sources: Sequence[int]) -> None:
@@ -182,3 +179,5 @@ class Inbox:
                     "bad_position",
                     f"row {part.row} goes on at {self.expected[part.row]}, not {part.position}",
                 )
+        for part in step.rows:
+            self._make_room(part.row, part.position + part.count)

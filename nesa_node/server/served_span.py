@@ -26,11 +26,11 @@ from nesa_node.swarm.node import Swarm
 
 log = get_logger(__name__)
 
-OUTBOX_BYTES_PER_CACHE_BYTE = 1.0
-MIN_OUTBOX_BYTES = 256 << 20
+HIDDEN_BYTES_PER_CACHE_BYTE = 1.0
+MIN_HIDDEN_BYTES = 256 << 20
 MAX_SHARE = 3
-"""Quarters of the outbox that one peer gets for a session of the model's whole length. Else it is
-half: in a chain of long sessions the outbox is full long before the cache."""
+"""Quarters of the room for hidden states that one peer gets for a session of the model's whole
+length. Else it is half: with long sessions it is full long before the cache."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,16 +112,16 @@ def _load(served: Served, span: Span) -> Blocks:
 
 def _limits(config: NodeConfig, blocks: Blocks, tokens: int) -> Limits:
     """The limits for a cache of `tokens`."""
-    outbox = int(tokens * blocks.cache_bytes_per_token * OUTBOX_BYTES_PER_CACHE_BYTE)
+    of_cache = int(tokens * blocks.cache_bytes_per_token * HIDDEN_BYTES_PER_CACHE_BYTE)
     needed = tokens * blocks.hidden_size * 4
     # Nobody should be able to take all of it, but who comes alone can use the model's whole length.
     half = max(tokens // 2, min(tokens, blocks.context_length or tokens))
-    outbox_bytes = max(min(outbox, needed), MIN_OUTBOX_BYTES)
+    hidden_bytes = max(min(of_cache, needed), MIN_HIDDEN_BYTES)
     whole = (blocks.context_length or tokens) * blocks.hidden_size * 4
     return Limits(
-        outbox_bytes=outbox_bytes,
-        outbox_bytes_per_peer=min(max(outbox_bytes // 2, whole), MAX_SHARE * outbox_bytes // 4),
-        outbox_reserve_bytes=outbox_bytes // 4,
+        hidden_bytes=hidden_bytes,
+        hidden_bytes_per_peer=min(max(hidden_bytes // 2, whole), MAX_SHARE * hidden_bytes // 4),
+        hidden_reserve_bytes=hidden_bytes // 4,
         sessions_per_peer=config.max_sessions_per_peer,
         cache_tokens_per_peer=config.max_cache_tokens_per_peer or half,
         allow=frozenset(config.allow_peers),

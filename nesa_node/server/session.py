@@ -12,7 +12,7 @@ from nesa_node.core.errors import ProtocolError
 from nesa_node.core.ids import PeerId
 from nesa_node.core.logging import get_logger
 from nesa_node.server.admission import Place
-from nesa_node.server.inbox import Inbox, examine, is_quick
+from nesa_node.server.inbox import Inbox, content_of, examine
 from nesa_node.server.outlet import Outlet
 from nesa_node.server.prefixes import SessionPrefixes
 from nesa_node.server.transfer import CHUNK_TOKENS, Succession, Transfers
@@ -133,22 +133,20 @@ class Session:
         self._require_linked()
         if self._closed or self._work.backlog >= MAX_QUEUED_STEPS:
             await self._wait_until(lambda: self._work.backlog < MAX_QUEUED_STEPS)
-        if not self.inbox.wants(step):
-            return
-        if is_quick(step.tensor, payload):
-            examined = examine(step, payload)
-        else:
-            self._examining += 1
-            try:
-                examined = await asyncio.to_thread(examine, step, payload)
-            finally:
-                self._examining -= 1
-            self._require_open()
+        self._examining += 1
+        try:
+            content = await content_of(payload)
+            if not self.inbox.wants(step, content):
+                return
+            hidden = await examine(step, payload)
+        finally:
+            self._examining -= 1
+        self._require_open()
         self._outlet.client_wire.came(step.tensor, payload)
         if not self._first_came_at:
             self._first_came_at = time.time()
-        if self.inbox.accept(step, examined):
-            self._work.submit(step, examined.hidden)
+        if self.inbox.accept(step, content):
+            self._work.submit(step, hidden)
             await self._emit_at_once()
 
     async def rollback(self, epoch: int, lengths: Sequence[int]) -> None:

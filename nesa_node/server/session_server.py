@@ -29,6 +29,7 @@ from nesa_node.server.dial import NEIGHBOUR_S, dial, dial_successor
 from nesa_node.server.drain import Drain
 from nesa_node.server.greeting import first_message, refuse
 from nesa_node.server.lane import PRIORITIES
+from nesa_node.server.message_budget import MessageBudget
 from nesa_node.server.outlet import Outlet
 from nesa_node.server.prefixes import SessionPrefixes, check_prefix
 from nesa_node.server.refusal_log import RefusalLog
@@ -95,6 +96,7 @@ class SessionServer:
         self._sessions: dict[tuple[PeerId, SessionId], Session] = {}
         self._refusals = refusals or RefusalLog()
         self._drain = Drain()
+        self._budget = MessageBudget()
         self._handling: set[asyncio.Task[Any]] = set()
         self._empty = asyncio.Event()
         self._empty.set()
@@ -183,7 +185,6 @@ class SessionServer:
 
     async def _hold(self, stream: Stream, opened: Open, trace: NodeTrace) -> None:
         """The session, from its opening to its end."""
-        kept = self._blocks.hidden_size * 4 if opened.mode == "chain" else 0
         blocks = self._blocks.part(Span(*opened.blocks))
         reach = (self._swarm, self._model_id, opened)
         speed = await speed_to(self._swarm, stream.peer, opened.quality)
@@ -195,7 +196,7 @@ class SessionServer:
                 stream.peer,
                 rows=opened.rows,
                 max_tokens=opened.max_tokens,
-                outbox_bytes_per_token=kept,
+                hidden_bytes_per_token=self._blocks.hidden_size * 4,
             ) as place:
                 tables = [place.promise.new_table() for _ in range(opened.rows)]
                 prefixes = SessionPrefixes(tables, opened, stream.peer, self._admission.limits)
@@ -236,6 +237,7 @@ class SessionServer:
                 await serve_session(
                     session,
                     drain=self._drain,
+                    budget=self._budget,
                     idle_timeout_s=self._idle_timeout_s,
                     refused=self._refusals.messages,
                 )
@@ -318,6 +320,7 @@ class SessionServer:
                 elif not isinstance(message, Probe):
                     raise ProtocolError("unexpected", f"{_name(message)} on a push stream")
                 await report_arrival(stream, session.opened.quality, opened.version)
+                await self._budget.pay(stream.peer, message)
 
     async def _accept_transfer(self, stream: Stream, opened: TransferOpen) -> None:
         """Take a session over from the node that its client named, until the client links it."""
@@ -332,6 +335,7 @@ class SessionServer:
                 held = await session.adopt(message, payload)
                 if isinstance(message, Sync):
                     await stream.send(Synced(lengths=held))
+                await self._budget.pay(stream.peer, message)
 
     def _pushed_into(self, opened: PushOpen | TransferOpen) -> Session:
         """Whoever knows the secret means this session, whatever others call theirs."""

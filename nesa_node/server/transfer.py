@@ -6,7 +6,6 @@ goes on, and the little that came since when it moves. L tokens of one row, H he
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
@@ -15,7 +14,7 @@ import torch
 from nesa_node.compression import tensors
 from nesa_node.core.errors import NesaError, ProtocolError
 from nesa_node.server.executor import Executor
-from nesa_node.server.inbox import is_quick
+from nesa_node.server.inbox import examine
 from nesa_node.server.outlet import Outlet
 from nesa_node.server.work import Work
 from nesa_node.swarm.messages import Downstream, Error, Pages, Step, Sync, Synced
@@ -164,8 +163,7 @@ class Succession:
         """Keep what the donor kept, for a receiver that lacks it."""
         self._check_output(step)
         # Whoever is sent it would blame this node for what is not finite.
-        read = partial(tensors.decode, step.tensor, payload, max_bytes=step.tensor.most_nbytes)
-        read() if is_quick(step.tensor, payload) else await asyncio.to_thread(read)
+        await examine(step, payload)
         for part in step.rows:
             kept = self._kept[part.row] or range(part.position, part.position)
             self._kept[part.row] = range(kept.start, part.position + part.count)

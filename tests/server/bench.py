@@ -313,8 +313,8 @@ async def open_node(
     trusted: Sequence[str] = (),
 ) -> AsyncIterator[Node]:
     limits = Limits(
-        outbox_bytes=1 << 30,
-        outbox_bytes_per_peer=1 << 30,
+        hidden_bytes=1 << 30,
+        hidden_bytes_per_peer=1 << 30,
         sessions_per_peer=sessions,
         cache_tokens_per_peer=peer_tokens or tokens,
         streams_per_peer=10_000,

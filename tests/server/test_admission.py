@@ -34,7 +34,7 @@ def admission(
     *,
     peer_pages: int = 10,
     sessions: int = 5,
-    peer_outbox: int = 1000,
+    peer_hidden: int = 1000,
     reserve: int = 0,
     clock: Clock | None = None,
 ) -> Admission:
@@ -46,9 +46,9 @@ def admission(
         device=torch.device("cpu"),
     )
     limits = Limits(
-        outbox_bytes=1000,
-        outbox_bytes_per_peer=peer_outbox,
-        outbox_reserve_bytes=reserve,
+        hidden_bytes=1000,
+        hidden_bytes_per_peer=peer_hidden,
+        hidden_reserve_bytes=reserve,
         sessions_per_peer=sessions,
         cache_tokens_per_peer=peer_pages * PAGE_TOKENS,
     )
@@ -56,16 +56,16 @@ def admission(
 
 
 def enter(
-    stack: ExitStack, made: Admission, peer: PeerId, pages: int, *, outbox: int = 0
+    stack: ExitStack, made: Admission, peer: PeerId, pages: int, *, hidden: int = 0
 ) -> object:
     return stack.enter_context(
-        made.session(peer, rows=pages, max_tokens=PAGE_TOKENS, outbox_bytes_per_token=outbox)
+        made.session(peer, rows=pages, max_tokens=PAGE_TOKENS, hidden_bytes_per_token=hidden)
     )
 
 
 def test_every_row_is_promised_whole_pages_and_all_come_back() -> None:
     made = admission()
-    with made.session(A, rows=3, max_tokens=PAGE_TOKENS + 1, outbox_bytes_per_token=0) as place:
+    with made.session(A, rows=3, max_tokens=PAGE_TOKENS + 1, hidden_bytes_per_token=0) as place:
         assert place.promise.pages == 6
         assert made.free_tokens == 4 * PAGE_TOKENS
         assert made.sessions == 1
@@ -89,51 +89,51 @@ def test_who_finds_no_room_is_busy_and_who_never_could_is_told_so() -> None:
     assert made.free_tokens == made.total_tokens
 
 
-def test_a_peer_has_so_many_sessions_and_the_outboxes_have_a_size() -> None:
+def test_a_peer_has_so_many_sessions_and_hidden_states_have_room() -> None:
     made = admission(sessions=2)
     with ExitStack() as stack:
         enter(stack, made, A, 1)
         enter(stack, made, A, 1)
         with pytest.raises(BusyError, match="2 sessions"):
             enter(stack, made, A, 1)
-        enter(stack, made, B, 1, outbox=20)
-        with pytest.raises(BusyError, match="outputs"):
-            enter(stack, made, B, 1, outbox=20)
+        enter(stack, made, B, 1, hidden=20)
+        with pytest.raises(BusyError, match="hidden states"):
+            enter(stack, made, B, 1, hidden=20)
     with ExitStack() as stack:
-        enter(stack, made, B, 1, outbox=20)
+        enter(stack, made, B, 1, hidden=20)
 
 
-def test_a_peer_gets_its_share_of_the_outboxes_and_no_more() -> None:
-    made = admission(peer_outbox=PAGE_TOKENS * 20)
+def test_a_peer_gets_its_share_for_hidden_states_and_no_more() -> None:
+    made = admission(peer_hidden=PAGE_TOKENS * 20)
     with ExitStack() as stack:
-        enter(stack, made, A, 1, outbox=10)
-        enter(stack, made, A, 1, outbox=10)
-        with pytest.raises(BusyError, match=r"quota of a .* outputs"):
-            enter(stack, made, A, 1, outbox=1)
+        enter(stack, made, A, 1, hidden=10)
+        enter(stack, made, A, 1, hidden=10)
+        with pytest.raises(BusyError, match=r"quota of a .* hidden states"):
+            enter(stack, made, A, 1, hidden=1)
         enter(stack, made, A, 1)
-        enter(stack, made, B, 1, outbox=10)
+        enter(stack, made, B, 1, hidden=10)
         with pytest.raises(ProtocolError, match="at most 30;") as refused:
-            enter(stack, made, B, 1, outbox=20 + 1)
+            enter(stack, made, B, 1, hidden=20 + 1)
         assert refused.value.code == "too_large"
     with ExitStack() as stack:
-        enter(stack, made, A, 1, outbox=20)
+        enter(stack, made, A, 1, hidden=20)
 
 
 def test_two_identities_of_a_stranger_leave_room_for_four_peers_that_keep_little() -> None:
-    made = admission(pages=100, peer_pages=100, peer_outbox=PAGE_TOKENS * 20, reserve=400)
+    made = admission(pages=100, peer_pages=100, peer_hidden=PAGE_TOKENS * 20, reserve=400)
     with ExitStack() as stack:
-        enter(stack, made, A, 1, outbox=20)
-        enter(stack, made, B, 1, outbox=11)
-        with pytest.raises(BusyError, match="no room to keep"):
-            enter(stack, made, B, 1, outbox=2)
+        enter(stack, made, A, 1, hidden=20)
+        enter(stack, made, B, 1, hidden=11)
+        with pytest.raises(BusyError, match="no room for hidden states"):
+            enter(stack, made, B, 1, hidden=2)
         for name in "cdef":
-            enter(stack, made, PeerId(name), 1, outbox=3)
-            with pytest.raises(BusyError, match="no room to keep"):
-                enter(stack, made, PeerId(name), 1, outbox=1)
-        with pytest.raises(BusyError, match="no room to keep"):
-            enter(stack, made, PeerId("g"), 1, outbox=3)
-        enter(stack, made, A, 1, outbox=0)
-    assert made._outbox_bytes == 0
+            enter(stack, made, PeerId(name), 1, hidden=3)
+            with pytest.raises(BusyError, match="no room for hidden states"):
+                enter(stack, made, PeerId(name), 1, hidden=1)
+        with pytest.raises(BusyError, match="no room for hidden states"):
+            enter(stack, made, PeerId("g"), 1, hidden=3)
+        enter(stack, made, A, 1, hidden=0)
+    assert made._hidden_bytes == 0
 
 
 def test_a_node_keeps_a_reserve_for_newcomers() -> None:
@@ -141,20 +141,22 @@ def test_a_node_keeps_a_reserve_for_newcomers() -> None:
         cache_bytes_per_token=2 * 8 * 128 * 2, hidden_size=8192, context_length=32_768
     )
     limits = _limits(NodeConfig(model="m"), served, 65_536)
-    assert 4 * limits.outbox_reserve_bytes == limits.outbox_bytes
+    assert 4 * limits.hidden_reserve_bytes == limits.hidden_bytes
     pool = admission(pages=2048).pool
     made = Admission(limits, pool)
     with ExitStack() as stack:
         for identity in "ab":
             with suppress(BusyError):
                 for _ in range(1000):
-                    enter(stack, made, PeerId(identity), 8, outbox=8192 * 4)
-        enter(stack, made, PeerId("honest"), 8, outbox=8192 * 4)
+                    enter(stack, made, PeerId(identity), 8, hidden=8192 * 4)
+        enter(stack, made, PeerId("honest"), 8, hidden=8192 * 4)
 
 
 @pytest.mark.parametrize("context_length", [0, 1024, 131_072])
 @pytest.mark.parametrize("blocks", [1, 4])
-def test_no_peer_takes_all_of_a_nodes_outbox(context_length: int, blocks: int) -> None:
+def test_no_peer_takes_all_of_a_nodes_room_for_hidden_states(
+    context_length: int, blocks: int
+) -> None:
     tokens, heads, dim, hidden = 65_536, 8, 128, 8192
     served: Any = SimpleNamespace(
         cache_bytes_per_token=2 * heads * dim * 2 * blocks,
@@ -162,15 +164,15 @@ def test_no_peer_takes_all_of_a_nodes_outbox(context_length: int, blocks: int) -
         context_length=context_length,
     )
     limits = _limits(NodeConfig(model="m"), served, tokens)
-    quarter = limits.outbox_bytes // 4
-    assert 2 * quarter <= limits.outbox_bytes_per_peer <= 3 * quarter
+    quarter = limits.hidden_bytes // 4
+    assert 2 * quarter <= limits.hidden_bytes_per_peer <= 3 * quarter
     if 0 < context_length <= 4096:
-        assert limits.outbox_bytes_per_peer >= context_length * hidden * 4
+        assert limits.hidden_bytes_per_peer >= context_length * hidden * 4
 
 
 def test_beyond_its_promise_a_session_gets_what_is_free() -> None:
     made = admission(4, peer_pages=3)
-    with made.session(A, rows=1, max_tokens=40, outbox_bytes_per_token=1) as place:
+    with made.session(A, rows=1, max_tokens=40, hidden_bytes_per_token=1) as place:
         place.outgrow(40, 64)
         assert place.promise.pages == 2
         place.outgrow(64, 65)
@@ -180,7 +182,7 @@ def test_beyond_its_promise_a_session_gets_what_is_free() -> None:
         assert refused.value.code == "cache_full"
         assert made.free_tokens == PAGE_TOKENS
     assert made.free_tokens == made.total_tokens
-    with made.session(A, rows=1, max_tokens=40, outbox_bytes_per_token=25):
+    with made.session(A, rows=1, max_tokens=40, hidden_bytes_per_token=25):
         pass
 
 
@@ -188,15 +190,15 @@ def test_a_refusal_says_about_when_the_next_session_ends() -> None:
     clock = Clock()
     made = admission(clock=clock)
     for _ in range(40):
-        with made.session(A, rows=1, max_tokens=1, outbox_bytes_per_token=0):
+        with made.session(A, rows=1, max_tokens=1, hidden_bytes_per_token=0):
             clock.now += 2.0
     assert made.retry_after_s == pytest.approx(2.0, rel=0.01)
     clock.now += 1e6
-    with made.session(A, rows=1, max_tokens=1, outbox_bytes_per_token=0):
+    with made.session(A, rows=1, max_tokens=1, hidden_bytes_per_token=0):
         pass
     assert made.retry_after_s < RETRY_AFTER_S[1]
     for _ in range(100):
-        with made.session(A, rows=1, max_tokens=1, outbox_bytes_per_token=0):
+        with made.session(A, rows=1, max_tokens=1, hidden_bytes_per_token=0):
             pass
     assert made.retry_after_s == RETRY_AFTER_S[0]
 

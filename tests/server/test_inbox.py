@@ -1,5 +1,7 @@
 """Steps are applied once, in order, and nothing refused leaves a trace."""
 
+import asyncio
+
 import pytest
 import torch
 
@@ -37,7 +39,10 @@ def inbox(rows: int = 2) -> Inbox:
 
 
 def accept(box: Inbox, message: Step, payload: bytearray) -> bool:
-    return box.wants(message) and box.accept(message, examine(message, payload))
+    if not box.wants(message, payload):
+        return False
+    asyncio.run(examine(message, payload))
+    return box.accept(message, payload)
 
 
 def step(
@@ -85,17 +90,16 @@ def test_a_row_grows_beyond_its_promise_while_there_is_room() -> None:
 def test_a_step_of_an_older_epoch_is_not_examined_whatever_it_holds() -> None:
     box = inbox()
     box.begin_epoch(2, [0, 0])
-    for message, _ in (step(1, [(0, 0, 2)]), step(1, [(0, 0, 2)], shape=(3, HIDDEN))):
-        assert not box.wants(message)
+    for bad in (step(1, [(0, 0, 2)]), step(1, [(0, 0, 2)], shape=(3, HIDDEN))):
+        assert not box.wants(*bad)
 
 
 def test_a_step_whose_epoch_ended_while_it_was_examined_is_dropped() -> None:
     box = inbox()
     message, payload = step(1, [(0, 0, 2)])
-    assert box.wants(message)
-    examined = examine(message, payload)
+    assert box.wants(message, payload)
     box.begin_epoch(2, [0, 0])
-    assert not box.accept(message, examined)
+    assert not box.accept(message, payload)
     assert box.expected == [0, 0]
 
 
@@ -110,6 +114,33 @@ def test_a_repeated_step_is_applied_once_and_with_other_bytes_refused() -> None:
         accept(box, *step(4, [(0, 2, 1)]))
     assert stale.value.code == "stale_step"
     assert box.expected == [2, 0]
+
+
+@pytest.mark.parametrize(
+    ("bad", "code"),
+    [(step(6, [(0, 3, 1)]), "bad_position"), (step(6, [(0, 2, 19)]), "cache_full")],
+)
+def test_a_step_that_does_not_fit_is_refused_before_it_is_examined(
+    bad: tuple[Step, bytearray], code: str
+) -> None:
+    box = inbox()
+    assert accept(box, *step(5, [(0, 0, 2)]))
+    assert not box.wants(*step(5, [(0, 0, 2)]))
+    with pytest.raises(ProtocolError) as refused:
+        box.wants(*bad)
+    assert refused.value.code == code
+
+
+def test_of_two_steps_that_are_examined_at_once_one_is_taken() -> None:
+    box = inbox()
+    one, other = step(1, [(0, 0, 16)]), step(2, [(0, 0, 16)])
+    assert box.wants(*one)
+    assert box.wants(*other)
+    assert box.accept(*one)
+    with pytest.raises(ProtocolError) as refused:
+        box.accept(*other)
+    assert refused.value.code == "bad_position"
+    assert box.expected == [16, 0]
 
 
 def test_older_epochs_are_dropped_and_future_ones_refused() -> None:

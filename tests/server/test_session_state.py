@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Sequence
 from typing import Any, cast
 
 import pytest
+import torch
 
 from nesa_node.engine.blocks import Blocks
 from nesa_node.swarm.messages import (
@@ -72,3 +74,26 @@ async def test_node_that_gives_its_blocks_up_opens_no_session(blocks: Blocks) ->
         await peer.output()
         await end(peer)
         await drain
+
+
+@pytest.mark.parametrize("mode", ["star", "chain"])
+async def test_room_for_hidden_states_of_all_tokens_is_promised(blocks: Blocks, mode: str) -> None:
+    """Those of waiting steps come in few bytes: thirty kilobytes may be zeros for a gigabyte."""
+    async with open_node(blocks) as node:
+        peer = await opened(node, rows=2, max_tokens=100, mode=mode)
+        assert node.admission._hidden_bytes == 2 * 100 * blocks.hidden_size * 4
+        await end(peer)
+        assert node.admission._hidden_bytes == 0
+
+
+async def test_step_that_does_not_fit_is_not_decoded(blocks: Blocks) -> None:
+    async with open_node(blocks) as node:
+        peer = await opened(node)
+        peer.lengths = [1]
+        bad = peer.step({0: 2}, torch.full((2, blocks.hidden_size), math.nan))
+        refused = await peer.wire.hear_a(Error)
+        assert (refused.code, refused.step) == ("bad_position", bad.step)
+        peer.lengths = [0]
+        peer.step({0: 2})
+        await peer.output()
+        await end(peer)

@@ -1,0 +1,49 @@
+"""How many messages of sessions a peer may send, on all of its streams together."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+
+from nesa_node.core.ids import PeerId
+from nesa_node.swarm.messages import Message, Received, tensor_of
+
+MAX_KNOWN_PEERS = 4096
+
+_MESSAGE_S = 1 / 1000
+"""A client with 64 sessions sends 128 pings a second where all of its steps are late."""
+_TOKEN_S = 1 / 10_000
+"""For a message that comes with each token: at 50 tokens a second in each of 64 sessions a client
+sends 3,200 steps a second, and as many `Received`."""
+_BURST_S = 2.0
+
+
+class MessageBudget:
+    """A peer's streams are read on when its messages are paid for by the time that has passed.
+
+    Each message waits for a turn of the event loop, too: to read one that has come already does
+    not give others one.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._paid_at: OrderedDict[PeerId, float] = OrderedDict()
+        """When the last message is paid for, by peer."""
+
+    async def pay(self, peer: PeerId, message: Message, *, refused: bool = False) -> None:
+        """Wait until a stream of `peer`, which brought `message`, may be read on."""
+        await asyncio.sleep(self.charge(peer, message, refused=refused))
+
+    def charge(self, peer: PeerId, message: Message, *, refused: bool = False) -> float:
+        """Count a message. Returns the seconds until it is paid for."""
+        now = self._clock()
+        often = isinstance(message, Received) or tensor_of(message) is not None
+        price_s = _TOKEN_S if often and not refused else _MESSAGE_S
+        paid_at = max(self._paid_at.get(peer, 0.0), now - _BURST_S) + price_s
+        self._paid_at[peer] = paid_at
+        self._paid_at.move_to_end(peer)
+        if len(self._paid_at) > MAX_KNOWN_PEERS:
+            self._paid_at.popitem(last=False)
+        return max(paid_at - now, 0.0)

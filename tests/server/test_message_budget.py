@@ -1,0 +1,156 @@
+"""A peer's small messages hold up neither the event loop nor, beyond a rate, other peers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from nesa_node.compression.tensors import TensorMeta
+from nesa_node.core.ids import PeerId
+from nesa_node.engine.blocks import Blocks
+from nesa_node.server import message_budget
+from nesa_node.server.message_budget import MessageBudget
+from nesa_node.swarm.messages import (
+    VERSION,
+    Error,
+    Linked,
+    Message,
+    Opened,
+    Ping,
+    Pong,
+    Probe,
+    PushOpen,
+    PushOpened,
+    Received,
+)
+from tests.server.bench import Node, Peer, open_node
+
+A, B = PeerId("a"), PeerId("b")
+PROBE = Probe(tensor=TensorMeta(dtype="float32", shape=(0,)))
+RECEIVED = Received(nbytes=1 << 17, seconds=0.01)
+MANY = 500
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_peer_that_floods_waits_and_others_do_not() -> None:
+    clock = Clock()
+    budget = MessageBudget(clock)
+    waits_s = [budget.charge(A, Ping(nonce=nonce)) for nonce in range(3000)]
+    assert not any(waits_s[:1990])
+    # Each of many streams waits until those of the others are paid for, too.
+    assert waits_s[-1] == pytest.approx(1.0)
+    assert budget.charge(B, Ping(nonce=1)) == 0.0
+    clock.now += 1.5
+    assert budget.charge(A, Ping(nonce=1)) == 0.0
+
+
+def test_what_64_sessions_send_at_fifty_tokens_a_second_never_waits() -> None:
+    clock = Clock()
+    budget = MessageBudget(clock)
+    for _ in range(10):
+        said = [RECEIVED, PROBE] * (64 * 50) + [Ping(nonce=1)] * (2 * 64 * 2)
+        assert not any(budget.charge(A, message) for message in said)
+        clock.now += 1.0
+
+
+@pytest.mark.parametrize("message", [PROBE, RECEIVED])
+def test_a_refused_message_costs_more(message: Message) -> None:
+    budget = MessageBudget(Clock())
+    assert not any(budget.charge(A, message) for _ in range(19_990))
+    waits_s = [budget.charge(A, message, refused=True) for _ in range(1000)]
+    assert waits_s[-1] == pytest.approx(1.0, abs=0.01)
+
+
+def test_no_more_than_so_many_peers_are_remembered() -> None:
+    budget = MessageBudget(Clock())
+    for number in range(message_budget.MAX_KNOWN_PEERS + 10):
+        budget.charge(PeerId(str(number)), Ping(nonce=1))
+    assert len(budget._paid_at) == message_budget.MAX_KNOWN_PEERS
+
+
+@asynccontextmanager
+async def turns_of_the_loop() -> AsyncIterator[list[int]]:
+    """How many turns the event loop took, so far."""
+    turns = [0]
+
+    async def count() -> None:
+        while True:
+            await asyncio.sleep(0)
+            turns[0] += 1
+
+    counting = asyncio.create_task(count())
+    try:
+        yield turns
+    finally:
+        counting.cancel()
+        await asyncio.gather(counting, return_exceptions=True)
+
+
+@pytest.mark.parametrize("message", [RECEIVED, PROBE])
+async def test_others_get_a_turn_between_two_messages_of_a_client(
+    blocks: Blocks, message: Message
+) -> None:
+    async with open_node(blocks) as node:
+        peer = node.peer()
+        await peer.begin()
+        async with turns_of_the_loop() as turns:
+            for each in [message] * MANY + [Ping(nonce=1)]:
+                peer.wire.say(each)
+            await peer.wire.hear_a(Pong)
+            assert turns[0] >= MANY
+        await peer.end()
+
+
+async def test_others_get_a_turn_between_two_messages_of_an_upstream(blocks: Blocks) -> None:
+    async with open_node(blocks) as node:
+        peer = node.peer()
+        peer.open(upstream="up")
+        await peer.wire.hear_a(Opened)
+        peer.link(upstream="up")
+        await peer.wire.hear_a(Linked)
+        up = Peer(node.connect("up"), blocks, session=peer.session)
+        up.wire.say(PushOpen(version=VERSION, session=peer.session, secret=peer.secret, epoch=1))
+        await up.wire.hear_a(PushOpened)
+        async with turns_of_the_loop() as turns:
+            for each in [PROBE] * MANY + [Ping(nonce=1)]:
+                up.wire.say(each)
+            assert (await up.wire.hear_a(Error)).code == "unexpected"
+            assert turns[0] >= MANY
+        await peer.end()
+
+
+async def test_all_streams_of_a_peer_have_one_budget(blocks: Blocks) -> None:
+    async with open_node(blocks) as node:
+        node.server._budget = MessageBudget(Clock())
+        peers = [node.peer("same") for _ in range(2)]
+        for peer in peers:
+            await peer.begin()
+            for nonce in range(10):
+                peer.wire.say(Ping(nonce=nonce))
+                await peer.wire.hear_a(Pong)
+        # The last of a stream is counted after its answer: there may be one less for each.
+        assert 2 * 10 <= paid_ms(node, "same") <= 2 * 11
+        for _ in range(5):
+            peers[0].lengths = [0]
+            peers[0].step({0: 5000})
+            assert (await peers[0].wire.hear_a(Error)).code == "context_length"
+        # A refused step costs what a ping does.
+        assert 2 * 10 + 4 <= paid_ms(node, "same") <= 2 * 11 + 5
+        for peer in peers:
+            await peer.end()
+
+
+def paid_ms(node: Node, peer: str) -> int:
+    """What a peer's messages have cost."""
+    budget = node.server._budget
+    return round(1000 * (budget._paid_at[PeerId(peer)] - Clock().now + message_budget._BURST_S))
