@@ -93,7 +93,7 @@ async def _read(
             obeyed = True
         else:
             obeyed = await _answered(session, message, payload, refused)
-        await budget.pay(session.client.peer, message, refused=not obeyed)
+        await budget.pay(session.client, message, refused=not obeyed)
 
 
 async def _answered(

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from nesa_node.core.ids import PeerId
 from nesa_node.swarm.messages import Message, Received, tensor_of
+from nesa_node.swarm.stream import Stream
 
 MAX_KNOWN_PEERS = 4096
 
@@ -23,8 +24,8 @@ _BURST_S = 2.0
 class MessageBudget:
     """A peer's streams are read on when its messages are paid for by the time that has passed.
 
-    Each message waits for a turn of the event loop, too: to read one that has come already does
-    not give others one.
+    Where the next one is there already, to read it gives nothing else a turn of the event loop, so
+    others get one before.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -32,9 +33,11 @@ class MessageBudget:
         self._paid_at: OrderedDict[PeerId, float] = OrderedDict()
         """When the last message is paid for, by peer."""
 
-    async def pay(self, peer: PeerId, message: Message, *, refused: bool = False) -> None:
-        """Wait until a stream of `peer`, which brought `message`, may be read on."""
-        await asyncio.sleep(self.charge(peer, message, refused=refused))
+    async def pay(self, stream: Stream, message: Message, *, refused: bool = False) -> None:
+        """Wait until `stream`, which brought `message`, may be read on."""
+        wait_s = self.charge(stream.peer, message, refused=refused)
+        if wait_s or stream.unread:
+            await asyncio.sleep(wait_s)
 
     def charge(self, peer: PeerId, message: Message, *, refused: bool = False) -> float:
         """Count a message. Returns the seconds until it is paid for."""

@@ -320,7 +320,7 @@ class SessionServer:
                 elif not isinstance(message, Probe):
                     raise ProtocolError("unexpected", f"{_name(message)} on a push stream")
                 await report_arrival(stream, session.opened.quality, opened.version)
-                await self._budget.pay(stream.peer, message)
+                await self._budget.pay(stream, message)
 
     async def _accept_transfer(self, stream: Stream, opened: TransferOpen) -> None:
         """Take a session over from the node that its client named, until the client links it."""
@@ -335,7 +335,7 @@ class SessionServer:
                 held = await session.adopt(message, payload)
                 if isinstance(message, Sync):
                     await stream.send(Synced(lengths=held))
-                await self._budget.pay(stream.peer, message)
+                await self._budget.pay(stream, message)
 
     def _pushed_into(self, opened: PushOpen | TransferOpen) -> Session:
         """Whoever knows the secret means this session, whatever others call theirs."""

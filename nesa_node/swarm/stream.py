@@ -62,6 +62,11 @@ class Stream:
         return self._reader.received
 
     @property
+    def unread(self) -> int:
+        """Bytes that have come and belong to no message that was received yet."""
+        return self._reader.unread
+
+    @property
     def settled(self) -> bool:
         """Whether a message of one frame can be sent without waiting for anybody."""
         return self._writer.settled and not self._sending.locked()

@@ -67,6 +67,10 @@ class Wire:
         self._to_node: asyncio.Queue[tuple[Any, bytearray] | None] = asyncio.Queue()
         self._to_peer: asyncio.Queue[tuple[Any, bytes] | None] = asyncio.Queue()
 
+    @property
+    def unread(self) -> int:
+        return self._to_node.qsize()
+
     async def send(self, message: Message, payload: memoryview | bytes = b"") -> None:
         await asyncio.sleep(0)
         self._to_peer.put_nowait((message, bytes(payload)))
