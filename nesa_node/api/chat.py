@@ -61,7 +61,7 @@ async def _prepared(
     model: ServedModel,
 ) -> Answers:
     job = await _job(gateway, model, body, tools, caller)
-    check_count([job], kept=not body.stream, param="top_logprobs")
+    check_count([job], param="top_logprobs")
     answer = ChatAnswer(
         body.model or model.name,
         fingerprint(model.model_id),

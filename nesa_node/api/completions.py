@@ -50,7 +50,7 @@ async def _prepared(
 ) -> Answers:
     prompts = body.prompts()
     jobs = await _jobs(gateway, model, body, prompts, caller)
-    check_count(jobs, kept=not body.stream, param="logprobs")
+    check_count(jobs, param="logprobs")
     answer = CompletionAnswer(
         body.model or model.name,
         fingerprint(model.model_id),

@@ -44,7 +44,7 @@ async def _prepared(
 ) -> Answers:
     job = await _job(gateway, model, body, caller)
     # Streams end with the whole answer, too.
-    check_count([job], kept=True, param="top_logprobs")
+    check_count([job], param="top_logprobs")
     body = body.model_copy(update={"model": body.model or model.name})
     answer = ResponseAnswer(body, job, usage=spend.usage(model.name, len(job.prompt)))
     run = partial(running, model, [job], gateway.watch)

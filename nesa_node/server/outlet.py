@@ -77,7 +77,7 @@ class Outlet:
     def keep(self, kept: Kept) -> None:
         """Hold what another node kept before this one took its place.
 
-        Raises `ProtocolError` in a star, whose nodes reserve no room for it.
+        Raises `ProtocolError` in a star, whose nodes keep no outputs.
         """
         if self._mode == "star":
             raise ProtocolError("unexpected", "a star's nodes keep no outputs")

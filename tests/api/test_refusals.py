@@ -316,10 +316,10 @@ async def test_more_log_probabilities_than_fit_are_refused(
         for path, fits, more in (
             (COMPLETIONS, {**echo, "n": 2, "max_tokens": 1}, {"n": 3}),
             (COMPLETIONS, {**echo, "n": 2, "max_tokens": 1}, {"max_tokens": 2}),
-            (COMPLETIONS, {**echo, "n": 2, "max_tokens": 2, "stream": True}, {"n": 3}),
+            (COMPLETIONS, {**echo, "n": 2, "max_tokens": 1, "stream": True}, {"n": 3}),
             (COMPLETIONS, {"n": 3, "max_tokens": 9}, {"logprobs": 4}),
             (CHAT, {**tops, "n": 2, "max_tokens": 10}, {"max_tokens": 11}),
-            (CHAT, {**tops, "n": 3, "max_tokens": 10, "stream": True}, {"stream": False}),
+            (CHAT, {**tops, "n": 2, "max_tokens": 10, "stream": True}, {"n": 3}),
             (RESPONSES, {**kept, "max_output_tokens": 20}, {"max_output_tokens": 21}),
             (RESPONSES, {"max_output_tokens": 50, "stream": True}, kept),
         ):

@@ -12,7 +12,7 @@ from nesa_node.api.decoding.job import Chosen, Job, TokenChance
 from nesa_node.web.problem import Problem
 
 MOST = 1 << 20
-"""Log probabilities of one request that are kept, or made at once: each takes a hundred bytes."""
+"""Log probabilities of one request: each takes a hundred bytes until its client reads it."""
 
 LEAST = -9999.0
 """OpenAI's word for impossible: JSON knows no infinity."""
@@ -21,24 +21,23 @@ LEAST = -9999.0
 _encode: Callable[[Any], bytes] = msgspec.json.Encoder().encode
 
 
-def check_count(jobs: Sequence[Job], *, kept: bool, param: str) -> None:
-    """Raises `Problem` where there may be too many: of prompts, and of answers that are `kept` to
-    their end."""
-    count = sum(_count(job, kept) for job in jobs)
+def check_count(jobs: Sequence[Job], *, param: str) -> None:
+    """Raises `Problem` where there may be too many, of prompts and of answers together."""
+    count = sum(_count(job) for job in jobs)
     if count > MOST:
         raise Problem(
             400,
-            f"{param}: this asks for up to {count} log probabilities at once, {MOST} are allowed; "
+            f"{param}: this asks for up to {count} log probabilities, {MOST} are allowed; "
             "ask for fewer answers, prompts, tokens or log probabilities",
             code="invalid_value",
             param=param,
         )
 
 
-def _count(job: Job, kept: bool) -> int:
+def _count(job: Job) -> int:
     if job.top_logprobs is None:
         return 0
-    tokens = len(job.prompt) * job.prompt_logprobs + job.max_tokens * kept
+    tokens = len(job.prompt) * job.prompt_logprobs + job.max_tokens
     return tokens * job.n * (1 + job.top_logprobs)
 
 
