@@ -43,7 +43,6 @@ async def _prepared(
     gateway: Gateway, caller: str, spend: Meter, body: ResponseBody, model: ServedModel
 ) -> Answers:
     job = await _job(gateway, model, body, caller)
-    # Streams end with the whole answer, too.
     check_count([job], param="top_logprobs")
     body = body.model_copy(update={"model": body.model or model.name})
     answer = ResponseAnswer(body, job, usage=spend.usage(model.name, len(job.prompt)))

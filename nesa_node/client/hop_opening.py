@@ -12,7 +12,7 @@ from nesa_node.client.nodes import Nodes
 from nesa_node.client.replacements import ReplacementSearch
 from nesa_node.client.request import RouteRequest
 from nesa_node.compression.quality import codec_names
-from nesa_node.core.errors import BusyError, PeerUnreachableError, RemoteError
+from nesa_node.core.errors import BusyError, NoAddressError, PeerUnreachableError, RemoteError
 from nesa_node.core.ids import PeerId, SessionId
 from nesa_node.core.logging import get_logger, session_name
 from nesa_node.core.span import Span
@@ -177,7 +177,7 @@ class HopOpener:
                 peer, PROTOCOL, addresses, timeout_s
             )
         except PeerUnreachableError as error:
-            self._nodes.suspect(peer, str(error))
+            self._nodes.suspect(peer, str(error), tell=not isinstance(error, NoAddressError))
             raise
         stream = Stream(peer, reader, writer)
         try:

@@ -107,6 +107,10 @@ class PeerUnreachableError(SwarmError):
     pass
 
 
+class NoAddressError(PeerUnreachableError):
+    """This node knows no address to dial: that says nothing of the peer; others are not told."""
+
+
 class RecordError(SwarmError):
     """A record to drop. `reason` is one of the words that `Directory` counts drops by."""
 

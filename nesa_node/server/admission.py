@@ -23,8 +23,10 @@ LEARNING_RATE = 0.2
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     hidden_bytes: int
-    """Host memory for hidden states: inputs of steps that wait, outputs that wait or are kept."""
+    """Host memory for hidden states: inputs of steps that wait, outputs that wait or are kept. What
+    is being received comes on top."""
     hidden_bytes_per_peer: int
+    hidden_bytes_per_token: int
     hidden_reserve_bytes: int = 0
     """Beyond `hidden_bytes`, for peers that keep at most a quarter of it: identities are free, and
     without it two of one stranger leave no room."""
@@ -42,16 +44,16 @@ class Limits:
 class Place:
     """What one session was promised: pages of the pool, and memory for its hidden states."""
 
-    def __init__(self, admission: Admission, peer: PeerId, hidden_bytes_per_token: int) -> None:
+    def __init__(self, admission: Admission, peer: PeerId) -> None:
         self.promise = admission.pool.promise(0)
         self._admission = admission
         self._peer = peer
-        self._hidden_bytes_per_token = hidden_bytes_per_token
         self._hidden_bytes = 0
 
     def grow(self, pages: int, tokens: int) -> None:
         """Be promised so much more. Raises `CacheFullError`, and then nothing is."""
-        admission, hidden_bytes = self._admission, tokens * self._hidden_bytes_per_token
+        admission = self._admission
+        hidden_bytes = tokens * admission.limits.hidden_bytes_per_token
         admission.check_quota(self._peer, pages, hidden_bytes)
         self.promise.add(pages)
         admission.count(self._peer, pages, hidden_bytes)
@@ -97,7 +99,10 @@ class Admission:
 
     @property
     def free_tokens(self) -> int:
-        return max(self.pool.free_pages, 0) * PAGE_TOKENS
+        """What sessions of several peers could be promised."""
+        hidden_bytes = max(self.limits.hidden_bytes - self._hidden_bytes, 0)
+        room = hidden_bytes // self.limits.hidden_bytes_per_token
+        return min(max(self.pool.free_pages, 0) * PAGE_TOKENS, room)
 
     @property
     def sessions(self) -> int:
@@ -127,9 +132,7 @@ class Admission:
             _give_back(self._streams, peer, 1)
 
     @contextmanager
-    def session(
-        self, peer: PeerId, *, rows: int, max_tokens: int, hidden_bytes_per_token: int
-    ) -> Iterator[Place]:
+    def session(self, peer: PeerId, *, rows: int, max_tokens: int) -> Iterator[Place]:
         """Hold room for one session of `rows` times `max_tokens` tokens.
 
         Raises `BusyError` when the room may come back, `ProtocolError("too_large")` when the
@@ -137,10 +140,9 @@ class Admission:
         """
         pages, tokens = rows * pages_for(max_tokens), rows * max_tokens
         most_pages = min(self.pool.num_pages, pages_for(self.limits.cache_tokens_per_peer))
-        most = most_pages * PAGE_TOKENS
-        if hidden_bytes_per_token:
-            hidden_bytes = min(self.limits.hidden_bytes, self.limits.hidden_bytes_per_peer)
-            most = min(most, hidden_bytes // hidden_bytes_per_token)
+        hidden_bytes = min(self.limits.hidden_bytes, self.limits.hidden_bytes_per_peer)
+        room = hidden_bytes // self.limits.hidden_bytes_per_token
+        most = min(most_pages * PAGE_TOKENS, room)
         if pages > most_pages or tokens > most:
             raise ProtocolError(
                 "too_large",
@@ -150,7 +152,7 @@ class Admission:
         if self._sessions[peer] >= self.limits.sessions_per_peer:
             quota = self.limits.sessions_per_peer
             raise BusyError(f"{peer} has {quota} sessions, which is its quota", self.retry_after_s)
-        place = Place(self, peer, hidden_bytes_per_token)
+        place = Place(self, peer)
         try:
             place.grow(pages, tokens)
         except CacheFullError as error:

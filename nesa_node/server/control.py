@@ -56,8 +56,8 @@ async def serve_session(
     """Run the session until its client closes it or goes, it idles, or a drain runs out.
 
     Returns when the client closed it, which the caller answers once all is released. `refused`
-    counts the messages that were, by code; `budget` is the node's. Raises `ProtocolError` for what
-    must be answered with a fatal error.
+    counts the messages that were, by code; `budget` is that of all sessions. Raises `ProtocolError`
+    for what must be answered with a fatal error.
     """
     refused = Counter() if refused is None else refused
     failures: list[ProtocolError] = []

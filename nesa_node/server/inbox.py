@@ -94,8 +94,8 @@ class Inbox:
         """Whether a step is to be examined: False for an older epoch's and for the newest again.
 
         `content` is its payload, which nobody may change any more, or a digest of a large one.
-        Raises `ProtocolError` for what its header makes wrong: a few bytes can be decoded to
-        gigabytes, so they are only where the session was promised room for them.
+        Raises `ProtocolError` for what its header makes wrong: a few bytes may stand for gigabytes,
+        so a step is decoded only if the session has room for it. A row may be given more for it.
         """
         if step.session != self._session:
             raise ProtocolError("unknown_session", "the step names another session")

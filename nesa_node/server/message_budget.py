@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 from nesa_node.core.ids import PeerId
-from nesa_node.swarm.messages import Message, Received, tensor_of
+from nesa_node.swarm.messages import Message, Received, Reorder, Rollback, tensor_of
 from nesa_node.swarm.stream import Stream
 
 MAX_KNOWN_PEERS = 4096
@@ -18,7 +18,10 @@ _MESSAGE_S = 1 / 1000
 _TOKEN_S = 1 / 10_000
 """For a message that comes with each token: at 50 tokens a second in each of 64 sessions a client
 sends 3,200 steps a second, and as many `Received`."""
+_CHANGE_S = 1 / 400
+"""For a change of what rows hold, which takes up to a millisecond in sessions of many pages."""
 _BURST_S = 2.0
+"""What passes before a peer's first wait, at these prices."""
 
 
 class MessageBudget:
@@ -42,8 +45,11 @@ class MessageBudget:
     def charge(self, peer: PeerId, message: Message, *, refused: bool = False) -> float:
         """Count a message. Returns the seconds until it is paid for."""
         now = self._clock()
-        often = isinstance(message, Received) or tensor_of(message) is not None
-        price_s = _TOKEN_S if often and not refused else _MESSAGE_S
+        price_s = _MESSAGE_S
+        if isinstance(message, Reorder | Rollback):
+            price_s = _CHANGE_S
+        elif not refused and (isinstance(message, Received) or tensor_of(message) is not None):
+            price_s = _TOKEN_S
         paid_at = max(self._paid_at.get(peer, 0.0), now - _BURST_S) + price_s
         self._paid_at[peer] = paid_at
         self._paid_at.move_to_end(peer)

@@ -113,14 +113,16 @@ def _load(served: Served, span: Span) -> Blocks:
 def _limits(config: NodeConfig, blocks: Blocks, tokens: int) -> Limits:
     """The limits for a cache of `tokens`."""
     of_cache = int(tokens * blocks.cache_bytes_per_token * HIDDEN_BYTES_PER_CACHE_BYTE)
-    needed = tokens * blocks.hidden_size * 4
+    per_token = blocks.hidden_size * 4
+    needed = tokens * per_token
     # Nobody should be able to take all of it, but who comes alone can use the model's whole length.
     half = max(tokens // 2, min(tokens, blocks.context_length or tokens))
     hidden_bytes = max(min(of_cache, needed), MIN_HIDDEN_BYTES)
-    whole = (blocks.context_length or tokens) * blocks.hidden_size * 4
+    whole = (blocks.context_length or tokens) * per_token
     return Limits(
         hidden_bytes=hidden_bytes,
         hidden_bytes_per_peer=min(max(hidden_bytes // 2, whole), MAX_SHARE * hidden_bytes // 4),
+        hidden_bytes_per_token=per_token,
         hidden_reserve_bytes=hidden_bytes // 4,
         sessions_per_peer=config.max_sessions_per_peer,
         cache_tokens_per_peer=config.max_cache_tokens_per_peer or half,

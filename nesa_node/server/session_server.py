@@ -193,10 +193,7 @@ class SessionServer:
         executor = self._scheduler.executor
         try:
             with self._admission.session(
-                stream.peer,
-                rows=opened.rows,
-                max_tokens=opened.max_tokens,
-                hidden_bytes_per_token=self._blocks.hidden_size * 4,
+                stream.peer, rows=opened.rows, max_tokens=opened.max_tokens
             ) as place:
                 tables = [place.promise.new_table() for _ in range(opened.rows)]
                 prefixes = SessionPrefixes(tables, opened, stream.peer, self._admission.limits)

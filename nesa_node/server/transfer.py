@@ -61,8 +61,13 @@ class Transfer:
                     await self._ask(tuple(self._sent))
                 for row in range(len(self._sent)):
                     await self._send_row(row)
+                cuts = self._cuts
                 for held in self._outlet.kept(self._kept_sent, tuple(self._sent)):
                     await self._send_kept(held)
+                    if self._cuts != cuts:
+                        # What follows is of before the cut: the next `sync` begins anew.
+                        self.truncate([0] * len(self._sent))
+                        break
                 return await self._ask(tuple(self._sent))
         except NesaError as error:
             raise ProtocolError("downstream_lost", str(error)) from error
@@ -94,7 +99,6 @@ class Transfer:
                 self._sent[row] = end
 
     async def _send_kept(self, held: Held) -> None:
-        cuts = self._cuts
         kept = await held.copied()
         await self._stream.send(
             Step(
@@ -108,9 +112,8 @@ class Transfer:
             ),
             kept.payload,
         )
-        if self._cuts == cuts:
-            for part in kept.rows:
-                self._kept_sent[part.row] = part.position + part.count
+        for part in kept.rows:
+            self._kept_sent[part.row] = part.position + part.count
 
 
 class Succession:

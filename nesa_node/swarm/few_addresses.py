@@ -7,11 +7,13 @@ this machine, in its operator's network, or of a host that is to be attacked.
 from __future__ import annotations
 
 import asyncio
+import functools
 import ipaddress
 import socket
 import threading
 from collections.abc import Container, Sequence
 from concurrent.futures import Future
+from queue import SimpleQueue
 from typing import Any
 
 import psutil
@@ -19,15 +21,14 @@ import psutil
 MAX_DIALLED = 2
 RESOLVE_TIMEOUT_S = 3.0
 MAX_LOOKUPS = 4
-"""Names that are looked up at once in this process. A name server that does not answer holds a
-thread for half a minute, whatever the timeout, and a name in a record is a stranger's."""
+"""Names that are looked up at once in this process; others wait. A name server that does not answer
+holds a thread for half a minute, whatever the timeout, and a name in a record is a stranger's."""
 
 _Host = ipaddress.IPv4Address | ipaddress.IPv6Address
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 _NAMES = ("dns", "dns4", "dns6", "dnsaddr")
 _LOCAL_ENDINGS = (".local", ".localhost", ".internal", ".lan", ".home.arpa")
 _FAMILIES = {"dns4": socket.AF_INET, "dns6": socket.AF_INET6}
-_free_lookups = threading.BoundedSemaphore(MAX_LOOKUPS)
 
 
 def is_on_the_internet(own: Sequence[str], announced: Sequence[str], held: Container[str]) -> bool:
@@ -100,7 +101,7 @@ async def _numbers(address: str) -> list[str]:
     try:
         async with asyncio.timeout(RESOLVE_TIMEOUT_S):
             entries = await _looked_up(name, _FAMILIES.get(kind, socket.AF_UNSPEC))
-    except (OSError, UnicodeError, TimeoutError):
+    except (OSError, ValueError, TimeoutError):
         return []
     protocols = {socket.AF_INET: "ip4", socket.AF_INET6: "ip6"}
     return [
@@ -111,25 +112,31 @@ async def _numbers(address: str) -> list[str]:
 
 
 async def _looked_up(name: str, family: int) -> list[Any]:
-    """What `socket.getaddrinfo` says. Raises its errors, and `OSError` if all lookups are taken.
-
-    In a thread that neither the event loop's other threads nor the end of the process wait for.
-    """
-    if not _free_lookups.acquire(blocking=False):
-        raise OSError(f"{MAX_LOOKUPS} names are being looked up")
+    """What `socket.getaddrinfo` says, when a thread is free. Raises its errors."""
     found: Future[list[Any]] = Future()
-    found.set_running_or_notify_cancel()  # or a caller that gives up would cancel it
+    _lookups().put((found, name, family))
+    return await asyncio.wrap_future(found)
 
-    def look_up() -> None:
+
+@functools.cache
+def _lookups() -> SimpleQueue[tuple[Future[list[Any]], str, int]]:
+    """What threads look up for which neither other work nor the end of the process waits."""
+    lookups: SimpleQueue[tuple[Future[list[Any]], str, int]] = SimpleQueue()
+    for number in range(MAX_LOOKUPS):
+        name = f"name-lookup-{number}"
+        threading.Thread(target=_look_up, args=(lookups,), name=name, daemon=True).start()
+    return lookups
+
+
+def _look_up(lookups: SimpleQueue[tuple[Future[list[Any]], str, int]]) -> None:
+    while True:
+        found, name, family = lookups.get()
+        if not found.set_running_or_notify_cancel():
+            continue  # its caller has given up
         try:
             found.set_result(socket.getaddrinfo(name, None, family, socket.SOCK_STREAM))
-        except (OSError, UnicodeError) as error:
+        except (OSError, ValueError) as error:
             found.set_exception(error)
-        finally:
-            _free_lookups.release()
-
-    threading.Thread(target=look_up, name="name-lookup", daemon=True).start()
-    return await asyncio.wrap_future(found)
 
 
 def _is_public(address: str) -> bool:

@@ -17,8 +17,9 @@ from nesa_node.compression.tensors import TensorMeta
 from nesa_node.swarm.messages import RowSlice, Want
 
 MAX_FORGOTTEN = 1 / 4
-"""Of a step's bytes, until what is left of it is copied. So memory is at most a third more than
-what rows hold, and each token that was computed has at most three others copied."""
+"""The part of a step's bytes that no row holds any more, from which on the others are copied. So
+memory is at most a third more than what rows hold, and for each token that was computed at most
+three are copied."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,7 @@ class Held:
         rows = tuple(RowSlice(row, part.position, part.count) for row, part, _ in found)
         return Held(self.kept, rows, tuple(at for *_, at in found)) if rows else None
 
-    def packed(self) -> Held:
+    def compacted(self) -> Held:
         """The same, in memory of its own if a quarter of the step's bytes is held by no row."""
         counts: dict[int, int] = {}
         for part, offset in zip(self.rows, self.offsets, strict=True):
@@ -101,41 +102,39 @@ class Held:
 class Outbox:
     """Sent steps in order. A rollback cuts them; what a receiver lacks can be read back.
 
-    Neither `reorder` nor a `truncate` that forgets nothing looks at the steps: peers can ask for
-    thousands of them with few bytes.
+    Neither `truncate` nor `reorder` looks at the steps, since peers can ask for thousands of them
+    with few bytes: what they change is done with the next step, or when steps are read back.
     """
 
     def __init__(self) -> None:
         self._held: list[Held] = []
-        self._sources: tuple[int, ...] | None = None
-        """What reorders since the last change of the steps make together."""
-        self._ends: dict[int, int] = {}
+        self._ends: list[int] = []
         """By row, the position after the last token."""
-
-    @property
-    def nbytes(self) -> int:
-        return sum(len(held.kept.payload) for held in self._held)
+        self._sources: list[int] | None = None
+        """By row, the row of the steps that it is to be a copy of."""
+        self._forgotten = 0
+        """Tokens that the steps have beyond `_ends`."""
 
     def append(self, kept: Kept) -> None:
         self._settle()
         self._held.append(Held.all_of(kept))
+        self._know_rows(1 + max(part.row for part in kept.rows))
         for part in kept.rows:
             self._ends[part.row] = part.position + part.count
 
     def truncate(self, lengths: Sequence[int]) -> None:
         """Forget every token at or beyond `lengths[row]`."""
-        if all(self._ends.get(row, 0) <= length for row, length in enumerate(lengths)):
-            return
-        self._settle()
-        zeros = [0] * len(lengths)
-        self._replace((held, held.within(zeros, lengths)) for held in self._held)
-        self._ends = {row: min(end, lengths[row]) for row, end in self._ends.items()}
+        self._know_rows(len(lengths))
+        before = sum(self._ends)
+        self._ends = [min(pair) for pair in zip(self._ends, lengths, strict=True)]
+        self._forgotten += before - sum(self._ends)
 
     def reorder(self, sources: Sequence[int]) -> None:
         """Let each row have been sent what row `sources[row]` was."""
+        self._know_rows(len(sources))
         before = self._sources or range(len(sources))
-        self._sources = tuple(before[source] for source in sources)
-        self._ends = {row: self._ends.get(source, 0) for row, source in enumerate(sources)}
+        self._sources = [before[source] for source in sources]
+        self._ends = [self._ends[source] for source in sources]
 
     def since(self, lengths: Sequence[int], until: Sequence[int]) -> Iterator[Held]:
         """Steps, or the parts of them, with tokens `lengths[row] <= position < until[row]`."""
@@ -145,18 +144,33 @@ class Outbox:
             if part is not None:
                 yield part
 
-    def _settle(self) -> None:
-        """Do what reorders have left to do."""
-        sources, self._sources = self._sources, None
-        if sources is not None and sources != tuple(range(len(sources))):
-            self._replace((held, held.reordered(sources)) for held in self._held)
+    def _know_rows(self, count: int) -> None:
+        self._ends += [0] * (count - len(self._ends))
 
-    def _replace(self, changes: Iterable[tuple[Held, Held | None]]) -> None:
-        self._held = [
-            held if held is before else held.packed()
-            for before, held in changes
-            if held is not None
-        ]
+    def _settle(self) -> None:
+        """Do what cuts and reorders have left to do."""
+        sources, self._sources = self._sources, None
+        if sources == list(range(len(self._ends))):
+            sources = None
+        first = self._first_cut() if sources is None else 0
+        start = [0] * len(self._ends)
+        changed: list[Held] = []
+        for held in self._held[first:]:
+            moved = held if sources is None else held.reordered(sources)
+            left = moved and moved.within(start, self._ends)
+            if left is not None:
+                changed.append(left if left is held else left.compacted())
+        self._held[first:] = changed
+        self._forgotten = 0
+
+    def _first_cut(self) -> int:
+        """The index of the first step that has forgotten tokens. No row was reordered."""
+        index, left = len(self._held), self._forgotten
+        while left:
+            index -= 1
+            for part in self._held[index].rows:
+                left -= min(max(part.position + part.count - self._ends[part.row], 0), part.count)
+        return index
 
 
 def _lie_within(rows: Sequence[RowSlice], start: Sequence[int], end: Sequence[int]) -> bool:

@@ -20,6 +20,7 @@ from typing import Any
 from nesa_node.core.errors import (
     BootstrapError,
     ConfigError,
+    NoAddressError,
     PeerUnreachableError,
     SwarmError,
 )
@@ -163,13 +164,13 @@ class Transport:
         except TimeoutError as error:
             raise PeerUnreachableError(f"{peer} did not answer within {timeout_s:g} s") from error
         except PeerUnreachableError as error:
-            raise PeerUnreachableError(f"no stream to {peer}: {error}") from error
+            raise type(error)(f"no stream to {peer}: {error}") from error
 
     async def dial(self, peer: PeerId, addresses: Sequence[str], timeout_s: float) -> None:
         """Connect to `peer` at some of the addresses that it announces, if there are any.
 
-        Raises `PeerUnreachableError`, for a node on the internet also where none of them is public
-        and the peer is not connected: libp2p's daemon would look for others by itself.
+        Raises `PeerUnreachableError`; `NoAddressError` for a node on the internet where none of
+        them is public and the peer is not connected: libp2p's daemon would look for others itself.
         """
         public = self.is_public
         own = self.addresses or self.joined_at
@@ -177,7 +178,7 @@ class Transport:
         if public:
             dialled = await resolved(dialled)
             if not dialled and not await self.is_connected(peer):
-                raise PeerUnreachableError(f"{peer} announces no address on the internet")
+                raise NoAddressError(f"{peer} has no address on the internet that is known")
         if dialled:
             await self.connect(peer, dialled, timeout_s)
 

@@ -16,15 +16,16 @@ from nesa_node.web.problem import Problem
 READ_S = 60.0
 AT_ONCE = 16
 """Bodies of the largest size that all requests may hold together."""
-CALLERS = 4
-"""Callers that it takes to hold all of these: each may hold its share."""
+SHARE = 4
+"""A caller may hold one in so many of these whatever others hold, and more while half are free."""
 _RETRY_S = 2.0
 
 
 class Bodies:
     """At most `max_bytes` of one request, for which it has `read_s` seconds (`READ_S`).
 
-    All together hold at most `at_once` times as much (`AT_ONCE`), those of one caller a quarter.
+    All together hold at most `at_once` times as much (`AT_ONCE`), those of one caller a quarter, or
+    half where others hold nothing.
     """
 
     def __init__(
@@ -102,7 +103,8 @@ class Bodies:
             )
         if caller is not None:
             # Else one key whose answers take minutes would keep all others out meanwhile.
-            if self._held_bytes_of[caller] + size > self._all_bytes // CALLERS:
+            is_large = self._held_bytes_of[caller] + size > self._all_bytes // SHARE
+            if is_large and self._held_bytes + size > self._all_bytes // 2:
                 raise Problem(
                     429,
                     "too many large requests of this key at once: wait until one of them ends",

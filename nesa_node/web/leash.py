@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 
 class Leash:
-    """To the application it looks as if the client had left, to the client as if that were all.
+    """To the application it looks as if the client had left.
 
-    `holds` is asked whenever something is sent: a page's feed would else go on for ever.
+    To the client of a stream it looks as if that were all; of anything else the connection is
+    closed, or half an answer would look like a whole one. `holds` is asked whenever something is
+    sent: a page's feed would else go on for ever.
     """
 
     def __init__(self, holds: Callable[[], bool], receive: Receive, send: Send) -> None:
@@ -20,10 +23,11 @@ class Leash:
         self._send = send
         self._let_go = asyncio.Event()
         self._unfinished = False
+        self._is_stream = False
 
     async def run(self, app: ASGIApp, scope: Scope) -> None:
         await app(scope, self._received, self._sent)
-        if self._let_go.is_set() and self._unfinished:
+        if self._let_go.is_set() and self._unfinished and self._is_stream:
             await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _received(self) -> Message:
@@ -41,6 +45,9 @@ class Leash:
     async def _sent(self, message: Message) -> None:
         if self._let_go.is_set():
             return
+        if message["type"] == "http.response.start":
+            kind = Headers(raw=message["headers"]).get("content-type", "")
+            self._is_stream = kind.startswith("text/event-stream")
         if message["type"] == "http.response.body":
             self._unfinished = bool(message.get("more_body", False))
             if self._unfinished and not self._holds():

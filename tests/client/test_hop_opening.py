@@ -6,7 +6,9 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -14,7 +16,7 @@ from nesa_node.client import hop_opening
 from nesa_node.client.beginning import Beginning
 from nesa_node.client.hop import HopLink
 from nesa_node.client.hop_opening import HopOpener
-from nesa_node.core.errors import PeerUnreachableError
+from nesa_node.core.errors import NoAddressError, PeerUnreachableError
 from nesa_node.core.ids import PeerId
 from nesa_node.core.span import Span
 from nesa_node.routing.chains import Hop
@@ -27,9 +29,12 @@ SILENT_S = 0.2
 class KnownNodes:
     def __init__(self) -> None:
         self.suspected: list[PeerId] = []
+        self.told: list[PeerId] = []
 
-    def suspect(self, peer: PeerId, *_: Any) -> None:
+    def suspect(self, peer: PeerId, *_: Any, tell: bool = True) -> None:
         self.suspected.append(peer)
+        if tell:
+            self.told.append(peer)
 
 
 class ScriptedOpener(HopOpener):
@@ -97,3 +102,18 @@ async def test_openings_that_are_cancelled_leave_nothing_open(
         with pytest.raises(asyncio.CancelledError):
             await task
         assert not [task for task in asyncio.all_tasks() if task.get_name() == "hop-link"]
+
+
+@pytest.mark.parametrize(("error", "told"), [(PeerUnreachableError, 1), (NoAddressError, 0)])
+async def test_others_hear_of_a_node_that_does_not_answer_and_not_of_an_unknown_name(
+    error: type[PeerUnreachableError], told: int
+) -> None:
+    known = KnownNodes()
+    transport = SimpleNamespace(open_stream=AsyncMock(side_effect=error("no stream")))
+    wanted = request("chain", rows=1, hops=len(HOPS))
+    swarm = cast(Any, SimpleNamespace(transport=transport))
+    opening = HopOpener(swarm, wanted, cast(Any, known), Beginning(1, ()), lambda: None)
+    with pytest.raises(error):
+        await opening.open(HOPS[0], None, (), 1, 1.0)
+    assert known.suspected == [HOPS[0].peer_id]
+    assert len(known.told) == told

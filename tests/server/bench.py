@@ -319,6 +319,7 @@ async def open_node(
     limits = Limits(
         hidden_bytes=1 << 30,
         hidden_bytes_per_peer=1 << 30,
+        hidden_bytes_per_token=blocks.hidden_size * 4,
         sessions_per_peer=sessions,
         cache_tokens_per_peer=peer_tokens or tokens,
         streams_per_peer=10_000,

@@ -32,9 +32,11 @@ class Clock:
 def admission(
     pages: int = 10,
     *,
-    peer_pages: int = 10,
+    peer_pages: int = 100,
     sessions: int = 5,
-    peer_hidden: int = 1000,
+    hidden: int = 1_000_000,
+    peer_hidden: int = 1_000_000,
+    token_bytes: int = 1,
     reserve: int = 0,
     clock: Clock | None = None,
 ) -> Admission:
@@ -46,8 +48,9 @@ def admission(
         device=torch.device("cpu"),
     )
     limits = Limits(
-        hidden_bytes=1000,
+        hidden_bytes=hidden,
         hidden_bytes_per_peer=peer_hidden,
+        hidden_bytes_per_token=token_bytes,
         hidden_reserve_bytes=reserve,
         sessions_per_peer=sessions,
         cache_tokens_per_peer=peer_pages * PAGE_TOKENS,
@@ -55,17 +58,13 @@ def admission(
     return Admission(limits, pool, clock=clock or Clock())
 
 
-def enter(
-    stack: ExitStack, made: Admission, peer: PeerId, pages: int, *, hidden: int = 0
-) -> object:
-    return stack.enter_context(
-        made.session(peer, rows=pages, max_tokens=PAGE_TOKENS, hidden_bytes_per_token=hidden)
-    )
+def enter(stack: ExitStack, made: Admission, peer: PeerId, pages: int) -> object:
+    return stack.enter_context(made.session(peer, rows=pages, max_tokens=PAGE_TOKENS))
 
 
 def test_every_row_is_promised_whole_pages_and_all_come_back() -> None:
     made = admission()
-    with made.session(A, rows=3, max_tokens=PAGE_TOKENS + 1, hidden_bytes_per_token=0) as place:
+    with made.session(A, rows=3, max_tokens=PAGE_TOKENS + 1) as place:
         assert place.promise.pages == 6
         assert made.free_tokens == 4 * PAGE_TOKENS
         assert made.sessions == 1
@@ -90,49 +89,49 @@ def test_who_finds_no_room_is_busy_and_who_never_could_is_told_so() -> None:
 
 
 def test_a_peer_has_so_many_sessions_and_hidden_states_have_room() -> None:
-    made = admission(sessions=2)
+    made = admission(100, sessions=2, hidden=1000)
     with ExitStack() as stack:
         enter(stack, made, A, 1)
         enter(stack, made, A, 1)
         with pytest.raises(BusyError, match="2 sessions"):
             enter(stack, made, A, 1)
-        enter(stack, made, B, 1, hidden=20)
+        enter(stack, made, B, 20)
         with pytest.raises(BusyError, match="hidden states"):
-            enter(stack, made, B, 1, hidden=20)
+            enter(stack, made, B, 20)
+        assert made.free_tokens == 1000 - 22 * PAGE_TOKENS
     with ExitStack() as stack:
-        enter(stack, made, B, 1, hidden=20)
+        enter(stack, made, B, 20)
 
 
 def test_a_peer_gets_its_share_for_hidden_states_and_no_more() -> None:
-    made = admission(peer_hidden=PAGE_TOKENS * 20)
+    made = admission(100, hidden=1000, peer_hidden=20 * PAGE_TOKENS)
     with ExitStack() as stack:
-        enter(stack, made, A, 1, hidden=10)
-        enter(stack, made, A, 1, hidden=10)
+        enter(stack, made, A, 10)
+        enter(stack, made, A, 10)
         with pytest.raises(BusyError, match=r"quota of a .* hidden states"):
-            enter(stack, made, A, 1, hidden=1)
-        enter(stack, made, A, 1)
-        enter(stack, made, B, 1, hidden=10)
-        with pytest.raises(ProtocolError, match="at most 30;") as refused:
-            enter(stack, made, B, 1, hidden=20 + 1)
+            enter(stack, made, A, 1)
+        enter(stack, made, B, 10)
+        with pytest.raises(ProtocolError, match=f"at most {20 * PAGE_TOKENS};") as refused:
+            enter(stack, made, B, 20 + 1)
         assert refused.value.code == "too_large"
     with ExitStack() as stack:
-        enter(stack, made, A, 1, hidden=20)
+        enter(stack, made, A, 20)
 
 
 def test_two_identities_of_a_stranger_leave_room_for_four_peers_that_keep_little() -> None:
-    made = admission(pages=100, peer_pages=100, peer_hidden=PAGE_TOKENS * 20, reserve=400)
+    made = admission(100, hidden=1000, peer_hidden=20 * PAGE_TOKENS, reserve=400)
     with ExitStack() as stack:
-        enter(stack, made, A, 1, hidden=20)
-        enter(stack, made, B, 1, hidden=11)
+        enter(stack, made, A, 20)
+        enter(stack, made, B, 11)
         with pytest.raises(BusyError, match="no room for hidden states"):
-            enter(stack, made, B, 1, hidden=2)
+            enter(stack, made, B, 2)
         for name in "cdef":
-            enter(stack, made, PeerId(name), 1, hidden=3)
+            enter(stack, made, PeerId(name), 3)
             with pytest.raises(BusyError, match="no room for hidden states"):
-                enter(stack, made, PeerId(name), 1, hidden=1)
+                enter(stack, made, PeerId(name), 1)
         with pytest.raises(BusyError, match="no room for hidden states"):
-            enter(stack, made, PeerId("g"), 1, hidden=3)
-        enter(stack, made, A, 1, hidden=0)
+            enter(stack, made, PeerId("g"), 3)
+        assert made.free_tokens == 0
     assert made._hidden_bytes == 0
 
 
@@ -148,8 +147,8 @@ def test_a_node_keeps_a_reserve_for_newcomers() -> None:
         for identity in "ab":
             with suppress(BusyError):
                 for _ in range(1000):
-                    enter(stack, made, PeerId(identity), 8, hidden=8192 * 4)
-        enter(stack, made, PeerId("honest"), 8, hidden=8192 * 4)
+                    enter(stack, made, PeerId(identity), 8)
+        enter(stack, made, PeerId("honest"), 8)
 
 
 @pytest.mark.parametrize("context_length", [0, 1024, 131_072])
@@ -171,8 +170,8 @@ def test_no_peer_takes_all_of_a_nodes_room_for_hidden_states(
 
 
 def test_beyond_its_promise_a_session_gets_what_is_free() -> None:
-    made = admission(4, peer_pages=3)
-    with made.session(A, rows=1, max_tokens=40, hidden_bytes_per_token=1) as place:
+    made = admission(4, peer_pages=3, hidden=2000, peer_hidden=1000, token_bytes=10)
+    with made.session(A, rows=1, max_tokens=40) as place:
         place.outgrow(40, 64)
         assert place.promise.pages == 2
         place.outgrow(64, 65)
@@ -182,7 +181,7 @@ def test_beyond_its_promise_a_session_gets_what_is_free() -> None:
         assert refused.value.code == "cache_full"
         assert made.free_tokens == PAGE_TOKENS
     assert made.free_tokens == made.total_tokens
-    with made.session(A, rows=1, max_tokens=40, hidden_bytes_per_token=25):
+    with made.session(A, rows=1, max_tokens=96):
         pass
 
 
@@ -190,15 +189,15 @@ def test_a_refusal_says_about_when_the_next_session_ends() -> None:
     clock = Clock()
     made = admission(clock=clock)
     for _ in range(40):
-        with made.session(A, rows=1, max_tokens=1, hidden_bytes_per_token=0):
+        with made.session(A, rows=1, max_tokens=1):
             clock.now += 2.0
     assert made.retry_after_s == pytest.approx(2.0, rel=0.01)
     clock.now += 1e6
-    with made.session(A, rows=1, max_tokens=1, hidden_bytes_per_token=0):
+    with made.session(A, rows=1, max_tokens=1):
         pass
     assert made.retry_after_s < RETRY_AFTER_S[1]
     for _ in range(100):
-        with made.session(A, rows=1, max_tokens=1, hidden_bytes_per_token=0):
+        with made.session(A, rows=1, max_tokens=1):
             pass
     assert made.retry_after_s == RETRY_AFTER_S[0]
 

@@ -25,6 +25,8 @@ from nesa_node.swarm.messages import (
     PushOpen,
     PushOpened,
     Received,
+    Reorder,
+    Rollback,
 )
 from tests.server.bench import Node, Peer, open_node
 
@@ -69,6 +71,15 @@ def test_a_refused_message_costs_more(message: Message) -> None:
     assert not any(budget.charge(A, message) for _ in range(19_990))
     waits_s = [budget.charge(A, message, refused=True) for _ in range(1000)]
     assert waits_s[-1] == pytest.approx(1.0, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    "message", [Reorder(epoch=1, sources=(1, 0)), Rollback(epoch=1, lengths=(0,))]
+)
+def test_what_changes_rows_costs_most(message: Message) -> None:
+    budget = MessageBudget(Clock())
+    waits_s = [budget.charge(A, message) for _ in range(1200)]
+    assert waits_s[-1] == pytest.approx(1.0)
 
 
 def test_no_more_than_so_many_peers_are_remembered() -> None:

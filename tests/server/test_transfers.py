@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +18,6 @@ from nesa_node.compression.tensors import TensorMeta
 from nesa_node.core.errors import StreamClosedError
 from nesa_node.engine.blocks import Blocks, Run
 from nesa_node.engine.pages import PAGE_TOKENS
-from nesa_node.server.transfer import Transfer
 from nesa_node.swarm.messages import (
     VERSION,
     Close,
@@ -413,47 +410,3 @@ async def test_no_other_peer_than_the_donor_may_fill_a_session(blocks: Blocks) -
         donor.say(*past.page(0, TOKENS))
         assert await synced(donor, TOKENS) == (TOKENS,)
         await goes_on(peer, past)
-
-
-class _CutsInTheMiddle:
-    """An executor in whose first run the session is cut, and its pages are given to another."""
-
-    def __init__(self, cut: Callable[[], None]) -> None:
-        self._cut: Callable[[], None] | None = cut
-
-    async def run(self, work: Callable[[], Any]) -> Any:
-        result = work()
-        if self._cut is not None:
-            self._cut()
-            self._cut = None
-            result = torch.full_like(result, 7.0)
-        return result
-
-
-class _NothingKept:
-    def kept(self, *_: object) -> list[Any]:
-        return []
-
-
-async def test_pages_that_were_read_while_the_session_was_cut_are_not_sent(blocks: Blocks) -> None:
-    """They may have been another session's meanwhile."""
-    pool = blocks.new_pool(TOKENS)
-    table = pool.promise(pool.num_pages).new_table()
-    table.reserve(TOKENS)
-    blocks.forward(torch.randn(TOKENS, blocks.hidden_size), [Run(table, TOKENS)])
-    expected = pool.export_tokens(table.slots(0, 10), blocks.span)
-    wire = Wire("successor")
-
-    def cut() -> None:
-        table.truncate(10)
-        sending.truncate([10])
-
-    work: Any = SimpleNamespace(tables=[table], blocks=blocks)
-    others: list[Any] = [_NothingKept(), _CutsInTheMiddle(cut)]
-    sending = Transfer(cast(Any, wire), b"s" * 16, work, *others)
-    wire.say(Synced(lengths=(10,)))
-    assert await sending.sync() == (10,)
-    pages, payload = await wire.hear()
-    assert isinstance(pages, Pages)
-    sent = tensors.decode(pages.tensor, bytearray(payload), max_bytes=1 << 20)
-    assert torch.equal(sent, expected)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -140,3 +141,24 @@ async def test_names_without_an_answer_hold_few_threads_and_none_of_other_work(
         over.set()
     monkeypatch.setattr("nesa_node.swarm.few_addresses.RESOLVE_TIMEOUT_S", 10.0)
     await eventually(is_found)
+
+
+async def test_more_names_than_threads_are_looked_up_one_after_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As those of a chain's hops are, which are dialled together."""
+
+    def look_up(name: str, *_: object) -> list[Any]:
+        time.sleep(0.05)
+        return _answers("node.example.org")
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    names = [f"/dns4/{number}.example.org/tcp/1/p2p/a" for number in range(3 * MAX_LOOKUPS)]
+    found = await asyncio.gather(*(resolved([name]) for name in names))
+    assert set(found) == {("/ip4/8.8.8.8/tcp/1/p2p/a",)}
+
+
+async def test_name_that_cannot_be_one_ends_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert await resolved(["/dns4/a\0.example.org/tcp/1/p2p/a"] * 2 * MAX_LOOKUPS) == ()
+    monkeypatch.setattr(socket, "getaddrinfo", lambda name, *_: _answers(name))
+    assert await resolved([NAME]) == ("/ip4/8.8.8.8/tcp/1/p2p/a",)

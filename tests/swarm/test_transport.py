@@ -24,6 +24,7 @@ from nesa_node.core.errors import (
     BootstrapError,
     ConfigError,
     IdentityError,
+    NoAddressError,
     PeerUnreachableError,
     SwarmError,
 )
@@ -194,8 +195,12 @@ async def test_unknown_protocol_and_unknown_peer_are_errors(tmp_path: Path) -> N
             await client.open_stream(server.peer_id, "/test/nothing")
         with pytest.raises(PeerUnreachableError, match="no stream to"):
             await client.open_stream(stranger, ECHO, timeout_s=3)
+        here = [f"/ip4/127.0.0.1/tcp/1/p2p/{stranger}"]
         with pytest.raises(PeerUnreachableError, match="connection refused"):
-            await client.open_stream(stranger, ECHO, [f"/ip4/127.0.0.1/tcp/1/p2p/{stranger}"])
+            await client.open_stream(stranger, ECHO, here)
+        client.announced = ("/ip4/8.8.8.8/tcp/1",)
+        with pytest.raises(NoAddressError, match="no stream to"):
+            await client.open_stream(stranger, ECHO, here)
 
 
 async def test_silent_peer_is_given_up_after_the_timeout(tmp_path: Path) -> None:

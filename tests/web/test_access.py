@@ -251,6 +251,21 @@ async def test_a_key_that_ends_ends_what_is_still_being_told(path: Path, by_cook
             assert gateway.streams == 1
 
 
+async def test_a_whole_answer_whose_key_ends_does_not_look_complete(path: Path) -> None:
+    key = new_key(path)
+    async with (
+        gate(path) as (_, address),
+        browser(address, headers=bearer(key)) as client,
+        client.stream("GET", "/v1/whole") as answer,
+    ):
+        lines = answer.aiter_lines()
+        assert await anext(lines) == "news"
+        KeyStore(path).revoke("alice")
+        with pytest.raises(httpx.RemoteProtocolError):
+            async with asyncio.timeout(5):
+                assert {line async for line in lines} <= {"news"}
+
+
 async def test_the_first_key_closes_an_open_gateway_and_the_last_does_not_open_it(
     path: Path,
 ) -> None:

@@ -42,6 +42,7 @@ class TinyGateway:
                 Route("/v1/stream", self._stream, methods=["GET", "POST"]),
                 Route("/v1/flood", self._flood),
                 Route("/v1/feed", self._feed),
+                Route("/v1/whole", self._whole),
                 Route("/v1/whoami", self._whoami, methods=["GET", "POST"]),
                 Route("/v1/broken", self._broken),
             ]
@@ -77,7 +78,10 @@ class TinyGateway:
         return StreamingResponse(self._parts())
 
     async def _feed(self, _request: Request) -> Response:
-        return StreamingResponse(self._news())
+        return StreamingResponse(self._news(), media_type="text/event-stream")
+
+    async def _whole(self, _request: Request) -> Response:
+        return StreamingResponse(self._news(), media_type="application/json")
 
     async def _news(self) -> AsyncIterator[bytes]:
         self.streams += 1

@@ -1,0 +1,110 @@
+"""What a donor sends to the node that takes its session over, where it is cut meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+
+from nesa_node.compression import tensors
+from nesa_node.engine.blocks import Blocks, Run
+from nesa_node.server.executor import open_executor
+from nesa_node.server.transfer import Transfer
+from nesa_node.swarm.messages import Message, Pages, RowSlice, Step, Sync, Synced
+from nesa_node.swarm.outbox import Kept, Outbox
+from tests.server.bench import Wire
+
+TOKENS = 40
+
+
+class _CutsInTheMiddle:
+    """An executor in whose first run the session is cut, and its pages are given to another."""
+
+    def __init__(self, cut: Callable[[], None]) -> None:
+        self._cut: Callable[[], None] | None = cut
+
+    async def run(self, work: Callable[[], Any]) -> Any:
+        result = work()
+        if self._cut is not None:
+            self._cut()
+            self._cut = None
+            result = torch.full_like(result, 7.0)
+        return result
+
+
+class _NothingKept:
+    def kept(self, *_: object) -> list[Any]:
+        return []
+
+
+async def test_pages_that_were_read_while_the_session_was_cut_are_not_sent(blocks: Blocks) -> None:
+    """They may have been another session's meanwhile."""
+    pool = blocks.new_pool(TOKENS)
+    table = pool.promise(pool.num_pages).new_table()
+    table.reserve(TOKENS)
+    blocks.forward(torch.randn(TOKENS, blocks.hidden_size), [Run(table, TOKENS)])
+    expected = pool.export_tokens(table.slots(0, 10), blocks.span)
+    wire = Wire("successor")
+
+    def cut() -> None:
+        table.truncate(10)
+        sending.truncate([10])
+
+    work: Any = SimpleNamespace(tables=[table], blocks=blocks)
+    others: list[Any] = [_NothingKept(), _CutsInTheMiddle(cut)]
+    sending = Transfer(cast(Any, wire), b"s" * 16, work, *others)
+    wire.say(Synced(lengths=(10,)))
+    assert await sending.sync() == (10,)
+    pages, payload = await wire.hear()
+    assert isinstance(pages, Pages)
+    sent = tensors.decode(pages.tensor, bytearray(payload), max_bytes=1 << 20)
+    assert torch.equal(sent, expected)
+
+
+class _CutsAtAStep(Wire):
+    """A successor that takes its first kept step while the session is cut."""
+
+    cut: Callable[[], None] | None = None
+
+    async def send(self, message: Message, payload: memoryview | bytes = b"") -> None:
+        await super().send(message, payload)
+        if isinstance(message, Step) and self.cut is not None:
+            self.cut()
+            self.cut = None
+
+
+async def test_successor_lacks_no_kept_output_where_the_session_is_cut_meanwhile(
+    blocks: Blocks,
+) -> None:
+    """It would have none to give to a replacement of the node after it."""
+    pool = blocks.new_pool(TOKENS)
+    table = pool.promise(pool.num_pages).new_table()
+    table.reserve(TOKENS)
+    blocks.forward(torch.randn(TOKENS, blocks.hidden_size), [Run(table, TOKENS)])
+    outbox = Outbox()
+    for position in range(TOKENS):
+        meta, payload = tensors.encode(torch.randn(1, blocks.hidden_size))
+        outbox.append(Kept(position, (RowSlice(0, position, 1),), "all", meta, payload))
+    wire = _CutsAtAStep("successor")
+
+    def cut() -> None:
+        table.truncate(10)
+        outbox.truncate([10])
+        sending.truncate([10])
+
+    wire.cut = cut
+    work: Any = SimpleNamespace(tables=[table], blocks=blocks)
+    outlet: Any = SimpleNamespace(kept=outbox.since)
+    async with open_executor() as executor:
+        sending = Transfer(cast(Any, wire), b"s" * 16, work, outlet, executor)
+        for length in (0, 0, 10):
+            wire.say(Synced(lengths=(length,)))
+        assert await sending.sync() == (0,)
+        assert (await wire.hear_a(Sync)).lengths == (0,)
+        assert await sending.sync() == (10,)
+    assert (await wire.hear_a(Sync)).lengths == (0,)
+    steps = [(await wire.hear_a(Step)).rows for _ in range(10)]
+    assert steps == [(RowSlice(0, position, 1),) for position in range(10)]
+    assert (await wire.hear_a(Sync)).lengths == (10,)
