@@ -19,6 +19,7 @@
     │   ├── AddressInUseError       somebody listens on that port
     │   ├── BootstrapError          none of the initial peers answered
     │   ├── PeerUnreachableError    a peer could not be dialled or went silent
+    │   │   └── NoAddressError      no address of it is known here
     │   ├── RecordError             a DHT record that must not be believed
     │   └── MissingBlocksError      no node holds some blocks of the model
     ├── ProtocolError               a message broke the protocol; `code` is its name on the wire

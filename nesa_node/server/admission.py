@@ -98,6 +98,12 @@ class Admission:
         return self.pool.num_pages * PAGE_TOKENS
 
     @property
+    def most_tokens(self) -> int:
+        """What sessions could be promised if there were no others."""
+        limits = self.limits
+        return min(self.total_tokens, limits.hidden_bytes // limits.hidden_bytes_per_token)
+
+    @property
     def free_tokens(self) -> int:
         """What sessions of several peers could be promised."""
         hidden_bytes = max(self.limits.hidden_bytes - self._hidden_bytes, 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from nesa_node.core.errors import NesaError, PeerUnreachableError, ProtocolError
+from nesa_node.core.errors import NesaError, NoAddressError, PeerUnreachableError, ProtocolError
 from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.core.logging import get_logger
 from nesa_node.core.span import Span
@@ -118,6 +118,8 @@ async def _stream_to(
     was_near = not math.isnan(swarm.distances.rtt_ms(peer))
     try:
         reader, writer = await swarm.transport.open_stream(peer, PROTOCOL, addresses)
+    except NoAddressError:
+        raise
     except PeerUnreachableError:
         if was_near and not await swarm.transport.is_connected(peer):
             swarm.reporter.note(model_id, peer, "lost")

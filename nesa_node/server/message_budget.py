@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 from nesa_node.core.ids import PeerId
-from nesa_node.swarm.messages import Message, Received, Reorder, Rollback, tensor_of
+from nesa_node.swarm.messages import Link, Message, Received, Reorder, Rollback, tensor_of
 from nesa_node.swarm.stream import Stream
 
 MAX_KNOWN_PEERS = 4096
@@ -21,7 +21,7 @@ sends 3,200 steps a second, and as many `Received`."""
 _CHANGE_S = 1 / 400
 """For a change of what rows hold, which takes up to a millisecond in sessions of many pages."""
 _BURST_S = 2.0
-"""What passes before a peer's first wait, at these prices."""
+"""What a peer may send at once, at these prices."""
 
 
 class MessageBudget:
@@ -46,7 +46,7 @@ class MessageBudget:
         """Count a message. Returns the seconds until it is paid for."""
         now = self._clock()
         price_s = _MESSAGE_S
-        if isinstance(message, Reorder | Rollback):
+        if isinstance(message, Link | Reorder | Rollback):
             price_s = _CHANGE_S
         elif not refused and (isinstance(message, Received) or tensor_of(message) is not None):
             price_s = _TOKEN_S

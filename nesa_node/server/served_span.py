@@ -43,7 +43,7 @@ class ServedSpan:
 
     def capacity(self) -> Capacity:
         return Capacity(
-            total_tokens=self.admission.total_tokens,
+            total_tokens=self.admission.most_tokens,
             free_tokens=self.admission.free_tokens,
             load=self.scheduler.load,
             sessions=self.scheduler.sessions,

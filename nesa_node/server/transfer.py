@@ -40,7 +40,8 @@ class Transfer:
         self._sent = [0] * len(work.tables)
         self._kept_sent = [0] * len(work.tables)
         self._cuts = 0
-        self._is_cut = False
+        self._is_cut = True
+        """The successor may hold more than `_sent`, also of an earlier transfer."""
 
     def truncate(self, lengths: Sequence[int]) -> None:
         """The session forgets tokens from `lengths` on, and so must the successor."""
@@ -56,17 +57,15 @@ class Transfer:
         """
         try:
             async with silence_is_loss(self._stream.peer, SILENCE_S, "taking over a session"):
-                if self._is_cut:
-                    self._is_cut = False
-                    await self._ask(tuple(self._sent))
+                await self._cut_there()
                 for row in range(len(self._sent)):
                     await self._send_row(row)
                 cuts = self._cuts
                 for held in self._outlet.kept(self._kept_sent, tuple(self._sent)):
                     await self._send_kept(held)
                     if self._cuts != cuts:
-                        # What follows is of before the cut: the next `sync` begins anew.
-                        self.truncate([0] * len(self._sent))
+                        # What follows is of before the cut: the next `sync` goes on from here.
+                        self.truncate(self._kept_sent)
                         break
                 return await self._ask(tuple(self._sent))
         except NesaError as error:
@@ -74,6 +73,11 @@ class Transfer:
 
     async def close(self) -> None:
         await self._stream.close()
+
+    async def _cut_there(self) -> None:
+        while self._is_cut:
+            self._is_cut = False
+            await self._ask(tuple(self._sent))
 
     async def _ask(self, lengths: tuple[int, ...]) -> tuple[int, ...]:
         await self._stream.send(Sync(lengths=lengths))
@@ -92,13 +96,16 @@ class Transfer:
             tokens = await self._executor.run(export)
             if self._cuts != cuts:
                 # These pages may have been somebody else's while we read them.
+                await self._cut_there()
                 continue
             meta, payload = tensors.encode(tokens)
             await self._stream.send(Pages(row=row, position=start, tensor=meta), payload)
             if self._cuts == cuts:
                 self._sent[row] = end
+            await self._cut_there()
 
     async def _send_kept(self, held: Held) -> None:
+        cuts = self._cuts
         kept = await held.copied()
         await self._stream.send(
             Step(
@@ -112,8 +119,9 @@ class Transfer:
             ),
             kept.payload,
         )
-        for part in kept.rows:
-            self._kept_sent[part.row] = part.position + part.count
+        if self._cuts == cuts:
+            for part in kept.rows:
+                self._kept_sent[part.row] = part.position + part.count
 
 
 class Succession:

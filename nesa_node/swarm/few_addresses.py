@@ -13,13 +13,15 @@ import socket
 import threading
 from collections.abc import Container, Sequence
 from concurrent.futures import Future
+from itertools import chain
 from queue import SimpleQueue
 from typing import Any
 
 import psutil
 
 MAX_DIALLED = 2
-RESOLVE_TIMEOUT_S = 3.0
+RESOLVE_TIMEOUT_S = 1.2
+"""For all names of a record: less than what a client waits for a node that opens a session."""
 MAX_LOOKUPS = 4
 """Names that are looked up at once in this process; others wait. A name server that does not answer
 holds a thread for half a minute, whatever the timeout, and a name in a record is a stranger's."""
@@ -87,21 +89,25 @@ async def resolved(addresses: Sequence[str]) -> tuple[str, ...]:
     What a name stands for is its owner's to say, so that what is dialled is the number that was
     looked at, not the name.
     """
-    found: list[str] = []
-    for address in addresses:
-        if _kind(address) not in _NAMES:
-            found.append(address)
-            continue
-        found += await _numbers(address)
-    return few_addresses(found, (), public_only=True)
+    lookups = [asyncio.create_task(_numbers(address)) for address in addresses]
+    try:
+        if lookups:
+            await asyncio.wait(lookups, timeout=RESOLVE_TIMEOUT_S)
+        found = [task.result() for task in lookups if task.done()]
+    finally:
+        for task in lookups:
+            task.cancel()
+    return few_addresses(list(chain.from_iterable(found)), (), public_only=True)
 
 
 async def _numbers(address: str) -> list[str]:
+    """Of an address with a name; any other as it is."""
+    if _kind(address) not in _NAMES:
+        return [address]
     _, kind, name, *rest = address.split("/")
     try:
-        async with asyncio.timeout(RESOLVE_TIMEOUT_S):
-            entries = await _looked_up(name, _FAMILIES.get(kind, socket.AF_UNSPEC))
-    except (OSError, ValueError, TimeoutError):
+        entries = await _looked_up(name, _FAMILIES.get(kind, socket.AF_UNSPEC))
+    except (OSError, ValueError):
         return []
     protocols = {socket.AF_INET: "ip4", socket.AF_INET6: "ip6"}
     return [

@@ -102,8 +102,9 @@ class Held:
 class Outbox:
     """Sent steps in order. A rollback cuts them; what a receiver lacks can be read back.
 
-    Neither `truncate` nor `reorder` looks at the steps, since peers can ask for thousands of them
-    with few bytes: what they change is done with the next step, or when steps are read back.
+    Peers can ask for thousands of changes with few bytes. So `truncate` looks at the steps that it
+    cuts alone; and what reorders change, and cuts after them, is done with the next step, or when
+    steps are read back.
     """
 
     def __init__(self) -> None:
@@ -113,7 +114,7 @@ class Outbox:
         self._sources: list[int] | None = None
         """By row, the row of the steps that it is to be a copy of."""
         self._forgotten = 0
-        """Tokens that the steps have beyond `_ends`."""
+        """Tokens that rows had beyond `_ends`."""
 
     def append(self, kept: Kept) -> None:
         self._settle()
@@ -128,6 +129,8 @@ class Outbox:
         before = sum(self._ends)
         self._ends = [min(pair) for pair in zip(self._ends, lengths, strict=True)]
         self._forgotten += before - sum(self._ends)
+        if self._sources is None:
+            self._settle()
 
     def reorder(self, sources: Sequence[int]) -> None:
         """Let each row have been sent what row `sources[row]` was."""
@@ -139,7 +142,8 @@ class Outbox:
     def since(self, lengths: Sequence[int], until: Sequence[int]) -> Iterator[Held]:
         """Steps, or the parts of them, with tokens `lengths[row] <= position < until[row]`."""
         self._settle()
-        for held in tuple(self._held):
+        beyond = sum(max(end - at, 0) for end, at in zip(self._ends, lengths, strict=False))
+        for held in self._held[self._first_beyond(lengths, beyond) :]:
             part = held.within(lengths, until)
             if part is not None:
                 yield part
@@ -152,7 +156,7 @@ class Outbox:
         sources, self._sources = self._sources, None
         if sources == list(range(len(self._ends))):
             sources = None
-        first = self._first_cut() if sources is None else 0
+        first = self._first_beyond(self._ends, self._forgotten) if sources is None else 0
         start = [0] * len(self._ends)
         changed: list[Held] = []
         for held in self._held[first:]:
@@ -163,13 +167,17 @@ class Outbox:
         self._held[first:] = changed
         self._forgotten = 0
 
-    def _first_cut(self) -> int:
-        """The index of the first step that has forgotten tokens. No row was reordered."""
-        index, left = len(self._held), self._forgotten
-        while left:
+    def _first_beyond(self, lengths: Sequence[int], tokens: int) -> int:
+        """The index of the first step that holds tokens at or beyond `lengths[row]`.
+
+        There are at most so many `tokens`; of rows that did not begin here at 0 there are fewer.
+        """
+        index = len(self._held)
+        while tokens > 0 and index:
             index -= 1
             for part in self._held[index].rows:
-                left -= min(max(part.position + part.count - self._ends[part.row], 0), part.count)
+                end = part.position + part.count
+                tokens -= min(max(end - lengths[part.row], 0), part.count)
         return index
 
 

@@ -17,7 +17,7 @@ READ_S = 60.0
 AT_ONCE = 16
 """Bodies of the largest size that all requests may hold together."""
 SHARE = 4
-"""A caller may hold one in so many of these whatever others hold, and more while half are free."""
+"""A caller may hold one in so many of these, and more while half of all are free."""
 _RETRY_S = 2.0
 
 

@@ -99,6 +99,7 @@ def test_a_peer_has_so_many_sessions_and_hidden_states_have_room() -> None:
         with pytest.raises(BusyError, match="hidden states"):
             enter(stack, made, B, 20)
         assert made.free_tokens == 1000 - 22 * PAGE_TOKENS
+    assert made.free_tokens == made.most_tokens == 1000
     with ExitStack() as stack:
         enter(stack, made, B, 20)
 

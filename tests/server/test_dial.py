@@ -109,10 +109,14 @@ async def test_node_on_the_internet_dials_no_private_address(
         async def connect(_peer: PeerId, addresses: Any, _timeout_s: float = 0.0) -> None:
             dialled.extend(addresses)
 
+        reported: list[PeerId] = []
         peer = await leave_a_record(node, tmp_path, "/ip4/127.0.0.1/tcp/9")
+        node.distances.note(peer, 1.0)
+        monkeypatch.setattr(node.reporter, "note", lambda _, whom, __: reported.append(whom))
         monkeypatch.setattr(transport, "connect", connect)
         assert str(await refusal(node, peer)) == NOT_REACHED
         assert dialled == []
+        assert reported == [], "nobody knows whether it is lost"
 
 
 @pytest.mark.parametrize("is_public", [False, True])

@@ -55,22 +55,30 @@ async def test_pages_that_were_read_while_the_session_was_cut_are_not_sent(block
     work: Any = SimpleNamespace(tables=[table], blocks=blocks)
     others: list[Any] = [_NothingKept(), _CutsInTheMiddle(cut)]
     sending = Transfer(cast(Any, wire), b"s" * 16, work, *others)
-    wire.say(Synced(lengths=(10,)))
+    for length in (0, 0, 10):
+        wire.say(Synced(lengths=(length,)))
     assert await sending.sync() == (10,)
+    for _ in range(2):
+        asked, _ = await wire.hear()
+        assert isinstance(asked, Sync)
+        assert asked.lengths == (0,)
     pages, payload = await wire.hear()
     assert isinstance(pages, Pages)
     sent = tensors.decode(pages.tensor, bytearray(payload), max_bytes=1 << 20)
     assert torch.equal(sent, expected)
 
 
-class _CutsAtAStep(Wire):
-    """A successor that takes its first kept step while the session is cut."""
+class _Cuts(Wire):
+    """A successor that takes the first message of a kind while the session is cut."""
 
-    cut: Callable[[], None] | None = None
+    def __init__(self, peer: str, at: type[Message]) -> None:
+        super().__init__(peer)
+        self._at = at
+        self.cut: Callable[[], None] | None = None
 
     async def send(self, message: Message, payload: memoryview | bytes = b"") -> None:
         await super().send(message, payload)
-        if isinstance(message, Step) and self.cut is not None:
+        if isinstance(message, self._at) and self.cut is not None:
             self.cut()
             self.cut = None
 
@@ -87,7 +95,7 @@ async def test_successor_lacks_no_kept_output_where_the_session_is_cut_meanwhile
     for position in range(TOKENS):
         meta, payload = tensors.encode(torch.randn(1, blocks.hidden_size))
         outbox.append(Kept(position, (RowSlice(0, position, 1),), "all", meta, payload))
-    wire = _CutsAtAStep("successor")
+    wire = _Cuts("successor", Step)
 
     def cut() -> None:
         table.truncate(10)
@@ -99,12 +107,37 @@ async def test_successor_lacks_no_kept_output_where_the_session_is_cut_meanwhile
     outlet: Any = SimpleNamespace(kept=outbox.since)
     async with open_executor() as executor:
         sending = Transfer(cast(Any, wire), b"s" * 16, work, outlet, executor)
-        for length in (0, 0, 10):
+        for length in (0, 0, 0, 10):
             wire.say(Synced(lengths=(length,)))
         assert await sending.sync() == (0,)
-        assert (await wire.hear_a(Sync)).lengths == (0,)
         assert await sending.sync() == (10,)
+    for _ in range(2):
+        assert (await wire.hear_a(Sync)).lengths == (0,)
     assert (await wire.hear_a(Sync)).lengths == (0,)
     steps = [(await wire.hear_a(Step)).rows for _ in range(10)]
     assert steps == [(RowSlice(0, position, 1),) for position in range(10)]
     assert (await wire.hear_a(Sync)).lengths == (10,)
+
+
+async def test_session_that_is_cut_while_its_pages_are_sent_is_handed_over(blocks: Blocks) -> None:
+    """The successor is told before more pages come, or they would not follow what it holds."""
+    pool = blocks.new_pool(TOKENS)
+    table = pool.promise(pool.num_pages).new_table()
+    table.reserve(TOKENS)
+    blocks.forward(torch.randn(TOKENS, blocks.hidden_size), [Run(table, TOKENS)])
+    wire = _Cuts("successor", Pages)
+
+    def cut() -> None:
+        sending.truncate([0])
+
+    wire.cut = cut
+    work: Any = SimpleNamespace(tables=[table], blocks=blocks)
+    async with open_executor() as executor:
+        sending = Transfer(cast(Any, wire), b"s" * 16, work, cast(Any, _NothingKept()), executor)
+        for length in (0, 0, TOKENS):
+            wire.say(Synced(lengths=(length,)))
+        assert await sending.sync() == (TOKENS,)
+    heard = [(await wire.hear())[0] for _ in range(5)]
+    assert [type(message) for message in heard] == [Sync, Pages, Sync, Pages, Sync]
+    assert [message.lengths for message in heard[::2]] == [(0,), (0,), (TOKENS,)]
+    assert [message.position for message in heard[1::2]] == [0, 0]

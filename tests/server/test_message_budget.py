@@ -149,14 +149,14 @@ async def test_all_streams_of_a_peer_have_one_budget(blocks: Blocks) -> None:
             for nonce in range(10):
                 peer.wire.say(Ping(nonce=nonce))
                 await peer.wire.hear_a(Pong)
-        # The last of a stream is counted after its answer: there may be one less for each.
-        assert 2 * 10 <= paid_ms(node, "same") <= 2 * 11
+        # A link is 2.5 ms. The last of a stream is counted after its answer.
+        assert 2 * (2.5 + 9) <= paid_ms(node, "same") <= 2 * (2.5 + 10)
         for _ in range(5):
             peers[0].lengths = [0]
             peers[0].step({0: 5000})
             assert (await peers[0].wire.hear_a(Error)).code == "context_length"
         # A refused step costs what a ping does.
-        assert 2 * 10 + 4 <= paid_ms(node, "same") <= 2 * 11 + 5
+        assert 2 * (2.5 + 9) + 4 <= paid_ms(node, "same") <= 2 * (2.5 + 10) + 5
         for peer in peers:
             await peer.end()
 
