@@ -28,21 +28,32 @@ class _Successor:
     def __init__(self, link: HopLink, rows: int) -> None:
         self.link = link
         self.lengths = [0] * rows
-        self.cuts = 0
+        self._cuts = 0
+        self._is_anew = False
+        """The last hand-over failed: the next one begins by emptying the successor."""
 
     def truncate(self, lengths: Sequence[int]) -> None:
-        self.cuts += 1
+        self._cuts += 1
         self.lengths = [min(pair) for pair in zip(self.lengths, lengths, strict=True)]
 
     async def sync(self, leaver: HopLink) -> None:
         """Raises `NesaError`."""
-        span, cuts = self.link.hop.span, self.cuts
-        held = await leaver.hand_over(
-            Downstream(peer=self.link.hop.peer_id, blocks=(span.start, span.end))
-        )
-        if self.cuts == cuts:
-            # Else it may hold tokens that were rolled back meanwhile.
+        span, cuts = self.link.hop.span, self._cuts
+        if self._is_anew:
+            self.lengths = [0] * len(self.lengths)
+        try:
+            held = await leaver.hand_over(
+                Downstream(peer=self.link.hop.peer_id, blocks=(span.start, span.end))
+            )
+        except NesaError:
+            self._is_anew = True
+            raise
+        self._is_anew = False
+        if self._cuts == cuts:
             self.lengths = list(held)
+        else:
+            # It may hold tokens that were rolled back meanwhile.
+            self.lengths = [min(pair) for pair in zip(self.lengths, held, strict=True)]
 
 
 class Successors:

@@ -26,6 +26,10 @@ CHUNK_TOKENS = 128
 SILENCE_S = 30.0
 
 
+MAX_CUTS = 4
+"""In one hand-over, after each of which the rest is sent. Beams cut a session with every step."""
+
+
 class Transfer:
     """The donor's side, for one successor. One task at a time may `sync`."""
 
@@ -57,16 +61,7 @@ class Transfer:
         """
         try:
             async with silence_is_loss(self._stream.peer, SILENCE_S, "taking over a session"):
-                await self._cut_there()
-                for row in range(len(self._sent)):
-                    await self._send_row(row)
-                cuts = self._cuts
-                for held in self._outlet.kept(self._kept_sent, tuple(self._sent)):
-                    await self._send_kept(held)
-                    if self._cuts != cuts:
-                        # What follows is of before the cut: the next `sync` goes on from here.
-                        self.truncate(self._kept_sent)
-                        break
+                await self._send_all()
                 return await self._ask(tuple(self._sent))
         except NesaError as error:
             raise ProtocolError("downstream_lost", str(error)) from error
@@ -74,10 +69,22 @@ class Transfer:
     async def close(self) -> None:
         await self._stream.close()
 
-    async def _cut_there(self) -> None:
-        while self._is_cut:
-            self._is_cut = False
-            await self._ask(tuple(self._sent))
+    async def _send_all(self) -> None:
+        for _ in range(MAX_CUTS):
+            cuts = self._cuts
+            if self._is_cut:
+                self._is_cut = False
+                await self._ask(tuple(self._sent))
+            for row in range(len(self._sent)):
+                await self._send_row(row, cuts)
+            for held in self._outlet.kept(self._kept_sent, tuple(self._sent)):
+                if self._cuts != cuts:
+                    break
+                await self._send_kept(held, cuts)
+            if self._cuts == cuts:
+                return
+        # The session is cut faster than it is sent. Pages without their kept outputs are no use.
+        self.truncate([0] * len(self._sent))
 
     async def _ask(self, lengths: tuple[int, ...]) -> tuple[int, ...]:
         await self._stream.send(Sync(lengths=lengths))
@@ -87,26 +94,26 @@ class Transfer:
         words = answer.message if isinstance(answer, Error) else type(answer).__name__
         raise ProtocolError("downstream_lost", f"{self._stream.peer} answered: {words}")
 
-    async def _send_row(self, row: int) -> None:
+    async def _send_row(self, row: int, cuts: int) -> None:
         table = self._work.tables[row]
-        while (start := self._sent[row]) < (length := table.length):
+        while self._cuts == cuts and (start := self._sent[row]) < (length := table.length):
             end = min(start + CHUNK_TOKENS, length)
-            cuts, slots = self._cuts, table.slots(start, end)
+            slots = table.slots(start, end)
             export = partial(table.pool.export_tokens, slots, self._work.blocks.span)
             tokens = await self._executor.run(export)
             if self._cuts != cuts:
                 # These pages may have been somebody else's while we read them.
-                await self._cut_there()
-                continue
+                return
             meta, payload = tensors.encode(tokens)
+            self._sent[row] = end  # before it is: a cut meanwhile lowers it
             await self._stream.send(Pages(row=row, position=start, tensor=meta), payload)
-            if self._cuts == cuts:
-                self._sent[row] = end
-            await self._cut_there()
 
-    async def _send_kept(self, held: Held) -> None:
-        cuts = self._cuts
+    async def _send_kept(self, held: Held, cuts: int) -> None:
         kept = await held.copied()
+        if self._cuts != cuts:
+            return
+        for part in kept.rows:
+            self._kept_sent[part.row] = part.position + part.count
         await self._stream.send(
             Step(
                 session=self._session,
@@ -119,9 +126,6 @@ class Transfer:
             ),
             kept.payload,
         )
-        if self._cuts == cuts:
-            for part in kept.rows:
-                self._kept_sent[part.row] = part.position + part.count
 
 
 class Succession:

@@ -102,9 +102,8 @@ class Held:
 class Outbox:
     """Sent steps in order. A rollback cuts them; what a receiver lacks can be read back.
 
-    Peers can ask for thousands of changes with few bytes. So `truncate` looks at the steps that it
-    cuts alone; and what reorders change, and cuts after them, is done with the next step, or when
-    steps are read back.
+    Peers can ask for thousands of changes with few bytes: what these change is done with the next
+    step, when steps are read back, or once half of the tokens are forgotten.
     """
 
     def __init__(self) -> None:
@@ -129,7 +128,8 @@ class Outbox:
         before = sum(self._ends)
         self._ends = [min(pair) for pair in zip(self._ends, lengths, strict=True)]
         self._forgotten += before - sum(self._ends)
-        if self._sources is None:
+        if self._sources is None and self._forgotten >= sum(self._ends):
+            # Else their memory would be beyond what rows were promised.
             self._settle()
 
     def reorder(self, sources: Sequence[int]) -> None:

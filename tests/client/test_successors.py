@@ -6,7 +6,10 @@ import asyncio
 from typing import Any
 from unittest.mock import AsyncMock
 
+import pytest
+
 from nesa_node.client.successors import Successors
+from nesa_node.core.errors import PeerUnreachableError
 from nesa_node.core.ids import PeerId
 from nesa_node.core.span import Span
 from nesa_node.routing.chains import Hop
@@ -20,10 +23,13 @@ class ScriptedLink:
         self.lost: Exception | None = None
         self.asked = asyncio.Event()
         self.goes_on = asyncio.Event()
+        self.fails = False
 
     async def hand_over(self, _to: object) -> tuple[int, ...]:
         self.asked.set()
         await self.goes_on.wait()
+        if self.fails:
+            raise PeerUnreachableError("its stream to the successor broke")
         return (6,)
 
 
@@ -52,3 +58,33 @@ async def test_successor_holds_what_it_was_handed() -> None:
 
 async def test_successor_is_not_taken_to_hold_what_was_rolled_back_meanwhile() -> None:
     assert await held_by_successor(2) == (0,)
+
+
+@pytest.mark.parametrize(
+    ("begins_anew", "rolled_back_to", "holds"), [(False, None, 6), (False, 2, 2), (True, None, 0)]
+)
+async def test_successor_that_is_filled_anew_is_taken_to_hold_nothing_until_that_is_done(
+    begins_anew: bool, rolled_back_to: int | None, holds: int
+) -> None:
+    leaving: Any = ScriptedLink("leaving")
+    successors = Successors(rows=1)
+    opened = AsyncMock(return_value=ScriptedLink("ready"))
+
+    async def hand_over() -> None:
+        while successors.prepare(leaving, opened):  # noqa: ASYNC110
+            await asyncio.sleep(0)
+
+    leaving.goes_on.set()
+    await hand_over()
+    leaving.fails = begins_anew
+    if begins_anew:
+        await hand_over()
+    leaving.asked.clear()
+    leaving.goes_on.clear()
+    successors.prepare(leaving, opened)
+    await leaving.asked.wait()
+    if rolled_back_to is not None:
+        successors.truncate([rolled_back_to])
+    leaving.lost = ConnectionError("it died")
+    _, held = await successors.take(leaving)
+    assert held == (holds,)

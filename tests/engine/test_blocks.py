@@ -190,6 +190,6 @@ def test_short_steps_are_timed_as_often_as_tells_their_speed(blocks: Blocks) -> 
     assert next(seconds) >= 2 * (1 + DECODE_TOKENS + REPEATS)
 
 
-def test_throughput_is_measured_in_a_moment(blocks: Blocks) -> None:
+def test_throughput_is_measured_by_the_clock_of_the_machine(blocks: Blocks) -> None:
     throughput = measure_throughput(blocks)
-    assert throughput.prefill_tokens_per_s > throughput.decode_tokens_per_s > 0
+    assert min(throughput.prefill_tokens_per_s, throughput.decode_tokens_per_s) > 0

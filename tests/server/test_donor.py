@@ -11,7 +11,7 @@ import torch
 from nesa_node.compression import tensors
 from nesa_node.engine.blocks import Blocks, Run
 from nesa_node.server.executor import open_executor
-from nesa_node.server.transfer import Transfer
+from nesa_node.server.transfer import MAX_CUTS, Transfer
 from nesa_node.swarm.messages import Message, Pages, RowSlice, Step, Sync, Synced
 from nesa_node.swarm.outbox import Kept, Outbox
 from tests.server.bench import Wire
@@ -75,12 +75,13 @@ class _Cuts(Wire):
         super().__init__(peer)
         self._at = at
         self.cut: Callable[[], None] | None = None
+        self.times = 1
 
     async def send(self, message: Message, payload: memoryview | bytes = b"") -> None:
         await super().send(message, payload)
-        if isinstance(message, self._at) and self.cut is not None:
+        if isinstance(message, self._at) and self.cut is not None and self.times:
+            self.times -= 1
             self.cut()
-            self.cut = None
 
 
 async def test_successor_lacks_no_kept_output_where_the_session_is_cut_meanwhile(
@@ -107,12 +108,9 @@ async def test_successor_lacks_no_kept_output_where_the_session_is_cut_meanwhile
     outlet: Any = SimpleNamespace(kept=outbox.since)
     async with open_executor() as executor:
         sending = Transfer(cast(Any, wire), b"s" * 16, work, outlet, executor)
-        for length in (0, 0, 0, 10):
+        for length in (0, 10, 10):
             wire.say(Synced(lengths=(length,)))
-        assert await sending.sync() == (0,)
         assert await sending.sync() == (10,)
-    for _ in range(2):
-        assert (await wire.hear_a(Sync)).lengths == (0,)
     assert (await wire.hear_a(Sync)).lengths == (0,)
     steps = [(await wire.hear_a(Step)).rows for _ in range(10)]
     assert steps == [(RowSlice(0, position, 1),) for position in range(10)]
@@ -141,3 +139,22 @@ async def test_session_that_is_cut_while_its_pages_are_sent_is_handed_over(block
     assert [type(message) for message in heard] == [Sync, Pages, Sync, Pages, Sync]
     assert [message.lengths for message in heard[::2]] == [(0,), (0,), (TOKENS,)]
     assert [message.position for message in heard[1::2]] == [0, 0]
+
+
+async def test_session_that_is_cut_all_the_time_is_given_up_for_now(blocks: Blocks) -> None:
+    """As beams are, which change what rows hold with each step: the client asks again."""
+    pool = blocks.new_pool(TOKENS)
+    table = pool.promise(pool.num_pages).new_table()
+    table.reserve(TOKENS)
+    blocks.forward(torch.randn(TOKENS, blocks.hidden_size), [Run(table, TOKENS)])
+    wire = _Cuts("successor", Pages)
+    wire.times = 1000
+    work: Any = SimpleNamespace(tables=[table], blocks=blocks)
+    async with open_executor() as executor:
+        sending = Transfer(cast(Any, wire), b"s" * 16, work, cast(Any, _NothingKept()), executor)
+        wire.cut = lambda: sending.truncate([20])
+        for _ in range(MAX_CUTS + 1):
+            wire.say(Synced(lengths=(0,)))
+        assert await sending.sync() == (0,)
+    asked = [await wire.hear_a(Sync) for _ in range(MAX_CUTS + 1)]
+    assert [message.lengths for message in asked] == [(0,), (20,), (20,), (20,), (0,)]
