@@ -24,6 +24,7 @@ class Delivery(AsyncIterator[T], Generic[T]):
         self._is_woken = False
         self._waiting: asyncio.Future[None] | None = None
         self._is_over = False
+        self._is_closed = False
         self._error: BaseException | None = None
 
     def put(self, items: Iterable[T]) -> None:
@@ -35,7 +36,17 @@ class Delivery(AsyncIterator[T], Generic[T]):
         """From the thread: nothing follows, or `error`."""
         self._error = error
         self._is_over = True
+        if self._is_closed:
+            self._error = None
         self._wake()
+
+    def close(self) -> None:
+        """From the event loop: nothing is read any more.
+
+        The traceback of an error that is kept holds the sender's frames, and those hold this.
+        """
+        self._is_closed = True
+        self._error = None
 
     async def __anext__(self) -> T:
         while not self._items:

@@ -143,7 +143,7 @@ class ServedModel:
             try:
                 self._run(job, events, interrupt)
             except CancelledError:
-                # Whoever left reads no more; who still reads must not take this for the end.
+                # A caller that still reads must not take this for the end.
                 events.end(SwarmError(f"{self.name} was closed while this ran; ask again"))
             except BaseException as error:
                 events.end(error)
@@ -158,6 +158,7 @@ class ServedModel:
             finally:
                 interrupt.set()
                 task.cancel()
+                events.close()
 
     def _run(self, job: Job, events: Delivery[Event], interrupt: Interrupt) -> None:
         with self.activity.running(self.model_id, prompt_tokens=len(job.prompt)) as running:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import time
+import weakref
 
 import pytest
 
@@ -37,6 +39,34 @@ async def test_an_error_comes_after_what_was_sent_before_it() -> None:
         await anext(delivery)
     with pytest.raises(StopAsyncIteration):
         await anext(delivery)
+
+
+@pytest.mark.parametrize("closed_first", [True, False])
+async def test_an_error_that_is_not_read_is_not_kept(closed_first: bool) -> None:
+    """Its traceback holds the sender, which holds the delivery: only a collection would free it."""
+
+    class Held:
+        pass
+
+    async def make() -> weakref.ref[Held]:
+        held, delivery = Held(), Delivery[int]()
+        if closed_first:
+            delivery.close()
+        try:
+            raise LookupError(held, delivery)
+        except LookupError as error:
+            delivery.end(error)
+        if not closed_first:
+            delivery.close()
+        return weakref.ref(held)
+
+    gc.disable()
+    try:
+        held = await make()
+        await asyncio.sleep(0)
+        assert held() is None
+    finally:
+        gc.enable()
 
 
 async def test_the_loop_is_woken_once_for_all_that_comes_before_its_turn(

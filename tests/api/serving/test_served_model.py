@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
@@ -18,7 +19,12 @@ from nesa_node.api.decoding.job import Delta, Job, PromptRead
 from nesa_node.api.serving.served_model import ServedModel, open_served_model
 from nesa_node.client.model import AutoDistributedModelForCausalLM
 from nesa_node.core.config import ClientConfig
-from nesa_node.core.errors import BusyError, MissingBlocksError, SwarmError
+from nesa_node.core.errors import (
+    BusyError,
+    ContextLengthError,
+    MissingBlocksError,
+    SwarmError,
+)
 from nesa_node.core.span import Span
 from nesa_node.engine.blocks import Blocks
 from nesa_node.engine.checkpoint import open_folder
@@ -242,6 +248,20 @@ async def test_too_many_requests_are_refused(
                 await answer(served, greedy_job(prompt_ids(4), 1))
         await until(lambda: not served.activity.sessions())
         await answer(served, greedy_job(prompt_ids(4), 1))
+
+
+async def test_an_error_that_is_not_read_does_not_stay(tiny: Callable[[str], Path]) -> None:
+    def errors() -> int:
+        return sum(type(found) is ContextLengthError for found in gc.get_objects())
+
+    gc.disable()
+    try:
+        async with served_locally(tiny("llama")) as served:
+            async with served.generate(greedy_job(prompt_ids(4), 1_000_000)):
+                await until(lambda: errors() > 0)
+            await until(lambda: errors() == 0)
+    finally:
+        gc.enable()
 
 
 async def test_closing_ends_what_still_runs(tiny: Callable[[str], Path]) -> None:
