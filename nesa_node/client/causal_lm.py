@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextvars import Context
 from types import TracebackType
 from typing import Any, NoReturn, Self
@@ -122,6 +122,15 @@ class DistributedModelForCausalLM(  # type: ignore[no-untyped-call]
     def get_output_embeddings(self) -> torch.nn.Module:
         """The matrix of its head, which is in this process. Not to be changed."""
         return self._ends.lm_head
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Those of embedding and head, the only ones in this process. Not to be changed."""
+        ends = torch.nn.ModuleDict(
+            {"embed_tokens": self.get_input_embeddings(), "lm_head": self.get_output_embeddings()}
+        )
+        return ends.named_parameters(prefix, recurse, remove_duplicate)
 
     def set_input_embeddings(self, value: torch.nn.Module) -> NoReturn:
         raise UnsupportedFeatureError(_ENDS_STAY)

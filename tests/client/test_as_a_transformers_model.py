@@ -60,6 +60,22 @@ def test_its_embeddings_are_the_models_own(tiny: Callable[[str], Path], family: 
         assert torch.equal(head.weight, expected.weight)
 
 
+def test_its_parameters_are_those_of_its_ends(tiny: Callable[[str], Path]) -> None:
+    """`next(model.parameters()).device` is how much code asks where a model is."""
+    folder = tiny("llama")
+    alone = reference(folder)
+    with local_model(folder) as model:
+        assert {name for name, _ in model.named_parameters()} == {
+            "embed_tokens.weight",
+            "lm_head.weight",
+        }
+        embedding, head = model.parameters()
+        assert torch.equal(embedding, alone.get_input_embeddings().weight)
+        assert torch.equal(head, alone.get_output_embeddings().weight)
+        assert not any(parameter.requires_grad for parameter in model.parameters())
+        assert model.num_parameters() == embedding.numel() + head.numel()
+
+
 def test_its_ends_cannot_be_changed(tiny: Callable[[str], Path]) -> None:
     with local_model(tiny("llama")) as model:
         with pytest.raises(UnsupportedFeatureError, match="stay as"):
