@@ -126,7 +126,10 @@ class Rebalancer:
         return self._describe(nothing(found.before, self._goal, seen), report)
 
     def _measured(self, room: Room) -> Moves | None:
-        """The plan that is kept, with what it is worth now; None if its nodes have changed."""
+        """The plan that is kept, with what it is worth now.
+
+        None if its nodes have changed, or holders that it counted on have left.
+        """
         if self._plan is None:
             return None
         rows = {peer: row for row, peer in enumerate(room.problem.peers)}
@@ -136,7 +139,10 @@ class Rebalancer:
             if row is None or now.span(row) != move.before:
                 return None
             layout = layout.moved(row, move.after)
-        return replace(self._plan, before=measure(room, now), after=measure(room, layout))
+        before, after = measure(room, now), measure(room, layout)
+        if before.lacks > self._plan.before.lacks or after.lacks > before.lacks:
+            return None
+        return replace(self._plan, before=before, after=after)
 
     def _describe(self, moves: Moves, report: ChangeReport) -> Decision:
         before, after = moves.before, moves.after

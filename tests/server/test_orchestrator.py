@@ -345,6 +345,21 @@ def test_rebalancer_does_not_move_for_a_gain_that_comes_and_goes() -> None:
         assert rebalancer.decide(replace(snapshot, taken_at=float(index))).moves == ()
 
 
+def test_rebalancer_gives_up_a_plan_that_would_cost_a_replica_by_now() -> None:
+    rebalancer = Rebalancer(goal="throughput", sensitivity=Sensitivity(move_in_a_row=3))
+    uneven = _thin_at_the_end(slow=True)
+    twin = Rebalancer(goal="throughput", sensitivity=Sensitivity(move_in_a_row=3))
+    looks = [replace(uneven, taken_at=float(i)) for i in range(4)]
+    planned = [twin.decide(look) for look in looks][-1].moves
+    staying = [node.peer_id for node in uneven.nodes if node.span == Span(0, 10)]
+    staying = [peer for peer in staying if peer not in {move.peer for move in planned}]
+    *before, last = looks
+    assert all(not rebalancer.decide(look).moves for look in before)
+    for peer in staying[1:]:
+        last = last.without(peer)
+    assert rebalancer.decide(last).trigger != "gain"
+
+
 def test_worth_of_a_swarm_with_holes_is_nothing() -> None:
     assert appraise(_nodes((0, 10))).holes == 10
     assert appraise(_nodes((0, 10))).steps_per_s == 0.0

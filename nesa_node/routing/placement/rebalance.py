@@ -75,11 +75,14 @@ def rebalance(
     fixed = frozenset(row for row, peer in enumerate(room.problem.peers) if peer in pinned)
     search = _Search(snapshot, room, goal, policy, costs, fixed, start)
     lacks = room.now().lacks(room)
-    if lacks.replicas:
-        mended = search.mended()
-        if mended.moves or lacks.holes:
-            return mended
-    return search.gained()
+    if not lacks.replicas:
+        return search.gained()
+    mended = search.mended()
+    if mended.moves or lacks.holes:
+        return mended
+    gained = search.gained()
+    # Where nothing moves, what is missing matters more than what could not be gained.
+    return gained if gained.moves else mended
 
 
 def confirmed(earlier: Moves | None, now: Moves) -> Moves:
@@ -133,8 +136,8 @@ class _Search:
         before = measure(self.room, now)
         if not moving:
             why = f"{lacks.holes} blocks have no holder and {lacks.replicas} replicas are missing"
-            reason = "no move is safe" if unsafe else "no node has memory to spare for them"
-            return nothing(before, self.goal, f"{why}; {reason}")
+            idle = "no node that may move has memory to spare for them"
+            return nothing(before, self.goal, f"{why}; {'no move is safe' if unsafe else idle}")
         left = f"{lacks.replicas} replicas are still missing" if lacks.replicas else ""
         return self._moves(now, layout, moving, trigger, before, left)
 

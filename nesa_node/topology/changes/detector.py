@@ -36,7 +36,10 @@ class PlanCosts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """One snapshot. What was not looked at is None, and its triggers keep their state."""
+    """One snapshot. If `holdings` were not looked at, their triggers keep their state.
+
+    Without `plan` no better one is known, and the count of snapshots that agree on one begins anew.
+    """
 
     connections: Connections
     holdings: Holdings | None = None
@@ -95,13 +98,13 @@ def observe(state: ChangeState, now: Observation) -> tuple[ChangeState, ChangeRe
     if now.holdings is not None:
         holdings, losses = judge_membership(state.holdings, now.holdings, sensitivity)
         triggers += losses
-    in_a_row, sure, gains = state.plan_in_a_row, state.gain_in_a_row, False
+    in_a_row, sure, gains = 0, 0, False
     if now.plan is not None:
-        plan = judge_plan(now.plan, in_a_row, sensitivity)
+        plan = judge_plan(now.plan, state.plan_in_a_row, sensitivity)
         triggers += (plan,)
         in_a_row = plan.in_a_row
         least = sensitivity.plan_gain * (1 + sensitivity.plan_error)
-        sure = sure + 1 if plan.figure > least else 0
+        sure = state.gain_in_a_row + 1 if plan.figure > least else 0
         gains = sure >= sensitivity.move_in_a_row
         if gains:
             sure = 0

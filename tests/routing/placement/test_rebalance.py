@@ -99,6 +99,15 @@ def test_a_pinned_node_is_never_asked() -> None:
 
 
 @pytest.mark.parametrize("goal", ["latency", "throughput"])
+def test_replicas_that_no_node_may_mend_are_told(goal: Goal) -> None:
+    nodes = [_node(name, (0, 4)) for name in "abc"] + [_node("d", (4, 8))]
+    pinned = frozenset(PeerId(name) for name in "abc")
+    moves = rebalance(_snapshot(*nodes), WHOLE, goal=goal, replicas=2, pinned=pinned)
+    assert moves.moves == ()
+    assert "4 replicas are missing; no node that may move has memory to spare" in moves.refused
+
+
+@pytest.mark.parametrize("goal", ["latency", "throughput"])
 def test_pinned_nodes_stay_whatever_could_be_gained(goal: Goal) -> None:
     for seed in range(4):
         world = make_world(10, 24, np.random.default_rng(seed))

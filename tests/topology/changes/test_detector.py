@@ -233,6 +233,15 @@ def test_a_plan_that_stays_better_by_more_than_its_error_moves() -> None:
     assert moves == [False, False, False, True, *[False] * 5]
 
 
+def test_another_plan_has_to_last_as_long_as_the_one_given_up() -> None:
+    state, better = ChangeState(), PlanCosts(current=1.5, best=1.0)
+    gains = []
+    for plan in (better, better, better, None, better, better, better, better):
+        state, report = observe(state, seen(round_trips(0), plan=plan))
+        gains.append(report.gains)
+    assert gains == [False] * 7 + [True]
+
+
 def test_a_plan_that_cannot_run_is_worse_than_any() -> None:
     plan = PlanCosts(current=math.inf, best=1.0)
     state, _ = observe(ChangeState(), seen(round_trips(0), plan=plan))
