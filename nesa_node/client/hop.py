@@ -19,6 +19,7 @@ from nesa_node.core.errors import (
 from nesa_node.core.logging import get_logger
 from nesa_node.routing.chains import Hop
 from nesa_node.swarm.link_speed import LinkSpeed
+from nesa_node.swarm.message_budget import MessageBudget
 from nesa_node.swarm.messages import (
     AnyMessage,
     Busy,
@@ -81,8 +82,9 @@ class HopLink:
         speed: LinkSpeed,
         on_change: Callable[[], None],
         session: bytes,
+        budget: MessageBudget,
     ) -> None:
-        """`session` is its id at this node."""
+        """`session` is its id at this node. `budget` is that of all links of the client."""
         self.hop = hop
         self.session = session
         self.wire = Wire(request.quality, (), speed)
@@ -106,6 +108,7 @@ class HopLink:
         self._stream = stream
         self._request = request
         self._speed = speed
+        self._budget = budget
         self._on_change = on_change
         self._answer: asyncio.Future[AnyMessage] | None = None
         self._handed: asyncio.Future[tuple[int, ...]] | None = None
@@ -246,6 +249,7 @@ class HopLink:
                 if self.opened is not None:
                     version = self.opened.version
                     await report_arrival(self._stream, self._request.quality, version)
+                await self._budget.pay(self._stream, message)
         except ProtocolError as error:
             self.lose(str(error))
 

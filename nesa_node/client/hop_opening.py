@@ -186,7 +186,8 @@ class HopOpener:
             await stream.close()
             raise
         session, secret = self._names()
-        link = HopLink(hop, stream, request, speed, self._on_change, session)
+        budget = self._swarm.message_budget
+        link = HopLink(hop, stream, request, speed, self._on_change, session, budget)
         try:
             message = self._open_message(link, secret, before, epoch, donor)
             await link.open(message, timeout_s)

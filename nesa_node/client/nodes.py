@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Collection, Iterable, Mapping
-from typing import get_args
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
+from typing import TypeVar, get_args
 
 from nesa_node.client.hop import HopLink
 from nesa_node.client.planner import Hops, Plan, Planner, View
@@ -28,10 +29,10 @@ from nesa_node.swarm.notices import FailureKind
 from nesa_node.topology.snapshot import NodeState, Snapshot
 
 log = get_logger(__name__)
+_T = TypeVar("_T")
 
 SUSPECT_S = 15.0
 """A peer that failed is tried again only after this, unless nobody else holds its blocks."""
-
 
 RETURN_S = 600.0
 """A session does not come back so soon to whom it has moved off."""
@@ -67,7 +68,9 @@ class Nodes:
     def suspected(self) -> frozenset[PeerId]:
         """Who failed, or had no room, lately."""
         now = time.monotonic()
-        return frozenset(peer for peer, until in self._suspects.items() if until > now)
+        # A list first: a thread that plans may ask while the event loop adds one.
+        suspects = list(self._suspects.items())
+        return frozenset(peer for peer, until in suspects if until > now)
 
     def suspect(
         self, peer: PeerId, reason: str, kind: FailureKind = "lost", *, tell: bool = True
@@ -134,14 +137,12 @@ class Nodes:
             view = await self._view(may_ask=may_ask)
             if not view.snapshot.nodes:
                 await self._planner.lookup.check_copy(self._request.model_id)
-            if len(view.snapshot.nodes) > MOST_AT_ONCE:
-                plan = await asyncio.to_thread(self._fill, view, keep, drop)
-            else:
-                plan = self._fill(view, keep, drop)
+            plan = await _aside(view.snapshot, partial(self._fill, view, keep, drop))
         else:
             view, plan = found
         addresses = {node.peer_id: node.addresses for node in view.snapshot.nodes}
-        self.expected_s = self._planner.step_s(view, self._request, plan.hops)
+        costing = partial(self._planner.step_s, view, self._request, plan.hops)
+        self.expected_s = await _aside(view.snapshot, costing)
         if session:
             reason = "a chain to begin with" if not keep and not drop else "nodes left or failed"
             self._planner.decided(session, reason, view, plan.asked, plan.hops)
@@ -156,14 +157,16 @@ class Nodes:
         view = await self._planner.view(snapshot, self._request, may_ask=False)
         usable = {hop.peer_id for hop in keep}.union(answered)
         others = frozenset(n.peer_id for n in snapshot.nodes if n.peer_id not in usable)
+        planning = partial(
+            self._planner.plan,
+            view,
+            self._request,
+            keep,
+            exclude=self._barred(snapshot, others) | self.suspected,
+            min_free_tokens=0,
+        )
         try:
-            self._planner.plan(
-                view,
-                self._request,
-                keep,
-                exclude=self._barred(snapshot, others) | self.suspected,
-                min_free_tokens=0,
-            )
+            await _aside(snapshot, planning)
         except MissingBlocksError:
             return False
         return True
@@ -176,10 +179,9 @@ class Nodes:
         """
         snapshot = await self.glance()
         view = await self._planner.view(snapshot, self._request, may_ask=False)
+        planning = partial(self._fill_around, view, keep, frozenset())
         try:
-            if len(snapshot.nodes) > MOST_AT_ONCE:
-                return view, await asyncio.to_thread(self._fill_around, view, keep, frozenset())
-            return view, self._fill_around(view, keep, frozenset())
+            return view, await _aside(snapshot, planning)
         except MissingBlocksError:
             return None
 
@@ -193,11 +195,17 @@ class Nodes:
         snapshot = await planner.lookup.fetch_now(request)
         await planner.recheck(snapshot, request, hops)
         view = planner.without_own_load(await self._view(may_ask=True), hops, request, step_s)
+        leave = await _aside(view.snapshot, partial(self._best_to_leave, view, hops))
+        self._left_at |= dict.fromkeys(leave, time.monotonic())
+        return leave
+
+    def _best_to_leave(self, view: View, hops: Hops) -> frozenset[PeerId]:
+        request, planner = self._request, self._planner
         now_s = planner.step_s(view, request, hops)
         if now_s is None:
             return frozenset()
         since = time.monotonic() - RETURN_S
-        left = {peer for peer, at in self._left_at.items() if at > since}
+        left = {peer for peer, at in list(self._left_at.items()) if at > since}
         best: tuple[float, frozenset[PeerId]] = (now_s / WORTH_MOVING, frozenset())
         for leave in self._worth_leaving(view, hops, left):
             kept = tuple(hop for hop in hops if hop.peer_id not in leave)
@@ -209,7 +217,6 @@ class Nodes:
             if found_s is not None:
                 best = min(best, (found_s, leave), key=lambda each: each[0])
         log.info("chain_reconsidered", step_ms=now_s * 1000, best_ms=best[0] * 1000)
-        self._left_at |= dict.fromkeys(best[1], time.monotonic())
         return best[1]
 
     def _worth_leaving(
@@ -328,3 +335,10 @@ class Nodes:
         if refusals and not fitting:
             return RefusedError(refusals[0].code, str(refusals[0]))
         return error
+
+
+async def _aside(snapshot: Snapshot, planning: Callable[[], _T]) -> _T:
+    """`planning` over the nodes of `snapshot`, in a thread where they are many."""
+    if len(snapshot.nodes) > MOST_AT_ONCE:
+        return await asyncio.to_thread(planning)
+    return planning()

@@ -9,8 +9,8 @@ from collections import Counter
 from nesa_node.core.errors import FrameError, ProtocolError, StreamClosedError
 from nesa_node.core.logging import get_logger
 from nesa_node.server.drain import Drain
-from nesa_node.server.message_budget import MessageBudget
 from nesa_node.server.session import Session
+from nesa_node.swarm.message_budget import MessageBudget
 from nesa_node.swarm.messages import (
     AnyMessage,
     Cancel,

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Awaitable, Callable, Sequence
 
 from nesa_node.core.errors import NesaError, NoAddressError, PeerUnreachableError, ProtocolError
 from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.core.logging import get_logger
 from nesa_node.core.span import Span
-from nesa_node.swarm.directory import Directory
 from nesa_node.swarm.messages import (
     PROTOCOL,
     VERSION,
@@ -33,35 +34,88 @@ NEIGHBOUR_S = 10.0
 NOT_REACHED = "this node could not reach the next one, or was refused there; its log says why"
 
 
+GLANCE_PAUSE_S = 0.5
+LOOK_PAUSE_S = 2.0
+"""Between two looks for peers that were not found: clients may name peers that there are not."""
+
+
+class NeighbourLookup:
+    """Finds the records of the peers that clients name, for all sessions of a node."""
+
+    def __init__(self, swarm: Swarm, model_id: ModelId) -> None:
+        self.swarm = swarm
+        self.model_id = model_id
+        self._glance = _SharedLook(lambda: swarm.directory.glance_soon(model_id), GLANCE_PAUSE_S)
+        self._look = _SharedLook(lambda: swarm.directory.fetch(model_id), LOOK_PAUSE_S)
+
+    async def record_of(self, whom: Downstream) -> NodeRecord | None:
+        """The newest record of a peer, looked up if what is known says of other blocks or nothing.
+
+        First with the member of the DHT that answers first: a whole look waits seconds for those
+        that are gone, likely the very node whose place the peer takes.
+        """
+        directory = self.swarm.directory
+
+        def is_known() -> bool:
+            record = directory.record(PeerId(whom.peer))
+            return record is not None and Span(*record.span).covers(Span(*whom.blocks))
+
+        asked_at = time.monotonic()
+        await self._glance.until(is_known, asked_at)
+        await self._look.until(is_known, asked_at)
+        return directory.record(PeerId(whom.peer))
+
+
+class _SharedLook:
+    """Calls at the same time share one look; looks that found nothing are `pause_s` apart."""
+
+    def __init__(self, look: Callable[[], Awaitable[object]], pause_s: float) -> None:
+        self._look = look
+        self._pause_s = pause_s
+        self._turn = asyncio.Lock()
+        self._began_at = -math.inf
+        """Of the last look, if it found nothing."""
+
+    async def until(self, is_found: Callable[[], bool], asked_at: float) -> None:
+        """Look, unless a look that began after `asked_at` has been in vain."""
+        if is_found():
+            return
+        async with self._turn:
+            if is_found() or self._began_at > asked_at:
+                return
+            await asyncio.sleep(self._began_at + self._pause_s - time.monotonic())
+            self._began_at = time.monotonic()
+            await self._look()
+            if is_found():
+                self._began_at = -math.inf
+
+
 async def dial(
-    swarm: Swarm, model_id: ModelId, opened: Open, downstream: Downstream, epoch: int
+    lookup: NeighbourLookup, opened: Open, downstream: Downstream, epoch: int
 ) -> tuple[Stream, Wire]:
     """A push stream to the next node. Raises `ProtocolError("downstream_lost")`."""
     introduction = PushOpen(
         version=VERSION, session=opened.session, secret=opened.secret, epoch=epoch
     )
-    stream, answer = await _reach(swarm, model_id, downstream, introduction, PushOpened)
+    stream, answer = await _reach(lookup, downstream, introduction, PushOpened)
     codecs = answer.codecs if isinstance(answer, PushOpened) else ()
     try:
-        speed = await speed_to(swarm, stream.peer, opened.quality)
+        speed = await speed_to(lookup.swarm, stream.peer, opened.quality)
     except BaseException:
         await stream.close()
         raise
     return stream, Wire(opened.quality, codecs, speed)
 
 
-async def dial_successor(
-    swarm: Swarm, model_id: ModelId, opened: Open, successor: Downstream
-) -> Stream:
+async def dial_successor(lookup: NeighbourLookup, opened: Open, successor: Downstream) -> Stream:
     """A stream to whom the session goes. Raises `ProtocolError("downstream_lost")`."""
     introduction = TransferOpen(version=VERSION, session=opened.session, secret=opened.secret)
-    stream, _ = await _reach(swarm, model_id, successor, introduction, TransferOpened)
+    stream, _ = await _reach(lookup, successor, introduction, TransferOpened)
     return stream
 
 
 async def _reach(
-    swarm: Swarm,
-    model_id: ModelId,
+    lookup: NeighbourLookup,
     whom: Downstream,
     introduction: PushOpen | TransferOpen,
     welcome: type[PushOpened | TransferOpened],
@@ -69,12 +123,12 @@ async def _reach(
     """A stream to a peer whose own record must say that it holds the blocks, and its answer."""
     peer = PeerId(whom.peer)
     try:
-        record = await _record_of(swarm.directory, model_id, whom)
-        if record is None or record.model_id != model_id:
+        record = await lookup.record_of(whom)
+        if record is None or record.model_id != lookup.model_id:
             raise PeerUnreachableError(f"no valid record of {peer} is known")
         if not Span(*record.span).covers(Span(*whom.blocks)):
             raise PeerUnreachableError(f"{peer} announces {record.span}")
-        stream = await _stream_to(swarm, model_id, peer, record.addresses)
+        stream = await _stream_to(lookup, peer, record.addresses)
         try:
             answer = await _introduce(stream, introduction, welcome)
         except BaseException:
@@ -87,34 +141,12 @@ async def _reach(
     return stream, answer
 
 
-async def _record_of(
-    directory: Directory, model_id: ModelId, whom: Downstream
-) -> NodeRecord | None:
-    """The newest record of a peer, looked up if what is known says of other blocks or nothing.
-
-    First with the member of the DHT that answers first: a whole look waits seconds for those that
-    are gone, likely the very node whose place the peer takes.
-    """
-
-    def known() -> NodeRecord | None:
-        record = directory.record(PeerId(whom.peer))
-        fits = record is not None and Span(*record.span).covers(Span(*whom.blocks))
-        return record if fits else None
-
-    if known() is None:
-        await directory.glance_soon(model_id)
-    if known() is None:
-        await directory.fetch(model_id)
-    return directory.record(PeerId(whom.peer))
-
-
-async def _stream_to(
-    swarm: Swarm, model_id: ModelId, peer: PeerId, addresses: Sequence[str]
-) -> Stream:
+async def _stream_to(lookup: NeighbourLookup, peer: PeerId, addresses: Sequence[str]) -> Stream:
     """Raises `PeerUnreachableError`. A peer that this node itself knew as alive is reported.
 
     A client chooses who dials whom, when and how often: that alone accuses no peer.
     """
+    swarm = lookup.swarm
     was_near = not math.isnan(swarm.distances.rtt_ms(peer))
     try:
         reader, writer = await swarm.transport.open_stream(peer, PROTOCOL, addresses)
@@ -122,7 +154,7 @@ async def _stream_to(
         raise
     except PeerUnreachableError:
         if was_near and not await swarm.transport.is_connected(peer):
-            swarm.reporter.note(model_id, peer, "lost")
+            swarm.reporter.note(lookup.model_id, peer, "lost")
         raise
     return Stream(peer, reader, writer)
 

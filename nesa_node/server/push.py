@@ -40,11 +40,20 @@ class Push:
             await self._lose(str(error))
 
     async def watch(self) -> None:
-        """The downstream speaks up to tell how fast messages came, and to refuse something."""
+        """The downstream speaks up to tell how fast messages came, and to refuse something.
+
+        It tells that of each message once: more would be a flood that its client has not paid for.
+        """
+        told = 0
         try:
             message, _ = await self.stream.receive()
             while isinstance(message, Received):
+                told += 1
+                if told > self.stream.messages_sent:
+                    raise ProtocolError("unexpected", "it tells of messages that were not sent")
                 self._wire.note(message)
+                if self.stream.unread:
+                    await asyncio.sleep(0)
                 message, _ = await self.stream.receive()
             words = message.message if isinstance(message, Error) else type(message).__name__
             await self._lose(f"it answered: {words}")

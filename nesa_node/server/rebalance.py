@@ -51,7 +51,9 @@ async def rebalance(
         staying, before = holes & before, holes
         if not staying:
             continue
-        span = plan_repairs(snapshot, staying).get(peer_id)
+        # Strangers' records can make this take a second.
+        repairs = await asyncio.to_thread(plan_repairs, snapshot, staying)
+        span = repairs.get(peer_id)
         log.info("blocks_unheld", blocks=sorted(staying), mine=None if span is None else str(span))
         if span is not None:
             await moves.ask(span, "nobody holds these blocks").wait()

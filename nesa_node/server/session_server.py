@@ -25,11 +25,10 @@ from nesa_node.core.span import Span
 from nesa_node.engine.blocks import Blocks
 from nesa_node.server.admission import Admission
 from nesa_node.server.control import serve_session
-from nesa_node.server.dial import NEIGHBOUR_S, dial, dial_successor
+from nesa_node.server.dial import NEIGHBOUR_S, NeighbourLookup, dial, dial_successor
 from nesa_node.server.drain import Drain
 from nesa_node.server.greeting import first_message, refuse
 from nesa_node.server.lane import PRIORITIES
-from nesa_node.server.message_budget import MessageBudget
 from nesa_node.server.outlet import Outlet
 from nesa_node.server.prefixes import SessionPrefixes, check_prefix
 from nesa_node.server.refusal_log import RefusalLog
@@ -96,7 +95,8 @@ class SessionServer:
         self._sessions: dict[tuple[PeerId, SessionId], Session] = {}
         self._refusals = refusals or RefusalLog()
         self._drain = Drain()
-        self._budget = MessageBudget()
+        self._budget = swarm.message_budget
+        self._neighbours = NeighbourLookup(swarm, model_id)
         self._handling: set[asyncio.Task[Any]] = set()
         self._empty = asyncio.Event()
         self._empty.set()
@@ -186,7 +186,7 @@ class SessionServer:
     async def _hold(self, stream: Stream, opened: Open, trace: NodeTrace) -> None:
         """The session, from its opening to its end."""
         blocks = self._blocks.part(Span(*opened.blocks))
-        reach = (self._swarm, self._model_id, opened)
+        reach = (self._neighbours, opened)
         speed = await speed_to(self._swarm, stream.peer, opened.quality)
         wire = Wire(opened.quality, opened.codecs, speed)
         outlet = Outlet(stream, wire, opened, self._blocks.hidden_size, partial(dial, *reach))

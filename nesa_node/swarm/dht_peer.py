@@ -18,7 +18,8 @@ import asyncio
 import hashlib
 import hmac
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -49,6 +50,8 @@ MAX_NEIGHBOURS = 20
 _MAX_PEER_ID_BYTES = 64
 """libp2p's have at most 42. Written in base 58, 200 kB of them take 40 s."""
 
+MAX_PLACES = 1024
+"""Of an answer's records whose order is noted."""
 _CHECKS_PER_TURN = 16
 _MAX_FOUND_BYTES = MAX_MESSAGE_BYTES - 64 * 1024
 """In one answer, so that the neighbours fit into the message as well."""
@@ -74,6 +77,8 @@ class DhtPeer:
         self._checking = asyncio.Lock()
         self._closed = asyncio.Event()
         self._in_flight = 0
+        self._answers: dict[bytes, dict[int, list[Sequence[str]]]] = {}
+        """Where the answers about a key are noted meanwhile."""
         self._operations: set[asyncio.Task[Any]] = set()
 
     async def add_protobuf_handler(
@@ -123,6 +128,19 @@ class DhtPeer:
         task = self.start(operation)
         async with asyncio.timeout(timeout_s):
             return await asyncio.shield(task)
+
+    @contextmanager
+    def noting_answers(self, key: bytes) -> Iterator[list[Sequence[str]]]:
+        """The subkeys in each answer that comes meanwhile about `key`, in the answer's order."""
+        noted: list[Sequence[str]] = []
+        listening = self._answers.setdefault(key, {})
+        listening[id(noted)] = noted
+        try:
+            yield noted
+        finally:
+            del listening[id(noted)]
+            if not listening:
+                self._answers.pop(key, None)
 
     def start(self, operation: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """The same in the background; its failure is logged."""
@@ -265,7 +283,10 @@ class DhtPeer:
                 num_records += len(items)
                 if num_records > MAX_RECORDS_PER_CALL:
                     raise ProtocolError("too_large", f"{num_records} records in one answer")
-            _put_records(result, await self._check_all(key, items))
+            good = await self._check_all(key, items)
+            for noted in self._answers.get(key, {}).values():
+                noted.append([subkey for subkey, _, _ in good[:MAX_PLACES]])
+            _put_records(result, good)
 
     async def _check_all(
         self, key: bytes, items: list[tuple[bytes, bytes, float]]

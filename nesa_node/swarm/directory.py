@@ -22,6 +22,7 @@ from nesa_node.swarm.dht_peer import DhtPeer
 from nesa_node.swarm.hearsay import Hearsay
 from nesa_node.swarm.hive import DHTNode, PeerID
 from nesa_node.swarm.identity import Identity
+from nesa_node.swarm.known_records import KnownRecords
 from nesa_node.swarm.notice_board import NoticeBoard
 from nesa_node.swarm.notices import Report
 from nesa_node.swarm.records import (
@@ -42,7 +43,6 @@ from nesa_node.topology.snapshot import NodeState, Snapshot
 log = get_logger(__name__)
 
 DEFAULT_TTL_S = 60.0
-_MAX_REMEMBERED = 16_384
 _READ_PER_TURN = 16
 """Of the event loop. Signatures are checked again where there are more records than the validator
 remembers to be good."""
@@ -80,7 +80,7 @@ class Directory:
         self._membership = notices.membership
         self._hearsay = Hearsay(notices, identity.peer_id, clock=clock)
         self._clock = clock
-        self._known: dict[PeerId, NodeRecord] = {}
+        self._known = KnownRecords(identity.peer_id)
         self._num_blocks: dict[ModelId, int] = {}
         self._own: NodeRecord | None = None
         self._is_stored = False
@@ -129,9 +129,9 @@ class Directory:
             self._own = record
             await self._store(record, sealed)
             if status.state == "withdrawn":
-                self._known.pop(self._identity.peer_id, None)
+                self._known.drop(self._identity.peer_id)
             else:
-                self._known[self._identity.peer_id] = record
+                self._known.take(record)
         return record
 
     async def withdraw(self) -> None:
@@ -267,7 +267,7 @@ class Directory:
         now = self._clock()
         return [
             record
-            for record in self._known.values()
+            for record in self._known
             if record.state == "withdrawn" and record.expires_at > now
         ]
 
@@ -336,7 +336,7 @@ class Directory:
         return True
 
     async def _remember(self, sealed_records: Iterable[bytes], *, is_whole: bool = True) -> None:
-        """`is_whole`: who is not among them any more has failed."""
+        """`is_whole`: a node that is not among them any more has failed."""
         for number, sealed in enumerate(sealed_records, 1):
             if number % _READ_PER_TURN == 0:
                 await asyncio.sleep(0)
@@ -347,11 +347,14 @@ class Directory:
                 continue
             peer = PeerId(record.peer_id)
             known = self._known.get(peer)
-            if known is None or known.seq < record.seq:
-                self._known[peer] = record
-                if known is not None:
-                    self._hearsay.histories.replaced(known, record)
-        if is_whole or len(self._known) > _MAX_REMEMBERED:
+            if known is not None and known.seq >= record.seq:
+                continue
+            is_trusted = record.model_id in self._num_blocks
+            if not self._known.take(record, is_trusted_model=is_trusted):
+                self.dropped["full"] += 1
+            if known is not None:
+                self._hearsay.histories.replaced(known, record)
+        if is_whole:
             self._forget_expired()
 
     def _forget_expired(self) -> None:
@@ -361,20 +364,16 @@ class Directory:
             for record in self._others():
                 if record.expires_at <= now:
                     self._hearsay.histories.expired(record)
-        alive = {peer: record for peer, record in self._known.items() if record.expires_at > now}
-        if len(alive) > _MAX_REMEMBERED:
-            latest = sorted(alive, key=lambda peer: alive[peer].issued_at)[-_MAX_REMEMBERED:]
-            alive = {peer: alive[peer] for peer in latest}
-        self._known = alive
+        self._known.forget_expired(now)
 
     def _others(self) -> list[NodeRecord]:
-        return [record for peer, record in self._known.items() if peer != self._peer_id]
+        return [record for record in self._known if record.peer_id != self._peer_id]
 
     def _alive(self) -> list[NodeRecord]:
         now = self._clock()
         return [
             record
-            for record in self._known.values()
+            for record in self._known
             if record.expires_at > now and record.state != "withdrawn"
         ]
 

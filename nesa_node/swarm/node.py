@@ -24,6 +24,7 @@ from nesa_node.swarm.distances import Distances
 from nesa_node.swarm.hive import DHTID, DHTNode, PeerID
 from nesa_node.swarm.identity import Identity
 from nesa_node.swarm.link_speed import LinkSpeeds
+from nesa_node.swarm.message_budget import MessageBudget
 from nesa_node.swarm.notice_board import NoticeBoard
 from nesa_node.swarm.peer_lookup import with_peer_ids
 from nesa_node.swarm.ping import PING_PROTOCOL, answer_pings
@@ -51,6 +52,7 @@ class Swarm:
     reporter: Reporter
     speeds: LinkSpeeds = field(default_factory=LinkSpeeds)
     distances: Distances = field(default_factory=Distances)
+    message_budget: MessageBudget = field(default_factory=MessageBudget)
 
 
 @asynccontextmanager

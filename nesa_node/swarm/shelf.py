@@ -6,8 +6,9 @@ from collections.abc import Iterable, Sequence
 
 from nesa_node.core.logging import get_logger
 from nesa_node.swarm.dht_peer import DhtPeer
-from nesa_node.swarm.hive import DHTNode
+from nesa_node.swarm.hive import DHTID, DHTNode
 from nesa_node.swarm.private import Membership
+from nesa_node.swarm.validator import dht_id
 
 log = get_logger(__name__)
 
@@ -41,15 +42,32 @@ class Shelf:
 
         The newest of what all members hold who keep it or, with `members`, what the first of so
         many has that are asked at once: of one, a tenth of the traffic, and perhaps not everything.
+
+        What any member names first comes first, then what any names second, and so on. A member
+        names what it has kept for longest first; one that makes up thousands of statements takes
+        no more of the first places than each of the others.
         """
-        try:
-            searching = self._node.get(
-                self._membership.dht_key(key), latest=members is None, num_workers=members
-            )
-            found = await self._peer.run(searching, FETCH_TIMEOUT_S)
-        except TimeoutError:
-            log.warning("directory_timed_out", timeout_s=FETCH_TIMEOUT_S)
-            return ()
+        dht_key = self._membership.dht_key(key)
+        own = self._node.protocol.storage.records_of(DHTID.generate(source=dht_key))
+        with self._peer.noting_answers(dht_id(dht_key)) as answers:
+            try:
+                searching = self._node.get(dht_key, latest=members is None, num_workers=members)
+                found = await self._peer.run(searching, FETCH_TIMEOUT_S)
+            except TimeoutError:
+                log.warning("directory_timed_out", timeout_s=FETCH_TIMEOUT_S)
+                return ()
         if found is None or not isinstance(found.value, dict):
             return ()
-        return [item.value for item in found.value.values() if isinstance(item.value, bytes)]
+        places = _places([[subkey for subkey, _, _ in own], *answers])
+        items = sorted(found.value.items(), key=lambda item: places.get(item[0], len(places)))
+        return [item.value for _, item in items if isinstance(item.value, bytes)]
+
+
+def _places(answers: Iterable[Sequence[str]]) -> dict[str, int]:
+    """The first place that any answer gives to each name."""
+    places: dict[str, int] = {}
+    for names in answers:
+        for place, name in enumerate(names):
+            if place < places.get(name, place + 1):
+                places[name] = place
+    return places

@@ -48,6 +48,7 @@ class Stream:
     def __init__(self, peer: PeerId, reader: Any, writer: Any) -> None:
         self.peer = peer
         self.bytes_sent = 0
+        self.messages_sent = 0
         self.bytes_received = 0
         self.arrival: Received | None = None
         """How fast the payload of the last message came, if that says something of the network."""
@@ -79,6 +80,7 @@ class Stream:
         """
         header = encode_message(message)
         view = memoryview(payload).cast("B")
+        self.messages_sent += 1
         async with self._sending:
             try:
                 for start in range(0, max(1, len(view)), CHUNK_BYTES):

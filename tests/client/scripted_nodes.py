@@ -25,6 +25,7 @@ from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.core.span import Span
 from nesa_node.routing.chains import Hop
 from nesa_node.swarm.link_speed import LinkSpeed
+from nesa_node.swarm.message_budget import MessageBudget
 from nesa_node.swarm.messages import (
     Close,
     Closed,
@@ -88,7 +89,7 @@ class ScriptedNode:
     async def link(self, on_change: Callable[[], None]) -> HopLink:
         """The client's end of a new stream to this node."""
         ours, theirs = await self._pipes.enter_async_context(pipe_pair())
-        self._stream = Stream(PeerId("client"), ours, ours)
+        self.stream = Stream(PeerId("client"), ours, ours)
         stream = Stream(PeerId(f"node-{self.block}"), theirs, theirs)
         self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._work())]
         hop = Hop(stream.peer, Span(self.block, self.block + 1))
@@ -101,7 +102,7 @@ class ScriptedNode:
             dtype="float32",
             mode="chain",
         )
-        return HopLink(hop, stream, request, LinkSpeed(), on_change, b"s" * 16)
+        return HopLink(hop, stream, request, LinkSpeed(), on_change, b"s" * 16, MessageBudget())
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -138,7 +139,7 @@ class ScriptedNode:
     async def _read(self) -> None:
         while True:
             try:
-                message, payload = await self._stream.receive(max_tensor_bytes=MAX_BYTES)
+                message, payload = await self.stream.receive(max_tensor_bytes=MAX_BYTES)
             except StreamClosedError:
                 return
             match message:
@@ -159,20 +160,20 @@ class ScriptedNode:
                         pushed=pushed if epoch == self.epoch else -1,
                         upstream_bytes=self._came_bytes,
                     )
-                    await self._stream.send(pong)
+                    await self.stream.send(pong)
                 case Rollback():
                     assert message.epoch > self.epoch, "steps on their way would be taken for new"
                     self.cut(message.epoch, message.lengths)
-                    await self._stream.send(RolledBack(epoch=message.epoch))
+                    await self.stream.send(RolledBack(epoch=message.epoch))
                 case Close():
-                    await self._stream.send(Closed())
+                    await self.stream.send(Closed())
 
     async def _work(self) -> None:
         while True:
             step, hidden_TD = await self._queue.get()
             epoch = self.epoch
             if self._dies_after == len(self.steps):
-                await self._stream.close()
+                await self.stream.close()
                 return
             self.working = True
             self.on_work()
@@ -200,7 +201,7 @@ class ScriptedNode:
             output_TD = output_TD[:0]
         meta, payload = tensors.encode(self.spoil(output_TD))
         output = Output(epoch=step.epoch, step=step.step, rows=step.rows, tensor=meta)
-        await self._stream.send(output, payload)
+        await self.stream.send(output, payload)
 
 
 class ScriptedSearch(ReplacementSearch):

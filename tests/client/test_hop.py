@@ -8,8 +8,11 @@ import pytest
 
 from nesa_node.client.hop import MOST_PINGS, HopLink
 from nesa_node.client.route import Route
+from nesa_node.swarm.message_budget import MessageBudget
+from nesa_node.swarm.messages import Leaving, Message, Received
 from nesa_node.swarm.pipe import Pipe
 from tests.client.scripted_nodes import ScriptedNode, ScriptedRoute, request
+from tests.turns import turns_of_the_loop
 
 
 @pytest.fixture
@@ -77,5 +80,36 @@ async def test_a_node_that_answers_no_ping_is_lost_after_a_number_of_them() -> N
         await link.probe(nonce, 0.0)
     assert link.lost is not None
     assert "answers no pings" in link.lost
+    await link.close()
+    await node.close()
+
+
+@pytest.mark.parametrize(
+    ("message", "may_be_said_at_once"),
+    [(Leaving(seconds=1.0), 2000), (Received(nbytes=1 << 17, seconds=0.1), 20_000)],
+)
+async def test_what_a_node_says_unasked_leaves_turns_to_all_else_and_is_counted(
+    message: Message, may_be_said_at_once: int
+) -> None:
+    number, heard, all_heard = 500, 0, asyncio.Event()
+    node = ScriptedNode(0, 1, dies_after=None, step_s=0)
+
+    def hear() -> None:
+        nonlocal heard
+        heard += 1
+        if heard == number:
+            all_heard.set()
+
+    link = await node.link(hear)
+    link._budget = budget = MessageBudget(lambda: 100.0)
+    async with turns_of_the_loop() as turns, asyncio.timeout(10):
+        for _ in range(number):
+            await node.stream.send(message)
+        await all_heard.wait()
+        assert turns[0] >= number
+    assert link.lost is None
+    left = may_be_said_at_once - number
+    assert not any(budget.charge(link.hop.peer_id, message) for _ in range(left - 10))
+    assert any(budget.charge(link.hop.peer_id, message) for _ in range(20))
     await link.close()
     await node.close()

@@ -27,6 +27,7 @@ from nesa_node.server.executor import open_executor
 from nesa_node.server.scheduler import Scheduler, open_scheduler
 from nesa_node.server.session_server import SessionServer
 from nesa_node.swarm.link_speed import LinkSpeeds
+from nesa_node.swarm.message_budget import MessageBudget
 from nesa_node.swarm.messages import (
     VERSION,
     AnyMessage,
@@ -263,6 +264,7 @@ class Node:
             speeds=LinkSpeeds(),
             reporter=SimpleNamespace(note=self._note),
             transport=SimpleNamespace(is_local=AsyncMock(return_value=False)),
+            message_budget=MessageBudget(),
         )
         self.reported: list[tuple[str, str]] = []
         """Whom the node told others of, and as what."""

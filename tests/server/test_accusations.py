@@ -66,7 +66,7 @@ class Pair:
         self.first, self.second = first, second
         self._session = b"f" * 16
 
-    async def dial(self, _swarm: Any, _model: Any, opened: Any, _to: Any, epoch: int) -> Any:
+    async def dial(self, _lookup: Any, opened: Any, _to: Any, epoch: int) -> Any:
         wire = self.second.connect(NODE)
         wire.say(PushOpen(version=VERSION, session=opened.session, secret=b"s" * 32, epoch=epoch))
         await wire.hear_a(PushOpened)

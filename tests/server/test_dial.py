@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,8 @@ import pytest
 
 from nesa_node.core.errors import PeerUnreachableError, ProtocolError
 from nesa_node.core.ids import ModelId, PeerId
-from nesa_node.server.dial import NOT_REACHED, _record_of, dial_successor
+from nesa_node.server import dial
+from nesa_node.server.dial import NOT_REACHED, NeighbourLookup, dial_successor
 from nesa_node.swarm.few_addresses import MAX_DIALLED
 from nesa_node.swarm.identity import Identity
 from nesa_node.swarm.messages import PROTOCOL, Downstream
@@ -44,29 +46,36 @@ async def leave_a_record(near: Swarm, directory: Path, address: str) -> PeerId:
 
 
 async def refusal(swarm: Swarm, peer: PeerId) -> ProtocolError:
+    lookup = NeighbourLookup(swarm, MODEL)
     with pytest.raises(ProtocolError) as refused:
-        await dial_successor(swarm, MODEL, OPENED, Downstream(peer=peer, blocks=(2, 4)))
+        await dial_successor(lookup, OPENED, Downstream(peer=peer, blocks=(2, 4)))
     return refused.value
 
 
 class SlowLooks:
-    """A whole look waits for members that are gone; one that answers knows `peers`."""
+    """A whole look waits for members that are gone; one that answers knows `peer`, in the end."""
 
-    def __init__(self, *peers: str) -> None:
-        self.looks: list[str] = []
-        self._peers = peers
-        self._known: dict[str, Any] = {}
+    def __init__(self, peer: str, *, in_vain: int = 0) -> None:
+        self.looks: list[tuple[str, float]] = []
+        self._peer = peer
+        self._in_vain = in_vain
+
+    @property
+    def kinds(self) -> list[str]:
+        return [kind for kind, _ in self.looks]
 
     def record(self, peer: PeerId) -> Any:
-        return self._known.get(peer)
+        found = peer == self._peer and len(self.looks) > self._in_vain
+        return SimpleNamespace(span=(2, 4)) if found else None
 
     async def glance_soon(self, _: ModelId) -> bool:
-        self.looks.append("glance")
-        self._known |= dict.fromkeys(self._peers, SimpleNamespace(span=(2, 4)))
+        self.looks.append(("glance", time.monotonic()))
+        await asyncio.sleep(0)
         return True
 
     async def fetch(self, _: ModelId) -> None:
-        self.looks.append("fetch")
+        self.looks.append(("fetch", time.monotonic()))
+        await asyncio.sleep(0)
 
 
 @pytest.mark.parametrize(
@@ -75,10 +84,38 @@ class SlowLooks:
 async def test_neighbours_record_comes_from_the_first_member_that_answers(
     known: str, looks: list[str]
 ) -> None:
-    directory: Any = SlowLooks(known)
-    found = await _record_of(directory, MODEL, Downstream(peer="peer", blocks=(2, 4)))
+    directory = SlowLooks(known)
+    found = await lookup_in(directory).record_of(Downstream(peer="peer", blocks=(2, 4)))
     assert (found is not None) == (known == "peer")
-    assert directory.looks == looks
+    assert directory.kinds == looks
+
+
+def lookup_in(directory: SlowLooks) -> NeighbourLookup:
+    swarm: Any = SimpleNamespace(directory=directory)
+    return NeighbourLookup(swarm, MODEL)
+
+
+async def test_peers_that_there_are_not_cause_one_look_however_many_are_named() -> None:
+    directory = SlowLooks("peer")
+    lookup = lookup_in(directory)
+    unknown = [Downstream(peer=f"stranger-{i}", blocks=(2, 4)) for i in range(64)]
+    assert set(await asyncio.gather(*map(lookup.record_of, unknown))) == {None}
+    assert directory.kinds == ["glance", "fetch"]
+
+
+async def test_looks_in_vain_are_apart_and_a_neighbour_is_found_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(dial, "GLANCE_PAUSE_S", 0.2)
+    monkeypatch.setattr(dial, "LOOK_PAUSE_S", 0.4)
+    directory = SlowLooks("peer", in_vain=3)
+    lookup = lookup_in(directory)
+    assert await lookup.record_of(Downstream(peer="stranger", blocks=(2, 4))) is None
+    assert await lookup.record_of(Downstream(peer="peer", blocks=(2, 4))) is not None
+    assert directory.kinds == ["glance", "fetch", "glance", "fetch"]
+    first_glance, first_look, second_glance, second_look = (at for _, at in directory.looks)
+    assert second_glance - first_glance >= 0.2
+    assert second_look - first_look >= 0.4
 
 
 @pytest.mark.parametrize("was_near", [False, True])

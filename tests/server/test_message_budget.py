@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-
 import pytest
 
 from nesa_node.compression.tensors import TensorMeta
 from nesa_node.core.ids import PeerId
 from nesa_node.engine.blocks import Blocks
-from nesa_node.server import message_budget
-from nesa_node.server.message_budget import MessageBudget
+from nesa_node.swarm import message_budget
+from nesa_node.swarm.message_budget import MessageBudget
 from nesa_node.swarm.messages import (
     VERSION,
     Error,
@@ -29,6 +25,7 @@ from nesa_node.swarm.messages import (
     Rollback,
 )
 from tests.server.bench import Node, Peer, open_node
+from tests.turns import turns_of_the_loop
 
 A, B = PeerId("a"), PeerId("b")
 PROBE = Probe(tensor=TensorMeta(dtype="float32", shape=(0,)))
@@ -87,24 +84,6 @@ def test_no_more_than_so_many_peers_are_remembered() -> None:
     for number in range(message_budget.MAX_KNOWN_PEERS + 10):
         budget.charge(PeerId(str(number)), Ping(nonce=1))
     assert len(budget._paid_at) == message_budget.MAX_KNOWN_PEERS
-
-
-@asynccontextmanager
-async def turns_of_the_loop() -> AsyncIterator[list[int]]:
-    """How many turns the event loop took, so far."""
-    turns = [0]
-
-    async def count() -> None:
-        while True:
-            await asyncio.sleep(0)
-            turns[0] += 1
-
-    counting = asyncio.create_task(count())
-    try:
-        yield turns
-    finally:
-        counting.cancel()
-        await asyncio.gather(counting, return_exceptions=True)
 
 
 @pytest.mark.parametrize("message", [RECEIVED, PROBE])

@@ -1,4 +1,7 @@
-"""How many messages of sessions a peer may send, on all of its streams together."""
+"""How many messages of sessions a peer may send, on all of its streams together.
+
+A node counts those of its clients and neighbours, a client those of its hops.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ _MESSAGE_S = 1 / 1000
 """A client with 64 sessions sends 128 pings a second where all of its steps are late."""
 _TOKEN_S = 1 / 10_000
 """For a message that comes with each token: at 50 tokens a second in each of 64 sessions a client
-sends 3,200 steps a second, and as many `Received`."""
+sends 3,200 steps a second, and as many `Received`; a hop as many outputs."""
 _CHANGE_S = 1 / 400
 """For a change of what rows hold, which takes up to a millisecond in sessions of many pages."""
 _BURST_S = 2.0

@@ -1,0 +1,179 @@
+"""Records that strangers make up displace neither those of honest nodes nor a node's own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Iterator
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from nesa_node.core.ids import ModelId, PeerId
+from nesa_node.swarm import known_records
+from nesa_node.swarm.hive import DHTID, MSGPackSerializer
+from nesa_node.swarm.identity import Identity
+from nesa_node.swarm.known_records import KnownRecords
+from nesa_node.swarm.node import Swarm, open_swarm
+from nesa_node.swarm.private import Membership
+from nesa_node.swarm.records import NodeRecord, model_key, seal
+from nesa_node.swarm.shelf import Shelf
+from nesa_node.swarm.validator import dht_id
+from tests.swarm.local_swarm import local_swarm
+from tests.swarm.record_fields import MODEL_ID, make_record, make_status
+
+MODEL = ModelId(MODEL_ID)
+ROOM = 40
+NOW = 1_800_000_000.0
+
+
+@pytest.fixture(autouse=True)
+def _little_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(known_records, "MAX_NODES_PER_MODEL", ROOM)
+    monkeypatch.setattr(known_records, "MAX_NODES", 3 * ROOM)
+
+
+def stranger() -> Identity:
+    return Identity(Ed25519PrivateKey.generate(), Path("unused"))
+
+
+def records(number: int, now: float = NOW, **changes: Any) -> list[NodeRecord]:
+    return [make_record(stranger(), now, **changes) for _ in range(number)]
+
+
+def peers(known: KnownRecords) -> set[str]:
+    return {record.peer_id for record in known}
+
+
+def test_a_full_table_refuses_newcomers_and_takes_news_of_those_it_knows() -> None:
+    own, honest = make_record(stranger(), NOW), records(ROOM)
+    known = KnownRecords(PeerId(own.peer_id))
+    assert all(known.take(record) for record in honest)
+    made_up = records(ROOM, NOW + 25, expires_at=NOW + 600)
+    assert not any(known.take(record) for record in made_up)
+    assert known.take(own)
+    newer = honest[3].model_copy(update={"seq": 2, "load": 0.5})
+    assert known.take(newer)
+    assert peers(known) == {own.peer_id, *(record.peer_id for record in honest)}
+    assert known.get(PeerId(newer.peer_id)) == newer
+
+
+def test_what_has_expired_makes_room() -> None:
+    known = KnownRecords(PeerId("own"))
+    for record in records(ROOM):
+        known.take(record)
+    known.forget_expired(NOW + 61)
+    assert len(known) == 0
+    later = records(ROOM + 1, NOW + 61)
+    assert [known.take(record) for record in later] == [True] * ROOM + [False]
+
+
+def test_many_models_of_strangers_leave_room_for_a_trusted_one() -> None:
+    known = KnownRecords(PeerId("own"))
+    taken = [known.take(record) for i in range(5) for record in records(ROOM, model_id=f"m{i}@01")]
+    assert taken == [True] * (3 * ROOM) + [False] * (2 * ROOM)
+    mine = records(ROOM + 1)
+    trusted = [known.take(record, is_trusted_model=True) for record in mine]
+    assert trusted == [True] * ROOM + [False]
+
+
+def test_a_node_that_changes_its_model_takes_room_there_and_leaves_it_here() -> None:
+    known = KnownRecords(PeerId("own"))
+    here = records(ROOM)
+    for record in (*here, *records(ROOM, model_id="other@01")):
+        known.take(record)
+    moved = here[0].model_copy(update={"seq": 2, "model_id": "other@01"})
+    assert not known.take(moved)
+    assert known.get(PeerId(moved.peer_id)) is None, "what it said before is not so any more"
+    (newcomer,) = records(1)
+    assert known.take(newcomer)
+
+
+class Answers:
+    """A DHT whose members answer with `named`, one after another, and the peer that notes it."""
+
+    def __init__(self, *named: list[str]) -> None:
+        self.named = named
+        self.protocol = SimpleNamespace(storage=SimpleNamespace(records_of=lambda _: []))
+
+    async def get(self, _: str, **__: Any) -> Any:
+        names = dict.fromkeys(name for each in self.named for name in each)
+        return SimpleNamespace(value={name: SimpleNamespace(value=name.encode()) for name in names})
+
+    async def run(self, operation: Awaitable[Any], _: float) -> Any:
+        return await operation
+
+    @contextmanager
+    def noting_answers(self, _: bytes) -> Iterator[tuple[list[str], ...]]:
+        yield self.named
+
+
+async def test_a_member_that_answers_first_with_much_does_not_come_first_with_all() -> None:
+    liar = [f"made-up-{i}" for i in range(1000)]
+    dht: Any = Answers(liar, ["a", "b", "c"], ["b", "d", "made-up-7"])
+    found = [name.decode() for name in await Shelf(dht, dht, Membership(None)).find("key")]
+    assert len(found) == 1004
+    assert set(found[:8]) == {
+        "a",
+        "b",
+        "c",
+        "d",
+        "made-up-0",
+        "made-up-1",
+        "made-up-2",
+        "made-up-7",
+    }
+
+
+def flood(member: Swarm, made: Iterator[int]) -> None:
+    """Let `member` answer each look with records that nobody has seen, the newest there can be."""
+    key = dht_id(model_key(MODEL))
+    storage = member.directory._node.protocol.storage
+
+    def records_of(asked: DHTID) -> list[tuple[str, bytes, float]]:
+        if asked.to_bytes() != key:
+            return []
+        made_up: list[tuple[str, bytes, float]] = []
+        for _ in range(2 * ROOM):
+            identity = stranger()
+            now = time.time() + 20
+            changes = {"expires_at": now + 580, "seq": next(made)}
+            record = make_record(identity, now, **changes)
+            value = MSGPackSerializer.dumps(seal(record, identity))
+            made_up.append((identity.peer_id, value, record.expires_at))
+        return made_up
+
+    storage.size_of = lambda asked: 1
+    storage.records_of = records_of
+
+
+async def test_members_that_make_records_up_hide_no_node(tmp_path: Path) -> None:
+    made = count(1)
+    async with local_swarm(tmp_path, 5) as (reader, honest, *liars):
+        for swarm in (reader, honest):
+            await swarm.directory.publish(make_status(span=(0, 30)))
+        for liar in liars:
+            flood(liar, made)
+        both = {swarm.identity.peer_id for swarm in (reader, honest)}
+        async with open_swarm(
+            Identity.ephemeral(tmp_path),
+            initial_peers=honest.transport.addresses,
+            listen=False,
+        ) as client:
+            for _ in range(3):
+                for swarm in (reader, client):
+                    snapshot = await swarm.directory.fetch(MODEL)
+                    found = {node.peer_id for node in snapshot.nodes}
+                    assert both <= found
+                    assert ROOM <= len(found) <= ROOM + 1
+            # What a known node says anew is heard.
+            await honest.directory.publish(make_status(span=(0, 30), load=0.5))
+            await client.directory.fetch(MODEL)
+            record = client.directory.record(honest.identity.peer_id)
+            assert record is not None
+            assert record.load == 0.5
+        assert reader.directory.dropped["full"] > 0
