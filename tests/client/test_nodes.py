@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from dataclasses import replace
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ from unittest.mock import AsyncMock
 import numpy as np
 import pytest
 
-from nesa_node.client.nodes import Nodes
+from nesa_node.client.nodes import MOST_AT_ONCE, Nodes
 from nesa_node.client.planner import Planner
 from nesa_node.client.request import RouteRequest
 from nesa_node.core.choices import Precision
@@ -226,3 +227,28 @@ def test_failure_that_others_hear_of_is_noted_where_the_session_waits(tell: bool
     with waits.current():
         nodes.suspect(PeerId("c"), "it was frozen", tell=tell)
     assert set(waits.failed) == ({"c"} if tell else set())
+
+
+@pytest.mark.parametrize(("number", "is_aside"), [(MOST_AT_ONCE, False), (MOST_AT_ONCE + 1, True)])
+async def test_planning_over_many_nodes_leaves_the_event_loop_alone(
+    number: int, is_aside: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Strangers' records make nodes many, and a slow one of theirs makes a session reconsider."""
+    states = tuple(_state(f"{index:03}", 0, 4) for index in range(number))
+    nodes, planner = _nodes_of(Snapshot(MODEL, 4, states, taken_at=0.0))
+    here, elsewhere = threading.get_ident(), list[bool]()
+    for name in ("plan", "step_s"):
+        original = getattr(planner, name)
+
+        def noting(*args: Any, original: Any = original, **options: Any) -> Any:
+            elsewhere.append(threading.get_ident() != here)
+            return original(*args, **options)
+
+        monkeypatch.setattr(planner, name, noting)
+    hops, _ = await nodes.plan((), frozenset(), may_ask=True)
+    await nodes.plan((), frozenset())
+    await nodes.to_leave(hops, 100.0)
+    snapshot = await nodes.glance()
+    assert await nodes.can_fill(snapshot, (), [states[0].peer_id])
+    assert len(elsewhere) >= 7
+    assert set(elsewhere) == {is_aside}

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 from dataclasses import replace
+from typing import Any
+
+import pytest
 
 from nesa_node.core.span import Span
 from nesa_node.server.moves import Moves
@@ -39,3 +43,30 @@ async def test_one_look_that_lacks_a_holder_moves_no_node() -> None:
         await asyncio.gather(task, return_exceptions=True)
     assert wish.span == Span(4, 8)
     assert looks == [torn, whole, torn, whole, torn, torn]
+
+
+async def test_plans_for_holes_are_made_beside_the_event_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Records of strangers, thousands of them, can make one take a second."""
+    here, elsewhere = threading.get_ident(), list[bool]()
+    torn = _movable(swarm(TORN))
+    (peer,) = plan_repairs(torn, frozenset(range(4, 8)))
+
+    def noting(*args: Any) -> Any:
+        elsewhere.append(threading.get_ident() != here)
+        return plan_repairs(*args)
+
+    async def look() -> Snapshot:
+        return torn
+
+    monkeypatch.setattr("nesa_node.server.rebalance.plan_repairs", noting)
+    moves = Moves(per_hour=4, pause_s=0)
+    task = asyncio.create_task(rebalance(look, peer, moves, every_s=0.01, rng=random.Random(1)))
+    try:
+        async with asyncio.timeout(10):
+            await moves.next()
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    assert elsewhere == [True]
