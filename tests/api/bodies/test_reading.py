@@ -29,6 +29,23 @@ def test_a_body_of_millions_of_lists_is_refused_before_they_are_made(
     assert refused.value.status == 400
 
 
+@pytest.mark.parametrize("colon", [":", " :", "\n\t\r :"])
+def test_a_body_of_very_many_keys_is_refused_before_it_is_read(
+    colon: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "from_json", None)
+    body = "{" + ",".join(f'"{at:x}"{colon}1' for at in range(reading.MAX_KEYS + 1)) + "}"
+    with pytest.raises(Problem, match="keys") as refused:
+        reading.parse(ChatBody, body.encode())
+    assert refused.value.status == 400
+
+
+def test_a_text_with_very_many_colons_is_read() -> None:
+    text = "12:00:01 said: " * (reading.MAX_KEYS // 2)
+    data = json.dumps({"messages": [{"role": "user", "content": text}]}).encode()
+    assert reading.parse(ChatBody, data).messages[0].content == text
+
+
 def test_a_long_conversation_is_read() -> None:
     messages = [{"role": "user", "content": "a[0] = {};" * 20}] * 4096
     body = reading.parse(ChatBody, json.dumps({"model": "m", "messages": messages}).encode())
