@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter
 from pydantic import Field
@@ -15,6 +15,7 @@ from nesa_node.api.bodies.fields import Body, Name, Text, TokenId
 from nesa_node.api.bodies.reading import body_of
 from nesa_node.api.bodies.splitting import encode, light
 from nesa_node.api.bodies.templates import chat_prompt
+from nesa_node.api.decoding.text_stream import decode_whole
 from nesa_node.api.gateway import CallerOf, GatewayOf
 from nesa_node.api.openapi import Detokenized, Tokenized, describe
 from nesa_node.web.problem import Problem
@@ -103,5 +104,5 @@ async def detokenize(
             code="invalid_value",
             param="tokens",
         )
-    text: Any = await light(len(body.tokens), lambda: model.tokenizer.decode(body.tokens))
+    text = await light(len(body.tokens), lambda: decode_whole(model.tokenizer, body.tokens))
     return json_response({"prompt": text})

@@ -16,7 +16,7 @@ from pydantic import (
     GetJsonSchemaHandler,
     model_validator,
 )
-from pydantic_core import CoreSchema, PydanticCustomError
+from pydantic_core import CoreSchema, PydanticCustomError, PydanticKnownError
 from pydantic_core.core_schema import no_info_plain_validator_function
 
 UNSUPPORTED = "unsupported_parameter"
@@ -50,6 +50,23 @@ def _real(value: object) -> object:
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) > _EXACT:
         return float(_EXACT) if value > 0 else -float(_EXACT)
     return value
+
+
+def few_entries(most: int) -> BeforeValidator:
+    """For a mapping whose keys are free: refuses one with more than `most` before it is read.
+
+    `max_length` alone is checked after all entries, each wrong one of which is an error of its own.
+    """
+
+    def check(value: object) -> object:
+        if isinstance(value, dict) and len(value) > most:
+            raise PydanticKnownError(
+                "too_long",
+                {"field_type": "Dictionary", "max_length": most, "actual_length": len(value)},
+            )
+        return value
+
+    return BeforeValidator(check)
 
 
 def required() -> PydanticCustomError:

@@ -23,6 +23,7 @@ from nesa_node.api.bodies.fields import (
     TokenKey,
     TopK,
     Whole,
+    few_entries,
 )
 from nesa_node.api.decoding.job import Sampling
 from nesa_node.web.problem import Problem
@@ -32,14 +33,18 @@ FEW_CHOICES = 4
 MAX_STOPS = 16
 """OpenAI takes four; editors that complete code send up to fourteen."""
 _MAX_BIASED = 4096
+_MAX_METADATA = 64
 
 StopText = Annotated[str, Field(min_length=1, max_length=512)]
 Choices = Annotated[int, Field(ge=1, le=MAX_CHOICES), Whole]
 Biases = Annotated[
     dict[TokenKey, Bias],
     Field(max_length=_MAX_BIASED, json_schema_extra={"additionalProperties": False}),
+    few_entries(_MAX_BIASED),
 ]
-Metadata = Annotated[dict[Label, Label], Field(max_length=64)]
+Metadata = Annotated[
+    dict[Label, Label], Field(max_length=_MAX_METADATA), few_entries(_MAX_METADATA)
+]
 
 
 class StreamOptions(Body):

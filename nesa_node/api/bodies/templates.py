@@ -10,6 +10,7 @@ from typing import Any
 from pydantic_core import from_json
 
 from nesa_node.api.bodies.chat_body import ChatMessage, Tool
+from nesa_node.api.bodies.reading import crowd_in
 from nesa_node.api.bodies.splitting import encode, light
 from nesa_node.api.bodies.template_program import REFUSALS, reason_of
 from nesa_node.web.problem import Problem
@@ -18,6 +19,8 @@ _MESSAGE_CHARS = 64
 """What a template does for each message, or call, takes as long as for so many characters."""
 _MAX_TEMPLATE_CHARS = 1 << 18
 """Of a stranger's, which is sent to a process with each conversation."""
+_ARGUMENTS_CHARS = 1 << 20
+"""Of one call that a template gets as an object."""
 
 Render = Callable[[bytes], Awaitable[str]]
 """What renders elsewhere: `TemplateRenderer.render`."""
@@ -142,6 +145,9 @@ def _conversation(messages: Sequence[ChatMessage], *, developer: bool) -> list[d
 
 
 def _arguments(text: str) -> object:
+    """Text where it is no JSON, or too much to be read at once: a body may escape its brackets."""
+    if len(text) > _ARGUMENTS_CHARS or crowd_in(text.encode("utf-8", "surrogatepass")):
+        return text
     try:
         return from_json(text, allow_inf_nan=False)
     except ValueError:

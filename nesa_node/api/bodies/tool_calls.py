@@ -15,6 +15,8 @@ from typing import Any, Literal
 from pydantic_core import from_json
 
 from nesa_node.api.bodies.chat_body import NamedTool, Tool
+from nesa_node.api.bodies.reading import crowd_in
+from nesa_node.api.decoding.bounded_json import bounded_json
 from nesa_node.web.problem import Problem
 
 Format = Literal["tagged", "bare"]
@@ -84,6 +86,8 @@ class CallReader:
 
     def _calls(self, text: str) -> list[dict[str, Any]]:
         """None if `text` is anything but calls of tools that there are."""
+        if crowd_in(text.encode("utf-8", "surrogatepass")):
+            return []
         try:
             value = from_json(text.strip(), allow_inf_nan=False)
         except ValueError:
@@ -124,18 +128,25 @@ def forced_calls(
                 code="invalid_value",
                 param="tool_choice",
             )
+    # Before they are copied, too: they may be as large as a body.
+    _bounded([tool.function.parameters for tool in tools])
     calls = [_call_schema(tool, written, f"#/anyOf/{at}") for at, tool in enumerate(tools)]
-    schema = _json({"anyOf": calls, "x-guidance": _ONE_LINE})
-    if len(schema) > MOST_SCHEMA_BYTES:
+    schema = _bounded({"anyOf": calls, "x-guidance": _ONE_LINE})
+    start = f'"{_OPEN}\\n" call "\\n{_CLOSE}"' if written == "tagged" else "call"
+    return f"start: {start}\ncall: %json {schema}\n"
+
+
+def _bounded(schemas: Any) -> str:
+    """As `_json`. Raises `Problem` for too much."""
+    if (text := bounded_json(schemas, MOST_SCHEMA_BYTES, compact=True)) is None:
         raise Problem(
             400,
-            f"tools: the schemas of those of which one must be called have {len(schema)} "
-            f"characters; {MOST_SCHEMA_BYTES} are allowed",
+            "tools: the schemas of those of which one must be called have more than the "
+            f"{MOST_SCHEMA_BYTES} characters that are allowed",
             code="invalid_value",
             param="tools",
         )
-    start = f'"{_OPEN}\\n" call "\\n{_CLOSE}"' if written == "tagged" else "call"
-    return f"start: {start}\ncall: %json {schema}\n"
+    return text
 
 
 def _json(value: Any) -> str:

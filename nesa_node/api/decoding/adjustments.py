@@ -13,70 +13,91 @@ from torch import Tensor
 
 from nesa_node.api.decoding.job import Sampling
 
+_FIRST_PLACES = 64
+
+
+class CommonAdjustments:
+    """What the choices of a job have in common, once for all of them: a prompt may be long.
+
+    The prompt's tokens, where they count as repeated, and the biases.
+    """
+
+    def __init__(self, sampling: Sampling, prompt: Sequence[int]) -> None:
+        self.sampling = sampling
+        self.seen = frozenset(prompt if sampling.repetition_penalty != 1 else ())
+        self.seen_ids_K = torch.tensor(tuple(self.seen), dtype=torch.int64)
+        self.biased_ids_K = torch.tensor(tuple(sampling.logit_bias), dtype=torch.int64)
+        self.biases_K = torch.tensor(tuple(sampling.logit_bias.values()), dtype=torch.float32)
+
 
 class Adjustments:
     """First the repetition penalty, over prompt and answer, then what is added for each token."""
 
-    def __init__(self, sampling: Sampling, prompt: Sequence[int], *, most_tokens: int) -> None:
-        self._repetition = sampling.repetition_penalty
-        self._presence = sampling.presence_penalty
-        self._frequency = sampling.frequency_penalty
+    def __init__(self, common: CommonAdjustments) -> None:
+        self._common = common
+        self._repetition = common.sampling.repetition_penalty
+        self._presence = common.sampling.presence_penalty
+        self._frequency = common.sampling.frequency_penalty
         self._counts: Counter[int] = Counter()
-        self._seen = _TokenTable(len(prompt) + most_tokens)
-        if self._repetition != 1:
-            for token in dict.fromkeys(prompt):
-                self._seen.add(token, 0.0)
-        self._added = _TokenTable(len(sampling.logit_bias) + most_tokens)
-        for token, bias in sampling.logit_bias.items():
-            self._added.add(token, bias)
+        self._seen = _TokenTable()
+        self._added = _TokenTable()
 
     @classmethod
-    def wanted(
-        cls, sampling: Sampling, prompt: Sequence[int], *, most_tokens: int
-    ) -> Adjustments | None:
+    def wanted(cls, common: CommonAdjustments) -> Adjustments | None:
         """None where nothing is to be moved."""
+        sampling = common.sampling
         is_wanted = (
             sampling.repetition_penalty != 1
             or sampling.presence_penalty
             or sampling.frequency_penalty
             or sampling.logit_bias
         )
-        return cls(sampling, prompt, most_tokens=most_tokens) if is_wanted else None
+        return cls(common) if is_wanted else None
 
     def applied(self, logits_V: Tensor) -> Tensor:
         """A copy of `logits_V`, moved."""
-        logits_V = logits_V.clone()
-        ids_K, values_K = self._seen.entries(logits_V.device)
-        if len(ids_K):
+        logits_V, device = logits_V.clone(), logits_V.device
+        answered_K, _ = self._seen.entries(device)
+        for ids_K in (self._common.seen_ids_K.to(device), answered_K):
             scores_K = logits_V[ids_K]
             logits_V[ids_K] = torch.where(
                 scores_K < 0, scores_K * self._repetition, scores_K / self._repetition
             )
-        ids_K, values_K = self._added.entries(logits_V.device)
-        if len(ids_K):
-            logits_V[ids_K] += values_K
+        ids_K, values_K = self._added.entries(device)
+        # These values hold the biases of their tokens.
+        moved_K = logits_V[ids_K] + values_K
+        logits_V[self._common.biased_ids_K.to(device)] += self._common.biases_K.to(device)
+        logits_V[ids_K] = moved_K
         return logits_V
 
     def note(self, token_id: int) -> None:
         """The answer goes on with this token."""
-        if self._repetition != 1:
+        if self._repetition != 1 and token_id not in self._common.seen:
             self._seen.add(token_id, 0.0)
         if self._presence or self._frequency:
             first = token_id not in self._counts
             self._counts[token_id] += 1
+            if first:
+                self._added.add(token_id, self._common.sampling.logit_bias.get(token_id, 0.0))
             self._added.add(token_id, -self._frequency - (self._presence if first else 0.0))
 
 
 class _TokenTable:
-    """Token ids, each once, with a number; at most `size` of them."""
+    """Token ids, each once, with a number. It takes room for what it holds, twice at most.
 
-    def __init__(self, size: int) -> None:
+    An answer may have very many tokens, but few do, and some are refused before the first.
+    """
+
+    def __init__(self) -> None:
         self._places: dict[int, int] = {}
-        self._ids = torch.zeros(size, dtype=torch.int64)
-        self._values = torch.zeros(size)
+        self._ids = torch.zeros(_FIRST_PLACES, dtype=torch.int64)
+        self._values = torch.zeros(_FIRST_PLACES)
 
     def add(self, token_id: int, value: float) -> None:
         place = self._places.setdefault(token_id, len(self._places))
+        if place == len(self._ids):
+            self._ids = torch.cat((self._ids, torch.zeros_like(self._ids)))
+            self._values = torch.cat((self._values, torch.zeros_like(self._values)))
         self._ids[place] = token_id
         self._values[place] += value
 

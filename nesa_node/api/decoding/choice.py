@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from nesa_node.api.decoding.adjustments import CommonAdjustments
 from nesa_node.api.decoding.grammar import Follower
 from nesa_node.api.decoding.job import Chosen, Delta, FinishReason, Job
 from nesa_node.api.decoding.sampler import Sampler
@@ -19,7 +20,12 @@ class Choice:
     """Chooses tokens and turns them into deltas, until it is `done`."""
 
     def __init__(
-        self, job: Job, index: int, vocabulary: Vocabulary, follower: Follower | None
+        self,
+        job: Job,
+        index: int,
+        vocabulary: Vocabulary,
+        follower: Follower | None,
+        common: CommonAdjustments,
     ) -> None:
         self.index = index
         self.done = False
@@ -28,7 +34,7 @@ class Choice:
         self._most_tokens = job.max_tokens
         self._count = 0
         self._ends = frozenset[int]() if job.ignore_eos else vocabulary.eos_ids
-        self._sampler = Sampler(job.sampling, index, job.prompt, most_tokens=job.max_tokens)
+        self._sampler = Sampler(common, index)
         self._text = TextStream(vocabulary.text_rules)
         self._stops = Stops(job.stop)
         self._follower = follower

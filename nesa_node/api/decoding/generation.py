@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from nesa_node.api.decoding.adjustments import CommonAdjustments
 from nesa_node.api.decoding.choice import Choice
 from nesa_node.api.decoding.job import Chosen, Delta, Event, Job, PromptRead
 from nesa_node.api.decoding.logprobs import chosen_tokens
@@ -102,12 +103,14 @@ class Generation:
         job, vocabulary = self._job, self._vocabulary
         if not job.max_tokens:
             yield []
-        elif job.grammar is None:
-            yield [Choice(job, index, vocabulary, None) for index in range(job.n)]
+            return
+        common = CommonAdjustments(job.sampling, job.prompt)
+        if job.grammar is None:
+            yield [Choice(job, index, vocabulary, None, common) for index in range(job.n)]
         else:
             with vocabulary.grammars.followers(job.grammar, job.n) as followers:
                 yield [
-                    Choice(job, index, vocabulary, follower)
+                    Choice(job, index, vocabulary, follower, common)
                     for index, follower in enumerate(followers)
                 ]
 

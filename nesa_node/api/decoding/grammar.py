@@ -5,7 +5,6 @@ V vocabulary.
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +18,7 @@ from llguidance.hf import from_tokenizer
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from nesa_node.api.decoding.bounded_json import bounded_json
 from nesa_node.api.decoding.grammar_check import limits
 from nesa_node.core.errors import BusyError
 
@@ -41,12 +41,12 @@ def json_schema_grammar(schema: Mapping[str, Any]) -> str:
     Raises `ValueError` for what is no JSON, or too large.
     """
     try:
-        text = json.dumps(schema)
+        text = bounded_json(schema, MOST_SCHEMA_BYTES)
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"the JSON schema is no JSON: {error}") from None
-    if len(text) > MOST_SCHEMA_BYTES:
+    if text is None:
         raise ValueError(
-            f"the JSON schema has {len(text)} characters; {MOST_SCHEMA_BYTES} are allowed"
+            f"the JSON schema has more than the {MOST_SCHEMA_BYTES} characters that are allowed"
         )
     return LLMatcher.grammar_from_json_schema(text, overrides=_ONE_LINE)
 

@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from nesa_node.api.decoding.adjustments import Adjustments
-from nesa_node.api.decoding.job import Sampling
+from nesa_node.api.decoding.adjustments import Adjustments, CommonAdjustments
 
 GREEDY_BELOW = 1e-5
 """A temperature below this leaves nothing to chance."""
@@ -27,12 +25,11 @@ class Sampler:
     The same seed, index and logits give the same tokens. `index` is the choice's in its job.
     """
 
-    def __init__(
-        self, sampling: Sampling, index: int, prompt: Sequence[int], *, most_tokens: int
-    ) -> None:
+    def __init__(self, common: CommonAdjustments, index: int) -> None:
+        sampling = common.sampling
         self._sampling = sampling
         self._greedy = sampling.temperature < GREEDY_BELOW
-        self._adjustments = Adjustments.wanted(sampling, prompt, most_tokens=most_tokens)
+        self._adjustments = Adjustments.wanted(common)
         seed = None if sampling.seed is None else f"{sampling.seed} {index}"
         self._random = random.Random(seed)
 

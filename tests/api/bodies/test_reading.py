@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 
 import pytest
+from pydantic import ValidationError
 
 from nesa_node.api.bodies import reading
 from nesa_node.api.bodies.chat_body import ChatBody
+from nesa_node.api.bodies.completion_body import CompletionBody
+from nesa_node.api.bodies.fields import Body
+from nesa_node.api.bodies.response_body import ResponseBody
+from nesa_node.api.embeddings import EmbeddingBody
+from nesa_node.api.tokens import DetokenizeBody, TokenizeBody
 from nesa_node.web.problem import Problem
 
 
@@ -22,7 +29,72 @@ def test_a_body_of_millions_of_lists_is_refused_before_they_are_made(
     assert refused.value.status == 400
 
 
+@pytest.mark.parametrize("colon", [":", " :", "\n\t\r :"])
+def test_a_body_of_very_many_keys_is_refused_before_it_is_read(
+    colon: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "from_json", None)
+    body = "{" + ",".join(f'"{at:x}"{colon}1' for at in range(reading.MAX_KEYS + 1)) + "}"
+    with pytest.raises(Problem, match="keys") as refused:
+        reading.parse(ChatBody, body.encode())
+    assert refused.value.status == 400
+
+
+def test_a_text_with_very_many_colons_is_read() -> None:
+    text = "12:00:01 said: " * (reading.MAX_KEYS // 2)
+    data = json.dumps({"messages": [{"role": "user", "content": text}]}).encode()
+    assert reading.parse(ChatBody, data).messages[0].content == text
+
+
 def test_a_long_conversation_is_read() -> None:
     messages = [{"role": "user", "content": "a[0] = {};" * 20}] * 4096
     body = reading.parse(ChatBody, json.dumps({"model": "m", "messages": messages}).encode())
     assert len(body.messages) == 4096
+
+
+def kinds(base: type[Body] = Body) -> Iterator[type[Body]]:
+    for kind in base.__subclasses__():
+        yield kind
+        yield from kinds(kind)
+
+
+ENDPOINTS = {
+    *(ChatBody, CompletionBody, ResponseBody),
+    *(EmbeddingBody, TokenizeBody, DetokenizeBody),
+}
+FIELDS = [
+    (kind, field.alias or name)
+    for kind in dict.fromkeys(kinds())
+    if kind.__module__.startswith("nesa_node.")
+    for name, field in kind.model_fields.items()
+]
+MANY = 10_000
+
+
+def test_all_bodies_are_looked_at() -> None:
+    assert {kind for kind, _ in FIELDS} >= ENDPOINTS
+
+
+@pytest.mark.parametrize("many", [{f"a{at}": None for at in range(MANY)}, [None] * MANY], ids=type)
+@pytest.mark.parametrize(("kind", "name"), FIELDS)
+def test_a_field_with_many_wrong_entries_has_few_errors(
+    kind: type[Body], name: str, many: object
+) -> None:
+    errors = 0
+    try:
+        kind.model_validate({name: many})
+    except ValidationError as error:
+        errors = error.error_count()
+    # Those of what is missing, and one for each type that the field may have.
+    assert errors <= 8
+
+
+@pytest.mark.parametrize("name", ["logit_bias", "metadata"])
+def test_a_mapping_with_too_many_entries_is_told_its_bound(name: str) -> None:
+    body = {
+        "messages": [{"role": "user", "content": "x"}],
+        name: dict.fromkeys(map(str, range(MANY))),
+    }
+    with pytest.raises(Problem, match=rf"{name}: .*at most \d+ items") as refused:
+        reading.parse(ChatBody, json.dumps(body).encode())
+    assert refused.value.param == name

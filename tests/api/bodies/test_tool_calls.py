@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 from llguidance import LLTokenizer
 
+from nesa_node.api.bodies import tool_calls
 from nesa_node.api.bodies.chat_body import Function, NamedFunction, NamedTool, Tool
+from nesa_node.api.bodies.reading import MAX_CONTAINERS
 from nesa_node.api.bodies.tool_calls import CallReader, forced_calls, format_of
 from nesa_node.api.decoding.grammar_check import refusal
 from nesa_node.api.decoding.job import Job, Sampling
@@ -95,6 +97,21 @@ def test_schemas_that_take_long_to_compile_are_refused() -> None:
         forced_calls("bare", [*TOOLS, large], "required")
     choice = NamedTool(type="function", function=NamedFunction(name="now"))
     assert forced_calls("bare", [*TOOLS, large], choice)
+
+
+def test_schemas_beyond_the_bound_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tool_calls, "_moved", None)
+    large = Tool(type="function", function=Function(name="f", parameters={"enum": [1] * 200_000}))
+    with pytest.raises(Problem, match="are allowed"):
+        forced_calls("bare", [large], "required")
+
+
+def test_an_answer_of_very_many_lists_is_no_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tool_calls, "from_json", None)
+    text = '{"name": "now", "arguments": {"a": [' + "[]," * MAX_CONTAINERS + "1]}}"
+    reader = CallReader("bare", ["now"])
+    assert reader.feed(text) == ""
+    assert reader.finish() == (text, [])
 
 
 def test_schemas_that_nothing_fits_are_refused_at_once() -> None:

@@ -8,10 +8,15 @@ from typing import Any
 import pytest
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
+from nesa_node.api.decoding.adjustments import CommonAdjustments
 from nesa_node.api.decoding.choice import Choice
 from nesa_node.api.decoding.job import Chosen, Delta, Job
 from nesa_node.api.decoding.vocabulary import Vocabulary
 from tests.api.tokenizers import byte_level_tokenizer, metaspace_tokenizer
+
+
+def choice_of(job: Job, vocabulary: Vocabulary) -> Choice:
+    return Choice(job, 0, vocabulary, None, CommonAdjustments(job.sampling, job.prompt))
 
 
 @pytest.mark.parametrize("make", [byte_level_tokenizer, metaspace_tokenizer])
@@ -25,14 +30,14 @@ def test_a_character_that_the_limit_cuts_is_left_out(
     token_ids = tokenizer(text).input_ids
     for count in range(1, len(token_ids) + 1):
         job = Job(prompt=(1,), max_tokens=count)
-        choice = Choice(job, 0, vocabulary, None)
+        choice = choice_of(job, vocabulary)
         told: list[Delta] = [choice.take(Chosen(one, b"", 0.0)) for one in token_ids[:count]]
         assert told[-1].finish_reason == "length"
         said = "".join(delta.text for delta in told)
         assert text.startswith(said)
         assert (said == text) == (count == len(token_ids))
     # What the model itself ended stays as it is.
-    choice = Choice(Job(prompt=(1,), max_tokens=99), 0, vocabulary, None)
+    choice = choice_of(Job(prompt=(1,), max_tokens=99), vocabulary)
     ended = [*token_ids[:-1], tokenizer.eos_token_id]
     said = "".join(choice.take(Chosen(one, b"", 0.0)).text for one in ended)
     assert said.endswith("\ufffd")

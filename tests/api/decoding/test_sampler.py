@@ -17,8 +17,13 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from nesa_node.api.decoding.adjustments import CommonAdjustments
 from nesa_node.api.decoding.job import Sampling
 from nesa_node.api.decoding.sampler import Sampler
+
+
+def sampler_of(sampling: Sampling, prompt: tuple[int, ...] = (), index: int = 0) -> Sampler:
+    return Sampler(CommonAdjustments(sampling, prompt), index)
 
 
 def logits(seed: int, size: int = 2000, scale: float = 3.0) -> torch.Tensor:
@@ -55,7 +60,7 @@ def test_the_same_tokens_can_come_as_with_transformers(sampling: Sampling) -> No
     for seed in range(20):
         logits_V = logits(seed)
         wanted_V = probabilities(sampling, logits_V)
-        sampler = Sampler(sampling, 0, (), most_tokens=1)
+        sampler = sampler_of(sampling)
         scores_V = (logits_V - logits_V.max()) / sampling.temperature
         ids_K, scores_K = sampler._candidates(scores_V)
         weights_V = torch.zeros_like(logits_V)
@@ -67,7 +72,7 @@ def test_tokens_are_drawn_as_often_as_is_likely() -> None:
     logits_V = torch.tensor([0.0, 1.0, 2.0, -math.inf, 0.5])
     wanted_V = torch.softmax(logits_V / 0.8, -1)
     for sampling in (Sampling(temperature=0.8, seed=1), Sampling(temperature=0.8, top_k=5, seed=1)):
-        sampler = Sampler(sampling, 0, (), most_tokens=1)
+        sampler = sampler_of(sampling)
         counts = Counter(sampler.choose(logits_V) for _ in range(20_000))
         for token, wanted in enumerate(wanted_V.tolist()):
             assert counts[token] / 20_000 == pytest.approx(wanted, abs=0.012)
@@ -76,7 +81,7 @@ def test_tokens_are_drawn_as_often_as_is_likely() -> None:
 
 def test_seed_and_index_decide() -> None:
     def drawn(seed: int | None, index: int) -> list[int]:
-        sampler = Sampler(Sampling(seed=seed), index, (), most_tokens=1)
+        sampler = sampler_of(Sampling(seed=seed), index=index)
         return [sampler.choose(logits(at)) for at in range(20)]
 
     assert drawn(1, 0) == drawn(1, 0)
@@ -86,7 +91,7 @@ def test_seed_and_index_decide() -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-9, 1e-4])
 def test_a_low_temperature_takes_the_best(temperature: float) -> None:
-    sampler = Sampler(Sampling(temperature=temperature), 0, (), most_tokens=1)
+    sampler = sampler_of(Sampling(temperature=temperature))
     assert all(sampler.choose(logits(at)) == int(logits(at).argmax()) for at in range(20))
 
 
@@ -99,7 +104,7 @@ def test_penalties_are_those_of_transformers_and_openai() -> None:
         logit_bias={4: 2.0, 7: -3.0},
     )
     prompt = (3, 4, 4)
-    sampler = Sampler(sampling, 0, prompt, most_tokens=40)
+    sampler = sampler_of(sampling, prompt)
     answer: list[int] = []
     for at in range(40):
         logits_V = logits(at, size=12)
@@ -120,7 +125,7 @@ def test_only_what_is_allowed_is_chosen() -> None:
     allowed_V = torch.zeros(2000, dtype=torch.bool)
     allowed_V[[5, 900]] = True
     for sampling in (*SAMPLINGS, Sampling(temperature=0)):
-        sampler = Sampler(sampling, 0, (), most_tokens=40)
+        sampler = sampler_of(sampling)
         assert {sampler.choose(logits(at), allowed_V) for at in range(20)} <= {5, 900}
 
 
@@ -128,5 +133,5 @@ def test_only_what_is_allowed_is_chosen() -> None:
 def test_logits_that_are_no_numbers_give_some_token(bad: float) -> None:
     for sampling in (*SAMPLINGS, Sampling(temperature=0)):
         for logits_V in (torch.full((50,), bad), torch.tensor([0.0, bad, 1.0, bad])):
-            sampler = Sampler(sampling, 0, (), most_tokens=4)
+            sampler = sampler_of(sampling)
             assert 0 <= sampler.choose(logits_V) < len(logits_V)

@@ -10,7 +10,14 @@ import pytest
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from nesa_node.api.decoding.text_stream import REPLACEMENT, WINDOW_TOKENS, TextRules, TextStream
+from nesa_node.api.decoding.text_stream import (
+    MANY_TOKENS,
+    REPLACEMENT,
+    WINDOW_TOKENS,
+    TextRules,
+    TextStream,
+    decode_whole,
+)
 from nesa_node.api.decoding.token_bytes import TokenBytes
 from tests.api.tokenizers import byte_level_tokenizer, metaspace_tokenizer
 
@@ -52,6 +59,43 @@ def test_tokens_in_any_order_add_up_too(make: Callable[[], PreTrainedTokenizerBa
     for _ in range(60):
         ids = [rng.choice(usual) if rng.random() < 0.5 else rng.randrange(320) for _ in range(80)]
         assert "".join(stream(tokenizer, ids)) == tokenizer.decode(ids, skip_special_tokens=True)
+
+
+class Undecoded:
+    """A tokenizer whose `decode`, in which all other threads wait, takes few tokens."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer: Any = tokenizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def decode(self, token_ids: list[int]) -> str:
+        assert len(token_ids) <= MANY_TOKENS
+        text: str = self._tokenizer.decode(token_ids)
+        return text
+
+
+@pytest.mark.parametrize("make", KINDS)
+@pytest.mark.parametrize("count", [5, MANY_TOKENS, MANY_TOKENS + 1, 3 * MANY_TOKENS])
+def test_very_many_tokens_are_decoded_while_other_threads_go_on(
+    make: Callable[[], PreTrainedTokenizerBase], count: int
+) -> None:
+    tokenizer, rng = make(), random.Random(0)
+    # Some are special ones, and some have no text.
+    ids = [rng.randrange(len(tokenizer) + 20) for _ in range(count)]
+    assert decode_whole(Undecoded(tokenizer), ids) == tokenizer.decode(ids)
+
+
+def test_spaces_that_the_library_cleans_up_are_cleaned_up_in_long_texts() -> None:
+    vocabulary = {"a": 0, ".": 1, "[UNK]": 2}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    load: Any = PreTrainedTokenizerFast
+    tokenizer = load(tokenizer_object=backend, clean_up_tokenization_spaces=True)
+    ids = [0, 1] * MANY_TOKENS
+    text = decode_whole(tokenizer, ids)
+    assert text == tokenizer.decode(ids)
+    assert text.startswith("a. a.")
 
 
 @pytest.mark.parametrize("make", KINDS)
