@@ -203,22 +203,28 @@ def open_served_model(
     activity: ActivityBook | None = None,
     metrics: GatewayMetrics | None = None,
     advice: SamplingAdvice = "model",
+    discovered: bool = False,
 ) -> ServedModel:
     """Load the tokenizer and the ends of `checkpoint`. Blocks.
 
-    The swarm is joined with the first request. `advice` says whose defaults requests get. Raises
-    what fetching files raises, and `ConfigError`.
+    The swarm is joined with the first request. `advice` says whose defaults requests get,
+    `discovered` that strangers chose the model. Raises what fetching files raises, and
+    `ConfigError`.
     """
-    model, tokenizer = open_model(config, checkpoint)
-    served = ServedModel(
-        model,
-        tokenizer,
-        name=checkpoint.name,
-        model_id=model_id(checkpoint),
-        activity=activity,
-        metrics=metrics,
-        defaults=advised(model.generation_config) if advice == "model" else None,
-    )
+    model, tokenizer = open_model(config, checkpoint, discovered=discovered)
+    try:
+        served = ServedModel(
+            model,
+            tokenizer,
+            name=checkpoint.name,
+            model_id=model_id(checkpoint),
+            activity=activity,
+            metrics=metrics,
+            defaults=advised(model.generation_config) if advice == "model" else None,
+        )
+    except BaseException:
+        model.close()
+        raise
     try:
         served.vocabulary.grammars.prepare()
     except ValueError as error:
