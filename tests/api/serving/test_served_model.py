@@ -315,7 +315,7 @@ async def test_a_tokenizer_of_a_discovered_model_is_checked(tmp_path: Path) -> N
 async def test_a_closed_model_takes_no_more_requests(tiny: Callable[[str], Path]) -> None:
     async with served_locally(tiny("llama")) as served:
         await served.close()
-        with pytest.raises(RuntimeError):
+        with pytest.raises(SwarmError, match="ask again"):
             await answer(served, greedy_job(prompt_ids(4), 1))
-        with pytest.raises(RuntimeError):
+        with pytest.raises(SwarmError, match="ask again"):
             await served.embed([prompt_ids(4)])
