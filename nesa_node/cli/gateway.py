@@ -87,7 +87,8 @@ async def serve_gateway(
 
         async def open_model(name: str, ids: frozenset[ModelId] | None) -> ServedModel:
             if ids is not None:
-                return await asyncio.to_thread(open_discovered, config, name, ids, load)
+                found = partial(load, discovered=True)
+                return await asyncio.to_thread(open_discovered, config, name, ids, found)
             return await asyncio.to_thread(lambda: load(open_named(config, name)))
 
         models = Models(

@@ -11,7 +11,7 @@ from nesa_node.client.options import ConnectionOptions
 from nesa_node.core.config import ClientConfig, default_decisions_path, secret_text
 from nesa_node.engine.checkpoint import Checkpoint, open_checkpoint
 from nesa_node.engine.threads import fix_threads
-from nesa_node.engine.tokenizer import load_tokenizer
+from nesa_node.engine.tokenizer import load_discovered_tokenizer, load_tokenizer
 
 
 def open_named(config: ClientConfig, name: str) -> Checkpoint:
@@ -22,16 +22,18 @@ def open_named(config: ClientConfig, name: str) -> Checkpoint:
 
 
 def open_model(
-    config: ClientConfig, checkpoint: Checkpoint
+    config: ClientConfig, checkpoint: Checkpoint, *, discovered: bool = False
 ) -> tuple[DistributedModelForCausalLM, PreTrainedTokenizerBase]:
     """Load tokenizer and ends of `checkpoint`. Close the model.
 
-    The swarm is joined at the first session. Raises what fetching files raises, and `ConfigError`.
+    The swarm is joined at the first session. `discovered`: strangers chose the model, so that not
+    every tokenizer is run. Raises what fetching files raises, and `ConfigError`.
     """
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     if config.threads is not None:
         fix_threads(config.threads)
-    tokenizer = load_tokenizer(checkpoint.fetch_side_files())
+    load = load_discovered_tokenizer if discovered else load_tokenizer
+    tokenizer = load(checkpoint.fetch_side_files())
     options = ConnectionOptions(
         initial_peers=config.initial_peers,
         routing=config.route,

@@ -70,6 +70,7 @@ class Family:
         return f"{self.decoder}.{self.layers}"
 
 
+MAX_CONTEXT_LENGTH = 2**31 - 1
 FAMILIES: Mapping[str, Family] = {
     "llama": Family("Llama", fuses=True),
     "mistral": Family("Mistral", fuses=True),
@@ -164,6 +165,6 @@ def context_length(family: Family, config: Any) -> int:
         if parameters.get("rope_type") in ("longrope", "dynamic")
     ]
     known = [int(limit) for limit in limits if limit]
-    if not known:
-        raise UnsupportedModelError("the model's config states no context length")
+    if not known or not 0 < min(known) <= MAX_CONTEXT_LENGTH:
+        raise UnsupportedModelError("the model's config states no context length, or an odd one")
     return min(known)

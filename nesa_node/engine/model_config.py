@@ -44,7 +44,7 @@ def read_config(folder: Path, *, name: str) -> PreTrainedConfig:
     """Return the config of a model that can be served. Raises `UnsupportedModelError` for others.
 
     Code that a checkpoint brings along (`auto_map`) is never run: a model type that transformers
-    does not know itself is refused.
+    does not know itself is refused. Nor does it choose the code for its attention or experts.
     """
     raw = read_raw_config(folder, name=name)
     quantization = raw.get("quantization_config")
@@ -69,6 +69,9 @@ def read_config(folder: Path, *, name: str) -> PreTrainedConfig:
     require_servable(family, config, name=name)
     if not isinstance(config, PreTrainedConfig):
         raise CorruptCheckpointError(f"{folder / 'config.json'} is no model config")
+    # A name of the hub is fetched there, as machine code, where the package `kernels` is installed.
+    config._attn_implementation = None
+    config._experts_implementation = None
     return config
 
 

@@ -17,7 +17,7 @@ from nesa_node.core.errors import CorruptCheckpointError, NesaError
 INDEX_FILE = "model.safetensors.index.json"
 MAX_CONFIG_BYTES = 1 << 20
 MAX_INDEX_BYTES = 32 << 20
-MAX_TOKENIZER_BYTES = 64 << 20
+MAX_TOKENIZER_BYTES = 40 << 20
 _SHOWN_CHARS = 300
 
 SIDE_FILES = {

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from nesa_node.core.errors import ModelNotFoundError
-from nesa_node.engine.side_files import check_side_files, parsing
+from nesa_node.engine.side_files import check_side_files, parsing, read_json
+from nesa_node.engine.tokenizer_rules import checked_tokenizer, checked_tokenizer_config
+
+_TEMPLATE_FILE = "chat_template.jinja"
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
@@ -18,6 +24,44 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     check_side_files(folder)
     with parsing(f"the tokenizer in {folder}"):
         return _load(folder)
+
+
+def load_discovered_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer in `folder`, which a stranger chose: its `tokenizer.json`, where that is known
+    to be harmless (`tokenizer_rules.py`), read as it stands.
+
+    Raises as `load_tokenizer`, and `UnsupportedModelError`.
+    """
+    check_side_files(folder)
+    what = f"the tokenizer in {folder}"
+    try:
+        content = checked_tokenizer((folder / "tokenizer.json").read_bytes())
+    except FileNotFoundError as error:
+        raise ModelNotFoundError(
+            f"{what} has no tokenizer.json, which a discovered model needs; name it with --model"
+        ) from error
+    config = checked_tokenizer_config(
+        _object(folder / "tokenizer_config.json"),
+        special_tokens=_object(folder / "special_tokens_map.json"),
+    )
+    fast: Any = PreTrainedTokenizerFast
+    # Not `folder`: there transformers would find other files, of which it makes other tokenizers.
+    with parsing(what), TemporaryDirectory(prefix="nesa-tokenizer-") as checked:
+        (Path(checked) / "tokenizer.json").write_bytes(content)
+        (Path(checked) / "tokenizer_config.json").write_text(json.dumps(config))
+        if (template := folder / _TEMPLATE_FILE).is_file():
+            (Path(checked) / _TEMPLATE_FILE).write_bytes(template.read_bytes())
+        made: PreTrainedTokenizerBase = fast.from_pretrained(
+            checked, local_files_only=True, trust_remote_code=False
+        )
+    return made
+
+
+def _object(path: Path) -> object:
+    try:
+        return read_json(path)
+    except FileNotFoundError:
+        return {}
 
 
 def _load(folder: Path) -> PreTrainedTokenizerBase:

@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
+from nesa_node.api.decoding.job import Event, Job, PromptRead
 from tests.api.scripted import NAME, Server, chat_body, serving
 
 CHAT = "/v1/chat/completions"
@@ -419,6 +420,38 @@ async def test_garbage_on_the_wire_harms_nobody(server: Server) -> None:
         writer.close()
         await asyncio.gather(writer.wait_closed(), return_exceptions=True)
     assert (await server.chat()).status_code == 200
+
+
+async def test_a_panic_of_a_library_is_told_and_logged_once(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though it is no `Exception`: before an answer is computed, while it is, and in a stream."""
+    panic = type("PanicException", (BaseException,), {})
+    logged: list[str] = []
+
+    class Log:
+        def error(self, event: str, **_: Any) -> None:
+            logged.append(event)
+
+    monkeypatch.setattr("nesa_node.api.answering.failures.log", Log())
+
+    async def fails(_job: Job) -> AsyncIterator[Event]:
+        yield PromptRead()
+        raise panic("retry-limit-in-match over")
+
+    def tokens(*_: Any, **__: Any) -> Any:
+        raise panic("retry-limit-in-match over")
+
+    async with serving(tokenizer, fails) as server:
+        assert error_of(await server.chat())["code"] == "internal_error"
+        streamed = await server.chat(stream=True)
+        assert "internal_error" in streamed.text
+        assert logged == ["request_failed"] * 2
+        monkeypatch.setattr(type(tokenizer), "__call__", tokens)
+        monkeypatch.setattr(type(tokenizer), "encode", tokens)
+        response = await server.post("/tokenize", {"prompt": "hello"})
+        assert (response.status_code, error_of(response)["code"]) == (500, "internal_error")
+        assert logged == ["request_failed"] * 3
 
 
 async def test_templates_that_refuse_are_told(tokenizer: Any) -> None:

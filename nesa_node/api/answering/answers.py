@@ -17,7 +17,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from nesa_node.api.answering.closing import Closing
-from nesa_node.api.answering.failures import problem_of
+from nesa_node.api.answering.failures import is_failure, problem_of
 from nesa_node.api.serving.unless import ClientGone, gone, unless
 from nesa_node.core.waiting import Waits
 from nesa_node.web.problem import Problem
@@ -120,7 +120,9 @@ class Computed(Response):
                     response = whole_response(await self._work())
         except ClientGone:
             return
-        except Exception as error:  # whatever it is, the client is told
+        except BaseException as error:  # whatever it is, the client is told
+            if not is_failure(error):
+                raise
             response = problem_of(error).response()
         await response(scope, receive, send)
 
@@ -165,7 +167,9 @@ class EventStream(Response):
                         await wire.write(data)
         except ClientGone:
             raise
-        except Exception as error:  # as above
+        except BaseException as error:  # as above
+            if not is_failure(error):
+                raise
             problem = problem_of(error)
             if await wire.instead(problem.response(), scope, receive):
                 return

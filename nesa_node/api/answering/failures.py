@@ -43,7 +43,12 @@ _TABLE: tuple[tuple[type[NesaError], int, str, float | None], ...] = (
 """The first class that fits counts: status, `code`, and seconds until another try may help."""
 
 
-def problem_of(error: Exception) -> Problem:
+def is_failure(error: BaseException) -> bool:
+    """Whether a client is told of it. A panic of tokenizers' or llguidance's is no `Exception`."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+
+
+def problem_of(error: BaseException) -> Problem:
     """What to tell a client. Unexpected errors are logged, and told without their words."""
     if isinstance(error, Problem):
         return error
@@ -99,8 +104,8 @@ class _Unexpected:
             await self._app(scope, receive, sent)
         except ClientDisconnect:
             return
-        except Exception as error:  # whatever it is, in OpenAI's words
-            if started:
+        except BaseException as error:  # whatever it is, in OpenAI's words
+            if started or not is_failure(error):
                 # Half an answer is no answer: the server closes the connection.
                 raise
             await problem_of(error).response()(scope, receive, send)

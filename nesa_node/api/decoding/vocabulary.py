@@ -35,4 +35,6 @@ class Vocabulary:
 def _eos_ids(tokenizer: Any, config: GenerationConfig) -> Iterable[int]:
     # Chat models often end a turn with a token that only one of the two names.
     for ids in (config.eos_token_id, tokenizer.eos_token_id):
-        yield from ids if isinstance(ids, Sequence) else () if ids is None else (ids,)
+        for one in ids if isinstance(ids, Sequence) else (ids,):
+            if isinstance(one, int) and not isinstance(one, bool):
+                yield one

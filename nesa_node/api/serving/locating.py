@@ -20,6 +20,7 @@ from nesa_node.core.errors import BusyError, ModelNotFoundError, NesaError
 from nesa_node.core.ids import ModelId
 from nesa_node.engine.checkpoint import Checkpoint, open_folder
 from nesa_node.engine.model_id import model_id
+from nesa_node.engine.side_files import parsing
 
 T = TypeVar("T")
 
@@ -47,7 +48,8 @@ def _locate(config: ClientConfig, seen: Seen) -> str:
         raise ModelNotFoundError(f"start the gateway with --model FOLDER to offer {name[:96]!r}")
     folder = config.cache_dir / name
     try:
-        require_same(open_folder(folder), frozenset({seen.model_id}))
+        with parsing(f"the model in {folder}"):
+            require_same(open_folder(folder), frozenset({seen.model_id}))
     except NesaError as error:
         raise ModelNotFoundError(f"{error}; --model names another place") from error
     return str(folder)
@@ -65,20 +67,22 @@ def open_discovered(
     of `ids`. Blocks.
 
     What is downloaded of the hub, by `load` too, replaces what was used longest ago where it would
-    exceed the disk limit. Raises `ModelError`s, `DiskLimitError` where the model alone exceeds it,
-    and `BusyError` while another process downloads there.
+    exceed the disk limit. Raises `ModelError`s, also for whatever else a library makes of a
+    stranger's files, `DiskLimitError` where the model alone exceeds it, and `BusyError` while
+    another process downloads there.
     """
     if Path(source).is_absolute():
-        folder = open_folder(Path(source))
-        require_same(folder, ids)
-        return load(folder)
+        with parsing(f"the model in {source}"):
+            folder = open_folder(Path(source))
+            require_same(folder, ids)
+            return load(folder)
     # Only here: huggingface_hub reads its environment when it is imported.
     from nesa_node.engine.hub import open_hub
 
     cache_dir = config.cache_dir / DISCOVERED
     cache_dir.mkdir(parents=True, exist_ok=True)
     try:
-        with FileLock(cache_dir / ".lock", timeout=0):
+        with FileLock(cache_dir / ".lock", timeout=0), parsing(f"the model {source}"):
             # Not `open_checkpoint`: to a name of the swarm no folder of this machine answers.
             checkpoint = open_hub(
                 source,

@@ -39,6 +39,10 @@ class GatewayMetrics:
         """Tell of this model from now on, also while nobody asks for it."""
         self._models.setdefault(model, _Model())
 
+    def forget(self, model: ModelId) -> None:
+        """Tell no more of this model: many may be opened and closed, one after the other."""
+        self._models.pop(model, None)
+
     def routes(self, *routes: str) -> None:
         """Tell of these from now on: templates (`/v1/models/{id}`), never what was asked for."""
         for route in routes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Container, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -25,7 +25,8 @@ log = get_logger(__name__)
 LOOK_EVERY_S = 5.0
 MAX_DISCOVERED = 256
 MAX_OPEN = 16
-"""Discovered models open at once: each takes memory for its embedding and head."""
+"""Discovered models open at once: each takes memory for its embedding and head. For one more, the
+one that was used longest ago is closed, if it has no request."""
 _TRY_AGAIN_S = 600.0
 _FETCH_AGAIN_S = 60.0
 _MAX_REFUSED = 1024
@@ -53,6 +54,8 @@ class Card:
     model_id: ModelId | None = None
     context_length: int | None = None
     served: ServedModel | None = None
+    used_s: float = 0.0
+    """When it was asked for last, by the monotonic clock."""
     opening: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
@@ -93,7 +96,7 @@ class Models:
         self._looked = asyncio.Event()
         self._refused: dict[ModelId, float] = {}
         self._fetching = asyncio.Lock()
-        self._opening: set[asyncio.Task[None]] = set()
+        self._opening: set[asyncio.Task[ServedModel]] = set()
 
     def cards(self) -> Sequence[Card]:
         return tuple(self._cards)
@@ -124,33 +127,36 @@ class Models:
         return whole or [card for card in cards if _last_part(card.name) == name]
 
     async def get(self, name: str | None) -> ServedModel:
-        """Opened now if it is asked for the first time. Raises `Problem` and `NesaError`."""
-        return await self._opened(self.card(name))
+        """Opened now if it is not open. Raises `Problem` and `NesaError`."""
+        card = self.card(name)
+        card.used_s = time.monotonic()
+        return await self._opened(card)
 
     async def _opened(self, card: Card) -> ServedModel:
-        if card.served is None:
-            with waiting("the model to be opened for the first time"):
-                # A client that goes meanwhile must not end what other requests wait for.
-                task = asyncio.create_task(self._open_once(card), name="open-model")
-                self._opening.add(task)
-                task.add_done_callback(self._opening.discard)
-                await asyncio.shield(task)
-        assert card.served is not None
-        return card.served
+        if card.served is not None:
+            return card.served
+        with waiting("the model to be opened for the first time"):
+            # A client that goes meanwhile must not end what other requests wait for.
+            task = asyncio.create_task(self._open_once(card), name="open-model")
+            self._opening.add(task)
+            task.add_done_callback(self._opening.discard)
+            return await asyncio.shield(task)
 
-    async def _open_once(self, card: Card) -> None:
+    async def _open_once(self, card: Card) -> ServedModel:
         async with card.opening:
             if card.served is not None:
-                return
+                return card.served
             served = await (self._fetch(card) if self.discovers else self._enter(card))
             self._look.know_blocks(served.model_id, served.num_blocks)
             card.model_id = served.model_id
             card.context_length = served.context_length
             card.served = served
+            card.used_s = time.monotonic()
             if card not in self._cards:
                 # It vanished, or was refused, while this request waited its turn.
                 self._cards.append(card)
             log.info("model_opened", model=card.model_id, **told(served.defaults))
+            return served
 
     async def _fetch(self, card: Card) -> ServedModel:
         """Open a discovered model: one at a time, since all share what they may take of the disk.
@@ -159,15 +165,25 @@ class Models:
         """
         async with self._fetching:
             if sum(other.opened for other in self._cards) >= MAX_OPEN:
-                raise ResourceError(
-                    f"{MAX_OPEN} models are open here, which is the most; name those to serve with "
-                    "--model"
-                )
+                await self._make_room()
             try:
                 return await self._enter(card, frozenset(card.announced))
             except ModelError as error:
                 self._refuse(card, error)
                 raise
+
+    async def _make_room(self) -> None:
+        """Close a discovered model that is not in use. Raises `ResourceError` if all are."""
+        card = least_wanted(self._cards, self._seen or {})
+        if card is None or card.served is None:
+            raise ResourceError(
+                f"{MAX_OPEN} models are open here, which is the most, and answer requests; name "
+                "those to serve with --model"
+            )
+        served, card.served = card.served, None
+        log.info("model_closed", model=card.model_id)
+        card.model_id = None
+        await served.close()
 
     async def _enter(self, card: Card, ids: frozenset[ModelId] | None = None) -> ServedModel:
         served = await self._open(card.source, ids)
@@ -276,6 +292,13 @@ class Models:
         if len(self._refused) >= _MAX_REFUSED:
             self._refused.clear()
         self._refused[model_id] = time.monotonic() + for_s
+
+
+def least_wanted(cards: Sequence[Card], seen: Container[ModelId]) -> Card | None:
+    """The open model without a request that was used longest ago, of those that no node announces
+    where there are any."""
+    idle = [card for card in cards if card.served is not None and not card.served.running]
+    return min(idle, key=lambda card: (card.model_id in seen, card.used_s), default=None)
 
 
 def _last_part(name: str) -> str:

@@ -84,6 +84,12 @@ class ServedModel:
         self._model = model
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="nesa-request")
         self._interrupts: set[Interrupt] = set()
+        self._closed = False
+
+    @property
+    def running(self) -> int:
+        """How many requests run here or wait for a thread."""
+        return len(self._interrupts)
 
     async def join(self) -> None:
         """Join the swarm now, not with the first request. Raises the `SwarmError`s of joining."""
@@ -124,7 +130,9 @@ class ServedModel:
         yield from self._model.samples()
 
     async def close(self) -> None:
-        """End all requests, leave the swarm. May be called twice."""
+        """End all requests, leave the swarm, tell no more of it. May be called twice."""
+        self._closed = True
+        self._metrics.forget(self.model_id)
         for interrupt in list(self._interrupts):
             interrupt.set()
         await asyncio.to_thread(self._close)
@@ -173,7 +181,10 @@ class ServedModel:
             generation.run()
 
     def _submit(self, work: Callable[[], T], interrupt: Interrupt) -> Future[T]:
-        """Raises `BusyError` where too many wait already."""
+        """Raises `BusyError` where too many wait already, `SwarmError` once this is closed."""
+        if self._closed:
+            # A request may have been about to begin when the gateway closed it for another.
+            raise SwarmError(f"{self.name} was closed; ask again")
         if len(self._interrupts) >= MOST_REQUESTS:
             raise BusyError(f"{MOST_REQUESTS} requests of this gateway wait", RETRY_AFTER_S)
         self._interrupts.add(interrupt)
@@ -203,22 +214,28 @@ def open_served_model(
     activity: ActivityBook | None = None,
     metrics: GatewayMetrics | None = None,
     advice: SamplingAdvice = "model",
+    discovered: bool = False,
 ) -> ServedModel:
     """Load the tokenizer and the ends of `checkpoint`. Blocks.
 
-    The swarm is joined with the first request. `advice` says whose defaults requests get. Raises
-    what fetching files raises, and `ConfigError`.
+    The swarm is joined with the first request. `advice` says whose defaults requests get,
+    `discovered` that strangers chose the model. Raises what fetching files raises, and
+    `ConfigError`.
     """
-    model, tokenizer = open_model(config, checkpoint)
-    served = ServedModel(
-        model,
-        tokenizer,
-        name=checkpoint.name,
-        model_id=model_id(checkpoint),
-        activity=activity,
-        metrics=metrics,
-        defaults=advised(model.generation_config) if advice == "model" else None,
-    )
+    model, tokenizer = open_model(config, checkpoint, discovered=discovered)
+    try:
+        served = ServedModel(
+            model,
+            tokenizer,
+            name=checkpoint.name,
+            model_id=model_id(checkpoint),
+            activity=activity,
+            metrics=metrics,
+            defaults=advised(model.generation_config) if advice == "model" else None,
+        )
+    except BaseException:
+        model.close()
+        raise
     try:
         served.vocabulary.grammars.prepare()
     except ValueError as error:

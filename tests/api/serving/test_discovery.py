@@ -132,14 +132,68 @@ async def test_a_whole_name_goes_before_the_end_of_another(tokenizer: Any) -> No
         assert models.card("evil/llama").name == "evil/llama"
 
 
+class Opened:
+    """Models that were opened, by name, each of its own."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.models: dict[str, ScriptedModel] = {}
+
+    async def __call__(self, source: str, _ids: frozenset[ModelId] | None) -> Any:
+        name = source.removeprefix("org/")
+        model = ScriptedModel(self._tokenizer)
+        model.name, model.model_id = name, ModelId(f"{name}@0")
+        self.models[name] = model
+        return model
+
+    def closed(self) -> set[str]:
+        return {name for name, model in self.models.items() if model.closed}
+
+
 async def test_however_many_are_announced_few_are_open(tokenizer: Any) -> None:
-    look = ManyModels(*(f"m{number}" for number in range(300)))
-    async with discovering(look, opens(ScriptedModel(tokenizer))) as models:
+    look, opened = ManyModels(*(f"m{number}" for number in range(300))), Opened(tokenizer)
+    async with discovering(look, opened) as models:
         assert len(models.cards()) == 256
         for number in range(16):
-            await models.get(f"m{number}")
+            (await models.get(f"m{number}")).running = 1  # type: ignore[misc]
         with pytest.raises(ResourceError, match="--model"):
             await models.get("m16")
+        assert opened.closed() == set()
+        assert sum(card.opened for card in models.cards()) == 16
+
+
+async def test_the_one_used_longest_ago_makes_room_for_another(tokenizer: Any) -> None:
+    look, opened = ManyModels(*(f"m{number}" for number in range(19))), Opened(tokenizer)
+    async with discovering(look, opened) as models:
+        for number in range(16):
+            await models.get(f"m{number}")
+        opened.models["m0"].running = 1
+        await models.get("m1")
+        first: object = await models.get("m16")
+        assert first is opened.models["m16"]
+        assert opened.closed() == {"m2"}
+        # Still offered, and opened anew.
+        assert not models.card("m2").opened
+        again: object = await models.get("m2")
+        assert again is opened.models["m2"]
+        assert opened.closed() == {"m3"}
+        assert sum(card.opened for card in models.cards()) == 16
+
+
+async def test_models_that_no_node_announces_are_closed_first(tokenizer: Any) -> None:
+    """Else sixteen that came and went would close the gateway to all others for good."""
+    evil = [f"evil-{number}" for number in range(15)]
+    look, opened = ManyModels("old", "good", *evil), Opened(tokenizer)
+    async with discovering(look, opened) as models:
+        for name in ("old", *evil):
+            await models.get(name)
+        look.names = ("old", "good")
+        await look.again()
+        opened.models["evil-0"].running = 1
+        await models.get("good")
+        assert opened.closed() == {"evil-1"}
+        await look.again()
+        assert "evil-1" not in {card.name for card in models.cards()}
 
 
 async def test_a_name_that_two_models_end_in_is_neither_s(tokenizer: Any) -> None:

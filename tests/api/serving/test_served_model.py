@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
@@ -24,6 +25,7 @@ from nesa_node.core.errors import (
     ContextLengthError,
     MissingBlocksError,
     SwarmError,
+    UnsupportedModelError,
 )
 from nesa_node.core.span import Span
 from nesa_node.engine.blocks import Blocks
@@ -293,10 +295,27 @@ async def test_a_folder_is_opened_with_its_tokenizer(tmp_path: Path) -> None:
         await served.close()
 
 
+async def test_a_tokenizer_of_a_discovered_model_is_checked(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "words")
+    config = ClientConfig(torch_dtype="float32", cache_dir=tmp_path)
+    served = await asyncio.to_thread(
+        open_served_model, config, open_folder(folder), discovered=True
+    )
+    await served.close()
+    doubles = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
+    file = folder / "tokenizer.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"normalizer": doubles}))
+    with pytest.raises(UnsupportedModelError, match="--model"):
+        await asyncio.to_thread(open_served_model, config, open_folder(folder), discovered=True)
+    # Named, it is trusted.
+    served = await asyncio.to_thread(open_served_model, config, open_folder(folder))
+    await served.close()
+
+
 async def test_a_closed_model_takes_no_more_requests(tiny: Callable[[str], Path]) -> None:
     async with served_locally(tiny("llama")) as served:
         await served.close()
-        with pytest.raises(RuntimeError):
+        with pytest.raises(SwarmError, match="ask again"):
             await answer(served, greedy_job(prompt_ids(4), 1))
-        with pytest.raises(RuntimeError):
+        with pytest.raises(SwarmError, match="ask again"):
             await served.embed([prompt_ids(4)])

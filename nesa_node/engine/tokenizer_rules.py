@@ -1,0 +1,332 @@
+"""What a stranger's tokenizer may be: a few known components, and little of each.
+
+A `tokenizer.json` is a program: a pattern that is replaced by a longer one, forty times, takes all
+memory for one letter, and a regular expression may take for ever. So there is a list of what is
+run, and what was checked is written anew: no second parser reads the file otherwise than this one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import msgspec
+
+from nesa_node.core.errors import UnsupportedModelError
+
+MAX_TOKENS = 300_000
+"""Of the families served BLOOM and Gemma have the most, 250,680 and 262,208."""
+MAX_MERGES = 700_000
+MAX_ADDED_TOKENS = 8192
+MAX_TOKEN_CHARS = 1024
+MAX_ADDED_CHARS = 256
+MAX_COMPONENTS = 8
+"""Of a kind, one after the other; DeepSeek's tokenizers split seven times."""
+_MAX_PATTERN_CHARS = 16
+_MAX_COMMAS = 3_000_000
+_MAX_BRACKETS = 1_000_000
+
+_CASED = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+_SMALL = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_SHORT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_PUNCTUATION = r" ?[^\s\p{L}\p{N}]+"
+
+REGEXES = frozenset(
+    {
+        # GPT-2
+        rf"'s|'t|'re|'ve|'m|'ll|'d| ?\p{{L}}+| ?\p{{N}}+|{_PUNCTUATION}|\s+(?!\S)|\s+",
+        # Llama 3, GPT-4, Phi-4
+        rf"{_SHORT}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_PUNCTUATION}[\r\n]*|{_SPACES}",
+        # Qwen 2, 2.5 and 3
+        rf"{_SHORT}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_PUNCTUATION}[\r\n]*|{_SPACES}",
+        # GPT-4o
+        rf"[^\r\n\p{{L}}\p{{N}}]?{_CASED}*{_SMALL}+{_SHORT}?"
+        rf"|[^\r\n\p{{L}}\p{{N}}]?{_CASED}+{_SMALL}*{_SHORT}?"
+        rf"|\p{{N}}{{1,3}}|{_PUNCTUATION}[\r\n/]*|{_SPACES}",
+        # Mistral (Tekken)
+        rf"[^\r\n\p{{L}}\p{{N}}]?{_CASED}*{_SMALL}+|[^\r\n\p{{L}}\p{{N}}]?{_CASED}+{_SMALL}*"
+        rf"|\p{{N}}|{_PUNCTUATION}[\r\n/]*|{_SPACES}",
+        # Falcon, DeepSeek, and models that split digits
+        r"[0-9][0-9][0-9]",
+        r"\p{N}",
+        r"\p{N}{1,3}",
+        "[\r\n]",
+        r"\s?\p{L}+",
+        r"\s?\p{P}+",
+        "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+",
+        "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+        "[!\"#$%&'()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~][A-Za-z]+"
+        "|[^\r\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+| ?[\\p{P}\\p{S}]+[\r\n]*"
+        "|\\s*[\r\n]+|\\s+(?!\\S)|\\s+",
+        # BLOOM
+        " ?[^(\\s|[.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c])]+",
+    }
+)
+"""Those that models of the families served split texts by; each takes time in proportion."""
+
+Component = dict[str, Any]
+
+
+class _AddedToken(msgspec.Struct):
+    id: int
+    content: str
+    single_word: bool = False
+    lstrip: bool = False
+    rstrip: bool = False
+    normalized: bool = False
+    special: bool = False
+
+
+class _Model(msgspec.Struct):
+    vocab: dict[str, int]
+    type: str | None = None
+    merges: list[str | tuple[str, str]] | None = None
+    unk_token: str | None = None
+    continuing_subword_prefix: str | None = None
+    end_of_word_suffix: str | None = None
+    fuse_unk: bool = False
+    byte_fallback: bool = False
+    ignore_merges: bool = False
+
+
+class _Tokenizer(msgspec.Struct):
+    model: _Model
+    added_tokens: list[_AddedToken] = []
+    normalizer: Component | None = None
+    pre_tokenizer: Component | None = None
+    post_processor: Component | None = None
+    decoder: Component | None = None
+    version: str = "1.0"
+
+
+def checked_tokenizer(content: bytes) -> bytes:
+    """A stranger's `tokenizer.json` without what is not used here (padding, truncation, dropout).
+
+    Raises `UnsupportedModelError` for one that might take more than a text's share of time and
+    memory, and for whatever is not known to be harmless.
+    """
+    # Before it is parsed: a value takes tens of times the memory of its two or three bytes.
+    if content.count(b",") > _MAX_COMMAS or content.count(b"[") > _MAX_BRACKETS:
+        raise _refused("it has too many entries")
+    try:
+        found = msgspec.json.decode(content, type=_Tokenizer)
+    except (msgspec.MsgspecError, RecursionError, ValueError) as error:
+        raise _refused(str(error)) from error
+    _check_vocabulary(found.model)
+    _check_added(found.added_tokens)
+    _check_each(found.normalizer, "normalizer", "normalizers", _NORMALIZERS)
+    _check_each(found.pre_tokenizer, "pre_tokenizer", "pretokenizers", _PRE_TOKENIZERS)
+    _check_each(found.post_processor, "post_processor", "processors", _POST_PROCESSORS)
+    _check_each(found.decoder, "decoder", "decoders", _DECODERS)
+    written = msgspec.to_builtins(found)
+    if found.model.type == "WordLevel":
+        written["model"] = {
+            key: written["model"][key] for key in ("type", "vocab", "unk_token")
+        } | {"unk_token": found.model.unk_token or ""}
+    return msgspec.json.encode(written | {"truncation": None, "padding": None})
+
+
+def checked_tokenizer_config(raw: object, *, special_tokens: object) -> dict[str, Any]:
+    """What is used of a stranger's `tokenizer_config.json` and `special_tokens_map.json`.
+
+    Neither which class reads the tokenizer nor from which file. Raises `UnsupportedModelError`.
+    """
+    if not isinstance(raw, dict) or not isinstance(special_tokens, dict):
+        raise _refused("tokenizer_config.json or special_tokens_map.json is no object")
+    config = {key: special_tokens[key] for key in _SPECIAL_TOKENS if key in special_tokens}
+    config |= {key: raw[key] for key in (*_SPECIAL_TOKENS, *_CONFIG_KEYS) if key in raw}
+    for key in _SPECIAL_TOKENS:
+        many = _tokens_of(config.get(key))
+        if len(many) > MAX_ADDED_TOKENS or not all(map(_is_special_token, many)):
+            raise _refused(f"{key} of tokenizer_config.json is no short token, or are too many")
+    added = config.get("added_tokens_decoder", {})
+    if not isinstance(added, dict) or len(added) > MAX_ADDED_TOKENS:
+        raise _refused(f"more than {MAX_ADDED_TOKENS} tokens are added, or no table of them")
+    for key, token in added.items():
+        if not (key.isascii() and key.isdigit() and len(key) <= 6 and int(key) < MAX_TOKENS):
+            raise _refused(f"{key[:20]!r} is no id of an added token")
+        if not isinstance(token, dict) or not _is_special_token(token):
+            raise _refused(f"the added token {key} is none, or too long")
+    return config
+
+
+_SPECIAL_TOKENS = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+    "additional_special_tokens",
+    "extra_special_tokens",
+)
+_CONFIG_KEYS = (
+    "added_tokens_decoder",
+    "chat_template",
+    "clean_up_tokenization_spaces",
+    "model_max_length",
+    "split_special_tokens",
+)
+
+
+def _tokens_of(value: object) -> list[object]:
+    """One token, several, or several by name."""
+    if isinstance(value, dict) and "content" not in value:
+        return list(value.values())
+    return value if isinstance(value, list) else [] if value is None else [value]
+
+
+def _is_special_token(value: object) -> bool:
+    content = value.get("content") if isinstance(value, dict) else value
+    return isinstance(content, str) and len(content) <= MAX_ADDED_CHARS
+
+
+def _refused(reason: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"its tokenizer.json is not run, since a stranger chose it: {reason}. "
+        "Where you trust the model, name it with --model"
+    )
+
+
+def _check_vocabulary(model: _Model) -> None:
+    if model.type is None and model.merges is not None:
+        model.type = "BPE"  # as files of older versions leave it out
+    if model.type not in ("BPE", "WordLevel"):
+        raise _refused(f"its model is {str(model.type)[:40]!r}, which is neither BPE nor WordLevel")
+    if len(model.vocab) > MAX_TOKENS or len(model.merges or ()) > MAX_MERGES:
+        raise _refused(f"it has more than {MAX_TOKENS:,} tokens or {MAX_MERGES:,} merges")
+    if max(map(len, model.vocab), default=0) > MAX_TOKEN_CHARS:
+        raise _refused(f"a token has more than {MAX_TOKEN_CHARS} characters")
+    if not 0 <= min(model.vocab.values(), default=0) <= _largest(model.vocab) < MAX_TOKENS:
+        raise _refused(f"a token's id is not 0 to {MAX_TOKENS - 1:,}")
+    for text in (model.unk_token, model.continuing_subword_prefix, model.end_of_word_suffix):
+        if len(text or "") > _MAX_PATTERN_CHARS:
+            raise _refused("a prefix, a suffix or the unknown token is too long")
+
+
+def _largest(vocab: Mapping[str, int]) -> int:
+    return max(vocab.values(), default=0)
+
+
+def _check_added(tokens: list[_AddedToken]) -> None:
+    if len(tokens) > MAX_ADDED_TOKENS:
+        raise _refused(f"more than {MAX_ADDED_TOKENS} tokens are added to it")
+    for token in tokens:
+        if not 0 <= token.id < MAX_TOKENS or not 0 < len(token.content) <= MAX_ADDED_CHARS:
+            raise _refused(f"the added token {token.id} is out of bounds")
+
+
+Check = Callable[[Component], bool]
+
+
+def _check_each(found: Component | None, kind: str, key: str, known: Mapping[str, Check]) -> None:
+    parts = list(_flat(found, key, MAX_COMPONENTS)) if found is not None else []
+    if len(parts) > MAX_COMPONENTS:
+        raise _refused(f"{kind} has more than {MAX_COMPONENTS} parts")
+    counts = Counter(str(part.get("type")) for part in parts)
+    for part in parts:
+        name = part.get("type")
+        check = known.get(name) if isinstance(name, str) else None
+        if check is None:
+            raise _refused(f"{kind} {str(name)[:40]!r} is not known here")
+        if not check(part):
+            raise _refused(f"{kind} {name} does what is not known here")
+        if name in _ONCE and counts[name] > 1:
+            raise _refused(f"{kind} {name} comes more than once")
+
+
+def _flat(part: Component, key: str, depth: int) -> Iterator[Component]:
+    if part.get("type") != "Sequence":
+        yield part
+        return
+    inner = part.get(key)
+    if not isinstance(inner, list) or len(inner) > MAX_COMPONENTS or not depth:
+        raise _refused(f"a sequence has no {key}, or too many")
+    for one in inner:
+        if not isinstance(one, dict):
+            raise _refused(f"one of {key} is none")
+        yield from _flat(one, key, depth - 1)
+
+
+def _any(_part: Component) -> bool:
+    return True
+
+
+def _shortens(part: Component) -> bool:
+    """Whether it replaces a text by one that is not longer."""
+    pattern, content = _text_pattern(part), part.get("content")
+    return pattern is not None and isinstance(content, str) and len(content) <= len(pattern)
+
+
+def _text_pattern(part: Component) -> str | None:
+    pattern = part.get("pattern")
+    text = pattern.get("String") if isinstance(pattern, dict) and len(pattern) == 1 else None
+    return text if isinstance(text, str) and 0 < len(text) <= _MAX_PATTERN_CHARS else None
+
+
+def _splits(part: Component) -> bool:
+    pattern = part.get("pattern")
+    if isinstance(pattern, dict) and list(pattern) == ["Regex"]:
+        return isinstance(pattern["Regex"], str) and pattern["Regex"] in REGEXES
+    return _text_pattern(part) is not None
+
+
+def _strips_one(part: Component) -> bool:
+    """tokenizers panics where it is to strip more than there is."""
+    return part.get("start") in (0, 1) and part.get("stop") == 0
+
+
+def _fills_in_once(part: Component) -> bool:
+    """Whether a template has a text, and one that follows it, at most once, and few tokens more."""
+    for key, most in (("single", 1), ("pair", 2)):
+        pieces = part.get(key)
+        if not isinstance(pieces, list) or len(pieces) > 2 * MAX_COMPONENTS:
+            return False
+        if sum(isinstance(piece, dict) and "Sequence" in piece for piece in pieces) > most:
+            return False
+    tokens = part.get("special_tokens")
+    return isinstance(tokens, dict) and all(
+        isinstance(token, dict)
+        and isinstance(token.get("ids"), list)
+        and isinstance(token.get("tokens"), list)
+        and max(len(token["ids"]), len(token["tokens"])) <= MAX_COMPONENTS
+        for token in tokens.values()
+    )
+
+
+_ONCE = frozenset({"Prepend", "ByteLevel", "Metaspace", "NFKC", "TemplateProcessing"})
+"""Each makes a text longer."""
+_NORMALIZERS: Mapping[str, Check] = {
+    "NFC": _any,
+    "NFKC": _any,
+    "Lowercase": _any,
+    "Strip": _any,
+    "Prepend": lambda part: part.get("prepend") == "\u2581",
+    "Replace": _shortens,
+}
+_PRE_TOKENIZERS: Mapping[str, Check] = {
+    "ByteLevel": _any,
+    "Metaspace": _any,
+    "Whitespace": _any,
+    "WhitespaceSplit": _any,
+    "Digits": _any,
+    "Punctuation": _any,
+    "Split": _splits,
+}
+_POST_PROCESSORS: Mapping[str, Check] = {
+    "ByteLevel": _any,
+    "BertProcessing": _any,
+    "RobertaProcessing": _any,
+    "TemplateProcessing": _fills_in_once,
+}
+_DECODERS: Mapping[str, Check] = {
+    "ByteLevel": _any,
+    "Metaspace": _any,
+    "ByteFallback": _any,
+    "Fuse": _any,
+    "Replace": _shortens,
+    "Strip": _strips_one,
+}
