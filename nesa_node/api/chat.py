@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+import math
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,6 +15,7 @@ from nesa_node.api.bodies.chat_body import ChatBody, NamedTool, Tool
 from nesa_node.api.bodies.formats import Check, checked, grammar_of, schema_of
 from nesa_node.api.bodies.reading import body_of
 from nesa_node.api.bodies.sampling_body import room_for, same, shared
+from nesa_node.api.bodies.splitting import light
 from nesa_node.api.bodies.templates import chat_prompt, template_of
 from nesa_node.api.bodies.tool_calls import CallReader, forced_calls, format_of
 from nesa_node.api.decoding.job import Job
@@ -131,7 +132,7 @@ async def _grammar(
     choice = body.tool_choice
     if tools and (choice == "required" or isinstance(choice, NamedTool)):
         written = format_of(template_of(model.tokenizer, True))
-        grammar = await asyncio.to_thread(forced_calls, written, tools, choice)
+        grammar = await light(math.inf, lambda: forced_calls(written, tools, choice))
         await checked(grammar, "tools", check)
         return grammar
     return await grammar_of(schema_of(body.response_format), "response_format", check)

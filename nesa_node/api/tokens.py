@@ -16,7 +16,7 @@ from nesa_node.api.bodies.reading import body_of
 from nesa_node.api.bodies.splitting import encode, light
 from nesa_node.api.bodies.templates import chat_prompt
 from nesa_node.api.decoding.text_stream import decode_whole
-from nesa_node.api.gateway import CallerOf, GatewayOf
+from nesa_node.api.gateway import CallerOf, GatewayOf, SpendOf
 from nesa_node.api.openapi import Detokenized, Tokenized, describe
 from nesa_node.web.problem import Problem
 
@@ -48,7 +48,10 @@ class DetokenizeBody(Body):
 
 @router.post("/tokenize", **describe("Split a text into tokens", TokenizeBody, Tokenized))
 async def tokenize(
-    gateway: GatewayOf, caller: CallerOf, body: Annotated[TokenizeBody, body_of(TokenizeBody)]
+    gateway: GatewayOf,
+    caller: CallerOf,
+    spend: SpendOf,
+    body: Annotated[TokenizeBody, body_of(TokenizeBody)],
 ) -> Response:
     if (body.prompt is None) == (body.messages is None):
         raise Problem(
@@ -79,6 +82,7 @@ async def tokenize(
         tokens = await encode(
             model.tokenizer, body.prompt or "", special=special, most=MAX_TOKENS, param="prompt"
         )
+    spend(len(tokens))
     strings = None
     if body.return_token_strs:
         strings = await light(len(tokens), lambda: model.tokenizer.convert_ids_to_tokens(tokens))
@@ -94,7 +98,9 @@ async def tokenize(
 
 @router.post("/detokenize", **describe("Join tokens to a text", DetokenizeBody, Detokenized))
 async def detokenize(
-    gateway: GatewayOf, body: Annotated[DetokenizeBody, body_of(DetokenizeBody)]
+    gateway: GatewayOf,
+    spend: SpendOf,
+    body: Annotated[DetokenizeBody, body_of(DetokenizeBody)],
 ) -> Response:
     model = await gateway.models.get(body.model)
     if body.tokens and max(body.tokens) >= model.vocab_size:
@@ -104,5 +110,6 @@ async def detokenize(
             code="invalid_value",
             param="tokens",
         )
+    spend(len(body.tokens))
     text = await light(len(body.tokens), lambda: decode_whole(model.tokenizer, body.tokens))
     return json_response({"prompt": text})

@@ -14,7 +14,9 @@ from contextlib import contextmanager, suppress
 from starlette.types import Receive, Scope, Send
 
 from nesa_node.dashboard.sections import Sections
+from nesa_node.web.doorman import current_caller
 from nesa_node.web.problem import Problem
+from nesa_node.web.shares import Shares
 
 MAX_VIEWERS = 16
 LEAST_PAUSE_S = 1.0
@@ -22,6 +24,7 @@ BEAT_S = 5.0
 """So often viewers hear something, by which they know that the connection lives."""
 STALLED_S = 60.0
 """Who has not taken an event after so long is not there any more."""
+_RETRY_S = 10.0
 
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -36,10 +39,13 @@ class Feed:
 
     def __init__(self, sections: Sections, *, max_viewers: int = MAX_VIEWERS) -> None:
         self.sections = sections
-        self.viewers = 0
         self._closing = asyncio.Event()
-        self._max_viewers = max_viewers
+        self._shares = Shares(max_viewers, "viewers of this page", retry_after_s=_RETRY_S)
         self._news = asyncio.Event()
+
+    @property
+    def viewers(self) -> int:
+        return self._shares.held
 
     @property
     def closed(self) -> bool:
@@ -56,14 +62,11 @@ class Feed:
 
     @contextmanager
     def viewing(self) -> Iterator[None]:
-        """Raises `Problem` (503) if enough others watch."""
-        if self.viewers >= self._max_viewers or self.closed:
-            raise Problem(503, "enough others watch this page; try again later", retry_after_s=10)
-        self.viewers += 1
-        try:
+        """Raises `Problem` as `Shares` do, and 503 once the feed is closed."""
+        if self.closed:
+            raise Problem(503, "this page is being closed; try again later", retry_after_s=_RETRY_S)
+        with self._shares.holding(current_caller()):
             yield
-        finally:
-            self.viewers -= 1
 
     async def pause(self) -> None:
         """`LEAST_PAUSE_S`, or until the feed is closed."""

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nesa_node.core.http_address import HttpAddress
 from nesa_node.web.bodies import Bodies
-from nesa_node.web.doorman import ANYBODY, Caller, Doorman, shown_key
+from nesa_node.web.doorman import ANYBODY, Caller, Doorman, answering, shown_key
 from nesa_node.web.leash import Leash
 from nesa_node.web.limits import Limits
 from nesa_node.web.login import LOGIN, LOGOUT, Login
@@ -28,9 +28,9 @@ class Access:
     """Asks `doorman` who it is, `limits` whether he may, and reads the body, before `app` is asked.
 
     `public` paths may be read by anybody; one that ends with a slash stands for all below it. In
-    `scope["state"]`, `caller` says who asks, and `allowance`, where it counts, takes what tokens
-    it cost. A request counts against the limits of its key, but not what a page reads by its
-    cookie: its feed stays open, and its parts are many.
+    `scope["state"]`, `caller` says who asks (as `current_caller()` does below here), and
+    `allowance`, where it counts, takes what tokens it cost. A request counts against the limits of
+    its key, but not what a page reads by its cookie: its feed stays open, and its parts are many.
     """
 
     def __init__(
@@ -92,6 +92,7 @@ class Access:
         caller = self._doorman.caller(scope, self._address)
         state = scope.setdefault("state", {})
         state["caller"] = caller
+        stack.enter_context(answering(caller.id))
         _count_connection(scope, caller)
         if _counts(scope, caller):
             allowance = stack.enter_context(self._limits.request(caller.id, caller.limits))

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import hmac
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 from starlette.datastructures import Headers
@@ -38,6 +41,28 @@ class Caller:
     name: str
     limits: KeyLimits
     by_cookie: bool = False
+
+
+_current: ContextVar[str] = ContextVar("nesa_caller", default="")
+
+
+def current_caller() -> str:
+    """The id of the key whose request is answered here; "" where no key is asked for.
+
+    Shares of what all requests use are counted by it. Tasks and threads with a copy of the
+    request's context have it, too.
+    """
+    return _current.get()
+
+
+@contextmanager
+def answering(caller: str) -> Iterator[None]:
+    """What runs in here answers a request of the key with that id."""
+    token = _current.set("" if caller == ANYBODY else caller)
+    try:
+        yield
+    finally:
+        _current.reset(token)
 
 
 class Doorman:

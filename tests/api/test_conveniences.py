@@ -83,6 +83,21 @@ async def test_the_log_says_who_asked_what(tokenizer: Any, tmp_path: Path) -> No
     assert secret not in json.dumps(logs, default=str)
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("/tokenize", {"prompt": "hello " * 5}), ("/detokenize", {"tokens": [1] * 5})],
+)
+async def test_tokens_that_are_only_counted_or_joined_are_paid_for(
+    tokenizer: Any, tmp_path: Path, path: str, body: dict[str, Any]
+) -> None:
+    store = KeyStore(tmp_path / "keys.json")
+    _, secret = store.add("alice", KeyLimits(tokens_per_minute=4))
+    headers = {"authorization": f"Bearer {secret}"}
+    async with serving(tokenizer, keys_path=store.path) as server:
+        answers = [await server.post(path, body, headers=headers) for _ in range(2)]
+    assert [answer.status_code for answer in answers] == [200, 429]
+
+
 @pytest.mark.parametrize("path", [path for path in ASKED if path != "/v1/embeddings"])
 async def test_each_key_has_a_prefix_scope_of_its_own(
     tokenizer: Any, tmp_path: Path, path: str

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,7 +29,8 @@ from nesa_node.api.decoding.job import Chosen, Delta, PromptRead, TokenChance
 from nesa_node.api.embeddings import EmbeddingBody
 from nesa_node.api.serving.jobs import Tagged
 from nesa_node.api.tokens import DetokenizeBody
-from tests.api.scripted import NAME, chat_body, serving
+from nesa_node.web.keys import KeyLimits, KeyStore
+from tests.api.scripted import NAME, chat_body, serving, until
 
 MANY = 5000
 TOOLS_TEMPLATE = "{{ tools|tojson }}{% for message in messages %}{{ message.content }}{% endfor %}"
@@ -131,6 +133,39 @@ async def test_large_bodies_are_read_in_a_thread(
     async with serving(tokenizer) as server:
         assert (await server.chat(user="x" * 4096)).status_code == 200
     assert threads != [threading.get_ident()]
+
+
+async def test_large_work_of_one_key_does_not_keep_another_waiting(
+    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Texts, bodies and schemas of one key are worked on two at a time, whatever else waits."""
+    store = KeyStore(tmp_path / "keys.json")
+    first, second = (
+        {"authorization": f"Bearer {store.add(name, KeyLimits())[1]}"} for name in ("a", "b")
+    )
+    begun: list[str] = []
+    go_on = threading.Event()
+    parse = reading.parse
+
+    def noted(kind: Any, data: bytes) -> Any:
+        found = parse(kind, data)
+        begun.append(found.user[0])
+        assert found.user[0] == "b" or go_on.wait(20)
+        return found
+
+    monkeypatch.setattr(reading, "parse", noted)
+    async with serving(tokenizer, keys_path=store.path) as server, asyncio.TaskGroup() as group:
+        path = "/v1/chat/completions"
+        for _ in range(12):
+            group.create_task(server.post(path, chat_body(user="a" * 4096), headers=first))
+        try:
+            await until(lambda: len(begun) == 2)
+            async with asyncio.timeout(10):
+                answer = await server.post(path, chat_body(user="b" * 4096), headers=second)
+            assert answer.status_code == 200
+            assert begun == ["a", "a", "b"]
+        finally:
+            go_on.set()
 
 
 class Turns:

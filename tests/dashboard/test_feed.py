@@ -6,16 +6,22 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from nesa_node.core.config import AccessConfig
 from nesa_node.core.http_address import HttpAddress
 from nesa_node.dashboard import feed as module
 from nesa_node.dashboard.app import Dashboard, make_app
+from nesa_node.web.doorman import answering
+from nesa_node.web.gate import serve_gated
+from nesa_node.web.keys import KeyStore
 from nesa_node.web.listen import serve_app
+from nesa_node.web.problem import Problem
 from tests.dashboard.records import record
 
 ANY_PORT = HttpAddress("127.0.0.1", 0)
@@ -172,3 +178,37 @@ async def test_server_that_stops_ends_the_streams_at_once() -> None:
                 pass
         assert time.monotonic() - began < 1
         assert dashboard.feed.viewers == 0
+
+
+def test_a_key_that_keeps_many_pages_open_leaves_room_for_another() -> None:
+    feed = Dashboard(max_viewers=16).feed
+    with ExitStack() as stack:
+
+        def view(caller: str, times: int = 1) -> None:
+            with answering(caller):
+                for _ in range(times):
+                    stack.enter_context(feed.viewing())
+
+        view("a", 16)
+        view("b")
+        with pytest.raises(Problem) as refused:
+            view("a")
+        assert (refused.value.status, refused.value.retry_after_s) == (429, 10)
+    assert feed.viewers == 0
+
+
+async def test_pages_are_counted_by_the_key_that_opened_them(tmp_path: Path) -> None:
+    store = KeyStore(tmp_path / "keys.json")
+    first, second = ({"authorization": f"Bearer {store.add(name)[1]}"} for name in ("a", "b"))
+    dashboard = Dashboard(max_viewers=2)
+    config = AccessConfig(keys_path=store.path)
+    async with (
+        serve_gated(make_app(dashboard), config, ANY_PORT, max_connections=16) as address,
+        httpx.AsyncClient(base_url=f"http://{address}", timeout=10) as client,
+        client.stream("GET", EVENTS, headers=first),
+        client.stream("GET", EVENTS, headers=first),
+    ):
+        async with client.stream("GET", EVENTS, headers=second) as response:
+            assert response.status_code == 200
+        assert (await client.get(EVENTS, headers=first)).status_code == 429
+        dashboard.feed.close()

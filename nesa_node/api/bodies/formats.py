@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
+import math
 from collections.abc import Awaitable, Callable
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from nesa_node.api.bodies.fields import Body, Text
+from nesa_node.api.bodies.splitting import light
 from nesa_node.web.problem import Problem
 
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
@@ -58,7 +59,7 @@ async def grammar_of(schema: dict[str, Any] | None, param: str, check: Check) ->
     from nesa_node.api.decoding.grammar import json_schema_grammar
 
     try:
-        grammar = await asyncio.to_thread(json_schema_grammar, schema)
+        grammar = await light(math.inf, lambda: json_schema_grammar(schema))
     except ValueError as error:
         raise _refused(param, str(error)) from None
     await checked(grammar, param, check)

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable
+from contextvars import copy_context
+from functools import partial
 from typing import Any, TypeVar
 
+from nesa_node.api.processes.fair_threads import FairThreads
+from nesa_node.web.doorman import current_caller
 from nesa_node.web.problem import Problem
 
 T = TypeVar("T")
@@ -14,6 +19,13 @@ _INLINE_CHARS = 4096
 _PIECE_CHARS = 1 << 17
 _TORN_TOKENS = 64
 """More that a text may have because it was cut in two: one long word, say."""
+PIECES_OF_ONE = 2
+"""Large pieces of work that are done for one key at once."""
+
+# Not asyncio's own threads: those are held by openings of models and by downloads.
+_threads = FairThreads(
+    min(32, (os.cpu_count() or 1) + 4), most_of_one=PIECES_OF_ONE, name="nesa-text"
+)
 
 
 async def encode(tokenizer: Any, text: str, *, special: bool, most: int, param: str) -> list[int]:
@@ -39,8 +51,14 @@ def split(tokenizer: Any, text: str, *, special: bool, most: int, param: str) ->
 
 
 async def light(size: float, work: Callable[[], T]) -> T:
-    """`work()`, in a thread where it would hold up everybody else's tokens."""
-    return work() if size <= _INLINE_CHARS else await asyncio.to_thread(work)
+    """`work()`, in a thread where it would hold up the tokens of other requests.
+
+    There it waits for its key's turn: see `FairThreads`.
+    """
+    if size <= _INLINE_CHARS:
+        return work()
+    piece = _threads.submit(current_caller(), partial(copy_context().run, work))
+    return await asyncio.wrap_future(piece)
 
 
 def _check(tokenizer: Any, text: str, most: int, param: str) -> None:

@@ -56,7 +56,7 @@ class Generation:
         """Blocks until all choices are done; events go to `emit` as they come.
 
         Raises `ContextLengthError` and whatever sessions raise, `ValueError` for a grammar that
-        cannot be followed, `BusyError` where too many are, and
+        cannot be followed, `Problem` where too many are, and
         `concurrent.futures.CancelledError` once interrupted.
         """
         self._check()

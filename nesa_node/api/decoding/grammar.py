@@ -20,19 +20,23 @@ from transformers import PreTrainedTokenizerBase
 
 from nesa_node.api.decoding.bounded_json import bounded_json
 from nesa_node.api.decoding.grammar_check import limits
-from nesa_node.core.errors import BusyError
+from nesa_node.web.doorman import current_caller
+from nesa_node.web.shares import Shares
 
 MOST_SCHEMA_BYTES = 64 * 1024
 _ONE_LINE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """With free white space small models write nothing else, up to the last token they may."""
 
 MAX_FOLLOWERS = 64
-"""Answers that follow grammars at once in this process: a hard pattern's takes up to 27 MB."""
+"""Answers that follow grammars at once in this process, beside a quarter more for keys that have
+few: a hard pattern's takes up to 27 MB."""
 STEPS_CPU_S = 2.0
 """What the masks of one answer may take, beside `STEP_CPU_S` for each of its tokens."""
 STEP_CPU_S = 0.02
 """Of honest schemas: 0.1 ms, 5 at most."""
 _RETRY_S = 2.0
+
+_shares = Shares(MAX_FOLLOWERS, "answers that follow a schema", retry_after_s=_RETRY_S)
 
 
 def json_schema_grammar(schema: Mapping[str, Any]) -> str:
@@ -49,31 +53,6 @@ def json_schema_grammar(schema: Mapping[str, Any]) -> str:
             f"the JSON schema has more than the {MOST_SCHEMA_BYTES} characters that are allowed"
         )
     return LLMatcher.grammar_from_json_schema(text, overrides=_ONE_LINE)
-
-
-class _Room:
-    """What the followers of all models share."""
-
-    def __init__(self) -> None:
-        self._guard = threading.Lock()
-        self._followers = 0
-
-    @contextmanager
-    def held(self, count: int) -> Iterator[None]:
-        if count > MAX_FOLLOWERS:
-            raise ValueError(f"at most {MAX_FOLLOWERS} answers to a request may follow a schema")
-        with self._guard:
-            if self._followers + count > MAX_FOLLOWERS:
-                raise BusyError(f"{self._followers} answers here follow schemas", _RETRY_S)
-            self._followers += count
-        try:
-            yield
-        finally:
-            with self._guard:
-                self._followers -= count
-
-
-_room = _Room()
 
 
 class Grammars:
@@ -99,10 +78,12 @@ class Grammars:
     def followers(self, grammar: str, count: int) -> Iterator[list[Follower]]:
         """`grammar`, which was checked, compiled for so many answers.
 
-        Raises `ValueError` as `follow`, or for more than there may be, and `BusyError` where
-        answers of other requests leave no room.
+        Raises `ValueError` as `follow`, or for more than there may be, and `Problem` as `Shares`
+        do.
         """
-        with _room.held(count):
+        if count > _shares.size:
+            raise ValueError(f"at most {_shares.size} answers to a request may follow a schema")
+        with _shares.holding(current_caller(), count):
             first = self.follow(grammar)
             yield [first, *(first.copy() for _ in range(count - 1))]
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future
 from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
 from contextvars import copy_context
+from functools import partial
 from typing import TypeVar
 
 from torch import Tensor
@@ -21,6 +22,7 @@ from nesa_node.api.decoding.embedding import embed
 from nesa_node.api.decoding.generation import Generation
 from nesa_node.api.decoding.job import Event, Job, Sampling
 from nesa_node.api.decoding.vocabulary import Vocabulary
+from nesa_node.api.processes.fair_threads import FairThreads
 from nesa_node.api.serving.delivery import Delivery
 from nesa_node.api.serving.metrics import GatewayMetrics, Watched
 from nesa_node.client.activity import ActivityBook
@@ -30,22 +32,24 @@ from nesa_node.client.opening import open_model
 from nesa_node.client.tallies import SessionTallies, session_samples
 from nesa_node.core.choices import SamplingAdvice
 from nesa_node.core.config import ClientConfig
-from nesa_node.core.errors import BusyError, SwarmError
+from nesa_node.core.errors import SwarmError
 from nesa_node.core.ids import ModelId
 from nesa_node.core.logging import get_logger
 from nesa_node.core.metrics import Sample
 from nesa_node.core.waiting import waiting
 from nesa_node.engine.checkpoint import Checkpoint
 from nesa_node.engine.model_id import model_id
+from nesa_node.web.doorman import current_caller
+from nesa_node.web.shares import Shares
 
 log = get_logger(__name__)
 
 T = TypeVar("T")
 
 THREADS = 256
-"""Requests that run, or wait for nodes, at once; each has a thread."""
+"""Requests that run, or wait for nodes, at once; each has a thread. One key has three quarters."""
 MOST_REQUESTS = 1024
-"""With those that wait for a thread."""
+"""With those that wait for a thread, beside a quarter more for keys that have few."""
 RETRY_AFTER_S = 1.0
 
 
@@ -82,7 +86,9 @@ class ServedModel:
         self._metrics = GatewayMetrics() if metrics is None else metrics
         self._metrics.serves(model_id)
         self._model = model
-        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="nesa-request")
+        most_of_one = max(1, threads * 3 // 4)
+        self._threads = FairThreads(threads, most_of_one=most_of_one, name="nesa-request")
+        self._shares = Shares(MOST_REQUESTS, "requests", retry_after_s=RETRY_AFTER_S)
         self._interrupts: set[Interrupt] = set()
         self._closed = False
 
@@ -100,8 +106,9 @@ class ServedModel:
 
         Entering waits for nothing. Leaving, for whatever reason, ends the session at once, whatever
         it is doing, and does not wait for that either. The iterator raises the `NesaError`s of
-        sessions (`ContextLengthError`, `MissingBlocksError`, `BusyError`, ...), and `ValueError`
-        for a grammar that cannot be followed.
+        sessions (`ContextLengthError`, `MissingBlocksError`, `BusyError`, ...), `ValueError` for a
+        grammar that cannot be followed, and `Problem` where too many are, or run. Entering raises
+        that, too, where too many requests wait.
         """
         return self._generate(job)
 
@@ -138,7 +145,7 @@ class ServedModel:
         await asyncio.to_thread(self._close)
 
     def _close(self) -> None:
-        self._threads.shutdown(cancel_futures=True)
+        self._threads.shutdown()
         self._model.close()
 
     @asynccontextmanager
@@ -181,17 +188,25 @@ class ServedModel:
             generation.run()
 
     def _submit(self, work: Callable[[], T], interrupt: Interrupt) -> Future[T]:
-        """Raises `BusyError` where too many wait already, `SwarmError` once this is closed."""
+        """Raises `Problem` as `Shares` do, and `SwarmError` once this is closed."""
         if self._closed:
             # A request may have been about to begin when the gateway closed it for another.
             raise SwarmError(f"{self.name} was closed; ask again")
-        if len(self._interrupts) >= MOST_REQUESTS:
-            raise BusyError(f"{MOST_REQUESTS} requests of this gateway wait", RETRY_AFTER_S)
+        caller = current_caller()
+        self._shares.take(caller)
+        try:
+            # Events of the log and spans of this request belong to it there, too.
+            task = self._threads.submit(caller, partial(copy_context().run, work))
+        except BaseException:
+            self._shares.give_back(caller)
+            raise
         self._interrupts.add(interrupt)
-        # Events of the log and spans of this request belong to it there, too.
-        task = self._threads.submit(copy_context().run, work)
-        task.add_done_callback(lambda _: self._interrupts.discard(interrupt))
+        task.add_done_callback(lambda _: self._end(caller, interrupt))
         return task
+
+    def _end(self, caller: str, interrupt: Interrupt) -> None:
+        self._interrupts.discard(interrupt)
+        self._shares.give_back(caller)
 
 
 class _Watching(AsyncIterator[Event]):

@@ -18,7 +18,9 @@ from nesa_node.api.decoding import grammar
 from nesa_node.api.decoding.grammar import Grammars, json_schema_grammar
 from nesa_node.api.decoding.grammar_check import refusal
 from nesa_node.api.decoding.job import Sampling
-from nesa_node.core.errors import BusyError
+from nesa_node.web.doorman import answering
+from nesa_node.web.problem import Problem
+from nesa_node.web.shares import Shares
 from tests.api.served import answer, greedy_job, outcome, served_locally
 from tests.api.tokenizers import byte_level_tokenizer
 from tests.engine.tiny_models import VOCABULARY, prompt_ids
@@ -205,16 +207,35 @@ def test_so_many_answers_follow_grammars_at_once_and_no_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Whatever the model: a hard pattern's matcher takes megabytes."""
-    monkeypatch.setattr("nesa_node.api.decoding.grammar.MAX_FOLLOWERS", 3)
+    monkeypatch.setattr(grammar, "_shares", Shares(3, "answers", retry_after_s=2))
     one, other = (Grammars(byte_level_tokenizer(), VOCABULARY, [0]) for _ in range(2))
     followed = json_schema_grammar({"type": "object"})
     with pytest.raises(ValueError, match="at most 3 answers"), one.followers(followed, 4):
         pass
     with one.followers(followed, 2) as followers:
         assert len(followers) == 2
-        with pytest.raises(BusyError, match="2 answers here"), other.followers(followed, 2):
-            pass
+        with pytest.raises(Problem, match="2 more answers") as refused:  # noqa: SIM117
+            with other.followers(followed, 2):
+                pass
+        assert (refused.value.status, refused.value.code) == (503, "busy")
         with other.followers(followed, 1):
             pass
     with other.followers(followed, 3):
         pass
+
+
+def test_one_key_whose_answers_all_follow_a_schema_leaves_room_for_another() -> None:
+    grammars = Grammars(byte_level_tokenizer(), VOCABULARY, [0])
+    followed = json_schema_grammar({"type": "object"})
+    with contextlib.ExitStack() as stack:
+
+        def ask(caller: str, count: int) -> None:
+            with answering(caller):
+                stack.enter_context(grammars.followers(followed, count))
+
+        ask("a", grammar.MAX_FOLLOWERS)
+        ask("b", 1)
+        with pytest.raises(Problem) as refused:
+            ask("a", 1)
+        assert (refused.value.status, refused.value.code) == (429, "rate_limit_exceeded")
+        ask("b", 3)

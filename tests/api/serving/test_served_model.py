@@ -8,7 +8,7 @@ import json
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
+from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,11 @@ import torch
 
 from nesa_node.api.decoding.grammar import json_schema_grammar
 from nesa_node.api.decoding.job import Delta, Job, PromptRead
+from nesa_node.api.processes.fair_threads import FairThreads
 from nesa_node.api.serving.served_model import ServedModel, open_served_model
 from nesa_node.client.model import AutoDistributedModelForCausalLM
 from nesa_node.core.config import ClientConfig
 from nesa_node.core.errors import (
-    BusyError,
     ContextLengthError,
     MissingBlocksError,
     SwarmError,
@@ -31,6 +31,8 @@ from nesa_node.core.span import Span
 from nesa_node.engine.blocks import Blocks
 from nesa_node.engine.checkpoint import open_folder
 from nesa_node.engine.pages import PAGE_TOKENS
+from nesa_node.web.doorman import answering
+from nesa_node.web.problem import Problem
 from tests.api.served import answer, greedy_job, outcome, served_locally, serving
 from tests.cli.tiny import write_tiny_model
 from tests.engine.tiny_models import BLOCKS, greedy, prompt_ids, reference
@@ -186,7 +188,7 @@ async def test_many_that_leave_at_once_leave_nothing(
     tokens = clients * 512
     room: Any = {"attn_cache_tokens": tokens, "max_cache_tokens_per_peer": tokens}
     async with swarm(tiny("llama"), tmp_path, max_sessions_per_peer=clients // 2, **room) as served:
-        served._threads._max_workers = clients
+        served._threads = FairThreads(clients, most_of_one=clients, name="nesa-request")
         seen: list[list[object]] = [[] for _ in range(clients)]
         tasks = [
             asyncio.create_task(
@@ -246,10 +248,33 @@ async def test_too_many_requests_are_refused(
     async with served_locally(tiny("llama")) as served:
         async with served.generate(greedy_job(prompt_ids(4), 900)) as events:
             await anext(events)
-            with pytest.raises(BusyError):
+            with pytest.raises(Problem, match="1 more requests"):
                 await answer(served, greedy_job(prompt_ids(4), 1))
         await until(lambda: not served.activity.sessions())
         await answer(served, greedy_job(prompt_ids(4), 1))
+
+
+async def test_a_key_that_asks_for_all_leaves_requests_and_threads_to_another(
+    tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nesa_node.api.serving.served_model.MOST_REQUESTS", 16)
+    async with served_locally(tiny("llama")) as served, AsyncExitStack() as stack:
+        with answering("a"):
+            for _ in range(16):
+                asked = served.generate(greedy_job(prompt_ids(4), 900))
+                await stack.enter_async_context(asked)
+        await until(lambda: len(served.activity.sessions()) >= 6)
+        with answering("b"):
+            assert (await answer(served, greedy_job(prompt_ids(4), 1))).token_ids
+        # Six of the first key, and perhaps one that is about to end.
+        assert len(served.activity.sessions()) <= 7
+        with answering("a"), pytest.raises(Problem) as refused:
+            await answer(served, greedy_job(prompt_ids(4), 1))
+        assert refused.value.status == 429
+        await stack.aclose()
+        await until(lambda: not served.activity.sessions())
+        with answering("a"):
+            await answer(served, greedy_job(prompt_ids(4), 1))
 
 
 async def test_an_error_that_is_not_read_does_not_stay(tiny: Callable[[str], Path]) -> None:
