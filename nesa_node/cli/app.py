@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -27,6 +26,7 @@ from nesa_node.cli.interrupts import INTERRUPTED
 from nesa_node.cli.keys import keys
 from nesa_node.cli.memory_limits import as_memory_error
 from nesa_node.cli.orchestrate import orchestrate
+from nesa_node.cli.output import as_output_error, drop
 from nesa_node.cli.run import run
 from nesa_node.cli.short_help import formatter_for
 from nesa_node.cli.simulate import simulate
@@ -98,15 +98,14 @@ def run_command(argv: Sequence[str]) -> int:
             raise
         return _report(cause)
     except BrokenPipeError:
-        # The reader of our output has gone (`nesa-node ... | head`). Nobody is left to tell, and
-        # Python must not try to flush once more when it ends.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # The reader of our output has gone (`nesa-node ... | head`): there is no one to tell.
+        drop(sys.stdout)
         return 1
     except (MemoryError, OSError, ImportError, RuntimeError) as error:
-        shortage = as_memory_error(error)
-        if shortage is None:
+        expected = as_memory_error(error) or as_output_error(error)
+        if expected is None:
             raise
-        return _report(shortage)
+        return _report(expected)
     except KeyboardInterrupt:
         return _interrupted()
     finally:
@@ -122,7 +121,10 @@ def _interrupted() -> int:
 def _report(error: NesaError) -> int:
     if logging.getLogger("nesa_node").isEnabledFor(logging.DEBUG) and error.__traceback__:
         logging.getLogger("nesa_node.cli").debug("command failed", exc_info=error)
-    print(f"error: {plain_lines(str(error))}", file=sys.stderr)
+    try:
+        print(f"error: {plain_lines(str(error))}", file=sys.stderr)
+    except OSError:  # stderr is full or gone: the exit code has to do
+        drop(sys.stderr)
     return error.exit_code
 
 
@@ -141,8 +143,14 @@ def _first_expected(group: BaseExceptionGroup[BaseException]) -> NesaError | Non
     error: BaseException = expected
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    return error if isinstance(error, NesaError) else as_memory_error(error)
+    return _as_expected(error)
 
 
 def _is_expected(error: BaseException) -> bool:
-    return isinstance(error, NesaError) or as_memory_error(error) is not None
+    return _as_expected(error) is not None
+
+
+def _as_expected(error: BaseException) -> NesaError | None:
+    if isinstance(error, NesaError):
+        return error
+    return as_memory_error(error) or as_output_error(error)

@@ -340,6 +340,38 @@ def test_a_reader_that_goes_away_is_no_traceback() -> None:
     assert done.stderr == ""
 
 
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_closed_stream_is_no_error(closed: str) -> None:
+    assert shell(f"{sys.executable} -m nesa_node run --help {closed}") == (0, "")
+
+
+@pytest.mark.parametrize("arguments", ["--version", "run --help", "keys list"])
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_full_output_is_one_line_and_exit_code_4(
+    arguments: str, unbuffered: str, tmp_path: Path
+) -> None:
+    set_to = f"XDG_STATE_HOME={tmp_path} PYTHONUNBUFFERED={unbuffered}"
+    code, said = shell(f"{set_to} {sys.executable} -m nesa_node {arguments} >/dev/full")
+    assert code == 4
+    assert said.startswith("error: cannot write the output: No space left on device; ")
+    assert said.count("\n") == 1
+
+
+def test_where_no_error_can_be_told_its_exit_code_is_kept() -> None:
+    assert shell(f"{sys.executable} -m nesa_node run --no-such-flag 2>/dev/full") == (2, "")
+
+
+def test_another_full_disk_is_not_taken_for_the_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(OSError, match="No space left"):
+        fails_with(OSError(errno.ENOSPC, "No space left on device"), monkeypatch)
+
+
+def shell(line: str) -> tuple[int, str]:
+    """Exit code and stderr."""
+    done = subprocess.run(line, shell=True, capture_output=True, text=True, timeout=30, check=False)
+    return done.returncode, done.stderr
+
+
 def test_a_ctrl_c_while_an_error_is_reported_is_no_traceback(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
