@@ -93,7 +93,7 @@ def run_command(argv: Sequence[str]) -> int:
     except NesaError as error:
         return _report(error)
     except BaseExceptionGroup as group:
-        cause = _first_expected(group)
+        cause = _first_expected(group, _command(argv))
         if cause is None:
             raise
         return _report(cause)
@@ -102,7 +102,7 @@ def run_command(argv: Sequence[str]) -> int:
         drop(sys.stdout)
         return 1
     except (MemoryError, OSError, ImportError, RuntimeError) as error:
-        expected = as_memory_error(error) or as_output_error(error)
+        expected = _as_expected(error, _command(argv))
         if expected is None:
             raise
         return _report(expected)
@@ -111,6 +111,10 @@ def run_command(argv: Sequence[str]) -> int:
     finally:
         tracing.use(None)
     return result if isinstance(result, int) else 0
+
+
+def _command(argv: Sequence[str]) -> str:
+    return argv[0] if argv else ""
 
 
 def _interrupted() -> int:
@@ -135,22 +139,21 @@ def _words(error: CycloptsError) -> str:
     return f"{text} (see {command} --help)"
 
 
-def _first_expected(group: BaseExceptionGroup[BaseException]) -> NesaError | None:
+def _first_expected(group: BaseExceptionGroup[BaseException], command: str) -> NesaError | None:
     """The first of our own errors in `group`, unless something unexpected is in there too."""
-    expected, rest = group.split(_is_expected)
-    if expected is None or rest is not None:
-        return None
-    error: BaseException = expected
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return _as_expected(error)
+    found: list[NesaError] = []
+
+    def is_expected(error: BaseException) -> bool:
+        expected = _as_expected(error, command)
+        if expected is not None:
+            found.append(expected)
+        return expected is not None
+
+    _, rest = group.split(is_expected)
+    return found[0] if rest is None else None
 
 
-def _is_expected(error: BaseException) -> bool:
-    return _as_expected(error) is not None
-
-
-def _as_expected(error: BaseException) -> NesaError | None:
+def _as_expected(error: BaseException, command: str) -> NesaError | None:
     if isinstance(error, NesaError):
         return error
-    return as_memory_error(error) or as_output_error(error)
+    return as_memory_error(error, command) or as_output_error(error)

@@ -18,6 +18,7 @@ from nesa_node.cli import app as app_module
 from nesa_node.cli.app import run_command
 from nesa_node.cli.arguments import spare_prompts, spread_addresses
 from nesa_node.cli.flags import AccessFlags, ClientFlags, SharedFlags
+from nesa_node.cli.memory_limits import as_memory_error
 from nesa_node.cli.peer_flags import NodeFlags, PeerFlags
 from nesa_node.core.config import AccessConfig, ClientConfig, NodeConfig, PeerConfig, SharedConfig
 from nesa_node.core.errors import MissingBlocksError, NesaError, UnsupportedFeatureError
@@ -238,6 +239,38 @@ def test_too_little_memory_ends_with_code_4(
     said = capsys.readouterr().err
     assert said.startswith("error: out of memory")
     assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("command", "said", "unsaid"),
+    [
+        ("run", "--num-blocks", "raise `ulimit -v`"),
+        ("generate", "end other programs", "--num-blocks"),
+        ("eval", "a smaller MODEL", "--quant-type"),
+    ],
+)
+def test_advice_about_memory_is_for_the_command(command: str, said: str, unsaid: str) -> None:
+    told = str(as_memory_error(MemoryError(), command))
+    assert said in told
+    assert unsaid not in told
+
+
+def test_a_limit_of_address_space_is_named_where_memory_ran_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("resource.getrlimit", lambda _: (1500000 * 1024, 1500000 * 1024))
+    told = str(as_memory_error(MemoryError(), "generate"))
+    assert "raise `ulimit -v`, which allows 1464 MiB of address space" in told
+
+
+def test_a_full_output_inside_a_task_group_is_told_the_same_way(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr("nesa_node.cli.output._flushes", lambda stream: stream is not sys.stdout)
+    monkeypatch.setattr("nesa_node.cli.output.drop", lambda _: None)
+    assert fails_with(ExceptionGroup("tasks", [error]), monkeypatch) == 4
+    assert "cannot write the output" in capsys.readouterr().err
 
 
 def test_another_runtime_error_is_still_a_bug(monkeypatch: pytest.MonkeyPatch) -> None:
