@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from ipaddress import ip_address
 
 from nesa_node.core.config import NodeConfig, PeerConfig, default_known_swarms_dir
+from nesa_node.core.errors import NesaError
 from nesa_node.core.known_swarms import KnownSwarms
 from nesa_node.core.logging import get_logger
+from nesa_node.swarm.directory import Directory
 from nesa_node.swarm.node import Swarm
 
 log = get_logger(__name__)
+
+COPIES_LOOK_S = 30.0
+MOST_COPIES_TOLD = 4
 
 
 def print_invitation(config: PeerConfig, swarm: Swarm) -> None:
@@ -49,6 +55,31 @@ def join_command(config: PeerConfig, address: str) -> str:
     if config.swarm_key is not None:
         words += ["--swarm-key", "@PATH"]
     return shlex.join(words)
+
+
+async def warn_of_other_copies(directory: Directory, model_id: str) -> None:
+    """Log once if the swarm serves other weights under the name of `model_id`.
+
+    They are another swarm, of which the operator may have meant to become a part. Returns in any
+    case, after at most `COPIES_LOOK_S`.
+    """
+    name = model_id.partition("@")[0]
+    try:
+        async with asyncio.timeout(COPIES_LOOK_S):
+            records = await directory.fetch_all()
+    except (TimeoutError, NesaError) as error:
+        log.debug("other_copies_unknown", reason=str(error))
+        return
+    served = {record.model_id for record in records} - {model_id}
+    copies = sorted(each for each in served if each.partition("@")[0] == name)
+    if copies:
+        log.warning(
+            "other_copy_served",
+            served=", ".join(copies[:MOST_COPIES_TOLD]),
+            here=model_id,
+            advice="these weights differ, so that sessions use the ones or the others; to serve "
+            "the same, use the files or the --revision that those nodes have",
+        )
 
 
 @contextmanager
