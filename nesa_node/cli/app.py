@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gc
 import logging
+import re
 import sys
 from collections.abc import Sequence
+from difflib import get_close_matches
 from typing import NoReturn
 
-from cyclopts import App, CycloptsError
+from cyclopts import App, CycloptsError, UnusedCliTokensError
 
 from nesa_node import __version__
 from nesa_node.cli.api import api
@@ -36,6 +38,10 @@ from nesa_node.core import tracing
 from nesa_node.core.errors import ConfigError, NesaError
 from nesa_node.core.openmp import limit_spinning
 from nesa_node.core.plain_text import plain_lines
+
+_GUESS = re.compile(
+    r"(?P<before>Unknown option: --(?P<wrong>[^ =]+).*)\. Did you mean --(?P<guess>\S+)\?"
+)
 
 app = App(
     name="nesa-node",
@@ -135,8 +141,20 @@ def _report(error: NesaError) -> int:
 def _words(error: CycloptsError) -> str:
     """The parser's message on one line, and where to read more."""
     command = " ".join(("nesa-node", *(error.command_chain or ())))
-    text = " ".join(str(error).split()).rstrip(".")
-    return f"{text} (see {command} --help)"
+    if isinstance(error, UnusedCliTokensError) and error.unused_tokens:
+        text = f"{' '.join(map(repr, error.unused_tokens))}: more than {command} takes"
+    else:
+        text = " ".join(str(error).split())
+    text = text if text.endswith("...") else text.removesuffix(".")
+    return f"{_without_far_guess(text)} (see {command} --help)"
+
+
+def _without_far_guess(text: str) -> str:
+    """The parser compares the dashes of flags, too, by which all are alike."""
+    found = _GUESS.fullmatch(text)
+    if found is None or get_close_matches(found["wrong"], [found["guess"]]):
+        return text
+    return found["before"]
 
 
 def _first_expected(group: BaseExceptionGroup[BaseException], command: str) -> NesaError | None:

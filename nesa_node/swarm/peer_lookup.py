@@ -81,6 +81,7 @@ async def look_up(host: str, port: int) -> PeerId:
     Raises `PeerUnreachableError` if nothing answers within `LOOKUP_TIMEOUT_S`, or no libp2p peer
     with an Ed25519 key.
     """
+    at = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:
         async with asyncio.timeout(LOOKUP_TIMEOUT_S):
             reader, writer = await asyncio.open_connection(host, port)
@@ -94,16 +95,16 @@ async def look_up(host: str, port: int) -> PeerId:
         return _peer_of(certificate)
     except TimeoutError as error:
         reason = f"no answer within {LOOKUP_TIMEOUT_S:g} s"
-        raise PeerUnreachableError(f"{host}:{port}: {reason}") from error
+        raise PeerUnreachableError(f"{at}: {reason}") from error
     except UnicodeError as error:
         raise PeerUnreachableError(f"{host!r} is no name of a machine ({error})") from error
     except (asyncio.IncompleteReadError, ConnectionResetError, ssl.SSLError, ValueError) as error:
         raise PeerUnreachableError(
-            f"{host}:{port} is no libp2p port of a nesa-node; give the address that `nesa-node "
+            f"{at} is no libp2p port of a nesa-node; give the address that `nesa-node "
             "run` prints there, /ip4/IP/tcp/PORT/p2p/ID"
         ) from error
     except OSError as error:
-        raise PeerUnreachableError(f"{host}:{port}: {error.strerror or error}") from error
+        raise PeerUnreachableError(f"{at}: {error.strerror or error}") from error
 
 
 async def _with_id(address: str) -> str:

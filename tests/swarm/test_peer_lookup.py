@@ -101,3 +101,12 @@ async def test_an_address_that_cannot_exist_is_named(address: str) -> None:
 async def test_a_name_that_cannot_be_asked_for_is_told_from_another_service() -> None:
     with pytest.raises(PeerUnreachableError, match="is no name of a machine"):
         await look_up("a..b", 31330)
+
+
+async def test_an_ipv6_address_is_named_in_brackets(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def refuse(*_: object) -> None:
+        raise ConnectionRefusedError(111, "Connection refused")
+
+    monkeypatch.setattr(asyncio, "open_connection", refuse)
+    with pytest.raises(PeerUnreachableError, match=r"^\[::1\]:38330: Connection refused"):
+        await look_up("::1", 38330)
