@@ -99,7 +99,7 @@ def run_command(argv: Sequence[str]) -> int:
     except NesaError as error:
         return _report(error)
     except BaseExceptionGroup as group:
-        cause = _first_expected(group, _command(argv))
+        cause = _first_expected(group, _command_of(argv))
         if cause is None:
             raise
         return _report(cause)
@@ -108,7 +108,7 @@ def run_command(argv: Sequence[str]) -> int:
         drop(sys.stdout)
         return 1
     except (MemoryError, OSError, ImportError, RuntimeError) as error:
-        expected = _as_expected(error, _command(argv))
+        expected = _as_expected(error, _command_of(argv))
         if expected is None:
             raise
         return _report(expected)
@@ -119,7 +119,7 @@ def run_command(argv: Sequence[str]) -> int:
     return result if isinstance(result, int) else 0
 
 
-def _command(argv: Sequence[str]) -> str:
+def _command_of(argv: Sequence[str]) -> str:
     return argv[0] if argv else ""
 
 
