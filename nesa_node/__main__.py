@@ -12,7 +12,9 @@ from typing import NoReturn
 def main() -> NoReturn:
     """Run the command line and exit with its code."""
     from nesa_node.cli.interrupts import leaving_at_once
+    from nesa_node.cli.output import open_closed_streams
 
+    open_closed_streams()
     with leaving_at_once():
         from nesa_node.cli.app import main as run_app
     run_app()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
+import re
 import sys
 from collections.abc import Sequence
+from difflib import get_close_matches
 from typing import NoReturn
 
-from cyclopts import App, CycloptsError
+from cyclopts import App, CycloptsError, UnusedCliTokensError
 
 from nesa_node import __version__
 from nesa_node.cli.api import api
@@ -27,6 +28,7 @@ from nesa_node.cli.interrupts import INTERRUPTED
 from nesa_node.cli.keys import keys
 from nesa_node.cli.memory_limits import as_memory_error
 from nesa_node.cli.orchestrate import orchestrate
+from nesa_node.cli.output import as_output_error, drop
 from nesa_node.cli.run import run
 from nesa_node.cli.short_help import formatter_for
 from nesa_node.cli.simulate import simulate
@@ -36,6 +38,10 @@ from nesa_node.core import tracing
 from nesa_node.core.errors import ConfigError, NesaError
 from nesa_node.core.openmp import limit_spinning
 from nesa_node.core.plain_text import plain_lines
+
+_GUESS = re.compile(
+    r"(?P<before>Unknown option: --(?P<wrong>[^ =]+).*)\. Did you mean --(?P<guess>\S+)\?"
+)
 
 app = App(
     name="nesa-node",
@@ -93,25 +99,28 @@ def run_command(argv: Sequence[str]) -> int:
     except NesaError as error:
         return _report(error)
     except BaseExceptionGroup as group:
-        cause = _first_expected(group)
+        cause = _first_expected(group, _command_of(argv))
         if cause is None:
             raise
         return _report(cause)
     except BrokenPipeError:
-        # The reader of our output has gone (`nesa-node ... | head`). Nobody is left to tell, and
-        # Python must not try to flush once more when it ends.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # The reader of our output has gone (`nesa-node ... | head`): there is no one to tell.
+        drop(sys.stdout)
         return 1
     except (MemoryError, OSError, ImportError, RuntimeError) as error:
-        shortage = as_memory_error(error)
-        if shortage is None:
+        expected = _as_expected(error, _command_of(argv))
+        if expected is None:
             raise
-        return _report(shortage)
+        return _report(expected)
     except KeyboardInterrupt:
         return _interrupted()
     finally:
         tracing.use(None)
     return result if isinstance(result, int) else 0
+
+
+def _command_of(argv: Sequence[str]) -> str:
+    return argv[0] if argv else ""
 
 
 def _interrupted() -> int:
@@ -122,27 +131,47 @@ def _interrupted() -> int:
 def _report(error: NesaError) -> int:
     if logging.getLogger("nesa_node").isEnabledFor(logging.DEBUG) and error.__traceback__:
         logging.getLogger("nesa_node.cli").debug("command failed", exc_info=error)
-    print(f"error: {plain_lines(str(error))}", file=sys.stderr)
+    try:
+        print(f"error: {plain_lines(str(error))}", file=sys.stderr)
+    except OSError:  # stderr is full or gone: the exit code has to do
+        drop(sys.stderr)
     return error.exit_code
 
 
 def _words(error: CycloptsError) -> str:
     """The parser's message on one line, and where to read more."""
     command = " ".join(("nesa-node", *(error.command_chain or ())))
-    text = " ".join(str(error).split()).rstrip(".")
-    return f"{text} (see {command} --help)"
+    if isinstance(error, UnusedCliTokensError) and error.unused_tokens:
+        text = f"{' '.join(map(repr, error.unused_tokens))}: more than {command} takes"
+    else:
+        text = " ".join(str(error).split())
+    text = text if text.endswith("...") else text.removesuffix(".")
+    return f"{_without_far_guess(text)} (see {command} --help)"
 
 
-def _first_expected(group: BaseExceptionGroup[BaseException]) -> NesaError | None:
+def _without_far_guess(text: str) -> str:
+    """The parser compares the dashes of flags, too, by which all are alike."""
+    found = _GUESS.fullmatch(text)
+    if found is None or get_close_matches(found["wrong"], [found["guess"]]):
+        return text
+    return found["before"]
+
+
+def _first_expected(group: BaseExceptionGroup[BaseException], command: str) -> NesaError | None:
     """The first of our own errors in `group`, unless something unexpected is in there too."""
-    expected, rest = group.split(_is_expected)
-    if expected is None or rest is not None:
-        return None
-    error: BaseException = expected
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error if isinstance(error, NesaError) else as_memory_error(error)
+    found: list[NesaError] = []
+
+    def is_expected(error: BaseException) -> bool:
+        expected = _as_expected(error, command)
+        if expected is not None:
+            found.append(expected)
+        return expected is not None
+
+    _, rest = group.split(is_expected)
+    return found[0] if rest is None else None
 
 
-def _is_expected(error: BaseException) -> bool:
-    return isinstance(error, NesaError) or as_memory_error(error) is not None
+def _as_expected(error: BaseException, command: str) -> NesaError | None:
+    if isinstance(error, NesaError):
+        return error
+    return as_memory_error(error, command) or as_output_error(error)

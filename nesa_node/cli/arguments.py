@@ -45,6 +45,10 @@ def spread_addresses(tokens: Iterable[str]) -> Sequence[str]:
     return spread
 
 
+_NUMBER_FLAGS = frozenset(
+    {"--temperature", "--top-p", "--seed", "--max-new-tokens", "--threads", "--step-timeout-s"}
+)
+_NUMBER = re.compile(r"-[0-9.]+(e[+-]?[0-9]+)?", re.IGNORECASE)
 _OPTION = re.compile(r"--?[A-Za-z][A-Za-z0-9-]*(=.*)?", re.DOTALL)
 
 
@@ -52,7 +56,10 @@ def spare_prompts(tokens: Sequence[str]) -> Sequence[str]:
     """Let a prompt of `generate` begin with a dash, as `-5 degrees` does: no option looks so."""
     if not tokens or tokens[0] != "generate" or "--" in tokens:
         return tokens
-    prompts = [token for token in tokens if token.startswith("-") and not _OPTION.fullmatch(token)]
-    if not prompts:
-        return tokens
-    return [*(token for token in tokens if token not in prompts), "--", *prompts]
+    options: list[str] = []
+    prompts: list[str] = []
+    for before, token in zip(("", *tokens), tokens, strict=False):
+        is_option = not token.startswith("-") or _OPTION.fullmatch(token)
+        is_value = before in _NUMBER_FLAGS and _NUMBER.fullmatch(token)
+        (options if is_option or is_value else prompts).append(token)
+    return [*options, "--", *prompts] if prompts else tokens

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from nesa_node.cli.flags import configure
+from nesa_node.cli.interrupts import leaving_at_once
 from nesa_node.cli.peer_flags import PeerFlags
 from nesa_node.cli.with_metrics import with_metrics
 
@@ -12,8 +13,9 @@ def bootstrap(*, flags: PeerFlags | None = None) -> int:
     from nesa_node.core.config import PeerConfig
 
     config = configure(PeerConfig, flags)
-    from nesa_node.server.daemon import run_bootstrap
-    from nesa_node.swarm import event_loop
+    with leaving_at_once():
+        from nesa_node.server.daemon import run_bootstrap
+        from nesa_node.swarm import event_loop
 
     event_loop.run(with_metrics(config, lambda told: run_bootstrap(config, told=told)))
     return 0

@@ -12,6 +12,7 @@ from cyclopts import Parameter
 
 from nesa_node.cli.flags import SAMPLING, ClientFlags, ModelArgument, SamplingFlags, configure
 from nesa_node.cli.interrupts import leaving_at_once
+from nesa_node.cli.prompt import check_text, keep_odd_bytes
 from nesa_node.core.errors import ConfigError, ContextLengthError
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ def chat(
     chosen = (sampling or SamplingFlags()).check()
     if max_new_tokens < 1:
         raise ConfigError("--max-new-tokens must be at least 1")
+    check_text(system or "", "--system")
 
     from nesa_node.cli.client_model import (
         open_client_model,
@@ -101,6 +103,7 @@ class _Conversation:
     def run(self) -> None:
         """Read lines until the end of input or /exit. Raises `EOFError` at the end of input."""
         interactive = sys.stdin.isatty()
+        keep_odd_bytes()
         if interactive:
             print(HELP, file=sys.stderr)
             with suppress(ImportError):
@@ -120,7 +123,7 @@ class _Conversation:
             print(self._figures, file=sys.stderr)
         elif line.startswith("/"):
             print(f"unknown command {line}; {HELP}", file=sys.stderr)
-        elif line:
+        elif line and _is_text(line):
             self._turn(line, interactive=interactive)
 
     def _turn(self, line: str, *, interactive: bool) -> None:
@@ -169,3 +172,13 @@ class _Conversation:
     def _close(self) -> None:
         if self._session is not None:
             self._session.close()
+
+
+def _is_text(line: str) -> bool:
+    """Whether it can be told to the model; else says why not."""
+    try:
+        check_text(line, "this line")
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return False
+    return True

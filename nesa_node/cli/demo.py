@@ -15,6 +15,7 @@ from cyclopts import Parameter
 
 from nesa_node.cli.flags import SharedFlags, configure
 from nesa_node.cli.interrupts import leaving_at_once
+from nesa_node.cli.prompt import check_text
 from nesa_node.core.errors import ConfigError
 from nesa_node.core.extras import require_node
 from nesa_node.core.span import Span, split_evenly
@@ -67,6 +68,7 @@ def demo(
         raise ConfigError(
             "--nodes and --max-new-tokens must be positive, --timed-tokens at least 2"
         )
+    check_text(question, "the question")
     if nodes > MAX_NODES:
         raise ConfigError(f"--nodes {nodes}: at most {MAX_NODES}, all of them run on this machine")
     require_node("nesa-node demo")

@@ -13,6 +13,7 @@ from cyclopts import Group, Parameter
 from nesa_node.cli.flags import COMPUTE, OUTPUT, SWARM, ClientFlags, configure
 from nesa_node.cli.interrupts import leaving_at_once
 from nesa_node.core.errors import ConfigError
+from nesa_node.core.waiting import waiting
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -161,18 +162,19 @@ def evaluate(
 
     checkpoint, tokenizer, config = _open(config)
     check_wire(codecs, hidden_size=int(checkpoint.config.hidden_size))
-    name, passage = read_passage(
-        text, needed=bool(tokens) or (bool(items) and choices == GENERATED)
-    )
-    sample = make_sample(
-        tokenizer,
-        passage,
-        tokens=tokens,
-        context=min(context, checkpoint.context_length),
-        stride=stride,
-        items=choose_items(choices, passage, items, seed),
-        tasks=choose_tasks(tasks, task_folder, task_limit),
-    )
+    with waiting("the text and the items"):
+        name, passage = read_passage(
+            text, needed=bool(tokens) or (bool(items) and choices == GENERATED)
+        )
+        sample = make_sample(
+            tokenizer,
+            passage,
+            tokens=tokens,
+            context=min(context, checkpoint.context_length),
+            stride=stride,
+            items=choose_items(choices, passage, items, seed),
+            tasks=choose_tasks(tasks, task_folder, task_limit),
+        )
     # Of the hidden states on the wire, where the nodes of a live swarm compute as they like.
     dtype = "bfloat16" if config.torch_dtype == "auto" and not live else config.torch_dtype
     open_model = (
@@ -288,8 +290,12 @@ def _measure(
 ) -> list[Row]:
     from nesa_node.evaluation.rows import measure
 
-    rows = []
-    for row in measure(open_model, tokenizer, cells, sample):
+    print(f"{len(cells)} combinations are measured, one after another", file=sys.stderr)
+    rows: list[Row] = []
+    measured = measure(open_model, tokenizer, cells, sample)
+    for number, cell in enumerate(cells, 1):
+        with waiting(f"combination {number} of {len(cells)} ({cell})"):
+            row = next(measured)
         rows.append(row)
-        print(f"{len(rows)}/{len(cells)} {row.cell}: {row.seconds:.0f} s", file=sys.stderr)
+        print(f"{number}/{len(cells)} {row.cell}: {row.seconds:.0f} s", file=sys.stderr)
     return rows

@@ -16,6 +16,7 @@ from nesa_node.cli.flags import (
     configure,
 )
 from nesa_node.cli.interrupts import leaving_at_once
+from nesa_node.cli.prompt import check_text, keep_odd_bytes
 from nesa_node.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -56,7 +57,8 @@ def generate(
         raise ConfigError("--max-new-tokens must be at least 1")
     require_model(config)
     config = with_peers(config, config.model)
-    text = sys.stdin.read() if prompt is None else prompt
+    keep_odd_bytes()
+    text = check_text(sys.stdin.read() if prompt is None else prompt, "the prompt")
     if not text.strip():
         raise ConfigError("the prompt is empty: give it as an argument or on stdin")
 

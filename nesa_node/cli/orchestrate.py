@@ -8,6 +8,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from nesa_node.cli.flags import configure
+from nesa_node.cli.interrupts import leaving_at_once
 from nesa_node.cli.peer_flags import OrchestratorFlags
 from nesa_node.cli.with_metrics import with_metrics
 from nesa_node.cli.with_page import with_page
@@ -31,8 +32,9 @@ def orchestrate(
     from nesa_node.core.config import OrchestratorConfig
 
     config = configure(OrchestratorConfig, flags, model=model)
-    from nesa_node.server.daemon import run_orchestrator
-    from nesa_node.swarm import event_loop
+    with leaving_at_once():
+        from nesa_node.server.daemon import run_orchestrator
+        from nesa_node.swarm import event_loop
 
     event_loop.run(
         with_metrics(

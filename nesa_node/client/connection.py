@@ -23,6 +23,7 @@ from nesa_node.client.sessions import BlockSession
 from nesa_node.client.tallies import SessionTallies, session_samples
 from nesa_node.compression.tensors import DTYPE_NAMES
 from nesa_node.core.decision_log import DecisionLog
+from nesa_node.core.errors import ConfigError
 from nesa_node.core.ids import ModelId
 from nesa_node.core.metrics import Sample
 from nesa_node.core.span import Span
@@ -128,8 +129,14 @@ async def open_connection(
 ) -> AsyncIterator[RemoteConnection]:
     """Join the swarm that serves `checkpoint`; hidden states travel in `dtype`.
 
-    Raises the `SwarmError`s of `open_swarm`.
+    Raises the `SwarmError`s of `open_swarm`, and `ConfigError` without initial peers: then there
+    would be no swarm to ask.
     """
+    if not options.initial_peers:
+        raise ConfigError(
+            "initial_peers is needed: the address of any member of the swarm, such as "
+            'initial_peers=["192.0.2.7:31330"] (`nesa-node run` prints the one of a new swarm)'
+        )
     async with AsyncExitStack() as stack:
         if options.identity_path is not None:
             identity = Identity.load_or_create(options.identity_path)

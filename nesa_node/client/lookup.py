@@ -17,7 +17,8 @@ from nesa_node.topology.snapshot import Snapshot
 
 log = get_logger(__name__)
 
-MOST_COPIES_TOLD = 4
+MOST_TOLD = 4
+"""Models that an error names."""
 FRESH_S = 1.0
 """A session that opens takes what another has found as lately as that."""
 LOOK_S = 1.0
@@ -105,18 +106,29 @@ class Lookup:
             self._glanced_at[model_id] = self._clock()
         return self._swarm.directory.snapshot(model_id, request.num_blocks)
 
-    async def check_copy(self, model_id: ModelId) -> None:
-        """Raises `ModelMismatchError` if nodes serve other copies of `model_id`'s model only.
+    async def check_copy(self, model_id: ModelId) -> tuple[str, ...]:
+        """The models that nodes serve. Raises `ModelMismatchError` if `model_id` is none of them,
+        and they serve other copies of its model, or its very weights under another name.
 
         For a model that no node serves: it asks for the records of all models.
         """
-        name = model_id.partition("@")[0]
+        name, _, digest = model_id.partition("@")
         served = {record.model_id for record in await self._swarm.directory.fetch_all()}
-        copies = sorted(each for each in served if each.partition("@")[0] == name)
-        if copies and model_id not in copies:
-            digest = model_id.partition("@")[2]
+        if model_id in served:
+            return tuple(sorted(served))
+        same = sorted(each for each in served if each.partition("@")[2] == digest)
+        if same:
+            known_as = same[0].partition("@")[0]
             raise ModelMismatchError(
-                f"the swarm serves {', '.join(copies[:MOST_COPIES_TOLD])}, and the copy here "
+                f"the swarm serves these very weights as {', '.join(same[:MOST_TOLD])}, and they "
+                f"are called {name!r} here: name the folder {known_as!r}, or start nodes with this "
+                "one"
+            )
+        copies = sorted(each for each in served if each.partition("@")[0] == name)
+        if copies:
+            raise ModelMismatchError(
+                f"the swarm serves {', '.join(copies[:MOST_TOLD])}, and the copy here "
                 f"differs (@{digest}): use the files or the --revision that the nodes have, or "
                 "start nodes with this copy"
             )
+        return tuple(sorted(served))

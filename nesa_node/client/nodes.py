@@ -59,6 +59,8 @@ class Nodes:
         self._left_at: dict[PeerId, float] = {}
         self.joining: tuple[NodeState, ...] = ()
         """By the last plan that failed: nodes that still load, or move to, blocks it lacked."""
+        self.served: tuple[str, ...] = ()
+        """The models that the swarm has, where it was asked since no node has this one."""
         self._news_at = -math.inf
         """Since then it is known that what was found before is not so."""
         self.expected_s: float | None = None
@@ -136,7 +138,7 @@ class Nodes:
         if found is None:
             view = await self._view(may_ask=may_ask)
             if not view.snapshot.nodes:
-                await self._planner.lookup.check_copy(self._request.model_id)
+                self.served = await self._planner.lookup.check_copy(self._request.model_id)
             plan = await _aside(view.snapshot, partial(self._fill, view, keep, drop))
         else:
             view, plan = found

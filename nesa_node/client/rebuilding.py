@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from nesa_node.client.hop import OPEN_TIMEOUT_S
 from nesa_node.client.line import Line
+from nesa_node.client.lookup import MOST_TOLD
 from nesa_node.client.patience import Patience
 from nesa_node.client.replay import Replay
 from nesa_node.client.request import RouteRequest
@@ -149,8 +150,13 @@ class Rebuilding:
         waited = f"waited {self._recovery_timeout_s:g} s"
         if hopeless:
             waited = "and none is joining with them"
-        return MissingBlocksError(
-            missing,
+        text = (
             f"no node serves blocks {ranges} of {self._request.model_id} ({waited}): start one "
-            f"with `nesa-node run`. Last: {last}",
+            "with `nesa-node run`"
         )
+        if served := self._route.nodes.served:
+            more = f" and {len(served) - MOST_TOLD} more" if len(served) > MOST_TOLD else ""
+            text += f"; the swarm serves {', '.join(served[:MOST_TOLD])}{more}"
+        if not isinstance(last, MissingBlocksError):
+            text += f"; the last that failed: {last}"
+        return MissingBlocksError(missing, text)

@@ -44,7 +44,7 @@ from nesa_node.core.choices import StrategyName as StrategyName
 from nesa_node.core.errors import ConfigError
 from nesa_node.core.http_address import HttpAddress
 from nesa_node.core.ids import PeerId
-from nesa_node.core.peer_address import as_multiaddress
+from nesa_node.core.peer_address import as_multiaddress, check_dialled
 from nesa_node.core.span import Span
 
 MIN_API_KEY_CHARS = 8
@@ -95,7 +95,11 @@ def _split(value: object) -> object:
 
 def _read_address(value: object) -> object:
     """`host:port` as a multiaddress; its peer id is asked for when the swarm is joined."""
-    return as_multiaddress(value) if isinstance(value, str) else value
+    if not isinstance(value, str):
+        return value
+    address = as_multiaddress(value)
+    check_dialled(address)
+    return address
 
 
 def _read_span(value: object) -> object:
@@ -182,13 +186,13 @@ PeerAddress = Annotated[
     BeforeValidator(_read_address),
     StringConstraints(
         max_length=512,
-        pattern=r"^/(ip4|ip6|dns|dns4|dns6)/[^/]+/(tcp/\d{1,5}|(tcp|udp)/\d{1,5}(/.+)?/p2p/[1-9A-HJ-NP-Za-km-z]+)$",
+        pattern=r"^/(ip4|ip6|dns|dns4|dns6)/[^/]+/(tcp/[0-9]{1,5}|(tcp|udp)/[0-9]{1,5}(/.+)?/p2p/[1-9A-HJ-NP-Za-km-z]+)$",
     ),
 ]
 ListenAddress = Annotated[
     str,
     StringConstraints(
-        max_length=512, pattern=r"^/(ip4|ip6|dns|dns4|dns6)/[^/]+/(tcp|udp)/\d{1,5}(/.*)?$"
+        max_length=512, pattern=r"^/(ip4|ip6|dns|dns4|dns6)/[^/]+/(tcp|udp)/[0-9]{1,5}(/.*)?$"
     ),
 ]
 Device = Annotated[str, StringConstraints(pattern=r"^(auto|cpu|cuda(:\d+)?|mps)$")]

@@ -115,7 +115,7 @@ def _clause(name: str, details: list[ErrorDetails], given: Mapping[str, _Given])
         return f"{flag_of(name)} is required{wanted}"
     entry = given[name]
     if name in EXPECTED:
-        reason = f"expected {EXPECTED[name]}"
+        reason = "; ".join((*own[:1], f"expected {EXPECTED[name]}"))
     elif own:
         reason = own[0]
     else:

@@ -88,8 +88,12 @@ class DecisionLog:
         return self._select("order by number desc limit ?", count)[::-1]
 
     def _select(self, clause: str, *values: object) -> tuple[Decision, ...]:
-        if not self._path.exists():
+        try:
+            self._path.stat()
+        except FileNotFoundError:
             return ()
+        except OSError as error:
+            raise ConfigError(f"cannot read {self._path}: {error.strerror}") from None
         query = f"select kind, name, made_at, body from decisions {clause}"
         try:
             with self._open() as database:

@@ -13,7 +13,8 @@
     ├── ResourceError
     │   ├── InsufficientMemoryError
     │   ├── DiskLimitError
-    │   └── CacheFullError          a sequence outgrew what it was promised
+    │   ├── CacheFullError          a sequence outgrew what it was promised
+    │   └── OutputError             stdout or stderr is full or gone
     ├── SwarmError
     │   ├── IdentityError           the key file cannot be used
     │   ├── AddressInUseError       somebody listens on that port
@@ -85,6 +86,10 @@ class DiskLimitError(ResourceError):
 
 
 class CacheFullError(ResourceError):
+    pass
+
+
+class OutputError(ResourceError):
     pass
 
 

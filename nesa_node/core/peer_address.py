@@ -7,9 +7,16 @@ from ipaddress import ip_address
 
 _HOST_PORT = re.compile(
     r"(?:\[(?P<ip6>[0-9a-fA-F:.]+)\]|(?P<host>[A-Za-z0-9](?:[A-Za-z0-9.-]*[A-Za-z0-9])?))"
-    r":(?P<port>\d{1,5})"
+    r":(?P<port>[0-9]{1,5})"
 )
-_BARE_TCP = re.compile(r"/(?:ip4|ip6|dns|dns4|dns6)/(?P<host>[^/]+)/tcp/(?P<port>\d{1,5})")
+_BARE_TCP = re.compile(r"/(?:ip4|ip6|dns|dns4|dns6)/(?P<host>[^/]+)/tcp/(?P<port>[0-9]{1,5})")
+_DIALLED = re.compile(
+    r"/(?:ip4|ip6|(?P<dns>dns|dns4|dns6))/(?P<host>[^/]+)/(?:tcp|udp)/(?P<port>[0-9]{1,5})(?:/.*)?"
+)
+_MAX_PORT = 65_535
+_MAX_NAME_CHARS = 253
+_MAX_LABEL_CHARS = 63
+"""Of a name in the DNS, and of its parts between dots (RFC 1035)."""
 
 
 def as_multiaddress(text: str) -> str:
@@ -32,6 +39,26 @@ def host_and_port(address: str) -> tuple[str, int] | None:
     """Where to ask for the peer id of a TCP address that has none; None for any other address."""
     found = _BARE_TCP.fullmatch(address)
     return None if found is None else (found["host"], int(found["port"]))
+
+
+def check_dialled(address: str) -> None:
+    """Raises `ValueError` for a multiaddress whose port or host name cannot exist."""
+    found = _DIALLED.fullmatch(address)
+    if found is None:
+        return
+    if not 1 <= int(found["port"]) <= _MAX_PORT:
+        raise ValueError(f"port {found['port']} does not exist, ports are 1 to {_MAX_PORT}")
+    name = found["host"].removesuffix(".")
+    lengths = [len(label) for label in name.split(".")]
+    if found["dns"] and (len(name) > _MAX_NAME_CHARS or not _are_labels(lengths)):
+        raise ValueError(
+            f"{name[:_MAX_NAME_CHARS]!r} is no name of a machine: a name has at most "
+            f"{_MAX_NAME_CHARS} characters, and 1 to {_MAX_LABEL_CHARS} between its dots"
+        )
+
+
+def _are_labels(lengths: list[int]) -> bool:
+    return all(1 <= length <= _MAX_LABEL_CHARS for length in lengths)
 
 
 def has_peer_id(address: str) -> bool:

@@ -19,7 +19,7 @@ from nesa_node.core.metrics import Sources
 from nesa_node.server.announcer import Announcer, NodeFacts
 from nesa_node.server.ending import Ending, stop_signals
 from nesa_node.server.executor import open_executor
-from nesa_node.server.invitation import known_here
+from nesa_node.server.invitation import known_here, print_invitation, warn_of_other_copies
 from nesa_node.server.metrics import about, about_model, about_node, keep_looking
 from nesa_node.server.moves import Moves
 from nesa_node.server.orchestrate import (
@@ -66,6 +66,7 @@ async def run_bootstrap(config: PeerConfig, *, told: Sources | None = None) -> N
                 sources.adding(about(swarm, "bootstrap", sources.version)),
             ):
                 log.info("bootstrap_ready", addresses=swarm.transport.addresses)
+                print_invitation(config, swarm)
                 await Ending(stopping, swarm).wait()
 
 
@@ -239,6 +240,8 @@ async def _serve(
     )
     swarm.directory.know_blocks(served.model_id, facts.num_blocks)
     background = [asyncio.create_task(announcer.run()), asyncio.create_task(measuring)]
+    looking = warn_of_other_copies(swarm.directory, served.model_id)
+    background.append(asyncio.create_task(looking))
     obedience = obedience_of(
         config, peer_id, num_blocks=facts.num_blocks, max_blocks=facts.max_blocks
     )

@@ -2,41 +2,84 @@
 
 from __future__ import annotations
 
+import asyncio
 import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from ipaddress import ip_address
 
-from nesa_node.core.config import NodeConfig, default_known_swarms_dir
+from nesa_node.core.config import NodeConfig, PeerConfig, default_known_swarms_dir
+from nesa_node.core.errors import NesaError
 from nesa_node.core.known_swarms import KnownSwarms
 from nesa_node.core.logging import get_logger
+from nesa_node.swarm.directory import Directory
 from nesa_node.swarm.node import Swarm
 
 log = get_logger(__name__)
 
+COPIES_LOOK_S = 30.0
+MOST_COPIES_TOLD = 4
 
-def print_invitation(config: NodeConfig, swarm: Swarm) -> None:
-    """Tell the operator of a first node the command that others join with.
+
+def print_invitation(config: PeerConfig, swarm: Swarm) -> None:
+    """Tell the operator of a first node, or of a meeting point, the command that others join with.
 
     It is one plain line on stdout, whole, to be copied; an event where logs are for programs.
     """
     address = most_reachable(swarm.transport.addresses)
-    if not config.initial_peers and address is not None:
-        command = join_command(config, address)
-        if config.log_format == "json":
-            log.info("join_with", command=command)
-            return
-        # The terminal may be gone: the node serves on.
-        with suppress(OSError):
-            print(f"join with another machine:\n{command}", flush=True)
+    if address is None or (config.initial_peers and isinstance(config, NodeConfig)):
+        return
+    command = join_command(config, address)
+    if config.log_format == "json":
+        log.info("join_with", command=command)
+        return
+    # The terminal may be gone: the node serves on.
+    with suppress(OSError):
+        print(f"{_heading(config, address)}:\n{command}", flush=True)
 
 
-def join_command(config: NodeConfig, address: str) -> str:
+def _heading(config: PeerConfig, address: str) -> str:
+    if not _is_loopback(address):
+        return "join with another machine"
+    if all(_is_loopback(each) for each in config.host_maddrs):
+        why = "this one listens on this machine only: --host-maddrs /ip4/0.0.0.0/tcp/0 listens for "
+        return f"join from this machine ({why}other machines)"
+    why = "no address is known that other machines reach: --announce-maddrs names one"
+    return f"join from this machine ({why})"
+
+
+def join_command(config: PeerConfig, address: str) -> str:
     """A line for a shell. A private swarm's key is named by its place, never by itself."""
-    words = ["nesa-node", "run", config.model, "--initial-peers", address]
+    model = config.model if isinstance(config, NodeConfig) else "MODEL"
+    words = ["nesa-node", "run", model, "--initial-peers", address]
     if config.swarm_key is not None:
         words += ["--swarm-key", "@PATH"]
     return shlex.join(words)
+
+
+async def warn_of_other_copies(directory: Directory, model_id: str) -> None:
+    """Log once if the swarm serves other weights under the name of `model_id`.
+
+    They are another swarm, of which the operator may have meant to become a part. Returns in any
+    case, after at most `COPIES_LOOK_S`.
+    """
+    name = model_id.partition("@")[0]
+    try:
+        async with asyncio.timeout(COPIES_LOOK_S):
+            records = await directory.fetch_all()
+    except (TimeoutError, NesaError) as error:
+        log.debug("other_copies_unknown", reason=str(error))
+        return
+    served = {record.model_id for record in records} - {model_id}
+    copies = sorted(each for each in served if each.partition("@")[0] == name)
+    if copies:
+        log.warning(
+            "other_copy_served",
+            served=", ".join(copies[:MOST_COPIES_TOLD]),
+            here=model_id,
+            advice="these weights differ, so that sessions use the ones or the others; to serve "
+            "the same, use the files or the --revision that those nodes have",
+        )
 
 
 @contextmanager
@@ -64,3 +107,8 @@ def _reach(address: str) -> int:
     if ip.is_loopback or ip.is_link_local:
         return 0
     return (3 if ip.is_global else 2) if ip.version == 4 else 1
+
+
+def _is_loopback(address: str) -> bool:
+    _, protocol, host, *_ = address.split("/")
+    return ip_address(host).is_loopback if protocol.startswith("ip") else host == "localhost"

@@ -19,7 +19,12 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from nesa_node.core.errors import BootstrapError, ConfigError, PeerUnreachableError
 from nesa_node.core.ids import PeerId
 from nesa_node.core.logging import get_logger
-from nesa_node.core.peer_address import as_multiaddress, has_peer_id, host_and_port
+from nesa_node.core.peer_address import (
+    as_multiaddress,
+    check_dialled,
+    has_peer_id,
+    host_and_port,
+)
 from nesa_node.swarm.identity import base58_encode, verify
 from nesa_node.swarm.tasks import until_one_answers
 
@@ -41,9 +46,14 @@ async def with_peer_ids(addresses: Sequence[str]) -> tuple[str, ...]:
     """`addresses` as multiaddresses that end in a peer id; those without one are asked for theirs.
 
     Addresses that do not answer are left out. Raises `BootstrapError` if none remains, and
-    `ConfigError` for an address without id that is not TCP.
+    `ConfigError` for an address that cannot exist, or one without id that is not TCP.
     """
     written = [as_multiaddress(address) for address in addresses]
+    for given, address in zip(addresses, written, strict=True):
+        try:
+            check_dialled(address)
+        except ValueError as error:
+            raise ConfigError(f"the peer address {given!r} is wrong: {error}") from None
     known = [address for address in written if has_peer_id(address)]
     bare = [address for address in written if not has_peer_id(address)]
     if not bare:
@@ -71,6 +81,7 @@ async def look_up(host: str, port: int) -> PeerId:
     Raises `PeerUnreachableError` if nothing answers within `LOOKUP_TIMEOUT_S`, or no libp2p peer
     with an Ed25519 key.
     """
+    at = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:
         async with asyncio.timeout(LOOKUP_TIMEOUT_S):
             reader, writer = await asyncio.open_connection(host, port)
@@ -84,14 +95,16 @@ async def look_up(host: str, port: int) -> PeerId:
         return _peer_of(certificate)
     except TimeoutError as error:
         reason = f"no answer within {LOOKUP_TIMEOUT_S:g} s"
-        raise PeerUnreachableError(f"{host}:{port}: {reason}") from error
+        raise PeerUnreachableError(f"{at}: {reason}") from error
+    except UnicodeError as error:
+        raise PeerUnreachableError(f"{host!r} is no name of a machine ({error})") from error
     except (asyncio.IncompleteReadError, ConnectionResetError, ssl.SSLError, ValueError) as error:
         raise PeerUnreachableError(
-            f"{host}:{port} is no libp2p port of a nesa-node; give the address that `nesa-node "
+            f"{at} is no libp2p port of a nesa-node; give the address that `nesa-node "
             "run` prints there, /ip4/IP/tcp/PORT/p2p/ID"
         ) from error
     except OSError as error:
-        raise PeerUnreachableError(f"{host}:{port}: {error.strerror or error}") from error
+        raise PeerUnreachableError(f"{at}: {error.strerror or error}") from error
 
 
 async def _with_id(address: str) -> str:

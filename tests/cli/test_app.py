@@ -18,6 +18,7 @@ from nesa_node.cli import app as app_module
 from nesa_node.cli.app import run_command
 from nesa_node.cli.arguments import spare_prompts, spread_addresses
 from nesa_node.cli.flags import AccessFlags, ClientFlags, SharedFlags
+from nesa_node.cli.memory_limits import as_memory_error
 from nesa_node.cli.peer_flags import NodeFlags, PeerFlags
 from nesa_node.core.config import AccessConfig, ClientConfig, NodeConfig, PeerConfig, SharedConfig
 from nesa_node.core.errors import MissingBlocksError, NesaError, UnsupportedFeatureError
@@ -129,7 +130,11 @@ def test_typo_in_the_environment_is_an_error(
         (["generate"], "MODEL is required"),
         (["generate", "m", "hello"], "--initial-peers is required"),
         (["generate", "m", " ", "--initial-peers", PEER], "prompt is empty"),
-        (["generate", "m", "p", "--temperature", "-1"], "--temperature"),
+        (["generate", "m", "p", "--temperature", "-1"], "--temperature must lie in (0, 100]"),
+        (["generate", "m", "p", "--seed", "-1"], "--seed must lie in"),
+        (["generate", "m", "p", "--json"], "Unknown option: --json (see nesa-node generate"),
+        (["keys", "list", "x"], "error: 'x': more than nesa-node keys list takes (see"),
+        (["zzz"], "status, dashboard, ... (see nesa-node --help)"),
         (["generate", "m", "p", "--top-p", "2"], "--top-p"),
         (["chat", "m", "--max-new-tokens", "0"], "--max-new-tokens"),
         (["demo", "--nodes", "0"], "--nodes"),
@@ -240,6 +245,38 @@ def test_too_little_memory_ends_with_code_4(
     assert said.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("command", "said", "unsaid"),
+    [
+        ("run", "--num-blocks", "raise `ulimit -v`"),
+        ("generate", "end other programs", "--num-blocks"),
+        ("eval", "a smaller MODEL", "--quant-type"),
+    ],
+)
+def test_advice_about_memory_is_for_the_command(command: str, said: str, unsaid: str) -> None:
+    told = str(as_memory_error(MemoryError(), command))
+    assert said in told
+    assert unsaid not in told
+
+
+def test_a_limit_of_address_space_is_named_where_memory_ran_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("resource.getrlimit", lambda _: (1500000 * 1024, 1500000 * 1024))
+    told = str(as_memory_error(MemoryError(), "generate"))
+    assert "raise `ulimit -v`, which allows 1464 MiB of address space" in told
+
+
+def test_a_full_output_inside_a_task_group_is_told_the_same_way(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr("nesa_node.cli.output._flushes", lambda stream: stream is not sys.stdout)
+    monkeypatch.setattr("nesa_node.cli.output.drop", lambda _: None)
+    assert fails_with(ExceptionGroup("tasks", [error]), monkeypatch) == 4
+    assert "cannot write the output" in capsys.readouterr().err
+
+
 def test_another_runtime_error_is_still_a_bug(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeError, match="shapes"):
         fails_with(RuntimeError("shapes differ"), monkeypatch)
@@ -338,6 +375,38 @@ def test_a_reader_that_goes_away_is_no_traceback() -> None:
         check=False,
     )
     assert done.stderr == ""
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_closed_stream_is_no_error(closed: str) -> None:
+    assert shell(f"{sys.executable} -m nesa_node run --help {closed}") == (0, "")
+
+
+@pytest.mark.parametrize("arguments", ["--version", "run --help", "keys list"])
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_full_output_is_one_line_and_exit_code_4(
+    arguments: str, unbuffered: str, tmp_path: Path
+) -> None:
+    set_to = f"XDG_STATE_HOME={tmp_path} PYTHONUNBUFFERED={unbuffered}"
+    code, said = shell(f"{set_to} {sys.executable} -m nesa_node {arguments} >/dev/full")
+    assert code == 4
+    assert said.startswith("error: cannot write the output: No space left on device; ")
+    assert said.count("\n") == 1
+
+
+def test_where_no_error_can_be_told_its_exit_code_is_kept() -> None:
+    assert shell(f"{sys.executable} -m nesa_node run --no-such-flag 2>/dev/full") == (2, "")
+
+
+def test_another_full_disk_is_not_taken_for_the_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(OSError, match="No space left"):
+        fails_with(OSError(errno.ENOSPC, "No space left on device"), monkeypatch)
+
+
+def shell(line: str) -> tuple[int, str]:
+    """Exit code and stderr."""
+    done = subprocess.run(line, shell=True, capture_output=True, text=True, timeout=30, check=False)
+    return done.returncode, done.stderr
 
 
 def test_a_ctrl_c_while_an_error_is_reported_is_no_traceback(

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from nesa_node.cli.app import run_command
+from nesa_node.cli.eval import _measure
 from nesa_node.core.known_swarms import KnownSwarms
+from nesa_node.core.waiting import Waits
+from nesa_node.evaluation.cells import Cell
 from tests.cli.tiny import write_tiny_model
 from tests.evaluation.models import random_text
 
@@ -51,6 +57,30 @@ def test_eval_shows_each_combination_and_writes_it(
     assert rows[0]["options"]["dtype"] == "bfloat16"
     assert len(rows[3]["acc"]["right"]) == 20
     assert rows[3]["perplexity"]["tokens"] == 399
+
+
+def test_what_is_measured_is_a_wait_that_can_be_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    waits, told = Waits(), []
+
+    def measure(*_: object) -> Iterator[Any]:
+        for name in ("a", "b"):
+            wait = waits.slow(after_s=0)
+            told.append(None if wait is None else wait.what)
+            yield SimpleNamespace(cell=name, seconds=30.0)
+
+    monkeypatch.setattr("nesa_node.evaluation.rows.measure", measure)
+    nothing: Any = None
+    with waits.current():
+        _measure(nothing, nothing, [Cell("none", "none"), Cell("int8", "none")], nothing)
+    assert told == [
+        "combination 1 of 2 (weights none, wire none)",
+        "combination 2 of 2 (weights int8, wire none)",
+    ]
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == "2 combinations are measured, one after another"
+    assert said[1:] == ["1/2 a: 30 s", "2/2 b: 30 s"]
 
 
 def test_the_same_seed_gives_the_same_table(

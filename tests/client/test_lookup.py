@@ -11,7 +11,7 @@ import pytest
 
 from nesa_node.client import lookup as lookup_module
 from nesa_node.client.lookup import FRESH_S, Lookup
-from nesa_node.core.errors import PeerUnreachableError
+from nesa_node.core.errors import ModelMismatchError, PeerUnreachableError
 from nesa_node.core.ids import ModelId
 
 MODEL = ModelId("tiny@0")
@@ -138,3 +138,28 @@ async def test_looks_that_go_on_end_with_their_owner(monkeypatch: pytest.MonkeyP
     await lookup.fetch(REQUEST)
     await lookup.close()
     assert not [task for task in asyncio.all_tasks() if task.get_name() == "directory-look"]
+
+
+def serving(*models: str) -> Lookup:
+    async def fetch_all() -> list[Any]:
+        return [SimpleNamespace(model_id=model) for model in models]
+
+    swarm: Any = SimpleNamespace(directory=SimpleNamespace(fetch_all=fetch_all))
+    return Lookup(swarm)
+
+
+async def test_the_same_weights_under_another_name_are_told() -> None:
+    lookup = serving("SmolLM@9ce3", "other@1")
+    with pytest.raises(ModelMismatchError, match=r"weights as SmolLM@9ce3, .*folder 'SmolLM'"):
+        await lookup.check_copy(ModelId("copy@9ce3"))
+
+
+async def test_other_weights_of_the_same_name_are_told() -> None:
+    with pytest.raises(ModelMismatchError, match=r"serves tiny@1, and the copy here differs"):
+        await serving("tiny@1", "other@2").check_copy(ModelId("tiny@0"))
+
+
+async def test_of_a_swarm_without_the_model_it_is_known_what_it_serves() -> None:
+    assert await serving("b@2", "a@1", "b@2").check_copy(ModelId("tiny@0")) == ("a@1", "b@2")
+    assert await serving().check_copy(ModelId("tiny@0")) == ()
+    assert await serving("tiny@0", "tiny@1").check_copy(ModelId("tiny@0")) == ("tiny@0", "tiny@1")

@@ -75,3 +75,10 @@ def test_a_broken_file_is_named(tmp_path: Path) -> None:
         DecisionLog(path).recent(5)
     with pytest.raises(OSError, match=r"decisions\.db"):
         DecisionLog(path).add(_session("abcdef"))
+
+
+def test_decisions_that_cannot_be_read_are_not_told_as_none(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(ConfigError, match=r"cannot read .*file/decisions.db: Not a directory"):
+        DecisionLog(file / "decisions.db").recent(5)

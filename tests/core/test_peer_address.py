@@ -42,3 +42,29 @@ def test_config_takes_both_forms() -> None:
 def test_config_refuses_what_is_no_address(text: str) -> None:
     with pytest.raises(ConfigError, match=r"or 192\.0\.2\.7:4001"):
         load_config(ClientConfig, {"initial_peers": (text,)}, {})
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("127.0.0.1:99999", "port 99999 does not exist, ports are 1 to 65535"),
+        ("127.0.0.1:65536", "port 65536"),
+        ("127.0.0.1:0", "port 0 "),
+        ("[::1]:99999", "port 99999"),
+        ("/ip4/127.0.0.1/tcp/99999", "port 99999"),
+        (WITH_ID.replace("tcp/1", "tcp/99999"), "port 99999"),
+        ("a..b:31330", r"'a\.\.b' is no name of a machine"),
+        (f"{'a' * 64}.example:31330", "is no name of a machine"),
+        ("127.0.0.1:\uff13\uff13", "expected addresses like"),
+        ("/ip4/127.0.0.1/tcp/\uff13\uff13", "expected addresses like"),
+    ],
+)
+def test_config_says_which_part_of_an_address_cannot_exist(text: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        load_config(ClientConfig, {"initial_peers": (text,)}, {})
+
+
+@pytest.mark.parametrize("text", ["192.0.2.7:65535", f"{'a' * 63}.example:1", "[::1]:1"])
+def test_config_takes_what_only_just_exists(text: str) -> None:
+    config = load_config(ClientConfig, {"initial_peers": (text,)}, {})
+    assert config.initial_peers == (as_multiaddress(text),)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import datetime
+import re
 import socket
 from pathlib import Path
 
@@ -89,3 +90,23 @@ def test_a_certificate_that_cannot_be_read_is_no_peer(change: tuple[bytes, bytes
     made = x509.CertificateBuilder(name, name, key.public_key(), 1, day, day).sign(key, None)
     with pytest.raises(ValueError, match="not a libp2p certificate"):
         _peer_of(made.public_bytes(Encoding.DER).replace(*change, 1))
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:99999", "/ip4/127.0.0.1/tcp/65536", "a..b:31330"])
+async def test_an_address_that_cannot_exist_is_named(address: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(repr(address))):
+        await with_peer_ids([address])
+
+
+async def test_a_name_that_cannot_be_asked_for_is_told_from_another_service() -> None:
+    with pytest.raises(PeerUnreachableError, match="is no name of a machine"):
+        await look_up("a..b", 31330)
+
+
+async def test_an_ipv6_address_is_named_in_brackets(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def refuse(*_: object) -> None:
+        raise ConnectionRefusedError(111, "Connection refused")
+
+    monkeypatch.setattr(asyncio, "open_connection", refuse)
+    with pytest.raises(PeerUnreachableError, match=r"^\[::1\]:38330: Connection refused"):
+        await look_up("::1", 38330)
