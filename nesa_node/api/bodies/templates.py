@@ -13,12 +13,15 @@ from nesa_node.api.bodies.chat_body import ChatMessage, Tool
 from nesa_node.api.bodies.reading import crowd_in
 from nesa_node.api.bodies.splitting import encode, light
 from nesa_node.api.bodies.template_program import REFUSALS, reason_of
+from nesa_node.api.decoding.bounded_json import bounded_json
 from nesa_node.web.problem import Problem
 
 _MESSAGE_CHARS = 64
 """What a template does for each message, or call, takes as long as for so many characters."""
 _MAX_TEMPLATE_CHARS = 1 << 18
 """Of a stranger's, which is sent to a process with each conversation."""
+_MAX_TOOLS_CHARS = 1 << 20
+"""Of the parameters of all tools of a conversation, as JSON."""
 _ARGUMENTS_CHARS = 1 << 20
 """Of one call that a template gets as an object."""
 
@@ -49,7 +52,7 @@ async def chat_prompt(
     def asked() -> dict[str, Any]:
         return {
             "conversation": _conversation(messages, developer="developer" in template),
-            "tools": [tool.model_dump(exclude_none=True) for tool in tools] or None,
+            "tools": _told(tools) or None,
             "add_generation_prompt": generation,
             "continue_final_message": continued,
         }
@@ -65,6 +68,18 @@ async def chat_prompt(
     except REFUSALS as error:
         raise _refusal(error, param) from None
     return await encode(tokenizer, text, special=special, most=most, param=param)
+
+
+def _told(tools: Sequence[Tool]) -> list[dict[str, Any]]:
+    """As templates expect it. Raises `Problem` for tools too large to be written at once."""
+    if bounded_json([tool.function.parameters for tool in tools], _MAX_TOOLS_CHARS) is None:
+        raise Problem(
+            400,
+            f"tools: their parameters have more than {_MAX_TOOLS_CHARS} characters: send less",
+            code="invalid_value",
+            param="tools",
+        )
+    return [tool.model_dump(exclude_none=True) for tool in tools]
 
 
 def _size(messages: Sequence[ChatMessage]) -> int:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from nesa_node.api.bodies import reading, templates
-from nesa_node.api.bodies.chat_body import ChatBody, ChatMessage
+from nesa_node.api.bodies.chat_body import ChatBody, ChatMessage, Tool
 from nesa_node.api.bodies.reading import MAX_CONTAINERS, MAX_KEYS, parse
+from nesa_node.web.problem import Problem
 
 
 def called_with(arguments: str) -> ChatMessage:
@@ -51,3 +54,31 @@ def test_as_many_arguments_as_there_may_be_are_read() -> None:
     text = "[" + "[]," * (reading.MAX_CONTAINERS - 2) + "1]"
     assert len(text) < templates._ARGUMENTS_CHARS
     assert isinstance(given(text), list)
+
+
+async def test_tools_that_are_too_large_to_be_written_at_once_are_refused() -> None:
+    """`json.dumps` of all that a body may hold would stop every other thread."""
+    tokenizer = SimpleNamespace(
+        chat_template="{{ tools }}", apply_chat_template=lambda **asked: str(asked["tools"])
+    )
+    body = ChatBody.model_validate({"messages": [{"role": "user", "content": "Hi"}]})
+    for numbers, is_refused in ((1000, False), (400_000, True)):
+        tool = Tool.model_validate(
+            {"type": "function", "function": {"name": "f", "parameters": {"enum": [1] * numbers}}}
+        )
+        told: list[Any] = []
+
+        async def encoded(_tokenizer: Any, text: str, told: Any = told, **_: Any) -> list[int]:
+            told.append(text)
+            return [1]
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(templates, "encode", encoded)
+            prompting = templates.chat_prompt(tokenizer, body.messages, [tool], most=10)
+            if is_refused:
+                with pytest.raises(Problem, match="tools: their parameters") as refused:
+                    await prompting
+                assert refused.value.status == 400
+            else:
+                assert await prompting == [1]
+                assert "enum" in told[0]
