@@ -48,7 +48,7 @@ class NeighbourLookup:
         self._glance = _SharedLook(lambda: swarm.directory.glance_soon(model_id), GLANCE_PAUSE_S)
         self._look = _SharedLook(lambda: swarm.directory.fetch(model_id), LOOK_PAUSE_S)
 
-    async def record_of(self, whom: Downstream) -> NodeRecord | None:
+    async def record_of(self, neighbour: Downstream) -> NodeRecord | None:
         """The newest record of a peer, looked up if what is known says of other blocks or nothing.
 
         First with the member of the DHT that answers first: a whole look waits seconds for those
@@ -57,13 +57,13 @@ class NeighbourLookup:
         directory = self.swarm.directory
 
         def is_known() -> bool:
-            record = directory.record(PeerId(whom.peer))
-            return record is not None and Span(*record.span).covers(Span(*whom.blocks))
+            record = directory.record(PeerId(neighbour.peer))
+            return record is not None and Span(*record.span).covers(Span(*neighbour.blocks))
 
         asked_at = time.monotonic()
         await self._glance.until(is_known, asked_at)
         await self._look.until(is_known, asked_at)
-        return directory.record(PeerId(whom.peer))
+        return directory.record(PeerId(neighbour.peer))
 
 
 class _SharedLook:
@@ -108,7 +108,7 @@ async def dial(
 
 
 async def dial_successor(lookup: NeighbourLookup, opened: Open, successor: Downstream) -> Stream:
-    """A stream to whom the session goes. Raises `ProtocolError("downstream_lost")`."""
+    """A stream to the peer that takes the session over. Raises `ProtocolError("downstream_lost")`."""
     introduction = TransferOpen(version=VERSION, session=opened.session, secret=opened.secret)
     stream, _ = await _reach(lookup, successor, introduction, TransferOpened)
     return stream
@@ -116,17 +116,17 @@ async def dial_successor(lookup: NeighbourLookup, opened: Open, successor: Downs
 
 async def _reach(
     lookup: NeighbourLookup,
-    whom: Downstream,
+    neighbour: Downstream,
     introduction: PushOpen | TransferOpen,
     welcome: type[PushOpened | TransferOpened],
 ) -> tuple[Stream, PushOpened | TransferOpened]:
     """A stream to a peer whose own record must say that it holds the blocks, and its answer."""
-    peer = PeerId(whom.peer)
+    peer = PeerId(neighbour.peer)
     try:
-        record = await lookup.record_of(whom)
+        record = await lookup.record_of(neighbour)
         if record is None or record.model_id != lookup.model_id:
             raise PeerUnreachableError(f"no valid record of {peer} is known")
-        if not Span(*record.span).covers(Span(*whom.blocks)):
+        if not Span(*record.span).covers(Span(*neighbour.blocks)):
             raise PeerUnreachableError(f"{peer} announces {record.span}")
         stream = await _stream_to(lookup, peer, record.addresses)
         try:
@@ -144,7 +144,7 @@ async def _reach(
 async def _stream_to(lookup: NeighbourLookup, peer: PeerId, addresses: Sequence[str]) -> Stream:
     """Raises `PeerUnreachableError`. A peer that this node itself knew as alive is reported.
 
-    A client chooses who dials whom, when and how often: that alone accuses no peer.
+    A client chooses who dials neighbour, when and how often: that alone accuses no peer.
     """
     swarm = lookup.swarm
     was_near = not math.isnan(swarm.distances.rtt_ms(peer))

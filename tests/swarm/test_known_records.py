@@ -130,7 +130,7 @@ async def test_a_member_that_answers_first_with_much_does_not_come_first_with_al
 
 
 def flood(member: Swarm, made: Iterator[int]) -> None:
-    """Let `member` answer each look with records that nobody has seen, the newest there can be."""
+    """Let `member` answer each look with new records, the newest there can be."""
     key = dht_id(model_key(MODEL))
     storage = member.directory._node.protocol.storage
 

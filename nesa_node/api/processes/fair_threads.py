@@ -16,7 +16,7 @@ _Piece = Callable[[], Any]
 class FairThreads:
     """Does pieces of work in at most `threads` threads, `most_of_one` of them for one caller.
 
-    Next comes a piece of the caller for whom fewest threads work; of these, the piece that has
+    Next comes a piece of the caller with the fewest threads; of these, the piece that has
     waited longest. The caller "" is that of servers which ask for no key: it may use all threads.
     Safe for several threads. Close it with `shutdown`.
     """
