@@ -108,7 +108,7 @@ async def dial(
 
 
 async def dial_successor(lookup: NeighbourLookup, opened: Open, successor: Downstream) -> Stream:
-    """A stream to the peer that takes the session over. Raises `ProtocolError("downstream_lost")`."""
+    """A stream to the session's next holder. Raises `ProtocolError("downstream_lost")`."""
     introduction = TransferOpen(version=VERSION, session=opened.session, secret=opened.secret)
     stream, _ = await _reach(lookup, successor, introduction, TransferOpened)
     return stream
@@ -144,7 +144,7 @@ async def _reach(
 async def _stream_to(lookup: NeighbourLookup, peer: PeerId, addresses: Sequence[str]) -> Stream:
     """Raises `PeerUnreachableError`. A peer that this node itself knew as alive is reported.
 
-    A client chooses who dials neighbour, when and how often: that alone accuses no peer.
+    A client chooses which peers a node dials, when and how often: that alone accuses no peer.
     """
     swarm = lookup.swarm
     was_near = not math.isnan(swarm.distances.rtt_ms(peer))
