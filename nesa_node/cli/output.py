@@ -5,10 +5,10 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from contextlib import suppress
 from typing import TextIO
 
 from nesa_node.core.errors import OutputError
+from nesa_node.core.standard_streams import drop
 
 
 def open_closed_streams() -> None:
@@ -30,7 +30,8 @@ def as_output_error(error: BaseException) -> OutputError | None:
     """
     if not isinstance(error, OSError) or error.errno in (None, errno.EPIPE):
         return None
-    failed = next((stream for stream in (sys.stdout, sys.stderr) if not _flushes(stream)), None)
+    streams = (sys.stdout, sys.stderr)
+    failed = next((stream for stream in streams if _failure(stream) == error.errno), None)
     if failed is None:
         return None
     drop(failed)
@@ -39,19 +40,12 @@ def as_output_error(error: BaseException) -> OutputError | None:
     )
 
 
-def drop(stream: TextIO) -> None:
-    """Send what `stream` still holds nowhere: Python flushes it once more when it ends."""
-    with suppress(OSError, ValueError):
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, stream.fileno())
-        os.close(nowhere)
-
-
-def _flushes(stream: TextIO) -> bool:
+def _failure(stream: TextIO) -> int | None:
+    """The error number with which writing to `stream` fails."""
     try:
         if getattr(stream, "write_through", False):
             stream.write("\n")
         stream.flush()
-    except OSError:
-        return False
-    return True
+    except OSError as error:
+        return error.errno
+    return None

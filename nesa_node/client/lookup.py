@@ -107,15 +107,15 @@ class Lookup:
         return self._swarm.directory.snapshot(model_id, request.num_blocks)
 
     async def check_copy(self, model_id: ModelId) -> tuple[str, ...]:
-        """The models that nodes serve. Raises `ModelMismatchError` if `model_id` is none of them,
-        and they serve other copies of its model, or its very weights under another name.
+        """The models that nodes serve, if `model_id` is none of them. Raises `ModelMismatchError`
+        if they serve other copies of its model, or its very weights under another name.
 
         For a model that no node serves: it asks for the records of all models.
         """
         name, _, digest = model_id.partition("@")
         served = {record.model_id for record in await self._swarm.directory.fetch_all()}
         if model_id in served:
-            return tuple(sorted(served))
+            return ()
         same = sorted(each for each in served if each.partition("@")[2] == digest)
         if same:
             known_as = same[0].partition("@")[0]

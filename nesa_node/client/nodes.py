@@ -137,6 +137,7 @@ class Nodes:
         found = await self._mend_quickly(keep) if not may_ask and not drop else None
         if found is None:
             view = await self._view(may_ask=may_ask)
+            self.served = ()
             if not view.snapshot.nodes:
                 self.served = await self._planner.lookup.check_copy(self._request.model_id)
             plan = await _aside(view.snapshot, partial(self._fill, view, keep, drop))

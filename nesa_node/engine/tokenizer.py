@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from nesa_node.core.errors import ModelNotFoundError
+from nesa_node.engine.families import FAMILIES
 from nesa_node.engine.side_files import check_side_files, parsing, read_json
 from nesa_node.engine.tokenizer_rules import checked_tokenizer, checked_tokenizer_config
 
@@ -28,7 +28,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 
 def load_discovered_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """The tokenizer in `folder`, which a stranger chose: its `tokenizer.json`, where that is known
-    to be harmless (`tokenizer_rules.py`), read as it stands.
+    to be harmless (`tokenizer_rules.py`), read by the class that `load_tokenizer` takes.
 
     Raises as `load_tokenizer`, and `UnsupportedModelError`.
     """
@@ -44,17 +44,17 @@ def load_discovered_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         _object(folder / "tokenizer_config.json"),
         special_tokens=_object(folder / "special_tokens_map.json"),
     )
-    fast: Any = PreTrainedTokenizerFast
+    said = _object(folder / "config.json")
+    model_type = said.get("model_type") if isinstance(said, dict) else None
     # Not `folder`: there transformers would find other files, of which it makes other tokenizers.
     with parsing(what), TemporaryDirectory(prefix="nesa-tokenizer-") as checked:
         (Path(checked) / "tokenizer.json").write_bytes(content)
         (Path(checked) / "tokenizer_config.json").write_text(json.dumps(config))
+        if isinstance(model_type, str) and model_type in FAMILIES:
+            (Path(checked) / "config.json").write_text(json.dumps({"model_type": model_type}))
         if (template := folder / _TEMPLATE_FILE).is_file():
             (Path(checked) / _TEMPLATE_FILE).write_bytes(template.read_bytes())
-        made: PreTrainedTokenizerBase = fast.from_pretrained(
-            checked, local_files_only=True, trust_remote_code=False
-        )
-    return made
+        return _load(Path(checked))
 
 
 def _object(path: Path) -> object:

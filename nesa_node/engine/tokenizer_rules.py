@@ -66,6 +66,13 @@ REGEXES = frozenset(
 )
 """Those that models of the families served split texts by; each takes time in proportion."""
 
+CLASSES = frozenset(
+    name + suffix
+    for name in ("Llama", "CodeLlama", "GPT2", "Qwen2", "Gemma", "GPTNeoX", "Bloom", "PreTrained")
+    for suffix in ("Tokenizer", "TokenizerFast")
+) | {"TokenizersBackend"}
+"""transformers' own, of the families served. They make a tokenizer of the checked vocabulary."""
+
 Component = dict[str, Any]
 
 
@@ -131,12 +138,16 @@ def checked_tokenizer(content: bytes) -> bytes:
 def checked_tokenizer_config(raw: object, *, special_tokens: object) -> dict[str, Any]:
     """What is used of a stranger's `tokenizer_config.json` and `special_tokens_map.json`.
 
-    Neither which class reads the tokenizer nor from which file. Raises `UnsupportedModelError`.
+    The class that reads the tokenizer only where it is one of `CLASSES`, and not from which file.
+    Raises `UnsupportedModelError`.
     """
     if not isinstance(raw, dict) or not isinstance(special_tokens, dict):
         raise _refused("tokenizer_config.json or special_tokens_map.json is no object")
     config = {key: special_tokens[key] for key in _SPECIAL_TOKENS if key in special_tokens}
     config |= {key: raw[key] for key in (*_SPECIAL_TOKENS, *_CONFIG_KEYS) if key in raw}
+    config |= {key: raw[key] for key in _SWITCHES if isinstance(raw.get(key), bool)}
+    if (name := raw.get("tokenizer_class")) in CLASSES:
+        config["tokenizer_class"] = name
     for key in _SPECIAL_TOKENS:
         many = _tokens_of(config.get(key))
         if len(many) > MAX_ADDED_TOKENS or not all(map(_is_special_token, many)):
@@ -163,6 +174,7 @@ _SPECIAL_TOKENS = (
     "additional_special_tokens",
     "extra_special_tokens",
 )
+_SWITCHES = ("legacy", "add_prefix_space", "add_bos_token", "add_eos_token")
 _CONFIG_KEYS = (
     "added_tokens_decoder",
     "chat_template",
@@ -186,7 +198,7 @@ def _is_special_token(value: object) -> bool:
 
 def _refused(reason: str) -> UnsupportedModelError:
     return UnsupportedModelError(
-        f"its tokenizer.json is not run, since a stranger chose it: {reason}. "
+        f"its tokenizer is not run, since a stranger chose it: {reason}. "
         "Where you trust the model, name it with --model"
     )
 

@@ -74,20 +74,24 @@ class _SharedLook:
         self._pause_s = pause_s
         self._turn = asyncio.Lock()
         self._began_at = -math.inf
-        """Of the last look, if it found nothing."""
+        """Of the last look, if it did not find what it was for."""
+        self._in_vain_at = -math.inf
+        """When the last look began that ended so. One may also be cut off, with its session."""
 
     async def until(self, is_found: Callable[[], bool], asked_at: float) -> None:
         """Look, unless a look that began after `asked_at` has been in vain."""
         if is_found():
             return
         async with self._turn:
-            if is_found() or self._began_at > asked_at:
+            if is_found() or self._in_vain_at > asked_at:
                 return
             await asyncio.sleep(self._began_at + self._pause_s - time.monotonic())
-            self._began_at = time.monotonic()
+            began_at = self._began_at = time.monotonic()
             await self._look()
             if is_found():
                 self._began_at = -math.inf
+            else:
+                self._in_vain_at = began_at
 
 
 async def dial(

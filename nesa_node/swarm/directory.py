@@ -350,7 +350,7 @@ class Directory:
             if known is not None and known.seq >= record.seq:
                 continue
             is_trusted = record.model_id in self._num_blocks
-            if not self._known.take(record, is_trusted_model=is_trusted):
+            if not self._known.take(record, is_trusted_model=is_trusted, is_hearsay=not is_whole):
                 self.dropped["full"] += 1
             if known is not None:
                 self._hearsay.histories.replaced(known, record)

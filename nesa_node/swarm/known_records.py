@@ -36,16 +36,21 @@ class KnownRecords:
     def get(self, peer: PeerId) -> NodeRecord | None:
         return self._records.get(peer)
 
-    def take(self, record: NodeRecord, *, is_trusted_model: bool = False) -> bool:
+    def take(
+        self, record: NodeRecord, *, is_trusted_model: bool = False, is_hearsay: bool = False
+    ) -> bool:
         """Remember `record` in place of an older one of its peer. False if there is no room.
 
         A trusted model has the room of `MAX_NODES_PER_MODEL` whatever other models there are.
+        Newcomers of `is_hearsay`, which one member named alone, get half of that room: what it
+        makes up must leave some for what all members name.
         """
         peer = PeerId(record.peer_id)
         before = self._records.get(peer)
         if before is None or before.model_id != record.model_id:
             self.drop(peer)
-            is_full = self._per_model[record.model_id] >= MAX_NODES_PER_MODEL or (
+            most = MAX_NODES_PER_MODEL // 2 if is_hearsay else MAX_NODES_PER_MODEL
+            is_full = self._per_model[record.model_id] >= most or (
                 len(self._records) >= MAX_NODES and not is_trusted_model
             )
             if is_full and peer != self._own:

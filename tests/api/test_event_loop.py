@@ -25,6 +25,7 @@ from nesa_node.api.bodies import reading
 from nesa_node.api.bodies.chat_body import ChatBody
 from nesa_node.api.bodies.completion_body import CompletionBody
 from nesa_node.api.bodies.response_body import ResponseBody
+from nesa_node.api.bodies.splitting import PIECES_OF_ONE
 from nesa_node.api.decoding.job import Chosen, Delta, PromptRead, TokenChance
 from nesa_node.api.embeddings import EmbeddingBody
 from nesa_node.api.serving.jobs import Tagged
@@ -138,7 +139,7 @@ async def test_large_bodies_are_read_in_a_thread(
 async def test_large_work_of_one_key_does_not_keep_another_waiting(
     tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Texts, bodies and schemas of one key are worked on two at a time, whatever else waits."""
+    """Texts, bodies and schemas of one key get half of the threads, whatever else waits."""
     store = KeyStore(tmp_path / "keys.json")
     first, second = (
         {"authorization": f"Bearer {store.add(name, KeyLimits())[1]}"} for name in ("a", "b")
@@ -156,14 +157,14 @@ async def test_large_work_of_one_key_does_not_keep_another_waiting(
     monkeypatch.setattr(reading, "parse", noted)
     async with serving(tokenizer, keys_path=store.path) as server, asyncio.TaskGroup() as group:
         path = "/v1/chat/completions"
-        for _ in range(12):
+        for _ in range(PIECES_OF_ONE + 10):
             group.create_task(server.post(path, chat_body(user="a" * 4096), headers=first))
         try:
-            await until(lambda: len(begun) == 2)
+            await until(lambda: len(begun) == PIECES_OF_ONE)
             async with asyncio.timeout(10):
                 answer = await server.post(path, chat_body(user="b" * 4096), headers=second)
             assert answer.status_code == 200
-            assert begun == ["a", "a", "b"]
+            assert begun == ["a"] * PIECES_OF_ONE + ["b"]
         finally:
             go_on.set()
 

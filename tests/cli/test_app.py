@@ -271,7 +271,10 @@ def test_a_full_output_inside_a_task_group_is_told_the_same_way(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     error = OSError(errno.ENOSPC, "No space left on device")
-    monkeypatch.setattr("nesa_node.cli.output._flushes", lambda stream: stream is not sys.stdout)
+    monkeypatch.setattr(
+        "nesa_node.cli.output._failure",
+        lambda stream: errno.ENOSPC if stream is sys.stdout else None,
+    )
     monkeypatch.setattr("nesa_node.cli.output.drop", lambda _: None)
     assert fails_with(ExceptionGroup("tasks", [error]), monkeypatch) == 4
     assert "cannot write the output" in capsys.readouterr().err
@@ -401,6 +404,14 @@ def test_where_no_error_can_be_told_its_exit_code_is_kept() -> None:
 def test_another_full_disk_is_not_taken_for_the_output(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(OSError, match="No space left"):
         fails_with(OSError(errno.ENOSPC, "No space left on device"), monkeypatch)
+
+
+def test_a_missing_file_is_not_taken_for_an_output_whose_reader_has_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("nesa_node.cli.output._failure", lambda _: errno.EPIPE)
+    with pytest.raises(FileNotFoundError):
+        fails_with(FileNotFoundError(errno.ENOENT, "No such file", "model.json"), monkeypatch)
 
 
 def shell(line: str) -> tuple[int, str]:

@@ -162,4 +162,5 @@ async def test_other_weights_of_the_same_name_are_told() -> None:
 async def test_of_a_swarm_without_the_model_it_is_known_what_it_serves() -> None:
     assert await serving("b@2", "a@1", "b@2").check_copy(ModelId("tiny@0")) == ("a@1", "b@2")
     assert await serving().check_copy(ModelId("tiny@0")) == ()
-    assert await serving("tiny@0", "tiny@1").check_copy(ModelId("tiny@0")) == ("tiny@0", "tiny@1")
+    # Perhaps by nodes that load or leave: that the swarm serves it would be no help.
+    assert await serving("tiny@0", "tiny@1").check_copy(ModelId("tiny@0")) == ()

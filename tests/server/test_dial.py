@@ -55,10 +55,12 @@ async def refusal(swarm: Swarm, peer: PeerId) -> ProtocolError:
 class SlowLooks:
     """A whole look waits for members that are gone; one that answers knows `peer`, in the end."""
 
-    def __init__(self, peer: str, *, in_vain: int = 0) -> None:
+    def __init__(self, peer: str, *, in_vain: int = 0, look_s: float = 0.0) -> None:
         self.looks: list[tuple[str, float]] = []
         self._peer = peer
         self._in_vain = in_vain
+        self._look_s = look_s
+        self.whole_look_began = asyncio.Event()
 
     @property
     def kinds(self) -> list[str]:
@@ -75,7 +77,8 @@ class SlowLooks:
 
     async def fetch(self, _: ModelId) -> None:
         self.looks.append(("fetch", time.monotonic()))
-        await asyncio.sleep(0)
+        self.whole_look_began.set()
+        await asyncio.sleep(self._look_s)
 
 
 @pytest.mark.parametrize(
@@ -116,6 +119,34 @@ async def test_looks_in_vain_are_apart_and_a_neighbour_is_found_all_the_same(
     first_glance, first_look, second_glance, second_look = (at for _, at in directory.looks)
     assert second_glance - first_glance >= 0.2
     assert second_look - first_look >= 0.4
+
+
+async def test_a_look_that_is_cut_off_is_not_taken_for_one_in_vain(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A session may end while it looks, and sessions that wait must not give up for it."""
+    monkeypatch.setattr(dial, "GLANCE_PAUSE_S", 0.05)
+    monkeypatch.setattr(dial, "LOOK_PAUSE_S", 0.05)
+    directory = SlowLooks("peer", in_vain=2, look_s=0.5)
+    lookup = lookup_in(directory)
+    ending = asyncio.create_task(lookup.record_of(Downstream(peer="stranger", blocks=(2, 4))))
+    await asyncio.wait_for(directory.whole_look_began.wait(), 10)
+    waiting = asyncio.create_task(lookup.record_of(Downstream(peer="peer", blocks=(2, 4))))
+    await asyncio.sleep(0.2)
+    ending.cancel()
+    assert await waiting is not None
+
+
+async def test_after_a_look_that_found_its_peer_the_next_follows_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(dial, "GLANCE_PAUSE_S", 30.0)
+    directory = SlowLooks("peer")
+    lookup = lookup_in(directory)
+    async with asyncio.timeout(10):
+        for _ in range(3):
+            assert await lookup.record_of(Downstream(peer="peer", blocks=(2, 4))) is not None
+            directory.looks.clear()
 
 
 @pytest.mark.parametrize("was_near", [False, True])

@@ -19,13 +19,12 @@ _INLINE_CHARS = 4096
 _PIECE_CHARS = 1 << 17
 _TORN_TOKENS = 64
 """More that a text may have because it was cut in two: one long word, say."""
-PIECES_OF_ONE = 2
+_THREADS = min(32, (os.cpu_count() or 1) + 4)
+PIECES_OF_ONE = _THREADS // 2
 """Large pieces of work that are done for one key at once."""
 
 # Not asyncio's own threads: those are held by openings of models and by downloads.
-_threads = FairThreads(
-    min(32, (os.cpu_count() or 1) + 4), most_of_one=PIECES_OF_ONE, name="nesa-text"
-)
+_threads = FairThreads(_THREADS, most_of_one=PIECES_OF_ONE, name="gateway-text")
 
 
 async def encode(tokenizer: Any, text: str, *, special: bool, most: int, param: str) -> list[int]:

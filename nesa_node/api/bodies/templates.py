@@ -13,7 +13,7 @@ from nesa_node.api.bodies.chat_body import ChatMessage, Tool
 from nesa_node.api.bodies.reading import crowd_in
 from nesa_node.api.bodies.splitting import encode, light
 from nesa_node.api.bodies.template_program import REFUSALS, reason_of
-from nesa_node.api.decoding.bounded_json import bounded_json
+from nesa_node.api.decoding.bounded_json import is_longer
 from nesa_node.web.problem import Problem
 
 _MESSAGE_CHARS = 64
@@ -72,7 +72,7 @@ async def chat_prompt(
 
 def _told(tools: Sequence[Tool]) -> list[dict[str, Any]]:
     """As templates expect it. Raises `Problem` for tools too large to be written at once."""
-    if bounded_json([tool.function.parameters for tool in tools], _MAX_TOOLS_CHARS) is None:
+    if is_longer([tool.function.parameters for tool in tools], _MAX_TOOLS_CHARS):
         raise Problem(
             400,
             f"tools: their parameters have more than {_MAX_TOOLS_CHARS} characters: send less",

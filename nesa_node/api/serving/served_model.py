@@ -128,7 +128,8 @@ class ServedModel:
             vectors = await asyncio.wrap_future(task)
         finally:
             interrupt.set()
-        self._metrics.embedded(self.model_id, sum(map(len, prompts)))
+        if not self._closed:
+            self._metrics.embedded(self.model_id, sum(map(len, prompts)))
         return vectors
 
     def samples(self) -> Iterator[Sample]:
@@ -165,6 +166,7 @@ class ServedModel:
             else:
                 events.end()
 
+        self._require_open()
         with self._metrics.request(self.model_id, len(job.prompt), job.n) as watched, queued:
             queued.enter_context(waiting("other requests of this gateway to end first"))
             task = self._submit(work, interrupt)
@@ -189,9 +191,7 @@ class ServedModel:
 
     def _submit(self, work: Callable[[], T], interrupt: Interrupt) -> Future[T]:
         """Raises `Problem` as `Shares` do, and `SwarmError` once this is closed."""
-        if self._closed:
-            # A request may have been about to begin when the gateway closed it for another.
-            raise SwarmError(f"{self.name} was closed; ask again")
+        self._require_open()
         caller = current_caller()
         self._shares.take(caller)
         try:
@@ -203,6 +203,11 @@ class ServedModel:
         self._interrupts.add(interrupt)
         task.add_done_callback(lambda _: self._end(caller, interrupt))
         return task
+
+    def _require_open(self) -> None:
+        """A request may have been about to begin when the gateway closed this for another model."""
+        if self._closed:
+            raise SwarmError(f"{self.name} was closed; ask again")
 
     def _end(self, caller: str, interrupt: Interrupt) -> None:
         self._interrupts.discard(interrupt)

@@ -62,7 +62,7 @@ async def test_tools_that_are_too_large_to_be_written_at_once_are_refused() -> N
         chat_template="{{ tools }}", apply_chat_template=lambda **asked: str(asked["tools"])
     )
     body = ChatBody.model_validate({"messages": [{"role": "user", "content": "Hi"}]})
-    for numbers, is_refused in ((1000, False), (400_000, True)):
+    for numbers, is_refused in ((1000, False), (600_000, True)):
         tool = Tool.model_validate(
             {"type": "function", "function": {"name": "f", "parameters": {"enum": [1] * numbers}}}
         )

@@ -196,6 +196,32 @@ async def test_models_that_no_node_announces_are_closed_first(tokenizer: Any) ->
         assert "evil-1" not in {card.name for card in models.cards()}
 
 
+async def test_a_model_that_came_back_and_was_closed_for_room_is_opened_again(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nesa_node.api.serving.models.MAX_OPEN", 2)
+    look, opened, ids_of = ManyModels("a", "b", "c"), Opened(tokenizer), dict[str, Any]()
+
+    async def open_model(source: str, ids: frozenset[ModelId] | None) -> Any:
+        ids_of[source] = ids
+        model = await opened(source, ids)
+        model.model_id = next(iter(ids or ()))
+        return model
+
+    async with discovering(look, open_model) as models:
+        await models.get("a")
+        for names in (("b", "c"), ("a", "b", "c")):
+            look.names = names
+            await look.again()
+        # So that no look comes between what follows.
+        models._look_every_s = 600.0
+        await asyncio.sleep(0.2)
+        for name in ("b", "c", "a"):
+            await models.get(name)
+        assert opened.closed() == {"b"}
+        assert ids_of["org/a"]
+
+
 async def test_a_name_that_two_models_end_in_is_neither_s(tokenizer: Any) -> None:
     """However many nodes say so: identities are free."""
     look = ManyModels("AAA/llama", "meta/llama", "meta/other")

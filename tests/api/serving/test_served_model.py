@@ -344,3 +344,4 @@ async def test_a_closed_model_takes_no_more_requests(tiny: Callable[[str], Path]
             await answer(served, greedy_job(prompt_ids(4), 1))
         with pytest.raises(SwarmError, match="ask again"):
             await served.embed([prompt_ids(4)])
+        assert served._metrics._models == {}
