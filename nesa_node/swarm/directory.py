@@ -44,8 +44,8 @@ log = get_logger(__name__)
 
 DEFAULT_TTL_S = 60.0
 _READ_PER_TURN = 16
-"""Of the event loop. Signatures are checked again where there are more records than the validator
-remembers to be good."""
+"""Records per turn of the event loop. Signatures are checked again where there are more records
+than the validator remembers to be good."""
 _GLANCE_S = 1.0
 _GLANCE_MEMBERS = 4
 _MOST_MET = 8
@@ -355,19 +355,26 @@ class Directory:
             if known is not None:
                 self._hearsay.histories.replaced(known, record)
         if is_whole:
-            self._forget_expired()
+            await self._forget_expired()
 
-    def _forget_expired(self) -> None:
+    async def _forget_expired(self) -> None:
+        """Drop what has expired now; of others it counts as failed, unless all are silent."""
         now = self._clock()
-        if any(record.issued_at > now - self.ttl_s for record in self._others()):
-            # Else it may be this node that was cut off.
-            for record in self._others():
-                if record.expires_at <= now:
-                    self._hearsay.histories.expired(record)
-        self._known.forget_expired(now)
-
-    def _others(self) -> list[NodeRecord]:
-        return [record for record in self._known if record.peer_id != self._peer_id]
+        # Where nothing is new it may be this node that was cut off.
+        hears_others = any(
+            record.issued_at > now - self.ttl_s and record.peer_id != self._peer_id
+            for record in self._known
+        )
+        expired = [record for record in self._known if record.expires_at <= now]
+        for number, record in enumerate(expired, 1):
+            if number % _READ_PER_TURN == 0:
+                await asyncio.sleep(0)
+            peer = PeerId(record.peer_id)
+            if self._known.get(peer) is not record:
+                continue  # Renewed in the meantime, or dropped by another look at the same time.
+            self._known.drop(peer)
+            if hears_others and peer != self._peer_id:
+                self._hearsay.histories.expired(record)
 
     def _alive(self) -> list[NodeRecord]:
         now = self._clock()

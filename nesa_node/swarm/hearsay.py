@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -25,7 +25,7 @@ _RESTART_S = 5.0
 """An uptime that is so much lower than the last one began anew."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Ends:
     """How often a node's time in the swarm has ended here: without notice, and planned."""
 
@@ -34,33 +34,41 @@ class Ends:
 
 
 class Histories:
-    """Counts how nodes end, from the records that pass."""
+    """Counts how nodes end, from the records that pass.
+
+    Of 4,096 peers; for the next one that is forgotten of which it matters least, in constant time
+    since many records may expire at once. Identities are free: those that fail once each push out
+    no peer that failed more often.
+    """
 
     def __init__(self) -> None:
-        self._ends: dict[PeerId, Ends] = {}
+        # Those without a failure, with one, and with more; of each the longest unchanged first.
+        self._by_failures = tuple(OrderedDict[PeerId, Ends]() for _ in range(3))
 
     def replaced(self, before: NodeRecord, after: NodeRecord) -> None:
         """`after` is the newer record of the same peer."""
         if before.state == "serving" and after.state in ("draining", "withdrawn"):
-            self._note(before).drains += 1
+            self._note(before, drains=1)
         elif before.state == "serving" and after.uptime_s < before.uptime_s - _RESTART_S:
-            self._note(before).failures += 1
+            self._note(before, failures=1)
 
     def expired(self, record: NodeRecord) -> None:
         """The record has ended without having been replaced, while others' went on."""
         if record.state == "serving":
-            self._note(record).failures += 1
+            self._note(record, failures=1)
 
     def of(self, peer: PeerId) -> Ends:
-        return self._ends.get(peer, Ends())
+        return next((kept[peer] for kept in self._by_failures if peer in kept), Ends())
 
-    def _note(self, record: NodeRecord) -> Ends:
+    def _note(self, record: NodeRecord, *, failures: int = 0, drains: int = 0) -> None:
         peer = PeerId(record.peer_id)
-        if peer not in self._ends and len(self._ends) >= _MAX_PEERS:
-            # The best of them: nothing is lost that could not be said of a newcomer.
-            best = min(self._ends, key=lambda p: (self._ends[p].failures, self._ends[p].drains))
-            del self._ends[best]
-        return self._ends.setdefault(peer, Ends())
+        before = self.of(peer)
+        for kept in self._by_failures:
+            kept.pop(peer, None)
+        if sum(map(len, self._by_failures)) >= _MAX_PEERS:
+            next(kept for kept in self._by_failures if kept).popitem(last=False)
+        ends = Ends(before.failures + failures, before.drains + drains)
+        self._by_failures[min(ends.failures, 2)][peer] = ends
 
 
 class Hearsay:

@@ -15,7 +15,7 @@ MAX_NODES = 16_384
 
 
 class KnownRecords:
-    """The newest record of each peer, also an expired one until `forget_expired`.
+    """The newest record of each peer, also an expired one until it is dropped.
 
     Identities are free, so a full table refuses new peers instead of forgetting old ones: records
     that a stranger makes up never displace those of nodes that were here before.
@@ -64,9 +64,5 @@ class KnownRecords:
         record = self._records.pop(peer, None)
         if record is not None:
             self._per_model[record.model_id] -= 1
-
-    def forget_expired(self, now: float) -> None:
-        alive = {peer: each for peer, each in self._records.items() if each.expires_at > now}
-        if len(alive) < len(self._records):
-            self._records = alive
-            self._per_model = Counter(record.model_id for record in alive.values())
+            if not self._per_model[record.model_id]:
+                del self._per_model[record.model_id]

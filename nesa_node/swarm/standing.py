@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -9,6 +10,8 @@ from nesa_node.core.ids import PeerId
 
 _MAX_PEERS = 4096
 _FORGOTTEN_AFTER_S = 600.0
+_SWEEP_S = 1.0
+"""Where there is no room, so often all are searched for those that are gone."""
 
 
 @dataclass(slots=True)
@@ -28,6 +31,7 @@ class Acquaintance:
         self._clock = clock
         self._max_peers = max_peers
         self._known: dict[PeerId, _Known] = {}
+        self._swept_at = -math.inf
 
     def seen(self, peer: PeerId, until: float) -> None:
         """A valid record of `peer` is there, which lasts until then."""
@@ -51,6 +55,9 @@ class Acquaintance:
         return max(now - known.since, 0.0)
 
     def _forget(self, now: float) -> None:
+        if abs(now - self._swept_at) < _SWEEP_S:
+            return
+        self._swept_at = now
         gone = [peer for peer, known in self._known.items() if known.until <= now]
         for peer in gone:
             del self._known[peer]

@@ -61,6 +61,7 @@ def _report(filtration: Filtration, unit: str, row: list[int]) -> dict[str, Any]
         "largest_edge": filtration.largest_weight(),
         "nodes": row,
         "h1_nodes": len(shape.landmarks.node_K),
+        "ring_nodes": shape.loop_nodes,
         "h0": _diagram(shape.h0),
         "h1": _diagram(shape.h1),
         "betti": _betti(shape, filtration.largest_weight()),

@@ -129,12 +129,15 @@ async def test_a_look_that_is_cut_off_is_not_taken_for_one_in_vain(
     monkeypatch.setattr(dial, "LOOK_PAUSE_S", 0.05)
     directory = SlowLooks("peer", in_vain=2, look_s=0.5)
     lookup = lookup_in(directory)
-    ending = asyncio.create_task(lookup.record_of(Downstream(peer="stranger", blocks=(2, 4))))
+    ending, waiting = (
+        asyncio.create_task(lookup.record_of(Downstream(peer=peer, blocks=(2, 4))))
+        for peer in ("stranger", "peer")
+    )
     await asyncio.wait_for(directory.whole_look_began.wait(), 10)
-    waiting = asyncio.create_task(lookup.record_of(Downstream(peer="peer", blocks=(2, 4))))
     await asyncio.sleep(0.2)
     ending.cancel()
     assert await waiting is not None
+    assert directory.kinds == ["glance", "fetch", "fetch"]
 
 
 async def test_after_a_look_that_found_its_peer_the_next_follows_at_once(

@@ -57,7 +57,8 @@ def test_a_full_disk_does_not_end_a_node_when_it_leaves() -> None:
     code = (
         "from types import SimpleNamespace as N; from nesa_node.core.config import NodeConfig;"
         "from nesa_node.server.invitation import print_invitation as p;"
-        f"p(NodeConfig(model='m'), N(transport=N(addresses=('{LAN}',))))"
+        f"p(NodeConfig(model='m'), N(transport=N(addresses=('{LAN}',))));"
+        "import sys; sys.stdout.flush()"
     )
     with open("/dev/full", "wb") as full:
         done = subprocess.run([sys.executable, "-c", code], stdout=full, stderr=PIPE, check=False)

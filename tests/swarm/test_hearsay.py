@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -14,8 +15,10 @@ from nesa_node.routing.claims import LIE, Claims
 from nesa_node.routing.reputation import FULL_STANDING_S, LONG_STANDING_S
 from nesa_node.server.believed import Believed
 from nesa_node.swarm import reporter as reporter_module
+from nesa_node.swarm.directory import Directory
 from nesa_node.swarm.hearsay import Histories
 from nesa_node.swarm.identity import Identity
+from nesa_node.swarm.known_records import KnownRecords
 from nesa_node.swarm.node import Swarm, open_swarm
 from nesa_node.swarm.notices import MAX_ACCUSED, Failure, Report
 from nesa_node.swarm.reporter import Reporter
@@ -23,6 +26,7 @@ from nesa_node.swarm.standing import Acquaintance
 from tests.swarm.local_swarm import eventually, local_swarm
 from tests.swarm.notice_fields import PEERS
 from tests.swarm.record_fields import MODEL_ID, make_record, make_status
+from tests.turns import turns_of_the_loop
 
 MODEL = ModelId(MODEL_ID)
 OTHER = ModelId("other@0")
@@ -254,3 +258,111 @@ async def test_crash_lowers_what_is_thought_of_a_node_when_it_returns(tmp_path: 
         assert before is not None
         assert after is not None
         assert after.reliability < before.reliability - 0.05
+
+
+class _Counted(str):
+    """A peer id that counts how often any of them is looked up."""
+
+    looks = 0
+
+    def __hash__(self) -> int:
+        _Counted.looks += 1
+        return super().__hash__()
+
+
+def ending(peer: str) -> Any:
+    return SimpleNamespace(peer_id=peer, model_id=MODEL_ID, state="serving", uptime_s=10.0)
+
+
+def test_many_ends_of_new_peers_cost_the_same_each() -> None:
+    histories = Histories()
+    for number in range(4096):
+        histories.expired(ending(_Counted(number)))
+    _Counted.looks = 0
+    for number in range(4096, 4096 + 1024):
+        histories.expired(ending(_Counted(number)))
+    assert _Counted.looks <= 20 * 1024
+    assert sum(histories.of(PeerId(str(number))).failures for number in range(5120)) == 4096
+
+
+def test_strangers_that_fail_once_push_out_no_peer_that_failed_often() -> None:
+    histories = Histories()
+    for _ in range(2):
+        histories.expired(ending("often"))
+    histories.expired(ending("once"))
+    leaving = SimpleNamespace(state="draining", uptime_s=20.0)
+    histories.replaced(ending("planned"), cast(Any, leaving))
+    for number in range(4093):
+        histories.expired(ending(f"stranger-{number}"))
+    assert histories.of(PeerId("planned")).drains == 1
+    histories.expired(ending("one more"))
+    assert histories.of(PeerId("planned")).drains == 0
+    assert histories.of(PeerId("once")).failures == 1
+    for number in range(5000):
+        histories.expired(ending(f"late-{number}"))
+    assert histories.of(PeerId("once")).failures == 0
+    assert histories.of(PeerId("often")).failures == 2
+
+
+def expiring(number: int, now: float) -> tuple[Any, KnownRecords, Histories]:
+    """A directory that knows a node that lives, and so many records that end now."""
+    own = PeerId("own")
+    known, histories = KnownRecords(own), Histories()
+    known.take(cast(Any, _lasting("alive", now, 60.0)))
+    for index in range(number):
+        known.take(cast(Any, _lasting(f"gone-{index}", now, 0.0)))
+    directory: Any = Directory.__new__(Directory)
+    directory.ttl_s, directory._known, directory._clock = 60.0, known, lambda: now
+    directory._identity = SimpleNamespace(peer_id=own)
+    directory._hearsay = SimpleNamespace(histories=histories)
+    return directory, known, histories
+
+
+def _lasting(peer: str, now: float, seconds: float) -> Any:
+    record = ending(peer)
+    record.issued_at, record.expires_at = now, now + seconds
+    return record
+
+
+async def test_other_tasks_get_turns_while_many_records_expire() -> None:
+    directory, known, histories = expiring(1000, 1e9)
+    async with turns_of_the_loop() as turns:
+        await directory._forget_expired()
+        assert turns[0] >= 60
+    assert [record.peer_id for record in known] == ["alive"]
+    assert sum(histories.of(PeerId(f"gone-{i}")).failures for i in range(1000)) == 1000
+
+
+async def test_looks_at_the_same_time_count_an_end_once_and_no_renewed_record() -> None:
+    directory, known, histories = expiring(100, 1e9)
+    looks = [asyncio.create_task(directory._forget_expired()) for _ in range(2)]
+    await asyncio.sleep(0)
+    known.take(_lasting("gone-99", 1e9, 30.0))
+    await asyncio.gather(*looks)
+    assert {record.peer_id for record in known} == {"alive", "gone-99"}
+    ends = [histories.of(PeerId(f"gone-{i}")).failures for i in range(100)]
+    assert ends == [1] * 99 + [0]
+
+
+def test_a_full_acquaintance_is_not_searched_for_each_newcomer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, searched = [1e9], 0
+
+    class Counting(dict[PeerId, Any]):
+        def items(self) -> Any:
+            nonlocal searched
+            searched += 1
+            return super().items()
+
+    acquaintance = Acquaintance(lambda: now[0], max_peers=10)
+    monkeypatch.setattr(acquaintance, "_known", Counting())
+    for index in range(10):
+        acquaintance.seen(PeerId(f"here-{index}"), 1e9 + 5 * index)
+    for index in range(1000):
+        acquaintance.seen(PeerId(f"new-{index}"), 1e9 + 60)
+    assert searched == 1
+    now[0] += 10
+    acquaintance.seen(PeerId("late"), 1e9 + 60)
+    now[0] += 10
+    assert acquaintance.known_s(PeerId("late")) == 10, "room of those that are gone is used"

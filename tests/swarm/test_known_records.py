@@ -63,12 +63,14 @@ def test_a_full_table_refuses_newcomers_and_takes_news_of_those_it_knows() -> No
     assert known.get(PeerId(newer.peer_id)) == newer
 
 
-def test_what_has_expired_makes_room() -> None:
+def test_what_is_dropped_makes_room() -> None:
     known = KnownRecords(PeerId("own"))
     for record in records(ROOM):
         known.take(record)
-    known.forget_expired(NOW + 61)
+    for record in list(known):
+        known.drop(PeerId(record.peer_id))
     assert len(known) == 0
+    assert not known._per_model, "strangers' models are not remembered for ever"
     later = records(ROOM + 1, NOW + 61)
     assert [known.take(record) for record in later] == [True] * ROOM + [False]
 

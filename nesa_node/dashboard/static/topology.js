@@ -95,6 +95,7 @@ export class Topology {
       `within it ${groups} connected group${groups === 1 ? "" : "s"} and ${rings} ring${rings === 1 ? "" : "s"}`,
     ];
     if (shape.h1_nodes < shape.nodes.length) words.push(`rings of ${shape.h1_nodes} landmarks`);
+    if (shape.ring_nodes < shape.h1_nodes) words.push(`their cycles through ${shape.ring_nodes} landmarks`);
     setText(this.$("shape-words"), words.join(" · "));
   }
 

@@ -43,9 +43,16 @@ GPL_MODULES = (
     "gudhi._subsampling_ext",
     "gudhi._tangential_complex_ext",
 )
+Simplex = tuple[int, ...]
 _STAND_IN = "gudhi.nerve_gic"
 # Z/2 is the field of the tests' own reduction, of ripser's default, and of cycles without signs.
 _FIELD = 2
+MAX_TRIANGLES = 200_000
+"""In a complex whose pairs are read: 0.2 s and 20 MiB. Any 100 nodes have fewer."""
+
+
+class TooManyTrianglesError(Exception):
+    """More than `MAX_TRIANGLES`: ask for fewer nodes, or up to a lower threshold."""
 
 
 @cache
@@ -81,14 +88,22 @@ def rips_h1(weight_NN: Floats, threshold: float) -> Floats:
 
 def flag_pairs(
     weight_NN: Floats, threshold: float
-) -> tuple[list[tuple[list[int], float]], list[tuple[list[int], list[int]]]]:
-    """The simplices of an equivalent smaller filtration in order, and which pairs with which.
+) -> tuple[dict[Simplex, float], dict[Simplex, Simplex]]:
+    """The scales of an equivalent smaller filtration in its order, and what kills which edge.
 
-    Edges are collapsed first, which keeps every class and its times, and leaves some hundred
-    triangles of a million. A simplex is its sorted nodes; one that nothing kills pairs with [].
+    Edges are collapsed first, which keeps every class and its times. Of 200 random places that
+    leaves some hundred triangles up to the scale at which the last class of H1 has died, but a
+    million up to the longest edge, where spheres take the place of rings: choose `threshold`.
+
+    A simplex is its sorted nodes. Scales are of all edges and of those triangles that kill a class,
+    also one that dies when it is born; an edge whose class nothing kills is killed by ().
+
+    Raises `TooManyTrianglesError` before there is room for them.
     """
     tree = gudhi().SimplexTree.create_from_array(weight_NN, max_filtration=threshold)
     tree.collapse_edges(1)
+    if (triangles := _triangles(tree, len(weight_NN))) > MAX_TRIANGLES:
+        raise TooManyTrianglesError(f"{triangles} triangles, more than {MAX_TRIANGLES}")
     tree.expansion(2)
     # Homology of the highest dimension there is left out by default; without triangles that is H1.
     tree.compute_persistence(
@@ -96,8 +111,26 @@ def flag_pairs(
         min_persistence=-1.0,
         persistence_dim_max=tree.dimension() < 2,
     )
-    simplices = [(sorted(simplex), value) for simplex, value in tree.get_filtration()]
-    return simplices, [(sorted(born), sorted(dead)) for born, dead in tree.persistence_pairs()]
+    killer = {
+        tuple(sorted(born)): tuple(sorted(dead))
+        for born, dead in tree.persistence_pairs()
+        if len(born) == 2
+    }
+    killers = set(killer.values())
+    in_order = ((tuple(sorted(simplex)), scale) for simplex, scale in tree.get_filtration())
+    scales: dict[Simplex, float] = {
+        simplex: scale for simplex, scale in in_order if len(simplex) == 2 or simplex in killers
+    }
+    return scales, killer
+
+
+def _triangles(tree: Any, nodes: int) -> int:
+    """How many an expansion of the graph `tree` will have."""
+    near_NN = np.zeros((nodes, nodes))
+    for simplex, _ in tree.get_filtration():
+        near_NN[simplex[0], simplex[-1]] = near_NN[simplex[-1], simplex[0]] = 1.0
+    np.fill_diagonal(near_NN, 0.0)
+    return round(float(np.vdot(near_NN @ near_NN, near_NN)) / 6)
 
 
 def hera_bottleneck(first_P2: Floats, second_P2: Floats, relative_error: float) -> float:

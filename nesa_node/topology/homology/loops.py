@@ -5,7 +5,7 @@ Legend: N nodes, P classes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -44,26 +44,37 @@ def loop_diagram(filtration: Filtration, *, threshold: float = np.inf) -> Diagra
 
 
 def longest_loops(
-    filtration: Filtration, most: int = 5, *, threshold: float = np.inf
+    filtration: Filtration,
+    most: int = 5,
+    *,
+    threshold: float = np.inf,
+    diagram: Diagram | None = None,
 ) -> tuple[Loop, ...]:
     """The `most` longest-lived classes with a cycle each; for some hundred nodes or landmarks.
 
-    The cycle is the reduced boundary of the triangle that kills the class, the only kind of cycle
-    that is sure to die with it: one closed by a shortest path may run round an older hole too. A
-    class that never dies has any cycle through its youngest edge.
+    `diagram` is what `loop_diagram` says of the same, where that is known. The cycle is the reduced
+    boundary of the triangle that kills the class, the only kind of cycle that is sure to die with
+    it: one closed by a shortest path may run round an older hole too. A class that never dies has
+    any cycle through its youngest edge.
+
+    Raises `TooManyTrianglesError` where even what lies below the last change is too much.
     """
-    threshold = min(threshold, filtration.largest_weight())
-    if len(filtration) < 4:
+    if most < 1:
         return ()
-    simplices, pairs = backend.flag_pairs(filtration.weight_NN, threshold)
-    value = {tuple(simplex): scale for simplex, scale in simplices}
-    edges = [(simplex[0], simplex[1]) for simplex, _ in simplices if len(simplex) == 2]
-    killer = {(born[0], born[1]): tuple(dead) for born, dead in pairs if len(born) == 2}
+    if diagram is None:
+        diagram = loop_diagram(filtration, threshold=threshold)
+    if not len(diagram):
+        return ()
+    # Beyond the last birth or death no ring changes, but most triangles are there.
+    changes = np.concatenate((diagram.birth_P, diagram.death_P))
+    last = float(changes[np.isfinite(changes)].max())
+    value, killers_of = backend.flag_pairs(filtration.weight_NN, last)
+    edges = [(simplex[0], simplex[1]) for simplex in value if len(simplex) == 2]
+    killer = {(edge[0], edge[1]): dead for edge, dead in killers_of.items()}
     death = {edge: value[dead] if dead else np.inf for edge, dead in killer.items()}
     by_life = sorted(death, key=lambda edge: (value[edge] - death[edge], edge))
     longest = [edge for edge in by_life[:most] if value[edge] < death[edge]]
-    killers = set(killer.values())
-    triangles = [tuple(simplex) for simplex, _ in simplices if tuple(simplex) in killers]
+    triangles = [simplex for simplex in value if len(simplex) == 3]
     cycles = dict(_reduced(triangles, edges, {edge for edge in longest if killer[edge]}))
     return tuple(
         Loop(value[edge], death[edge], tuple(sorted(cycles.get(edge) or _closed(edge, edges))))
@@ -72,7 +83,7 @@ def longest_loops(
 
 
 def _reduced(
-    triangles: list[tuple[int, ...]], edges: list[Edge], wanted: set[Edge]
+    triangles: Sequence[tuple[int, ...]], edges: list[Edge], wanted: set[Edge]
 ) -> Iterator[tuple[Edge, list[Edge]]]:
     """Reduce boundaries of killers in their order; those that reduce to nothing are not among them.
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from nesa_node.topology.homology.backend import TooManyTrianglesError
 from nesa_node.topology.homology.diagrams import Diagram, betti_numbers
 from nesa_node.topology.homology.filtration import Filtration
 from nesa_node.topology.homology.landmarks import Landmarks, choose_landmarks
@@ -21,13 +22,15 @@ LANDMARKS = 200
 class Shape:
     """`unit` is the median weight of an edge; `h1` and `loops` are those of `landmarks` only.
 
-    Nodes in `loops` are indices of the whole filtration.
+    Nodes in `loops` are indices of the whole filtration; `loop_nodes` is how many of them could be
+    in a cycle: fewer landmarks than H1 has where there are many nodes, or triangles among them.
     """
 
     tree: MergeTree
     h0: Diagram
     h1: Diagram
     loops: tuple[Loop, ...]
+    loop_nodes: int
     landmarks: Landmarks
     unit: float
 
@@ -53,14 +56,21 @@ def shape_of(
     exact = len(filtration) <= exact_up_to
     chosen = choose_landmarks(filtration, len(filtration) if exact else landmarks)
     # Cycles cost more than diagrams: they are read off landmarks even where H1 is exact.
-    few = chosen if len(chosen.node_K) <= landmarks else choose_landmarks(filtration, landmarks)
     part = filtration if exact else filtration.restricted(chosen.node_K)
-    sparse = part if few is chosen else filtration.restricted(few.node_K)
+    h1 = loop_diagram(part, threshold=threshold)
+    few = chosen if len(chosen.node_K) <= landmarks else choose_landmarks(filtration, landmarks)
+    known = h1 if few is chosen else None
+    while True:
+        sparse = filtration.restricted(few.node_K)
+        try:
+            found = longest_loops(sparse, most_loops, threshold=threshold, diagram=known)
+            break
+        except TooManyTrianglesError:
+            few, known = choose_landmarks(filtration, len(few.node_K) // 2), None
     node = few.node_K.tolist()
     loops = tuple(
         Loop(loop.birth, loop.death, tuple((node[a], node[b]) for a, b in loop.edges))
-        for loop in longest_loops(sparse, most_loops, threshold=threshold)
+        for loop in found
     )
-    tree = merge_tree(filtration)
-    h1 = loop_diagram(part, threshold=threshold)
-    return Shape(tree, tree.diagram(), h1, loops, chosen, filtration.median_weight())
+    tree, unit = merge_tree(filtration), filtration.median_weight()
+    return Shape(tree, tree.diagram(), h1, loops, len(node), chosen, unit)

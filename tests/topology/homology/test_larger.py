@@ -1,6 +1,8 @@
 """gudhi and ripser on networks too large for the boundary matrix of the tests."""
 
 import itertools
+import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,6 +10,7 @@ from numpy.typing import NDArray
 from scipy.cluster.hierarchy import cophenet, linkage
 from scipy.spatial.distance import squareform
 
+from nesa_node.topology.homology import backend
 from nesa_node.topology.homology.cophenetic import (
     cophenetic_matrix,
     heights_from,
@@ -19,6 +22,7 @@ from nesa_node.topology.homology.landmarks import choose_landmarks
 from nesa_node.topology.homology.loops import longest_loops, loop_diagram
 from nesa_node.topology.homology.merge_tree import merge_tree
 from nesa_node.topology.homology.shape import shape_of
+from nesa_node.topology.homology.weights import geographic_filtration
 
 # ripser computes in float32: a value is rounded by at most 2^-24 of itself, and a lifetime that is
 # shorter than that may vanish.
@@ -163,3 +167,58 @@ def test_landmarks_of_a_ring_show_its_hole() -> None:
     nodes = shape.loops[0].nodes
     assert set(nodes) <= set(shape.landmarks.node_K.tolist())
     assert max(b - a for a, b in itertools.pairwise(nodes)) <= 120 // 3
+
+
+def places(count: int, seed: int) -> Filtration:
+    rng = np.random.default_rng(seed)
+    return geographic_filtration(rng.uniform(-90, 90, count), rng.uniform(-180, 180, count))
+
+
+@pytest.fixture
+def listed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many simplices each complex had whose pairs were read."""
+    tree, found = backend.gudhi().SimplexTree, list[int]()
+    pairs = tree.persistence_pairs
+
+    def counted(self: Any) -> Any:
+        found.append(self.num_simplices())
+        return pairs(self)
+
+    monkeypatch.setattr(tree, "persistence_pairs", counted)
+    return found
+
+
+def test_random_places_are_read_until_their_last_ring_closes(listed: list[int]) -> None:
+    shape = shape_of(places(200, 1))
+    assert len(shape.loops) == 5
+    assert (shape.loop_nodes, len(listed)) == (200, 1)
+    assert listed[0] < 2_000, "up to the longest edge there are more than a million"
+    assert [(loop.birth, loop.death) for loop in shape.loops] == list(shape.h1.barcode(5))
+
+
+def test_two_hundred_nodes_on_a_circle_have_their_ring(listed: list[int]) -> None:
+    shape = shape_of(ring(200))
+    (loop,) = shape.loops
+    assert [(loop.birth, loop.death)] == list(shape.h1.barcode())
+    assert len(loop.nodes) > 100
+    assert listed[0] < 5_000
+
+
+def test_too_many_triangles_take_fewer_landmarks_which_is_told(
+    monkeypatch: pytest.MonkeyPatch, listed: list[int]
+) -> None:
+    monkeypatch.setattr(backend, "MAX_TRIANGLES", 2_000)
+    rng = np.random.default_rng(3)
+    weight_NN = np.triu(rng.random((100, 100)), 1)
+    filtration = make_filtration(weight_NN + weight_NN.T)
+    with pytest.raises(backend.TooManyTrianglesError):
+        longest_loops(filtration)
+    assert listed == []
+    shape = shape_of(filtration)
+    assert (shape.loop_nodes, len(shape.landmarks.node_K)) == (50, 100)
+    assert shape.loops
+    assert listed[-1] <= 2_000 + 50 * 49 // 2 + 50
+
+
+def test_the_bound_leaves_room_for_any_hundred_nodes() -> None:
+    assert math.comb(100, 3) <= backend.MAX_TRIANGLES
