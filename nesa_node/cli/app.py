@@ -28,7 +28,7 @@ from nesa_node.cli.interrupts import INTERRUPTED
 from nesa_node.cli.keys import keys
 from nesa_node.cli.memory_limits import as_memory_error
 from nesa_node.cli.orchestrate import orchestrate
-from nesa_node.cli.output import as_output_error
+from nesa_node.cli.output import as_output_error, drop
 from nesa_node.cli.run import run
 from nesa_node.cli.short_help import formatter_for
 from nesa_node.cli.simulate import simulate
@@ -38,7 +38,6 @@ from nesa_node.core import tracing
 from nesa_node.core.errors import ConfigError, NesaError
 from nesa_node.core.openmp import limit_spinning
 from nesa_node.core.plain_text import plain_lines
-from nesa_node.core.standard_streams import drop
 
 _GUESS = re.compile(
     r"(?P<before>Unknown option: --(?P<wrong>[^ =]+).*)\. Did you mean --(?P<guess>\S+)\?"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import errno
 import os
 import sys
+from contextlib import suppress
 from typing import TextIO
 
 from nesa_node.core.errors import OutputError
-from nesa_node.core.standard_streams import drop
 
 
 def open_closed_streams() -> None:
@@ -38,6 +38,14 @@ def as_output_error(error: BaseException) -> OutputError | None:
     return OutputError(
         f"cannot write the output: {error.strerror}; free some space there, or send it elsewhere"
     )
+
+
+def drop(stream: TextIO) -> None:
+    """Send what `stream` still holds nowhere: Python flushes it once more when it ends."""
+    with suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
 
 
 def _failure(stream: TextIO) -> int | None:

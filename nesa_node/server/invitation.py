@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import shlex
-import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from ipaddress import ip_address
 
 from nesa_node.core.config import NodeConfig, PeerConfig, default_known_swarms_dir
 from nesa_node.core.errors import NesaError
 from nesa_node.core.known_swarms import KnownSwarms
 from nesa_node.core.logging import get_logger
-from nesa_node.core.standard_streams import drop
 from nesa_node.swarm.directory import Directory
 from nesa_node.swarm.node import Swarm
 
@@ -35,10 +33,9 @@ def print_invitation(config: PeerConfig, swarm: Swarm) -> None:
     if config.log_format == "json":
         log.info("join_with", command=command)
         return
-    try:
+    # The terminal may be gone: the node serves on.
+    with suppress(OSError):
         print(f"{_heading(config, address)}:\n{command}", flush=True)
-    except OSError:  # the terminal may be gone, or a disk full: the node serves on
-        drop(sys.stdout)
 
 
 def _heading(config: PeerConfig, address: str) -> str:
