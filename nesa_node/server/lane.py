@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nesa_node.core.ids import PeerId
@@ -13,6 +14,9 @@ PRIORITIES: tuple[Priority, ...] = ("interactive", "batch", "training")
 """The most urgent first."""
 DECODE_TOKENS = 8
 """A step of at most so many tokens for each row is one of a decode, speculation included."""
+MAX_DECODE_TOKENS = 64
+"""And of at most so many for all rows together: a step of a decode runs in one iteration. Steps of
+more are cut into pieces, as prefills are. Beams and parallel samples have a token for each row."""
 LIVE_S = 1.0
 """So long after its last step a session may be about to decode on."""
 LATE = 1.25
@@ -20,6 +24,11 @@ LATE = 1.25
 LEARNING_RATE = 0.25
 CALM_RATES = (0.5, 0.02)
 """`calm_s` follows what is shorter at once, and what is longer slowly."""
+
+
+def is_decode(counts: Sequence[int]) -> bool:
+    """Whether a step of so many tokens for each row is one of a decode."""
+    return max(counts) <= DECODE_TOKENS and sum(counts) <= MAX_DECODE_TOKENS
 
 
 @dataclass(eq=False, kw_only=True)

@@ -20,7 +20,7 @@ from nesa_node.server.iteration import (
     STRETCH,
     Policy,
 )
-from nesa_node.server.lane import LIVE_S, PRIORITIES, Lane
+from nesa_node.server.lane import LIVE_S, MAX_DECODE_TOKENS, PRIORITIES, Lane, is_decode
 
 SPAN = Span(0, 4)
 
@@ -49,9 +49,9 @@ class Bench:
             self.wants(lane, 1)
         return made
 
-    def wants(self, lane: Lane, tokens: int) -> None:
+    def wants(self, lane: Lane, tokens: int, *, rows: int = 1) -> None:
         lane.tokens += tokens
-        lane.decoding = lane.tokens == tokens <= 8
+        lane.decoding = lane.tokens == tokens and is_decode([tokens // rows] * rows)
         lane.since = self.now
 
     def iterate(self) -> list[tuple[Lane, int]]:
@@ -111,6 +111,61 @@ def test_many_who_decode_travel_in_groups() -> None:
     for lane, _ in first:
         bench.wants(lane, 1)
     assert len(bench.iterate()) == 8
+
+
+@pytest.mark.parametrize(
+    ("counts", "expected"),
+    [([8], True), ([9], False), ([1] * 64, True), ([8] * 8, True), ([1] * 65, False)],
+)
+def test_a_step_of_a_decode_has_few_tokens_for_each_row_and_in_all(
+    counts: list[int], expected: bool
+) -> None:
+    assert is_decode(counts) == expected
+
+
+def test_short_steps_of_many_rows_hold_up_a_decode_no_more_than_prefills_do() -> None:
+    bench = Bench()
+    bench.warm_up()
+    (honest,) = bench.decoders(1, "honest")
+    for _ in range(4):
+        bench.wants(bench.lane("wide"), 2048, rows=256)
+    undisturbed = bench.takes([(honest, 1)])
+    for _ in range(40):
+        plan = bench.iterate()
+        assert honest in dict(plan)
+        assert sum(tokens for _, tokens in plan) <= MAX_ITERATION_TOKENS
+        assert bench.takes(plan) <= 2 * undisturbed
+        bench.wants(honest, 1)
+
+
+@pytest.mark.parametrize(("token_s", "most"), [(1e-6, MAX_ITERATION_TOKENS), (0.002, 128)])
+def test_a_group_ends_before_its_iteration_is_long_and_all_have_their_turn(
+    token_s: float, most: int
+) -> None:
+    bench = Bench(groups=1, token_s=token_s)
+    for _ in range(60):
+        for tokens in (1, 64, most):
+            bench.policy.cost.observe(tokens, (bench.fixed_s + token_s * tokens) / len(SPAN))
+    wide = [bench.lane("wide") for _ in range(8)]
+    (honest,) = bench.decoders(1, "honest")
+    turns: Counter[int] = Counter()
+    for _ in range(40):
+        for lane in wide:
+            if not lane.tokens:
+                bench.wants(lane, MAX_DECODE_TOKENS, rows=8)
+        if not honest.tokens:
+            bench.wants(honest, 1)
+        plan = bench.iterate()
+        assert sum(tokens for _, tokens in plan) <= most
+        turns.update(id(lane) for lane, _ in plan)
+    assert turns[id(honest)] >= 35
+    assert min(turns[id(lane)] for lane in wide) >= 40 // 8 - 1
+
+
+def test_64_sessions_with_a_token_each_run_together_on_a_slow_device() -> None:
+    bench = Bench(groups=1, token_s=0.05)
+    bench.decoders(64)
+    assert len(bench.iterate()) == 64
 
 
 @pytest.mark.parametrize("groups", [1, 3])
