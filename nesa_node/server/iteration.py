@@ -172,7 +172,8 @@ class Policy(Generic[L]):
             return min(latest, max(lates, default=now))
         takes_s = self.cost.seconds(_rows(decoding)) * len(first.span)
         deadline = first.since + BURST * takes_s
-        if not any(lane.met(other) for lane in decoding for other in away):
+        missed = {time for lane in away for time in lane.ran_at}
+        if missed.isdisjoint(time for lane in decoding for time in lane.ran_at):
             quiet_s = QUIET * takes_s
             last = max(lane.since for lane in decoding)
             deadline = min(deadline, last + quiet_s) if quiet_s > LEAST_QUIET_S else now

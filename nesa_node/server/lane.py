@@ -55,7 +55,7 @@ class Lane:
     served_at: float = -math.inf
     decoded_at: float = -math.inf
     before_at: float = -math.inf
-    """When it decoded before that: sessions that ran at the same time ran together."""
+    """When it decoded before that."""
     decode_tokens: int = 0
     """In its last step of a decode."""
     away_s: float | None = None
@@ -83,10 +83,10 @@ class Lane:
         """From when on it is not waited for."""
         return self.decoded_at + LATE * (self.away_s or 0.0)
 
-    def met(self, other: Lane) -> bool:
-        """Whether both ran together lately."""
-        times = {self.decoded_at, self.before_at} & {other.decoded_at, other.before_at}
-        return any(math.isfinite(time) for time in times)
+    @property
+    def ran_at(self) -> tuple[float, ...]:
+        """When it decoded lately: sessions with a time in common ran together."""
+        return tuple(filter(math.isfinite, (self.decoded_at, self.before_at)))
 
     def is_away(self, now: float) -> bool:
         """Whether it is expected, and not too late yet."""

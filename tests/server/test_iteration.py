@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import random
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -11,12 +13,14 @@ import pytest
 from nesa_node.core.ids import PeerId
 from nesa_node.core.span import Span
 from nesa_node.server.iteration import (
+    BURST,
     DELAY,
     LEAST_ALONE_TOKENS,
     LEAST_CHUNK_TOKENS,
     MAX_ITERATION_S,
     MAX_ITERATION_TOKENS,
     PATIENCE,
+    QUIET,
     STRETCH,
     Policy,
 )
@@ -458,16 +462,66 @@ def test_at_inner_nodes_steps_wait_for_those_they_ran_with() -> None:
 
 def test_one_time_apart_does_not_make_strangers_of_sessions() -> None:
     first, second = (Lane(client=PeerId("a"), priority=0, span=SPAN) for _ in range(2))
-    assert not first.met(second)
+
+    def have_met() -> bool:
+        return not set(first.ran_at).isdisjoint(second.ran_at)
+
+    assert not have_met()
     first.decodes(1.0)
     second.decodes(1.0)
-    assert first.met(second)
+    assert have_met()
     first.decodes(2.0)
     second.decodes(2.1)
-    assert first.met(second)
+    assert have_met()
     first.decodes(3.0)
     second.decodes(3.1)
-    assert not first.met(second)
+    assert not have_met()
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_pause_at_inner_nodes_is_long_exactly_where_two_have_met(seed: int) -> None:
+    """Compared with looking at each pair."""
+    rng = random.Random(seed)
+    bench = Bench()
+    bench.warm_up()
+    bench.now = 200.0
+    times = [-math.inf, *(bench.now - rng.uniform(0.01, 0.05) for _ in range(8))]
+    here, away = (bench.decoders(rng.randint(1, 4)) for _ in range(2))
+    for lane in bench.lanes:
+        lane.leads, lane.away_s = False, 1.0
+        lane.decoded_at, lane.before_at = rng.sample(times, 2)
+    for lane in away:
+        lane.tokens, lane.decoded_at = 0, rng.choice(times[1:])
+    pairs = [
+        {a.decoded_at, a.before_at} & {b.decoded_at, b.before_at} - {-math.inf}
+        for a in here
+        for b in away
+    ]
+    usual_s = BURST * bench.takes([(lane, 1) for lane in here])
+    quiet_s = QUIET / BURST * usual_s
+    pause_s = bench.policy.pause_s(bench.lanes, bench.now)
+    assert pause_s == pytest.approx(usual_s if any(pairs) else quiet_s, rel=0.2)
+
+
+def test_a_pause_looks_at_each_session_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench()
+    bench.warm_up()
+    looks = 0
+    ran_at = vars(Lane)["ran_at"].fget
+
+    def counted(lane: Lane) -> tuple[float, ...]:
+        nonlocal looks
+        looks += 1
+        times: tuple[float, ...] = ran_at(lane)
+        return times
+
+    monkeypatch.setattr(Lane, "ran_at", property(counted))
+    for number, lane in enumerate(bench.decoders(1000)):
+        lane.leads, lane.away_s = False, 1.0
+        lane.decoded_at = bench.now - (0.02 if number % 2 else 0.03)
+        lane.tokens *= number % 2
+    assert bench.policy.pause_s(bench.lanes, bench.now) > 0
+    assert 0 < looks <= 1000
 
 
 def test_the_first_step_of_a_newcomer_waits_as_the_others_do() -> None:
