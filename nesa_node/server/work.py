@@ -136,7 +136,7 @@ class Work(Lane):
         self._wake()
 
     def enter(self, tokens: int) -> Share:
-        """Take part in an iteration, with `tokens`. Raises `CacheFullError`: then `fail` it."""
+        """Take part in an iteration, with `tokens`."""
         share = self._share = take(self._queue, self.tables, tokens)
         self._idle.clear()
         return share

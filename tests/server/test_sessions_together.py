@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -251,3 +252,38 @@ async def test_a_short_step_of_256_rows_leaves_others_their_turns(
     assert_same(found_TD, expected_TD)
     assert max(sizes) <= MAX_ITERATION_TOKENS
     assert steps >= 2048 // MAX_ITERATION_TOKENS // 2
+
+
+async def test_pages_of_256_beams_are_not_copied_on_the_event_loop(
+    blocks: Blocks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied_here: list[bool] = []
+    replace_shared = PageTable._replace_shared
+
+    def noted(table: PageTable, index: int) -> None:
+        copied_here.append(threading.current_thread() is threading.main_thread())
+        replace_shared(table, index)
+
+    monkeypatch.setattr(PageTable, "_replace_shared", noted)
+    generator = torch.manual_seed(1)
+    prompt_TD, beams_TD = (
+        torch.randn(tokens, blocks.hidden_size, generator=generator) for tokens in (31, 256)
+    )
+    prompt, beams = {0: 31}, dict.fromkeys(range(256), 1)
+    script = Script(256)
+    script.acts += [Burst([prompt], [prompt_TD]), Fork([0] * 256), Burst([beams], [beams_TD])]
+    expected = alone(script, blocks)
+    async with open_node(blocks, tokens=32_768) as node:
+        peer = node.peer()
+        await peer.begin(rows=256)
+        copied_here.clear()
+        peer.step(prompt, prompt_TD)
+        outputs = [(await peer.output())[1]]
+        peer.reorder([0] * 256)
+        await peer.wire.hear_a(Reordered)
+        peer.step(beams, beams_TD)
+        outputs.append((await peer.output())[1])
+        await peer.end()
+    assert copied_here == [False] * 255
+    for found_TD, expected_TD in zip(outputs, expected, strict=True):
+        assert_same(found_TD, expected_TD)
