@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch import Tensor
 from nesa_node.core.errors import CacheFullError
 from nesa_node.core.span import Span
 from nesa_node.engine.families import CacheHeads
+from nesa_node.engine.free_runs import FreeRuns
 from nesa_node.engine.prefix_index import Key, PrefixIndex
 
 PAGE_TOKENS = 32
@@ -53,6 +54,8 @@ class PagePool:
         self.device = device
         self.prefixes = PrefixIndex()
         self._guard = threading.RLock()
+        self._free = FreeRuns(self.num_pages)
+        """Pages that neither a row nor a prefix has."""
         self._holders = [0] * self.num_pages
         self._held = 0
         self._promised = 0
@@ -67,8 +70,7 @@ class PagePool:
     def spare_pages(self) -> int:
         """Pages that no row holds, but in which a row may find its beginning."""
         with self._guard:
-            unheld = filter(self._is_unheld, range(self.num_pages))
-            return sum(page in self.prefixes for page in unheld)
+            return self.num_pages - self._held - self._free.pages
 
     @property
     def free_pages(self) -> int:
@@ -97,27 +99,32 @@ class PagePool:
     def forget_prefixes(self) -> None:
         """Let no row begin with what others computed before now."""
         with self._guard:
-            self.prefixes.forget_oldest(self.num_pages, lambda _: True)
+            self._forgotten(self.prefixes.forget_oldest(self.num_pages, lambda _: True))
 
     def _take(self, count: int, after: int | None, expected: int) -> list[int]:
         """Pages with one holder each: those that follow `after` if they are free."""
         taken: list[int] = []
         while len(taken) < count:
-            page = after + 1 if after is not None else None
-            if page is None or page >= self.num_pages or not self._is_free(page):
-                page = self._roomiest(max(expected - len(taken), 1))
+            if after is not None and self._free.begins_at(after + 1):
+                start = page = after + 1
+            else:
+                start, page = self._roomiest(max(expected - len(taken), 1))
+            self._free.take(page, start)
             self._hold(page)
             taken.append(page)
             after = page
         return taken
 
-    def _roomiest(self, expected: int) -> int:
-        """Where a row of `expected` pages may grow furthest while the row before it can too."""
-        best_start, best_length = self._make_room(expected)
-        assert best_length, "promises were kept, so a page must be free"
-        if best_start == 0:
-            return 0
-        return best_start + max(min(best_length // 2, best_length - expected), 0)
+    def _roomiest(self, expected: int) -> tuple[int, int]:
+        """Where a row of `expected` pages may grow furthest while the row before it can too.
+
+        Returns where the free pages begin, and the page of them.
+        """
+        start, length = self._make_room(expected)
+        assert length, "promises were kept, so a page must be free"
+        if start == 0:
+            return 0, 0
+        return start, start + max(min(length // 2, length - expected), 0)
 
     def _make_room(self, expected: int) -> tuple[int, int]:
         """Forget old prefixes until `expected` pages are free in one piece; the longest piece.
@@ -126,25 +133,17 @@ class PagePool:
         enough: those who began together, or one after another, mostly lie together.
         """
         for _ in range(ROOM_TRIES):
-            start, length = self._longest_run()
+            start, length = self._free.longest()
             lacking = expected - length
-            if lacking <= 0 or not self.prefixes.forget_oldest(lacking, self._is_unheld):
+            if lacking <= 0 or not self.spare_pages:
                 return start, length
-        return self._longest_run()
+            self._forgotten(self.prefixes.forget_oldest(lacking, self._is_unheld))
+        return self._free.longest()
 
-    def _longest_run(self) -> tuple[int, int]:
-        """Where the most pages in one piece are free, and how many."""
-        best_start, best_length = -1, 0
-        for free, run in itertools.groupby(range(self.num_pages), self._is_free):
-            if not free:
-                continue
-            pages = list(run)
-            if len(pages) > best_length:
-                best_start, best_length = pages[0], len(pages)
-        return best_start, best_length
-
-    def _is_free(self, page: int) -> bool:
-        return not self._holders[page] and page not in self.prefixes
+    def _forgotten(self, pages: Iterable[int]) -> None:
+        """These belong to no prefix any more."""
+        for page in filter(self._is_unheld, pages):
+            self._free.give_back(page)
 
     def _is_unheld(self, page: int) -> bool:
         return not self._holders[page]
@@ -160,7 +159,10 @@ class PagePool:
     def _give_back(self, pages: Sequence[int]) -> None:
         for page in pages:
             self._holders[page] -= 1
-            self._held -= not self._holders[page]
+            if self._is_unheld(page):
+                self._held -= 1
+                if page not in self.prefixes:
+                    self._free.give_back(page)
 
 
 class Promise:
@@ -364,7 +366,7 @@ class PageTable:
         shared = self._pages[index]
         if self.pool._held == self.pool.num_pages:
             # Then no row shares it: each would have been promised a page for it.
-            self.pool.prefixes.forget(shared)
+            self.pool._forgotten(self.pool.prefixes.forget(shared))
             return
         [own] = self.pool._take(1, before, 1)
         source, target = (slice(p * PAGE_TOKENS, (p + 1) * PAGE_TOKENS) for p in (shared, own))

@@ -6,6 +6,7 @@ page and all before it; what a key is made of is for whoever makes it.
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
@@ -78,14 +79,15 @@ class PrefixIndex:
             pages.append(entry.page)
         return pages
 
-    def forget_oldest(self, count: int, spare: Callable[[int], bool]) -> int:
-        """Forget `count` of the pages for which `spare` holds, or all; returns how many."""
-        forgotten = 0
-        for page in [entry.page for entry in self._entries.values() if spare(entry.page)]:
-            if forgotten >= count:
+    def forget_oldest(self, count: int, spare: Callable[[int], bool]) -> list[int]:
+        """Forget `count` of the pages for which `spare` holds, or all; returns these."""
+        forgotten: list[int] = []
+        pages = (entry.page for entry in self._entries.values())
+        for page in list(itertools.islice(filter(spare, pages), count)):
+            if len(forgotten) >= count:
                 break
             if page in self:
-                forgotten += sum(map(spare, self.forget(page)))
+                forgotten += filter(spare, self.forget(page))
         return forgotten
 
     def _known(self, keys: Sequence[Key]) -> int:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import ParamSpec
 
 from nesa_node.engine.blocks import Blocks, Run
 from nesa_node.engine.feeds import Feed
 from nesa_node.engine.pages import PageTable
 from nesa_node.swarm.messages import Step
+
+P = ParamSpec("P")
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -49,10 +52,7 @@ class Share:
 
 
 def take(queue: Iterable[Pending], tables: Sequence[PageTable], tokens: int) -> Share:
-    """Put the next `tokens` of consecutive steps into an iteration.
-
-    Raises `CacheFullError`; what was taken is lost then.
-    """
+    """Put the next `tokens` of consecutive steps into an iteration."""
     pieces: list[Piece] = []
     done: list[Pending] = []
     for pending in queue:
@@ -69,8 +69,6 @@ def take(queue: Iterable[Pending], tables: Sequence[PageTable], tokens: int) -> 
     counts: dict[int, int] = {}
     for piece in pieces:
         counts[piece.row] = counts.get(piece.row, 0) + piece.end - piece.start
-    for row, count in counts.items():
-        tables[row].reserve(tables[row].length + count)
     runs = [Run(tables[row], count) for row, count in counts.items()]
     return Share(_joined(pieces), runs, done)
 
@@ -78,23 +76,33 @@ def take(queue: Iterable[Pending], tables: Sequence[PageTable], tokens: int) -> 
 def run_shares(blocks: Blocks, shares: Sequence[Share]) -> float:
     """Run an iteration, on the device's thread. Returns the seconds that it took.
 
-    If it fails each session is tried alone, and `error` set for those that fail again.
+    `error` is set for sessions that get no pages. If it fails each other one is tried alone, and
+    `error` set for those that fail again.
     """
     started = time.perf_counter()
-    if len(shares) == 1:
-        shares[0].error = _tried(blocks, shares)
-    elif _tried(blocks, shares) is not None:
-        for share in shares:
-            share.error = _tried(blocks, [share])
+    for share in shares:
+        share.error = _tried(_reserve, share)
+    ready = [share for share in shares if share.error is None]
+    if len(ready) == 1:
+        ready[0].error = _tried(_forward, blocks, ready)
+    elif ready and _tried(_forward, blocks, ready) is not None:
+        for share in ready:
+            share.error = _tried(_forward, blocks, [share])
     return time.perf_counter() - started
 
 
-def _tried(blocks: Blocks, shares: Sequence[Share]) -> Exception | None:
+def _tried(do: Callable[P, None], *args: P.args, **options: P.kwargs) -> Exception | None:
     try:
-        _forward(blocks, shares)
+        do(*args, **options)
     except Exception as error:
         return error
     return None
+
+
+def _reserve(share: Share) -> None:
+    """Have pages for a share, which may mean to copy some: too long for the event loop."""
+    for run in share.runs:
+        run.table.reserve(run.table.length + run.count)
 
 
 def _forward(blocks: Blocks, shares: Sequence[Share]) -> None:

@@ -8,9 +8,10 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Generic, TypeVar
 
 from nesa_node.core.ids import PeerId
+from nesa_node.core.span import Span
 from nesa_node.server.cost import CostModel
 from nesa_node.server.grouping import Grouping
-from nesa_node.server.lane import DECODE_TOKENS, LATE, PRIORITIES, Lane
+from nesa_node.server.lane import DECODE_TOKENS, LATE, MAX_DECODE_TOKENS, PRIORITIES, Lane
 
 LEAST_GROUP_ROWS = 2
 GATHER = 1.0
@@ -171,7 +172,8 @@ class Policy(Generic[L]):
             return min(latest, max(lates, default=now))
         takes_s = self.cost.seconds(_rows(decoding)) * len(first.span)
         deadline = first.since + BURST * takes_s
-        if not any(lane.met(other) for lane in decoding for other in away):
+        missed = {time for lane in away for time in lane.ran_at}
+        if missed.isdisjoint(time for lane in decoding for time in lane.ran_at):
             quiet_s = QUIET * takes_s
             last = max(lane.since for lane in decoding)
             deadline = min(deadline, last + quiet_s) if quiet_s > LEAST_QUIET_S else now
@@ -207,17 +209,32 @@ class Policy(Generic[L]):
     def _group(self, decoding: Sequence[L], live: Sequence[L], patient: L | None) -> Iterator[L]:
         """Those of one group, fairly chosen and through the same blocks.
 
-        Of those that enter the chain here; all others that are there come as the group they are.
+        Of those that enter the chain here; all others that are there come as the group they are. At
+        `most` tokens run, and the first step: that which does not fit is soon the first.
         """
         entering = [lane for lane in live if lane.leads]
         groups = self._grouping.groups(len(entering))
         room = max(math.ceil(_rows(entering) / groups), LEAST_GROUP_ROWS)
         span = patient.span if patient is not None else None
+        most = None
         for lane in self._in_order(decoding, patient):
             span = span or lane.span
             if (room > 0 or not lane.leads) and lane.span == span:
+                if most is None:
+                    most = self._most_decode_tokens(span)
+                elif lane.tokens > most:
+                    return
                 yield lane
+                most -= lane.tokens
                 room -= lane.tokens if lane.leads else 0
+
+    def _most_decode_tokens(self, span: Span) -> int:
+        """Of a group. Up to `MAX_DECODE_TOKENS` run together however long they take.
+
+        Else many sessions with a token each would each wait longer, where that is as cheap.
+        """
+        limit_s = MAX_ITERATION_S / len(span)
+        return max(self.cost.tokens_within(limit_s, MAX_ITERATION_TOKENS), MAX_DECODE_TOKENS)
 
     def _room(
         self,

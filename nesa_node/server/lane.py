@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nesa_node.core.ids import PeerId
@@ -13,6 +14,9 @@ PRIORITIES: tuple[Priority, ...] = ("interactive", "batch", "training")
 """The most urgent first."""
 DECODE_TOKENS = 8
 """A step of at most so many tokens for each row is one of a decode, speculation included."""
+MAX_DECODE_TOKENS = 64
+"""And of at most so many for all rows together: a step of a decode runs in one iteration. Steps of
+more are cut into pieces, as prefills are. Beams and parallel samples have a token for each row."""
 LIVE_S = 1.0
 """So long after its last step a session may be about to decode on."""
 LATE = 1.25
@@ -20,6 +24,11 @@ LATE = 1.25
 LEARNING_RATE = 0.25
 CALM_RATES = (0.5, 0.02)
 """`calm_s` follows what is shorter at once, and what is longer slowly."""
+
+
+def is_decode(counts: Sequence[int]) -> bool:
+    """Whether a step of so many tokens for each row is one of a decode."""
+    return max(counts) <= DECODE_TOKENS and sum(counts) <= MAX_DECODE_TOKENS
 
 
 @dataclass(eq=False, kw_only=True)
@@ -46,7 +55,7 @@ class Lane:
     served_at: float = -math.inf
     decoded_at: float = -math.inf
     before_at: float = -math.inf
-    """When it decoded before that: sessions that ran at the same time ran together."""
+    """When it decoded before that."""
     decode_tokens: int = 0
     """In its last step of a decode."""
     away_s: float | None = None
@@ -74,10 +83,10 @@ class Lane:
         """From when on it is not waited for."""
         return self.decoded_at + LATE * (self.away_s or 0.0)
 
-    def met(self, other: Lane) -> bool:
-        """Whether both ran together lately."""
-        times = {self.decoded_at, self.before_at} & {other.decoded_at, other.before_at}
-        return any(math.isfinite(time) for time in times)
+    @property
+    def ran_at(self) -> tuple[float, ...]:
+        """When it decoded lately: sessions with a time in common ran together."""
+        return tuple(filter(math.isfinite, (self.decoded_at, self.before_at)))
 
     def is_away(self, now: float) -> bool:
         """Whether it is expected, and not too late yet."""

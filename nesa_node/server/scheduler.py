@@ -183,7 +183,7 @@ class Scheduler:
             try:
                 shares.append((work, work.enter(tokens)))
             except Exception as error:
-                # A full cache, or a mistake of ours: that of one session.
+                # A mistake of ours, in what one session has.
                 work.fail(error)
         self._iterating, self._last_size = True, max(len(shares), 1)
         try:

@@ -19,7 +19,7 @@ from nesa_node.core.logging import get_logger
 from nesa_node.engine.blocks import Blocks
 from nesa_node.engine.pages import PageTable
 from nesa_node.server.batch import Pending, Share, take
-from nesa_node.server.lane import DECODE_TOKENS, Lane
+from nesa_node.server.lane import Lane, is_decode
 from nesa_node.swarm.messages import Step
 
 log = get_logger(__name__)
@@ -136,7 +136,7 @@ class Work(Lane):
         self._wake()
 
     def enter(self, tokens: int) -> Share:
-        """Take part in an iteration, with `tokens`. Raises `CacheFullError`: then `fail` it."""
+        """Take part in an iteration, with `tokens`."""
         share = self._share = take(self._queue, self.tables, tokens)
         self._idle.clear()
         return share
@@ -181,6 +181,6 @@ class Work(Lane):
         if not self._queue:
             return
         head = self._queue[0]
-        small = all(part.count <= DECODE_TOKENS for part in head.step.rows)
-        self.decoding = len(self._queue) == 1 and not head.taken and small
+        whole = len(self._queue) == 1 and not head.taken
+        self.decoding = whole and is_decode([part.count for part in head.step.rows])
         self.since = head.arrived

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Iterator
+from types import FrameType
 
 import pytest
 import torch
@@ -243,3 +245,34 @@ def test_no_page_leaks_and_none_has_two_owners(pool: PagePool, seed: int) -> Non
             assert all(read(table) == expected for table, expected in rows if table.length)
     for kept, _ in live:
         kept.close()
+
+
+@pytest.mark.parametrize("published", [False, True])
+def test_to_take_pages_takes_no_longer_in_a_large_pool(published: bool) -> None:
+    """Every second page is taken, so that no row finds what it hopes for."""
+    pool, calls = pool_of(2048), 0
+    others = pool.promise(0)
+    for table in [others.new_table() for _ in range(2048)]:
+        table.reserve(PAGE_TOKENS)
+        table.length = PAGE_TOKENS
+    for table in tuple(others._tables):
+        [page] = table.pages
+        if page % 2:
+            table.close()
+        elif published:
+            table.publish([page])
+    promise = pool.promise(1024)
+    rows = [promise.new_table() for _ in range(256)]
+
+    def count(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += 1
+
+    sys.setprofile(count)
+    for row in rows:
+        row.reserve(1)
+    sys.setprofile(None)
+    assert calls <= 256 * 80
+    assert sorted(row.pages[0] for row in rows) == list(range(1, 512, 2))
+    for each in (promise, others):
+        each.close()

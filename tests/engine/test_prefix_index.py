@@ -62,11 +62,11 @@ def test_the_least_recently_used_text_goes_first_and_from_its_end() -> None:
     index.add("abc", [1, 2, 3])
     index.add("xyz", [4, 5, 6])
     index.find("ab")
-    assert index.forget_oldest(2, lambda _: True) == 2
+    assert len(index.forget_oldest(2, lambda _: True)) == 2
     assert (index.find("abc"), index.find("xyz")) == ([1, 2], [4, 5])
-    assert index.forget_oldest(1, lambda page: page != 2) == 1
+    assert len(index.forget_oldest(1, lambda page: page != 2)) == 1
     assert (index.find("abc"), index.find("xyz")) == ([], [4, 5])
-    assert index.forget_oldest(9, lambda _: True) == 2
+    assert len(index.forget_oldest(9, lambda _: True)) == 2
     assert len(index) == 0
 
 
@@ -140,7 +140,7 @@ def test_a_pool_full_of_known_pages_keeps_every_promise() -> None:
 def test_room_is_made_for_a_row_in_one_piece() -> None:
     pool = pool_of(8)
     filled(pool, range(8), [float(key) for key in range(8)])
-    pool.prefixes.forget_oldest(1, lambda _: True)
+    pool._forgotten(pool.prefixes.forget_oldest(1, lambda _: True))
     promise = pool.promise(4)
     row = promise.new_table()
     for _ in range(4):
@@ -241,4 +241,4 @@ def test_rows_hold_their_own_text_whatever_they_share(seed: int) -> None:
     assert (pool.held_pages, pool.free_pages) == (0, 24)
     pool.forget_prefixes()
     assert pool.spare_pages == 0
-    assert pool._longest_run() == (0, 24)
+    assert pool._free.longest() == (0, 24)

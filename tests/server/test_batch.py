@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nesa_node.compression.hidden_states import HiddenStates
+from nesa_node.core.errors import CacheFullError
 from nesa_node.core.span import Span
 from nesa_node.engine.blocks import Blocks, Run
 from nesa_node.engine.families import CacheHeads
@@ -117,6 +118,21 @@ def test_only_those_that_fail_alone_too_have_failed() -> None:
     ]
     run_shares(cast(Blocks, Poisoned()), shares)
     assert [share.error is None for share in shares] == [True, False, True]
+    for share in (shares[0], shares[2]):
+        [done] = share.done
+        assert done.output is not None
+        assert torch.equal(done.output.tensor_TD, done.hidden.tensor_TD * 2)
+
+
+def test_a_session_that_gets_no_pages_does_not_keep_others_from_running() -> None:
+    pool = new_pool()
+    promises = [pool.promise(pages) for pages in (1, 0, pool.num_pages - 1)]
+    shares = [
+        take([pending(1, [RowSlice(0, 0, 3)])], [promise.new_table()], 3) for promise in promises
+    ]
+    assert pool.held_pages == 0, "pages are taken where the iteration runs"
+    run_shares(cast(Blocks, Recorder()), shares)
+    assert [type(share.error) for share in shares] == [type(None), CacheFullError, type(None)]
     for share in (shares[0], shares[2]):
         [done] = share.done
         assert done.output is not None

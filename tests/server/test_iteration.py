@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import random
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -11,16 +13,18 @@ import pytest
 from nesa_node.core.ids import PeerId
 from nesa_node.core.span import Span
 from nesa_node.server.iteration import (
+    BURST,
     DELAY,
     LEAST_ALONE_TOKENS,
     LEAST_CHUNK_TOKENS,
     MAX_ITERATION_S,
     MAX_ITERATION_TOKENS,
     PATIENCE,
+    QUIET,
     STRETCH,
     Policy,
 )
-from nesa_node.server.lane import LIVE_S, PRIORITIES, Lane
+from nesa_node.server.lane import LIVE_S, MAX_DECODE_TOKENS, PRIORITIES, Lane, is_decode
 
 SPAN = Span(0, 4)
 
@@ -49,9 +53,9 @@ class Bench:
             self.wants(lane, 1)
         return made
 
-    def wants(self, lane: Lane, tokens: int) -> None:
+    def wants(self, lane: Lane, tokens: int, *, rows: int = 1) -> None:
         lane.tokens += tokens
-        lane.decoding = lane.tokens == tokens <= 8
+        lane.decoding = lane.tokens == tokens and is_decode([tokens // rows] * rows)
         lane.since = self.now
 
     def iterate(self) -> list[tuple[Lane, int]]:
@@ -111,6 +115,61 @@ def test_many_who_decode_travel_in_groups() -> None:
     for lane, _ in first:
         bench.wants(lane, 1)
     assert len(bench.iterate()) == 8
+
+
+@pytest.mark.parametrize(
+    ("counts", "expected"),
+    [([8], True), ([9], False), ([1] * 64, True), ([8] * 8, True), ([1] * 65, False)],
+)
+def test_a_step_of_a_decode_has_few_tokens_for_each_row_and_in_all(
+    counts: list[int], expected: bool
+) -> None:
+    assert is_decode(counts) == expected
+
+
+def test_short_steps_of_many_rows_hold_up_a_decode_no_more_than_prefills_do() -> None:
+    bench = Bench()
+    bench.warm_up()
+    (honest,) = bench.decoders(1, "honest")
+    for _ in range(4):
+        bench.wants(bench.lane("wide"), 2048, rows=256)
+    undisturbed = bench.takes([(honest, 1)])
+    for _ in range(40):
+        plan = bench.iterate()
+        assert honest in dict(plan)
+        assert sum(tokens for _, tokens in plan) <= MAX_ITERATION_TOKENS
+        assert bench.takes(plan) <= 2 * undisturbed
+        bench.wants(honest, 1)
+
+
+@pytest.mark.parametrize(("token_s", "most"), [(1e-6, MAX_ITERATION_TOKENS), (0.002, 128)])
+def test_a_group_ends_before_its_iteration_is_long_and_all_have_their_turn(
+    token_s: float, most: int
+) -> None:
+    bench = Bench(groups=1, token_s=token_s)
+    for _ in range(60):
+        for tokens in (1, 64, most):
+            bench.policy.cost.observe(tokens, (bench.fixed_s + token_s * tokens) / len(SPAN))
+    wide = [bench.lane("wide") for _ in range(8)]
+    (honest,) = bench.decoders(1, "honest")
+    turns: Counter[int] = Counter()
+    for _ in range(40):
+        for lane in wide:
+            if not lane.tokens:
+                bench.wants(lane, MAX_DECODE_TOKENS, rows=8)
+        if not honest.tokens:
+            bench.wants(honest, 1)
+        plan = bench.iterate()
+        assert sum(tokens for _, tokens in plan) <= most
+        turns.update(id(lane) for lane, _ in plan)
+    assert turns[id(honest)] >= 35
+    assert min(turns[id(lane)] for lane in wide) >= 40 // 8 - 1
+
+
+def test_64_sessions_with_a_token_each_run_together_on_a_slow_device() -> None:
+    bench = Bench(groups=1, token_s=0.05)
+    bench.decoders(64)
+    assert len(bench.iterate()) == 64
 
 
 @pytest.mark.parametrize("groups", [1, 3])
@@ -403,16 +462,66 @@ def test_at_inner_nodes_steps_wait_for_those_they_ran_with() -> None:
 
 def test_one_time_apart_does_not_make_strangers_of_sessions() -> None:
     first, second = (Lane(client=PeerId("a"), priority=0, span=SPAN) for _ in range(2))
-    assert not first.met(second)
+
+    def have_met() -> bool:
+        return not set(first.ran_at).isdisjoint(second.ran_at)
+
+    assert not have_met()
     first.decodes(1.0)
     second.decodes(1.0)
-    assert first.met(second)
+    assert have_met()
     first.decodes(2.0)
     second.decodes(2.1)
-    assert first.met(second)
+    assert have_met()
     first.decodes(3.0)
     second.decodes(3.1)
-    assert not first.met(second)
+    assert not have_met()
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_pause_at_inner_nodes_is_long_exactly_where_two_have_met(seed: int) -> None:
+    """Compared with looking at each pair."""
+    rng = random.Random(seed)
+    bench = Bench()
+    bench.warm_up()
+    bench.now = 200.0
+    times = [-math.inf, *(bench.now - rng.uniform(0.01, 0.05) for _ in range(8))]
+    here, away = (bench.decoders(rng.randint(1, 4)) for _ in range(2))
+    for lane in bench.lanes:
+        lane.leads, lane.away_s = False, 1.0
+        lane.decoded_at, lane.before_at = rng.sample(times, 2)
+    for lane in away:
+        lane.tokens, lane.decoded_at = 0, rng.choice(times[1:])
+    pairs = [
+        {a.decoded_at, a.before_at} & {b.decoded_at, b.before_at} - {-math.inf}
+        for a in here
+        for b in away
+    ]
+    usual_s = BURST * bench.takes([(lane, 1) for lane in here])
+    quiet_s = QUIET / BURST * usual_s
+    pause_s = bench.policy.pause_s(bench.lanes, bench.now)
+    assert pause_s == pytest.approx(usual_s if any(pairs) else quiet_s, rel=0.2)
+
+
+def test_a_pause_looks_at_each_session_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench()
+    bench.warm_up()
+    looks = 0
+    ran_at = vars(Lane)["ran_at"].fget
+
+    def counted(lane: Lane) -> tuple[float, ...]:
+        nonlocal looks
+        looks += 1
+        times: tuple[float, ...] = ran_at(lane)
+        return times
+
+    monkeypatch.setattr(Lane, "ran_at", property(counted))
+    for number, lane in enumerate(bench.decoders(1000)):
+        lane.leads, lane.away_s = False, 1.0
+        lane.decoded_at = bench.now - (0.02 if number % 2 else 0.03)
+        lane.tokens *= number % 2
+    assert bench.policy.pause_s(bench.lanes, bench.now) > 0
+    assert 0 < looks <= 1000
 
 
 def test_the_first_step_of_a_newcomer_waits_as_the_others_do() -> None:

@@ -12,6 +12,7 @@ from nesa_node.swarm.message_budget import MessageBudget
 from nesa_node.swarm.messages import (
     VERSION,
     Error,
+    Link,
     Linked,
     Message,
     Opened,
@@ -77,6 +78,20 @@ def test_what_changes_rows_costs_most(message: Message) -> None:
     budget = MessageBudget(Clock())
     waits_s = [budget.charge(A, message) for _ in range(1200)]
     assert waits_s[-1] == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(("rows", "price"), [(4, 1), (16, 1), (17, 2), (256, 16)])
+@pytest.mark.parametrize("change", ["reorder", "rollback", "link"])
+def test_a_change_is_paid_for_by_its_rows(rows: int, price: int, change: str) -> None:
+    lengths = (0,) * rows
+    messages: dict[str, Message] = {
+        "reorder": Reorder(epoch=1, sources=lengths),
+        "rollback": Rollback(epoch=1, lengths=lengths),
+        "link": Link(epoch=1, upstream=None, downstream=None, lengths=lengths, emit_from=lengths),
+    }
+    budget = MessageBudget(Clock())
+    waits_s = [budget.charge(A, messages[change]) for _ in range(1200)]
+    assert waits_s[-1] == pytest.approx(1200 * price / 400 - 2.0)
 
 
 def test_no_more_than_so_many_peers_are_remembered() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -11,7 +13,9 @@ import torch
 from torch import Tensor
 
 from nesa_node.engine.blocks import Blocks, Run
+from nesa_node.engine.feeds import Piece
 from nesa_node.engine.pages import PageTable
+from nesa_node.server.iteration import MAX_ITERATION_TOKENS
 from nesa_node.server.lane import PRIORITIES
 from nesa_node.swarm.messages import Cancel, Close, Closed, Linked, Opened, Reordered, RolledBack
 from tests.server.bench import Node, Peer, open_node
@@ -214,3 +218,72 @@ async def test_every_session_gets_what_it_gets_alone(blocks: Blocks, seed: int) 
         assert len(played.result()) == len(outputs)
         for found_TD, expected_TD in zip(played.result(), outputs, strict=True):
             assert_same(found_TD, expected_TD)
+
+
+async def test_a_short_step_of_256_rows_leaves_others_their_turns(
+    blocks: Blocks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is cut into pieces between them, and comes to what it comes to alone."""
+    counts = dict.fromkeys(range(256), 8)
+    hidden_TD = torch.randn(256 * 8, blocks.hidden_size, generator=torch.manual_seed(1))
+    [expected_TD] = alone(Script(256, [Burst([counts], [hidden_TD])]), blocks)
+    sizes: list[int] = []
+    run = Blocks.run
+
+    def noted(blocks: Blocks, pieces: Sequence[Piece], runs: Sequence[Run]) -> None:
+        sizes.append(sum(run.count for run in runs))
+        run(blocks, pieces, runs)
+
+    monkeypatch.setattr(Blocks, "run", noted)
+    async with open_node(blocks, tokens=32_768) as node:
+        wide, other = node.peer("wide"), node.peer("other")
+        await wide.begin(rows=256)
+        await other.begin(max_tokens=MAX_TOKENS)
+        wide.step(counts, hidden_TD)
+        computing = asyncio.create_task(wide.output())
+        steps = 0
+        while not computing.done() and steps < MAX_TOKENS:
+            other.step({0: 1})
+            await other.output()
+            steps += 1
+        _, found_TD = await computing
+        await wide.end()
+        await other.end()
+    assert_same(found_TD, expected_TD)
+    assert max(sizes) <= MAX_ITERATION_TOKENS
+    assert steps >= 2048 // MAX_ITERATION_TOKENS // 2
+
+
+async def test_pages_of_256_beams_are_not_copied_on_the_event_loop(
+    blocks: Blocks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied_here: list[bool] = []
+    replace_shared = PageTable._replace_shared
+
+    def noted(table: PageTable, index: int) -> None:
+        copied_here.append(threading.current_thread() is threading.main_thread())
+        replace_shared(table, index)
+
+    monkeypatch.setattr(PageTable, "_replace_shared", noted)
+    generator = torch.manual_seed(1)
+    prompt_TD, beams_TD = (
+        torch.randn(tokens, blocks.hidden_size, generator=generator) for tokens in (31, 256)
+    )
+    prompt, beams = {0: 31}, dict.fromkeys(range(256), 1)
+    script = Script(256)
+    script.acts += [Burst([prompt], [prompt_TD]), Fork([0] * 256), Burst([beams], [beams_TD])]
+    expected = alone(script, blocks)
+    async with open_node(blocks, tokens=32_768) as node:
+        peer = node.peer()
+        await peer.begin(rows=256)
+        copied_here.clear()
+        peer.step(prompt, prompt_TD)
+        outputs = [(await peer.output())[1]]
+        peer.reorder([0] * 256)
+        await peer.wire.hear_a(Reordered)
+        peer.step(beams, beams_TD)
+        outputs.append((await peer.output())[1])
+        await peer.end()
+    assert copied_here == [False] * 255
+    for found_TD, expected_TD in zip(outputs, expected, strict=True):
+        assert_same(found_TD, expected_TD)
