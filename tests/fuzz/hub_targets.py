@@ -8,7 +8,7 @@ import shutil
 import struct
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -28,7 +28,8 @@ from nesa_node.engine.hub import HubFile, HubRepository, _look_up
 from nesa_node.engine.model_config import read_config
 from nesa_node.engine.progress import Progress
 from nesa_node.engine.side_files import check_side_files
-from nesa_node.engine.tokenizer import load_tokenizer
+from nesa_node.engine.tokenizer import load_discovered_tokenizer, load_tokenizer
+from nesa_node.engine.tokenizer_rules import checked_tokenizer
 from nesa_node.swarm import peer_lookup
 from tests.api.tokenizers import byte_level_tokenizer
 from tests.fuzz.file_targets import CONFIG, header_seeds, in_memory_folder
@@ -127,19 +128,40 @@ _TOKENIZER_FILES = (
 @contextmanager
 def _tokenizers() -> Iterator[Parse]:
     """The first byte says which of the files it is; the others are good ones."""
+    with _tokenizer_folders() as write:
+        yield lambda data: write(data, load_tokenizer)
+
+
+@contextmanager
+def _discovered_tokenizers() -> Iterator[Parse]:
+    """The same of a stranger's model. What is not refused reads and writes a text."""
+
+    def use(folder: Path) -> None:
+        tokenizer = load_discovered_tokenizer(folder)
+        tokenizer.decode(tokenizer(_TEXT)["input_ids"])
+
+    with _tokenizer_folders() as write:
+        yield lambda data: write(data, use)
+
+
+_TEXT = "aab  the <end> 123 \u00e9\n" * 40
+
+
+@contextmanager
+def _tokenizer_folders() -> Iterator[Callable[[bytes, Callable[[Path], object]], None]]:
     with tempfile.TemporaryDirectory(prefix="nesa-fuzz-") as good, in_memory_folder() as folder:
         _write_tokenizer(Path(good))
 
-        def parse(data: bytes) -> None:
+        def write(data: bytes, load: Callable[[Path], object]) -> None:
             shutil.copytree(good, folder, dirs_exist_ok=True)
             name = _TOKENIZER_FILES[data[0] % len(_TOKENIZER_FILES) if data else 0]
             (folder / name).write_bytes(data[1:])
             try:
-                load_tokenizer(folder)
+                load(folder)
             finally:
                 (folder / name).unlink()
 
-        yield parse
+        yield write
 
 
 def _write_tokenizer(folder: Path) -> None:
@@ -207,12 +229,32 @@ def _certificate_seeds() -> list[bytes]:
 _DER = (b"\x30\x80", b"\x30\x84\xff\xff\xff\xff", b"\xa0\x03\x02\x01\x02", b"\x02\x01\x05",
         b"\x06\x03\x55\x1d\x11", b"\x06\x03\x55\x1d\x13", b"\x05\x00", b"\x30" * 200)  # fmt: skip
 
+_COMPONENTS = (
+    b'{"type":"Sequence","normalizers":[',
+    b'{"type":"Replace","pattern":{"String":"a"},"content":"',
+    b'{"type":"Split","pattern":{"Regex":"(a+)+$"},"behavior":"Isolated","invert":false}',
+    b'{"type":"Prepend","prepend":"', b'{"type":"ByteLevel"}', b'"normalizer":', b'"decoder":',
+    b'{"type":"Strip","content":" ","start":1,"stop":0}', b'"model":{"type":"WordLevel","vocab":{',
+)  # fmt: skip
+
 TARGETS: dict[str, Target] = {
     "hub_listing": Target(
         open=_listings, seeds=lambda: [json.dumps(_LISTING).encode()], tokens=JSON, weight=0.05
     ),
     "hub_header": Target(open=_headers, seeds=header_seeds, tokens=JSON, weight=0.03),
     "tokenizer": Target(open=_tokenizers, seeds=_tokenizer_seeds, tokens=JSON, weight=0.003),
+    "discovered_tokenizer": Target(
+        open=_discovered_tokenizers,
+        seeds=_tokenizer_seeds,
+        tokens=(*JSON, *_COMPONENTS),
+        weight=0.003,
+    ),
+    "tokenizer_rules": Target(
+        open=lambda: nullcontext(checked_tokenizer),
+        seeds=lambda: [_tokenizer_seeds()[0][1:]],
+        tokens=(*JSON, *_COMPONENTS),
+        weight=0.05,
+    ),
     "generation_config": Target(
         open=_generation_configs, seeds=_generation_seeds, tokens=JSON, weight=0.02
     ),
