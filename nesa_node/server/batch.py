@@ -100,8 +100,13 @@ def _tried(do: Callable[P, None], *args: P.args, **options: P.kwargs) -> Excepti
 
 
 def _reserve(share: Share) -> None:
-    """Have pages for a share, which may mean to copy some: too long for the event loop."""
-    for run in share.runs:
+    """Have pages for a share, which may mean to copy some: too long for the event loop.
+
+    That may wait for the pool's lock, which goes to a thread that waits only if this one lets it.
+    """
+    for number, run in enumerate(share.runs):
+        if number:
+            time.sleep(0)
         run.table.reserve(run.table.length + run.count)
 
 

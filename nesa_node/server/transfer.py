@@ -10,9 +10,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from nesa_node.compression import tensors
 from nesa_node.core.errors import NesaError, ProtocolError
+from nesa_node.engine.pages import PageTable
 from nesa_node.server.executor import Executor
 from nesa_node.server.inbox import examine
 from nesa_node.server.outlet import Outlet
@@ -98,15 +100,18 @@ class Transfer:
         table = self._work.tables[row]
         while self._cuts == cuts and (start := self._sent[row]) < (length := table.length):
             end = min(start + CHUNK_TOKENS, length)
-            slots = table.slots(start, end)
-            export = partial(table.pool.export_tokens, slots, self._work.blocks.span)
-            tokens = await self._executor.run(export)
+            tokens = await self._executor.run(partial(self._export, table, start, end))
             if self._cuts != cuts:
                 # These pages may have been somebody else's while we read them.
                 return
             meta, payload = tensors.encode(tokens)
             self._sent[row] = end  # before it is: a cut meanwhile lowers it
             await self._stream.send(Pages(row=row, position=start, tensor=meta), payload)
+
+    def _export(self, table: PageTable, start: int, end: int) -> Tensor:
+        # Looked up here: an iteration before this may have given the row another page.
+        slots = table.slots(start, end)
+        return table.pool.export_tokens(slots, self._work.blocks.span)
 
     async def _send_kept(self, held: Held, cuts: int) -> None:
         kept = await held.copied()
