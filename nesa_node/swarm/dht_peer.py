@@ -40,6 +40,7 @@ from nesa_node.swarm.dht_codec import (
     unpack_records,
 )
 from nesa_node.swarm.hive import DHTID, DHTProtocol, P2PContext, PeerID, dht_pb2
+from nesa_node.swarm.known_records import MAX_NODES_PER_MODEL
 from nesa_node.swarm.private import TAG_BYTES, Membership
 from nesa_node.swarm.validator import RecordValidator
 
@@ -50,8 +51,6 @@ MAX_NEIGHBOURS = 20
 _MAX_PEER_ID_BYTES = 64
 """libp2p's have at most 42. Written in base 58, 200 kB of them take 40 s."""
 
-MAX_PLACES = 1024
-"""Of an answer's records whose order is noted."""
 _CHECKS_PER_TURN = 16
 _MAX_FOUND_BYTES = MAX_MESSAGE_BYTES - 64 * 1024
 """In one answer, so that the neighbours fit into the message as well."""
@@ -285,7 +284,7 @@ class DhtPeer:
                     raise ProtocolError("too_large", f"{num_records} records in one answer")
             good = await self._check_all(key, items)
             for noted in self._answers.get(key, {}).values():
-                noted.append([subkey for subkey, _, _ in good[:MAX_PLACES]])
+                noted.append([subkey for subkey, _, _ in good[:MAX_NODES_PER_MODEL]])
             _put_records(result, good)
 
     async def _check_all(

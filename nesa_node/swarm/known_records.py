@@ -27,9 +27,6 @@ class KnownRecords:
         self._records: dict[PeerId, NodeRecord] = {}
         self._per_model: Counter[str] = Counter()
 
-    def __len__(self) -> int:
-        return len(self._records)
-
     def __iter__(self) -> Iterator[NodeRecord]:
         return iter(self._records.values())
 

@@ -69,7 +69,7 @@ def test_what_is_dropped_makes_room() -> None:
         known.take(record)
     for record in list(known):
         known.drop(PeerId(record.peer_id))
-    assert len(known) == 0
+    assert not list(known)
     assert not known._per_model, "strangers' models are not remembered for ever"
     later = records(ROOM + 1, NOW + 61)
     assert [known.take(record) for record in later] == [True] * ROOM + [False]

@@ -16,7 +16,7 @@ from pydantic_core import from_json
 
 from nesa_node.api.bodies.chat_body import NamedTool, Tool
 from nesa_node.api.bodies.reading import crowd_in
-from nesa_node.api.decoding.bounded_json import bounded_json
+from nesa_node.api.decoding.bounded_json import bounded_json, is_longer
 from nesa_node.web.problem import Problem
 
 Format = Literal["tagged", "bare"]
@@ -128,25 +128,25 @@ def forced_calls(
                 code="invalid_value",
                 param="tool_choice",
             )
-    # Before they are copied, too: they may be as large as a body.
-    _bounded([tool.function.parameters for tool in tools])
+    # Before they are copied: they may be as large as a body.
+    if is_longer([tool.function.parameters for tool in tools], MOST_SCHEMA_BYTES):
+        raise _too_large()
     calls = [_call_schema(tool, written, f"#/anyOf/{at}") for at, tool in enumerate(tools)]
-    schema = _bounded({"anyOf": calls, "x-guidance": _ONE_LINE})
+    whole = {"anyOf": calls, "x-guidance": _ONE_LINE}
+    if (schema := bounded_json(whole, MOST_SCHEMA_BYTES, compact=True)) is None:
+        raise _too_large()
     start = f'"{_OPEN}\\n" call "\\n{_CLOSE}"' if written == "tagged" else "call"
     return f"start: {start}\ncall: %json {schema}\n"
 
 
-def _bounded(schemas: Any) -> str:
-    """As `_json`. Raises `Problem` for too much."""
-    if (text := bounded_json(schemas, MOST_SCHEMA_BYTES, compact=True)) is None:
-        raise Problem(
-            400,
-            "tools: the schemas of those of which one must be called have more than the "
-            f"{MOST_SCHEMA_BYTES} characters that are allowed",
-            code="invalid_value",
-            param="tools",
-        )
-    return text
+def _too_large() -> Problem:
+    return Problem(
+        400,
+        "tools: the schemas of those of which one must be called have more than the "
+        f"{MOST_SCHEMA_BYTES} characters that are allowed",
+        code="invalid_value",
+        param="tools",
+    )
 
 
 def _json(value: Any) -> str:
