@@ -14,13 +14,12 @@ from dataclasses import replace
 from itertools import accumulate
 
 from nesa_node.core.config import MAX_RECORD_TTL_S
-from nesa_node.core.errors import PeerUnreachableError, RecordError
+from nesa_node.core.errors import RecordError
 from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.core.logging import get_logger
 from nesa_node.core.span import Span
 from nesa_node.swarm.dht_peer import DhtPeer
 from nesa_node.swarm.hearsay import Hearsay
-from nesa_node.swarm.hive import DHTNode, PeerID
 from nesa_node.swarm.identity import Identity
 from nesa_node.swarm.known_records import KnownRecords
 from nesa_node.swarm.notice_board import NoticeBoard
@@ -34,6 +33,7 @@ from nesa_node.swarm.records import (
     model_key,
     seal,
 )
+from nesa_node.swarm.rejoining import Rejoining
 from nesa_node.swarm.transport import Transport
 from nesa_node.swarm.validator import RecordValidator
 from nesa_node.topology.assemble import assemble_links
@@ -48,8 +48,6 @@ _READ_PER_TURN = 16
 than the validator remembers to be good."""
 _GLANCE_S = 1.0
 _GLANCE_MEMBERS = 4
-_MOST_MET = 8
-_MEET_TIMEOUT_S = 2.0
 
 
 class Directory:
@@ -57,12 +55,12 @@ class Directory:
 
     def __init__(
         self,
-        node: DHTNode,
         peer: DhtPeer,
         identity: Identity,
         transport: Transport,
         validator: RecordValidator,
         notices: NoticeBoard,
+        rejoining: Rejoining,
         *,
         clock: Callable[[], float],
         ttl_s: float = DEFAULT_TTL_S,
@@ -70,13 +68,13 @@ class Directory:
         if not 0 < ttl_s <= MAX_RECORD_TTL_S:
             raise ValueError(f"a record lives between 0 and {MAX_RECORD_TTL_S:g} s, not {ttl_s:g}")
         self.ttl_s = ttl_s
-        self._node = node
         self._peer = peer
         self._identity = identity
         self._transport = transport
         self._validator = validator
         self._shelf = notices.shelf
         self._notices = notices
+        self._rejoining = rejoining
         self._membership = notices.membership
         self._hearsay = Hearsay(notices, identity.peer_id, clock=clock)
         self._clock = clock
@@ -305,35 +303,22 @@ class Directory:
             log.warning("record_not_stored", seq=record.seq, reason=failure)
         if failure != "timeout":
             log.debug("record_published", seq=record.seq, state=record.state)
+        if self._rejoining.is_alone:
+            # Members that are met again are handed what lies here.
+            self._peer.start(self._rejoin())
 
     async def _search(self, key: str) -> Iterable[bytes]:
         """The sealed records under `key`, which the validator has let pass."""
         found = await self._shelf.find(key)
-        if not self._node.protocol.routing_table.uid_to_peer_id and await self._meet_known():
+        if self._rejoining.is_alone and await self._rejoin():
             found = await self._shelf.find(key)
         return found
 
-    async def _meet_known(self) -> bool:
-        """Ping nodes of which this one has records, when it knows no member any more.
-
-        hivemind forgets a member after one unanswered call, and does not ask one for a while that
-        it asked before its address was known. False if none answers.
-        """
-        others = [record for record in self._alive() if record.peer_id != self._peer_id]
-        newest = sorted(others, key=lambda record: record.issued_at)[-_MOST_MET:]
-        return any(await asyncio.gather(*map(self._meet, newest)))
-
-    async def _meet(self, record: NodeRecord) -> bool:
-        peer = PeerID.from_base58(record.peer_id)
-        try:
-            await self._transport.dial(PeerId(record.peer_id), record.addresses, _MEET_TIMEOUT_S)
-        except PeerUnreachableError:
-            return False
-        if await self._node.protocol.call_ping(peer) is None:
-            return False
-        self._node.blacklist.register_success(peer)
-        log.info("dht_rejoined", peer=record.peer_id)
-        return True
+    async def _rejoin(self) -> bool:
+        """False if no member answers."""
+        return await self._rejoining.rejoin(
+            record for record in self._alive() if record.peer_id != self._peer_id
+        )
 
     async def _remember(self, sealed_records: Iterable[bytes], *, is_whole: bool = True) -> None:
         """`is_whole`: a node that is not among them any more has failed."""

@@ -9,11 +9,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from nesa_node.core.errors import BootstrapError, PeerUnreachableError
-from nesa_node.core.ids import PeerId
 from nesa_node.core.logging import get_logger
 from nesa_node.core.waiting import waiting
 from nesa_node.swarm.dht_node import MemberNode
@@ -29,6 +28,7 @@ from nesa_node.swarm.notice_board import NoticeBoard
 from nesa_node.swarm.peer_lookup import with_peer_ids
 from nesa_node.swarm.ping import PING_PROTOCOL, answer_pings
 from nesa_node.swarm.private import Membership
+from nesa_node.swarm.rejoining import Rejoining
 from nesa_node.swarm.reporter import Reporter
 from nesa_node.swarm.shelf import Shelf
 from nesa_node.swarm.tasks import until_one_answers
@@ -38,9 +38,7 @@ from nesa_node.swarm.validator import RecordValidator
 log = get_logger(__name__)
 
 _RPC_TIMEOUT_S = 3.0
-_REJOIN_INTERVAL_S = 15.0
 _NUM_WORKERS = 4
-_MAX_BLACKLIST = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,13 +96,14 @@ async def open_swarm(
             await _join_dht(node, peer, initial_peers)
             shelf = Shelf(node, peer, membership)
             notices = NoticeBoard(shelf, identity, validator, membership, clock=clock)
+            rejoining = Rejoining(node, transport, initial_peers)
             directory = Directory(
-                node,
                 peer,
                 identity,
                 transport,
                 validator,
                 notices,
+                rejoining,
                 clock=clock,
                 ttl_s=record_ttl_s,
             )
@@ -112,9 +111,7 @@ async def open_swarm(
             if listen:
                 await transport.serve(PING_PROTOCOL, answer_pings)
             tasks = {
-                asyncio.create_task(
-                    _stay_joined(node, transport, initial_peers), name="dht-rejoin"
-                ),
+                asyncio.create_task(rejoining.run(), name="dht-rejoin"),
                 asyncio.create_task(reporter.run(), name="reporter"),
             }
             try:
@@ -174,29 +171,6 @@ async def _require_answer(node: DHTNode, member: PeerID) -> None:
     """Raises `PeerUnreachableError`."""
     if await node.protocol.call_ping(member) is None:
         raise PeerUnreachableError(f"{member} is no member of this DHT")
-
-
-async def _stay_joined(node: DHTNode, transport: Transport, initial_peers: Sequence[str]) -> None:
-    """Return to the initial peers after they, or the connection to them, were gone for a while.
-
-    hivemind forgets a peer after one unanswered call, so that without this a short loss of network
-    would split the DHT for good.
-    """
-    addresses: dict[PeerId, list[str]] = {}
-    for address in initial_peers:
-        addresses.setdefault(split_peer_address(address)[1], []).append(address)
-    while True:
-        await asyncio.sleep(_REJOIN_INTERVAL_S)
-        if len(node.blacklist.ban_counter) > _MAX_BLACKLIST:
-            node.blacklist.clear()
-        for peer in _initial_peer_ids(node, initial_peers):
-            if peer in node.protocol.routing_table:
-                continue
-            with suppress(PeerUnreachableError):
-                name = PeerId(peer.to_base58())
-                await transport.connect(name, addresses[name], _RPC_TIMEOUT_S)
-                if await node.protocol.call_ping(peer) is not None:
-                    log.info("dht_rejoined", peer=name)
 
 
 def _initial_peer_ids(node: DHTNode, initial_peers: Sequence[str]) -> list[PeerID]:

@@ -35,7 +35,7 @@ from nesa_node.swarm.notices import (
 )
 from nesa_node.swarm.records import model_key, seal
 from nesa_node.swarm.validator import dht_id
-from tests.swarm.local_swarm import local_swarm
+from tests.swarm.local_swarm import dht_node, local_swarm
 from tests.swarm.notice_fields import PEERS, make_notice
 from tests.swarm.record_fields import MODEL_ID, make_record, make_status
 
@@ -238,7 +238,7 @@ async def test_flood_of_notices_by_many_identities_leaves_room_for_honest_ones(
     limit = kind.bounds.max_per_key
     assert grown < 30 << 20
     for member in scene.honest:
-        storage = member.directory._node.protocol.storage
+        storage = dht_node(member).protocol.storage
         stored = storage.get(DHTID.from_bytes(dht_id(notice_key(kind, MODEL))))
         assert len(stored.value.data) <= limit + 1
         assert len(await member.notices.fetch(kind, MODEL)) <= limit
@@ -261,7 +261,7 @@ async def test_notices_about_thousand_models_do_not_fill_a_member(scene: _Scene)
         key = dht_id(notice_key(Lease, ModelId(model)))
         await scene.store(notice, seal_notice(notice, mine), keys=[key])
     for member in scene.honest:
-        storage = member.directory._node.protocol.storage
+        storage = dht_node(member).protocol.storage
         assert len(storage._notice_keys) <= 257
     await scene.boss.notices.publish(Lease, MODEL, epoch=1, ttl_s=60, role="leading")
     leases = await scene.node.notices.fetch(Lease, MODEL)

@@ -41,3 +41,8 @@ async def eventually(condition: Callable[[], Awaitable[bool]], timeout_s: float 
             return
         await asyncio.sleep(0.05)
     raise AssertionError(f"not within {timeout_s:g} s")
+
+
+def dht_node(member: Swarm) -> Any:
+    """hivemind's node of the DHT, with its storage and routing table."""
+    return member.directory._shelf._node

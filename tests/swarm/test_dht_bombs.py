@@ -37,7 +37,7 @@ from nesa_node.swarm.identity import Identity
 from nesa_node.swarm.node import Swarm, open_swarm
 from nesa_node.swarm.records import model_key
 from nesa_node.swarm.validator import dht_id
-from tests.swarm.local_swarm import LOOPBACK, eventually, local_swarm
+from tests.swarm.local_swarm import LOOPBACK, dht_node, eventually, local_swarm
 from tests.swarm.record_fields import MODEL_ID, make_status
 
 MODEL = ModelId(MODEL_ID)
@@ -257,7 +257,7 @@ async def test_answers_stay_below_the_largest_message_and_are_paid_for(
 ) -> None:
     victim, attacker = pair
     stop_the_budget_s_clock(victim)
-    storage = victim.directory._node.protocol.storage
+    storage = dht_node(victim).protocol.storage
     keys = [dht_id(f"full {index}") for index in range(3)]
     value, later = msgspec.msgpack.encode(bytes(1180)), time.time() + 500
     for key in map(DHTID.from_bytes, keys):
@@ -347,7 +347,7 @@ async def test_neighbours_with_endless_peer_ids_are_forgotten(pair: tuple[Swarm,
         return bytes(dht_pb2.FindResponse(results=[result] * num_keys).SerializeToString())
 
     attacker.transport.unary._handlers[PROTOCOL_PREFIX + "rpc_find"] = answer
-    protocol = victim.directory._node.protocol
+    protocol = dht_node(victim).protocol
     began = time.thread_time()
     found = await protocol.call_find(PeerID.from_base58(attacker.identity.peer_id), [DHTID(7)])
     assert found == {DHTID(7): (None, {})}
@@ -356,7 +356,7 @@ async def test_neighbours_with_endless_peer_ids_are_forgotten(pair: tuple[Swarm,
 
 async def test_crowd_of_newcomers_is_served_one_at_a_time(pair: tuple[Swarm, Swarm]) -> None:
     victim, _ = pair
-    protocol = victim.directory._node.protocol
+    protocol = dht_node(victim).protocol
     served: list[Any] = []
     at_once: list[int] = []
 
@@ -386,7 +386,7 @@ def test_no_reader_of_hiveminds_is_left() -> None:
 
 async def test_newcomer_is_handed_all_keys_in_few_calls(tmp_path: Path) -> None:
     async with local_swarm(tmp_path, 1) as (member,):
-        protocol = member.directory._node.protocol
+        protocol = dht_node(member).protocol
         later = time.time() + 500
         keys = [DHTID(index) for index in range(1, 201)]
         for key in keys:

@@ -16,13 +16,13 @@ import pytest
 from nesa_node.core.errors import BootstrapError, PeerUnreachableError
 from nesa_node.core.ids import ModelId
 from nesa_node.core.span import Span
-from nesa_node.swarm import node
+from nesa_node.swarm import rejoining
 from nesa_node.swarm.hive import DHTID, MSGPackSerializer
 from nesa_node.swarm.identity import Identity
 from nesa_node.swarm.node import open_swarm
 from nesa_node.swarm.records import NodeRecord, model_key, seal
 from nesa_node.swarm.sealing import CLOCK_SKEW_S
-from tests.swarm.local_swarm import LOOPBACK, eventually, local_swarm
+from tests.swarm.local_swarm import LOOPBACK, dht_node, eventually, local_swarm
 from tests.swarm.record_fields import MODEL_ID, make_record, make_status
 
 MODEL = ModelId(MODEL_ID)
@@ -211,7 +211,10 @@ async def test_many_records_are_not_read_in_one_turn_of_the_event_loop(
 ) -> None:
     """More than the validator remembers are checked anew, a sixth of a millisecond each."""
     async with local_swarm(tmp_path, 1) as (alone,):
-        storage, validator = alone.directory._node.protocol.storage, alone.directory._validator
+        storage, validator = (
+            dht_node(alone).protocol.storage,
+            alone.directory._validator,
+        )
         key, now = DHTID.generate(model_key(MODEL)), time.time()
         for _ in range(64):
             other = Identity.ephemeral(tmp_path)
@@ -292,7 +295,7 @@ async def test_swarm_key_keeps_others_out(tmp_path: Path) -> None:
 async def test_members_return_to_an_initial_peer_that_restarts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(node, "_REJOIN_INTERVAL_S", 0.2)
+    monkeypatch.setattr(rejoining, "_INTERVAL_S", 0.2)
     identity = Identity.ephemeral(tmp_path)
     async with AsyncExitStack() as stack:
         async with open_swarm(identity, host_maddrs=LOOPBACK) as first:
@@ -339,7 +342,7 @@ async def test_who_announces_itself_does_not_fetch_what_others_announce(
             await member.directory.publish(make_status())
         fetched: list[object] = []
         for member in members:
-            protocol = member.directory._node.protocol
+            protocol = dht_node(member).protocol
             call_find = protocol.call_find
 
             async def listen(*arguments: Any, _call: Any = call_find, **options: Any) -> Any:
@@ -358,7 +361,7 @@ async def test_who_announces_itself_does_not_fetch_what_others_announce(
         holders = [
             member
             for member in members
-            if member.directory._node.protocol.storage.get(DHTID.generate(source=model_key(MODEL)))
+            if dht_node(member).protocol.storage.get(DHTID.generate(source=model_key(MODEL)))
         ]
         assert len(holders) == 4
 
@@ -373,8 +376,8 @@ async def test_a_client_that_knows_no_member_any_more_asks_nodes_whose_records_i
         ) as client:
             assert len((await client.directory.fetch(ModelId(MODEL_ID))).nodes) == 1
             await first.directory.publish(make_status(span=(2, 4)))
-            table = client.directory._node.protocol.routing_table
+            table = dht_node(client).protocol.routing_table
             for node_id in list(table.uid_to_peer_id):
                 del table[node_id]
-                client.directory._node.blacklist.register_failure(node_id)
+                dht_node(client).blacklist.register_failure(node_id)
             assert len((await client.directory.fetch(ModelId(MODEL_ID))).nodes) == 2

@@ -23,7 +23,7 @@ from nesa_node.swarm.identity import Identity, base58_decode
 from nesa_node.swarm.node import Swarm
 from nesa_node.swarm.records import MAX_RECORD_BYTES, NODES_KEY, NodeRecord, model_key, seal
 from nesa_node.swarm.validator import dht_id
-from tests.swarm.local_swarm import local_swarm
+from tests.swarm.local_swarm import dht_node, local_swarm
 from tests.swarm.record_fields import MODEL_ID, make_record, make_status
 
 MODEL = ModelId(MODEL_ID)
@@ -245,7 +245,7 @@ async def test_invented_neighbours_are_not_asked(
 
 async def test_peer_cannot_claim_dht_ids_that_are_not_its_own(attack: _Attack) -> None:
     own = node_id_of(base58_decode(attack.attacker.identity.peer_id))
-    table = attack.witness.directory._node.protocol.routing_table
+    table = dht_node(attack.witness).protocol.routing_table
     for node_id in [own, *(os.urandom(20) for _ in range(50)), b"short", bytes(300)]:
         request = dht_pb2.PingRequest(peer=dht_pb2.NodeInfo(node_id=node_id))
         await attack.call(attack.witness, "rpc_ping", request.SerializeToString())
@@ -309,7 +309,7 @@ async def test_thousand_mutated_calls_leave_a_member_up(attack: _Attack) -> None
     assert 0 < answered < 1000
     assert await attack.loads_seen() == [0.25, 0.25]
     assert len(attack.witness.transport.unary._tasks) == 0
-    storage = attack.witness.directory._node.protocol.storage
+    storage = dht_node(attack.witness).protocol.storage
     assert {bytes(DHTID.to_bytes(key)) for key in storage.data} == {KEY, dht_id(NODES_KEY)}
 
 

@@ -24,7 +24,7 @@ from nesa_node.swarm.private import Membership
 from nesa_node.swarm.records import NodeRecord, model_key, seal
 from nesa_node.swarm.shelf import Shelf
 from nesa_node.swarm.validator import dht_id
-from tests.swarm.local_swarm import local_swarm
+from tests.swarm.local_swarm import dht_node, local_swarm
 from tests.swarm.record_fields import MODEL_ID, make_record, make_status
 
 MODEL = ModelId(MODEL_ID)
@@ -150,7 +150,7 @@ async def test_a_member_that_answers_first_with_much_does_not_come_first_with_al
 def flood(member: Swarm, made: Iterator[int]) -> None:
     """Let `member` answer each look with new records, the newest there can be."""
     key = dht_id(model_key(MODEL))
-    storage = member.directory._node.protocol.storage
+    storage = dht_node(member).protocol.storage
 
     def records_of(asked: DHTID) -> list[tuple[str, bytes, float]]:
         if asked.to_bytes() != key:

@@ -1,0 +1,80 @@
+"""The way back to the DHT, after its members or the connection to them were gone.
+
+hivemind forgets a member after one unanswered call, and does not ask one for a while that did not
+answer, so that without this a short loss of network would split the DHT for good.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Iterable, Sequence
+from contextlib import suppress
+from typing import Any
+
+from nesa_node.core.errors import PeerUnreachableError
+from nesa_node.core.ids import PeerId
+from nesa_node.core.logging import get_logger
+from nesa_node.swarm.hive import DHTNode, PeerID
+from nesa_node.swarm.records import NodeRecord
+from nesa_node.swarm.transport import Transport, split_peer_address
+
+log = get_logger(__name__)
+
+_INTERVAL_S = 15.0
+_TIMEOUT_S = 3.0
+_MAX_BLACKLIST = 4096
+_MOST_RECORDS = 8
+
+
+class Rejoining:
+    """Pings initial peers, and nodes of which there are records, until the DHT is whole again."""
+
+    def __init__(self, node: DHTNode, transport: Transport, initial_peers: Sequence[str]) -> None:
+        self._node = node
+        self._transport = transport
+        self._initial_peers: dict[PeerId, list[str]] = {}
+        for address in initial_peers:
+            name = split_peer_address(address)[1]
+            if name != transport.peer_id:
+                self._initial_peers.setdefault(name, []).append(address)
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether this node knows no other member any more."""
+        return not self._node.protocol.routing_table.uid_to_peer_id
+
+    async def run(self) -> None:
+        """Return to initial peers that were lost, for good."""
+        while True:
+            await asyncio.sleep(_INTERVAL_S)
+            if len(self._node.blacklist.ban_counter) > _MAX_BLACKLIST:
+                self._node.blacklist.clear()
+            await self.rejoin()
+
+    async def rejoin(self, records: Iterable[NodeRecord] = ()) -> bool:
+        """Ping initial peers that are not known now, and the newest of `records`.
+
+        False if none answers.
+        """
+        known = self._node.protocol.routing_table
+        newest = sorted(records, key=lambda record: record.issued_at)[-_MOST_RECORDS:]
+        meetings = [
+            self._meet(name, self._transport.connect(name, addresses, _TIMEOUT_S))
+            for name, addresses in self._initial_peers.items()
+            if PeerID.from_base58(name) not in known
+        ]
+        for record in newest:
+            name = PeerId(record.peer_id)
+            dialling = self._transport.dial(name, record.addresses, _TIMEOUT_S)
+            meetings.append(self._meet(name, dialling))
+        return any(await asyncio.gather(*meetings))
+
+    async def _meet(self, name: PeerId, dialling: Coroutine[Any, Any, None]) -> bool:
+        peer = PeerID.from_base58(name)
+        with suppress(PeerUnreachableError):
+            await dialling
+            if await self._node.protocol.call_ping(peer) is not None:
+                self._node.blacklist.register_success(peer)
+                log.info("dht_rejoined", peer=name)
+                return True
+        return False

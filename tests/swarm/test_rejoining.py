@@ -1,0 +1,100 @@
+"""Members and clients that lost each other: their network stood still, or calls failed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from nesa_node.core.ids import ModelId
+from nesa_node.swarm import rejoining
+from nesa_node.swarm.identity import Identity
+from nesa_node.swarm.node import Swarm, open_swarm
+from tests.swarm.local_swarm import LOOPBACK, dht_node, eventually, local_swarm
+from tests.swarm.record_fields import MODEL_ID, make_status
+
+MODEL = ModelId(MODEL_ID)
+TTL_S = 1.5
+FROZEN_S = 4.0
+"""A call of the DHT is given up after 3 s."""
+
+
+@pytest.fixture(autouse=True)
+def _no_interval(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What returns does not wait for the next look at the initial peers."""
+    monkeypatch.setattr(rejoining, "_INTERVAL_S", 3600.0)
+
+
+@contextmanager
+def frozen(swarms: Sequence[Swarm]) -> Iterator[None]:
+    pids = [swarm.transport.daemon_pid for swarm in swarms]
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+
+
+async def _announce(member: Swarm) -> None:
+    while True:
+        await member.directory.publish(make_status())
+        await asyncio.sleep(TTL_S / 3)
+
+
+async def _read(client: Swarm) -> None:
+    while True:
+        await client.directory.fetch(MODEL)
+        await asyncio.sleep(0.2)
+
+
+async def _sees(client: Swarm, count: int) -> bool:
+    return len((await client.directory.fetch(MODEL)).nodes) == count
+
+
+async def test_a_client_frozen_for_longer_than_records_live_returns_at_once(
+    tmp_path: Path,
+) -> None:
+    async with (
+        local_swarm(tmp_path, 2, record_ttl_s=TTL_S) as members,
+        open_swarm(
+            Identity.ephemeral(tmp_path),
+            initial_peers=members[0].transport.addresses,
+            listen=False,
+        ) as client,
+        asyncio.TaskGroup() as tasks,
+    ):
+        announcing = [tasks.create_task(_announce(member)) for member in members]
+        await eventually(lambda: _sees(client, 2))
+        with frozen([client]):
+            reading = tasks.create_task(_read(client))
+            await asyncio.sleep(FROZEN_S)
+        await eventually(lambda: _sees(client, 2), timeout_s=3.0)
+        for task in (*announcing, reading):
+            task.cancel()
+
+
+async def test_members_that_forgot_each_other_meet_again_when_they_publish(
+    tmp_path: Path,
+) -> None:
+    async with local_swarm(tmp_path, 2) as members:
+        joining = [task for task in asyncio.all_tasks() if task.get_name() == "dht-operation"]
+        await asyncio.gather(*joining)
+        for member in members:
+            table = dht_node(member).protocol.routing_table
+            for node_id in list(table.uid_to_peer_id):
+                del table[node_id]
+        for member in members:
+            await member.directory.publish(make_status())
+        async with open_swarm(
+            Identity.ephemeral(tmp_path),
+            host_maddrs=LOOPBACK,
+            initial_peers=members[0].transport.addresses,
+        ) as newcomer:
+            await eventually(lambda: _sees(newcomer, 2), timeout_s=6.0)
