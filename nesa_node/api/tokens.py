@@ -13,9 +13,8 @@ from nesa_node.api.bodies.chat_body import MAX_MESSAGES, MAX_TOOLS, ChatMessage,
 from nesa_node.api.bodies.completion_body import MAX_TOKENS
 from nesa_node.api.bodies.fields import Body, Name, Text, TokenId
 from nesa_node.api.bodies.reading import body_of
-from nesa_node.api.bodies.splitting import encode, light
+from nesa_node.api.bodies.splitting import encode, join, light
 from nesa_node.api.bodies.templates import chat_prompt
-from nesa_node.api.decoding.text_stream import decode_whole
 from nesa_node.api.gateway import CallerOf, GatewayOf, SpendOf
 from nesa_node.api.openapi import Detokenized, Tokenized, describe
 from nesa_node.web.problem import Problem
@@ -111,5 +110,7 @@ async def detokenize(
             param="tokens",
         )
     spend(len(body.tokens))
-    text = await light(len(body.tokens), lambda: decode_whole(model.tokenizer, body.tokens))
+    (text,) = await light(
+        len(body.tokens), lambda: join(model.tokenizer, [body.tokens], param="tokens")
+    )
     return json_response({"prompt": text})

@@ -309,11 +309,10 @@ def _fills_in_once(part: Component) -> bool:
     )
 
 
-_ONCE = frozenset({"Prepend", "ByteLevel", "Metaspace", "NFKC", "TemplateProcessing"})
+_ONCE = frozenset({"Prepend", "ByteLevel", "Metaspace", "TemplateProcessing"})
 """Each makes a text longer."""
 _NORMALIZERS: Mapping[str, Check] = {
     "NFC": _any,
-    "NFKC": _any,
     "Lowercase": _any,
     "Strip": _any,
     "Prepend": lambda part: part.get("prepend") == "\u2581",

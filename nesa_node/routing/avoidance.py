@@ -46,12 +46,14 @@ class Avoidance:
 
     def penalty(self, peer: PeerId) -> float:
         """Seconds to add to the cost of a hop through `peer`; 0 for a peer that never failed."""
-        if peer not in self._penalties:
+        # Planners ask in threads of their own, while the event loop forgets peers.
+        found = self._penalties.get(peer)
+        if found is None:
             return 0.0
-        penalty_s, since = self._penalties[peer]
+        penalty_s, since = found
         left_s: float = penalty_s * 0.5 ** ((self._clock() - since) / self._half_life_s)
         if left_s < _NEGLIGIBLE_S:
-            del self._penalties[peer]
+            self._penalties.pop(peer, None)
             return 0.0
         return left_s
 

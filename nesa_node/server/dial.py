@@ -65,33 +65,48 @@ class NeighbourLookup:
         await self._look.until(is_known, asked_at)
         return directory.record(PeerId(neighbour.peer))
 
+    def close(self) -> None:
+        """End the looks that are under way; no session waits for them any more."""
+        self._glance.close()
+        self._look.close()
+
 
 class _SharedLook:
-    """Calls at the same time share one look; looks that found nothing are `pause_s` apart."""
+    """Calls at the same time share one look; looks that found nothing are `pause_s` apart.
+
+    A look is a task of its own: it goes on for all others if the session that began it ends.
+    """
 
     def __init__(self, look: Callable[[], Awaitable[object]], pause_s: float) -> None:
         self._look = look
         self._pause_s = pause_s
-        self._turn = asyncio.Lock()
+        self._running: asyncio.Task[None] | None = None
         self._began_at = -math.inf
-        """Of the last look, if it did not find what it was for."""
-        self._in_vain_at = -math.inf
-        """When the last look began that ended so. One may also be cut off, with its session."""
+        """Of the last look that has ended."""
+        self._next_at = -math.inf
 
     async def until(self, is_found: Callable[[], bool], asked_at: float) -> None:
         """Look, unless a look that began after `asked_at` has been in vain."""
-        if is_found():
-            return
-        async with self._turn:
-            if is_found() or self._in_vain_at > asked_at:
-                return
-            await asyncio.sleep(self._began_at + self._pause_s - time.monotonic())
-            began_at = self._began_at = time.monotonic()
-            await self._look()
+        while not is_found() and self._began_at <= asked_at:
+            if self._running is None or self._running.done():
+                self._running = asyncio.create_task(self._look_once(), name="neighbour-look")
+            await asyncio.shield(self._running)
             if is_found():
-                self._began_at = -math.inf
-            else:
-                self._in_vain_at = began_at
+                self._next_at = -math.inf
+
+    async def _look_once(self) -> None:
+        await asyncio.sleep(self._next_at - time.monotonic())
+        began_at = time.monotonic()
+        self._next_at = began_at + self._pause_s
+        try:
+            await self._look()
+        except NesaError as error:
+            log.warning("neighbour_look_failed", error=str(error))
+        self._began_at = began_at
+
+    def close(self) -> None:
+        if self._running is not None:
+            self._running.cancel()
 
 
 async def dial(

@@ -146,6 +146,7 @@ class SessionServer:
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
+        self._neighbours.close()
 
     def _note_handler(self) -> None:
         task = asyncio.current_task()

@@ -113,6 +113,10 @@ class Directory:
         """
         self._num_blocks[model_id] = num_blocks
 
+    def forget_blocks(self, model_id: ModelId) -> None:
+        """Take back what `know_blocks` said; a no-op if it said nothing."""
+        self._num_blocks.pop(model_id, None)
+
     async def publish(self, status: NodeStatus) -> NodeRecord:
         """Sign `status` and store it. Replaces what this node published before.
 
@@ -303,22 +307,19 @@ class Directory:
             log.warning("record_not_stored", seq=record.seq, reason=failure)
         if failure != "timeout":
             log.debug("record_published", seq=record.seq, state=record.state)
-        if self._rejoining.is_alone:
+        if self._rejoining.is_alone and record.state != "withdrawn":
             # Members that are met again are handed what lies here.
-            self._peer.start(self._rejoin())
+            self._rejoining.begin(self._others())
 
     async def _search(self, key: str) -> Iterable[bytes]:
         """The sealed records under `key`, which the validator has let pass."""
         found = await self._shelf.find(key)
-        if self._rejoining.is_alone and await self._rejoin():
+        if self._rejoining.is_alone and await self._rejoining.rejoin(self._others()):
             found = await self._shelf.find(key)
         return found
 
-    async def _rejoin(self) -> bool:
-        """False if no member answers."""
-        return await self._rejoining.rejoin(
-            record for record in self._alive() if record.peer_id != self._peer_id
-        )
+    def _others(self) -> list[NodeRecord]:
+        return [record for record in self._alive() if record.peer_id != self._peer_id]
 
     async def _remember(self, sealed_records: Iterable[bytes], *, is_whole: bool = True) -> None:
         """`is_whole`: a node that is not among them any more has failed."""

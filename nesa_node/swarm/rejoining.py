@@ -37,6 +37,8 @@ class Rejoining:
             name = split_peer_address(address)[1]
             if name != transport.peer_id:
                 self._initial_peers.setdefault(name, []).append(address)
+        self._attempt: asyncio.Task[bool] | None = None
+        self._failed = False
 
     @property
     def is_alone(self) -> bool:
@@ -45,17 +47,35 @@ class Rejoining:
 
     async def run(self) -> None:
         """Return to initial peers that were lost, for good."""
-        while True:
-            await asyncio.sleep(_INTERVAL_S)
-            if len(self._node.blacklist.ban_counter) > _MAX_BLACKLIST:
-                self._node.blacklist.clear()
-            await self.rejoin()
+        try:
+            while True:
+                await asyncio.sleep(_INTERVAL_S)
+                if len(self._node.blacklist.ban_counter) > _MAX_BLACKLIST:
+                    self._node.blacklist.clear()
+                await self.begin()
+        finally:
+            if self._attempt is not None:
+                self._attempt.cancel()
 
-    async def rejoin(self, records: Iterable[NodeRecord] = ()) -> bool:
+    def begin(self, records: Iterable[NodeRecord] = ()) -> asyncio.Task[bool]:
         """Ping initial peers that are not known now, and the newest of `records`.
 
-        False if none answers.
+        The task's result is False if none answers. There is one at a time: a call in the meantime
+        gets that of the call before.
         """
+        if self._attempt is None or self._attempt.done():
+            self._attempt = asyncio.create_task(self._rejoin(records), name="dht-rejoin-now")
+        return self._attempt
+
+    async def rejoin(self, records: Iterable[NodeRecord]) -> bool:
+        """Wait for an attempt to end; after one that failed, only begin the next.
+
+        A node that is alone for long does not wait for peers that are gone each time it reads.
+        """
+        attempt = self.begin(records)
+        return not self._failed and await asyncio.shield(attempt)
+
+    async def _rejoin(self, records: Iterable[NodeRecord]) -> bool:
         known = self._node.protocol.routing_table
         newest = sorted(records, key=lambda record: record.issued_at)[-_MOST_RECORDS:]
         meetings = [
@@ -67,7 +87,9 @@ class Rejoining:
             name = PeerId(record.peer_id)
             dialling = self._transport.dial(name, record.addresses, _TIMEOUT_S)
             meetings.append(self._meet(name, dialling))
-        return any(await asyncio.gather(*meetings))
+        found = any(await asyncio.gather(*meetings))
+        self._failed = self.is_alone
+        return found
 
     async def _meet(self, name: PeerId, dialling: Coroutine[Any, Any, None]) -> bool:
         peer = PeerID.from_base58(name)

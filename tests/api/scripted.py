@@ -125,7 +125,10 @@ class ScriptedLook:
         return (await self.all()).get(model_id)
 
     def know_blocks(self, model_id: ModelId, num_blocks: int) -> None:
-        self.known = {model_id: num_blocks}
+        self.known[model_id] = num_blocks
+
+    def forget_blocks(self, model_id: ModelId) -> None:
+        del self.known[model_id]
 
 
 class Server:

@@ -55,3 +55,18 @@ def test_memory_is_bounded_and_keeps_the_worst() -> None:
 def test_half_life_must_be_positive() -> None:
     with pytest.raises(ValueError, match="half_life_s"):
         Avoidance(_Clock(), half_life_s=0)
+
+
+def test_a_peer_may_be_forgotten_while_its_penalty_is_computed() -> None:
+    """Planners run in threads beside the event loop, which hears of successes."""
+    at_s = [0.0]
+
+    def clock() -> float:
+        if at_s[0] > 0:
+            avoidance.succeeded(PEER)
+        return at_s[0]
+
+    avoidance = Avoidance(clock)
+    avoidance.failed(PEER)
+    at_s[0] = 1e6
+    assert avoidance.penalty(PEER) == 0.0

@@ -14,7 +14,7 @@ import pytest
 from nesa_node.core.errors import PeerUnreachableError, ProtocolError
 from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.server import dial
-from nesa_node.server.dial import NOT_REACHED, NeighbourLookup, dial_successor
+from nesa_node.server.dial import NOT_REACHED, NeighbourLookup, _SharedLook, dial_successor
 from nesa_node.swarm.few_addresses import MAX_DIALLED
 from nesa_node.swarm.identity import Identity
 from nesa_node.swarm.messages import PROTOCOL, Downstream
@@ -121,13 +121,8 @@ async def test_looks_in_vain_are_apart_and_a_neighbour_is_found_all_the_same(
     assert second_look - first_look >= 0.4
 
 
-async def test_a_look_that_is_cut_off_is_not_taken_for_one_in_vain(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A session may end while it looks, and sessions that wait must not give up for it."""
-    monkeypatch.setattr(dial, "GLANCE_PAUSE_S", 0.05)
-    monkeypatch.setattr(dial, "LOOK_PAUSE_S", 0.05)
-    directory = SlowLooks("peer", in_vain=2, look_s=0.5)
+async def test_a_look_goes_on_for_others_when_the_session_that_began_it_ends() -> None:
+    directory = SlowLooks("peer", in_vain=1, look_s=0.5)
     lookup = lookup_in(directory)
     ending, waiting = (
         asyncio.create_task(lookup.record_of(Downstream(peer=peer, blocks=(2, 4))))
@@ -137,7 +132,35 @@ async def test_a_look_that_is_cut_off_is_not_taken_for_one_in_vain(
     await asyncio.sleep(0.2)
     ending.cancel()
     assert await waiting is not None
-    assert directory.kinds == ["glance", "fetch", "fetch"]
+    assert directory.kinds == ["glance", "fetch"]
+
+
+async def test_sessions_that_end_while_they_look_do_not_delay_the_looks_of_others() -> None:
+    """Each would begin a look of its own after the pause, with the honest one behind them all."""
+    ended: list[float] = []
+
+    async def look() -> None:
+        await asyncio.sleep(0.2)
+        ended.append(time.monotonic())
+
+    shared = _SharedLook(look, 0.1)
+    hostile = [
+        asyncio.create_task(shared.until(lambda: False, time.monotonic())) for _ in range(20)
+    ]
+    await asyncio.sleep(0.1)
+    asked_at = time.monotonic()
+    honest = asyncio.create_task(shared.until(lambda: len(ended) > 1, asked_at))
+
+    async def end_one_by_one() -> None:
+        for task in hostile:
+            task.cancel()
+            await asyncio.sleep(0.3)
+
+    ending = asyncio.create_task(end_one_by_one())
+    await honest
+    assert not ending.done()
+    assert len(ended) == 2
+    ending.cancel()
 
 
 async def test_after_a_look_that_found_its_peer_the_next_follows_at_once(

@@ -8,9 +8,11 @@ import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from nesa_node.core.errors import PeerUnreachableError
 from nesa_node.core.ids import ModelId
 from nesa_node.swarm import rejoining
 from nesa_node.swarm.identity import Identity
@@ -98,3 +100,35 @@ async def test_members_that_forgot_each_other_meet_again_when_they_publish(
             initial_peers=members[0].transport.addresses,
         ) as newcomer:
             await eventually(lambda: _sees(newcomer, 2), timeout_s=6.0)
+
+
+async def test_a_node_whose_members_are_gone_waits_for_them_once_and_leaves_at_once(
+    tmp_path: Path,
+) -> None:
+    async with local_swarm(tmp_path, 2) as (first, other):
+        await other.directory.publish(make_status())
+        attempts: list[object] = []
+
+        async def unanswered(*arguments: object) -> None:
+            attempts.append(arguments)
+            await asyncio.sleep(0.2)
+            raise PeerUnreachableError("it is switched off")
+
+        transport: Any = other.transport
+        transport.connect = unanswered
+        table = dht_node(other).protocol.routing_table
+        for node_id in list(table.uid_to_peer_id):
+            del table[node_id]
+        await other.directory.fetch(MODEL)
+        assert len(attempts) == 1
+        await other.directory.fetch(MODEL)
+        (attempt,) = _attempts_under_way()
+        assert not await attempt
+        assert len(attempts) == 2
+        await other.directory.withdraw()
+        assert not _attempts_under_way()
+        assert first.transport.peer_id in str(attempts[0])
+
+
+def _attempts_under_way() -> list[asyncio.Task[Any]]:
+    return [task for task in asyncio.all_tasks() if task.get_name() == "dht-rejoin-now"]

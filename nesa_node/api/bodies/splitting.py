@@ -1,14 +1,17 @@
-"""Text into tokens, without holding up others, and without filling the memory."""
+"""Text into tokens and back, without holding up others, and without filling the memory."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from contextvars import copy_context
 from functools import partial
 from typing import Any, TypeVar
 
+from nesa_node.api.bodies.template_program import MAX_TEXT_CHARS
+from nesa_node.api.decoding.text_stream import decode_whole
 from nesa_node.api.processes.fair_threads import FairThreads
 from nesa_node.web.doorman import current_caller
 from nesa_node.web.problem import Problem
@@ -17,6 +20,9 @@ T = TypeVar("T")
 
 _INLINE_CHARS = 4096
 _PIECE_CHARS = 1 << 17
+_MOST_TOKENS = 1 << 20
+"""Of a text, however many a model says it holds. Splitting takes up to 500 bytes for each."""
+_HUGE = 1 << 18
 _TORN_TOKENS = 64
 """More that a text may have because it was cut in two: one long word, say."""
 _THREADS = min(32, (os.cpu_count() or 1) + 4)
@@ -25,6 +31,7 @@ PIECES_OF_ONE = _THREADS // 2
 
 # Not asyncio's own threads: those are held by openings of models and by downloads.
 _threads = FairThreads(_THREADS, most_of_one=PIECES_OF_ONE, name="gateway-text")
+_huge_threads = FairThreads(2, most_of_one=1, name="gateway-huge-text")
 
 
 async def encode(tokenizer: Any, text: str, *, special: bool, most: int, param: str) -> list[int]:
@@ -33,7 +40,9 @@ async def encode(tokenizer: Any, text: str, *, special: bool, most: int, param: 
     Raises `Problem` as `split` does.
     """
     return await light(
-        len(text), lambda: split(tokenizer, text, special=special, most=most, param=param)
+        len(text),
+        lambda: split(tokenizer, text, special=special, most=most, param=param),
+        takes_memory=True,
     )
 
 
@@ -44,19 +53,50 @@ def split(tokenizer: Any, text: str, *, special: bool, most: int, param: str) ->
     hundred times the room of a character. A few more than `most` may be returned. `param` is the
     field that the text came in.
     """
+    if len(text) > MAX_TEXT_CHARS:
+        raise Problem(
+            400,
+            f"{param}: a text of {len(text)} characters; at most {MAX_TEXT_CHARS} are split here",
+            code="context_length_exceeded",
+            param=param,
+        )
+    most = min(most, _MOST_TOKENS)
     if len(text) > max(most, _INLINE_CHARS):
         _check(tokenizer, text, most, param)
     return _split(tokenizer, text, special)
 
 
-async def light(size: float, work: Callable[[], T]) -> T:
+def join(tokenizer: Any, prompts: Sequence[Sequence[int]], *, param: str) -> list[str]:
+    """The texts of `prompts`. Raises `Problem` where they would be longer than a text may be."""
+    counts: Counter[int] = Counter()
+    for prompt in prompts:
+        counts.update(prompt)
+    # A stranger's token may have thousands of bytes.
+    tokens = tokenizer.convert_ids_to_tokens(list(counts))
+    length = sum(
+        len(token or "") * count for token, count in zip(tokens, counts.values(), strict=True)
+    )
+    if length > MAX_TEXT_CHARS:
+        raise Problem(
+            400,
+            f"{param}: these tokens make a text of about {length} characters; at most "
+            f"{MAX_TEXT_CHARS} are joined here",
+            code="invalid_value",
+            param=param,
+        )
+    return [decode_whole(tokenizer, list(prompt)) for prompt in prompts]
+
+
+async def light(size: float, work: Callable[[], T], *, takes_memory: bool = False) -> T:
     """`work()`, in a thread where it would hold up the tokens of other requests.
 
-    There it waits for its key's turn: see `FairThreads`.
+    There it waits for its key's turn: see `FairThreads`. With `takes_memory`, for the splitting of
+    texts, two pieces of more than `_HUGE` characters are done at once, of two keys.
     """
     if size <= _INLINE_CHARS:
         return work()
-    piece = _threads.submit(current_caller(), partial(copy_context().run, work))
+    threads = _huge_threads if takes_memory and size > _HUGE else _threads
+    piece = threads.submit(current_caller(), partial(copy_context().run, work))
     return await asyncio.wrap_future(piece)
 
 

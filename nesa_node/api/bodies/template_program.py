@@ -16,7 +16,8 @@ CPU_S = 1.0
 """Of one rendering. 4096 messages honestly need 0.1 s."""
 MEMORY_BYTES = 1 << 29
 """Address space of the process; with nothing to do it has 150 MB."""
-MAX_TEXT_CHARS = 1 << 23
+MAX_TEXT_CHARS = 1 << 22
+"""Of a text that is split into tokens, which takes up to 200 bytes for each character."""
 _SHOWN_CHARS = 500
 
 REFUSALS = (

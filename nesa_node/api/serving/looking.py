@@ -63,6 +63,9 @@ class Look(Protocol):
     def know_blocks(self, model_id: ModelId, num_blocks: int) -> None:
         """How many blocks a model has, by its own checkpoint."""
 
+    def forget_blocks(self, model_id: ModelId) -> None:
+        """The model is closed: its records count again as any other's."""
+
 
 class SwarmLook:
     """Asks the DHT, at most once in `FRESH_S` per question, however many want to know."""
@@ -83,6 +86,9 @@ class SwarmLook:
     def know_blocks(self, model_id: ModelId, num_blocks: int) -> None:
         self._swarm.directory.know_blocks(model_id, num_blocks)
         self._answers.pop(model_id, None)
+
+    def forget_blocks(self, model_id: ModelId) -> None:
+        self._swarm.directory.forget_blocks(model_id)
 
     async def one(self, model_id: ModelId) -> Seen | None:
         """None if no node announces it. Raises `NesaError` if nobody can be asked."""

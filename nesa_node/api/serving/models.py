@@ -182,6 +182,7 @@ class Models:
             )
         served, card.served = card.served, None
         log.info("model_closed", model=card.model_id)
+        self._look.forget_blocks(served.model_id)
         if card.model_id in (self._seen or {}):
             # A look does not say again what is known of an open model.
             card.announced = tuple(dict.fromkeys((card.model_id, *card.announced)))

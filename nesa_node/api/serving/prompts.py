@@ -20,7 +20,9 @@ async def all_tokens_of(
     Many short ones hold up others as one long one does, so that all of them count together.
     """
     return await light(
-        sum(map(len, prompts)), lambda: [_tokens_of(model, prompt, param) for prompt in prompts]
+        sum(map(len, prompts)),
+        lambda: [_tokens_of(model, prompt, param) for prompt in prompts],
+        takes_memory=any(isinstance(prompt, str) for prompt in prompts),
     )
 
 

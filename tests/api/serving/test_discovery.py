@@ -219,6 +219,7 @@ async def test_a_model_that_came_back_and_was_closed_for_room_is_opened_again(
         for name in ("b", "c", "a"):
             await models.get(name)
         assert opened.closed() == {"b"}
+        assert len(look.known) == 2, "the records of one that was closed have no room of their own"
         assert ids_of["org/a"]
 
 

@@ -1,0 +1,88 @@
+"""Texts of strangers' models into tokens and back, within bounds of memory."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from functools import partial
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from nesa_node.api.bodies.splitting import join, light, split
+from nesa_node.api.bodies.template_program import MAX_TEXT_CHARS
+from nesa_node.engine.tokenizer_rules import MAX_TOKEN_CHARS, checked_tokenizer
+from nesa_node.web.problem import Problem
+from tests.api.scripted import until
+
+LONG = "\U0001d4b3" * MAX_TOKEN_CHARS
+ISOLATED = {"type": "Split", "pattern": {"String": "a"}, "behavior": "Isolated", "invert": False}
+
+
+def tokenizer_of(**model: Any) -> Any:
+    """One that a stranger may choose: a token for each `a`, and none for other letters."""
+    content = {
+        "model": {"type": "BPE", "vocab": {"a": 0, LONG: 1}, "merges": [], **model},
+        "pre_tokenizer": ISOLATED,
+    }
+    checked = checked_tokenizer(json.dumps(content).encode())
+    of_any_type: Any = PreTrainedTokenizerFast
+    return of_any_type(tokenizer_object=Tokenizer.from_str(checked.decode()))
+
+
+def test_a_text_that_makes_no_tokens_has_a_limit_all_the_same() -> None:
+    with pytest.raises(Problem, match=f"messages: a text of .* at most {MAX_TEXT_CHARS}"):
+        split(
+            tokenizer_of(),
+            "b" * (MAX_TEXT_CHARS + 1),
+            special=True,
+            most=2**31 - 1,
+            param="messages",
+        )
+
+
+def test_a_model_that_says_it_holds_more_tokens_than_are_split_gets_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("nesa_node.api.bodies.splitting._MOST_TOKENS", 1 << 13)
+    bounded = partial(split, tokenizer_of(), special=True, most=2**31 - 1, param="prompt")
+    assert len(bounded("a" * (1 << 13))) == 1 << 13
+    with pytest.raises(Problem, match="8192 tokens"):
+        bounded("a" * (1 << 14))
+
+
+def test_tokens_are_joined_to_as_long_a_text_as_may_be_split() -> None:
+    tokenizer = tokenizer_of()
+    longest = MAX_TEXT_CHARS // MAX_TOKEN_CHARS
+    with pytest.raises(Problem, match=f"tokens: .* at most {MAX_TEXT_CHARS}"):
+        join(tokenizer, [[1] * longest, [0]], param="tokens")
+    few, none = join(tokenizer, [[0, 1, 0], []], param="tokens")
+    assert few.replace(" ", "") == f"a{LONG}a"
+    assert none == ""
+
+
+async def test_huge_texts_are_split_by_twos_while_small_ones_go_on() -> None:
+    begun: list[int] = []
+    may_end = threading.Event()
+
+    def work(number: int) -> None:
+        begun.append(number)
+        may_end.wait(30)
+
+    huge = [
+        asyncio.create_task(light(1 << 20, partial(work, number), takes_memory=True))
+        for number in range(4)
+    ]
+    try:
+        await until(lambda: len(begun) == 2)
+        async with asyncio.timeout(10):
+            assert await light(1 << 15, lambda: "small", takes_memory=True) == "small"
+            assert await light(1 << 20, lambda: "no text") == "no text"
+        assert len(begun) == 2
+    finally:
+        may_end.set()
+    await asyncio.gather(*huge)
+    assert len(begun) == 4
