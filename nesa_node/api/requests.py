@@ -9,6 +9,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from structlog.contextvars import bound_contextvars
 
+from nesa_node.api.answering.failures import noting_failures
 from nesa_node.api.serving.metrics import GatewayMetrics
 from nesa_node.core import tracing
 from nesa_node.core.logging import get_logger
@@ -49,7 +50,11 @@ class Requests:
             await send(message)
 
         request_id, span = scope.get("state", {}).get("request_id", ""), self._span(scope)
-        with bound_contextvars(request_id=request_id), tracing.within(span):
+        with (
+            bound_contextvars(request_id=request_id),
+            tracing.within(span),
+            noting_failures() as codes,
+        ):
             try:
                 await self._app(scope, receive, sent)
             except Exception:
@@ -61,7 +66,8 @@ class Requests:
                 span.set({"http.response.status_code": status, "nesa.request_id": request_id})
                 if scope["method"] == "POST" or (route or "").startswith("/v1/"):
                     ms = round((time.perf_counter() - began) * 1000, 1)
-                    log.info("request_answered", route=route, status=status, ms=ms, **_asked(scope))
+                    told = _asked(scope) | ({"error": codes[-1]} if codes else {})
+                    log.info("request_answered", route=route, status=status, ms=ms, **told)
 
     def _span(self, scope: Scope) -> Span:
         path, method = scope["path"], scope["method"]

@@ -253,18 +253,14 @@ def _open(config: ClientConfig) -> tuple[Checkpoint, PreTrainedTokenizerBase, Cl
 def _local_models(
     checkpoint: Checkpoint, config: ClientConfig, dtype: str, *, nodes: int
 ) -> OpenModel:
-    import torch
-
+    from nesa_node.engine.devices import choose_device
     from nesa_node.evaluation.models import LocalModels
 
-    device = config.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
     return LocalModels(
         checkpoint,
         nodes=nodes,
         dtype=checkpoint.resolve_dtype(dtype),
-        device=torch.device(device),
+        device=choose_device(config.device),
     ).open
 
 

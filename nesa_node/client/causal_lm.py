@@ -99,12 +99,16 @@ class DistributedModelForCausalLM(  # type: ignore[no-untyped-call]
         ]
         connection = self._connection
         joined = connection is not None and connection.alive
+        if not self._finalizer.alive:
+            state = "closed"
+        else:
+            state = "" if joined else "the swarm is joined with the first session"
         lines = (
             f"{self.name_or_path}, {self.num_blocks} blocks: {', '.join(spans)}",
             f"ends: embedding and head here, {str(self.dtype).removeprefix('torch.')} on "
             f"{self.device}",
             *self._chains(),
-            "" if joined else "the swarm is joined with the first session",
+            state,
         )
         told = "".join(f"\n  {line}" for line in lines if line)
         return f"{type(self).__name__}({told}\n)"

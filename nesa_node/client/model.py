@@ -26,8 +26,10 @@ from nesa_node.core.config import (
     default_decisions_path,
 )
 from nesa_node.core.errors import ConfigError
+from nesa_node.core.peer_address import checked_address
 from nesa_node.core.span import Span
 from nesa_node.engine.checkpoint import Checkpoint, open_checkpoint
+from nesa_node.engine.devices import choose_device
 from nesa_node.engine.parts import load_blocks, load_ends
 from nesa_node.engine.side_files import parsing
 
@@ -86,17 +88,18 @@ class AutoDistributedModelForCausalLM:
         (`identity_path`) finds its own again. Not with `client_blocks` at the end of the model.
 
         Raises the `ModelError`s of `open_checkpoint`, and `ConfigError` for arguments that
-        contradict each other.
+        contradict each other, a device that is not there and initial peers that are no addresses.
         """
         if dtype is not None and torch_dtype is not None and dtype != torch_dtype:
             raise ConfigError(f"dtype={dtype} and torch_dtype={torch_dtype}: give one of them")
+        peers = (initial_peers,) if isinstance(initial_peers, str) else tuple(initial_peers)
+        peers = tuple(map(checked_address, peers))
+        device = choose_device(device)
         cache = default_cache_dir() if cache_dir is None else Path(cache_dir).expanduser()
         checkpoint = open_checkpoint(str(name), revision=revision, token=token, cache_dir=cache)
         resolved = checkpoint.resolve_dtype(str(dtype or torch_dtype or "auto"))
         options = ConnectionOptions(
-            initial_peers=(
-                (initial_peers,) if isinstance(initial_peers, str) else tuple(initial_peers)
-            ),
+            initial_peers=peers,
             routing=routing,
             swarm_key=swarm_key,
             identity_path=None if identity_path is None else Path(identity_path).expanduser(),
@@ -157,9 +160,7 @@ def build_model(
     """A model over `checkpoint` that reaches the swarm's blocks through `connect`."""
     first, remote, last = split_blocks(checkpoint.num_blocks, client_blocks)
     resolved = checkpoint.resolve_dtype(str(dtype or "auto"))
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    place = torch.device(device)
+    place = choose_device(device)
     embedder, head = load_ends(checkpoint, dtype=resolved, device=place)
     hidden_size = checkpoint.config.hidden_size
     ends = Ends(embedder, Combined(head), head.normed, resolved, place, hidden_size, head.lm_head)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from ipaddress import ip_address
 
+from nesa_node.core.errors import ConfigError
+
 _HOST_PORT = re.compile(
     r"(?:\[(?P<ip6>[0-9a-fA-F:.]+)\]|(?P<host>[A-Za-z0-9](?:[A-Za-z0-9.-]*[A-Za-z0-9])?))"
     r":(?P<port>[0-9]{1,5})"
@@ -33,6 +35,21 @@ def as_multiaddress(text: str) -> str:
     except ValueError:
         kind = "dns"
     return f"/{kind}/{host}/tcp/{port}"
+
+
+def checked_address(text: str) -> str:
+    """As `as_multiaddress`. Raises `ConfigError` for what cannot be the address of a member."""
+    address = as_multiaddress(text)
+    try:
+        check_dialled(address)
+    except ValueError as error:
+        raise ConfigError(f"the peer address {text!r} is wrong: {error}") from None
+    if not has_peer_id(address) and host_and_port(address) is None:
+        raise ConfigError(
+            f"the peer address {text!r} must end in /p2p/<peer id>, or be a host and its port, "
+            "like 192.0.2.7:31330"
+        )
+    return address
 
 
 def host_and_port(address: str) -> tuple[str, int] | None:

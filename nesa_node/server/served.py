@@ -11,6 +11,7 @@ from nesa_node.core.config import NodeConfig, secret_text
 from nesa_node.core.errors import ConfigError
 from nesa_node.core.ids import ModelId
 from nesa_node.engine.checkpoint import Checkpoint, open_checkpoint
+from nesa_node.engine.devices import choose_device
 from nesa_node.engine.model_id import model_id
 from nesa_node.engine.threads import fix_threads
 
@@ -46,24 +47,13 @@ def open_served(config: NodeConfig) -> Served:
         model_id=model_id(checkpoint),
         dtype=checkpoint.resolve_dtype(config.torch_dtype),
         quant_type=config.quant_type,
-        device=choose_device(config.device, config.quant_type),
+        device=_choose_device(config.device, config.quant_type),
     )
 
 
-def choose_device(name: str, quant_type: QuantType) -> torch.device:
-    """`auto` is the first GPU, or the CPU.
-
-    Raises `ConfigError` for one that is not there, or cannot compute with such weights.
-    """
-    if name == "auto":
-        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-    device = torch.device(name)
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(
-            f"--device {name}: {torch.cuda.device_count()} CUDA devices are here; use --device cpu"
-        )
-    if device.type == "mps" and not torch.backends.mps.is_available():
-        raise ConfigError("--device mps: this machine or this torch has none; use --device cpu")
+def _choose_device(name: str, quant_type: QuantType) -> torch.device:
+    """Raises `ConfigError` for one that is not there, or cannot compute with such weights."""
+    device = choose_device(name)
     if device.type == "mps" and quant_type != "none":
         raise ConfigError(f"--quant-type {quant_type} needs --device cpu or cuda")
     return device

@@ -16,12 +16,11 @@ from collections.abc import Sequence
 from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
-from nesa_node.core.errors import BootstrapError, ConfigError, PeerUnreachableError
+from nesa_node.core.errors import BootstrapError, PeerUnreachableError
 from nesa_node.core.ids import PeerId
 from nesa_node.core.logging import get_logger
 from nesa_node.core.peer_address import (
-    as_multiaddress,
-    check_dialled,
+    checked_address,
     has_peer_id,
     host_and_port,
 )
@@ -48,12 +47,7 @@ async def with_peer_ids(addresses: Sequence[str]) -> tuple[str, ...]:
     Addresses that do not answer are left out. Raises `BootstrapError` if none remains, and
     `ConfigError` for an address that cannot exist, or one without id that is not TCP.
     """
-    written = [as_multiaddress(address) for address in addresses]
-    for given, address in zip(addresses, written, strict=True):
-        try:
-            check_dialled(address)
-        except ValueError as error:
-            raise ConfigError(f"the peer address {given!r} is wrong: {error}") from None
+    written = [checked_address(address) for address in addresses]
     known = [address for address in written if has_peer_id(address)]
     bare = [address for address in written if not has_peer_id(address)]
     if not bare:
@@ -109,8 +103,7 @@ async def look_up(host: str, port: int) -> PeerId:
 
 async def _with_id(address: str) -> str:
     at = host_and_port(address)
-    if at is None:
-        raise ConfigError(f"the peer address {address!r} must end in /p2p/<peer id>")
+    assert at is not None
     return f"{address}/p2p/{await look_up(*at)}"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from base64 import b64encode
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from hashlib import sha256
 from html.parser import HTMLParser
 from pathlib import Path
@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
+from nesa_node.api.decoding.job import Delta, Event, Job
+from nesa_node.core.errors import MissingBlocksError
 from nesa_node.web.keys import KeyLimits, KeyStore
 from tests.api.scripted import NAME, chat_body, serving, until
 
@@ -81,6 +83,28 @@ async def test_the_log_says_who_asked_what(tokenizer: Any, tmp_path: Path) -> No
     assert all(line["prompt_tokens"] > 0 for line in lines if "model" in line)
     assert all(line["ms"] >= 0 for line in lines)
     assert secret not in json.dumps(logs, default=str)
+
+
+async def breaks(job: Job) -> AsyncIterator[Event]:
+    yield Delta(index=0, text="Hi")
+    raise MissingBlocksError([(2, 4)], "no node serves blocks 2:4")
+
+
+async def test_the_log_says_what_failed_also_within_a_stream(tokenizer: Any) -> None:
+    path = "/v1/chat/completions"
+    async with serving(tokenizer, script=breaks) as server:
+        with capture_logs() as logs:
+            broken = await server.post(path, chat_body(stream=True))
+            refused = await server.post(path, chat_body(max_tokens=10**6))
+            await server.client.get("/v1/models")
+            await until(lambda: len(answered(logs)) == 3)
+    assert (broken.status_code, refused.status_code) == (200, 400)
+    assert "missing_blocks" in broken.text
+    assert [(line["status"], line.get("error")) for line in answered(logs)] == [
+        (200, "missing_blocks"),
+        (400, "context_length_exceeded"),
+        (200, None),
+    ]
 
 
 @pytest.mark.parametrize(

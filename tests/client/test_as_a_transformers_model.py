@@ -45,6 +45,8 @@ def test_its_repr_says_what_it_is_and_asks_nobody(tiny: Callable[[str], Path]) -
             assert "open session of 16 tokens: …client 0:1 → …client 1:2" in during
             assert "first session" not in during
         assert "open session" not in repr(model)
+    assert "closed" in repr(model)
+    assert "first session" not in repr(model)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "opt", "gpt2"])

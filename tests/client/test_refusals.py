@@ -103,6 +103,12 @@ def test_wrong_arguments_of_from_pretrained_are_refused(
         load(tiny("llama"), routing="ring")
     with pytest.raises(ModelNotFoundError):
         load(tmp_path / "nothing")
+    # Before the model is looked for.
+    with pytest.raises(ConfigError, match="device cuda:63"):
+        load(tmp_path / "nothing", device="cuda:63")
+    for address in ("foo", "127.0.0.1", "/ip4/127.0.0.1"):
+        with pytest.raises(ConfigError, match=r"/p2p/<peer id>, or .* like 192\.0\.2\.7:31330"):
+            load(tmp_path / "nothing", initial_peers=["127.0.0.1:31330", address])
     with pytest.raises(TypeError):
         AutoDistributedModelForCausalLM()
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -43,6 +47,20 @@ _TABLE: tuple[tuple[type[NesaError], int, str, float | None], ...] = (
 """The first class that fits counts: status, `code`, and seconds until another try may help."""
 
 
+_told: ContextVar[list[str]] = ContextVar("told")
+
+
+@contextmanager
+def noting_failures() -> Iterator[list[str]]:
+    """The codes of the errors that the client is told meanwhile, also within a stream."""
+    codes: list[str] = []
+    token = _told.set(codes)
+    try:
+        yield codes
+    finally:
+        _told.reset(token)
+
+
 def is_failure(error: BaseException) -> bool:
     """Whether a client is told of it. A panic of tokenizers' or llguidance's is no `Exception`."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
@@ -50,6 +68,12 @@ def is_failure(error: BaseException) -> bool:
 
 def problem_of(error: BaseException) -> Problem:
     """What to tell a client. Unexpected errors are logged, and told without their words."""
+    problem = _problem_of(error)
+    _told.get([]).append(problem.code or str(problem.status))
+    return problem
+
+
+def _problem_of(error: BaseException) -> Problem:
     if isinstance(error, Problem):
         return error
     if isinstance(error, HTTPException):

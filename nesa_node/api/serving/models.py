@@ -94,7 +94,8 @@ class Models:
         ]
         self._seen: dict[ModelId, Seen] | None = None
         self._looked = asyncio.Event()
-        self._refused: dict[ModelId, float] = {}
+        self._refused: dict[ModelId, tuple[float, str]] = {}
+        """Until when they are not offered, and why."""
         self._fetching = asyncio.Lock()
         self._opening: set[asyncio.Task[ServedModel]] = set()
 
@@ -112,10 +113,20 @@ class Models:
         offered = ", ".join(card.name for card in self._cards[:20]) or "none"
         shown = "any model" if name is None else f"`{name[:200]}`"
         reason = f"The model {shown} does not exist here; there are: {offered}"
+        if why := self._why_not_offered(name):
+            reason = f"The model {shown} is not offered here, though nodes serve it: {why}"
         if found:
             several = ", ".join(card.source for card in found[:20])
             reason = f"{shown} may be any of these, ask for one by its whole name: {several}"
         raise Problem(404, reason, code="model_not_found", param="model")
+
+    def _why_not_offered(self, name: str | None) -> str | None:
+        for model_id, (_, why) in self._refused.items():
+            announced = model_id.rpartition("@")[0]
+            names = (None, model_id, announced, _last_part(announced))
+            if model_id in (self._seen or {}) and name in names:
+                return why
+        return None
 
     def _named(self, name: str | None) -> list[Card]:
         """Whom `name` may mean. A stranger's model may end in what another one is called: whole
@@ -262,7 +273,7 @@ class Models:
         known = {key for card in self._cards for key in (*card.announced, card.model_id)}
         now = time.monotonic()
         tries = {
-            model_id: self._refused.get(model_id, 0.0)
+            model_id: self._refused.get(model_id, (0.0, ""))[0]
             for model_id in self._seen or {}
             if model_id not in known
         }
@@ -295,7 +306,7 @@ class Models:
             log.warning("model_not_offered", model=model_id, reason=str(error))
         if len(self._refused) >= _MAX_REFUSED:
             self._refused.clear()
-        self._refused[model_id] = time.monotonic() + for_s
+        self._refused[model_id] = time.monotonic() + for_s, str(error)
 
 
 def least_wanted(cards: Sequence[Card], seen: Container[ModelId]) -> Card | None:

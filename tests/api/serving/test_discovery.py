@@ -120,8 +120,10 @@ async def test_models_are_opened_when_they_are_asked_for(tokenizer: Any) -> None
             models.get("good"), models.get("org/good"), models.get(None)
         )
         assert all(one is model for one in opened)
-        with pytest.raises(Problem, match="does not exist"):
+        with pytest.raises(Problem, match=r"`bad` is not offered .* nodes serve it: nowhere"):
             await models.get("bad")
+        with pytest.raises(Problem, match="`worse` does not exist"):
+            await models.get("worse")
     assert model.closed
 
 
