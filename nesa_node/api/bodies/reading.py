@@ -5,6 +5,7 @@ How large they may be is `web/bodies.py`'s business.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
@@ -25,6 +26,7 @@ be 250 MiB and stop all threads while they are made."""
 MAX_KEYS = 256 * 1024
 """Of all objects of one body, counted with what looks like one in its texts: all threads stop while
 they are read, 80 ms for so many."""
+_SUBJECT = re.compile(r"^(?:Input|List|String|Dictionary) should")
 _OF_LENGTH = ("too_long", "too_short")
 
 
@@ -99,7 +101,8 @@ def _problem(details: Sequence[ErrorDetails], value: object) -> Problem:
     if kind == "missing":
         return Problem(400, f"{param} is required", code="missing_required_parameter", param=param)
     code = "invalid_type" if kind.endswith("_type") else "invalid_value"
-    words = detail["msg"].removeprefix("Value error, ").replace("Input should", "it should")
+    words = _SUBJECT.sub("it should", detail["msg"].removeprefix("Value error, "))
+    words = words.replace(" after validation", "")
     return Problem(400, f"{param or 'the body'}: {words}", code=code, param=param or None)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
@@ -98,3 +99,17 @@ def test_a_mapping_with_too_many_entries_is_told_its_bound(name: str) -> None:
     with pytest.raises(Problem, match=rf"{name}: .*at most \d+ items") as refused:
         reading.parse(ChatBody, json.dumps(body).encode())
     assert refused.value.param == name
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"messages": []}, "messages: it should have at least 1 item, not 0"),
+        ({"messages": [], "stop": [""]}, "messages: it should have at least 1 item, not 0"),
+        ({"messages": "Hi"}, "messages: it should be a valid list"),
+    ],
+)
+def test_what_is_wrong_is_said_of_the_field(body: dict[str, Any], words: str) -> None:
+    with pytest.raises(Problem) as raised:
+        reading.parse(ChatBody, json.dumps(body).encode())
+    assert str(raised.value) == words
