@@ -18,7 +18,7 @@ from nesa_node.cli.demo import demo_spans
 from nesa_node.cli.flags import SamplingFlags
 from nesa_node.cli.local_swarm import LocalNode
 from nesa_node.cli.reading import SwarmReading
-from nesa_node.cli.remote_checks import compare_clocks
+from nesa_node.cli.remote_checks import check_peers, compare_clocks
 from nesa_node.cli.serve_demo import Supervisor
 from nesa_node.cli.swarm_view import (
     absence,
@@ -28,9 +28,11 @@ from nesa_node.cli.swarm_view import (
     print_models,
     to_json,
 )
+from nesa_node.core.config import ClientConfig, default_known_swarms_dir
 from nesa_node.core.decision_log import Decision
 from nesa_node.core.errors import ConfigError
 from nesa_node.core.ids import PeerId
+from nesa_node.core.known_swarms import KnownSwarms
 from nesa_node.core.span import Span, split_evenly
 from nesa_node.swarm.records import NodeRecord
 from nesa_node.topology.packed import Measured, pack_measured, peer_digest
@@ -155,6 +157,21 @@ def test_dropped_records_are_counted_by_reason(capsys: pytest.CaptureFixture[str
 )
 def test_durations_are_short(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+def test_doctor_checks_the_way_to_a_node_of_this_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    known = KnownSwarms(default_known_swarms_dir())
+    known.remember(["192.0.2.7:1"], "tiny@1")
+    (alone,) = check_peers(ClientConfig())
+    assert alone.detail.startswith("none given; name some with --initial-peers")
+    with known.running(["127.0.0.1:1"], "tiny@1", "attic"):
+        told, failed = check_peers(ClientConfig())
+    assert told.detail == "none given; using the node attic of tiny@1 on this machine"
+    assert "127.0.0.1:1" in failed.detail
+    assert "its address and port, and firewalls" in failed.advice
 
 
 def clock(reading: SwarmReading) -> list[tuple[str, str]]:
