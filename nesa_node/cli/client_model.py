@@ -41,11 +41,12 @@ def with_peers(config: _Config, model: str | None = None) -> _Config:
             "--initial-peers is required: the address of any member of the swarm, such as "
             "192.0.2.7:31330 (no node runs on this machine, and no swarm was used before)"
         )
-    print(f"{_how_known(known)}; --initial-peers chooses another", file=sys.stderr)
+    print(f"{how_known(known)}; --initial-peers chooses another", file=sys.stderr)
     return config.model_copy(update={"initial_peers": known.addresses})
 
 
-def _how_known(known: KnownSwarm) -> str:
+def how_known(known: KnownSwarm) -> str:
+    """`using the node attic of MODEL on this machine`, or the last swarm."""
     model = f" of {known.model}" if known.model else ""
     if known.source == "running":
         name = f" {known.name}" if known.name else ""

@@ -19,6 +19,7 @@ _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 def doctor(model: ModelArgument = None, /, *, flags: ClientFlags | None = None) -> int:
     """Check this machine, the way to each --initial-peers, and which blocks of MODEL would fit.
 
+    Without --initial-peers, the way to a node that runs on this machine is checked.
     Ends with exit code 1 if anything failed; warnings do not count.
     """
     from nesa_node.core.config import ClientConfig

@@ -139,6 +139,7 @@ def evaluate(
         from nesa_node.cli.eval_sample import (
             choose_items,
             choose_tasks,
+            count_parts,
             make_sample,
             names,
             read_passage,
@@ -162,6 +163,8 @@ def evaluate(
 
     checkpoint, tokenizer, config = _open(config)
     check_wire(codecs, hidden_size=int(checkpoint.config.hidden_size))
+    if not live:
+        nodes = count_parts(nodes, checkpoint.num_blocks)
     with waiting("the text and the items"):
         name, passage = read_passage(
             text, needed=bool(tokens) or (bool(items) and choices == GENERATED)

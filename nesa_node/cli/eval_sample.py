@@ -29,6 +29,13 @@ def names(flag: str, given: str | None, default: Sequence[str]) -> tuple[str, ..
     return listed
 
 
+def count_parts(nodes: int, num_blocks: int) -> int:
+    """In how many parts the blocks run: each part holds at least one."""
+    if nodes > num_blocks:
+        _warn(f"--nodes {nodes}: the model has {num_blocks} blocks, so they run in {num_blocks}")
+    return min(nodes, num_blocks)
+
+
 def read_passage(text: str | None, *, needed: bool) -> tuple[str | None, str]:
     """What the text is called, and the text; nothing where nothing is measured on it."""
     if not needed:

@@ -10,16 +10,24 @@ from pathlib import Path
 from statistics import median
 
 from nesa_node.cli.checks import Finding
+from nesa_node.cli.client_model import how_known
 from nesa_node.cli.reading import SwarmReading, read_swarm
-from nesa_node.core.config import ClientConfig
-from nesa_node.core.errors import InsufficientMemoryError, NesaError, PeerUnreachableError
+from nesa_node.core.config import ClientConfig, default_known_swarms_dir
+from nesa_node.core.errors import (
+    BootstrapError,
+    InsufficientMemoryError,
+    NesaError,
+    PeerUnreachableError,
+)
 from nesa_node.core.ids import PeerId
+from nesa_node.core.known_swarms import KnownSwarms
 from nesa_node.swarm.sealing import CLOCK_SKEW_S
 
 _MIB = 2**20
 _GIB = 2**30
 _CACHE_TOKENS = 8192
 _DIAL_TIMEOUT_S = 10.0
+_REACH_ADVICE = "check that the node runs, its address and port, and firewalls between"
 
 
 def p2pd_path() -> str:
@@ -29,15 +37,22 @@ def p2pd_path() -> str:
 
 
 def check_peers(config: ClientConfig) -> Iterator[Finding]:
-    """Dial each initial peer on its own, then read the swarm's records and compare clocks."""
+    """Dial each initial peer on its own, then read the swarm's records and compare clocks.
+
+    Without any, a node of this machine is dialled, as by other commands.
+    """
     if not config.initial_peers:
-        yield Finding("ok", "peers", "none given; name some with --initial-peers to test the way")
-        return
+        known = KnownSwarms(default_known_swarms_dir()).find(config.model)
+        if known is None or known.source != "running":
+            detail = "none given; name some with --initial-peers to test the way"
+            yield Finding("ok", "peers", detail)
+            return
+        yield Finding("ok", "peers", f"none given; {how_known(known)}")
+        config = config.model_copy(update={"initial_peers": known.addresses})
     try:
         findings = asyncio.run(_dial_all(config.initial_peers))
     except NesaError as error:
-        advice = "libp2p's daemon must run here, and one of the peers there"
-        yield Finding("fail", "peers", str(error), advice)
+        yield Finding("fail", "peers", str(error), _advice(error))
         return
     yield from findings
     if not any(finding.level == "ok" for finding in findings):
@@ -64,13 +79,19 @@ async def _dial_all(addresses: tuple[str, ...]) -> list[Finding]:
                 try:
                     await transport.connect(_peer_of(address), [address], _DIAL_TIMEOUT_S)
                 except PeerUnreachableError as error:
-                    advice = "check that the node runs, its address and port, and firewalls between"
                     reason = " ".join(str(error).split())
-                    findings.append(Finding("fail", "peer", f"{address}: {reason}", advice))
+                    findings.append(Finding("fail", "peer", f"{address}: {reason}", _REACH_ADVICE))
                 else:
                     ms = (time.perf_counter() - started) * 1000
                     findings.append(Finding("ok", "peer", f"{address} connected in {ms:.0f} ms"))
     return findings
+
+
+def _advice(error: NesaError) -> str:
+    """What to check where no peer could be dialled."""
+    if isinstance(error, BootstrapError):
+        return _REACH_ADVICE
+    return "libp2p's daemon does not start on this machine: see the line p2pd above"
 
 
 def _peer_of(address: str) -> PeerId:

@@ -46,18 +46,27 @@ def status(
     config = with_peers(configure(ClientConfig, flags, model=model), model)
     with leaving_at_once():
         from nesa_node.cli.reading import read_swarm
-        from nesa_node.cli.swarm_view import group_by_model, print_dropped, print_models, to_json
+        from nesa_node.cli.swarm_view import (
+            absence,
+            group_by_model,
+            print_dropped,
+            print_models,
+            to_json,
+        )
 
     if watch is not None:
         return _watch(config, watch, as_json=as_json)
     reading = asyncio.run(read_swarm(config))
     remember_swarm(config, config.model)
     models = group_by_model(reading.records, config.model)
+    missing = absence(reading.records, config.model)
     if as_json:
+        if not models:
+            print(missing, file=sys.stderr)
         json.dump(to_json(models), sys.stdout, indent=2)
         print()
     else:
-        print_models(models)
+        print_models(models, missing=missing)
         print_dropped(reading.dropped)
     return 0
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import SequenceMatcher
 from math import isnan
 from typing import Literal, TextIO
 
@@ -13,9 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from nesa_node.cli.client_model import short_peer
-from nesa_node.core.ids import PeerId
+from nesa_node.core.ids import PeerId, possible_names
 from nesa_node.core.span import Span
-from nesa_node.swarm.records import NodeRecord, agreed_blocks
+from nesa_node.swarm.records import NodeRecord, agreed_blocks, of_model
 from nesa_node.topology.packed import peer_digest
 from nesa_node.topology.snapshot import count_holders, zero_runs
 
@@ -23,6 +24,8 @@ MAX_COVERAGE_CHARS = 60
 PIPE_WIDTH = 120
 """With less than that, some columns are left out."""
 _NARROW_NAME = 16
+_MOST_NAMED = 5
+_EMPTY = "no node was found: the swarm is empty"
 _STATE_STYLES = {"serving": "green", "joining": "yellow", "draining": "yellow"}
 
 
@@ -70,8 +73,8 @@ class _Column:
 def group_by_model(records: Iterable[NodeRecord], wanted: str | None = None) -> list[ModelView]:
     """The models that `records` serve; only `wanted` (a name, a folder or a full id) if given."""
     groups: dict[str, list[NodeRecord]] = {}
-    for record in records:
-        if record.state != "withdrawn" and (wanted is None or _is(record, wanted)):
+    for record in of_model(records, wanted):
+        if record.state != "withdrawn":
             groups.setdefault(record.model_id, []).append(record)
     return [_model_view(model_id, group) for model_id, group in sorted(groups.items())]
 
@@ -87,9 +90,20 @@ def _model_view(model_id: str, group: Sequence[NodeRecord]) -> ModelView:
     )
 
 
-def _is(record: NodeRecord, wanted: str) -> bool:
-    folder = wanted.rstrip("/").rpartition("/")[2]
-    return wanted in (record.model_id, record.model_name) or folder == record.model_name
+def absence(records: Iterable[NodeRecord], wanted: str | None) -> str:
+    """What to say where no node serves `wanted`: which models are served, the likest first."""
+    served = {one.model_id: one.model_name for one in records if one.state != "withdrawn"}
+    if wanted is None or not served:
+        return _EMPTY
+    names = possible_names(wanted)
+
+    def unlikeness(model_id: str) -> tuple[float, str]:
+        pairs = ((name.lower(), served[model_id].lower()) for name in names)
+        return min(1 - SequenceMatcher(None, *pair).ratio() for pair in pairs), model_id
+
+    told = ", ".join(sorted(served, key=unlikeness)[:_MOST_NAMED])
+    more = f" and {len(served) - _MOST_NAMED} more" if len(served) > _MOST_NAMED else ""
+    return f"no node serves {wanted!r}; the swarm serves {told}{more}"
 
 
 def to_json(models: Sequence[ModelView]) -> list[dict[str, object]]:
@@ -140,16 +154,21 @@ def make_console(out: TextIO) -> Console:
     )
 
 
-def print_models(models: Sequence[ModelView]) -> None:
+def print_models(models: Sequence[ModelView], *, missing: str = _EMPTY) -> None:
     console = make_console(sys.stdout)
-    console.print(models_view(models, width=console.width))
+    console.print(models_view(models, width=console.width, missing=missing))
 
 
-def models_view(models: Sequence[ModelView], *, width: int, gone: Sequence[Gone] = ()) -> Group:
-    """All models with their nodes, and below them those nodes that are not there any more."""
+def models_view(
+    models: Sequence[ModelView], *, width: int, gone: Sequence[Gone] = (), missing: str = _EMPTY
+) -> Group:
+    """All models with their nodes, and below them those nodes that are not there any more.
+
+    `missing` is said where there is no model.
+    """
     parts: list[RenderableType] = []
     if not models:
-        parts.append(Text("no node was found: the swarm is empty, or serves other models only"))
+        parts.append(Text(missing))
     for model in models:
         mine = [one for one in gone if one.record.model_id == model.model_id]
         parts += _model_parts(model, mine, width=width)

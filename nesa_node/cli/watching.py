@@ -14,7 +14,7 @@ from rich.console import Group
 from rich.live import Live
 
 from nesa_node.cli.reading import joined_reader
-from nesa_node.cli.swarm_view import Gone, group_by_model, make_console, models_view
+from nesa_node.cli.swarm_view import Gone, absence, group_by_model, make_console, models_view
 from nesa_node.core.config import ClientConfig
 from nesa_node.core.errors import ConfigError
 from nesa_node.swarm.records import NodeRecord
@@ -88,6 +88,7 @@ def table(wanted: str | None) -> Iterator[Callable[[Look], None]]:
             group_by_model(look.records, wanted),
             width=width,
             gone=[gone for gone in look.gone if group_by_model([gone.record], wanted)],
+            missing=absence(look.records, wanted),
         )
 
     if not console.is_terminal:

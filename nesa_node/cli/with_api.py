@@ -32,14 +32,17 @@ def with_api(config: NodeConfig, config_path: Path | None) -> Beside | None:
     """What runs a gateway beside the node, if its operator wants one.
 
     Raises `ConfigError` now for what the gateway would refuse later: an address that others reach
-    without a key.
+    without a key. Raises `AddressInUseError` if it could not listen there.
     """
     if config.api is None:
         return None
     from nesa_node.web.doorman import Doorman
+    from nesa_node.web.listen import check_address
 
     access = load_config(AccessConfig, {}, os.environ, config_path)
-    Doorman(access).check(HttpAddress.parse(config.api))
+    address = HttpAddress.parse(config.api)
+    Doorman(access).check(address)
+    check_address(address, "--api")
     return partial(keep_gateway, config, config_path)
 
 

@@ -37,7 +37,7 @@ async def with_page(
         if not seen.done():
             seen.set_result(swarm)
 
-    async with serve_app(make_app(page), HttpAddress.parse(config.http)):
+    async with serve_app(make_app(page), HttpAddress.parse(config.http), flag="--http"):
         watching = asyncio.create_task(_watch(page, seen), name="page")
         try:
             await run(show)

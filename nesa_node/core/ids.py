@@ -1,5 +1,6 @@
 """Identifiers that travel through every layer."""
 
+import os
 from typing import NewType
 
 PeerId = NewType("PeerId", str)
@@ -10,3 +11,13 @@ ModelId = NewType("ModelId", str)
 
 SessionId = NewType("SessionId", bytes)
 """16 random bytes chosen by the client."""
+
+
+def possible_names(model: str) -> frozenset[str]:
+    """What nodes may call the `model` of a command line: its name, folder or full id.
+
+    A folder of this machine has the name that it has for the node that serves it: without links.
+    """
+    folder = os.path.expanduser(model)
+    resolved = os.path.realpath(folder) if os.path.isdir(folder) else model
+    return frozenset({model} | {os.path.basename(path.rstrip("/")) for path in (model, resolved)})

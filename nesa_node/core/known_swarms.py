@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from nesa_node.core.ids import possible_names
+
 MAX_FILE_BYTES = 65_536
 MAX_ADDRESSES = 64
 _LAST = "last-swarm.json"
@@ -102,7 +104,8 @@ def _serves(known: KnownSwarm, model: str | None) -> bool:
         return True
     if known.model is None:
         return False
-    return model == known.model or Path(model).name == Path(known.model.partition("@")[0]).name
+    name = Path(known.model.partition("@")[0]).name
+    return not possible_names(model).isdisjoint((known.model, name))
 
 
 def _text(addresses: Sequence[str], model: str | None, name: str | None) -> str:

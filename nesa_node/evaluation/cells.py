@@ -8,6 +8,7 @@ from itertools import product
 
 import torch
 
+from nesa_node.compression.codecs import FAMILIES
 from nesa_node.compression.tensors import encode
 from nesa_node.core.errors import ConfigError, ProtocolError
 
@@ -49,6 +50,12 @@ def check_weights(names: Sequence[str]) -> None:
 def check_wire(names: Sequence[str], *, hidden_size: int) -> None:
     """Raises `ConfigError` for a codec that is unknown or does not fit the model's hidden size."""
     for name in names:
+        family = name.partition(":")[0].partition("@")[0]
+        if family not in FAMILIES:
+            raise ConfigError(
+                f"--wire {name}: unknown codec; choose among {', '.join(FAMILIES)}, with "
+                "parameters as in int8:16:8"
+            )
         try:
             encode(torch.zeros(1, hidden_size), codec=name)
         except ProtocolError as error:

@@ -27,7 +27,7 @@ from nesa_node.server.planner import Planner, Rebalancer, appraise
 from nesa_node.server.snapshot_store import SnapshotStore, snapshots_path
 from nesa_node.swarm.lease import LeaseKeeper, Whom
 from nesa_node.swarm.node import Swarm
-from nesa_node.swarm.records import NodeRecord
+from nesa_node.swarm.records import of_model
 from nesa_node.topology.snapshot import Snapshot
 
 log = get_logger(__name__)
@@ -154,7 +154,7 @@ async def find_model(swarm: Swarm, wanted: str | None) -> ModelId:
     waiting = False
     while True:
         records = await swarm.directory.fetch_all()
-        found = Counter(record.model_id for record in records if _is(record, wanted))
+        found = Counter(record.model_id for record in of_model(records, wanted))
         if len(found) > 1 and wanted is None:
             raise ConfigError(f"several models are served: {', '.join(sorted(found))}; name one")
         if found:
@@ -166,10 +166,3 @@ async def find_model(swarm: Swarm, wanted: str | None) -> ModelId:
             waiting = True
             log.info("nobody_serves_it_yet", model=wanted or "any")
         await asyncio.sleep(LOOK_FOR_MODEL_S)
-
-
-def _is(record: NodeRecord, wanted: str | None) -> bool:
-    if wanted is None:
-        return True
-    folder = wanted.rstrip("/").rpartition("/")[2]
-    return wanted in (record.model_id, record.model_name) or folder == record.model_name

@@ -14,14 +14,18 @@ import secrets
 import stat
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
-from nesa_node.core.errors import IdentityError
+from nesa_node.core.config import default_identity_path
+from nesa_node.core.errors import ConfigError, IdentityError
 from nesa_node.core.ids import PeerId
+from nesa_node.core.logging import get_logger
+
+log = get_logger(__name__)
 
 _PRIVATE_KEY_HEADER = bytes.fromhex("08011240")
 _PEER_ID_HEADER = bytes.fromhex("002408011220")
@@ -47,14 +51,22 @@ class Identity:
     def load_or_create(cls, path: Path) -> Identity:
         """Read the key file at `path`, or make one there that only its owner can read.
 
-        Raises `IdentityError` if the file cannot be read or created, is readable by others, or does
-        not hold an Ed25519 key.
+        Only the default path's folder is made: for a misspelt path, `ConfigError` is better than
+        another peer id. Raises `IdentityError` if the file cannot be read or created, is readable
+        by others, or does not hold an Ed25519 key.
         """
         path = path.expanduser().absolute()
+        identity, made = cls._open(path)
+        if made:
+            log.info("identity_made", path=str(path), peer_id=identity.peer_id)
+        return identity
+
+    @classmethod
+    def _open(cls, path: Path) -> tuple[Identity, bool]:
+        """What is at `path`, and whether this call made it. Raises as `load_or_create`."""
         try:
-            if not path.exists():
-                _create(path)
-            return cls(_parse(_read_private(path), path), path)
+            made = not path.exists() and _create(path)
+            return cls(_parse(_read_private(path), path), path), made
         except OSError as error:
             raise IdentityError(
                 f"cannot use the identity file {path}: {error.strerror}; choose another one with "
@@ -64,7 +76,8 @@ class Identity:
     @classmethod
     def ephemeral(cls, directory: Path) -> Identity:
         """A new identity in a file of its own in `directory`, which the caller removes."""
-        return cls.load_or_create(directory / f"ephemeral-{secrets.token_hex(8)}.key")
+        path = directory.absolute() / f"ephemeral-{secrets.token_hex(8)}.key"
+        return cls._open(path)[0]
 
     def sign(self, data: bytes) -> bytes:
         """64 bytes that `verify(self.peer_id, data, ...)` accepts.
@@ -134,9 +147,18 @@ def base58_decode(text: str) -> bytes:
     return b"\0" * zeros + number.to_bytes((number.bit_length() + 7) // 8)
 
 
-def _create(path: Path) -> None:
-    """Write a new key under a temporary name and link it to `path` unless somebody was faster."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+def _create(path: Path) -> bool:
+    """Write a new key under a temporary name and link it to `path`.
+
+    False if another process was faster. Raises `ConfigError` without a folder.
+    """
+    if path == default_identity_path().absolute():
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    elif not path.parent.exists():
+        raise ConfigError(
+            f"cannot make the identity file {path}: there is no folder {path.parent}; make it, or "
+            "correct --identity-path"
+        )
     key = Ed25519PrivateKey.generate()
     content = _PRIVATE_KEY_HEADER + key.private_bytes_raw() + key.public_key().public_bytes_raw()
     # mkstemp creates the file exclusively and with mode 0600.
@@ -146,10 +168,12 @@ def _create(path: Path) -> None:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        with suppress(FileExistsError):
-            os.link(temporary, path)
+        os.link(temporary, path)
+    except FileExistsError:
+        return False
     finally:
         os.unlink(temporary)
+    return True
 
 
 def _read_private(path: Path) -> bytes:

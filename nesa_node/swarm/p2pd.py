@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
+from ipaddress import ip_address
 from pathlib import Path
 
 from nesa_node.core.errors import AddressInUseError, ConfigError, SwarmError
@@ -99,13 +100,14 @@ async def start_p2pd(
     """Run a p2pd for as long as the context lasts, then stop it and wait for it.
 
     Raises `ConfigError` for a malformed address, `AddressInUseError` if a port asked for is taken,
-    and `SwarmError` if the binary is not hivemind's.
+    and `SwarmError` for an address or port that this machine does not have or allow, or if the
+    binary is not hivemind's.
     """
     for address in (*host_maddrs, *announce_maddrs, *trusted_relays):
         parse_multiaddr(address)
     require_known_binary(P2PD_PATH)
     if listen:
-        _require_free_ports(host_maddrs)
+        _require_usable(host_maddrs)
     with _runtime_directory() as directory:
         arguments = [
             f"-id={identity_path}",
@@ -220,15 +222,15 @@ def _start_error(line: str) -> SwarmError:
     return SwarmError(f"libp2p's daemon did not start: {line}")
 
 
-def _require_free_ports(host_maddrs: Sequence[str]) -> None:
-    """The daemon would share a taken port (it sets SO_REUSEPORT) or silently skip its address."""
+def _require_usable(host_maddrs: Sequence[str]) -> None:
+    """The daemon would share a taken port (it sets SO_REUSEPORT) or silently skip an address."""
     for text in host_maddrs:
         parts = text.strip("/").split("/")
         fields = dict(zip(parts[::2], parts[1::2], strict=False))
         kind = socket.SOCK_DGRAM if "udp" in fields else socket.SOCK_STREAM
         port = int(fields.get("tcp") or fields.get("udp") or 0)
         host = fields.get("ip4") or fields.get("ip6")
-        if port == 0 or host is None:
+        if host is None:
             continue
         family = socket.AF_INET if "ip4" in fields else socket.AF_INET6
         with suppress(OSError), socket.socket(family, kind) as probe:
@@ -239,11 +241,30 @@ def _require_free_ports(host_maddrs: Sequence[str]) -> None:
             try:
                 probe.bind((host, port))
             except OSError as error:
-                if error.errno == errno.EADDRINUSE:
-                    raise AddressInUseError(
-                        f"cannot listen on {text}: port {port} is in use; stop the other program "
-                        "or choose another port with --host-maddrs"
-                    ) from error
+                if (refusal := _refusal(error, text, host, port)) is not None:
+                    raise refusal from error
+
+
+def _refusal(error: OSError, text: str, host: str, port: int) -> SwarmError | None:
+    """What to tell of an address that cannot be bound; None where the daemon may try."""
+    match error.errno:
+        case errno.EADDRINUSE:
+            return AddressInUseError(
+                f"cannot listen on {text}: port {port} is in use; stop the other program "
+                "or choose another port with --host-maddrs"
+            )
+        case errno.EADDRNOTAVAIL if not ip_address(host).is_unspecified:
+            every = "::" if ":" in host else "0.0.0.0"
+            return SwarmError(
+                f"cannot listen on {text}: this machine has no such address; listen on "
+                f"{text.replace(host, every, 1)}, and give what others dial with --announce-maddrs"
+            )
+        case errno.EACCES:
+            return SwarmError(
+                f"cannot listen on {text}: port {port} needs a privilege; choose one above 1023, "
+                "which needs none, with --host-maddrs"
+            )
+    return None
 
 
 @contextmanager

@@ -7,7 +7,7 @@ ignored here.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Literal, Self
 
 import msgspec
@@ -23,7 +23,7 @@ from pydantic import (
 
 from nesa_node.core.config import MAX_RECORD_TTL_S
 from nesa_node.core.errors import RecordError
-from nesa_node.core.ids import ModelId, PeerId
+from nesa_node.core.ids import ModelId, PeerId, possible_names
 from nesa_node.core.span import Span
 from nesa_node.swarm.identity import Identity
 from nesa_node.swarm.private import Membership
@@ -219,6 +219,14 @@ def check_age(record: NodeRecord, now: float) -> None:
 def model_key(model_id: ModelId) -> str:
     """The DHT key under which the nodes of a model are found."""
     return f"nesa/1/model/{model_id}"
+
+
+def of_model(records: Iterable[NodeRecord], wanted: str | None) -> Iterator[NodeRecord]:
+    """Those of the model with this name, folder or full id; all without one."""
+    names = None if wanted is None else possible_names(wanted)
+    for record in records:
+        if names is None or record.model_id in names or record.model_name in names:
+            yield record
 
 
 def agreed_blocks(records: Iterable[NodeRecord]) -> int:

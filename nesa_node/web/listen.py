@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import resource
 import socket
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
@@ -35,6 +36,7 @@ async def serve_app(
     app: ASGIApp,
     address: HttpAddress,
     *,
+    flag: str = "--listen",
     max_connections: int = MAX_CONNECTIONS,
     origins: Collection[str] = (),
     any_name: Callable[[], bool] = lambda: False,
@@ -45,11 +47,11 @@ async def serve_app(
     For more than `max_connections` one that waits is dropped (`ConnectionTable`), or the request is
     refused with 503. `app` is put behind a `Guard`, which knows `origins` and `any_name`. What
     `trusted_proxies` (IP addresses or networks) say of a client's address and scheme is believed.
-    Raises `AddressInUseError` if the address cannot be listened on. On leaving, connections are
-    closed.
+    Raises `AddressInUseError`, with the `flag` that chose it, if the address cannot be listened on.
+    On leaving, connections are closed.
     """
     _allow_files(max_connections + _OTHER_FILES)
-    listening = _listen(address)
+    listening = _listen(address, flag)
     found = replace(address, port=listening.getsockname()[1])
     server = _Server(
         uvicorn.Config(
@@ -108,7 +110,12 @@ def _allow_files(wanted: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
 
-def _listen(address: HttpAddress) -> socket.socket:
+def check_address(address: HttpAddress, flag: str) -> None:
+    """Raises `AddressInUseError` as `serve_app` would now."""
+    _listen(address, flag).close()
+
+
+def _listen(address: HttpAddress, flag: str) -> socket.socket:
     family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
     listening = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -119,6 +126,11 @@ def _listen(address: HttpAddress) -> socket.socket:
     except OSError as error:
         listening.close()
         raise AddressInUseError(
-            f"cannot listen on {address}: {error.strerror or error}; give another port"
+            f"cannot listen on {address}: {error.strerror or error}; "
+            f"give another {_wrong_part(error)} with {flag}"
         ) from None
     return listening
+
+
+def _wrong_part(error: OSError) -> str:
+    return "address" if error.errno == errno.EADDRNOTAVAIL else "port"

@@ -67,7 +67,7 @@ class MetricsPage:
 async def serve_metrics(sources: Sources, address: HttpAddress) -> AsyncIterator[HttpAddress]:
     """Listen until the context ends; yields where. Raises `AddressInUseError`."""
     app: ASGIApp = MetricsPage(sources)
-    async with serve_app(app, address) as found:
+    async with serve_app(app, address, flag="--metrics") as found:
         yield found
 
 

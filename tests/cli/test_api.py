@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -18,6 +19,9 @@ import pytest
 
 from nesa_node.cli.app import run_command
 from nesa_node.cli.arguments import fill_api
+from nesa_node.cli.with_api import with_api
+from nesa_node.core.config import NodeConfig
+from nesa_node.core.errors import AddressInUseError
 from nesa_node.swarm.p2pd import sweep_stale
 from tests.cli.tiny import write_tiny_model
 
@@ -102,6 +106,15 @@ def test_an_address_that_others_reach_needs_a_key(
     monkeypatch.setenv("NESA_KEYS_PATH", str(tmp_path / "keys.json"))
     assert run_command(["run", str(model), "--api", "0.0.0.0:8000"]) == 2
     assert "--api-key" in capsys.readouterr().err
+
+
+def test_a_taken_port_is_told_before_the_node_starts() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        address = f"127.0.0.1:{busy.getsockname()[1]}"
+        told = f"cannot listen on {address}: Address already in use; give another port with --api"
+        with pytest.raises(AddressInUseError, match=told):
+            with_api(NodeConfig(model="tiny", api=address), None)
+    assert with_api(NodeConfig(model="tiny", api=address), None) is not None
 
 
 def test_a_gateway_without_peers_says_what_is_missing(

@@ -12,6 +12,7 @@ import pytest
 
 from nesa_node.cli.app import run_command
 from nesa_node.cli.eval import _measure
+from nesa_node.cli.eval_sample import count_parts
 from nesa_node.core.known_swarms import KnownSwarms
 from nesa_node.core.waiting import Waits
 from nesa_node.evaluation.cells import Cell
@@ -146,6 +147,13 @@ def test_wrong_arguments_end_with_code_2_before_anything_runs(
     assert said.err.count("\n") == 1
     assert words in said.err
     assert said.out == ""
+
+
+def test_more_parts_than_blocks_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert count_parts(4, 4) == 4
+    assert capsys.readouterr().err == ""
+    assert count_parts(40, 4) == 4
+    assert "--nodes 40: the model has 4 blocks, so they run in 4" in capsys.readouterr().err
 
 
 def test_weights_of_a_live_swarm_cannot_be_chosen(capsys: pytest.CaptureFixture[str]) -> None:

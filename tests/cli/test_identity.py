@@ -13,7 +13,7 @@ from nesa_node.swarm.identity import Identity
 def test_identity_makes_a_key_once_and_tells_its_peer_id(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = tmp_path / "keys" / "identity.key"
+    path = tmp_path / "identity.key"
     assert run_command(["identity", "--identity-path", str(path)]) == 0
     told = capsys.readouterr().out
     assert path.stat().st_mode & 0o777 == 0o600

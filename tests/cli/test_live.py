@@ -93,7 +93,11 @@ def test_status_of_a_model_that_nobody_serves_says_so(
     join: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run_command(["status", "other", *join]) == 0
-    assert "no node was found" in capsys.readouterr().out
+    assert "no node serves 'other'; the swarm serves tiny@" in capsys.readouterr().out
+    assert run_command(["status", "other", *join, "--json"]) == 0
+    said = capsys.readouterr()
+    assert said.out == "[]\n"
+    assert "no node serves 'other'" in said.err
 
 
 @pytest.mark.parametrize("route", ["chain", "star"])

@@ -18,12 +18,21 @@ from nesa_node.cli.demo import demo_spans
 from nesa_node.cli.flags import SamplingFlags
 from nesa_node.cli.local_swarm import LocalNode
 from nesa_node.cli.reading import SwarmReading
-from nesa_node.cli.remote_checks import compare_clocks
+from nesa_node.cli.remote_checks import check_peers, compare_clocks
 from nesa_node.cli.serve_demo import Supervisor
-from nesa_node.cli.swarm_view import duration, group_by_model, print_dropped, print_models, to_json
+from nesa_node.cli.swarm_view import (
+    absence,
+    duration,
+    group_by_model,
+    print_dropped,
+    print_models,
+    to_json,
+)
+from nesa_node.core.config import ClientConfig, default_known_swarms_dir
 from nesa_node.core.decision_log import Decision
 from nesa_node.core.errors import ConfigError
 from nesa_node.core.ids import PeerId
+from nesa_node.core.known_swarms import KnownSwarms
 from nesa_node.core.span import Span, split_evenly
 from nesa_node.swarm.records import NodeRecord
 from nesa_node.topology.packed import Measured, pack_measured, peer_digest
@@ -78,7 +87,28 @@ def test_a_hostile_name_stays_plain_text(name: str, capsys: pytest.CaptureFixtur
 
 
 def test_no_nodes_is_said_in_words(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "no node was found" in shown([], capsys)
+    assert shown([], capsys) == "no node was found: the swarm is empty\n"
+
+
+def test_a_model_without_nodes_is_told_with_what_is_served_the_likest_first() -> None:
+    names = ("Big", "Tiny-Instruct", "org/other")
+    records = [record("a", (0, 8), model_id=f"{name}@1", model_name=name) for name in names]
+    gone = record("b", (0, 8), model_id="tiny@2", state="withdrawn")
+    told = absence([*records, gone], "tiny")
+    assert told == ("no node serves 'tiny'; the swarm serves Tiny-Instruct@1, Big@1, org/other@1")
+    assert absence([gone], "tiny") == absence([], None) == "no node was found: the swarm is empty"
+    many = [record("a", (0, 8), model_id=f"m{n}@1", model_name=f"m{n}") for n in range(9)]
+    assert absence(many, "m7").endswith("serves m7@1, m0@1, m1@1, m2@1, m3@1 and 4 more")
+
+
+def test_a_folder_is_found_by_its_own_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    (tmp_path / "Mein Modell ä").symlink_to(folder)
+    monkeypatch.chdir(folder)
+    for wanted in (".", "../Mein Modell ä/", str(tmp_path / "Mein Modell ä")):
+        assert group_by_model([record("a", (0, 8))], wanted), wanted
+    assert not group_by_model([record("a", (0, 8))], "..")
 
 
 @pytest.mark.parametrize("wanted", ["tiny", "/models/tiny", "./tiny/", "tiny@0123456789abcdef"])
@@ -127,6 +157,21 @@ def test_dropped_records_are_counted_by_reason(capsys: pytest.CaptureFixture[str
 )
 def test_durations_are_short(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+def test_doctor_checks_the_way_to_a_node_of_this_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    known = KnownSwarms(default_known_swarms_dir())
+    known.remember(["192.0.2.7:1"], "tiny@1")
+    (alone,) = check_peers(ClientConfig())
+    assert alone.detail.startswith("none given; name some with --initial-peers")
+    with known.running(["127.0.0.1:1"], "tiny@1", "attic"):
+        told, failed = check_peers(ClientConfig())
+    assert told.detail == "none given; using the node attic of tiny@1 on this machine"
+    assert "127.0.0.1:1" in failed.detail
+    assert "its address and port, and firewalls" in failed.advice
 
 
 def clock(reading: SwarmReading) -> list[tuple[str, str]]:

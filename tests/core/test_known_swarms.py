@@ -75,6 +75,17 @@ def test_the_swarm_of_the_model_asked_for_is_preferred(tmp_path: Path) -> None:
         assert found.addresses == HERE
 
 
+def test_a_folder_is_known_by_its_own_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = KnownSwarms(tmp_path)
+    known.remember(THERE, "wanted@2")
+    (tmp_path / "wanted").mkdir()
+    monkeypatch.chdir(tmp_path / "wanted")
+    with known.running(HERE, "other@1", None):
+        found = known.find(".")
+        assert found is not None
+        assert found.addresses == THERE
+
+
 def test_a_killed_node_is_forgotten(tmp_path: Path) -> None:
     code = (
         "import os, sys; from pathlib import Path;"

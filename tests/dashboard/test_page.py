@@ -107,7 +107,7 @@ async def test_signals_stay_the_daemons_and_the_port_is_given_back() -> None:
     async with serve_app(make_app(Dashboard()), ANY_PORT) as address:
         assert signal.getsignal(signal.SIGTERM) is before
         assert threading.current_thread() is threading.main_thread()
-        with pytest.raises(AddressInUseError, match="another port"):
+        with pytest.raises(AddressInUseError, match="another port with --listen"):
             async with serve_app(make_app(Dashboard()), address):
                 pass
         with socket.create_connection((address.host, address.port)):

@@ -40,7 +40,7 @@ def test_the_grid_begins_with_what_all_are_compared_with() -> None:
 def test_unknown_precisions_are_errors() -> None:
     with pytest.raises(ConfigError, match="int9: choose among"):
         check_weights(["none", "int9"])
-    with pytest.raises(ConfigError, match="--wire gzip: unknown codec"):
+    with pytest.raises(ConfigError, match=r"--wire gzip: unknown codec; choose among none, .*int8"):
         check_wire(["none", "gzip"], hidden_size=64)
 
 

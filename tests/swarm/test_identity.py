@@ -9,8 +9,10 @@ import base58
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from structlog.testing import capture_logs
 
-from nesa_node.core.errors import IdentityError
+from nesa_node.core.config import default_identity_path
+from nesa_node.core.errors import ConfigError, IdentityError
 from nesa_node.core.ids import PeerId
 from nesa_node.swarm.identity import (
     Identity,
@@ -23,11 +25,39 @@ from nesa_node.swarm.identity import (
 
 def test_key_file_is_private_and_keeps_its_peer_id(tmp_path: Path) -> None:
     path = tmp_path / "keys" / "node.key"
+    path.parent.mkdir()
     first = Identity.load_or_create(path)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
     assert Identity.load_or_create(path).peer_id == first.peer_id
     assert [entry.name for entry in path.parent.iterdir()] == ["node.key"]
+
+
+def test_only_the_folder_of_the_default_path_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    misspelt = tmp_path / "misspelt" / "node.key"
+    with pytest.raises(ConfigError, match=f"no folder {misspelt.parent}; .*--identity-path"):
+        Identity.load_or_create(misspelt)
+    assert not misspelt.parent.exists()
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    default = default_identity_path()
+    Identity.load_or_create(default)
+    assert stat.S_IMODE(default.parent.stat().st_mode) == 0o700
+
+
+def test_a_new_identity_is_told_once_and_an_ephemeral_one_never(tmp_path: Path) -> None:
+    path = tmp_path / "node.key"
+    with capture_logs() as told:
+        made = Identity.load_or_create(path)
+        Identity.load_or_create(path)
+        Identity.ephemeral(tmp_path)
+    (event,) = told
+    assert event == {
+        "event": "identity_made",
+        "log_level": "info",
+        "path": str(path),
+        "peer_id": made.peer_id,
+    }
 
 
 def test_peer_id_is_an_ed25519_id() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import inspect
 import logging
 import os
@@ -271,10 +272,34 @@ async def test_port_of_another_p2pd_is_busy_too(tmp_path: Path) -> None:
                 pass
 
 
-async def test_daemon_that_can_listen_nowhere_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(SwarmError, match="did not start"):
+@pytest.mark.parametrize(
+    ("address", "instead"),
+    [
+        ("/ip4/203.0.113.1/tcp/0", "/ip4/0.0.0.0/tcp/0"),
+        ("/ip4/203.0.113.1/udp/31330/quic-v1", "/ip4/0.0.0.0/udp/31330/quic-v1"),
+        ("/ip6/2001:db8::1/tcp/31330", "/ip6/::/tcp/31330"),
+    ],
+)
+async def test_an_address_that_this_machine_lacks_is_named_with_the_way_to_announce_it(
+    tmp_path: Path, address: str, instead: str
+) -> None:
+    told = f"cannot listen on {address}: this machine has no such address; listen on {instead}, "
+    with pytest.raises(SwarmError, match=f"{told}.*--announce-maddrs"):
+        async with open_transport(Identity.ephemeral(tmp_path), host_maddrs=(*LOOPBACK, address)):
+            pass
+
+
+async def test_a_port_that_needs_a_privilege_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Guarded(socket.socket):
+        def bind(self, address: object) -> None:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr("nesa_node.swarm.p2pd.socket.socket", Guarded)
+    with pytest.raises(SwarmError, match=r"tcp/80: port 80 needs a privilege; .* above 1023"):
         async with open_transport(
-            Identity.ephemeral(tmp_path), host_maddrs=("/ip4/203.0.113.1/tcp/0",)
+            Identity.ephemeral(tmp_path), host_maddrs=("/ip4/127.0.0.1/tcp/80",)
         ):
             pass
 
