@@ -52,6 +52,8 @@ def chat(
     chosen = (sampling or SamplingFlags()).check()
     if max_new_tokens < 1:
         raise ConfigError("--max-new-tokens must be at least 1")
+    if max_length is not None and max_length < 1:
+        raise ConfigError("--max-length must be at least 1; leave it away for up to 4096")
     check_text(system or "", "--system")
 
     from nesa_node.cli.client_model import (
@@ -71,10 +73,17 @@ def chat(
         if tokenizer.chat_template is None:
             raise ConfigError(f"{config.model} has no chat template: use `nesa-node generate`")
         remember = partial(remember_swarm, config, config.model)
-        length = max_length or min(4096, distributed.context_length)
+        context = distributed.context_length
+        length = max_length or min(4096, context)
+        if length > context:
+            raise ContextLengthError(
+                f"--max-length {length} is more than the {context} tokens that {config.model} holds"
+            )
         options = Sampling(max_new_tokens=max_new_tokens, **chosen)
+        talk = _Conversation(distributed, tokenizer, options, length, system, remember)
+        talk.check_room()
         with suppress(EOFError):
-            _Conversation(distributed, tokenizer, options, length, system, remember).run()
+            talk.run()
     return 0
 
 
@@ -99,6 +108,13 @@ class _Conversation:
         self._messages = list(self._opening)
         self._session: InferenceSession | None = None
         self._figures = "nothing was generated yet"
+
+    def check_room(self) -> None:
+        """Raises `ContextLengthError` where nothing could be said."""
+        ids_1L = self._encoded([*self._opening, {"role": "user", "content": "."}])
+        most = self._model.context_length
+        more = f" or raise --max-length (at most {most})" if self._max_length < most else ""
+        self._check_room(ids_1L, "the shortest message", f"lower --max-new-tokens{more}")
 
     def run(self) -> None:
         """Read lines until the end of input or /exit. Raises `EOFError` at the end of input."""
@@ -127,11 +143,12 @@ class _Conversation:
             self._turn(line, interactive=interactive)
 
     def _turn(self, line: str, *, interactive: bool) -> None:
-        from nesa_node.cli.text import encode
-
+        began = len(self._messages) == len(self._opening)
         self._messages.append({"role": "user", "content": line})
-        ids_1L = encode(self._tokenizer, self._messages, template=True)
         try:
+            ids_1L = self._encoded(self._messages)
+            advice = "shorten the message" if began else "/reset starts over"
+            self._check_room(ids_1L, "the conversation", advice)
             text = self._answer(ids_1L)
         except KeyboardInterrupt:
             if not interactive:
@@ -139,12 +156,25 @@ class _Conversation:
             print("\n(stopped)", file=sys.stderr)
             self._messages.pop()
         except ContextLengthError as error:
-            self._messages.pop()
-            print(f"error: {error}; /reset starts over", file=sys.stderr)
             if not interactive:
                 raise
+            self._messages.pop()
+            print(f"error: {error}", file=sys.stderr)
         else:
             self._messages.append({"role": "assistant", "content": text})
+
+    def _encoded(self, messages: list[Message]) -> torch.Tensor:
+        from nesa_node.cli.text import encode
+
+        return encode(self._tokenizer, messages, template=True)
+
+    def _check_room(self, ids_1L: torch.Tensor, what: str, advice: str) -> None:
+        tokens, new = ids_1L.shape[1], self._sampling.max_new_tokens
+        if tokens + new > self._max_length:
+            raise ContextLengthError(
+                f"no room in {self._max_length} tokens (--max-length) for {tokens} of {what} and "
+                f"{new} of an answer (--max-new-tokens): {advice}"
+            )
 
     def _answer(self, ids_1L: torch.Tensor) -> str:
         from nesa_node.cli.client_model import route_text

@@ -1,0 +1,110 @@
+"""Conversations without a swarm: lengths, and what ends them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nesa_node.cli.app import run_command
+from nesa_node.cli.chat import _Conversation
+from nesa_node.cli.text import Sampling
+from nesa_node.core.errors import ContextLengthError
+from tests.cli.test_app import PEER
+from tests.cli.test_prompt import piped
+from tests.cli.tiny import write_tiny_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """It holds 512 tokens."""
+    return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+class _Words:
+    """A tokenizer with a token for each letter of all messages."""
+
+    def apply_chat_template(self, messages: list[dict[str, str]], **_: Any) -> dict[str, Any]:
+        letters = "".join(message["content"] for message in messages)
+        return {"input_ids": torch.zeros(1, len(letters), dtype=torch.long)}
+
+
+class _Talk(_Conversation):
+    """A conversation whose answers, of up to 4 tokens, are known before."""
+
+    def __init__(self, max_length: int, answers: list[str | BaseException]) -> None:
+        model: Any = None
+        tokenizer: Any = _Words()
+        sampling = Sampling(max_new_tokens=4)
+        super().__init__(model, tokenizer, sampling, max_length, None, lambda: None)
+        self._answers = answers
+
+    def _answer(self, ids_1L: torch.Tensor) -> str:
+        said = self._answers.pop(0)
+        if isinstance(said, BaseException):
+            raise said
+        return said
+
+    def said(self) -> list[str]:
+        return [message["content"] for message in self._messages]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "code", "words"),
+    [
+        (["--max-length", "-5"], 2, "--max-length must be at least 1"),
+        (["--max-length", "0"], 2, "--max-length must be at least 1"),
+        (["--max-length", "100000"], 8, "--max-length 100000 is more than the 512 tokens"),
+        (["--max-length", "10"], 8, "lower --max-new-tokens or raise --max-length (at most 512)"),
+        # The template's own words take room, too.
+        (
+            ["--max-length", "33", "--max-new-tokens", "31"],
+            8,
+            "no room in 33 tokens (--max-length)",
+        ),
+        (["--max-new-tokens", "5000"], 8, "5000 of an answer (--max-new-tokens): lower"),
+        (["--max-length", "34", "--max-new-tokens", "31"], 0, ""),
+    ],
+)
+def test_lengths_that_leave_no_room_are_told_before_the_first_message(
+    lengths: list[str],
+    code: int,
+    words: str,
+    model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    piped(monkeypatch, b"/exit\n")
+    assert run_command(["chat", str(model), "--initial-peers", PEER, *lengths]) == code
+    said = capsys.readouterr().err
+    assert words in said
+    assert said.count("error: ") == (code != 0)
+    assert "Traceback" not in said
+
+
+def test_a_piped_message_that_is_too_long_ends_the_conversation(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    piped(monkeypatch, b"hello\nhello\n")
+    with pytest.raises(ContextLengthError) as caught:
+        _Talk(15, ["hi"]).run()
+    assert str(caught.value) == (
+        "no room in 15 tokens (--max-length) for 12 of the conversation and 4 of an answer "
+        "(--max-new-tokens): /reset starts over"
+    )
+    # `run_command` prints it.
+    assert capsys.readouterr().err == ""
+
+
+def test_a_typed_message_that_is_too_long_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    piped(monkeypatch, b"a message that is long\nhello\n/exit\n")
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+    talk = _Talk(16, ["hi"])
+    talk.run()
+    assert talk.said() == ["hello", "hi"]
+    assert "an answer (--max-new-tokens): shorten the message\n" in capsys.readouterr().err
