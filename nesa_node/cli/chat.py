@@ -13,7 +13,8 @@ from cyclopts import Parameter
 from nesa_node.cli.flags import SAMPLING, ClientFlags, ModelArgument, SamplingFlags, configure
 from nesa_node.cli.interrupts import leaving_at_once
 from nesa_node.cli.prompt import check_text, keep_odd_bytes
-from nesa_node.core.errors import ConfigError, ContextLengthError
+from nesa_node.core.errors import ConfigError, ContextLengthError, NesaError
+from nesa_node.core.plain_text import plain_lines
 
 if TYPE_CHECKING:
     import torch
@@ -160,6 +161,13 @@ class _Conversation:
                 raise
             self._messages.pop()
             print(f"error: {error}", file=sys.stderr)
+        except NesaError as error:
+            if not interactive:
+                raise
+            # The failed step has closed the session: the next message opens another. A part of the
+            # answer may stand on the line.
+            self._messages.pop()
+            print(f"\nerror: {plain_lines(str(error))}", file=sys.stderr)
         else:
             self._messages.append({"role": "assistant", "content": text})
 

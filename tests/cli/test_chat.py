@@ -12,7 +12,7 @@ import torch
 from nesa_node.cli.app import run_command
 from nesa_node.cli.chat import _Conversation
 from nesa_node.cli.text import Sampling
-from nesa_node.core.errors import ContextLengthError
+from nesa_node.core.errors import ContextLengthError, MissingBlocksError
 from tests.cli.test_app import PEER
 from tests.cli.test_prompt import piped
 from tests.cli.tiny import write_tiny_model
@@ -108,3 +108,22 @@ def test_a_typed_message_that_is_too_long_is_left_out(
     talk.run()
     assert talk.said() == ["hello", "hi"]
     assert "an answer (--max-new-tokens): shorten the message\n" in capsys.readouterr().err
+
+
+def test_a_typed_message_that_the_swarm_fails_is_left_out_and_may_be_asked_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    piped(monkeypatch, b"hello\nagain\nagain\n/exit\n")
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+    talk = _Talk(64, ["hi", MissingBlocksError([(0, 4)], "no node\x1b[2J"), "hi again"])
+    talk.run()
+    assert talk.said() == ["hello", "hi", "again", "hi again"]
+    assert "error: no node\\x1b[2J\n" in capsys.readouterr().err
+
+
+def test_a_piped_message_that_the_swarm_fails_ends_the_conversation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    piped(monkeypatch, b"hello\nagain\n")
+    with pytest.raises(MissingBlocksError):
+        _Talk(64, [MissingBlocksError([(0, 4)], "no node"), "hi"]).run()
