@@ -126,7 +126,7 @@ class _Conversation:
             with suppress(ImportError):
                 import readline  # noqa: F401  (gives `input` its line editing)
         try:
-            while (line := input("> " if interactive else "").strip()) != "/exit":
+            while (line := (_typed() if interactive else input()).strip()) != "/exit":
                 self._handle(line, interactive=interactive)
         finally:
             self._close()
@@ -210,6 +210,15 @@ class _Conversation:
     def _close(self) -> None:
         if self._session is not None:
             self._session.close()
+
+
+def _typed() -> str:
+    """The next line of a terminal. Ctrl-C clears what stands there, as at Python's own prompt."""
+    while True:
+        try:
+            return input("> ")
+        except KeyboardInterrupt:
+            print("\n(Ctrl-D ends)", file=sys.stderr)
 
 
 def _is_text(line: str) -> bool:

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -127,3 +135,41 @@ def test_a_piped_message_that_the_swarm_fails_ends_the_conversation(
     piped(monkeypatch, b"hello\nagain\n")
     with pytest.raises(MissingBlocksError):
         _Talk(64, [MissingBlocksError([(0, 4)], "no node"), "hi"]).run()
+
+
+def test_ctrl_c_at_the_prompt_clears_the_line() -> None:
+    code = (
+        "from nesa_node.cli.chat import _Conversation as C;"
+        "talk = C(None, None, None, 64, None, print);"
+        "talk._turn = lambda line, **_: print('told', line);"
+        "talk.run()"
+    )
+    ours, theirs = pty.openpty()
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=theirs, stdout=theirs, stderr=theirs
+    ) as process:
+        os.close(theirs)
+        try:
+            read_until(ours, b"> ")
+            os.write(ours, b"half a li")
+            read_until(ours, b"half a li")
+            # A signal just before Python waits for a key is noticed with the next one only.
+            while psutil.Process(process.pid).status() != psutil.STATUS_SLEEPING:
+                time.sleep(0.01)
+            process.send_signal(signal.SIGINT)
+            read_until(ours, b"(Ctrl-D ends)\r\n> ")
+            os.write(ours, b"hello\n")
+            read_until(ours, b"told hello\r\n> ")
+            os.write(ours, b"/exit\n")
+            assert process.wait(20) == 0
+        finally:
+            process.kill()
+            os.close(ours)
+
+
+def read_until(terminal: int, words: bytes) -> None:
+    """Escapes of line editing are left out."""
+    shown = b""
+    while words not in shown:
+        assert select.select([terminal], [], [], 20)[0], shown
+        shown = re.sub(rb"\x1b\[[0-9;?]*[a-z]", b"", shown + os.read(terminal, 1024))
