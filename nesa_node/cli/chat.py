@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from nesa_node.cli.flags import SAMPLING, ClientFlags, ModelArgument, SamplingFlags, configure
+from nesa_node.cli.answer_flags import AnswerFlags, SamplingFlags, answer_config
+from nesa_node.cli.flags import SAMPLING, ModelArgument
 from nesa_node.cli.interrupts import leaving_at_once
 from nesa_node.cli.prompt import check_text, keep_odd_bytes
 from nesa_node.core.errors import ConfigError, ContextLengthError, NesaError
@@ -37,22 +38,18 @@ def chat(
         str | None, Parameter(metavar="TEXT", help="Instructions before the conversation.")
     ] = None,
     max_new_tokens: Annotated[
-        int, Parameter(group=SAMPLING, help="Length limit of one answer.")
-    ] = 512,
+        int | None, Parameter(group=SAMPLING, help="Length limit of one answer. [default: 512]")
+    ] = None,
     max_length: Annotated[
         int | None,
         Parameter(group=SAMPLING, help="Tokens of the whole conversation. [default: up to 4096]"),
     ] = None,
     sampling: SamplingFlags | None = None,
-    flags: ClientFlags | None = None,
+    flags: AnswerFlags | None = None,
 ) -> int:
     """Talk with MODEL through the swarm. Ctrl-C stops an answer, Ctrl-D ends."""
-    from nesa_node.core.config import ClientConfig
-
-    config = configure(ClientConfig, flags, model=model)
+    config = answer_config(flags, model, max_new_tokens)
     chosen = (sampling or SamplingFlags()).check()
-    if max_new_tokens < 1:
-        raise ConfigError("--max-new-tokens must be at least 1")
     if max_length is not None and max_length < 1:
         raise ConfigError("--max-length must be at least 1; leave it away for up to 4096")
     check_text(system or "", "--system")
@@ -80,7 +77,7 @@ def chat(
             raise ContextLengthError(
                 f"--max-length {length} is more than the {context} tokens that {config.model} holds"
             )
-        options = Sampling(max_new_tokens=max_new_tokens, **chosen)
+        options = Sampling(max_new_tokens=max_new_tokens or 512, **chosen)
         talk = _Conversation(distributed, tokenizer, options, length, system, remember)
         talk.check_room()
         with suppress(EOFError):
