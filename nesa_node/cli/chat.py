@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
@@ -54,23 +53,16 @@ def chat(
         raise ConfigError("--max-length must be at least 1; leave it away for up to 4096")
     check_text(system or "", "--system")
 
-    from nesa_node.cli.client_model import (
-        open_client_model,
-        remember_swarm,
-        require_model,
-        with_peers,
-    )
+    from nesa_node.cli.client_model import FollowingModel
 
-    require_model(config)
-    config = with_peers(config, config.model)
+    following = FollowingModel(config)
     with leaving_at_once():
         from nesa_node.cli.text import Sampling
 
-    distributed, tokenizer = open_client_model(config)
-    with distributed:
+    with following:
+        distributed, tokenizer = following.open()
         if tokenizer.chat_template is None:
             raise ConfigError(f"{config.model} has no chat template: use `nesa-node generate`")
-        remember = partial(remember_swarm, config, config.model)
         context = distributed.context_length
         length = max_length or min(4096, context)
         if length > context:
@@ -78,7 +70,9 @@ def chat(
                 f"--max-length {length} is more than the {context} tokens that {config.model} holds"
             )
         options = Sampling(max_new_tokens=max_new_tokens or 512, **chosen)
-        talk = _Conversation(distributed, tokenizer, options, length, system, remember)
+        talk = _Conversation(
+            distributed, tokenizer, options, length, system, following.remember, following.moved
+        )
         talk.check_room()
         with suppress(EOFError):
             talk.run()
@@ -96,12 +90,16 @@ class _Conversation:
         max_length: int,
         system: str | None,
         answered: Callable[[], None],
+        moved: Callable[[], DistributedModelForCausalLM | None] = lambda: None,
     ) -> None:
+        """`moved` is asked after a failure; it may close `model` and give another."""
         self._model = model
         self._tokenizer = tokenizer
         self._sampling = sampling
         self._max_length = max_length
         self._answered = answered
+        self._moved = moved
+        self._failed = False
         self._opening: list[Message] = [{"role": "system", "content": system}] if system else []
         self._messages = list(self._opening)
         self._session: InferenceSession | None = None
@@ -147,6 +145,8 @@ class _Conversation:
             ids_1L = self._encoded(self._messages)
             advice = "shorten the message" if began else "/reset starts over"
             self._check_room(ids_1L, "the conversation", advice)
+            if self._failed and (moved := self._moved()) is not None:
+                self._model, self._session = moved, None
             text = self._answer(ids_1L)
         except KeyboardInterrupt:
             if not interactive:
@@ -164,9 +164,11 @@ class _Conversation:
             # The failed step has closed the session: the next message opens another. A part of the
             # answer may stand on the line.
             self._messages.pop()
+            self._failed = True
             print(f"\nerror: {plain_lines(str(error))}", file=sys.stderr)
         else:
             self._messages.append({"role": "assistant", "content": text})
+            self._failed = False
 
     def _encoded(self, messages: list[Message]) -> torch.Tensor:
         from nesa_node.cli.text import encode

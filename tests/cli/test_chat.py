@@ -19,8 +19,11 @@ import torch
 
 from nesa_node.cli.app import run_command
 from nesa_node.cli.chat import _Conversation
+from nesa_node.cli.client_model import FollowingModel
 from nesa_node.cli.text import Sampling
+from nesa_node.core.config import ClientConfig, default_known_swarms_dir
 from nesa_node.core.errors import ContextLengthError, MissingBlocksError
+from nesa_node.core.known_swarms import KnownSwarms
 from tests.cli.test_app import PEER
 from tests.cli.test_prompt import piped
 from tests.cli.tiny import write_tiny_model
@@ -124,7 +127,10 @@ def test_a_typed_message_that_the_swarm_fails_is_left_out_and_may_be_asked_again
     piped(monkeypatch, b"hello\nagain\nagain\n/exit\n")
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
     talk = _Talk(64, ["hi", MissingBlocksError([(0, 4)], "no node\x1b[2J"), "hi again"])
+    model: Any = object()
+    monkeypatch.setattr(talk, "_moved", lambda: model)
     talk.run()
+    assert talk._model is model
     assert talk.said() == ["hello", "hi", "again", "hi again"]
     assert "error: no node\\x1b[2J\n" in capsys.readouterr().err
 
@@ -173,3 +179,29 @@ def read_until(terminal: int, words: bytes) -> None:
     while words not in shown:
         assert select.select([terminal], [], [], 20)[0], shown
         shown = re.sub(rb"\x1b\[[0-9;?]*[a-z]", b"", shown + os.read(terminal, 1024))
+
+
+def test_a_model_is_opened_again_where_a_node_was_started_on_another_port(
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    known = KnownSwarms(default_known_swarms_dir())
+    asked = ClientConfig(model=str(model))
+    first, second = PEER, PEER.replace("4001", "4002")
+    with known.running([first], "tiny", None):
+        following = FollowingModel(asked)
+        given = FollowingModel(asked.model_copy(update={"initial_peers": (first,)}))
+    with following, given:
+        following.open()
+        # No node runs.
+        assert following.moved() is None
+        with known.running([first], "tiny", None):
+            assert following.moved() is None
+        with known.running([second], "tiny", None):
+            assert following.moved() is not None
+            assert following.moved() is None
+            assert given.moved() is None
+    assert capsys.readouterr().err.count("using the node of tiny on this machine") == 2
