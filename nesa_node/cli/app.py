@@ -95,7 +95,7 @@ def run_command(argv: Sequence[str]) -> int:
             result = app(tokens, print_error=False, exit_on_error=False)
         sys.stdout.flush()
     except CycloptsError as error:
-        return _report(ConfigError(_words(error)))
+        return _report(ConfigError(_words(error, argv)))
     except NesaError as error:
         return _report(error)
     except BaseExceptionGroup as group:
@@ -138,23 +138,31 @@ def _report(error: NesaError) -> int:
     return error.exit_code
 
 
-def _words(error: CycloptsError) -> str:
+def _words(error: CycloptsError, argv: Sequence[str]) -> str:
     """The parser's message on one line, and where to read more."""
     command = " ".join(("nesa-node", *(error.command_chain or ())))
     if isinstance(error, UnusedCliTokensError) and error.unused_tokens:
         text = f"{' '.join(map(repr, error.unused_tokens))}: more than {command} takes"
+        if command == "nesa-node generate":
+            text += "; put the prompt in quotes"
     else:
         text = " ".join(str(error).split())
     text = text if text.endswith("...") else text.removesuffix(".")
-    return f"{_without_far_guess(text)} (see {command} --help)"
+    return f"{_with_near_guess(text, argv)} (see {command} --help)"
 
 
-def _without_far_guess(text: str) -> str:
-    """The parser compares the dashes of flags, too, by which all are alike."""
+def _with_near_guess(text: str, argv: Sequence[str]) -> str:
+    """The parser compares the dashes of flags, too, by which all are alike.
+
+    What follows `--` it does not take for a flag, and then guesses that flag.
+    """
     found = _GUESS.fullmatch(text)
-    if found is None or get_close_matches(found["wrong"], [found["guess"]]):
+    if found is None:
         return text
-    return found["before"]
+    wrong, guess = found["wrong"], found["guess"]
+    if wrong == guess and "--" in argv:
+        return f"after -- nothing is a flag: put --{wrong} before it"
+    return text if get_close_matches(wrong, [guess]) else found["before"]
 
 
 def _first_expected(group: BaseExceptionGroup[BaseException], command: str) -> NesaError | None:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from nesa_node.cli.flags import SAMPLING, ClientFlags, ModelArgument, SamplingFlags, configure
+from nesa_node.cli.answer_flags import AnswerFlags, SamplingFlags, answer_config
+from nesa_node.cli.flags import SAMPLING, ModelArgument
 from nesa_node.cli.interrupts import leaving_at_once
 from nesa_node.cli.prompt import check_text, keep_odd_bytes
-from nesa_node.core.errors import ConfigError, ContextLengthError
+from nesa_node.core.errors import ConfigError, ContextLengthError, NesaError
+from nesa_node.core.plain_text import plain_lines
 
 if TYPE_CHECKING:
     import torch
@@ -36,45 +37,45 @@ def chat(
         str | None, Parameter(metavar="TEXT", help="Instructions before the conversation.")
     ] = None,
     max_new_tokens: Annotated[
-        int, Parameter(group=SAMPLING, help="Length limit of one answer.")
-    ] = 512,
+        int | None, Parameter(group=SAMPLING, help="Length limit of one answer. [default: 512]")
+    ] = None,
     max_length: Annotated[
         int | None,
         Parameter(group=SAMPLING, help="Tokens of the whole conversation. [default: up to 4096]"),
     ] = None,
     sampling: SamplingFlags | None = None,
-    flags: ClientFlags | None = None,
+    flags: AnswerFlags | None = None,
 ) -> int:
     """Talk with MODEL through the swarm. Ctrl-C stops an answer, Ctrl-D ends."""
-    from nesa_node.core.config import ClientConfig
-
-    config = configure(ClientConfig, flags, model=model)
+    config = answer_config(flags, model, max_new_tokens)
     chosen = (sampling or SamplingFlags()).check()
-    if max_new_tokens < 1:
-        raise ConfigError("--max-new-tokens must be at least 1")
+    if max_length is not None and max_length < 1:
+        raise ConfigError("--max-length must be at least 1; leave it away for up to 4096")
     check_text(system or "", "--system")
 
-    from nesa_node.cli.client_model import (
-        open_client_model,
-        remember_swarm,
-        require_model,
-        with_peers,
-    )
+    from nesa_node.cli.client_model import FollowingModel
 
-    require_model(config)
-    config = with_peers(config, config.model)
+    following = FollowingModel(config)
     with leaving_at_once():
         from nesa_node.cli.text import Sampling
 
-    distributed, tokenizer = open_client_model(config)
-    with distributed:
+    with following:
+        distributed, tokenizer = following.open()
         if tokenizer.chat_template is None:
             raise ConfigError(f"{config.model} has no chat template: use `nesa-node generate`")
-        remember = partial(remember_swarm, config, config.model)
-        length = max_length or min(4096, distributed.context_length)
-        options = Sampling(max_new_tokens=max_new_tokens, **chosen)
+        context = distributed.context_length
+        length = max_length or min(4096, context)
+        if length > context:
+            raise ContextLengthError(
+                f"--max-length {length} is more than the {context} tokens that {config.model} holds"
+            )
+        options = Sampling(max_new_tokens=max_new_tokens or 512, **chosen)
+        talk = _Conversation(
+            distributed, tokenizer, options, length, system, following.remember, following.moved
+        )
+        talk.check_room()
         with suppress(EOFError):
-            _Conversation(distributed, tokenizer, options, length, system, remember).run()
+            talk.run()
     return 0
 
 
@@ -89,16 +90,27 @@ class _Conversation:
         max_length: int,
         system: str | None,
         answered: Callable[[], None],
+        moved: Callable[[], DistributedModelForCausalLM | None] = lambda: None,
     ) -> None:
+        """`moved` is asked after a failure; it may close `model` and give another."""
         self._model = model
         self._tokenizer = tokenizer
         self._sampling = sampling
         self._max_length = max_length
         self._answered = answered
+        self._moved = moved
+        self._failed = False
         self._opening: list[Message] = [{"role": "system", "content": system}] if system else []
         self._messages = list(self._opening)
         self._session: InferenceSession | None = None
         self._figures = "nothing was generated yet"
+
+    def check_room(self) -> None:
+        """Raises `ContextLengthError` where nothing could be said."""
+        ids_1L = self._encoded([*self._opening, {"role": "user", "content": "."}])
+        most = self._model.context_length
+        more = f" or raise --max-length (at most {most})" if self._max_length < most else ""
+        self._check_room(ids_1L, "the shortest message", f"lower --max-new-tokens{more}")
 
     def run(self) -> None:
         """Read lines until the end of input or /exit. Raises `EOFError` at the end of input."""
@@ -109,7 +121,7 @@ class _Conversation:
             with suppress(ImportError):
                 import readline  # noqa: F401  (gives `input` its line editing)
         try:
-            while (line := input("> " if interactive else "").strip()) != "/exit":
+            while (line := (_typed() if interactive else input()).strip()) != "/exit":
                 self._handle(line, interactive=interactive)
         finally:
             self._close()
@@ -127,11 +139,14 @@ class _Conversation:
             self._turn(line, interactive=interactive)
 
     def _turn(self, line: str, *, interactive: bool) -> None:
-        from nesa_node.cli.text import encode
-
+        began = len(self._messages) == len(self._opening)
         self._messages.append({"role": "user", "content": line})
-        ids_1L = encode(self._tokenizer, self._messages, template=True)
         try:
+            ids_1L = self._encoded(self._messages)
+            advice = "shorten the message" if began else "/reset starts over"
+            self._check_room(ids_1L, "the conversation", advice)
+            if self._failed and (moved := self._moved()) is not None:
+                self._model, self._session = moved, None
             text = self._answer(ids_1L)
         except KeyboardInterrupt:
             if not interactive:
@@ -139,12 +154,34 @@ class _Conversation:
             print("\n(stopped)", file=sys.stderr)
             self._messages.pop()
         except ContextLengthError as error:
-            self._messages.pop()
-            print(f"error: {error}; /reset starts over", file=sys.stderr)
             if not interactive:
                 raise
+            self._messages.pop()
+            print(f"error: {error}", file=sys.stderr)
+        except NesaError as error:
+            if not interactive:
+                raise
+            # The failed step has closed the session: the next message opens another. A part of the
+            # answer may stand on the line.
+            self._messages.pop()
+            self._failed = True
+            print(f"\nerror: {plain_lines(str(error))}", file=sys.stderr)
         else:
             self._messages.append({"role": "assistant", "content": text})
+            self._failed = False
+
+    def _encoded(self, messages: list[Message]) -> torch.Tensor:
+        from nesa_node.cli.text import encode
+
+        return encode(self._tokenizer, messages, template=True)
+
+    def _check_room(self, ids_1L: torch.Tensor, what: str, advice: str) -> None:
+        tokens, new = ids_1L.shape[1], self._sampling.max_new_tokens
+        if tokens + new > self._max_length:
+            raise ContextLengthError(
+                f"no room in {self._max_length} tokens (--max-length) for {tokens} of {what} and "
+                f"{new} of an answer (--max-new-tokens): {advice}"
+            )
 
     def _answer(self, ids_1L: torch.Tensor) -> str:
         from nesa_node.cli.client_model import route_text
@@ -172,6 +209,15 @@ class _Conversation:
     def _close(self) -> None:
         if self._session is not None:
             self._session.close()
+
+
+def _typed() -> str:
+    """The next line of a terminal. Ctrl-C clears what stands there, as at Python's own prompt."""
+    while True:
+        try:
+            return input("> ")
+        except KeyboardInterrupt:
+            print("\n(Ctrl-D ends)", file=sys.stderr)
 
 
 def _is_text(line: str) -> bool:

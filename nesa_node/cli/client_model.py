@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import TYPE_CHECKING, TypeVar
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Self, TypeVar
 
 from nesa_node.cli.interrupts import leaving_at_once
 from nesa_node.core.config import ClientConfig, SharedConfig, default_known_swarms_dir
@@ -77,6 +78,47 @@ def open_client_model(
         from nesa_node.client.opening import open_model, open_named
 
     return open_model(config, open_named(config, name))
+
+
+class FollowingModel:
+    """A client's model. Without --initial-peers it can be opened again where a node of this machine
+    was started again, which then has another port. Leaving the context closes all."""
+
+    def __init__(self, config: ClientConfig) -> None:
+        """Raises what `with_peers` raises."""
+        self._follows = not config.initial_peers
+        self._config = with_peers(config, require_model(config))
+        self._opened = ExitStack()
+
+    def open(self) -> tuple[DistributedModelForCausalLM, PreTrainedTokenizerBase]:
+        """As `open_client_model` does."""
+        model, tokenizer = open_client_model(self._config)
+        return self._opened.enter_context(model), tokenizer
+
+    def moved(self) -> DistributedModelForCausalLM | None:
+        """The model opened for the node that runs on this machine now, the one before closed; None
+        where it is the same node."""
+        known = KnownSwarms(default_known_swarms_dir()).find(self._config.model)
+        if not self._follows or known is None or known.source != "running":
+            return None
+        if known.addresses == self._config.initial_peers:
+            return None
+        print(_how_known(known), file=sys.stderr)
+        config = self._config.model_copy(update={"initial_peers": known.addresses})
+        with self._opened.pop_all():
+            model, _ = open_client_model(config)
+            self._opened.enter_context(model)
+        self._config = config
+        return model
+
+    def remember(self) -> None:
+        remember_swarm(self._config, self._config.model)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._opened.close()
 
 
 def route_text(session: InferenceSession) -> str:

@@ -6,9 +6,10 @@ names up in the module of the class that inherits them.
 """
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 from cyclopts import Group, Parameter
 
@@ -21,7 +22,6 @@ from nesa_node.core.choices import (
     SamplingAdvice,
     StrategyName,
 )
-from nesa_node.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from nesa_node.core.config import SharedConfig
@@ -366,41 +366,6 @@ class DashboardFlags(AccessFlags):
     ] = None
 
 
-MAX_SEED = 2**63
-"""What torch takes."""
-
-
-class SamplingChoice(TypedDict):
-    """Arguments of `cli.text.Sampling`."""
-
-    temperature: float | None
-    top_p: float | None
-    seed: int | None
-
-
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True)
-class SamplingFlags:
-    temperature: Annotated[
-        float | None, Parameter(group=SAMPLING, help="Sample; higher is more varied.")
-    ] = None
-    top_p: Annotated[
-        float | None,
-        Parameter(group=SAMPLING, help="Sample from the likeliest tokens of this share."),
-    ] = None
-    seed: Annotated[int | None, Parameter(group=SAMPLING, help="Make sampling repeatable.")] = None
-
-    def check(self) -> SamplingChoice:
-        """Raises `ConfigError` for values out of range."""
-        if self.temperature is not None and not 0 < self.temperature <= 100:
-            raise ConfigError("--temperature must lie in (0, 100]; leave it away for greedy")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ConfigError("--top-p must lie in (0, 1]")
-        if self.seed is not None and not 0 <= self.seed < MAX_SEED:
-            raise ConfigError(f"--seed must lie in [0, {MAX_SEED})")
-        return {"temperature": self.temperature, "top_p": self.top_p, "seed": self.seed}
-
-
 _SERVICES = {
     "ClientConfig": "nesa-client",
     "GatewayConfig": "nesa-gateway",
@@ -412,10 +377,15 @@ _SERVICES = {
 _Config = TypeVar("_Config", bound="SharedConfig")
 
 
-def configure(cls: type[_Config], flags: SharedFlags | None, **more: object) -> _Config:
+def configure(
+    cls: type[_Config],
+    flags: SharedFlags | None,
+    on_ignored: Callable[[str, str], None] | None = None,
+    **more: object,
+) -> _Config:
     """The command's config from `flags` (and fields given as `more`), environment and file.
 
-    Sets up logging as it says. Raises `ConfigError`.
+    `on_ignored` is `load_config`'s. Sets up logging as it says. Raises `ConfigError`.
     """
     from nesa_node.cli.memory_limits import check_address_space
 
@@ -429,7 +399,7 @@ def configure(cls: type[_Config], flags: SharedFlags | None, **more: object) -> 
         given |= {field.name: getattr(flags, field.name) for field in fields(flags)}
         toml_path = flags.config
     given.pop("config", None)
-    config = load_config(cls, given, os.environ, toml_path)
+    config = load_config(cls, given, os.environ, toml_path, on_ignored)
     setup_logging(config.log_level, config.log_format)
     if config.otel_endpoint is not None:
         from nesa_node.cli.otel import start_tracing

@@ -7,14 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from nesa_node.cli.flags import (
-    OUTPUT,
-    SAMPLING,
-    ClientFlags,
-    ModelArgument,
-    SamplingFlags,
-    configure,
-)
+from nesa_node.cli.answer_flags import AnswerFlags, SamplingFlags, answer_config
+from nesa_node.cli.flags import OUTPUT, SAMPLING, ModelArgument
 from nesa_node.cli.interrupts import leaving_at_once
 from nesa_node.cli.prompt import check_text, keep_odd_bytes
 from nesa_node.core.errors import ConfigError
@@ -31,13 +25,15 @@ def generate(
     ] = None,
     /,
     *,
-    max_new_tokens: Annotated[int, Parameter(group=SAMPLING, help="Length limit.")] = 256,
+    max_new_tokens: Annotated[
+        int | None, Parameter(group=SAMPLING, help="Length limit. [default: 256]")
+    ] = None,
     chat: Annotated[
         bool | None,
         Parameter(group=OUTPUT, help="Use the chat template. [default: if the model has one]"),
     ] = None,
     sampling: SamplingFlags | None = None,
-    flags: ClientFlags | None = None,
+    flags: AnswerFlags | None = None,
 ) -> int:
     """Answer PROMPT through the swarm: text to stdout as it comes, the chain and speed to stderr.
 
@@ -49,12 +45,9 @@ def generate(
         require_model,
         with_peers,
     )
-    from nesa_node.core.config import ClientConfig
 
-    config = configure(ClientConfig, flags, model=model)
+    config = answer_config(flags, model, max_new_tokens)
     chosen = (sampling or SamplingFlags()).check()
-    if max_new_tokens < 1:
-        raise ConfigError("--max-new-tokens must be at least 1")
     require_model(config)
     config = with_peers(config, config.model)
     keep_odd_bytes()
@@ -71,8 +64,8 @@ def generate(
         if template and tokenizer.chat_template is None:
             raise ConfigError(f"{config.model} has no chat template: leave --chat away")
         ids_1L = encode(tokenizer, [{"role": "user", "content": text}], template=template)
-        options = Sampling(max_new_tokens=max_new_tokens, **chosen)
-        length = ids_1L.shape[1] + max_new_tokens
+        options = Sampling(max_new_tokens=max_new_tokens or 256, **chosen)
+        length = ids_1L.shape[1] + options.max_new_tokens
         with distributed.inference_session(length, prompt=ids_1L) as session:
             result = answer(
                 distributed, tokenizer, ids_1L, options, out=sys.stdout, session=session

@@ -32,7 +32,7 @@ _KeysPath = Annotated[
     ),
 ]
 _ConfigPath = Annotated[
-    Path | None, Parameter(group=OUTPUT, help="TOML file with any of these settings.")
+    Path | None, Parameter(group=OUTPUT, help="TOML file that may have keys_path.")
 ]
 _Limit = Annotated[int | None, Parameter(group=ACCESS)]
 

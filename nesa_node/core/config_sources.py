@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -19,6 +19,16 @@ ENV_PREFIX = "NESA_"
 CONFIG_VARIABLE = "NESA_CONFIG"
 
 _KNOWN_FIELDS = frozenset(name for config in ALL_CONFIGS for name in config.model_fields)
+_FLAGS_ONLY = {
+    "temperature": "generate and chat",
+    "top_p": "generate and chat",
+    "seed": "generate and chat",
+    "chat": "generate",
+    "system": "chat",
+    "max_length": "chat",
+}
+"""What may be looked for among the settings, and the commands whose flag it is."""
+
 _Config = TypeVar("_Config", bound=SharedConfig)
 
 
@@ -35,12 +45,14 @@ def load_config(
     cli: Mapping[str, object],
     env: Mapping[str, str],
     toml_path: Path | None = None,
+    on_ignored: Callable[[str, str], None] | None = None,
 ) -> _Config:
     """Build a `cls`: command line > `NESA_*` variables > TOML file > defaults.
 
     `cli` maps field names to values; `None` means "not given". `toml_path` falls back to
     `$NESA_CONFIG`; the token also to `$HF_TOKEN`. Keys that only other commands use are accepted
-    in the environment and in the file, and ignored. Raises `ConfigError` that names source and key.
+    in the environment and in the file, and ignored; `on_ignored` is called with each and its
+    source. Raises `ConfigError` that names source and key.
     """
     if toml_path is None and env.get(CONFIG_VARIABLE):
         toml_path = Path(env[CONFIG_VARIABLE]).expanduser()
@@ -51,6 +63,9 @@ def load_config(
     given |= {
         name: _Given(value, flag_of(name)) for name, value in cli.items() if value is not None
     }
+    for name, entry in given.items():
+        if on_ignored is not None and name not in cls.model_fields:
+            on_ignored(name, entry.source)
     mine = {name: entry.value for name, entry in given.items() if name in cls.model_fields}
     try:
         return cls.model_validate(mine)
@@ -72,7 +87,8 @@ def _from_toml(path: Path) -> dict[str, _Given]:
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
     for key in table:
         if key not in _KNOWN_FIELDS:
-            raise ConfigError(f"{path}: unknown key {key!r}{did_you_mean(key, _KNOWN_FIELDS)}")
+            hint = _flag_hint(key) or did_you_mean(key, _KNOWN_FIELDS)
+            raise ConfigError(f"{path}: unknown key {key!r}{hint}")
     return {key: _Given(value, str(path)) for key, value in table.items()}
 
 
@@ -85,10 +101,18 @@ def _from_env(env: Mapping[str, str]) -> dict[str, _Given]:
         if not variable.startswith(ENV_PREFIX) or variable == CONFIG_VARIABLE:
             continue
         if variable not in known:
-            hint = did_you_mean(variable, known)
+            name = variable.removeprefix(ENV_PREFIX).lower()
+            hint = _flag_hint(name) or did_you_mean(variable, known)
             raise ConfigError(f"unknown environment variable {variable}{hint}")
         given[known[variable]] = _Given(value, f"the environment ({variable})")
     return given
+
+
+def _flag_hint(key: str) -> str:
+    """Where `key` belongs if it is no setting but a flag; else nothing."""
+    name = key.replace("-", "_")
+    commands = _FLAGS_ONLY.get(name)
+    return f": it is a flag of {commands}; give {flag_of(name)}" if commands else ""
 
 
 def did_you_mean(wrong: str, known: Iterable[str]) -> str:

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
+from nesa_node.cli.answer_flags import SamplingFlags
 from nesa_node.cli.checks import Finding, check_memory_and_disk, check_p2pd, check_versions, worst
 from nesa_node.cli.decision_view import print_list
 from nesa_node.cli.demo import demo_spans
-from nesa_node.cli.flags import SamplingFlags
 from nesa_node.cli.local_swarm import LocalNode
 from nesa_node.cli.reading import SwarmReading
 from nesa_node.cli.remote_checks import check_peers, compare_clocks

@@ -1,0 +1,85 @@
+"""Flags of `generate` and `chat`: those of a client, and of sampling, which are no settings."""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TypedDict
+
+from cyclopts import Parameter
+
+from nesa_node.cli.flags import OUTPUT, SAMPLING, ClientFlags, configure
+from nesa_node.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from nesa_node.core.config import ClientConfig
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class AnswerFlags(ClientFlags):
+    config: Annotated[
+        Path | None,
+        Parameter(
+            group=OUTPUT,
+            help="TOML file with any of these settings, but not those of prompts and sampling.",
+        ),
+    ] = None
+
+
+MAX_SEED = 2**63
+"""What torch takes."""
+
+
+class SamplingChoice(TypedDict):
+    """Arguments of `cli.text.Sampling`."""
+
+    temperature: float | None
+    top_p: float | None
+    seed: int | None
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class SamplingFlags:
+    temperature: Annotated[
+        float | None, Parameter(group=SAMPLING, help="Sample; higher is more varied.")
+    ] = None
+    top_p: Annotated[
+        float | None,
+        Parameter(group=SAMPLING, help="Sample from the likeliest tokens of this share."),
+    ] = None
+    seed: Annotated[int | None, Parameter(group=SAMPLING, help="Make sampling repeatable.")] = None
+
+    def check(self) -> SamplingChoice:
+        """Raises `ConfigError` for values out of range."""
+        if self.temperature is not None and not 0 < self.temperature <= 100:
+            raise ConfigError("--temperature must lie in (0, 100]; leave it away for greedy")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ConfigError("--top-p must lie in (0, 1]")
+        if self.seed is not None and not 0 <= self.seed < MAX_SEED:
+            raise ConfigError(f"--seed must lie in [0, {MAX_SEED})")
+        return {"temperature": self.temperature, "top_p": self.top_p, "seed": self.seed}
+
+
+def answer_config(
+    flags: AnswerFlags | None, model: str | None, max_new_tokens: int | None
+) -> "ClientConfig":
+    """The config as `configure` makes it. Raises `ConfigError`, also for --max-new-tokens below 1.
+
+    Where that is not given, the gateway's setting of that name draws a warning: it is not read.
+    """
+    from nesa_node.core.config import ClientConfig
+
+    if max_new_tokens is not None and max_new_tokens < 1:
+        raise ConfigError("--max-new-tokens must be at least 1")
+    on_ignored = _warn_of_limit if max_new_tokens is None else None
+    return configure(ClientConfig, flags, on_ignored, model=model)
+
+
+def _warn_of_limit(name: str, source: str) -> None:
+    if name == "max_new_tokens":
+        print(
+            f"warning: max_new_tokens (from {source}) limits the answers of gateways only; here "
+            "give --max-new-tokens",
+            file=sys.stderr,
+        )
