@@ -103,7 +103,7 @@ class FollowingModel:
             return None
         if known.addresses == self._config.initial_peers:
             return None
-        print(_how_known(known), file=sys.stderr)
+        print(how_known(known), file=sys.stderr)
         config = self._config.model_copy(update={"initial_peers": known.addresses})
         with self._opened.pop_all():
             model, _ = open_client_model(config)
