@@ -5,6 +5,7 @@ B rows, L columns.
 
 from __future__ import annotations
 
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -75,12 +76,21 @@ def test_a_node_that_dies_is_replaced_and_missing_blocks_are_named(
             def ask() -> Any:
                 return model(ids_BL, attention_mask=mask_BL, output_hidden_states=True)
 
+            def ask_until(killed: threading.Event) -> list[Any]:
+                """Before the kill, while it happens and once after it."""
+                answers = []
+                while not killed.is_set():
+                    answers.append(ask())
+                return [*answers, ask()]
+
             assert_equal(ask(), expected, mask_BL)
             for node in twins:
+                killed = threading.Event()
                 with ThreadPoolExecutor(1) as worker:
-                    asked = worker.submit(lambda: [ask() for _ in range(3)])
+                    asked = worker.submit(ask_until, killed)
                     time.sleep(0.3)
                     swarm.kill(node)
+                    killed.set()
                     if node is twins[0]:
                         for ours in asked.result():
                             assert_equal(ours, expected, mask_BL)
