@@ -167,7 +167,8 @@ def test_wrong_model_name_ends_with_code_3(capsys: pytest.CaptureFixture[str]) -
     argv = ["generate", "./no-such-folder", "hello", "--initial-peers", PEER]
     assert run_command(argv) == 3
     said = capsys.readouterr().err
-    assert said.startswith("error: ")
+    # On a slow machine it says before what it waits for.
+    assert said.splitlines()[-1].startswith("error: "), said
     assert "no-such-folder" in said
     assert "Traceback" not in said
 
