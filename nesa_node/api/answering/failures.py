@@ -46,7 +46,6 @@ _TABLE: tuple[tuple[type[NesaError], int, str, float | None], ...] = (
 )
 """The first class that fits counts: status, `code`, and seconds until another try may help."""
 
-
 _told: ContextVar[list[str]] = ContextVar("told")
 
 

@@ -23,6 +23,7 @@ _PIECE_CHARS = 1 << 17
 _MOST_TOKENS = 1 << 20
 """Of a text, however many a model says it holds. Splitting takes up to 500 bytes for each."""
 _HUGE = 1 << 18
+"""Characters. A million that are a token each take 400 MiB while they are split."""
 _TORN_TOKENS = 64
 """More that a text may have because it was cut in two: one long word, say."""
 _THREADS = min(32, (os.cpu_count() or 1) + 4)
