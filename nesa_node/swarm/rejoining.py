@@ -7,6 +7,7 @@ answer, so that without this a short loss of network would split the DHT for goo
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Coroutine, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -22,6 +23,9 @@ log = get_logger(__name__)
 
 _INTERVAL_S = 15.0
 _TIMEOUT_S = 3.0
+_PAUSE_S = 0.5
+"""After an attempt that failed. A reader without pause has spent its share of each member's calls
+(`call_budget.py`); pings without pause would be refused for as long as it reads."""
 _MAX_BLACKLIST = 4096
 _MOST_RECORDS = 8
 
@@ -39,6 +43,7 @@ class Rejoining:
                 self._initial_peers.setdefault(name, []).append(address)
         self._attempt: asyncio.Task[bool] | None = None
         self._failed = False
+        self._resting_until = 0.0
 
     @property
     def is_alone(self) -> bool:
@@ -60,10 +65,11 @@ class Rejoining:
     def begin(self, records: Iterable[NodeRecord] = ()) -> asyncio.Task[bool]:
         """Ping initial peers that are not known now, and the newest of `records`.
 
-        The task's result is False if none answers. There is one at a time: a call in the meantime
-        gets that of the call before.
+        The task's result is False if none answers. There is one at a time, and none right after one
+        that failed: a call in the meantime gets that of the call before.
         """
-        if self._attempt is None or self._attempt.done():
+        is_resting = self._failed and time.monotonic() < self._resting_until
+        if self._attempt is None or (self._attempt.done() and not is_resting):
             self._attempt = asyncio.create_task(self._rejoin(records), name="dht-rejoin-now")
         return self._attempt
 
@@ -89,6 +95,7 @@ class Rejoining:
             meetings.append(self._meet(name, dialling))
         found = any(await asyncio.gather(*meetings))
         self._failed = self.is_alone
+        self._resting_until = time.monotonic() + _PAUSE_S
         return found
 
     async def _meet(self, name: PeerId, dialling: Coroutine[Any, Any, None]) -> bool:

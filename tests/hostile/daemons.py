@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import time
 from collections.abc import Sequence
@@ -47,6 +48,7 @@ async def check_nothing_is_held(swarm: Swarm, targets: Sequence[Facts]) -> None:
         if all(tokens == 0 for tokens in held.values()):
             return
         assert time.monotonic() < deadline, f"cache tokens are still promised: {held}"
+        await asyncio.sleep(0.2)
 
 
 async def check_every_page_can_be_written(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -82,6 +83,33 @@ async def test_a_client_frozen_for_longer_than_records_live_returns_at_once(
             task.cancel()
 
 
+async def test_a_client_that_reads_without_pause_is_never_blind_for_long(tmp_path: Path) -> None:
+    """Members refuse most of its calls, which hivemind takes for silence."""
+    async with (
+        local_swarm(tmp_path, 2, record_ttl_s=TTL_S) as members,
+        open_swarm(
+            Identity.ephemeral(tmp_path),
+            initial_peers=members[0].transport.addresses,
+            listen=False,
+        ) as client,
+        asyncio.TaskGroup() as tasks,
+    ):
+        announcing = [tasks.create_task(_announce(member)) for member in members]
+        await eventually(lambda: _sees(client, 2))
+        started = last_seen = time.monotonic()
+        longest = 0.0
+        was_alone = False
+        while time.monotonic() < started + 3 * TTL_S:
+            was_alone = was_alone or client.directory._rejoining.is_alone
+            if len(await client.directory.fetch_all()) == 2:
+                last_seen = time.monotonic()
+            longest = max(longest, time.monotonic() - last_seen)
+        for task in announcing:
+            task.cancel()
+        assert was_alone, "it was never refused"
+        assert longest < TTL_S
+
+
 async def test_members_that_forgot_each_other_meet_again_when_they_publish(
     tmp_path: Path,
 ) -> None:
@@ -119,8 +147,10 @@ async def test_a_node_whose_members_are_gone_waits_for_them_once_and_leaves_at_o
         table = dht_node(other).protocol.routing_table
         for node_id in list(table.uid_to_peer_id):
             del table[node_id]
-        await other.directory.fetch(MODEL)
+        for _ in range(3):
+            await other.directory.fetch(MODEL)
         assert len(attempts) == 1
+        await asyncio.sleep(rejoining._PAUSE_S)
         await other.directory.fetch(MODEL)
         (attempt,) = _attempts_under_way()
         assert not await attempt
