@@ -37,7 +37,11 @@ class Connection(H11Protocol):
 
     @property
     def is_waiting(self) -> bool:
-        return self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
+        if self.transport.is_closing() or self.conn.their_state in (h11.IDLE, h11.SEND_BODY):
+            # One that is closed stays until the client has read what was left.
+            return True
+        # Requests sent one after another keep it busy for as long as no answer is read.
+        return self._stalled is not None and not self._table.is_known(self)
 
     @property
     def has_room(self) -> bool:
