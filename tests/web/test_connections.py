@@ -6,7 +6,7 @@ import asyncio
 import logging
 import socket
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -88,6 +88,53 @@ async def test_answers_that_are_not_read_keep_no_key_out(
                     while (await other.get("/v1/models")).status_code != 200:  # noqa: ASYNC110
                         await asyncio.sleep(0.02)
             sending.cancel()
+
+
+async def test_one_byte_chunks_are_read_a_few_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is an event: those of 256 kB, asyncio's usual read, take a quarter of a second."""
+    key = new_key(tmp_path / "keys.json").encode()
+    sizes = []
+    receive = Connection.data_received
+
+    def noted(connection: Connection, data: bytes) -> None:
+        sizes.append(len(data))
+        receive(connection, data)
+
+    monkeypatch.setattr(Connection, "data_received", noted)
+    head = b"\r\n".join([b"POST /v1/echo HTTP/1.1", b"Host: localhost", b"Connection: close"])
+    head += b"\r\nAuthorization: Bearer " + key + b"\r\nTransfer-Encoding: chunked\r\n\r\n"
+    body = b"1\r\nA\r\n" * 20_000 + b"0\r\n\r\n"
+    async with (
+        gate(tmp_path / "keys.json") as (_, address),
+        held(address, 1, head + body) as [(reader, _)],
+    ):
+        async with asyncio.timeout(10):
+            answer = await reader.read()
+    assert answer.endswith(b'{"bytes":20000}')
+    assert sum(sizes) == len(head) + len(body)
+    assert max(sizes) <= 16_384
+
+
+@pytest.mark.parametrize("before", [b"", A_PAGE])
+async def test_long_headers_are_refused_though_they_come_at_once(
+    tmp_path: Path, before: bytes
+) -> None:
+    new_key(tmp_path / "keys.json")
+    head = before + b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nCookie: a="
+    async with (
+        gate(tmp_path / "keys.json") as (_, address),
+        held(address, 1, head + b"x" * 60_000 + b"\r\n\r\n") as [(reader, _)],
+    ):
+        answer = b""
+        # What is left unread may turn the end into a reset.
+        with suppress(ConnectionResetError):
+            async with asyncio.timeout(10):
+                while part := await reader.read(65_536):
+                    answer += part
+    assert answer.count(b"HTTP/1.1 400 ") <= 1
+    assert b'"status":"ok"' not in answer
 
 
 class Transport(asyncio.Transport):
