@@ -50,7 +50,7 @@ async def chat(
 ) -> Response:
     tools = _tools(body)
     prepare = partial(_prepared, gateway, caller, spend, body, tools)
-    return await gateway.answer(body.model, prepare, stream=bool(body.stream))
+    return gateway.answer(body.model, prepare, stream=bool(body.stream))
 
 
 async def _prepared(

@@ -42,7 +42,7 @@ async def complete(
 ) -> Response:
     body.check()
     prepare = partial(_prepared, gateway, caller, spend, body)
-    return await gateway.answer(body.model, prepare, stream=bool(body.stream))
+    return gateway.answer(body.model, prepare, stream=bool(body.stream))
 
 
 async def _prepared(

@@ -55,34 +55,23 @@ class Gateway:
     grammars: GrammarChecker
     templates: TemplateRenderer
 
-    async def answer(
-        self,
-        name: str | None,
-        prepare: Callable[[ServedModel], Awaitable[Answers]],
-        *,
-        stream: bool,
-    ) -> Response:
+    def answer(self, name: str | None, prepare: Prepare, *, stream: bool) -> Response:
         """The answer that `prepare` makes ready with the model of that name.
 
-        Where the model must be opened first, which may take minutes, a stream has begun already and
-        says so. Raises what `model` and `prepare` raise.
+        The model may have to be opened first, which may take minutes. Meanwhile the client is
+        watched, as it is later, and a stream may have begun, to say so.
         """
-        if stream and not self._is_open(name):
-            return self._streamed_once_open(name, prepare)
-        answers = await prepare(await self.model(name))
-        if not stream:
-            return self.computed(answers.whole)
-        return self.streamed(answers.events, failed=answers.failed)
-
-    def _is_open(self, name: str | None) -> bool:
-        return self.models.card(self._checked(name)).opened
-
-    def _streamed_once_open(self, name: str | None, prepare: Prepare) -> Response:
         ready: list[Answers] = []
 
-        async def events() -> AsyncGenerator[bytes, None]:
+        async def prepared() -> Answers:
             ready.append(await prepare(await self.model(name)))
-            async with aclosing(ready[0].events()) as made:
+            return ready[0]
+
+        async def whole() -> Mapping[str, Any]:
+            return await (await prepared()).whole()
+
+        async def events() -> AsyncGenerator[bytes, None]:
+            async with aclosing((await prepared()).events()) as made:
                 async for data in made:
                     yield data
 
@@ -90,7 +79,7 @@ class Gateway:
             tell = (ready[0].failed if ready else None) or as_error
             return tell(problem)
 
-        return self.streamed(events, failed=failed)
+        return self.streamed(events, failed=failed) if stream else self.computed(whole)
 
     def computed(self, work: Callable[[], Awaitable[Mapping[str, Any]]]) -> Response:
         """The JSON that `work` returns: see `answers.whole_response`."""

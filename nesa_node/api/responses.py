@@ -36,7 +36,7 @@ async def respond(
     body: Annotated[ResponseBody, body_of(ResponseBody)],
 ) -> Response:
     prepare = partial(_prepared, gateway, caller, spend, body)
-    return await gateway.answer(body.model, prepare, stream=bool(body.stream))
+    return gateway.answer(body.model, prepare, stream=bool(body.stream))
 
 
 async def _prepared(

@@ -15,9 +15,14 @@ HEADERS_S = 15.0
 FIRST_HEADERS_S = 5.0
 """Until a connection has shown a key."""
 STALLED_S = 60.0
+READ_BYTES = 1 << 13
+"""What is read of one connection in a turn of the event loop. As chunks of one byte it takes 7 ms.
+
+So headers that are longer than uvicorn may hold are not read whole, either.
+"""
 
 
-class Connection(H11Protocol):
+class Connection(H11Protocol, asyncio.BufferedProtocol):
     """Closed where the headers of a request take longer than `HEADERS_S`, or nobody reads.
 
     Before it has shown a key they may take `FIRST_HEADERS_S`. `scope["state"]` names it, so that
@@ -34,10 +39,15 @@ class Connection(H11Protocol):
     def __init__(self, *given: Any, table: ConnectionTable, **options: Any) -> None:
         super().__init__(*given, **options)
         self._table = table
+        self._read = bytearray(READ_BYTES)
 
     @property
     def is_waiting(self) -> bool:
-        return self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
+        if self.transport.is_closing() or self.conn.their_state in (h11.IDLE, h11.SEND_BODY):
+            # One that is closed stays until the client has read what was left.
+            return True
+        # Requests sent one after another keep it busy for as long as no answer is read.
+        return self._stalled is not None and not self._table.is_known(self)
 
     @property
     def has_room(self) -> bool:
@@ -55,6 +65,12 @@ class Connection(H11Protocol):
         super().connection_made(transport)
         self._table.add(self, address_group(self.client[0]) if self.client else "")
         self._wait_for_headers()
+
+    def get_buffer(self, sizehint: int) -> bytearray:
+        return self._read
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self.data_received(bytes(self._read[:nbytes]))
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)

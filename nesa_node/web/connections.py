@@ -16,7 +16,7 @@ class Peer(Protocol):
 
     @property
     def is_waiting(self) -> bool:
-        """Whether the next request, or the rest of one, is still to come."""
+        """Whether the client is to send a request, or the rest of one, or to read an answer."""
 
     def drop(self) -> None:
         """Close it at once."""
@@ -28,7 +28,7 @@ class ConnectionTable:
     First those that have shown no key, then those that are idle between requests; among them the
     oldest of the address, or key, that has most. So silent connections keep no request out, however
     many there are, and an address with many makes room before one with few. What is being answered
-    stays.
+    stays, unless a client without a key does not read it.
     """
 
     def __init__(self, most: int) -> None:

@@ -9,7 +9,6 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 
 from starlette.datastructures import Headers
-from starlette.requests import Request
 from starlette.types import Scope
 
 from nesa_node.core.config import AccessConfig, secret_text
@@ -115,7 +114,7 @@ class Doorman:
         key = shown_key(Headers(scope=scope))
         if key is not None:
             return self.by_key(key, client_of(scope))
-        token = Request(scope).cookies.get(cookie_name(scope))
+        token = cookie_of(scope)
         caller = None if token is None else self._by_token(token)
         if caller is None:
             raise Problem(
@@ -247,3 +246,17 @@ def cookie_name(scope: Scope) -> str:
     """Browsers share cookies between all ports of a host: two servers here need two names."""
     server = scope.get("server") or ("", 0)
     return f"nesa_node_{server[1]}"
+
+
+def cookie_of(scope: Scope) -> str | None:
+    """What a browser shows instead of a key. The last one counts.
+
+    Ours is never quoted, and Python's way to unquote takes quadratic time.
+    """
+    wanted, found = cookie_name(scope), None
+    for header in Headers(scope=scope).getlist("cookie"):
+        for cookie in header.split(";"):
+            name, _, token = cookie.partition("=")
+            if name.strip() == wanted:
+                found = token.strip()
+    return found

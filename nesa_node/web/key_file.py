@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from nesa_node.core.config import PublicName
 from nesa_node.core.errors import ConfigError
+from nesa_node.core.waiting import waiting
 
 _MAX_BYTES = 16 * 2**20
 _LOCK_WAIT_S = 5.0
@@ -88,15 +89,14 @@ class KeyFile:
         None for a file so young that another one with the same stamp could take its place.
         """
         try:
-            descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            with open(self.path, "rb", opener=_at_once) as file:
+                found = os.fstat(file.fileno())
+                self._check(found)
+                content = file.read(_MAX_BYTES + 1)
         except FileNotFoundError:
             return (), _NO_FILE
         except OSError as error:
             raise ConfigError(f"cannot read the keys in {self.path}: {error.strerror}") from None
-        with os.fdopen(descriptor, "rb") as file:
-            found = os.fstat(descriptor)
-            self._check(found)
-            content = file.read(_MAX_BYTES + 1)
         young = time.time() - found.st_mtime < _YOUNG_S
         try:
             keys = _Document.model_validate_json(content).keys
@@ -138,22 +138,32 @@ def _stamp_of(found: os.stat_result) -> Stamp:
     return found.st_ino, found.st_mtime_ns, found.st_size
 
 
+def _at_once(path: str, flags: int) -> int:
+    """A pipe is not waited for."""
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """The kernel releases the lock when its holder dies. Raises `TimeoutError`, an `OSError`."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        deadline = time.monotonic() + _LOCK_WAIT_S
-        while True:
-            with suppress(BlockingIOError):
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"another program keeps {path} locked")
-            time.sleep(_LOCK_EVERY_S)
+        with waiting("another program that changes the keys", limit_s=_LOCK_WAIT_S):
+            _lock(descriptor, path)
         yield
     finally:
         os.close(descriptor)
+
+
+def _lock(descriptor: int, path: Path) -> None:
+    deadline = time.monotonic() + _LOCK_WAIT_S
+    while True:
+        with suppress(BlockingIOError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"another program keeps {path} locked")
+        time.sleep(_LOCK_EVERY_S)
 
 
 def _write(path: Path, document: _Document) -> None:

@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from nesa_node.web.bodies import Bodies
 from nesa_node.web.browsers import STAY_S
-from nesa_node.web.doorman import Doorman, client_of, cookie_name
+from nesa_node.web.doorman import Doorman, client_of, cookie_name, cookie_of
 from nesa_node.web.problem import Problem
 from nesa_node.web.refusal import refuse
 
@@ -83,13 +83,15 @@ class Login:
         return done
 
     def _log_out(self, request: Request) -> Response:
-        name = cookie_name(request.scope)
-        token = request.cookies.get(name)
+        token = cookie_of(request.scope)
         if token is not None:
             self._doorman.forget(token)
         done = Response(status_code=204) if _is_json(request) else RedirectResponse(LOGIN, 303)
         done.delete_cookie(
-            name, httponly=True, samesite="strict", secure=request.url.scheme == "https"
+            cookie_name(request.scope),
+            httponly=True,
+            samesite="strict",
+            secure=request.url.scheme == "https",
         )
         return done
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from itertools import accumulate
@@ -22,6 +23,8 @@ from nesa_node.core.tally import Tally
 from nesa_node.web.listen import serve_app
 
 PATH = "/metrics"
+_ODD_VERSION = re.compile(r"version=(?![0-9]{1,9}(\.[0-9]{1,9})*\s*([,;]|$))")
+"""The library compares versions as numbers, and fails for a word among them."""
 Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
 
 
@@ -42,7 +45,7 @@ class MetricsPage:
 
         Values are read in the event loop, whose tasks change them, and written down in a thread.
         """
-        encode, content_type = choose_encoder(accept)
+        encode, content_type = choose_encoder("" if _ODD_VERSION.search(accept) else accept)
         async with self._writing:
             self._now.samples = self._sources.samples()
             body = await asyncio.to_thread(encode, self._registry)

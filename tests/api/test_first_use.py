@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from nesa_node.api.serving.grammar_checker import GrammarChecker
 from nesa_node.core.errors import ModelNotFoundError
 from nesa_node.core.waiting import SILENT_S
-from tests.api.scripted import NAME, chat_body, events_of, serving
+from nesa_node.web.keys import KeyLimits, KeyStore
+from tests.api.scripted import NAME, chat_body, events_of, serving, until
 
 OPENING_S = SILENT_S + 0.8
 BODIES = {
@@ -18,6 +21,7 @@ BODIES = {
     "/v1/completions": {"model": NAME, "prompt": "hello", "stream": True},
     "/v1/responses": {"model": NAME, "input": "hello", "stream": True},
 }
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "any", "schema": {"type": "object"}}}
 COMMENT = ": waiting for the model to be opened for the first time: 2 s so far\n\n"
 
 
@@ -81,3 +85,39 @@ async def test_client_that_goes_does_not_end_the_opening(tokenizer: Any) -> None
         may_open.set()
         assert (await waiting).status_code == 200
     assert len(times) == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("slow", ["opening", "schema"])
+async def test_client_that_goes_before_its_answer_begins_leaves_its_slot(
+    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow: str, stream: bool
+) -> None:
+    may_go_on, waiting = asyncio.Event(), []
+
+    async def wait(*_given: object, **_options: object) -> None:
+        waiting.append(1)
+        await may_go_on.wait()
+
+    monkeypatch.setattr(GrammarChecker, "check", wait)
+    store = KeyStore(tmp_path / "keys.json")
+    headers = {"authorization": f"Bearer {store.add('a', KeyLimits(concurrent_requests=1))[1]}"}
+    body = chat_body(stream=stream, response_format=SCHEMA if slow == "schema" else None)
+    opening = wait if slow == "opening" else None
+    async with serving(tokenizer, opening=opening, keys_path=store.path) as server:
+        asking = asyncio.create_task(
+            server.post("/v1/chat/completions", body, headers=headers, timeout=30)
+        )
+        try:
+            await until(lambda: bool(waiting))
+            second = await server.client.get("/v1/models", headers=headers)
+            assert second.status_code == 429
+            asking.cancel()
+            async with asyncio.timeout(5):
+                while second.status_code == 429:
+                    await asyncio.sleep(0.02)
+                    second = await server.client.get("/v1/models", headers=headers)
+            assert second.status_code == 200
+        finally:
+            may_go_on.set()
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
+import uvicorn
+from starlette.types import Receive, Scope, Send
+from uvicorn.server import ServerState
 
 from nesa_node.core.http_address import HttpAddress
 from nesa_node.web import connection as connection_module
+from nesa_node.web.connection import Connection
 from nesa_node.web.connections import ConnectionTable
 from tests.web.tiny_gateway import bearer, browser, gate, new_key
 
 Streams = list[tuple[asyncio.StreamReader, asyncio.StreamWriter]]
 SILENT = b""
+A_PAGE = b"GET /login HTTP/1.1\r\nHost: localhost\r\n\r\n"
 HALF_A_HEADER = b"GET /health HTTP/1.1\r\nHost: local"
 HALF_A_BODY = b"POST /login HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\nx"
 
@@ -54,6 +60,122 @@ async def test_connections_without_a_key_keep_nobody_out(tmp_path: Path, said: b
         assert sum(ended) >= 100 - 32
         gateway.go_on.set()
         assert await anext(lines) == "end", "an answer was ended to make room"
+
+
+async def test_answers_that_are_not_read_keep_no_key_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key, stalled = new_key(tmp_path / "keys.json"), asyncio.Event()
+    pause = Connection.pause_writing
+
+    def noted(connection: Connection) -> None:
+        stalled.set()
+        pause(connection)
+
+    monkeypatch.setattr(Connection, "pause_writing", noted)
+    loop = asyncio.get_running_loop()
+    async with gate(tmp_path / "keys.json", max_connections=1) as (_, address):
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.setblocking(False)
+            await loop.sock_connect(client, (address.host, address.port))
+            sending = asyncio.create_task(loop.sock_sendall(client, A_PAGE * 10_000))
+            async with asyncio.timeout(20):
+                await stalled.wait()
+            async with browser(address, headers=bearer(key)) as other:
+                # It is refused for as long as the kernel takes more of the answers.
+                async with asyncio.timeout(5):
+                    while (await other.get("/v1/models")).status_code != 200:  # noqa: ASYNC110
+                        await asyncio.sleep(0.02)
+            sending.cancel()
+
+
+async def test_one_byte_chunks_are_read_a_few_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is an event: those of 256 kB, asyncio's usual read, take a quarter of a second."""
+    key = new_key(tmp_path / "keys.json").encode()
+    sizes = []
+    receive = Connection.data_received
+
+    def noted(connection: Connection, data: bytes) -> None:
+        sizes.append(len(data))
+        receive(connection, data)
+
+    monkeypatch.setattr(Connection, "data_received", noted)
+    head = b"\r\n".join([b"POST /v1/echo HTTP/1.1", b"Host: localhost", b"Connection: close"])
+    head += b"\r\nAuthorization: Bearer " + key + b"\r\nTransfer-Encoding: chunked\r\n\r\n"
+    body = b"1\r\nA\r\n" * 20_000 + b"0\r\n\r\n"
+    async with (
+        gate(tmp_path / "keys.json") as (_, address),
+        held(address, 1, head + body) as [(reader, _)],
+    ):
+        async with asyncio.timeout(10):
+            answer = await reader.read()
+    assert answer.endswith(b'{"bytes":20000}')
+    assert sum(sizes) == len(head) + len(body)
+    assert max(sizes) <= 16_384
+
+
+@pytest.mark.parametrize("before", [b"", A_PAGE])
+async def test_long_headers_are_refused_though_they_come_at_once(
+    tmp_path: Path, before: bytes
+) -> None:
+    new_key(tmp_path / "keys.json")
+    head = before + b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nCookie: a="
+    async with (
+        gate(tmp_path / "keys.json") as (_, address),
+        held(address, 1, head + b"x" * 60_000 + b"\r\n\r\n") as [(reader, _)],
+    ):
+        answer = b""
+        # What is left unread may turn the end into a reset.
+        with suppress(ConnectionResetError):
+            async with asyncio.timeout(10):
+                while part := await reader.read(65_536):
+                    answer += part
+    assert answer.count(b"HTTP/1.1 400 ") <= 1
+    assert b'"status":"ok"' not in answer
+
+
+class Transport(asyncio.Transport):
+    closing = False
+
+    def is_closing(self) -> bool:
+        return self.closing
+
+    def write(self, data: bytes | bytearray | memoryview) -> None: ...
+
+
+async def test_a_client_waits_that_does_not_read_unless_it_has_shown_a_key() -> None:
+    ended = asyncio.Event()
+
+    async def app(_scope: Scope, _receive: Receive, _send: Send) -> None:
+        await ended.wait()
+
+    table, transport, state = ConnectionTable(5), Transport(), ServerState()
+    connection = Connection(
+        uvicorn.Config(app, log_config=None, lifespan="off"), state, {}, table=table
+    )
+    connection.connection_made(transport)
+    try:
+        connection.data_received(A_PAGE)
+        await asyncio.sleep(0)
+        waiting = [connection.is_waiting]
+        for change in (connection.pause_writing, connection.resume_writing):
+            change()
+            waiting.append(connection.is_waiting)
+        assert waiting == [False, True, False]
+        connection.know("alice")
+        connection.pause_writing()
+        waiting = [connection.is_waiting]
+        # What was answered before is left, and may never be read.
+        transport.closing = True
+        waiting.append(connection.is_waiting)
+        assert waiting == [False, True]
+    finally:
+        connection.connection_lost(ConnectionResetError())
+        ended.set()
+        await asyncio.gather(*state.tasks)
 
 
 MALFORMED_CHUNK = b'5\r\n{"mo\r\n0\r\n\r\n'

@@ -9,6 +9,7 @@ import stat
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from hashlib import sha256
 from pathlib import Path
 
@@ -17,6 +18,7 @@ import pytest
 from nesa_node.core.config import AccessConfig
 from nesa_node.core.errors import ConfigError
 from nesa_node.core.http_address import HttpAddress
+from nesa_node.core.waiting import Waits
 from nesa_node.web import key_file, keys
 from nesa_node.web.doorman import Doorman
 from nesa_node.web.keys import KeyLimits, KeyStore
@@ -167,6 +169,11 @@ def test_a_file_that_others_can_write_or_that_is_none_is_refused(path: Path) -> 
     os.mkfifo(path)
     with pytest.raises(ConfigError, match="not a regular file"):
         store.all()
+    path.unlink()
+    path.mkdir()
+    for do in (store.all, lambda: store.find("nesa-x"), lambda: store.add("alice")):
+        with pytest.raises(ConfigError, match=r"cannot read the keys in .*: Is a directory"):
+            do()
 
 
 def test_a_file_of_a_group_is_read(path: Path) -> None:
@@ -198,6 +205,24 @@ def test_whoever_cannot_get_the_lock_says_so(path: Path, monkeypatch: pytest.Mon
     with file.change(), pytest.raises(ConfigError, match=r"keeps .* locked"):
         KeyStore(path).add("alice")
     KeyStore(path).add("alice")
+
+
+def test_a_lock_that_is_waited_for_is_told(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, waits, told = key_file.KeyFile(path), Waits(), []
+
+    def sleep(_seconds: float) -> None:
+        told.append(waits.slow(0))
+        holder.close()
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    with ExitStack() as holder:
+        holder.enter_context(file.change())
+        with waits.current():
+            KeyStore(path).add("alice")
+    (wait,) = told
+    assert wait is not None
+    assert wait.text(wait.since).startswith("waiting for another program that changes the keys: ")
+    assert waits.slow(0) is None
 
 
 def test_a_writer_that_fails_leaves_the_file_as_it_was(

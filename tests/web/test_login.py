@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import http.cookies
 import re
 from base64 import b64encode
 from contextlib import AsyncExitStack
@@ -17,6 +18,7 @@ import pytest
 from nesa_node.core.http_address import HttpAddress
 from nesa_node.web import browsers as browsers_module
 from nesa_node.web.browsers import MAX_BROWSERS, MAX_PER_KEY, STAY_S, Browsers
+from nesa_node.web.doorman import cookie_of
 from nesa_node.web.keys import NOTICE_S, KeyStore
 from tests.web.tiny_gateway import bearer, browser, gate, new_key
 
@@ -103,6 +105,43 @@ async def test_wrong_keys_count_by_the_address_that_a_trusted_proxy_tells(path: 
             "/v1/models", headers={**bearer("x"), "x-forwarded-for": "203.0.113.10"}
         )
         assert other.status_code == 401
+
+
+async def test_cookies_are_not_unquoted(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which takes quadratic time, of a text that needs no key."""
+    new_key(path)
+
+    def unquote(text: str) -> str:
+        raise AssertionError(f"unquoted {text}")
+
+    monkeypatch.setattr(http.cookies, "_unquote", unquote)
+    async with gate(path) as (_, address), browser(address) as client:
+        quoted = {"cookie": f'a="b"; nesa_node_{address.port}="\\"\\""; c="d"'}
+        assert (await client.get("/v1/models", headers=quoted)).status_code == 401
+        assert (await client.post("/logout", headers=quoted)).status_code == 303
+
+
+@pytest.mark.parametrize(
+    ("headers", "token"),
+    [
+        ([], None),
+        ([b"nesa_node_80=x; nesa_node_8000x=y; nesa_node_8000"], ""),
+        ([b"a=1;nesa_node_8000=x-_y; b=2"], "x-_y"),
+        ([b"a=1; nesa_node_8000 = x=y ", b"b=2"], "x=y"),
+        ([b"nesa_node_8000=x; nesa_node_8000=y"], "y"),
+        ([b"nesa_node_8000=x", b"nesa_node_8000=y", b"nesa_node_=z"], "y"),
+        ([b'nesa_node_8000="x"'], '"x"'),
+    ],
+)
+def test_the_cookie_of_this_port_is_found_among_others(
+    headers: list[bytes], token: str | None
+) -> None:
+    scope = {
+        "type": "http",
+        "server": ("127.0.0.1", 8000),
+        "headers": [(b"cookie", value) for value in headers],
+    }
+    assert cookie_of(scope) == token
 
 
 async def test_a_cookie_pays_only_for_what_our_own_page_posts(path: Path) -> None:

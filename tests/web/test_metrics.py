@@ -84,6 +84,19 @@ async def test_prometheus_may_ask_for_open_metrics(address: HttpAddress) -> None
     assert {"nesa_things", "nesa_level", "nesa_times_seconds"} <= names
 
 
+@pytest.mark.parametrize("kind", ["text/plain", "application/openmetrics-text"])
+async def test_a_version_that_is_none_gets_the_plain_format(
+    address: HttpAddress, kind: str
+) -> None:
+    for version in ("1.x", "2.x", "abc", "1..", "1.0.0-\xe9", "1" * 5000, "\xb2"):
+        response, body = await ask(address, Accept=f"*/*, {kind}; version={version}; q=0.5")
+        assert response.status == 200, version
+        assert response.getheader("content-type") == "text/plain; version=0.0.4; charset=utf-8"
+        assert "nesa_level 0.25" in body
+    response, _ = await ask(address, Accept=f"{kind};q=1;version=1.0.0 , text/plain")
+    assert "version=1.0.0" in (response.getheader("content-type") or "")
+
+
 async def test_prometheus_may_scrape_by_address_and_strange_pages_may_not(
     address: HttpAddress,
 ) -> None:

@@ -19,6 +19,7 @@ from nesa_node.core.http_address import HttpAddress
 from nesa_node.web.doorman import Doorman
 from nesa_node.web.gate import serve_gated
 from nesa_node.web.keys import KeyStore
+from nesa_node.web.listen import MAX_CONNECTIONS
 
 ANY_PORT = HttpAddress("127.0.0.1", 0)
 PUBLIC = ("/health", "/static/")
@@ -120,12 +121,20 @@ async def gate(
     *,
     address: HttpAddress = ANY_PORT,
     doorman: Doorman | None = None,
+    max_connections: int = MAX_CONNECTIONS,
     **settings: Any,
 ) -> AsyncIterator[tuple[TinyGateway, HttpAddress]]:
     """The tiny gateway behind a gate with the keys at `keys_path`, listening."""
     gateway = TinyGateway()
     config = AccessConfig(keys_path=keys_path, **settings)
-    async with serve_gated(gateway.app, config, address, public=PUBLIC, doorman=doorman) as found:
+    async with serve_gated(
+        gateway.app,
+        config,
+        address,
+        public=PUBLIC,
+        max_connections=max_connections,
+        doorman=doorman,
+    ) as found:
         try:
             yield gateway, found
         finally:
