@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,10 @@ from nesa_node.swarm.dht_storage import BoundedStorage
 from nesa_node.swarm.hive import DHTID, MSGPackSerializer
 from nesa_node.swarm.identity import Identity
 from nesa_node.swarm.node import open_swarm
+from nesa_node.swarm.notice_board import NoticeBoard
 from nesa_node.swarm.notices import Failure, Lease, Notice, Placement, Report, seal_notice
+from nesa_node.swarm.private import Membership
+from nesa_node.swarm.validator import RecordValidator
 from tests.swarm.local_swarm import local_swarm
 from tests.swarm.notice_fields import FIELDS, PEERS, make_notice
 from tests.swarm.record_fields import MODEL_ID, make_status
@@ -53,6 +57,32 @@ async def test_later_notice_replaces_the_earlier_one_even_if_it_lives_shorter(
         await one.notices.publish(Lease, MODEL, epoch=1, ttl_s=100, role="leading")
         later = await one.notices.publish(Lease, MODEL, epoch=1, ttl_s=5, role="ready")
         assert await other.notices.fetch(Lease, MODEL) == [later]
+
+
+class _CrowdedShelf:
+    async def find(self, key: str) -> list[bytes]:
+        return [bytes([index % 256, index // 256]) for index in range(4000)]
+
+
+async def test_crowd_of_notices_is_read_in_turns_and_not_to_its_end(tmp_path: Path) -> None:
+    public = Membership(None)
+    validator = RecordValidator(public, time.time)
+    identity = Identity.ephemeral(tmp_path)
+    shelf: Any = _CrowdedShelf()
+    board = NoticeBoard(shelf, identity, validator, public, clock=time.time)
+    turns = 0
+
+    async def count_turns() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    counting = asyncio.create_task(count_turns())
+    assert await board.fetch(Lease, MODEL) == []
+    counting.cancel()
+    assert validator.dropped["malformed"] == 8 * Lease.bounds.max_per_key
+    assert turns >= validator.dropped["malformed"] // 16
 
 
 async def test_notices_expire(tmp_path: Path) -> None:
