@@ -6,6 +6,7 @@ import asyncio
 import os
 import resource
 import time
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -77,6 +78,34 @@ async def test_unanswered_calls_of_all_peers_hold_64_mib_at_most() -> None:
 
         await eventually(is_idle)
         assert calls._bytes_of.total() == 0
+
+
+async def test_one_peer_holds_an_eighth_of_the_unary_calls_at_most() -> None:
+    held = asyncio.Event()
+    begun: Counter[PeerId] = Counter()
+
+    async def hold(peer: PeerId, __: bytes) -> bytes:
+        begun[peer] += 1
+        await held.wait()
+        return b""
+
+    tasks = TaskSet()
+    async with pipe_pair() as (pipe, _):
+        calls = UnaryCalls(pipe, tasks)
+        calls._handlers["/hold"] = hold
+        for peer in b"greedy", b"late":
+            for number in range(500 if peer == b"greedy" else 20):
+                request = SimpleNamespace(proto="/hold", peer=peer, data=b"")
+                calls._dispatch(b"%d" % number, request)
+        await asyncio.sleep(0)
+        assert sorted(begun.values()) == [20, 64]
+        held.set()
+
+        async def is_idle() -> bool:
+            return not len(tasks)
+
+        await eventually(is_idle)
+        assert not calls._calls_of
 
 
 async def test_stream_of_pings_that_says_nothing_is_left_after_ten_seconds(
