@@ -114,6 +114,7 @@ class SessionServer:
             # Its message is read before it is refused: an answer sent while a peer still writes can
             # be lost with the stream. How many streams may wait here, the transport bounds.
             message = await first_message(stream)
+            await self._budget.pay(stream, message)
             if isinstance(message, Open | PushOpen | TransferOpen):
                 # For the rest of this task, which is the stream's own.
                 bind_contextvars(session=session_name(message.session))

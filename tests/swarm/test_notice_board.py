@@ -23,6 +23,7 @@ from nesa_node.swarm.validator import RecordValidator
 from tests.swarm.local_swarm import local_swarm
 from tests.swarm.notice_fields import FIELDS, PEERS, make_notice
 from tests.swarm.record_fields import MODEL_ID, make_status
+from tests.turns import turns_of_the_loop
 
 MODEL = ModelId(MODEL_ID)
 KEY = DHTID(7)
@@ -70,19 +71,10 @@ async def test_crowd_of_notices_is_read_in_turns_and_not_to_its_end(tmp_path: Pa
     identity = Identity.ephemeral(tmp_path)
     shelf: Any = _CrowdedShelf()
     board = NoticeBoard(shelf, identity, validator, public, clock=time.time)
-    turns = 0
-
-    async def count_turns() -> None:
-        nonlocal turns
-        while True:
-            turns += 1
-            await asyncio.sleep(0)
-
-    counting = asyncio.create_task(count_turns())
-    assert await board.fetch(Lease, MODEL) == []
-    counting.cancel()
+    async with turns_of_the_loop() as turns:
+        assert await board.fetch(Lease, MODEL) == []
     assert validator.dropped["malformed"] == 8 * Lease.bounds.max_per_key
-    assert turns >= validator.dropped["malformed"] // 16
+    assert turns[0] >= validator.dropped["malformed"] // 16 - 1
 
 
 async def test_notices_expire(tmp_path: Path) -> None:
