@@ -254,8 +254,8 @@ class DhtPeer:
     async def _keep(self, key: bytes, items: list[tuple[bytes, bytes, float]]) -> int:
         """How many of `items` are in the storage afterwards."""
         kept = 0
-        for accepted in await self._check_all(key, items):
-            if kept % _CHECKS_PER_TURN == _CHECKS_PER_TURN - 1:
+        for number, accepted in enumerate(await self._check_all(key, items), 1):
+            if number % _CHECKS_PER_TURN == 0:
                 await asyncio.sleep(0)
             kept += self.protocol.storage.store_subkey(DHTID.from_bytes(key), *accepted)
         return kept

@@ -16,7 +16,7 @@ import pytest
 from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.swarm import validator as validator_module
 from nesa_node.swarm.control import MAX_MESSAGE_BYTES, UnaryCalls
-from nesa_node.swarm.dht_peer import _forget_invented_neighbours, node_id_of
+from nesa_node.swarm.dht_peer import DhtPeer, _forget_invented_neighbours, node_id_of
 from nesa_node.swarm.hive import dht_pb2
 from nesa_node.swarm.ping import PING_PROTOCOL, answer_pings
 from nesa_node.swarm.pipe import Pipe
@@ -24,6 +24,7 @@ from nesa_node.swarm.tasks import TaskSet
 from tests.swarm.local_swarm import eventually, local_swarm
 from tests.swarm.pipes import pipe_pair
 from tests.swarm.record_fields import MODEL_ID, make_status
+from tests.turns import turns_of_the_loop
 
 MODEL = ModelId(MODEL_ID)
 
@@ -106,6 +107,23 @@ async def test_one_peer_holds_an_eighth_of_the_unary_calls_at_most() -> None:
 
         await eventually(is_idle)
         assert not calls._calls_of
+
+
+async def test_records_that_find_no_room_are_tried_in_turns() -> None:
+    peer: Any = object.__new__(DhtPeer)
+    tried: list[str] = []
+    items = [(f"p{number}", b"record", 0.0) for number in range(800)]
+
+    async def check_all(_: bytes, items: list[tuple[str, bytes, float]]) -> Any:
+        return items
+
+    peer._check_all = check_all
+    store = SimpleNamespace(store_subkey=lambda _, subkey, *__: bool(tried.append(subkey)))
+    peer.protocol = SimpleNamespace(storage=store)
+    async with turns_of_the_loop() as turns:
+        assert await peer._keep(bytes(20), items) == 0
+        assert len(tried) == 800
+        assert turns[0] >= 800 // 16 - 1
 
 
 async def test_stream_of_pings_that_says_nothing_is_left_after_ten_seconds(
