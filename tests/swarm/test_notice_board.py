@@ -149,6 +149,9 @@ def test_key_with_an_own_notice_is_not_dropped_for_a_signer_that_is_known(
     assert storage.store_subkey(DHTID(2), "stranger", value, until)
     assert storage.store_subkey(DHTID(3), "old", value, until)
     assert set(storage.data) == {DHTID(1), DHTID(3)}
+    assert storage.store_subkey(DHTID(3), "own", value, until)
+    known[PeerId("older")] = 900.0
+    assert not storage.store_subkey(DHTID(4), "older", value, until)
 
 
 async def test_reader_never_forgets_those_whom_its_operator_names(tmp_path: Path) -> None:
@@ -177,7 +180,7 @@ def test_notices_about_many_models_take_no_room_of_records_nor_of_known_signers(
     assert sum(stored) == 20
     assert storage.store_subkey(DHTID(1), "old", value, until)
     assert len(storage.data) == 20
-    assert [storage.store_subkey(DHTID(1000 + i), "p", b"r", until) for i in range(4)] == [
+    assert [storage.store_subkey(DHTID(1000 + i), f"p{i}", b"r", until) for i in range(4)] == [
         True,
         True,
         True,
