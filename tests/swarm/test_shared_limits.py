@@ -118,8 +118,12 @@ async def test_records_that_find_no_room_are_tried_in_turns() -> None:
         return items
 
     peer._check_all = check_all
-    store = SimpleNamespace(store_subkey=lambda _, subkey, *__: bool(tried.append(subkey)))
-    peer.protocol = SimpleNamespace(storage=store)
+
+    def refuse(_: object, subkey: str, *__: object) -> bool:
+        tried.append(subkey)
+        return False
+
+    peer.protocol = SimpleNamespace(storage=SimpleNamespace(store_subkey=refuse))
     async with turns_of_the_loop() as turns:
         assert await peer._keep(bytes(20), items) == 0
         assert len(tried) == 800
