@@ -409,7 +409,7 @@ async def test_newcomer_is_handed_all_keys_in_few_calls(tmp_path: Path) -> None:
         later = time.time() + 500
         keys = [DHTID(index) for index in range(1, 201)]
         for key in keys:
-            assert protocol.storage.store_subkey(key, "12D3KooWa", b"\xc4\x01a", later)
+            assert protocol.storage.store_subkey(key, f"12D3KooW{int(key)}", b"\xc4\x01a", later)
         given: list[int] = []
         store = protocol.call_store
 
