@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import re
-
-# Control characters (C0, C1), line separators, and what turns the direction of text around.
-_OBEYED = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-_OBEYED_IN_LINES = re.compile(_OBEYED.pattern.replace("\x00-\x1f", "\x00-\x08\x0b-\x1f"))
+_OBEYED = (
+    *range(0x20),  # control characters, C0
+    *range(0x7F, 0xA0),  # and C1
+    *(0x2028, 0x2029),  # line separators
+    *range(0x202A, 0x202F),  # what turns the direction of text around
+    *range(0x2066, 0x206A),
+    *range(0xD800, 0xE000),  # surrogates
+)
+# A table: a function that is called for each character takes ten times as long.
+_ESCAPES = {code: chr(code).encode("unicode_escape").decode("ascii") for code in _OBEYED}
+_ESCAPES_IN_LINES = {code: text for code, text in _ESCAPES.items() if chr(code) not in "\n\t"}
 
 
 def plain_text(text: str) -> str:
     """`text` on one line, with each character that a terminal would obey written as its escape."""
-    return text if text.isprintable() else _OBEYED.sub(_escaped, text)
+    return text if text.isprintable() else text.translate(_ESCAPES)
 
 
 def plain_lines(text: str) -> str:
     """The same, but for line breaks and tabs, which stay."""
-    return text if text.isprintable() else _OBEYED_IN_LINES.sub(_escaped, text)
-
-
-def _escaped(found: re.Match[str]) -> str:
-    return found[0].encode("unicode_escape").decode("ascii")
+    return text if text.isprintable() else text.translate(_ESCAPES_IN_LINES)

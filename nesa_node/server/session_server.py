@@ -114,6 +114,7 @@ class SessionServer:
             # Its message is read before it is refused: an answer sent while a peer still writes can
             # be lost with the stream. How many streams may wait here, the transport bounds.
             message = await first_message(stream)
+            await self._budget.pay(stream, message)
             if isinstance(message, Open | PushOpen | TransferOpen):
                 # For the rest of this task, which is the stream's own.
                 bind_contextvars(session=session_name(message.session))
@@ -248,6 +249,8 @@ class SessionServer:
         """Let pushes find the session, and a drain wait for it."""
         opened = session.opened
         key = (session.client.peer, SessionId(opened.session))
+        # Again: another one may have been opened while this one waited.
+        self._check_is_new(key)
         self._sessions[key] = session
         self._empty.clear()
         log.info(
@@ -292,10 +295,13 @@ class SessionServer:
             raise ProtocolError("not_donor", "a star's nodes hand nothing over")
         check_prefix(opened.prefix, opened.rows)
         _check_quality(opened.quality)
-        if (peer, SessionId(opened.session)) in self._sessions:
-            raise ProtocolError("session_exists", "this session is open here already")
+        self._check_is_new((peer, SessionId(opened.session)))
         if self._drain.began:
             raise ProtocolError("draining", "this node gives its blocks up")
+
+    def _check_is_new(self, key: tuple[PeerId, SessionId]) -> None:
+        if key in self._sessions:
+            raise ProtocolError("session_exists", "this session is open here already")
 
     async def _accept_push(self, stream: Stream, opened: PushOpen) -> None:
         session = self._pushed_into(opened)

@@ -34,6 +34,8 @@ MAX_MESSAGE_BYTES = 4 * 1024**2
 """The daemon's own limit for one unary message."""
 
 _MAX_UNARY_TASKS = 512
+_MAX_UNARY_TASKS_PER_PEER = 64
+"""An honest peer has as many answered at once if it looks up as much in the same moment."""
 _MAX_UNARY_BYTES = 64 * 1024**2
 _MAX_UNARY_BYTES_PER_PEER = 2 * MAX_MESSAGE_BYTES
 """Of the calls that are being answered."""
@@ -208,7 +210,8 @@ class UnaryCalls:
     """Request and response over the persistent connection, in both directions.
 
     At most `_MAX_UNARY_TASKS` incoming calls are worked on at once, of at most `_MAX_UNARY_BYTES`
-    together and `_MAX_UNARY_BYTES_PER_PEER` for each peer; more are answered by an error.
+    together, and for each peer `_MAX_UNARY_TASKS_PER_PEER` of `_MAX_UNARY_BYTES_PER_PEER`; more are
+    answered by an error.
     """
 
     def __init__(self, pipe: Pipe, tasks: TaskSet) -> None:
@@ -216,8 +219,10 @@ class UnaryCalls:
         self._tasks = tasks
         self._handlers: dict[str, UnaryHandler] = {}
         self._calls: dict[bytes, asyncio.Future[Any]] = {}
+        self._calls_of: Counter[bytes] = Counter()
+        """By the peer's id: the calls that are being answered, without those that are refused."""
         self._bytes_of: Counter[bytes] = Counter()
-        """By the peer's id, in the calls that are being answered."""
+        """The bytes in these."""
         self._closed = False
 
     async def call(self, peer: PeerId, protocol: str, data: bytes) -> bytes:
@@ -305,17 +310,21 @@ class UnaryCalls:
 
     def _dispatch(self, call_id: bytes, request: Any) -> None:
         handler = self._handlers.get(request.proto)
-        held = self._bytes_of
         size = len(request.data)
-        if (
-            handler is None
-            or len(self._tasks) >= _MAX_UNARY_TASKS
-            or held.total() + size > _MAX_UNARY_BYTES
-            or held[request.peer] + size > _MAX_UNARY_BYTES_PER_PEER
-        ):
+        if handler is None or not self._has_room(request.peer, size):
             handler = _refuse
-        held[request.peer] += size
+        else:
+            self._calls_of[request.peer] += 1
+            self._bytes_of[request.peer] += size
         self._tasks.start(self._answer(handler, call_id, request), name=f"unary {request.proto}")
+
+    def _has_room(self, peer: bytes, size: int) -> bool:
+        return (
+            self._calls_of.total() < _MAX_UNARY_TASKS
+            and self._calls_of[peer] < _MAX_UNARY_TASKS_PER_PEER
+            and self._bytes_of.total() + size <= _MAX_UNARY_BYTES
+            and self._bytes_of[peer] + size <= _MAX_UNARY_BYTES_PER_PEER
+        )
 
     async def _answer(self, handler: UnaryHandler, call_id: bytes, request: Any) -> None:
         try:
@@ -325,11 +334,16 @@ class UnaryCalls:
             log.debug("unary_handler_failed", protocol=request.proto, error=repr(error)[:200])
             result = p2pd_pb2.CallUnaryResponse(error=type(error).__name__.encode())
         finally:
-            self._bytes_of[request.peer] -= len(request.data)
-            if not self._bytes_of[request.peer]:
-                del self._bytes_of[request.peer]
+            if handler is not _refuse:
+                self._end_call(request.peer, len(request.data))
         with suppress(SwarmError):
             await self._send(call_id, unaryResponse=result)
+
+    def _end_call(self, peer: bytes, size: int) -> None:
+        self._calls_of[peer] -= 1
+        self._bytes_of[peer] -= size
+        if not self._calls_of[peer]:
+            del self._calls_of[peer], self._bytes_of[peer]
 
 
 async def _refuse(peer: PeerId, data: bytes) -> bytes:

@@ -205,6 +205,8 @@ class DhtPeer:
             return await self._store(request, peer)
         if protocol.endswith("rpc_find"):
             return await self._find(request, peer)
+        # hivemind would ping the caller before it answers, and wait. Only it asks for that.
+        request.validate = False
         context = P2PContext(protocol, self.peer_id, PeerID.from_base58(peer))
         return await handler(request, context)
 
@@ -252,8 +254,8 @@ class DhtPeer:
     async def _keep(self, key: bytes, items: list[tuple[bytes, bytes, float]]) -> int:
         """How many of `items` are in the storage afterwards."""
         kept = 0
-        for accepted in await self._check_all(key, items):
-            if kept % _CHECKS_PER_TURN == _CHECKS_PER_TURN - 1:
+        for number, accepted in enumerate(await self._check_all(key, items), 1):
+            if number % _CHECKS_PER_TURN == 0:
                 await asyncio.sleep(0)
             kept += self.protocol.storage.store_subkey(DHTID.from_bytes(key), *accepted)
         return kept

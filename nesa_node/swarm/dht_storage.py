@@ -7,7 +7,7 @@ import math
 import random
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
@@ -19,6 +19,7 @@ from nesa_node.swarm.notices import KINDS, Bounds
 from nesa_node.swarm.sealing import kind_of
 
 MAX_KEYS = 512
+"""Of models, beside the index of all nodes."""
 MAX_BYTES_PER_KEY = 2 * 1024**2
 """So that a whole key fits into one answer; room for some 1,700 nodes."""
 MAX_RECORDS_PER_KEY = MAX_RECORDS_PER_CALL // 2
@@ -32,6 +33,7 @@ MAX_NOTICE_BYTES = 16 * 1024**2
 
 _HEAP_SLACK = 64
 _DRAWN = 4
+_DRAWN_KEYS = 8
 _RECOUNT_INTERVAL_S = 1.0
 """Counting again what a full storage holds takes milliseconds, and a flood would ask for nothing
 else."""
@@ -50,13 +52,19 @@ class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
     known peers still pass and newcomers are refused: an attacker with many throw-away identities
     can keep newcomers out of a key, not push members out.
 
+    A node serves one model: a later record of the same signer under another model's key replaces
+    the one before. Where there are `MAX_KEYS`, a new key takes the place of one all of whose
+    signers have been known for less time (`known_s`, of the peer id), if a few that are drawn by
+    lot include one.
+
     Notices have room of their own, which records cannot take nor lose. Few peers need it, and one
     of them may well be new to a full key: there it takes the place of whoever has been known for
-    the shortest time (`known_s`, of the peer id), if that is shorter than its own. In the later
+    the shortest time, if that is shorter than its own. In the later
     half of a full key strangers drive out one another, by lot: an orchestrator that serves nothing
     is a stranger too, and who fills a key first must not keep it out for good.
 
-    `own_subkey` is always accepted: a node can always announce itself here.
+    `own_subkey` is always accepted: a node can always announce itself here. `index_key` is that of
+    all nodes.
     """
 
     def __init__(
@@ -64,8 +72,10 @@ class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
         own_subkey: str,
         dropped: Counter[str],
         known_s: Callable[[PeerId], float] = nobody_is_known,
+        index_key: DHTID | None = None,
     ) -> None:
         super().__init__()
+        self._index_key = index_key
         self._own_subkey = own_subkey
         self._dropped = dropped
         self._known_s = known_s
@@ -88,9 +98,11 @@ class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
         if known is not None and known.expiration_time >= expiration_time:
             return False
         bounds = _bounds_of(value)
+        if bounds is None and known is None and not self._leaves(key, subkey, expiration_time):
+            return False
         if subkey != self._own_subkey and known is None:
             if bounds is None:
-                has_room = self._has_room(key, len(value))
+                has_room = self._has_room(key, len(value), subkey)
             else:
                 has_room = self._has_notice_room(key, bounds, subkey)
             if not has_room:
@@ -152,25 +164,52 @@ class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
         item = super().get(key)
         return None if item is None else item.value
 
-    def _has_room(self, key: DHTID, size: int) -> bool:
-        if self._fits(key, size):
+    def _leaves(self, key: DHTID, subkey: str, expiration_time: float) -> bool:
+        """Remove the signer's record of another model; False if that one is as late as this."""
+        if key == self._index_key:
             return True
-        now = time.monotonic()
-        if now < self._counted_at + _RECOUNT_INTERVAL_S:
-            return False
-        self.total_bytes()  # counts again without what has expired meanwhile
-        self._counted_at = now
-        return self._fits(key, size)
+        of_signer = {other for other, item in self.data.items() if subkey in item.value.data}
+        for other in of_signer - {key, self._index_key, *self._notice_keys}:
+            records = self.data[other].value
+            before = records.data[subkey]
+            if before.expiration_time >= expiration_time:
+                return False
+            del records[subkey]
+            self._bytes[other] -= len(before.value)
+            if not records:
+                del self[other]
+        return True
+
+    def _model_keys(self) -> list[DHTID]:
+        return [key for key in self.data if key not in self._notice_keys and key != self._index_key]
+
+    def _has_room(self, key: DHTID, size: int, subkey: str) -> bool:
+        """Whether a record of a newcomer to this key may be kept; makes room for a new key."""
+        if not self._fits(key, size):
+            now = time.monotonic()
+            if now >= self._counted_at + _RECOUNT_INTERVAL_S:
+                self.total_bytes()  # counts again without what has expired meanwhile
+                self._counted_at = now
+            if not self._fits(key, size):
+                return False
+        if self._key_fits(key):
+            return True
+        known_s = self._known_s(PeerId(subkey))
+        if known_s > 0.0:
+            self._drop_unknown_key(self._model_keys(), known_s)
+        return self._key_fits(key)
+
+    def _key_fits(self, key: DHTID) -> bool:
+        is_known = key in self.data or key == self._index_key
+        return is_known or len(self._model_keys()) < MAX_KEYS
 
     def _fits(self, key: DHTID, size: int) -> bool:
         notice_bytes = sum(self._bytes[key] for key in self._notice_keys)
-        num_keys = len(self.data) - len(self._notice_keys)
         records = self._records(key)
         return (
             self._bytes[key] + size <= MAX_BYTES_PER_KEY
             and (records is None or len(records) < MAX_RECORDS_PER_KEY)
             and self._bytes.total() - notice_bytes + size <= MAX_BYTES
-            and (key in self.data or num_keys < MAX_KEYS)
         )
 
     def _has_notice_room(self, key: DHTID, bounds: Bounds, subkey: str) -> bool:
@@ -189,7 +228,7 @@ class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
             if self._known_s(peer) < known_s:
                 del records[peer]
         else:
-            self._drop_unknown_key(known_s)
+            self._drop_unknown_key(self._notice_keys, known_s)
         return self._notices_fit(key, bounds)
 
     def _drops_a_stranger(self, records: Any, bounds: Bounds) -> bool:
@@ -218,16 +257,21 @@ class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
         )
         return taken + bounds.kind.max_bytes <= MAX_NOTICE_BYTES
 
-    def _drop_unknown_key(self, known_s: float) -> None:
-        """Forget the key whose best known signer is the least known, if less than `known_s`."""
+    def _drop_unknown_key(self, keys: Iterable[DHTID], known_s: float) -> None:
+        """Of some of `keys`, forget the one whose signers are least known, if less than `known_s`.
+
+        Some are drawn by lot: to look at all signers of all keys takes 10 ms, and a flood may ask.
+        """
 
         def best(key: DHTID) -> float:
             return max(map(self._known_s, self._others(self.data[key].value)), default=0.0)
 
-        mine = [key for key in self._notice_keys if self._own_subkey in self.data[key].value]
-        least = min((key for key in self._notice_keys if key not in mine), key=best, default=None)
+        others = [key for key in keys if self._own_subkey not in self.data[key].value]
+        drawn = random.sample(others, min(_DRAWN_KEYS, len(others)))
+        least = min(drawn, key=best, default=None)
         if least is not None and best(least) < known_s:
-            del self[least], self._notice_keys[least]
+            del self[least]
+            self._notice_keys.pop(least, None)
 
     def _others(self, records: Any) -> list[PeerId]:
         return [PeerId(peer) for peer, _ in records.items() if peer != self._own_subkey]

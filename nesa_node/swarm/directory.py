@@ -22,7 +22,7 @@ from nesa_node.swarm.dht_peer import DhtPeer
 from nesa_node.swarm.hearsay import Hearsay
 from nesa_node.swarm.identity import Identity
 from nesa_node.swarm.known_records import KnownRecords
-from nesa_node.swarm.notice_board import NoticeBoard
+from nesa_node.swarm.notice_board import READ_PER_TURN, NoticeBoard
 from nesa_node.swarm.notices import Report
 from nesa_node.swarm.records import (
     MAX_ADDRESSES,
@@ -43,9 +43,6 @@ from nesa_node.topology.snapshot import NodeState, Snapshot
 log = get_logger(__name__)
 
 DEFAULT_TTL_S = 60.0
-_READ_PER_TURN = 16
-"""Records per turn of the event loop. Signatures are checked again where there are more records
-than the validator remembers to be good."""
 _GLANCE_S = 1.0
 _GLANCE_MEMBERS = 4
 
@@ -324,7 +321,7 @@ class Directory:
     async def _remember(self, sealed_records: Iterable[bytes], *, is_whole: bool = True) -> None:
         """`is_whole`: a node that is not among them any more has failed."""
         for number, sealed in enumerate(sealed_records, 1):
-            if number % _READ_PER_TURN == 0:
+            if number % READ_PER_TURN == 0:
                 await asyncio.sleep(0)
             try:
                 record = self._validator.open(sealed)
@@ -353,7 +350,7 @@ class Directory:
         )
         expired = [record for record in self._known if record.expires_at <= now]
         for number, record in enumerate(expired, 1):
-            if number % _READ_PER_TURN == 0:
+            if number % READ_PER_TURN == 0:
                 await asyncio.sleep(0)
             peer = PeerId(record.peer_id)
             if self._known.get(peer) is not record:

@@ -142,7 +142,10 @@ async def _dht_node(
         initial_peers=None,
     )
     node.protocol.storage = BoundedStorage(
-        str(peer.peer_id), validator.dropped, validator.acquaintance.known_s
+        str(peer.peer_id),
+        validator.dropped,
+        validator.acquaintance.known_s,
+        DHTID.from_bytes(validator.index_id),
     )
     peer.protocol = node.protocol
     try:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Collection
+from itertools import islice
 from typing import TypeVar
 
 from nesa_node.core.errors import RecordError
@@ -17,6 +19,11 @@ from nesa_node.swarm.validator import RecordValidator
 
 log = get_logger(__name__)
 
+READ_PER_TURN = 16
+"""Statements per turn of the event loop. Signatures are checked again where there are more
+statements than the validator remembers to be good."""
+_MOST_READ = 8
+"""Times what a member keeps of a kind: what several members name first is within that."""
 _MAX_TOPICS = 64
 """Kinds and models that are remembered between searches."""
 
@@ -81,7 +88,10 @@ class NoticeBoard:
 
     async def fetch(self, kind: type[_Kind], model_id: ModelId) -> list[_Kind]:
         """All notices of a kind about a model that are valid now, and those known before."""
-        for sealed in await self.shelf.find(notice_key(kind, model_id)):
+        found = await self.shelf.find(notice_key(kind, model_id))
+        for number, sealed in enumerate(islice(found, _MOST_READ * kind.bounds.max_per_key), 1):
+            if number % READ_PER_TURN == 0:
+                await asyncio.sleep(0)
             try:
                 notice = self._validator.open_notice(kind, sealed)
             except RecordError as error:

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal, Self
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from nesa_node.core.errors import RecordError
 from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.core.span import Span
 from nesa_node.swarm.identity import Identity
 from nesa_node.swarm.private import Membership
-from nesa_node.swarm.records import AS_TUPLE, Pair, Text, Time
+from nesa_node.swarm.records import Pair, Text, Time, at_most, parse
 from nesa_node.swarm.sealing import (
     CLOCK_SKEW_S,
     Kind,
@@ -137,7 +137,7 @@ class Exponents(BaseModel):
 
     version: int = Field(ge=1, lt=2**31)
     at: Time
-    values: dict[_Name, _Number] = Field(max_length=16)
+    values: Annotated[dict[_Name, _Number], at_most(16)]
     why: Text = Field(max_length=128)
 
 
@@ -154,7 +154,7 @@ class Placement(Notice):
 
     num_blocks: int = Field(ge=1, le=10_000)
     based_on: str = Field(pattern=r"^[0-9a-f]{0,64}$")
-    moves: Annotated[tuple[Move, ...], AS_TUPLE, Field(max_length=MAX_MOVES)]
+    moves: Annotated[tuple[Move, ...], at_most(MAX_MOVES)]
     gain: _Gain
     repairs: int = Field(default=0, ge=0, le=10_000)
     latency_before_s: _Seconds | None = None
@@ -162,7 +162,7 @@ class Placement(Notice):
     steps_per_s_before: _Rate | None = None
     steps_per_s_after: _Rate | None = None
     strategy: _Name
-    parameters: dict[_Name, _Number] = Field(default_factory=dict, max_length=16)
+    parameters: Annotated[dict[_Name, _Number], at_most(16)] = Field(default_factory=dict)
     """Of the policy that moves: what has to be gained, in which time."""
     exponents: Exponents | None = None
     schema_name: Annotated[Text, Field(max_length=64)] | None = None
@@ -199,7 +199,7 @@ class Report(Notice):
 
     bounds: ClassVar = Bounds(Kind("report", 2560), 300.0, 10.0, 128)
 
-    failures: Annotated[tuple[Failure, ...], AS_TUPLE, Field(min_length=1, max_length=MAX_ACCUSED)]
+    failures: Annotated[tuple[Failure, ...], at_most(MAX_ACCUSED), Field(min_length=1)]
 
     @model_validator(mode="after")
     def _check_failures(self) -> Self:
@@ -235,11 +235,7 @@ def open_notice(kind: type[Notice], data: bytes, membership: Membership = _PUBLI
     """The notice in `data`, whatever the clock says. Raises `RecordError` as `unseal` does."""
     name = kind.bounds.kind
     peer_id, body = open_envelope(name, data, membership)
-    fields = read_fields(name, body, NOTICE_MAJOR)
-    try:
-        notice = kind.model_validate(fields)
-    except (ValidationError, RecursionError) as error:
-        raise RecordError("malformed", f"a field is out of bounds: {str(error)[:200]}") from error
+    notice = parse(kind, read_fields(name, body, NOTICE_MAJOR))
     if notice.peer_id != peer_id:
         raise RecordError("signature", f"{peer_id} signed a {name.name} of {notice.peer_id}")
     return notice

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 import msgspec
 from pydantic import (
@@ -52,16 +52,25 @@ def _printable(text: str) -> str:
     return text
 
 
-def _from_array(value: object) -> object:
-    return tuple(value) if isinstance(value, list) else value
+def at_most(length: int) -> BeforeValidator:
+    """A list, which MessagePack has for tuples, or a dict of at most `length` items.
+
+    pydantic's own `max_length` counts once it has validated all items, and kept an error of each.
+    """
+
+    def check(value: object) -> object:
+        if isinstance(value, list | tuple | dict) and len(value) > length:
+            raise ValueError(f"must have at most {length} items")
+        return tuple(value) if isinstance(value, list) else value
+
+    return BeforeValidator(check)
 
 
-AS_TUPLE = BeforeValidator(_from_array)
-"""MessagePack knows arrays only."""
 Text = Annotated[str, AfterValidator(_printable)]
 Count = Annotated[int, Field(ge=0, lt=2**50)]
 Rate = Annotated[float, Field(ge=0, le=1e8)]
 Time = Annotated[float, Field(gt=0, lt=1e11)]
+_Model = TypeVar("_Model", bound=BaseModel)
 CodecText = Annotated[str, Field(pattern=r"^[a-z0-9:@]{1,32}$")]
 
 
@@ -71,7 +80,7 @@ def _unpackable(packed: bytes) -> bytes:
 
 
 PackedLinks = Annotated[bytes, Field(max_length=MAX_PACKED_BYTES), AfterValidator(_unpackable)]
-Pair = Annotated[tuple[int, int], BeforeValidator(_from_array)]
+Pair = Annotated[tuple[int, int], at_most(2)]
 
 
 class NodeStatus(BaseModel):
@@ -92,7 +101,7 @@ class NodeStatus(BaseModel):
     quantization: str = Field(default="none", pattern=r"^[a-z0-9_]{1,24}$")
     protocol_version: Annotated[
         tuple[Annotated[int, Field(ge=0, le=999)], Annotated[int, Field(ge=0, le=999)]],
-        BeforeValidator(_from_array),
+        at_most(2),
     ]
     prefill_tokens_per_s: Rate = 0.0
     decode_tokens_per_s: Rate = 0.0
@@ -110,11 +119,9 @@ class NodeStatus(BaseModel):
     """That went through its blocks since it started."""
     context_length: int = Field(default=0, ge=0, lt=2**40)
     public_name: Annotated[Text, Field(max_length=64)] | None = None
-    codecs: Annotated[
-        tuple[CodecText, ...], BeforeValidator(_from_array), Field(max_length=32)
-    ] = ()
+    codecs: Annotated[tuple[CodecText, ...], at_most(32)] = ()
     """What it decodes beside "none"."""
-    sent_bytes: dict[CodecText, Count] = Field(default_factory=dict, max_length=16)
+    sent_bytes: Annotated[dict[CodecText, Count], at_most(16)] = Field(default_factory=dict)
     """Of hidden states, by codec, since it started."""
     movable: bool = False
     """Whether it may hold other blocks instead, by its operator's wish and its own limits."""
@@ -127,7 +134,7 @@ class NodeStatus(BaseModel):
     location: (
         Annotated[
             tuple[Annotated[float, Field(ge=-90, le=90)], Annotated[float, Field(ge=-180, le=180)]],
-            BeforeValidator(_from_array),
+            at_most(2),
         ]
         | None
     ) = None
@@ -150,9 +157,7 @@ class NodeRecord(NodeStatus):
     issued_at: Time
     expires_at: Time
     addresses: Annotated[
-        tuple[Annotated[str, Field(pattern=r"^/[!-~]{1,254}$")], ...],
-        BeforeValidator(_from_array),
-        Field(max_length=MAX_ADDRESSES),
+        tuple[Annotated[str, Field(pattern=r"^/[!-~]{1,254}$")], ...], at_most(MAX_ADDRESSES)
     ] = ()
 
     @model_validator(mode="after")
@@ -253,8 +258,18 @@ NODES_KEY = "nesa/1/nodes"
 
 
 def _parse(body: bytes) -> NodeRecord:
-    fields = read_fields(_KIND, body, RECORD_MAJOR)
+    return parse(NodeRecord, read_fields(_KIND, body, RECORD_MAJOR))
+
+
+def parse(model: type[_Model], fields: dict[str, Any]) -> _Model:
+    """What a peer signed. Raises `RecordError` (malformed) with the first error."""
     try:
-        return NodeRecord.model_validate(fields)
-    except (ValidationError, RecursionError) as error:
-        raise RecordError("malformed", f"a field is out of bounds: {str(error)[:200]}") from error
+        return model.model_validate(fields)
+    except ValidationError as error:
+        # Without the input, whose text takes milliseconds to make.
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        field = ".".join(map(str, first["loc"]))
+        words = f"a field is out of bounds: {field}: {first['msg']}"
+        raise RecordError("malformed", words[:200]) from error
+    except RecursionError as error:
+        raise RecordError("malformed", "fields are nested too deeply") from error

@@ -7,6 +7,7 @@ answer, so that without this a short loss of network would split the DHT for goo
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections.abc import Coroutine, Iterable, Sequence
 from contextlib import suppress
@@ -27,7 +28,9 @@ _PAUSE_S = 0.5
 """After an attempt that failed. A reader without pause has spent its share of each member's calls
 (`call_budget.py`); pings without pause would be refused for as long as it reads."""
 _MAX_BLACKLIST = 4096
-_MOST_RECORDS = 8
+_FIRST_RECORDS = 4
+_DRAWN_RECORDS = 4
+"""Beside the first: these may all be gone, or strangers."""
 
 
 class Rejoining:
@@ -63,7 +66,10 @@ class Rejoining:
                 self._attempt.cancel()
 
     def begin(self, records: Iterable[NodeRecord] = ()) -> asyncio.Task[bool]:
-        """Ping initial peers that are not known now, and the newest of `records`.
+        """Ping initial peers that are not known now, and a few nodes of `records`.
+
+        Those are the first of `records`, which are in the order in which their nodes were first
+        seen, and some by lot. How new a record is, its signer says, who may be a stranger.
 
         The task's result is False if none answers. There is one at a time, and none right after one
         that failed: a call in the meantime gets that of the call before.
@@ -83,13 +89,15 @@ class Rejoining:
 
     async def _rejoin(self, records: Iterable[NodeRecord]) -> bool:
         known = self._node.protocol.routing_table
-        newest = sorted(records, key=lambda record: record.issued_at)[-_MOST_RECORDS:]
+        remembered = list(records)
+        later = remembered[_FIRST_RECORDS:]
+        drawn = random.sample(later, min(_DRAWN_RECORDS, len(later)))
         meetings = [
             self._meet(name, self._transport.connect(name, addresses, _TIMEOUT_S))
             for name, addresses in self._initial_peers.items()
             if PeerID.from_base58(name) not in known
         ]
-        for record in newest:
+        for record in remembered[:_FIRST_RECORDS] + drawn:
             name = PeerId(record.peer_id)
             dialling = self._transport.dial(name, record.addresses, _TIMEOUT_S)
             meetings.append(self._meet(name, dialling))

@@ -59,7 +59,7 @@ class RecordValidator(RecordValidatorBase):  # type: ignore[misc]
         self.acquaintance = Acquaintance(clock)
         self._membership = membership
         self._clock = clock
-        self._index_id = dht_id(membership.dht_key(NODES_KEY))
+        self.index_id = dht_id(membership.dht_key(NODES_KEY))
         self._newest: _Latest[PeerId, int] = _Latest(_MAX_REMEMBERED)
         self._opened: _Latest[bytes, NodeRecord | tuple[str, str]] = _Latest(_MAX_OPENED)
         self._notices = {name: _NoticeMemory(kind) for name, kind in KINDS.items()}
@@ -129,7 +129,7 @@ class RecordValidator(RecordValidatorBase):  # type: ignore[misc]
         model = ModelId(statement.model_id)
         if isinstance(statement, Notice):
             return (dht_id(self._membership.dht_key(notice_key(type(statement), model))),)
-        return self._index_id, dht_id(self._membership.dht_key(model_key(model)))
+        return self.index_id, dht_id(self._membership.dht_key(model_key(model)))
 
     def _remember(self, record: NodeRecord) -> None:
         peer = PeerId(record.peer_id)

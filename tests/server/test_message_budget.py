@@ -143,16 +143,26 @@ async def test_all_streams_of_a_peer_have_one_budget(blocks: Blocks) -> None:
             for nonce in range(10):
                 peer.wire.say(Ping(nonce=nonce))
                 await peer.wire.hear_a(Pong)
-        # A link is 2.5 ms. The last of a stream is counted after its answer.
-        assert 2 * (2.5 + 9) <= paid_ms(node, "same") <= 2 * (2.5 + 10)
+        # An open is 1 ms, a link 2.5 ms. The last of a stream is counted after its answer.
+        assert 2 * (3.5 + 9) <= paid_ms(node, "same") <= 2 * (3.5 + 10)
         for _ in range(5):
             peers[0].lengths = [0]
             peers[0].step({0: 5000})
             assert (await peers[0].wire.hear_a(Error)).code == "context_length"
         # A refused step costs what a ping does.
-        assert 2 * (2.5 + 9) + 4 <= paid_ms(node, "same") <= 2 * (2.5 + 10) + 5
+        assert 2 * (3.5 + 9) + 4 <= paid_ms(node, "same") <= 2 * (3.5 + 10) + 5
         for peer in peers:
             await peer.end()
+
+
+async def test_first_message_of_each_stream_is_counted(blocks: Blocks) -> None:
+    async with open_node(blocks) as node:
+        node.server._budget = MessageBudget(Clock())
+        for _ in range(5):
+            peer = Peer(node.connect("same"), blocks)
+            peer.wire.say(Ping(nonce=1))
+            assert (await peer.wire.hear_a(Error)).code == "unexpected"
+        assert paid_ms(node, "same") == 5
 
 
 def paid_ms(node: Node, peer: str) -> int:

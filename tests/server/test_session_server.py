@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from nesa_node.core.ids import ModelId
+from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.engine.blocks import Blocks, Run
 from nesa_node.engine.feeds import Piece
 from nesa_node.engine.pages import PAGE_TOKENS, PageTable
@@ -100,6 +100,31 @@ async def test_a_stranger_cannot_squat_on_a_session_id(blocks: Blocks) -> None:
             assert isinstance(refused, Error)
             assert refused.code == code
         await end(squatter, owner)
+
+
+async def test_two_opens_of_one_session_at_once_open_one(blocks: Blocks) -> None:
+    """With a quality other than exact, an open waits for what is known of the link."""
+    async with open_node(blocks) as node:
+        both = asyncio.Event()
+
+        async def is_local(_: PeerId) -> bool:
+            await both.wait()
+            return False
+
+        transport: Any = node.server._swarm.transport
+        transport.is_local = is_local
+        first = node.peer()
+        second = Peer(node.connect("client"), blocks, session=first.session)
+        for peer in (first, second):
+            peer.open(quality="high")
+        await asyncio.sleep(0.01)
+        both.set()
+        heard = {peer: (await peer.wire.hear())[0] for peer in (first, second)}
+        refused = [peer for peer, message in heard.items() if isinstance(message, Error)]
+        assert [heard[peer].code for peer in refused] == ["session_exists"]
+        assert len(node.server._sessions) == node.admission.sessions == 1
+        await end(*(heard.keys() - refused))
+        assert node.admission.sessions == 0
 
 
 async def test_only_the_upstream_brings_steps(blocks: Blocks) -> None:

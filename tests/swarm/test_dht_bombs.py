@@ -33,7 +33,7 @@ from nesa_node.swarm.dht_codec import (
 from nesa_node.swarm.dht_node import MAX_NEWCOMERS
 from nesa_node.swarm.dht_peer import PROTOCOL_PREFIX, node_id_of
 from nesa_node.swarm.hive import DHTID, DictionaryDHTValue, MSGPackSerializer, PeerID, dht_pb2
-from nesa_node.swarm.identity import Identity
+from nesa_node.swarm.identity import Identity, base58_decode
 from nesa_node.swarm.node import Swarm, open_swarm
 from nesa_node.swarm.records import model_key
 from nesa_node.swarm.validator import dht_id
@@ -334,6 +334,25 @@ async def test_peer_holds_two_large_calls_at_most(pair: tuple[Swarm, Swarm]) -> 
     assert not victim.transport.unary._bytes_of
 
 
+async def test_peer_that_asks_for_it_is_not_pinged_before_its_ping_is_answered(
+    pair: tuple[Swarm, Swarm],
+) -> None:
+    """Else each of its calls is held for 3 s if it does not answer."""
+    victim, attacker = pair
+    pinged: list[PeerId] = []
+
+    async def ignore(peer: PeerId, _: bytes) -> bytes:
+        pinged.append(peer)
+        raise ProtocolError("busy", "not now")
+
+    attacker.transport.unary._handlers[PROTOCOL_PREFIX + "rpc_ping"] = ignore
+    own = dht_pb2.NodeInfo(node_id=node_id_of(base58_decode(attacker.identity.peer_id)))
+    ping = dht_pb2.PingRequest(peer=own, validate=True).SerializeToString()
+    answer = await call(attacker, victim.identity.peer_id, "rpc_ping", ping)
+    assert dht_pb2.PingResponse.FromString(answer).peer.node_id
+    assert pinged == []
+
+
 async def test_neighbours_with_endless_peer_ids_are_forgotten(pair: tuple[Swarm, Swarm]) -> None:
     """Written in base 58, 200 kB of a peer id take 40 s."""
     victim, attacker = pair
@@ -390,7 +409,7 @@ async def test_newcomer_is_handed_all_keys_in_few_calls(tmp_path: Path) -> None:
         later = time.time() + 500
         keys = [DHTID(index) for index in range(1, 201)]
         for key in keys:
-            assert protocol.storage.store_subkey(key, "12D3KooWa", b"\xc4\x01a", later)
+            assert protocol.storage.store_subkey(key, f"12D3KooW{int(key)}", b"\xc4\x01a", later)
         given: list[int] = []
         store = protocol.call_store
 

@@ -101,11 +101,44 @@ def test_number_of_keys_and_total_size_are_bounded(
 ) -> None:
     monkeypatch.setattr(dht_storage, "MAX_KEYS", 5)
     now = time.time()
-    stored = [storage.store_subkey(DHTID(i), "p", bytes(100), now + 60) for i in range(8)]
+    stored = [storage.store_subkey(DHTID(i), f"p{i}", bytes(100), now + 60) for i in range(8)]
     assert stored == [True] * 5 + [False] * 3
     monkeypatch.setattr(dht_storage, "MAX_BYTES", 600)
     assert storage.store_subkey(DHTID(0), "q", bytes(100), now + 60)
     assert not storage.store_subkey(DHTID(0), "r", bytes(100), now + 60)
+
+
+def test_signer_has_a_record_under_one_model_and_in_the_index() -> None:
+    """Else one identity could fill all keys."""
+    storage = BoundedStorage(OWN, Counter(), index_key=KEY)
+    now = time.time()
+    for index in range(5):
+        until = now + 60 + index
+        assert storage.store_subkey(DHTID(100 + index), "p", bytes(100), until)
+        assert storage.store_subkey(KEY, "p", bytes(100), until)
+        assert set(storage.data) == {KEY, DHTID(100 + index)}
+        assert not storage.store_subkey(DHTID(99), "p", bytes(100), until)
+    assert storage._bytes.total() == storage.total_bytes() == 200
+    assert storage.store_subkey(DHTID(104), "q", bytes(100), now + 60)
+    assert storage.store_subkey(DHTID(105), "p", bytes(100), now + 65)
+    assert _subkeys(storage, DHTID(104)) == {"q"}
+
+
+def test_new_model_of_a_known_signer_takes_the_key_of_signers_known_for_less_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(dht_storage, "MAX_KEYS", 5)
+    known = {"old": 500.0, "older": 600.0, "young": 5.0}
+    storage = BoundedStorage(OWN, Counter(), lambda peer: known.get(peer, 0.0), KEY)
+    until = time.time() + 60
+    for index, signer in enumerate([OWN, "older", "young", "stranger", "young2"]):
+        assert storage.store_subkey(DHTID(100 + index), signer, bytes(100), until)
+    assert storage.store_subkey(DHTID(103), "older2", bytes(100), until)
+    known |= {"older2": 700.0, "young2": 6.0}
+    assert not storage.store_subkey(DHTID(200), "newcomer", bytes(100), until)
+    assert storage.store_subkey(KEY, "newcomer", bytes(100), until), "the index does not count"
+    assert storage.store_subkey(DHTID(200), "old", bytes(100), until)
+    assert set(storage.data) == {KEY, *map(DHTID, (100, 101, 103, 104, 200))}
 
 
 def test_merging_into_a_result_leaves_the_storage_alone(storage: BoundedStorage) -> None:

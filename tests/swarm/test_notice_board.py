@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,10 +16,14 @@ from nesa_node.swarm.dht_storage import BoundedStorage
 from nesa_node.swarm.hive import DHTID, MSGPackSerializer
 from nesa_node.swarm.identity import Identity
 from nesa_node.swarm.node import open_swarm
+from nesa_node.swarm.notice_board import NoticeBoard
 from nesa_node.swarm.notices import Failure, Lease, Notice, Placement, Report, seal_notice
+from nesa_node.swarm.private import Membership
+from nesa_node.swarm.validator import RecordValidator
 from tests.swarm.local_swarm import local_swarm
 from tests.swarm.notice_fields import FIELDS, PEERS, make_notice
 from tests.swarm.record_fields import MODEL_ID, make_status
+from tests.turns import turns_of_the_loop
 
 MODEL = ModelId(MODEL_ID)
 KEY = DHTID(7)
@@ -53,6 +58,23 @@ async def test_later_notice_replaces_the_earlier_one_even_if_it_lives_shorter(
         await one.notices.publish(Lease, MODEL, epoch=1, ttl_s=100, role="leading")
         later = await one.notices.publish(Lease, MODEL, epoch=1, ttl_s=5, role="ready")
         assert await other.notices.fetch(Lease, MODEL) == [later]
+
+
+class _CrowdedShelf:
+    async def find(self, key: str) -> list[bytes]:
+        return [bytes([index % 256, index // 256]) for index in range(4000)]
+
+
+async def test_crowd_of_notices_is_read_in_turns_and_not_to_its_end(tmp_path: Path) -> None:
+    public = Membership(None)
+    validator = RecordValidator(public, time.time)
+    identity = Identity.ephemeral(tmp_path)
+    shelf: Any = _CrowdedShelf()
+    board = NoticeBoard(shelf, identity, validator, public, clock=time.time)
+    async with turns_of_the_loop() as turns:
+        assert await board.fetch(Lease, MODEL) == []
+    assert validator.dropped["malformed"] == 8 * Lease.bounds.max_per_key
+    assert turns[0] >= validator.dropped["malformed"] // 16 - 1
 
 
 async def test_notices_expire(tmp_path: Path) -> None:
@@ -127,6 +149,9 @@ def test_key_with_an_own_notice_is_not_dropped_for_a_signer_that_is_known(
     assert storage.store_subkey(DHTID(2), "stranger", value, until)
     assert storage.store_subkey(DHTID(3), "old", value, until)
     assert set(storage.data) == {DHTID(1), DHTID(3)}
+    assert storage.store_subkey(DHTID(3), "own", value, until)
+    known[PeerId("older")] = 900.0
+    assert not storage.store_subkey(DHTID(4), "older", value, until)
 
 
 async def test_reader_never_forgets_those_whom_its_operator_names(tmp_path: Path) -> None:
@@ -155,7 +180,7 @@ def test_notices_about_many_models_take_no_room_of_records_nor_of_known_signers(
     assert sum(stored) == 20
     assert storage.store_subkey(DHTID(1), "old", value, until)
     assert len(storage.data) == 20
-    assert [storage.store_subkey(DHTID(1000 + i), "p", b"r", until) for i in range(4)] == [
+    assert [storage.store_subkey(DHTID(1000 + i), f"p{i}", b"r", until) for i in range(4)] == [
         True,
         True,
         True,

@@ -174,10 +174,15 @@ def test_field_out_of_bounds_is_refused_on_both_sides(
 ) -> None:
     with pytest.raises(ValidationError):
         make_notice(kind, identity, NOW, **changes)
+    assert _reason(kind, _sign_fields(identity, kind, **changes)) in {"malformed", "oversized"}
+
+
+def _sign_fields(identity: Identity, kind: type[Notice], **changes: Any) -> bytes:
+    """What `seal_notice` makes, of fields that `kind` itself would refuse."""
     good = make_notice(kind, identity, NOW).model_dump()
     body = msgspec.msgpack.encode({"version": 1, **good, **changes})
     name = kind.bounds.kind.name
-    sealed = msgspec.msgpack.encode(
+    return msgspec.msgpack.encode(
         {
             "record": body,
             "signature": identity.sign(f"nesa-node {name} 1\0".encode() + body),
@@ -185,7 +190,28 @@ def test_field_out_of_bounds_is_refused_on_both_sides(
             "kind": name,
         }
     )
-    assert _reason(kind, sealed) in {"malformed", "oversized"}
+
+
+_CROWDED = [
+    *((kind, {field: [{}] * 600}) for kind in ALL_KINDS for field in kind.model_fields),
+    (Placement, {"moves": [_move(was=[{}] * 1000)]}),
+    (Placement, {"parameters": {f"{i:x}": "x" for i in range(300)}}),
+    (
+        Placement,
+        {"exponents": {"version": 1, "at": NOW, "why": "x", "values": dict.fromkeys(PEERS, "x")}},
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "changes"), _CROWDED)
+def test_crowded_field_is_refused_before_its_items_are_read(
+    identity: Identity, kind: type[Notice], changes: dict[str, Any]
+) -> None:
+    with pytest.raises(RecordError, match="out of bounds") as caught:
+        open_notice(kind, _sign_fields(identity, kind, **changes), Membership(None))
+    cause = caught.value.__cause__
+    assert isinstance(cause, ValidationError)
+    assert cause.error_count() < 4
 
 
 def test_reporter_that_accuses_itself_is_refused(identity: Identity) -> None:

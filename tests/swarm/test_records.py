@@ -147,6 +147,20 @@ def test_field_out_of_bounds_is_refused_on_both_sides(
     assert _reason(_sign_fields(identity, _fields(identity, **changes))) == "malformed"
 
 
+@pytest.mark.parametrize("field", NodeRecord.model_fields)
+@pytest.mark.parametrize("crowd", [[{}] * 1000, {f"{i:x}": {} for i in range(300)}])
+def test_crowded_field_is_refused_before_its_items_are_read(
+    identity: Identity, field: str, crowd: object
+) -> None:
+    sealed = _sign_fields(identity, _fields(identity, **{field: crowd}))
+    with pytest.raises(RecordError, match=f"out of bounds: {field}") as caught:
+        unseal(sealed, now=NOW)
+    cause = caught.value.__cause__
+    assert isinstance(cause, ValidationError)
+    assert cause.error_count() < 4
+    assert "input" not in str(caught.value).replace("Input should", ""), "its text costs too much"
+
+
 def test_missing_field_is_malformed(identity: Identity) -> None:
     fields = _fields(identity)
     del fields["span"]

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,8 +19,9 @@ from nesa_node.core.ids import ModelId
 from nesa_node.swarm import rejoining
 from nesa_node.swarm.identity import Identity
 from nesa_node.swarm.node import Swarm, open_swarm
+from nesa_node.swarm.rejoining import Rejoining
 from tests.swarm.local_swarm import LOOPBACK, dht_node, eventually, local_swarm
-from tests.swarm.record_fields import MODEL_ID, make_status
+from tests.swarm.record_fields import MODEL_ID, make_record, make_status
 
 MODEL = ModelId(MODEL_ID)
 TTL_S = 1.5
@@ -158,6 +160,36 @@ async def test_a_node_whose_members_are_gone_waits_for_them_once_and_leaves_at_o
         await other.directory.withdraw()
         assert not _attempts_under_way()
         assert first.transport.peer_id in str(attempts[0])
+
+
+async def test_nodes_that_were_seen_first_are_dialled_and_strangers_with_newer_records_by_lot(
+    tmp_path: Path,
+) -> None:
+    identity, now = Identity.ephemeral(tmp_path), time.time()
+    own = make_record(identity, now)
+    records = [
+        own.model_copy(update={"peer_id": f"{own.peer_id[:-3]}{number:03}", "issued_at": now + 1})
+        for number in range(111, 200)
+        if "0" not in str(number)
+    ]
+    dialled: list[str] = []
+
+    async def unanswered(name: str, *_: object) -> None:
+        dialled.append(name)
+        raise PeerUnreachableError("it is switched off")
+
+    transport: Any = SimpleNamespace(peer_id=identity.peer_id, dial=unanswered)
+    table = SimpleNamespace(uid_to_peer_id={})
+    node: Any = SimpleNamespace(protocol=SimpleNamespace(routing_table=table))
+    first = [str(record.peer_id) for record in records[:4]]
+    drawn = set()
+    for _ in range(5):
+        dialled.clear()
+        assert not await Rejoining(node, transport, []).begin(records)
+        assert dialled[:4] == first
+        assert len(set(dialled)) == 8
+        drawn |= set(dialled[4:])
+    assert len(drawn) > 4
 
 
 def _attempts_under_way() -> list[asyncio.Task[Any]]:

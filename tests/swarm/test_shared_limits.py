@@ -6,6 +6,7 @@ import asyncio
 import os
 import resource
 import time
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -15,7 +16,7 @@ import pytest
 from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.swarm import validator as validator_module
 from nesa_node.swarm.control import MAX_MESSAGE_BYTES, UnaryCalls
-from nesa_node.swarm.dht_peer import _forget_invented_neighbours, node_id_of
+from nesa_node.swarm.dht_peer import DhtPeer, _forget_invented_neighbours, node_id_of
 from nesa_node.swarm.hive import dht_pb2
 from nesa_node.swarm.ping import PING_PROTOCOL, answer_pings
 from nesa_node.swarm.pipe import Pipe
@@ -23,6 +24,7 @@ from nesa_node.swarm.tasks import TaskSet
 from tests.swarm.local_swarm import eventually, local_swarm
 from tests.swarm.pipes import pipe_pair
 from tests.swarm.record_fields import MODEL_ID, make_status
+from tests.turns import turns_of_the_loop
 
 MODEL = ModelId(MODEL_ID)
 
@@ -77,6 +79,55 @@ async def test_unanswered_calls_of_all_peers_hold_64_mib_at_most() -> None:
 
         await eventually(is_idle)
         assert calls._bytes_of.total() == 0
+
+
+async def test_one_peer_holds_an_eighth_of_the_unary_calls_at_most() -> None:
+    held = asyncio.Event()
+    begun: Counter[PeerId] = Counter()
+
+    async def hold(peer: PeerId, __: bytes) -> bytes:
+        begun[peer] += 1
+        await held.wait()
+        return b""
+
+    tasks = TaskSet()
+    async with pipe_pair() as (pipe, _):
+        calls = UnaryCalls(pipe, tasks)
+        calls._handlers["/hold"] = hold
+        for peer in b"greedy", b"late":
+            for number in range(500 if peer == b"greedy" else 20):
+                request = SimpleNamespace(proto="/hold", peer=peer, data=b"")
+                calls._dispatch(b"%d" % number, request)
+        await asyncio.sleep(0)
+        assert sorted(begun.values()) == [20, 64]
+        held.set()
+
+        async def is_idle() -> bool:
+            return not len(tasks)
+
+        await eventually(is_idle)
+        assert not calls._calls_of
+
+
+async def test_records_that_find_no_room_are_tried_in_turns() -> None:
+    peer: Any = object.__new__(DhtPeer)
+    tried: list[str] = []
+    items = [(f"p{number}", b"record", 0.0) for number in range(800)]
+
+    async def check_all(_: bytes, items: list[tuple[str, bytes, float]]) -> Any:
+        return items
+
+    peer._check_all = check_all
+
+    def refuse(_: object, subkey: str, *__: object) -> bool:
+        tried.append(subkey)
+        return False
+
+    peer.protocol = SimpleNamespace(storage=SimpleNamespace(store_subkey=refuse))
+    async with turns_of_the_loop() as turns:
+        assert await peer._keep(bytes(20), items) == 0
+        assert len(tried) == 800
+        assert turns[0] >= 800 // 16 - 1
 
 
 async def test_stream_of_pings_that_says_nothing_is_left_after_ten_seconds(
