@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from nesa_node.core.errors import UnsupportedModelError
+from nesa_node.engine.side_files import is_crowded
 
 MAX_TOKENS = 300_000
 """Of the families served BLOOM and Gemma have the most, 250,680 and 262,208."""
@@ -114,8 +115,7 @@ def checked_tokenizer(content: bytes) -> bytes:
     Raises `UnsupportedModelError` for one that might take more than a text's share of time and
     memory, and for whatever is not known to be harmless.
     """
-    # Before it is parsed: a value takes tens of times the memory of its two or three bytes.
-    if content.count(b",") > _MAX_COMMAS or content.count(b"[") > _MAX_BRACKETS:
+    if is_crowded(content, commas=_MAX_COMMAS, brackets=_MAX_BRACKETS):
         raise _refused("it has too many entries")
     try:
         found = msgspec.json.decode(content, type=_Tokenizer)
