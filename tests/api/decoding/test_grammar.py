@@ -239,3 +239,19 @@ def test_one_key_whose_answers_all_follow_a_schema_leaves_room_for_another() -> 
             ask("a", 1)
         assert (refused.value.status, refused.value.code) == (429, "rate_limit_exceeded")
         ask("b", 3)
+
+
+def test_a_tokenizer_that_cannot_follow_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each try stops all threads, for as long as it takes to read the vocabulary."""
+    tries = []
+
+    def fails(*_: object, **__: object) -> None:
+        tries.append(1)
+        raise ValueError("odd")
+
+    monkeypatch.setattr(grammar, "from_tokenizer", fails)
+    grammars = Grammars(byte_level_tokenizer(), VOCABULARY, [0])
+    for _ in range(3):
+        with pytest.raises(ValueError, match=r"cannot be made to follow a grammar: odd"):
+            grammars.follow(json_schema_grammar({"type": "object"}))
+    assert len(tries) == 1
