@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from nesa_node.api.answering.chances import check_count
+from nesa_node.api.answering.chances import take_room_for
 from nesa_node.api.answering.completion_answer import CompletionAnswer
 from nesa_node.api.bodies.completion_body import CompletionBody
 from nesa_node.api.bodies.formats import grammar_of, schema_of
@@ -50,7 +50,7 @@ async def _prepared(
 ) -> Answers:
     prompts = body.prompts()
     jobs = await _jobs(gateway, model, body, prompts, caller)
-    check_count(jobs, param="logprobs")
+    take_room_for(jobs, param="logprobs")
     answer = CompletionAnswer(
         body.model or model.name,
         fingerprint(model.model_id),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from nesa_node.api.answering.chances import check_count
+from nesa_node.api.answering.chances import take_room_for
 from nesa_node.api.answering.response_answer import ResponseAnswer
 from nesa_node.api.bodies.formats import grammar_of
 from nesa_node.api.bodies.reading import body_of
@@ -43,7 +43,7 @@ async def _prepared(
     gateway: Gateway, caller: str, spend: Meter, body: ResponseBody, model: ServedModel
 ) -> Answers:
     job = await _job(gateway, model, body, caller)
-    check_count([job], param="top_logprobs")
+    take_room_for([job], param="top_logprobs")
     body = body.model_copy(update={"model": body.model or model.name})
     answer = ResponseAnswer(body, job, usage=spend.usage(model.name, len(job.prompt)))
     run = partial(running, model, [job], gateway.watch)
