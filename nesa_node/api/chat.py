@@ -30,6 +30,7 @@ from nesa_node.api.gateway import (
 )
 from nesa_node.api.openapi import ChatCompletion, ChatCompletionChunk, describe
 from nesa_node.api.serving.jobs import running
+from nesa_node.api.serving.prompts import checked_prompt
 from nesa_node.web.problem import Problem
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ async def _job(
         render=gateway.render(caller),
     )
     return Job(
-        prompt=tuple(prompt),
+        prompt=checked_prompt(model, prompt, "messages"),
         max_tokens=room_for(
             len(prompt),
             asked,

@@ -19,6 +19,7 @@ from nesa_node.api.decoding.job import Job
 from nesa_node.api.gateway import Answers, CallerOf, Gateway, GatewayOf, Meter, SpendOf
 from nesa_node.api.openapi import ModelResponse, ResponseEvent, describe
 from nesa_node.api.serving.jobs import running
+from nesa_node.api.serving.prompts import checked_prompt
 
 if TYPE_CHECKING:
     from nesa_node.api.serving.served_model import ServedModel
@@ -64,7 +65,7 @@ async def _job(gateway: Gateway, model: ServedModel, body: ResponseBody, caller:
         render=gateway.render(caller),
     )
     return Job(
-        prompt=tuple(prompt),
+        prompt=checked_prompt(model, prompt, "input"),
         max_tokens=room_for(
             len(prompt),
             body.max_output_tokens,
