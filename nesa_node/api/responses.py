@@ -45,7 +45,8 @@ async def _prepared(
 ) -> Answers:
     job = await _job(gateway, model, body, caller)
     take_room_for([job], param="top_logprobs")
-    body = body.model_copy(update={"model": body.model or model.name})
+    # What is long is the input, which is not told again.
+    body = body.model_copy(update={"model": body.model or model.name, "input": ""})
     answer = ResponseAnswer(body, job, usage=spend.usage(model.name, len(job.prompt)))
     run = partial(running, model, [job], gateway.watch)
     return Answers(partial(answer.whole, run), partial(answer.events, run), answer.failed)

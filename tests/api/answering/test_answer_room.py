@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -12,7 +13,8 @@ from starlette.types import Message
 from nesa_node.api.answering import answer_room
 from nesa_node.api.answering.answer_room import AnswerRoom
 from nesa_node.api.answering.chances import take_room_for
-from nesa_node.api.decoding.job import Event, Job, PromptRead
+from nesa_node.api.bodies.response_body import ItemPart
+from nesa_node.api.decoding.job import Delta, Event, Job, PromptRead
 from nesa_node.web.problem import Problem
 from nesa_node.web.shares import Shares
 from tests.api.scripted import chat_body, serving, until
@@ -97,3 +99,19 @@ def test_a_token_takes_more_than_those_that_it_was_chosen_from(
     assert taken == [0, 6 * 340, 10 * (340 + 5 * 160)]
     with pytest.raises(Problem, match="log probabilities"):
         take_room_for([Job(prompt=(1,), max_tokens=1 << 19, n=3, top_logprobs=0)], param="x")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_response_does_not_keep_its_input(tokenizer: Any, stream: bool) -> None:
+    alive: list[int] = []
+
+    async def counts(_job: Job) -> AsyncIterator[Event]:
+        yield PromptRead()
+        alive.append(sum(type(one) is ItemPart for one in gc.get_objects()))
+        yield Delta(index=0, text="hello", finish_reason="stop")
+
+    parts = [{"type": "input_text", "text": "hello"}] * 8
+    body = {"input": [{"role": "user", "content": parts}], "stream": stream}
+    async with serving(tokenizer, counts) as server:
+        assert (await server.post("/v1/responses", body)).status_code == 200
+    assert alive == [0]
