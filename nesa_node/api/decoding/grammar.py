@@ -29,7 +29,7 @@ _ONE_LINE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_sep
 
 MAX_FOLLOWERS = 64
 """Answers that follow grammars at once in this process, beside a quarter more for keys that have
-few: a hard pattern's takes up to 27 MB."""
+few: a hard pattern's takes up to 35 MB, `MOST_LEXER_BYTES` of them before it begins."""
 STEPS_CPU_S = 2.0
 """What the masks of one answer may take, beside `STEP_CPU_S` for each of its tokens."""
 STEP_CPU_S = 0.02

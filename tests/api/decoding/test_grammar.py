@@ -130,6 +130,40 @@ def test_what_cannot_be_followed_is_refused_at_once(schema: dict[str, Any]) -> N
     assert time.monotonic() - began < 5
 
 
+@pytest.mark.parametrize(
+    "items",
+    [
+        {"type": "integer", "multipleOf": 99_991},
+        {"allOf": [{"type": "integer", "multipleOf": number} for number in (7, 11, 13, 17, 19)]},
+    ],
+)
+def test_a_short_schema_of_much_memory_is_refused(items: dict[str, Any]) -> None:
+    followed = json_schema_grammar({"type": "array", "items": items})
+    # Also where an earlier one left memory that is free, but not the system's again.
+    for _ in range(2):
+        assert "MiB to follow" in (refusal(followed, LLTokenizer("byte")) or "")
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        *SCHEMAS,
+        {"type": "array", "items": {"type": "integer", "multipleOf": 1000}},
+        {"type": "number", "multipleOf": 0.01},
+        {"enum": [f"value number {number}" for number in range(2500)]},
+        {
+            "type": "object",
+            "properties": {
+                f"p{at}": {"type": "array", "items": {"type": "string", "pattern": "^[a-z]{1,40}$"}}
+                for at in range(400)
+            },
+        },
+    ],
+)
+def test_an_honest_schema_takes_little_memory(schema: dict[str, Any]) -> None:
+    assert refusal(json_schema_grammar(schema), LLTokenizer("byte")) is None
+
+
 def test_a_schema_nested_without_end_is_refused() -> None:
     schema: dict[str, Any] = {}
     for _ in range(100_000):
