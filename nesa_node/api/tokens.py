@@ -114,7 +114,5 @@ async def detokenize(
             param="tokens",
         )
     spend(len(body.tokens))
-    (text,) = await light(
-        len(body.tokens), lambda: join(model.tokenizer, [body.tokens], param="tokens")
-    )
+    (text,) = await join(model.tokenizer, [body.tokens], param="tokens")
     return json_response({"prompt": text})

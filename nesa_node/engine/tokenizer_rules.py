@@ -246,7 +246,7 @@ def _check_each(found: Component | None, kind: str, key: str, known: Mapping[str
             raise _refused(f"{kind} {str(name)[:40]!r} is not known here")
         if not check(part):
             raise _refused(f"{kind} {name} does what is not known here")
-        if name in _ONCE and counts[name] > 1:
+        if {name, f"{kind} {name}"} & _ONCE and counts[str(name)] > 1:
             raise _refused(f"{kind} {name} comes more than once")
 
 
@@ -309,8 +309,9 @@ def _fills_in_once(part: Component) -> bool:
     )
 
 
-_ONCE = frozenset({"Prepend", "ByteLevel", "Metaspace", "TemplateProcessing"})
-"""Each makes a text longer."""
+_ONCE = frozenset({"Prepend", "ByteLevel", "Metaspace", "TemplateProcessing", "decoder Replace"})
+"""Each makes a text longer, but for the last, which takes a microsecond for each character and each
+time that it comes, at each token of an answer."""
 _NORMALIZERS: Mapping[str, Check] = {
     "NFC": _any,
     "Lowercase": _any,
