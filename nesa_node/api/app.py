@@ -20,6 +20,7 @@ from nesa_node.api import (
     tokens,
 )
 from nesa_node.api.answering import failures
+from nesa_node.api.answering.answer_room import AnswerRoom
 from nesa_node.api.answering.closing import Closing
 from nesa_node.api.docs_page import docs_route
 from nesa_node.api.gateway import Gateway
@@ -57,6 +58,7 @@ def make_app(
     failures.install(app)
     openapi.install(app)
     app.add_middleware(_Heads)
+    app.add_middleware(AnswerRoom)
     for endpoint in _ENDPOINTS:
         app.include_router(endpoint.router)
     if metrics is not None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from nesa_node.api.answering.chances import check_count
+from nesa_node.api.answering.chances import take_room_for
 from nesa_node.api.answering.chat_answer import ChatAnswer
 from nesa_node.api.bodies.chat_body import ChatBody, NamedTool, Tool
 from nesa_node.api.bodies.formats import Check, checked, grammar_of, schema_of
@@ -30,6 +30,7 @@ from nesa_node.api.gateway import (
 )
 from nesa_node.api.openapi import ChatCompletion, ChatCompletionChunk, describe
 from nesa_node.api.serving.jobs import running
+from nesa_node.api.serving.prompts import checked_prompt
 from nesa_node.web.problem import Problem
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ async def _prepared(
     model: ServedModel,
 ) -> Answers:
     job = await _job(gateway, model, body, tools, caller)
-    check_count([job], param="top_logprobs")
+    take_room_for([job], param="top_logprobs")
     answer = ChatAnswer(
         body.model or model.name,
         fingerprint(model.model_id),
@@ -106,7 +107,7 @@ async def _job(
         render=gateway.render(caller),
     )
     return Job(
-        prompt=tuple(prompt),
+        prompt=checked_prompt(model, prompt, "messages"),
         max_tokens=room_for(
             len(prompt),
             asked,

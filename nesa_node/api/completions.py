@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from nesa_node.api.answering.chances import check_count
+from nesa_node.api.answering.chances import take_room_for
 from nesa_node.api.answering.completion_answer import CompletionAnswer
 from nesa_node.api.bodies.completion_body import CompletionBody
 from nesa_node.api.bodies.formats import grammar_of, schema_of
 from nesa_node.api.bodies.reading import body_of
 from nesa_node.api.bodies.sampling_body import room_for
-from nesa_node.api.bodies.splitting import join, light
+from nesa_node.api.bodies.splitting import join
 from nesa_node.api.decoding.job import Job
 from nesa_node.api.gateway import Answers, CallerOf, Gateway, GatewayOf, Meter, SpendOf, fingerprint
 from nesa_node.api.openapi import Completion, describe
@@ -50,7 +50,7 @@ async def _prepared(
 ) -> Answers:
     prompts = body.prompts()
     jobs = await _jobs(gateway, model, body, prompts, caller)
-    check_count(jobs, param="logprobs")
+    take_room_for(jobs, param="logprobs")
     answer = CompletionAnswer(
         body.model or model.name,
         fingerprint(model.model_id),
@@ -102,9 +102,6 @@ async def _jobs(
 
 
 async def _texts(model: ServedModel, prompts: list[str | list[int]]) -> list[str]:
-    def texts() -> list[str]:
-        tokens = [prompt for prompt in prompts if not isinstance(prompt, str)]
-        joined = iter(join(model.tokenizer, tokens, param="prompt"))
-        return [prompt if isinstance(prompt, str) else next(joined) for prompt in prompts]
-
-    return await light(sum(map(len, prompts)), texts)
+    tokens = [prompt for prompt in prompts if not isinstance(prompt, str)]
+    joined = iter(await join(model.tokenizer, tokens, param="prompt"))
+    return [prompt if isinstance(prompt, str) else next(joined) for prompt in prompts]

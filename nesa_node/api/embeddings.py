@@ -14,6 +14,7 @@ from fastapi import APIRouter
 from pydantic import Field
 from starlette.responses import Response
 
+from nesa_node.api.answering.answer_room import take_room
 from nesa_node.api.bodies.completion_body import Tokens, as_list
 from nesa_node.api.bodies.fields import Body, Label, ModelName, Nothing, Text
 from nesa_node.api.bodies.reading import body_of
@@ -31,6 +32,8 @@ MAX_TOKENS = 300_000
 """Of all inputs together; OpenAI's limit, too."""
 MOST_NUMBERS = 1 << 23
 """Of all embeddings of one answer: 32 MiB, which are kept until a client has read them."""
+_TENSOR_BYTES = 1024
+"""Of an embedding, beside its numbers."""
 
 router = APIRouter()
 
@@ -75,6 +78,7 @@ async def embed(
             code="invalid_value",
             param="input",
         )
+    take_room(len(inputs) * (4 * model.hidden_size + _TENSOR_BYTES))
     return gateway.computed(partial(_embed, gateway, spend, model, body, inputs))
 
 

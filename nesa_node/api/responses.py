@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from nesa_node.api.answering.chances import check_count
+from nesa_node.api.answering.chances import take_room_for
 from nesa_node.api.answering.response_answer import ResponseAnswer
 from nesa_node.api.bodies.formats import grammar_of
 from nesa_node.api.bodies.reading import body_of
@@ -19,6 +19,7 @@ from nesa_node.api.decoding.job import Job
 from nesa_node.api.gateway import Answers, CallerOf, Gateway, GatewayOf, Meter, SpendOf
 from nesa_node.api.openapi import ModelResponse, ResponseEvent, describe
 from nesa_node.api.serving.jobs import running
+from nesa_node.api.serving.prompts import checked_prompt
 
 if TYPE_CHECKING:
     from nesa_node.api.serving.served_model import ServedModel
@@ -43,8 +44,9 @@ async def _prepared(
     gateway: Gateway, caller: str, spend: Meter, body: ResponseBody, model: ServedModel
 ) -> Answers:
     job = await _job(gateway, model, body, caller)
-    check_count([job], param="top_logprobs")
-    body = body.model_copy(update={"model": body.model or model.name})
+    take_room_for([job], param="top_logprobs")
+    # What is long is the input, which is not told again.
+    body = body.model_copy(update={"model": body.model or model.name, "input": ""})
     answer = ResponseAnswer(body, job, usage=spend.usage(model.name, len(job.prompt)))
     run = partial(running, model, [job], gateway.watch)
     return Answers(partial(answer.whole, run), partial(answer.events, run), answer.failed)
@@ -64,7 +66,7 @@ async def _job(gateway: Gateway, model: ServedModel, body: ResponseBody, caller:
         render=gateway.render(caller),
     )
     return Job(
-        prompt=tuple(prompt),
+        prompt=checked_prompt(model, prompt, "input"),
         max_tokens=room_for(
             len(prompt),
             body.max_output_tokens,

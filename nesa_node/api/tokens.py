@@ -9,7 +9,7 @@ from pydantic import Field
 from starlette.responses import Response
 
 from nesa_node.api.answering.answers import json_response
-from nesa_node.api.bodies.chat_body import MAX_MESSAGES, MAX_TOOLS, ChatMessage, Tool
+from nesa_node.api.bodies.chat_body import MAX_MESSAGES, MAX_TOOLS, ChatMessage, FewPieces, Tool
 from nesa_node.api.bodies.completion_body import MAX_TOKENS
 from nesa_node.api.bodies.fields import Body, Name, Text, TokenId
 from nesa_node.api.bodies.reading import body_of
@@ -28,7 +28,11 @@ class TokenizeBody(Body):
     model: Name | None = None
     prompt: Text | None = None
     messages: (
-        Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+        Annotated[
+            list[ChatMessage],
+            Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
+            FewPieces,
+        ]
         | None
     ) = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
@@ -110,7 +114,5 @@ async def detokenize(
             param="tokens",
         )
     spend(len(body.tokens))
-    (text,) = await light(
-        len(body.tokens), lambda: join(model.tokenizer, [body.tokens], param="tokens")
-    )
+    (text,) = await join(model.tokenizer, [body.tokens], param="tokens")
     return json_response({"prompt": text})

@@ -10,6 +10,8 @@ from nesa_node.client.model import choose_salt, connected_model
 from nesa_node.client.options import ConnectionOptions
 from nesa_node.core.config import ClientConfig, default_decisions_path, secret_text
 from nesa_node.engine.checkpoint import Checkpoint, open_checkpoint
+from nesa_node.engine.devices import choose_device
+from nesa_node.engine.memory import require_room_for_ends
 from nesa_node.engine.threads import fix_threads
 from nesa_node.engine.tokenizer import load_discovered_tokenizer, load_tokenizer
 
@@ -27,11 +29,17 @@ def open_model(
     """Load tokenizer and ends of `checkpoint`. Close the model.
 
     The swarm is joined at the first session. `discovered`: strangers chose the model, so that not
-    every tokenizer is run. Raises what fetching files raises, and `ConfigError`.
+    every tokenizer is run, and its ends must leave room (`require_room_for_ends`). Raises what
+    fetching files raises, and `ConfigError`.
     """
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     if config.threads is not None:
         fix_threads(config.threads)
+    dtype = checkpoint.resolve_dtype(config.torch_dtype)
+    # The ends are small: without a word they stay where every machine has room.
+    device = choose_device("cpu" if config.device == "auto" else config.device)
+    if discovered:
+        require_room_for_ends(checkpoint, dtype=dtype, device=device)
     load = load_discovered_tokenizer if discovered else load_tokenizer
     tokenizer = load(checkpoint.fetch_side_files())
     options = ConnectionOptions(
@@ -48,9 +56,8 @@ def open_model(
     model = connected_model(
         checkpoint,
         options,
-        dtype=checkpoint.resolve_dtype(config.torch_dtype),
-        # The ends are small: without a word they stay where every machine has room.
-        device="cpu" if config.device == "auto" else config.device,
+        dtype=dtype,
+        device=device,
         prefix_salt=choose_salt(config.reuse_prefix, None),
     )
     return model, tokenizer

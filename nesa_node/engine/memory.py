@@ -10,10 +10,11 @@ import psutil
 import torch
 
 from nesa_node.core.choices import QuantType
-from nesa_node.core.errors import InsufficientMemoryError
+from nesa_node.core.errors import InsufficientMemoryError, UnsupportedModelError
 from nesa_node.core.span import Span
 from nesa_node.engine.checkpoint import Checkpoint
 from nesa_node.engine.linear import return_memory
+from nesa_node.engine.parts import ends_names
 from nesa_node.engine.skeleton import Skeleton
 
 # What is left for activations, the largest tensor while it is converted, and everybody else.
@@ -86,6 +87,42 @@ def blocks_that_fit(
             "be used; free memory, ask for a smaller cache, a 16-bit dtype or --quant-type int8"
         )
     return Fit(int(count), free, largest, cache)
+
+
+def require_room_for_ends(
+    checkpoint: Checkpoint,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    free_bytes: int | None = None,
+) -> None:
+    """Check, before they are fetched, that a stranger's embedding and head take at most half of
+    what can be used of free memory: requests and other models need the rest.
+
+    Raises `InsufficientMemoryError`, `CorruptCheckpointError` for what the checkpoint lacks, and
+    `UnsupportedModelError` for weights that are stored as integers: a file of bytes would take
+    four times its size.
+    """
+    skeleton = Skeleton(checkpoint)
+    # Tied weights are there once.
+    stored = [checkpoint.tensors[n] for n in set(skeleton.source_names(ends_names(skeleton)))]
+    if not all(info.dtype.is_floating_point for info in stored):
+        raise UnsupportedModelError(
+            f"{checkpoint.name} has its embedding or head as integers, which cannot be served; "
+            "use a checkpoint in float32, float16 or bfloat16"
+        )
+    # The largest one also as it is stored, while it is converted.
+    needed = sum(info.numel * dtype.itemsize for info in stored)
+    needed += max(info.nbytes for info in stored)
+    # On their way to a GPU they are here.
+    free = min(map(free_memory_bytes, {"cpu", str(device)})) if free_bytes is None else free_bytes
+    usable = max(free - RESERVE_BYTES, 0) // 2
+    if needed > usable:
+        raise InsufficientMemoryError(
+            f"embedding and head of {checkpoint.name} take {_mib(needed)}, and {_mib(usable)} of "
+            f"{_mib(free)} free are for a model that the swarm announces; where you want to serve "
+            "it, name it with --model"
+        )
 
 
 def give_back_memory() -> None:

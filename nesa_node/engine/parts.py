@@ -122,6 +122,11 @@ def load_head(
     return _load_head(Skeleton(checkpoint), dtype, torch.device(device), progress)
 
 
+def ends_names(skeleton: Skeleton) -> list[str]:
+    """Return the names of the tensors that `load_ends` loads."""
+    return [*_embedder_names(skeleton), *_head_names(skeleton)]
+
+
 def load_ends(
     checkpoint: Checkpoint,
     *,
@@ -136,6 +141,23 @@ def load_ends(
     return embedder, _load_head(skeleton, dtype, device, progress)
 
 
+def _embedder_names(skeleton: Skeleton) -> list[str]:
+    family = skeleton.family
+    parts = (family.embedding, family.projection_in, family.positions, family.embedding_norm)
+    return [
+        name
+        for part in parts
+        if part is not None
+        for name in skeleton.module_names(f"{family.decoder}.{part}")
+    ]
+
+
+def _head_names(skeleton: Skeleton) -> list[str]:
+    family = skeleton.family
+    parts = [*(f"{family.decoder}.{part}" for part in family.final), LM_HEAD]
+    return [name for part in parts for name in skeleton.module_names(part)]
+
+
 def _load_embedder(
     skeleton: Skeleton, dtype: torch.dtype, device: torch.device, progress: Progress | None
 ) -> Embedder:
@@ -143,10 +165,9 @@ def _load_embedder(
     tokens: nn.Module = getattr(decoder, family.embedding)
     others = (family.projection_in, family.positions, family.embedding_norm)
     modules = {name: getattr(decoder, name) for name in others if name is not None}
-    kept = [family.embedding, *(name for name, module in modules.items() if module is not None)]
     skeleton.make_buffers(tokens, device)
     skeleton.load(
-        [name for part in kept for name in skeleton.module_names(f"{family.decoder}.{part}")],
+        _embedder_names(skeleton),
         dtype=dtype,
         device=device,
         task="loading embeddings",
@@ -168,9 +189,8 @@ def _load_head(
 ) -> Head:
     family, decoder = skeleton.family, skeleton.decoder
     final = [name for name in family.final if getattr(decoder, name) is not None]
-    kept = [*(f"{family.decoder}.{name}" for name in final), LM_HEAD]
     skeleton.load(
-        [name for part in kept for name in skeleton.module_names(part)],
+        _head_names(skeleton),
         dtype=dtype,
         device=device,
         task="loading the head",

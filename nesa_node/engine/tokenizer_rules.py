@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from nesa_node.core.errors import UnsupportedModelError
+from nesa_node.engine.side_files import is_crowded
 
 MAX_TOKENS = 300_000
 """Of the families served BLOOM and Gemma have the most, 250,680 and 262,208."""
@@ -114,8 +115,7 @@ def checked_tokenizer(content: bytes) -> bytes:
     Raises `UnsupportedModelError` for one that might take more than a text's share of time and
     memory, and for whatever is not known to be harmless.
     """
-    # Before it is parsed: a value takes tens of times the memory of its two or three bytes.
-    if content.count(b",") > _MAX_COMMAS or content.count(b"[") > _MAX_BRACKETS:
+    if is_crowded(content, commas=_MAX_COMMAS, brackets=_MAX_BRACKETS):
         raise _refused("it has too many entries")
     try:
         found = msgspec.json.decode(content, type=_Tokenizer)
@@ -246,7 +246,7 @@ def _check_each(found: Component | None, kind: str, key: str, known: Mapping[str
             raise _refused(f"{kind} {str(name)[:40]!r} is not known here")
         if not check(part):
             raise _refused(f"{kind} {name} does what is not known here")
-        if name in _ONCE and counts[name] > 1:
+        if {name, f"{kind} {name}"} & _ONCE and counts[str(name)] > 1:
             raise _refused(f"{kind} {name} comes more than once")
 
 
@@ -309,8 +309,9 @@ def _fills_in_once(part: Component) -> bool:
     )
 
 
-_ONCE = frozenset({"Prepend", "ByteLevel", "Metaspace", "TemplateProcessing"})
-"""Each makes a text longer."""
+_ONCE = frozenset({"Prepend", "ByteLevel", "Metaspace", "TemplateProcessing", "decoder Replace"})
+"""Each makes a text longer, but for the last, which takes a microsecond for each character and each
+time that it comes, at each token of an answer."""
 _NORMALIZERS: Mapping[str, Check] = {
     "NFC": _any,
     "Lowercase": _any,

@@ -2,14 +2,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import get_args
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from nesa_node.core.choices import QuantType
-from nesa_node.core.errors import InsufficientMemoryError
+from nesa_node.core.errors import InsufficientMemoryError, UnsupportedModelError
 from nesa_node.core.span import Span
 from nesa_node.engine.memory import (
     RESERVE_BYTES,
@@ -17,8 +19,10 @@ from nesa_node.engine.memory import (
     blocks_that_fit,
     cache_bytes_per_token,
     free_memory_bytes,
+    require_room_for_ends,
 )
-from nesa_node.engine.parts import load_blocks
+from nesa_node.engine.parts import load_blocks, load_ends
+from tests.cli.tiny import write_tiny_model
 from tests.engine.chained import open_local
 from tests.engine.own_process import figures
 from tests.engine.tiny_models import FAMILIES, save_tiny_model
@@ -89,6 +93,41 @@ def test_too_little_memory_for_one_block_says_so(models_dir: Path) -> None:
             cache_tokens=10,
             free_bytes=RESERVE_BYTES + 1000,
         )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_ends_of_a_strangers_model_take_half_of_what_is_free(
+    family: str, models_dir: Path
+) -> None:
+    checkpoint = open_local(save_tiny_model(family, models_dir))
+    embedder, head = load_ends(checkpoint, dtype=torch.float32, device="cpu")
+    parts = embedder._modules
+    tensors = {
+        tensor.data_ptr(): tensor.nbytes
+        for module in (
+            *(parts.tokens, parts.projection_in, parts.positions, parts.norm),
+            *(*head._final, head.lm_head),
+        )
+        if module is not None
+        for tensor in module.state_dict().values()
+    }
+    needed = sum(tensors.values()) + max(tensors.values())
+    ask = partial(
+        require_room_for_ends, checkpoint, dtype=torch.float32, device=torch.device("cpu")
+    )
+    ask(free_bytes=RESERVE_BYTES + 2 * needed)
+    with pytest.raises(InsufficientMemoryError, match="--model"):
+        ask(free_bytes=RESERVE_BYTES + 2 * needed - 2)
+
+
+def test_bytes_are_no_embedding(tmp_path: Path) -> None:
+    """They would take four times as much memory as the disk limit lets them have."""
+    folder = write_tiny_model(tmp_path / "tiny")
+    weights = load_file(folder / "model.safetensors")
+    weights["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"].to(torch.uint8)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UnsupportedModelError, match="integers"):
+        require_room_for_ends(open_local(folder), dtype=torch.float32, device=torch.device("cpu"))
 
 
 def test_a_container_has_what_its_limit_leaves(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from nesa_node.core.errors import CorruptCheckpointError, NesaError
-from nesa_node.engine.side_files import parsing
+from nesa_node.engine.side_files import parsing, read_json
 from nesa_node.engine.tokenizer import load_tokenizer
 from tests.api.tokenizers import byte_level_tokenizer
 
@@ -44,3 +44,15 @@ def test_a_panic_of_a_library_is_refused_and_ctrl_c_is_not() -> None:
         raise panic("out of range")
     with pytest.raises(KeyboardInterrupt), parsing("x"):
         raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("crowd", [b"[]," * 500_001, b"{}," * 500_001, b"1," * 1_000_001])
+@pytest.mark.parametrize("name", ["model.safetensors.index.json", "tokenizer_config.json"])
+def test_a_file_of_many_values_is_refused_unparsed(
+    tmp_path: Path, name: str, crowd: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A few MB of empty lists take a hundred MiB each, and stop all threads for seconds."""
+    (tmp_path / name).write_bytes(b'{"weight_map": {}, "x": [' + crowd + b"1]}")
+    monkeypatch.setattr("json.loads", None)
+    with pytest.raises(CorruptCheckpointError, match="more values"):
+        read_json(tmp_path / name)

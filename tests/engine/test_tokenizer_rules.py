@@ -84,6 +84,12 @@ REFUSED: dict[str, dict[str, Any]] = {
     "slow regex when decoding": {
         "decoder": {"type": "Replace", "pattern": {"Regex": "(a+)+$"}, "content": ""}
     },
+    "replaces twice when decoding": {
+        "decoder": {
+            "type": "Sequence",
+            "decoders": [{"type": "Replace", "pattern": {"String": "a"}, "content": "b"}] * 2,
+        }
+    },
     "strips what is not there": {
         "decoder": {"type": "Strip", "content": " ", "start": 0, "stop": 9}
     },

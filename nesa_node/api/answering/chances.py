@@ -8,11 +8,14 @@ from typing import Any
 
 import msgspec
 
+from nesa_node.api.answering.answer_room import take_room
 from nesa_node.api.decoding.job import Chosen, Job, TokenChance
 from nesa_node.web.problem import Problem
 
 MOST = 1 << 20
-"""Log probabilities of one request: each takes a hundred bytes until its client reads it."""
+"""Log probabilities of one request."""
+_CHOSEN_BYTES, _OTHER_BYTES = 340, 160
+"""What a token takes until its client reads it, and what each of the likeliest in its place."""
 
 LEAST = -9999.0
 """OpenAI's word for impossible: JSON knows no infinity."""
@@ -21,9 +24,13 @@ LEAST = -9999.0
 _encode: Callable[[Any], bytes] = msgspec.json.Encoder().encode
 
 
-def check_count(jobs: Sequence[Job], *, param: str) -> None:
-    """Raises `Problem` where there may be too many, of prompts and of answers together."""
-    count = sum(_count(job) for job in jobs)
+def take_room_for(jobs: Sequence[Job], *, param: str) -> None:
+    """Have room for those of prompts and of answers together, as `take_room` does.
+
+    Raises `Problem` where there may be too many.
+    """
+    asked = [job for job in jobs if job.top_logprobs is not None]
+    count = sum(_tokens(job) * (1 + (job.top_logprobs or 0)) for job in asked)
     if count > MOST:
         raise Problem(
             400,
@@ -32,13 +39,12 @@ def check_count(jobs: Sequence[Job], *, param: str) -> None:
             code="invalid_value",
             param=param,
         )
+    tokens = sum(map(_tokens, asked))
+    take_room(tokens * _CHOSEN_BYTES + (count - tokens) * _OTHER_BYTES)
 
 
-def _count(job: Job) -> int:
-    if job.top_logprobs is None:
-        return 0
-    tokens = len(job.prompt) * job.prompt_logprobs + job.max_tokens
-    return tokens * job.n * (1 + job.top_logprobs)
+def _tokens(job: Job) -> int:
+    return (len(job.prompt) * job.prompt_logprobs + job.max_tokens) * job.n
 
 
 def entries(tokens: Iterable[Chosen]) -> list[msgspec.Raw]:

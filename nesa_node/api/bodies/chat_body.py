@@ -25,6 +25,30 @@ from nesa_node.web.problem import Problem
 MAX_MESSAGES = 4096
 MAX_PARTS = 1024
 MAX_TOOLS = 128
+MAX_PIECES = 16 * 1024
+"""Parts and calls of tools of all messages: as a model each takes 600 to 1,100 bytes."""
+
+
+def _few_pieces(messages: object) -> object:
+    """Refuses what has more than `MAX_PIECES` before any of them is read."""
+    pieces = [
+        piece
+        for message in (messages if isinstance(messages, list) else ())
+        if isinstance(message, dict)
+        for piece in (message.get("content"), message.get("tool_calls"))
+    ]
+    count = sum(len(piece) for piece in pieces if isinstance(piece, list))
+    if count > MAX_PIECES:
+        raise PydanticCustomError(
+            "too_long",
+            "all messages together have {count} parts and calls of tools, {most} are allowed",
+            {"count": count, "most": MAX_PIECES},
+        )
+    return messages
+
+
+FewPieces = BeforeValidator(_few_pieces)
+"""For a list of messages. Named after its length, and so asked first."""
 
 Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
 FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
@@ -126,7 +150,9 @@ class NamedTool(Body):
 
 class ChatBody(Sampled):
     messages: Annotated[
-        list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
+        list[ChatMessage],
+        Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
+        FewPieces,
     ]
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None

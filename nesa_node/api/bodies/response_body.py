@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
-from nesa_node.api.bodies.chat_body import MAX_MESSAGES, MAX_PARTS, ChatMessage
+from nesa_node.api.bodies.chat_body import MAX_MESSAGES, MAX_PARTS, ChatMessage, FewPieces
 from nesa_node.api.bodies.fields import (
     Body,
     Count,
@@ -125,6 +125,7 @@ class ResponseBody(Body):
         | Annotated[
             list[Annotated[Item, BeforeValidator(_read_item)]],
             Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
+            FewPieces,
         ]
     )
     instructions: Text | None = None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextvars import copy_context
 from functools import partial
@@ -67,17 +66,10 @@ def split(tokenizer: Any, text: str, *, special: bool, most: int, param: str) ->
     return _split(tokenizer, text, special)
 
 
-def join(tokenizer: Any, prompts: Sequence[Sequence[int]], *, param: str) -> list[str]:
+async def join(tokenizer: Any, prompts: Sequence[Sequence[int]], *, param: str) -> list[str]:
     """The texts of `prompts`. Raises `Problem` where they would be longer than a text may be."""
-    counts: Counter[int] = Counter()
-    for prompt in prompts:
-        counts.update(prompt)
-    # A stranger's token may have thousands of bytes.
-    tokens = tokenizer.convert_ids_to_tokens(list(counts))
-    length = sum(
-        len(token or "") * count for token, count in zip(tokens, counts.values(), strict=True)
-    )
-    if length > MAX_TEXT_CHARS:
+    sizes = await light(sum(map(len, prompts)), lambda: _sizes(tokenizer, prompts))
+    if (length := sum(sizes)) > MAX_TEXT_CHARS:
         raise Problem(
             400,
             f"{param}: these tokens make a text of about {length} characters; at most "
@@ -85,7 +77,21 @@ def join(tokenizer: Any, prompts: Sequence[Sequence[int]], *, param: str) -> lis
             code="invalid_value",
             param=param,
         )
-    return [decode_whole(tokenizer, list(prompt)) for prompt in prompts]
+
+    def texts() -> list[str]:
+        each = zip(prompts, sizes, strict=True)
+        return [decode_whole(tokenizer, list(prompt), size) for prompt, size in each]
+
+    return await light(length, texts)
+
+
+def _sizes(tokenizer: Any, prompts: Sequence[Sequence[int]]) -> list[int]:
+    """How many characters each makes: a stranger's token may have a thousand. At least one for
+    each token, which takes its time, too."""
+    ids = list({token for prompt in prompts for token in prompt})
+    tokens = tokenizer.convert_ids_to_tokens(ids)
+    length = {one: max(1, len(token or "")) for one, token in zip(ids, tokens, strict=True)}
+    return [sum(length[token] for token in prompt) for prompt in prompts]
 
 
 async def light(size: float, work: Callable[[], T], *, takes_memory: bool = False) -> T:

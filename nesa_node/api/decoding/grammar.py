@@ -29,12 +29,13 @@ _ONE_LINE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_sep
 
 MAX_FOLLOWERS = 64
 """Answers that follow grammars at once in this process, beside a quarter more for keys that have
-few: a hard pattern's takes up to 27 MB."""
+few: a hard pattern's takes up to 35 MB, `MOST_LEXER_BYTES` of them before it begins."""
 STEPS_CPU_S = 2.0
 """What the masks of one answer may take, beside `STEP_CPU_S` for each of its tokens."""
 STEP_CPU_S = 0.02
 """Of honest schemas: 0.1 ms, 5 at most."""
 _RETRY_S = 2.0
+_SHOWN_CHARS = 200
 
 _shares = Shares(MAX_FOLLOWERS, "answers that follow a schema", retry_after_s=_RETRY_S)
 
@@ -66,12 +67,16 @@ class Grammars:
         self._eos_ids = list(eos_ids)
         self._guard = threading.Lock()
         self._tokenizer: LLTokenizer | None = None
+        self._refusal: str | None = None
+        """Why there will be none: to find out takes as long as to make one."""
 
     def follow(self, grammar: str) -> Follower:
         """Compile `grammar`, which was checked, for one answer. Raises `ValueError`."""
         matcher = LLMatcher(self.prepare(), grammar, log_level=0, limits=limits())
         if matcher.is_error():
-            raise ValueError(f"the grammar cannot be followed: {matcher.get_error()[:200]}")
+            raise ValueError(
+                f"the grammar cannot be followed: {matcher.get_error()[:_SHOWN_CHARS]}"
+            )
         return Follower(matcher)
 
     @contextmanager
@@ -88,23 +93,24 @@ class Grammars:
             yield [first, *(first.copy() for _ in range(count - 1))]
 
     def prepare(self) -> LLTokenizer:
-        """What all answers share, made with the first call.
+        """What all answers share, made, or refused, with the first call.
 
         It takes a second for a large vocabulary, in which no other Python code runs: call it
         before there are answers that could be held up. Raises `ValueError` for a kind of tokenizer
         that llguidance does not know.
         """
         with self._guard:
-            if self._tokenizer is None:
+            if self._tokenizer is None and self._refusal is None:
                 hf: Any = self._hf_tokenizer
                 eos: Any = self._eos_ids or None
                 try:
-                    made = from_tokenizer(hf, n_vocab=self._vocab_size, eos_token=eos)
+                    self._tokenizer = from_tokenizer(hf, n_vocab=self._vocab_size, eos_token=eos)
                 except ValueError as error:
-                    raise ValueError(
-                        f"this model's tokenizer cannot be made to follow a grammar: {error}"
-                    ) from error
-                self._tokenizer = made
+                    self._refusal = str(error)[:_SHOWN_CHARS]
+            if self._tokenizer is None:
+                raise ValueError(
+                    f"this model's tokenizer cannot be made to follow a grammar: {self._refusal}"
+                )
             return self._tokenizer
 
 
@@ -147,6 +153,8 @@ class Follower:
         yield
         self._left_s -= time.thread_time() - began
         if self._matcher.is_error():
-            raise ValueError(f"the grammar became too complex: {self._matcher.get_error()[:200]}")
+            raise ValueError(
+                f"the grammar became too complex: {self._matcher.get_error()[:_SHOWN_CHARS]}"
+            )
         if self._left_s < 0:
             raise ValueError("the grammar takes too long to follow: its patterns are too hard")

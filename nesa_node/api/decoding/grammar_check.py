@@ -5,8 +5,10 @@ The program needs nothing but llguidance, so that it starts in a tenth of a seco
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
@@ -14,6 +16,9 @@ CPU_S = 1.0
 """Of one check. What 64 KiB of schema honestly need is 0.1 s."""
 MEMORY_BYTES = 1 << 30
 """Address space of the process; with nothing to do it has 30 MB."""
+MOST_LEXER_BYTES = 8 << 20
+"""Of a grammar that is ready to be followed. Honest ones take up to 2 MiB, `multipleOf` 500 bytes
+times its number, which no limit of llguidance's counts."""
 _SHOWN_CHARS = 200
 
 
@@ -38,10 +43,44 @@ def refusal(grammar: str, tokenizer: LLTokenizer) -> str | None:
     failed, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=limits())
     if failed:
         return _in_a_line(messages[0] if messages else "")
+    before = _allocated_bytes()
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits())
+    taken = _allocated_bytes() - before
     if not matcher.is_error():
         matcher.compute_bitmask()
-    return _in_a_line(matcher.get_error()) if matcher.is_error() else None
+    if matcher.is_error():
+        return _in_a_line(matcher.get_error())
+    if taken > MOST_LEXER_BYTES:
+        return (
+            f"it takes {taken / 2**20:.0f} MiB to follow, {MOST_LEXER_BYTES >> 20} are allowed: "
+            "give smaller numbers to multipleOf, or fewer patterns"
+        )
+    return None
+
+
+class _Mallinfo(ctypes.Structure):
+    """What glibc's `mallinfo2` returns."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    )
+
+
+_mallinfo: Any = getattr(ctypes.CDLL(None), "mallinfo2", None)
+
+
+def _allocated_bytes() -> int:
+    """What malloc has given out, in which process memory that was freed does not count; 0 where
+    there is no glibc."""
+    if _mallinfo is None:
+        return 0
+    _mallinfo.restype = _Mallinfo
+    found = _mallinfo()
+    return int(found.uordblks + found.hblkhd)
 
 
 def _in_a_line(message: str) -> str:

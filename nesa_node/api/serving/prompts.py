@@ -32,6 +32,12 @@ def _tokens_of(model: ServedModel, prompt: str | list[int], param: str) -> tuple
         prompt = split(model.tokenizer, prompt, special=True, most=most, param=param)
         if not prompt and model.tokenizer.bos_token_id is not None:
             prompt = [model.tokenizer.bos_token_id]
+    return checked_prompt(model, prompt, param)
+
+
+def checked_prompt(model: ServedModel, prompt: Sequence[int], param: str) -> tuple[int, ...]:
+    """A prompt to compute. Raises `Problem` where it has no tokens, as a chat template may make it,
+    or tokens that the model lacks, as its tokenizer may."""
     if not prompt:
         raise Problem(400, f"{param}: it has no tokens", code="invalid_value", param=param)
     if max(prompt) >= model.vocab_size:

@@ -10,7 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from nesa_node.api.bodies import reading
-from nesa_node.api.bodies.chat_body import ChatBody
+from nesa_node.api.bodies.chat_body import MAX_PIECES, ChatBody
 from nesa_node.api.bodies.completion_body import CompletionBody
 from nesa_node.api.bodies.fields import Body
 from nesa_node.api.bodies.response_body import ResponseBody
@@ -113,3 +113,28 @@ def test_what_is_wrong_is_said_of_the_field(body: dict[str, Any], words: str) ->
     with pytest.raises(Problem) as raised:
         reading.parse(ChatBody, json.dumps(body).encode())
     assert str(raised.value) == words
+
+
+def _messages(kind: type[Body], parts: int) -> dict[str, Any]:
+    part = {"type": "input_text" if kind is ResponseBody else "text", "text": "x"}
+    messages = [{"role": "user", "content": [part] * (parts // 64)}] * 64
+    return {"input" if kind is ResponseBody else "messages": messages}
+
+
+@pytest.mark.parametrize("kind", [ChatBody, ResponseBody, TokenizeBody])
+def test_many_parts_are_refused_before_any_is_read(kind: type[Body]) -> None:
+    reading.parse(kind, json.dumps(_messages(kind, MAX_PIECES)).encode())
+    # The first part is wrong, too: that is told only where parts are read.
+    body = _messages(kind, MAX_PIECES + 64)
+    field = next(iter(body))
+    body[field][0] = {"role": "user", "content": [{"type": "none"}, *body[field][0]["content"]]}
+    with pytest.raises(Problem, match=rf"{field}: .* 16449 parts .* 16384 are allowed") as refused:
+        reading.parse(kind, json.dumps(body).encode())
+    assert (refused.value.status, refused.value.param) == (400, field)
+
+
+def test_calls_of_tools_count_as_parts() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": ""}}
+    messages = [{"role": "assistant", "tool_calls": [call] * 128}] * 129
+    with pytest.raises(Problem, match="16512 parts and calls"):
+        reading.parse(ChatBody, json.dumps({"messages": messages}).encode())

@@ -54,12 +54,12 @@ def test_a_model_that_says_it_holds_more_tokens_than_are_split_gets_no_more(
         bounded("a" * (1 << 14))
 
 
-def test_tokens_are_joined_to_as_long_a_text_as_may_be_split() -> None:
+async def test_tokens_are_joined_to_as_long_a_text_as_may_be_split() -> None:
     tokenizer = tokenizer_of()
     longest = MAX_TEXT_CHARS // MAX_TOKEN_CHARS
     with pytest.raises(Problem, match=f"tokens: .* at most {MAX_TEXT_CHARS}"):
-        join(tokenizer, [[1] * longest, [0]], param="tokens")
-    few, none = join(tokenizer, [[0, 1, 0], []], param="tokens")
+        await join(tokenizer, [[1] * longest, [0]], param="tokens")
+    few, none = await join(tokenizer, [[0, 1, 0], []], param="tokens")
     assert few.replace(" ", "") == f"a{LONG}a"
     assert none == ""
 
@@ -86,3 +86,29 @@ async def test_huge_texts_are_split_by_twos_while_small_ones_go_on() -> None:
         may_end.set()
     await asyncio.gather(*huge)
     assert len(begun) == 4
+
+
+async def test_few_tokens_of_long_texts_are_joined_in_a_thread() -> None:
+    threads: list[int] = []
+
+    class Noting:
+        def __init__(self, tokenizer: Any) -> None:
+            self._tokenizer = tokenizer
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._tokenizer, name)
+
+        def decode(self, ids: list[int]) -> str:
+            threads.append(threading.get_ident())
+            text: str = self._tokenizer.decode(ids)
+            return text
+
+    tokenizer = Noting(tokenizer_of())
+    await join(tokenizer, [[0] * 100], param="tokens")
+    assert threads == [threading.get_ident()]
+    await join(tokenizer, [[1] * 20, [0]], param="tokens")
+    assert len(threads) == 3
+    assert threading.get_ident() not in threads[1:]
+    # There all other threads would wait.
+    await join(tokenizer, [[1] * 100], param="tokens")
+    assert len(threads) == 3

@@ -130,6 +130,40 @@ def test_what_cannot_be_followed_is_refused_at_once(schema: dict[str, Any]) -> N
     assert time.monotonic() - began < 5
 
 
+@pytest.mark.parametrize(
+    "items",
+    [
+        {"type": "integer", "multipleOf": 99_991},
+        {"allOf": [{"type": "integer", "multipleOf": number} for number in (7, 11, 13, 17, 19)]},
+    ],
+)
+def test_a_short_schema_of_much_memory_is_refused(items: dict[str, Any]) -> None:
+    followed = json_schema_grammar({"type": "array", "items": items})
+    # Also where an earlier one left memory that is free, but not the system's again.
+    for _ in range(2):
+        assert "MiB to follow" in (refusal(followed, LLTokenizer("byte")) or "")
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        *SCHEMAS,
+        {"type": "array", "items": {"type": "integer", "multipleOf": 1000}},
+        {"type": "number", "multipleOf": 0.01},
+        {"enum": [f"value number {number}" for number in range(2500)]},
+        {
+            "type": "object",
+            "properties": {
+                f"p{at}": {"type": "array", "items": {"type": "string", "pattern": "^[a-z]{1,40}$"}}
+                for at in range(400)
+            },
+        },
+    ],
+)
+def test_an_honest_schema_takes_little_memory(schema: dict[str, Any]) -> None:
+    assert refusal(json_schema_grammar(schema), LLTokenizer("byte")) is None
+
+
 def test_a_schema_nested_without_end_is_refused() -> None:
     schema: dict[str, Any] = {}
     for _ in range(100_000):
@@ -239,3 +273,19 @@ def test_one_key_whose_answers_all_follow_a_schema_leaves_room_for_another() -> 
             ask("a", 1)
         assert (refused.value.status, refused.value.code) == (429, "rate_limit_exceeded")
         ask("b", 3)
+
+
+def test_a_tokenizer_that_cannot_follow_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each try stops all threads, for as long as it takes to read the vocabulary."""
+    tries = []
+
+    def fails(*_: object, **__: object) -> None:
+        tries.append(1)
+        raise ValueError("odd")
+
+    monkeypatch.setattr(grammar, "from_tokenizer", fails)
+    grammars = Grammars(byte_level_tokenizer(), VOCABULARY, [0])
+    for _ in range(3):
+        with pytest.raises(ValueError, match=r"cannot be made to follow a grammar: odd"):
+            grammars.follow(json_schema_grammar({"type": "object"}))
+    assert len(tries) == 1

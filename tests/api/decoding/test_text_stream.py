@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from nesa_node.api.decoding.text_stream import (
-    MANY_TOKENS,
+    MANY_CHARS,
     REPLACEMENT,
     WINDOW_TOKENS,
     TextRules,
@@ -71,20 +71,20 @@ class Undecoded:
         return getattr(self._tokenizer, name)
 
     def decode(self, token_ids: list[int]) -> str:
-        assert len(token_ids) <= MANY_TOKENS
+        assert len(token_ids) <= MANY_CHARS
         text: str = self._tokenizer.decode(token_ids)
         return text
 
 
 @pytest.mark.parametrize("make", KINDS)
-@pytest.mark.parametrize("count", [5, MANY_TOKENS, MANY_TOKENS + 1, 3 * MANY_TOKENS])
+@pytest.mark.parametrize("count", [5, MANY_CHARS, MANY_CHARS + 1, 3 * MANY_CHARS])
 def test_very_many_tokens_are_decoded_while_other_threads_go_on(
     make: Callable[[], PreTrainedTokenizerBase], count: int
 ) -> None:
     tokenizer, rng = make(), random.Random(0)
     # Some are special ones, and some have no text.
     ids = [rng.randrange(len(tokenizer) + 20) for _ in range(count)]
-    assert decode_whole(Undecoded(tokenizer), ids) == tokenizer.decode(ids)
+    assert decode_whole(Undecoded(tokenizer), ids, count) == tokenizer.decode(ids)
 
 
 def test_spaces_that_the_library_cleans_up_are_cleaned_up_in_long_texts() -> None:
@@ -92,8 +92,8 @@ def test_spaces_that_the_library_cleans_up_are_cleaned_up_in_long_texts() -> Non
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
     load: Any = PreTrainedTokenizerFast
     tokenizer = load(tokenizer_object=backend, clean_up_tokenization_spaces=True)
-    ids = [0, 1] * MANY_TOKENS
-    text = decode_whole(tokenizer, ids)
+    ids = [0, 1] * MANY_CHARS
+    text = decode_whole(Undecoded(tokenizer), ids, len(ids))
     assert text == tokenizer.decode(ids)
     assert text.startswith("a. a.")
 

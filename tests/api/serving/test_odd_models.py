@@ -15,10 +15,10 @@ from nesa_node.api.serving.locating import locate, open_discovered
 from nesa_node.api.serving.looking import Seen
 from nesa_node.api.serving.served_model import open_served_model
 from nesa_node.core.config import GatewayConfig
-from nesa_node.core.errors import ModelError, ModelNotFoundError
+from nesa_node.core.errors import InsufficientMemoryError, ModelError, ModelNotFoundError
 from nesa_node.core.ids import ModelId
-from nesa_node.engine import skeleton
-from nesa_node.engine.checkpoint import open_folder
+from nesa_node.engine import memory, skeleton
+from nesa_node.engine.checkpoint import Checkpoint, open_folder
 from nesa_node.engine.model_id import model_id
 from tests.cli.tiny import BLOCKS, write_tiny_model
 
@@ -121,3 +121,12 @@ def test_a_config_chooses_no_code_to_fetch(
     assert called == []
     assert found._attn_implementation == expected._attn_implementation
     assert found._experts_implementation == expected._experts_implementation
+
+
+def test_ends_for_which_there_is_no_room_are_refused_before_they_are_fetched(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "free_memory_bytes", lambda _: memory.RESERVE_BYTES + 20_000)
+    monkeypatch.setattr(Checkpoint, "read", None)
+    with pytest.raises(InsufficientMemoryError, match="--model"):
+        opened(folder)
