@@ -28,6 +28,7 @@ from nesa_node.core.config import (
 from nesa_node.core.errors import ConfigError
 from nesa_node.core.peer_address import checked_address
 from nesa_node.core.span import Span
+from nesa_node.core.user_file import user_path
 from nesa_node.engine.checkpoint import Checkpoint, open_checkpoint
 from nesa_node.engine.devices import choose_device
 from nesa_node.engine.parts import load_blocks, load_ends
@@ -95,14 +96,14 @@ class AutoDistributedModelForCausalLM:
         peers = (initial_peers,) if isinstance(initial_peers, str) else tuple(initial_peers)
         peers = tuple(map(checked_address, peers))
         device = choose_device(device)
-        cache = default_cache_dir() if cache_dir is None else Path(cache_dir).expanduser()
+        cache = default_cache_dir() if cache_dir is None else user_path(cache_dir)
         checkpoint = open_checkpoint(str(name), revision=revision, token=token, cache_dir=cache)
         resolved = checkpoint.resolve_dtype(str(dtype or torch_dtype or "auto"))
         options = ConnectionOptions(
             initial_peers=peers,
             routing=routing,
             swarm_key=swarm_key,
-            identity_path=None if identity_path is None else Path(identity_path).expanduser(),
+            identity_path=None if identity_path is None else user_path(identity_path),
             step_timeout_s=step_timeout_s,
             recovery_timeout_s=recovery_timeout_s,
             queue_timeout_s=queue_timeout_s,
