@@ -29,6 +29,7 @@ from nesa_node.core.errors import ConfigError
 from nesa_node.core.peer_address import checked_address
 from nesa_node.core.span import Span
 from nesa_node.core.user_file import user_path
+from nesa_node.core.waiting import waiting
 from nesa_node.engine.checkpoint import Checkpoint, open_checkpoint
 from nesa_node.engine.devices import choose_device
 from nesa_node.engine.parts import load_blocks, load_ends
@@ -162,19 +163,18 @@ def build_model(
     first, remote, last = split_blocks(checkpoint.num_blocks, client_blocks)
     resolved = checkpoint.resolve_dtype(str(dtype or "auto"))
     place = choose_device(device)
-    embedder, head = load_ends(checkpoint, dtype=resolved, device=place)
+    with waiting("embedding and head to be loaded"):
+        embedder, head = load_ends(checkpoint, dtype=resolved, device=place)
     hidden_size = checkpoint.config.hidden_size
     ends = Ends(embedder, Combined(head), head.normed, resolved, place, hidden_size, head.lm_head)
 
     local: LocalConnection | None = None
     if len(first) or len(last):
-        local = LocalConnection(
-            [
-                load_blocks(checkpoint, span, dtype=resolved, device=place)
-                for span in (first, last)
-                if len(span)
-            ]
-        )
+        own = [span for span in (first, last) if len(span)]
+        with waiting("weights to be loaded", blocks=own):
+            local = LocalConnection(
+                [load_blocks(checkpoint, span, dtype=resolved, device=place) for span in own]
+            )
     on_close: Callable[[], None] = (lambda: None) if local is None else local.close
     return DistributedModelForCausalLM(
         checkpoint.config,
