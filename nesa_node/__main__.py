@@ -12,9 +12,10 @@ from typing import NoReturn
 def main() -> NoReturn:
     """Run the command line and exit with its code."""
     from nesa_node.cli.interrupts import leaving_at_once
-    from nesa_node.cli.output import open_closed_streams
+    from nesa_node.cli.output import open_closed_streams, write_any_character
 
     open_closed_streams()
+    write_any_character()
     with leaving_at_once():
         from nesa_node.cli.app import main as run_app
     run_app()

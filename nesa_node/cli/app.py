@@ -124,18 +124,26 @@ def _command_of(argv: Sequence[str]) -> str:
 
 
 def _interrupted() -> int:
-    print("interrupted", file=sys.stderr)
+    _tell("interrupted")
     return INTERRUPTED
 
 
 def _report(error: NesaError) -> int:
     if logging.getLogger("nesa_node").isEnabledFor(logging.DEBUG) and error.__traceback__:
         logging.getLogger("nesa_node.cli").debug("command failed", exc_info=error)
-    try:
-        print(f"error: {plain_lines(str(error))}", file=sys.stderr)
-    except OSError:  # stderr is full or gone: the exit code has to do
-        drop(sys.stderr)
+    _tell(f"error: {plain_lines(str(error))}")
     return error.exit_code
+
+
+def _tell(line: str) -> None:
+    """As a line on stderr, after all of stdout. Streams that are full or gone are given up: the
+    exit code has to do."""
+    for stream, text in ((sys.stdout, ""), (sys.stderr, f"{line}\n")):
+        try:
+            stream.write(text)
+            stream.flush()
+        except OSError:
+            drop(stream)
 
 
 def _words(error: CycloptsError, argv: Sequence[str]) -> str:

@@ -19,6 +19,7 @@ from nesa_node.cli.prompt import check_text
 from nesa_node.core.errors import ConfigError
 from nesa_node.core.extras import require_node
 from nesa_node.core.span import Span, split_evenly
+from nesa_node.core.waiting import waiting
 
 if TYPE_CHECKING:
     import torch
@@ -85,7 +86,8 @@ def demo(
     torch.set_num_threads(1)
     if model is None and not (config.cache_dir / NAME).is_dir():
         print(f"{NAME}: converted once, from its GGUF file\n", flush=True)
-    folder = demo_model_path(config.cache_dir) if model is None else Path(model)
+    with waiting("the demo model to be converted"):
+        folder = demo_model_path(config.cache_dir) if model is None else Path(model)
     checkpoint = open_checkpoint(str(folder), cache_dir=config.cache_dir)
     spans = demo_spans(checkpoint.num_blocks, nodes)
     print(
@@ -171,14 +173,15 @@ def _ask_transformers(folder: Path, prompts: Sequence[Prompt]) -> list[Answer]:
     from nesa_node.cli.text import answer
     from nesa_node.engine.tokenizer import load_tokenizer
 
-    tokenizer = load_tokenizer(folder)
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, trust_remote_code=False
-    )
-    return [
-        answer(model, tokenizer, prompt.encode(tokenizer), prompt.sampling(), out=None)
-        for prompt in prompts
-    ]
+    with waiting("transformers' own answers in this process"):
+        tokenizer = load_tokenizer(folder)
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, trust_remote_code=False
+        )
+        return [
+            answer(model, tokenizer, prompt.encode(tokenizer), prompt.sampling(), out=None)
+            for prompt in prompts
+        ]
 
 
 def _ask(model: Any, tokenizer: PreTrainedTokenizerBase, prompt: Prompt, **options: Any) -> Answer:

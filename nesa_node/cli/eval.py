@@ -13,6 +13,7 @@ from cyclopts import Group, Parameter
 from nesa_node.cli.flags import COMPUTE, OUTPUT, SWARM, ClientFlags, configure
 from nesa_node.cli.interrupts import leaving_at_once
 from nesa_node.core.errors import ConfigError
+from nesa_node.core.user_file import user_path
 from nesa_node.core.waiting import waiting
 
 if TYPE_CHECKING:
@@ -132,8 +133,9 @@ def evaluate(
     _check_numbers(tokens=tokens, items=items, nodes=nodes, task_limit=task_limit, tasks=tasks)
     if context < 2:
         raise ConfigError(f"--context {context}: at least 2 tokens, one to be told the other by")
-    if json is not None and not json.expanduser().parent.is_dir():
-        raise ConfigError(f"--json {json}: there is no folder {json.expanduser().parent}")
+    json = None if json is None else user_path(json)
+    if json is not None and not json.parent.is_dir():
+        raise ConfigError(f"--json {json}: there is no folder {json.parent}")
 
     with leaving_at_once():
         from nesa_node.cli.eval_sample import (
@@ -213,7 +215,7 @@ def _write(rows: Sequence[Row], sample: Sample, path: Path, options: dict[str, o
         "items": len(sample.items),
     }
     try:
-        write_rows(rows, path.expanduser(), options=options | sizes)
+        write_rows(rows, path, options=options | sizes)
     except OSError as error:
         raise ConfigError(f"--json {path}: cannot be written ({error.strerror})") from error
 

@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from nesa_node.cli.eval import GENERATED
 from nesa_node.core.errors import ConfigError
+from nesa_node.core.user_file import user_path
 from nesa_node.evaluation.choices import LEAST_ITEMS, Item, read_items
 from nesa_node.evaluation.encoding import first_tokens
 from nesa_node.evaluation.items import count_room, generate_items
@@ -57,16 +58,17 @@ def choose_items(choices: str, passage: str, count: int, seed: int) -> Sequence[
         if room < count:
             _warn(f"the text has room for {room} items, {count} are asked for: {room} are taken")
         return generate_items(passage, count=min(count, room), seed=seed)
-    return read_items(Path(choices).expanduser())[:count]
+    return read_items(user_path(choices))[:count]
 
 
 def choose_tasks(given: str | None, folder: Path | None, limit: int | None) -> Tasks | None:
     if given is None:
         return None
-    if folder is not None and not folder.expanduser().is_dir():
+    folder = None if folder is None else user_path(folder)
+    if folder is not None and not folder.is_dir():
         raise ConfigError(f"--task-folder {folder}: no such folder")
     chosen = TABLE_1 if given == "table-1" else names("--tasks", given, ())
-    return Tasks(chosen, folder=None if folder is None else folder.expanduser(), limit=limit)
+    return Tasks(chosen, folder=folder, limit=limit)
 
 
 def make_sample(

@@ -10,7 +10,7 @@ from cyclopts import Parameter
 from nesa_node.cli.answer_flags import AnswerFlags, SamplingFlags, answer_config
 from nesa_node.cli.flags import OUTPUT, SAMPLING, ModelArgument
 from nesa_node.cli.interrupts import leaving_at_once
-from nesa_node.cli.prompt import check_text, keep_odd_bytes
+from nesa_node.cli.prompt import check_text, read_prompt
 from nesa_node.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -50,8 +50,7 @@ def generate(
     chosen = (sampling or SamplingFlags()).check()
     require_model(config)
     config = with_peers(config, config.model)
-    keep_odd_bytes()
-    text = check_text(sys.stdin.read() if prompt is None else prompt, "the prompt")
+    text = check_text(read_prompt() if prompt is None else prompt, "the prompt")
     if not text.strip():
         raise ConfigError("the prompt is empty: give it as an argument or on stdin")
 

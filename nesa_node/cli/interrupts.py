@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 INTERRUPTED = 130
 
@@ -39,6 +39,9 @@ def leaving_at_once() -> Iterator[None]:
 
 
 def _leave(_number: int, _frame: object) -> None:
-    sys.stdout.flush()
-    os.write(sys.stderr.fileno(), b"interrupted\n")
+    # Their readers may have gone; and what was interrupted may be a write to stdout.
+    with suppress(OSError, RuntimeError):
+        sys.stdout.flush()
+    with suppress(OSError):
+        os.write(sys.stderr.fileno(), b"interrupted\n")
     os._exit(INTERRUPTED)

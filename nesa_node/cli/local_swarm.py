@@ -16,6 +16,7 @@ from pathlib import Path
 
 from nesa_node.core.errors import SwarmError
 from nesa_node.core.span import Span
+from nesa_node.core.waiting import waiting
 
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 _POLL_S = 0.05
@@ -135,13 +136,14 @@ def _environment() -> dict[str, str]:
 
 
 def wait_until_serving(node: StartingNode, deadline: float) -> LocalNode:
-    while not node.ready_file.exists():
-        if node.process.poll() is not None:
-            words = f"ended with exit code {node.process.returncode} instead of serving"
-            raise SwarmError(f"{node.name} {words}:\n{_tail(node.log_path)}")
-        if time.monotonic() > deadline:
-            raise SwarmError(f"{node.name} did not come to serve:\n{_tail(node.log_path)}")
-        time.sleep(_POLL_S)
+    with waiting(f"{node.name} to serve", limit_s=deadline - time.monotonic()):
+        while not node.ready_file.exists():
+            if node.process.poll() is not None:
+                words = f"ended with exit code {node.process.returncode} instead of serving"
+                raise SwarmError(f"{node.name} {words}:\n{_tail(node.log_path)}")
+            if time.monotonic() > deadline:
+                raise SwarmError(f"{node.name} did not come to serve:\n{_tail(node.log_path)}")
+            time.sleep(_POLL_S)
     ready = json.loads(node.ready_file.read_text(encoding="utf-8"))
     return LocalNode(
         name=node.name,
@@ -167,9 +169,10 @@ def stop_nodes(processes: Sequence[subprocess.Popen[bytes]], patience_s: float =
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
     deadline = time.monotonic() + patience_s
-    for process in processes:
-        try:
-            process.wait(max(deadline - time.monotonic(), 0.1))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+    with waiting("daemons to leave the swarm", limit_s=patience_s):
+        for process in processes:
+            try:
+                process.wait(max(deadline - time.monotonic(), 0.1))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()

@@ -1,4 +1,4 @@
-"""Prompts as they are typed or piped: only text can be told to a model."""
+"""Prompts as they are typed or piped: only text can be told to a model, and not without end."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ import io
 import sys
 
 from nesa_node.core.errors import ConfigError
+from nesa_node.core.waiting import waiting
+
+MAX_PROMPT_CHARS = 1 << 26
+"""Of stdin: more than any model holds."""
 
 
 def keep_odd_bytes() -> None:
@@ -13,6 +17,23 @@ def keep_odd_bytes() -> None:
     still be read. `check_text` finds them."""
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")
+
+
+def read_prompt() -> str:
+    """All of stdin. A person at a terminal is told at once that a prompt is wanted.
+
+    Raises `ConfigError` where it is not UTF-8, or longer than `MAX_PROMPT_CHARS`.
+    """
+    keep_odd_bytes()
+    if sys.stdin.isatty():
+        print("type the prompt; Ctrl-D on a line of its own ends it", file=sys.stderr, flush=True)
+        text = sys.stdin.read(MAX_PROMPT_CHARS + 1)
+    else:
+        with waiting("the prompt on stdin to end"):
+            text = sys.stdin.read(MAX_PROMPT_CHARS + 1)
+    if len(text) > MAX_PROMPT_CHARS:
+        raise ConfigError(f"the prompt on stdin has more than {MAX_PROMPT_CHARS} characters")
+    return text
 
 
 def check_text(text: str, what: str) -> str:

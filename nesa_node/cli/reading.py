@@ -30,9 +30,14 @@ async def read_swarm(config: ClientConfig) -> SwarmReading:
     Raises `BootstrapError` if none of the initial peers answers.
     """
     async with joined_reader(config) as swarm:
-        with waiting("the DHT's records of all nodes", limit_s=FETCH_TIMEOUT_S):
-            records = await swarm.directory.fetch_all()
-        return SwarmReading(tuple(records), dict(swarm.directory.dropped))
+        return await read_records(swarm)
+
+
+async def read_records(swarm: Swarm) -> SwarmReading:
+    """What the DHT says now. May take up to `FETCH_TIMEOUT_S`."""
+    with waiting("the DHT's records of all nodes", limit_s=FETCH_TIMEOUT_S):
+        records = await swarm.directory.fetch_all()
+    return SwarmReading(tuple(records), dict(swarm.directory.dropped))
 
 
 @asynccontextmanager

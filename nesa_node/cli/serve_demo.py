@@ -15,6 +15,7 @@ from pathlib import Path
 from nesa_node.cli.local_swarm import LocalNode, stop_nodes
 from nesa_node.core.errors import SwarmError
 from nesa_node.core.http_address import HttpAddress
+from nesa_node.core.waiting import waiting
 
 USUAL = HttpAddress("127.0.0.1", 8000)
 _READY_S = 60.0
@@ -114,10 +115,11 @@ def _free_address() -> HttpAddress:
 
 def _wait_until_serving(process: subprocess.Popen[bytes], ready: Path, log_path: Path) -> str:
     deadline = time.monotonic() + _READY_S
-    while not ready.exists():
-        if process.poll() is not None or time.monotonic() > deadline:
-            raise SwarmError(f"the gateway did not come to serve:\n{_tail(log_path)}")
-        time.sleep(_POLL_S)
+    with waiting("the gateway to serve", limit_s=_READY_S):
+        while not ready.exists():
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise SwarmError(f"the gateway did not come to serve:\n{_tail(log_path)}")
+            time.sleep(_POLL_S)
     url: str = json.loads(ready.read_text(encoding="utf-8"))["url"]
     return url
 

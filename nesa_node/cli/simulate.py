@@ -10,6 +10,7 @@ from cyclopts import Group, Parameter
 from nesa_node.cli.flags import OUTPUT
 from nesa_node.core.choices import StrategyName
 from nesa_node.core.errors import ConfigError
+from nesa_node.core.waiting import waiting
 
 WHICH = Group("Which swarm", sort_key=5)
 CHANGES = Group("What changes", sort_key=6)
@@ -95,14 +96,16 @@ def simulate(
     if replay is not None:
         from nesa_node.cli.simulate_replay import replayed
 
-        rows = replayed(replay, goal=goal, replicas=replicas, strategy=use)
+        with waiting("the planners to go through the snapshots"):
+            rows = replayed(replay, goal=goal, replicas=replicas, strategy=use)
         views.print_replay(rows, as_json=as_json)
         if plot is not None:
             plots.plot_replay(rows, plot)
         return 0
-    scene = read_file(nodes) if nodes is not None else read_world(world or "", seed)
-    asked = scene.ask(goal=goal, replicas=replicas, strategy=use)
-    outcome = scene.changed_by(add, remove, asked)
+    with waiting("the planners to place the nodes"):
+        scene = read_file(nodes) if nodes is not None else read_world(world or "", seed)
+        asked = scene.ask(goal=goal, replicas=replicas, strategy=use)
+        outcome = scene.changed_by(add, remove, asked)
     views.print_outcome(outcome, as_json=as_json)
     if plot is not None:
         plots.plot_outcome(outcome, plot)

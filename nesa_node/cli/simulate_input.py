@@ -21,7 +21,7 @@ from nesa_node.topology.devices import LLAMA_70B, Block
 from nesa_node.topology.geography import CITIES
 from nesa_node.topology.newcomer import join, parse_newcomer
 from nesa_node.topology.snapshot import Snapshot
-from nesa_node.topology.swarm_file import read_swarm
+from nesa_node.topology.swarm_file import MAX_BYTES, read_swarm
 from nesa_node.topology.worlds import make_world
 
 _WORLD_KEYS = {"regions": 8.0, "nodes": 30.0, "blocks": 80.0, "clients": 4.0, "homes": 0.7}
@@ -152,7 +152,8 @@ def chosen_strategy(name: str) -> Strategy:
 def read_file(path: Path) -> Scene:
     """Raises `ConfigError` if it cannot be read."""
     try:
-        text = path.read_bytes()
+        with path.open("rb") as file:
+            text = file.read(MAX_BYTES + 1)
     except OSError as error:
         reason = error.strerror or str(error)
         raise ConfigError(f"--nodes {path}: {reason}; docs/simulate.md has an example") from None

@@ -85,10 +85,17 @@ def _snapshots(path: Path) -> list[Snapshot]:
 
 
 def _lines(path: Path) -> list[Snapshot]:
+    lines: list[bytes] = []
+    left = MAX_BYTES
     with path.open("rb") as file:
-        lines = [line for line in file if line.strip()]
-    if sum(map(len, lines)) > MAX_BYTES:
-        raise ConfigError(f"--replay {path} has more than {MAX_BYTES} bytes; replay a part of it")
+        while line := file.readline(left + 1):
+            left -= len(line)
+            if left < 0:
+                raise ConfigError(
+                    f"--replay {path} has more than {MAX_BYTES} bytes; replay a part of it"
+                )
+            if line.strip():
+                lines.append(line)
     return [from_json(line, where=f"{path}, line {at}") for at, line in enumerate(lines, 1)]
 
 

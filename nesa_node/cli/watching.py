@@ -13,7 +13,7 @@ from typing import Literal
 from rich.console import Group
 from rich.live import Live
 
-from nesa_node.cli.reading import joined_reader
+from nesa_node.cli.reading import joined_reader, read_records
 from nesa_node.cli.swarm_view import Gone, absence, group_by_model, make_console, models_view
 from nesa_node.core.config import ClientConfig
 from nesa_node.core.errors import ConfigError
@@ -73,8 +73,8 @@ async def watch(config: ClientConfig, every_s: float, show: Callable[[Look], Non
     async with joined_reader(config) as swarm:
         while True:
             started = time.monotonic()
-            records = await swarm.directory.fetch_all()
-            show(Look(records, goings.saw(records), dict(swarm.directory.dropped)))
+            seen = await read_records(swarm)
+            show(Look(seen.records, goings.saw(seen.records), seen.dropped))
             await asyncio.sleep(max(every_s - (time.monotonic() - started), 0.1))
 
 

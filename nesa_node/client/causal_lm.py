@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextvars import Context
+from functools import partial
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
@@ -396,7 +397,8 @@ class DistributedModelForCausalLM(  # type: ignore[no-untyped-call]
                 # Not in the context of whoever asks first: what goes on beside sessions belongs to
                 # no request.
                 with waiting("the swarm's initial peers to answer"):
-                    self._connection = Context().run(self._loop.hold, self._connect())
+                    hold = partial(self._loop.hold, outer=True)
+                    self._connection = Context().run(hold, self._connect())
             return self._connection.value
 
 

@@ -105,8 +105,8 @@ class LoopThread:
     """Runs coroutines for synchronous callers, of any number of threads.
 
     The thread starts with the first coroutine and ends with `close`, which leaves every held
-    context first, the youngest before the older. It is a daemon thread, so that a program that
-    forgets `close` still ends.
+    context first, all at once, the `outer` ones after them. It is a daemon thread,
+    so that a program that forgets `close` still ends.
     """
 
     def __init__(self, name: str) -> None:
@@ -118,6 +118,7 @@ class LoopThread:
         self._group = asyncio.TaskGroup()
         self._running: set[asyncio.Task[Any]] = set()
         self._holding: dict[asyncio.Task[None], asyncio.Event] = {}
+        self._outer: set[asyncio.Task[None]] = set()
         self._closed = False
 
     def run(
@@ -176,13 +177,18 @@ class LoopThread:
             del future
 
     def hold(
-        self, context: AbstractAsyncContextManager[T], *, interrupt: Interrupt | None = None
+        self,
+        context: AbstractAsyncContextManager[T],
+        *,
+        interrupt: Interrupt | None = None,
+        outer: bool = False,
     ) -> Held[T]:
         """Enter `context` and keep it entered. Raises what entering raises.
 
-        Interrupted, it is left again, without waiting for that.
+        Interrupted, it is left again, without waiting for that. `close` leaves `outer` contexts
+        after the others, which need them.
         """
-        entering = self._enter(context)
+        entering = self._enter(context, outer)
         value, task = self.run(entering, interrupt=interrupt, undo=self._let_go)
         return Held(self, value, task)
 
@@ -294,15 +300,20 @@ class LoopThread:
         ready.set_result((asyncio.get_running_loop(), stop))
         async with self._group:
             await stop.wait()
-            for task in reversed(tuple(self._holding)):
-                await self._leave(task)
+            for tasks in (self._holding.keys() - self._outer, set(self._outer)):
+                await asyncio.gather(*map(self._leave, tasks))
 
-    async def _enter(self, context: AbstractAsyncContextManager[T]) -> tuple[T, asyncio.Task[None]]:
+    async def _enter(
+        self, context: AbstractAsyncContextManager[T], outer: bool
+    ) -> tuple[T, asyncio.Task[None]]:
         entered: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         leaving = asyncio.Event()
         task = self._group.create_task(_hold(context, entered, leaving))
         self._holding[task] = leaving
         task.add_done_callback(lambda done: self._holding.pop(done, None))
+        if outer:
+            self._outer.add(task)
+            task.add_done_callback(self._outer.discard)
         try:
             return await entered, task
         except BaseException:

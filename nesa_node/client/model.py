@@ -28,6 +28,8 @@ from nesa_node.core.config import (
 from nesa_node.core.errors import ConfigError
 from nesa_node.core.peer_address import checked_address
 from nesa_node.core.span import Span
+from nesa_node.core.user_file import user_path
+from nesa_node.core.waiting import waiting
 from nesa_node.engine.checkpoint import Checkpoint, open_checkpoint
 from nesa_node.engine.devices import choose_device
 from nesa_node.engine.parts import load_blocks, load_ends
@@ -95,14 +97,14 @@ class AutoDistributedModelForCausalLM:
         peers = (initial_peers,) if isinstance(initial_peers, str) else tuple(initial_peers)
         peers = tuple(map(checked_address, peers))
         device = choose_device(device)
-        cache = default_cache_dir() if cache_dir is None else Path(cache_dir).expanduser()
+        cache = default_cache_dir() if cache_dir is None else user_path(cache_dir)
         checkpoint = open_checkpoint(str(name), revision=revision, token=token, cache_dir=cache)
         resolved = checkpoint.resolve_dtype(str(dtype or torch_dtype or "auto"))
         options = ConnectionOptions(
             initial_peers=peers,
             routing=routing,
             swarm_key=swarm_key,
-            identity_path=None if identity_path is None else Path(identity_path).expanduser(),
+            identity_path=None if identity_path is None else user_path(identity_path),
             step_timeout_s=step_timeout_s,
             recovery_timeout_s=recovery_timeout_s,
             queue_timeout_s=queue_timeout_s,
@@ -161,19 +163,18 @@ def build_model(
     first, remote, last = split_blocks(checkpoint.num_blocks, client_blocks)
     resolved = checkpoint.resolve_dtype(str(dtype or "auto"))
     place = choose_device(device)
-    embedder, head = load_ends(checkpoint, dtype=resolved, device=place)
+    with waiting("embedding and head to be loaded"):
+        embedder, head = load_ends(checkpoint, dtype=resolved, device=place)
     hidden_size = checkpoint.config.hidden_size
     ends = Ends(embedder, Combined(head), head.normed, resolved, place, hidden_size, head.lm_head)
 
     local: LocalConnection | None = None
     if len(first) or len(last):
-        local = LocalConnection(
-            [
-                load_blocks(checkpoint, span, dtype=resolved, device=place)
-                for span in (first, last)
-                if len(span)
-            ]
-        )
+        own = [span for span in (first, last) if len(span)]
+        with waiting("weights to be loaded", blocks=own):
+            local = LocalConnection(
+                [load_blocks(checkpoint, span, dtype=resolved, device=place) for span in own]
+            )
     on_close: Callable[[], None] = (lambda: None) if local is None else local.close
     return DistributedModelForCausalLM(
         checkpoint.config,

@@ -9,6 +9,7 @@ from nesa_node.client.causal_lm import DistributedModelForCausalLM
 from nesa_node.client.model import choose_salt, connected_model
 from nesa_node.client.options import ConnectionOptions
 from nesa_node.core.config import ClientConfig, default_decisions_path, secret_text
+from nesa_node.core.waiting import waiting
 from nesa_node.engine.checkpoint import Checkpoint, open_checkpoint
 from nesa_node.engine.devices import choose_device
 from nesa_node.engine.memory import require_room_for_ends
@@ -41,7 +42,9 @@ def open_model(
     if discovered:
         require_room_for_ends(checkpoint, dtype=dtype, device=device)
     load = load_discovered_tokenizer if discovered else load_tokenizer
-    tokenizer = load(checkpoint.fetch_side_files())
+    folder = checkpoint.fetch_side_files()
+    with waiting("the tokenizer to be loaded"):
+        tokenizer = load(folder)
     options = ConnectionOptions(
         initial_peers=config.initial_peers,
         routing=config.route,

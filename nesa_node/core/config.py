@@ -46,15 +46,17 @@ from nesa_node.core.http_address import HttpAddress
 from nesa_node.core.ids import PeerId
 from nesa_node.core.peer_address import as_multiaddress, check_dialled
 from nesa_node.core.span import Span
+from nesa_node.core.user_file import read_limited, user_path
 
 MIN_API_KEY_CHARS = 8
 MAX_API_KEY_CHARS = 512
+_MAX_SECRET_CHARS = 65_536
 _HEADER_TEXT = re.compile(r"[!-~]+")
 
 
 def default_cache_dir() -> Path:
     """`$XDG_CACHE_HOME/nesa-node`, by default `~/.cache/nesa-node`."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nesa-node"
+    return Path(os.environ.get("XDG_CACHE_HOME") or user_path("~/.cache")) / "nesa-node"
 
 
 def default_decisions_path() -> Path:
@@ -78,13 +80,13 @@ def default_known_swarms_dir() -> Path:
 
 
 def _state_dir() -> Path:
-    base = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
+    base = Path(os.environ.get("XDG_STATE_HOME") or user_path("~/.local/state"))
     return base / "nesa-node"
 
 
 def default_identity_path() -> Path:
     """`$XDG_CONFIG_HOME/nesa-node/identity.key`, by default under `~/.config`."""
-    base = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
+    base = Path(os.environ.get("XDG_CONFIG_HOME") or user_path("~/.config"))
     return base / "nesa-node" / "identity.key"
 
 
@@ -118,9 +120,11 @@ def _read_secret(value: object) -> object:
     """
     if isinstance(value, str) and value.startswith("@"):
         try:
-            value = Path(value[1:]).expanduser().read_text(encoding="utf-8")
+            value = read_limited(user_path(value[1:]), _MAX_SECRET_CHARS)
         except OSError as error:
             raise ValueError(f"cannot read {value[1:]}: {error.strerror}") from None
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
     if isinstance(value, str) and not (value := value.strip()):
         raise ValueError("it is empty")
     return value
@@ -158,7 +162,12 @@ def _reject_bool(value: object) -> object:
 
 
 def _expand(value: object) -> object:
-    return Path(value).expanduser() if isinstance(value, str) else value
+    if not isinstance(value, str):
+        return value
+    try:
+        return user_path(value)
+    except ConfigError as error:
+        raise ValueError(str(error)) from None
 
 
 def _read_location(value: object) -> object:

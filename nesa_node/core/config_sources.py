@@ -14,9 +14,11 @@ from pydantic_core import ErrorDetails
 
 from nesa_node.core.config import ALL_CONFIGS, EXPECTED, SECRET_FIELDS, SharedConfig
 from nesa_node.core.errors import ConfigError
+from nesa_node.core.user_file import read_limited, user_path
 
 ENV_PREFIX = "NESA_"
 CONFIG_VARIABLE = "NESA_CONFIG"
+_MAX_FILE_CHARS = 1 << 20
 
 _KNOWN_FIELDS = frozenset(name for config in ALL_CONFIGS for name in config.model_fields)
 _FLAGS_ONLY = {
@@ -55,7 +57,7 @@ def load_config(
     source. Raises `ConfigError` that names source and key.
     """
     if toml_path is None and env.get(CONFIG_VARIABLE):
-        toml_path = Path(env[CONFIG_VARIABLE]).expanduser()
+        toml_path = user_path(env[CONFIG_VARIABLE])
     given: dict[str, _Given] = {}
     if toml_path is not None:
         given |= _from_toml(toml_path)
@@ -80,10 +82,12 @@ def flag_of(name: str) -> str:
 
 def _from_toml(path: Path) -> dict[str, _Given]:
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        table = tomllib.loads(read_limited(path, _MAX_FILE_CHARS))
     except OSError as error:
         raise ConfigError(f"cannot read the config file {path}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except RecursionError:
+        raise ConfigError(f"{path} is not valid TOML: it is nested too deep") from None
+    except ValueError as error:  # also for bytes that are not UTF-8, and a number too long for int
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
     for key in table:
         if key not in _KNOWN_FIELDS:

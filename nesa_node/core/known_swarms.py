@@ -17,10 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from nesa_node.core.errors import ConfigError
 from nesa_node.core.ids import possible_names
+from nesa_node.core.peer_address import checked_address
 
 MAX_FILE_BYTES = 65_536
 MAX_ADDRESSES = 64
+_LATEST_S = 1e11
+"""Seconds since the epoch, the year 5138: what can be told as a date."""
 _LAST = "last-swarm.json"
 _NODES = "nodes"
 
@@ -119,11 +123,11 @@ def _read(path: Path, source: Literal["running", "last"]) -> KnownSwarm | None:
         if path.stat().st_size > MAX_FILE_BYTES:
             return None
         said: Any = json.loads(path.read_text(encoding="utf-8"))
-        addresses = tuple(map(str, said["addresses"]))
+        addresses = tuple(checked_address(str(address)) for address in said["addresses"])
         model, name = said["model"], said["name"]
         saved_at = float(said["saved_at"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError, ConfigError):
         return None
-    if not addresses:
+    if not addresses or not 0 <= saved_at <= _LATEST_S:
         return None
     return KnownSwarm(addresses, model and str(model), saved_at, source, name and str(name))

@@ -13,8 +13,10 @@ from transformers import PreTrainedTokenizerBase
 
 from nesa_node.client.causal_lm import DistributedModelForCausalLM
 from nesa_node.core.errors import ConfigError
+from nesa_node.core.user_file import read_limited
 from nesa_node.evaluation.encoding import encode_pair
 from nesa_node.evaluation.scoring import Scores, score
+from nesa_node.evaluation.texts import MAX_FILE_CHARS
 
 LEAST_ITEMS = 2
 
@@ -43,7 +45,7 @@ def read_items(path: Path) -> tuple[Item, ...]:
     Raises `ConfigError`, with the line's number.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = read_limited(path, MAX_FILE_CHARS).splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--choices {path}: cannot be read ({error})") from error
     items = []

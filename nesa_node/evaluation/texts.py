@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 from nesa_node.core.errors import ConfigError
+from nesa_node.core.user_file import read_limited, user_path
 from nesa_node.evaluation.prose import prose
 
 HANDBOOK = "debian-handbook"
@@ -16,6 +17,7 @@ HANDBOOK_FOLDER = Path("/usr/share/doc/debian-handbook/html/en-US")
 _BIBLE_COMMAND = "bible"
 _WHOLE_BIBLE = "Ge1:1-Rev22:21"
 _TIMEOUT_S = 60
+MAX_FILE_CHARS = 1 << 28
 _HTML = frozenset({".html", ".htm", ".xhtml"})
 
 
@@ -35,7 +37,7 @@ def read_text(source: str) -> str:
 
     A file of that name comes first. Raises `ConfigError`.
     """
-    path = Path(source).expanduser()
+    path = user_path(source)
     if not path.exists():
         if source == HANDBOOK:
             return _handbook(HANDBOOK_FOLDER)
@@ -78,6 +80,6 @@ def _bible() -> str:
 
 def _read_file(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return read_limited(path, MAX_FILE_CHARS)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--text {path}: cannot be read as UTF-8 ({error})") from error

@@ -155,30 +155,45 @@ async def _joined(config: PeerConfig, stopping: asyncio.Event) -> AsyncIterator[
     told_at = time.monotonic()
     deadline = told_at + config.join_timeout_s
     async with AsyncExitStack() as stack:
-        while True:
-            try:
-                swarm = await stack.enter_async_context(_open_swarm(config, identity))
-                break
-            except BootstrapError as error:
-                now = time.monotonic()
-                if now >= deadline:
-                    raise
-                if now >= told_at:
-                    told_at = now + JOIN_TOLD_EVERY_S
-                    still_s = round(deadline - now)
-                    log.warning("initial_peers_awaited", still_s=still_s, reason=str(error))
-            await _sleep_unless(stopping, JOIN_RETRY_S)
-        await swarm.transport.refresh_addresses()
+        async with _ended_by(stopping):
+            while True:
+                try:
+                    swarm = await stack.enter_async_context(_open_swarm(config, identity))
+                    break
+                except BootstrapError as error:
+                    now = time.monotonic()
+                    if now >= deadline:
+                        raise
+                    if now >= told_at:
+                        told_at = now + JOIN_TOLD_EVERY_S
+                        still_s = round(deadline - now)
+                        log.warning("initial_peers_awaited", still_s=still_s, reason=str(error))
+                await asyncio.sleep(JOIN_RETRY_S)
+            await swarm.transport.refresh_addresses()
         log.info("joined", peer_id=identity.peer_id, addresses=swarm.transport.addresses)
         yield swarm
 
 
-async def _sleep_unless(stopping: asyncio.Event, seconds: float) -> None:
-    """Raises `_StoppedError` as soon as `stopping` is set."""
-    with suppress(TimeoutError):
-        async with asyncio.timeout(seconds):
-            await stopping.wait()
-            raise _StoppedError
+@asynccontextmanager
+async def _ended_by(stopping: asyncio.Event) -> AsyncIterator[None]:
+    """Cancel what runs in here as soon as `stopping` is set. Raises `_StoppedError` then."""
+    at_once = asyncio.get_running_loop().time()
+
+    async def watch() -> None:
+        await stopping.wait()
+        limit.reschedule(at_once)
+
+    try:
+        async with asyncio.timeout(None) as limit:
+            watching = asyncio.create_task(watch())
+            try:
+                yield
+            finally:
+                watching.cancel()
+    except TimeoutError:
+        if limit.expired():
+            raise _StoppedError from None
+        raise
 
 
 def _open_swarm(config: PeerConfig, identity: Identity) -> AbstractAsyncContextManager[Swarm]:

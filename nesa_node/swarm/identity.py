@@ -24,6 +24,7 @@ from nesa_node.core.config import default_identity_path
 from nesa_node.core.errors import ConfigError, IdentityError
 from nesa_node.core.ids import PeerId
 from nesa_node.core.logging import get_logger
+from nesa_node.core.user_file import user_path
 
 log = get_logger(__name__)
 
@@ -55,7 +56,7 @@ class Identity:
         another peer id. Raises `IdentityError` if the file cannot be read or created, is readable
         by others, or does not hold an Ed25519 key.
         """
-        path = path.expanduser().absolute()
+        path = user_path(path).absolute()
         identity, made = cls._open(path)
         if made:
             log.info("identity_made", path=str(path), peer_id=identity.peer_id)

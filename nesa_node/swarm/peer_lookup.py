@@ -24,6 +24,7 @@ from nesa_node.core.peer_address import (
     has_peer_id,
     host_and_port,
 )
+from nesa_node.core.waiting import waiting
 from nesa_node.swarm.identity import base58_encode, verify
 from nesa_node.swarm.tasks import until_one_answers
 
@@ -52,7 +53,8 @@ async def with_peer_ids(addresses: Sequence[str]) -> tuple[str, ...]:
     bare = [address for address in written if not has_peer_id(address)]
     if not bare:
         return tuple(written)
-    found = await until_one_answers(map(_with_id, bare))
+    with waiting("initial peers to say who they are", limit_s=LOOKUP_TIMEOUT_S):
+        found = await until_one_answers(map(_with_id, bare))
     failures: dict[str, str] = {}
     for address, answer in zip(bare, found, strict=True):
         if isinstance(answer, PeerUnreachableError):

@@ -10,9 +10,11 @@ import pytest
 
 from nesa_node.cli.app import run_command
 from nesa_node.cli.chat import _Conversation
-from nesa_node.cli.prompt import check_text
+from nesa_node.cli.prompt import check_text, read_prompt
 from nesa_node.core.errors import ConfigError
+from nesa_node.core.waiting import Waits
 from tests.cli.test_app import PEER
+from tests.cli.told import told_now
 
 
 def piped(monkeypatch: pytest.MonkeyPatch, said: bytes) -> None:
@@ -26,6 +28,54 @@ def test_a_prompt_on_stdin_that_is_not_utf_8_is_refused(
     assert run_command(["generate", "m", "--initial-peers", PEER]) == 2
     said = capsys.readouterr().err
     assert said.startswith("error: the prompt is not UTF-8 (line 2, character 4)")
+
+
+class Typing(io.StringIO):
+    """Standard input that hears what is told of waiting while it is read."""
+
+    def __init__(self, text: str, *, terminal: bool) -> None:
+        super().__init__(text)
+        self._terminal = terminal
+        self.told: list[str] = []
+
+    def isatty(self) -> bool:
+        return self._terminal
+
+    def read(self, size: int | None = -1) -> str:
+        self.told += told_now()
+        return super().read(size)
+
+
+def test_a_person_is_told_at_once_that_a_prompt_is_wanted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    typing = Typing("hello", terminal=True)
+    monkeypatch.setattr(sys, "stdin", typing)
+    with Waits().current():
+        assert read_prompt() == "hello"
+    assert "Ctrl-D" in capsys.readouterr().err
+    assert typing.told == []
+
+
+def test_a_pipe_that_gives_no_prompt_is_told_as_a_wait(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    typing = Typing("hello", terminal=False)
+    monkeypatch.setattr(sys, "stdin", typing)
+    with Waits().current():
+        assert read_prompt() == "hello"
+    assert capsys.readouterr().err == ""
+    assert typing.told == ["the prompt on stdin to end"]
+
+
+def test_a_prompt_without_an_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nesa_node.cli.prompt.MAX_PROMPT_CHARS", 10)
+    piped(monkeypatch, b"x" * 10)
+    assert read_prompt() == "x" * 10
+    piped(monkeypatch, b"x" * 20_000)
+    with pytest.raises(ConfigError, match="more than 10 characters"):
+        read_prompt()
+    assert len(sys.stdin.read()) == 20_000 - 11
 
 
 def test_a_prompt_argument_that_is_not_utf_8_is_refused(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -190,6 +191,26 @@ def test_mistakes_are_told_with_what_would_be_right(
     told = _refused(capsys, *argv)
     assert words in told
     assert told.count("\n") == 1
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("flag", ["--nodes", "--replay"])
+def test_a_file_without_an_end_is_refused(
+    flag: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for module in ("cli.simulate_input", "cli.simulate_replay", "topology.swarm_file"):
+        monkeypatch.setattr(f"nesa_node.{module}.MAX_BYTES", 1000)
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    writer = os.open(path, os.O_RDWR)
+    os.write(writer, b"x" * 30_000)  # the format is looked for in the first few thousand
+    try:
+        assert "1000" in _refused(capsys, flag, path)
+    finally:
+        os.close(writer)
 
 
 def test_a_broken_line_of_a_recording_is_named(

@@ -79,19 +79,29 @@ def test_errors_of_entering_reach_the_caller_those_of_leaving_do_not(loop: LoopT
     loop.hold(context("leave")).release()
 
 
-def test_close_leaves_the_youngest_context_first(loop: LoopThread) -> None:
+def test_close_leaves_sessions_together_and_then_what_they_need(loop: LoopThread) -> None:
     left = []
+    together = asyncio.Barrier(3)
 
     @asynccontextmanager
-    async def context(name: str) -> AsyncIterator[None]:
+    async def session() -> AsyncIterator[None]:
         yield
-        await asyncio.sleep(0.01)
-        left.append(name)
+        await together.wait()
+        left.append("session")
 
-    held = [loop.hold(context(name)) for name in ("connection", "session", "other")]
+    @asynccontextmanager
+    async def connection() -> AsyncIterator[None]:
+        yield
+        left.append("connection")
+
+    first = loop.hold(session())
+    held = loop.hold(connection(), outer=True)
+    for _ in range(2):
+        loop.hold(session())
     loop.close()
-    assert left == ["other", "session", "connection"]
-    held[0].release()
+    assert left == [*["session"] * 3, "connection"]
+    first.release()
+    held.release()
 
 
 def test_nothing_runs_after_close(loop: LoopThread) -> None:

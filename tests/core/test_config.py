@@ -141,6 +141,37 @@ def test_unreadable_and_invalid_files_are_named(tmp_path: Path) -> None:
         node(toml=toml)
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (f"threads = {'9' * 5000}", "is not valid TOML"),
+        (f"threads = {'[' * 3000}", "nested too deep"),
+        (f"# {'x' * 2**20}", "has more than 1048576 characters"),
+    ],
+    ids=["a long number", "deep lists", "a long file"],
+)
+def test_a_file_that_no_settings_can_fill_is_named(text: str, words: str, tmp_path: Path) -> None:
+    toml = write(tmp_path, text)
+    with pytest.raises(ConfigError, match=words) as caught:
+        node(toml=toml)
+    assert str(caught.value).startswith(str(toml))
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        {"NESA_IDENTITY_PATH": "~no-such-user/x"},
+        {"NESA_CACHE_DIR": "~no-such-user"},
+        {"NESA_SWARM_KEY": "@~no-such-user/key"},
+        {"NESA_CONFIG": "~no-such-user/nesa.toml"},
+    ],
+    ids=lambda env: next(iter(env)),
+)
+def test_the_home_of_an_unknown_user_is_an_error_that_says_so(env: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match="no home folder is known for ~no-such-user"):
+        node(env=env)
+
+
 def test_a_node_needs_a_model() -> None:
     with pytest.raises(ConfigError, match="MODEL is required"):
         load_config(NodeConfig, {}, {})

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -100,11 +101,32 @@ def test_a_killed_node_is_forgotten(tmp_path: Path) -> None:
     assert not list((tmp_path / "nodes").iterdir())
 
 
-@pytest.mark.parametrize(
-    "text", ["", "[]", "{}", "7", '{"addresses": [], "model": null, "name": null, "saved_at": 1}']
-)
+@pytest.mark.parametrize("text", ["", "[]", "{}", "7", "[" * 60_000, "9" * 5000])
 def test_a_damaged_file_says_nothing(text: str, tmp_path: Path) -> None:
     (tmp_path / "last-swarm.json").write_text(text, encoding="utf-8")
+    assert KnownSwarms(tmp_path).find() is None
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"addresses": []},
+        {"addresses": ["x"]},
+        {"addresses": "x"},
+        {"addresses": [*THERE, "/ip4/192.0.2.7/tcp/99999"]},
+        {"saved_at": 1e30},
+        {"saved_at": float("nan")},
+        {"saved_at": -1e12},
+        {"saved_at": 10**400},
+    ],
+    ids=lambda wrong: str(wrong)[:40],
+)
+def test_a_file_with_a_wrong_field_says_nothing(wrong: dict[str, Any], tmp_path: Path) -> None:
+    right = {"addresses": THERE, "model": None, "name": None, "saved_at": 1}
+    path = tmp_path / "last-swarm.json"
+    path.write_text(json.dumps(right), encoding="utf-8")
+    assert KnownSwarms(tmp_path).find() is not None
+    path.write_text(json.dumps(right | wrong), encoding="utf-8")
     assert KnownSwarms(tmp_path).find() is None
 
 

@@ -74,7 +74,9 @@ def test_a_revision_of_a_folder_is_refused(folder: Path) -> None:
         open_checkpoint(str(folder), revision="main", cache_dir=folder)
 
 
-@pytest.mark.parametrize("model", ["/no/such/folder", "./no-such-folder", "a/b/c", "what is this"])
+@pytest.mark.parametrize(
+    "model", ["/no/such/folder", "./no-such-folder", "a/b/c", "what is this", "~no-such-user/x"]
+)
 def test_a_folder_that_is_not_there_is_not_looked_up_on_the_hub(model: str, tmp_path: Path) -> None:
     with pytest.raises(ModelNotFoundError, match="is no folder"):
         open_checkpoint(model, cache_dir=tmp_path)

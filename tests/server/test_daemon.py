@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
-from nesa_node.core.config import NodeConfig
+import pytest
+
+from nesa_node.core.config import NodeConfig, PeerConfig
 from nesa_node.core.span import Span
-from nesa_node.server.daemon import serve_node
+from nesa_node.server.daemon import run_bootstrap, serve_node
 from tests.cli.tiny import BLOCKS, write_tiny_model
 from tests.swarm.local_swarm import LOOPBACK, local_swarm
 
@@ -36,3 +42,27 @@ async def test_a_node_that_is_stopped_is_gone_at_once(tmp_path: Path) -> None:
             assert [record.state for record in await member.directory.fetch_all()] == ["serving"]
             stopping.set()
         assert not await member.directory.fetch_all()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_a_daemon_is_stopped_while_it_waits_for_silent_peers(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    joining, left = asyncio.Event(), asyncio.Event()
+
+    @asynccontextmanager
+    async def never_answers(*_: object) -> AsyncIterator[None]:
+        joining.set()
+        try:
+            await asyncio.Event().wait()
+            yield
+        finally:
+            left.set()
+
+    monkeypatch.setattr("nesa_node.server.daemon._open_swarm", never_answers)
+    config = PeerConfig(identity_path=tmp_path / "node.key")
+    async with asyncio.timeout(20), asyncio.TaskGroup() as group:
+        group.create_task(run_bootstrap(config))
+        await joining.wait()
+        os.kill(os.getpid(), number)
+    assert left.is_set()

@@ -14,6 +14,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding
 
 from nesa_node.core.errors import BootstrapError, ConfigError, PeerUnreachableError
+from nesa_node.core.ids import PeerId
+from nesa_node.core.waiting import Waits
 from nesa_node.swarm.identity import Identity
 from nesa_node.swarm.node import open_swarm
 from nesa_node.swarm.peer_lookup import _peer_of, look_up, with_peer_ids
@@ -74,6 +76,24 @@ async def test_a_silent_port_is_given_up(monkeypatch: pytest.MonkeyPatch) -> Non
         pytest.raises(PeerUnreachableError, match=r"no answer within 0\.2 s"),
     ):
         await look_up("127.0.0.1", server.getsockname()[1])
+
+
+async def test_a_silent_port_is_told_while_it_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told: list[str] = []
+    waits = Waits()
+
+    async def ask(_host: str, _port: int) -> PeerId:
+        wait = waits.slow(0)
+        assert wait is not None
+        told.append(wait.what)
+        raise PeerUnreachableError("silent")
+
+    monkeypatch.setattr("nesa_node.swarm.peer_lookup.look_up", ask)
+    with waits.current(), pytest.raises(BootstrapError):
+        await with_peer_ids(["192.0.2.7:1"])
+    assert told == ["initial peers to say who they are"]
 
 
 async def test_an_address_without_id_that_is_not_tcp_cannot_be_asked() -> None:
