@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 from nesa_node.client.beginning import Beginning
 from nesa_node.client.blame import Blame
+from nesa_node.client.failure_detector import FailureDetector
 from nesa_node.client.hop import LINK_TIMEOUT_S, OPEN_TIMEOUT_S, HopLink
 from nesa_node.client.hop_opening import HopOpener, close_all
 from nesa_node.client.nodes import Nodes
@@ -15,6 +17,7 @@ from nesa_node.client.planner import Planner
 from nesa_node.client.replacements import ReplacementSearch
 from nesa_node.client.request import RouteRequest
 from nesa_node.client.successors import Successors
+from nesa_node.client.suspicion import SuspicionEvent
 from nesa_node.core.errors import (
     PeerUnreachableError,
     RemoteError,
@@ -48,6 +51,7 @@ class Route:
         request: RouteRequest,
         planner: Planner,
         on_change: Callable[[], None],
+        suspicions: Counter[SuspicionEvent] | None = None,
     ) -> None:
         self.links: list[HopLink] = []
         self.epoch = 0
@@ -64,6 +68,7 @@ class Route:
         self.nodes = Nodes(swarm, request, planner)
         self.opener = HopOpener(swarm, request, self.nodes, self.beginning, on_change)
         self.search = ReplacementSearch(swarm, request, self.nodes)
+        self.detector = FailureDetector(self.search, suspicions)
         self.blame = Blame()
 
     @property
@@ -137,11 +142,6 @@ class Route:
         await close_all(dropped)
         await self.successors.keep_only(links)
 
-    def look_for_replacements(self, *choices: Sequence[HopLink]) -> None:
-        """Look for nodes that answer and could take the place of the links of one of `choices`."""
-        gone = (frozenset(link.hop.peer_id for link in links) for links in choices)
-        self.search.begin(self.hops, *gone)
-
     def give_up_silent(self) -> None:
         """Links were lost since they were silent: mend the chain with nodes that answer."""
         unreachable = self.search.settle()
@@ -158,7 +158,7 @@ class Route:
         self.successors.truncate(lengths)
         message = Rollback(epoch=self.epoch, lengths=tuple(lengths))
         with self._waiting_for("the nodes to roll back"):
-            await _all([link.rollback(message) for link in self.links])
+            await self._all(self.links, [link.rollback(message) for link in self.links])
 
     async def reorder(self, sources: Sequence[int]) -> None:
         """Let each row go on as a copy of row `sources[row]` at every node.
@@ -170,7 +170,7 @@ class Route:
         self.successors.truncate([0] * self._request.rows)
         message = Reorder(epoch=self.epoch, sources=tuple(sources))
         with self._waiting_for("the nodes to reorder rows"):
-            await _all([link.reorder(message) for link in self.links])
+            await self._all(self.links, [link.reorder(message) for link in self.links])
 
     def prepare_successor(self, link: HopLink) -> bool:
         """See `Successors.prepare`."""
@@ -272,7 +272,7 @@ class Route:
                 emit_from=lacks,
             )
             requests.append(self._link(link, message, after))
-        await _all(requests)
+        await self._all(links, requests)
 
     async def _link(self, link: HopLink, message: Link, after: HopLink | None) -> None:
         try:
@@ -298,6 +298,20 @@ class Route:
                 self.nodes.suspect(link.hop.peer_id, str(error))
             raise
 
+    async def _all(
+        self, links: Sequence[HopLink], requests: Sequence[Coroutine[object, object, None]]
+    ) -> None:
+        """Wait for every request to `links`, then raise the first failure: none is left running.
+
+        Links that are silent meanwhile are lost, as in a step.
+        """
+        async with self.detector.watching(links, self.give_up_silent):
+            results = await asyncio.gather(*requests, return_exceptions=True)
+        failures = [result for result in results if isinstance(result, BaseException)]
+        if failures:
+            del results  # it holds what is raised, whose traceback holds this frame
+            raise failures.pop(0)
+
     def _waiting_for(self, what: str) -> AbstractContextManager[object]:
         peers = [link.hop.peer_id for link in self.links]
         return waiting(what, blocks=(self._request.span,), peers=peers, limit_s=LINK_TIMEOUT_S)
@@ -312,12 +326,3 @@ def _downstream(link: HopLink | None) -> Downstream | None:
     if link is None:
         return None
     return Downstream(peer=link.hop.peer_id, blocks=(link.hop.span.start, link.hop.span.end))
-
-
-async def _all(requests: Sequence[object]) -> None:
-    """Wait for every request, then raise the first failure: none is left running."""
-    results = await asyncio.gather(*requests, return_exceptions=True)  # type: ignore[call-overload]
-    failures = [result for result in results if isinstance(result, BaseException)]
-    if failures:
-        del results  # as above
-        raise failures.pop(0)

@@ -82,10 +82,10 @@ class RemoteSession:
         self._request = request
         self._prefix = prefix
         self._changed = asyncio.Event()
-        self._route = Route(swarm, request, planner, self._changed.set)
+        self.tallies = tallies or SessionTallies()
+        self._route = Route(swarm, request, planner, self._changed.set, self.tallies.suspicions)
         self._trace = SessionTrace(request, session_name(self._route.session))
         self._route.opener.trace = self._trace.told
-        self.tallies = tallies or SessionTallies()
         self._lengths = [0] * request.rows
         self._flow = Flow(
             self._route,
@@ -93,7 +93,6 @@ class RemoteSession:
             self._changed,
             step_timeout_s=step_timeout_s,
             rng=rng,
-            suspicions=self.tallies.suspicions,
         )
         self._replay = Replay(self._route, request, self._flow)
         self._rebuilding = Rebuilding(

@@ -109,6 +109,26 @@ def test_silent_node_is_replaced_long_before_a_step_is_overdue(
 
 
 @pytest.mark.parametrize("routing", ROUTES)
+def test_node_silent_at_a_rollback_is_replaced_as_soon(
+    alone: PreTrainedModel, bed: Bed, routing: Route
+) -> None:
+    """It is asked beside the session, which a node does not read while it obeys."""
+    prompt_BL = random_ids(1, 20)
+    bed.start([*thirds(BLOCKS), thirds(BLOCKS)[1]])
+    with join_bed(bed, routing) as model, model.inference_session(128) as session:
+        generate(model, prompt_BL, session, new_tokens=8)
+        victim = holders(bed, session)[1]
+        with _thawed_at_the_end(_node_and_p2pd(victim)) as freeze:
+            freeze()
+            began = time.monotonic()
+            session.rollback([10])
+            assert time.monotonic() - began < 2 * NOTICED_S
+            assert victim.peer_id not in {hop.peer_id for hop in session.hops}
+            output_BL = generate(model, prompt_BL, session, new_tokens=8)
+        assert_undisturbed(alone, output_BL, prompt_BL, new_tokens=8)
+
+
+@pytest.mark.parametrize("routing", ROUTES)
 def test_hanging_node_without_a_replica_is_an_error_in_time(bed: Bed, routing: Route) -> None:
     bed.start(thirds(BLOCKS))
     with (
