@@ -103,10 +103,7 @@ class Route:
         `PeerUnreachableError` and `RemoteError`.
         """
         gone = [link for link in self.links if link.lost or link.hop.peer_id in drop]
-        for link in gone:
-            if link.lost is not None:
-                # Whoever said that it leaves has not failed.
-                self.nodes.suspect(link.hop.peer_id, link.lost, link.fault, tell=not link.leaving)
+        self._suspect_lost(gone)
         held = await self._succeed(gone, lengths)
         fresh = list(held)
         try:
@@ -181,7 +178,8 @@ class Route:
         self.successors.refresh(self.links, self._open_successor)
 
     async def let_go(self) -> None:
-        """Leave every node: the next rebuild begins anew, with whoever is there."""
+        """Leave every node: the next rebuild begins anew, and avoids those that were lost."""
+        self._suspect_lost(self.links)
         await self.close()
         before = session_name(self.session)
         self.opener.rename()
@@ -193,6 +191,12 @@ class Route:
         await self.successors.close()
         await self._discard(self.links, prefix)
         await self.search.close()
+
+    def _suspect_lost(self, links: Sequence[HopLink]) -> None:
+        for link in links:
+            if link.lost is not None:
+                # One that said that it leaves has not failed.
+                self.nodes.suspect(link.hop.peer_id, link.lost, link.fault, tell=not link.leaving)
 
     async def _plan(
         self, kept: Sequence[HopLink], drop: frozenset[PeerId], *, may_ask: bool

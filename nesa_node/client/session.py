@@ -226,9 +226,8 @@ class RemoteSession:
         try:
             await self._route.reorder(sources)
         except (PeerUnreachableError, RemoteError):
-            # Nobody knows which rows a node holds now.
-            await self._route.let_go()
-            await self._recover()
+            # It is not known which rows a node holds now.
+            await self._recover(anew=True)
 
     async def close(self) -> None:
         await self._looking.close()
@@ -351,7 +350,8 @@ class RemoteSession:
             log.info("moving_off_failed", reason=str(error))
             await self._recover()
 
-    async def _recover(self) -> None:
+    async def _recover(self, *, anew: bool = False) -> None:
+        """Mend the chain; `anew` opens the session at every node once more."""
         self.recoveries += 1
         began, before = time.monotonic(), self.hops
         failed = {link.hop.peer_id for link in self._route.links if link.lost is not None}
@@ -359,6 +359,8 @@ class RemoteSession:
         # Those who refuse, or are too small for the session, may be joined by others.
         passing = (*UNTIL_THERE_IS_ROOM, ContextLengthError, RefusedError)
         with self._named(), self._trace.part("recover"):
+            if anew:
+                await self._route.let_go()
             await self._rebuilding.persist(self._rebuilding.patience(), passing, self._lengths)
             self._tell("chain_mended")
         gone = {hop.peer_id for hop in before} - {hop.peer_id for hop in self.hops}

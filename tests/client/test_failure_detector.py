@@ -11,6 +11,7 @@ import pytest
 from nesa_node.client import failure_detector, hop, suspicion
 from nesa_node.client.sessions import RowSlice
 from nesa_node.core.errors import PeerUnreachableError
+from nesa_node.core.ids import PeerId
 from tests.client.scripted_nodes import ScriptedRoute, request
 from tests.client.test_flow import hidden, opened
 
@@ -40,6 +41,21 @@ async def test_node_silent_at_a_rollback_is_replaced_as_one_silent_at_a_step(
         assert session.recoveries == 1
         assert session.suspected == frozenset()
         assert session.tallies.suspicions == Counter(raised=1, confirmed=1)
+
+
+async def test_node_silent_at_a_reorder_is_avoided_and_told_as_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The chain is made anew, since it is not known which rows a node holds."""
+    async with opened(monkeypatch, "chain", rows=2) as (session, route), asyncio.timeout(15):
+        rows = [RowSlice(0, 0, 2), RowSlice(1, 0, 2)]
+        await session.step(hidden(4), rows)
+        suspected: list[PeerId] = []
+        monkeypatch.setattr(route.nodes, "suspect", lambda peer, *_, **__: suspected.append(peer))
+        route.scripted[1].hang()
+        await session.reorder([1, 0])
+        assert suspected == ["node-1"]
+        assert [loss.lost for loss in session.losses] == [("node-1",)]
 
 
 async def test_node_that_obeys_slowly_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
