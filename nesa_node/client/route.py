@@ -100,8 +100,9 @@ class Route:
         outputs again only where `needs_output(hop)`. What this attempt opened is closed again if it
         fails; the old links stay, though not linked to each other.
         Raises `MissingBlocksError`, `BusyError`, `ContextLengthError`, `RefusedError`,
-        `PeerUnreachableError` and `RemoteError`.
+        `PeerUnreachableError` and `RemoteError`; `SwarmError` once libp2p's daemon has ended.
         """
+        self._swarm.transport.check_alive()
         gone = [link for link in self.links if link.lost or link.hop.peer_id in drop]
         self._suspect_lost(gone)
         held = await self._succeed(gone, lengths)
