@@ -97,7 +97,8 @@ class Route:
         back to an earlier start, `on_return` is called before they do.
 
         Where a node goes that has a successor, this takes its place. A star's new hop sends its
-        outputs again only where `needs_output(hop)`. What this attempt opened is closed again if it
+        outputs again only where `needs_output(hop)`. A node that failed lately is a last resort,
+        and none where all in `drop` could stay. What this attempt opened is closed again if it
         fails; the old links stay, though not linked to each other.
         Raises `MissingBlocksError`, `BusyError`, `ContextLengthError`, `RefusedError`,
         `PeerUnreachableError` and `RemoteError`; `SwarmError` once libp2p's daemon has ended.
@@ -110,7 +111,9 @@ class Route:
         try:
             await self._discard([link for link in gone if link.lost is not None])
             kept = [*(link for link in self.links if link not in gone), *held]
-            hops, addresses = await self._plan(kept, drop, may_ask=begins)
+            # Links that live and stay good beat nodes that may be gone.
+            optional = bool(gone) and all(not link.lost and not link.leaving for link in gone)
+            hops, addresses = await self._plan(kept, drop, may_ask=begins, no_suspects=optional)
             if not {link.hop for link in kept} <= set(hops):
                 # Nobody can join what is left: begin again, with other nodes or other spans.
                 await close_all(fresh)
@@ -200,13 +203,20 @@ class Route:
                 self.nodes.suspect(link.hop.peer_id, link.lost, link.fault, tell=not link.leaving)
 
     async def _plan(
-        self, kept: Sequence[HopLink], drop: frozenset[PeerId], *, may_ask: bool
+        self,
+        kept: Sequence[HopLink],
+        drop: frozenset[PeerId],
+        *,
+        may_ask: bool,
+        no_suspects: bool,
     ) -> tuple[tuple[Hop, ...], Mapping[PeerId, tuple[str, ...]]]:
         """Hops that keep `kept` if that can be, and where to reach them."""
         hops = tuple(sorted((link.hop for link in kept), key=lambda hop: hop.span.start))
         if hops and not gaps(self._request.span, hops):
             return hops, {}
-        return await self.nodes.plan(hops, drop, session=self.session, may_ask=may_ask)
+        return await self.nodes.plan(
+            hops, drop, session=self.session, may_ask=may_ask, no_suspects=no_suspects
+        )
 
     async def _succeed(
         self, gone: Sequence[HopLink], lengths: Sequence[int]

@@ -316,11 +316,13 @@ class RemoteSession:
 
     async def _replace_leavers(self) -> None:
         """Move off nodes that said they leave, if others can take over; try once a second."""
-        leavers = [link for link in self._route.links if link.leaving or link.is_unwanted]
+        links = self._route.links
+        leavers = [link for link in links if link.leaving]
+        leavers = leavers or [link for link in links if link.is_unwanted]
         leaving = frozenset(link.hop.peer_id for link in leavers)
         if not leaving or time.monotonic() < self._leaver_check_at:
             return
-        if any(link.lost is not None for link in self._route.links):
+        if any(link.lost is not None for link in links):
             # A rebuild lets go of lost links even where it fails, and a step must not run over the
             # others as if nothing were missing: it is for the step to find the loss and mend it.
             return
@@ -342,13 +344,15 @@ class RemoteSession:
             self._note_loss(leaving, began)
             log.info("moved_off_leaving_nodes", peers=sorted(leaving))
             self.tallies.failovers["left" if any(x.leaving for x in leavers) else "slow"] += 1
-        except MissingBlocksError as error:
-            log.info("cannot_move_off_yet", reason=str(error))
+        except NesaError as error:
+            # Else a session that works would be held up by this again and again.
             for link in leavers:
                 link.is_unwanted = False
-        except NesaError as error:
-            log.info("moving_off_failed", reason=str(error))
-            await self._recover()
+            if isinstance(error, MissingBlocksError):
+                log.info("cannot_move_off_yet", reason=str(error))
+            else:
+                log.info("moving_off_failed", reason=str(error))
+                await self._recover()
 
     async def _recover(self, *, anew: bool = False) -> None:
         """Mend the chain; `anew` opens the session at every node once more."""
