@@ -16,12 +16,16 @@ from nesa_node.core.errors import NesaError
 from nesa_node.core.ids import PeerId
 from nesa_node.core.logging import get_logger
 from nesa_node.swarm.messages import Downstream
+from nesa_node.swarm.stream import silence_is_loss
 
 log = get_logger(__name__)
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 5.0, 80.0
 """Between looks for a successor where none was found, each twice as long as the one before: one
 look asks members of the DHT."""
+
+LAST_HAND_OVER_S = 3.0
+"""Of what came since the one before, while a step waits: what is missing is sent again instead."""
 
 OpenSuccessor = Callable[[HopLink], Awaitable[HopLink | None]]
 """Open the session with somebody who holds the node's blocks; None if nobody else does."""
@@ -113,7 +117,8 @@ class Successors:
         successor = self._ready[link]
         if link.lost is None:
             try:
-                await successor.sync(link)
+                async with silence_is_loss(link.hop.peer_id, LAST_HAND_OVER_S, "handing over"):
+                    await successor.sync(link)
             except NesaError as error:
                 log.info("hand_over_incomplete", peer=link.hop.peer_id, reason=str(error))
         del self._ready[link]

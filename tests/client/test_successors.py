@@ -8,6 +8,7 @@ from unittest.mock import AsyncMock
 
 import pytest
 
+from nesa_node.client import successors as successors_module
 from nesa_node.client.successors import Successors
 from nesa_node.core.errors import MissingBlocksError, PeerUnreachableError
 from nesa_node.core.ids import PeerId
@@ -88,6 +89,22 @@ async def test_successor_that_is_filled_anew_is_taken_to_hold_nothing_until_that
     leaving.lost = ConnectionError("it died")
     _, held = await successors.take(leaving)
     assert held == (holds,)
+
+
+async def test_node_that_freezes_while_it_leaves_does_not_hold_up_its_successor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What it does not hand over in time is sent again by the node before it."""
+    monkeypatch.setattr(successors_module, "LAST_HAND_OVER_S", 0.05)
+    leaving: Any = ScriptedLink("leaving")
+    ready: Any = ScriptedLink("ready")
+    leaving.goes_on.set()
+    successors = Successors(rows=1)
+    while successors.prepare(leaving, AsyncMock(return_value=ready)):  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    leaving.goes_on.clear()
+    async with asyncio.timeout(10):
+        assert await successors.take(leaving) == (ready, (6,))
 
 
 @pytest.mark.parametrize("failure", [None, MissingBlocksError([(0, 2)], "no node holds them")])
