@@ -124,6 +124,9 @@ class FailureDetector:
         state = suspicion.look(
             link, heard, replaceable=self._search.found, behind_s=link.probe_way_s
         )
+        if state is HopState.SUSPECTED and before is HopState.PROBED:
+            # Steps that are sent again may be more than its session reads at once: the probe waits.
+            link.probe_beside()
         if state is not before and not _SILENT.isdisjoint((state, before)):
             log.info("hop_" + state.value, peer=link.hop.peer_id, silent_s=round(silent_s, 2))
         return state

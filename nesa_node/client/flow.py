@@ -186,9 +186,18 @@ class Flow:
         if len(sent.payload) <= SMALL_BYTES:
             await self.send(stage.enter, sent)
         else:
-            await self._send_watched(stage, kept, sent)
+            await self._send_watched(stage, sent)
+            if stage.awaited[0] is kept:
+                # On its way through the hops only now.
+                stage.renew(self.suspicion, self._step_timeout_s)
 
-    async def _send_watched(self, stage: Stage, kept: Kept, sent: Kept) -> None:
+    async def send_again(self, link: HopLink, kept: Kept) -> None:
+        """Send a step whose output is not awaited. Raises `PeerUnreachableError`."""
+        stage = Stage(link, link, [link])
+        stage.renew(self.suspicion, self._step_timeout_s)
+        await self._send_watched(stage, kept)
+
+    async def _send_watched(self, stage: Stage, sent: Kept) -> None:
         """A receiver that takes nothing is found while the step is on its way to it."""
         sending = asyncio.create_task(self.send(stage.enter, sent), name="send-step")
         try:
@@ -201,9 +210,6 @@ class Flow:
             sending.result()
         finally:
             sending.cancel()
-        if stage.awaited[0] is kept:
-            # On its way through the hops only now.
-            stage.renew(self.suspicion, self._step_timeout_s)
 
     def _output(self, stage: Stage) -> tuple[Kept, torch.Tensor, tuple[str, ...]] | None:
         """The oldest awaited step of a stage, its output and how that travelled, if it has come.

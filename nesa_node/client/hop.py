@@ -222,7 +222,7 @@ class HopLink:
         it obeys a request: then it is asked beside that, and there is no report.
         """
         if self.owes_answer:
-            self._tasks.start(self._probe_beside(), name="probe-beside")
+            self.probe_beside()
         elif self.lost is None and self._stream.settled:
             self._probes[nonce] = now
             try:
@@ -230,7 +230,11 @@ class HopLink:
             except (StreamClosedError, PeerUnreachableError) as error:
                 self.lose(str(error))
 
-    async def _probe_beside(self) -> None:
+    def probe_beside(self) -> None:
+        """Ask the node on a stream of its own; its answer makes `heard_bytes` grow."""
+        self._tasks.start(self._ping_and_note(), name="probe-beside")
+
+    async def _ping_and_note(self) -> None:
         try:
             await self._ping_beside()
         except (PeerUnreachableError, OSError) as error:

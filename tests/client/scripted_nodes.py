@@ -130,6 +130,15 @@ class ScriptedNode:
         for task in self._tasks:
             task.cancel()
 
+    def stop_reading(self, seconds: float) -> None:
+        """Read nothing of the session for a while."""
+        self._tasks[0].cancel()
+
+        def go_on() -> None:
+            self._tasks[0] = asyncio.create_task(self._read())
+
+        asyncio.get_running_loop().call_later(seconds, go_on)
+
     async def _answer_ping(self) -> None:
         """Asked beside the session, which it need not read for this."""
         self.pings_beside += 1

@@ -7,12 +7,15 @@ from collections import Counter
 from typing import Any
 
 import pytest
+import torch
 
 from nesa_node.client import failure_detector, hop, suspicion
 from nesa_node.client.sessions import RowSlice
+from nesa_node.compression import tensors
 from nesa_node.core.errors import PeerUnreachableError
 from nesa_node.core.ids import PeerId
-from tests.client.scripted_nodes import ScriptedRoute, request
+from nesa_node.swarm.outbox import Kept
+from tests.client.scripted_nodes import HIDDEN, ScriptedRoute, request
 from tests.client.test_flow import hidden, opened
 
 LONG_S = 0.6
@@ -22,6 +25,7 @@ LONG_S = 0.6
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failure_detector, "MAX_LATE_S", 0.05)
+    monkeypatch.setattr(suspicion, "MAX_LATE_S", 0.05)
     monkeypatch.setattr(failure_detector, "PROBE_EVERY_S", 0.05)
     monkeypatch.setattr(suspicion, "PROBE_EVERY_S", 0.05)
     monkeypatch.setattr(hop, "NEW_STREAM_S", 0.0)
@@ -83,3 +87,24 @@ async def test_node_silent_at_a_link_is_lost_and_a_slow_one_is_not() -> None:
     assert [link.lost is not None for link in route.links] == [False, True, False]
     assert slow.pings_beside > 1
     await route.close()
+
+
+async def test_node_whose_session_reads_slowly_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After 64 queued steps a node reads no more, nor the probe behind them."""
+    async with opened(monkeypatch, "chain", step_timeout_s=60.0) as (session, route):
+        slow = route.scripted[0]
+        slow.stop_reading(LONG_S)
+        await session.step(hidden(1), [RowSlice(0, 0, 1)])
+        assert session.recoveries == 0
+        assert slow.pings_beside > 0
+
+
+async def test_node_that_takes_no_replay_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hop, "UNKNOWN_BYTES_PER_S", 1e12)
+    tokens = 1 << 19
+    meta, payload = tensors.encode(torch.zeros(tokens, HIDDEN))
+    async with opened(monkeypatch, "chain") as (session, route), asyncio.timeout(15):
+        route.scripted[0].hang()
+        session._replay.note(Kept(1, (RowSlice(0, 0, tokens),), "none", meta, payload))
+        with pytest.raises(PeerUnreachableError, match="node-0 did not answer"):
+            await session._replay._replay(route.links[0], (0,), (tokens,))
