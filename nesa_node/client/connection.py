@@ -129,7 +129,8 @@ async def open_connection(
 ) -> AsyncIterator[RemoteConnection]:
     """Join the swarm that serves `checkpoint`; hidden states travel in `dtype`.
 
-    Raises the `SwarmError`s of `open_swarm`, and `ConfigError` without initial peers: then there
+    Ends with a group of `SwarmError` if libp2p's daemon does. Raises the `SwarmError`s of
+    `open_swarm`, and `ConfigError` without initial peers: then there
     would be no swarm to ask.
     """
     if not options.initial_peers:
@@ -160,4 +161,8 @@ async def open_connection(
             dtype=dtype,
         )
         stack.push_async_callback(connection.close)
-        yield connection
+        async with asyncio.TaskGroup() as tasks:
+            # It ends what holds the connection, so that the next session joins the swarm anew.
+            watching = tasks.create_task(swarm.transport.wait_until_lost())
+            yield connection
+            watching.cancel()

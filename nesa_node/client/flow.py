@@ -10,8 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -22,13 +21,7 @@ from nesa_node.client.hop import HopLink
 from nesa_node.client.request import RouteRequest
 from nesa_node.client.route import Route
 from nesa_node.client.stalls import Stalls
-from nesa_node.client.suspicion import (
-    PROBE_EVERY_S,
-    TICK_S,
-    HopState,
-    Suspicion,
-    SuspicionEvent,
-)
+from nesa_node.client.suspicion import TICK_S, Suspicion
 from nesa_node.compression import tensors
 from nesa_node.compression.hidden_states import HiddenStates
 from nesa_node.core.errors import PeerUnreachableError, ProtocolError
@@ -46,9 +39,6 @@ MAX_BUSY_PERIODS = 10
 """A node may be busy with a step for so many step timeouts."""
 SMALL_BYTES = 1 << 16
 """A larger step may have to wait until its receiver takes it: that is watched."""
-
-
-_SILENT = frozenset({HopState.SUSPECTED, HopState.LOST})
 
 
 class ChainBrokenError(PeerUnreachableError):
@@ -105,18 +95,19 @@ class Flow:
         *,
         step_timeout_s: float,
         rng: random.Random,
-        suspicions: Counter[SuspicionEvent] | None = None,
     ) -> None:
-        """`suspicions` counts what becomes of suspicions."""
         self._route = route
         self._request = request
         self._changed = changed
         self._step_timeout_s = step_timeout_s
         self._rng = rng
-        self.suspicion = Suspicion(time.monotonic, suspicions)
         self._stalls = Stalls()
         self.via: tuple[str, ...] = ()
         """How the hidden states of the last output travelled; empty: as they are all the way."""
+
+    @property
+    def suspicion(self) -> Suspicion:
+        return self._route.detector.suspicion
 
     async def send(self, link: HopLink, kept: Kept) -> None:
         """Raises `PeerUnreachableError`."""
@@ -195,9 +186,18 @@ class Flow:
         if len(sent.payload) <= SMALL_BYTES:
             await self.send(stage.enter, sent)
         else:
-            await self._send_watched(stage, kept, sent)
+            await self._send_watched(stage, sent)
+            if stage.awaited[0] is kept:
+                # On its way through the hops only now.
+                stage.renew(self.suspicion, self._step_timeout_s)
 
-    async def _send_watched(self, stage: Stage, kept: Kept, sent: Kept) -> None:
+    async def send_again(self, link: HopLink, kept: Kept) -> None:
+        """Send a step whose output is not awaited. Raises `PeerUnreachableError`."""
+        stage = Stage(link, link, [link])
+        stage.renew(self.suspicion, self._step_timeout_s)
+        await self._send_watched(stage, kept)
+
+    async def _send_watched(self, stage: Stage, sent: Kept) -> None:
         """A receiver that takes nothing is found while the step is on its way to it."""
         sending = asyncio.create_task(self.send(stage.enter, sent), name="send-step")
         try:
@@ -210,9 +210,6 @@ class Flow:
             sending.result()
         finally:
             sending.cancel()
-        if stage.awaited[0] is kept:
-            # On its way through the hops only now.
-            stage.renew(self.suspicion, self._step_timeout_s)
 
     def _output(self, stage: Stage) -> tuple[Kept, torch.Tensor, tuple[str, ...]] | None:
         """The oldest awaited step of a stage, its output and how that travelled, if it has come.
@@ -278,16 +275,13 @@ class Flow:
         if stage.leave.outputs:
             # It came while this was about to be decided.
             return
-        states = [await self._examine(link) for link in stage.through]
-        silent = [link for link in self._route.links if self.suspicion.state(link) in _SILENT]
-        if silent:
-            self._route.look_for_replacements(silent)
-        elif not self._look_at_links(stage):
+        detector, links = self._route.detector, self._route.links
+        if await detector.look(stage.through, links):
+            self._route.give_up_silent()
+            self._check_health()
+        if not detector.silent(links) and not self._look_at_links(stage):
             self._route.search.end()
-        if HopState.LOST in states and not self._may_answer():
-            self._give_up(silent)
-        trusted = all(state is HopState.TRUSTED for state in states)
-        stage.look_at = self.suspicion.now + (PROBE_EVERY_S if trusted else TICK_S)
+        stage.look_at = self.suspicion.now + detector.probe_every_s(stage.through)
 
     def _look_at_links(self, stage: Stage) -> bool:
         """Whether one between two nodes is suspected. Raises if it is given up."""
@@ -298,7 +292,7 @@ class Flow:
             return False
         place, stalled_s = stall
         before, after = links[place - 1], links[place]
-        self._route.look_for_replacements([after], [before])
+        self._route.detector.look_for_replacements(self._route.links, [after], [before])
         replaceable = self._route.search.replaceable
         if stalled_s >= self.suspicion.lost_after_s and replaceable:
             peers = before.hop.peer_id, after.hop.peer_id
@@ -308,40 +302,6 @@ class Flow:
             self._route.give_up_silent()
             raise ChainBrokenError(what)
         return True
-
-    def _may_answer(self) -> bool:
-        """Whether another hop's answer may still come: with a lost one no chain can be mended."""
-        waiting = (HopState.PROBED, HopState.SUSPECTED)
-        return any(
-            self.suspicion.state(link) in waiting
-            and self.suspicion.silent_s(link) < self.suspicion.lost_after_s
-            for link in self._route.links
-        )
-
-    def _give_up(self, silent: Sequence[HopLink]) -> None:
-        """Raises `ChainBrokenError`."""
-        for link in silent:
-            silent_s = self.suspicion.silent_s(link)
-            link.lose(f"{link.hop.peer_id} did not answer for {silent_s:.1f} s")
-        self._route.give_up_silent()
-        self._check_health()
-
-    async def _examine(self, link: HopLink) -> HopState:
-        """Probe a hop, or see what came of it."""
-        suspicion, heard = self.suspicion, link.heard_bytes
-        if suspicion.wants_probe(link):
-            suspicion.probed(link, heard)
-            await link.probe(self._rng.getrandbits(32), suspicion.now)
-        before, silent_s = suspicion.state(link), suspicion.silent_s(link)
-        state = suspicion.look(
-            link,
-            heard,
-            replaceable=self._route.search.found,
-            behind_s=link.way_s(link.unanswered_bytes),
-        )
-        if state is not before and not _SILENT.isdisjoint((state, before)):
-            log.info("hop_" + state.value, peer=link.hop.peer_id, silent_s=round(silent_s, 2))
-        return state
 
     async def _ask(self, stage: Stage) -> Sequence[Pong | BaseException]:
         """What the hops of a stage say they are at. Raises if one of them is lost."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from nesa_node.client.prefix import for_peer
 from nesa_node.client.request import RouteRequest
@@ -47,6 +47,7 @@ from nesa_node.swarm.messages import (
     Step,
 )
 from nesa_node.swarm.notices import FailureKind
+from nesa_node.swarm.ping import PING_BYTES
 from nesa_node.swarm.stream import Stream, silence_is_loss
 from nesa_node.swarm.tasks import TaskSet
 from nesa_node.swarm.wire import States, Wire, report_arrival
@@ -63,6 +64,8 @@ UNKNOWN_BYTES_PER_S = 125_000.0
 """A link of which nothing is known is taken to have 1 Mbit/s."""
 WAY_FACTOR = 4.0
 """How many times as long as the rate says bytes may need."""
+NEW_STREAM_S = 1.0
+"""What a stream of its own for a ping may cost, beyond the ping."""
 MAX_RETRY_AFTER_S = 5.0
 """A node may ask for patience, not for a day of it."""
 
@@ -83,8 +86,12 @@ class HopLink:
         on_change: Callable[[], None],
         session: bytes,
         budget: MessageBudget,
+        ping: Callable[[], Awaitable[object]],
     ) -> None:
-        """`session` is its id at this node. `budget` is that of all links of the client."""
+        """`session` is its id at this node. `budget` is that of all links of the client.
+
+        `ping` asks the node whether it is there, on a stream of its own.
+        """
         self.hop = hop
         self.session = session
         self.wire = Wire(request.quality, (), speed)
@@ -118,8 +125,10 @@ class HopLink:
         """The node's last answer to a probe."""
         self._probes: dict[int, float] = {}
         """When those that are not answered yet were sent, by their nonce."""
-        self._reading = TaskSet()
-        self._reading.start(self._read(), name="hop-link")
+        self._ping_beside = ping
+        self._heard_beside = 0
+        self._tasks = TaskSet()
+        self._tasks.start(self._read(), name="hop-link")
 
     def prefix_here(self, prefix: Prefix) -> Prefix:
         """The digests as this node gets them: in a star no other gets the same."""
@@ -180,7 +189,17 @@ class HopLink:
     @property
     def heard_bytes(self) -> int:
         """What has come from the node so far: it lives, if this grows."""
-        return self._stream.heard_bytes
+        return self._stream.heard_bytes + self._heard_beside
+
+    @property
+    def owes_answer(self) -> bool:
+        """Whether it was sent a request other than a step, and has not answered."""
+        return self.lost is None and self._answer is not None
+
+    @property
+    def probe_way_s(self) -> float:
+        """Seconds that the way of a probe may need."""
+        return self.way_s(self.unanswered_bytes) + (NEW_STREAM_S if self.owes_answer else 0.0)
 
     def way_s(self, nbytes: int) -> float:
         """Seconds that so many bytes may need to the node."""
@@ -199,14 +218,29 @@ class HopLink:
     async def probe(self, nonce: int, now: float) -> None:
         """Send a ping without waiting for its answer, which becomes the `report`.
 
-        `heard_bytes` says that something came.
+        `heard_bytes` says that something came. A node reads nothing on the session's stream while
+        it obeys a request: then it is asked beside that, and there is no report.
         """
-        if self.lost is None and self._stream.settled:
+        if self.owes_answer:
+            self.probe_beside()
+        elif self.lost is None and self._stream.settled:
             self._probes[nonce] = now
             try:
                 await self._send_ping(nonce)
             except (StreamClosedError, PeerUnreachableError) as error:
                 self.lose(str(error))
+
+    def probe_beside(self) -> None:
+        """Ask the node on a stream of its own; its answer makes `heard_bytes` grow."""
+        self._tasks.start(self._ping_and_note(), name="probe-beside")
+
+    async def _ping_and_note(self) -> None:
+        try:
+            await self._ping_beside()
+        except (PeerUnreachableError, OSError) as error:
+            log.debug("no_pong", peer=self._stream.peer, reason=str(error))
+        else:
+            self._heard_beside += PING_BYTES
 
     async def _send_ping(self, nonce: int) -> asyncio.Future[Pong]:
         if self.lost is not None:
@@ -351,7 +385,7 @@ class HopLink:
         finally:
             self.closed = True
             try:
-                await self._reading.close()
+                await self._tasks.close()
             finally:
                 await self._stream.close()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from nesa_node.client.beginning import Beginning
 from nesa_node.client.hop import HopLink
@@ -20,6 +21,7 @@ from nesa_node.core.waiting import waiting
 from nesa_node.routing.chains import Hop
 from nesa_node.swarm.messages import PROTOCOL, VERSION, Open, Prefix
 from nesa_node.swarm.node import Swarm
+from nesa_node.swarm.ping import ping
 from nesa_node.swarm.private import membership_proof
 from nesa_node.swarm.stream import Stream
 from nesa_node.swarm.wire import speed_to
@@ -29,6 +31,8 @@ log = get_logger(__name__)
 SILENT_S = 1.5
 """A node that has not opened the session by then is replaced, if one answers that could be."""
 LOOK_EVERY_S = 0.1
+PING_TIMEOUT_S = 10.0
+"""Of a ping beside a session: by then the node is lost (`suspicion.HOPELESS_S`)."""
 
 
 class HopOpener:
@@ -187,7 +191,10 @@ class HopOpener:
             raise
         session, secret = self._names()
         budget = self._swarm.message_budget
-        link = HopLink(hop, stream, request, speed, self._on_change, session, budget)
+        asking = partial(
+            ping, self._swarm.transport, peer, addresses, timeout_s=PING_TIMEOUT_S, pings=1
+        )
+        link = HopLink(hop, stream, request, speed, self._on_change, session, budget, asking)
         try:
             message = self._open_message(link, secret, before, epoch, donor)
             await link.open(message, timeout_s)

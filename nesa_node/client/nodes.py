@@ -126,11 +126,13 @@ class Nodes:
         *,
         session: bytes = b"",
         may_ask: bool = False,
+        no_suspects: bool = False,
     ) -> tuple[Hops, Mapping[PeerId, tuple[str, ...]]]:
         """Hops that keep `keep`; if nobody fills the gaps so, hops that keep nothing.
 
         And the addresses of all nodes. With `may_ask` others are asked first how they are: whoever
-        mends a chain has no time for it. It is written down why `session`, if named, gets its hops.
+        mends a chain has no time for it. With `no_suspects` a node that failed lately, or has no
+        room, is no last resort. It is written down why `session`, if named, gets its hops.
         Raises `MissingBlocksError`, `ModelMismatchError`, `ContextLengthError` and `RefusedError`,
         by the reason why nobody can fill them.
         """
@@ -140,7 +142,8 @@ class Nodes:
             self.served = ()
             if not view.snapshot.nodes:
                 self.served = await self._planner.lookup.check_copy(self._request.model_id)
-            plan = await _aside(view.snapshot, partial(self._fill, view, keep, drop))
+            fill = self._fill_around if no_suspects else self._fill
+            plan = await _aside(view.snapshot, partial(fill, view, keep, drop))
         else:
             view, plan = found
         addresses = {node.peer_id: node.addresses for node in view.snapshot.nodes}

@@ -150,13 +150,13 @@ class Rebuilding:
         waited = f"waited {self._recovery_timeout_s:g} s"
         if hopeless:
             waited = "and none is joining with them"
-        text = (
-            f"no node serves blocks {ranges} of {self._request.model_id} ({waited}): start one "
-            "with `nesa-node run`"
-        )
+        blocks = f"blocks {ranges} of {self._request.model_id}"
+        if not isinstance(last, MissingBlocksError):
+            return MissingBlocksError(
+                missing, f"no node with {blocks} could be reached ({waited}): {last}"
+            )
+        text = f"no node serves {blocks} ({waited}): start one with `nesa-node run`"
         if served := self._route.nodes.served:
             more = f" and {len(served) - MOST_TOLD} more" if len(served) > MOST_TOLD else ""
             text += f"; the swarm serves {', '.join(served[:MOST_TOLD])}{more}"
-        if not isinstance(last, MissingBlocksError):
-            text += f"; the last that failed: {last}"
         return MissingBlocksError(missing, text)

@@ -90,7 +90,7 @@ class Replay:
             await self._replay_for_outputs(link, [await step.copied() for step in steps])
         else:
             for step in steps:
-                await self._flow.send(link, await step.copied())
+                await self._flow.send_again(link, await step.copied())
 
     async def _replay_for_outputs(self, link: HopLink, steps: Sequence[Kept]) -> None:
         outbox = Outbox()

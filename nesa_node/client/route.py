@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 from nesa_node.client.beginning import Beginning
 from nesa_node.client.blame import Blame
+from nesa_node.client.failure_detector import FailureDetector
 from nesa_node.client.hop import LINK_TIMEOUT_S, OPEN_TIMEOUT_S, HopLink
 from nesa_node.client.hop_opening import HopOpener, close_all
 from nesa_node.client.nodes import Nodes
@@ -15,6 +17,7 @@ from nesa_node.client.planner import Planner
 from nesa_node.client.replacements import ReplacementSearch
 from nesa_node.client.request import RouteRequest
 from nesa_node.client.successors import Successors
+from nesa_node.client.suspicion import SuspicionEvent
 from nesa_node.core.errors import (
     PeerUnreachableError,
     RemoteError,
@@ -48,6 +51,7 @@ class Route:
         request: RouteRequest,
         planner: Planner,
         on_change: Callable[[], None],
+        suspicions: Counter[SuspicionEvent] | None = None,
     ) -> None:
         self.links: list[HopLink] = []
         self.epoch = 0
@@ -64,6 +68,7 @@ class Route:
         self.nodes = Nodes(swarm, request, planner)
         self.opener = HopOpener(swarm, request, self.nodes, self.beginning, on_change)
         self.search = ReplacementSearch(swarm, request, self.nodes)
+        self.detector = FailureDetector(self.search, suspicions)
         self.blame = Blame()
 
     @property
@@ -92,22 +97,23 @@ class Route:
         back to an earlier start, `on_return` is called before they do.
 
         Where a node goes that has a successor, this takes its place. A star's new hop sends its
-        outputs again only where `needs_output(hop)`. What this attempt opened is closed again if it
+        outputs again only where `needs_output(hop)`. A node that failed lately is a last resort,
+        and none where all in `drop` could stay. What this attempt opened is closed again if it
         fails; the old links stay, though not linked to each other.
         Raises `MissingBlocksError`, `BusyError`, `ContextLengthError`, `RefusedError`,
-        `PeerUnreachableError` and `RemoteError`.
+        `PeerUnreachableError` and `RemoteError`; `SwarmError` once libp2p's daemon has ended.
         """
+        self._swarm.transport.check_alive()
         gone = [link for link in self.links if link.lost or link.hop.peer_id in drop]
-        for link in gone:
-            if link.lost is not None:
-                # Whoever said that it leaves has not failed.
-                self.nodes.suspect(link.hop.peer_id, link.lost, link.fault, tell=not link.leaving)
+        self._suspect_lost(gone)
         held = await self._succeed(gone, lengths)
         fresh = list(held)
         try:
             await self._discard([link for link in gone if link.lost is not None])
             kept = [*(link for link in self.links if link not in gone), *held]
-            hops, addresses = await self._plan(kept, drop, may_ask=begins)
+            # Links that live and stay good beat nodes that may be gone.
+            optional = bool(gone) and all(not link.lost and not link.leaving for link in gone)
+            hops, addresses = await self._plan(kept, drop, may_ask=begins, no_suspects=optional)
             if not {link.hop for link in kept} <= set(hops):
                 # Nobody can join what is left: begin again, with other nodes or other spans.
                 await close_all(fresh)
@@ -137,11 +143,6 @@ class Route:
         await close_all(dropped)
         await self.successors.keep_only(links)
 
-    def look_for_replacements(self, *choices: Sequence[HopLink]) -> None:
-        """Look for nodes that answer and could take the place of the links of one of `choices`."""
-        gone = (frozenset(link.hop.peer_id for link in links) for links in choices)
-        self.search.begin(self.hops, *gone)
-
     def give_up_silent(self) -> None:
         """Links were lost since they were silent: mend the chain with nodes that answer."""
         unreachable = self.search.settle()
@@ -158,7 +159,7 @@ class Route:
         self.successors.truncate(lengths)
         message = Rollback(epoch=self.epoch, lengths=tuple(lengths))
         with self._waiting_for("the nodes to roll back"):
-            await _all([link.rollback(message) for link in self.links])
+            await self._all(self.links, [link.rollback(message) for link in self.links])
 
     async def reorder(self, sources: Sequence[int]) -> None:
         """Let each row go on as a copy of row `sources[row]` at every node.
@@ -170,7 +171,7 @@ class Route:
         self.successors.truncate([0] * self._request.rows)
         message = Reorder(epoch=self.epoch, sources=tuple(sources))
         with self._waiting_for("the nodes to reorder rows"):
-            await _all([link.reorder(message) for link in self.links])
+            await self._all(self.links, [link.reorder(message) for link in self.links])
 
     def prepare_successor(self, link: HopLink) -> bool:
         """See `Successors.prepare`."""
@@ -181,7 +182,8 @@ class Route:
         self.successors.refresh(self.links, self._open_successor)
 
     async def let_go(self) -> None:
-        """Leave every node: the next rebuild begins anew, with whoever is there."""
+        """Leave every node: the next rebuild begins anew, and avoids those that were lost."""
+        self._suspect_lost(self.links)
         await self.close()
         before = session_name(self.session)
         self.opener.rename()
@@ -194,14 +196,27 @@ class Route:
         await self._discard(self.links, prefix)
         await self.search.close()
 
+    def _suspect_lost(self, links: Sequence[HopLink]) -> None:
+        for link in links:
+            if link.lost is not None:
+                # One that said that it leaves has not failed.
+                self.nodes.suspect(link.hop.peer_id, link.lost, link.fault, tell=not link.leaving)
+
     async def _plan(
-        self, kept: Sequence[HopLink], drop: frozenset[PeerId], *, may_ask: bool
+        self,
+        kept: Sequence[HopLink],
+        drop: frozenset[PeerId],
+        *,
+        may_ask: bool,
+        no_suspects: bool,
     ) -> tuple[tuple[Hop, ...], Mapping[PeerId, tuple[str, ...]]]:
         """Hops that keep `kept` if that can be, and where to reach them."""
         hops = tuple(sorted((link.hop for link in kept), key=lambda hop: hop.span.start))
         if hops and not gaps(self._request.span, hops):
             return hops, {}
-        return await self.nodes.plan(hops, drop, session=self.session, may_ask=may_ask)
+        return await self.nodes.plan(
+            hops, drop, session=self.session, may_ask=may_ask, no_suspects=no_suspects
+        )
 
     async def _succeed(
         self, gone: Sequence[HopLink], lengths: Sequence[int]
@@ -272,7 +287,7 @@ class Route:
                 emit_from=lacks,
             )
             requests.append(self._link(link, message, after))
-        await _all(requests)
+        await self._all(links, requests)
 
     async def _link(self, link: HopLink, message: Link, after: HopLink | None) -> None:
         try:
@@ -298,6 +313,20 @@ class Route:
                 self.nodes.suspect(link.hop.peer_id, str(error))
             raise
 
+    async def _all(
+        self, links: Sequence[HopLink], requests: Sequence[Coroutine[object, object, None]]
+    ) -> None:
+        """Wait for every request to `links`, then raise the first failure: none is left running.
+
+        Links that are silent meanwhile are lost, as in a step.
+        """
+        async with self.detector.watching(links, self.give_up_silent):
+            results = await asyncio.gather(*requests, return_exceptions=True)
+        failures = [result for result in results if isinstance(result, BaseException)]
+        if failures:
+            del results  # it holds what is raised, whose traceback holds this frame
+            raise failures.pop(0)
+
     def _waiting_for(self, what: str) -> AbstractContextManager[object]:
         peers = [link.hop.peer_id for link in self.links]
         return waiting(what, blocks=(self._request.span,), peers=peers, limit_s=LINK_TIMEOUT_S)
@@ -312,12 +341,3 @@ def _downstream(link: HopLink | None) -> Downstream | None:
     if link is None:
         return None
     return Downstream(peer=link.hop.peer_id, blocks=(link.hop.span.start, link.hop.span.end))
-
-
-async def _all(requests: Sequence[object]) -> None:
-    """Wait for every request, then raise the first failure: none is left running."""
-    results = await asyncio.gather(*requests, return_exceptions=True)  # type: ignore[call-overload]
-    failures = [result for result in results if isinstance(result, BaseException)]
-    if failures:
-        del results  # as above
-        raise failures.pop(0)

@@ -82,10 +82,10 @@ class RemoteSession:
         self._request = request
         self._prefix = prefix
         self._changed = asyncio.Event()
-        self._route = Route(swarm, request, planner, self._changed.set)
+        self.tallies = tallies or SessionTallies()
+        self._route = Route(swarm, request, planner, self._changed.set, self.tallies.suspicions)
         self._trace = SessionTrace(request, session_name(self._route.session))
         self._route.opener.trace = self._trace.told
-        self.tallies = tallies or SessionTallies()
         self._lengths = [0] * request.rows
         self._flow = Flow(
             self._route,
@@ -93,7 +93,6 @@ class RemoteSession:
             self._changed,
             step_timeout_s=step_timeout_s,
             rng=rng,
-            suspicions=self.tallies.suspicions,
         )
         self._replay = Replay(self._route, request, self._flow)
         self._rebuilding = Rebuilding(
@@ -227,9 +226,8 @@ class RemoteSession:
         try:
             await self._route.reorder(sources)
         except (PeerUnreachableError, RemoteError):
-            # Nobody knows which rows a node holds now.
-            await self._route.let_go()
-            await self._recover()
+            # It is not known which rows a node holds now.
+            await self._recover(anew=True)
 
     async def close(self) -> None:
         await self._looking.close()
@@ -318,11 +316,13 @@ class RemoteSession:
 
     async def _replace_leavers(self) -> None:
         """Move off nodes that said they leave, if others can take over; try once a second."""
-        leavers = [link for link in self._route.links if link.leaving or link.is_unwanted]
+        links = self._route.links
+        leavers = [link for link in links if link.leaving]
+        leavers = leavers or [link for link in links if link.is_unwanted]
         leaving = frozenset(link.hop.peer_id for link in leavers)
         if not leaving or time.monotonic() < self._leaver_check_at:
             return
-        if any(link.lost is not None for link in self._route.links):
+        if any(link.lost is not None for link in links):
             # A rebuild lets go of lost links even where it fails, and a step must not run over the
             # others as if nothing were missing: it is for the step to find the loss and mend it.
             return
@@ -344,15 +344,18 @@ class RemoteSession:
             self._note_loss(leaving, began)
             log.info("moved_off_leaving_nodes", peers=sorted(leaving))
             self.tallies.failovers["left" if any(x.leaving for x in leavers) else "slow"] += 1
-        except MissingBlocksError as error:
-            log.info("cannot_move_off_yet", reason=str(error))
+        except NesaError as error:
+            # Else a session that works would be held up by this again and again.
             for link in leavers:
                 link.is_unwanted = False
-        except NesaError as error:
-            log.info("moving_off_failed", reason=str(error))
-            await self._recover()
+            if isinstance(error, MissingBlocksError):
+                log.info("cannot_move_off_yet", reason=str(error))
+            else:
+                log.info("moving_off_failed", reason=str(error))
+                await self._recover()
 
-    async def _recover(self) -> None:
+    async def _recover(self, *, anew: bool = False) -> None:
+        """Mend the chain; `anew` opens the session at every node once more."""
         self.recoveries += 1
         began, before = time.monotonic(), self.hops
         failed = {link.hop.peer_id for link in self._route.links if link.lost is not None}
@@ -360,6 +363,8 @@ class RemoteSession:
         # Those who refuse, or are too small for the session, may be joined by others.
         passing = (*UNTIL_THERE_IS_ROOM, ContextLengthError, RefusedError)
         with self._named(), self._trace.part("recover"):
+            if anew:
+                await self._route.let_go()
             await self._rebuilding.persist(self._rebuilding.patience(), passing, self._lengths)
             self._tell("chain_mended")
         gone = {hop.peer_id for hop in before} - {hop.peer_id for hop in self.hops}

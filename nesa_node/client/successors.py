@@ -8,6 +8,7 @@ not learn of each other.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Sequence
 
 from nesa_node.client.hop import HopLink
@@ -15,8 +16,16 @@ from nesa_node.core.errors import NesaError
 from nesa_node.core.ids import PeerId
 from nesa_node.core.logging import get_logger
 from nesa_node.swarm.messages import Downstream
+from nesa_node.swarm.stream import silence_is_loss
 
 log = get_logger(__name__)
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 5.0, 80.0
+"""Between looks for a successor where none was found, each twice as long as the one before: one
+look asks members of the DHT."""
+
+LAST_HAND_OVER_S = 3.0
+"""Of what came since the one before, while a step waits: what is missing is sent again instead."""
 
 OpenSuccessor = Callable[[HopLink], Awaitable[HopLink | None]]
 """Open the session with somebody who holds the node's blocks; None if nobody else does."""
@@ -59,8 +68,11 @@ class _Successor:
 class Successors:
     """By the link that each succeeds. The tasks that prepare them end with `close`."""
 
-    def __init__(self, rows: int) -> None:
+    def __init__(self, rows: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._rows = rows
+        self._clock = clock
+        self._pauses: dict[HopLink, tuple[float, float]] = {}
+        """Of links without a successor: when to look again, and how long that pause is."""
         self._ready: dict[HopLink, _Successor] = {}
         self._preparing: dict[HopLink, asyncio.Task[None]] = {}
         self._opening = asyncio.Lock()
@@ -79,15 +91,17 @@ class Successors:
         if task is not None and task.done():
             del self._preparing[link]
             return False
-        self.refresh([link], open_successor)
+        self._start(link, open_successor)
         return True
 
     def refresh(self, links: Sequence[HopLink], open_successor: OpenSuccessor) -> None:
-        """Bring the successors of `links` to where those are, as soon as that can be."""
+        """Bring the successors of `links` to where those are, as soon as that can be.
+
+        A link without one is left alone for a while after each attempt.
+        """
         for link in links:
-            task = self._preparing.get(link)
-            if task is None or task.done():
-                self._preparing[link] = asyncio.create_task(self._prepare(link, open_successor))
+            if link not in self._pauses or self._pauses[link][0] <= self._clock():
+                self._start(link, open_successor)
 
     def link_of(self, link: HopLink) -> HopLink | None:
         """Who can take the place of `link`."""
@@ -103,7 +117,8 @@ class Successors:
         successor = self._ready[link]
         if link.lost is None:
             try:
-                await successor.sync(link)
+                async with silence_is_loss(link.hop.peer_id, LAST_HAND_OVER_S, "handing over"):
+                    await successor.sync(link)
             except NesaError as error:
                 log.info("hand_over_incomplete", peer=link.hop.peer_id, reason=str(error))
         del self._ready[link]
@@ -116,8 +131,9 @@ class Successors:
 
     async def keep_only(self, links: Sequence[HopLink]) -> None:
         """Let go of the successors of all others."""
-        for link in {*self._preparing, *self._ready} - set(links):
+        for link in {*self._preparing, *self._ready, *self._pauses} - set(links):
             await self._stop(link)
+            self._pauses.pop(link, None)
             successor = self._ready.pop(link, None)
             if successor is not None:
                 await successor.link.close()
@@ -125,15 +141,25 @@ class Successors:
     async def close(self) -> None:
         await self.keep_only(())
 
+    def _start(self, link: HopLink, open_successor: OpenSuccessor) -> None:
+        task = self._preparing.get(link)
+        if task is None or task.done():
+            self._preparing[link] = asyncio.create_task(self._prepare(link, open_successor))
+
     async def _prepare(self, link: HopLink, open_successor: OpenSuccessor) -> None:
         try:
             if self.link_of(link) is None:
                 await self._replace(link, open_successor)
-            if link not in self._ready:
+            if link in self._ready:
+                self._pauses.pop(link, None)
+                await self._ready[link].sync(link)
                 return
-            await self._ready[link].sync(link)
         except NesaError as error:
             log.info("no_hand_over", peer=link.hop.peer_id, reason=str(error))
+        if self.link_of(link) is None:
+            _, before_s = self._pauses.get(link, (0.0, FIRST_PAUSE_S / 2))
+            pause_s = min(2 * before_s, LONGEST_PAUSE_S)
+            self._pauses[link] = self._clock() + pause_s, pause_s
 
     async def _replace(self, link: HopLink, open_successor: OpenSuccessor) -> None:
         async with self._opening:

@@ -100,6 +100,16 @@ class Transport:
     def daemon_pid(self) -> int:
         return self._daemon.process.pid
 
+    def check_alive(self) -> None:
+        """Raises `SwarmError` once libp2p's daemon has ended."""
+        if self.lost.is_set():
+            raise SwarmError("libp2p's daemon (p2pd) of this process has ended")
+
+    async def wait_until_lost(self) -> None:
+        """Raises `SwarmError` when libp2p's daemon ends."""
+        await self.lost.wait()
+        self.check_alive()
+
     async def refresh_addresses(self) -> tuple[str, ...]:
         """Ask the daemon again: interfaces come and go, and NAT mappings are found late."""
         _, addresses = await self.control.identify()

@@ -7,20 +7,23 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from typing import Any, cast
 
 import torch
 
+from nesa_node.client.failure_detector import FailureDetector
 from nesa_node.client.hop import HopLink
 from nesa_node.client.nodes import Nodes
 from nesa_node.client.planner import Hops, Planner
 from nesa_node.client.replacements import ReplacementSearch
 from nesa_node.client.request import RouteRequest
 from nesa_node.client.route import Route
+from nesa_node.client.suspicion import SuspicionEvent
 from nesa_node.compression import tensors
-from nesa_node.core.errors import BusyError, StreamClosedError
+from nesa_node.core.errors import BusyError, PeerUnreachableError, StreamClosedError
 from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.core.span import Span
 from nesa_node.routing.chains import Hop
@@ -29,11 +32,15 @@ from nesa_node.swarm.message_budget import MessageBudget
 from nesa_node.swarm.messages import (
     Close,
     Closed,
+    Link,
+    Linked,
     Mode,
     Output,
     Ping,
     Pong,
     Prefix,
+    Reorder,
+    Reordered,
     Rollback,
     RolledBack,
     Step,
@@ -72,6 +79,10 @@ class ScriptedNode:
         self.kept: list[tuple[Step, torch.Tensor]] = []
         self.working = False
         self.pings = 0
+        self.pings_beside = 0
+        self.obeys_s = 0.0
+        """How long it reads nothing while it obeys."""
+        self._hangs = False
         self.after: ScriptedNode | None = None
         self.on_work: Callable[[], None] = lambda: None
         self.spoil: Spoil = lambda output_TD: output_TD
@@ -102,7 +113,10 @@ class ScriptedNode:
             dtype="float32",
             mode="chain",
         )
-        return HopLink(hop, stream, request, LinkSpeed(), on_change, b"s" * 16, MessageBudget())
+        budget = MessageBudget()
+        return HopLink(
+            hop, stream, request, LinkSpeed(), on_change, b"s" * 16, budget, self._answer_ping
+        )
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -112,8 +126,24 @@ class ScriptedNode:
 
     def hang(self) -> None:
         """Keep the stream open, answer nothing from now on."""
+        self._hangs = True
         for task in self._tasks:
             task.cancel()
+
+    def stop_reading(self, seconds: float) -> None:
+        """Read nothing of the session for a while."""
+        self._tasks[0].cancel()
+
+        def go_on() -> None:
+            self._tasks[0] = asyncio.create_task(self._read())
+
+        asyncio.get_running_loop().call_later(seconds, go_on)
+
+    async def _answer_ping(self) -> None:
+        """Asked beside the session, which it need not read for this."""
+        self.pings_beside += 1
+        if self._hangs:
+            raise PeerUnreachableError("no pong")
 
     def cut(self, epoch: int, lengths: Sequence[int]) -> None:
         self.epoch = epoch
@@ -163,8 +193,14 @@ class ScriptedNode:
                     await self.stream.send(pong)
                 case Rollback():
                     assert message.epoch > self.epoch, "steps on their way would be taken for new"
+                    await asyncio.sleep(self.obeys_s)
                     self.cut(message.epoch, message.lengths)
                     await self.stream.send(RolledBack(epoch=message.epoch))
+                case Reorder():
+                    await self.stream.send(Reordered(epoch=message.epoch))
+                case Link():
+                    await asyncio.sleep(self.obeys_s)
+                    await self.stream.send(Linked(epoch=message.epoch))
                 case Close():
                     await self.stream.send(Closed())
 
@@ -236,9 +272,11 @@ class ScriptedRoute(Route):
         step_s: float = 0.0,
         busy: int = 0,
         finds: bool = True,
+        suspicions: Counter[SuspicionEvent] | None = None,
     ) -> None:
         super().__init__(cast(Swarm, None), request, Planner(cast(Swarm, None)), on_change)
         self.search = ScriptedSearch(finds)
+        self.detector = FailureDetector(self.search, suspicions)
         self.scripted: list[ScriptedNode] = []
         self.at_work = 0
         """The most nodes that ever worked at the same time."""

@@ -40,8 +40,10 @@ async def opened(
     """An open session over scripted nodes."""
     routes: list[ScriptedRoute] = []
 
-    def route(_: Any, wanted: RouteRequest, __: Any, on_change: Callable[[], None]) -> Any:
-        routes.append(ScriptedRoute(wanted, on_change, **script))
+    def route(
+        _: Any, wanted: RouteRequest, __: Any, on_change: Callable[[], None], suspicions: Any
+    ) -> Any:
+        routes.append(ScriptedRoute(wanted, on_change, suspicions=suspicions, **script))
         return routes[0]
 
     monkeypatch.setattr(session_module, "Route", route)

@@ -1,14 +1,20 @@
-"""What the nodes of a chain are told when it is mended."""
+"""What the nodes of a chain are told when it is mended, and when it is mended at all."""
 
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import AsyncMock, MagicMock
 
 import pytest
 
 from nesa_node.client.hop import HopLink
+from nesa_node.client.route import Route
+from nesa_node.client.sessions import RowSlice
+from nesa_node.core.errors import MissingBlocksError, NesaError, PeerUnreachableError
+from nesa_node.core.ids import PeerId
 from nesa_node.swarm.messages import Link
 from tests.client.scripted_nodes import ScriptedRoute, request
+from tests.client.test_flow import hidden, opened
 
 
 async def test_the_node_before_a_newcomer_sends_what_that_lacks(
@@ -27,3 +33,35 @@ async def test_the_node_before_a_newcomer_sends_what_that_lacks(
     assert [told[each].lengths for each in (first, newcomer, last)] == [(5,), (2,), (5,)]
     assert [told[each].emit_from for each in (first, newcomer)] == [(2,), (5,)]
     await route.close()
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+async def test_a_slow_node_is_left_for_none_that_failed_and_a_leaving_one_is(leaves: bool) -> None:
+    route: Any = ScriptedRoute(request("chain", rows=1, hops=3), lambda: None)
+    await route.rebuild([0])
+    route._swarm = MagicMock()
+    route.nodes.plan = AsyncMock(side_effect=MissingBlocksError([(1, 2)], "all have failed"))
+    link = route.links[1]
+    link.leaving, link.is_unwanted = leaves, True
+    with pytest.raises(MissingBlocksError):
+        await Route.rebuild(route, [0], drop=frozenset({link.hop.peer_id}))
+    assert route.nodes.plan.await_args.kwargs["no_suspects"] is not leaves
+    await route.close()
+
+
+@pytest.mark.parametrize("error", [MissingBlocksError([(1, 2)], "none"), PeerUnreachableError("x")])
+async def test_a_slow_node_is_kept_where_the_move_off_it_fails(
+    monkeypatch: pytest.MonkeyPatch, error: NesaError
+) -> None:
+    async with opened(monkeypatch, "star") as (session, route):
+        again = route.rebuild
+
+        async def rebuild(*args: Any, drop: frozenset[PeerId], **options: Any) -> None:
+            if drop:
+                raise error
+            await again(*args, **options)
+
+        monkeypatch.setattr(route, "rebuild", rebuild)
+        route.links[1].is_unwanted = True
+        await session.step(hidden(1), [RowSlice(0, 0, 1)])
+        assert not route.links[1].is_unwanted

@@ -16,7 +16,7 @@ from nesa_node.client.nodes import MOST_AT_ONCE, Nodes
 from nesa_node.client.planner import Planner
 from nesa_node.client.request import RouteRequest
 from nesa_node.core.choices import Precision
-from nesa_node.core.errors import BusyError, PeerUnreachableError, RefusedError
+from nesa_node.core.errors import BusyError, MissingBlocksError, PeerUnreachableError, RefusedError
 from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.core.span import Span
 from nesa_node.core.waiting import Waits
@@ -252,3 +252,14 @@ async def test_planning_over_many_nodes_leaves_the_event_loop_alone(
     assert await nodes.can_fill(snapshot, (), [states[0].peer_id])
     assert len(elsewhere) >= 7
     assert set(elsewhere) == {is_aside}
+
+
+async def test_node_that_failed_is_a_last_resort_only_where_one_must_be_found() -> None:
+    names = [("kept", 0, 2), ("slow", 2, 4), ("failed", 2, 4)]
+    nodes, _ = _nodes_of(Snapshot(MODEL, 4, tuple(_state(*each) for each in names), taken_at=0.0))
+    nodes.avoid([PeerId("failed")])
+    keep, drop = (Hop(PeerId("kept"), Span(0, 2)),), frozenset({PeerId("slow")})
+    hops, _ = await nodes.plan(keep, drop)
+    assert hops == (*keep, Hop(PeerId("failed"), Span(2, 4)))
+    with pytest.raises(MissingBlocksError):
+        await nodes.plan(keep, drop, no_suspects=True)

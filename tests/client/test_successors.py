@@ -8,8 +8,9 @@ from unittest.mock import AsyncMock
 
 import pytest
 
+from nesa_node.client import successors as successors_module
 from nesa_node.client.successors import Successors
-from nesa_node.core.errors import PeerUnreachableError
+from nesa_node.core.errors import MissingBlocksError, PeerUnreachableError
 from nesa_node.core.ids import PeerId
 from nesa_node.core.span import Span
 from nesa_node.routing.chains import Hop
@@ -88,3 +89,49 @@ async def test_successor_that_is_filled_anew_is_taken_to_hold_nothing_until_that
     leaving.lost = ConnectionError("it died")
     _, held = await successors.take(leaving)
     assert held == (holds,)
+
+
+async def test_node_that_freezes_while_it_leaves_does_not_hold_up_its_successor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What it does not hand over in time is sent again by the node before it."""
+    monkeypatch.setattr(successors_module, "LAST_HAND_OVER_S", 0.05)
+    leaving: Any = ScriptedLink("leaving")
+    ready: Any = ScriptedLink("ready")
+    leaving.goes_on.set()
+    successors = Successors(rows=1)
+    while successors.prepare(leaving, AsyncMock(return_value=ready)):  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    leaving.goes_on.clear()
+    async with asyncio.timeout(10):
+        assert await successors.take(leaving) == (ready, (6,))
+
+
+@pytest.mark.parametrize("failure", [None, MissingBlocksError([(0, 2)], "no node holds them")])
+async def test_successors_that_are_not_found_are_looked_for_ever_less_often(
+    failure: Exception | None,
+) -> None:
+    """Each attempt asks members of the DHT."""
+    now = 0.0
+    link: Any = ScriptedLink("alone")
+    successors = Successors(rows=1, clock=lambda: now)
+    looks: list[float] = []
+
+    async def look(_: object) -> None:
+        looks.append(now)
+        if failure is not None:
+            raise failure
+
+    for quarter in range(4 * 60):
+        now = quarter / 4
+        successors.refresh([link], look)
+        for _ in range(4):
+            await asyncio.sleep(0)
+    assert looks == [0.0, 5.0, 15.0, 35.0]
+    # For a node that leaves they are looked for all the same, once the last attempt is over.
+    while successors.prepare(link, look):  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    assert successors.prepare(link, look)
+    await asyncio.sleep(0)
+    assert len(looks) == 5
+    await successors.close()

@@ -14,7 +14,7 @@ import pytest
 from transformers import PreTrainedModel
 
 from nesa_node.core.choices import Route
-from nesa_node.core.errors import MissingBlocksError
+from nesa_node.core.errors import MissingBlocksError, SwarmError
 from nesa_node.core.span import Span
 from tests.client.local_models import random_ids
 from tests.engine.tiny_models import BLOCKS
@@ -109,6 +109,26 @@ def test_silent_node_is_replaced_long_before_a_step_is_overdue(
 
 
 @pytest.mark.parametrize("routing", ROUTES)
+def test_node_silent_at_a_rollback_is_replaced_as_soon(
+    alone: PreTrainedModel, bed: Bed, routing: Route
+) -> None:
+    """It is asked beside the session, which a node does not read while it obeys."""
+    prompt_BL = random_ids(1, 20)
+    bed.start([*thirds(BLOCKS), thirds(BLOCKS)[1]])
+    with join_bed(bed, routing) as model, model.inference_session(128) as session:
+        generate(model, prompt_BL, session, new_tokens=8)
+        victim = holders(bed, session)[1]
+        with _thawed_at_the_end(_node_and_p2pd(victim)) as freeze:
+            freeze()
+            began = time.monotonic()
+            session.rollback([10])
+            assert time.monotonic() - began < 2 * NOTICED_S
+            assert victim.peer_id not in {hop.peer_id for hop in session.hops}
+            output_BL = generate(model, prompt_BL, session, new_tokens=8)
+        assert_undisturbed(alone, output_BL, prompt_BL, new_tokens=8)
+
+
+@pytest.mark.parametrize("routing", ROUTES)
 def test_hanging_node_without_a_replica_is_an_error_in_time(bed: Bed, routing: Route) -> None:
     bed.start(thirds(BLOCKS))
     with (
@@ -162,6 +182,25 @@ def test_node_whose_p2pd_dies_ends_and_its_session_goes_on(
         last_line = victim.log().splitlines()[-1]
         assert last_line == "error: libp2p's daemon (p2pd) has ended; restart this node"
         assert not victim.ready_path.exists()
+
+
+def test_client_whose_p2pd_dies_joins_again_with_its_next_session(
+    alone: PreTrainedModel, bed: Bed
+) -> None:
+    ids_BL = random_ids(1, 20)
+    bed.start(thirds(BLOCKS))
+    with join_bed(bed, "chain", recovery_timeout_s=60.0) as model:
+        with model.inference_session(128) as session:
+            generate(model, ids_BL, session, new_tokens=8)
+            (p2pd,) = (each for each in psutil.Process().children() if each.name() == "p2pd")
+            p2pd.kill()
+            began = time.monotonic()
+            with pytest.raises(SwarmError, match="p2pd"):
+                generate(model, random_ids(1, 9), session)
+            assert time.monotonic() - began < 30.0
+        with model.inference_session(128) as session:
+            output_BL = generate(model, ids_BL, session, new_tokens=8)
+        assert_undisturbed(alone, output_BL, ids_BL, new_tokens=8)
 
 
 def test_p2pd_dies_while_a_node_starts(bed: Bed) -> None:
