@@ -126,7 +126,11 @@ class Outlet:
                 )
         await self._begin()
         for held in self._outbox.since(emit_from, [MAX_TOKENS] * len(emit_from)):
+            if self._push is not None and self._push.lost:
+                return
             await self._send(held, epoch)
+            # A receiver that takes each at once gives nothing else a turn of the event loop.
+            await asyncio.sleep(0)
 
     async def _begin(self) -> None:
         if self._push is None:
