@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from nesa_node.compression import tensors
+from nesa_node.compression.quality import allowed
 from nesa_node.core.errors import ProtocolError, StreamClosedError
 from nesa_node.server.outlet import Outlet
 from nesa_node.swarm.messages import Downstream, Message, Mode, RowSlice
@@ -39,7 +41,7 @@ async def _no_dial(*_: object) -> Any:
 
 def outlet_of(mode: Mode, client: Any = None, dial: Any = _no_dial) -> Outlet:
     opened: Any = SimpleNamespace(
-        session=b"s" * 16, dtype="float32", rows=1, max_tokens=16, mode=mode
+        session=b"s" * 16, dtype="float32", rows=1, max_tokens=16, mode=mode, quality="balanced"
     )
     return Outlet(client, client, opened, HIDDEN, dial)
 
@@ -108,3 +110,15 @@ async def test_nothing_is_sent_again_to_a_node_that_is_lost() -> None:
     await outlet.link(Downstream(peer="next", blocks=(4, 8)), 1, [0])
     await outlet.close()
     assert len(sent) == len(copied) == 1
+
+
+def test_texts_of_peers_are_not_kept_with_their_steps() -> None:
+    """Each step can have 64 of them, for which no memory was promised."""
+    outlet = outlet_of("chain")
+    (lossless,) = (name for name in allowed("balanced") if name == "lossless")
+    for number in range(3):
+        via = ("".join(["loss", "less"]), *(f"{number}-{hop}" for hop in range(63)))
+        outlet.keep(replace(kept(number, 64 * number, 64), via=via))
+    for held in outlet.kept([0], [200]):
+        assert held.kept.via == ("lossless", *["?"] * 63)
+        assert held.kept.via[0] is lossless
