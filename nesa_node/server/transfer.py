@@ -169,7 +169,8 @@ class Succession:
         shape = (2 * len(blocks.span), *count, heads.count, heads.dim)
         dtype = tensors.DTYPE_NAMES[blocks.dtype]
         found = (pages.tensor.dtype, pages.tensor.shape, pages.tensor.codec)
-        if found != (dtype, shape, PLAIN):
+        # Without tokens it would take a turn of the device's thread all the same.
+        if found != (dtype, shape, PLAIN) or count[0] < 1:
             raise ProtocolError(
                 "bad_tensor",
                 f"expected {dtype}{list(shape)}, got {pages.tensor.dtype}"

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from nesa_node.compression.codecs import RAW
 from nesa_node.core.ids import PeerId
-from nesa_node.swarm.messages import Link, Message, Received, Reorder, Rollback, tensor_of
+from nesa_node.swarm.messages import Link, Message, Received, Reorder, Rollback, Sync, tensor_of
 from nesa_node.swarm.stream import Stream
 
 MAX_KNOWN_PEERS = 4096
@@ -57,7 +57,7 @@ class MessageBudget:
         now = self._clock()
         price_s = _MESSAGE_S
         tensor = tensor_of(message)
-        if isinstance(message, Link | Reorder | Rollback):
+        if isinstance(message, Link | Reorder | Rollback | Sync):
             rows = message.sources if isinstance(message, Reorder) else message.lengths
             price_s = _CHANGE_S * max(math.ceil(len(rows) / _CHANGE_ROWS), 1)
         elif not refused and (isinstance(message, Received) or tensor is not None):

@@ -9,6 +9,7 @@ import asyncio
 import heapq
 import itertools
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -213,18 +214,23 @@ class Outbox:
         if self._stored_bytes <= sum(self._tokens) * self._token_bytes * (1 + MAX_EXCESS):
             return
         steps: dict[int, Kept] = {}
-        counts: dict[int, dict[int, int]] = {}
-        """By step, the tokens that rows hold from each offset on."""
+        held: dict[tuple[int, int], int] = {}
+        """The most tokens that a row holds of a step from an offset on."""
         for part in itertools.chain(*self._rows):
             steps[part.number] = part.kept
-            held = counts.setdefault(part.number, {})
-            held[part.offset] = max(held.get(part.offset, 0), part.tokens)
-        copies = {
-            number: _picked(kept, counts[number])
-            for number, kept in steps.items()
-            if _is_wasteful(kept, counts[number])
+            place = part.number, part.offset
+            held[place] = max(held.get(place, 0), part.tokens)
+        needed: Counter[int] = Counter()
+        for (number, _), tokens in held.items():
+            needed[number] += tokens * self._token_bytes
+        copied: dict[int, dict[int, int]] = {
+            number: {} for number, kept in steps.items() if _is_wasteful(kept, needed[number])
         }
-        if copies:
+        if copied:
+            for (number, offset), tokens in held.items():
+                if number in copied:
+                    copied[number][offset] = tokens
+            copies = {number: _picked(steps[number], counts) for number, counts in copied.items()}
             self._rows = [[_moved(part, copies) for part in parts] for parts in self._rows]
             steps |= {number: kept for number, (kept, _) in copies.items()}
         self._stored_bytes = sum(len(kept.payload) for kept in steps.values())
@@ -276,9 +282,8 @@ def _are_alike(a: Kept, b: Kept) -> bool:
     return a.meta.codec == b.meta.codec == RAW.text and (a.want, a.via) == (b.want, b.via)
 
 
-def _is_wasteful(kept: Kept, counts: Mapping[int, int]) -> bool:
-    needed = sum(counts.values()) * _token_bytes(kept)
-    return needed <= len(kept.payload) * (1 - MAX_FORGOTTEN)
+def _is_wasteful(kept: Kept, needed_bytes: int) -> bool:
+    return needed_bytes <= len(kept.payload) * (1 - MAX_FORGOTTEN)
 
 
 def _picked(kept: Kept, counts: Mapping[int, int]) -> tuple[Kept, dict[int, int]]:

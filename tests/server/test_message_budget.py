@@ -24,6 +24,7 @@ from nesa_node.swarm.messages import (
     Received,
     Reorder,
     Rollback,
+    Sync,
     TransferOpen,
 )
 from tests.server.bench import Node, Peer, open_node
@@ -82,12 +83,13 @@ def test_what_changes_rows_costs_most(message: Message) -> None:
 
 
 @pytest.mark.parametrize(("rows", "price"), [(4, 1), (16, 1), (17, 2), (256, 16)])
-@pytest.mark.parametrize("change", ["reorder", "rollback", "link"])
+@pytest.mark.parametrize("change", ["reorder", "rollback", "link", "sync"])
 def test_a_change_is_paid_for_by_its_rows(rows: int, price: int, change: str) -> None:
     lengths = (0,) * rows
     messages: dict[str, Message] = {
         "reorder": Reorder(epoch=1, sources=lengths),
         "rollback": Rollback(epoch=1, lengths=lengths),
+        "sync": Sync(lengths=lengths),
         "link": Link(epoch=1, upstream=None, downstream=None, lengths=lengths, emit_from=lengths),
     }
     budget = MessageBudget(Clock())
