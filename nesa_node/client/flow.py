@@ -29,7 +29,7 @@ from nesa_node.core.logging import get_logger
 from nesa_node.swarm.messages import Pong, Step
 from nesa_node.swarm.notices import FailureKind
 from nesa_node.swarm.outbox import Kept, Outbox
-from nesa_node.swarm.wire import check_allowed, passed_on
+from nesa_node.swarm.wire import check_allowed, known, passed_on
 
 log = get_logger(__name__)
 
@@ -244,7 +244,7 @@ class Flow:
         if self._route.search.silent and not self.suspicion.suspected:
             self._route.search.end()
         stage.renew(self.suspicion, self._step_timeout_s)
-        return kept, output_TD, output.via
+        return kept, output_TD, known(self._request.quality, output.via)
 
     def _output_shape(self, sent: Kept) -> tuple[int, int]:
         tokens = {"all": sent.meta.shape[0], "last": len(sent.rows), "none": 0}

@@ -45,10 +45,12 @@ def allows(quality: str, codec: str) -> bool:
 
     Raises `ProtocolError` for a codec that is unknown here.
     """
-    text = parse(codec).text
-    if quality not in FLOORS:
-        return text in (*_ALSO[EXACT], quality)
-    return text in _upto(quality)
+    return parse(codec).text in allowed(quality)
+
+
+def allowed(quality: str) -> tuple[str, ...]:
+    """All codecs, with their parameters, in which hidden states of a session may travel."""
+    return _upto(quality) if quality in FLOORS else (*_ALSO[EXACT], quality)
 
 
 def candidates(quality: str, decodes: Collection[str]) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -21,7 +22,7 @@ from nesa_node.server.push import Push, open_push
 from nesa_node.swarm.messages import MAX_TOKENS, Downstream, Error, Open, Output, Step
 from nesa_node.swarm.outbox import Held, Kept, Outbox
 from nesa_node.swarm.stream import Stream
-from nesa_node.swarm.wire import PLAIN, States, Wire, passed_on
+from nesa_node.swarm.wire import PLAIN, States, Wire, known, passed_on
 
 log = get_logger(__name__)
 
@@ -40,6 +41,7 @@ class Outlet:
         self._wire = self.client_wire = wire
         self._session = opened.session
         self._mode = opened.mode
+        self._quality = opened.quality
         self._states = States(hidden_size, opened.dtype, opened.rows * opened.max_tokens)
         self._dial = dial
         self._outbox = Outbox()
@@ -69,7 +71,8 @@ class Outlet:
         else:
             await _require_finite(output)
             meta, payload = await self._wire.encode_aside(output)
-        kept = Kept(step.step, step.rows, step.want, meta, payload, step.via)
+        via = known(self._quality, step.via)
+        kept = Kept(step.step, step.rows, step.want, meta, payload, via)
         if self._downstream is not None:
             self._outbox.append(kept)
         await self._send(Held.all_of(kept), step.epoch)
@@ -81,7 +84,7 @@ class Outlet:
         """
         if self._mode == "star":
             raise ProtocolError("unexpected", "a star's nodes keep no outputs")
-        self._outbox.append(kept)
+        self._outbox.append(replace(kept, via=known(self._quality, kept.via)))
 
     def kept(self, start: Sequence[int], end: Sequence[int]) -> Iterator[Held]:
         """What is kept of the tokens `start[row] <= position < end[row]`."""
@@ -126,7 +129,11 @@ class Outlet:
                 )
         await self._begin()
         for held in self._outbox.since(emit_from, [MAX_TOKENS] * len(emit_from)):
+            if self._push is not None and self._push.lost:
+                return
             await self._send(held, epoch)
+            # A receiver that takes each at once gives nothing else a turn of the event loop.
+            await asyncio.sleep(0)
 
     async def _begin(self) -> None:
         if self._push is None:

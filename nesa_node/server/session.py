@@ -25,6 +25,8 @@ from nesa_node.swarm.wire import Wire
 log = get_logger(__name__)
 
 MAX_QUEUED_STEPS = 64
+MAX_EARLY_PUSHES = 2
+"""Of a node that took another's place, and of one that took its place in turn."""
 SMALL_BYTES = 32 * 1024
 """Of an output that whoever brought the step may send."""
 
@@ -80,6 +82,7 @@ class Session:
         self._changed = asyncio.Condition()
         self._waiting = 0
         """Tasks that wait for `_changed`."""
+        self._early_pushes = 0
         self._pushed: asyncio.Task[None] | None = None
         self._upstream_stream: Stream | None = None
         self._examining = 0
@@ -222,7 +225,18 @@ class Session:
         self._prefixes.publish_as(prefix)
 
     async def wait_for_epoch(self, epoch: int) -> None:
-        await self._wait_until(lambda: self.inbox.epoch >= epoch)
+        """For a push that came before the client's `link`.
+
+        Raises `ProtocolError("future_epoch")` at once where two wait already: the pipe of each
+        holds what comes meanwhile.
+        """
+        if self.inbox.epoch < epoch and self._early_pushes >= MAX_EARLY_PUSHES:
+            raise ProtocolError("future_epoch", f"{MAX_EARLY_PUSHES} pushes wait already")
+        self._early_pushes += 1
+        try:
+            await self._wait_until(lambda: self.inbox.epoch >= epoch)
+        finally:
+            self._early_pushes -= 1
 
     @contextmanager
     def being_pushed(self, stream: Stream) -> Iterator[None]:

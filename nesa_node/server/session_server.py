@@ -320,6 +320,7 @@ class SessionServer:
                     except ProtocolError as error:
                         if error.code == "not_finite" and opened.version >= CHECKED_SINCE:
                             self._swarm.reporter.note(self._model_id, stream.peer, "wrong")
+                        await self._budget.pay(stream, message, refused=True)
                         raise
                 elif not isinstance(message, Probe):
                     raise ProtocolError("unexpected", f"{_name(message)} on a push stream")
@@ -336,7 +337,11 @@ class SessionServer:
                 message, payload = await stream.receive(max_tensor_bytes=session.max_transfer_bytes)
                 if not isinstance(message, Pages | Step | Sync):
                     raise ProtocolError("unexpected", f"{_name(message)} in a transfer")
-                held = await session.adopt(message, payload)
+                try:
+                    held = await session.adopt(message, payload)
+                except ProtocolError:
+                    await self._budget.pay(stream, message, refused=True)
+                    raise
                 if isinstance(message, Sync):
                     await stream.send(Synced(lengths=held))
                 await self._budget.pay(stream, message)

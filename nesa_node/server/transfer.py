@@ -6,6 +6,7 @@ goes on, and the little that came since when it moves. L tokens of one row, H he
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
@@ -80,6 +81,8 @@ class Transfer:
             for row in range(len(self._sent)):
                 await self._send_row(row, cuts)
             for held in self._outlet.kept(self._kept_sent, tuple(self._sent)):
+                # A successor that takes each at once gives nothing else a turn of the event loop.
+                await asyncio.sleep(0)
                 if self._cuts != cuts:
                     break
                 await self._send_kept(held, cuts)
@@ -166,7 +169,8 @@ class Succession:
         shape = (2 * len(blocks.span), *count, heads.count, heads.dim)
         dtype = tensors.DTYPE_NAMES[blocks.dtype]
         found = (pages.tensor.dtype, pages.tensor.shape, pages.tensor.codec)
-        if found != (dtype, shape, PLAIN):
+        # Without tokens it would take a turn of the device's thread all the same.
+        if found != (dtype, shape, PLAIN) or count[0] < 1:
             raise ProtocolError(
                 "bad_tensor",
                 f"expected {dtype}{list(shape)}, got {pages.tensor.dtype}"

@@ -11,8 +11,9 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 
+from nesa_node.compression.codecs import RAW
 from nesa_node.core.ids import PeerId
-from nesa_node.swarm.messages import Link, Message, Received, Reorder, Rollback, tensor_of
+from nesa_node.swarm.messages import Link, Message, Received, Reorder, Rollback, Sync, tensor_of
 from nesa_node.swarm.stream import Stream
 
 MAX_KNOWN_PEERS = 4096
@@ -27,6 +28,8 @@ _CHANGE_S = 1 / 400
 of many pages. Of more rows it takes as many times as long: 14 ms for 256 after 120 steps."""
 _CHANGE_ROWS = 16
 """Beam search reorders with every token: with up to 16 beams up to 400 times a second."""
+_DECODE_S_PER_BYTE = 1e-9
+"""Of a tensor that came compressed: 2 KB can stand for 64 MiB, which take 30 ms to decode."""
 _BURST_S = 2.0
 """What a peer may send at once, at these prices."""
 
@@ -53,11 +56,14 @@ class MessageBudget:
         """Count a message. Returns the seconds until it is paid for."""
         now = self._clock()
         price_s = _MESSAGE_S
-        if isinstance(message, Link | Reorder | Rollback):
+        tensor = tensor_of(message)
+        if isinstance(message, Link | Reorder | Rollback | Sync):
             rows = message.sources if isinstance(message, Reorder) else message.lengths
             price_s = _CHANGE_S * max(math.ceil(len(rows) / _CHANGE_ROWS), 1)
-        elif not refused and (isinstance(message, Received) or tensor_of(message) is not None):
+        elif not refused and (isinstance(message, Received) or tensor is not None):
             price_s = _TOKEN_S
+        if tensor is not None and tensor.codec != RAW.text:
+            price_s += tensor.values_nbytes * _DECODE_S_PER_BYTE
         paid_at = max(self._paid_at.get(peer, 0.0), now - _BURST_S) + price_s
         self._paid_at[peer] = paid_at
         self._paid_at.move_to_end(peer)

@@ -16,7 +16,7 @@ from nesa_node.compression import tensors
 from nesa_node.compression.choice import PLAIN_COST, Cost, fastest
 from nesa_node.compression.cost import measure_cost
 from nesa_node.compression.hidden_states import HiddenStates
-from nesa_node.compression.quality import EXACT, allows, candidates, name_of
+from nesa_node.compression.quality import EXACT, allowed, allows, candidates, name_of
 from nesa_node.compression.tensors import TensorMeta
 from nesa_node.core.errors import ProtocolError
 from nesa_node.core.ids import PeerId
@@ -35,6 +35,8 @@ ASIDE_BYTES = 256 * 1024
 """To compress this much or more would keep an event loop from everything else for too long."""
 PROBE_BYTES = 2 * LEAST_BYTES
 PLAIN = "none"
+UNKNOWN = "?"
+"""A codec of somewhere on the way that the session's quality has none of here."""
 SINCE = (1, 2)
 """The first version whose peers compress."""
 
@@ -194,6 +196,17 @@ async def report_arrival(stream: Stream, quality: str, version: Version) -> None
     arrival, stream.arrival = stream.arrival, None
     if arrival is not None and quality != EXACT and version >= SINCE and stream.settled:
         await stream.send(arrival)
+
+
+def known(quality: str, via: Sequence[str]) -> tuple[str, ...]:
+    """What is kept of how hidden states travelled: a peer's own texts would take memory."""
+    names = _allowed(quality)
+    return tuple(names.get(name, UNKNOWN) for name in via)
+
+
+@functools.lru_cache(maxsize=64)
+def _allowed(quality: str) -> dict[str, str]:
+    return {name: name for name in allowed(quality)}
 
 
 def passed_on(via: Sequence[str], codec: str) -> tuple[str, ...]:

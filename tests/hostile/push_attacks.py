@@ -98,14 +98,14 @@ async def hostile_upstream(attacker: Attacker, count: int) -> None:
 
 
 async def early_pushes(attacker: Attacker, count: int) -> None:
-    """Into an epoch that never begins: a node waits for it a while, unless the session ends."""
+    """Into an epoch that never begins: two wait for it a while, unless the session ends."""
     own = str(attacker.swarm.identity.peer_id)
     closing = count // 2
 
-    async def push(session: HostileSession, allowed: str) -> None:
+    async def push(session: HostileSession, *allowed: str) -> None:
         epoch = attacker.rng.randint(session.epoch + 1, MAX_EPOCH)
         opening = PushOpen(version=VERSION, session=session.id, secret=session.secret, epoch=epoch)
-        await attacker.first("early push", frame(encode_message(opening)), (allowed,))
+        await attacker.first("early push", frame(encode_message(opening)), allowed)
 
     async with AsyncExitStack() as stack, asyncio.TaskGroup() as pushes:
         lasting = await stack.enter_async_context(attacker.session(mode="chain", upstream=own))
@@ -113,7 +113,7 @@ async def early_pushes(attacker: Attacker, count: int) -> None:
             pushes.create_task(push(lasting, "future_epoch"))
         async with attacker.session(mode="chain", upstream=own) as session:
             for _ in range(closing):
-                pushes.create_task(push(session, "unknown_session"))
+                pushes.create_task(push(session, "unknown_session", "future_epoch"))
             await asyncio.sleep(0.5)
 
 

@@ -12,7 +12,7 @@ from nesa_node.compression import tensors
 from nesa_node.engine.blocks import Blocks, Run
 from nesa_node.server.executor import open_executor
 from nesa_node.server.transfer import MAX_CUTS, Transfer
-from nesa_node.swarm.messages import Message, Pages, RowSlice, Step, Sync, Synced
+from nesa_node.swarm.messages import Message, Pages, RowSlice, Step, Sync, Synced, Want
 from nesa_node.swarm.outbox import Kept, Outbox
 from tests.server.bench import Wire
 
@@ -95,7 +95,9 @@ async def test_successor_lacks_no_kept_output_where_the_session_is_cut_meanwhile
     outbox = Outbox()
     for position in range(TOKENS):
         meta, payload = tensors.encode(torch.randn(1, blocks.hidden_size))
-        outbox.append(Kept(position, (RowSlice(0, position, 1),), "all", meta, payload))
+        # Alternating, or neighbours would be sent as one.
+        want: Want = "all" if position % 2 else "last"
+        outbox.append(Kept(position, (RowSlice(0, position, 1),), want, meta, payload))
     wire = _Cuts("successor", Step)
 
     def cut() -> None:

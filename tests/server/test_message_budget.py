@@ -24,6 +24,8 @@ from nesa_node.swarm.messages import (
     Received,
     Reorder,
     Rollback,
+    Sync,
+    TransferOpen,
 )
 from tests.server.bench import Node, Peer, open_node
 from tests.turns import turns_of_the_loop
@@ -81,17 +83,27 @@ def test_what_changes_rows_costs_most(message: Message) -> None:
 
 
 @pytest.mark.parametrize(("rows", "price"), [(4, 1), (16, 1), (17, 2), (256, 16)])
-@pytest.mark.parametrize("change", ["reorder", "rollback", "link"])
+@pytest.mark.parametrize("change", ["reorder", "rollback", "link", "sync"])
 def test_a_change_is_paid_for_by_its_rows(rows: int, price: int, change: str) -> None:
     lengths = (0,) * rows
     messages: dict[str, Message] = {
         "reorder": Reorder(epoch=1, sources=lengths),
         "rollback": Rollback(epoch=1, lengths=lengths),
+        "sync": Sync(lengths=lengths),
         "link": Link(epoch=1, upstream=None, downstream=None, lengths=lengths, emit_from=lengths),
     }
     budget = MessageBudget(Clock())
     waits_s = [budget.charge(A, messages[change]) for _ in range(1200)]
     assert waits_s[-1] == pytest.approx(1200 * price / 400 - 2.0)
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_what_must_be_decoded_is_paid_for_by_its_bytes(refused: bool) -> None:
+    """Some hundred bytes can stand for millions of zeros."""
+    budget = MessageBudget(Clock())
+    bomb = TensorMeta(dtype="float32", shape=(1000, 1000), codec="lossless", size=600)
+    waits_s = [budget.charge(A, Probe(tensor=bomb), refused=refused) for _ in range(1000)]
+    assert waits_s[-1] == pytest.approx(1000 * (0.004 + (0.001 if refused else 0.0001)) - 2.0)
 
 
 def test_no_more_than_so_many_peers_are_remembered() -> None:
@@ -163,6 +175,34 @@ async def test_first_message_of_each_stream_is_counted(blocks: Blocks) -> None:
             peer.wire.say(Ping(nonce=1))
             assert (await peer.wire.hear_a(Error)).code == "unexpected"
         assert paid_ms(node, "same") == 5
+
+
+@pytest.mark.parametrize("opens", ["a push", "a transfer"])
+async def test_what_ends_a_neighbours_stream_is_paid_for(blocks: Blocks, opens: str) -> None:
+    """Each message on a stream of its own would cost nothing else."""
+    async with open_node(blocks) as node:
+        node.server._budget = MessageBudget(Clock())
+        peer = node.peer()
+        session, secret = peer.session, peer.secret
+        opening: Message
+        if opens == "a push":
+            peer.open(upstream="up")
+            await peer.wire.hear_a(Opened)
+            peer.link(upstream="up")
+            await peer.wire.hear_a(Linked)
+            opening = PushOpen(version=VERSION, session=session, secret=secret, epoch=1)
+        else:
+            peer.open(upstream="someone", donor="up")
+            await peer.wire.hear_a(Opened)
+            opening = TransferOpen(version=VERSION, session=session, secret=secret)
+        for _ in range(5):
+            up = Peer(node.connect("up"), blocks, session=session)
+            up.wire.say(opening)
+            up.epoch, up.lengths = 1, [99]
+            up.step({0: 1})
+            await up.wire.hear_a(Error)
+        assert paid_ms(node, "up") == 5
+        await peer.end()
 
 
 def paid_ms(node: Node, peer: str) -> int:

@@ -1,29 +1,49 @@
 from __future__ import annotations
 
+import asyncio
+from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 
 from nesa_node.compression import tensors
-from nesa_node.core.errors import ProtocolError
+from nesa_node.compression.quality import allowed
+from nesa_node.core.errors import ProtocolError, StreamClosedError
 from nesa_node.server.outlet import Outlet
-from nesa_node.swarm.messages import Mode, RowSlice
+from nesa_node.swarm.messages import Downstream, Message, Mode, RowSlice
 from nesa_node.swarm.outbox import Kept
+from tests.turns import turns_of_the_loop
 
 HIDDEN = 8
+
+
+class _TakesAll:
+    """A client, and its wire: each message is taken at once."""
+
+    compresses = False
+    settled = True
+
+    def __init__(self) -> None:
+        self.heard: list[Message] = []
+
+    async def begin(self, *_: object) -> None:
+        pass
+
+    async def send(self, message: Message, payload: object = b"") -> None:
+        self.heard.append(message)
 
 
 async def _no_dial(*_: object) -> Any:
     raise AssertionError("this session sends to its client")
 
 
-def outlet_of(mode: Mode) -> Outlet:
+def outlet_of(mode: Mode, client: Any = None, dial: Any = _no_dial) -> Outlet:
     opened: Any = SimpleNamespace(
-        session=b"s" * 16, dtype="float32", rows=1, max_tokens=16, mode=mode
+        session=b"s" * 16, dtype="float32", rows=1, max_tokens=16, mode=mode, quality="balanced"
     )
-    return Outlet(cast(Any, None), cast(Any, None), opened, HIDDEN, _no_dial)
+    return Outlet(client, client, opened, HIDDEN, dial)
 
 
 def kept(number: int, position: int, count: int) -> Kept:
@@ -46,3 +66,59 @@ def test_a_rollback_cuts_what_is_kept_for_the_next_node() -> None:
     outlet.truncate([3])
     left = [part for step in outlet.kept([0], [16]) for part in step.rows]
     assert left == [RowSlice(0, 0, 3)]
+
+
+async def test_all_else_gets_a_turn_while_what_was_kept_is_sent_again() -> None:
+    client = _TakesAll()
+    outlet = outlet_of("chain", client)
+    for number in range(50):
+        outlet.keep(kept(number, 64 * number, 64))
+    async with turns_of_the_loop() as turns:
+        await outlet.link(None, 1, [0])
+        assert turns[0] >= 49
+    assert len(client.heard) == 50
+
+
+async def test_nothing_is_sent_again_to_a_node_that_is_lost() -> None:
+    sent: list[Message] = []
+
+    class LosesAll(_TakesAll):
+        async def send(self, message: Message, payload: object = b"") -> None:
+            sent.append(message)
+            raise StreamClosedError("gone")
+
+        async def receive(self) -> None:
+            await asyncio.Event().wait()
+
+        async def close(self) -> None:
+            pass
+
+        def readable(self, kept: Kept) -> Kept:
+            copied.append(kept)
+            return kept
+
+    copied: list[Kept] = []
+    downstream: Any = LosesAll()
+    downstream.peer = "next"
+
+    async def dial(*_: object) -> Any:
+        return downstream, downstream
+
+    outlet = outlet_of("chain", _TakesAll(), dial)
+    for number in range(50):
+        outlet.keep(kept(number, 64 * number, 64))
+    await outlet.link(Downstream(peer="next", blocks=(4, 8)), 1, [0])
+    await outlet.close()
+    assert len(sent) == len(copied) == 1
+
+
+def test_texts_of_peers_are_not_kept_with_their_steps() -> None:
+    """Each step can have 64 of them, for which no memory was promised."""
+    outlet = outlet_of("chain")
+    (lossless,) = (name for name in allowed("balanced") if name == "lossless")
+    for number in range(3):
+        via = ("".join(["loss", "less"]), *(f"{number}-{hop}" for hop in range(63)))
+        outlet.keep(replace(kept(number, 64 * number, 64), via=via))
+    for held in outlet.kept([0], [200]):
+        assert held.kept.via == ("lossless", *["?"] * 63)
+        assert held.kept.via[0] is lossless

@@ -340,6 +340,26 @@ async def test_two_hundred_clients_all_get_through_a_pool_for_fifty(blocks: Bloc
         assert node.pool.held_pages == 0
 
 
+async def test_no_more_than_two_pushes_of_a_session_wait_for_its_epoch(blocks: Blocks) -> None:
+    """What comes on their streams meanwhile is held, 128 KiB of each."""
+    async with open_node(blocks) as node:
+        peer = node.peer()
+        peer.open(upstream="up")
+        await peer.wire.hear_a(Opened)
+        streams = [node.connect("up") for _ in range(3)]
+        for stream in streams:
+            stream.say(PushOpen(version=VERSION, session=peer.session, secret=peer.secret, epoch=1))
+            # Each is read before the next one comes.
+            await asyncio.sleep(0.01)
+        answer, _ = await streams[2].hear()
+        assert isinstance(answer, Error)
+        assert (answer.code, answer.fatal) == ("future_epoch", True)
+        peer.link(upstream="up")
+        await streams[1].hear_a(PushOpened)
+        assert (await push(node, peer, "up", peer.secret)).epoch == 1  # type: ignore[union-attr]
+        await end(peer)
+
+
 async def test_a_session_that_does_nothing_for_too_long_is_ended(blocks: Blocks) -> None:
     async with open_node(blocks, idle_timeout_s=0.3) as node:
         idle, busy = await opened(node, "idle"), await opened(node, "busy")

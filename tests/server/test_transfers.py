@@ -293,6 +293,7 @@ async def test_pages_that_cannot_be_are_refused_and_change_nothing(blocks: Block
             ("bad_tensor", pages(0, 0, "float16"), payload[: len(payload) // 2]),
             ("bad_tensor", pages(0, 0, "float32", *reversed(shape)), payload),
             ("bad_tensor", pages(0, 0, "float32", *shape[:3]), payload),
+            ("bad_tensor", pages(0, 0, "float32", shape[0], 0, *shape[2:]), memoryview(b"")),
             ("not_finite", good, b"\xff" * len(payload)),
         ):
             donor = await transfer(node, peer)
