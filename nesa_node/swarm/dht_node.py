@@ -1,58 +1,204 @@
-"""hivemind's DHT node and protocol, but for what costs too much."""
+"""A member of the DHT: hivemind's protocol, but for what costs too much, and our own searches."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
-from nesa_node.swarm.hive import DHTID, DHTNode, DHTProtocol, PeerID
+from nesa_node.core.errors import ProtocolError, RemoteError, SwarmError
+from nesa_node.core.logging import get_logger
+from nesa_node.swarm.dht_codec import unpack_records
+from nesa_node.swarm.dht_lookup import WIDTH, Contact, Lookup
+from nesa_node.swarm.dht_peer import DhtPeer, node_id_of
+from nesa_node.swarm.hive import (
+    DHTID,
+    Blacklist,
+    DHTProtocol,
+    MSGPackSerializer,
+    PeerID,
+    TimedStorage,
+    dht_pb2,
+)
+from nesa_node.swarm.validator import RecordValidator
+
+log = get_logger(__name__)
 
 MAX_NEWCOMERS = 16
 """That wait for the records of which they should have a copy."""
+NUM_REPLICAS = 5
+
+_RPC_TIMEOUT_S = 3.0
+_PARALLEL_CALLS = 4
+_SLOW_CALL_S = 1.0
+"""A call that takes longer does not count among those that a search makes at once."""
+_LOOK_UP_S = 10.0
+_STORE_S = 12.0
+"""To find the members and ask the last of them; the answer may take `_RPC_TIMEOUT_S` more."""
+_BAN_S = 5.0
+_BAN_GROWTH = 2.0
+_BUSY_S = 0.5
+_MAX_BUSY = 4096
 
 _BATCH_BYTES = 512 * 1024
 _BATCH_KEYS = 64
 """Handed over in one call, for which the newcomer charges. A single key may have more bytes."""
 
-_Found = Callable[[DHTID, list[DHTID], set[DHTID]], Awaitable[None]]
+Record = tuple[str, bytes, float]
+"""Subkey, value and expiration."""
 
 
-class MemberNode(DHTNode):  # type: ignore[misc]  # hivemind has no types
-    """Looks for the members nearest to a key beside the key.
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a member keeps under a key, checked, and the members nearest to the key it knows."""
 
-    Whoever is asked about a key answers with all that lies there, too: hivemind, which asks up to
-    20 members before it stores, would have each node fetch all nodes' records from all of them
-    whenever it announces itself. Nothing lies under the neighbouring id, to which the same members
-    are nearest.
+    records: list[Record]
+    neighbours: dict[DHTID, PeerID]
+
+
+class MemberNode:
+    """Searches for members and records, and stores records.
+
+    A peer that does not answer is not asked for a while (`blacklist`), one that refuses a call for
+    `_BUSY_S`: its budget for calls of this node refills only where there are none.
     """
 
+    def __init__(self, peer: DhtPeer, protocol: MemberProtocol) -> None:
+        self.node_id = protocol.node_id
+        self.peer_id = peer.peer_id
+        self.protocol = protocol
+        self.blacklist = Blacklist(_BAN_S, _BAN_GROWTH)
+        self._busy = TimedStorage(_MAX_BUSY)
+        self._peer = peer
+
     @classmethod
-    async def create(cls, **options: Any) -> MemberNode:
-        """As hivemind's, which makes its own protocol."""
-        node: MemberNode = await super().create(**options)
-        node.protocol.__class__ = MemberProtocol
-        node.protocol.newcomers = Newcomers()
-        return node
+    async def create(
+        cls, peer: DhtPeer, validator: RecordValidator, *, client_mode: bool
+    ) -> MemberNode:
+        protocol: MemberProtocol = await MemberProtocol.create(
+            peer,
+            DHTID.from_bytes(node_id_of(peer.peer_id.to_bytes())),
+            bucket_size=WIDTH,
+            depth_modulo=5,
+            num_replicas=NUM_REPLICAS,
+            wait_timeout=_RPC_TIMEOUT_S,
+            client_mode=client_mode,
+            record_validator=validator,
+        )
+        protocol.newcomers = Newcomers()
+        return cls(peer, protocol)
 
-    async def find_nearest_nodes(
+    async def shutdown(self) -> None:
+        await self.protocol.shutdown()
+
+    async def look_up(
         self,
-        queries: Collection[DHTID],
-        *arguments: Any,
-        found_callback: _Found | None = None,
-        **options: Any,
-    ) -> dict[DHTID, dict[DHTID, PeerID]]:
-        """As hivemind's."""
-        keys = {DHTID(int(key) ^ 1): key for key in queries}
-        if found_callback is not None:
-            tell = found_callback
+        key: DHTID,
+        take: Callable[[list[Record]], bool] = lambda _: False,
+        *,
+        parallel: int = _PARALLEL_CALLS,
+        limit_s: float = _LOOK_UP_S,
+    ) -> list[Contact]:
+        """The members nearest to `key` that answer within `limit_s`, the nearest first.
 
-            async def found(beside: DHTID, nearest: list[DHTID], visited: set[DHTID]) -> None:
-                await tell(keys[beside], nearest, visited)
+        `take` gets what each of them keeps under `key`, and ends the search by True. `parallel`
+        calls are made at once. Those that are under way at the end go on in the background: they
+        are soon over, and tell which peers are gone.
+        """
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + limit_s
+        await asyncio.sleep(0)  # hivemind notes an answer to a ping in a task of its own
+        table = self.protocol.routing_table
+        known = table.get_nearest_neighbors(key, WIDTH, exclude=self.node_id)
+        lookup = Lookup(key, self.node_id, self._without_banned(known))
+        calls: dict[asyncio.Task[Answer | None], tuple[Contact, float]] = {}
+        while True:
+            now = clock()
+            slow_at = [at for _, at in calls.values() if at > now]
+            while len(slow_at) < parallel and (contact := lookup.next_contact()) is not None:
+                slow_at.append(now + _SLOW_CALL_S)
+                calls[self._peer.start(self._ask(contact.peer_id, key))] = contact, slow_at[-1]
+            if not calls:
+                return lookup.nearest()
+            if now >= deadline:
+                log.warning("lookup_timed_out", timeout_s=limit_s)
+                return lookup.nearest()
+            done, _ = await asyncio.wait(
+                calls,
+                timeout=min([deadline, *slow_at]) - now,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            for call in done:
+                contact, _ = calls.pop(call)
+                answer = call.result()
+                if answer is None:
+                    lookup.failed(contact)
+                    continue
+                lookup.answered(contact, self._without_banned(answer.neighbours.items()))
+                if take(answer.records):
+                    return lookup.nearest()
 
-            options["found_callback"] = found
-        nearest = await super().find_nearest_nodes(tuple(keys), *arguments, **options)
-        return {keys[beside]: members for beside, members in nearest.items()}
+    async def store(self, key: DHTID, subkey: str, value: bytes, expires_at: float) -> str | None:
+        """Have the members nearest to `key` keep a record. None, or in a word why none does.
+
+        This node may be one of them, which alone counts where it knows no other. Goes on in the
+        background where the caller gives up.
+        """
+        return await asyncio.shield(self._peer.start(self._store(key, subkey, value, expires_at)))
+
+    async def _store(self, key: DHTID, subkey: str, value: bytes, expires_at: float) -> str | None:
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + _STORE_S
+        is_alone = not self.protocol.routing_table.uid_to_peer_id
+        # A member that is asked about a key answers with all that lies there, too. Nothing lies
+        # under the id beside it, to which the same members are nearest.
+        beside = DHTID(int(key) ^ 1)
+        members = await self.look_up(beside)
+        own_distance = self.node_id.xor_distance(beside)
+        missing = NUM_REPLICAS
+        is_kept = False
+        if sum(member.distance < own_distance for member in members) < missing:
+            is_kept = self.protocol.keep(key, subkey, value, expires_at)
+            missing -= 1
+        answers: list[list[bool]] = []
+        nearest = iter(members)
+        while clock() < deadline and (batch := list(islice(nearest, missing))):
+            calls = (
+                self.protocol.call_store(
+                    member.peer_id, [key], [value], [expires_at], subkeys=[subkey]
+                )
+                for member in batch
+            )
+            answered = [each for each in await asyncio.gather(*calls) if each is not None]
+            missing -= len(answered)
+            answers += answered
+        is_alone = is_alone and not members
+        if any(True in answer for answer in answers) or (is_alone and is_kept):
+            return None
+        return "refused" if answers or is_alone else "unanswered"
+
+    async def _ask(self, peer_id: PeerID, key: DHTID) -> Answer | None:
+        """None if `peer_id` does not say."""
+        try:
+            answer = await self.protocol.find(peer_id, key)
+        except RemoteError:
+            self._busy.store(peer_id, None, time.time() + _BUSY_S)
+            return None
+        except (SwarmError, ProtocolError, TimeoutError):
+            self.blacklist.register_failure(peer_id)
+            return None
+        self.blacklist.register_success(peer_id)
+        return answer
+
+    def _without_banned(self, contacts: Iterable[tuple[DHTID, PeerID]]) -> dict[DHTID, PeerID]:
+        return {
+            node: peer
+            for node, peer in contacts
+            if peer not in self.blacklist and peer not in self._busy
+        }
 
 
 class Newcomers:
@@ -74,6 +220,32 @@ class MemberProtocol(DHTProtocol):  # type: ignore[misc]
 
     def _validate_dictionary(self, key_bytes: bytes, dictionary: Any) -> bool:
         return True
+
+    async def find(self, peer_id: PeerID, key: DHTID) -> Answer:
+        """Raises `SwarmError`, `ProtocolError`, and `TimeoutError`."""
+        request = dht_pb2.FindRequest(keys=[key.to_bytes()], peer=self.node_info)
+        try:
+            async with asyncio.timeout(self.wait_timeout):
+                response = await self.p2p.call_protobuf_handler(
+                    peer_id, "DHTProtocol.rpc_find", request, dht_pb2.FindResponse
+                )
+        except RemoteError:
+            raise
+        except (SwarmError, ProtocolError, TimeoutError):
+            await self.update_routing_table(None, peer_id, responded=False)
+            raise
+        if response.peer.node_id:
+            await self.update_routing_table(DHTID.from_bytes(response.peer.node_id), peer_id)
+        (result,) = response.results
+        ids = map(DHTID.from_bytes, result.nearest_node_ids)
+        neighbours = dict(zip(ids, map(PeerID, result.nearest_peer_ids), strict=True))
+        return Answer(unpack_records(result.value) if result.value else [], neighbours)
+
+    def keep(self, key: DHTID, subkey: str, value: bytes, expires_at: float) -> bool:
+        """Whether this node itself keeps a record now."""
+        packed = MSGPackSerializer.dumps(subkey)
+        is_valid = self._validate_record(key.to_bytes(), packed, value, expires_at)
+        return bool(is_valid and self.storage.store_subkey(key, subkey, value, expires_at))
 
     async def update_routing_table(
         self, node_id: DHTID | None, peer_id: PeerID, responded: bool = True

@@ -1,11 +1,12 @@
 """The door between hivemind's DHT and the network.
 
-hivemind's `DHTNode` believes a lot: that a caller may claim any DHT id, that batches are small,
+hivemind's `DHTProtocol` believes a lot: that a caller may claim any DHT id, that batches are small,
 that one bad entry is reason to drop a whole answer. Everything it sends or receives passes through
 `DhtPeer`, which offers it the part of hivemind's `P2P` that it uses:
 
 - a DHT id belongs to one peer id (it is its hash), in requests, answers and lists of neighbours, so
-  that no peer can fill routing tables or surround a key with invented nodes;
+  that no peer can fill routing tables; invented peer ids whose hash fits cost searches little
+  (`dht_lookup.py`);
 - requests are bounded and paid for, by bytes and by work, before they are read (`dht_codec.py`,
   `call_budget.py`);
 - stored and found records are checked one by one, and the bad ones left out;
@@ -18,8 +19,7 @@ import asyncio
 import hashlib
 import hmac
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -40,7 +40,6 @@ from nesa_node.swarm.dht_codec import (
     unpack_records,
 )
 from nesa_node.swarm.hive import DHTID, DHTProtocol, P2PContext, PeerID, dht_pb2
-from nesa_node.swarm.known_records import MAX_NODES_PER_MODEL
 from nesa_node.swarm.private import TAG_BYTES, Membership
 from nesa_node.swarm.validator import RecordValidator
 
@@ -61,7 +60,7 @@ T = TypeVar("T")
 
 
 class DhtPeer:
-    """What `DHTNode` takes for its `P2P`. `protocol` is set once the node exists."""
+    """What `DHTProtocol` takes for its `P2P`. `protocol` is set once the node exists."""
 
     def __init__(
         self, own: PeerId, unary: UnaryCalls, validator: RecordValidator, membership: Membership
@@ -76,8 +75,6 @@ class DhtPeer:
         self._checking = asyncio.Lock()
         self._closed = asyncio.Event()
         self._in_flight = 0
-        self._answers: dict[bytes, dict[int, list[Sequence[str]]]] = {}
-        """Where the answers about a key are noted meanwhile."""
         self._operations: set[asyncio.Task[Any]] = set()
 
     async def add_protobuf_handler(
@@ -117,32 +114,11 @@ class DhtPeer:
         finally:
             self._in_flight -= 1
 
-    async def run(self, operation: Coroutine[Any, Any, T], timeout_s: float) -> T:
-        """Await a `DHTNode` operation. Raises `TimeoutError`.
-
-        hivemind leaves tasks behind that never end when an operation is cancelled, so that it goes
-        on in the background if the caller gives up. It is soon over: each of its calls has a
-        timeout, and `close` fails them all.
-        """
-        task = self.start(operation)
-        async with asyncio.timeout(timeout_s):
-            return await asyncio.shield(task)
-
-    @contextmanager
-    def noting_answers(self, key: bytes) -> Iterator[list[Sequence[str]]]:
-        """The subkeys in each answer that comes meanwhile about `key`, in the answer's order."""
-        noted: list[Sequence[str]] = []
-        listening = self._answers.setdefault(key, {})
-        listening[id(noted)] = noted
-        try:
-            yield noted
-        finally:
-            del listening[id(noted)]
-            if not listening:
-                self._answers.pop(key, None)
-
     def start(self, operation: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """The same in the background; its failure is logged."""
+        """Run `operation` in the background; its failure is logged.
+
+        It is soon over: each of its calls has a timeout, and `close` fails them all.
+        """
         task = asyncio.create_task(operation, name="dht-operation")
         self._operations.add(task)
         task.add_done_callback(self._operation_ended)
@@ -284,10 +260,7 @@ class DhtPeer:
                 num_records += len(items)
                 if num_records > MAX_RECORDS_PER_CALL:
                     raise ProtocolError("too_large", f"{num_records} records in one answer")
-            good = await self._check_all(key, items)
-            for noted in self._answers.get(key, {}).values():
-                noted.append([subkey for subkey, _, _ in good[:MAX_NODES_PER_MODEL]])
-            _put_records(result, good)
+            _put_records(result, await self._check_all(key, items))
 
     async def _check_all(
         self, key: bytes, items: list[tuple[bytes, bytes, float]]

@@ -302,7 +302,7 @@ class Directory:
         self._is_stored = failure is None
         if failure is not None:
             log.warning("record_not_stored", seq=record.seq, reason=failure)
-        if failure != "timeout":
+        else:
             log.debug("record_published", seq=record.seq, state=record.state)
         if self._rejoining.is_alone and record.state != "withdrawn":
             # Members that are met again are handed what lies here.

@@ -16,7 +16,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from google.protobuf.message import DecodeError
     from hivemind.dht.crypto import DHTRecord, RecordValidatorBase
-    from hivemind.dht.node import DHTNode
+    from hivemind.dht.node import Blacklist
     from hivemind.dht.protocol import DHTProtocol
     from hivemind.dht.routing import DHTID
     from hivemind.dht.storage import DHTLocalStorage, DictionaryDHTValue
@@ -26,7 +26,7 @@ with warnings.catch_warnings():
     from hivemind.utils.logging import use_hivemind_log_handler
     from hivemind.utils.multiaddr import Multiaddr
     from hivemind.utils.serializer import MSGPackSerializer
-    from hivemind.utils.timed_storage import ValueWithExpiration
+    from hivemind.utils.timed_storage import TimedStorage, ValueWithExpiration
 logging.addLevelName(logging.WARNING, _level_name)
 
 P2PD_PATH = _cli_file.removesuffix("__init__.py") + "p2pd"
@@ -34,8 +34,8 @@ P2PD_PATH = _cli_file.removesuffix("__init__.py") + "p2pd"
 __all__ = [
     "DHTID",
     "P2PD_PATH",
+    "Blacklist",
     "DHTLocalStorage",
-    "DHTNode",
     "DHTProtocol",
     "DHTRecord",
     "DecodeError",
@@ -45,6 +45,7 @@ __all__ = [
     "P2PContext",
     "PeerID",
     "RecordValidatorBase",
+    "TimedStorage",
     "ValueWithExpiration",
     "dht_pb2",
     "p2pd_pb2",

@@ -16,11 +16,11 @@ from nesa_node.core.errors import BootstrapError, PeerUnreachableError
 from nesa_node.core.logging import get_logger
 from nesa_node.core.waiting import waiting
 from nesa_node.swarm.dht_node import MemberNode
-from nesa_node.swarm.dht_peer import DhtPeer, node_id_of
+from nesa_node.swarm.dht_peer import DhtPeer
 from nesa_node.swarm.dht_storage import BoundedStorage
 from nesa_node.swarm.directory import DEFAULT_TTL_S, Directory
 from nesa_node.swarm.distances import Distances
-from nesa_node.swarm.hive import DHTID, DHTNode, PeerID
+from nesa_node.swarm.hive import PeerID
 from nesa_node.swarm.identity import Identity
 from nesa_node.swarm.link_speed import LinkSpeeds
 from nesa_node.swarm.message_budget import MessageBudget
@@ -38,7 +38,6 @@ from nesa_node.swarm.validator import RecordValidator
 log = get_logger(__name__)
 
 _RPC_TIMEOUT_S = 3.0
-_NUM_WORKERS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +93,7 @@ async def open_swarm(
         peer = DhtPeer(identity.peer_id, transport.unary, validator, membership)
         async with _dht_node(peer, validator, listen=listen) as node:
             await _join_dht(node, peer, initial_peers)
-            shelf = Shelf(node, peer, membership)
+            shelf = Shelf(node, membership)
             notices = NoticeBoard(shelf, identity, validator, membership, clock=clock)
             rejoining = Rejoining(node, transport, initial_peers)
             directory = Directory(
@@ -125,22 +124,8 @@ async def open_swarm(
 @asynccontextmanager
 async def _dht_node(
     peer: DhtPeer, validator: RecordValidator, *, listen: bool
-) -> AsyncIterator[DHTNode]:
-    node = await MemberNode.create(
-        p2p=peer,
-        node_id=DHTID.from_bytes(node_id_of(peer.peer_id.to_bytes())),
-        client_mode=not listen,
-        record_validator=validator,
-        num_workers=_NUM_WORKERS,
-        wait_timeout=_RPC_TIMEOUT_S,
-        # Records change every few seconds: nobody may serve an old one from a cache.
-        cache_locally=False,
-        cache_nearest=0,
-        cache_on_store=False,
-        cache_refresh_before_expiry=0,
-        # Joins are ours to do: hivemind would leave a sleeping task behind.
-        initial_peers=None,
-    )
+) -> AsyncIterator[MemberNode]:
+    node = await MemberNode.create(peer, validator, client_mode=not listen)
     node.protocol.storage = BoundedStorage(
         str(peer.peer_id),
         validator.dropped,
@@ -155,7 +140,7 @@ async def _dht_node(
         await peer.close()
 
 
-async def _join_dht(node: DHTNode, peer: DhtPeer, initial_peers: Sequence[str]) -> None:
+async def _join_dht(node: MemberNode, peer: DhtPeer, initial_peers: Sequence[str]) -> None:
     others = _initial_peer_ids(node, initial_peers)
     if not others:
         return
@@ -167,15 +152,15 @@ async def _join_dht(node: DHTNode, peer: DhtPeer, initial_peers: Sequence[str]) 
             f"{', '.join(initial_peers)}; are they nesa-nodes, with the same --swarm-key?"
         )
     # Beside all else: some of the neighbours may be gone.
-    peer.start(node.find_nearest_nodes([node.node_id]))
+    peer.start(node.look_up(node.node_id))
 
 
-async def _require_answer(node: DHTNode, member: PeerID) -> None:
+async def _require_answer(node: MemberNode, member: PeerID) -> None:
     """Raises `PeerUnreachableError`."""
     if await node.protocol.call_ping(member) is None:
         raise PeerUnreachableError(f"{member} is no member of this DHT")
 
 
-def _initial_peer_ids(node: DHTNode, initial_peers: Sequence[str]) -> list[PeerID]:
+def _initial_peer_ids(node: MemberNode, initial_peers: Sequence[str]) -> list[PeerID]:
     names = dict.fromkeys(split_peer_address(address)[1] for address in initial_peers)
     return [PeerID.from_base58(name) for name in names if name != str(node.peer_id)]

@@ -1,6 +1,6 @@
 """The way back to the DHT, after its members or the connection to them were gone.
 
-hivemind forgets a member after one unanswered call, and does not ask one for a while that did not
+A node forgets a member after one unanswered call, and does not ask one for a while that did not
 answer, so that without this a short loss of network would split the DHT for good.
 """
 
@@ -16,7 +16,8 @@ from typing import Any
 from nesa_node.core.errors import PeerUnreachableError
 from nesa_node.core.ids import PeerId
 from nesa_node.core.logging import get_logger
-from nesa_node.swarm.hive import DHTNode, PeerID
+from nesa_node.swarm.dht_node import MemberNode
+from nesa_node.swarm.hive import PeerID
 from nesa_node.swarm.records import NodeRecord
 from nesa_node.swarm.transport import Transport, split_peer_address
 
@@ -36,7 +37,9 @@ _DRAWN_RECORDS = 4
 class Rejoining:
     """Pings initial peers, and nodes of which there are records, until the DHT is whole again."""
 
-    def __init__(self, node: DHTNode, transport: Transport, initial_peers: Sequence[str]) -> None:
+    def __init__(
+        self, node: MemberNode, transport: Transport, initial_peers: Sequence[str]
+    ) -> None:
         self._node = node
         self._transport = transport
         self._initial_peers: dict[PeerId, list[str]] = {}

@@ -179,7 +179,7 @@ async def test_first_message_of_each_stream_is_counted(blocks: Blocks) -> None:
 
 @pytest.mark.parametrize("opens", ["a push", "a transfer"])
 async def test_what_ends_a_neighbours_stream_is_paid_for(blocks: Blocks, opens: str) -> None:
-    """Each message on a stream of its own would cost nothing else."""
+    """Each message on a stream of its own would cost no more than the stream's first."""
     async with open_node(blocks) as node:
         node.server._budget = MessageBudget(Clock())
         peer = node.peer()
@@ -201,7 +201,7 @@ async def test_what_ends_a_neighbours_stream_is_paid_for(blocks: Blocks, opens: 
             up.epoch, up.lengths = 1, [99]
             up.step({0: 1})
             await up.wire.hear_a(Error)
-        assert paid_ms(node, "up") == 5
+        assert paid_ms(node, "up") == 2 * 5
         await peer.end()
 
 

@@ -368,8 +368,8 @@ async def test_neighbours_with_endless_peer_ids_are_forgotten(pair: tuple[Swarm,
     attacker.transport.unary._handlers[PROTOCOL_PREFIX + "rpc_find"] = answer
     protocol = dht_node(victim).protocol
     began = time.thread_time()
-    found = await protocol.call_find(PeerID.from_base58(attacker.identity.peer_id), [DHTID(7)])
-    assert found == {DHTID(7): (None, {})}
+    found = await protocol.find(PeerID.from_base58(attacker.identity.peer_id), DHTID(7))
+    assert (found.records, found.neighbours) == ([], {})
     assert time.thread_time() - began < 5 * SLOW_S
 
 

@@ -343,14 +343,14 @@ async def test_who_announces_itself_does_not_fetch_what_others_announce(
         fetched: list[object] = []
         for member in members:
             protocol = dht_node(member).protocol
-            call_find = protocol.call_find
+            find = protocol.find
 
-            async def listen(*arguments: Any, _call: Any = call_find, **options: Any) -> Any:
-                answers = await _call(*arguments, **options)
-                fetched.extend(value for value, _ in (answers or {}).values() if value)
-                return answers
+            async def listen(*arguments: Any, _find: Any = find) -> Any:
+                answer = await _find(*arguments)
+                fetched.extend(answer.records)
+                return answer
 
-            monkeypatch.setattr(protocol, "call_find", listen)
+            monkeypatch.setattr(protocol, "find", listen)
         record = await members[0].directory.publish(make_status(span=(20, 30)))
         assert not fetched
         snapshot = await members[3].directory.fetch(MODEL)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -119,29 +118,25 @@ def test_a_node_that_changes_its_model_takes_room_there_and_leaves_it_here() -> 
 
 
 class Answers:
-    """A DHT whose members answer with `named`, one after another, and the peer that notes it."""
+    """A DHT whose members answer with `named`, one after another."""
 
     def __init__(self, *named: list[str]) -> None:
         self.named = named
-        own = [("kept", b"kept", NOW)]
+        own = self._records(["kept"])
         self.protocol = SimpleNamespace(storage=SimpleNamespace(records_of=lambda _: own))
 
-    async def get(self, _: str, **__: Any) -> Any:
-        names = dict.fromkeys([name for each in self.named for name in each] + ["kept"])
-        return SimpleNamespace(value={name: SimpleNamespace(value=name.encode()) for name in names})
+    async def look_up(self, _: DHTID, take: Callable[[Any], bool], **__: Any) -> None:
+        for names in self.named:
+            assert not take(self._records(names))
 
-    async def run(self, operation: Awaitable[Any], _: float) -> Any:
-        return await operation
-
-    @contextmanager
-    def noting_answers(self, _: bytes) -> Iterator[tuple[list[str], ...]]:
-        yield self.named
+    def _records(self, names: list[str]) -> list[tuple[str, bytes, float]]:
+        return [(name, MSGPackSerializer.dumps(name.encode()), NOW) for name in names]
 
 
 async def test_a_member_that_answers_first_with_much_does_not_come_first_with_all() -> None:
     liar = [f"made-up-{i}" for i in range(1000)]
     dht: Any = Answers(liar, ["a", "b", "c"], ["b", "d", "made-up-7"])
-    found = [name.decode() for name in await Shelf(dht, dht, Membership(None)).find("key")]
+    found = [name.decode() for name in await Shelf(dht, Membership(None)).find("key")]
     assert len(found) == 1005
     # What the reader keeps itself as a member of the DHT is one more answer.
     assert {"kept", "a", "b", "c", "d"} < set(found[:9])
