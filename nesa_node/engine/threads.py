@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -102,12 +103,21 @@ def counts_up_to(most: int) -> list[int]:
     return sorted({most, *(1 << bit for bit in range(most.bit_length()) if 1 << bit <= most)})
 
 
+def _idle_s() -> float:
+    """Of the cores that this process may use, together, since the machine started."""
+    times = psutil.cpu_times(percpu=True)
+    mine = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+    if not mine or max(mine) >= len(times):  # a container that numbers them anew
+        mine = set(range(len(times)))
+    return float(sum(times[core].idle for core in mine))
+
+
 class IdleCores:
-    """How many cores of the machine had nothing to do since it was last called."""
+    """How many cores of this process had nothing to do since it was last called."""
 
     def __init__(
         self,
-        idle_s: Callable[[], float] = lambda: psutil.cpu_times().idle,
+        idle_s: Callable[[], float] = _idle_s,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`idle_s`: of all cores together, since the machine started."""
@@ -130,26 +140,36 @@ idle_cores = IdleCores()
 
 @functools.cache
 def cpu_quota() -> int:
-    """How many cores this process's control groups (version 2) let it use at a time."""
-    folder, quota = _CGROUPS / _own_group(), float(MOST_CORES)
-    while folder.is_relative_to(_CGROUPS):
-        quota = min(quota, _quota(folder / "cpu.max"))
+    """How many cores this process's control groups, of version 2 or 1, let it use at a time."""
+    return math.ceil(min(_least_quota(_CGROUPS, ""), _least_quota(_CGROUPS / "cpu", "cpu")))
+
+
+def _least_quota(root: Path, controller: str) -> float:
+    folder, quota = root / _own_group(controller), float(MOST_CORES)
+    while folder.is_relative_to(root):
+        quota = min(quota, _quota(folder))
         folder = folder.parent
-    return math.ceil(quota)
+    return quota
 
 
-def _own_group() -> str:
+def _own_group(controller: str) -> str:
+    """Lines are `number:controllers:/group`; version 2 has no controllers there."""
     try:
         lines = Path("/proc/self/cgroup").read_text(encoding="ascii").splitlines()
     except OSError:
         return ""
-    return next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), "")
+    parts = [line.split(":", 2) for line in lines]
+    mine = (part[2] for part in parts if controller in part[1].split(","))
+    return next(mine, "").removeprefix("/")
 
 
-def _quota(path: Path) -> float:
-    try:
-        quota, period = path.read_text(encoding="ascii").split()
-        return int(quota) / int(period)
-    except (OSError, ValueError):
-        # There is none, or it is "max".
-        return math.inf
+def _quota(folder: Path) -> float:
+    for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
+        try:
+            text = " ".join((folder / name).read_text(encoding="ascii") for name in names)
+            quota, period = map(int, text.split())
+        except (OSError, ValueError):
+            continue  # There is none, or it is "max".
+        if quota > 0 and period > 0:  # Version 1 writes -1 for none.
+            return quota / period
+    return math.inf

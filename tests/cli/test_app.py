@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import signal
 import subprocess
 import sys
@@ -374,36 +373,6 @@ def test_ctrl_c_ends_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fails_with(KeyboardInterrupt(), monkeypatch) == 130
 
 
-@pytest.mark.parametrize(
-    "interrupted",
-    [
-        "with interrupts.leaving_at_once(): os.kill(os.getpid(), signal.SIGINT)",
-        "app.app = fail; app.main()",
-    ],
-    ids=["among imports", "in a command"],
-)
-def test_ctrl_c_ends_with_130_where_no_output_has_a_reader(interrupted: str) -> None:
-    code = """
-import os, signal
-from nesa_node.cli import app, interrupts
-def fail(*_, **__):
-    raise KeyboardInterrupt
-print("what was said before")
-"""
-    reader, writer = os.pipe()
-    os.close(reader)
-    done = subprocess.run(
-        [sys.executable, "-c", code + interrupted],
-        stdout=writer,
-        stderr=writer,
-        env={**os.environ, "PYTHONUNBUFFERED": ""},
-        timeout=50,
-        check=False,
-    )
-    os.close(writer)
-    assert done.returncode == 130
-
-
 def test_a_reader_that_goes_away_is_no_traceback() -> None:
     done = subprocess.run(
         f"{sys.executable} -m nesa_node run --help | true",
@@ -431,14 +400,6 @@ def test_a_full_output_is_one_line_and_exit_code_4(
     assert code == 4
     assert said.startswith("error: cannot write the output: No space left on device; ")
     assert said.count("\n") == 1
-
-
-def test_an_output_that_is_not_utf_8_gets_every_character_in_some_way(tmp_path: Path) -> None:
-    odd = {"PYTHONIOENCODING": "ascii", "XDG_STATE_HOME": str(tmp_path)}
-    assert nesa_node("keys", "add", "café", env={**os.environ, **odd}).returncode == 0
-    done = nesa_node("keys", "list", env={**os.environ, **odd})
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "caf\\xe9" in done.stdout
 
 
 def test_where_no_error_can_be_told_its_exit_code_is_kept() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -146,7 +147,7 @@ def test_the_quota_of_the_nearest_and_of_all_groups_above_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_CGROUPS", tmp_path)
-    monkeypatch.setattr(module, "_own_group", lambda: "pod/box")
+    monkeypatch.setattr(module, "_own_group", lambda _: "pod/box")
     (tmp_path / "pod" / "box").mkdir(parents=True)
     cpu_quota.cache_clear()
     assert cpu_quota() == 1 << 16
@@ -155,3 +156,40 @@ def test_the_quota_of_the_nearest_and_of_all_groups_above_counts(
     cpu_quota.cache_clear()
     assert cpu_quota() == 2
     cpu_quota.cache_clear()
+
+
+def test_quotas_of_version_1_count_and_minus_one_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(module, "_own_group", lambda controller: "box" if controller else "")
+    box = tmp_path / "cpu" / "box"
+    box.mkdir(parents=True)
+    for folder, quota in ((box, -1), (tmp_path / "cpu", 250_000)):
+        (folder / "cpu.cfs_quota_us").write_text(f"{quota}\n")
+        (folder / "cpu.cfs_period_us").write_text("100000\n")
+    cpu_quota.cache_clear()
+    assert cpu_quota() == 3
+    (box / "cpu.cfs_quota_us").write_text("100000\n")
+    cpu_quota.cache_clear()
+    assert cpu_quota() == 1
+    cpu_quota.cache_clear()
+
+
+def test_a_process_is_in_one_group_of_each_controller(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "9:name=systemd:/\n2:cpu,cpuacct:/docker/a:b\n1:cpuset:/other\n0::/pod/box\n"
+    monkeypatch.setattr(Path, "read_text", lambda *_, **__: text)
+    assert module._own_group("cpu") == "docker/a:b"
+    assert module._own_group("") == "pod/box"
+    assert module._own_group("memory") == ""
+
+
+def test_idle_time_is_that_of_the_cores_that_the_process_may_use(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    times = [SimpleNamespace(idle=10.0**core) for core in range(4)]
+    monkeypatch.setattr("psutil.cpu_times", lambda percpu: times)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {1, 3})
+    assert module._idle_s() == 1010.0
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {1, 9})
+    assert module._idle_s() == 1111.0
