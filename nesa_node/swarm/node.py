@@ -20,7 +20,7 @@ from nesa_node.swarm.dht_peer import DhtPeer
 from nesa_node.swarm.dht_storage import BoundedStorage
 from nesa_node.swarm.directory import DEFAULT_TTL_S, Directory
 from nesa_node.swarm.distances import Distances
-from nesa_node.swarm.hive import PeerID
+from nesa_node.swarm.hive import DHTID, PeerID
 from nesa_node.swarm.identity import Identity
 from nesa_node.swarm.link_speed import LinkSpeeds
 from nesa_node.swarm.message_budget import MessageBudget
