@@ -10,16 +10,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import HfApi, try_to_load_from_cache
+from huggingface_hub import HfApi, hf_hub_url, try_to_load_from_cache
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
-    NotASafetensorsRepoError,
     RepositoryNotFoundError,
     RevisionNotFoundError,
-    SafetensorsParsingError,
 )
 from huggingface_hub.errors import HTTPError as HubConnectionError  # type: ignore[attr-defined]
+from huggingface_hub.utils import (  # type: ignore[attr-defined]
+    build_hf_headers,
+    get_session,
+    hf_raise_for_status,
+)
 from huggingface_hub.utils.tqdm import tqdm as hub_tqdm
 from transformers import PreTrainedConfig
 
@@ -30,13 +33,15 @@ from nesa_node.engine.checkpoint import Checkpoint, weight_files
 from nesa_node.engine.hub_cache import require_room, touch
 from nesa_node.engine.model_config import read_config
 from nesa_node.engine.progress import Progress
-from nesa_node.engine.safetensors_file import TensorInfo, read_header, tensor_info
+from nesa_node.engine.safetensors_file import TensorInfo, parse_header, read_header
 from nesa_node.engine.side_files import INDEX_FILE, SIDE_FILES, check_size
 
 log = get_logger(__name__)
 
 MAX_TENSORS = 1_000_000
-_HEADERS_AT_ONCE = 8
+_HEADERS_AT_ONCE = 4
+_FIRST_BYTES = 100_000
+"""Most headers are shorter, and need no second request."""
 _TIMEOUT_S = 30.0
 
 
@@ -111,29 +116,35 @@ class HubRepository:
         return folder
 
     def headers(self, names: Iterable[str]) -> dict[str, TensorInfo]:
-        """Return what safetensors files hold, reading only their headers over the network.
-
-        Offsets count from the end of the header, until `read_header` has seen the file itself.
-        """
-
-        def read(name: str) -> dict[str, TensorInfo]:
-            header = self.api.parse_safetensors_file_metadata(
-                self.name, name, revision=self.commit, timeout=_TIMEOUT_S
-            )
-            return {
-                key: tensor_info(
-                    name, entry.dtype, tuple(entry.shape), entry.data_offsets, data_start=0
-                )
-                for key, entry in header.tensors.items()
-            }
-
+        """Return what safetensors files hold, reading only their headers over the network."""
         tensors: dict[str, TensorInfo] = {}
         with _hub_errors(self.name), ThreadPoolExecutor(_HEADERS_AT_ONCE) as pool:
-            for part in pool.map(read, names):
+            for part in pool.map(self._header, names):
                 tensors.update(part)
                 if len(tensors) > MAX_TENSORS:
                     raise CorruptCheckpointError(f"{self.name} has over {MAX_TENSORS} tensors")
         return tensors
+
+    def _header(self, name: str) -> dict[str, TensorInfo]:
+        beginning = self._range(name, 0, _FIRST_BYTES)
+
+        def read(start: int, count: int) -> bytes:
+            if start + count <= len(beginning):
+                return beginning[start : start + count]
+            return self._range(name, start, count)
+
+        return parse_header(
+            read, self.files[name].size, name, where=f"{name} of {self.name} on the hub"
+        )
+
+    def _range(self, name: str, start: int, count: int) -> bytes:
+        url = hf_hub_url(self.name, name, revision=self.commit, endpoint=self.api.endpoint)
+        headers = build_hf_headers(token=self.api.token)
+        headers["Range"] = f"bytes={start}-{start + count - 1}"
+        response = get_session().get(url, headers=headers, timeout=_TIMEOUT_S)
+        hf_raise_for_status(response)
+        content: bytes = response.content
+        return content[:count]
 
     def _cached(self, file: HubFile, cache_dir: Path) -> bool:
         found = try_to_load_from_cache(
@@ -268,7 +279,7 @@ def _hub_errors(model: str) -> Iterator[None]:
         ) from error
     except RevisionNotFoundError as error:
         raise ModelNotFoundError(f"{model} on the hub has no such revision") from error
-    except (NotASafetensorsRepoError, SafetensorsParsingError, ValueError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise CorruptCheckpointError(f"{model} on the hub: {error}") from error
     except (LookupError, TypeError, AttributeError) as error:
         # huggingface_hub takes for granted what an answer holds.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,22 +59,35 @@ def read_header(path: Path, file: str) -> dict[str, TensorInfo]:
 
     Raises `CorruptCheckpointError`, and `UnsupportedModelError` for a dtype that cannot be served.
     """
-    size = path.stat().st_size
     with path.open("rb") as stream:
-        prefix = stream.read(8)
-        if len(prefix) < 8:
-            raise CorruptCheckpointError(f"{path}: not a safetensors file (it has {size} bytes)")
-        (length,) = struct.unpack("<Q", prefix)
-        if length > min(MAX_HEADER_BYTES, size - 8):
-            raise CorruptCheckpointError(
-                f"{path}: its header claims {length} bytes, the file has {size}; download it again"
-            )
-        header = _parse_json(path, stream.read(length))
+
+        def read(start: int, count: int) -> bytes:
+            stream.seek(start)
+            return stream.read(count)
+
+        return parse_header(read, path.stat().st_size, file, where=str(path))
+
+
+def parse_header(
+    read: Callable[[int, int], bytes], size: int, file: str, *, where: str
+) -> dict[str, TensorInfo]:
+    """The same of a file of `size` bytes, of which `read(start, count)` gives some."""
+    prefix = read(0, 8)
+    if len(prefix) < 8:
+        raise CorruptCheckpointError(f"{where}: not a safetensors file (it has {size} bytes)")
+    (length,) = struct.unpack("<Q", prefix)
+    if length > min(MAX_HEADER_BYTES, size - 8):
+        raise CorruptCheckpointError(
+            f"{where}: its header claims {length} bytes, the file has {size}; download it again"
+        )
+    header = parse_json(read(8, length), what=f"the header of {where}")
+    if not isinstance(header, dict):
+        raise CorruptCheckpointError(f"{where}: its header is no JSON object")
     data = 8 + length
-    return dict(_entries(path, file, header, data_start=data, data_size=size - data))
+    return dict(_entries(where, file, header, data_start=data, data_size=size - data))
 
 
-def tensor_info(
+def _tensor_info(
     file: str, dtype: str, shape: tuple[int, ...], offsets: tuple[int, int], *, data_start: int
 ) -> TensorInfo:
     """Build the description of one header entry.
@@ -124,26 +137,19 @@ def read_window(folder: Path, info: TensorInfo, start: int, length: int) -> byte
         return stream.read(length)
 
 
-def _parse_json(path: Path, raw: bytes) -> dict[str, Any]:
-    header = parse_json(raw, what=f"the header of {path}")
-    if not isinstance(header, dict):
-        raise CorruptCheckpointError(f"{path}: its header is no JSON object")
-    return header
-
-
 def _entries(
-    path: Path, file: str, header: dict[str, Any], *, data_start: int, data_size: int
+    where: str, file: str, header: dict[str, Any], *, data_start: int, data_size: int
 ) -> Iterator[tuple[str, TensorInfo]]:
     for name, entry in header.items():
         if name == "__metadata__":
             continue
         try:
             begin, end = entry["data_offsets"]
-            info = tensor_info(
+            info = _tensor_info(
                 file, entry["dtype"], tuple(entry["shape"]), (begin, end), data_start=data_start
             )
         except (KeyError, TypeError, ValueError) as error:
-            raise CorruptCheckpointError(f"{path}: bad header entry {name!r} ({error})") from error
+            raise CorruptCheckpointError(f"{where}: bad header entry {name!r} ({error})") from error
         if end > data_size:
-            raise CorruptCheckpointError(f"{path}: {name!r} lies beyond the end of the file")
+            raise CorruptCheckpointError(f"{where}: {name!r} lies beyond the end of the file")
         yield name, info

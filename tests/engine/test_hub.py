@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -69,6 +70,39 @@ def test_opening_reads_headers_and_no_weights(hub: FakeHub, tmp_path: Path) -> N
         name: info.shape for name, info in open_local(hub.folder).tensors.items()
     }
     assert list((tmp_path / "cache").rglob("*.safetensors")) == []
+
+
+def with_header(hub: FakeHub, content: bytes) -> None:
+    """Let the first weight file have another header, before the same data."""
+    path = min(hub.folder.glob("*.safetensors"))
+    data = path.read_bytes()
+    (length,) = struct.unpack("<Q", data[:8])
+    path.write_bytes(struct.pack("<Q", len(content)) + content + data[8 + length :])
+
+
+def test_a_long_header_is_read_whole(hub: FakeHub, tmp_path: Path) -> None:
+    path = min(hub.folder.glob("*.safetensors"))
+    (length,) = struct.unpack("<Q", path.read_bytes()[:8])
+    header = json.loads(path.read_bytes()[8 : 8 + length])
+    header["__metadata__"] = {"notes": "x" * 150_000}
+    with_header(hub, json.dumps(header).encode())
+    assert opened(hub, tmp_path).tensors == open_local(hub.folder).tensors
+
+
+@pytest.mark.parametrize(
+    ("header", "told"),
+    [
+        (b'{"a":[' + b"[]," * 600_000 + b"[]]}", "more values than any model's"),
+        (b"[" * 40_000, "not JSON"),
+        (b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,5]}}', "bad header entry 'a'"),
+    ],
+)
+def test_a_header_that_no_model_has_is_refused(
+    hub: FakeHub, tmp_path: Path, header: bytes, told: str
+) -> None:
+    with_header(hub, header)
+    with pytest.raises(CorruptCheckpointError, match=told):
+        opened(hub, tmp_path)
 
 
 def test_a_span_downloads_its_own_files_only(hub: FakeHub, tmp_path: Path) -> None:
