@@ -62,9 +62,12 @@ class Gateway:
         watched, as it is later, and a stream may have begun, to say so.
         """
         ready: list[Answers] = []
+        # It holds the request's body, which may be long: not for as long as the answer takes.
+        once = [prepare]
 
         async def prepared() -> Answers:
-            ready.append(await prepare(await self.model(name)))
+            model = await self.model(name)
+            ready.append(await once.pop()(model))
             return ready[0]
 
         async def whole() -> Mapping[str, Any]:
