@@ -26,8 +26,8 @@ log = get_logger(__name__)
 _INTERVAL_S = 15.0
 _TIMEOUT_S = 3.0
 _PAUSE_S = 0.5
-"""After an attempt that failed. A reader without pause has spent its share of each member's calls
-(`call_budget.py`); pings without pause would be refused for as long as it reads."""
+"""After an attempt that failed: a node that is alone and reads without pause would ping without
+pause, too, and members refuse what is beyond its share of their calls (`call_budget.py`)."""
 _MAX_BLACKLIST = 4096
 _FIRST_RECORDS = 4
 _DRAWN_RECORDS = 4

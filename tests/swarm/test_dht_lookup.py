@@ -35,7 +35,7 @@ KEY_NAME = model_key(ModelId(MODEL_ID))
 KEY = DHTID.from_bytes(dht_id(KEY_NAME))
 RPC_TIMEOUT_S = 1.0
 SMALL = 12
-"""Members, of whom each asks all."""
+"""So few members that each asks all."""
 
 
 class Network:
@@ -56,7 +56,7 @@ class Network:
         await self._stack.aclose()
 
     async def add(self, count: int, *, listen: bool = True) -> list[_Member]:
-        """New members, each of whom knows the first, and meets those near to it."""
+        """New members that know the first and meet those near to it."""
         members = [await self._member(listen) for _ in range(count)]
         first = next(iter(self.wires.values()))
         for member in members:
@@ -228,12 +228,14 @@ async def test_a_record_is_stored_where_its_publisher_gives_up(tmp_path: Path) -
         await eventually(is_stored)
 
 
+async def refuse(*_: object) -> bytes:
+    """A member's answer to a peer that has spent its budget of calls."""
+    raise RemoteError("busy", "too many calls")
+
+
 async def test_a_record_that_no_other_member_takes_is_not_reported_as_stored(
     tmp_path: Path,
 ) -> None:
-    async def refuse(*_: object) -> bytes:
-        raise RemoteError("busy", "too many calls")
-
     async with Network(tmp_path) as network:
         first, second = await network.add(2)
         second.wire.handlers[PROTOCOL_PREFIX + "rpc_store"] = refuse
@@ -247,9 +249,6 @@ async def test_a_record_that_no_other_member_takes_is_not_reported_as_stored(
 async def test_a_member_that_refuses_a_call_is_neither_banned_nor_forgotten(
     tmp_path: Path,
 ) -> None:
-    async def refuse(*_: object) -> bytes:
-        raise RemoteError("busy", "too many calls")
-
     async with Network(tmp_path) as network:
         first, second = await network.add(2)
         answer = second.wire.handlers[PROTOCOL_PREFIX + "rpc_find"]

@@ -6,8 +6,8 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -60,6 +60,16 @@ async def _read(client: Swarm) -> None:
         await asyncio.sleep(0.2)
 
 
+@asynccontextmanager
+async def _announcers_and_client(folder: Path) -> AsyncIterator[tuple[list[Swarm], Swarm]]:
+    """Two members whose records live for `TTL_S`, and a client that knows the first."""
+    async with local_swarm(folder, 2, record_ttl_s=TTL_S) as members:
+        peers = members[0].transport.addresses
+        identity = Identity.ephemeral(folder)
+        async with open_swarm(identity, initial_peers=peers, listen=False) as client:
+            yield members, client
+
+
 async def _sees(client: Swarm, count: int) -> bool:
     return len((await client.directory.fetch(MODEL)).nodes) == count
 
@@ -67,15 +77,7 @@ async def _sees(client: Swarm, count: int) -> bool:
 async def test_a_client_frozen_for_longer_than_records_live_returns_at_once(
     tmp_path: Path,
 ) -> None:
-    async with (
-        local_swarm(tmp_path, 2, record_ttl_s=TTL_S) as members,
-        open_swarm(
-            Identity.ephemeral(tmp_path),
-            initial_peers=members[0].transport.addresses,
-            listen=False,
-        ) as client,
-        asyncio.TaskGroup() as tasks,
-    ):
+    async with _announcers_and_client(tmp_path) as (members, client), asyncio.TaskGroup() as tasks:
         announcing = [tasks.create_task(_announce(member)) for member in members]
         await eventually(lambda: _sees(client, 2))
         with frozen([client]):
@@ -88,15 +90,7 @@ async def test_a_client_frozen_for_longer_than_records_live_returns_at_once(
 
 async def test_a_client_that_reads_without_pause_is_never_blind_for_long(tmp_path: Path) -> None:
     """Members refuse most of its calls, which is not silence."""
-    async with (
-        local_swarm(tmp_path, 2, record_ttl_s=TTL_S) as members,
-        open_swarm(
-            Identity.ephemeral(tmp_path),
-            initial_peers=members[0].transport.addresses,
-            listen=False,
-        ) as client,
-        asyncio.TaskGroup() as tasks,
-    ):
+    async with _announcers_and_client(tmp_path) as (members, client), asyncio.TaskGroup() as tasks:
         for member in members:
             # A quarter of what is real, for a busy machine, too.
             budget = CallBudget(lambda: time.monotonic() / 4, burst=20.0)
