@@ -103,45 +103,45 @@ class Route:
         Raises `MissingBlocksError`, `BusyError`, `ContextLengthError`, `RefusedError`,
         `PeerUnreachableError` and `RemoteError`; `SwarmError` once libp2p's daemon has ended.
         """
-        self._swarm.transport.check_alive()
-        gone = [link for link in self.links if link.lost or link.hop.peer_id in drop]
-        self._suspect_lost(gone)
-        held = await self._succeed(gone, lengths)
-        fresh = list(held)
-        try:
-            await self._discard([link for link in gone if link.lost is not None])
-            kept = [*(link for link in self.links if link not in gone), *held]
-            # Links that live and stay good beat nodes that may be gone.
-            optional = bool(gone) and all(not link.lost and not link.leaving for link in gone)
-            hops, addresses = await self._plan(kept, drop, may_ask=begins, no_suspects=optional)
-            if not {link.hop for link in kept} <= set(hops):
-                # Nobody can join what is left: begin again, with other nodes or other spans.
+        with self._swarm.transport.while_alive():
+            gone = [link for link in self.links if link.lost or link.hop.peer_id in drop]
+            self._suspect_lost(gone)
+            held = await self._succeed(gone, lengths)
+            fresh = list(held)
+            try:
+                await self._discard([link for link in gone if link.lost is not None])
+                kept = [*(link for link in self.links if link not in gone), *held]
+                # Links that live and stay good beat nodes that may be gone.
+                optional = bool(gone) and all(not link.lost and not link.leaving for link in gone)
+                hops, addresses = await self._plan(kept, drop, may_ask=begins, no_suspects=optional)
+                if not {link.hop for link in kept} <= set(hops):
+                    # Nobody can join what is left: begin again, with other nodes or other spans.
+                    await close_all(fresh)
+                    await self.let_go()
+                    kept, held, fresh = [], {}, []
+                self.epoch += 1
+                known = {link.hop: link for link in kept}
+                opened = await self.opener.open_all(
+                    hops, known, addresses, self.epoch, open_timeout_s, self.search
+                )
+                fresh += opened.values()
+                links = [known.get(hop) or opened[hop] for hop in hops]
+                reached = [*held.values(), *map(self._held_at_open, opened.values())]
+                sent = None if begins else lengths
+                if self.beginning.agree(reached, sent, alone=not kept):
+                    opened = known | opened
+                    on_return()
+                held |= dict.fromkeys(opened.values(), tuple(self.beginning.start))
+                await self._link_all(
+                    links, held, self.beginning.start if begins else lengths, needs_output
+                )
+            except BaseException:
                 await close_all(fresh)
-                await self.let_go()
-                kept, held, fresh = [], {}, []
-            self.epoch += 1
-            known = {link.hop: link for link in kept}
-            opened = await self.opener.open_all(
-                hops, known, addresses, self.epoch, open_timeout_s, self.search
-            )
-            fresh += opened.values()
-            links = [known.get(hop) or opened[hop] for hop in hops]
-            reached = [*held.values(), *map(self._held_at_open, opened.values())]
-            sent = None if begins else lengths
-            if self.beginning.agree(reached, sent, alone=not kept):
-                opened = known | opened
-                on_return()
-            held |= dict.fromkeys(opened.values(), tuple(self.beginning.start))
-            await self._link_all(
-                links, held, self.beginning.start if begins else lengths, needs_output
-            )
-        except BaseException:
-            await close_all(fresh)
-            raise
-        dropped = [link for link in self.links if link not in links]
-        self.links, self.held = links, held
-        await close_all(dropped)
-        await self.successors.keep_only(links)
+                raise
+            dropped = [link for link in self.links if link not in links]
+            self.links, self.held = links, held
+            await close_all(dropped)
+            await self.successors.keep_only(links)
 
     def give_up_silent(self) -> None:
         """Links were lost since they were silent: mend the chain with nodes that answer."""

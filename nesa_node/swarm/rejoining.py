@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import Any
+from functools import partial
 
 from nesa_node.core.errors import PeerUnreachableError
 from nesa_node.core.ids import PeerId
@@ -96,23 +96,23 @@ class Rejoining:
         later = remembered[_FIRST_RECORDS:]
         drawn = random.sample(later, min(_DRAWN_RECORDS, len(later)))
         meetings = [
-            self._meet(name, self._transport.connect(name, addresses, _TIMEOUT_S))
+            self._meet(name, partial(self._transport.connect, name, addresses, _TIMEOUT_S))
             for name, addresses in self._initial_peers.items()
             if PeerID.from_base58(name) not in known
         ]
         for record in remembered[:_FIRST_RECORDS] + drawn:
             name = PeerId(record.peer_id)
-            dialling = self._transport.dial(name, record.addresses, _TIMEOUT_S)
-            meetings.append(self._meet(name, dialling))
+            dial = partial(self._transport.dial, name, record.addresses, _TIMEOUT_S)
+            meetings.append(self._meet(name, dial))
         found = any(await asyncio.gather(*meetings))
         self._failed = self.is_alone
         self._resting_until = time.monotonic() + _PAUSE_S
         return found
 
-    async def _meet(self, name: PeerId, dialling: Coroutine[Any, Any, None]) -> bool:
+    async def _meet(self, name: PeerId, dial: Callable[[], Awaitable[None]]) -> bool:
         peer = PeerID.from_base58(name)
         with suppress(PeerUnreachableError):
-            await dialling
+            await dial()
             if await self._node.protocol.call_ping(peer) is not None:
                 self._node.blacklist.register_success(peer)
                 log.info("dht_rejoined", peer=name)

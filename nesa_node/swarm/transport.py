@@ -13,8 +13,8 @@ import resource
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from typing import Any
 
 from nesa_node.core.errors import (
@@ -104,6 +104,22 @@ class Transport:
         """Raises `SwarmError` once libp2p's daemon has ended."""
         if self.lost.is_set():
             raise SwarmError("libp2p's daemon (p2pd) of this process has ended")
+
+    @contextmanager
+    def while_alive(self) -> Iterator[None]:
+        """Raises `SwarmError` once libp2p's daemon has ended, as `check_alive` does.
+
+        Also where its end cancelled a task that the body waited for: nothing has cancelled the
+        caller then, and `CancelledError` would be no answer.
+        """
+        self.check_alive()
+        try:
+            yield
+        except asyncio.CancelledError:
+            caller = asyncio.current_task()
+            if caller is None or not caller.cancelling():
+                self.check_alive()
+            raise
 
     async def wait_until_lost(self) -> None:
         """Raises `SwarmError` when libp2p's daemon ends."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import AsyncMock, MagicMock
 
@@ -10,9 +13,10 @@ import pytest
 from nesa_node.client.hop import HopLink
 from nesa_node.client.route import Route
 from nesa_node.client.sessions import RowSlice
-from nesa_node.core.errors import MissingBlocksError, NesaError, PeerUnreachableError
+from nesa_node.core.errors import MissingBlocksError, NesaError, PeerUnreachableError, SwarmError
 from nesa_node.core.ids import PeerId
 from nesa_node.swarm.messages import Link
+from nesa_node.swarm.transport import Transport
 from tests.client.scripted_nodes import ScriptedRoute, request
 from tests.client.test_flow import hidden, opened
 
@@ -40,12 +44,31 @@ async def test_a_slow_node_is_left_for_none_that_failed_and_a_leaving_one_is(lea
     route: Any = ScriptedRoute(request("chain", rows=1, hops=3), lambda: None)
     await route.rebuild([0])
     route._swarm = MagicMock()
+    route._swarm.transport.while_alive = nullcontext
     route.nodes.plan = AsyncMock(side_effect=MissingBlocksError([(1, 2)], "all have failed"))
     link = route.links[1]
     link.leaving, link.is_unwanted = leaves, True
     with pytest.raises(MissingBlocksError):
         await Route.rebuild(route, [0], drop=frozenset({link.hop.peer_id}))
     assert route.nodes.plan.await_args.kwargs["no_suspects"] is not leaves
+    await route.close()
+
+
+async def test_a_look_that_ends_with_libp2ps_daemon_is_that_error_and_no_cancellation() -> None:
+    """The swarm is closed beside the session then, and with it what the session waits for."""
+    route: Any = ScriptedRoute(request("chain", rows=1, hops=3), lambda: None)
+    daemon: Any = SimpleNamespace(lost=asyncio.Event())
+    route._swarm = MagicMock(transport=Transport(PeerId("client"), daemon, daemon, daemon))
+
+    async def closed(*_: object, **__: object) -> None:
+        daemon.lost.set()
+        look = asyncio.create_task(asyncio.sleep(60))
+        look.cancel()
+        await look
+
+    route.nodes.plan = closed
+    with pytest.raises(SwarmError, match="p2pd"):
+        await Route.rebuild(route, [0])
     await route.close()
 
 

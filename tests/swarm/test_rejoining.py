@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import time
@@ -190,6 +191,24 @@ async def test_nodes_that_were_seen_first_are_dialled_and_strangers_with_newer_r
         assert len(set(dialled)) == 8
         drawn |= set(dialled[4:])
     assert len(drawn) > 4
+
+
+async def test_an_attempt_that_is_cancelled_at_once_has_begun_no_dial(tmp_path: Path) -> None:
+    """A coroutine that is made and never awaited would be warned of, and fail this test."""
+    identity = Identity.ephemeral(tmp_path)
+
+    async def unexpected(*_: object) -> None:
+        pytest.fail("it was dialled")
+
+    transport: Any = SimpleNamespace(peer_id="me", dial=unexpected, connect=unexpected)
+    node: Any = SimpleNamespace(protocol=SimpleNamespace(routing_table=()))
+    peer = f"/ip4/127.0.0.1/tcp/9/p2p/{identity.peer_id}"
+    attempt = Rejoining(node, transport, [peer]).begin([make_record(identity, time.time())])
+    asyncio.get_running_loop().call_soon(attempt.cancel)
+    await asyncio.wait({attempt})
+    assert attempt.cancelled()
+    del attempt
+    gc.collect()
 
 
 def _attempts_under_way() -> list[asyncio.Task[Any]]:

@@ -350,6 +350,31 @@ async def test_killed_daemon_is_noticed_and_calls_fail_at_once(tmp_path: Path) -
         assert not server.lost.is_set()
 
 
+async def test_only_a_callers_own_cancellation_is_one_once_the_daemon_has_ended(
+    tmp_path: Path,
+) -> None:
+    async def wait_for(task: asyncio.Task[None], transport: Transport) -> None:
+        with transport.while_alive():
+            await task
+
+    async with _node(tmp_path) as node:
+        for dies in (False, True):
+            task = asyncio.create_task(asyncio.sleep(60))
+            cancelled, told = (asyncio.create_task(wait_for(task, node)) for _ in range(2))
+            await asyncio.sleep(0)
+            if dies:
+                os.kill(node.daemon_pid, signal.SIGKILL)
+                await asyncio.wait_for(node.lost.wait(), 2)
+            cancelled.cancel()
+            task.cancel()
+            await asyncio.wait({cancelled, told})
+            assert cancelled.cancelled()
+            assert told.cancelled() is not dies
+        assert isinstance(told.exception(), SwarmError)
+        with pytest.raises(SwarmError, match="p2pd"), node.while_alive():
+            pytest.fail("nothing is begun any more")
+
+
 async def test_error_in_the_body_comes_out_unwrapped(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError):
         async with _node(tmp_path):
