@@ -98,8 +98,7 @@ class DistributedModelForCausalLM(  # type: ignore[no-untyped-call]
             for connection, span in self._layers
             if len(span)
         ]
-        connection = self._connection
-        joined = connection is not None and connection.alive
+        joined = self._joined() is not None
         if not self._finalizer.alive:
             state = "closed"
         else:
@@ -393,13 +392,21 @@ class DistributedModelForCausalLM(  # type: ignore[no-untyped-call]
 
     def _swarm(self) -> SwarmConnection:
         with self._connecting:
-            if self._connection is None or not self._connection.alive:
-                # Not in the context of whoever asks first: what goes on beside sessions belongs to
-                # no request.
-                with waiting("the swarm's initial peers to answer"):
-                    hold = partial(self._loop.hold, outer=True)
-                    self._connection = Context().run(hold, self._connect())
+            if (joined := self._joined()) is not None:
+                return joined
+            if self._connection is not None:
+                # One that is lost ends first: it may be using the same identity.
+                self._connection.release()
+            # Not in the context of whoever asks first: what goes on beside sessions belongs to no
+            # request.
+            with waiting("the swarm's initial peers to answer"):
+                hold = partial(self._loop.hold, outer=True)
+                self._connection = Context().run(hold, self._connect())
             return self._connection.value
+
+    def _joined(self) -> SwarmConnection | None:
+        held = self._connection
+        return held.value if held is not None and held.alive and not held.value.is_lost else None
 
 
 def _close(loop: LoopThread, on_close: Callable[[], None]) -> None:

@@ -117,6 +117,11 @@ class RemoteConnection:
             self.tallies.open -= 1
             await session.close()
 
+    @property
+    def is_lost(self) -> bool:
+        """See `SwarmConnection.is_lost`."""
+        return self.swarm.transport.lost.is_set()
+
     def samples(self) -> Iterator[Sample]:
         """See `SwarmConnection.samples`."""
         yield from session_samples(self._model, self.tallies)

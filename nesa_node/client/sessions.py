@@ -97,6 +97,11 @@ class SwarmConnection(Protocol):
         """
         ...
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether the swarm has to be joined anew before another session. For any thread."""
+        return False
+
     def samples(self) -> Iterable[Sample]:
         """What there is to tell Prometheus: a `Source` for any thread."""
         return ()

@@ -85,15 +85,20 @@ class ScriptedSession(BlockSession):
 
 
 class ScriptedConnection(SwarmConnection):
+    is_lost = False
+
     def __init__(self, on_step: Callable[[], object] = lambda: None) -> None:
         self.sessions: list[ScriptedSession] = []
         self.joined = 0
         self.left = 0
+        self.left_before: list[int] = []
+        """How often it had been left whenever it was joined."""
         self._on_step = on_step
 
     @asynccontextmanager
     async def connect(self) -> AsyncIterator[SwarmConnection]:
         self.joined += 1
+        self.left_before.append(self.left)
         yield self
         self.left += 1
 
@@ -129,6 +134,22 @@ def test_the_swarm_is_joined_once_and_only_when_needed(tiny: Callable[[str], Pat
         assert connection.left == 0
     assert connection.left == 1
     assert client_threads() == []
+
+
+def test_a_lost_connection_is_left_before_the_swarm_is_joined_anew(
+    tiny: Callable[[str], Path],
+) -> None:
+    connection = ScriptedConnection()
+    with scripted_model(tiny("llama"), connection) as model:
+        model.join()
+        assert "the swarm is joined with the first session" not in repr(model)
+        connection.is_lost = True
+        assert "the swarm is joined with the first session" in repr(model)
+        model.join()
+        assert (connection.left_before, connection.left) == ([0, 1], 1)
+        connection.is_lost = False
+        model.join()
+        assert connection.joined == 2
 
 
 def test_the_session_promises_prompt_and_new_tokens(tiny: Callable[[str], Path]) -> None:

@@ -89,7 +89,9 @@ async def test_connection_ends_with_its_own_libp2p_daemon(monkeypatch: pytest.Mo
             asyncio.timeout(10),
             open_connection(checkpoint, options, torch.float32) as opened,
         ):
+            before = opened.is_lost
             daemon.lost.set()
+            assert (before, opened.is_lost) == (False, True)
             with pytest.raises(SwarmError, match="p2pd"):
                 await opened.open_session(Span(0, 4), rows=1, max_tokens=8).__aenter__()
             await asyncio.Event().wait()
