@@ -397,8 +397,7 @@ class DistributedModelForCausalLM(  # type: ignore[no-untyped-call]
             if self._connection is not None:
                 # One that is lost ends first: it may be using the same identity.
                 self._connection.release()
-            # Not in the context of whoever asks first: what goes on beside sessions belongs to no
-            # request.
+            # Not in the first request's context: what goes on beside sessions belongs to none.
             with waiting("the swarm's initial peers to answer"):
                 hold = partial(self._loop.hold, outer=True)
                 self._connection = Context().run(hold, self._connect())

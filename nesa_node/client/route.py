@@ -115,7 +115,7 @@ class Route:
                 optional = bool(gone) and all(not link.lost and not link.leaving for link in gone)
                 hops, addresses = await self._plan(kept, drop, may_ask=begins, no_suspects=optional)
                 if not {link.hop for link in kept} <= set(hops):
-                    # Nobody can join what is left: begin again, with other nodes or other spans.
+                    # No node can join what is left: begin again, with other nodes or other spans.
                     await close_all(fresh)
                     await self.let_go()
                     kept, held, fresh = [], {}, []
