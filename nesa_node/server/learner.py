@@ -185,7 +185,8 @@ async def _ask(question: bytes) -> bytes:
         if process.returncode is None:
             with suppress(ProcessLookupError):
                 process.kill()
-            await process.wait()
+            # asyncio reports an exit only once all output is read, which `wait` does not do.
+            await process.communicate()
     if process.returncode != 0:
         shown = complaint.decode(errors="replace").strip()[-200:]
         raise OSError(f"it ended with {process.returncode}: {shown}")

@@ -206,6 +206,8 @@ class _Process:
             else:
                 with suppress(ProcessLookupError):
                     self._process.kill()
+        # asyncio reports an exit only once all output is read, which `wait` alone does not do.
+        await self._process.communicate()
         return await self._process.wait()
 
 

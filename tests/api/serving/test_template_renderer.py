@@ -244,12 +244,16 @@ PROGRAMS = {
 }
 
 
+@pytest.mark.parametrize("answer_bytes", [64, 1 << 16])
 @pytest.mark.parametrize("name", PROGRAMS)
-async def test_a_program_that_fails_leaves_no_process(name: str, tmp_path: Path) -> None:
+async def test_a_program_that_fails_leaves_no_process(
+    name: str, answer_bytes: int, tmp_path: Path
+) -> None:
+    """asyncio stops reading where much more than `answer_bytes` has come, and waits meanwhile."""
     path = tmp_path / "program.py"
     path.write_text(PROGRAMS[name], encoding="utf-8")
     before = children()
-    processes = ChildProcesses(Program(str(path), "fail", 1.0, 1 << 28, 1 << 16, 4))
+    processes = ChildProcesses(Program(str(path), "fail", 1.0, 1 << 28, answer_bytes, 4))
     async with processes.turn("") as ask:
         if name == "writes without end":
             assert await ask(b"1") is None
