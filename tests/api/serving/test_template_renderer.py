@@ -249,7 +249,7 @@ PROGRAMS = {
 async def test_a_program_that_fails_leaves_no_process(
     name: str, answer_bytes: int, tmp_path: Path
 ) -> None:
-    """With 64 bytes asyncio has stopped to read stdout when the process is killed."""
+    """With 64 bytes asyncio has stopped reading stdout when the process is killed."""
     path = tmp_path / "program.py"
     path.write_text(PROGRAMS[name], encoding="utf-8")
     before = children()
