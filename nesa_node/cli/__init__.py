@@ -1,1 +1,1 @@
-"""The command line: one file per command. Nothing heavy is imported before a command needs it."""
+"""The command line. Heavy libraries are imported only when a command needs them."""

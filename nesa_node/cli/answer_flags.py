@@ -1,4 +1,4 @@
-"""Flags of `generate` and `chat`: those of a client, and of sampling, which are no settings."""
+"""Flags of `generate` and `chat`: those of a client, and sampling flags, which are no settings."""
 
 import sys
 from dataclasses import dataclass
@@ -21,17 +21,17 @@ class AnswerFlags(ClientFlags):
         Path | None,
         Parameter(
             group=OUTPUT,
-            help="TOML file with any of these settings, but not those of prompts and sampling.",
+            help="TOML file with any of these settings, except those of prompts and sampling.",
         ),
     ] = None
 
 
 MAX_SEED = 2**63
-"""What torch takes."""
+"""Exclusive bound of a seed that torch accepts."""
 
 
 class SamplingChoice(TypedDict):
-    """Arguments of `cli.text.Sampling`."""
+    """Keyword arguments of `cli.text.Sampling`."""
 
     temperature: float | None
     top_p: float | None
@@ -46,12 +46,12 @@ class SamplingFlags:
     ] = None
     top_p: Annotated[
         float | None,
-        Parameter(group=SAMPLING, help="Sample from the likeliest tokens of this share."),
+        Parameter(group=SAMPLING, help="Sample from the likeliest tokens of this probability."),
     ] = None
     seed: Annotated[int | None, Parameter(group=SAMPLING, help="Make sampling repeatable.")] = None
 
     def check(self) -> SamplingChoice:
-        """Raises `ConfigError` for values out of range."""
+        """Validate and return the values. Raises `ConfigError` for values out of range."""
         if self.temperature is not None and not 0 < self.temperature <= 100:
             raise ConfigError("--temperature must lie in (0, 100]; leave it away for greedy")
         if self.top_p is not None and not 0 < self.top_p <= 1:
@@ -64,9 +64,9 @@ class SamplingFlags:
 def answer_config(
     flags: AnswerFlags | None, model: str | None, max_new_tokens: int | None
 ) -> "ClientConfig":
-    """The config as `configure` makes it. Raises `ConfigError`, also for --max-new-tokens below 1.
+    """Load the config as `configure` does. Raises `ConfigError`, also for --max-new-tokens below 1.
 
-    Where that is not given, the gateway's setting of that name draws a warning: it is not read.
+    Warns if only the gateway's setting `max_new_tokens` is given, which these commands ignore.
     """
     from nesa_node.core.config import ClientConfig
 

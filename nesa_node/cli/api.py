@@ -21,7 +21,7 @@ def api(
             group=COMPUTE,
             negative=(),
             help="A folder or a hub name; may be repeated. [default: all models of the swarm that "
-            "can be opened here]",
+            "this machine can open]",
         ),
     ] = None,
     while_stdin: Annotated[
@@ -29,7 +29,7 @@ def api(
     ] = False,
     flags: GatewayFlags | None = None,
 ) -> int:
-    """Serve the swarm to programs that speak OpenAI's API, until SIGTERM or Ctrl-C."""
+    """Serve OpenAI's API over the models of a swarm, until SIGTERM or Ctrl-C."""
     from nesa_node.core.config import GatewayConfig
 
     config = configure(GatewayConfig, flags, models=model)

@@ -1,4 +1,4 @@
-"""The `nesa-node` command: dispatch, and errors as one line and an exit code."""
+"""The `nesa-node` command: dispatch to commands, and errors as one line and an exit code."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def main() -> NoReturn:
         code = run_command(sys.argv[1:])
     except KeyboardInterrupt:  # while an error was being reported
         code = _interrupted()
-    # Python's last collections walk through all that was imported: more than a second with torch.
+    # The garbage collections at exit visit all imported objects: more than a second with torch.
     gc.freeze()
     sys.exit(code)
 
@@ -104,7 +104,7 @@ def run_command(argv: Sequence[str]) -> int:
             raise
         return _report(cause)
     except BrokenPipeError:
-        # The reader of our output has gone (`nesa-node ... | head`): there is no one to tell.
+        # The reader of stdout has exited (`nesa-node ... | head`): print no error.
         drop(sys.stdout)
         return 1
     except (MemoryError, OSError, ImportError, RuntimeError) as error:
@@ -136,8 +136,8 @@ def _report(error: NesaError) -> int:
 
 
 def _tell(line: str) -> None:
-    """As a line on stderr, after all of stdout. Streams that are full or gone are given up: the
-    exit code has to do."""
+    """Print a line on stderr, after flushing stdout. Streams that are full or closed are skipped:
+    the exit code still tells the failure."""
     for stream, text in ((sys.stdout, ""), (sys.stderr, f"{line}\n")):
         try:
             stream.write(text)
@@ -147,7 +147,7 @@ def _tell(line: str) -> None:
 
 
 def _words(error: CycloptsError, argv: Sequence[str]) -> str:
-    """The parser's message on one line, and where to read more."""
+    """The parser's message on one line, with a hint to `--help`."""
     command = " ".join(("nesa-node", *(error.command_chain or ())))
     if isinstance(error, UnusedCliTokensError) and error.unused_tokens:
         text = f"{' '.join(map(repr, error.unused_tokens))}: more than {command} takes"
@@ -160,9 +160,10 @@ def _words(error: CycloptsError, argv: Sequence[str]) -> str:
 
 
 def _with_near_guess(text: str, argv: Sequence[str]) -> str:
-    """The parser compares the dashes of flags, too, by which all are alike.
+    """Correct the parser's suggestion of a similar flag.
 
-    What follows `--` it does not take for a flag, and then guesses that flag.
+    It compares the leading dashes, too, so unrelated flags look similar: those are dropped. For a
+    flag after `--` it suggests that same flag: that gets a message of its own.
     """
     found = _GUESS.fullmatch(text)
     if found is None:
@@ -174,7 +175,7 @@ def _with_near_guess(text: str, argv: Sequence[str]) -> str:
 
 
 def _first_expected(group: BaseExceptionGroup[BaseException], command: str) -> NesaError | None:
-    """The first of our own errors in `group`, unless something unexpected is in there too."""
+    """The first expected error in `group`; None if the group also has an unexpected one."""
     found: list[NesaError] = []
 
     def is_expected(error: BaseException) -> bool:

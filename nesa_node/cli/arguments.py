@@ -1,4 +1,4 @@
-"""What people write on the command line and the parser would not understand, written out."""
+"""Rewriting of command-line arguments that the parser does not accept as they are written."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _API_ADDRESS = re.compile(r"(\[[0-9a-fA-F:]+\]|localhost|[0-9.]+):[0-9]+")
 
 
 def fill_api(tokens: Sequence[str]) -> Sequence[str]:
-    """Let `--api` stand without an address."""
+    """Insert the default address after an `--api` without one."""
     filled: list[str] = []
     for at, token in enumerate(tokens):
         filled.append(token)
@@ -27,9 +27,9 @@ _ADDRESS = re.compile(
 
 
 def spread_addresses(tokens: Iterable[str]) -> Sequence[str]:
-    """Let `--initial-peers A B` mean `--initial-peers A --initial-peers B`.
+    """Rewrite `--initial-peers A B` as `--initial-peers A --initial-peers B`.
 
-    Only what looks like an address is taken, so that a prompt may follow the list.
+    Only tokens that look like addresses belong to the list, so that a prompt may follow it.
     """
     spread: list[str] = []
     current: str | None = None
@@ -53,7 +53,7 @@ _OPTION = re.compile(r"--?[A-Za-z][A-Za-z0-9-]*(=.*)?", re.DOTALL)
 
 
 def spare_prompts(tokens: Sequence[str]) -> Sequence[str]:
-    """Let a prompt of `generate` begin with a dash, as `-5 degrees` does: no option looks so."""
+    """Move prompts of `generate` that begin with a dash, such as `-5 degrees`, behind a `--`."""
     if not tokens or tokens[0] != "generate" or "--" in tokens:
         return tokens
     options: list[str] = []

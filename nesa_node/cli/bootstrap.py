@@ -9,7 +9,7 @@ from nesa_node.cli.with_metrics import with_metrics
 
 
 def bootstrap(*, flags: PeerFlags | None = None) -> int:
-    """Run a meeting point: a DHT peer that others give as --initial-peers."""
+    """Run a bootstrap peer of the DHT: the address that peers give as --initial-peers."""
     from nesa_node.core.config import PeerConfig
 
     config = configure(PeerConfig, flags)

@@ -1,4 +1,4 @@
-"""`nesa-node chat MODEL`: a conversation that prefills only what is new in each turn."""
+"""`nesa-node chat MODEL`: a conversation that prefills only the new tokens of each turn."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def chat(
         str | None, Parameter(metavar="TEXT", help="Instructions before the conversation.")
     ] = None,
     max_new_tokens: Annotated[
-        int | None, Parameter(group=SAMPLING, help="Length limit of one answer. [default: 512]")
+        int | None, Parameter(group=SAMPLING, help="Most tokens of one answer. [default: 512]")
     ] = None,
     max_length: Annotated[
         int | None,
@@ -92,7 +92,8 @@ class _Conversation:
         answered: Callable[[], None],
         moved: Callable[[], DistributedModelForCausalLM | None] = lambda: None,
     ) -> None:
-        """`moved` is asked after a failure; it may close `model` and give another."""
+        """Hold the model and options. `moved` is called after a failure: it may close `model` and
+        return a newly opened one."""
         self._model = model
         self._tokenizer = tokenizer
         self._sampling = sampling
@@ -106,7 +107,7 @@ class _Conversation:
         self._figures = "nothing was generated yet"
 
     def check_room(self) -> None:
-        """Raises `ContextLengthError` where nothing could be said."""
+        """Raise `ContextLengthError` if even the shortest message does not fit."""
         ids_1L = self._encoded([*self._opening, {"role": "user", "content": "."}])
         most = self._model.context_length
         more = f" or raise --max-length (at most {most})" if self._max_length < most else ""
@@ -161,8 +162,8 @@ class _Conversation:
         except NesaError as error:
             if not interactive:
                 raise
-            # The failed step has closed the session: the next message opens another. A part of the
-            # answer may stand on the line.
+            # The failed step closed the session; the next message opens a new one. The newline ends
+            # a partial answer.
             self._messages.pop()
             self._failed = True
             print(f"\nerror: {plain_lines(str(error))}", file=sys.stderr)
@@ -201,7 +202,7 @@ class _Conversation:
         return result.text
 
     def _open(self, ids_1L: torch.Tensor) -> InferenceSession:
-        """The running session; a new one where none is, or where a failed step has closed it."""
+        """The open session, or a new one if there is none or a failed step has closed it."""
         if self._session is None or self._session.closed:
             self._session = self._model.inference_session(self._max_length, prompt=ids_1L)
         return self._session
@@ -212,7 +213,7 @@ class _Conversation:
 
 
 def _typed() -> str:
-    """The next line of a terminal. Ctrl-C clears what stands there, as at Python's own prompt."""
+    """Read a line from the terminal. Ctrl-C discards the typed text, as at Python's prompt."""
     while True:
         try:
             return input("> ")
@@ -221,7 +222,7 @@ def _typed() -> str:
 
 
 def _is_text(line: str) -> bool:
-    """Whether it can be told to the model; else says why not."""
+    """Whether the line is valid text; prints an error if not."""
     try:
         check_text(line, "this line")
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""What `doctor` looks at on this machine. Each check reports; none raises."""
+"""Checks of this machine for `nesa-node doctor`. Each yields findings; none raises."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _EARLIEST = time.mktime((2026, 1, 1, 0, 0, 0, 0, 0, 0))
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the report; `advice` says what to do and is shown unless all is well."""
+    """One line of the report. `advice` says what to do, shown unless the level is "ok"."""
 
     level: Level
     subject: str
@@ -45,7 +45,7 @@ def check_versions() -> Iterator[Finding]:
 
 
 def check_p2pd(path: Path) -> Iterator[Finding]:
-    """`path` is where hivemind ships libp2p's daemon."""
+    """Check libp2p's daemon at `path`, where hivemind installs it."""
     advice = "reinstall hivemind; it ships the daemon for Linux on x86-64"
     if not path.is_file():
         yield Finding("fail", "p2pd", f"not found at {path}", advice)
@@ -64,7 +64,7 @@ def check_devices() -> Iterator[Finding]:
     if flags:
         yield Finding("ok", "cpu", f"{words}; {', '.join(flags)}")
     else:
-        advice = "tensor products will be slow; check that the virtual machine passes them on"
+        advice = "matrix products will be slow; let the virtual machine use the host's CPU features"
         yield Finding("warn", "cpu", f"{words}; no wide vector instructions found", advice)
     if not torch.cuda.is_available():
         yield Finding("ok", "gpu", "none found (CUDA); blocks run on the CPU")
@@ -111,11 +111,11 @@ def check_clock() -> Iterator[Finding]:
     if time.time() > _EARLIEST:
         yield Finding("ok", "clock", now)
     else:
-        yield Finding("fail", "clock", now, "set the clock: records of a wrong time are dropped")
+        yield Finding("fail", "clock", now, "set the clock: records with a wrong time are dropped")
 
 
 def check_listening() -> Iterator[Finding]:
-    """Whether a port can be opened on all interfaces, for IPv4 and IPv6."""
+    """Check that a port can be opened on all interfaces, for IPv4 and IPv6."""
     for name, family, address in (
         ("ipv4", socket.AF_INET, "0.0.0.0"),
         ("ipv6", socket.AF_INET6, "::"),

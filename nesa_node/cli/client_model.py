@@ -1,4 +1,4 @@
-"""The distributed model and its tokenizer, as the command line's config asks for them."""
+"""Opening of a client's distributed model and tokenizer, and choice of the swarm's peers."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def require_model(config: ClientConfig) -> str:
 
 
 def with_peers(config: _Config, model: str | None = None) -> _Config:
-    """`config` with initial peers: those given, else of a node of this machine, else the last ones.
+    """`config` with initial peers: those given, else a local node's, else the last swarm's.
 
-    Says on stderr which it takes. `model` is the one wanted, if one is. Raises `ConfigError` where
-    no swarm is known: a client has no other way to find one.
+    Prints on stderr which known swarm it uses. A swarm of `model` is preferred. Raises
+    `ConfigError` if no swarm is known.
     """
     if config.initial_peers:
         return config
@@ -47,7 +47,7 @@ def with_peers(config: _Config, model: str | None = None) -> _Config:
 
 
 def how_known(known: KnownSwarm) -> str:
-    """`using the node attic of MODEL on this machine`, or the last swarm."""
+    """Text such as `using the node attic of MODEL on this machine`, or about the last swarm."""
     model = f" of {known.model}" if known.model else ""
     if known.source == "running":
         name = f" {known.name}" if known.name else ""
@@ -57,7 +57,7 @@ def how_known(known: KnownSwarm) -> str:
 
 
 def remember_swarm(config: SharedConfig, model: str | None = None) -> None:
-    """Keep the peers that answered for commands that name none."""
+    """Save the peers of the config, which answered, for later commands without --initial-peers."""
     if config.initial_peers:
         KnownSwarms(default_known_swarms_dir()).remember(config.initial_peers, model)
 
@@ -65,9 +65,9 @@ def remember_swarm(config: SharedConfig, model: str | None = None) -> None:
 def open_client_model(
     config: ClientConfig,
 ) -> tuple[DistributedModelForCausalLM, PreTrainedTokenizerBase]:
-    """Load tokenizer and ends; the swarm is joined at the first session. Close the model.
+    """Load tokenizer, embedding and head; the swarm is joined by the first session.
 
-    Raises `ConfigError` without a model, and what opening the checkpoint raises.
+    The caller closes the model. Raises `ConfigError` without a model, and errors of the checkpoint.
     """
     name = require_model(config)
     if config.replicate_cache and config.route == "star":
@@ -81,23 +81,27 @@ def open_client_model(
 
 
 class FollowingModel:
-    """A client's model. Without --initial-peers it can be opened again where a node of this machine
-    was started again, which then has another port. Leaving the context closes all."""
+    """A client's model that is reopened when a local node has restarted on another port.
+
+    Only without --initial-peers. Leaving the context closes the model.
+    """
 
     def __init__(self, config: ClientConfig) -> None:
-        """Raises what `with_peers` raises."""
+        """Resolve the initial peers. Raises as `with_peers`."""
         self._follows = not config.initial_peers
         self._config = with_peers(config, require_model(config))
         self._opened = ExitStack()
 
     def open(self) -> tuple[DistributedModelForCausalLM, PreTrainedTokenizerBase]:
-        """As `open_client_model` does."""
+        """Open as `open_client_model`; the context owns the model."""
         model, tokenizer = open_client_model(self._config)
         return self._opened.enter_context(model), tokenizer
 
     def moved(self) -> DistributedModelForCausalLM | None:
-        """The model opened for the node that runs on this machine now, the one before closed; None
-        where it is the same node."""
+        """Close the model and reopen it with the node that runs on this machine now.
+
+        None, and nothing is closed, if that node's addresses are the same or no node runs.
+        """
         known = KnownSwarms(default_known_swarms_dir()).find(self._config.model)
         if not self._follows or known is None or known.source != "running":
             return None
@@ -122,7 +126,7 @@ class FollowingModel:
 
 
 def route_text(session: InferenceSession) -> str:
-    """`chain …WmQh4s 0:10 → …Pz1kLd 10:20`, and how hidden states travelled if not as they are."""
+    """Text such as `chain …WmQh4s 0:10 → …Pz1kLd 10:20`, with codecs if any is not "none"."""
     hops = " → ".join(f"{short_peer(hop.peer_id)} {hop.span}" for hop in session.hops)
     codecs = session.codecs
     compressed = any(codec != "none" for codec in codecs)
@@ -130,5 +134,5 @@ def route_text(session: InferenceSession) -> str:
 
 
 def short_peer(peer_id: str) -> str:
-    """The end of a peer id: all Ed25519 ids begin alike."""
+    """The last 6 characters of a peer id: all Ed25519 ids have the same prefix."""
     return f"…{peer_id[-6:]}"

@@ -1,4 +1,4 @@
-"""`nesa-node dashboard`: a page that shows a swarm live."""
+"""`nesa-node dashboard`: a live web page about a swarm."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from nesa_node.cli.interrupts import leaving_at_once
 
 
 def dashboard(*, flags: DashboardFlags | None = None) -> int:
-    """Show a swarm on a page: its nodes, blocks, links and what happens, without reloading."""
+    """Serve a live web page about a swarm: its nodes, blocks, links and events."""
     from nesa_node.cli.client_model import with_peers
     from nesa_node.core.config import DashboardConfig
 

@@ -1,4 +1,4 @@
-"""Decisions for people to read."""
+"""Terminal output of logged decisions, for `nesa-node explain`."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from nesa_node.core.decision_log import Decision
 
 PIPE_WIDTH = 100
 _TERMS = {
-    "entry_s": "the way from here to the first node",
-    "visits_s": "taking and passing on, and penalties for failures",
-    "compute_s": "computing, waiting for others included",
-    "transfer_s": "the ways between nodes",
-    "exit_s": "the way back",
+    "entry_s": "transfer to the first node",
+    "visits_s": "receiving and sending at nodes, and penalties for failures",
+    "compute_s": "computing, including queueing",
+    "transfer_s": "transfers between nodes",
+    "exit_s": "transfer back",
 }
 
 
 def print_list(decisions: Sequence[Decision], rows: int) -> None:
-    """The first `rows` of `decisions`, which begin with the newest; repeats in one row."""
+    """Print a table of at most `rows` rows, of `decisions` from the newest; repeats share a row."""
     console = _console()
     if not decisions:
         console.print(
-            "nothing was decided on this machine yet: generate or orchestrate something first"
+            "no decision was logged on this machine yet: run `generate` or `orchestrate` first"
         )
         return
     table = Table()
@@ -55,14 +55,14 @@ def print_list(decisions: Sequence[Decision], rows: int) -> None:
 
 
 def _told(decision: Decision) -> tuple[str, str, str]:
-    """What a row says besides time, name and cost: equal neighbours are repeats."""
+    """Key of a row: kind, strategy and reason. Equal neighbours are repeats."""
     chain = decision.body.get("chain") or []
     reason = " → ".join(map(_hop, chain)) or str(decision.body.get("reason", ""))
     return decision.kind, str(decision.body.get("strategy", "")), reason
 
 
 def print_decision(decision: Decision) -> None:
-    """One, with the terms of its cost and the alternatives."""
+    """Print one decision with its cost terms and alternatives."""
     if decision.kind == "session":
         _print_session(decision)
     elif decision.kind == "tuning":
@@ -80,7 +80,7 @@ def _print_session(decision: Decision) -> None:
             + (f" ({body['excluded']} were excluded)" if body["excluded"] else "")
         )
     )
-    table = Table("node", "blocks", "the way to it", "passing on", "computing", "load")
+    table = Table("node", "blocks", "transfer to it", "overhead", "computing", "load")
     for visit in body["chain"]:
         table.add_row(
             short_peer(visit["peer"]),
@@ -97,7 +97,7 @@ def _print_session(decision: Decision) -> None:
     own = dict(body["terms"])
     lost_s = own.pop("failures_s", 0.0)
     if lost_s:
-        console.print(Text(f"{_ms(lost_s)} more a token are expected to be lost to failures"))
+        console.print(Text(f"failures are expected to cost {_ms(lost_s)} more per token"))
     if own != dict(step_s):
         terms = ", ".join(f"{term} {value:.4g}" for term, value in body["terms"].items())
         console.print(Text(f"the strategy's own cost was {body['cost']:.4g}: {terms}"))
@@ -110,7 +110,7 @@ def _print_alternatives(console: Console, body: Mapping[str, Any]) -> None:
     for alternative in body["alternatives"]:
         chain = alternative["chain"]
         if chain is None:
-            table.add_row(short_peer(alternative["without"]), "nobody else could", "", "")
+            table.add_row(short_peer(alternative["without"]), "no other chain", "", "")
             continue
         table.add_row(
             short_peer(alternative["without"]),
@@ -122,7 +122,7 @@ def _print_alternatives(console: Console, body: Mapping[str, Any]) -> None:
 
 
 def _handle(decision: Decision) -> str:
-    """Enough of its name to ask for it."""
+    """Name of a decision as `explain` accepts it: 12 characters of a session's."""
     return decision.name[:12] if decision.kind == "session" else decision.name
 
 
@@ -151,6 +151,6 @@ def _when(decision: Decision) -> str:
 
 
 def _console() -> Console:
-    # Peer ids and models' names come from strangers: plain text only.
+    # Peer ids and model names are untrusted: no markup.
     width = None if sys.stdout.isatty() else PIPE_WIDTH
     return Console(file=sys.stdout, width=width, markup=False, highlight=False, emoji=False)

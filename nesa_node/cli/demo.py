@@ -33,7 +33,7 @@ QUESTION = "What is the capital of France?"
 TIMED_PROMPT = "Describe how a lighthouse works."
 TOKENS_DIFFER = 10
 WITH_REPLICA = 4
-"""Daemons from which on one of them is a replica."""
+"""Fewest daemons with which the last one is a replica."""
 MAX_NODES = 16
 FLAGS = ("--torch-dtype", "float32", "--device", "cpu", "--threads", "1")
 
@@ -46,21 +46,19 @@ def demo(
     *,
     question: Annotated[str, Parameter(metavar="TEXT", help="What to ask.")] = QUESTION,
     nodes: Annotated[int, Parameter(help="How many daemons to start.")] = 4,
-    max_new_tokens: Annotated[int, Parameter(help="Length limit of the answer.")] = 64,
+    max_new_tokens: Annotated[int, Parameter(help="Most tokens of the answer.")] = 64,
     timed_tokens: Annotated[int, Parameter(help="Tokens of the timed run.")] = 64,
     serve: Annotated[
         bool,
-        Parameter(
-            negative=(), help="Then keep the swarm, with a gateway and a dashboard, and watch it."
-        ),
+        Parameter(negative=(), help="Then keep the swarm running, with a gateway and a dashboard."),
     ] = False,
     flags: SharedFlags | None = None,
 ) -> int:
     """Start four daemons here, ask them a question, compare with local transformers.
 
-    Three hold the model; the fourth holds what node-2 does, which may be killed.
-    Everything is computed in float32 with one thread per process. Ends with exit code 0 if every
-    token is the same, and stops the daemons in any case.
+    Three hold the model; the fourth is a replica of node-2, so that node-2 may be killed.
+    Everything is computed in float32 with one thread per process. The exit code is 0 if every
+    token is the same. The daemons are stopped in any case.
     """
     from nesa_node.core.config import ClientConfig
 
@@ -110,7 +108,7 @@ def demo(
 
 
 def demo_spans(num_blocks: int, nodes: int) -> tuple[Span, ...]:
-    """Even parts; from four nodes on the last node holds what the second one does."""
+    """Split the blocks evenly; with four or more nodes the last is a replica of the second."""
     if nodes < WITH_REPLICA:
         return tuple(split_evenly(num_blocks, nodes))
     spans = tuple(split_evenly(num_blocks, nodes - 1))
@@ -119,7 +117,7 @@ def demo_spans(num_blocks: int, nodes: int) -> tuple[Span, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A `timed` prompt runs for exactly `tokens` tokens and is not shown."""
+    """A prompt of the demo. If `timed`, exactly `tokens` are generated and not shown."""
 
     text: str
     tokens: int
@@ -141,7 +139,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class SwarmAnswers:
-    """The last answer was timed; it came through `hops` daemons."""
+    """Answers of the swarm; the last one was timed, over a chain of `hops` nodes."""
 
     answers: Sequence[Answer]
     hops: int
@@ -243,9 +241,9 @@ def _compare(swarm: SwarmAnswers, local: Sequence[Answer]) -> int:
 
 @contextmanager
 def _terminable() -> Iterator[None]:
-    """SIGTERM ends the demo as Ctrl-C does: through every `finally`.
+    """Unwind the stack on SIGTERM and SIGINT, so that each `finally` runs.
 
-    An exception out of a signal handler is lost when the signal meets a destructor, so it is raised
+    An exception raised in a signal handler is lost if a destructor is running, so it is raised
     again each second until the stack unwinds.
     """
 

@@ -1,4 +1,4 @@
-"""`nesa-node doctor`: what might keep this machine from being a good member, and what to do."""
+"""`nesa-node doctor`: checks whether this machine can serve or use a swarm, with advice."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 
 def doctor(model: ModelArgument = None, /, *, flags: ClientFlags | None = None) -> int:
-    """Check this machine, the way to each --initial-peers, and which blocks of MODEL would fit.
+    """Check this machine, the connection to each of --initial-peers, and how much of MODEL fits.
 
-    Without --initial-peers, the way to a node that runs on this machine is checked.
-    Ends with exit code 1 if anything failed; warnings do not count.
+    Without --initial-peers, the connection to a node that runs on this machine is checked.
+    The exit code is 1 if a check failed; warnings do not count.
     """
     from nesa_node.core.config import ClientConfig
 

@@ -1,4 +1,4 @@
-"""`nesa-node eval`: what fewer bits for weights and wire cost in perplexity and accuracy."""
+"""`nesa-node eval`: perplexity and accuracy for quantized weights and compressed hidden states."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ def evaluate(
     weights: Annotated[
         str | None,
         Parameter(
-            metavar="NAMES", group=PRECISIONS, help="Of none, int8, nf4. [default: none,int8,nf4]"
+            metavar="NAMES",
+            group=PRECISIONS,
+            help="Quantizations: none, int8, nf4. [default: none,int8,nf4]",
         ),
     ] = None,
     wire: Annotated[
@@ -59,11 +61,11 @@ def evaluate(
         Parameter(
             metavar="FILE|NAME",
             group=SAMPLE,
-            help="A file, debian-handbook or bible-kjv. [default: what is installed of these two]",
+            help="A file, debian-handbook or bible-kjv. [default: the installed one of these two]",
         ),
     ] = None,
     tokens: Annotated[
-        int, Parameter(group=SAMPLE, help="Of the text, for the perplexity; 0 leaves it out.")
+        int, Parameter(group=SAMPLE, help="Tokens of the text, for the perplexity; 0 skips it.")
     ] = 4096,
     context: Annotated[int, Parameter(group=SAMPLE, help="Tokens of a window.")] = 512,
     stride: Annotated[
@@ -80,9 +82,9 @@ def evaluate(
         ),
     ] = GENERATED,
     items: Annotated[
-        int, Parameter(group=SAMPLE, help="Multiple-choice items; 0 leaves them out.")
+        int, Parameter(group=SAMPLE, help="Multiple-choice items; 0 skips them.")
     ] = 100,
-    seed: Annotated[int, Parameter(group=SAMPLE, help="Of the generated items.")] = 0,
+    seed: Annotated[int, Parameter(group=SAMPLE, help="Seed of the generated items.")] = 0,
     tasks: Annotated[
         str | None,
         Parameter(
@@ -92,7 +94,7 @@ def evaluate(
         ),
     ] = None,
     task_folder: Annotated[
-        Path | None, Parameter(group=SAMPLE, help="YAML files of tasks of your own.")
+        Path | None, Parameter(group=SAMPLE, help="Folder of YAML files with your own tasks.")
     ] = None,
     task_limit: Annotated[
         int | None, Parameter(group=SAMPLE, help="Items of each task. [default: all]")
@@ -102,22 +104,22 @@ def evaluate(
         Parameter(
             group=SWARM,
             negative=(),
-            help="Measure a swarm: that of --initial-peers, else the one that other commands use.",
+            help="Measure a live swarm: that of --initial-peers, else the last used one.",
         ),
     ] = False,
     nodes: Annotated[
-        int, Parameter(group=COMPUTE, help="In how many parts this process runs the blocks.")
+        int, Parameter(group=COMPUTE, help="Number of spans in which this process runs the blocks.")
     ] = 3,
     json: Annotated[
-        Path | None, Parameter(group=OUTPUT, help="Write the table there, with single results.")
+        Path | None, Parameter(group=OUTPUT, help="Write the table to this file, with all results.")
     ] = None,
     flags: ClientFlags | None = None,
 ) -> int:
     """Measure perplexity and multiple-choice accuracy, for each combination of precisions.
 
-    This process runs the model, its blocks in parts as a swarm would have them, in bfloat16 unless
-    --torch-dtype says otherwise. With --live or --initial-peers a live swarm runs it, with the
-    weights that its nodes hold. Each combination is compared with the one without quantization.
+    This process runs the model in spans as a swarm would, in bfloat16 unless --torch-dtype says
+    otherwise. With --live or --initial-peers a live swarm runs it, with the weights that its nodes
+    hold. Each combination is compared with the one without quantization.
     """
     from nesa_node.cli.client_model import remember_swarm, with_peers
     from nesa_node.core.config import ClientConfig
@@ -125,14 +127,14 @@ def evaluate(
     config = configure(ClientConfig, flags, model=model)
     live = live or bool(config.initial_peers)
     if live and weights is not None:
-        raise ConfigError("--weights: the nodes of a live swarm hold what they hold; leave it away")
+        raise ConfigError("--weights: the nodes of a live swarm choose their weights; leave it out")
     if live:
         config = with_peers(config, config.model)
     if config.quality != "exact":
-        raise ConfigError("--quality: say --wire, which may name several codecs")
+        raise ConfigError("--quality: use --wire instead, which may name several codecs")
     _check_numbers(tokens=tokens, items=items, nodes=nodes, task_limit=task_limit, tasks=tasks)
     if context < 2:
-        raise ConfigError(f"--context {context}: at least 2 tokens, one to be told the other by")
+        raise ConfigError(f"--context {context}: at least 2 tokens, as one predicts the other")
     json = None if json is None else user_path(json)
     if json is not None and not json.parent.is_dir():
         raise ConfigError(f"--json {json}: there is no folder {json.parent}")
@@ -180,7 +182,7 @@ def evaluate(
             items=choose_items(choices, passage, items, seed),
             tasks=choose_tasks(tasks, task_folder, task_limit),
         )
-    # Of the hidden states on the wire, where the nodes of a live swarm compute as they like.
+    # Dtype of hidden states on the wire; nodes of a live swarm choose their own compute dtype.
     dtype = "bfloat16" if config.torch_dtype == "auto" and not live else config.torch_dtype
     open_model = (
         _live_models(config) if live else _local_models(checkpoint, config, dtype, nodes=nodes)
@@ -224,7 +226,9 @@ def _check_numbers(
     *, tokens: int, items: int, nodes: int, tasks: str | None, task_limit: int | None
 ) -> None:
     if task_limit is not None and task_limit < 2:
-        raise ConfigError(f"--task-limit {task_limit}: at least 2, or a mean has no error")
+        raise ConfigError(
+            f"--task-limit {task_limit}: at least 2, since a mean of one has no standard error"
+        )
     if tokens < 0 or items < 0 or nodes < 1:
         raise ConfigError("--tokens and --items must not be negative, --nodes must be positive")
     if not tokens and not items and not tasks:
@@ -232,7 +236,7 @@ def _check_numbers(
 
 
 def _open(config: ClientConfig) -> tuple[Checkpoint, PreTrainedTokenizerBase, ClientConfig]:
-    """The checkpoint and its tokenizer; the config then names the model."""
+    """Open checkpoint and tokenizer, and return a config that names the model."""
     from transformers.utils import logging as transformers_logging
 
     from nesa_node.engine.checkpoint import open_checkpoint

@@ -1,4 +1,4 @@
-"""What `nesa-node eval` measures on, as its flags say: text, items, tasks."""
+"""Sample that `nesa-node eval` measures on: text, multiple-choice items, tasks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from nesa_node.evaluation.texts import default_text, read_text
 
 
 def names(flag: str, given: str | None, default: Sequence[str]) -> tuple[str, ...]:
-    """What a flag lists, separated by commas. Raises `ConfigError` for empty names."""
+    """Parse a flag's comma-separated names. Raises `ConfigError` for empty names."""
     if given is None:
         return tuple(default)
     listed = tuple(name.strip() for name in given.split(","))
@@ -31,14 +31,14 @@ def names(flag: str, given: str | None, default: Sequence[str]) -> tuple[str, ..
 
 
 def count_parts(nodes: int, num_blocks: int) -> int:
-    """In how many parts the blocks run: each part holds at least one."""
+    """Number of spans, at most one per block. Warns if `nodes` is reduced."""
     if nodes > num_blocks:
         _warn(f"--nodes {nodes}: the model has {num_blocks} blocks, so they run in {num_blocks}")
     return min(nodes, num_blocks)
 
 
 def read_passage(text: str | None, *, needed: bool) -> tuple[str | None, str]:
-    """What the text is called, and the text; nothing where nothing is measured on it."""
+    """Name and content of the text; (None, "") if it is not `needed`."""
     if not needed:
         return None, ""
     name = default_text() if text is None else text
@@ -99,7 +99,7 @@ def make_sample(
 
 
 def sample_text(sample: Sample) -> str:
-    """Its sizes, for the table's title."""
+    """Sizes of the sample, for the table's title."""
     parts = []
     if sample.ids:
         parts.append(f"{len(sample.ids)} tokens in windows of {sample.context}")

@@ -1,4 +1,4 @@
-"""`nesa-node explain [NAME]`: why a session got its nodes, or nodes their blocks."""
+"""`nesa-node explain [NAME]`: reasons of logged routing and placement decisions."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 LISTED = 20
 READ = 1000
-"""Of which repeats are folded."""
+"""Decisions read for a list; repeats are folded into one of `LISTED` rows."""
 
 
 def explain(
     name: Annotated[
         str | None,
-        Parameter(help="Of a session or placement, or how it begins. [default: list the last]"),
+        Parameter(help="Session or placement, or a prefix of it. [default: list the last]"),
     ] = None,
     /,
     *,
@@ -29,7 +29,7 @@ def explain(
         bool, Parameter(name="--json", negative=(), group=OUTPUT, help="Print JSON.")
     ] = False,
 ) -> int:
-    """Show what the last decisions of this user's programs cost, and what else there was."""
+    """Show the last routing and placement decisions of this user, their costs and alternatives."""
     from nesa_node.core.config import default_decisions_path
     from nesa_node.core.decision_log import DecisionLog
 

@@ -1,8 +1,8 @@
-"""The flags that commands share. Each is named like the config field it sets.
+"""Flags that commands share. Each is named like the config field it sets.
 
-Values stay text here: `core/config.py` checks them, so that a wrong flag, variable or file key is
-told in the same words. `None` means "not given". Annotations are no text, or the parser would look
-names up in the module of the class that inherits them.
+Values stay text here: `core/config.py` validates them, so that errors of flags, variables and file
+keys read alike. `None` means "not given". Annotations must not be text (no
+`from __future__ import annotations`): the parser would resolve them in a subclass' module.
 """
 
 import os
@@ -62,9 +62,7 @@ class SharedFlags:
     ] = None
     step_timeout_s: Annotated[
         str | None,
-        Parameter(
-            metavar="SECONDS", group=LIMITS, help="Seconds to wait for one step. [default: 30]"
-        ),
+        Parameter(metavar="SECONDS", group=LIMITS, help="Longest wait for one step. [default: 30]"),
     ] = None
     torch_dtype: Annotated[
         DtypeName | None,
@@ -129,7 +127,7 @@ class AccessFlags(SharedFlags):
     api_key: Annotated[
         str | None,
         Parameter(
-            metavar="SECRET", group=ACCESS, help="One key that lets in; @PATH reads it from a file."
+            metavar="SECRET", group=ACCESS, help="API key to accept; @PATH reads it from a file."
         ),
     ] = None
     keys_path: Annotated[
@@ -145,7 +143,7 @@ class AccessFlags(SharedFlags):
         Parameter(
             group=ACCESS,
             negative=(),
-            help="Serve without any key to whoever can reach the address.",
+            help="Serve all clients that can reach the address, without a key.",
         ),
     ] = None
     requests_per_minute: Annotated[
@@ -153,7 +151,7 @@ class AccessFlags(SharedFlags):
         Parameter(
             metavar="INT",
             group=ACCESS,
-            help="Of a key without a limit of its own. [default: any number]",
+            help="Limit of requests for keys without their own. [default: none]",
         ),
     ] = None
     tokens_per_minute: Annotated[
@@ -161,11 +159,12 @@ class AccessFlags(SharedFlags):
         Parameter(
             metavar="INT",
             group=ACCESS,
-            help="The same for tokens, of prompts and answers together.",
+            help="The same for tokens of prompts and answers.",
         ),
     ] = None
     concurrent_requests: Annotated[
-        str | None, Parameter(metavar="INT", group=ACCESS, help="The same for requests at once.")
+        str | None,
+        Parameter(metavar="INT", group=ACCESS, help="The same for concurrent requests."),
     ] = None
     max_request_bytes: Annotated[
         str | None, Parameter(metavar="INT", group=ACCESS, help="Largest body. [default: 8388608]")
@@ -176,7 +175,8 @@ class AccessFlags(SharedFlags):
             metavar="ORIGIN",
             group=ACCESS,
             negative=(),
-            help="Let pages of this origin (https://app.example.org) ask; may be repeated.",
+            help="Allow requests of pages of this origin (https://app.example.org); may be "
+            "repeated.",
         ),
     ] = None
     host_names: Annotated[
@@ -185,7 +185,7 @@ class AccessFlags(SharedFlags):
             metavar="NAME",
             group=ACCESS,
             negative=(),
-            help="Answer to this name, too: a LAN's or a proxy's; may be repeated.",
+            help="Accept this host name, too: a LAN's or a proxy's; may be repeated.",
         ),
     ] = None
     trusted_proxies: Annotated[
@@ -194,8 +194,7 @@ class AccessFlags(SharedFlags):
             metavar="NETWORK",
             group=ACCESS,
             negative=(),
-            help="Believe X-Forwarded-For and -Proto of this IP address or network; may be "
-            "repeated.",
+            help="Trust X-Forwarded-For and -Proto of this IP address or network; may be repeated.",
         ),
     ] = None
 
@@ -208,7 +207,8 @@ class MetricsFlags(SharedFlags):
         Parameter(
             metavar="HOST:PORT",
             group=OUTPUT,
-            help="Tell Prometheus there, under /metrics: 127.0.0.1:9400. [default: nowhere]",
+            help="Serve Prometheus metrics there, under /metrics: 127.0.0.1:9400. [default: "
+            "nowhere]",
         ),
     ] = None
     metrics_beyond_loopback: Annotated[
@@ -216,7 +216,7 @@ class MetricsFlags(SharedFlags):
         Parameter(
             group=OUTPUT,
             negative=(),
-            help="Let --metrics be an address that others can reach; whoever does may read.",
+            help="Allow --metrics at an address that other machines can read without a key.",
         ),
     ] = None
 
@@ -228,7 +228,8 @@ class ClientFlags(SharedFlags):
         Route | None,
         Parameter(
             group=SWARM,
-            help="chain: nodes push to each other; star: all data passes here. [default: chain]",
+            help="chain: nodes push to each other; star: all data passes this client. [default: "
+            "chain]",
         ),
     ] = None
     replicate_cache: Annotated[
@@ -236,7 +237,7 @@ class ClientFlags(SharedFlags):
         Parameter(
             group=SWARM,
             negative=(),
-            help="Keep a second node close behind each, to go on at once where one dies.",
+            help="Replicate each node's KV cache on a second node, for fast failover.",
         ),
     ] = None
     quality: Annotated[
@@ -264,7 +265,7 @@ class ClientFlags(SharedFlags):
         bool | None,
         Parameter(
             group=SWARM,
-            help="Begin with what nodes still hold of an earlier prompt. [default: yes]",
+            help="Reuse cached prefixes of earlier prompts on nodes. [default: yes]",
         ),
     ] = None
 
@@ -287,7 +288,7 @@ class GatewayFlags(ClientFlags, AccessFlags, MetricsFlags):
         Parameter(
             metavar="INT",
             group=LIMITS,
-            help="Cut answers after so many tokens. [default: what the context holds]",
+            help="Most tokens of an answer. [default: what the context holds]",
         ),
     ] = None
     default_new_tokens: Annotated[
@@ -295,7 +296,7 @@ class GatewayFlags(ClientFlags, AccessFlags, MetricsFlags):
         Parameter(
             metavar="INT",
             group=LIMITS,
-            help="Tokens that an answer may have where its request names no number. "
+            help="Most tokens of an answer if its request has no limit. "
             "[default: 4096, or what the context holds]",
         ),
     ] = None
@@ -305,15 +306,15 @@ class GatewayFlags(ClientFlags, AccessFlags, MetricsFlags):
             metavar="GIB",
             group=LIMITS,
             help="Disk for models that are found without --model, in GiB; the least recently used "
-            "go first. [default: 20]",
+            "are deleted. [default: 20]",
         ),
     ] = None
     generation_config: Annotated[
         SamplingAdvice | None,
         Parameter(
             group=SAMPLING,
-            help="How tokens are chosen where a request does not say: as the model's "
-            "generation_config.json advises, or with OpenAI's temperature of 1. [default: model]",
+            help="Sampling defaults of requests: those of the model's generation_config.json, or "
+            "OpenAI's temperature of 1. [default: model]",
         ),
     ] = None
     keepalive_s: Annotated[
@@ -321,8 +322,8 @@ class GatewayFlags(ClientFlags, AccessFlags, MetricsFlags):
         Parameter(
             metavar="SECONDS",
             group=LIMITS,
-            help="Seconds between comments while nothing comes in a stream. What it waits for is "
-            "told once that has lasted 2 s, and when it changes. [default: 10]",
+            help="Seconds between comments in an idle event stream. After 2 s a comment says what "
+            "the request waits for, and again when that changes. [default: 10]",
         ),
     ] = None
     grace_s: Annotated[
@@ -330,7 +331,7 @@ class GatewayFlags(ClientFlags, AccessFlags, MetricsFlags):
         Parameter(
             metavar="SECONDS",
             group=LIMITS,
-            help="Seconds that running answers get when stopped. [default: 5]",
+            help="Seconds to finish running answers on shutdown. [default: 5]",
         ),
     ] = None
     ready_file: Annotated[
@@ -347,7 +348,7 @@ class DashboardFlags(AccessFlags):
         Parameter(
             metavar="HOST:PORT",
             group=ACCESS,
-            help="Where browsers find the page. [default: 127.0.0.1:8080]",
+            help="Address of the page. [default: 127.0.0.1:8080]",
         ),
     ] = None
     look_every_s: Annotated[
@@ -355,14 +356,12 @@ class DashboardFlags(AccessFlags):
         Parameter(
             metavar="SECONDS",
             group=OUTPUT,
-            help="Seconds between two looks at the swarm. [default: 2.5]",
+            help="Seconds between two queries of the swarm. [default: 2.5]",
         ),
     ] = None
     max_viewers: Annotated[
         str | None,
-        Parameter(
-            metavar="INT", group=LIMITS, help="Open pages that are kept up to date. [default: 16]"
-        ),
+        Parameter(metavar="INT", group=LIMITS, help="Most pages open at once. [default: 16]"),
     ] = None
 
 
@@ -372,7 +371,7 @@ _SERVICES = {
     "OrchestratorConfig": "nesa-orchestrator",
     "PeerConfig": "nesa-bootstrap",
 }
-"""What a trace calls a command, by its config."""
+"""Service names of traces, by the command's config class."""
 
 _Config = TypeVar("_Config", bound="SharedConfig")
 
@@ -383,9 +382,10 @@ def configure(
     on_ignored: Callable[[str, str], None] | None = None,
     **more: object,
 ) -> _Config:
-    """The command's config from `flags` (and fields given as `more`), environment and file.
+    """Load a command's config from `flags`, fields given as `more`, environment and file.
 
-    `on_ignored` is `load_config`'s. Sets up logging as it says. Raises `ConfigError`.
+    `on_ignored` is passed to `load_config`. Also sets up logging and tracing. Raises `ConfigError`,
+    and `InsufficientMemoryError` if `ulimit -v` is too low.
     """
     from nesa_node.cli.memory_limits import check_address_space
 

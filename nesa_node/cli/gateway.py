@@ -1,4 +1,4 @@
-"""The life of a gateway: open its models, listen, look at the swarm, leave in order."""
+"""Gateway process: opens models, serves OpenAI's API, follows the swarm, shuts down in order."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ from nesa_node.web.metrics import PATH, MetricsPage
 log = get_logger(__name__)
 
 MAX_VIEWERS = 64
-"""Of the dashboard."""
+"""Most open pages of the dashboard."""
 PUBLIC = ("/health", "/version")
-"""What load balancers ask without a key."""
+"""Paths that load balancers request, without a key."""
 
 
 async def run_gateway(
     config: GatewayConfig, told: Sources | None = None, *, while_stdin: bool = False
 ) -> None:
-    """Serve until SIGTERM or SIGINT, or until whoever holds the other end of stdin is gone.
+    """Serve until SIGTERM or SIGINT; with `while_stdin` also until stdin ends.
 
-    Prints where, once it listens. Raises as `serve_gateway`.
+    Prints the address once it listens. Raises as `serve_gateway`.
     """
     with stop_signals() as stopping, leash(stopping) if while_stdin else nullcontext():
         await serve_gateway(config, stopping, told)
@@ -61,10 +61,9 @@ async def run_gateway(
 async def serve_gateway(
     config: GatewayConfig, stopping: asyncio.Event, told: Sources | None = None
 ) -> None:
-    """Serve until `stopping` is set. `told` gets what there is to tell Prometheus.
+    """Serve until `stopping` is set. Registers its metrics in `told`.
 
-    Raises `ConfigError`, `ModelError` for a model that was given and cannot be opened, and
-    `SwarmError`.
+    Raises `ConfigError`, `SwarmError`, and `ModelError` if a model of the config cannot be opened.
     """
     check_ready_file(config.ready_file)
     share_memory()
@@ -102,7 +101,7 @@ async def serve_gateway(
         await ending.unless(models.open_given())
         if ending.asked:
             return
-        # What is there now stays: collecting it again and again would hold up every stream.
+        # Objects made so far live on: scanning them in each collection would delay all streams.
         gc.collect()
         gc.freeze()
         told_of = about(swarm, "gateway", sources.version), partial(_of_models, models, swarm)
@@ -135,7 +134,7 @@ async def serve_gateway(
 
 
 def _of_models(models: Models, swarm: Swarm) -> Iterator[Sample]:
-    """Of all that are offered; `swarm` is what looks at who serves them."""
+    """Samples of all offered models: of the swarm's nodes, and of models opened here."""
     for card in models.cards():
         if card.model_id is not None:
             yield from model_samples(swarm.directory, card.model_id)

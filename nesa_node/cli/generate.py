@@ -26,7 +26,7 @@ def generate(
     /,
     *,
     max_new_tokens: Annotated[
-        int | None, Parameter(group=SAMPLING, help="Length limit. [default: 256]")
+        int | None, Parameter(group=SAMPLING, help="Most tokens of the answer. [default: 256]")
     ] = None,
     chat: Annotated[
         bool | None,
@@ -35,9 +35,9 @@ def generate(
     sampling: SamplingFlags | None = None,
     flags: AnswerFlags | None = None,
 ) -> int:
-    """Answer PROMPT through the swarm: text to stdout as it comes, the chain and speed to stderr.
+    """Answer PROMPT through the swarm: text is streamed to stdout, chain and speed go to stderr.
 
-    Takes the most likely token each time, unless --temperature or --top-p is given.
+    Decodes greedily, unless --temperature or --top-p is given.
     """
     from nesa_node.cli.client_model import (
         open_client_model,

@@ -1,4 +1,4 @@
-"""`nesa-node identity`: who a daemon will be, before it runs."""
+"""`nesa-node identity`: the peer id of a daemon, before it runs."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from nesa_node.cli.peer_flags import PeerFlags
 
 
 def identity(*, flags: PeerFlags | None = None) -> int:
-    """Print the peer id of the key at --identity-path; make the key if there is none.
+    """Print the peer id of the key at --identity-path; create the key if there is none.
 
-    Others need it in the address of a bootstrap peer: /dns4/HOST/tcp/PORT/p2p/PEER-ID.
+    The address of a bootstrap peer contains it: /dns4/HOST/tcp/PORT/p2p/PEER-ID.
     """
     from nesa_node.core.config import PeerConfig
 

@@ -1,7 +1,7 @@
-"""Ctrl-C while modules are imported.
+"""Ctrl-C during imports: immediate exit of the process.
 
-`KeyboardInterrupt` within an import may surface as an `ImportError`, or as a crash of a C extension
-that is half initialised. Nothing is held then: the process can end on the spot.
+`KeyboardInterrupt` within an import may surface as an `ImportError`, or crash a C extension that is
+half initialised. No resources are held then, so the process can exit at once.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ INTERRUPTED = 130
 
 @contextmanager
 def leaving_at_once() -> Iterator[None]:
-    """SIGINT ends the process with `INTERRUPTED`, without any `finally`: only around imports.
+    """Exit with `INTERRUPTED` on SIGINT, without running any `finally`: only around imports.
 
-    Does nothing outside the main thread, or where SIGINT is ignored or handled already.
+    Does nothing outside the main thread, or if SIGINT is ignored or has another handler.
     """
     if (
         threading.current_thread() is not threading.main_thread()
@@ -39,7 +39,7 @@ def leaving_at_once() -> Iterator[None]:
 
 
 def _leave(_number: int, _frame: object) -> None:
-    # Their readers may have gone; and what was interrupted may be a write to stdout.
+    # Readers of the streams may have exited, and the signal may have interrupted a write to stdout.
     with suppress(OSError, RuntimeError):
         sys.stdout.flush()
     with suppress(OSError):

@@ -1,4 +1,4 @@
-"""`nesa-node keys add|list|revoke`: who may use a gateway."""
+"""`nesa-node keys add|list|revoke`: management of a gateway's API keys."""
 
 from __future__ import annotations
 
@@ -21,39 +21,39 @@ if TYPE_CHECKING:
 _DAY_S = 86_400
 _MAX_DAYS = 36_500
 
-keys = App(name="keys", help="Make, list and revoke the keys that a gateway asks for.")
+keys = App(name="keys", help="Create, list and revoke API keys of a gateway.")
 
 _KeysPath = Annotated[
     str | None,
     Parameter(
         metavar="PATH",
         group=ACCESS,
-        help="File that holds them. [default: ~/.local/state/nesa-node/keys.json]",
+        help="File of the keys. [default: ~/.local/state/nesa-node/keys.json]",
     ),
 ]
 _ConfigPath = Annotated[
-    Path | None, Parameter(group=OUTPUT, help="TOML file that may have keys_path.")
+    Path | None, Parameter(group=OUTPUT, help="TOML file of settings, such as keys_path.")
 ]
 _Limit = Annotated[int | None, Parameter(group=ACCESS)]
 
 
 @keys.command
 def add(
-    name: Annotated[str, Parameter(help="Whose it is. The name shows in logs and lists.")],
+    name: Annotated[str, Parameter(help="Name of the key's holder, shown in logs and lists.")],
     /,
     *,
     requests_per_min: _Limit = None,
     tokens_per_min: _Limit = None,
     concurrent: Annotated[
-        int | None, Parameter(group=ACCESS, help="Requests that may run at once.")
+        int | None, Parameter(group=ACCESS, help="Most concurrent requests.")
     ] = None,
     expires_days: Annotated[
-        float | None, Parameter(group=ACCESS, help="Days until it ends. [default: never]")
+        float | None, Parameter(group=ACCESS, help="Days until it expires. [default: never]")
     ] = None,
     keys_path: _KeysPath = None,
     config: _ConfigPath = None,
 ) -> int:
-    """Make a key and print it, once: only its hash is kept."""
+    """Create a key and print it, once: only its hash is stored."""
     from nesa_node.web.keys import KeyLimits
 
     for flag, value in (
@@ -90,7 +90,7 @@ def list_keys(
     keys_path: _KeysPath = None,
     config: _ConfigPath = None,
 ) -> int:
-    """Show all keys: whose they are, when they were used and what they may do."""
+    """Show all keys: names, last use, expiry and limits."""
     store = _store(keys_path, config)
     found = store.all()
     if as_json:
@@ -100,7 +100,7 @@ def list_keys(
     elif found:
         _print_table(found)
     elif store.exists:
-        print("no keys: nobody may use the gateway; make one with `nesa-node keys add NAME`")
+        print("no keys: the gateway refuses all requests; make one with `nesa-node keys add NAME`")
     else:
         print("no keys: make one with `nesa-node keys add NAME`")
     return 0
@@ -108,19 +108,19 @@ def list_keys(
 
 @keys.command
 def revoke(
-    key: Annotated[str, Parameter(help="Its id or name, as listed; or the key itself.")],
+    key: Annotated[str, Parameter(help="Id or name as listed, or the key itself.")],
     /,
     *,
     keys_path: _KeysPath = None,
     config: _ConfigPath = None,
 ) -> int:
-    """Take a key back. Gateways that run refuse it a second or two later."""
+    """Revoke a key. Running gateways refuse it within two seconds."""
     store = _store(keys_path, config)
     gone = store.revoke(key)
     print(f"revoked {gone.id} ({gone.name})")
     if not store.all():
         print(
-            f"no key is left, so nobody may use the gateway; to ask for none again, delete "
+            f"no key is left, so the gateway refuses all requests; to serve without keys, delete "
             f"{store.path} and restart it"
         )
     return 0

@@ -1,4 +1,4 @@
-"""Ends with whoever started this process, also where that one is killed: its pipe ends then."""
+"""Shutdown when the parent process ends, even if it is killed: the pipe to stdin closes then."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def leash(stopping: asyncio.Event) -> Iterator[None]:
-    """Set `stopping` when standard input ends. What comes through it is thrown away."""
+    """Set `stopping` when standard input ends. Its content is discarded."""
     loop, stdin = asyncio.get_running_loop(), sys.stdin.fileno()
 
     def read() -> None:

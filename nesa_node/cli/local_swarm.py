@@ -1,4 +1,4 @@
-"""Real `nesa-node run` daemons on the loopback of this machine, for as long as a context lasts."""
+"""Local swarm of `nesa-node run` daemons on this machine's loopback, for the demo and tests."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _POLL_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class LocalNode:
-    """A daemon that serves. `ready_s` is the time from its start to its ready file."""
+    """A serving daemon. `ready_s` is the time from its start to its ready file."""
 
     name: str
     process: subprocess.Popen[bytes]
@@ -35,10 +35,10 @@ class LocalNode:
     span: Span
     ready_s: float
     command: tuple[str, ...] = ()
-    """What started it, without initial peers."""
+    """Its command line, without initial peers."""
 
     def peak_memory_bytes(self) -> int:
-        """The most resident memory so far (Linux); 0 where that is unknown."""
+        """Peak resident memory so far, in bytes (Linux); 0 if unknown."""
         try:
             status = Path(f"/proc/{self.process.pid}/status").read_text(encoding="ascii")
         except OSError:
@@ -57,10 +57,10 @@ def local_swarm(
     environment: Mapping[str, str] | None = None,
     ready_timeout_s: float = 120,
 ) -> Iterator[list[LocalNode]]:
-    """Start one daemon per span, the first as the others' bootstrap; stop all at the end.
+    """Start one daemon per span, the first as bootstrap peer; stop all at the end.
 
-    `folder` takes their keys, logs and ready files; `environment` is added to theirs.
-    Raises `SwarmError` with the end of a daemon's log if it does not come to serve.
+    Keys, logs and ready files are written to `folder`; `environment` is added to the daemons'.
+    Raises `SwarmError` with the tail of a daemon's log if it does not serve in time.
     """
     started: list[StartingNode] = []
     try:
@@ -97,7 +97,7 @@ def start_node(
     *,
     listen: str = LOOPBACK,
 ) -> StartingNode:
-    """Start a daemon that `stack` stops. `listen` is the address that it serves at."""
+    """Start a daemon listening at `listen`, which `stack` stops."""
     node = _launch(model, name, span, folder, flags, listen)
     stack.callback(stop_nodes, [node.process])
     return node
@@ -124,14 +124,14 @@ def _launch(
             stdout=log,
             stderr=subprocess.STDOUT,
             env=_environment() | dict(environment or {}),
-            # Ctrl-C in the terminal must reach us alone: we stop the daemons in order.
+            # Ctrl-C in the terminal must reach this process only, which stops the daemons in order.
             start_new_session=True,
         )
     return StartingNode(name, process, ready_file, log_path, started, tuple(command))
 
 
 def _environment() -> dict[str, str]:
-    """Ours, without the settings that a user has made for daemons of their own."""
+    """This process's environment without NESA_* settings, which are for the user's own daemons."""
     return {name: value for name, value in os.environ.items() if not name.startswith("NESA_")}
 
 
@@ -164,7 +164,7 @@ def _tail(path: Path, lines: int = 15) -> str:
 
 
 def stop_nodes(processes: Sequence[subprocess.Popen[bytes]], patience_s: float = 15) -> None:
-    """Ask all of them at once and once, then wait; kill whoever takes longer than `patience_s`."""
+    """Send SIGTERM to all processes, wait, and kill those that run on after `patience_s`."""
     for process in processes:
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)

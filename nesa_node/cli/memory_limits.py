@@ -1,4 +1,4 @@
-"""Too little memory: told before torch is imported where that is possible, and as one error."""
+"""Detection of too little memory, before torch is imported where possible, as one error class."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import resource
 from nesa_node.core.errors import InsufficientMemoryError
 
 MIN_ADDRESS_SPACE_BYTES = 1280 * 2**20
-"""Bytes of address space that torch and hivemind take before any model is opened.
-With less they end the process from native code (`std::bad_alloc`, or a segmentation fault)."""
+"""Address space that torch and hivemind need before a model is opened. With less, native code
+ends the process (`std::bad_alloc`, or a segmentation fault)."""
 
 _WORDS = (
     "can't allocate memory",
@@ -25,12 +25,12 @@ _ADVICE = {
     "demo": "give a smaller --model, fewer --nodes, or end other programs",
     "eval": "give a smaller MODEL or --context, or end other programs",
 }
-"""By command; the others hold only the ends of a model, of which there is no less to hold."""
+"""Advice by command. Commands that are missing here hold only embedding and head of a model."""
 _ADVICE_ELSE = "end other programs"
 
 
 def check_address_space() -> None:
-    """Raises `InsufficientMemoryError` if `ulimit -v` leaves too little to import torch."""
+    """Raise `InsufficientMemoryError` if `ulimit -v` is too low to import torch."""
     limit = _address_space_limit()
     if limit is not None and limit < MIN_ADDRESS_SPACE_BYTES:
         raise InsufficientMemoryError(
@@ -40,9 +40,9 @@ def check_address_space() -> None:
 
 
 def as_memory_error(error: BaseException, command: str) -> InsufficientMemoryError | None:
-    """`error` in our words if it means that memory ran out, as Python, torch or the system say.
+    """Convert an error of Python, torch or the system that means out of memory, else None.
 
-    The advice is for `command`, the first word of the command line.
+    The message has advice for `command`, the first word of the command line.
     """
     text = str(error).lower()
     if isinstance(error, OSError):
@@ -65,6 +65,6 @@ def as_memory_error(error: BaseException, command: str) -> InsufficientMemoryErr
 
 
 def _address_space_limit() -> int | None:
-    """In bytes; None where there is none."""
+    """Limit of the address space in bytes; None without a limit."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     return None if limit == resource.RLIM_INFINITY else limit

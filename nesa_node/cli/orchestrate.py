@@ -1,4 +1,4 @@
-"""`nesa-node orchestrate`: plan for a swarm without serving it."""
+"""`nesa-node orchestrate`: an orchestrator that serves no blocks."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ def orchestrate(
     *,
     flags: OrchestratorFlags | None = None,
 ) -> int:
-    """Watch a swarm and publish signed placements, as long as no other orchestrator leads.
+    """Watch a swarm and publish signed placements while holding the model's lease.
 
-    Nodes follow those that they allow (--allow-orchestrators) or find to gain.
+    Nodes follow placements of allowed peers (--allow-orchestrators), and those that they find
+    to be a gain.
     """
     require_node("nesa-node orchestrate")
     from nesa_node.core.config import OrchestratorConfig

@@ -1,4 +1,4 @@
-"""Sends spans to a collector by OpenTelemetry's protocol, where `--otel-endpoint` names one."""
+"""Export of spans to an OpenTelemetry collector (OTLP over HTTP), for `--otel-endpoint`."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ if TYPE_CHECKING:
     from opentelemetry import trace
 
 MOST_WAITING = 2048
-"""Spans that a collector has not taken; further ones are lost, not kept."""
+"""Most spans queued for the collector; further ones are dropped."""
 SEND_EVERY_MS = 1000
 TIMEOUT_S = 5
 CLOSE_S = 3.0
-"""For what is left when the program ends; what a collector has not taken then is lost."""
+"""Longest export of queued spans at exit; the rest is dropped."""
 
 
 def start_tracing(endpoint: str, service: str, instance: str | None) -> None:
-    """Trace from now on. Raises `ConfigError` without the extra `otel`."""
+    """Start tracing. Raises `ConfigError` if the extra `otel` is not installed."""
     tracing.use(OtelTracer(endpoint, service, instance))
 
 
 class OtelTracer:
-    """See `Tracer`. A thread of its own sends, in batches."""
+    """A `Tracer` that exports spans in batches from a thread of its own."""
 
     def __init__(self, endpoint: str, service: str, instance: str | None) -> None:
         try:
@@ -79,14 +79,14 @@ class OtelTracer:
         )
 
     def close(self) -> None:
-        # It would wait for each of its batches to time out. Whoever is stopped has other plans.
+        # `shutdown` waits for the timeout of each batch, which could delay the exit by minutes.
         closing = threading.Thread(target=self._provider.shutdown, daemon=True)
         closing.start()
         closing.join(CLOSE_S)
 
 
 class _OtelSpan:
-    """See `Span`."""
+    """A `Span` of the protocol in `core/tracing.py`, backed by OpenTelemetry's."""
 
     def __init__(self, span: trace.Span) -> None:
         self._span = span

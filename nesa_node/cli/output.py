@@ -1,4 +1,4 @@
-"""Standard streams that are closed, full or gone: a command has nowhere to write then."""
+"""Standard streams that are closed, full or disconnected, and encodings that lack characters."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from nesa_node.core.errors import OutputError
 
 
 def open_closed_streams() -> None:
-    """Stand-ins for standard streams that the command was started without (`>&-`).
+    """Open /dev/null for standard streams that are closed (`>&-`).
 
-    In the order of their numbers, so that each gets its own: no file or socket of ours, into which
-    a child process might write, takes it.
+    In the order of their numbers, so that each gets its own file descriptor: else a file or socket
+    could get it, and a child process could write into that.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
@@ -24,16 +24,16 @@ def open_closed_streams() -> None:
 
 
 def write_any_character() -> None:
-    """Let stdout write what its encoding lacks as `\\u2192`, as stderr does."""
+    """Let stdout escape characters that its encoding lacks (`\\u2192`), as stderr does."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def as_output_error(error: BaseException) -> OutputError | None:
-    """`error` in our words if it comes from writing to stdout or stderr, which are given up then.
+    """Convert an error of writing to stdout or stderr, else None. The stream is redirected then.
 
-    What could not be written stays in the stream's buffer, so that it fails once more. A stream
-    without a buffer (`PYTHONUNBUFFERED`) is tried with an empty line.
+    Unwritten data stays in the stream's buffer, so a flush fails again, which identifies the
+    stream. One without a buffer (`PYTHONUNBUFFERED`) is tested with an empty line.
     """
     if not isinstance(error, OSError) or error.errno in (None, errno.EPIPE):
         return None
@@ -48,7 +48,7 @@ def as_output_error(error: BaseException) -> OutputError | None:
 
 
 def drop(stream: TextIO) -> None:
-    """Send what `stream` still holds nowhere: Python flushes it once more when it ends."""
+    """Redirect `stream` to /dev/null, so that Python's flush at exit does not fail."""
     with suppress(OSError, ValueError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())
@@ -56,7 +56,7 @@ def drop(stream: TextIO) -> None:
 
 
 def _failure(stream: TextIO) -> int | None:
-    """The error number with which writing to `stream` fails."""
+    """Error number of a failing write to `stream`; None if it works."""
     try:
         if getattr(stream, "write_through", False):
             stream.write("\n")

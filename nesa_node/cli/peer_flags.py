@@ -1,4 +1,4 @@
-"""The flags of members of the DHT: bootstrap peers, orchestrators, nodes. As in `flags.py`."""
+"""Flags of DHT members (bootstrap peers, orchestrators, nodes), declared as in `flags.py`."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -35,7 +35,7 @@ class PeerFlags(MetricsFlags):
             metavar="ADDRESS",
             group=SWARM,
             negative=(),
-            help="Addresses to tell others, behind a NAT.",
+            help="Addresses to announce, if peers cannot dial those listened at (NAT).",
         ),
     ] = None
     public_name: Annotated[
@@ -54,7 +54,7 @@ class PeerFlags(MetricsFlags):
         Parameter(
             group=SWARM,
             negative=(),
-            help="Learn whether others can dial this peer, and cross NATs.",
+            help="Find out whether peers can dial this one, and traverse NATs.",
         ),
     ] = None
     relay: Annotated[
@@ -105,8 +105,8 @@ class OrchestratorFlags(PeerFlags):
             metavar="PEER",
             group=ORCHESTRATION,
             negative=(),
-            help="Follow these peer ids' placements without finding the gain oneself, and yield "
-            "the lease to nobody else; may be repeated.",
+            help="Follow these peer ids' placements without verifying the gain, and yield the "
+            "lease only to them; may be repeated.",
         ),
     ] = None
     orchestrate_every_s: Annotated[
@@ -114,7 +114,7 @@ class OrchestratorFlags(PeerFlags):
         Parameter(
             metavar="SECONDS",
             group=ORCHESTRATION,
-            help="Seconds between two looks at the swarm. [default: 30]",
+            help="Seconds between two planning rounds. [default: 30]",
         ),
     ] = None
     learn_every_s: Annotated[
@@ -131,7 +131,7 @@ class OrchestratorFlags(PeerFlags):
         Parameter(
             metavar="SECONDS",
             group=ORCHESTRATION,
-            help="Seconds until another follows an orchestrator that died. [default: 60]",
+            help="Seconds until the lease of a crashed orchestrator expires. [default: 60]",
         ),
     ] = None
     placement_goal: Annotated[
@@ -141,7 +141,7 @@ class OrchestratorFlags(PeerFlags):
     replicas: Annotated[
         str | None,
         Parameter(
-            metavar="INT", group=ORCHESTRATION, help="Holders wanted for every block. [default: 2]"
+            metavar="INT", group=ORCHESTRATION, help="Replicas wanted of every block. [default: 2]"
         ),
     ] = None
     decisions_path: Annotated[
@@ -149,7 +149,7 @@ class OrchestratorFlags(PeerFlags):
         Parameter(
             metavar="PATH",
             group=ORCHESTRATION,
-            help="File of what was decided and why, for `nesa-node explain`. "
+            help="File of decisions and their reasons, for `nesa-node explain`. "
             "[default: ~/.local/state/nesa-node/decisions.db]",
         ),
     ] = None
@@ -175,7 +175,7 @@ class OrchestratorFlags(PeerFlags):
         Parameter(
             group=ORCHESTRATION,
             negative=(),
-            help="Let --http be an address that others can reach; whoever does may read.",
+            help="Allow --http at an address that other machines can read without a key.",
         ),
     ] = None
 
@@ -197,7 +197,7 @@ class NodeFlags(OrchestratorFlags):
         Parameter(
             group=ORCHESTRATION,
             negative=(),
-            help="Stand for the lease of this model's orchestrator, beside serving.",
+            help="Also be a candidate for the orchestrator of this model.",
         ),
     ] = None
     follow_every_s: Annotated[
@@ -205,7 +205,7 @@ class NodeFlags(OrchestratorFlags):
         Parameter(
             metavar="SECONDS",
             group=ORCHESTRATION,
-            help="Seconds between two looks at placements. [default: 15]",
+            help="Seconds between two reads of published placements. [default: 15]",
         ),
     ] = None
     num_blocks: Annotated[
@@ -229,7 +229,7 @@ class NodeFlags(OrchestratorFlags):
     ] = None
     attn_cache_tokens: Annotated[
         str | None,
-        Parameter(metavar="INT", group=LIMITS, help="Tokens that all sessions may keep together."),
+        Parameter(metavar="INT", group=LIMITS, help="Capacity of the KV cache in tokens."),
     ] = None
     max_disk_gib: Annotated[
         str | None,
@@ -253,7 +253,7 @@ class NodeFlags(OrchestratorFlags):
             alias="--trust",
             group=LIMITS,
             negative=(),
-            help="Let these peer ids share what is cached of their prompts; may be repeated.",
+            help="Share cached prefixes between sessions of these peer ids; may be repeated.",
         ),
     ] = None
     idle_timeout_s: Annotated[
@@ -267,7 +267,7 @@ class NodeFlags(OrchestratorFlags):
         Parameter(
             metavar="SECONDS",
             group=LIMITS,
-            help="Seconds that running steps get when stopped. [default: 30]",
+            help="Seconds to finish running steps on shutdown. [default: 30]",
         ),
     ] = None
     max_moves_per_hour: Annotated[
@@ -275,13 +275,13 @@ class NodeFlags(OrchestratorFlags):
         Parameter(
             metavar="INT",
             group=LIMITS,
-            help="How often it may change its blocks; with --block-indices never. [default: 4]",
+            help="Most moves to another span per hour; none with --block-indices. [default: 4]",
         ),
     ] = None
     move_pause_s: Annotated[
         str | None,
         Parameter(
-            metavar="SECONDS", group=LIMITS, help="Seconds between two such changes. [default: 120]"
+            metavar="SECONDS", group=LIMITS, help="Seconds between two moves. [default: 120]"
         ),
     ] = None
     rebalance_every_s: Annotated[
@@ -289,7 +289,7 @@ class NodeFlags(OrchestratorFlags):
         Parameter(
             metavar="SECONDS",
             group=LIMITS,
-            help="Seconds between looks for blocks nobody holds. [default: 60]",
+            help="Seconds between checks for unserved blocks. [default: 60]",
         ),
     ] = None
     ping_every_s: Annotated[
@@ -305,6 +305,6 @@ class NodeFlags(OrchestratorFlags):
         Parameter(
             metavar="LAT,LON",
             group=SWARM,
-            help="Where this machine is, as LATITUDE,LONGITUDE in degrees.",
+            help="Position of this machine, as LATITUDE,LONGITUDE in degrees.",
         ),
     ] = None

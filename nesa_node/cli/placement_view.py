@@ -1,4 +1,4 @@
-"""A decision about who should hold what, for people to read."""
+"""Terminal output of a logged placement decision."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from rich.text import Text
 from nesa_node.cli.client_model import short_peer
 
 _CAUSES = {
-    "hole": "blocks that nobody holds",
+    "hole": "unserved blocks",
     "replicas": "missing replicas",
     "gain": "a gain that lasts",
 }
 _PARAMETERS = {
     "min_gain": ("a gain of at least {:.0%}", 1.0),
     "horizon_s": ("which pays back within {:.0f} min", 1 / 60),
-    "replicas": ("{:.0f} holders of every block", 1.0),
+    "replicas": ("{:.0f} replicas of every block", 1.0),
 }
 
 
 def print_placement(console: Console, name: str, when: str, body: Mapping[str, Any]) -> None:
-    """What triggered it, what it changes, every move, and what was left undone."""
+    """Print the trigger, the effect, each move and the reasons of moves not made."""
     done = "published" if body["published"] else "nothing was published"
     console.print(Text(f"placement {name}, {when}: {done}"))
     console.print(
@@ -43,7 +43,7 @@ def print_placement(console: Console, name: str, when: str, body: Mapping[str, A
         console.print(_moves(body["moves"]))
         lost_s = body["parameters"].get("cost_s")
         if lost_s is not None:
-            console.print(Text(f"moving takes away {lost_s:.2g} s of the whole swarm's work"))
+            console.print(Text(f"moving costs {lost_s:.2g} s of the whole swarm's work"))
     elif body["latency_s"][0] is not None:
         console.print(
             Text(f"a step took {_ms(body['latency_s'][0])}, {_rate(body['steps_per_s'][0])} in all")
@@ -65,7 +65,7 @@ def _before_and_after(body: Mapping[str, Any]) -> Table:
         change = f"{after / before - 1:+.0%}" if before and after is not None else ""
         table.add_row(title, shown(before), shown(after), change)
     if body["repairs"]:
-        table.add_row("blocks mended", "", str(body["repairs"]), "")
+        table.add_row("blocks repaired", "", str(body["repairs"]), "")
     return table
 
 
@@ -87,7 +87,7 @@ def _moves(moves: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def _triggers(triggers: Sequence[Mapping[str, Any]]) -> Table:
-    table = Table("looked at", "seen", "counts above", "fired", "in words")
+    table = Table("trigger", "value", "threshold", "fired", "reason")
     for trigger in triggers:
         table.add_row(
             trigger["name"],

@@ -1,4 +1,4 @@
-"""Prompts as they are typed or piped: only text can be told to a model, and not without end."""
+"""Reading of prompts from a terminal or a pipe, with checks of encoding and length."""
 
 from __future__ import annotations
 
@@ -9,20 +9,23 @@ from nesa_node.core.errors import ConfigError
 from nesa_node.core.waiting import waiting
 
 MAX_PROMPT_CHARS = 1 << 26
-"""Of stdin: more than any model holds."""
+"""Longest prompt on stdin, in characters: more than the context of any model."""
 
 
 def keep_odd_bytes() -> None:
-    """Let stdin carry bytes that are not UTF-8 as lone surrogates, so that its next lines can
-    still be read. `check_text` finds them."""
+    """Let stdin decode invalid UTF-8 as lone surrogates, which `check_text` finds.
+
+    So the lines after it can still be read.
+    """
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")
 
 
 def read_prompt() -> str:
-    """All of stdin. A person at a terminal is told at once that a prompt is wanted.
+    """Read all of stdin; at a terminal print at once that a prompt is expected.
 
-    Raises `ConfigError` where it is not UTF-8, or longer than `MAX_PROMPT_CHARS`.
+    Raises `ConfigError` if it is longer than `MAX_PROMPT_CHARS`. Invalid UTF-8 is kept for
+    `check_text`.
     """
     keep_odd_bytes()
     if sys.stdin.isatty():
@@ -37,7 +40,7 @@ def read_prompt() -> str:
 
 
 def check_text(text: str, what: str) -> str:
-    """`text`. Raises `ConfigError` if bytes of it were not UTF-8; `what` names it."""
+    """Return `text`; raise `ConfigError` if its bytes were not UTF-8. `what` names it there."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -1,4 +1,4 @@
-"""One look at a swarm by somebody who is no member of it."""
+"""Reading of a swarm's node records as a DHT client."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from nesa_node.swarm.shelf import FETCH_TIMEOUT_S
 
 @dataclass(frozen=True, slots=True)
 class SwarmReading:
-    """The valid records, and how many others were refused, by reason."""
+    """Valid node records, and counts of rejected records by reason."""
 
     records: tuple[NodeRecord, ...]
     dropped: Mapping[str, int]
@@ -34,7 +34,7 @@ async def read_swarm(config: ClientConfig) -> SwarmReading:
 
 
 async def read_records(swarm: Swarm) -> SwarmReading:
-    """What the DHT says now. May take up to `FETCH_TIMEOUT_S`."""
+    """Fetch the records of all nodes. May take up to `FETCH_TIMEOUT_S`."""
     with waiting("the DHT's records of all nodes", limit_s=FETCH_TIMEOUT_S):
         records = await swarm.directory.fetch_all()
     return SwarmReading(tuple(records), dict(swarm.directory.dropped))
@@ -42,7 +42,7 @@ async def read_records(swarm: Swarm) -> SwarmReading:
 
 @asynccontextmanager
 async def joined_reader(config: ClientConfig) -> AsyncIterator[Swarm]:
-    """A client of the DHT, as long as the context lasts. Raises `BootstrapError`."""
+    """Join the DHT as a client with an ephemeral identity. Raises `BootstrapError`."""
     with tempfile.TemporaryDirectory(prefix="nesa-reader-") as folder:
         async with open_swarm(
             Identity.ephemeral(Path(folder)),

@@ -1,4 +1,4 @@
-"""What `doctor` looks at beyond this machine: its peers, their clocks, and the model."""
+"""Checks of peers, their clocks and the model for `nesa-node doctor`."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def p2pd_path() -> str:
 def check_peers(config: ClientConfig) -> Iterator[Finding]:
     """Dial each initial peer on its own, then read the swarm's records and compare clocks.
 
-    Without any, a node of this machine is dialled, as by other commands.
+    Without initial peers a node that runs on this machine is dialled.
     """
     if not config.initial_peers:
         known = KnownSwarms(default_known_swarms_dir()).find(config.model)
         if known is None or known.source != "running":
-            detail = "none given; name some with --initial-peers to test the way"
+            detail = "none given; name some with --initial-peers to test the connection"
             yield Finding("ok", "peers", detail)
             return
         yield Finding("ok", "peers", f"none given; {how_known(known)}")
@@ -88,7 +88,7 @@ async def _dial_all(addresses: tuple[str, ...]) -> list[Finding]:
 
 
 def _advice(error: NesaError) -> str:
-    """What to check where no peer could be dialled."""
+    """Advice for when no peer could be dialled."""
     if isinstance(error, BootstrapError):
         return _REACH_ADVICE
     return "libp2p's daemon does not start on this machine: see the line p2pd above"
@@ -99,10 +99,9 @@ def _peer_of(address: str) -> PeerId:
 
 
 def compare_clocks(reading: SwarmReading, now: float) -> Iterator[Finding]:
-    """Compare `now` with the times that nodes signed.
+    """Compare `now`, in Unix seconds, with the times in signed records.
 
-    No record is newer than now or expired where clocks agree: a swarm whose records all come from
-    the future, or are all over, has another time than this machine.
+    If clocks agree, no record is from the future or expired. If all records are, the clocks differ.
     """
     records = reading.records
     if not records and reading.dropped.get("future"):
@@ -110,7 +109,7 @@ def compare_clocks(reading: SwarmReading, now: float) -> Iterator[Finding]:
         yield Finding("fail", "clock", detail, "set this machine's clock")
     elif not records and reading.dropped.get("expired"):
         advice = "set this machine's clock, unless the swarm has just died"
-        yield Finding("fail", "clock", "all records that were found are over", advice)
+        yield Finding("fail", "clock", "all records that were found have expired", advice)
     elif not records:
         yield Finding("warn", "swarm", "reached, but no node has announced itself", "start a node")
     else:
@@ -124,7 +123,7 @@ def compare_clocks(reading: SwarmReading, now: float) -> Iterator[Finding]:
 
 
 def check_model(config: ClientConfig, model: str) -> Iterator[Finding]:
-    """Whether the model can be served, and how many of its blocks this machine could hold."""
+    """Check that the model can be served, and how many of its blocks fit on this machine."""
     import torch
 
     from nesa_node.engine.checkpoint import open_checkpoint

@@ -18,7 +18,7 @@ from nesa_node.core.extras import require_node
 def run(model: ModelArgument = None, /, *, flags: NodeFlags | None = None) -> int:
     """Serve a span of MODEL to the swarm, until SIGTERM or Ctrl-C.
 
-    Without --initial-peers it starts a new swarm and prints the address others join with.
+    Without --initial-peers it starts a new swarm and prints the address to join it.
     """
     require_node("nesa-node run")
     from nesa_node.core.config import NodeConfig
@@ -41,8 +41,8 @@ def run(model: ModelArgument = None, /, *, flags: NodeFlags | None = None) -> in
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Import without garbage collections, which are a quarter of the time, and never again look
-    through what was imported."""
+    """Import without garbage collections, a quarter of the import time, and exclude the imported
+    objects from later ones."""
     gc.disable()
     try:
         yield

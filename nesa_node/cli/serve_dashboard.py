@@ -1,4 +1,4 @@
-"""The dashboard alone: joined to a swarm as one who asks and never answers."""
+"""Dashboard process: serves the page as a DHT client that answers no requests of peers."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ _OTHER_CONNECTIONS = 32
 
 
 async def serve_dashboard(config: DashboardConfig) -> None:
-    """Until SIGTERM or SIGINT. Raises `BootstrapError` if no initial peer answers, `SwarmError` if
-    libp2p's daemon ends, `ConfigError` where anybody could look, and `AddressInUseError`.
+    """Serve the page until SIGTERM or SIGINT.
+
+    Raises `BootstrapError` if no initial peer answers, `SwarmError` if libp2p's daemon ends,
+    `ConfigError` if the page would be public without a key, and `AddressInUseError`.
     """
     page = Dashboard(look_every_s=config.look_every_s, max_viewers=config.max_viewers)
     connections = config.max_viewers + _OTHER_CONNECTIONS
@@ -43,7 +45,7 @@ async def serve_dashboard(config: DashboardConfig) -> None:
 
 @asynccontextmanager
 async def onlooker(config: SharedConfig) -> AsyncIterator[Swarm]:
-    """A client of the swarm, with an identity that nobody will meet again.
+    """Join the swarm as a client with an ephemeral identity.
 
     Raises `BootstrapError` if none of the initial peers answers.
     """

@@ -1,4 +1,4 @@
-"""The gateway of a demo's swarm, and the words that show how to use it."""
+"""Gateway of the demo's swarm, with instructions for trying it and for killing nodes."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _POLL_S = 0.1
 def serve_until_stopped(
     model: Path, nodes: Sequence[LocalNode], flags: Sequence[str], folder: Path, question: str
 ) -> None:
-    """Run a gateway until Ctrl-C, and say where, and which of `nodes` die meanwhile.
+    """Run a gateway until Ctrl-C; print its address, and which of `nodes` end or restart.
 
-    `folder` takes its log and its ready file; `flags` are those of the nodes. Raises `SwarmError`
-    with the end of its log if it does not come to serve, or ends by itself.
+    Its log and ready file are written to `folder`; `flags` are those of the nodes. Raises
+    `SwarmError` with the tail of its log if it does not serve in time, or ends by itself.
     """
     initial_peers = [address for node in nodes for address in node.addresses]
     ready, log_path = folder / "gateway.json", folder / "gateway.log"
@@ -42,7 +42,7 @@ def serve_until_stopped(
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=subprocess.STDOUT,
-            # Ctrl-C in the terminal must reach us alone: we stop it before the daemons.
+            # Ctrl-C in the terminal must reach this process only, which stops the gateway first.
             start_new_session=True,
         )
     try:
@@ -61,7 +61,7 @@ def serve_until_stopped(
 
 
 class Supervisor:
-    """Notices which nodes have died, and which were started again. Starts none itself."""
+    """Detects nodes that ended and nodes that the user restarted. Starts none itself."""
 
     def __init__(self, nodes: Sequence[LocalNode], flags: Sequence[str]) -> None:
         self._nodes = nodes
@@ -70,11 +70,11 @@ class Supervisor:
         self._back: set[str] = set()
 
     def look(self) -> Iterator[str]:
-        """What has happened since the last look, as lines for people."""
+        """Yield a line for each node that ended or restarted since the last call."""
         for node in self._nodes:
             if node.name not in self._dead and node.process.poll() is not None:
                 self._dead.add(node.name)
-                # What a killed daemon leaves; its successor writes it anew.
+                # A killed daemon leaves its ready file; a restarted one writes it again.
                 node.ready_file.unlink(missing_ok=True)
                 yield self._obituary(node)
             elif node.name in self._dead - self._back and node.ready_file.exists():
@@ -103,7 +103,7 @@ def _cause(returncode: int) -> str:
 
 
 def _free_address() -> HttpAddress:
-    """The usual one, or any other port where that is taken."""
+    """The default address, or any free port if that one is taken."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -125,7 +125,7 @@ def _wait_until_serving(process: subprocess.Popen[bytes], ready: Path, log_path:
 
 
 def _words(url: str, name: str, question: str, nodes: Sequence[LocalNode]) -> str:
-    # As the demo asked. A model this small that draws its words may not find an end.
+    # Greedy, as the demo: with sampling, a model this small may not stop.
     messages = [{"role": "user", "content": question}]
     body = {"model": name, "messages": messages, "temperature": 0, "max_tokens": 64}
     return (

@@ -1,4 +1,4 @@
-"""`--help` shows the flags that most users need, `--help-all` all of them."""
+"""Short and full help: `--help` shows the flags that most users need, `--help-all` all flags."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ BASIC = frozenset(
         "max_new_tokens",
     }
 )
-"""Of the flags that commands share. A command's own flags are always shown."""
+"""Shared settings that `--help` shows. A command's own flags are always shown."""
 
 
 def _names(field_names: Sequence[str]) -> frozenset[str]:
@@ -55,7 +55,7 @@ _ADVANCED = _SHARED - _names(sorted(BASIC)) | {"--trust"}
 
 
 class ShortFormatter(DefaultFormatter):
-    """Leaves out what only `--help-all` shows, and panels that have nothing else."""
+    """Help formatter that omits advanced flags, and panels that have only those."""
 
     def __call__(self, console: Console, options: ConsoleOptions, panel: HelpPanel) -> None:
         shown = [entry for entry in panel.entries if not _ADVANCED.intersection(entry.names)]
@@ -64,7 +64,7 @@ class ShortFormatter(DefaultFormatter):
 
 
 def formatter_for(tokens: Sequence[str]) -> tuple[DefaultFormatter, Sequence[str]]:
-    """How to print help, and `tokens` as the parser knows them."""
+    """Choose the formatter, and replace `--help-all` in `tokens` by `--help`."""
     flags = tokens[: tokens.index("--")] if "--" in tokens else tokens
     if ALL not in flags:
         return ShortFormatter(), tokens

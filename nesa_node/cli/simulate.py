@@ -1,4 +1,4 @@
-"""`nesa-node simulate`: what joins and losses would do to a swarm that need not exist."""
+"""`nesa-node simulate`: effects of joining and lost nodes on a described or recorded swarm."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ def simulate(
             "JSON document per line.",
         ),
     ] = None,
-    seed: Annotated[int, Parameter(group=WHICH, help="Of the made-up swarm.")] = 0,
+    seed: Annotated[int, Parameter(group=WHICH, help="Seed of the made-up swarm.")] = 0,
     add: Annotated[
         tuple[str, ...],
         Parameter(
             metavar="NODES",
             group=CHANGES,
             negative=(),
-            help="Nodes that join, so far from everybody (rtx3090@40ms) or in a region "
-            "(3xa100@london). May be given again.",
+            help="Nodes that join, at this round-trip time to all nodes (rtx3090@40ms) or in a "
+            "region (3xa100@london); may be repeated.",
         ),
     ] = (),
     remove: Annotated[
@@ -55,17 +55,15 @@ def simulate(
             metavar="NAME",
             group=CHANGES,
             negative=(),
-            help="A node that is lost, by name; lab-* for several.",
+            help="Nodes that are lost, by name or pattern (lab-*); may be repeated.",
         ),
     ] = (),
     goal: Annotated[
-        Literal["latency", "throughput"], Parameter(group=PLANS, help="What moves are to improve.")
+        Literal["latency", "throughput"], Parameter(group=PLANS, help="Objective of moves.")
     ] = "latency",
-    replicas: Annotated[
-        int, Parameter(group=PLANS, help="Holders that every block should have.")
-    ] = 2,
+    replicas: Annotated[int, Parameter(group=PLANS, help="Replicas wanted of every block.")] = 2,
     strategy: Annotated[
-        StrategyName, Parameter(group=PLANS, help="Which chain sessions use.")
+        StrategyName, Parameter(group=PLANS, help="How sessions choose their chain.")
     ] = "exact-latency",
     plot: Annotated[
         Path | None, Parameter(group=OUTPUT, help="Draw it, too: a file that ends in .svg or .png.")
@@ -74,9 +72,9 @@ def simulate(
         bool, Parameter(name="--json", negative=(), group=OUTPUT, help="Print JSON.")
     ] = False,
 ) -> int:
-    """Show what joins and losses would do to a swarm: latency, throughput, coverage, and who moves.
+    """Show how joins and losses change a swarm: latency, throughput, coverage and moves.
 
-    Nothing is started and nobody is asked: the planners of the live swarm run on a description.
+    No node is started or contacted: the planners of a live swarm run on a description.
     """
     if sum(given is not None for given in (nodes, world, replay)) != 1:
         raise ConfigError("give one of --nodes FILE, --world KEY=NUMBER,... and --replay FILE")

@@ -1,4 +1,4 @@
-"""What `simulate` is given: files, made-up worlds, and the nodes that join or are lost."""
+"""Input of `nesa-node simulate`: swarm files, generated worlds, joining and lost nodes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _WORLD_KEYS = {"regions": 8.0, "nodes": 30.0, "blocks": 80.0, "clients": 4.0, "h
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """A node that joins, and what it then holds."""
+    """A node that joined, and the span that it took."""
 
     peer_id: PeerId
     span: Span
@@ -37,7 +37,7 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What was asked, of whom, and the answer."""
+    """Result of a simulation: the swarm's name, the client, the changes, the planners' answer."""
 
     name: str
     client: str
@@ -53,7 +53,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """A swarm to ask about. `client_rtt_ms_CN`: round trips of each client to the nodes."""
+    """A swarm to simulate. `client_rtt_ms_CN`: round-trip times of C clients to N nodes, ms."""
 
     name: str
     snapshot: Snapshot
@@ -76,7 +76,7 @@ class Scene:
         )
 
     def _requests(self, joined: Snapshot) -> list[Request]:
-        """A newcomer is as far from clients as the node is that is nearest to it."""
+        """One request per client. A newcomer gets the round-trip times of its nearest node."""
         peers = [node.peer_id for node in joined.nodes]
         old = len(self.snapshot.nodes)
         assert joined.links is not None, "descriptions have links"
@@ -142,7 +142,7 @@ def _with_newcomers(
 
 
 def chosen_strategy(name: str) -> Strategy:
-    """Raises `ConfigError` for a name that is none."""
+    """Make the strategy called `name`. Raises `ConfigError` for an unknown name."""
     try:
         return make_strategy(name, np.random.default_rng(0)).choose
     except ConfigError as error:
@@ -150,7 +150,7 @@ def chosen_strategy(name: str) -> Strategy:
 
 
 def read_file(path: Path) -> Scene:
-    """Raises `ConfigError` if it cannot be read."""
+    """Read a swarm's description. Raises `ConfigError` if it cannot be read."""
     try:
         with path.open("rb") as file:
             text = file.read(MAX_BYTES + 1)
@@ -172,7 +172,7 @@ def read_file(path: Path) -> Scene:
 
 
 def read_world(words: str, seed: int) -> Scene:
-    """`regions=3,nodes=30`. Raises `ConfigError` for what is not one."""
+    """Generate a swarm from `regions=3,nodes=30`. Raises `ConfigError` for malformed text."""
     values = dict(_WORLD_KEYS)
     for part in filter(None, words.split(",")):
         key, equals, text = (piece.strip() for piece in part.partition("="))

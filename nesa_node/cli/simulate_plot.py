@@ -1,4 +1,4 @@
-"""Pictures of what `simulate` found. matplotlib is an extra: nothing else needs it."""
+"""Plots of simulation results. Only this module needs matplotlib, of the extra `plan`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ROWS_AT_MOST = 60
 
 
 def check(path: Path) -> None:
-    """Before anything is computed. Raises `ConfigError`."""
+    """Check that `path` can be plotted to, before computing. Raises `ConfigError`."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError("--plot needs matplotlib: pip install 'nesa-node[plan]'")
     if path.suffix.lower() not in _SUFFIXES:
@@ -30,7 +30,7 @@ def check(path: Path) -> None:
 
 
 def plot_outcome(outcome: Outcome, path: Path) -> None:
-    """Who holds what, now and when all moves are done, and the chain through it."""
+    """Plot the nodes' spans and the chain, now and after all moves."""
     figure, axes = _figure(2, sharex=True)
     answer = outcome.answer
     moved = {move.peer_id for move in answer.moves.moves}
@@ -60,7 +60,7 @@ def _draw_spans(
 
 
 def plot_replay(rows: Sequence[Recorded], path: Path) -> None:
-    """Latency and throughput over time, and when something would have moved."""
+    """Plot latency and throughput over time, with a line at each time of moves."""
     figure, axes = _figure(2, sharex=True)
     at_min = [row.at_s / 60 for row in rows]
     latency_ms = [row.latency_s * 1000 for row in rows]

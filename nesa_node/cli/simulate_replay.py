@@ -1,4 +1,4 @@
-"""Recorded snapshots through the planner: what sessions cost then, and what would have moved."""
+"""Replay of recorded snapshots through the planner: cost of sessions, and moves it would make."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from nesa_node.topology.snapshot import Snapshot
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """One snapshot, `at_s` after the first. `moves` are those that two snapshots agree on."""
+    """Results for one snapshot, `at_s` after the first. `moves` are confirmed by two snapshots."""
 
     at_s: float
     nodes: int
@@ -33,10 +33,10 @@ class Recorded:
 
 
 def replayed(path: Path, *, goal: Goal, replicas: int, strategy: Strategy) -> list[Recorded]:
-    """Nothing is moved: every snapshot is taken as it was recorded.
+    """Plan for each snapshot as it was recorded; moves have no effect on the next one.
 
-    The client is beside the node in the middle of each. Raises `ConfigError` for a file that cannot
-    be read, by line.
+    The client is at the most central node of each. Raises `ConfigError` that names the line of a
+    file that cannot be read.
     """
     rows: list[Recorded] = []
     earlier: Moves | None = None
@@ -73,7 +73,7 @@ def replayed(path: Path, *, goal: Goal, replicas: int, strategy: Strategy) -> li
 
 
 def _snapshots(path: Path) -> list[Snapshot]:
-    """Of an orchestrator's store, or of a file with one JSON document per line."""
+    """Read an orchestrator's snapshot store, or a file with one JSON document per line."""
     try:
         found = read_store(path) if is_store(path) else _lines(path)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""What `simulate` found, as tables for people and as JSON for programs."""
+"""Output of simulation results, as tables and as JSON."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def print_outcome(outcome: Outcome, *, as_json: bool) -> None:
             style="bold",
         )
     )
-    holders = "a holder" if question.replicas == 1 else f"{question.replicas} holders"
+    holders = "a replica" if question.replicas == 1 else f"{question.replicas} replicas"
     console.print(f"wanted    {question.goal}, {holders} of every block")
     console.print(f"client    {outcome.client}")
     if outcome.joined:
@@ -103,13 +103,13 @@ def _comparison(outcome: Outcome) -> Table:
     )
     row("hops of the chain", lambda each: str(len(each.chain)) if each.chain else "no chain")
     row("fewest holders of a block", lambda each: str(min(each.coverage)))
-    row("blocks nobody holds", _holes)
+    row("unserved blocks", _holes)
     row("replicas missing", lambda each: str(each.lacks.replicas or "none"))
     return table
 
 
 def _against(text: str, value: float, first: float) -> str:
-    """With the change in percent, in a column of its own width."""
+    """`text` with the change from `first` in percent, padded to a fixed width."""
     if value == first or not (math.isfinite(value) and math.isfinite(first)) or first == 0:
         return f"{text}       "
     return f"{text} {value / first - 1:>+6.0%}"
@@ -125,7 +125,7 @@ def _print_moves(console: Console, moves: Moves) -> None:
         console.print("moves     none" + (f": {moves.refused}" if moves.refused else ""))
         return
     why = {
-        "hole": "blocks that nobody holds",
+        "hole": "unserved blocks",
         "replicas": "missing replicas",
         "gain": f"a gain of {moves.gain:.0%} that pays back in {_duration(moves.pays_back_s)}",
         "none": "",
@@ -158,7 +158,7 @@ def _move_cells(move: Move) -> tuple[str, ...]:
 
 
 def _coverage(stage: Stage) -> Text:
-    """One character per block, or per group of blocks: how many nodes hold it."""
+    """Count of replicas as one character per block, or per group of blocks (its minimum)."""
     coverage = stage.coverage
     group = -(-len(coverage) // _COVERAGE_CHARS)
     lowest = [min(coverage[at : at + group]) for at in range(0, len(coverage), group)]
@@ -172,7 +172,7 @@ def _coverage(stage: Stage) -> Text:
 
 def _chain(chain: Sequence[Hop]) -> str:
     if not chain:
-        return "none: some blocks are held by nobody"
+        return "none: some blocks are unserved"
     names = [f"{hop.peer_id} {hop.span}" for hop in chain[:_MAX_HOPS]]
     return " -> ".join(names) + (" -> ..." if len(chain) > _MAX_HOPS else "")
 
@@ -262,7 +262,7 @@ def moves_json(moves: Moves) -> dict[str, Any]:
 
 
 def _number(value: float) -> float | None:
-    """JSON has no infinity."""
+    """`value`, or None if it is infinite or NaN, which JSON lacks."""
     return value if math.isfinite(value) else None
 
 

@@ -1,4 +1,4 @@
-"""`nesa-node status`: who serves which blocks, and which blocks nobody serves."""
+"""`nesa-node status`: nodes of a swarm, their spans, and unserved blocks."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def status(
     ] = False,
     watch: Annotated[
         float | None,
-        Parameter(group=OUTPUT, help="Look again every so many seconds, 2 without a number."),
+        Parameter(group=OUTPUT, help="Repeat every so many seconds, 2 without a number."),
     ] = None,
     flags: ClientFlags | None = None,
 ) -> int:
-    """Show the nodes of a swarm, their blocks and speeds, and the blocks that nobody serves.
+    """Show the nodes of a swarm, their blocks and speeds, and unserved blocks.
 
-    With --watch until Ctrl-C, in place on a terminal; nodes that have gone stay for ten minutes.
+    With --watch until Ctrl-C, in place on a terminal; departed nodes are shown for ten minutes.
     """
     import asyncio
 
@@ -72,14 +72,14 @@ def status(
 
 
 def _watch(config: ClientConfig, every_s: float, *, as_json: bool) -> int:
-    """Ctrl-C is the way to end it, and no failure."""
+    """Show the swarm until Ctrl-C, which is not a failure: the exit code is 0."""
     import asyncio
 
     from nesa_node.cli.swarm_view import group_by_model, to_json
     from nesa_node.cli.watching import Look, check_interval, table, watch
 
     def print_json(look: Look) -> None:
-        """A line for each look."""
+        """Print one line of JSON per reading."""
         print(json.dumps(to_json(group_by_model(look.records, config.model))), flush=True)
 
     check_interval(every_s)
@@ -93,7 +93,7 @@ def _watch(config: ClientConfig, every_s: float, *, as_json: bool) -> int:
 
 
 def with_interval(argv: Sequence[str]) -> list[str]:
-    """Let `--watch` alone mean `--watch 2`."""
+    """Insert the default interval after a `--watch` without one."""
     filled: list[str] = []
     for at, token in enumerate(argv):
         filled.append(token)

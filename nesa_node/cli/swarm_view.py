@@ -1,4 +1,4 @@
-"""Node records as a table for people and as JSON for programs."""
+"""Output of node records, as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from nesa_node.topology.snapshot import count_holders, zero_runs
 
 MAX_COVERAGE_CHARS = 60
 PIPE_WIDTH = 120
-"""With less than that, some columns are left out."""
+"""Width of output to a pipe; narrower terminals omit the `wide_only` columns."""
 _NARROW_NAME = 16
 _MOST_NAMED = 5
 _EMPTY = "no node was found: the swarm is empty"
@@ -31,10 +31,10 @@ _STATE_STYLES = {"serving": "green", "joining": "yellow", "draining": "yellow"}
 
 @dataclass(frozen=True, slots=True)
 class ModelView:
-    """The nodes of one model id, ordered by their spans.
+    """Nodes of one model id, ordered by their spans.
 
-    `disagreeing` more speak of another number of blocks; one of the two must be wrong, and which
-    one cannot be told without the checkpoint.
+    `disagreeing` counts further nodes that announce another number of blocks. Which number is right
+    is unknown without the checkpoint.
     """
 
     model_id: str
@@ -44,7 +44,7 @@ class ModelView:
 
     @property
     def coverage(self) -> tuple[int, ...]:
-        """How many serving nodes hold each block."""
+        """Number of serving nodes per block."""
         serving = [record.node_state() for record in self.records if record.state == "serving"]
         return count_holders(serving, self.num_blocks)
 
@@ -55,7 +55,7 @@ class ModelView:
 
 @dataclass(frozen=True, slots=True)
 class Gone:
-    """A node that was there: it did not say that it leaves ("lost"), or it did ("left")."""
+    """A departed node: its record expired ("lost"), or it withdrew the record ("left")."""
 
     record: NodeRecord
     ago_s: float
@@ -71,7 +71,7 @@ class _Column:
 
 
 def group_by_model(records: Iterable[NodeRecord], wanted: str | None = None) -> list[ModelView]:
-    """The models that `records` serve; only `wanted` (a name, a folder or a full id) if given."""
+    """Group `records` by model; only `wanted` (a name, a folder or a full id) if given."""
     groups: dict[str, list[NodeRecord]] = {}
     for record in of_model(records, wanted):
         if record.state != "withdrawn":
@@ -91,7 +91,7 @@ def _model_view(model_id: str, group: Sequence[NodeRecord]) -> ModelView:
 
 
 def absence(records: Iterable[NodeRecord], wanted: str | None) -> str:
-    """What to say where no node serves `wanted`: which models are served, the likest first."""
+    """Message for when no node serves `wanted`: the served models, most similar first."""
     served = {one.model_id: one.model_name for one in records if one.state != "withdrawn"}
     if wanted is None or not served:
         return _EMPTY
@@ -121,7 +121,7 @@ def to_json(models: Sequence[ModelView]) -> list[dict[str, object]]:
 
 
 def _plain_nodes(records: Sequence[NodeRecord]) -> list[dict[str, object]]:
-    """The records as JSON has it. Links name their peer where that is one of `records`."""
+    """Records as JSON objects. A link has a peer id if its peer is one of `records`."""
     peers = {peer_digest(PeerId(record.peer_id)): record.peer_id for record in records}
     return [
         record.model_dump(mode="json", exclude={"measured"})
@@ -147,7 +147,7 @@ def make_console(out: TextIO) -> Console:
     return Console(
         file=out,
         width=None if out.isatty() else PIPE_WIDTH,
-        # Names come from strangers and must stay plain text.
+        # Names in records are untrusted: no markup.
         markup=False,
         emoji=False,
         highlight=False,
@@ -162,9 +162,9 @@ def print_models(models: Sequence[ModelView], *, missing: str = _EMPTY) -> None:
 def models_view(
     models: Sequence[ModelView], *, width: int, gone: Sequence[Gone] = (), missing: str = _EMPTY
 ) -> Group:
-    """All models with their nodes, and below them those nodes that are not there any more.
+    """Tables of all models with their nodes, then departed nodes of further models.
 
-    `missing` is said where there is no model.
+    `missing` is the text shown if there is no model.
     """
     parts: list[RenderableType] = []
     if not models:
@@ -180,11 +180,11 @@ def models_view(
 
 
 def print_dropped(dropped: Mapping[str, int]) -> None:
-    """Say how many records were not believed; nothing if there were none."""
+    """Print counts of rejected records by reason; nothing if there were none."""
     reasons = {reason: count for reason, count in sorted(dropped.items()) if count}
     if reasons:
         words = ", ".join(f"{count} {reason}" for reason, count in reasons.items())
-        print(f"dropped   {words} (records that were not believed)")
+        print(f"dropped   {words} (rejected records)")
 
 
 def _model_parts(model: ModelView, gone: Sequence[Gone], *, width: int) -> Iterator[RenderableType]:
@@ -194,12 +194,12 @@ def _model_parts(model: ModelView, gone: Sequence[Gone], *, width: int) -> Itera
     yield Text("coverage  ").append_text(_coverage_text(model.coverage))
     if model.holes:
         names = ", ".join(str(hole) for hole in model.holes)
-        yield Text(f"holes     {names}: nobody serves these blocks", style="bold red")
+        yield Text(f"holes     {names}: no node serves these blocks", style="bold red")
     else:
         yield Text("holes     none", style="green")
     if model.disagreeing:
         yield Text(
-            f"left out  {model.disagreeing} more speak of another number of blocks than "
+            f"left out  {model.disagreeing} more nodes announce another number of blocks than "
             f"{model.num_blocks}",
             style="yellow",
         )
@@ -234,7 +234,7 @@ def _state(record: NodeRecord) -> str:
 
 
 def sends(sent_bytes: Mapping[str, int]) -> str:
-    """How hidden states travel, by bytes: `int8@2:16:8`, or `int8@2:16:8 80%, none 20%`."""
+    """Codecs of sent hidden states, by share of bytes: `int8@2:16:8 80%, none 20%`."""
     total = sum(sent_bytes.values())
     if not total:
         return "-"
@@ -246,7 +246,7 @@ def sends(sent_bytes: Mapping[str, int]) -> str:
 
 
 def _coverage_text(coverage: Sequence[int]) -> Text:
-    """One character per block (per group of blocks for deep models): how many nodes hold it."""
+    """Count of serving nodes as one character per block, or per group of blocks (its minimum)."""
     group = -(-len(coverage) // MAX_COVERAGE_CHARS)
     lowest = [min(coverage[at : at + group]) for at in range(0, len(coverage), group)]
     text = Text("0 ")
@@ -255,7 +255,7 @@ def _coverage_text(coverage: Sequence[int]) -> Text:
         text.append("." if count == 0 else str(min(count, 9)), style=style)
     text.append(f" {len(coverage)}")
     if group > 1:
-        text.append(f"  (the least of every {group} blocks)")
+        text.append(f"  (minimum of every {group} blocks)")
     return text
 
 
@@ -278,7 +278,7 @@ _COLUMNS = (
 
 
 def duration(seconds: float) -> str:
-    """`42 s`, `7 min`, `3 h`, `12 d`."""
+    """Duration as text: `42 s`, `7 min`, `3 h`, `12 d`."""
     for unit, size in (("d", 86_400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {unit}"

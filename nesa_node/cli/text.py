@@ -1,6 +1,6 @@
-"""Text through a model: prompts to ids, a stream of text back, and how fast it came.
+"""Text generation: encoding of prompts, streaming of the answer, and its timing.
 
-Serves a model of the swarm and a local transformers model alike, which `demo` compares.
+Works with a model of the swarm and a local transformers model alike, which `demo` compares.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Message = dict[str, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How the next token is chosen: the most likely one, unless `temperature` or `top_p` is set."""
+    """Sampling settings: greedy, unless `temperature` or `top_p` is set."""
 
     max_new_tokens: int = 128
     min_new_tokens: int | None = None
@@ -29,12 +29,12 @@ class Sampling:
     seed: int | None = None
 
     def options(self) -> dict[str, Any]:
-        """Keyword arguments for `generate`."""
+        """Keyword arguments for transformers' `generate`."""
         options: dict[str, Any] = {"max_new_tokens": self.max_new_tokens}
         if self.min_new_tokens is not None:
             options["min_new_tokens"] = self.min_new_tokens
         if self.temperature is None and self.top_p is None:
-            # Temperature and top-p of the model's own generation config would draw a warning.
+            # transformers would warn of sampling values in the model's own generation config.
             return options | {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
         chosen = {"temperature": self.temperature, "top_p": self.top_p}
         return options | {"do_sample": True} | {k: v for k, v in chosen.items() if v is not None}
@@ -42,7 +42,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The new tokens of one generation and when they came."""
+    """Generated tokens and text, with their timing."""
 
     token_ids: tuple[int, ...]
     text: str
@@ -52,12 +52,12 @@ class Answer:
 
     @property
     def tokens_per_s(self) -> float:
-        """After the first token; 0 if there was only one."""
+        """Decode speed after the first token; 0 if there was only one."""
         return (len(self.token_ids) - 1) / self.decode_s if self.decode_s > 0 else 0.0
 
 
 class _TimedStreamer(TextStreamer):
-    """Writes text to `out` as it comes, and notes when each token came."""
+    """Streamer that writes text to `out`, and records the time of each token."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, out: TextIO | None) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
@@ -71,7 +71,7 @@ class _TimedStreamer(TextStreamer):
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         if self.out is not None:
-            # Nodes compute these words: to a terminal they may be commands.
+            # Text from nodes is untrusted: it may contain terminal control characters.
             text = plain_lines(text) if self.out.isatty() else text
             print(text, end="\n" if stream_end else "", flush=True, file=self.out)
 
@@ -79,7 +79,7 @@ class _TimedStreamer(TextStreamer):
 def encode(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, template: bool
 ) -> torch.Tensor:
-    """Ids [1, L] of a conversation; without a template, of its last message as it stands."""
+    """Token ids [1, L] (int64) of a conversation; without a template, of its last message."""
     encoded: Any
     if template:
         encoded = tokenizer.apply_chat_template(
@@ -100,9 +100,9 @@ def answer(
     out: TextIO | None,
     **options: Any,
 ) -> Answer:
-    """Generate after the prompt `ids_1L`, writing text to `out` as it comes.
+    """Generate after the prompt `ids_1L` [1, L], and stream the text to `out`.
 
-    `model` is anything with transformers' `generate`; `options` go there as they are.
+    `model` is any object with transformers' `generate`, which gets `options` as given.
     """
     if sampling.seed is not None:
         torch.manual_seed(sampling.seed)

@@ -1,4 +1,4 @@
-"""What a command waits for, on stderr, once that has lasted two seconds."""
+"""Reports on stderr of what a command waits for, after two seconds."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from nesa_node.core.waiting import Waits
 
 LOOK_EVERY_S = 0.25
 AGAIN_S = 10.0
-"""The same wait is told again after so long."""
+"""Seconds until the same wait is reported again."""
 
 
 @contextmanager
 def told_waits() -> Iterator[None]:
-    """Around a command: its waits are lines on stderr, `[waiting for ...]`."""
+    """Print the waits of the commands run in the context on stderr, as `[waiting for ...]`."""
     waits, over = Waits(), threading.Event()
     telling = threading.Thread(target=_tell, args=(waits, over), name="waits", daemon=True)
     telling.start()
@@ -36,7 +36,7 @@ def _tell(waits: Waits, over: threading.Event) -> None:
         wait = waits.slow()
         if wait is not None and (wait.subject != last or time.monotonic() >= again_at):
             last, again_at = wait.subject, time.monotonic() + AGAIN_S
-            # An answer that goes to the same terminal may stand in the middle of its line.
+            # A streamed answer on the same terminal may be in the middle of a line.
             start = "\n" if sys.stdout.isatty() and sys.stderr.isatty() else ""
             with suppress(OSError, ValueError):
                 print(f"{start}[{wait.text(waits.clock())}]", file=sys.stderr, flush=True)

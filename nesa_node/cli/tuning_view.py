@@ -1,4 +1,4 @@
-"""What a study of stored snapshots found, for people to read."""
+"""Terminal output of a logged tuning decision, from a study of stored snapshots."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rich.text import Text
 
 
 def print_tuning(console: Console, name: str, when: str, body: Mapping[str, Any]) -> None:
-    """Which exponents the greedy rule has now and why, and what became of the schemas."""
+    """Print the exponents of the greedy rule with their reason, and the result for schemas."""
     done = "changed" if body["published"] else "nothing was changed"
     console.print(Text(f"{name}, {when}: {done}\nmodel {body['model']}"))
     if body["candidates"]:

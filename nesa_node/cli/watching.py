@@ -1,4 +1,4 @@
-"""The swarm's table again and again: in place on a terminal, else one after the other."""
+"""Repeated display of the swarm's table: in place on a terminal, else one after the other."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from nesa_node.swarm.records import NodeRecord
 
 BOUNDS_S = (0.2, 3600.0)
 KEEP_S = 600.0
-"""So long nodes that have gone are shown."""
+"""Seconds for which departed nodes are shown."""
 MOST_GONE = 200
 
 
 def check_interval(seconds: float) -> float:
-    """Raises `ConfigError`."""
+    """Return `seconds`; raise `ConfigError` if it is out of range."""
     least, most = BOUNDS_S
     if not least <= seconds <= most:
         raise ConfigError(f"--watch {seconds:g}: give {least:g} to {most:g} seconds")
@@ -34,7 +34,7 @@ def check_interval(seconds: float) -> float:
 
 
 class Goings:
-    """Who is not there any more. `clock` gives seconds since the epoch, as records do."""
+    """Tracker of departed nodes. `clock` returns Unix seconds, as in records."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
@@ -42,11 +42,11 @@ class Goings:
         self._gone: dict[str, tuple[NodeRecord, float, Literal["lost", "left"]]] = {}
 
     def saw(self, records: Sequence[NodeRecord]) -> list[Gone]:
-        """Those who have gone until now, the last one first."""
+        """Process the current records; return departed nodes, the latest first."""
         now, here = self._clock(), {record.peer_id: record for record in records}
         for peer, record in self._last.items():
             if peer not in here:
-                # Whoever leaves in order withdraws a record that would still live.
+                # A node that leaves in order withdraws its record before that expires.
                 how: Literal["lost", "left"] = "lost" if record.expires_at <= now else "left"
                 self._gone[peer] = (record, now, how)
         self._last = here
@@ -60,7 +60,7 @@ class Goings:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What was seen at one time."""
+    """One reading of the swarm: its records, departed nodes, and rejected records by reason."""
 
     records: Sequence[NodeRecord]
     gone: Sequence[Gone]
@@ -68,7 +68,7 @@ class Look:
 
 
 async def watch(config: ClientConfig, every_s: float, show: Callable[[Look], None]) -> None:
-    """Look at the swarm every `every_s` seconds until cancelled. Raises `BootstrapError`."""
+    """Read the swarm every `every_s` seconds until cancelled. Raises `BootstrapError`."""
     goings = Goings()
     async with joined_reader(config) as swarm:
         while True:
@@ -80,7 +80,7 @@ async def watch(config: ClientConfig, every_s: float, show: Callable[[Look], Non
 
 @contextmanager
 def table(wanted: str | None) -> Iterator[Callable[[Look], None]]:
-    """Shows looks on stdout."""
+    """Yield a function that shows a reading on stdout."""
     console = make_console(sys.stdout)
 
     def view(look: Look, width: int) -> Group:

@@ -1,4 +1,4 @@
-"""A node's own gateway: a child process, so that HTTP never delays a step."""
+"""Gateway of a node (`run --api`): a child process, so that HTTP never delays a step."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _STOP_S = 15.0
 
 
 def with_api(config: NodeConfig, config_path: Path | None) -> Beside | None:
-    """What runs a gateway beside the node, if its operator wants one.
+    """Function that runs a gateway beside the node; None without `--api`.
 
-    Raises `ConfigError` now for what the gateway would refuse later: an address that others reach
-    without a key. Raises `AddressInUseError` if it could not listen there.
+    Raises already here what the gateway would raise later: `ConfigError` for an address that is
+    public without a key, `AddressInUseError` if it cannot listen there.
     """
     if config.api is None:
         return None
@@ -49,7 +49,7 @@ def with_api(config: NodeConfig, config_path: Path | None) -> Beside | None:
 async def keep_gateway(
     config: NodeConfig, config_path: Path | None, addresses: Sequence[str]
 ) -> None:
-    """Run `nesa-node api`, and again after a pause whenever it ends. Cancelled, it stops it."""
+    """Run `nesa-node api`, restarting it with backoff when it ends; stop it when cancelled."""
     pause_s = FIRST_PAUSE_S
     while True:
         began = time.monotonic()
@@ -63,15 +63,15 @@ async def keep_gateway(
 
 async def _run_once(config: NodeConfig, config_path: Path | None, addresses: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="nesa-api-") as folder:
-        # The environment may name a ready file: that is the node's.
+        # The environment may name a ready file, which is the node's.
         arguments = [*_arguments(config, config_path, addresses), f"--ready-file={folder}/ready"]
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             *("-m", "nesa_node", "api", *arguments),
-            # It ends when this pipe does, and so also when this process is killed.
+            # The gateway ends when this pipe closes, so also when this process is killed.
             stdin=asyncio.subprocess.PIPE,
             env=_environment(config),
-            # Ctrl-C in the terminal must reach the node alone, which stops the gateway.
+            # Ctrl-C in the terminal must reach only the node, which stops the gateway.
             start_new_session=True,
         )
         try:
@@ -101,7 +101,7 @@ def _arguments(config: NodeConfig, config_path: Path | None, addresses: Sequence
         if (value := getattr(config, name)) is not None:
             arguments.append(f"--{name}={value}")
     if config.metrics is not None:
-        # The environment or the file may name the node's own; the gateway has /metrics.
+        # The environment or the file may name the node's address, so use any free port.
         arguments.append("--metrics=127.0.0.1:0")
     if config_path is not None:
         arguments.append(f"--config={config_path}")
@@ -109,7 +109,7 @@ def _arguments(config: NodeConfig, config_path: Path | None, addresses: Sequence
 
 
 def _environment(config: NodeConfig) -> Mapping[str, str]:
-    """Secrets go this way: everybody on the machine can read the arguments of a process."""
+    """Environment with secrets: all users of the machine can read arguments of a process."""
     secrets = {"NESA_SWARM_KEY": config.swarm_key, "NESA_TOKEN": config.token}
     told = {name: text for name, value in secrets.items() if (text := secret_text(value))}
     return {**os.environ, **told}

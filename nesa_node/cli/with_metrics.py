@@ -1,4 +1,4 @@
-"""Daemons that tell Prometheus how they are, if their operator wants it."""
+"""Metrics server of daemons, for `--metrics`."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 async def with_metrics(
     config: MetricsConfig, run: Callable[[Sources | None], Awaitable[None]]
 ) -> None:
-    """`run`, which is told where to put what it has to tell if `config` says where to listen."""
+    """Call `run` with the sources of a metrics server; with None without `config.metrics`."""
     if config.metrics is None:
         await run(None)
         return
-    # A quarter of a second, for those who want it.
+    # Imported here since it takes a quarter of a second.
     from nesa_node.core.metrics import Sources
     from nesa_node.web.metrics import serve_metrics
 

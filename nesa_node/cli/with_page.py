@@ -1,4 +1,4 @@
-"""Daemons that have a page, if their operator wants one."""
+"""Web page of orchestrators, for `--http`."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 async def with_page(
     config: OrchestratorConfig, run: Callable[[Show | None], Awaitable[None]]
 ) -> None:
-    """`run`, which is told where to show what it sees if `config` says where to listen."""
+    """Call `run` with a function that shows the swarm on a page; with None without `--http`."""
     if config.http is None:
         await run(None)
         return
-    # Half a second, for those who want it.
+    # Imported here since it takes half a second.
     from nesa_node.dashboard.app import Dashboard, make_app
     from nesa_node.web.listen import serve_app
 
@@ -47,6 +47,6 @@ async def with_page(
 
 
 async def _watch(page: Dashboard, seen: asyncio.Future[Swarm]) -> None:
-    """The orchestrator's own place in the swarm is where the page looks from, too."""
+    """Keep the page up to date from the orchestrator's own DHT node."""
     async with page.watching(await seen):
         await asyncio.Event().wait()

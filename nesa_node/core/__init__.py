@@ -1,1 +1,1 @@
-"""Words that every part shares: identifiers, spans, errors, configuration."""
+"""Types shared by all packages: identifiers, spans, errors, settings, logging, metrics."""

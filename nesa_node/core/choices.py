@@ -1,4 +1,4 @@
-"""The words a setting may take. Apart from `config.py`, so that `--help` costs no pydantic."""
+"""Allowed values of settings. Apart from `config.py`, so that `--help` does not import pydantic."""
 
 from typing import Literal
 
@@ -6,9 +6,9 @@ DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 QuantType = Literal["none", "int8", "nf4"]
 Route = Literal["chain", "star"]
 Precision = Literal["nf4", "int8", "full"]
-"""Of weights, the coarsest first. "full": as `--torch-dtype` says, not quantized."""
+"""Weight precisions, coarsest first. "full": the `--torch-dtype`, not quantized."""
 PlacementGoal = Literal["latency", "throughput"]
-"""Of an orchestrator: the time of one step, or the steps of all clients together."""
+"""An orchestrator's objective: least time per step, or most steps per second of all clients."""
 StrategyName = Literal[
     "exact-latency",
     "exact-throughput",
@@ -18,8 +18,8 @@ StrategyName = Literal[
     "petals",
     "random",
 ]
-"""Of `routing/strategies.py`."""
+"""Routing strategies; `routing/strategies.py` implements them."""
 SamplingAdvice = Literal["model", "openai"]
-"""Whose defaults a gateway takes for requests that do not say how to choose tokens."""
+"""Source of a gateway's sampling defaults for requests without sampling parameters."""
 LogFormat = Literal["console", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]

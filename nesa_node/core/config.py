@@ -1,10 +1,10 @@
-"""What a command is told, as one typed, frozen object.
+"""Settings of each command, as one typed, frozen model.
 
-`load_config` merges four sources, the first that has a key wins: command line, `NESA_*`
+`load_config` merges four sources; the first that has a key wins: command line, `NESA_*`
 environment, TOML file, defaults. One file or environment can serve every command::
 
     SharedConfig        how to find the swarm, how to log
-    ├── AccessConfig    `keys`; mixed into whatever serves others by HTTP
+    ├── AccessConfig    `keys`; base of the settings of HTTP servers
     │   └── DashboardConfig `dashboard`
     ├── ClientConfig    `generate`, `chat`, `status`, `doctor`
     │   └── GatewayConfig   `api`
@@ -91,12 +91,12 @@ def default_identity_path() -> Path:
 
 
 def _split(value: object) -> object:
-    """Environment variables carry lists as text: separated by commas or white space."""
+    """Split a list that an environment variable holds as text, at commas or white space."""
     return value.replace(",", " ").split() if isinstance(value, str) else value
 
 
 def _read_address(value: object) -> object:
-    """`host:port` as a multiaddress; its peer id is asked for when the swarm is joined."""
+    """Convert `host:port` to a multiaddress; its peer id is looked up on joining the swarm."""
     if not isinstance(value, str):
         return value
     address = as_multiaddress(value)
@@ -114,9 +114,9 @@ def _read_span(value: object) -> object:
 
 
 def _read_secret(value: object) -> object:
-    """`@PATH` stands for the content of that file, which keeps secrets out of process lists.
+    """Replace `@PATH` by the content of that file: arguments are visible in process lists.
 
-    Without the line's end that a file has, and a variable that was made from one.
+    Strips white space, such as the line break at a file's end.
     """
     if isinstance(value, str) and value.startswith("@"):
         try:
@@ -131,7 +131,7 @@ def _read_secret(value: object) -> object:
 
 
 def _check_api_key(value: SecretStr) -> SecretStr:
-    """What a header can carry, and more than a word that somebody tries first."""
+    """Check that an HTTP header can carry the key and that it is too long to guess."""
     text = value.get_secret_value()
     if not MIN_API_KEY_CHARS <= len(text) <= MAX_API_KEY_CHARS or not _HEADER_TEXT.fullmatch(text):
         raise ValueError(
@@ -155,7 +155,7 @@ def _check_network(value: str) -> str:
 
 
 def _reject_bool(value: object) -> object:
-    """Python counts `true` as 1; nobody who writes it means that."""
+    """Reject booleans where a number is wanted: Python counts `True` as 1."""
     if isinstance(value, bool):
         raise ValueError("a number is needed, not true or false")
     return value
@@ -171,13 +171,13 @@ def _expand(value: object) -> object:
 
 
 def _read_location(value: object) -> object:
-    """Text as `52.5,13.4`; a TOML file may have a list of two numbers."""
+    """Split `52.5,13.4`; a TOML file may also have a list of two numbers."""
     return tuple(value.split(",")) if isinstance(value, str) else value
 
 
 HOST_NAME = r"^[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?(\.[A-Za-z0-9-]+)*$"
 ORIGIN = r"^[a-z][a-z0-9+.-]*://[^/\s*,]+$"
-"""Scheme, host and perhaps port, as browsers write it: nothing after the host, and no `*`."""
+"""Scheme, host and optional port, as browsers send it; no path, and no `*`."""
 
 Location = tuple[Annotated[float, Field(ge=-90, le=90)], Annotated[float, Field(ge=-180, le=180)]]
 Http = Annotated[str, BeforeValidator(_read_http)]
@@ -186,7 +186,7 @@ Secret = Annotated[SecretStr, BeforeValidator(_read_secret)]
 ApiKeyText = Annotated[Secret, AfterValidator(_check_api_key)]
 Count = Annotated[int, BeforeValidator(_reject_bool), Field(ge=1)]
 Positive = Annotated[float, BeforeValidator(_reject_bool), Field(gt=0, allow_inf_nan=False)]
-# Less would be a loop without rest; of more than 9.2e9 Python's threads cannot wait.
+# Shorter intervals would keep a core busy; Python's threads cannot wait longer than 9.2e9 s.
 Seconds = Annotated[
     float, BeforeValidator(_reject_bool), Field(ge=0.01, le=1e9, allow_inf_nan=False)
 ]
@@ -226,7 +226,7 @@ Networks = Annotated[
 ]
 
 MAX_RECORD_TTL_S = 600.0
-"""Of a record: the other members of the DHT refuse one that lives longer."""
+"""Longest lifetime of a DHT record, in seconds: members of the DHT refuse longer ones."""
 
 EXPECTED = {
     "model": "a local folder or the name of a model on the hub",
@@ -249,11 +249,11 @@ EXPECTED = {
     "otel_endpoint": "an address like http://127.0.0.1:4318",
     "public_name": "1 to 64 printable characters",
 }
-"""What a field wants, where pydantic's own words would not help."""
+"""Expected formats, for fields where pydantic's error message would not explain them."""
 
 
 class SharedConfig(BaseModel):
-    """What every command needs to find a swarm."""
+    """Settings of every command: how to find the swarm, where to compute, what to log."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
@@ -272,7 +272,7 @@ class SharedConfig(BaseModel):
 
 
 class MetricsConfig(SharedConfig):
-    """Somebody who tells Prometheus how it is."""
+    """Settings of commands that export Prometheus metrics."""
 
     metrics: Http | None = None
     metrics_beyond_loopback: bool = False
@@ -283,13 +283,13 @@ class MetricsConfig(SharedConfig):
         if at is None or HttpAddress.parse(at).loopback or self.metrics_beyond_loopback:
             return self
         raise ValueError(
-            f"metrics {at} can be reached by others, without a password; give a loopback "
+            f"metrics {at} can be reached from other machines, without a password; give a loopback "
             "address such as 127.0.0.1:9400, or set metrics_beyond_loopback"
         )
 
 
 class AccessConfig(SharedConfig):
-    """Who may use what is served by HTTP, under which names, and how much."""
+    """Access control of HTTP servers: keys, rate limits, host names, origins, proxies."""
 
     api_key: ApiKeyText | None = None
     keys_path: FilePath = Field(default_factory=default_keys_path)
@@ -304,7 +304,7 @@ class AccessConfig(SharedConfig):
 
 
 class ClientConfig(SharedConfig):
-    """Somebody who uses a swarm without serving it."""
+    """Settings of clients, which use a swarm without serving blocks."""
 
     model: str | None = None
     route: Route = "chain"
@@ -313,12 +313,12 @@ class ClientConfig(SharedConfig):
     min_precision: Precision = "nf4"
     strategy: StrategyName = "exact-latency"
     reuse_prefix: bool = True
-    # Somebody who reads an answer does not want the news of the network between its words.
+    # Events at level info would appear between the words of a streamed answer.
     log_level: LogLevel = "warning"
 
 
 class DashboardConfig(AccessConfig):
-    """Somebody who shows a swarm on a page."""
+    """Settings of the dashboard, a web page that shows a swarm."""
 
     listen: Http = "127.0.0.1:8080"
     look_every_s: Seconds = 2.5
@@ -326,11 +326,11 @@ class DashboardConfig(AccessConfig):
 
 
 class GatewayConfig(ClientConfig, AccessConfig, MetricsConfig):
-    """A client that lets others use the swarm by HTTP."""
+    """Settings of a gateway: a client that serves OpenAI's API over HTTP."""
 
     models: ModelNames = ()
     listen: Http = "127.0.0.1:8000"
-    # Linux opens no more files than 1,048,576 for a process, unless its administrator says so.
+    # Linux' default hard limit of open files of one process is 1,048,576 (fs.nr_open).
     max_connections: Annotated[Count, Field(le=1_000_000)] = 1024
     max_new_tokens: Count | None = None
     default_new_tokens: Count = 4096
@@ -343,12 +343,12 @@ class GatewayConfig(ClientConfig, AccessConfig, MetricsConfig):
 
     @property
     def offered(self) -> tuple[str, ...]:
-        """Folders and names of models; none: whatever the swarm serves and can be opened here."""
+        """Folders and names of the offered models; empty: all of the swarm that open here."""
         return self.models or (() if self.model is None else (self.model,))
 
 
 class PeerConfig(MetricsConfig):
-    """A member of the DHT: reachable, with an identity that outlives restarts."""
+    """Settings of a DHT member: reachable, with an identity that is kept across restarts."""
 
     identity_path: FilePath = Field(default_factory=default_identity_path)
     host_maddrs: ListenAddresses = ("/ip4/0.0.0.0/tcp/0", "/ip6/::/tcp/0")
@@ -365,7 +365,7 @@ class PeerConfig(MetricsConfig):
 
 
 class OrchestratorConfig(PeerConfig):
-    """Somebody who plans where a model's blocks should be."""
+    """Settings of an orchestrator, which plans the placement of a model's blocks."""
 
     model: str | None = None
     allow_orchestrators: PeerIds = ()
@@ -384,13 +384,13 @@ class OrchestratorConfig(PeerConfig):
         if self.http is None or HttpAddress.parse(self.http).loopback or self.http_beyond_loopback:
             return self
         raise ValueError(
-            f"http {self.http} can be reached by others, without a password; give a loopback "
-            "address such as 127.0.0.1:8080, or set http_beyond_loopback"
+            f"http {self.http} can be reached from other machines, without a password; give a "
+            "loopback address such as 127.0.0.1:8080, or set http_beyond_loopback"
         )
 
 
 class NodeConfig(OrchestratorConfig):
-    """A daemon that serves a span of one model."""
+    """Settings of a node: a daemon that serves a span of one model."""
 
     model: str = Field(min_length=1)
     api: Http | None = None
@@ -438,5 +438,5 @@ SECRET_FIELDS = frozenset({"api_key", "token", "swarm_key"})
 
 
 def secret_text(value: SecretStr | None) -> str | None:
-    """What a secret is, for whoever needs it."""
+    """The secret as plain text."""
     return None if value is None else value.get_secret_value()

@@ -1,4 +1,4 @@
-"""Merge command line, environment, TOML file and defaults, or say what is wrong and where."""
+"""Loading of settings from command line, environment, TOML file and defaults."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ _FLAGS_ONLY = {
     "system": "chat",
     "max_length": "chat",
 }
-"""What may be looked for among the settings, and the commands whose flag it is."""
+"""Names that are flags only, not settings, and the commands that have the flag."""
 
 _Config = TypeVar("_Config", bound=SharedConfig)
 
 
 @dataclass(frozen=True, slots=True)
 class _Given:
-    """A value and the words that say where it came from."""
+    """A setting's value, and the name of its source for error messages."""
 
     value: object
     source: str
@@ -52,9 +52,9 @@ def load_config(
     """Build a `cls`: command line > `NESA_*` variables > TOML file > defaults.
 
     `cli` maps field names to values; `None` means "not given". `toml_path` falls back to
-    `$NESA_CONFIG`; the token also to `$HF_TOKEN`. Keys that only other commands use are accepted
-    in the environment and in the file, and ignored; `on_ignored` is called with each and its
-    source. Raises `ConfigError` that names source and key.
+    `$NESA_CONFIG`, the token to `$HF_TOKEN`. Settings of other commands in the environment or the
+    file are ignored; `on_ignored` is called with each and its source. Raises `ConfigError`, which
+    names source and key.
     """
     if toml_path is None and env.get(CONFIG_VARIABLE):
         toml_path = user_path(env[CONFIG_VARIABLE])
@@ -76,7 +76,7 @@ def load_config(
 
 
 def flag_of(name: str) -> str:
-    """The command-line flag of a field; `MODEL` is the one positional argument."""
+    """Command-line name of a field; `MODEL` is the one positional argument."""
     return "MODEL" if name == "model" else "--" + name.replace("_", "-")
 
 
@@ -113,20 +113,20 @@ def _from_env(env: Mapping[str, str]) -> dict[str, _Given]:
 
 
 def _flag_hint(key: str) -> str:
-    """Where `key` belongs if it is no setting but a flag; else nothing."""
+    """Hint which commands have `key` as a flag; empty if it is no flag."""
     name = key.replace("-", "_")
     commands = _FLAGS_ONLY.get(name)
     return f": it is a flag of {commands}; give {flag_of(name)}" if commands else ""
 
 
 def did_you_mean(wrong: str, known: Iterable[str]) -> str:
-    """`; did you mean 'x'?`, or nothing when no known name is close."""
+    """Suggestion `; did you mean 'x'?`, or an empty text when no known name is close."""
     close = difflib.get_close_matches(wrong, sorted(known), n=1, cutoff=0.6)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def _explain(error: ValidationError, given: Mapping[str, _Given]) -> str:
-    """One clause per wrong field. Never quotes a secret."""
+    """Error message with one clause per wrong field. Never quotes a secret."""
     wrong: dict[str, list[ErrorDetails]] = {}
     for detail in error.errors(include_url=False, include_context=False):
         name = str(detail["loc"][0]) if detail["loc"] else ""

@@ -1,6 +1,6 @@
-"""Why something was decided: the last decisions of this user's programs, kept on this machine.
+"""Log of routing, placement and tuning decisions with their reasons, for `nesa-node explain`.
 
-SQLite, since several programs may write at once. Nothing in it leaves the machine.
+A local SQLite file, since several programs may write at once. It is never sent anywhere.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Literal
 from nesa_node.core.errors import ConfigError
 
 KEPT = 1000
-"""Of each kind."""
+"""Most decisions kept of each kind; the oldest are deleted."""
 MIN_PREFIX = 4
 _WAIT_S = 2.0
 
@@ -34,7 +34,10 @@ create table if not exists decisions (
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """`name`: of the session or placement. `made_at`: seconds since the epoch. `body`: JSON."""
+    """A logged decision. `name` is the session's or placement's, `made_at` in Unix seconds.
+
+    `body` is what JSON can hold.
+    """
 
     kind: Kind
     name: str
@@ -43,13 +46,13 @@ class Decision:
 
 
 class DecisionLog:
-    """Each call opens the file anew: programs write rarely, and end whenever they like."""
+    """Bounded log of decisions. Each call opens and closes the database: writes are rare."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def add(self, decision: Decision) -> None:
-        """Keep it and drop the oldest beyond `KEPT`. Raises `OSError`."""
+        """Append a decision and delete the oldest beyond `KEPT`. Raises `OSError`."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         try:
             with self._open() as database, database:
@@ -66,9 +69,9 @@ class DecisionLog:
             raise OSError(f"cannot write {self._path}: {error}") from error
 
     def find(self, name: str) -> tuple[Decision, ...]:
-        """The decisions of the one session or placement whose name begins with `name`, in order.
+        """Decisions of the one session or placement with a name that starts with `name`, in order.
 
-        Raises `ConfigError` if there is none, or more than one such.
+        Raises `ConfigError` if no name or several names match.
         """
         if len(name) < MIN_PREFIX:
             raise ConfigError(f"give at least {MIN_PREFIX} characters of a session or placement")
@@ -84,7 +87,7 @@ class DecisionLog:
         return found
 
     def recent(self, count: int) -> tuple[Decision, ...]:
-        """The last `count` of all kinds, in order."""
+        """The last `count` decisions of all kinds, oldest first."""
         return self._select("order by number desc limit ?", count)[::-1]
 
     def _select(self, clause: str, *values: object) -> tuple[Decision, ...]:

@@ -1,4 +1,4 @@
-"""Every error a user or a peer can meet.
+"""Error classes of the project.
 
 ::
 
@@ -13,23 +13,23 @@
     ├── ResourceError
     │   ├── InsufficientMemoryError
     │   ├── DiskLimitError
-    │   ├── CacheFullError          a sequence outgrew what it was promised
+    │   ├── CacheFullError          a sequence outgrew its cache reservation
     │   └── OutputError             stdout or stderr is full or gone
     ├── SwarmError
     │   ├── IdentityError           the key file cannot be used
-    │   ├── AddressInUseError       somebody listens on that port
+    │   ├── AddressInUseError       another process listens on that port
     │   ├── BootstrapError          none of the initial peers answered
     │   ├── PeerUnreachableError    a peer could not be dialled or went silent
     │   │   └── NoAddressError      no address of it is known here
-    │   ├── RecordError             a DHT record that must not be believed
+    │   ├── RecordError             an invalid DHT record
     │   └── MissingBlocksError      no node holds some blocks of the model
     ├── ProtocolError               a message broke the protocol; `code` is its name on the wire
     │   ├── FrameError              bytes that are no message
     │   ├── VersionMismatchError
     │   ├── StreamClosedError       the other side ended the stream
-    │   ├── BusyError               no room now; `retry_after_s` says when to ask again
+    │   ├── BusyError               no capacity now; retry after `retry_after_s`
     │   ├── RemoteError             the peer answered with an error of its own
-    │   └── RefusedError            everybody who holds some blocks refused this client or request
+    │   └── RefusedError            all nodes with some blocks refused this client or request
     ├── ContextLengthError          more tokens than the model or the route can hold
     └── UnsupportedFeatureError     a generation option that a swarm cannot offer
 
@@ -40,7 +40,7 @@ from collections.abc import Sequence
 
 
 class NesaError(Exception):
-    """Base of all our errors. Its message says what went wrong, where, and what to do next."""
+    """Base of the project's errors. Messages say what went wrong, where, and what to do next."""
 
     exit_code = 1
 
@@ -114,11 +114,11 @@ class PeerUnreachableError(SwarmError):
 
 
 class NoAddressError(PeerUnreachableError):
-    """This node knows no address to dial: that says nothing of the peer; others are not told."""
+    """No address of the peer is known here. Not the peer's failure, so it is not reported."""
 
 
 class RecordError(SwarmError):
-    """A record to drop. `reason` is one of the words that `Directory` counts drops by."""
+    """An invalid record, to be dropped. `reason` is the label under which `Directory` counts it."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -126,7 +126,7 @@ class RecordError(SwarmError):
 
 
 class MissingBlocksError(SwarmError):
-    """`missing` holds the half-open block ranges that nobody serves, in order."""
+    """No node serves the half-open block ranges `missing` (ascending)."""
 
     exit_code = 6
 
@@ -136,7 +136,7 @@ class MissingBlocksError(SwarmError):
 
 
 class ProtocolError(NesaError):
-    """`code` travels on the wire; `docs/protocol.md` lists the codes."""
+    """A violation of the protocol. `code` is sent to the peer; `docs/protocol.md` lists codes."""
 
     exit_code = 7
 

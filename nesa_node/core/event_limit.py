@@ -1,4 +1,4 @@
-"""How often the log says the same: peers cause events, and must not fill the disk with them."""
+"""Rate limit of log events: peers cause events and could fill the disk with them."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 BURST = 200.0
+"""Most events of one name that are written at once (capacity of its token bucket)."""
 PER_S = 1.0
+"""Events of one name that are written per second once the burst is used up."""
 TRACEBACK_COST = 10.0
-"""Of an event with a traceback, which is so much longer."""
+"""Tokens that an event with a traceback costs: it is about ten times as long."""
 MAX_NAMES = 4096
+"""Most buckets kept; beyond that all are forgotten, which bounds the memory."""
 
 
 @dataclass(slots=True)
@@ -20,9 +23,9 @@ class _Bucket:
 
 
 class EventLimit:
-    """Of each event, by name, `BURST` at once and then `PER_S` each second; the rest is counted.
+    """Token bucket per event name: `BURST` events at once, then `PER_S` a second.
 
-    `clock` returns seconds and never goes back.
+    `clock` is monotonic, in seconds.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -30,7 +33,7 @@ class EventLimit:
         self._buckets: dict[str, _Bucket] = {}
 
     def admit(self, name: str, *, has_traceback: bool = False) -> int | None:
-        """None: leave it out. Else how many like it were left out since the last one."""
+        """Count of dropped events of this name since the last written one; None drops this one."""
         now = self._clock()
         bucket = self._buckets.get(name)
         if bucket is None:

@@ -1,4 +1,4 @@
-"""Packages that only some uses need, and the extras of `pyproject.toml` that install them."""
+"""Optional packages, and the extras of `pyproject.toml` that install them."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from functools import cache
 from nesa_node.core.errors import ConfigError
 
 NODE = ("bitsandbytes", "gudhi", "sklearn")
-"""Modules of the extra `node`, which clients and gateways do without."""
+"""Modules of the extra `node`; clients and gateways do not need them."""
 
 
 @cache
 def is_installed(module: str) -> bool:
-    """Whether a package is there. It is not imported."""
+    """Whether a module can be found, without importing it."""
     return importlib.util.find_spec(module) is not None
 
 
 def require_node(use: str, *modules: str) -> None:
-    """Raises `ConfigError` with what to install if `use` needs a module that is missing.
+    """Check that `modules`, by default all of the extra `node`, are installed for `use`.
 
-    Without `modules` it needs all of the extra `node`.
+    Raises `ConfigError` that says what to install.
     """
     missing = [module for module in modules or NODE if not is_installed(module)]
     if missing:

@@ -1,4 +1,4 @@
-"""Where a page listens, and whose requests it answers."""
+"""Listening address of an HTTP server, and checks of the Host and Origin headers it accepts."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _LOCAL_NAME = "localhost"
 
 @dataclass(frozen=True, slots=True)
 class HttpAddress:
-    """`host` is an IP address, never a name: what a name stands for may change. Port 0 is any.
+    """Address of an HTTP server. `host` is an IP address, not a name; port 0 is any free port.
 
-    `names`, in lower case, are what else browsers may call us: a proxy's name, or a LAN's.
+    `names` are further host names that requests may use, in lower case: a proxy's or a LAN's.
     """
 
     host: str
@@ -23,7 +23,7 @@ class HttpAddress:
 
     @classmethod
     def parse(cls, text: str) -> HttpAddress:
-        """`127.0.0.1:8080`, `[::1]:8080` or `localhost:8080`. Raises `ConfigError`."""
+        """Parse `127.0.0.1:8080`, `[::1]:8080` or `localhost:8080`. Raises `ConfigError`."""
         host, _, port = text.rpartition(":")
         host = bare_host(host)
         host = "127.0.0.1" if host == _LOCAL_NAME else host
@@ -39,11 +39,11 @@ class HttpAddress:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     def answers_to(self, host_header: str) -> bool:
-        """Whether a browser that asks this host means us.
+        """Whether a request with this Host header is meant for this server.
 
-        A page of somebody else's whose name resolves to this machine (DNS rebinding) asks under
-        that name. So no name is answered to but localhost and `names`, and on loopback no other
-        machine's address. The port may be another: a tunnel's.
+        In DNS rebinding a foreign page's name resolves to this machine, and the browser sends that
+        name. Therefore only localhost, `names` and IP addresses are accepted; on loopback only
+        loopback addresses. The port is not compared: it may be a tunnel's.
         """
         host = _host_of(host_header)
         if host is None:
@@ -53,10 +53,10 @@ class HttpAddress:
         return _is_ip(host) and (not self.loopback or ip_address(host).is_loopback)
 
     def is_origin(self, origin: str, host_header: str) -> bool:
-        """Whether a page of `origin` that asks `host_header` is one that we served.
+        """Whether `origin` is this server, for a request with `host_header`.
 
-        A browser names the same host and port in both, unless a proxy changed the latter: then the
-        page has one of `names`, on its scheme's own port.
+        Browsers send the same host and port in both. Where a proxy rewrote Host, the origin is one
+        of `names` with its scheme's default port.
         """
         scheme, _, host = origin.lower().partition("://")
         if scheme not in ("http", "https"):
@@ -65,7 +65,7 @@ class HttpAddress:
 
 
 def _host_of(host_header: str) -> str | None:
-    """Without port and brackets, in lower case. None if that is no host and port."""
+    """Host without port and brackets, in lower case; None if the header is malformed."""
     host = host_header.strip()
     if not host.endswith("]"):
         name, colon, port = host.rpartition(":")
@@ -77,7 +77,7 @@ def _host_of(host_header: str) -> str | None:
 
 
 def bare_host(host: str) -> str:
-    """Without the brackets around an IPv6 address."""
+    """`host` without the brackets around an IPv6 address."""
     return host[1:-1] if host.startswith("[") and host.endswith("]") else host
 
 

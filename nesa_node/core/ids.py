@@ -1,4 +1,4 @@
-"""Identifiers that travel through every layer."""
+"""Identifiers of peers, models and sessions."""
 
 import os
 from typing import NewType
@@ -14,9 +14,9 @@ SessionId = NewType("SessionId", bytes)
 
 
 def possible_names(model: str) -> frozenset[str]:
-    """What nodes may call the `model` of a command line: its name, folder or full id.
+    """Names under which nodes may announce the command line's `model` (name, folder or full id).
 
-    A folder of this machine has the name that it has for the node that serves it: without links.
+    Symbolic links of a folder are resolved, as the node that serves it does.
     """
     folder = os.path.expanduser(model)
     resolved = os.path.realpath(folder) if os.path.isdir(folder) else model

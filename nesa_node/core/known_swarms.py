@@ -1,8 +1,8 @@
-"""The swarms that this user's programs know: nodes that run on this machine, and the last used one.
+"""Swarms known to this user: those of nodes that run on this machine, and the last one used.
 
-Files under the state folder, one per running node, which the node keeps locked: what a killed node
-leaves is not locked, and removed by the next reader. No secret is kept: a private swarm's key is
-given each time.
+Stored as files in the state folder. A running node holds a lock on its file; a file without a lock
+is a killed node's, and the next reader deletes it. Secrets are not stored: the key of a private
+swarm is given each time.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from nesa_node.core.peer_address import checked_address
 MAX_FILE_BYTES = 65_536
 MAX_ADDRESSES = 64
 _LATEST_S = 1e11
-"""Seconds since the epoch, the year 5138: what can be told as a date."""
+"""Latest accepted timestamp, in Unix seconds (year 5138): later ones cannot be shown as a date."""
 _LAST = "last-swarm.json"
 _NODES = "nodes"
 
 
 @dataclass(frozen=True, slots=True)
 class KnownSwarm:
-    """`name`: of the running node, or when it was used last, for people to read."""
+    """Addresses and model of a known swarm. `name` is the running node's public name."""
 
     addresses: tuple[str, ...]
     model: str | None
@@ -41,15 +41,15 @@ class KnownSwarm:
 
 
 class KnownSwarms:
-    """The files in `folder`. Reading and writing fail silently: they only save typing."""
+    """Store of known swarms in `folder`. I/O errors are ignored: it is a convenience only."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def remember(self, addresses: Sequence[str], model: str | None) -> None:
-        """Make `addresses` the last swarm; of no `model`, it keeps the one it was known by.
+        """Save `addresses` as the last swarm; without `model`, keep the model saved with them.
 
-        Does nothing for a node that runs on this machine: its addresses here end with it.
+        Does nothing for a node that runs on this machine: its local addresses end with it.
         """
         if any(set(addresses) & set(node.addresses) for node in self._running()):
             return
@@ -64,7 +64,7 @@ class KnownSwarms:
 
     @contextmanager
     def running(self, addresses: Sequence[str], model: str, name: str | None) -> Iterator[None]:
-        """List a node of this machine for as long as the context, and its process, lasts."""
+        """List a node of this machine until the context or its process ends."""
         path = self._folder / _NODES / f"{os.getpid()}.json"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -82,8 +82,11 @@ class KnownSwarms:
             os.close(descriptor)
 
     def find(self, model: str | None = None) -> KnownSwarm | None:
-        """A running node of `model` (a name, folder or full id), else the last swarm if that was
-        `model`'s, else any running node, else the last swarm; the newest among equals."""
+        """Best known swarm for `model` (a name, folder or full id), or None.
+
+        Order: a running node of `model`, the last swarm if it served `model`, any running node,
+        the last swarm; the newest first among equals.
+        """
         nodes = sorted(self._running(), key=lambda known: -known.saved_at)
         last = _read(self._folder / _LAST, "last")
         known = [*nodes, *([] if last is None else [last])]
@@ -118,7 +121,7 @@ def _text(addresses: Sequence[str], model: str | None, name: str | None) -> str:
 
 
 def _read(path: Path, source: Literal["running", "last"]) -> KnownSwarm | None:
-    """What the file says; None if it is missing, too large or not what is written above."""
+    """The swarm in a file; None if it is missing, too large or malformed."""
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
             return None

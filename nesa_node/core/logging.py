@@ -1,4 +1,4 @@
-"""One structlog pipeline to stderr for our events and for the libraries' records."""
+"""Logging: one structlog pipeline to stderr for own events and for records of libraries."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from nesa_node.core.plain_text import plain_lines, plain_text
 _SECRET_KEY = re.compile(r"(^|_)(token|swarm_key|secret|password|private_key)$")
 _QUIET_LIBRARIES = ("asyncio", "hivemind", "httpcore", "httpx", "huggingface_hub", "transformers")
 UNLIMITED = frozenset({"request_answered"})
-"""Events that only holders of keys cause, whose limits bound them."""
+"""Events without a rate limit here: only holders of API keys cause them, with limits of a key."""
 _clock = time.monotonic
 _Warnings: Any = structlog.make_filtering_bound_logger(logging.WARNING)
 
 
 def get_logger(name: str) -> FilteringBoundLogger:
-    """For our events, which go where the program's own go.
+    """Logger that follows the structlog configuration of the running program.
 
-    A program that has configured nothing sees warnings only, on stderr: as a library we are quiet.
+    Without a configuration (use as a library) it writes warnings and errors to stderr.
     """
     wrapper: Any = _as_the_program_says
     logger = structlog.wrap_logger(None, wrapper_class=wrapper, logger_factory_args=(name,))
@@ -43,7 +43,7 @@ def get_logger(name: str) -> FilteringBoundLogger:
 
 
 def _as_the_program_says(logger: WrappedLogger, **rest: Any) -> Any:
-    """Looks anew for each event: modules ask for their logger before anybody configures."""
+    """Bind a logger for one event: loggers are created before structlog is configured."""
     if structlog.is_configured():
         return structlog.get_config()["wrapper_class"](logger, **rest)
     return _Warnings(structlog.PrintLogger(sys.stderr), **rest)
@@ -52,9 +52,9 @@ def _as_the_program_says(logger: WrappedLogger, **rest: Any) -> Any:
 def setup_logging(
     level: LogLevel = "info", log_format: LogFormat = "console", stream: TextIO | None = None
 ) -> None:
-    """Send our events, and warnings of the libraries, to `stream` (stderr by default).
+    """Send own events, and warnings of libraries, to `stream` (stderr by default).
 
-    Libraries say more only at level `debug`. May be called again: the last call counts.
+    Level `debug` applies to libraries, too. May be called again: the last call counts.
     """
     out = stream if stream is not None else sys.stderr
     shared: list[Processor] = [
@@ -100,7 +100,7 @@ def setup_logging(
 
 
 class _Limit:
-    """Bounds how often each of our events is written (`event_limit.py`); at level debug, none."""
+    """Structlog processor that limits the rate of events (`event_limit.py`); not at level debug."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._limit = EventLimit(clock)
@@ -118,17 +118,17 @@ class _Limit:
 
 
 def session_name(session: bytes) -> str:
-    """What a session is called in events and traces: enough of its id to find it again."""
+    """Short name of a session in events and traces: the first 8 bytes of its id in hex."""
     return session.hex()[:16]
 
 
 def logging_of(session: bytes) -> AbstractContextManager[None]:
-    """Name a session in all events of this task, and of those that it starts meanwhile."""
+    """Bind a session's name to all events of this task and of tasks started in the context."""
     return structlog.contextvars.bound_contextvars(session=session_name(session))
 
 
 def hide_secrets(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
-    """Blank the values of keys that are named like a secret, should one ever be logged."""
+    """Structlog processor that masks values of keys named like a secret."""
     for key in event:
         if _SECRET_KEY.search(key):
             event[key] = "***"
@@ -136,7 +136,7 @@ def hide_secrets(_logger: WrappedLogger, _method: str, event: EventDict) -> Even
 
 
 def show_plainly(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
-    """Write what a terminal would obey as escapes, whatever brought it into an event."""
+    """Structlog processor that escapes terminal control characters in an event's values."""
     for key, value in event.items():
         if isinstance(value, str) and not value.isprintable():
             event[key] = plain_lines(value) if key == "event" else plain_text(value)
@@ -158,7 +158,7 @@ def _plain_traceback(out: TextIO, exc_info: ExcInfo) -> None:
 
 
 def _renderers(log_format: LogFormat, *, colors: bool) -> list[Processor]:
-    """Neither renderer may print the locals of a traceback's frames: they hold prompts and keys."""
+    """Final processors of a format. They never print locals of frames, which hold prompts, keys."""
     if log_format == "json":
         tracebacks = structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
         return [

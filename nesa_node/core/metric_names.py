@@ -1,7 +1,7 @@
-"""Every metric there is. `docs/metrics.md` says who exports which.
+"""Definitions of all metrics. `docs/metrics.md` says which process exports which.
 
-Names, labels and buckets of the first part are vLLM's, with `nesa_` for `vllm:` and `model` for
-`model_name`, so that what was made for one is easily changed for the other.
+Names, labels and buckets of request metrics are vLLM's, with `nesa_` for `vllm:` and `model` for
+`model_name`, so that dashboards are easily ported.
 """
 
 from __future__ import annotations
@@ -26,34 +26,34 @@ STEP_S = (
 ROUND_TRIP_S = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
-# Requests, at a gateway; sessions and cache, at a node.
+# Requests of a gateway; sessions and cache of a node.
 RUNNING = Metric(
     "nesa_num_requests_running",
     "gauge",
-    "Requests that get tokens (gateway), sessions open and not waiting (node).",
+    "Requests that are decoding (gateway), open sessions that are not queued (node).",
     ("model", "role"),
 )
 WAITING = Metric(
     "nesa_num_requests_waiting",
     "gauge",
-    "Requests that wait for their prompt (gateway), sessions that wait for the device (node).",
+    "Requests before their first token (gateway), sessions queued for the device (node).",
     ("model", "role"),
 )
 CACHE_USED = Metric(
-    "nesa_kv_cache_usage_perc", "gauge", "The part of the KV cache that holds tokens, 0 to 1.",
+    "nesa_kv_cache_usage_perc", "gauge", "Fraction of the KV cache that holds tokens, 0 to 1.",
     ("model",),
 )  # fmt: skip
 PREFIX_QUERIES = Metric(
     "nesa_prefix_cache_queries_total", "counter",
-    "Tokens that sessions hoped to find in the cache.", ("model",),
+    "Prompt tokens that sessions looked up in the prefix cache.", ("model",),
 )  # fmt: skip
 PREFIX_HITS = Metric(
-    "nesa_prefix_cache_hits_total", "counter", "Tokens that they found.", ("model",)
+    "nesa_prefix_cache_hits_total", "counter", "Tokens found in the prefix cache.", ("model",)
 )
 PROMPT_TOKENS = Metric(
     "nesa_prompt_tokens_total",
     "counter",
-    "Tokens of prompts, those found in a cache too.",
+    "Prompt tokens, including those found in a cache.",
     ("model",),
 )
 GENERATION_TOKENS = Metric(
@@ -88,11 +88,11 @@ STEP = Metric(
 )  # fmt: skip
 FAILOVERS = Metric(
     "nesa_failovers_total", "counter",
-    "Sessions that went on through others: their node failed, left, or was too slow.",
+    "Failovers of sessions: a node failed, left, or was too slow.",
     ("model", "reason"),
 )  # fmt: skip
 RECOVERY = Metric(
-    "nesa_recovery_seconds", "histogram", "From a failure to the chain that took over.",
+    "nesa_recovery_seconds", "histogram", "From a failure to the repaired chain.",
     ("model",), STEP_S,
 )  # fmt: skip
 
@@ -104,11 +104,11 @@ SUSPICIONS = Metric(
 
 # A node's device.
 CACHE_PROMISED = Metric(
-    "nesa_kv_cache_promised_perc", "gauge", "The part of it that sessions were promised, 0 to 1.",
+    "nesa_kv_cache_promised_perc", "gauge", "Fraction of the KV cache that is reserved, 0 to 1.",
     ("model",),
 )  # fmt: skip
 CACHE_TOKENS = Metric(
-    "nesa_kv_cache_tokens", "gauge", "Tokens that the KV cache has room for.", ("model",)
+    "nesa_kv_cache_tokens", "gauge", "Capacity of the KV cache in tokens.", ("model",)
 )
 NODE_STEPS = Metric("nesa_node_steps_total", "counter", "Steps that were computed.", ("model",))
 NODE_FAILURES = Metric(
@@ -123,7 +123,7 @@ BATCH = Metric(
     ("model",), SIZES,
 )  # fmt: skip
 ITERATION = Metric(
-    "nesa_node_iteration_seconds", "histogram", "What an iteration took to compute.", ("model",),
+    "nesa_node_iteration_seconds", "histogram", "Compute time of an iteration.", ("model",),
     STEP_S,
 )  # fmt: skip
 NODE_STEP = Metric(
@@ -131,23 +131,23 @@ NODE_STEP = Metric(
     STEP_S,
 )  # fmt: skip
 LOAD = Metric(
-    "nesa_node_load", "gauge", "The part of the last half minute spent computing, plus the queue.",
+    "nesa_node_load", "gauge", "Fraction of the last 30 s spent computing, plus the queue.",
     ("model",),
 )  # fmt: skip
 STATE = Metric(
-    "nesa_node_state", "gauge", "1 for what the node is: joining, serving or draining.",
+    "nesa_node_state", "gauge", "1 for the node's state: joining, serving or draining.",
     ("model", "state"),
 )  # fmt: skip
-SPAN_START = Metric("nesa_node_span_start", "gauge", "The first block it holds.", ("model",))
-SPAN_END = Metric("nesa_node_span_end", "gauge", "The block after its last one.", ("model",))
-WEIGHTS = Metric("nesa_node_weight_bytes", "gauge", "Memory of its weights.", ("model",))
+SPAN_START = Metric("nesa_node_span_start", "gauge", "First block of the node.", ("model",))
+SPAN_END = Metric("nesa_node_span_end", "gauge", "Block after the node's last one.", ("model",))
+WEIGHTS = Metric("nesa_node_weight_bytes", "gauge", "Memory of the node's weights.", ("model",))
 SPEED = Metric(
     "nesa_node_measured_tokens_per_second", "gauge",
-    "What it measured last: when it loaded its blocks, or since, when the machine had changed.",
+    "Last measured throughput: measured after loading, and when the machine's speed changed.",
     ("model", "phase"),
 )  # fmt: skip
 MOVES = Metric(
-    "nesa_moves_total", "counter", "Wishes that the node held other blocks, and what came of them.",
+    "nesa_moves_total", "counter", "Requests to move the node to another span, by outcome.",
     ("answer",),
 )  # fmt: skip
 REFUSED_STREAMS = Metric(
@@ -155,25 +155,25 @@ REFUSED_STREAMS = Metric(
     ("code",),
 )  # fmt: skip
 REFUSED_MESSAGES = Metric(
-    "nesa_refused_messages_total", "counter", "Messages of sessions that went on.", ("code",)
+    "nesa_refused_messages_total", "counter", "Messages refused in open sessions.", ("code",)
 )
 
 # The swarm, as a daemon or gateway sees it.
 INFO = Metric("nesa_info", "gauge", "Always 1.", ("role", "version", "peer_id"))
 WIRE = Metric(
-    "nesa_wire_bytes_total", "counter", "Bytes of hidden states, by how they were written.",
+    "nesa_wire_bytes_total", "counter", "Bytes of hidden states on the wire, by codec.",
     ("codec", "direction"),
 )  # fmt: skip
 ROUND_TRIP = Metric(
-    "nesa_hop_round_trip_seconds", "histogram", "A few bytes to another node and back.", (),
+    "nesa_hop_round_trip_seconds", "histogram", "Round-trip time of a ping to another node.", (),
     ROUND_TRIP_S,
 )  # fmt: skip
 UNANSWERED = Metric("nesa_pings_unanswered_total", "counter", "Nodes that did not answer a ping.")
 REFUSED_RECORDS = Metric(
     "nesa_refused_records_total", "counter",
-    "Records and notices of the DHT that were not believed or kept.", ("reason",),
+    "Records and notices of the DHT that were rejected.", ("reason",),
 )  # fmt: skip
-NODES = Metric("nesa_nodes", "gauge", "Nodes of a model that are known.", ("model", "state"))
+NODES = Metric("nesa_nodes", "gauge", "Known nodes of a model.", ("model", "state"))
 REPLICAS = Metric(
     "nesa_block_replicas", "gauge", "Nodes that serve a block. 0: a hole.", ("model", "block")
 )

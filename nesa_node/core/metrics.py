@@ -1,7 +1,7 @@
-"""What daemons and gateways tell Prometheus: the names, and who reads the values.
+"""Metrics of daemons and gateways: definitions, samples, and the sources that are scraped.
 
-Nothing here knows Prometheus' library. A source is called when somebody scrapes and reads what
-there is anyway; `web/metrics.py` writes down what the sources of a process say.
+Does not depend on a Prometheus library. A source is called on each scrape and reads existing
+state; `web/metrics.py` formats the samples.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ Kind = Literal["counter", "gauge", "histogram"]
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One name. `labels` have few values, and never such that a peer chooses."""
+    """Definition of a metric. Labels must have few values, none of them chosen by a peer."""
 
     name: str
     kind: Kind
     help: str
     labels: tuple[str, ...] = ()
     bounds: tuple[float, ...] = ()
-    """Of a histogram: the upper ends of its buckets."""
+    """Upper bounds of a histogram's buckets."""
 
     def tally(self) -> Tally:
-        """An empty one for this histogram."""
+        """An empty histogram with this metric's bounds."""
         assert self.kind == "histogram"
         return Tally(self.bounds)
 
 
 class Sample(NamedTuple):
-    """A value of a metric; `labels` are in the metric's order."""
+    """A metric's value for one combination of labels, which are in the metric's order."""
 
     metric: Metric
     labels: tuple[str, ...]
@@ -42,11 +42,12 @@ class Sample(NamedTuple):
 
 
 Source = Callable[[], Iterable[Sample]]
-"""Called in the event loop that serves the metrics; must not block."""
+"""Function that yields current samples. Called in the event loop of the metrics server; must not
+block."""
 
 
 class Sources:
-    """All that a process has to tell now. `version` is the program's."""
+    """Sources of samples of this process. `version` is the program's."""
 
     def __init__(self, version: str = "") -> None:
         self.version = version
@@ -54,7 +55,7 @@ class Sources:
 
     @contextmanager
     def adding(self, *sources: Source) -> Iterator[None]:
-        """Ask these, too, as long as the context lasts."""
+        """Register sources for the duration of the context."""
         self._sources += sources
         try:
             yield
@@ -63,10 +64,9 @@ class Sources:
                 self._sources.remove(source)
 
     def samples(self) -> list[Sample]:
-        """One for each metric and its labels.
+        """Collect one sample for each metric and labels.
 
-        Where several sources name the same, counters and histograms are added up; of gauges the
-        last counts.
+        Counters and histograms of several sources are added up; the last gauge wins.
         """
         merged: dict[tuple[str, tuple[str, ...]], Sample] = {}
         for source in tuple(self._sources):
@@ -89,10 +89,9 @@ def _joined(before: Sample | None, sample: Sample) -> Sample:
 
 
 def counted(metric: Metric, counts: Mapping[str, int], known: Iterable[str]) -> Iterator[Sample]:
-    """A counter by its last label: each of the `known` values, also at zero; the rest as "other".
+    """Samples of a counter with one label: one per `known` value, and "other" for the rest.
 
-    What is zero is told so that rates can be made of it from the first event on. For metrics with
-    one label.
+    Zeros are included, so that rates can be computed from the first event on.
     """
     counts, known = dict(counts), tuple(known)
     for value in known:

@@ -1,4 +1,4 @@
-"""Addresses of swarm members as people write them: multiaddresses, or `host:port`."""
+"""Parsing of peer addresses that users give: multiaddresses, or `host:port`."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _DIALLED = re.compile(
 _MAX_PORT = 65_535
 _MAX_NAME_CHARS = 253
 _MAX_LABEL_CHARS = 63
-"""Of a name in the DNS, and of its parts between dots (RFC 1035)."""
+"""Limits of a DNS name and of one label between its dots, in characters (RFC 1035)."""
 
 
 def as_multiaddress(text: str) -> str:
-    """`/ip4/192.0.2.7/tcp/31330` for `192.0.2.7:31330`, `/dns/...` for names; other text as it is.
+    """Convert `192.0.2.7:31330` to `/ip4/192.0.2.7/tcp/31330`, `name:port` to `/dns/...`.
 
-    IPv6 addresses stand in brackets.
+    IPv6 addresses are in brackets. Other text is returned unchanged.
     """
     found = _HOST_PORT.fullmatch(text)
     if found is None:
@@ -38,7 +38,7 @@ def as_multiaddress(text: str) -> str:
 
 
 def checked_address(text: str) -> str:
-    """As `as_multiaddress`. Raises `ConfigError` for what cannot be the address of a member."""
+    """Convert as `as_multiaddress`. Raises `ConfigError` for what cannot be a peer's address."""
     address = as_multiaddress(text)
     try:
         check_dialled(address)
@@ -53,13 +53,13 @@ def checked_address(text: str) -> str:
 
 
 def host_and_port(address: str) -> tuple[str, int] | None:
-    """Where to ask for the peer id of a TCP address that has none; None for any other address."""
+    """Host and port of a TCP address without a peer id; None for any other address."""
     found = _BARE_TCP.fullmatch(address)
     return None if found is None else (found["host"], int(found["port"]))
 
 
 def check_dialled(address: str) -> None:
-    """Raises `ValueError` for a multiaddress whose port or host name cannot exist."""
+    """Raise `ValueError` if the port or host name of a multiaddress cannot exist."""
     found = _DIALLED.fullmatch(address)
     if found is None:
         return

@@ -1,4 +1,4 @@
-"""A contiguous, half-open range of a model's blocks."""
+"""Span: a contiguous, half-open range of a model's blocks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Span:
 
 
 def split_evenly(num_blocks: int, parts: int) -> list[Span]:
-    """`parts` adjacent spans over all blocks, no two differing by more than one block."""
+    """Split all blocks into `parts` adjacent spans, with lengths that differ by at most one."""
     parts = min(parts, num_blocks)
     cuts = [num_blocks * part // parts for part in range(parts + 1)]
     return [Span(start, end) for start, end in pairwise(cuts)]

@@ -1,4 +1,4 @@
-"""A histogram without a lock or a library, for places where a microsecond counts."""
+"""Histogram without locks, for hot paths where a microsecond matters."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 
 class Tally:
-    """How many values were at most each of `bounds` (ascending), and what they sum up to.
+    """Histogram of values with ascending upper `bounds`, and their sum.
 
-    One thread at a time adds; any may read.
+    Only one thread at a time may add; any thread may read.
     """
 
     __slots__ = ("bounds", "counts", "sum")
@@ -17,7 +17,7 @@ class Tally:
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds = tuple(bounds)
         self.counts = [0] * (len(self.bounds) + 1)
-        """Between one bound and the next; the last one is of what exceeds all."""
+        """Values per bucket (not cumulative); the last bucket holds those above all bounds."""
         self.sum = 0.0
 
     def add(self, value: float, times: int = 1) -> None:
@@ -29,13 +29,13 @@ class Tally:
         return sum(self.counts)
 
     def copy(self) -> Tally:
-        """As it is now: what comes later changes one of the two only."""
+        """Independent copy."""
         copied = Tally(self.bounds)
         copied.counts, copied.sum = list(self.counts), self.sum
         return copied
 
     def __iadd__(self, other: Tally) -> Tally:
-        """Add all values of another one with the same bounds."""
+        """Add all values of another histogram with the same bounds."""
         assert self.bounds == other.bounds
         self.counts = [a + b for a, b in zip(self.counts, other.counts, strict=True)]
         self.sum += other.sum

@@ -1,7 +1,6 @@
-"""Traces: which parts of a request took how long, and where. Costs nothing where nobody traces.
+"""Distributed tracing of requests. Without a tracer it costs next to nothing.
 
-Like events of the log, spans go where the program's own go: to the tracer that `use` named, if any.
-What sends them is not known here (`cli/otel.py`).
+Spans go to the tracer set by `use`; `cli/otel.py` has the one that exports to OpenTelemetry.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ Attributes = Mapping[str, str | int | float | bool]
 
 @dataclass(frozen=True, slots=True)
 class TraceContext:
-    """A span that others, in other processes too, are part of."""
+    """Ids of a span that is the parent of other spans, also in other processes."""
 
     trace_id: bytes
     span_id: bytes
 
     @classmethod
     def parse(cls, data: bytes) -> TraceContext | None:
-        """What `bytes` made, or None: whoever sent it may have sent anything."""
+        """Parse the bytes of `__bytes__`, from an untrusted peer; None if malformed."""
         trace_id, span_id = data[:TRACE_BYTES], data[TRACE_BYTES:]
         if len(data) != CONTEXT_BYTES or not any(trace_id) or not any(span_id):
             return None
@@ -37,7 +36,7 @@ class TraceContext:
 
     @classmethod
     def parse_header(cls, text: str) -> TraceContext | None:
-        """A `traceparent` of the W3C that is to be recorded; None for anything else."""
+        """Parse a W3C `traceparent` header; None if malformed or not sampled."""
         matched = _TRACEPARENT.fullmatch(text)
         if matched is None or not int(matched[3], 16) & 1:
             return None
@@ -48,22 +47,22 @@ class TraceContext:
 
 
 class Span(Protocol):
-    """A part of a trace, from its start until it is ended."""
+    """Span of a trace: a timed operation, from its start to `end`."""
 
     @property
     def context(self) -> TraceContext | None:
-        """None where nobody traces."""
+        """Context for child spans; None without a tracer."""
         ...
 
     def set(self, attributes: Attributes) -> None: ...
 
     def end(self, *, at: float | None = None, error: str | None = None) -> None:
-        """Now, or `at` seconds since the epoch. Only the first call counts."""
+        """End the span now or `at` Unix seconds. Only the first call has an effect."""
         ...
 
 
 class Tracer(Protocol):
-    """Must not block, nor raise, nor keep more than a bounded number of spans."""
+    """Receiver of spans. Must not block or raise, and buffers a bounded number of spans."""
 
     def start(
         self,
@@ -74,7 +73,7 @@ class Tracer(Protocol):
     ) -> Span: ...
 
     def close(self) -> None:
-        """Send what is left; may take seconds."""
+        """Export the remaining spans; may take seconds."""
         ...
 
 
@@ -94,7 +93,7 @@ _current: ContextVar[TraceContext | None] = ContextVar("nesa_trace", default=Non
 
 
 def use(tracer: Tracer | None) -> None:
-    """Trace with it from now on; the one before is closed."""
+    """Set the process's tracer, None for no tracing; the previous one is closed."""
     global _tracer
     before, _tracer = _tracer, tracer
     if before is not None:
@@ -102,7 +101,7 @@ def use(tracer: Tracer | None) -> None:
 
 
 def current() -> TraceContext | None:
-    """The span that what this task does is part of."""
+    """Context of the current span of this task."""
     return _current.get()
 
 
@@ -113,7 +112,7 @@ def start(
     *,
     began_at: float | None = None,
 ) -> Span:
-    """A span that the caller ends; without a parent it begins a trace."""
+    """Start a span, which the caller ends; without a parent it starts a new trace."""
     if _tracer is None:
         return NO_SPAN
     return _tracer.start(name, parent, began_at, attributes)
@@ -121,7 +120,7 @@ def start(
 
 @contextmanager
 def within(span: Span) -> Iterator[Span]:
-    """End `span` with the context, in which others are part of it, and name an error in it."""
+    """Make `span` the current one, end it on exit, and record the type of an exception."""
     before = _current.set(span.context)
     try:
         yield span

@@ -1,4 +1,4 @@
-"""Files that a user names: `~` is a home folder, and what is read of one has a limit."""
+"""Files that users name: expansion of `~`, and reading with a size limit."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from nesa_node.core.errors import ConfigError
 
 
 def user_path(path: str | Path) -> Path:
-    """`path` with `~` and `~name` replaced. Raises `ConfigError` where there is no such home."""
+    """`path` with `~` and `~name` expanded. Raises `ConfigError` for an unknown home folder."""
     try:
         return Path(path).expanduser()
     except RuntimeError:
@@ -17,8 +17,9 @@ def user_path(path: str | Path) -> Path:
 
 
 def read_limited(path: Path, most_chars: int) -> str:
-    """The text of a UTF-8 file. Raises `OSError`, `UnicodeDecodeError`, and `ConfigError` where
-    there is more: a device or a pipe may have no end, whatever size the system tells.
+    """Read a UTF-8 file. Raises `OSError`, `UnicodeDecodeError`, and `ConfigError` if it is longer.
+
+    The limit applies while reading: devices and pipes report no size and may be endless.
     """
     with path.open(encoding="utf-8") as file:
         text = file.read(most_chars + 1)

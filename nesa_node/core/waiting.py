@@ -1,8 +1,8 @@
-"""What a session, a request or a command waits for now, for every surface that says so.
+"""Tracking of what a session, request or command currently waits for, to show it to users.
 
-Code that may wait opens a `waiting(...)` around it. The surface that shows waits (stderr, a stream
-of events, the dashboard's page) makes a `Waits`, lets the work run in its `current()`, and asks
-`slow()` whenever it likes. Context variables carry it into tasks and threads.
+Code that may wait opens a `waiting(...)` context. A user interface (stderr, an event stream, the
+dashboard) creates a `Waits`, runs the work in its `current()`, and polls `slow()`. Context
+variables carry the tracker into tasks and threads.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from nesa_node.core.ids import PeerId
 from nesa_node.core.span import Span
 
 SILENT_S = 2.0
-"""Waits are told once they have lasted so long."""
+"""Shortest wait that is shown, in seconds."""
 MAX_NAMED = 4
-"""Blocks and nodes that a text names; more are counted."""
+"""Most spans or nodes that a text names; the rest is counted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wait:
-    """One wait. Only our own words and what was checked to be a span or a peer id: no remote text.
+    """State of one wait. Holds no text from peers: only own words, spans and checked peer ids.
 
-    `since` is seconds since the epoch, `limit_s` counts from there; None where nothing bounds it.
+    `since` is in Unix seconds, `limit_s` counts from there; None without a limit.
     """
 
     what: str
-    """Follows "waiting for"."""
+    """Completes the phrase "waiting for ..."."""
     since: float
     blocks: tuple[Span, ...] = ()
     peers: tuple[PeerId, ...] = ()
@@ -38,11 +38,11 @@ class Wait:
 
     @property
     def subject(self) -> tuple[str, tuple[Span, ...], tuple[PeerId, ...]]:
-        """What tells it from another wait: its times change with every attempt."""
+        """Identity of a wait across attempts: all but its times."""
         return self.what, self.blocks, self.peers
 
     def text(self, now: float) -> str:
-        """`waiting for room: blocks 10:20, node …x, 4 s of at most 600 s`, on one line."""
+        """One line such as `waiting for room: blocks 10:20, node …x, 4 s of at most 600 s`."""
         waited_s = max(now - self.since, 0.0)
         details = [_named("blocks", "blocks", [str(span) for span in self.blocks])]
         details.append(_named("node", "nodes", [f"…{peer[-6:]}" for peer in self.peers]))
@@ -54,9 +54,9 @@ class Wait:
 
 
 class Waiting:
-    """An open wait, as long as its context lasts; changed by the code that waits.
+    """Context manager of an open wait, which the waiting code updates.
 
-    Each step of a session is one: it says what it is only where a surface asks.
+    Each step of a session opens one, so texts are made only when they are shown.
     """
 
     __slots__ = ("_clock", "_waits", "blocks", "limit_s", "peers", "since", "what")
@@ -79,7 +79,7 @@ class Waiting:
             self._waits.remove(self)
 
     def renew(self) -> None:
-        """Something came: the wait begins anew."""
+        """Restart the wait's time, after progress."""
         self.since = self._clock()
 
     def change(
@@ -90,7 +90,7 @@ class Waiting:
         peers: Sequence[PeerId] = (),
         left_s: float | None = None,
     ) -> None:
-        """It goes on, for something else, which may take `left_s` from now."""
+        """Change what is waited for; the new wait may take `left_s` from now."""
         self.what, self.blocks, self.peers = what, blocks, peers
         self.limit_s = None if left_s is None else self._clock() - self.since + left_s
 
@@ -105,9 +105,9 @@ class Waiting:
 
 
 class Waits:
-    """The open waits of one session, request or command. Safe for threads.
+    """Open waits of one session, request or command. Thread-safe.
 
-    With `outer`, that one has them, too.
+    Waits are also added to `outer`, the tracker of the enclosing work.
     """
 
     def __init__(
@@ -118,11 +118,11 @@ class Waits:
         # Appending, removing and copying are single operations of the interpreter: no lock.
         self._open: list[Waiting] = []
         self.failed: dict[PeerId, float] = {}
-        """Nodes that failed what waited for them, and when they did so last."""
+        """Nodes that failed during a wait, with the Unix time of their last failure."""
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """Waits that are opened in here, and in tasks and threads made in here, come to this."""
+        """Track waits opened in the context, and in tasks and threads started in it."""
         token = _CURRENT.set(self)
         try:
             yield
@@ -130,7 +130,7 @@ class Waits:
             _CURRENT.reset(token)
 
     def slow(self, after_s: float = SILENT_S) -> Wait | None:
-        """The youngest wait that has lasted `after_s`: the most exact that is worth telling."""
+        """The youngest (innermost, so most specific) wait that has lasted `after_s` or longer."""
         until = self.clock() - after_s
         slow = [each for each in list(self._open) if each.since <= until]
         return max(slow, key=lambda each: each.since).wait() if slow else None
@@ -155,12 +155,12 @@ _CURRENT: ContextVar[Waits | None] = ContextVar("waits", default=None)
 
 
 def current_waits() -> Waits | None:
-    """Where waits that are opened here come to."""
+    """Tracker of the current context."""
     return _CURRENT.get()
 
 
 def note_failure(peer: PeerId) -> None:
-    """Whatever is waited for here, `peer` failed to do it."""
+    """Record in the current tracker that `peer` failed."""
     waits = _CURRENT.get()
     if waits is not None:
         waits.note_failure(peer)
@@ -168,7 +168,7 @@ def note_failure(peer: PeerId) -> None:
 
 @contextmanager
 def unheard() -> Iterator[None]:
-    """Waits that are opened in here are told nowhere: work beside the session, which goes on."""
+    """Track no waits in the context: background work that does not hold up the session."""
     token = _CURRENT.set(None)
     try:
         yield
@@ -183,7 +183,7 @@ def waiting(
     peers: Sequence[PeerId] = (),
     limit_s: float | None = None,
 ) -> Waiting:
-    """A context around what may take long. `what` follows "waiting for", in our own words."""
+    """Context manager of something that may take long. `what` completes "waiting for ..."."""
     return Waiting(what, blocks, peers, limit_s)
 
 

@@ -58,4 +58,4 @@ def test_a_limit_for_gateways_is_told_to_be_no_limit_here(
 def test_help_says_that_sampling_is_no_setting(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(["generate", "--help"]) == 0
     said = " ".join(capsys.readouterr().out.replace("│", "").split())
-    assert "any of these settings, but not those of prompts and sampling" in said
+    assert "any of these settings, except those of prompts and sampling" in said

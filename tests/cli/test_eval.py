@@ -159,7 +159,7 @@ def test_more_parts_than_blocks_are_told(capsys: pytest.CaptureFixture[str]) -> 
 def test_weights_of_a_live_swarm_cannot_be_chosen(capsys: pytest.CaptureFixture[str]) -> None:
     peer = "/ip4/192.0.2.7/tcp/4001/p2p/12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
     assert run_command(["eval", "m", "--weights", "int8", "--initial-peers", peer]) == 2
-    assert "hold what they hold" in capsys.readouterr().err
+    assert "of a live swarm choose their weights" in capsys.readouterr().err
 
 
 def test_a_live_swarm_is_looked_for_as_by_other_commands(

@@ -83,7 +83,7 @@ def test_a_key_is_revoked_and_the_last_one_leaves_a_closed_door(
     assert f"revoked {made.id} (alice)" in told
     assert str(path) in told
     assert KeyStore(path).find(key) is None
-    assert "nobody may use the gateway" in say(capsys, "list")
+    assert "the gateway refuses all requests" in say(capsys, "list")
 
 
 def test_without_a_file_the_list_is_empty(path: Path, capsys: pytest.CaptureFixture[str]) -> None:

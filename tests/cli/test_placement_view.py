@@ -74,7 +74,7 @@ def test_a_swarm_without_a_chain_is_told_in_words(
     snapshot = _snapshot((0, 10), (0, 10))
     log.add(decided(NAME, Rebalancer().decide(snapshot), snapshot, epoch=7))
     text = _explain(capsys, NAME)
-    assert "because of blocks that nobody holds" in text
+    assert "because of unserved blocks" in text
     assert "no chain" in text
 
 

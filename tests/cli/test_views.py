@@ -66,7 +66,7 @@ def shown(records: list[NodeRecord], capsys: pytest.CaptureFixture[str]) -> str:
 def test_holes_are_named_and_visible_without_colour(capsys: pytest.CaptureFixture[str]) -> None:
     text = shown([record("a", (0, 3)), record("b", (2, 5))], capsys)
     assert "coverage  0 11211... 8" in text
-    assert "holes     5:8: nobody serves these blocks" in text
+    assert "holes     5:8: no node serves these blocks" in text
 
 
 def test_a_node_that_loads_is_shown_and_covers_nothing(capsys: pytest.CaptureFixture[str]) -> None:
@@ -78,7 +78,7 @@ def test_a_node_that_loads_is_shown_and_covers_nothing(capsys: pytest.CaptureFix
 def test_a_deep_model_fits_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     text = shown([record("a", (0, 99), num_blocks=100)], capsys)
     line = next(line for line in text.splitlines() if line.startswith("coverage"))
-    assert line == f"coverage  0 {'1' * 49}. 100  (the least of every 2 blocks)"
+    assert line == f"coverage  0 {'1' * 49}. 100  (minimum of every 2 blocks)"
 
 
 @pytest.mark.parametrize("name", ["[/bold]", "[link=http://x]y[/link]", ":boom:"])
@@ -136,7 +136,7 @@ def test_nodes_that_speak_of_another_number_of_blocks_are_left_out_and_counted(
     text = shown([*honest, *strangers], capsys)
     assert "8 blocks, 2 nodes" in text
     assert "holes     none" in text
-    assert "left out  2 more speak of another number of blocks than 8" in text
+    assert "left out  2 more nodes announce another number of blocks than 8" in text
 
 
 def test_json_tells_coverage_and_holes() -> None:
