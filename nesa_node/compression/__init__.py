@@ -1,4 +1,4 @@
-"""How tensors travel and rest."""
+"""Compression: tensors as bytes on the wire, exact or lossy."""
 
 if __name__ == "compression":
     # The checkout's root holds a link `compression -> nesa_node/compression`. With that root on

@@ -1,7 +1,8 @@
-"""A tensor as blocks of its last axis, so that a huge value spoils no other token's block.
+"""Quantization blocks: a tensor cut along its last axis, so that no block spans two tokens.
 
-Legend: R rows (the product of all axes but the last), D values of a row, K blocks of a row,
-B values of a block. The last block of a row may be shorter; it is padded with zeros.
+Legend: R rows (tokens; the product of all axes but the last), D channels (values of a row), K
+blocks of a row, N = R K blocks, B values of a block, C outlier channels. The last block of a row
+may be shorter; it is padded with zeros.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """How a shape is cut into blocks of `block` values; `of` makes it."""
+    """The division of a shape into blocks of `block` values."""
 
     rows: int
     width: int
@@ -25,7 +26,7 @@ class Blocks:
 
     @classmethod
     def of(cls, shape: Sequence[int], block: int) -> Self:
-        """A number is one row of one value."""
+        """The blocks of `shape`; a scalar is one row of one value."""
         width = shape[-1] if shape else 1
         return cls(rows=math.prod(shape[:-1]), width=width, block=block)
 
@@ -42,7 +43,7 @@ class Blocks:
         return self.per_row * self.block - self.width
 
     def split(self, values: Tensor) -> Tensor:
-        """Values of the shape, contiguous, as [R K, B]: a view where nothing has to be padded."""
+        """Contiguous values of the shape as [R K, B]: a view unless padded."""
         if not self.padding:
             return values.reshape(self.count, self.block)
         values_RD = values.reshape(self.rows, self.width)

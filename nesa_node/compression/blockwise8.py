@@ -1,11 +1,11 @@
-"""`blockwise8`: dynamic 8-bit blockwise quantization, as bitsandbytes does it.
+"""Codec `blockwise8`: dynamic 8-bit blockwise quantization, as in bitsandbytes.
 
 Dettmers, "8-Bit Approximations for Parallelism in Deep Learning" (arXiv 1511.04561), and Dettmers
-et al., "8-bit Optimizers via Block-wise Quantization" (arXiv 2110.02861). Here blocks end with the
-row, where bitsandbytes' run on into the next one, and the largest channels are kept in 16 bits
+et al., "8-bit Optimizers via Block-wise Quantization" (arXiv 2110.02861). Unlike in bitsandbytes,
+blocks end with the row, and the largest channels (outliers) are kept in 16 bits
 (`docs/decisions/016`).
 
-Legend: R rows (tokens), D channels, C channels set apart, K blocks of a row, N = R K blocks,
+Legend: R rows (tokens), D channels, C outlier channels, K blocks of a row, N = R K blocks,
 B values of a block.
 """
 
@@ -46,26 +46,25 @@ if TYPE_CHECKING:
 
 _DECADES = 7
 _WORST = 0.9 / 128 + 2.0**-14
-"""Half the largest distance of two neighbours in the map, and what bitsandbytes misses on the CPU.
-
-There it looks codes up in a table of 2^16 steps: next to halfway it can take the second best.
-"""
+"""Largest error relative to a block's largest |value|: half the largest step of the map, plus an
+error of bitsandbytes on the CPU, where a lookup table of 2^16 entries can return the second-nearest
+code."""
 _EACH = 64
-"""Channels for each one that is set apart."""
+"""Channels per outlier channel, at least."""
 
 
 @dataclass(frozen=True, slots=True)
 class Blockwise8:
     """value = `dynamic_map()[code]` * scale; the scale is the block's largest |value|.
 
-    Encoding imports bitsandbytes (seconds, once); decoding does without. `apart` channels are set
-    apart, but at most one in 64: there is no room for more in 0.54 of 16 bits.
+    Encoding imports bitsandbytes (seconds, once); decoding does not. `apart`: outlier channels, at
+    most one in 64, which keeps the payload within 0.54 of 16 bits per value.
 
-    Payload: a factor in float32, a power of two; the list of the C channels, rising, of 2 bytes
-    each (4 if D > 65,536); a float32 for each block's scale [N]; the upper bytes of what is set
-    apart / factor in float16 [R, C]; a byte for each value [R, D]: its code, or the lower byte of
-    what is set apart, which counts as zero in its block. Without any, there is no factor either,
-    and no value is too large.
+    Payload: a factor in float32, a power of two; the ascending list of the C outlier channels, 2
+    bytes each (4 if D > 65,536); each block's scale in float32 [N]; the upper bytes of the outliers
+    / factor in float16 [R, C]; a byte per value [R, D]: its code, or the lower byte of an outlier,
+    which counts as zero in its block. Without outliers there is no factor, and no value is too
+    large.
     """
 
     block: int = 64
@@ -122,9 +121,9 @@ class Blockwise8:
         return round_to(values_RD.reshape(meta.shape), DTYPES[meta.dtype])
 
     def error_bound(self, tensor: Tensor) -> Tensor:
-        """Set apart: |value| 2^-11 + factor 2^-25.
+        """Outliers: |value| 2^-11 + factor 2^-25.
 
-        Others: of a block the largest |value| times 0.9 / 128 + 2^-14, and 2^-100.
+        Remaining values: a block's largest |value| times (0.9 / 128 + 2^-14), plus 2^-100.
         """
         blocks = self._blocks(tensor.shape)
         values_RD = tensor.reshape(blocks.rows, blocks.width).float()
@@ -138,23 +137,23 @@ class Blockwise8:
         return rounded_bound(tensor, bound_RD.reshape(tensor.shape))
 
     def _blocks(self, shape: torch.Size | tuple[int, ...]) -> Blocks:
-        """Rows that are shorter than a block are one short block: nothing is padded."""
+        """The blocks of `shape`; rows shorter than a block are one short block without padding."""
         return Blocks.of(shape, min(self.block, shape[-1] if shape else 1))
 
     def _count(self, blocks: Blocks) -> int:
         return min(self.apart, blocks.width // _EACH)
 
     def _quantize(self, values_NB: Tensor) -> tuple[Tensor, Tensor]:
-        """float32 as scales [N], float32, and codes [N, B], uint8.
+        """Quantize float32 [N, B] to scales [N], float32, and codes [N, B], uint8.
 
         Raises `ProtocolError("not_finite")`.
         """
         require_finite(values_NB)
         count, width = values_NB.shape
         if width < self.block and not values_NB.is_cpu:
-            # Its CUDA kernels know few sizes of blocks; zeros change nothing.
+            # The CUDA kernels support few block sizes; zero padding does not change the scale.
             values_NB = torch.nn.functional.pad(values_NB, (0, self.block - width))
-        # What its `quantize_blockwise` calls, without a copy of the map in a state for each call.
+        # The operator below bitsandbytes' `quantize_blockwise`, which copies the map per call.
         codes, absmax_N = _operators().quantize_blockwise.default(
             values_NB, dynamic_map(values_NB.device), values_NB.shape[1]
         )
@@ -168,7 +167,7 @@ def _scales_start(blocks: Blocks, count: int) -> int:
 
 @functools.lru_cache(maxsize=8)
 def dynamic_map(device: torch.device) -> Tensor:
-    """[256] float32, rising: what each code stands for, as a part of the block's largest |value|.
+    """The value of each code relative to the block's largest |value|, float32 [256], ascending.
 
     Zero, one, and with both signs in each of seven decades i = 0..6: the centres of 2^i equal parts
     of [0.1, 1], times 10^(i-6). Equal to `bitsandbytes.functional.create_dynamic_map()`.
@@ -184,14 +183,14 @@ def dynamic_map(device: torch.device) -> Tensor:
 
 @functools.cache
 def _operators() -> Any:
-    """Its operators. The import takes seconds and some 100 MiB, so that only users pay for it."""
+    """bitsandbytes' operators, imported on first use: that takes seconds and about 100 MiB."""
     require_node("sending in blockwise8", "bitsandbytes")
-    # It tells everybody that a kernel for 4-bit weights, which is not used here, is not there.
+    # The import logs a warning about a missing kernel for 4-bit weights, which is not used here.
     noisy = logging.getLogger("bitsandbytes.backends.cpu.ops")
     level = noisy.level
     noisy.setLevel(logging.ERROR)
     try:
-        import bitsandbytes  # noqa: F401  (it registers them)
+        import bitsandbytes  # noqa: F401  (registers the operators)
     finally:
         noisy.setLevel(level)
     return torch.ops.bitsandbytes

@@ -1,4 +1,4 @@
-"""`bfloat16` and `float16`: the values rounded to 16 bits, little-endian, row-major."""
+"""Codecs `bfloat16` and `float16`: values rounded to 16 bits, little-endian, row-major."""
 
 from __future__ import annotations
 
@@ -26,9 +26,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Cast:
-    """Rounds to nearest, ties to even. Exact only for tensors that have the dtype already.
+    """`bfloat16` and `float16`: values rounded to nearest, ties to even.
 
-    A value that would become infinite is refused (`bad_tensor`): beyond 65,504 in float16, within
+    Exact only for tensors of the same dtype.
+
+    Values that would become infinite are refused (`bad_tensor`): beyond 65,504 in float16, within
     0.2 % of float32's largest in bfloat16.
     """
 
@@ -58,7 +60,7 @@ class Cast:
         return round_to(cast.float(), dtype).view(meta.shape)
 
     def error_bound(self, tensor: Tensor) -> Tensor:
-        """|value| 2^-8 in bfloat16, |value| 2^-11 + 2^-25 in float16; twice rounded at most."""
+        """|value| 2^-8 in bfloat16, |value| 2^-11 + 2^-25 in float16; at most two roundings."""
         if tensor.dtype == DTYPES[self.text]:
             return torch.zeros_like(tensor, dtype=torch.float64)
         zero = torch.zeros_like(tensor, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Which codec gets hidden states through a link soonest."""
+"""Choice of the codec with the shortest transfer time on a link."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 WORTH_IT = 0.9
-"""Something else than the plainest has to take less than this of its time: rates are estimates."""
+"""A codec is chosen over the plainest only below this share of its time: rates are estimates."""
 FAST_BYTES_PER_S = 50e6
-"""Nobody waits for a link like this: it carries more than machines compute."""
+"""Links of at least this rate get the plainest codec: compute is the bottleneck there."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What a codec takes on this machine, encoding and decoding together."""
+    """Costs of a codec on this machine, encoding and decoding together."""
 
     fixed_s: float
     per_byte_s: float
-    """Of the bytes of the tensor itself."""
+    """Seconds per byte of the unencoded tensor."""
     ratio: float
     """Bytes of the encoding per byte of the tensor."""
 
     def seconds(self, nbytes: int, rate_bytes_per_s: float) -> float:
-        """Until a tensor of so many bytes is at the other end of a link, but for its latency."""
+        """Seconds to encode, transmit and decode a tensor of `nbytes`, without link latency."""
         return self.fixed_s + nbytes * (self.per_byte_s + self.ratio / rate_bytes_per_s)
 
 
@@ -32,9 +32,9 @@ PLAIN_COST = Cost(0.0, 0.0, 1.0)
 def fastest(
     candidates: Sequence[str], nbytes: int, rate_bytes_per_s: float, costs: Mapping[str, Cost]
 ) -> str:
-    """The one that gets a tensor of `nbytes` there soonest.
+    """The codec with the shortest transfer of a tensor of `nbytes`.
 
-    `candidates`: the plainest first, which the others have to beat clearly.
+    `candidates`: the plainest first; any other must be faster by `WORTH_IT`.
     """
 
     if rate_bytes_per_s >= FAST_BYTES_PER_S:

@@ -1,4 +1,4 @@
-"""What every codec offers, and what all share: dtypes, finite values, rounding to a dtype."""
+"""The codec protocol, and functions shared by codecs: dtypes, finite values, rounding."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ DTYPE_NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.
 FLOAT16_MAX = 65504.0
 
 SMALLEST = 2.0**-100
-"""Blocks with no larger value become zeros: quotients of subnormal numbers would be too coarse."""
+"""Blocks with a smaller largest |value| become zeros: subnormal quotients are too coarse."""
 
 _BRIEF_BYTES = 16 * 1024
-"""Up to so many are copied rather than looked at with torch, of which a call takes 20 to 60 us with
+"""Tensors up to this size are copied and checked without torch, whose calls take 20 to 60 us with
 cold caches."""
 
 _NOT_FINITE: Mapping[torch.dtype, tuple[Any, int, int]] = {
@@ -36,7 +36,7 @@ _NOT_FINITE: Mapping[torch.dtype, tuple[Any, int, int]] = {
     torch.bfloat16: (np.uint16, 0x7FFF, 0x7F80),
     torch.float16: (np.uint16, 0x7FFF, 0x7C00),
 }
-"""An integer as wide, all bits but the sign, and the least of those that stand for no number."""
+"""Per dtype: integer type of the same width, mask without the sign, least bits of inf and NaN."""
 
 _ROUNDING: Mapping[torch.dtype, tuple[float, float]] = {
     torch.float32: (2.0**-24, 2.0**-150),
@@ -46,46 +46,46 @@ _ROUNDING: Mapping[torch.dtype, tuple[float, float]] = {
 
 
 class Codec(Protocol):
-    """One way to write a tensor's values as bytes.
+    """An encoding of a tensor's values as bytes.
 
     Decoding does the same elementwise float32 operations in the same order on every device, so that
-    all get the same values. Encoding is done where the tensor is.
+    the values are equal on all. Encoding runs on the tensor's device.
     """
 
     @property
     def text(self) -> str:
-        """Its name and parameters as they travel: `parse(text)` is this codec again."""
+        """Name and parameters on the wire; `parse(text)` returns an equal codec."""
         ...
 
     @property
     def exact(self) -> bool:
-        """Whether `decode` returns the very values that were encoded, whatever they are."""
+        """Whether `decode` returns the encoded values unchanged, for all tensors."""
         ...
 
     def nbytes(self, meta: TensorMeta) -> int:
-        """The payload's size. The shape is within bounds and not empty.
+        """The payload's size in bytes. The shape must be within bounds and not empty.
 
-        Raises `ProtocolError("bad_tensor")` for an announced size that cannot be.
+        Raises `ProtocolError("bad_tensor")` for an impossible announced size.
         """
         ...
 
     def encode(self, tensor: Tensor) -> memoryview:
-        """`tensor`: contiguous, not empty, of a dtype in `DTYPES`; not modified.
+        """Encode `tensor`, contiguous, not empty, of a dtype in `DTYPES`; it is not modified.
 
-        All but `none` raise `ProtocolError("not_finite")` for NaN and infinities, and
-        `ProtocolError("bad_tensor")` for values that they cannot write.
+        All codecs but `none` raise `ProtocolError("not_finite")` for NaN and infinities, and
+        `ProtocolError("bad_tensor")` for values outside their range.
         """
         ...
 
     def decode(self, meta: TensorMeta, data: memoryview, device: torch.device) -> Tensor:
-        """`data` has exactly `nbytes(meta)` bytes; the result has the meta's dtype and shape.
+        """Decode `data` of exactly `nbytes(meta)` bytes to a tensor of the meta's dtype and shape.
 
-        Raises `ProtocolError("bad_tensor")` for bytes that `encode` would not have written.
+        Raises `ProtocolError("bad_tensor")` for bytes that `encode` cannot have written.
         """
         ...
 
     def error_bound(self, tensor: Tensor) -> Tensor:
-        """For each value of a finite `tensor` that can be encoded, the largest |decoded - value|.
+        """Upper bound on |decoded - value| per value of a finite, encodable `tensor`.
 
         float64, of the tensor's shape. It includes the rounding to the tensor's dtype.
         """
@@ -93,23 +93,23 @@ class Codec(Protocol):
 
 
 def are_finite(values: bytes | bytearray | memoryview, dtype: torch.dtype) -> bool:
-    """Whether no value of these bytes, one at least, is NaN or infinite.
+    """Whether no value in these bytes (at least one value) is NaN or infinite.
 
-    With cold caches numpy takes 20 us for it, and torch more.
+    The first check is in pure Python: with cold caches numpy takes 20 us, and torch more.
     """
     if dtype is not torch.float16:
         ends = bytes(values)[dtype.itemsize - 1 :: dtype.itemsize]
-        # A sign and seven bits of the exponent. Values with all seven are beyond 1e38 at least.
+        # The upper byte: sign and seven exponent bits. All seven set means |value| > 1e38 or so.
         if 0x7F not in ends and 0xFF not in ends:
             return True
-    # Those have all bits of the exponent set, and no number has.
+    # inf and NaN have all exponent bits set, finite values do not.
     of_bits, without_sign, least = _NOT_FINITE[dtype]
     magnitudes = np.frombuffer(values, of_bits) & of_bits(without_sign)
     return bool(magnitudes.max() < least)
 
 
 def brief_bytes(tensor: Tensor) -> bytes | None:
-    """A copy of a tensor's bytes, if they are few, not none, and lie together on the CPU."""
+    """A copy of the bytes of a small, non-empty, contiguous CPU tensor, else None."""
     if 0 < tensor.nbytes <= _BRIEF_BYTES and tensor.is_cpu and tensor.is_contiguous():
         return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
     return None
@@ -120,23 +120,23 @@ def is_finite(tensor: Tensor) -> bool:
     brief = brief_bytes(tensor) if tensor.dtype in _NOT_FINITE else None
     if brief is not None:
         return are_finite(brief, tensor.dtype)
-    # On event loops, where `isfinite` would take 30 times as long. A sum is finite only if all
-    # values are; where it overflows the extremes tell: both are NaN if any value is.
+    # `isfinite` would take 30 times as long, on an event loop. A sum is finite only if all values
+    # are; if it overflows, the extremes decide: both are NaN if any value is.
     if math.isfinite(tensor.sum().item()):
         return True
     return all(math.isfinite(end.item()) for end in torch.aminmax(tensor))
 
 
 def require_finite(tensor: Tensor) -> None:
-    """`tensor`: the values, or maxima that are not finite if any value is not."""
+    """Raise `ProtocolError("not_finite")` if `tensor` holds NaN or infinite values."""
     if not is_finite(tensor):
         raise ProtocolError("not_finite", "the tensor holds NaN or infinite values")
 
 
 def round_to(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round float32 values to `dtype`, into what float16 can hold if that is asked for.
+    """Round float32 values to `dtype`; for float16 they are clamped to its range.
 
-    The original was finite in `dtype`, so an approximation beyond it only gets closer.
+    The original was finite in `dtype`, so that clamping an approximation reduces its error.
     """
     if dtype == torch.float16:
         values = values.clamp(-FLOAT16_MAX, FLOAT16_MAX)
@@ -144,7 +144,7 @@ def round_to(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def rounded_bound(tensor: Tensor, bound: Tensor) -> Tensor:
-    """`bound` on float32 values (float64), and what rounding these to `tensor`'s dtype adds.
+    """`bound` (float64) plus the error of rounding the decoded values to `tensor`'s dtype.
 
     Half a unit in the last place: |decoded| 2^-24, 2^-11 or 2^-8, or half the smallest number.
     """
@@ -153,17 +153,17 @@ def rounded_bound(tensor: Tensor, bound: Tensor) -> Tensor:
 
 
 def payload_of(*parts: Tensor) -> memoryview:
-    """The bytes of contiguous tensors, one after another, on the CPU."""
-    # Bytes of 16-bit floats are taken by way of integers: numpy has no bfloat16.
+    """The concatenated bytes of contiguous tensors, on the CPU."""
+    # 16-bit floats are viewed as bytes: numpy has no bfloat16.
     flat = [part.reshape(-1).view(torch.uint8).cpu() for part in parts]
     joined = flat[0] if len(flat) == 1 else torch.cat(flat)
     return joined.numpy().data
 
 
 def part_of(data: memoryview, start: int, count: int, dtype: torch.dtype) -> Tensor:
-    """`count` values that begin at byte `start`, on the CPU. Not to be written to.
+    """`count` values that begin at byte `start`, as a CPU tensor that shares memory with `data`.
 
-    `data` is writable, or `frombuffer` warns. Values need not be aligned.
+    Do not write to it. `data` must be writable, or `frombuffer` warns. Alignment is not needed.
     """
     if not count:
         return torch.empty(0, dtype=dtype)

@@ -1,10 +1,10 @@
-"""Which codecs there are, and what their texts in a description mean.
+"""Registry of codecs, and the parser of codec texts.
 
     none | bfloat16 | float16 | lossless
     blockwise8[:block[:apart]] | int8[:block[:apart]] | int4[:block[:share]]
 
-A name may be followed by `@` and the version of its format. Without, it is 1 in what travels
-(`parse`), and this node's own in what its user says (`expand`).
+A name may be followed by `@` and the version of its format. The default is version 1 on the wire
+(`parse`), and this node's version in user input (`expand`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _KEPT = 256
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Codecs of one name: how to make one, and the values that each parameter may have."""
+    """Codecs of one name: constructor, allowed values per parameter, format version."""
 
     make: Callable[..., Codec]
     parameters: tuple[frozenset[int], ...] = ()
@@ -51,7 +51,7 @@ FAMILIES: Mapping[str, Family] = {
     "none": Family(lambda: RAW),
     "bfloat16": _cast("bfloat16"),
     "float16": _cast("float16"),
-    # What bitsandbytes' CUDA kernels can do.
+    # Block sizes supported by bitsandbytes' CUDA kernels.
     "blockwise8": Family(Blockwise8, (_powers(64, 4096), frozenset(range(257))), version=2),
     "int8": Family(Int8, (_powers(8, 4096), frozenset(range(257))), version=2),
     "int4": Family(Int4, (_powers(4, 256), frozenset({0, *range(2, 4097)})), version=2),
@@ -60,7 +60,7 @@ FAMILIES: Mapping[str, Family] = {
 
 
 def expand(text: str) -> str:
-    """The text with all parameters, and with the version where it is not 1. Raises as `parse`."""
+    """The text with all parameters, and with the version if it is not 1. Raises as `parse`."""
     name, colon, parameters = text.partition(":")
     family = FAMILIES.get(name)
     if family is not None and family.version > 1:
@@ -68,13 +68,13 @@ def expand(text: str) -> str:
     return parse(name + colon + parameters).text
 
 
-# Peers choose the texts, so what is kept of them is bounded.
+# Peers choose the texts, so that the cache must be bounded.
 @functools.lru_cache(maxsize=_KEPT)
 def parse(text: str) -> Codec:
-    """The codec of a text. Parameters left out have their defaults.
+    """The codec of a text; omitted parameters have their defaults.
 
-    Raises `ProtocolError("bad_tensor")` for whatever is not in the table above, a version that this
-    node does not know, and parameters out of bounds.
+    Raises `ProtocolError("bad_tensor")` for unknown codecs and versions, and for parameters out of
+    bounds.
     """
     matched = _TEXT.fullmatch(text) if len(text) <= MAX_TEXT else None
     family = FAMILIES.get(matched[1]) if matched else None

@@ -1,4 +1,4 @@
-"""What a codec costs on this device, for whoever weighs it against the time that bytes take.
+"""Encoding and decoding times of codecs, as measured on this device.
 
 Legend: T tokens, D hidden.
 """
@@ -20,7 +20,7 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodecCost:
-    """Seconds for each message, and for each byte of its values before they are encoded."""
+    """Seconds per message, and per byte of its unencoded values."""
 
     encode_message_s: float
     encode_s_per_byte: float
@@ -28,7 +28,7 @@ class CodecCost:
     decode_s_per_byte: float
 
     def seconds(self, nbytes: int) -> float:
-        """To encode a message at one end and to decode it at the other, if they are alike."""
+        """Seconds to encode and decode a message, if sender and receiver are equally fast."""
         fixed_s = self.encode_message_s + self.decode_message_s
         return fixed_s + nbytes * (self.encode_s_per_byte + self.decode_s_per_byte)
 
@@ -41,10 +41,10 @@ def measure_cost(
     device: torch.device = _CPU,
     clock: Callable[[], float] = time.perf_counter,
 ) -> CodecCost:
-    """Time messages of one token and of 1 MiB: the best of five each, after one that is not timed.
+    """Time messages of one token and of 1 MiB: the best of five runs each, after a warm-up run.
 
-    Blocks for some milliseconds; `blockwise8` takes seconds the first time (its import). The values
-    are Gaussian with one huge channel, the same in every call. Raises `ProtocolError` as `encode`.
+    Blocks for milliseconds; `blockwise8` takes seconds the first time (its import). The values are
+    Gaussian with one huge channel, equal in every call. Raises `ProtocolError` as `encode`.
     """
     generator = torch.Generator().manual_seed(0)
     row_nbytes = hidden_size * dtype.itemsize
@@ -67,7 +67,7 @@ def measure_cost(
 
 
 def _best(hidden_TD: torch.Tensor, codec: str, clock: Callable[[], float]) -> tuple[float, float]:
-    """Seconds to encode and to decode; both end on a value that the processor has seen."""
+    """Least seconds to encode and to decode `hidden_TD`."""
     encode_s, decode_s = [], []
     for _ in range(_RUNS + 1):
         started = clock()

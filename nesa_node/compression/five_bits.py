@@ -1,6 +1,6 @@
-"""Codes of five bits as bytes: their low bits two to a byte, then the fifth ones eight to a byte.
+"""Packing of 5-bit codes: the low four bits two to a byte, then the fifth bits eight to a byte.
 
-Legend: n codes, M = ceil(n / 8) of them in each of eight parts.
+Legend: n codes, in eight parts of M = ceil(n / 8) codes each.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ def packed_nbytes(count: int) -> int:
 
 
 def pack(codes: Tensor) -> Tensor:
-    """uint8 [n] below 32 as uint8 [5 M].
+    """Pack uint8 [n] below 32 into uint8 [5 M].
 
-    Cut into parts 0 to 7 of M codes each (zeros fill up the last): the first 4 M bytes hold the
-    low bits of parts 0 to 3, and in their upper halves those of parts 4 to 7; bit k of the last M
-    holds the fifth bits of part k. So long rows are put together instead of neighbours.
+    The codes are cut into parts 0 to 7 of M codes each (the last is zero-padded). The first 4 M
+    bytes hold the low bits of parts 0 to 3, and in their upper halves those of parts 4 to 7; bit k
+    of the last M bytes holds the fifth bits of part k. So operations run on long rows.
     """
     parts_8M = torch.nn.functional.pad(codes, (0, -len(codes) % 8)).view(8, -1)
     low_4M = (parts_8M[:4] & _LOW) | (parts_8M[4:] << 4)
@@ -45,5 +45,5 @@ def unpack(packed: Tensor, count: int) -> Tensor:
 
 @functools.lru_cache(maxsize=8)
 def _places(device: torch.device) -> Tensor:
-    """[8, 1] uint8: 0 to 7."""
+    """The bit positions 0 to 7, uint8 [8, 1]."""
     return torch.arange(8, dtype=torch.uint8, device=device).view(8, 1)

@@ -1,4 +1,4 @@
-"""Hidden states on their way through a node: bytes that travel, or a tensor that torch computes.
+"""Hidden states in a node, as received bytes or as a torch tensor, converted on demand.
 
 T packed tokens, D hidden.
 """
@@ -24,22 +24,22 @@ from nesa_node.compression.tensors import TensorMeta
 
 
 class Range(NamedTuple):
-    """Bytes of a process's memory."""
+    """A range of this process's memory, in bytes."""
 
     address: int
     nbytes: int
 
     @classmethod
     def of(cls, tensor: Tensor) -> Range:
-        """Those of a contiguous tensor on the CPU, which the caller keeps."""
+        """The memory of a contiguous CPU tensor, which the caller must keep alive."""
         return cls(tensor.data_ptr(), tensor.nbytes)
 
 
 class HiddenStates:
-    """Values [T, D], as bytes and as a tensor, which on the CPU share their memory unless few.
+    """Values [T, D] as bytes and as a tensor, which share memory on the CPU unless small.
 
-    Whichever it was not made from is made when it is asked for. With cold caches either takes 20
-    us, as much as a small product; machine code asks for neither.
+    The missing form is made on demand: with cold caches either takes 20 us, as long as a small
+    matrix product. Compiled steps use `range` and need neither.
     """
 
     __slots__ = ("_payload", "_tensor_TD", "dtype", "meta", "nbytes")
@@ -50,7 +50,7 @@ class HiddenStates:
         payload: bytearray | memoryview | None = None,
         tensor_TD: Tensor | None = None,
     ) -> None:
-        """Of `payload`, not empty and of the size described, or of a contiguous `tensor_TD`."""
+        """Pass `payload`, not empty and of the size in `meta`, or a contiguous `tensor_TD`."""
         self.meta = meta
         self.dtype = DTYPES[meta.dtype]
         self.nbytes = math.prod(meta.shape) * self.dtype.itemsize
@@ -59,21 +59,21 @@ class HiddenStates:
 
     @classmethod
     def of(cls, tensor_TD: Tensor) -> HiddenStates:
-        """Those of a tensor on any device, which nobody may write to any more."""
+        """Hidden states of a tensor on any device; it must not be written to afterwards."""
         if tensor_TD.requires_grad or not tensor_TD.is_contiguous():
             tensor_TD = tensor_TD.detach().contiguous()
         return cls(_plain(tensor_TD.shape, tensor_TD.dtype), None, tensor_TD)
 
     @classmethod
     def room(cls, shape: tuple[int, ...], dtype: torch.dtype) -> HiddenStates:
-        """Zeros, to be written to before anybody else knows of them."""
+        """Zeros, which the caller fills before sharing the object."""
         return cls(_plain(shape, dtype), bytearray(math.prod(shape) * dtype.itemsize))
 
     @classmethod
     def received(
         cls, meta: TensorMeta, payload: bytearray | memoryview, *, max_bytes: int
     ) -> HiddenStates:
-        """What a peer sent, in whatever codec. Raises `ProtocolError` as `tensors.decode` does."""
+        """Decode and check a peer's payload. Raises `ProtocolError` as `tensors.decode` does."""
         if tensors.is_small(meta, payload):
             tensors.check_values(meta, payload, max_bytes=max_bytes)
             return cls(meta, payload)
@@ -92,7 +92,7 @@ class HiddenStates:
 
     @property
     def payload(self) -> bytearray | memoryview:
-        """As codec `none` writes them."""
+        """The values as encoded by codec `none`."""
         if self._payload is None:
             assert self._tensor_TD is not None
             brief = brief_bytes(self._tensor_TD)
@@ -111,7 +111,7 @@ class HiddenStates:
         return self._tensor_TD
 
     def range(self, start: int, end: int) -> Range:
-        """Where the tokens `start:end` lie on the CPU, for as long as this object lives."""
+        """The CPU memory of the tokens `start:end`, valid while this object lives."""
         row_bytes = self.nbytes // self.tokens
         if self._tensor_TD is not None:
             first = self._tensor_TD.data_ptr()

@@ -1,13 +1,14 @@
-"""`int4`: a third of 16 bits. Codes of four bits, a fifth that halves their error, a rotation.
+"""Codec `int4`: a third of 16 bits per value, by a Hadamard rotation and 5-bit codes.
 
-A few channels of a language model's hidden states are hundreds of times larger than the others,
-for all tokens: they are sent apart, in 16 bits. What is left of each block is rotated, which makes
-it nearly Gaussian whatever it was (as in QuaRot, arXiv 2404.00456), and rounded to 32 levels.
+A few channels of a language model's hidden states are hundreds of times larger than the rest, for
+all tokens; these outliers are kept in 16 bits. The rest of each block is rotated, which makes it
+nearly Gaussian (as in QuaRot, arXiv 2404.00456), and rounded to 32 levels.
 
-Four bits for each of 8 values and a scale of 8 bits would take as much room as five bits for each
-of 32 and one scale; their squared error is twice as large (`docs/decisions/009`).
+Four bits per value with an 8-bit scale per 8 values take as much space as five bits with a scale
+per 32 values, at twice the squared error (`docs/decisions/009`).
 
-Legend: R rows, D channels, K blocks of a row, N = R K blocks, B values of a block, C kept channels.
+Legend: R rows, D channels, K blocks of a row, N = R K blocks, B values of a block, C outlier
+channels.
 """
 
 from __future__ import annotations
@@ -29,28 +30,29 @@ if TYPE_CHECKING:
     from nesa_node.compression.tensors import TensorMeta
 
 _HALF = 16
-"""Levels of each sign: the odd multiples of a block's scale up to 31."""
+"""Levels per sign: the odd multiples of a block's scale up to 31."""
 _REACH = 1.04
-"""A block's scale is the nearest to 1/32 of its largest rotated |value| times this.
+"""A block's scale is the nearest code to its largest rotated |value| times this, over 32.
 
-Of the least squared error for hidden states. The largest may lie beyond the last level, and is then
-about as far off as values between two levels can be.
+Chosen for the least squared error on hidden states. The largest value may lie beyond the last
+level, with an error about that of values between two levels.
 """
 _WORST = 0.036
-"""How far off a rotated value can be, in parts of the largest of its block.
+"""Largest error of a rotated value, relative to the largest of its block.
 
 Between levels 1.04 2^(1/16) / 32 = 0.0340, beyond the last 1 - 1.04 2^(-1/16) 31/32 = 0.0352; the
-rest is for float32's rounding.
+rest is for float32 rounding.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Int4:
-    """Of the 16 bits of each value one in `share` is for the channels that are kept; 0: none.
+    """Rotated blocks in 5-bit codes, with outlier channels in float16.
 
-    These are the largest. Payload: a factor in float32, a power of two; the list of the C channels,
-    rising, of 2 bytes each (4 if D > 65,536); their values / factor [R, C] in float16; a byte for
-    each block's scale [N]; the codes [N, B] in five bits (`five_bits.py`).
+    `share`: one in `share` of the 16 bits per value is spent on outlier channels; 0 for none.
+    Payload: a factor in float32, a power of two; the ascending list of the C outlier channels, 2
+    bytes each (4 if D > 65,536); their values / factor [R, C] in float16; a byte for each block's
+    scale [N]; the codes [N, B] in five bits (`five_bits.py`).
     """
 
     block: int = 32
@@ -73,7 +75,7 @@ class Int4:
         channels_C = largest_channels(values_RD, self._count(blocks))
         rotated_NB = _rotated(blocks, values_RD, channels_C)
         scale_N1 = _scale_codes(rotated_NB, factor)
-        # Blocks that are lost are divided by infinity.
+        # Blocks with scale code 0 decode to zeros; dividing them by infinity avoids 0 / 0.
         step_N1 = scales_of(scale_N1.view(-1), 2 * _unit(factor)).view(-1, 1)
         each_N1 = step_N1.masked_fill_(scale_N1 == 0, torch.inf).reciprocal_()
         codes_NB = rotated_NB.mul_(each_N1).add_(_HALF).clamp_(0, 2 * _HALF - 1).to(torch.uint8)
@@ -94,7 +96,7 @@ class Int4:
         start += blocks.count
         packed = part_of(data, start, data.nbytes - start, torch.uint8).to(device)
         codes_NB = unpack(packed, blocks.count * blocks.block).view(blocks.count, blocks.block)
-        # Small odd numbers, of which any order of additions makes the same sums.
+        # Small odd integers: their sums are exact in any order of additions.
         levels_NB = codes_NB.float().mul_(2).sub_(2 * _HALF - 1)
         values_RD = blocks.join(hadamard(levels_NB).mul_(real_N.view(-1, 1)))
         if count := self._count(blocks):
@@ -105,11 +107,11 @@ class Int4:
         return round_to(values_RD.reshape(meta.shape), DTYPES[meta.dtype])
 
     def error_bound(self, tensor: Tensor) -> Tensor:
-        """Kept: |value| 2^-11 + factor 2^-25. Others: B times 0.036 of a block's largest rotated.
+        """Outliers: |value| 2^-11 + factor 2^-25. Rest: B times 0.036 of a block's largest rotated.
 
-        Each of the B rotated values that a value is the sum of is off by that; and by all of it,
-        where it is below 2^-31 of the tensor's largest |value|. Typical errors are a tenth of that:
-        they cancel.
+        A value is the sum of B rotated values, each with that error, or lost entirely if below
+        2^-31 of the tensor's largest |value|. Typical errors are a tenth of the bound, since they
+        cancel.
         """
         blocks = self._blocks(tensor.shape)
         values_RD = tensor.reshape(blocks.rows, blocks.width).float()
@@ -123,12 +125,12 @@ class Int4:
         return rounded_bound(tensor, bound_RD.reshape(tensor.shape))
 
     def _blocks(self, shape: torch.Size | tuple[int, ...]) -> Blocks:
-        """Rows shorter than a block are one block of the next power of two."""
+        """The blocks of `shape`; rows shorter than a block are padded to a power of two."""
         width = shape[-1] if shape else 1
         return Blocks.of(shape, min(self.block, 1 << (width - 1).bit_length()))
 
     def _count(self, blocks: Blocks) -> int:
-        """As many as list and values have room for; in few rows the list takes much of it."""
+        """Outlier channels that fit into their share of the payload, list included."""
         if not self.share:
             return 0
         entry = list_dtype(blocks.width).itemsize + 2 * blocks.rows
@@ -140,19 +142,19 @@ class Int4:
 
 
 def _unit(factor: float) -> float:
-    """The scale of code 255."""
+    """The scale that code 255 stands for."""
     return factor * 2.0**FACTOR_BITS / (2 * _HALF)
 
 
 def _rotated(blocks: Blocks, values_RD: Tensor, channels_C: Tensor) -> Tensor:
-    """[N, B]: the blocks without the kept channels, rotated and divided by B; a copy."""
+    """The blocks with outlier channels zeroed, rotated and divided by B, [N, B]; a copy."""
     if len(channels_C):
         values_RD = values_RD.index_fill(1, channels_C, 0)
     return hadamard(blocks.split(values_RD)).mul_(1 / blocks.block)
 
 
 def _scale_codes(rotated_NB: Tensor, factor: float) -> Tensor:
-    """[N, 1] uint8: the nearest eighth of an octave, 0 for blocks that are lost."""
+    """The scale codes, uint8 [N, 1]: the nearest eighth of an octave, 0 for blocks too small."""
     most_N1 = rotated_NB.abs().amax(-1, keepdim=True).mul_(_REACH)
     codes_N1 = eighths(most_N1, factor * 2.0**FACTOR_BITS).round_()
     return codes_N1.clamp_(0, LAST).to(torch.uint8)

@@ -1,11 +1,10 @@
-"""`int8`: integers from -127 to 127, a scale for each 16 of them, the largest channels in 16 bits.
+"""Codec `int8`: integers from -127 to 127 with a scale per 16 values, outliers in 16 bits.
 
-A few channels of a language model's hidden states are hundreds of times larger than the others.
-Eight bits with a scale for all of them lose more than all the other channels do, so that each gets
-a byte more; scales of one byte for few values take no more room than a float32 for many
-(`docs/decisions/016`).
+A few channels of a language model's hidden states are hundreds of times larger than the rest. In
+eight bits they would cause more error than all the rest, so that they get 16 bits; one-byte scales
+of small blocks take no more space than float32 scales of large ones (`docs/decisions/016`).
 
-Legend: R rows (tokens), D channels, C channels set apart, K blocks of a row, N = R K blocks,
+Legend: R rows (tokens), D channels, C outlier channels, K blocks of a row, N = R K blocks,
 B values of a block.
 """
 
@@ -38,13 +37,13 @@ _LEVELS = 127
 
 @dataclass(frozen=True, slots=True)
 class Int8:
-    """`apart` channels are set apart in rows of at least 16 times as many, none in shorter ones.
+    """value = signed integer * scale; the scale is the block's largest |value| / 127.
 
-    Others: value = signed integer * scale, the scale being the block's largest |value| / 127,
-    rounded up to an eighth of an octave. Payload: a factor in float32, a power of two; the list of
-    the C channels, rising, of 2 bytes each (4 if D > 65,536); a byte for each block's scale [N];
-    the upper bytes of what is set apart / factor in float16 [R, C]; a byte for each value [R, D]:
-    its integer, or the lower byte of what is set apart.
+    Scales are rounded up to an eighth of an octave. `apart`: outlier channels in rows of at least
+    16 times as many channels; shorter rows have none. Payload: a factor in float32, a power of two;
+    the ascending list of the C outlier channels, 2 bytes each (4 if D > 65,536); a byte for each
+    block's scale [N]; the upper bytes of the outliers / factor in float16 [R, C]; a byte per value
+    [R, D]: its integer, or the lower byte of an outlier.
     """
 
     block: int = 16
@@ -100,7 +99,7 @@ class Int8:
         return round_to(values_RD.reshape(meta.shape), DTYPES[meta.dtype])
 
     def error_bound(self, tensor: Tensor) -> Tensor:
-        """Set apart: |value| 2^-11 + factor 2^-25. Others: half a step, as no code is beyond 127.
+        """Outliers: |value| 2^-11 + factor 2^-25. Rest: half a step, as no code exceeds 127.
 
         A step is at most 2^(1/8) / 127 of the block's largest |value|, or that of scale code 1:
         2^-31.75 / 127 of the tensor's largest, rounded up to a power of two.
@@ -118,7 +117,7 @@ class Int8:
         return rounded_bound(tensor, bound_RD.reshape(tensor.shape))
 
     def _blocks(self, shape: torch.Size | tuple[int, ...]) -> Blocks:
-        """Rows that are shorter than a block are one short block: nothing is padded."""
+        """The blocks of `shape`; rows shorter than a block are one short block without padding."""
         return Blocks.of(shape, min(self.block, shape[-1] if shape else 1))
 
     def _count(self, blocks: Blocks) -> int:
@@ -126,12 +125,12 @@ class Int8:
 
 
 def _unit(factor: float) -> float:
-    """The scale of code 255."""
+    """The scale that code 255 stands for."""
     return factor * 2.0**FACTOR_BITS / _LEVELS
 
 
 def _scale_codes(values_NB: Tensor, factor: float) -> Tensor:
-    """[N, 1] uint8: rounded up, so that nothing lies beyond 127; at least 1, also for zeros."""
+    """The scale codes, uint8 [N, 1], at least 1; rounded up, so that no integer exceeds 127."""
     most_N1 = values_NB.abs().amax(-1, keepdim=True)
     codes_N1 = eighths(most_N1, factor * 2.0**FACTOR_BITS).ceil_()
     return codes_N1.clamp_(1, LAST).to(torch.uint8)

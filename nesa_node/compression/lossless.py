@@ -1,7 +1,7 @@
-"""`lossless`: the bytes of all values by significance, each such plane compressed by Zstandard.
+"""Codec `lossless`: byte planes of the values, each compressed by Zstandard.
 
-Signs and exponents of hidden states are alike, their last bits are noise; side by side neither can
-be compressed. For those who need identical tokens.
+A plane holds the bytes of equal significance of all values. Signs and exponents of hidden states
+are similar, the low bits are noise; interleaved, neither compresses. The tokens stay identical.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from nesa_node.compression.tensors import TensorMeta
 
 LEVEL = 1
-"""Of Zstandard: higher ones gain nothing on such bytes."""
+"""Zstandard compression level; higher ones gain nothing on such bytes."""
 MAX_VALUES = 2**32 - 1
 _LENGTH = struct.Struct("<I")
 _SMALLEST_WINDOW = 1024
@@ -32,18 +32,18 @@ _contexts = threading.local()
 
 @dataclass(frozen=True, slots=True)
 class Lossless:
-    """Payload: a plane for each byte of a value, the most significant first.
+    """Payload: one plane per byte of a value, the most significant first.
 
-    A plane is its length (4 bytes, little-endian) and that many bytes: as many as there are values,
-    and it is these bytes of the values; fewer, and it is one Zstandard frame of them that tells
-    their number. The size depends on the values, so the description says it (`TensorMeta.size`).
+    A plane is its length (4 bytes, little-endian) and that many bytes. If the length equals the
+    number of values, these are the plain bytes; if it is less, they are one Zstandard frame that
+    states its content size. The size depends on the values and is announced in `TensorMeta.size`.
     """
 
     text: ClassVar[str] = "lossless"
     exact: ClassVar[bool] = True
 
     def nbytes(self, meta: TensorMeta) -> int:
-        """What is announced; at most the values' own size and 4 bytes for each plane."""
+        """The announced size: at most the size of the values plus 4 bytes per plane."""
         values, planes = math.prod(meta.shape), DTYPES[meta.dtype].itemsize
         least, most = planes * _LENGTH.size, planes * (_LENGTH.size + values)
         if values > MAX_VALUES:
@@ -87,17 +87,17 @@ class Lossless:
         return torch.from_numpy(bytes_VP).view(dtype).view(meta.shape).to(device)
 
     def error_bound(self, tensor: Tensor) -> Tensor:
-        """Zeros."""
+        """Zeros, float64: the codec is exact."""
         return torch.zeros_like(tensor, dtype=torch.float64)
 
 
 def _decompressed(frame: memoryview, size: int) -> bytes:
-    """Exactly `size` bytes. Raises `ProtocolError`, before it takes memory for anything else."""
+    """The `size` bytes of a frame. Raises `ProtocolError` before allocating any other size."""
     import zstandard
 
     try:
         facts = zstandard.get_frame_parameters(frame)
-        # Whatever the frame announces would be allocated.
+        # The decompressor would allocate the size that the frame announces.
         if facts.content_size != size or facts.dict_id:
             raise ProtocolError("bad_tensor", "lossless: a plane of another size")
         if facts.window_size > max(2 * size, _SMALLEST_WINDOW):
@@ -111,7 +111,7 @@ def _decompressed(frame: memoryview, size: int) -> bytes:
 
 
 def _compressor() -> Any:
-    """This thread's own: contexts cannot be shared, and making one takes longer than using it."""
+    """The thread's compressor: contexts are not thread-safe, and slower to make than to use."""
     if not hasattr(_contexts, "compressor"):
         import zstandard
 

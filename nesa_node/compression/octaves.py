@@ -1,4 +1,4 @@
-"""Scales of one byte: eighths of an octave below the largest value of the tensor.
+"""One-byte scales of blocks: eighths of an octave below the largest value of the tensor.
 
 Legend: R rows, D channels, N blocks.
 """
@@ -17,14 +17,14 @@ OCTAVE = 8
 LAST = 255
 FACTOR_BITS = 15
 LARGEST = 2.0**100
-"""Larger values are refused: sums of them could overflow, and so could the largest, rounded."""
+"""Larger values are refused: sums of them, or the largest after rounding, could overflow."""
 
 
 def factor_of(values_RD: Tensor) -> float:
-    """A power of two: divided by it, the largest |value| lies in [2^14, 2^15), for float16.
+    """The power of two by which the largest |value| is scaled to [2^14, 2^15), for float16.
 
-    It is at least 2^-100. Raises `ProtocolError`: "not_finite", or "bad_tensor" for values beyond
-    2^100.
+    It is at least 2^-100. Raises `ProtocolError("not_finite")`, or `ProtocolError("bad_tensor")`
+    for values beyond 2^100.
     """
     ends = torch.stack(torch.aminmax(values_RD)).tolist()
     if not all(map(math.isfinite, ends)):
@@ -37,17 +37,17 @@ def factor_of(values_RD: Tensor) -> float:
 
 
 def eighths(absmax_N1: Tensor, largest: float) -> Tensor:
-    """As codes of scales, not rounded yet: 255 for `largest`, 8 less for a half. Overwritten."""
+    """Unrounded scale codes: 255 for `largest`, 8 less for its half. Overwrites `absmax_N1`."""
     return absmax_N1.mul_(1 / largest).log2_().mul_(OCTAVE).add_(LAST)
 
 
 def scales_of(codes_N: Tensor, unit: float) -> Tensor:
-    """What the codes s (uint8) stand for, float32 [N]: `unit` 2^((s - 255)/8); 0 for s = 0."""
+    """The scales of codes s (uint8), float32 [N]: `unit` 2^((s - 255)/8), or 0 for s = 0."""
     return _parts(codes_N.device).index_select(0, codes_N.int()).mul_(unit)
 
 
 @functools.lru_cache(maxsize=8)
 def _parts(device: torch.device) -> Tensor:
-    """[256] float32: the parts of a unit that scale codes stand for."""
+    """The scale of each code relative to the unit, float32 [256]."""
     values = [0.0, *(2.0 ** ((code - LAST) / OCTAVE) for code in range(1, LAST + 1))]
     return torch.tensor(values, dtype=torch.float32, device=device)

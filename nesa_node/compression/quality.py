@@ -1,6 +1,6 @@
-"""What a session lets compression do to its hidden states.
+"""Quality of a session: the codecs in which its hidden states may be sent.
 
-A quality is a floor: whoever sends may choose what is better, never what is worse. With "exact"
+A quality is a floor: a sender may use a codec of higher quality, never of lower. With "exact"
 nothing is compressed. Codecs are texts as in `TensorMeta.codec`, with all their parameters.
 """
 
@@ -13,22 +13,23 @@ from nesa_node.core.errors import ConfigError, ProtocolError
 from nesa_node.core.extras import is_installed
 
 EXACT = "exact"
-"""The tokens are those of no compression at all. What a session has that says nothing else."""
+"""The default quality: the tokens are the same as without compression."""
 
 _ALSO: Mapping[str, tuple[str, ...]] = {
     EXACT: ("none", "lossless"),
     "high": ("bfloat16", "int8@2:16:8", "blockwise8@2:64:8"),
     "balanced": ("int4@2:32:48",),
 }
-"""What each floor allows that a higher one does not."""
+"""Codecs that each floor allows in addition to those of higher floors."""
 
 FLOORS = tuple(_ALSO)
 _HEAVY = ("blockwise8@2:64:8",)
-"""Allowed, but never chosen: bitsandbytes takes memory and time to load, and it loses more."""
+"""Codecs that are accepted but never chosen: bitsandbytes takes memory and seconds to load, and
+`blockwise8` has a larger error."""
 
 
 def check_quality(quality: str) -> str:
-    """Return it, a codec with all its parameters. Raises `ConfigError` for anything else."""
+    """The quality, with all parameters if it is a codec. Raises `ConfigError` if unknown."""
     if quality in FLOORS:
         return quality
     try:
@@ -41,23 +42,23 @@ def check_quality(quality: str) -> str:
 
 
 def allows(quality: str, codec: str) -> bool:
-    """Whether hidden states of a session may travel so.
+    """Whether hidden states of a session with this quality may be sent in `codec`.
 
-    Raises `ProtocolError` for a codec that is unknown here.
+    Raises `ProtocolError` for an unknown codec.
     """
     return parse(codec).text in allowed(quality)
 
 
 def allowed(quality: str) -> tuple[str, ...]:
-    """All codecs, with their parameters, in which hidden states of a session may travel."""
+    """All codecs, with parameters, in which hidden states may be sent."""
     return _upto(quality) if quality in FLOORS else (*_ALSO[EXACT], quality)
 
 
 def candidates(quality: str, decodes: Collection[str]) -> tuple[str, ...]:
-    """What a sender may choose from for a receiver that decodes these, the plainest first.
+    """The codecs that a sender may choose from, the plainest first.
 
-    `decodes`: names without parameters, as of `codec_names`. A codec by name is used wherever it
-    can be; "none" always can.
+    `decodes`: names that the receiver decodes, as from `codec_names`. If the quality is a codec,
+    only that one is a candidate. Falls back to "none", which every peer decodes.
     """
     if quality == EXACT:
         return ("none",)
@@ -72,18 +73,18 @@ def candidates(quality: str, decodes: Collection[str]) -> tuple[str, ...]:
 
 
 def _encodes(codec: str) -> bool:
-    """All codecs are decoded everywhere; to encode one takes a package that may be missing."""
+    """Whether this process can encode `codec`: `blockwise8` needs bitsandbytes."""
     return not codec.startswith("blockwise8") or is_installed("bitsandbytes")
 
 
 def codec_names() -> tuple[str, ...]:
-    """All that this process decodes beside "none", with the versions of their formats."""
+    """Names of the codecs that this process decodes, without "none", with format versions."""
     names = (name_of(expand(name)) for name in FAMILIES)
     return tuple(name for name in names if name != "none")
 
 
 def name_of(codec: str) -> str:
-    """A codec's name without its parameters, with its version if that is not the first."""
+    """A codec's name without parameters, with its version if that is not 1."""
     return codec.partition(":")[0]
 
 

@@ -1,4 +1,4 @@
-"""`none`: the values themselves, little-endian, row-major."""
+"""Codecs that write values in a dtype, little-endian, row-major; `none` writes them unchanged."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RawCodec:
-    """Exact. The only one that does not look at the values when it encodes."""
+    """The exact codec; the only one that does not check values when encoding."""
 
     text: ClassVar[str] = "none"
     exact: ClassVar[bool] = True
@@ -26,7 +26,7 @@ class RawCodec:
         return math.prod(meta.shape) * DTYPES[meta.dtype].itemsize
 
     def encode(self, tensor: Tensor) -> memoryview:
-        # With cold caches a call into torch takes 20 us and more, so this makes one or two.
+        # A call into torch takes 20 us and more with cold caches, so few are made.
         if not tensor.is_cpu:
             tensor = tensor.cpu()
         plain = tensor.view(torch.int16) if tensor.dtype.itemsize == 2 else tensor
@@ -37,11 +37,11 @@ class RawCodec:
         dtype = DTYPES[meta.dtype]
         if not data.nbytes:
             return torch.empty(meta.shape, dtype=dtype, device=device)
-        # `frombuffer` shares memory and warns about buffers that cannot be written to.
+        # `frombuffer` shares memory and warns about read-only buffers.
         writable = bytearray(data) if data.readonly else data
         tensor = torch.frombuffer(writable, dtype=dtype).view(meta.shape)
         return tensor if device.type == "cpu" else tensor.to(device)
 
     def error_bound(self, tensor: Tensor) -> Tensor:
-        """Zeros."""
+        """Zeros, float64: the codec is exact."""
         return torch.zeros_like(tensor, dtype=torch.float64)

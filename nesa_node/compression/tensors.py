@@ -1,7 +1,7 @@
-"""Tensors as bytes on the wire: a small description and the encoded payload.
+"""Tensors on the wire: a small description (`TensorMeta`) and the encoded payload.
 
-The bytes come from peers, who may be hostile: `check` bounds a description before any memory is
-taken for its payload, and `decode` refuses whatever is not exactly what the description promises.
+The bytes come from untrusted peers: `check` bounds a description before memory is allocated for its
+payload, and `decode` refuses payloads that do not match their description.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ MAX_DIMS = 4
 MAX_DIM = 2**31 - 1
 MAX_NAME = 32
 SMALL_BYTES = 64 * 1024
-"""So many are looked at as they came, which takes longer for more of them."""
+"""Payloads of codec `none` up to this size are checked as bytes, which is slower above."""
 _CPU = torch.device("cpu")
 _NOT_FINITE = "the tensor holds NaN or infinite values"
 
 
 class TensorMeta(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Describes a payload. Nothing in it can be relied on before `check` accepted it."""
+    """Description of a payload; untrusted until accepted by `check`."""
 
     dtype: str
     shape: tuple[int, ...]
     codec: str = "none"
     size: int | msgspec.UnsetType = msgspec.UNSET
-    """Bytes of the payload, where the values decide: `lossless`. Else it is not on the wire."""
+    """Bytes of the payload if they depend on the values (`lossless`); else not on the wire."""
 
     @property
     def nbytes(self) -> int:
@@ -55,15 +55,15 @@ class TensorMeta(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def most_nbytes(self) -> int:
-        """Bytes of the payload or of the decoded tensor, whatever is more, as `check` bounds them.
+        """Bytes of the payload or of the decoded tensor, the larger, as bounded by `check`.
 
-        Raises `ProtocolError("bad_tensor")` as it does.
+        Raises `ProtocolError("bad_tensor")` as `check` does.
         """
         return max(self.nbytes, self.values_nbytes)
 
     @property
     def values_nbytes(self) -> int:
-        """Bytes of the decoded tensor, under the same condition."""
+        """Bytes of the decoded tensor. Raises `ProtocolError("bad_tensor")` as `check` does."""
         _codec_of(self)
         return RAW.nbytes(self)
 
@@ -72,9 +72,9 @@ def encode(tensor: Tensor, *, codec: str = "none") -> tuple[TensorMeta, memoryvi
     """Describe and encode a float32, float16 or bfloat16 tensor of at most `MAX_DIMS` dimensions.
 
     With `none` the view shares the memory of a contiguous CPU tensor and keeps it alive: do not
-    write to the tensor while the view is in use. Other tensors are copied. `none` does not look at
+    write to the tensor while the view is in use. Other tensors are copied. `none` does not check
     the values; other codecs raise `ProtocolError("not_finite")` for NaN and infinities, and
-    `ProtocolError("bad_tensor")` for values too large for them.
+    `ProtocolError("bad_tensor")` for values outside their range.
     """
     if sys.byteorder != "little":  # pragma: no cover
         raise ProtocolError("bad_tensor", "tensors travel little-endian; this machine is not")
@@ -93,10 +93,10 @@ def encode(tensor: Tensor, *, codec: str = "none") -> tuple[TensorMeta, memoryvi
 
 
 def check(meta: TensorMeta, *, max_bytes: int) -> int:
-    """Return the payload's size in bytes. Raises `ProtocolError("bad_tensor")`.
+    """The payload's size in bytes. Raises `ProtocolError("bad_tensor")`.
 
-    Call it before reading the payload: of an accepted description neither the payload nor the
-    decoded tensor takes more than `max_bytes`.
+    Call it before reading the payload: with an accepted description neither the payload nor the
+    decoded tensor exceeds `max_bytes`.
     """
     return _checked(_codec_of(meta), meta, max_bytes)
 
@@ -108,7 +108,7 @@ def decode(
     max_bytes: int,
     device: torch.device = _CPU,
 ) -> Tensor:
-    """Return the tensor that `encode` described, on `device`: the same values on every one.
+    """The tensor that `encode` described, on `device`, with the same values on every device.
 
     A writable `data` may become the tensor's memory (do not reuse it); a read-only one is copied.
     `max_bytes` bounds the payload and the tensor, as in `check`.
@@ -123,7 +123,7 @@ def decode(
     if codec is RAW:
         tensor = RAW.decode(meta, view, device)
     elif view.nbytes:
-        # torch warns about buffers that cannot be written to.
+        # torch warns about read-only buffers.
         view = memoryview(bytearray(view)) if view.readonly else view
         tensor = codec.decode(meta, view, device)
     else:
@@ -134,7 +134,7 @@ def decode(
 
 
 def is_small(meta: TensorMeta, data: bytes | bytearray | memoryview) -> bool:
-    """Whether these bytes, not none, are the values themselves, and few: for `check_values`."""
+    """Whether `data` is a small, non-empty payload of codec `none`, as `check_values` needs."""
     return meta.codec == RAW.text and 0 < len(data) <= SMALL_BYTES
 
 
@@ -146,9 +146,9 @@ def check_values(meta: TensorMeta, data: bytes | bytearray | memoryview, *, max_
 
 
 def error_bound(tensor: Tensor, *, codec: str) -> Tensor:
-    """For each value of a finite tensor, how far off it can be after `codec`: float64, its shape.
+    """Upper bound on |decoded - value| per value of a finite tensor, float64, of its shape.
 
-    Each codec's own `error_bound` has the formula. Raises `ProtocolError` where `encode` would.
+    Each codec's `error_bound` states the formula. Raises `ProtocolError` as `encode` does.
     """
     if not tensor.numel():
         return torch.zeros_like(tensor, dtype=torch.float64)
@@ -167,7 +167,7 @@ def _checked_size(meta: TensorMeta, got: int, max_bytes: int) -> Codec:
 
 def _checked(codec: Codec, meta: TensorMeta, max_bytes: int) -> int:
     nbytes = _nbytes(codec, meta)
-    # Few bytes can stand for a tensor of any size.
+    # A small payload can describe a large tensor, so that both are bounded.
     needed = nbytes if codec is RAW else max(nbytes, RAW.nbytes(meta))
     if needed > max_bytes:
         raise ProtocolError("bad_tensor", f"a tensor of {needed} bytes; at most {max_bytes} fit")

@@ -1,1 +1,1 @@
-"""How good a model's answers are, and what fewer bits for weights and wire cost them."""
+"""Evaluation: the quality lost by quantizing a model's weights and hidden states."""

@@ -1,4 +1,4 @@
-"""Cells of the table: how many bits the weights have, and the hidden states on their way."""
+"""Cells of the result table: one quantization of the weights, one codec of the wire."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from nesa_node.core.errors import ConfigError, ProtocolError
 WEIGHTS = ("none", "int8", "nf4")
 WIRE = ("none", "blockwise8@2:64:8", "int4@2:32:48")
 SERVED = "as served"
-"""Weights of a live swarm: what its nodes hold."""
+"""Name for the weights of a live swarm, as its nodes hold them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +28,9 @@ class Cell:
 
 
 def grid(weights: Iterable[str], wire: Iterable[str]) -> list[Cell]:
-    """All combinations, weights by weights; the first is what all are compared with.
+    """All combinations, grouped by weights; the first is the unquantized baseline.
 
-    That is no quantization of either, whether it is asked for or not.
+    The baseline is included even if it is not among the arguments.
     """
     baseline = "none"
     rows = list(dict.fromkeys(weights))
@@ -41,14 +41,14 @@ def grid(weights: Iterable[str], wire: Iterable[str]) -> list[Cell]:
 
 
 def check_weights(names: Sequence[str]) -> None:
-    """Raises `ConfigError` for a name that is none of `WEIGHTS`."""
+    """Raise `ConfigError` for a name that is not in `WEIGHTS`."""
     for name in names:
         if name not in WEIGHTS:
             raise ConfigError(f"--weights {name}: choose among {', '.join(WEIGHTS)}")
 
 
 def check_wire(names: Sequence[str], *, hidden_size: int) -> None:
-    """Raises `ConfigError` for a codec that is unknown or does not fit the model's hidden size."""
+    """Raise `ConfigError` for a codec that is unknown or does not fit the model's hidden size."""
     for name in names:
         family = name.partition(":")[0].partition("@")[0]
         if family not in FAMILIES:

@@ -1,4 +1,4 @@
-"""Multiple choice: which of some endings does the model find the most likely?"""
+"""Multiple-choice items and the model's accuracy on them, by likelihood of the endings."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LEAST_ITEMS = 2
 
 
 class Item(BaseModel):
-    """A context and its possible endings, of which `endings[label]` is the right one."""
+    """A context with possible endings, of which `endings[label]` is correct."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -42,7 +42,7 @@ class Item(BaseModel):
 def read_items(path: Path) -> tuple[Item, ...]:
     """Items from JSON lines `{"context": "...", "endings": ["...", "..."], "label": 0}`.
 
-    Raises `ConfigError`, with the line's number.
+    Raises `ConfigError`, with the line number for a bad line.
     """
     try:
         lines = read_limited(path, MAX_FILE_CHARS).splitlines()
@@ -67,7 +67,7 @@ def read_items(path: Path) -> tuple[Item, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Accuracy:
-    """The share p of n right answers; standard error sqrt(p (1 - p) / (n - 1))."""
+    """The share p of correct answers among n; standard error sqrt(p (1 - p) / (n - 1))."""
 
     right: tuple[bool, ...]
 
@@ -82,9 +82,9 @@ class Accuracy:
 
 @dataclass(frozen=True, slots=True)
 class ChoiceResult:
-    """`plain` takes the most likely ending, `normalised` the one with the most per character.
+    """Accuracies by total log-likelihood (`plain`) and per character (`normalised`).
 
-    They are lm-evaluation-harness's `acc` and `acc_norm`.
+    They equal `acc` and `acc_norm` of lm-evaluation-harness.
     """
 
     plain: Accuracy
@@ -96,7 +96,7 @@ def measure_choices(
     tokenizer: PreTrainedTokenizerBase,
     items: Sequence[Item],
 ) -> ChoiceResult:
-    """Answer all `items`: each ending follows its context after a space. Raises as `score` does."""
+    """Accuracy on `items`; endings follow their context after a space. Raises as `score` does."""
     queries = [
         encode_pair(tokenizer, item.context, f" {ending}", most_tokens=model.context_length)
         for item in items
@@ -112,7 +112,7 @@ def measure_choices(
 
 
 def _per_character(scores: Sequence[Scores], item: Item) -> list[float]:
-    # Characters, as the harness divides by; the space before an ending does not count.
+    # As in the harness, the space before an ending does not count.
     return [one.total / len(text) for one, text in zip(scores, item.endings, strict=True)]
 
 

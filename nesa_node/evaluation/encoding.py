@@ -1,4 +1,4 @@
-"""Text to token ids, split where a continuation begins."""
+"""Tokenization of texts, and of contexts with continuations to score."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from nesa_node.core.errors import ContextLengthError
 from nesa_node.evaluation.scoring import Query
 
 _CHARACTERS_PER_TOKEN = 16
+"""Characters tokenized per wanted token; the whole text is tokenized if that gives too few."""
 
 
 def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """All of `text`, with what the tokenizer itself puts before one (Llama 3: a token), once."""
-    # Without `verbose` it says nothing about texts that are longer than the model's context.
+    """The token ids of `text`, with the tokenizer's own prefix (Llama 3: a bos token) once."""
+    # `verbose=False` suppresses the warning about texts longer than the model's context.
     begun = bool(tokenizer.bos_token) and text.startswith(str(tokenizer.bos_token))
     encoded: Any = tokenizer(text, add_special_tokens=not begun, verbose=False)
     return list(encoded["input_ids"])
 
 
 def first_tokens(tokenizer: PreTrainedTokenizerBase, text: str, count: int) -> list[int]:
-    """The first `count` tokens of `text`, or fewer where it has no more."""
+    """The first `count` tokens of `text`, or all if it has fewer."""
     ids = encode_text(tokenizer, text[: count * _CHARACTERS_PER_TOKEN])
     if len(ids) < count:
         ids = encode_text(tokenizer, text)
@@ -31,13 +32,13 @@ def first_tokens(tokenizer: PreTrainedTokenizerBase, text: str, count: int) -> l
 def encode_pair(
     tokenizer: PreTrainedTokenizerBase, context: str, continuation: str, *, most_tokens: int
 ) -> Query:
-    """Score `continuation` after `context`, tokenized as one text.
+    """A query that scores `continuation` after `context`, tokenized as one text.
 
-    As in lm-evaluation-harness: white space at the context's end counts as the continuation's,
-    whose tokens are those beyond the context's own number of tokens. An empty context is one
-    beginning-of-text token (end-of-text, where the model has none). What exceeds `most_tokens` is
-    cut off at the beginning; the last token is not fed and not counted.
-    Raises `ContextLengthError` where the continuation alone exceeds it.
+    As in lm-evaluation-harness, white space at the end of the context belongs to the continuation,
+    and the continuation's tokens are those beyond the number of tokens of the context alone. An
+    empty context is one beginning-of-text token (end-of-text if the model has none). Texts beyond
+    `most_tokens` are truncated on the left; the last token is not fed and not counted. Raises
+    `ContextLengthError` if the continuation alone exceeds `most_tokens`.
     """
     if context.strip():
         kept = context.rstrip()
@@ -49,12 +50,12 @@ def encode_pair(
         scored = len(ids) - 1
     if scored > most_tokens:
         raise ContextLengthError(f"{scored} tokens to score; the model holds {most_tokens}")
-    # Tokens may join over the seam; one that the continuation ends in is always its own.
+    # A token may span context and continuation; at least the last token is scored.
     return Query(ids[-most_tokens - 1 :], max(scored, 1))
 
 
 def prefix_token(tokenizer: PreTrainedTokenizerBase) -> int:
-    """What stands before a text that nothing precedes."""
+    """The token before a text without context: bos, else eos, else 0."""
     for token in (tokenizer.bos_token_id, tokenizer.eos_token_id):
         if isinstance(token, int):
             return token

@@ -1,6 +1,6 @@
-"""lm-evaluation-harness over a distributed model, so that its tasks run against a swarm.
+"""Adapter of lm-evaluation-harness to distributed models.
 
-The harness is optional (`pip install 'nesa-node[eval]'`); only this file imports it.
+The harness is optional (`pip install 'nesa-node[eval]'`); this module imports it at the top.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ except ImportError as missing:
     ) from missing
 
 NEW_TOKENS = 256
-"""Of an answer to a task that does not say how long it may be."""
+"""Most new tokens of an answer if the task sets no limit."""
 
 
 class HarnessModel(LM):
-    """What the harness asks of a model. Its requests are computed in their order.
+    """A distributed model as an `LM` of the harness. Requests are computed in order.
 
-    Texts are tokenized as its own `HFLM` does, and cut at the beginning where they are longer than
-    `max_length` (by default the model's context).
+    Texts are tokenized as in the harness's `HFLM`, and truncated on the left to `max_length` (by
+    default the model's context).
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class HarnessModel(LM):
         )
 
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
-        """For each `(context, continuation)` its log-likelihood, and whether it is greedy's."""
+        """Log-likelihood of each `(context, continuation)`, and whether it is the greedy one."""
         queries = [
             encode_pair(self._tokenizer, *request.args, most_tokens=self.max_length)
             for request in requests
@@ -75,7 +75,7 @@ class HarnessModel(LM):
         return answers
 
     def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
-        """The log-likelihood of each whole text, in windows of `max_length` tokens."""
+        """Log-likelihood of each whole text, in windows of `max_length` tokens."""
         texts = [
             rolling_queries(
                 encode_text(self._tokenizer, request.args[0]),
@@ -91,7 +91,7 @@ class HarnessModel(LM):
         return totals
 
     def generate_until(self, requests: Sequence[Any]) -> list[str]:
-        """Each `(context, options)` continued until one of `options["until"]`, without it."""
+        """Continuation of each `(context, options)`, up to the first of `options["until"]`."""
         answers = []
         for request in requests:
             context, options = request.args
@@ -128,7 +128,11 @@ class HarnessModel(LM):
 
 
 class _Stops(StoppingCriteria):
-    """transformers' own wants tokenizers whose tokens it can take apart into letters."""
+    """Stops when the decoded text contains a stop text.
+
+    The stop criterion of transformers needs the characters of each token, which some tokenizers do
+    not provide.
+    """
 
     def __init__(self, model: HarnessModel, prompt: int, stops: Sequence[str]) -> None:
         self._model = model

@@ -1,4 +1,4 @@
-"""Multiple-choice items out of running text: a passage's own ending among those of others."""
+"""Multiple-choice items generated from running text: endings of other passages are wrong."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def generate_items(
     ending_words: int = ENDING_WORDS,
     endings: int = ENDINGS,
 ) -> tuple[Item, ...]:
-    """`count` items from passages of `text` that do not overlap.
+    """`count` items from non-overlapping passages of `text`.
 
-    Each passage begins with a sentence; its first `context_words` words are the context, the next
-    `ending_words` the right ending. The wrong ones are those of other passages, as many words long,
-    so that length tells nothing. Labels are as even as they can be. The same arguments give the
-    same items. Raises `ConfigError` where the text has too few passages.
+    Each passage begins at a sentence; its first `context_words` words are the context, the next
+    `ending_words` the correct ending. Wrong endings are those of other passages, of equal length in
+    words. Labels are evenly distributed. The same arguments give the same items. Raises
+    `ConfigError` if the text has too few passages.
     """
     passages = _passages(text.split(), context_words, ending_words)
     distinct = list(dict.fromkeys(ending for _, ending in passages))
@@ -42,7 +42,7 @@ def generate_items(
     rng.shuffle(labels)
     items = []
     for (context, real), label in zip(rng.sample(passages, count), labels, strict=True):
-        # One more than needed, since the real one may be among them.
+        # One more than needed, since the correct one may be among them.
         drawn = rng.sample(distinct, endings)
         wrong = [ending for ending in drawn if ending != real][: endings - 1]
         choices = (*wrong[:label], real, *wrong[label:])
@@ -51,7 +51,7 @@ def generate_items(
 
 
 def count_room(text: str) -> int:
-    """How many items `generate_items` can make of `text`, each as long as by default."""
+    """The number of items that `generate_items` can make of `text` at the default lengths."""
     passages = _passages(text.split(), CONTEXT_WORDS, ENDING_WORDS)
     return len(passages) if len({ending for _, ending in passages}) >= ENDINGS else 0
 

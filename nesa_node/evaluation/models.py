@@ -1,4 +1,4 @@
-"""A model for each cell of the table, run by this process as a swarm would run it."""
+"""Models for the cells of the table, run in this process with a swarm's code path."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from nesa_node.evaluation.cells import Cell
 
 
 class LocalModels:
-    """`nodes` spans of the blocks, in memory with one kind of weights at a time.
+    """The blocks as `nodes` spans, in memory with one quantization of the weights at a time.
 
-    The ends, which clients hold, always have `dtype`.
+    Embedding and head, which clients hold, always have `dtype`.
     """
 
     def __init__(
@@ -37,9 +37,9 @@ class LocalModels:
 
     @contextmanager
     def open(self, cell: Cell) -> Iterator[DistributedModelForCausalLM]:
-        """The model with this cell's weights and wire. Close one before the next is opened.
+        """The model with the cell's weights and wire codec; close it before opening the next.
 
-        Raises what `load_blocks` raises.
+        Raises as `load_blocks` does.
         """
         connection = LocalConnection(self._load(cell.weights), codec=cell.wire)
 
@@ -57,7 +57,7 @@ class LocalModels:
 
     def _load(self, weights: str) -> list[Blocks]:
         if weights != self._weights:
-            # The old ones go first: two models need not fit.
+            # Freed before loading, since memory may not suffice for two models.
             self._parts, self._weights = [], None
             options: dict[str, Any] = {} if weights == "none" else {"quant_type": weights}
             self._parts = [

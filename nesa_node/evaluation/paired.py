@@ -1,7 +1,7 @@
-"""Does a run differ from another one over the same texts and items, or is it chance?
+"""Paired significance tests of two runs over the same texts and items.
 
-The same items are easy or hard for both runs, so their differences are far less uncertain than the
-two results themselves.
+Items are easy or hard for both runs alike, so that the differences are far less uncertain than the
+two results.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class PairedMean:
-    """Mean of the differences, its standard error, and the two-sided p-value of a paired t test."""
+    """Mean of the differences, its standard error, and the two-sided p-value of a paired t-test."""
 
     mean: float
     standard_error: float
@@ -21,7 +21,7 @@ class PairedMean:
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
-    """The mean of at least two values, and its standard error s / sqrt(n)."""
+    """The mean of at least two values and its standard error s / sqrt(n); else `ValueError`."""
     count = len(values)
     if count < 2:
         raise ValueError("a standard error needs at least two values")
@@ -31,7 +31,7 @@ def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
 
 
 def paired_t(values: Sequence[float], baseline: Sequence[float]) -> PairedMean:
-    """Compare values of the same things in two runs; equal runs have p = 1."""
+    """Paired t-test of the same items in two runs; identical runs have p = 1."""
     mean, error = mean_and_error([a - b for a, b in zip(values, baseline, strict=True)])
     if error == 0:
         return PairedMean(mean, 0.0, 1.0 if mean == 0 else 0.0)
@@ -39,10 +39,10 @@ def paired_t(values: Sequence[float], baseline: Sequence[float]) -> PairedMean:
 
 
 def student_t(t: float, degrees: int) -> float:
-    """P(|T| >= |t|) of Student's distribution with a whole number of degrees of freedom.
+    """P(|T| >= |t|) of Student's t-distribution with an integer number of degrees of freedom.
 
-    The finite sums of Abramowitz and Stegun, 26.7.3 and 26.7.4; they are subtracted from 1, so that
-    what is below 1e-13 is rounding.
+    The finite sums of Abramowitz and Stegun, 26.7.3 and 26.7.4, subtracted from 1, so that results
+    below 1e-13 are rounding errors.
     """
     if degrees < 1:
         raise ValueError("a t test needs at least one degree of freedom")
@@ -61,10 +61,10 @@ def student_t(t: float, degrees: int) -> float:
 
 
 def mcnemar(right: Sequence[bool], baseline: Sequence[bool]) -> float:
-    """McNemar's exact test: the two-sided p-value of two runs' right and wrong answers.
+    """McNemar's exact test: the two-sided p-value for correct and wrong answers of two runs.
 
-    Of the n items that only one run has right, the lesser side has k; were the runs alike, each
-    would be a fair coin's: p = min(1, 2 sum_{i <= k} C(n, i) / 2^n).
+    Of n items that only one run has correct, k go to the run with fewer; under the null hypothesis
+    each is a fair coin flip: p = min(1, 2 sum_{i <= k} C(n, i) / 2^n).
     """
     pairs = list(zip(right, baseline, strict=True))
     gained = sum(mine and not other for mine, other in pairs)

@@ -1,4 +1,4 @@
-"""Perplexity of a text: each token is predicted once, from a window of the tokens before it.
+"""Perplexity of a text, with each token predicted once from a window of the tokens before it.
 
 N scored tokens.
 """
@@ -19,7 +19,8 @@ from nesa_node.evaluation.paired import mean_and_error
 from nesa_node.evaluation.scoring import Query, score
 
 BLOCK_TOKENS = 64
-"""Surprises of neighbouring tokens go together; those of blocks of so many hardly do."""
+"""Tokens per block for the standard error: losses of neighbouring tokens are correlated, those of
+such blocks hardly."""
 LEAST_TOKENS = 2 * BLOCK_TOKENS + 1
 
 
@@ -28,9 +29,9 @@ class Perplexity:
     """exp(m) of the mean negative log-likelihood m over all scored tokens.
 
     Standard error: the tokens are cut into consecutive blocks of about `BLOCK_TOKENS`; with s the
-    standard deviation of the k blocks' means, m is uncertain by s / sqrt(k), and exp(m) by
-    exp(m) s / sqrt(k) (delta method). That is the uncertainty of another text of this kind and
-    length, and too small where blocks depend on one another.
+    standard deviation of the k block means, the error of m is s / sqrt(k), and that of exp(m) is
+    exp(m) s / sqrt(k) (delta method). It refers to other texts of this kind and length, and is too
+    small if blocks are correlated.
     """
 
     tokens: int
@@ -39,7 +40,7 @@ class Perplexity:
 
     @classmethod
     def of(cls, nll_N: Tensor) -> Perplexity:
-        """From the negative log-likelihoods in the order of the text, at least two blocks."""
+        """From negative log-likelihoods [N] in text order; `ValueError` below two blocks."""
         tokens = len(nll_N)
         blocks = tokens // BLOCK_TOKENS
         if blocks < 2:
@@ -60,9 +61,9 @@ class Perplexity:
 def window_queries(ids: Sequence[int], *, context: int, stride: int) -> list[Query]:
     """Cut `ids` into overlapping windows of `context` tokens, `stride` apart.
 
-    The first scores all its tokens but the first, which nothing precedes; each later one its last
-    `stride` (the last window perhaps fewer), from at least `context - stride` tokens before.
-    Raises `ConfigError` for a stride that leaves tokens out.
+    The first window scores all its tokens but the first, which has no context; each later window
+    its last `stride` (the last one possibly fewer), given at least `context - stride` tokens.
+    Raises `ConfigError` for a stride that skips tokens.
     """
     if not 1 <= stride < context:
         raise ConfigError(f"--stride {stride} must be at least 1 and below --context {context}")
@@ -83,10 +84,10 @@ def measure_perplexity(
 
 
 def rolling_queries(ids: Sequence[int], *, first: int, context: int) -> list[Query]:
-    """All of `ids` scored once, as lm-evaluation-harness does: in windows that do not overlap.
+    """Queries that score each of `ids` once in disjoint windows, as lm-evaluation-harness does.
 
-    The first begins with the token `first`; each later one with the last token before it. The last
-    one reaches back, so that it too feeds `context` tokens.
+    The first window begins with the token `first`; each later one with the last token before it.
+    The last window is extended to the left, so that it too feeds `context` tokens.
     """
     told = [first, *ids]
     queries, done = [], 1

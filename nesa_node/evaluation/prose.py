@@ -1,11 +1,11 @@
-"""The running text of a page of HTML."""
+"""Paragraphs of an HTML page."""
 
 from __future__ import annotations
 
 from html.parser import HTMLParser
 
 LEAST_WORDS = 8
-"""Shorter blocks are headings, captions and links."""
+"""Least words of a paragraph; shorter blocks are headings, captions and links."""
 
 _SKIPPED = frozenset({"head", "script", "style", "nav", "pre", "svg", "template"})
 _BLOCK_TAGS = (
@@ -51,9 +51,9 @@ class _Prose(HTMLParser):
 
 
 def prose(html: str) -> list[str]:
-    """Its paragraphs in order, each on one line: without code, navigation and headings.
+    """The paragraphs of a page in order, each on one line, without code, navigation and headings.
 
-    Whatever is not well-formed is read as browsers would, roughly: no input is an error.
+    Malformed HTML is parsed leniently; no input raises an error.
     """
     parser = _Prose()
     parser.feed(html)

@@ -1,4 +1,4 @@
-"""The table as text for people and as JSON for programs."""
+"""The result table as text and as JSON."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ from nesa_node.evaluation.choices import Accuracy
 from nesa_node.evaluation.rows import Change, Row, compare
 
 PIPE_WIDTH = 120
+"""Columns of the table if the output is not a terminal."""
 _PACKAGES = ("nesa-node", "torch", "transformers")
 
 
 def print_rows(rows: Sequence[Row], *, title: str, unquantized: str, out: TextIO) -> None:
-    """The rows as a table, the first of them the baseline.
+    """Print the rows as a table; the first is the baseline.
 
-    `unquantized` is what to call weights that are not quantized: their data type.
+    `unquantized`: label of weights that are not quantized, their data type.
     """
     console = Console(file=out, width=None if out.isatty() else PIPE_WIDTH)
     table = Table(title=title, title_justify="left")
@@ -41,7 +42,7 @@ def print_rows(rows: Sequence[Row], *, title: str, unquantized: str, out: TextIO
 
 
 def write_rows(rows: Sequence[Row], path: Path, *, options: Mapping[str, object]) -> None:
-    """An array with one object per line: a row, with everything that is to be known of it.
+    """Write a JSON array with one object per row and line, with options and machine.
 
     Raises `OSError`.
     """
@@ -56,7 +57,7 @@ def write_rows(rows: Sequence[Row], path: Path, *, options: Mapping[str, object]
 
 
 def to_json(row: Row, change: Change) -> dict[str, Any]:
-    """A row with its change, and what others need for paired tests of their own."""
+    """A row with its change, and the values per item that further paired tests need."""
     told: dict[str, Any] = {
         "weights": row.cell.weights,
         "wire": row.cell.wire,

@@ -1,4 +1,4 @@
-"""The table's rows: each cell's results, and how they differ from the baseline's."""
+"""Rows of the result table: the results of each cell, compared with the baseline."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OpenModel = Callable[[Cell], AbstractContextManager[DistributedModelForCausalLM]
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What every cell is measured on. Without ids, items or tasks that measure is left out."""
+    """Data on which every cell is measured; measures without ids, items or tasks are skipped."""
 
     ids: Sequence[int]
     context: int
@@ -42,7 +42,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A row against the baseline, each with the p-value of its paired test.
+    """Changes of a row against the baseline, with the p-values of paired tests.
 
     `perplexity` is the relative change exp(d) - 1, where d is the mean difference of the blocks'
     negative log-likelihoods; its error is (1 + change) times that of d. Accuracies: McNemar's test.
@@ -62,13 +62,13 @@ def measure(
     cells: Sequence[Cell],
     sample: Sample,
 ) -> Iterator[Row]:
-    """One row after another, in the order of `cells`. Raises what models and sessions raise."""
+    """Measure the cells in order, one row each. Raises as models and sessions do."""
     for cell in cells:
         started = time.perf_counter()
         perplexity, choices = None, None
         tasks: Mapping[str, TaskResult] = {}
         with open_model(cell) as model:
-            # First, since their data may be missing.
+            # Tasks run first, so that missing datasets fail early.
             if sample.tasks is not None:
                 tasks = sample.tasks.measure(model, tokenizer)
             if sample.ids:

@@ -1,6 +1,6 @@
-"""Log-likelihoods of tokens by way of a session: what every measure is made of.
+"""Log-likelihoods of tokens, computed through a session; the basis of all measures.
 
-S scored tokens of a row, T those of all rows, R some of these, D hidden, V vocabulary.
+S scored tokens of a row, T of all rows, R of one chunk of logits, D hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -15,14 +15,17 @@ from nesa_node.client.causal_lm import DistributedModelForCausalLM
 from nesa_node.client.ends import Ends
 
 BATCH_TOKENS = 2048
-"""Of all rows that run together, unless one row alone has more."""
+"""Most tokens of a batch over all its rows, unless a single row has more."""
 LOGIT_ROWS = 256
-"""Logits are computed for so many tokens at a time: a vocabulary has 50,000 of them and more."""
+"""Tokens per chunk of logits, which bounds memory: a vocabulary has 50,000 entries and more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """How likely are the last `scored` of `ids`, given the ones before?"""
+    """A query for the likelihood of the last `scored` of `ids`, given those before.
+
+    Raises `ValueError` unless 0 < `scored` < len(`ids`).
+    """
 
     ids: Sequence[int]
     scored: int
@@ -33,7 +36,7 @@ class Query:
 
     @property
     def prefix(self) -> Sequence[int]:
-        """What is fed before the first token whose output counts."""
+        """Tokens fed before the first one whose output is used."""
         return self.ids[: -self.scored - 1]
 
     @property
@@ -44,7 +47,7 @@ class Query:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """`log_likelihoods_S` in nats, float64, on the CPU."""
+    """Scores of one query; `log_likelihoods_S` in nats, float64, on the CPU."""
 
     log_likelihoods_S: Tensor
     greedy: bool
@@ -61,11 +64,10 @@ def score(
     *,
     batch_tokens: int = BATCH_TOKENS,
 ) -> Iterator[Scores]:
-    """Answer `queries` in their order, as many of them at once as `batch_tokens` lets.
+    """Score `queries` in order, in batches of at most `batch_tokens`.
 
-    Neighbours with the same prefix run it once, if it is long enough to be worth a copy. Logits are
-    taken to float32 before they are normalised. Raises what sessions raise, `ContextLengthError`
-    first of all.
+    Queries of a batch that share a prefix run it once, if it is long enough to be worth a copy.
+    Logits are normalised in float32. Raises as sessions do, `ContextLengthError` first.
     """
     batch: list[Query] = []
     for query in queries:
@@ -102,7 +104,7 @@ def _score_batch(model: DistributedModelForCausalLM, queries: Sequence[Query]) -
 
 
 def _likelihoods(ends: Ends, hidden_TD: Tensor, targets_T: Tensor) -> tuple[Tensor, Tensor]:
-    """log p of each target after each hidden state, and whether it is the likeliest token."""
+    """Log-likelihood of each target after its hidden state, [T], and whether it is the argmax."""
     likelihoods, greedy = [], []
     for start in range(0, len(targets_T), LOGIT_ROWS):
         rows_RD = hidden_TD[start : start + LOGIT_ROWS]

@@ -1,4 +1,4 @@
-"""Tasks of lm-evaluation-harness, item by item, so that runs can be compared in pairs."""
+"""Tasks of lm-evaluation-harness with results per item, for paired tests between runs."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ TABLE_1 = (
     "bigbench_disambiguation_qa_multiple_choice",
     "bigbench_logical_deduction_multiple_choice",
 )
-"""What the Nesa paper's table 1 measures."""
+"""The tasks of table 1 of the Nesa paper."""
 
 _PREFERRED = ("acc_norm", "acc", "exact_match")
 
 
 @dataclass(frozen=True, slots=True)
 class TaskResult:
-    """One figure per item, of the metric that the table shows: `acc_norm` before `acc`."""
+    """One value per item of the reported metric: `acc_norm`, else `acc`, else `exact_match`."""
 
     metric: str
     values: tuple[float, ...]
@@ -39,11 +39,11 @@ class TaskResult:
 
     @property
     def standard_error(self) -> float:
-        """s / sqrt(n), which is what the harness states for means."""
+        """s / sqrt(n), as the harness states for means."""
         return mean_and_error(self.values)[1]
 
     def p_value(self, baseline: TaskResult) -> float:
-        """McNemar's test where items are right or wrong, a paired t test otherwise."""
+        """McNemar's test if all values are 0 or 1, else a paired t-test."""
         if set(self.values) | set(baseline.values) <= {0.0, 1.0}:
             return mcnemar(
                 [value == 1 for value in self.values], [value == 1 for value in baseline.values]
@@ -52,12 +52,12 @@ class TaskResult:
 
 
 class Tasks:
-    """The named tasks; datasets come from the hub, unless a task of one's own names local files."""
+    """Named tasks of the harness; datasets come from the hub, unless a task names local files."""
 
     def __init__(
         self, names: Sequence[str], *, folder: Path | None = None, limit: int | None = None
     ) -> None:
-        """`folder` holds YAML files of tasks of one's own, `limit` is how many items of each count.
+        """`folder`: YAML files of further tasks. `limit`: most items per task.
 
         Raises `UnsupportedFeatureError` without the harness, `ConfigError` for an unknown name.
         """
@@ -67,12 +67,12 @@ class Tasks:
         self._names = tuple(names)
         self._limit = limit
         own = None if folder is None else str(folder)
-        # The harness reads thousands of files to know its own.
+        # The harness reads thousands of files to index its own tasks: only if needed.
         self._manager: Any = own and TaskManager(include_path=own, include_defaults=False)
         if not own or self._unknown():
             self._manager = TaskManager(include_path=own)
         if unknown := self._unknown():
-            raise ConfigError(f"--tasks {unknown[0]}: the harness knows no such task")
+            raise ConfigError(f"--tasks {unknown[0]}: lm-evaluation-harness has no such task")
 
     def _unknown(self) -> list[str]:
         return [name for name in self._names if not self._manager.match_tasks([name])]
@@ -80,7 +80,7 @@ class Tasks:
     def measure(
         self, model: DistributedModelForCausalLM, tokenizer: PreTrainedTokenizerBase
     ) -> dict[str, TaskResult]:
-        """Run them all. Raises what sessions raise, and `ConfigError` where data cannot be had."""
+        """Run the tasks. Raises as sessions do, and `ConfigError` if a dataset is unavailable."""
         from lm_eval import simple_evaluate
 
         from nesa_node.evaluation.harness import HarnessModel
@@ -95,18 +95,18 @@ class Tasks:
             )
         except OSError as error:
             reason = " ".join(str(error).split())
-            raise ConfigError(f"--tasks: their data cannot be had: {reason}") from error
+            raise ConfigError(f"--tasks: a dataset cannot be loaded: {reason}") from error
         return {name: _result(name, items) for name, items in told["samples"].items()}
 
 
 @functools.cache
 def require_harness() -> None:
-    """Raises `UnsupportedFeatureError` where lm-evaluation-harness is not installed."""
+    """Raise `UnsupportedFeatureError` if lm-evaluation-harness is not installed."""
     import nesa_node.evaluation.harness  # noqa: F401
 
 
 def _result(name: str, items: Sequence[Mapping[str, Any]]) -> TaskResult:
-    # One entry per item and filter; the first filter is the one that leaves answers as they are.
+    # There is one entry per item and filter; the first filter does not change answers.
     first = items[0].get("filter")
     own = sorted(
         (item for item in items if item.get("filter") == first), key=lambda item: item["doc_id"]

@@ -1,4 +1,4 @@
-"""Texts to evaluate on: files, and two books that Debian packages."""
+"""Texts for evaluation: files, and two books packaged by Debian."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _HTML = frozenset({".html", ".htm", ".xhtml"})
 
 
 def default_text() -> str:
-    """The name of an installed book. Raises `ConfigError` where there is none."""
+    """The name of an installed book. Raises `ConfigError` if there is none."""
     if HANDBOOK_FOLDER.is_dir():
         return HANDBOOK
     if shutil.which(_BIBLE_COMMAND):
@@ -33,9 +33,9 @@ def default_text() -> str:
 
 
 def read_text(source: str) -> str:
-    """The text of a file (of HTML its paragraphs), or of `debian-handbook` or `bible-kjv`.
+    """The text of a file (the paragraphs of HTML), or of `debian-handbook` or `bible-kjv`.
 
-    A file of that name comes first. Raises `ConfigError`.
+    A file takes precedence over a book of the same name. Raises `ConfigError`.
     """
     path = user_path(source)
     if not path.exists():
@@ -48,13 +48,13 @@ def read_text(source: str) -> str:
     if path.suffix.lower() in _HTML:
         text = "\n\n".join(prose(text))
     if not text.strip():
-        raise ConfigError(f"--text {source}: there is no text in it")
+        raise ConfigError(f"--text {source}: the file has no text")
     return text
 
 
 def _handbook(folder: Path) -> str:
     pages = sorted(folder.glob("*.html"))
-    # The index would repeat every heading.
+    # The index only repeats headings.
     blocks = [block for page in pages if page.stem != "index" for block in prose(_read_file(page))]
     if not blocks:
         raise ConfigError(f"--text {HANDBOOK}: not installed: apt-get install {HANDBOOK}")
@@ -74,7 +74,7 @@ def _bible() -> str:
         raise ConfigError(f"--text {BIBLE}: not installed: apt-get install {BIBLE}") from error
     except (subprocess.SubprocessError, UnicodeDecodeError) as error:
         raise ConfigError(f"--text {BIBLE}: the command `bible` failed ({error})") from error
-    # With -f each verse is a line that begins with its place, `Ge1:1`.
+    # With -f each line is a verse after its reference, such as `Ge1:1`.
     return re.sub(r"^\S+:\d+ ", "", told.stdout, flags=re.MULTILINE)
 
 

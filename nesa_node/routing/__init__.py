@@ -1,1 +1,1 @@
-"""Who runs what for a session: chains of nodes, and which nodes to avoid."""
+"""Routing: the chain of nodes that a session uses, and penalties for nodes that failed."""

@@ -1,4 +1,4 @@
-"""Peers that failed lately, and how much longer a chain through them seems for a while."""
+"""Decaying penalties for peers that failed recently."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _NEGLIGIBLE_S = 1e-3
 
 
 class Avoidance:
-    """A penalty in seconds per peer that every failure raises and time halves.
+    """Per-peer penalties in seconds: raised by each failure, halved every `half_life_s`.
 
-    It is never a ban: where a failed peer is the only one with a block, a chain still goes through
-    it. `clock` returns seconds and never goes back (`time.monotonic`).
+    A penalty is not a ban: a chain still goes through a failed peer that alone holds a block.
+    `clock` returns monotonic seconds (`time.monotonic`).
     """
 
     def __init__(
@@ -34,19 +34,19 @@ class Avoidance:
         self._penalties: dict[PeerId, tuple[float, float]] = {}
 
     def failed(self, peer: PeerId) -> None:
-        """Remember one failure of `peer`; repeated ones add up to `max_penalty_s`."""
+        """Record one failure of `peer`; repeated failures add up to at most `max_penalty_s`."""
         penalty_s = min(self.penalty(peer) + self._failure_s, self._max_penalty_s)
         self._penalties[peer] = (penalty_s, self._clock())
         if len(self._penalties) > _MAX_PEERS:
             self._forget_smallest()
 
     def succeeded(self, peer: PeerId) -> None:
-        """Forget what `peer` did before."""
+        """Drop the penalty of `peer`."""
         self._penalties.pop(peer, None)
 
     def penalty(self, peer: PeerId) -> float:
         """Seconds to add to the cost of a hop through `peer`; 0 for a peer that never failed."""
-        # Planners ask in threads of their own, while the event loop forgets peers.
+        # Planner threads read while the event loop removes entries.
         found = self._penalties.get(peer)
         if found is None:
             return 0.0

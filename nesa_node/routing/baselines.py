@@ -1,4 +1,4 @@
-"""What strategies are measured against: the paper's rule as printed, Petals' rule, and chance."""
+"""Baseline strategies: the paper's rule as printed, Petals' rule, and random choice."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _LEAST_LOAD = 0.01
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Printed:
-    """Eq. 18 as it is printed: the next node is the one with the least::
+    """Eq. 18 as printed: the next node minimises::
 
         sum over all earlier j of (D / B + L)^gamma + (G / C)^beta + (1 / (R + 1))^alpha
 
-    with G the spare memory, C the load, R = 1 - uptime. `greedy.py` says what is wrong with it.
+    with G the spare memory, C the load, R = 1 - uptime. `greedy.py` lists its errors.
     """
 
     gamma: float = 1.0
@@ -28,7 +28,10 @@ class Printed:
     alpha: float = 1.0
 
     def choose(self, problem: Problem) -> Chain:
-        """Each node runs its span to the end. Raises `MissingBlocksError`."""
+        """The chain by the printed rule; each node runs its span to the end.
+
+        Raises `MissingBlocksError`.
+        """
 
         def pick(chain: Chain, nodes: Ints) -> int:
             terms = self._terms(problem, chain, nodes)
@@ -37,7 +40,7 @@ class Printed:
         return _follow(problem, pick)
 
     def terms(self, problem: Problem, chain: Chain) -> dict[str, float]:
-        """Summed over the visits."""
+        """The rule's three terms, each summed over the visits."""
         sums = {"transfer": 0.0, "load": 0.0, "reliability": 0.0}
         for at, visit in enumerate(chain):
             node = np.array([visit.node])
@@ -57,9 +60,9 @@ class Printed:
 
 
 def petals_chain(problem: Problem) -> Chain:
-    """The shortest path that leaves nodes only where their spans end, as Petals' clients do.
+    """The shortest path that leaves nodes only at the end of their spans, as Petals clients do.
 
-    Such a path cannot return. Raises `MissingBlocksError`.
+    Such a path visits no node twice. Raises `MissingBlocksError`.
     """
     if problem.num_blocks == 0:
         return ()
@@ -71,12 +74,12 @@ def petals_chain(problem: Problem) -> Chain:
 
 
 def random_chain(problem: Problem, rng: np.random.Generator) -> Chain:
-    """Any holder of the next block, to its span's end. Raises `MissingBlocksError`."""
+    """A random holder of each next block, to the end of its span. Raises `MissingBlocksError`."""
     return _follow(problem, lambda _, nodes: int(rng.integers(len(nodes))))
 
 
 def _follow(problem: Problem, pick: Callable[[Chain, Ints], int]) -> Chain:
-    """`pick` says which of the nodes that hold the next block comes next, by its place."""
+    """Extend a chain to the last block; `pick` returns an index into the holders of the next."""
     holds_BN = held(problem)
     chain: Chain = ()
     block = 0

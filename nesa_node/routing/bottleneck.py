@@ -1,9 +1,9 @@
-"""The chain whose slowest node is fastest: what bounds a pipeline that is kept full.
+"""The chain with the smallest bottleneck: it has the highest throughput as a full pipeline.
 
-N nodes, B blocks. A node's *seconds per token* are what its visits and blocks take, all of its
-visits together; the bottleneck is the largest of any node in the chain. A program over (block,
-node) that forgets the sum where a path returns comes out below the true optimum. So chains return
-to no node here, as in live sessions, and bounds let nodes return but count their blocks.
+N nodes, B blocks. A node's *seconds per token* are the sum over all its visits and blocks; the
+bottleneck is the largest of any node in the chain. A dynamic program over (block, node) that loses
+this sum when a path revisits a node would come out below the true optimum. Therefore chains here
+visit no node twice, as in live sessions, and bounds allow revisits but count a node's blocks.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from nesa_node.routing.problem import Chain, Floats, Problem
 from nesa_node.routing.within import SLACK, Within
 
 EFFORT = 200_000
-"""Swarms of up to some twenty nodes are done before."""
+"""Nodes examined per threshold. Swarms of up to about twenty nodes need fewer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bottleneck:
-    """A chain, its largest seconds per token of one node, and what no chain can be below."""
+    """A chain, the seconds per token of its slowest node, and a lower bound for all chains."""
 
     chain: Chain
     seconds: float
@@ -32,12 +32,12 @@ class Bottleneck:
 
     @property
     def gap(self) -> float:
-        """The share by which the seconds may be above the optimum; 0 if the chain is optimal."""
+        """Relative excess over the bound; 0 if the chain is proven optimal."""
         return self.seconds / self.bound_s - 1.0 if self.bound_s > 0.0 else 0.0
 
 
 def bottleneck_s(problem: Problem, chain: Chain) -> float:
-    """The largest seconds per token of a node in `chain`, its visits summed."""
+    """Seconds per token of the slowest node in `chain`, all its visits summed."""
     busy_s: dict[int, float] = {}
     for visit in chain:
         seconds = float(problem.visit_s_N[visit.node])
@@ -47,13 +47,13 @@ def bottleneck_s(problem: Problem, chain: Chain) -> float:
 
 
 def bottleneck(problem: Problem, *, effort: int = EFFORT) -> Bottleneck:
-    """The chain with the least bottleneck; that of least latency if it is among those.
+    """The chain with the smallest bottleneck; the fastest chain if it is one of them.
 
-    A threshold on the bottleneck says how many blocks each node may run, and a search whether a
-    chain keeps to it. The thresholds that can matter, blocks times seconds of some node, are
-    bisected between a relaxation and the chain of least latency. Where `effort` (nodes looked at
-    per threshold) ends a search undecided, its threshold counts as too low for the chain but not
-    for the bound, and `gap` says what may be lost. Raises as `exact_latency` does.
+    A threshold on the bottleneck limits the blocks that each node may run; a search decides whether
+    a chain exists within it. The candidate thresholds (blocks times seconds of some node) are
+    bisected between a relaxation and the bottleneck of the fastest chain. If `effort` (nodes
+    examined per threshold) runs out, the threshold counts as infeasible for the chain but not for
+    the bound, and `gap` is positive. Raises as `exact_latency` does.
     """
     if problem.num_blocks == 0:
         return Bottleneck((), 0.0, 0.0)
@@ -73,14 +73,14 @@ def bottleneck(problem: Problem, *, effort: int = EFFORT) -> Bottleneck:
             low = at + 1
             if within.proven:
                 bound = low
-        # The relaxation's own threshold, tried first, nearly always does.
+        # The threshold of the relaxation is tried first: it is nearly always feasible.
         at = (low + high) // 2
     seconds = bottleneck_s(problem, best)
     return Bottleneck(best, seconds, min(seconds, float(thresholds_s[min(bound, high)])))
 
 
 def _thresholds(problem: Problem) -> Floats:
-    """All that a node's seconds per token can be in one visit, in order."""
+    """Every value that a node's seconds per token can have in one visit, ascending."""
     lengths_N = problem.ends_N - problem.starts_N
     most = int(lengths_N.max())
     blocks_L1 = np.arange(1, most + 1)[:, None]

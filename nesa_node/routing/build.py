@@ -1,4 +1,4 @@
-"""A snapshot and a session's request, turned into the problem that strategies solve."""
+"""Requests for a chain, and the `Problem` built from a snapshot and a request."""
 
 from __future__ import annotations
 
@@ -17,35 +17,36 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 PerNode = Mapping[PeerId, float] | Floats | None
-"""By peer, or an array in the order of `Snapshot.nodes`; missing and NaN are unknown."""
+"""Values by peer, or an array in the order of `Snapshot.nodes`; missing and NaN are unknown."""
 
 DEFAULT_RTT_MS = 100.0
-"""Of a link that nobody has measured: between continents, so that a known near one wins."""
+"""Assumed for an unmeasured link: intercontinental, so that a measured near link wins."""
 DEFAULT_BYTES_PER_S = 1.25e6
-"""Of a link on which nobody has seen a transfer: 10 Mbit/s, what most homes can send."""
+"""Assumed for a link without an observed transfer: 10 Mbit/s, a usual home uplink."""
 DEFAULT_BLOCK_S = 0.01
-"""Per token and block, where no node at all has measured its speed."""
+"""Assumed seconds per token and block if no node has measured its speed."""
 MIN_TOKENS_PER_S = 1e-3
-"""Whoever says less is as slow as this: nobody can use it, and nothing becomes infinite by it."""
+"""Lower bound on announced speeds: unusably slow, but keeps all times finite."""
 _SLOW = 0.9
-"""A quantile: one that lies about being slow must not set what the unmeasured are taken for."""
+"""Quantile of the measured times that stands for unmeasured nodes. Below 1, so that one node that
+understates its speed does not set it."""
 _TIMES_MEDIAN = 10.0
-"""Nor in a small swarm, where that quantile is the slowest."""
+"""Upper bound on that quantile in medians: in a small swarm the quantile is the slowest node."""
 VISIT_S = 0.001
-"""What a node needs besides computing, to take a small message and pass it on
-(`python -m benchmarks hop`, a slow core)."""
+"""Seconds per visit beside compute, to receive a small message and forward it
+(`python -m benchmarks hop`, measured on a slow core)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Request:
-    """What a session needs of a chain.
+    """Requirements of a session on its chain.
 
-    `span`: the blocks to run. `tokens`: of one step, all rows together; 1 when decoding, a
-    chunk of the prompt when prefilling. `bytes_per_token`: of hidden states on the wire.
+    `span`: the blocks to run. `tokens`: tokens of one step over all rows; 1 when decoding, a chunk
+    of the prompt when prefilling. `bytes_per_token`: size of hidden states on the wire.
     `entry_rtt_ms`: round trips between the client and nodes; `entry_bytes_per_s` is the rate from
-    the client to them, `exit_bytes_per_s` the rate back. `penalties_s`: seconds that a visit to a
-    node costs extra (failures seen, doubts). `stability`: of nodes' places, 1 where it is missing.
-    Nodes in `exclude`, and those with less than `min_free_tokens` of cache, are not used.
+    the client, `exit_bytes_per_s` the rate back. `penalties_s`: extra seconds per visit to a node,
+    for failures and doubts. `stability`: topological stability of nodes, 1 if missing. Nodes in
+    `exclude`, and nodes with fewer than `min_free_tokens` of free cache, are not used.
     """
 
     span: Span
@@ -68,11 +69,11 @@ class Request:
 
 
 def build_problem(snapshot: Snapshot, request: Request) -> Problem:
-    """The nodes of `snapshot` that hold some of `request.span`, in the snapshot's order.
+    """The chain problem over the nodes of `snapshot` that hold a part of `request.span`.
 
-    A transfer takes half a round trip and the message's bytes at the link's rate. What nobody
-    knows is taken to be the request's default, an unmeasured speed to be that of a slow
-    measured node: whoever says nothing gains nothing.
+    Nodes keep the snapshot's order. A transfer takes half a round trip plus the message's bytes at
+    the link's rate. Unknown links get the request's defaults, unmeasured nodes the speed of a slow
+    measured node: a node gains nothing by announcing no speed.
     """
     rows = np.array(
         [row for row, node in enumerate(snapshot.nodes) if _usable(node, request)], dtype=np.int64
@@ -101,10 +102,10 @@ def build_problem(snapshot: Snapshot, request: Request) -> Problem:
 
 
 def block_seconds(nodes: Sequence[NodeState], tokens: int) -> Floats:
-    """Seconds for a step of `tokens` through one block of each node when it is idle, [N].
+    """Seconds for a step of `tokens` through one block of each idle node, float64 [N].
 
-    One token goes at the speed of decoding, more at that of prefilling. An unmeasured node is as
-    slow as the slow ones among the measured, `DEFAULT_BLOCK_S` per token if none is.
+    One token runs at decode speed, more tokens at prefill speed. An unmeasured node counts as slow
+    as the slow measured ones; without measured nodes, `DEFAULT_BLOCK_S` per token.
     """
     speed_N = _floats(
         [node.decode_tokens_per_s if tokens == 1 else node.prefill_tokens_per_s for node in nodes]
@@ -138,7 +139,7 @@ def _spare(node: NodeState) -> float:
 
 
 def _per_node(values: PerNode, snapshot: Snapshot, rows: Ints) -> Floats:
-    """The values of the nodes at `rows`, NaN where there is none."""
+    """The values of the nodes at `rows`; NaN if missing."""
     if values is None:
         return np.full(len(rows), np.nan)
     if isinstance(values, Mapping):
@@ -150,7 +151,7 @@ def _per_node(values: PerNode, snapshot: Snapshot, rows: Ints) -> Floats:
 
 
 def transfer_seconds(snapshot: Snapshot, peers: Sequence[PeerId], request: Request) -> Floats:
-    """Seconds for the step's message from every node to every other; none to itself."""
+    """Seconds for the step's message from node i to node j, [N, N]; 0 on the diagonal."""
     size = len(peers)
     if snapshot.links is None:
         nothing_NN = np.full((size, size), np.nan)
@@ -164,15 +165,15 @@ def transfer_seconds(snapshot: Snapshot, peers: Sequence[PeerId], request: Reque
 
 
 def _trip_s(rtt_ms: Floats, request: Request) -> Floats:
-    """Seconds one way, a new array."""
+    """Seconds one way, as a new array."""
     seconds = np.where(np.isnan(rtt_ms), request.default_rtt_ms, rtt_ms)
     seconds *= 0.0005
     return seconds
 
 
 def _message_s(bytes_per_s: Floats, request: Request) -> Floats:
-    """Seconds until a step's message is through, a new array."""
-    known = bytes_per_s > 0  # False for NaN; a rate of zero is a mistake and no rate
+    """Seconds to transmit a step's message, as a new array."""
+    known = bytes_per_s > 0  # False for NaN; a rate of zero is treated as unknown
     rate = np.where(known, bytes_per_s, request.default_bytes_per_s)
     seconds: Floats = np.divide(request.tokens * request.bytes_per_token, rate, out=rate)
     return seconds

@@ -1,7 +1,7 @@
-"""The chain of nodes that a live session uses: a snapshot in, hops out.
+"""Chain planning for live sessions: from a snapshot and a request to hops.
 
-`build.py` says what the time of a step is made of, `strategies.py` how a chain is chosen by it; the
-default is the shortest time that there is.
+`build.py` defines the time of a step, `strategies.py` the ways to choose a chain; the default is
+the chain with the shortest step.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from nesa_node.routing.problem import Chain, Problem, Visit, terms
 from nesa_node.topology.snapshot import Snapshot
 
 Choose = Callable[[Problem], Chain]
-"""A strategy's, or `exact_latency`."""
+"""Chooses a chain: the method of a strategy, or `exact_latency`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,15 +39,15 @@ def plan_chain(
     """The chain that `choose` finds for `request`: by default the fastest.
 
     Each block runs once, in order, and no peer is visited twice. The chain begins and ends at the
-    client, or at the peers `after` and `before` whom it is to connect. Equal nodes are chosen by
-    lower peer ids. Raises `MissingBlocksError` with the ranges that no usable peer holds.
+    client, or at the peers `after` and `before` if given. Ties go to the lower peer id. Raises
+    `MissingBlocksError` with the ranges that no usable peer holds.
     """
     span = request.span
     problem = problem_of(snapshot, request, after=after, before=before)
     try:
         chain = choose(problem)
     except MissingBlocksError as error:
-        # Problems count their blocks from 0.
+        # A problem numbers its blocks from 0.
         runs = tuple(Span(span.start + a, span.start + b) for a, b in error.missing)
         raise missing_blocks(runs) from None
     return tuple(
@@ -63,7 +63,7 @@ def problem_of(
     after: PeerId | None = None,
     before: PeerId | None = None,
 ) -> Problem:
-    """What `plan_chain` hands to the strategy, nodes in the order of their peer ids."""
+    """The problem that `plan_chain` passes to the strategy, nodes ordered by peer id."""
     nodes = tuple(sorted(snapshot.nodes, key=lambda node: node.peer_id))
     snapshot = replace(snapshot, nodes=nodes)
     problem = build_problem(snapshot, request)
@@ -86,7 +86,7 @@ def visits_of(problem: Problem, span: Span, hops: Sequence[Hop]) -> Chain:
 
 
 def chain_cost_s(snapshot: Snapshot, request: Request, hops: Sequence[Hop]) -> float:
-    """The time of a step, as `plan_chain` counts it, of `hops`, which run the request's whole span.
+    """Seconds of a step through `hops`, which run the request's whole span, as in `plan_chain`.
 
     Raises `KeyError` for unknown peers.
     """

@@ -1,4 +1,4 @@
-"""How fast nodes are: what they claim, capped by what others have measured."""
+"""Announced speeds of nodes, capped by measurements from outside."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from nesa_node.core.ids import PeerId
 from nesa_node.topology.snapshot import NodeState
 
 LIE = 4.0
-"""A claim so much above what was measured is told to others: no busy moment explains it."""
+"""Claims above this multiple of the measured speed are reported: load alone cannot explain it."""
 ENOUGH = 0.5
-"""Of what others say, in reporters of long standing beside the first, to believe it."""
+"""Corroboration needed to act on reports, in reporters of full standing beside the first."""
 TOLERANCE = 1.25
-"""A claim may be so much above what was measured: a busy moment, a slow network."""
+"""Claims up to this multiple of the measured speed are accepted: load and network vary."""
 REMEMBERED_S = 3600.0
+"""Seconds for which a measurement caps a claim."""
 _MAX_PEERS = 4096
 
 
 class Claims:
-    """Decoding speeds of nodes as somebody measured them from outside.
+    """Decode speeds of nodes measured from outside, with which their claims are capped.
 
-    `clock` returns seconds and never goes back (`time.monotonic`).
+    `clock` returns monotonic seconds (`time.monotonic`).
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -30,7 +31,7 @@ class Claims:
         self._measured: OrderedDict[PeerId, tuple[float, float]] = OrderedDict()
 
     def measured(self, peer: PeerId, tokens_per_s: float) -> None:
-        """`peer` decoded so fast, through its whole span, for one session."""
+        """Record the decode speed of `peer` through its whole span, for one session."""
         if not tokens_per_s > 0:
             raise ValueError(f"{tokens_per_s} tokens/s is no speed")
         self._measured[peer] = (tokens_per_s, self._clock())
@@ -39,26 +40,28 @@ class Claims:
             self._measured.popitem(last=False)
 
     def unmeasurable(self, node: NodeState) -> None:
-        """`node` could not be measured: each time it is believed half of what it was."""
+        """Halve the accepted speed of `node`, which could not be measured."""
         if node.decode_tokens_per_s > 0:
             believed = self.believed(node).decode_tokens_per_s
             self.measured(node.peer_id, believed / 2 / TOLERANCE)
 
     def reported(self, node: NodeState, doubt: float) -> None:
-        """Others say that `node` boasts: it is believed what is no lie, for as long as if it had
-        been measured here. `doubt`: how many of them, as `reputation.corroborated` counts them.
+        """Cap the speed of `node`, which peers report as overstated, as if measured here.
+
+        The cap is the claim divided by `LIE`. `doubt`: weight of the reports, as
+        `reputation.corroborated` counts it; below `ENOUGH` nothing changes.
         """
         speed = node.decode_tokens_per_s
         if doubt >= ENOUGH and speed > 0 and self.age_s(node.peer_id) > REMEMBERED_S:
             self.measured(node.peer_id, speed / LIE / TOLERANCE)
 
     def age_s(self, peer: PeerId) -> float:
-        """Since `peer` was measured; inf if it never was."""
+        """Seconds since `peer` was measured; inf if never."""
         known = self._measured.get(peer)
         return float("inf") if known is None else self._clock() - known[1]
 
     def believed(self, node: NodeState) -> NodeState:
-        """`node` with the speeds that can be believed: both shrink by what decoding was over."""
+        """`node` with capped speeds: prefill shrinks by the same ratio as decode."""
         if self.age_s(node.peer_id) > REMEMBERED_S or node.decode_tokens_per_s <= 0:
             return node
         most = TOLERANCE * self._measured[node.peer_id][0]

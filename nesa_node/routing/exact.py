@@ -1,4 +1,4 @@
-"""The chain with the shortest time per step: a shortest path that returns to no node."""
+"""Exact search for the chain with the shortest step: a shortest path without revisits."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from nesa_node.routing.problem import Chain, Problem, Visit, terms
 from nesa_node.routing.watching import Watching
 
 MAX_STATES = 1 << 15
-"""Nodes times sets of watched nodes: a tenth of a second, and 50 MB for 80 blocks."""
+"""Limit on nodes times sets of watched nodes: 0.1 s, and 50 MB for 80 blocks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Solved:
-    """A chain, its cost, and what no chain can be below; the two are equal if it is optimal."""
+    """A chain, its cost, and a lower bound for all chains; the two are equal if it is optimal."""
 
     chain: Chain
     cost_s: float
@@ -26,16 +26,16 @@ class Solved:
 
     @property
     def gap(self) -> float:
-        """The share by which the cost may be above the optimum."""
+        """Relative excess of the cost over the bound."""
         return self.cost_s / self.bound_s - 1.0 if self.bound_s > 0.0 else 0.0
 
 
 def exact_latency(problem: Problem, *, may_return: bool = False) -> Chain:
-    """The chain whose step takes least time, as `problem.terms` counts it.
+    """The chain with the shortest step, as `problem.terms` counts it.
 
-    No node is visited twice, as live sessions demand, unless `may_return`. No blocks give an empty
-    chain. Equal costs: see `MinPlus.shortest`. Raises `MissingBlocksError` with the ranges that
-    nobody holds, or that no links lead to.
+    No node is visited twice, as live sessions require, unless `may_return`. No blocks give an empty
+    chain. Ties: see `MinPlus.shortest`. Raises `MissingBlocksError` with the ranges that no node
+    holds, or that no links lead to.
     """
     return solve_latency(problem, may_return=may_return).chain
 
@@ -43,14 +43,13 @@ def exact_latency(problem: Problem, *, may_return: bool = False) -> Chain:
 def solve_latency(
     problem: Problem, *, may_return: bool = False, max_states: int = MAX_STATES
 ) -> Solved:
-    """`exact_latency`, with its proof: what no chain can be below.
+    """The result of `exact_latency` with a lower bound for all chains.
 
-    A shortest path may leave a slow node for a fast one and come back. Then such nodes are watched:
-    the program runs again over (block, node, which watched nodes were visited), until a path comes
-    out that returns to no node, which is optimal, since every other one was allowed, too. Replacing
-    all that lies between a node's visits by the node itself makes an allowed chain of any path; its
-    cost bounds the search, and where watching needs more than `max_states` per block it is the
-    answer.
+    A shortest path may leave a slow node for a fast one and come back. Such nodes are then watched:
+    the search runs again over (block, node, set of watched nodes visited) until the path revisits
+    no node. That path is optimal, since its search space included all valid chains. Merging a
+    node's visits, and all between them, into one visit makes a valid chain of any path; its cost
+    bounds the search, and it is the answer if watching needs more than `max_states` per block.
     """
     if problem.num_blocks == 0:
         return Solved((), 0.0, 0.0)
@@ -75,7 +74,10 @@ def solve_latency(
 
 
 def without_returns(chain: Iterable[Visit]) -> Chain:
-    """`chain` with each node running all between its visits, which its span holds anyway."""
+    """`chain` with the visits of each node, and all between them, merged into one visit.
+
+    A node's span is contiguous, so that it holds the blocks between its visits.
+    """
     kept: list[Visit] = []
     for visit in chain:
         at = next((at for at, old in enumerate(kept) if old.node == visit.node), None)
@@ -92,17 +94,17 @@ def _straightened(problem: Problem, chain: Chain) -> Path:
 
 
 def not_linked(program: MinPlus, holds_BN: Mask) -> MissingBlocksError:
-    """Why no chain leads to the end though somebody holds every block."""
+    """The error for a problem in which every block is held but no links connect the holders."""
     run = program.unreached(holds_BN)
     return MissingBlocksError(
         [(run.start, run.end)],
-        f"nodes hold blocks {run}, but no chain of links leads through them; see `nesa-node "
-        "doctor` on those nodes, or wait for others to join",
+        f"nodes hold blocks {run}, but no links connect them into a chain; run `nesa-node "
+        "doctor` on those nodes, or wait for more nodes to join",
     )
 
 
 def _returns(chain: Chain) -> list[int]:
-    """The nodes that occur more than once, the most frequent first."""
+    """The nodes visited more than once, the most frequent first."""
     counts = Counter(visit.node for visit in chain)
     twice = [node for node in counts if counts[node] > 1]
     return sorted(twice, key=lambda node: (-counts[node], node))

@@ -1,9 +1,9 @@
-"""How good parameters of the greedy rule are: times of real chains against the best there are.
+"""Fitness of the greedy rule's parameters: step times of its chains relative to the optimum.
 
-K draws of failures, N nodes. Eq. 19 takes the rule's own cost for a fitness; minimising that over
-its exponents drives them to their bounds, since it makes small terms smaller and says nothing of
-what the chains are worth. So this measures the chains, failures and recoveries included: without
-those nothing could be learned about alpha.
+K draws of failures, N nodes. Eq. 19 uses the rule's own cost as fitness; minimising that over the
+exponents drives them to their bounds, since it shrinks small terms and does not measure the chains.
+So fitness here is measured on the chains, failures and recoveries included: without those nothing
+could be learned about alpha.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from nesa_node.routing.greedy import GreedyRule, Parameters, Prepared
 from nesa_node.routing.problem import Chain, Floats, Problem, terms
 
 DRAWS = 32
+"""Sessions per scenario for which failures are drawn."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scenario:
-    """A problem, what all candidates share of it, its optimum, and which nodes will fail.
+    """A problem with the inputs shared by all candidates, its optimum and drawn failures.
 
-    `failures_N` is how many of the K sessions that were drawn each node interrupts, over K.
+    `failures_N`: share of the K drawn sessions that each node interrupts.
     """
 
     prepared: Prepared
@@ -41,10 +42,10 @@ class Scenario:
         present_N: Floats | None = None,
         draws: int = DRAWS,
     ) -> Scenario:
-        """Failures are drawn from `present_N`, the chance that a node stays for a session.
+        """A scenario of `problem`, with failures drawn from `present_N`.
 
-        By default that is its reliability; of a recorded snapshot, what came after it may tell
-        better. Raises `MissingBlocksError`.
+        `present_N`: the probability that a node stays for a session, by default its reliability.
+        Raises `MissingBlocksError`.
         """
         chance_N = problem.reliability_N if present_N is None else present_N
         optimum_s = terms(problem, exact_latency(problem)).total_s
@@ -52,19 +53,19 @@ class Scenario:
         return cls(Prepared.of(problem), optimum_s, fails_KN.mean(axis=0))
 
     def ratio(self, chain: Chain) -> float:
-        """A session's time through `chain`, recoveries included, over the best without failures."""
+        """Time through `chain`, recoveries included, over the optimum without failures."""
         nodes = [visit.node for visit in chain]
         lost_s = RECOVERY_S * float(self.failures_N[nodes].sum()) / TOKENS
         return (terms(self.prepared.problem, chain).total_s + lost_s) / self.optimum_s
 
 
 def ratios(parameters: Parameters, scenarios: Sequence[Scenario]) -> Floats:
-    """`Scenario.ratio` of the chain that the rule picks in each."""
+    """`Scenario.ratio` of the chain that the rule picks in each scenario."""
     chains = (GreedyRule(scenario.prepared, parameters).choose() for scenario in scenarios)
     pairs = zip(scenarios, chains, strict=True)
     return np.array([scenario.ratio(chain) for scenario, chain in pairs])
 
 
 def fitness(parameters: Parameters, scenarios: Sequence[Scenario]) -> float:
-    """Their mean: 1 is perfect, less is better."""
+    """The mean of `ratios`: 1 is the optimum without failures, less is better."""
     return float(ratios(parameters, scenarios).mean())

@@ -1,21 +1,20 @@
-"""The paper's routing rule (eq. 18), corrected: one node after another, each the cheapest next.
+"""The paper's greedy routing rule (eq. 18), corrected: each next node is the cheapest one.
 
 N nodes, B blocks, K pairs of a block and a node that holds it, K_b of them at block b.
 
-Printed, the rule adds (G/C)^beta to a cost and so prefers the busiest node, prefers the unreliable
-one by (1/(R+1))^alpha with R = 1 - uptime, charges transfers from every earlier node though only
-the last one sends, adds seconds to pure numbers, and does not see how many blocks a node covers
-(`literal.py` keeps it). Here the next node is the one with the least::
+As printed, the rule adds (G/C)^beta to a cost and so prefers the busiest node, prefers unreliable
+nodes by (1/(R+1))^alpha with R = 1 - uptime, charges transfers from every earlier node although
+only the last one sends, adds seconds to dimensionless numbers, and ignores how many blocks a node
+covers (`baselines.py` implements it). Here the next node minimises::
 
     ( w_t sum over the last 1 + context senders of (transfer / reference)^gamma
     + w_c (seconds of the visit, or C/G, / reference)^beta
     + w_r (unreliability / reference)^alpha ) / blocks gained
 
-where unreliability is 1 - R x stability of the node's place (section 3.1). The last sender's
-transfer includes the way back to the client, charged as far as a node makes it longer: a rule that
-sees one step ahead would otherwise go to the other side of the world for a faster node and pay on
-its return. A node runs its span to the end, but for blocks that the next one takes over because it
-is faster.
+where unreliability is 1 - R x topological stability (section 3.1). The last sender's transfer
+includes the way back to the client, as far as a node makes it longer: a rule that looks one step
+ahead would otherwise choose a faster node on another continent and pay for the return. A node runs
+its span to the end, except for blocks that a faster next node also holds.
 """
 
 from __future__ import annotations
@@ -36,7 +35,11 @@ _SAMPLES = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameters:
-    """Exponents and weights of the rule; `context` is alpha of eq. 2, not that of eq. 18."""
+    """Exponents and weights of the greedy rule.
+
+    `context` is alpha of eq. 2 (not of eq. 18): earlier senders whose transfers count. `starts`:
+    first nodes that are tried.
+    """
 
     gamma: float = 1.0
     beta: float = 1.0
@@ -56,16 +59,16 @@ class Parameters:
         if not all(0.0 <= number < float("inf") for number in numbers) or self.context < 0:
             raise ValueError(f"exponents, weights and context must be finite, not below 0: {self}")
         if self.starts < 1:
-            raise ValueError(f"the rule needs a node to start with, got {self.starts} starts")
+            raise ValueError(f"`starts` must be at least 1, got {self.starts}")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prepared:
-    """What the rule needs of a problem whatever its parameters: arrays over pairs, block by block.
+    """Arrays of a problem that the rule uses with any parameters, over pairs in block order.
 
     `first_B1[b]:first_B1[b + 1]` are the pairs of block b. `gained_K`: blocks to the end of the
-    node's span. `seconds_K`: of running them. `ratio_N`: C/G of eq. 18. `unreliable_N`: its
-    complement of R, stability included. References are medians, so that terms are about 1.
+    node's span. `seconds_K`: time to run them. `ratio_N`: C/G of eq. 18. `unreliable_N`: 1 - R of
+    eq. 18, stability included. References are medians, so that terms are about 1.
     """
 
     problem: Problem
@@ -80,7 +83,7 @@ class Prepared:
 
     @classmethod
     def of(cls, problem: Problem) -> Prepared:
-        """Raises `MissingBlocksError` if nobody holds some block."""
+        """The inputs of `problem`. Raises `MissingBlocksError` if some block has no holder."""
         block_K, node_K = np.nonzero(held(problem))
         gained_K = (problem.ends_N[node_K] - block_K).astype(np.float64)
         first_B1 = np.searchsorted(block_K, np.arange(problem.num_blocks + 1))
@@ -101,7 +104,7 @@ class Prepared:
 
 
 class GreedyRule:
-    """The rule for one problem and one set of parameters: chains cost some 0.3 ms each."""
+    """The greedy rule for one problem and one set of parameters; a chain takes about 0.3 ms."""
 
     def __init__(self, prepared: Prepared, parameters: Parameters) -> None:
         self._prepared = prepared
@@ -109,7 +112,7 @@ class GreedyRule:
         self._fixed_K = self._fixed()
 
     def _fixed(self) -> Floats:
-        """What a choice costs apart from the way to it, per block gained, [K]."""
+        """Cost of each pair without its transfer, per block gained, [K]."""
         p, prepared = self._parameters, self._prepared
         if p.load == "seconds":
             load_K = (prepared.seconds_K / prepared.reference_s) ** p.beta
@@ -127,9 +130,9 @@ class GreedyRule:
         return term
 
     def scores(self, block: int, senders: Chain) -> tuple[Ints, Floats]:
-        """The nodes that hold `block` and what each costs per block gained, [K_b] both.
+        """The nodes that hold `block` and the cost of each per block gained, both [K_b].
 
-        `senders` are the visits so far; none: the client sends.
+        `senders` are the visits so far; without any, the client sends.
         """
         prepared = self._prepared
         problem = prepared.problem
@@ -150,7 +153,7 @@ class GreedyRule:
         return nodes, way
 
     def terms(self, chain: Chain) -> dict[str, float]:
-        """The rule's terms for `chain`, weighted, summed over its visits, not divided by blocks."""
+        """The weighted terms of `chain`, summed over its visits, not divided by blocks gained."""
         p, prepared = self._parameters, self._prepared
         sums = {"transfer": 0.0, "load": 0.0, "reliability": 0.0}
         for at, visit in enumerate(chain):
@@ -167,10 +170,10 @@ class GreedyRule:
         return sums
 
     def choose(self) -> Chain:
-        """The chain by the rule. It visits no node twice: each runs to its span's end.
+        """The chain by the rule. It visits no node twice, since each runs to its span's end.
 
-        A first node that is the best by a little may lead nowhere near others, so each of the
-        `starts` best is tried, and the chain with the least sum of terms is chosen.
+        The best first node may be far from all good second nodes, so that each of the `starts` best
+        is tried; the chain with the least sum of terms wins.
         """
         if self._prepared.problem.num_blocks == 0:
             return ()
@@ -180,7 +183,7 @@ class GreedyRule:
         return hand_over(self._prepared.problem, chain)
 
     def _follow(self, pick: int) -> tuple[float, Chain]:
-        """The chain that begins with that one of the first block's holders, and its terms' sum."""
+        """The sum of terms and the chain that begins with holder number `pick` of block 0."""
         prepared = self._prepared
         problem = prepared.problem
         total = 0.0
@@ -198,7 +201,7 @@ class GreedyRule:
 
 
 def hand_over(problem: Problem, chain: Chain) -> Chain:
-    """`chain` with each block at the faster of two neighbours that both hold it, none left out."""
+    """`chain` with each block on the faster of two adjacent nodes that hold it; all nodes stay."""
     visits = list(chain)
     for at in range(len(visits) - 1, 0, -1):
         sender, receiver = visits[at - 1], visits[at]
@@ -211,6 +214,6 @@ def hand_over(problem: Problem, chain: Chain) -> Chain:
 
 
 def _typical(values: Floats, otherwise: float) -> float:
-    """The median of what is finite and above 0."""
+    """The median of the finite positive values, or `otherwise` if there are none."""
     values = values[(values > 0.0) & np.isfinite(values)]
     return float(np.median(values)) if len(values) else otherwise

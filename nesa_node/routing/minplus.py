@@ -1,14 +1,14 @@
-"""Shortest paths over (block, node) by min-plus steps.
+"""Shortest paths over (block, node) by min-plus products.
 
 N nodes, B blocks, S nodes that may send at a boundary, R nodes that may receive there.
 
 State (b, i) is "blocks before b are done, the last of them by node i". A node is entered only at
 the boundary between two blocks, where every receiver takes the minimum over all senders: S x R
-numbers per boundary. The path may leave a node and come back to it; `exact.py` forbids that.
+numbers per boundary. A path may revisit a node; `exact.py` excludes that.
 
-Two bounds keep the sums small. Going backwards, with every transfer replaced by its sender's
-shortest one, gives what each state has before it at least. Going forwards from few senders gives a
-chain. A state that the first bound puts above the second is on no shortest path.
+Two bounds prune the states. A backward pass, with every transfer replaced by its sender's shortest
+one, gives a lower bound on the remaining cost of each state. A forward pass from a beam of senders
+gives a chain, hence an upper bound. A state whose lower bound exceeds it is on no shortest path.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from nesa_node.topology.snapshot import zero_runs
 Mask = NDArray[np.bool_]
 
 _BEAM = 16
+"""Senders per boundary in the forward pass that finds an upper bound."""
 SLACK = 1.0 + 1e-9
-"""For sums that two ways of adding round differently."""
+"""Relative tolerance for sums that were added in different orders."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,10 @@ class Path:
 
 
 def held(problem: Problem) -> Mask:
-    """[B, N], whether a node holds a block. Raises `MissingBlocksError` if nobody holds one."""
+    """Whether node N holds block B, bool [B, N].
+
+    Raises `MissingBlocksError` if some block has no holder.
+    """
     blocks_B1 = np.arange(problem.num_blocks)[:, None]
     holds_BN = (problem.starts_N <= blocks_B1) & (blocks_B1 < problem.ends_N)
     missing = zero_runs(holds_BN.sum(axis=1).tolist())
@@ -58,7 +62,7 @@ def missing_blocks(missing: tuple[Span, ...]) -> MissingBlocksError:
 
 
 class MinPlus:
-    """What all searches of one problem share."""
+    """Shortest-path searches over one problem."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -72,10 +76,10 @@ class MinPlus:
         at_ends: bool = False,
         below_s: float = np.inf,
     ) -> Path | None:
-        """The cheapest path that runs each block on a node that `holds_BN` has for it.
+        """The cheapest path that runs each block on one of its holders by `holds_BN`.
 
-        None if there is none, or none of at most `below_s`. `at_ends` leaves nodes only where their
-        spans end. Ties: staying before moving, then the lower index.
+        None if there is no path of at most `below_s`. With `at_ends` a path leaves nodes only at
+        the end of their spans. Ties: staying before moving, then the lower index.
         """
         program = _Program(self, holds_BN, at_ends)
         found_s = program.forward(below_s, _BEAM)
@@ -85,9 +89,9 @@ class MinPlus:
         return Path(cost_s, program.trace())
 
     def worthwhile(self, holds_BN: Mask, limit_s: float) -> tuple[Ints, Floats]:
-        """The nodes that some path of at most `limit_s` may use, and what is ahead of them.
+        """The nodes on some path of at most `limit_s`, and lower bounds of their remaining cost.
 
-        [n] and [B, n]: the least that is left to pay before a node runs a block, that included.
+        Node indices [n]; float64 [B, n]: least cost from running block B on a node to the end.
         """
         program = _Program(self, holds_BN)
         program.forward(limit_s * SLACK, None)
@@ -97,7 +101,7 @@ class MinPlus:
         return nodes, program.ahead_s_BN[:, nodes]
 
     def unreached(self, holds_BN: Mask) -> Span:
-        """The blocks that no path gets to for want of links; the last if only the way back is."""
+        """The blocks that no path reaches for lack of links; the last if only the exit is cut."""
         program = _Program(self, holds_BN)
         program.forward(np.inf, None)
         done = np.isfinite(program.done_s_BN[1:]).any(axis=1)
@@ -106,7 +110,7 @@ class MinPlus:
 
 
 class _Program:
-    """`since_BN[b, i]`: where the visit began by which i ran the last of the b blocks."""
+    """State of one search; `since_BN[b, i]` is where the visit began in which i ran block b - 1."""
 
     def __init__(
         self,
@@ -130,7 +134,7 @@ class _Program:
         self.since_BN = np.zeros(shape, dtype=np.int64)
 
     def _backward(self) -> tuple[Floats, list[float]]:
-        """At least what it takes from "block b runs on i" on, and from entering anybody at b."""
+        """Least remaining cost from running block b on node i, and from entering any node at b."""
         problem = self.problem
         ahead_s_BN = np.full((problem.num_blocks, problem.num_nodes), np.inf)
         from_here_s_B = [np.inf] * problem.num_blocks
@@ -149,7 +153,7 @@ class _Program:
         return ahead_s_BN, from_here_s_B
 
     def forward(self, limit_s: float, beam: int | None) -> float:
-        """The cost of the cheapest path of at most `limit_s`, by `beam` senders per boundary."""
+        """The cost of the cheapest path of at most `limit_s`, with `beam` senders per boundary."""
         problem = self.problem
         for block, holders in enumerate(self.holders):
             entered_s_N = self.entered_s_BN[block]
@@ -164,7 +168,7 @@ class _Program:
         return float((self.done_s_BN[-1, last] + problem.exit_s_N[last]).min(initial=np.inf))
 
     def _enter(self, block: int, limit_s: float, beam: int | None) -> None:
-        """Set what entering costs at `block`, for those for whom it may be worth it."""
+        """Set the cost of entering `block` for the receivers that the bounds do not exclude."""
         problem = self.problem
         senders, done_s_S = self._senders(block)
         leaving_s_S = done_s_S + self.nearest_s_N[senders]
@@ -184,7 +188,7 @@ class _Program:
         self.entered_s_BN[block, receivers] = entered_s_R
 
     def _run(self, block: int, holders: Ints) -> None:
-        """Run `block` on each holder, going on or entering."""
+        """Run `block` on each holder, which continues its visit or begins one."""
         stayed_s = self.done_s_BN[block, holders]
         entered_s = self.entered_s_BN[block, holders]
         went_on = stayed_s <= entered_s
@@ -217,7 +221,7 @@ class _Program:
 
 
 def _off_diagonal_minima(array_NN: Floats, rows_at_once: int = 64) -> Floats:
-    """The least of each row, its diagonal left out. Some rows at a time stay in the cache."""
+    """The minimum of each row without the diagonal, by groups of rows that fit the CPU cache."""
     size = len(array_NN)
     minima_N = np.full(size, np.inf)
     for start in range(0, size, rows_at_once):

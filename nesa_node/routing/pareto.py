@@ -1,9 +1,9 @@
-"""Several objectives at once (figure 5): chains that no other chain beats in all of them.
+"""Multi-objective chain selection (paper, figure 5): the Pareto front of chains.
 
-N nodes, P candidates, K = 3 + N keys. A candidate is a number from 0 to 1 for each key: what
-unreliability, prices and slow nodes are worth in seconds, and a surcharge for each node. Its chain
-is the shortest path at those costs. So all candidates are chains that can be run, and the genetic
-algorithm (NSGA-II, of pymoo) searches among the good ones only.
+N nodes, P candidates, K = 3 + N keys. A candidate has a number from 0 to 1 per key: the weights in
+seconds of unreliability, price and slowness, and a surcharge for each node. It is decoded to the
+shortest path at those costs. So every candidate is a valid chain, and the genetic algorithm
+(NSGA-II of pymoo) searches among good ones only.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from nesa_node.routing.problem import Chain, Floats, Problem, terms
 
 _WEIGHTS = 3
 _DECADES = 4.0
-"""Between the smallest weight and the largest."""
+"""Orders of magnitude between the smallest weight and the largest."""
 
 
 @dataclass(frozen=True, slots=True)
 class Objectives:
-    """Of one chain. `tokens_per_s`: what its slowest node lets through when the chain is full.
+    """Objectives of one chain.
 
-    `reliability`: the chance that none of its nodes fails. `price`: what its nodes ask per token.
+    `tokens_per_s`: throughput of its slowest node in a full pipeline. `reliability`: probability
+    that none of its nodes fails. `price`: price per token, summed over its nodes.
     """
 
     latency_s: float
@@ -37,7 +38,7 @@ class Objectives:
     price: float
 
     def as_costs(self) -> tuple[float, float, float, float]:
-        """All to be made small."""
+        """The four objectives as costs to minimise."""
         return (self.latency_s, -self.tokens_per_s, -self.reliability, self.price)
 
 
@@ -48,7 +49,7 @@ class Choice:
 
 
 def objectives(problem: Problem, chain: Chain, price_N: Floats) -> Objectives:
-    """`price_N` is per token and block of each node."""
+    """The objectives of `chain`; `price_N` is the price per token and block of each node."""
     nodes = [visit.node for visit in chain]
     lengths = np.array([visit.end - visit.start for visit in chain])
     slowest_s = bottleneck_s(problem, chain)
@@ -69,10 +70,10 @@ def pareto_front(
     population: int = 40,
     generations: int = 20,
 ) -> tuple[Choice, ...]:
-    """Chains none of which beats another in every objective, the fastest first.
+    """The chains that no found chain dominates, the fastest first.
 
-    `also` are chains that compete, too, such as other strategies'. Takes `population` x
-    `generations` exact chains, some 10 s for 1,000 nodes. Raises `ConfigError` without pymoo,
+    `also`: further chains to compare, such as those of other strategies. Solves `population` x
+    `generations` exact searches, about 10 s for 1,000 nodes. Raises `ConfigError` without pymoo,
     `MissingBlocksError` if there is no chain.
     """
     fastest = exact_latency(problem)
@@ -102,7 +103,7 @@ def pareto_front(
 
 
 def _charged(problem: Problem, price_N: Floats, keys_K: Floats, unit_s: float) -> Problem:
-    """The problem with a candidate's charges. `unit_s` is a typical visit's time."""
+    """The problem at a candidate's costs. `unit_s`: time of a typical visit."""
     reliability, price, slowness = 10.0 ** (_DECADES * (keys_K[:_WEIGHTS] - 0.5))
     unreliable_N = -np.log(np.maximum(problem.reliability_N, 1e-6))
     typical_s = float(np.median(problem.busy_block_s_N)) or 1.0

@@ -1,7 +1,7 @@
-"""What a chain is chosen from: the nodes of a snapshot as arrays, in seconds.
+"""The chain selection problem: the nodes of a snapshot as arrays, times in seconds.
 
-N nodes, B blocks of the session's span, numbered from 0. Everything is for one *step* of the
-session: one token of each row when it decodes, a chunk of the prompt when it prefills.
+N nodes, B blocks of the session's span, numbered from 0. All times are for one *step* of the
+session: one token of each row when decoding, a chunk of the prompt when prefilling.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, order=True)
 class Visit:
-    """Node number `node` runs blocks `start <= b < end` of the problem's."""
+    """A run of blocks `start <= b < end` of the problem on node number `node`."""
 
     node: int
     start: int
@@ -39,20 +39,20 @@ _PER_NODE = (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Problem:
-    """N nodes to choose a chain from.
+    """N nodes from which a chain is chosen.
 
-    A step's time through a chain is the sum of: `entry_s_N` of the first node (from the client to
-    it), for every visit `visit_s_N` and its blocks times `block_s_N` times (1 + `load_N`),
-    `transfer_s_NN[i, j]` where i sends to j, and `exit_s_N` of the last (back to the client).
+    The time of a step through a chain is the sum of: `entry_s_N` of the first node (from the
+    client), for every visit `visit_s_N` plus its blocks times `block_s_N` times (1 + `load_N`),
+    `transfer_s_NN[i, j]` where i sends to j, and `exit_s_N` of the last node (to the client).
 
-    `starts_N`, `ends_N`: the blocks that a node holds, cut to the problem's. `visit_s_N`: what a
-    visit costs whatever it runs, penalties for failures included. `load_N`: the share of its time
-    that a node is busy with others, 0 idle, 1 saturated. `spare_N`: G of eq. 18, the free share of
-    its memory, 0 to 1. `reliability_N`: R of eq. 18, the chance that it is there when needed;
-    `stability_N`: that of its place in the network (homology), 1 where unknown.
+    `starts_N`, `ends_N`: the blocks that a node holds, clipped to the problem's. `visit_s_N`: fixed
+    cost of a visit, failure penalties included. `load_N`: share of its time that a node is busy
+    with other sessions, 0 idle, 1 saturated. `spare_N`: G of eq. 18, free share of its memory, 0 to
+    1. `reliability_N`: R of eq. 18, probability that the node is available when needed;
+    `stability_N`: topological stability (homology), 1 if unknown.
 
-    Raises `ValueError` for other shapes, for NaN, for times and loads below 0, and for spans
-    outside the problem's. Times may be infinite: such nodes and links are not used.
+    Raises `ValueError` for other shapes, NaN, times and loads below 0, and spans outside the
+    problem's. Times may be infinite: such nodes and links are not used.
     """
 
     peers: tuple[PeerId, ...]
@@ -80,7 +80,7 @@ class Problem:
         if not (spans & (self.ends_N <= self.num_blocks)).all():
             raise ValueError(f"spans must lie within 0:{self.num_blocks}")
         for name in (*_TIMES, "load_N"):
-            # Written so that NaN, which no comparison holds for, is refused as well.
+            # `not >=` instead of `<` also rejects NaN.
             if not getattr(self, name).min(initial=0.0) >= 0.0:
                 raise ValueError(f"{name} must not be negative or NaN")
         for name in ("spare_N", "reliability_N", "stability_N"):
@@ -96,13 +96,13 @@ class Problem:
 
     @property
     def busy_block_s_N(self) -> Floats:
-        """Seconds for a block, waiting for others included."""
+        """Seconds per block, queueing behind other sessions included."""
         return self.block_s_N * (1.0 + self.load_N)
 
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What one step through a chain takes, in seconds, by cause."""
+    """Seconds of one step through a chain, by cause."""
 
     entry_s: float
     visits_s: float

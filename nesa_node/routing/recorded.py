@@ -1,7 +1,7 @@
-"""Sessions as they could have been in recorded snapshots: what a live swarm's tuning learns from.
+"""Tuning scenarios made from recorded snapshots of a live swarm.
 
-N nodes. Snapshots do not say where clients were. A client is put beside a node drawn at random:
-it is as far from the others as that node is.
+N nodes. Snapshots do not record clients. A client is placed beside a random node and has that
+node's round trips.
 """
 
 from __future__ import annotations
@@ -19,16 +19,14 @@ from nesa_node.routing.fitness import Scenario
 from nesa_node.topology.snapshot import Snapshot
 
 MAX_PAIRS = 16_000_000
-"""Of nodes, in all scenarios that are kept at once: each takes a number of eight bytes."""
+"""Pairs of nodes in all scenarios that are in memory at once, at 8 bytes each."""
 CLIENTS = 3
-"""For each snapshot: one alone would say little of it."""
+"""Clients per snapshot: the result of a single one depends too much on its position."""
 _BESIDE_MS = 1.0
 
 
 def spread(snapshots: Sequence[Snapshot], most: int) -> list[Snapshot]:
-    """At most `most` of them, evenly over time; fewer where the swarm is so large that their
-    matrices would take too much memory. Those that nothing can be learnt from are left out.
-    """
+    """At most `most` of the usable snapshots, evenly spaced, within the memory of `MAX_PAIRS`."""
     useful = [each for each in snapshots if _is_useful(each)]
     largest = max((len(each.nodes) for each in useful), default=1)
     count = min(len(useful), most, MAX_PAIRS // (CLIENTS * largest**2))
@@ -38,7 +36,7 @@ def spread(snapshots: Sequence[Snapshot], most: int) -> list[Snapshot]:
 
 
 def scenarios(snapshots: Sequence[Snapshot], rng: np.random.Generator) -> list[Scenario]:
-    """`CLIENTS` sessions for each snapshot; none where no links lead through the model."""
+    """`CLIENTS` scenarios per snapshot; none if no links connect its blocks."""
     found = []
     for snapshot in snapshots:
         for _ in range(CLIENTS):
@@ -49,7 +47,10 @@ def scenarios(snapshots: Sequence[Snapshot], rng: np.random.Generator) -> list[S
 
 
 def beside_one(snapshot: Snapshot, rng: np.random.Generator) -> Request:
-    """What a client asks that sits beside one of the nodes."""
+    """The request of a client beside a random node, with that node's round trips.
+
+    Snapshots do not record where clients are.
+    """
     request = Request(span=Span(0, snapshot.num_blocks))
     if snapshot.links is None:
         return request

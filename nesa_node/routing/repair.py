@@ -1,4 +1,4 @@
-"""Chains that keep what still works of an old one."""
+"""Repaired chains: the working hops of a broken chain and new hops in its gaps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from nesa_node.topology.snapshot import Snapshot
 
 
 def gaps(span: Span, kept: Sequence[Hop]) -> tuple[Span, ...]:
-    """The maximal spans of `span` that no hop of `kept` runs. `kept` is in order, disjoint."""
+    """The maximal parts of `span` that no hop of `kept` runs. `kept` is ordered and disjoint."""
     found = []
     at = span.start
     for hop in kept:
@@ -33,11 +33,11 @@ def fill_gaps(
     *,
     choose: Choose = exact_latency,
 ) -> tuple[Hop, ...]:
-    """The hops of `kept` with the best chain in each gap, in order; no peer occurs twice.
+    """The hops of `kept` and the best chain in each gap, in block order; no peer occurs twice.
 
-    A gap between kept hops is charged the ways from the one before it and to the one after. With
-    nothing kept this is `plan_chain`. Gaps are filled one after another, so that with several gaps
-    the whole need not be the cheapest. Raises `MissingBlocksError` with everything missing.
+    The cost of a gap includes the transfers from the hop before it and to the hop after. With
+    nothing kept this is `plan_chain`. Gaps are filled one after another, so that several together
+    need not be optimal. Raises `MissingBlocksError` with all missing ranges.
     """
     hops = list(kept)
     used = request.exclude | {hop.peer_id for hop in kept}

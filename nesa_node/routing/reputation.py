@@ -1,16 +1,16 @@
-"""How likely a node is there when it is needed: R of eq. 18, from what was seen and what is said.
+"""Reliability of nodes (R of eq. 18) from local observations and from reports by peers.
 
-What this machine has seen itself (a node's time in the swarm, its ends with and without notice)
-makes most of it. What others report counts by their own standing, is bounded and fades: whoever
-reports may lie, and identities are free. So
+Local observations (a node's time in the swarm, its exits with and without notice) dominate. Reports
+are weighted by the standing of the reporter, bounded, and decay: reporters may lie, and identities
+are free. Therefore
 
-- a reporter that has served for a while counts as one at most, however much it says;
-- all reporters that nobody knows count as one *together*, over all the peers that they accuse;
-- whoever accuses many has that much less to say of each;
-- all reports together make a node at worst `MIN_FACTOR` as reliable, the unknown alone half.
+- a reporter of full standing counts as one at most, however many reports it signs;
+- all unknown reporters *together* count as one, over all the peers that they accuse;
+- a reporter's weight is divided by the number of peers that it accuses;
+- all reports together reduce reliability to `MIN_FACTOR` at worst, unknown reporters alone to half.
 
-Even so one report of a stranger is enough for the next chain to go around the accused node, if
-there is another: a wrong detour costs little and is over soon.
+One report by an unknown peer still makes the next chain avoid the accused node if there is an
+alternative: a wrong detour costs little and ends soon.
 """
 
 from __future__ import annotations
@@ -23,28 +23,30 @@ from dataclasses import dataclass
 from nesa_node.core.ids import PeerId
 
 HALF_LIFE_S = 60.0
+"""Half-life of a report's weight."""
 MAX_BLAME = 3.0
 MIN_FACTOR = 1.0 / (1.0 + MAX_BLAME)
 NEWCOMER_S, FULL_STANDING_S = 60.0, 660.0
-"""From when on a node's word begins to count, and in full."""
+"""Time in the swarm from which a node's reports begin to count, and count in full."""
 LONG_STANDING_S = 3600.0
-"""From when on it counts in full where what it says is believed for as long."""
+"""Time in the swarm from which reports with a lasting effect (speed claims) count in full."""
 HORIZON_S = 600.0
-"""A session's length: what has to be survived."""
+"""Length of a session, which a node should survive."""
 PRIOR_S, PRIOR_FAILURES = 3600.0, 0.1
-"""What is thought of a node before anything is known of it: one failure in ten hours."""
+"""Prior of an unknown node: one failure in ten hours."""
 DRAIN_WEIGHT = 0.1
-"""Of a planned end in failures: sessions are handed over, which costs a pause."""
+"""Weight of a planned exit, in failures: sessions are handed over, which costs a pause."""
 CLAIMED_UPTIME_S = 3600.0
-"""So much of an uptime is believed that nobody here has seen."""
+"""Announced uptime that is accepted beyond the time observed locally."""
 _BLAME_S = 10.0
-# Of two neighbours that stall only one may be at fault, and the client cannot tell which.
+"""Chain penalty in seconds per unit of blame."""
+# If two adjacent nodes stall only one may be at fault, and the client cannot tell which.
 _SEVERITY = {"lost": 1.0, "wrong": 1.0, "stalled": 0.5, "slow": 0.3, "refused": 0.3}
 
 
 @dataclass(frozen=True, slots=True)
 class Accusation:
-    """What one reporter says of one peer: the kind of failure, and how long ago."""
+    """A report by one peer about another: the kind of failure and its age."""
 
     reporter: PeerId
     peer: PeerId
@@ -59,11 +61,11 @@ def reliability(
     blame: float = 0.0,
     stability: float = 1.0,
 ) -> float:
-    """The chance, 0 to 1, that a node is there for a session's length.
+    """The probability, 0 to 1, that a node stays available for the length of a session.
 
-    `uptime_s`: its time in the swarm, over which `failures` ends without notice and `drains`
-    planned ones were seen. `blame`: what reports amount to (`blames`). `stability`: of its place
-    in the network, 0 to 1 (homology); its square root counts: uptime knows a part of it already.
+    `uptime_s`: its time in the swarm, in which `failures` exits without notice and `drains` planned
+    ones were observed. `blame`: aggregate of reports (`blames`). `stability`: topological stability
+    (homology), 0 to 1; its square root is used, since uptime reflects a part of it already.
     """
     events = PRIOR_FAILURES + max(failures, 0.0) + DRAIN_WEIGHT * max(drains, 0.0)
     per_s = events / (PRIOR_S + max(uptime_s, 0.0))
@@ -72,38 +74,38 @@ def reliability(
 
 
 def blame_factor(blame: float) -> float:
-    """What is left of a node's reliability; from 1 without blame to `MIN_FACTOR`."""
+    """Factor on a node's reliability, from 1 without blame down to `MIN_FACTOR`."""
     return 1.0 / (1.0 + min(max(blame, 0.0), MAX_BLAME))
 
 
 def blame_penalty_s(blame: float) -> float:
-    """Seconds by which a chain through the accused seems longer, while reports are fresh."""
+    """Penalty in seconds for chains through an accused node."""
     return _BLAME_S * min(max(blame, 0.0), MAX_BLAME)
 
 
 def believed_uptime_s(claimed_s: float, known_s: float) -> float:
-    """What a node says of its uptime, as far as it can be believed."""
+    """The announced uptime, capped at `CLAIMED_UPTIME_S` above the observed one."""
     return min(claimed_s, known_s + CLAIMED_UPTIME_S)
 
 
 def standing(known_s: float, reliability: float) -> float:
-    """What the word of a serving node counts, 0 to 1: by its time here and by its own record."""
+    """Weight of a serving node's reports, 0 to 1, by its time in the swarm and its reliability."""
     seniority = (known_s - NEWCOMER_S) / (FULL_STANDING_S - NEWCOMER_S)
     return min(max(seniority, 0.0), 1.0) * min(max(reliability, 0.0), 1.0)
 
 
 def long_standing(known_s: float, reliability: float) -> float:
-    """What its word counts for what is believed as long as an hour (`Claims.reported`), 0 to 1.
+    """Weight, 0 to 1, of reports whose effect lasts an hour (`Claims.reported`).
 
-    By its time here beyond that of `standing`, since what is planned on it lasts longer than a
-    detour: a node that has been here for a quarter of an hour says nothing about speeds.
+    Stricter than `standing`, since the effect outlasts a detour: after a quarter of an hour in the
+    swarm the weight of a node's reports about speeds is still close to 0.
     """
     seniority = (known_s - FULL_STANDING_S) / (LONG_STANDING_S - FULL_STANDING_S)
     return min(max(seniority, 0.0), 1.0) * min(max(reliability, 0.0), 1.0)
 
 
 def corroborated(words: Iterable[float]) -> float:
-    """The weight of reports that no single reporter can make: without the one that counts most."""
+    """The sum of weights without the largest: no single reporter can make it positive."""
     counted = sorted(words)
     return sum(counted[:-1])
 
@@ -111,9 +113,9 @@ def corroborated(words: Iterable[float]) -> float:
 def blames(
     accusations: Iterable[Accusation], standing_of: Callable[[PeerId], float]
 ) -> Mapping[PeerId, float]:
-    """How much every accused peer is blamed, in reporters of full standing; at most `MAX_BLAME`.
+    """Blame of every accused peer, in reporters of full standing, at most `MAX_BLAME`.
 
-    `standing_of` a reporter is 0 for a stranger. Nobody's word about himself counts.
+    `standing_of` returns 0 for an unknown reporter. Reports of peers about themselves are ignored.
     """
     fresh = _latest(accusations)
     accused = Counter(accusation.reporter for accusation in fresh)
@@ -121,7 +123,7 @@ def blames(
         reporter: min(max(standing_of(reporter), 0.0), 1.0) / count
         for reporter, count in accused.items()
     }
-    # A reporter that has begun to be known belongs to the unknown with the rest of its word.
+    # The rest of the weight of a partly known reporter counts with the unknown reporters.
     unknown = {reporter: 1.0 / count - word[reporter] for reporter, count in accused.items()}
     blame: defaultdict[PeerId, float] = defaultdict(float)
     rumour: defaultdict[PeerId, float] = defaultdict(float)
@@ -139,7 +141,7 @@ def _left(age_s: float) -> float:
 
 
 def _latest(accusations: Iterable[Accusation]) -> list[Accusation]:
-    """Of each reporter about each peer, what weighs most."""
+    """The heaviest accusation of each pair of reporter and peer."""
     best: dict[tuple[PeerId, PeerId], Accusation] = {}
     for accusation in accusations:
         if accusation.reporter == accusation.peer:

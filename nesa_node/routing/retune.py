@@ -1,9 +1,4 @@
-"""Tuning the greedy rule in a live swarm: what was seen decides, and only on what was not learnt.
-
-The older snapshots are learnt from and the newest held out, so that parameters prove themselves on
-what came later. Snapshots of one swarm are much alike. So errors are those of a few stretches of
-time, not of sessions, and a gain has to be three of them: whoever asks every hour asks often.
-"""
+"""Tuning of the greedy rule in a live swarm, judged on held-out snapshots."""
 
 from __future__ import annotations
 
@@ -22,22 +17,25 @@ from nesa_node.routing.tuner import Report, tune
 from nesa_node.topology.snapshot import Snapshot
 
 LEAST = 24
-"""Snapshots; with fewer nothing is tuned."""
+"""Snapshots needed for tuning."""
 MOST = 96
 HELD_OUT = 1 / 3
 STRETCHES = 6
-"""Of time, in what is held out."""
+"""Periods into which held-out sessions are split for the standard error."""
 MIN_GAIN = 0.01
-"""Of a session's time: less is not worth a change."""
+"""Relative gain in session time needed for a change."""
 ERRORS = 3.0
+"""Gain needed for a change, in standard errors."""
 _POPULATION = 24
 _MOST_GENERATIONS = 20
 
 
 @dataclass(frozen=True, slots=True)
 class Retuned:
-    """What to use from now on, and why. `gain` of the best found over what was used `now`, on held
-    out sessions, give or take `gain_error`; both are 0 where nothing was tried.
+    """The parameters to use, and the reason.
+
+    `gain`: relative gain of the best candidate over those in use, on held-out sessions;
+    `gain_error`: its standard error. Both are 0 if nothing was tried.
     """
 
     parameters: Parameters
@@ -58,10 +56,14 @@ def retune(
     clock: Callable[[], float],
     shipped: Parameters = TUNED,
 ) -> Retuned:
-    """Parameters for the swarm of `snapshots` (the oldest first), in about `seconds` of `clock`.
+    """Parameters for the swarm of `snapshots` (oldest first), in about `seconds` of `clock`.
 
-    `now` stays unless something else gains on what is held out. Published parameters (`now` is not
-    `shipped`) have to go on gaining there: else `shipped` comes back.
+    They are searched on the older snapshots and judged on the newest, which are held out.
+    Snapshots of one swarm are correlated, so that standard errors are taken over a few periods, not
+    over sessions; and hourly tuning makes many comparisons, so that a gain must exceed three.
+
+    `now` (in use) stays unless a candidate gains on held-out snapshots. Tuned parameters (`now` is
+    not `shipped`) are replaced by `shipped` if they no longer gain there.
     """
     chosen = spread(snapshots, MOST)
     if len(chosen) < LEAST:
@@ -72,7 +74,7 @@ def retune(
         return Retuned(now, "too few snapshots have a chain to tune on")
     before = ratios(now, held_out)
     if now != shipped and before.mean() >= ratios(shipped, held_out).mean():
-        return Retuned(shipped, "what was tuned is no better any more than what is shipped")
+        return Retuned(shipped, "the tuned parameters are no longer better than the shipped ones")
     began = clock()
     fitness(now, learn)
     generations = _affordable(seconds, clock() - began)
@@ -83,7 +85,10 @@ def retune(
 
 
 def judge(report: Report, before: Floats, after: Floats, *, learnt_from: int) -> Retuned:
-    """The winner of the search where it gains on what is held out, in the order of time."""
+    """The winner if it gains enough, else the parameters before.
+
+    `before`, `after`: time ratios of the held-out scenarios in chronological order.
+    """
     saved = 1.0 - after / before
     means = np.array([part.mean() for part in np.array_split(saved, STRETCHES)])
     gain, error = float(saved.mean()), float(means.std(ddof=1) / math.sqrt(len(means)))
@@ -102,6 +107,6 @@ def judge(report: Report, before: Floats, after: Floats, *, learnt_from: int) ->
 
 
 def _affordable(seconds: float, candidate_s: float) -> int:
-    """Generations of the genetic algorithm; as many candidates are drawn by chance again."""
+    """Generations that fit into `seconds`; random search then evaluates as many candidates."""
     candidates = seconds / (2 * max(candidate_s, 1e-6))
     return min(int(candidates / _POPULATION) - 1, _MOST_GENERATIONS)

@@ -1,4 +1,4 @@
-"""How many tokens per second a swarm can give at most, and how many a strategy gets out of it.
+"""Maximum throughput of a swarm, and the throughput that a strategy reaches.
 
 N nodes, B blocks, K pairs of a block and a node that holds it.
 """
@@ -18,11 +18,11 @@ _NOTHING = 1e-6
 
 
 def most_tokens_per_s(problem: Problem) -> float:
-    """The largest flow of tokens that leaves no node busy for more than all its time.
+    """The largest flow of tokens that overloads no node.
 
-    A linear program: x_bi tokens per second run block b on node i, as many for every block; node i
-    has 1 - load of its time. What visits cost is left out, and flows may return, so that no set of
-    chains does better. Raises `MissingBlocksError` if nobody holds some block.
+    A linear program: x_bi tokens per second run block b on node i, equally many for every block;
+    node i has 1 - load of its time. Fixed costs of visits are ignored and revisits allowed, so that
+    it is an upper bound for all chains. Raises `MissingBlocksError` if some block has no holder.
     """
     # scipy's optimisers take half a second to import.
     from scipy.optimize import linprog
@@ -59,11 +59,11 @@ def most_tokens_per_s(problem: Problem) -> float:
 
 
 def fill(problem: Problem, choose: Callable[[Problem], Chain], *, step: float = 0.1) -> float:
-    """Tokens per second that a swarm takes from sessions which come one after another.
+    """Tokens per second that a swarm reaches with sessions that open one after another.
 
-    `choose` routes each by the loads that those before it have left. A session brings as many
-    tokens per second as make some node's load rise by `step` or, if less is left there, to 1: many
-    small ones, in fewer chains. Over when a chain leads through a node that has nothing left.
+    `choose` routes each at the loads caused by those before it. A session brings the tokens per
+    second that raise the load of some node by `step`, or to 1 if less is free. It ends when a chain
+    contains a saturated node.
     """
     total_tokens_per_s = 0.0
     load_N = problem.load_N.copy()

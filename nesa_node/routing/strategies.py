@@ -1,4 +1,4 @@
-"""Ways to choose a chain, by name, and why one chose what it chose."""
+"""Chain selection strategies by name, and explanations of their choices."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from nesa_node.routing.tuned import TUNED
 
 
 class Strategy(Protocol):
-    """Chooses chains by a cost of its own."""
+    """A way to choose chains by a cost."""
 
     @property
     def name(self) -> str: ...
 
     def choose(self, problem: Problem) -> Chain:
-        """Raises `MissingBlocksError` if there is no chain."""
+        """The chain for `problem`. Raises `MissingBlocksError` if there is none."""
 
     def terms(self, problem: Problem, chain: Chain) -> Mapping[str, float]:
-        """What makes up the cost of `chain`; the cost is their sum."""
+        """The terms of the cost of `chain`; the cost is their sum."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plain:
-    """A strategy whose cost is the time of a step, and so are its terms."""
+    """A strategy made of a function; its terms are the times of a step."""
 
     name: str
     choose: Callable[[Problem], Chain]
@@ -46,7 +46,7 @@ class Plain:
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """Terms are seconds: those of a step and, with `failures`, what they are expected to cost."""
+    """The shortest step. Terms are its seconds and, with `failures`, the expected loss."""
 
     failures: bool = False
     name: str = "exact-latency"
@@ -61,7 +61,7 @@ class Latency:
 
 @dataclass(frozen=True, slots=True)
 class Throughput:
-    """Terms are seconds, those of compute at marginal prices."""
+    """The smallest marginal price. Terms are seconds, compute at marginal prices."""
 
     name: str = "exact-throughput"
 
@@ -74,7 +74,7 @@ class Throughput:
 
 @dataclass(frozen=True, slots=True)
 class SlowestNode:
-    """The only term is what the slowest node takes per token."""
+    """The smallest bottleneck. The only term is the seconds per token of the slowest node."""
 
     name: str = "bottleneck"
 
@@ -87,10 +87,11 @@ class SlowestNode:
 
 @dataclass(frozen=True, slots=True)
 class Greedy:
-    """Terms are those of eq. 18, corrected, summed over the visits.
+    """The greedy rule. Terms are those of eq. 18, corrected, summed over the visits.
 
-    `published`: what orchestrators tuned to this swarm. They are strangers. So each is tried, and
-    the chain taken that should lose the least time, failures included: nobody can make it worse.
+    `published`: parameters that orchestrators tuned to this swarm. Orchestrators are not trusted:
+    each set is tried, and the chain with the least time, expected failures included, is used, so
+    that published parameters cannot make the choice worse.
     """
 
     parameters: Parameters = TUNED
@@ -112,7 +113,7 @@ class Greedy:
 
 @dataclass(frozen=True, slots=True)
 class Literal:
-    """Terms are those of eq. 18 as printed, summed over the visits."""
+    """The printed rule. Terms are those of eq. 18 as printed, summed over the visits."""
 
     rule: Printed = field(default_factory=Printed)
     name: str = "paper-literal"
@@ -138,7 +139,7 @@ STRATEGIES: dict[str, Callable[[np.random.Generator], Strategy]] = {
 
 
 def make_strategy(name: str, rng: np.random.Generator) -> Strategy:
-    """Raises `ConfigError` for a name that is none."""
+    """The strategy called `name`; `rng` is for random choice. Raises `ConfigError` if unknown."""
     if name not in STRATEGIES:
         names = ", ".join(STRATEGIES)
         raise ConfigError(f"there is no routing strategy {name!r}; choose one of {names}")
@@ -146,14 +147,14 @@ def make_strategy(name: str, rng: np.random.Generator) -> Strategy:
 
 
 def make_session_strategy(name: str, rng: np.random.Generator) -> Strategy:
-    """As `make_strategy`, for sessions that a failure interrupts: the default counts that, too."""
+    """As `make_strategy`, for live sessions: the default strategy includes expected failures."""
     strategy = make_strategy(name, rng)
     return replace(strategy, failures=True) if isinstance(strategy, Latency) else strategy
 
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """What the strategy chooses without `without`: None and infinity if it finds no chain."""
+    """The strategy's choice without the peer `without`; None and inf if there is no chain."""
 
     without: PeerId
     chain: Chain | None
@@ -163,10 +164,10 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Why a chain: its terms and cost by the strategy, the time of a step by cause, and the rest.
+    """Explanation of a chain: its terms and cost by the strategy, its step time by cause.
 
-    `alternatives` are by visit. A cost below the chain's own shows that the strategy is a rule of
-    thumb, or that the chain was chosen when things were different.
+    `alternatives`: one per visit, without its node. An alternative cheaper than the chain shows
+    that the strategy is a heuristic, or that the swarm has changed since the choice.
     """
 
     strategy: str
@@ -178,7 +179,7 @@ class Explanation:
 
 
 def explain(problem: Problem, chain: Chain, strategy: Strategy) -> Explanation:
-    """What `strategy` makes of `chain`, and what it would choose without each of its nodes."""
+    """The cost of `chain` by `strategy`, and the strategy's choice without each of its nodes."""
     costs = strategy.terms(problem, chain)
     return Explanation(
         strategy=strategy.name,

@@ -1,10 +1,10 @@
-"""Who orchestrates: a lease that its holder renews, and who follows when it ends.
+"""Leader election of orchestrators: a lease that its holder renews, and the order of successors.
 
-A lease among strangers is no consensus. While a network is split each side may have a leader; both
-see each other when it heals, and one of them yields: the lower epoch, or of equal ones the higher
-peer id. Whoever obeys placements looks at their epoch and their worth, not at who leads.
+A lease among untrusted peers is not consensus. In a network partition each side may have a leader;
+when it heals one of them yields: the one with the lower epoch, or with equal epochs the higher peer
+id. Nodes judge placements by their epoch and score, not by the leader.
 
-Everything here is pure: times are seconds since the epoch, and the caller's.
+All functions are pure; times are Unix seconds passed by the caller.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Role = Literal["leading", "ready"]
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What one candidate says: "leading" in `epoch`, or "ready" to follow."""
+    """The announcement of one candidate: "leading" in `epoch`, or "ready" to succeed."""
 
     signer: PeerId
     role: Role
@@ -31,11 +31,11 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """A lease lives `ttl_s`. Once nobody leads, each candidate waits `patience_s` for itself and
-    each one before it.
+    """Timing of leases: lifetime `ttl_s`, and the delay before succession.
 
-    Patience is for what takes time to be seen: with less than the time that a claim takes to reach
-    the others, several would follow at once, and all but one of them yield again.
+    Without a leader, the candidate of rank k (from 1) takes the lease after k times `patience_s`.
+    If that is shorter than a claim takes to reach the other candidates, several succeed at once and
+    all but one yield again.
     """
 
     ttl_s: float
@@ -44,10 +44,10 @@ class Terms:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """What one candidate remembers between two looks at the claims.
+    """State of one candidate between two reads of the claims.
 
-    `epoch` is the highest it has seen, so that a later leader has a higher one. `vacant_since` is
-    when it first saw nobody lead.
+    `epoch`: the highest seen, so that a later leader has a higher one. `vacant_since`: when the
+    lease was first seen without a holder.
     """
 
     peer: PeerId
@@ -56,10 +56,10 @@ class Candidate:
     epoch: int = 0
     vacant_since: float | None = None
     ignored: frozenset[PeerId] = field(default_factory=frozenset)
-    """Signers whose claims do not count: they lied, or are not allowed."""
+    """Signers that are distrusted or not allowed; their claims do not count."""
 
     def look(self, claims: Iterable[Claim], terms: Terms, now: float) -> Candidate:
-        """Itself after it has seen the others' `claims`: leading or not, in which epoch."""
+        """The next state after reading the `claims` of all candidates."""
         alive = [
             claim
             for claim in claims
@@ -77,7 +77,7 @@ class Candidate:
             return replace(self, epoch=epoch, vacant_since=None)
         since = now if self.vacant_since is None else self.vacant_since
         ranked = succession(self.model, [self.peer, *(claim.signer for claim in alive)])
-        # The first waits too: a leader may have yielded to one that is not seen here yet.
+        # The first in rank waits too: a leader may have yielded to a claim not yet seen here.
         if now >= since + (ranked.index(self.peer) + 1) * terms.patience_s:
             return replace(self, role="leading", epoch=epoch + 1, vacant_since=None)
         return replace(self, epoch=epoch, vacant_since=since)
@@ -87,13 +87,13 @@ class Candidate:
 
 
 def holder(claims: Iterable[Claim], now: float) -> Claim | None:
-    """Who leads, of those who say so: the highest epoch, of equal ones the lowest peer id."""
+    """The unexpired "leading" claim with the highest epoch, then the lowest peer id."""
     leading = [claim for claim in claims if claim.role == "leading" and claim.expires_at > now]
     return min(leading, key=lambda claim: (-claim.epoch, claim.signer), default=None)
 
 
 def succession(model: ModelId, candidates: Sequence[PeerId]) -> list[PeerId]:
-    """The order in which candidates follow: for each model another one, so that work is shared."""
+    """The candidates in order of succession, which differs by model to spread the work."""
 
     def place(peer: PeerId) -> bytes:
         return hashlib.sha256(f"{peer} {model}".encode()).digest()

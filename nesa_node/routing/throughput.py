@@ -1,4 +1,4 @@
-"""The chain that leaves most room for others: the shortest path at marginal prices."""
+"""The chain that costs the swarm least capacity: the shortest path at marginal prices."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from nesa_node.routing.exact import exact_latency
 from nesa_node.routing.problem import Chain, Floats, Problem
 
 FULL = 0.98
-"""From this load on the price grows in proportion to the load: it stays finite, and in order."""
+"""Load above which the price grows linearly, so that it stays finite and monotonic."""
 
 COMPUTE_WEIGHT = 30.0
-"""How many seconds on the way a second of a node's time is worth. Transfers use up nobody's
-capacity: they decide between nodes that are about as idle, and keep chains short."""
+"""Weight of a second of compute relative to a second of transfer. Transfers use no compute
+capacity: they decide between nodes of similar load, and keep chains short."""
 
 
 def exact_throughput(problem: Problem) -> Chain:
     """The chain with the least sum of marginal prices. Raises as `exact_latency` does.
 
-    Latency's own program always takes the fastest nodes, even when they are nearly full. What one
-    more session costs everybody on a node with load x is about the derivative of x / (1 - x), the
-    queue's length: seconds / (1 - x)^2.
+    The shortest chain uses the fastest nodes even if they are nearly full. One more session on a
+    node with load x delays all its sessions by about the derivative of the queue's length
+    x / (1 - x): seconds / (1 - x)^2.
     """
     return exact_latency(priced(problem))
 
@@ -34,7 +34,7 @@ def priced(problem: Problem) -> Problem:
 
 
 def price_factor(load_N: Floats) -> Floats:
-    """1 / (1 - load)^2, growing on in proportion to the load where that would not end."""
+    """1 / (1 - load)^2 up to `FULL`, linear in the load above."""
     below_N = np.minimum(load_N, FULL)
     factor_N: Floats = 1.0 / (1.0 - below_N) ** 2 * np.maximum(load_N / FULL, 1.0)
     return factor_N

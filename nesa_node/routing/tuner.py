@@ -1,9 +1,9 @@
-"""A genetic algorithm for the parameters of the greedy rule (section 3.2, eq. 20, corrected).
+"""Genetic algorithm for the parameters of the greedy rule (section 3.2, eq. 20, corrected).
 
-A candidate is a point of the unit cube, one axis per gene. Eq. 20 mixes two parents with an eta
-between 0 and 1: children lie between them, and the population only contracts. Here eta is drawn
-from -0.25 to 1.25 for each gene, parents are chosen by rank (costs near 1 are too alike for a
-roulette), the best survive, and genes mutate.
+A candidate is a point of the unit cube, one axis per gene. Eq. 20 mixes two parents with eta
+between 0 and 1: children lie between their parents, and the population only contracts. Here eta is
+drawn from -0.25 to 1.25 for each gene, parents are selected by rank (costs near 1 differ too little
+for fitness-proportionate selection), the best survive, and genes mutate.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ _GENES = {
     "transfer_weight": (0.03, 10.0),
     "reliability_weight": (0.001, 3.0),
 }
-"""Least and most; between them on a logarithmic scale. The third weight is 1: scales cancel."""
+"""Bounds of each gene, on a logarithmic scale. `load_weight` is fixed to 1: only ratios matter."""
 
 _ROUNDED = 1e-6
-"""What powers of the bounds may be off by."""
+"""Relative tolerance for values at the bounds, which rounding may exceed."""
 
 Cost = Callable[[Parameters], float]
 
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """What a search found, and its best cost after each candidate."""
+    """Result of a search. `history`: the best cost after each candidate."""
 
     best: Parameters
     cost: float
@@ -50,10 +50,10 @@ class Search:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Fitness of the genetic algorithm's parameters, of random search's, and of those before.
+    """Results of the genetic algorithm and of random search, against the parameters before.
 
-    `winner` is the better of the two searches on the scenarios they saw; on the others it saves
-    `gain` of the cost per session, give or take `gain_error` (standard error of paired sessions).
+    `winner` is the better search result on the training scenarios; on the held-out ones it saves
+    the share `gain` of the cost per session, with `gain_error` the standard error over sessions.
     """
 
     before: Parameters
@@ -72,7 +72,7 @@ class Report:
 
     @property
     def tuned(self) -> Parameters:
-        """What to use: `winner` where its gain is more than chance, else what was before."""
+        """`winner` if its gain exceeds two standard errors, else `before`."""
         return self.winner if self.gain > 2.0 * self.gain_error else self.before
 
     @property
@@ -101,11 +101,12 @@ def tune(
 ) -> Report:
     """Search parameters on `scenarios` and judge them on `held_out`.
 
-    `before` gives what is not searched (context, load term) and is the first candidate of both.
-    The same generator state gives the same report.
+    `before` provides the values that are not searched (context, load term) and is the first
+    candidate of both searches. The same generator state gives the same report. Raises `ValueError`
+    if either list is empty.
     """
     if not scenarios or not held_out:
-        raise ValueError("tuning needs scenarios to learn from and others to be judged on")
+        raise ValueError("tuning needs scenarios to search on, and held-out ones to be judged on")
 
     def cost(parameters: Parameters) -> float:
         return fitness(parameters, scenarios)
@@ -138,7 +139,7 @@ def genetic_search(
     population: int,
     generations: int,
 ) -> Search:
-    """`population` at first, then as many per generation, less the two that survive."""
+    """Evaluates `population` candidates, then per generation as many less the two survivors."""
     if population <= _ELITE:
         raise ValueError(f"a population needs more than {_ELITE}, got {population}")
     genomes = rng.random((population, len(_GENES)))
@@ -160,7 +161,7 @@ def genetic_search(
 def random_search(
     cost: Cost, rng: np.random.Generator, before: Parameters, *, evaluations: int
 ) -> Search:
-    """As many candidates, each on its own."""
+    """Evaluates `evaluations` independent random candidates, `before` first."""
     genomes = rng.random((evaluations, len(_GENES)))
     genomes[0] = encode(before)
     costs = [cost(decode(genome, before)) for genome in genomes]
@@ -169,7 +170,7 @@ def random_search(
 
 
 def encode(parameters: Parameters) -> Floats:
-    """The point of the unit cube; what lies outside is brought to its faces."""
+    """The parameters as a point of the unit cube, clipped to it."""
     shares = []
     for name, (least, most) in _GENES.items():
         value = getattr(parameters, name) / (
@@ -181,7 +182,7 @@ def encode(parameters: Parameters) -> Floats:
 
 
 def decode(genome: Floats, before: Parameters) -> Parameters:
-    """The parameters at a point; the rest as in `before`."""
+    """The parameters at a point of the unit cube; values that are not genes as in `before`."""
     genes = {
         name: least * (most / least) ** float(share)
         for share, (name, (least, most)) in zip(genome, _GENES.items(), strict=True)
@@ -190,16 +191,16 @@ def decode(genome: Floats, before: Parameters) -> Parameters:
 
 
 def told_of(parameters: Parameters) -> dict[str, float]:
-    """What a search may change, by name: to publish."""
+    """The searched values by name, as they are published."""
     return {name: getattr(parameters, name) for name in (*_GENES, "load_weight")}
 
 
 def believed(told: Mapping[str, float], before: Parameters) -> Parameters | None:
-    """Parameters that somebody published; None unless they lie where a search would look."""
+    """Parameters from published values; None unless these lie within the bounds of a search."""
     if set(told) != {*_GENES, "load_weight"} or told["load_weight"] != 1.0:
         return None
     for name, (least, most) in _GENES.items():
-        # Written so that NaN is refused as well.
+        # `not <=` also rejects NaN.
         if not least * (1 - _ROUNDED) <= told[name] <= most * (1 + _ROUNDED):
             return None
     genes: dict[str, Any] = {name: told[name] for name in _GENES}
@@ -207,7 +208,7 @@ def believed(told: Mapping[str, float], before: Parameters) -> Parameters | None
 
 
 def breed(genomes: Floats, number: int, rng: np.random.Generator) -> Floats:
-    """Return `number` children [number, genes] of parents chosen by rank.
+    """`number` children [number, genes] of parents selected by rank.
 
     `genomes` [size, genes] are sorted, the best first.
     """

@@ -1,12 +1,4 @@
-"""Shortest paths that return to none of some watched nodes.
-
-n nodes that may matter, B blocks, M sets of watched nodes, L labels (sets and nodes) that may send
-at a boundary, G different sets among them, R nodes that receive.
-
-State (b, m, i) is that of `minplus.py` with the set m of watched nodes visited so far, i's own
-visit included: a watched node is entered only from sets without it. Known from the vehicle routing
-problem as decremental state space relaxation (Righini and Salani, 2008; Boland et al., 2006).
-"""
+"""Shortest paths that revisit no watched node, by decremental state space relaxation."""
 
 from __future__ import annotations
 
@@ -18,10 +10,19 @@ from nesa_node.routing.minplus import SLACK, Mask, MinPlus, Path
 from nesa_node.routing.problem import Chain, Floats, Visit
 
 _AT_ONCE = 2
+"""Nodes added to the watched set per round: each doubles the number of states."""
 
 
 class Watching:
-    """The nodes of a problem on some path of at most `limit_s`, and those that are watched."""
+    """Decremental state space relaxation over the nodes on paths of at most `limit_s`.
+
+    State (b, m, i) is that of `minplus.py` with the set m of watched nodes visited so far, i
+    included: a watched node is entered only from sets without it. The method is from vehicle
+    routing (Righini and Salani, 2008; Boland et al., 2006).
+
+    n candidate nodes, B blocks, M sets of watched nodes, L labels (set, node) that may send at a
+    boundary, G distinct sets among them, R nodes that receive.
+    """
 
     def __init__(self, program: MinPlus, holds_BN: Mask, limit_s: float) -> None:
         problem = program.problem
@@ -41,7 +42,7 @@ class Watching:
         self._entered_s_BMn: Floats = np.empty(0)
 
     def add(self, nodes: Sequence[int], max_states: int) -> bool:
-        """Watch the first of `nodes`, too; False if that makes more than `max_states`."""
+        """Watch the first `_AT_ONCE` of `nodes`; False if `max_states` allows none of them."""
         added = 0
         for node in nodes[:_AT_ONCE]:
             if 2 * self._num_sets * len(self._nodes) <= max_states:
@@ -51,7 +52,7 @@ class Watching:
         return added > 0
 
     def shortest(self, limit_s: float) -> Path | None:
-        """The cheapest path of at most `limit_s` that returns to no watched node, if any."""
+        """The cheapest path of at most `limit_s` that revisits no watched node, if any."""
         shape = (self._num_blocks + 1, self._num_sets, len(self._nodes))
         self._done_s_BMn = np.full(shape, np.inf)
         self._entered_s_BMn = np.full(shape, np.inf)
@@ -76,7 +77,7 @@ class Watching:
         receivers = self._holders[block]
         if not len(receivers):
             return
-        # The least that entering anybody here leads to, the way to it apart.
+        # Lower bound on the cost after entering any receiver here, without the transfer to it.
         from_here_s = (self._visit_s_n + self._ahead_s_Bn[block])[receivers].min()
         done_s_Mn = self._done_s_BMn[block]
         sets_L, senders_L = np.nonzero(done_s_Mn + self._nearest_s_n + from_here_s <= limit_s)

@@ -1,9 +1,6 @@
-"""Whether some chain gives no node more than so many seconds per token.
+"""Search for a chain in which no node exceeds a threshold of seconds per token.
 
-Such a threshold is a number of blocks that each node may run at most. A chain whose nodes run as
-many as they may is as good as any, wherever all links work: what a node runs more, later ones run
-less. So the search is over who comes next, nodes whose spans end soonest first, and it gives up a
-beginning when the rest could not be run even by nodes that may return.
+It is a feasibility test of the bottleneck search (`bottleneck.py`).
 """
 
 from __future__ import annotations
@@ -15,11 +12,17 @@ import numpy as np
 from nesa_node.routing.problem import Chain, Problem, Visit
 
 SLACK = 1.0 + 1e-12
-"""A threshold that was computed from a node's seconds must let that node have them."""
+"""Relative tolerance, so that a threshold computed from a node's own seconds admits that node."""
 
 
 class Within:
-    """The chains of `problem` in which no node takes more than `threshold_s` per token."""
+    """Search for a chain of `problem` in which no node takes more than `threshold_s` per token.
+
+    The threshold gives the number of blocks that each node may run. If all links work it suffices
+    to let each node run its maximum: what one node runs more, later ones run less. So the search
+    branches over the next node only, spans that end soonest first, and prunes a partial chain if
+    the remaining blocks cannot be run even with revisits.
+    """
 
     def __init__(self, problem: Problem, threshold_s: float) -> None:
         left_s_N = threshold_s * SLACK - problem.visit_s_N
@@ -27,9 +30,9 @@ class Within:
         with np.errstate(divide="ignore", invalid="ignore"):
             blocks_N = np.where(left_s_N >= 0.0, left_s_N / problem.busy_block_s_N, 0.0)
         self.most_N = np.minimum(np.nan_to_num(blocks_N), lengths_N).astype(np.int64)
-        """Blocks that a node may run in one visit."""
+        """Maximum blocks of each node in one visit."""
         self.proven = False
-        """Whether `find` has looked at everything."""
+        """Whether the last `find` searched everything and found nothing."""
         self._problem = problem
         self._most = self.most_N.tolist()
         self._starts = problem.starts_N.tolist()
@@ -46,10 +49,10 @@ class Within:
         self._hopeless: set[tuple[int, int, frozenset[int]]] = set()
 
     def may_exist(self, block: int = 0, used: frozenset[int] = frozenset()) -> bool:
-        """Whether the blocks from `block` on can be run, if nodes may return and all links work.
+        """Whether the blocks from `block` on can be run with revisits and without cut links.
 
-        Block by block, of the nodes that have blocks left the one whose span ends first: optimal,
-        as for unit jobs with release times and deadlines.
+        Each block goes to the node with capacity left whose span ends first. This is optimal, as in
+        scheduling unit jobs with release times and deadlines.
         """
         coming = [node for node in self._by_start if node not in used]
         here: list[tuple[int, int]] = []
@@ -70,7 +73,7 @@ class Within:
         return True
 
     def find(self, max_tries: int) -> Chain | None:
-        """A chain, no node twice in it; None if there is none (`proven`) or none was found."""
+        """A chain without revisits; None if there is none (`proven`) or `max_tries` ran out."""
         self._tries = max_tries
         chain = self._extend(())
         self.proven = chain is None and self._tries > 0
@@ -82,7 +85,7 @@ class Within:
         if block == self._problem.num_blocks:
             return chain if self._links_work or self._problem.exit_s_N[last] < np.inf else None
         used = frozenset(visit.node for visit in chain)
-        # Whom the chain has used matters only while they hold what is still to be run.
+        # Used nodes matter only while their spans contain blocks still to run.
         past = frozenset(node for node in used if self._ends[node] > block)
         state = (block, -1 if self._links_work else last, past)
         if state in self._hopeless:

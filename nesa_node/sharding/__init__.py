@@ -1,1 +1,1 @@
-"""What is run where: the spans that nodes take."""
+"""Sharding: the span of blocks that each node holds."""

@@ -1,15 +1,15 @@
-"""Which blocks a newcomer should hold: what the swarm needs most.
+"""Choice of the span that a joining node should hold.
 
 A span is better than another when, in this order, it
 
-1. covers more blocks that nobody holds;
+1. covers more blocks without a holder;
 2. leaves holes that fewer further nodes of this size can fill (so that the first node of an empty
    swarm takes `0:10` or `10:20` of 30 blocks and never `5:15`);
 3. leaves the slowest blocks faster: the swarm's tokens/s per block (the sum over its holders),
-   sorted from the slowest, is lexicographically greatest. This is water filling: replicas go where
-   the swarm is narrowest.
+   sorted from the slowest, is lexicographically greatest. This is water filling: replicas go to the
+   bottleneck blocks.
 
-What is equal in all three is chosen by the caller's random generator.
+Ties are broken by the caller's random generator.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def choose_span(
 ) -> Span:
     """The span of up to `num_blocks` blocks that `snapshot` needs most.
 
-    Serving and joining nodes both count as holders. `tokens_per_s` is what the newcomer expects to
-    decode. `rng` breaks ties (seed it with the peer id, and nodes that start at once spread out);
+    Serving and joining nodes both count as holders. `tokens_per_s`: expected decode speed of the
+    joining node. `rng` breaks ties (seeded with the peer id, it spreads nodes that start at once);
     without it the lowest start wins. Raises `ValueError` if the model or `num_blocks` is not
     positive.
     """
@@ -56,11 +56,11 @@ def reconsider_span(
     rng: random.Random | None = None,
     tokens_per_s: float = _UNMEASURED_TOKENS_PER_S,
 ) -> Span:
-    """The span to load after everyone that starts at the same time has announced what it took.
+    """The span to load once the nodes that join at the same time have announced their choice.
 
-    A joining node gives way to the joining nodes whose peer id is lower than its own and to nobody
-    else. So the lowest keeps its span, the next chooses given the first, and after as many rounds
-    as there are newcomers nobody changes any more. `span` is returned unless another is better.
+    A joining node yields only to joining nodes with a lower peer id. So the lowest keeps its span,
+    the next chooses given the first, and the choice is stable after as many rounds as there are
+    joining nodes. Returns `span` unless another is better.
     """
     rivals = tuple(node for node in snapshot.joining if node.peer_id < peer_id)
     seen = replace(snapshot.without(peer_id), joining=rivals)

@@ -1,6 +1,6 @@
-"""Who should hold something else when blocks have lost all their holders.
+"""Repair of holes: which nodes move to blocks that have lost all holders.
 
-Each node computes this for itself, from the same records: whoever it names moves, all others stay.
+Each node computes the same plan from the same records; a node moves if the plan names it.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from nesa_node.topology.snapshot import NodeState, Snapshot, count_holders
 
 
 def unheld(snapshot: Snapshot) -> frozenset[int]:
-    """The blocks that nobody serves or loads."""
+    """The blocks that no node serves or loads."""
     counts = count_holders((*snapshot.nodes, *snapshot.joining), snapshot.num_blocks)
     return frozenset(block for block, count in enumerate(counts) if not count)
 
 
 def is_spared(snapshot: Snapshot, peer_id: PeerId, span: Span) -> bool:
-    """Whether each block of `span` is served by somebody beside `peer_id`."""
+    """Whether each block of `span` is served by a node other than `peer_id`."""
     counts = snapshot.without(peer_id).coverage()
     return all(counts[block] for block in range(span.start, span.end))
 
 
 def plan_repairs(snapshot: Snapshot, wanted: Collection[int]) -> Mapping[PeerId, Span]:
-    """Who moves where, so that the blocks `wanted`, which nobody holds, are held again.
+    """The moves after which the blocks `wanted`, which have no holder, are held again.
 
-    Only nodes that say they may move, and whose blocks others serve, also after the moves before.
-    Whoever leaves the most replicas behind goes first; of equal ones, the lowest peer id. Each
-    takes as many blocks as it holds, where `choose_span` puts a newcomer. The result depends on the
-    records alone and not on their order.
+    Only movable nodes move, and only if all their blocks keep a serving holder after the moves
+    before. The node that leaves the most replicas behind moves first, then the lower peer id. Each
+    takes as many blocks as it holds, at the span that `choose_span` gives a joining node. The
+    result depends on the records alone, not on their order.
     """
     serving = sorted(snapshot.nodes, key=lambda node: node.peer_id)
     joining = sorted(snapshot.joining, key=lambda node: node.peer_id)
@@ -47,7 +47,7 @@ def plan_repairs(snapshot: Snapshot, wanted: Collection[int]) -> Mapping[PeerId,
         seen = replace(snapshot, nodes=tuple(serving), joining=tuple(joining))
         span = choose_span(seen, len(mover.span))
         if left.isdisjoint(range(span.start, span.end)):
-            # Holes that are not to be filled yet come first.
+            # Holes outside `wanted` would be filled first; those are not due yet.
             return movers
         joining.append(replace(mover, span=span))
         movers[mover.peer_id] = span

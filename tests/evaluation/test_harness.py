@@ -165,7 +165,7 @@ def test_data_that_cannot_be_had_is_an_error(
     tasks = harness.Tasks(["tiny_words"], folder=task_folder)
     with (
         local_model(words_model) as model,
-        pytest.raises(ConfigError, match="data cannot be had"),
+        pytest.raises(ConfigError, match="a dataset cannot be loaded"),
     ):
         tasks.measure(model, load_tokenizer(words_model))
 

@@ -54,7 +54,7 @@ def test_parameters_that_are_no_better_than_shipped_ones_go_back() -> None:
     later = scenarios(history[20:], np.random.default_rng(2))
     assert ratios(BAD, later).mean() > ratios(TUNED, later).mean()
     assert found.parameters == TUNED
-    assert "no better any more" in found.reason
+    assert "no longer better" in found.reason
 
 
 def test_what_gains_on_later_snapshots_is_taken_and_the_rest_is_not() -> None:

@@ -1,1 +1,1 @@
-"""Who holds which span: plans for a set of nodes, and moves from one plan to a better one."""
+"""Placement: which node holds which span, and moves to a better placement."""

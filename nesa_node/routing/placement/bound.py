@@ -1,8 +1,8 @@
-"""What the best chain costs at least where spans are still free.
+"""Lower bounds on the latency of the best chain over all placements.
 
-N nodes, B blocks, S senders. With free spans node i may run any `most_N[i]` consecutive blocks or
-fewer. Finding the best such chain is a knapsack and a travelling salesman at once. A program over
-(blocks done, last node) that forgets which nodes it has been through gives a bound.
+N nodes, B blocks, S senders. With free spans node i may run up to `most_N[i]` consecutive blocks.
+Finding the best such chain combines the knapsack and the travelling salesman problem. A dynamic
+program over (blocks done, last node) that allows revisits gives a lower bound.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ _ROWS_AT_ONCE = 64
 MAX_ROUNDS = 30
 ROUNDS_BY_NODES = 6000
 MAX_WALKED = 2000
-"""With more nodes than that the program takes seconds, and `fluid_latency_s` must do."""
+"""Nodes up to which the dynamic program runs; above it takes seconds, and `fluid_latency_s` is
+used."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Walk:
-    """The cheapest way to run all blocks when nodes may be visited again, and whom it visits."""
+    """The cheapest way to run all blocks with revisits allowed, and the nodes it visits."""
 
     cost_s: float
     nodes: tuple[int, ...]
 
 
 def least_latency_s(room: Room, known_s: float = np.inf, *, rounds: int | None = None) -> float:
-    """No placement has a chain below this; inf if no chain can be had at all.
+    """Lower bound in seconds on the latency of any placement; inf if no chain is possible.
 
-    `known_s` is the cost of a chain that exists; the answer is never above it. The program's
-    cheapest walk goes to and fro between the fastest nodes. So each node is charged for being
-    visited, the sum of charges is taken off the answer again (Lagrange multipliers of "at most one
-    visit"), and charges rise where a walk visits twice, in `rounds` of subgradient steps [default:
-    fewer the larger the swarm].
+    `known_s`: cost of a known chain, which caps the result. The cheapest relaxed walk alternates
+    between the fastest nodes. So each visit is charged, and the sum of charges is subtracted again
+    (Lagrange multipliers of "at most one visit"); `rounds` subgradient steps raise the charges of
+    nodes that a walk visits twice [default: fewer rounds for larger swarms].
     """
     problem = room.problem
     if int(room.most_N.sum()) < problem.num_blocks:
@@ -66,7 +66,7 @@ def least_latency_s(room: Room, known_s: float = np.inf, *, rounds: int | None =
             pace *= 0.8
         if excess_N.max() <= 0 and not charge_s_N.any():
             break
-        # A node that is not visited and not charged has no say in how long the step is.
+        # Nodes neither visited nor charged do not count in the length of the subgradient.
         excess_N[(excess_N < 0) & (charge_s_N == 0)] = 0.0
         length = float((excess_N**2).sum())
         if length == 0:
@@ -78,10 +78,10 @@ def least_latency_s(room: Room, known_s: float = np.inf, *, rounds: int | None =
 
 
 def fluid_latency_s(room: Room) -> float:
-    """A bound that costs no program: nodes hand over to their nearest and may be split.
+    """A lower bound in closed form: each node sends to its nearest node, and nodes may be split.
 
-    A node that runs all it can is the cheapest per block, fixed costs shared out. The blocks go to
-    the cheapest nodes, each as many as it holds.
+    A node is cheapest per block when it runs all the blocks that fit, which share its fixed costs.
+    The blocks go to the cheapest nodes, as many as fit on each.
     """
     problem = room.problem
     held = room.most_N > 0
@@ -101,7 +101,7 @@ def fluid_latency_s(room: Room) -> float:
 def _cheapest_walk(
     room: Room, visit_s_N: Floats, nearest_s_N: Floats, limit_s: float
 ) -> _Walk | None:
-    """None if there is none of at most `limit_s`."""
+    """The cheapest relaxed walk; None if there is none of at most `limit_s`."""
     problem, most_N = room.problem, room.most_N
     blocks, nodes = problem.num_blocks, problem.num_nodes
     least_s_B = _look_ahead(room, visit_s_N, nearest_s_N)
@@ -146,9 +146,9 @@ def _trace(problem: Problem, done_s_BN: Floats, since_BN: Ints, last: int) -> tu
 
 
 def _look_ahead(room: Room, visit_s_N: Floats, nearest_s_N: Floats) -> Floats:
-    """[r]: what r blocks cost at least from entering somebody on, the way there excluded.
+    """Lower bound [r] on the cost of r blocks from entering a node on, without the transfer to it.
 
-    Every node hands over to its nearest, so that no chain is cheaper, whatever came before.
+    Every node sends to its nearest node.
     """
     problem, most_N = room.problem, room.most_N
     middle_s_B = np.full(problem.num_blocks + 1, np.inf)
@@ -167,7 +167,7 @@ def _look_ahead(room: Room, visit_s_N: Floats, nearest_s_N: Floats) -> Floats:
 
 
 def _reach(problem: Problem, senders: Ints, done_s_S: Floats) -> Floats:
-    """The least that getting to each node costs, from any of `senders` but itself."""
+    """Least cost of arriving at each node from any of `senders` but itself, [N]."""
     reached_s_N = np.full(problem.num_nodes, np.inf)
     for start in range(0, len(senders), _ROWS_AT_ONCE):
         rows = senders[start : start + _ROWS_AT_ONCE]
@@ -178,7 +178,7 @@ def _reach(problem: Problem, senders: Ints, done_s_S: Floats) -> Floats:
 
 
 def nearest_s(transfer_s_NN: Floats) -> Floats:
-    """The least of each row, its diagonal left out."""
+    """The minimum of each row without the diagonal, [N]."""
     size = len(transfer_s_NN)
     nearest_s_N = np.full(size, np.inf)
     for start in range(0, size, _ROWS_AT_ONCE):

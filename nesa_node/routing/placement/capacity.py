@@ -1,4 +1,4 @@
-"""The nodes of a snapshot as a room: what each could hold, and what that would be worth."""
+"""Placement problems made from snapshots: capacity and speed of each node."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from nesa_node.topology.snapshot import NodeState, Snapshot
 def make_room(
     snapshot: Snapshot, requests: Request | Sequence[Request], *, replicas: int = 1
 ) -> Room:
-    """All nodes of `snapshot`, the serving ones first, then those that join.
+    """The placement problem of `snapshot`: its serving nodes, then its joining ones.
 
-    A placement is the whole model's, whatever part of it a request runs, and has room for nodes
-    whose cache is full just now; those that the first request excludes are left out. A node that
-    has not said how many blocks fit into it keeps as many as it holds. The speed of one that holds
-    nothing yet is that through a single block. Several requests are several clients.
+    It covers the whole model, whatever span the requests run, and includes nodes whose cache is
+    full; nodes excluded by the first request are left out. A node that does not announce its
+    capacity keeps the number of blocks that it holds. A node without blocks gets its announced
+    speed as that of a single block. Each request is one client.
     """
     first, *others = [requests] if isinstance(requests, Request) else requests
     if snapshot.num_blocks < 1:
@@ -68,14 +68,14 @@ def _of_everyone(request: Request, span: Span, joining: int) -> Request:
 
 
 def _with_ends(problem: Problem, snapshot: Snapshot, request: Request, first: Request) -> Problem:
-    """`problem` with the ways to and from the client of `request`."""
+    """`problem` with the links to and from the client of `request`."""
     asked = replace(request, exclude=first.exclude)
     ends = build_problem(replace(snapshot, links=None), asked)
     return replace(problem, entry_s_N=ends.entry_s_N, exit_s_N=ends.exit_s_N)
 
 
 def _holding(node: NodeState, span: Span) -> NodeState:
-    """The node with that span, as fast per block as it is with its own."""
+    """The node with another span, at the same speed per block."""
     share = max(len(node.span), 1) / len(span)
     return replace(
         node,

@@ -1,4 +1,4 @@
-"""How many blocks each node of a pipeline runs, once it is known who they are."""
+"""Numbers of blocks per node of a pipeline, for given nodes."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from nesa_node.routing.problem import Floats, Ints
 
 
 def quickest_cuts(most_P: Ints, block_s_P: Floats, num_blocks: int) -> Ints:
-    """The blocks of each of P nodes for which one step takes least time.
+    """The numbers of blocks [P] that minimise the time of a step.
 
-    Every node runs one at least, else it would not be visited; what is left goes to the fastest, as
-    much as fits. Raises `ValueError` if the blocks do not fit, or are fewer than the nodes.
+    Every node runs at least one block; the rest goes to the fastest nodes, as many as fit. Raises
+    `ValueError` if the blocks do not fit, or are fewer than the nodes.
     """
     _check(most_P, num_blocks)
     lengths_P = np.ones(len(most_P), dtype=np.int64)
@@ -26,10 +26,10 @@ def quickest_cuts(most_P: Ints, block_s_P: Floats, num_blocks: int) -> Ints:
 
 
 def even_cuts(most_P: Ints, block_s_P: Floats, num_blocks: int) -> Ints:
-    """The blocks of each for which the slowest takes least time: in proportion to speeds.
+    """The numbers of blocks [P] that minimise the time of the slowest node.
 
-    Water filling: block by block to whoever would then be done first. As long as it fits; a node
-    that is full stays so. Raises as `quickest_cuts` does.
+    Water filling: each block goes to the node with capacity left that would then finish first.
+    Raises as `quickest_cuts` does.
     """
     _check(most_P, num_blocks)
     lengths_P = np.ones(len(most_P), dtype=np.int64)

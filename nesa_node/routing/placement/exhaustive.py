@@ -1,7 +1,7 @@
-"""The best layout of a few nodes, by looking at all of them.
+"""Exhaustive search for the best assignment of spans to a few nodes.
 
-M layouts, N nodes, B blocks, U sets of blocks. Every node holds as much as fits (more never hurts),
-so that a layout is a choice of one start for each.
+M assignments, N nodes, B blocks, U sets of blocks. Every node holds as many blocks as fit (more
+never hurts), so that an assignment is one start per node.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _AT_ONCE = 4096
 
 
 def count_layouts(room: Room) -> int:
-    """How many there are; may be astronomical, an int all the same."""
+    """The number of assignments, an exact int of any size."""
     count = 1
     for most in room.most_N.tolist():
         count *= room.problem.num_blocks - most + 1 if most else 1
@@ -26,12 +26,15 @@ def count_layouts(room: Room) -> int:
 
 
 def best_of_all(room: Room, goal: Goal) -> Layout:
-    """The layout with the fewest holes, of those the fewest missing replicas, of those the best.
+    """The best assignment: fewest holes, then fewest missing replicas, then the best by `goal`.
 
-    Raises `ValueError` if there are more than `MAX_LAYOUTS` or, for throughput, `MAX_BLOCKS`.
+    Every node holds as many blocks as fit (more never hurts), so that M assignments of N nodes are
+    one start per node.
+
+    Raises `ValueError` for more than `MAX_LAYOUTS` assignments or `MAX_BLOCKS` blocks.
     """
     if count_layouts(room) > MAX_LAYOUTS or room.problem.num_blocks > MAX_BLOCKS:
-        raise ValueError(f"{count_layouts(room)} layouts are too many to look at all of them")
+        raise ValueError(f"{count_layouts(room)} layouts are too many for exhaustive search")
     if room.problem.num_nodes == 0:
         return room.now()
     starts_MN = _all_starts(room)
@@ -47,7 +50,7 @@ def best_of_all(room: Room, goal: Goal) -> Layout:
 
 
 def _quickest(room: Room, starts_MN: Ints) -> Layout:
-    """Exact chains only for layouts whose relaxed cost is below the best exact one so far."""
+    """The assignment of least latency, with exact chains only where the relaxed cost is lower."""
     relaxed_s_M = np.concatenate(
         [
             _relaxed_latency_s(room, starts_MN[at : at + _AT_ONCE])
@@ -86,7 +89,7 @@ def _holders(room: Room, starts_MN: Ints) -> Ints:
 
 
 def _relaxed_latency_s(room: Room, starts_MN: Ints) -> Floats:
-    """The cheapest walk of each layout if nodes may be visited again."""
+    """The latency [M] of each assignment with revisits allowed: a lower bound."""
     problem = room.problem
     away_s_NN = problem.transfer_s_NN.copy()
     np.fill_diagonal(away_s_NN, np.inf)
@@ -105,7 +108,7 @@ def _relaxed_latency_s(room: Room, starts_MN: Ints) -> Floats:
 
 
 def _steps_per_s(room: Room, starts_MN: Ints) -> Floats:
-    """The least, over all sets of blocks, of the speed of their holders by their number."""
+    """Throughput [M]: least ratio, over sets of blocks, of their holders' speed to their size."""
     blocks, rate_N = room.problem.num_blocks, room.blocks_per_s_N
     sets_UB = (np.arange(1, 1 << blocks)[:, None] >> np.arange(blocks)) & 1
     before_UB = np.concatenate([np.zeros((len(sets_UB), 1), dtype=np.int64), sets_UB], axis=1)

@@ -1,7 +1,7 @@
-"""A room as numbers of fixed count and name: what the choice among schemas is learnt from.
+"""Named features of a placement problem, from which the choice of a schema is learnt.
 
-N nodes. Times are relative to what the median node computes for the whole model, so that models
-and tokens of different size compare.
+N nodes. Times are relative to the whole model's compute time on the median node, so that models and
+steps of different size are comparable.
 """
 
 from __future__ import annotations
@@ -19,7 +19,11 @@ _TINY = 1e-9
 
 
 def plain_features(room: Room) -> dict[str, float]:
-    """Sizes, speeds, memory and ways, by quantiles."""
+    """Features of sizes, speeds, memory and transfer times, partly as quantiles.
+
+    Times are relative to the whole model's compute time on the median node, so that models and
+    steps of different size are comparable.
+    """
     problem = room.problem
     blocks = problem.num_blocks
     most_N = np.maximum(room.most_N, 0)
@@ -52,9 +56,9 @@ def plain_features(room: Room) -> dict[str, float]:
 
 
 def shape_features(room: Room) -> dict[str, float]:
-    """Statistics of the persistent homology of the round trips, without its images.
+    """Statistics of the persistent homology of the round trips.
 
-    Images are left out: they have more pixels than a library has snapshots.
+    Persistence images are left out: they have more pixels than a library has snapshots.
     """
     both_ways_NN = room.problem.transfer_s_NN + room.problem.transfer_s_NN.T
     shape = shape_of(make_filtration(both_ways_NN), most_loops=0)

@@ -1,4 +1,4 @@
-"""Where spans should start of nodes that no pipeline needs: where the swarm is narrowest."""
+"""Water filling: spans of further nodes go to the blocks with the least speed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ _SHARPNESS = 3.0
 
 @dataclass(slots=True, eq=False)
 class Water:
-    """What has been placed so far, per block: holders, and the speed that each adds to its own."""
+    """Holders and speed per block of the spans placed so far.
+
+    A node adds its speed divided by the length of its span to each of its blocks.
+    """
 
     holders_B: Ints
     speed_B: Floats
@@ -32,11 +35,11 @@ class Water:
     def best_start(
         self, most: int, blocks_per_s: float, replicas: int, least: int, greatest: int
     ) -> int:
-        """Of the starts `least` to `greatest`: covers most that nobody holds, then adds most wanted
-        replicas, then helps most where the swarm is slow; the lowest of equals.
+        """The best start from `least` to `greatest` for a span of `most` blocks.
 
-        What a block gains is the fall of its speed^-3: near to raising the slowest first, and a sum
-        over a window costs one subtraction.
+        It covers most blocks without a holder, then adds most missing replicas, then most relieves
+        slow blocks; ties go to the lowest start. The relief of a block is the decrease of its
+        speed^-3: this nearly raises the slowest block first, and sums over windows are cheap.
         """
         level_B = self.speed_B + _EMPTY * blocks_per_s
         ease_B = level_B**-_SHARPNESS - (level_B + blocks_per_s / most) ** -_SHARPNESS
@@ -45,12 +48,12 @@ class Water:
         eased = _windows(ease_B, most)
         best = np.flatnonzero(covered == covered.max()) + least
         best = best[replicated[best] == replicated[best].max()]
-        # Sums of windows differ in their last bits, which must not choose between equals.
+        # Window sums of equal blocks differ in their last bits, which must not break ties.
         return int(best[np.argmax(eased[best] >= eased[best].max() * (1 - 1e-9))])
 
 
 def fill(room: Room, starts_N: Ints, water: Water, nodes: Sequence[int]) -> None:
-    """Set the starts of `nodes`, in that order, in `starts_N`, and pour them into `water`."""
+    """Place `nodes` in that order: writes their starts to `starts_N` and adds them to `water`."""
     rate_N = room.blocks_per_s_N
     for node in nodes:
         most = int(room.most_N[node])
@@ -64,6 +67,6 @@ def fill(room: Room, starts_N: Ints, water: Water, nodes: Sequence[int]) -> None
 
 
 def _windows(values_B: Floats, width: int) -> Floats:
-    """The sums of all windows of that width."""
+    """The sums of all windows of `width` blocks."""
     sums = np.concatenate(([0.0], np.cumsum(values_B)))
     return sums[width:] - sums[:-width]

@@ -1,8 +1,8 @@
-"""How many steps per second the nodes of a layout can do together, and could do at best.
+"""Throughput of an assignment as a maximum flow, and an upper bound for all assignments.
 
-N nodes, B blocks. The swarm as a fluid: node i does `rate_N[i]` blocks per second, shared as one
-likes among the blocks of its span; every block must be done equally often. Waiting and transfers
-are left out: they take time, but keep no node busy.
+N nodes, B blocks. Node i does `rate_N[i]` blocks per second, divided freely among the blocks of its
+span; every block must be done equally often. Queueing and transfers are ignored: they add latency
+but use no compute.
 """
 
 from __future__ import annotations
@@ -20,19 +20,22 @@ _TOLERANCE = 1e-12
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Flow:
-    """`steps_per_s` of the swarm, and the blocks that keep it from more: the bottleneck."""
+    """Throughput of the swarm in steps per second, and the blocks that limit it."""
 
     steps_per_s: float
     narrow_B: NDArray[np.bool_]
 
 
 def measure_flow(layout: Layout, rate_N: Floats, num_blocks: int) -> Flow:
-    """The exact maximum: what a linear program over all ways to share nodes' time would find.
+    """The exact maximum flow, equal to the linear program over all divisions of nodes' time.
 
-    By duality it is the least, over sets U of blocks, of (speed of the nodes that hold any of
-    U) / |U|. A set is what is left between gaps, and a node misses it where its span lies inside
-    one gap. So for a guess g of the answer a program over the gaps' ends finds the set that
-    violates it most, in O(B^2), and that set's ratio is the next guess (Dinkelbach's method).
+    Node i does `rate_N[i]` blocks per second, divided freely among the blocks of its span; every
+    block must be done equally often. Queueing and transfers are ignored: they use no compute.
+
+    By duality it is the minimum, over sets U of blocks, of (speed of the nodes that hold any of
+    U) / |U|. The complement of U is a set of gaps, and a node holds none of U if its span lies
+    inside one gap. So for a guess g a dynamic program over the ends of gaps finds the most violated
+    set in O(B^2), and the ratio of that set is the next guess (Dinkelbach's method).
     """
     inside_BB = _speed_inside(layout, rate_N, num_blocks)
     total = float(inside_BB[0, num_blocks])
@@ -53,10 +56,10 @@ def measure_flow(layout: Layout, rate_N: Floats, num_blocks: int) -> Flow:
 
 
 def most_flow(most_N: Ints, rate_N: Floats, num_blocks: int) -> float:
-    """No placement does more steps per second than this.
+    """Upper bound in steps per second for all placements.
 
-    A node does at most `rate_N` blocks per second, and of each of the `most_N` that it holds no
-    more than the swarm does of that block. The greatest x with sum of min(rate, most * x) >= B * x.
+    A node does at most `rate_N` blocks per second, and each of its `most_N` blocks no more often
+    than the swarm does. So the bound is the greatest x with sum of min(rate, most * x) >= B * x.
     """
     usable = (most_N > 0) & (rate_N > 0)
     most_N, rate_N = most_N[usable].astype(np.float64), rate_N[usable]
@@ -75,7 +78,7 @@ def most_flow(most_N: Ints, rate_N: Floats, num_blocks: int) -> float:
 
 
 def _speed_inside(layout: Layout, rate_N: Floats, num_blocks: int) -> Floats:
-    """[s, e]: the speed of all nodes whose span lies within `s:e`."""
+    """The total speed [s, e] of the nodes with a span within `s:e`."""
     size = num_blocks + 1
     by_span = np.zeros((size, size))
     holds = layout.ends_N > layout.starts_N
@@ -87,7 +90,7 @@ def _speed_inside(layout: Layout, rate_N: Floats, num_blocks: int) -> Floats:
 def _most_violated(
     inside_BB: Floats, guess: float, num_blocks: int
 ) -> tuple[float, NDArray[np.bool_]]:
-    """The gaps with the greatest sum of (speed inside - guess * length), and the set they leave."""
+    """The largest sum over gaps of (speed inside - guess * length), and the blocks outside them."""
     best = np.zeros(num_blocks + 1)
     gap_start = np.full(num_blocks + 1, -1)
     lengths = np.arange(num_blocks + 1)

@@ -1,4 +1,4 @@
-"""Local search: single spans move to where replicas are missing, or where the swarm is slow."""
+"""Local search by single moves, to missing replicas or to the bottleneck."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _GAIN = 1.0 + 1e-6
 
 
 def mend(room: Room, layout: Layout, *, keep: frozenset[int] = frozenset()) -> Layout:
-    """Move spans to where nobody holds a block or replicas are missing, until none helps.
+    """Move spans to blocks without a holder or with missing replicas, until no move helps.
 
-    Nodes in `keep` stay where they are.
+    Nodes in `keep` do not move.
     """
     movable = [
         node for node in np.argsort(-room.most_N, kind="stable").tolist() if node not in keep
@@ -38,20 +38,23 @@ def mend(room: Room, layout: Layout, *, keep: frozenset[int] = frozenset()) -> L
 
 
 def most_wanted(room: Room, layout: Layout, node: int) -> Layout:
-    """`node` moved to where it fills most of what would be missing without it."""
+    """`layout` with `node` moved to the span that covers most of the deficit without it."""
     most = int(room.most_N[node])
     if most == 0:
         return layout
     holders_B = layout.holders_B(room.problem.num_blocks)
     holders_B[layout.starts_N[node] : layout.ends_N[node]] -= 1
-    # A block that nobody holds outweighs all replicas that could be missing elsewhere.
+    # A block without a holder outweighs all replicas that could be missing elsewhere.
     wanted_B = (holders_B < room.replicas) + len(holders_B) * (holders_B == 0)
     start = int(_windows(wanted_B, most).argmax())
     return layout.moved(node, Span(start, start + most))
 
 
 def widen(room: Room, layout: Layout, *, tries: int = 200, max_moves: int | None = None) -> Layout:
-    """Move nodes that do nothing for the bottleneck to it, until none helps or `tries` are over."""
+    """Move nodes that hold no bottleneck block to the bottleneck, until no move helps.
+
+    At most `tries` moves are tried and `max_moves` made.
+    """
     rate_N = room.blocks_per_s_N
     blocks = room.problem.num_blocks
     lacks = layout.lacks(room)
@@ -88,7 +91,7 @@ def _idle(room: Room, layout: Layout, narrow_B: NDArray[np.bool_]) -> list[int]:
 
 
 def _touching(narrow_B: NDArray[np.bool_], most: int) -> list[int]:
-    """Starts of spans that reach the bottleneck: with most of it, and at both its ends."""
+    """Starts of spans that cover most of the bottleneck, or reach its first or last block."""
     inside = np.flatnonzero(narrow_B)
     last = len(narrow_B) - most
     best = int(_windows(narrow_B.astype(np.int64), most).argmax())

@@ -1,4 +1,4 @@
-"""Libraries of schemas as JSON: to keep, and to publish. Whatever is read is checked."""
+"""Schema libraries as JSON, for files and for publication. All input is validated."""
 
 from __future__ import annotations
 
@@ -85,7 +85,10 @@ def to_json(library: Library) -> bytes:
 
 
 def from_json(text: bytes | str, *, where: str = "schemas") -> Library:
-    """Read what `to_json` wrote. Raises `ConfigError` for anything else; `where` names it there."""
+    """Parse and validate the output of `to_json`; untrusted input is allowed.
+
+    Raises `ConfigError`, which names `where`.
+    """
     if len(text) > MAX_BYTES:
         raise ConfigError(f"{where} has {len(text)} bytes; at most {MAX_BYTES} are read")
     try:

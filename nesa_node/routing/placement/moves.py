@@ -1,4 +1,4 @@
-"""Moves from one layout to another: what each costs, and an order in which nothing is lost."""
+"""Moves from one assignment to another: their costs, and an order that loses no coverage."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ Trigger = Literal["hole", "replicas", "gain", "none"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoveCosts:
-    """What it takes to load blocks and to hand sessions over.
+    """Costs of loading blocks and handing sessions over.
 
-    `block_bytes` on disk or in the network, `cache_bytes` of one token in one block, `restart_s`
-    beside both.
+    `block_bytes`: size of a block as loaded. `cache_bytes`: size of one token's cache in one block.
+    `restart_s`: fixed time per move.
     """
 
     block_bytes: float = 1.0e9
@@ -34,11 +34,11 @@ class MoveCosts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Move:
-    """One node gives up `before` and takes `after` (either may be empty).
+    """The move of one node from the span `before` to `after` (either may be empty).
 
-    Moves of one `wave` may run at once, each wave when the one before is done. `gain`: the share of
-    the goal's cost that this move saves after those before it, 0 where it mends a loss. `load_s`
-    and `hand_over_s`: how long the node is away, for `load_bytes` and `cache_tokens` of sessions.
+    Moves of one `wave` may run concurrently, after the wave before. `gain`: share of the goal's
+    cost that this move saves after the moves before it, 0 for repairs. The node is away for
+    `load_s` (for `load_bytes`) plus `hand_over_s` (for `cache_tokens` of sessions).
     """
 
     peer_id: PeerId
@@ -59,11 +59,11 @@ class Move:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moves:
-    """What should move now, and why, or why nothing should.
+    """The moves to make now and their trigger, or why there are none.
 
-    `gain` is the share of the goal's cost that all moves save, inf where there was no chain at all.
-    `cost_s`: seconds of the whole swarm's work that the moves take away. `refused` says in words
-    what was found and not done; empty if there was nothing better or all of it is done.
+    `gain`: share of the goal's cost that all moves save, inf if there was no chain before.
+    `cost_s`: seconds of the whole swarm's work lost to the moves. `refused`: text on what was found
+    but not planned; empty if there is nothing.
     """
 
     goal: Goal
@@ -80,12 +80,12 @@ class Moves:
 
     @property
     def pays_back_s(self) -> float:
-        """How long until what was gained exceeds what moving took; inf if it never does."""
+        """Seconds until the gain exceeds the cost of moving; inf if it never does."""
         return self.cost_s / self.gain if self.gain > 0 else np.inf
 
 
 def saving(before: Score, after: Score, goal: Goal) -> float:
-    """The share of the cost that `after` saves; inf if there was no chain before and is one now."""
+    """The share of the cost that `after` saves; inf if only `after` has a chain."""
     was, now = before.cost(goal), after.cost(goal)
     if was == np.inf:
         return np.inf if now < np.inf else 0.0
@@ -95,7 +95,7 @@ def saving(before: Score, after: Score, goal: Goal) -> float:
 def price(
     node: NodeState, before: Span, after: Span, costs: MoveCosts
 ) -> tuple[float, float, int, float]:
-    """Bytes and seconds to load, tokens of cache and seconds to hand over."""
+    """Bytes and seconds to load, then tokens of cache and seconds to hand over."""
     kept = max(0, min(before.end, after.end) - max(before.start, after.start))
     load_bytes = (len(after) - kept) * costs.block_bytes
     cache_tokens = max(node.total_cache_tokens - node.free_cache_tokens, 0)
@@ -105,7 +105,7 @@ def price(
 
 
 def share_away_s(room: Room, nodes: Mapping[int, float]) -> float:
-    """Seconds of the whole swarm's work that are lost while those nodes are away so long."""
+    """Seconds of the whole swarm's work lost while `nodes` are away for the given seconds."""
     rate_N = room.blocks_per_s_N
     total = float(rate_N.sum())
     lost = sum(float(rate_N[node]) * away_s for node, away_s in nodes.items())
@@ -121,11 +121,11 @@ def in_waves(
     ready: frozenset[int],
     broken: bool,
 ) -> list[list[int]]:
-    """The nodes of `moving` in waves, as early as it is safe, without those who never safely can.
+    """The nodes of `moving` in waves, each as early as is safe; nodes that never are, are left out.
 
-    Make before break: while a node moves it counts as away, and every block of its old span needs a
-    node that is ready and stays. Only in a swarm that is `broken`, where no chain is whole anyway,
-    blocks that a node keeps may be away for as long as it loads.
+    Make before break: a moving node counts as away, and every block of its old span needs a ready
+    node that stays. Only in a `broken` swarm, which has no complete chain anyway, the blocks that a
+    node keeps may be unavailable while it loads.
     """
     waves: list[list[int]] = []
     left, layout = list(moving), before

@@ -1,8 +1,8 @@
-"""One chain through nodes whose spans are still free, as cheap as can be found.
+"""Search for a low-latency chain through nodes with free spans.
 
-B blocks, K candidates, S senders. With few candidates all sets of them are tried (`_through_sets`,
-exact). With more, a program over (blocks done, last node) remembers along the best way to each
-state which nodes that has been through, and does not enter them again.
+B blocks, K candidates, S senders. With few candidates all subsets are searched (`_through_sets`,
+exact). With more, a dynamic program over (blocks done, last node) stores with each state the nodes
+visited on its best path and does not revisit them (a heuristic).
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ Cut = Callable[[Ints, Floats, int], Ints]
 
 
 def find_pipeline(room: Room, allowed: Ints, nearest_s_N: Floats | None = None) -> Chain | None:
-    """A cheap chain through nodes of `allowed` (their numbers), each at most once; None if none is.
+    """A low-latency chain through nodes of `allowed` (indices), each at most once, or None.
 
-    It is the cheapest if there are at most `MAX_EXACT` of them. `nearest_s_N` is `bound.nearest_s`,
-    if known.
+    It is optimal for at most `MAX_EXACT` nodes. `nearest_s_N`: result of `bound.nearest_s`, if
+    known.
     """
     allowed = allowed[room.most_N[allowed] > 0]
     if int(room.most_N[allowed].sum()) < room.problem.num_blocks:
@@ -39,7 +39,7 @@ def find_pipeline(room: Room, allowed: Ints, nearest_s_N: Floats | None = None) 
 
 
 def thumb_pipeline(room: Room, allowed: Ints, nearest_s_N: Floats | None = None) -> Chain | None:
-    """A chain by rule of thumb: who promises most, until the model is held, each to its nearest."""
+    """A heuristic chain: the best-ranked nodes that hold the model, each next one the nearest."""
     best_first = promising(room, allowed, nearest_s_N)
     held = np.cumsum(room.most_N[best_first])
     if not len(held) or held[-1] < room.problem.num_blocks:
@@ -56,7 +56,7 @@ def thumb_pipeline(room: Room, allowed: Ints, nearest_s_N: Floats | None = None)
 
 
 def cut_pipeline(room: Room, nodes: Sequence[int], cut: Cut) -> Chain:
-    """The chain through `nodes` in that order."""
+    """The chain through `nodes` in that order, with blocks divided by `cut`."""
     chosen = np.array(nodes)
     lengths = cut(room.most_N[chosen], room.problem.busy_block_s_N[chosen], room.problem.num_blocks)
     ends = np.cumsum(lengths)
@@ -67,9 +67,9 @@ def cut_pipeline(room: Room, nodes: Sequence[int], cut: Cut) -> Chain:
 
 
 def promising(room: Room, allowed: Ints, nearest_s_N: Floats | None = None) -> Ints:
-    """The nodes of which a chain would be best if all were like them, the best first.
+    """The nodes of `allowed` ranked by the latency of a chain of nodes like each, best first.
 
-    As many as hold the model twice, and `MAX_CANDIDATES` at least, if there are so many.
+    As many as hold the model twice, but at least `MAX_CANDIDATES`, if there are as many.
     """
     problem = room.problem
     allowed = allowed[room.most_N[allowed] > 0]
@@ -133,7 +133,7 @@ def _through_states(room: Room, candidates: Ints) -> list[int] | None:
 
 
 def _through_sets(room: Room, candidates: Ints) -> list[int] | None:
-    """Held and Karp's program over sets; what a set computes does not depend on its order."""
+    """Held-Karp dynamic program over subsets; the compute time of a subset is order-independent."""
     problem = room.problem
     size = len(candidates)
     transfer_s_KK = problem.transfer_s_NN[np.ix_(candidates, candidates)]

@@ -1,4 +1,4 @@
-"""Who should hold which span: the best placement that can be found for a snapshot."""
+"""Placement planner: the best placement found for a snapshot, with a bound."""
 
 from __future__ import annotations
 
@@ -41,18 +41,17 @@ _FOR_MANY: Mapping[Goal, frozenset[str]] = MappingProxyType(
         "throughput": frozenset({"fill", "regions"}),
     }
 )
-"""The recipes that are tried with more than `MANY_NODES` nodes, where each takes a second."""
+"""The recipes tried with more than `MANY_NODES` nodes, where each takes a second."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """A span for every node that fits one, and what is expected of it.
+    """A span for every node that can hold one, and the expected performance.
 
-    `chain` is the best one for the (first) request that the placement was made for, empty if some
-    block is held by nobody; `latency_s` is its step's time, or the mean over all requests (inf
-    without chains). `steps_per_s` is what all nodes together can do. `bound`: no placement has a
-    smaller `latency_s`, or greater `steps_per_s` if that was the goal. `method` says how it was
-    found: "exhaustive", or a recipe's name.
+    `chain`: the best chain for the first request, empty if some block has no holder. `latency_s`:
+    time of a step, the mean over all requests (inf without chains). `steps_per_s`: throughput of
+    all nodes together. `bound`: no placement has a smaller `latency_s`, or a greater `steps_per_s`
+    if that was the goal. `method`: "exhaustive", or the name of a recipe.
     """
 
     model_id: ModelId
@@ -69,8 +68,9 @@ class Placement:
 
     @property
     def gap(self) -> float:
-        """The share by which the goal may be missed: 0 is optimal, inf if what others may do is not
-        done at all. What replicas cost is in it, since the bound knows of none.
+        """Relative distance to the bound: 0 is optimal, inf if there is no chain or throughput.
+
+        It includes the cost of replicas, which the bound ignores.
         """
         if self.bound in (self.latency_s, self.steps_per_s):
             return 0.0
@@ -87,12 +87,11 @@ def place(
     replicas: int = 2,
     recipes: Sequence[Recipe] = RECIPES,
 ) -> Placement:
-    """The best placement found of all nodes of `snapshot`, as if they held nothing yet.
+    """The best placement found for all nodes of `snapshot`, regardless of their present spans.
 
-    Several requests are several clients, whose mean latency counts. Every block is held by
-    `replicas` nodes where that is possible: holes are worse than missing replicas, and those than
-    any cost. Few nodes: by looking at all placements. Else the best of `recipes`, improved by
-    single moves.
+    Each request is one client; their mean latency counts. Every block gets `replicas` holders if
+    possible: holes are worse than missing replicas, and these are worse than any cost. Few nodes
+    are searched exhaustively; else the best of `recipes` is improved by single moves.
     """
     room = make_room(snapshot, requests, replicas=replicas)
     layout, score, method = best_layout(room, goal, recipes)
@@ -102,7 +101,7 @@ def place(
 def best_layout(
     room: Room, goal: Goal, recipes: Sequence[Recipe] = RECIPES
 ) -> tuple[Layout, Score, str]:
-    """The layout that `place` describes, and how it was found."""
+    """The assignment that `place` describes, its score, and the method that found it."""
     if room.problem.num_blocks <= MAX_BLOCKS and count_layouts(room) <= MAX_LAYOUTS:
         layout = best_of_all(room, goal)
         return layout, measure(room, layout), "exhaustive"
@@ -121,7 +120,7 @@ def best_layout(
 
 
 def finish(room: Room, layout: Layout, goal: Goal) -> Layout:
-    """Local search from `layout` on: fill what is missing, then widen the bottleneck."""
+    """Improve `layout` by local search: missing replicas first, then the bottleneck."""
     if layout.lacks(room).replicas:
         chain = best_chain(room.problem_of(layout)) if goal == "latency" else None
         users = frozenset(visit.node for visit in chain or ())
@@ -132,7 +131,7 @@ def finish(room: Room, layout: Layout, goal: Goal) -> Layout:
 def describe(
     snapshot: Snapshot, room: Room, goal: Goal, layout: Layout, score: Score, method: str
 ) -> Placement:
-    """`layout` in terms of peers, with its bound."""
+    """`layout` by peer ids, with its bound."""
     if goal == "latency":
         bound = float(np.mean([_least_s(room, layout, at) for at in range(len(room.clients))]))
     else:

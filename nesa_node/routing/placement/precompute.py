@@ -1,7 +1,7 @@
-"""Schemas for a live swarm, precomputed from the snapshots that its orchestrator keeps.
+"""Schema libraries: precomputed from the stored snapshots of a live swarm.
 
-As in the library's benchmark, the newest part is held out: a library is used only if choosing from
-it costs little there, and is then learnt again from all.
+The newest snapshots are held out: a library is used only if its choices have little regret there,
+and is then learnt again from all snapshots.
 
 W snapshots, S schemas.
 """
@@ -31,7 +31,7 @@ from nesa_node.routing.recorded import spread
 from nesa_node.topology.snapshot import Snapshot
 
 LEAST = 16
-"""Snapshots; with fewer there is no library."""
+"""Snapshots needed for a library."""
 MOST = 96
 HELD_OUT = 1 / 3
 MAX_REGRET = 0.05
@@ -39,8 +39,9 @@ MAX_REGRET = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Precomputed:
-    """`library` is None where none is worth using; `reason` says so. `regret`: the mean, over held
-    out snapshots, of what was chosen against the best schema of all.
+    """A schema library, or None if none is worth using, with the reason.
+
+    `regret`: mean relative excess, on held-out snapshots, of the chosen schema over the best one.
     """
 
     library: Library | None
@@ -58,7 +59,7 @@ def precompute(
     seconds: float,
     clock: Callable[[], float],
 ) -> Precomputed:
-    """A library for the swarm of `snapshots` (the oldest first), in about `seconds` of `clock`."""
+    """A library for the swarm of `snapshots` (oldest first), in about `seconds` of `clock`."""
     chosen = spread(snapshots, MOST)
     if len(chosen) < LEAST:
         return Precomputed(None, f"{len(chosen)} snapshots are too few, {LEAST} are needed")
@@ -89,13 +90,13 @@ def precompute(
 
 
 def room_of(snapshot: Snapshot, replicas: int) -> Room:
-    """As an orchestrator plans: for clients anywhere."""
+    """The placement problem of `snapshot` for a client at an unknown place."""
     request = Request(span=Span(0, snapshot.num_blocks))
     return make_room(snapshot, request, replicas=replicas)
 
 
 def mean_regret(library: Library, cost_WS: Floats, features_W: Sequence[dict[str, float]]) -> float:
-    """The share by which the best of the schemas tried is above the best of all, in the mean."""
+    """Mean relative excess of the best tried schema over the best of all schemas."""
     regrets = []
     for cost_S, features in zip(cost_WS, features_W, strict=True):
         schemas = np.array(library.kinds[library.kind_of(features)].schemas)

@@ -1,8 +1,7 @@
-"""R: S x P -> S' (paper, eq. 3): from what nodes hold to something better, by few moves.
+"""Rebalancing, R: S x P -> S' (paper, eq. 3): a better placement by few moves.
 
-A loss is mended at once: blocks that nobody holds, then replicas that are missing. Otherwise
-something moves only for a gain that is worth the trouble: `Policy` says how much. The paper's R has
-no such threshold, and moves whenever the network does.
+Losses are repaired at once: blocks without a holder, then missing replicas. Other moves need a
+minimum gain (`Policy`). The paper's R has no such threshold and moves at every network change.
 """
 
 from __future__ import annotations
@@ -35,15 +34,17 @@ from nesa_node.routing.problem import Chain, Visit
 from nesa_node.topology.snapshot import Snapshot
 
 FEW_NODES = 200
-"""With more, pipelines are not searched for where a layout to start from is given."""
+"""Nodes above which a given start assignment replaces the search for pipelines."""
 _SINGLES = 48
 _WORTH_TRYING = 0.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """When to move without a loss: a gain of `min_gain` of the goal's cost at least, which exceeds
-    what moving costs within `horizon_s`, by `max_moves` at most (which also bounds mending).
+    """Thresholds for moves without a loss, and the limit on moves.
+
+    `min_gain`: least share of the goal's cost to save. `horizon_s`: time within which the gain must
+    exceed the cost of moving. `max_moves`: most moves per plan, repairs included.
     """
 
     min_gain: float = 0.10
@@ -62,13 +63,12 @@ def rebalance(
     pinned: frozenset[PeerId] = frozenset(),
     start: Layout | None = None,
 ) -> Moves:
-    """What should move in `snapshot`, where nodes hold what their records say; never the `pinned`.
+    """The moves that improve the placement recorded in `snapshot`; `pinned` nodes never move.
 
-    Joining nodes count as holders, since they soon will be, but not as ready ones: no move relies
-    on them before it has made them so. With a loss the moves that mend it are all there is: what
-    could be gained beside is seen in the next snapshot. `start` is a layout of a room made so
-    (a schema's): the way to its best chains is looked at first, and takes the place of the search
-    for pipelines where there are many nodes.
+    Joining nodes count as holders but not as ready: no move relies on them before they have moved.
+    After a loss the plan contains only repairs; gains are considered in the next snapshot. `start`:
+    an assignment (of a schema) whose best chains are tried first; in large swarms it replaces the
+    search for pipelines.
     """
     policy, costs = policy or Policy(), costs or MoveCosts()
     room = make_room(snapshot, requests, replicas=replicas)
@@ -81,12 +81,12 @@ def rebalance(
     if mended.moves or lacks.holes:
         return mended
     gained = search.gained()
-    # Where nothing moves, what is missing matters more than what could not be gained.
+    # Without moves, report the missing replicas rather than the gain that was too small.
     return gained if gained.moves else mended
 
 
 def confirmed(earlier: Moves | None, now: Moves) -> Moves:
-    """`now`, unless it moves for a gain that the plan for the snapshot before it did not see."""
+    """`now`, unless it moves for a gain that the plan of the snapshot before did not find."""
     if now.trigger != "gain" or (earlier is not None and earlier.trigger == "gain"):
         return now
     return nothing(now.before, now.goal, f"{now.gain:.0%} could be gained, seen only once so far")
@@ -112,11 +112,11 @@ class _Search:
     policy: Policy
     costs: MoveCosts
     fixed: frozenset[int]
-    """Nodes that stay where they are."""
+    """Indices of nodes that must not move."""
     start: Layout | None = None
 
     def mended(self) -> Moves:
-        """Moves for blocks that nobody holds and replicas that are missing, least to load first."""
+        """Moves that repair missing blocks and replicas, smallest load first."""
         now = self.room.now()
         lacks = now.lacks(self.room)
         trigger: Trigger = "hole" if lacks.holes else "replicas"
@@ -142,7 +142,7 @@ class _Search:
         return self._moves(now, layout, moving, trigger, before, left)
 
     def gained(self) -> Moves:
-        """The moves that gain most, if it is worth it."""
+        """The moves with the largest net gain, if it passes the policy."""
         now = self.room.now()
         before = measure(self.room, now)
         best: Moves | None = None
@@ -170,7 +170,7 @@ class _Search:
     def _mending(
         self, layout: Layout, lacks: Lacks, moved: Sequence[int]
     ) -> Iterator[tuple[int, Layout]]:
-        """Single moves that mend something, those that mend most first, then the least to load."""
+        """Single moves that reduce the deficit, most effective first, then smallest load."""
         found = []
         for node in range(self.room.problem.num_nodes):
             if node in moved or node in self.fixed:
@@ -185,7 +185,7 @@ class _Search:
             yield node, candidate
 
     def _gaining(self, now: Layout, before: Score) -> Iterator[tuple[Layout, list[int]]]:
-        """Layouts a few moves away that might be better, and who moves."""
+        """Candidate assignments a few moves away, each with the nodes that move."""
         limit = self.policy.max_moves
         if self.goal == "throughput":
             wider = widen(self.room, now, max_moves=limit)
@@ -208,7 +208,7 @@ class _Search:
             yield layout, list(moving)
 
     def _chains(self) -> Iterator[Chain]:
-        """Chains that might be good if nodes held what they run."""
+        """Candidate chains whose nodes would have to move to the spans they run."""
         if self.start is not None:
             for client in range(len(self.room.clients)):
                 yield best_chain(self.room.problem_of(self.start, client)) or ()
@@ -220,7 +220,7 @@ class _Search:
     ) -> tuple[Layout, Score, int] | None:
         """The move of one more node that saves most latency.
 
-        A node that could hold everything shows where it would be used; that cost is a bound.
+        Candidate spans are those that a node would run if it held all blocks.
         """
         best: tuple[Layout, Score, int] | None = None
         everyone = np.arange(self.room.problem.num_nodes)
@@ -251,7 +251,7 @@ class _Search:
                     yield candidate
 
     def _waves(self, now: Layout, after: Layout, moving: Sequence[int]) -> dict[int, int]:
-        """The wave of each node that can safely move."""
+        """The wave number of each node that can move safely."""
         serving = {node.peer_id for node in self.snapshot.nodes}
         ready = frozenset(
             row for row, peer in enumerate(self.room.problem.peers) if peer in serving
@@ -310,9 +310,9 @@ class _Search:
 
 
 def _holding_run(room: Room, layout: Layout, visit: Visit) -> Layout:
-    """`layout` with the visit's run on its node, moved no further than it takes.
+    """`layout` with the visit's node moved by the least distance that covers the visit.
 
-    Of a run that does not fit, the beginning.
+    If the visit does not fit, its beginning is covered.
     """
     here = layout.span(visit.node)
     most = int(room.most_N[visit.node])

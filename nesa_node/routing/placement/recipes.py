@@ -1,8 +1,8 @@
-"""Rules that lay the nodes of any swarm out: what planners try, and what schemas are made of.
+"""Recipes: constructive heuristics for placements, tried by planners and used as schemas.
 
-Each is cheap next to a search, and none is best everywhere. Pipelines suit few sessions that want
-answers soon, filling suits many. A region that holds the whole model saves its clients the way
-abroad, and one that does not can be a part of a pipeline through several.
+Each is cheap compared with a search, and none is best everywhere. Pipelines suit few sessions with
+low latency, filling suits many sessions. A region that holds the whole model saves its clients
+long-distance transfers; a smaller one can be part of a pipeline through several regions.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ Order = Literal["memory", "speed", "near"]
 
 
 _NEAR_GROUPS = 4
-"""That nodes are ordered by, where order is all that matters."""
+"""Groups of near nodes by which nodes are ordered if the recipe has no regions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """`pipelines` are laid first, each the best of the nodes that are left, at most so many; what
-    they hold beyond what they run, and all other nodes, fill up where the swarm is narrowest.
+    """A heuristic: first up to `pipelines` pipelines, then water filling with all other nodes.
 
-    `searched`: pipelines are searched for; else the nodes that promise most are taken, which costs
-    next to nothing. `cut`: a pipeline's blocks go to its fastest nodes, or to all in proportion to
-    speed. `order`: of the nodes that fill. `regions`: fill each of so many groups of near nodes for
-    itself, if it holds the model; 1 for the swarm as a whole.
+    Each pipeline is the best one of the nodes left; its nodes' spare capacity is filled as well.
+    `searched`: find pipelines by search, else by rank, at almost no cost. `cut`: give a pipeline's
+    blocks to its fastest nodes ("quickest"), or to all in proportion to speed ("even"). `order`:
+    order in which the other nodes fill. `regions`: number of groups of near nodes, each filled by
+    itself if it holds the model; 1 for the whole swarm.
     """
 
     name: str
@@ -61,9 +61,9 @@ RECIPES: tuple[Recipe, ...] = (
 
 
 class Pipelines:
-    """The best pipeline of all nodes, the best of the nodes that it leaves, and so on.
+    """Disjoint pipelines: the best one of all nodes, the best one of the nodes left, and so on.
 
-    For one client after the other, found when asked for: recipes share them.
+    Clients take turns. Pipelines are found on demand and shared by recipes.
     """
 
     def __init__(self, room: Room, *, searched: bool = True) -> None:
@@ -75,7 +75,7 @@ class Pipelines:
         self._exhausted = False
 
     def first(self, count: int) -> Sequence[Chain]:
-        """At most `count`; fewer if the nodes suffice for no more."""
+        """The first `count` pipelines; fewer if the nodes do not suffice."""
         while len(self._found) < count and not self._exhausted:
             if self._nearest_s_N is None:
                 self._nearest_s_N = nearest_s(self._room.problem.transfer_s_NN)
@@ -91,9 +91,9 @@ class Pipelines:
 
 
 def lay_out(room: Room, recipe: Recipe, pipelines: Pipelines | None = None) -> Layout:
-    """The layout that the recipe gives; every node holds as much as fits into it.
+    """The assignment made by `recipe`; every node holds as many blocks as fit.
 
-    `pipelines` are those searched for in the room, if that has been done before.
+    `pipelines`: searched pipelines of `room` to reuse, if any.
     """
     blocks = room.problem.num_blocks
     starts_N = np.zeros(room.problem.num_nodes, dtype=np.int64)
@@ -116,7 +116,7 @@ def lay_out(room: Room, recipe: Recipe, pipelines: Pipelines | None = None) -> L
 
 
 def grow(room: Room, starts_N: Ints, water: Water, chain: Chain) -> None:
-    """Let the nodes of a pipeline hold what fits around what they run, where that helps most."""
+    """Extend the spans of a pipeline's nodes to their capacity, where that helps most."""
     rate_N = room.blocks_per_s_N
     for visit in chain:
         most = int(room.most_N[visit.node])
@@ -135,7 +135,7 @@ def _pour_again(room: Room, starts_N: Ints, water: Water, nodes: Ints) -> None:
 
 
 def _groups(room: Room, nodes: Ints, recipe: Recipe) -> Sequence[Ints]:
-    """The nodes that fill, in groups of near ones, the largest group first, and in order."""
+    """The filling nodes in order, by groups of near nodes, the largest group first."""
     if recipe.regions == 1 and recipe.order != "near":
         return [_ordered(room, nodes, recipe.order)]
     group_N = near_groups(room, nodes, recipe.regions if recipe.regions > 1 else _NEAR_GROUPS)
@@ -147,14 +147,14 @@ def _groups(room: Room, nodes: Ints, recipe: Recipe) -> Sequence[Ints]:
 
 
 def _ordered(room: Room, nodes: Ints, order: Order) -> Ints:
-    """Large nodes first leave holes that small ones fit into; fast ones first spread speed."""
+    """`nodes` by capacity (small nodes fit into the gaps that large ones leave) or by speed."""
     size_N, rate_N = room.most_N[nodes], room.blocks_per_s_N[nodes]
     keys = (-rate_N, -size_N) if order == "memory" else (-size_N, -rate_N)
     return nodes[np.lexsort((nodes, *keys))]
 
 
 def near_groups(room: Room, nodes: Ints, count: int, rounds: int = 4) -> Ints:
-    """The number of each node's group, of `count` at most: around medoids far from each other."""
+    """The group number of each node, by k-medoids with at most `count` groups."""
     if not len(nodes):
         return np.zeros(0, dtype=np.int64)
     transfer_s_NN = room.problem.transfer_s_NN

@@ -1,8 +1,8 @@
-"""What a placement is made from: what nodes can do, and how many blocks each could hold.
+"""The placement problem (nodes with capacities) and its solutions (spans of nodes).
 
-N nodes, B blocks. A node's span is its `starts_N` and `ends_N`; equal ones mean that it holds
-nothing. More blocks on a node never make a plan worse (a chain may use a part of a span), so that
-planners give every node as many as fit, and choose only where its span starts.
+N nodes, B blocks. A node's span is `starts_N` to `ends_N`; equal values mean no blocks. More blocks
+on a node never make a placement worse (a chain may use a part of a span), so that planners fill
+every node and choose only the start of its span.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from nesa_node.routing.problem import Floats, Ints, Problem
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Room:
-    """A problem whose spans are yet to be chosen.
+    """The choice of a span for every node.
 
-    `problem` says what nodes hold now. `most_N` blocks fit into each, at most all of the model's.
-    `replicas` holders are wanted for every block. `others`: the same problem as other clients have
-    it, who differ in the ways to the first node and from the last.
+    `problem`: the nodes with their present spans. `most_N`: capacity of each node in blocks, at
+    most those of the model. `replicas`: holders wanted per block. `others`: the same problem for
+    further clients, with their own entry and exit times.
     """
 
     problem: Problem
@@ -41,7 +41,7 @@ class Room:
 
     @property
     def blocks_per_s_N(self) -> Floats:
-        """What each node adds to the swarm's speed, as often as it is there."""
+        """Blocks per second of each idle node, times its reliability."""
         return self.problem.reliability_N / np.maximum(self.problem.block_s_N, 1e-12)
 
     @property
@@ -49,32 +49,32 @@ class Room:
         return (self.problem, *self.others)
 
     def seen_by(self, client: int) -> Room:
-        """The same for that client alone."""
+        """The same problem for client number `client` alone."""
         return Room(self.clients[client], self.most_N, self.replicas)
 
     def widest(self, starts_N: Ints) -> Layout:
-        """Every node holds all that fits into it, from `starts_N` on."""
+        """Spans of full capacity from `starts_N` on."""
         return Layout(starts_N, starts_N + self.most_N)
 
     def now(self) -> Layout:
-        """What nodes hold at present."""
+        """The present spans."""
         return Layout(self.problem.starts_N, self.problem.ends_N)
 
     def problem_of(self, layout: Layout, client: int = 0) -> Problem:
-        """The choice of chains that `layout` would give to that client."""
+        """The chain problem of a client under `layout`."""
         problem = self.clients[client]
         return replace(problem, starts_N=layout.starts_N, ends_N=layout.ends_N)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layout:
-    """A span for every node of a room."""
+    """A span for every node of a placement problem."""
 
     starts_N: Ints
     ends_N: Ints
 
     def holders_B(self, num_blocks: int) -> Ints:
-        """How many nodes hold each block."""
+        """The number of holders of each block, int64 [B]."""
         steps = np.zeros(num_blocks + 1, dtype=np.int64)
         np.add.at(steps, np.minimum(self.starts_N, num_blocks), 1)
         np.add.at(steps, np.minimum(self.ends_N, num_blocks), -1)
@@ -89,7 +89,7 @@ class Layout:
         return Span(int(self.starts_N[node]), int(self.ends_N[node]))
 
     def moved(self, node: int, span: Span) -> Layout:
-        """The same with another span for `node`."""
+        """A copy with another span for `node`."""
         starts_N, ends_N = self.starts_N.copy(), self.ends_N.copy()
         starts_N[node], ends_N[node] = span.start, span.end
         return Layout(starts_N, ends_N)
@@ -97,7 +97,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Lacks:
-    """What a layout fails at, the worse first: blocks nobody holds, and replicas missing."""
+    """Coverage deficit: blocks without a holder, then missing replicas; ordered in that order."""
 
     holes: int
     replicas: int

@@ -1,11 +1,11 @@
-"""Precomputed schemas: which rule places this kind of swarm well, without searching (paper, 2.7).
+"""Precomputed schemas: the choice of a placement recipe by topology, without search (paper, 2.7).
 
-A schema is a `Recipe` that needs no search, so that it can be applied to any swarm of its kind. A
-library is learnt from stored snapshots of one model: they are clustered into kinds of topology,
-each kind keeps the schemas that served its snapshots best, and for every schema a linear regression
-tells the logarithm of its cost from a snapshot's features. The paper feeds homology into "a
-dedicated classifier"; predicting the best class directly was no better than the best single schema,
-while predicting costs and then looking at the three least is.
+A schema is a `Recipe` without search, so that it applies to any swarm of its kind. A library is
+learnt from stored snapshots of one model: they are clustered into kinds of topology, each kind
+keeps the schemas that served its snapshots best, and for every schema a linear regression predicts
+the logarithm of its cost from a snapshot's features. The paper feeds homology into "a dedicated
+classifier"; predicting the best class directly was no better than the best single schema, while
+predicting costs and measuring the three lowest is.
 
 F features, S schemas, W snapshots.
 """
@@ -25,7 +25,7 @@ from nesa_node.routing.placement.score import Goal, Score, measure
 from nesa_node.routing.problem import Floats, Ints
 
 TRIES = 3
-"""So many schemas are applied and measured; the best of them is taken."""
+"""Schemas that are applied and measured per choice; the best of them is used."""
 _HOLE = 10.0
 _STRICTNESS = (3.0, 10.0, 30.0, 100.0, 300.0)
 
@@ -51,13 +51,14 @@ SCHEMAS: tuple[Recipe, ...] = tuple(
     for pipelines in (0, 1, 2, 4)
     for order, regions in _FILLS
 )
-"""Candidates for a library: pipelines by rule of thumb; who fills first, in how many regions."""
+"""Candidates for a library: heuristic pipelines, with orders and regions of filling."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Kind:
-    """Snapshots around `centre_F` (scaled features), and the schemas that serve them, the best
-    first, as numbers in the library.
+    """A cluster of snapshots around `centre_F` (scaled features) and its schemas.
+
+    `schemas`: indices into the library's schemas, best first. `snapshots`: their number.
     """
 
     centre_F: Floats
@@ -67,7 +68,7 @@ class Kind:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Library:
-    """Schemas for one model, and what is expected of each.
+    """Schemas for one model, with a regression of their costs.
 
     log cost = intercept_S + ((features - mean_F) / scale_F) @ slope_FS, relative to the mean of all
     schemas for the same snapshot.
@@ -84,26 +85,26 @@ class Library:
     kinds: tuple[Kind, ...]
 
     def kind_of(self, features: dict[str, float]) -> int:
-        """The number of the kind whose centre is nearest."""
+        """The index of the kind with the nearest centre."""
         scaled_F = self._scaled(features)
         away = [float(((kind.centre_F - scaled_F) ** 2).sum()) for kind in self.kinds]
         return int(np.argmin(away))
 
     def expected(self, features: dict[str, float]) -> Floats:
-        """[S]: the logarithm of each schema's cost, up to a constant."""
+        """The predicted logarithm of each schema's cost, up to a constant, float64 [S]."""
         expected_S: Floats = self.intercept_S + self._scaled(features) @ self.slope_FS
         return expected_S
 
     def _scaled(self, features: dict[str, float]) -> Floats:
         value_F = np.array([features[name] for name in self.features])
-        # A swarm unlike all that was learnt from must not be extrapolated to absurdity.
+        # Clipped, since the regression must not extrapolate to swarms unlike the training data.
         scaled_F: Floats = np.clip((value_F - self.mean_F) / self.scale_F, -3.0, 3.0)
         return scaled_F
 
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """A schema that was measured: what was expected (relative) and what it costs."""
+    """A measured schema: predicted log cost (relative) and measured cost."""
 
     schema: str
     expected: float
@@ -112,7 +113,7 @@ class Tried:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The best of the schemas that were tried."""
+    """The best of the measured schemas."""
 
     kind: int
     schema: Recipe
@@ -122,12 +123,12 @@ class Choice:
 
 
 def features_of_room(room: Room, *, shape: bool) -> dict[str, float]:
-    """All features, those of the homology only with `shape`."""
+    """The features of `room`, those of the homology only with `shape`."""
     return plain_features(room) | (shape_features(room) if shape else {})
 
 
 def choose_schema(library: Library, room: Room, *, tries: int = TRIES) -> Choice:
-    """Apply the schemas of the room's kind that should be best, and keep the best."""
+    """Apply the `tries` schemas with the lowest predicted cost, and return the best."""
     features = features_of_room(
         room, shape=any(name.startswith("h0.") for name in library.features)
     )
@@ -149,13 +150,13 @@ def choose_schema(library: Library, room: Room, *, tries: int = TRIES) -> Choice
 
 
 def cost_of(room: Room, score: Score, goal: Goal) -> float:
-    """One number to learn: the goal's cost, more by the share of replicas that are missing."""
+    """The cost to learn: the goal's cost, increased by the share of missing replicas."""
     wanted = room.replicas * room.problem.num_blocks
     return score.cost(goal) * (1.0 + score.lacks.replicas / wanted)
 
 
 def costs_of(rooms: Sequence[Room], schemas: Sequence[Recipe], goal: Goal) -> Floats:
-    """[W, S], by applying every schema to every room; holes cost `_HOLE` times the room's worst."""
+    """The cost [W, S] of every schema in every room; `_HOLE` times the room's worst with holes."""
     cost_WS = np.array(
         [
             [cost_of(room, measure(room, lay_out(room, schema)), goal) for schema in schemas]
@@ -166,7 +167,7 @@ def costs_of(rooms: Sequence[Room], schemas: Sequence[Recipe], goal: Goal) -> Fl
 
 
 def without_infinities(cost_WS: Floats) -> Floats:
-    """Costs to take logarithms of."""
+    """`cost_WS` with infinite costs replaced by `_HOLE` times the row's largest finite one."""
     finite_WS = np.where(np.isfinite(cost_WS), cost_WS, np.nan)
     some_W1 = np.isfinite(finite_WS).any(axis=1, keepdims=True)
     worst_W1 = np.nanmax(np.where(some_W1, finite_WS, 1.0), axis=1, keepdims=True)
@@ -185,12 +186,13 @@ def learn(
     most_kinds: int = 5,
     schemas_per_kind: int = 12,
 ) -> Library:
-    """A library from stored snapshots: what every schema cost there, and their features.
+    """A library learnt from the costs of every schema in stored snapshots and their features.
 
-    The regression is a ridge as strict as leaving one out says. A kind has five snapshots at least.
+    Ridge regression, with the penalty chosen by leave-one-out cross-validation. A kind has at least
+    five snapshots. Raises `ValueError` if the rows do not match the snapshots.
     """
     require_node("learning schemas", "sklearn")
-    # Loading these takes a second, which only who learns should wait for.
+    # Imported here: loading takes a second, and only learning needs it.
     from sklearn.linear_model import RidgeCV
 
     if len(features_W) != len(cost_WS) or not len(cost_WS):
@@ -226,7 +228,7 @@ def learn(
 
 
 def cover(cost_WS: Floats, most: int) -> tuple[int, ...]:
-    """The schemas that together serve these snapshots best, greedily; no more than help at all."""
+    """A greedy set of at most `most` schemas whose best member has the lowest mean cost ratio."""
     best_W1 = cost_WS.min(axis=1, keepdims=True)
     ratio_WS = cost_WS / best_W1
     chosen: list[int] = []
@@ -242,7 +244,7 @@ def cover(cost_WS: Floats, most: int) -> tuple[int, ...]:
 
 
 def _cluster(scaled_WF: Floats, most: int, rng: np.random.Generator) -> Ints:
-    """The kind of each snapshot: k-means with the number of kinds that separates them best."""
+    """The kind of each snapshot, by k-means with the number of kinds of the best silhouette."""
     from sklearn.cluster import KMeans
     from sklearn.metrics import silhouette_score
 

@@ -1,4 +1,4 @@
-"""What a layout is worth: who lacks blocks, what a step takes, how many the swarm does."""
+"""Scores of assignments: coverage deficit, latency and throughput."""
 
 from __future__ import annotations
 
@@ -17,25 +17,28 @@ Goal = Literal["latency", "throughput"]
 
 MANY_NODES = 1000
 SAME = 0.01
-"""Costs that differ by less are decided by the other goal: estimates are no better than that."""
+"""Relative difference of costs below which the other goal decides: estimates are that uncertain."""
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """`latency_s` of the best chain, the mean over the room's clients; inf if there is none."""
+    """Coverage deficit, latency and throughput of an assignment.
+
+    `latency_s`: step time of the best chain, the mean over clients; inf without a chain.
+    """
 
     lacks: Lacks
     latency_s: float
     steps_per_s: float
 
     def cost(self, goal: Goal) -> float:
-        """Seconds: of a step, or from one step of the swarm to the next."""
+        """Seconds per step: the latency, or the inverse of the throughput."""
         if goal == "latency":
             return self.latency_s
         return 1.0 / self.steps_per_s if self.steps_per_s > 0 else np.inf
 
     def better(self, other: Score, goal: Goal) -> bool:
-        """Blocks that nobody holds decide first, then missing replicas, then the goal."""
+        """Whether this is better: fewer holes, then fewer missing replicas, then the goal."""
         if self.lacks != other.lacks:
             return self.lacks < other.lacks
         mine, theirs = self.cost(goal), other.cost(goal)
@@ -54,13 +57,13 @@ def measure(room: Room, layout: Layout) -> Score:
 
 
 def latency_s(problem: Problem) -> float:
-    """Of the best chain; inf if there is none."""
+    """Step time of the best chain in seconds; inf if there is none."""
     chain = best_chain(problem)
     return terms(problem, chain).total_s if chain is not None else np.inf
 
 
 def best_chain(problem: Problem) -> Chain | None:
-    """The cheapest chain through the spans, None if some block is held by nobody."""
+    """The fastest chain through the spans, None if there is no chain."""
     try:
         return exact_latency(problem)
     except MissingBlocksError:

@@ -1,4 +1,4 @@
-"""What joins and losses would do to a swarm: the same plans that a live one makes."""
+"""What-if analysis: the effect of joins and losses on a swarm, with the live planners."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Strategy = Callable[[Problem], Chain]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """Who asks (`requests`, one per client), for what, and what moving would cost."""
+    """Settings of an analysis: requests (one per client), goal, strategy and costs of moves."""
 
     requests: Sequence[Request]
     goal: Goal = "latency"
@@ -40,9 +40,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """A swarm and what it does for the clients: `latency_s` is the mean of the chains that the
-    strategy chooses for them, `chain` the first client's.
-    """
+    """A swarm and its performance; `latency_s` is the mean over clients, `chain` the first's."""
 
     snapshot: Snapshot
     latency_s: float
@@ -57,7 +55,7 @@ class Stage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """The swarm as it is, after the change, after the moves that would follow, and placed anew."""
+    """The swarm before the change, after it, after the moves that follow, and optimally placed."""
 
     before: Stage
     changed: Stage
@@ -68,7 +66,7 @@ class Answer:
 
 
 def study(snapshot: Snapshot, changed: Snapshot, question: Question) -> Answer:
-    """Both snapshots are complete: who holds nothing would take a span first (`take_spans`)."""
+    """Compare `snapshot` with `changed`; every node has a span already (see `take_spans`)."""
     moves = rebalance(
         changed,
         question.requests,
@@ -116,7 +114,7 @@ def _chain(room: Room, strategy: Strategy, client: int) -> Chain | None:
 
 
 def take_spans(snapshot: Snapshot, question: Question) -> Snapshot:
-    """Nodes without a span take one, as newcomers would; a swarm of such nodes is planned."""
+    """Assign spans to nodes without one, as joining nodes would; plan all if no node has one."""
     room = make_room(snapshot, question.requests, replicas=question.replicas)
     problem = room.problem
     empty_N = problem.ends_N <= problem.starts_N
@@ -142,7 +140,7 @@ def take_spans(snapshot: Snapshot, question: Question) -> Snapshot:
 
 
 def hold(snapshot: Snapshot, spans: Mapping[PeerId, Span]) -> Snapshot:
-    """The same nodes with those spans, as fast per block as before."""
+    """`snapshot` with the given spans, at the same speed per block."""
     return replace(
         snapshot,
         nodes=tuple(_holding(node, spans.get(node.peer_id)) for node in snapshot.nodes),
