@@ -1,1 +1,1 @@
-"""A page that shows a swarm live: watched from outside, read only."""
+"""Dashboard: a web page that shows a swarm live, read only."""

@@ -1,4 +1,4 @@
-"""The dashboard: its page and feed over HTTP, alone or among a gateway's routes."""
+"""Dashboard application: its page, feed and JSON over HTTP, alone or within a gateway."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _JSON = "application/json"
 
 
 class Dashboard:
-    """Serve its `routes`; it shows a swarm as long as `watching` lasts.
+    """Dashboard of one swarm: serve its `routes`, within the context of `watching`.
 
-    `activity` is what sessions of this process do. With `playground` the page has one, which asks
-    `POST /v1/chat/completions` of the same origin.
+    `activity` is that of this process's sessions. With `playground` the page has a prompt form,
+    which posts to `/v1/chat/completions` of the same origin.
     """
 
     def __init__(
@@ -49,8 +49,9 @@ class Dashboard:
 
     @asynccontextmanager
     async def watching(self, swarm: Swarm) -> AsyncIterator[None]:
-        """Look at `swarm` in the background. In the end the viewers' streams end, too, so that no
-        server has to wait for them: leave this before you stop it.
+        """Poll `swarm` in a background task within the context.
+
+        On exit the viewers' streams end, so exit before stopping the server, which waits for them.
         """
         observer = Observer(
             swarm,
@@ -69,7 +70,7 @@ class Dashboard:
             await asyncio.gather(looking, return_exceptions=True)
 
     def routes(self) -> list[BaseRoute]:
-        """`/`, `/dashboard/...` and `/topology.json`; all of them only read."""
+        """Routes `/`, `/dashboard/...` and `/topology.json`, all of them read only."""
         return [
             Route("/", self._index),
             Route(f"{PREFIX}/static/{{path:path}}", self._static),
@@ -92,13 +93,13 @@ class Dashboard:
         model = request.query_params.get("model")
         body = await self.shapes.json(model)
         if body is None and model in {view.model_id for view in self.board.models}:
-            # The page asks as soon as it shows the model, which is before its first shape.
+            # The page requests the topology of a model before its first one is computed.
             body = await TopologyPage().json()
         return Response(status_code=404) if body is None else Response(body, media_type=_JSON)
 
 
 def make_app(dashboard: Dashboard) -> ASGIApp:
-    """The dashboard alone, and GET /healthz."""
+    """Application with the dashboard and GET /healthz."""
     return Starlette(routes=[*dashboard.routes(), Route("/healthz", _healthz)])
 
 

@@ -1,4 +1,4 @@
-"""The page's files, read once, with what browsers need to know of them."""
+"""Static files of the page, read once, with their HTTP caching and security headers."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ class Asset:
     tag: str
 
     def answer(self, request: Request) -> Response:
-        """The file, packed if the browser takes that; nothing if it has it already."""
+        """Response with the file, compressed if the browser accepts gzip; 304 if unchanged."""
         headers = {
             "etag": self.tag,
-            # Ask each time, so that page and server are of one version.
+            # Revalidate each time, so that page and server have the same version.
             "cache-control": "no-cache",
             "vary": "accept-encoding",
             "content-security-policy": CONTENT_SECURITY_POLICY,
@@ -59,7 +59,7 @@ class Asset:
 
 
 def load_assets(folder: Path = FOLDER) -> dict[str, Asset]:
-    """By path below `folder`, with slashes."""
+    """Load all static files, by their path below `folder`, with slashes."""
     assets = {}
     for path in sorted(folder.rglob("*")):
         if path.is_file() and path.suffix in _TYPES:

@@ -1,4 +1,4 @@
-"""All that the dashboard shows, as a state machine: what was seen goes in, sections come out."""
+"""State of the dashboard: a state machine from observations to the sections that viewers get."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from nesa_node.swarm.records import NodeRecord
 
 POINT_EVERY_S = 5.0
 POINTS = 720
-"""An hour."""
+"""Points of a chart: one hour."""
 CHARTED_MODELS = 4
 _MAX_PLACEMENTS = 256
 
 
 class Board:
-    """Give it what you see. Times are seconds since the epoch, and never go back."""
+    """Dashboard state. Times are seconds since the epoch and must not decrease."""
 
     def __init__(self, *, playground: bool, look_every_s: float) -> None:
         self.sections = Sections()
@@ -52,7 +52,7 @@ class Board:
         self.sections.replace("about", {**self._about, "starting": True})
 
     def records_of(self, model: ModelView) -> list[NodeRecord]:
-        """Of its nodes that are there, in the order in which they came."""
+        """Records of the model's nodes that are not lost, in the order of their arrival."""
         return [
             sighting.record
             for sighting in self._sightings.nodes.values()
@@ -60,12 +60,12 @@ class Board:
         ]
 
     def look(self, records: Iterable[NodeRecord], now: float) -> None:
-        """A look at the swarm: all valid records, withdrawals among them."""
+        """Update the state from all valid records, including withdrawals."""
         self._tell(self._sightings.look(records, now))
         self._refresh(now)
 
     def tick(self, now: float, activity: Activity | None) -> bool:
-        """Some time has passed. Whether there is something new for viewers since the last tick."""
+        """Advance the time and read the sessions; returns whether there is news for viewers."""
         known = self.sections.version
         count = len(self._sightings.nodes)
         for session in () if activity is None else (*activity.sessions(), *activity.ended()):
@@ -83,7 +83,7 @@ class Board:
         return self.sections.version != known
 
     def pinged(self, peer: PeerId, *, answered: bool) -> None:
-        """What came of a ping; the next tick tells of it."""
+        """Record the result of a ping; the next tick reports a change."""
         self._sightings.pinged(peer, answered=answered)
 
     def measure(self, model: ModelId, links: LinksView) -> None:
@@ -96,7 +96,7 @@ class Board:
         self.sections.replace("links", entries)
 
     def place(self, placements: Sequence[Placement], now: float) -> None:
-        """Tell of placements that are new."""
+        """Report placements that are new as events."""
         events = []
         for placement in placements:
             if placement.name not in self._placements:
@@ -111,7 +111,7 @@ class Board:
         count = len(placement.moves)
         words = f"asks for {count} move{'' if count == 1 else 's'}: {placement.reason}"
         return Event(
-            at=min(placement.issued_at, now),  # it may be older than we are
+            at=min(placement.issued_at, now),  # the signer's clock may be ahead
             kind="placement",
             text=words,
             model=ModelId(placement.model_id),
@@ -147,7 +147,7 @@ class Board:
         self.sections.replace("about", {**self._about, **about})
 
     def _draw(self, now: float) -> None:
-        """One point of the charts, if it is time for one."""
+        """Add a point to the charts, if one is due."""
         if now < self._next_point or not self._numbers:
             return
         self._next_point = now + POINT_EVERY_S

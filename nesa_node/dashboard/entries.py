@@ -1,7 +1,7 @@
-"""What viewers are told of nodes, models, sessions and events, as JSON values.
+"""JSON views of nodes, models, sessions and events for viewers of the page.
 
-Names come from strangers: whoever shows them must show text. No addresses, and nothing that a
-session says, is in here.
+Names are untrusted input: the page must show them as text. Views contain no addresses, and no text
+of prompts or responses.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MAX_WAITED_FOR = 8
 
 
 def shown_nodes(nodes: Mapping[PeerId, Sighting]) -> dict[PeerId, Sighting]:
-    """At most `MAX_SHOWN`: who was here first, and of the lost those that went last."""
+    """At most `MAX_SHOWN` nodes: the oldest, and of the lost ones the latest."""
     lost = [peer for peer, sighting in nodes.items() if sighting.lost_at is not None]
     lost.sort(key=lambda peer: -(nodes[peer].lost_at or 0))
     there = [peer for peer, sighting in nodes.items() if sighting.lost_at is None]
@@ -31,7 +31,7 @@ def shown_nodes(nodes: Mapping[PeerId, Sighting]) -> dict[PeerId, Sighting]:
 
 
 def node_entry(sighting: Sighting) -> dict[str, Any]:
-    """Times are seconds since the epoch; `expires_at` is when the node counts as lost."""
+    """View of a node. Times are seconds since the epoch; after `expires_at` it counts as lost."""
     record = sighting.record
     gpu = record.gpu_memory_total_bytes
     return {
@@ -63,7 +63,7 @@ def node_entry(sighting: Sighting) -> dict[str, Any]:
 
 
 def model_entry(model: ModelView, order: int, number: int) -> dict[str, Any]:
-    """`order`: of the models by their nodes, from 0; `number` stands for it in `series`."""
+    """View of a model; `order` is its rank by nodes, from 0, `number` its key in `series`."""
     return {
         "name": model.name,
         "order": order,
@@ -126,5 +126,5 @@ def _event(event: Event) -> dict[str, Any]:
 
 
 def _short(value: float) -> float:
-    """Three digits: what the rest says is noise, and noise would be sent again and again."""
+    """Round to three significant digits: noise beyond them would be sent again and again."""
     return float(f"{value:.3g}")

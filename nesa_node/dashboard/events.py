@@ -1,4 +1,4 @@
-"""What happened in a swarm, in words; the newest are kept."""
+"""Event log of a swarm, with the newest events of each kind."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ EventKind = Literal[
 
 KEPT_OF_A_KIND = 40
 MOST_AT_ONCE = 12
-"""Of one kind, at one time. More become one event that counts them."""
+"""Maximum events of one kind and model in one batch; more are collapsed into one with a count."""
 _WHAT: dict[EventKind, str] = {"failover": "sessions", "placement": "plans"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """`text` follows `name`, which is that of the node `peer`, by its own words. Neither is markup.
+    """One event. `name` is the public name of the node `peer`; the page shows `text` after it.
 
-    `at` is seconds since the epoch.
+    Both are untrusted text, never markup. `at` is seconds since the epoch.
     """
 
     at: float
@@ -49,18 +49,20 @@ class Event:
 
 
 class EventLog:
-    """Remembers so many of each kind: who joins and leaves all day, under one name after another,
-    does not make anybody forget that a node was lost.
+    """The newest `KEPT_OF_A_KIND` events of each kind.
+
+    The limit is per kind so that a node which joins and leaves all day, under changing names, does
+    not displace other kinds of events.
     """
 
     def __init__(self) -> None:
         self.total = 0
-        """How many there ever were. Events are numbered from 0."""
+        """Number of events ever added. Events are numbered from 0."""
         self._kinds: dict[EventKind, deque[tuple[int, Event]]] = {}
 
     @property
     def kept(self) -> dict[int, Event]:
-        """By number, the oldest first."""
+        """Events by number, the oldest first."""
         numbered = itertools.chain.from_iterable(self._kinds.values())
         return dict(sorted(numbered, key=lambda one: one[0]))
 
@@ -72,7 +74,7 @@ class EventLog:
 
 
 def _summed_up(events: list[Event]) -> list[Event]:
-    """Who can make identities for nothing must not be able to push all else out of the log."""
+    """Collapse bursts, so that an attacker with many identities cannot displace other events."""
     counts = Counter((event.kind, event.model) for event in events)
     told: set[tuple[EventKind, ModelId | None]] = set()
     short: list[Event] = []

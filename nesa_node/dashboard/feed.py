@@ -1,7 +1,7 @@
-"""The dashboard's state as server-sent events: all of it at first, then what changes.
+"""Feed of the dashboard's state as server-sent events: all of it first, then changes.
 
-Every viewer has only the number of the version that it knows, and is sent what is new since then
-when it can take it. So all share one computation, and who reads slowly costs nothing.
+A viewer's only state is the version that it has; it is sent the changes since then when it can
+receive. So viewers share one computation, and a slow one needs no queue.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from nesa_node.web.shares import Shares
 MAX_VIEWERS = 16
 LEAST_PAUSE_S = 1.0
 BEAT_S = 5.0
-"""So often viewers hear something, by which they know that the connection lives."""
+"""Interval of heartbeats, by which viewers know that the connection is alive."""
 STALLED_S = 60.0
-"""Who has not taken an event after so long is not there any more."""
+"""Timeout for sending one event; a viewer that exceeds it is disconnected."""
 _RETRY_S = 10.0
 
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-store"),
-    # Proxies would otherwise collect events.
+    # Proxies would otherwise buffer events.
     (b"x-accel-buffering", b"no"),
 ]
 
 
 class Feed:
-    """Change `sections`, then call `publish`. `close` ends all streams, and those to come."""
+    """Feed of `sections`: change them, then call `publish`. `close` ends all streams for good."""
 
     def __init__(self, sections: Sections, *, max_viewers: int = MAX_VIEWERS) -> None:
         self.sections = sections
@@ -52,7 +52,7 @@ class Feed:
         return self._closing.is_set()
 
     def publish(self) -> None:
-        """Wake whoever waits for something new."""
+        """Wake all streams that wait for a change."""
         news, self._news = self._news, asyncio.Event()
         news.set()
 
@@ -62,20 +62,20 @@ class Feed:
 
     @contextmanager
     def viewing(self) -> Iterator[None]:
-        """Raises `Problem` as `Shares` do, and 503 once the feed is closed."""
+        """Hold a viewer's slot; `Problem` as for `Shares`, and 503 once the feed is closed."""
         if self.closed:
             raise Problem(503, "this page is being closed; try again later", retry_after_s=_RETRY_S)
         with self._shares.holding(current_caller()):
             yield
 
     async def pause(self) -> None:
-        """`LEAST_PAUSE_S`, or until the feed is closed."""
+        """Wait for `LEAST_PAUSE_S`, or until the feed is closed."""
         with suppress(TimeoutError):
             async with asyncio.timeout(LEAST_PAUSE_S):
                 await self._closing.wait()
 
     async def news_since(self, version: int) -> bool:
-        """Wait for a version after that one, but no longer than `BEAT_S`. Whether there is one."""
+        """Wait for a later version, at most `BEAT_S`; False if there is none."""
         try:
             async with asyncio.timeout(BEAT_S):
                 while self.sections.version <= version and not self.closed:
@@ -86,7 +86,7 @@ class Feed:
 
 
 class EventStream:
-    """An ASGI answer: events `state` with JSON, and `clock` with seconds since the epoch."""
+    """ASGI response with events `state` (JSON) and `clock` (seconds since the epoch)."""
 
     def __init__(self, feed: Feed) -> None:
         self._feed = feed
@@ -106,10 +106,10 @@ class EventStream:
         feed, version = self._feed, None
         await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
         try:
-            # How long a browser's own EventSource waits before it connects again.
+            # The time after which a browser's EventSource reconnects.
             await _send(send, b"retry: 2000\n\n")
             while not feed.closed:
-                # In this order: what comes between the two is sent twice, not left out.
+                # In this order a change between the two reads is sent twice, not lost.
                 newest = feed.sections.version
                 news, version = feed.sections.since(version), newest
                 await _send(send, _clock() + b"event: state\ndata: " + news + b"\n\n")
@@ -118,11 +118,11 @@ class EventStream:
                     await _send(send, _clock())
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         except (TimeoutError, OSError):
-            return  # nobody takes it
+            return  # the viewer is gone
 
 
 def _clock() -> bytes:
-    """Browsers' clocks may be wrong, and records expire by the swarm's."""
+    """Event `clock`, since records expire by the swarm's time and browsers' clocks may be wrong."""
     return f"event: clock\ndata: {time.time():.3f}\n\n".encode()
 
 

@@ -1,4 +1,4 @@
-"""The links among a model's nodes: what viewers see of them, and what a step would take."""
+"""Links among a model's nodes, as viewers see them, and the time of the fastest chain's step."""
 
 from __future__ import annotations
 
@@ -20,14 +20,16 @@ from nesa_node.topology.links import Links
 from nesa_node.topology.snapshot import Snapshot
 
 MAX_NODES = 300
-"""Matrices grow with the square. Of larger swarms the first nodes are measured up."""
+"""Maximum nodes of the link matrices, which grow with the square; the oldest are used."""
 MAX_LINKS = 1200
 
 
 @dataclass(frozen=True, slots=True)
 class LinksView:
-    """`entries`: by "peer|peer". `step_s` is what the fastest chain would take for a token between
-    its first node and its last; None while there is no chain.
+    """Links of one model. `entries` are keyed by "peer|peer".
+
+    `step_s` is the time of one token from the first to the last node of the fastest chain, in
+    seconds; None without a chain.
     """
 
     entries: dict[str, Any] = field(default_factory=dict)
@@ -36,7 +38,7 @@ class LinksView:
 
 
 def view_links(model: ModelId, records: Sequence[NodeRecord], num_blocks: int) -> LinksView:
-    """Of the nodes of one model that are there. Takes some 20 ms for 300: not for an event loop."""
+    """View the links of one model's present nodes. Takes 20 ms for 300: call it in a thread."""
     records = records[:MAX_NODES]
     measured = {PeerId(record.peer_id): record.measured_links() for record in records}
     links = assemble_links(measured)
@@ -55,7 +57,7 @@ def view_links(model: ModelId, records: Sequence[NodeRecord], num_blocks: int) -
 
 
 def _entry(links: Links, a: int, b: int) -> dict[str, Any]:
-    """Rates are those from the first to the second, and back; null where nobody has seen any."""
+    """View of one link; the rates are from `a` to `b` and back, None without a measurement."""
     return {
         "rtt_ms": _short(links.rtt_ms_NN[a, b]),
         "bytes_per_s": [

@@ -1,4 +1,4 @@
-"""The models of a swarm, as its nodes tell of them: who holds which blocks, who is busy."""
+"""Models of a swarm, summarized from the records of their nodes."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ MAX_MODELS = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelView:
-    """`runs` cut the blocks where the number of serving holders changes: (start, end, holders).
+    """Summary of one model. `runs` are (start, end, holders), cut where the holders change.
 
-    `tokens_per_s` and `sessions` are estimates: each node's own count, weighted by its share of the
-    blocks, since a token or a session passes them all once. `lost` are nodes that are gone,
-    `failing` those that do not work though they are announced: they hold nothing here.
+    `tokens_per_s` and `sessions` are estimates: the sum of the nodes' counts, each weighted by its
+    share of the blocks, since a token or session passes each block once. `lost` counts nodes with
+    an expired record, `failing` announced nodes that do not work, which count as no holders.
     """
 
     model_id: ModelId
@@ -42,7 +42,7 @@ class ModelView:
 
 
 def view_models(nodes: Mapping[PeerId, Sighting]) -> list[ModelView]:
-    """The models of most nodes that are there, at most `MAX_MODELS`."""
+    """Summarize the models with the most present nodes, at most `MAX_MODELS`."""
     groups: dict[ModelId, list[Sighting]] = defaultdict(list)
     for sighting in nodes.values():
         groups[ModelId(sighting.record.model_id)].append(sighting)
@@ -86,7 +86,7 @@ def _view(model: ModelId, group: list[Sighting]) -> ModelView:
 def coverage_runs(
     spans: Iterable[tuple[int, int]], num_blocks: int
 ) -> tuple[tuple[int, int, int], ...]:
-    """`num_blocks` cut where the number of `spans` changes; at most twice as many runs as spans."""
+    """Runs of blocks with an equal number of `spans`; at most twice as many as spans, plus one."""
     steps: Counter[int] = Counter({0: 0, num_blocks: 0})
     for start, end in spans:
         steps[start] += 1
@@ -104,13 +104,13 @@ def coverage_runs(
 
 
 class Holes:
-    """Tells when blocks lose their last holder, and when all have one again."""
+    """Reports when blocks lose their last holder, and when all blocks have one again."""
 
     def __init__(self) -> None:
         self._holes: dict[ModelId, tuple[Span, ...]] = {}
 
     def look(self, models: Iterable[ModelView], now: float) -> list[Event]:
-        """A model that is new is taken as it is: it may be about to get its nodes."""
+        """Events for changed holes; holes of a new model are no event, since it may be starting."""
         events: list[Event] = []
         seen: dict[ModelId, tuple[Span, ...]] = {}
         for model in models:

@@ -1,4 +1,4 @@
-"""Watches a swarm for the dashboard, as one who asks and never answers."""
+"""Background tasks that observe a swarm for the dashboard, as a client that serves nothing."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ log = get_logger(__name__)
 LOOK_EVERY_S = 2.5
 TICK_S = 0.5
 QUICK_TICK_S = 0.1
-"""Where somebody watches the sessions of this process: a short one should be seen, too."""
+"""Tick interval while a viewer watches this process's sessions, so that it sees short ones, too."""
 SHAPE_EVERY_S = 30.0
 FIRST_SHAPE_S = 4.0
 MAX_SHAPED_NODES = 1000
 PING_EVERY_S = 1.0
 MOST_PINGS = 16
-"""Under way at once: the nodes of a larger swarm are pinged in turn."""
+"""Maximum concurrent pings; the nodes of a larger swarm are pinged in turn."""
 PING_TIMEOUTS_S = (1.5, 1.0)
-"""A node that answers none of these pings, one after the other, is failing."""
+"""Timeouts of the successive pings; a node that answers none of them is failing."""
 _NODES_PER_S = 100
-"""A look asks for every record: of a large swarm, less often."""
+"""Maximum rate of fetching records, which makes polls of a large swarm rarer."""
 _SHARE = 0.1
-"""Of its time it may look."""
+"""Maximum fraction of the time that polls, or topology updates, may take."""
 
 
 class Observer:
-    """`run` it until you cancel it. `activity`: what this process's own sessions do."""
+    """Observes a swarm while `run` runs; `activity` is that of this process's sessions."""
 
     def __init__(
         self,
@@ -64,10 +64,11 @@ class Observer:
         self._every_s = every_s
         self._clock = clock
         self._writing = asyncio.Lock()
-        """Of the board: what thousands of nodes say takes too long for the event loop."""
+        """Held while the board changes in a thread: large swarms would block the event loop."""
         self._told = -1
 
     async def run(self) -> None:
+        """Run all background tasks until cancelled."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._keep_looking(), name="dashboard-look")
             group.create_task(self._keep_ticking(), name="dashboard-tick")
@@ -75,7 +76,7 @@ class Observer:
             group.create_task(self._keep_pinging(), name="dashboard-ping")
 
     async def look(self) -> None:
-        """One look at all records, and at the links that they tell of."""
+        """Fetch all records once, and update nodes and links."""
         directory = self._swarm.directory
         records = [*await directory.fetch_all(), *directory.withdrawn()]
         async with self._writing:
@@ -89,7 +90,7 @@ class Observer:
                 await asyncio.to_thread(self._board.measure, model.model_id, view)
 
     def _publish(self) -> None:
-        """Wake viewers if there is anything new, whoever brought it."""
+        """Wake viewers if the state has a new version."""
         version = self._board.sections.version
         if version != self._told:
             self._told = version
@@ -101,9 +102,9 @@ class Observer:
             try:
                 await self.look()
             except (NesaError, OSError) as error:
-                log.warning("swarm_not_seen", reason=str(error))
-            except Exception:  # a mistake of ours, or what strangers made of their records
-                log.exception("swarm_not_seen")
+                log.warning("swarm_poll_failed", reason=str(error))
+            except Exception:  # a bug, or a malicious record: the dashboard keeps running
+                log.exception("swarm_poll_failed")
             took_s = time.monotonic() - began
             count = sum(model.nodes for model in self._board.models)
             await asyncio.sleep(max(self._every_s, count / _NODES_PER_S, took_s / _SHARE))
@@ -120,7 +121,7 @@ class Observer:
             await asyncio.sleep(QUICK_TICK_S if quick else TICK_S)
 
     async def _keep_pinging(self) -> None:
-        """As long as a page is open: a record lives for a minute after its node has died."""
+        """Ping nodes while a page is open: a dead node's record stays valid for up to a minute."""
         pinging: dict[PeerId, asyncio.Task[None]] = {}
         order: dict[PeerId, None] = {}
         async with asyncio.TaskGroup() as group:
@@ -134,7 +135,7 @@ class Observer:
                 for peer in [peer for peer in order if peer not in pinging]:
                     if len(pinging) < MOST_PINGS:
                         pinging[peer] = group.create_task(self._ping(peer, nodes[peer]))
-                        order[peer] = order.pop(peer)  # behind the others
+                        order[peer] = order.pop(peer)  # move to the end
 
     def _addresses(self) -> dict[PeerId, tuple[str, ...]]:
         directory = self._swarm.directory
@@ -163,9 +164,9 @@ class Observer:
                 try:
                     await self._shape(model)
                 except (NesaError, OSError) as error:
-                    log.warning("shape_not_seen", model=model.model_id, reason=str(error))
+                    log.warning("topology_update_failed", model=model.model_id, reason=str(error))
                 except Exception:  # as above
-                    log.exception("shape_not_seen", model=model.model_id)
+                    log.exception("topology_update_failed", model=model.model_id)
             took_s = time.monotonic() - began
             await asyncio.sleep(max(SHAPE_EVERY_S, took_s / _SHARE))
 
@@ -173,7 +174,7 @@ class Observer:
         placements = await self._swarm.notices.fetch(Placement, model.model_id)
         async with self._writing:
             self._board.place(placements, self._clock())
-        # Asked of the board first: a snapshot of thousands takes longer than the loop may wait.
+        # Check the board's count first: a snapshot of thousands of nodes blocks the event loop.
         if not self._shapes.wants(model.model_id) or model.nodes > MAX_SHAPED_NODES:
             return
         snapshot = self._swarm.directory.snapshot(model.model_id)

@@ -1,4 +1,4 @@
-"""What a page shows, as bytes: computed once for all who ask, and only when somebody does."""
+"""Cached JSON of the topology page: computed on demand, once for all requests."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ STARTING = {"format": "nesa-node topology", "version": 1, "starting": True}
 
 
 class Source(Protocol):
-    """`version` changes with the document, which takes a while to make and belongs in a thread."""
+    """Source of a document. `version` changes with it; `document` is slow: call it in a thread."""
 
     @property
     def version(self) -> int: ...
 
     def document(self) -> dict[str, Any] | None:
-        """None while there is nothing to show."""
+        """The document; None while there is none."""
 
 
 class TopologyPage:
-    """Give it a source with `show` as soon as there is one; the last one counts."""
+    """Encoded document of the source last given to `show`."""
 
     def __init__(self) -> None:
         self._source: Source | None = None
@@ -32,7 +32,7 @@ class TopologyPage:
         self._source = source
 
     async def json(self) -> bytes:
-        """The document, or one that says that it is not there yet."""
+        """The document as JSON, or `STARTING` while there is none."""
         source = self._source
         if source is None:
             return msgspec.json.encode(STARTING)

@@ -1,4 +1,4 @@
-"""A document that grows and changes, and what of it is new to whoever knows an earlier version."""
+"""Versioned document of sections, which encodes the changes since any version."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 MAX_REMOVED = 4096
-"""Removals that are remembered. Who has missed more gets the whole document."""
+"""Maximum removals in memory; a reader that missed older ones gets the whole document."""
 
 _Entry = tuple[int, msgspec.Raw]
 
@@ -19,9 +19,9 @@ _Entry = tuple[int, msgspec.Raw]
 class Sections:
     """Sections of entries, as JSON: `{"version", "full", "sections": {name: {key: value}}}`.
 
-    A reader that knows a version gets the entries that changed after it, null for those that are
-    gone. However slow it is, there is nothing to keep for it. Safe for threads; who needs the
-    version of what `since` gave reads `version` before.
+    A reader with a version gets the entries that changed after it, null for removed ones; there is
+    no state per reader. Thread-safe. To know the version of the result of `since`, read `version`
+    before the call.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class Sections:
         self._guard = threading.RLock()
 
     def replace(self, name: str, entries: Mapping[str, Any]) -> bool:
-        """Make these a section's entries. Whether anything changed."""
+        """Replace all entries of a section; returns whether anything changed."""
         raws = _encoded(entries)
         with self._guard:
             changed = self._put(name, raws)
@@ -49,10 +49,10 @@ class Sections:
         return changed or bool(gone)
 
     def put(self, name: str, entries: Mapping[str, Any], *, keep: int | None = None) -> bool:
-        """Set entries, and leave the others. Whether anything changed.
+        """Set some entries of a section; returns whether anything changed.
 
-        `keep`: of a section that only grows, so many of the newest; readers are not told which
-        have gone, they keep as many themselves.
+        `keep` limits a growing section to its newest entries. Readers are not told of the removals:
+        they apply the same limit.
         """
         raws = _encoded(entries)
         with self._guard:
@@ -64,7 +64,7 @@ class Sections:
         return changed
 
     def since(self, version: int | None) -> bytes:
-        """What has changed since `version`; all if that is None, too old, or not one of ours."""
+        """JSON of the changes since `version`, or of everything if that is None or unknown."""
         with self._guard:
             if version is not None and not self._removed_all_since <= version <= self.version:
                 version = None
@@ -84,7 +84,7 @@ class Sections:
         return changed
 
     def _next(self, within: bool) -> int:
-        """The version of a change; one per call of `put` or `replace` is enough."""
+        """The version of a change; all changes of one `put` or `replace` share one."""
         if not within:
             self.version += 1
             self._made.clear()
@@ -107,5 +107,5 @@ class Sections:
 
 
 def _encoded(entries: Mapping[str, Any]) -> dict[str, msgspec.Raw]:
-    """Done before anybody has to wait for it."""
+    """Encode the entries, before the lock is taken."""
     return {key: msgspec.Raw(msgspec.json.encode(value)) for key, value in entries.items()}

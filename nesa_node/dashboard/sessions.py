@@ -1,4 +1,4 @@
-"""The sessions of this process, and for a moment those that have ended."""
+"""Sessions of this process that the dashboard shows: open and recently ended ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nesa_node.dashboard.sightings import Sighting
 
 MAX_SESSIONS = 100
 ENDED_S = 6.0
-"""So long an ended session is still shown."""
+"""Time for which an ended session is still shown."""
 _REMEMBERED = 400
 
 
@@ -23,7 +23,7 @@ class OwnSessions:
         self._told: dict[tuple[float, str], None] = {}
 
     def look(self, activity: Activity, now: float) -> dict[str, Any]:
-        """What viewers see: the oldest `MAX_SESSIONS` that are open, and those that were lately."""
+        """Views of the oldest `MAX_SESSIONS` open sessions and of recently ended ones, by id."""
         self.open = tuple(activity.sessions())
         shown = {session.id: session_entry(session) for session in self.open[:MAX_SESSIONS]}
         for session in activity.ended():
@@ -37,7 +37,7 @@ class OwnSessions:
 
     @property
     def token_ms(self) -> float | None:
-        """The median of what open sessions take for a token."""
+        """Median time per token of the open sessions, in ms; None if none decodes."""
         rates = sorted(session.tokens_per_s for session in self.open if session.state == "decode")
         rates = [rate for rate in rates if rate > 0]
         return 1000 / rates[len(rates) // 2] if rates else None
@@ -45,7 +45,7 @@ class OwnSessions:
     def new_failovers(
         self, failovers: Sequence[Failover], nodes: Mapping[PeerId, Sighting]
     ) -> list[Event]:
-        """Those that were not told yet."""
+        """Events of the failovers that were not reported yet."""
         events = []
         for failover in failovers:
             which = failover.at, failover.session_id

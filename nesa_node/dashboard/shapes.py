@@ -1,4 +1,4 @@
-"""The topology of each model of a swarm, watched over time, for the page that shows it."""
+"""Topology documents of a swarm's models, with their history, for the topology page."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_WATCHED = 4
 
 
 class Shapes:
-    """A page per model: that of an orchestrator in this process, or what we see ourselves."""
+    """A document per model, from an orchestrator in this process or from own observations."""
 
     def __init__(self) -> None:
         self._pages: dict[ModelId, TopologyPage] = {}
@@ -22,16 +22,19 @@ class Shapes:
         self._shown: set[ModelId] = set()
 
     def show(self, model: ModelId, source: Source) -> None:
-        """Take what is shown of `model` from there, instead of watching it here."""
+        """Use `source` for the document of `model`, instead of own observations."""
         self._shown.add(model)
         self._page(model).show(source)
 
     def wants(self, model: ModelId) -> bool:
-        """Whether to call `saw` for it."""
+        """Whether `saw` should be called for this model."""
         return model not in self._shown
 
     def saw(self, snapshot: Snapshot, active: Placement | None) -> None:
-        """Takes a while: not for an event loop. `active`: the newest placement."""
+        """Add a snapshot to its model's history. Slow: call it in a thread.
+
+        `active` is the newest placement.
+        """
         if not snapshot.nodes:
             return
         model = snapshot.model_id
@@ -44,7 +47,7 @@ class Shapes:
         history.saw(snapshot, None, active, leads=False, triggers=triggers)
 
     async def json(self, model: str | None) -> bytes | None:
-        """The document; that of the first model if none is named. None if it is not watched."""
+        """JSON of a model's document, of the first model's if None; None if it is not observed."""
         if model is None:
             page = next(iter(self._pages.values()), TopologyPage())
             return await page.json()
@@ -55,8 +58,9 @@ class Shapes:
         return self._pages.setdefault(model, TopologyPage())
 
     def _forget(self) -> None:
-        """Who has not been seen for longest, if there are too many: strangers' models come and go,
-        and must not take that of the models that stay.
+        """Drop the least recently observed models beyond `MAX_WATCHED`.
+
+        Models that come and go must not displace those that stay.
         """
         while len(self._watched) > MAX_WATCHED:
             oldest = next(iter(self._watched))

@@ -1,6 +1,6 @@
-"""What is known of each node of a swarm, and what became of it.
+"""Tracker of a swarm's nodes: their last records, failures and losses.
 
-A state machine without I/O: records and the time go in, sightings and events come out.
+A state machine without I/O: input are records, pings and the time; output are nodes and events.
 """
 
 from __future__ import annotations
@@ -14,34 +14,34 @@ from nesa_node.dashboard.events import Event, EventKind
 from nesa_node.swarm.records import NodeRecord
 
 LOST_S = 600.0
-"""So long a node whose record has expired is still shown."""
+"""Time for which a node is still shown after its record expired."""
 FAILING_S = 15.0
-"""So long a node that failed a session is shown as failing, if it renews no record."""
+"""Time for which a node that failed a session is shown as failing, unless it renews its record."""
 MAX_NODES = 8192
 _SHORTEST_RATE_S, _LONGEST_RATE_S = 1.0, 120.0
 
 
 @dataclass(slots=True)
 class Sighting:
-    """A node's last words. `lost_at` is when they expired; None as long as they are valid."""
+    """A node with its last record. `lost_at` is when that expired; None while it is valid."""
 
     record: NodeRecord
     lost_at: float | None = None
     tokens_per_s: float = 0.0
-    """Through its blocks, between two records at least `_SHORTEST_RATE_S` apart."""
+    """Tokens/s through its blocks, between two records at least `_SHORTEST_RATE_S` apart."""
     counted: NodeRecord | None = None
-    """The record since which its tokens are counted, if that is not `record`."""
+    """Record from which its tokens are counted, if that is not `record`."""
     failing_since: float | None = None
-    """A session lost it, or it answers no pings, though its record is still valid."""
+    """Time since which it fails sessions or pings although its record is valid."""
     failed_at: float | None = None
-    """When it last failed a session."""
+    """Time of its last failure in a session."""
     answered: bool = False
-    """It has ever answered a ping: one that never did may be out of our reach alone."""
+    """Whether it has ever answered a ping; one that never did may be unreachable from here only."""
     silent: bool = False
-    """It did not answer the last ping, and had answered before."""
+    """Whether it did not answer the last ping, but an earlier one."""
 
     def fails(self, now: float) -> bool:
-        """Whether anybody knows that it does not work."""
+        """Whether it is known to fail: it is silent, or failed a session lately."""
         failed = self.failed_at is not None and (
             now - self.failed_at < FAILING_S and self.record.issued_at <= self.failed_at
         )
@@ -49,7 +49,7 @@ class Sighting:
 
 
 class Sightings:
-    """`nodes` are those that are there and those that are lost; who has said goodbye is neither."""
+    """Present and lost nodes; a node that withdraws its record is removed at once."""
 
     def __init__(self) -> None:
         self._nodes: dict[PeerId, Sighting] = {}
@@ -60,7 +60,7 @@ class Sightings:
         return self._nodes
 
     def look(self, records: Iterable[NodeRecord], now: float) -> list[Event]:
-        """Take in records, withdrawals too. The first look finds nodes, later ones changes."""
+        """Update from records, including withdrawals. The first call gives one event for all."""
         events: list[Event] = []
         for record in sorted(records, key=lambda record: record.issued_at):
             if record.expires_at > now:
@@ -72,20 +72,20 @@ class Sightings:
         return events + self.tick(now)
 
     def pinged(self, peer: PeerId, *, answered: bool) -> None:
-        """What came of a ping to `peer`. The next `tick` tells of it."""
+        """Record the result of a ping to `peer`; the next `tick` reports a change."""
         sighting = self._nodes.get(peer)
         if sighting is not None:
             sighting.answered = sighting.answered or answered
             sighting.silent = sighting.answered and not answered
 
     def failed(self, peer: PeerId, at: float) -> None:
-        """`peer` failed a session of this process. The next `tick` tells of it."""
+        """Record that `peer` failed a session of this process; the next `tick` reports it."""
         sighting = self._nodes.get(peer)
         if sighting is not None and at > (sighting.failed_at or 0.0):
             sighting.failed_at = at
 
     def tick(self, now: float) -> list[Event]:
-        """Time passes: records expire, and who has been lost for long is forgotten."""
+        """Advance the time: records expire, and nodes are removed `LOST_S` after that."""
         events: list[Event] = []
         for sighting in self._nodes.values():
             record = sighting.record
@@ -131,7 +131,7 @@ class Sightings:
         known.record, known.lost_at = record, None
 
     def _forget_beyond(self, limit: int) -> None:
-        """The lost first, then whoever was heard of last: newcomers cannot push others out."""
+        """Evict lost nodes first, then the newest, so that new nodes cannot displace old ones."""
         excess = len(self._nodes) - limit
         if excess <= 0:
             return
@@ -143,7 +143,7 @@ class Sightings:
 
 
 def _failing(sighting: Sighting, now: float) -> Iterator[Event]:
-    """That a node begins to fail, or works again."""
+    """Events of a node that starts to fail or works again."""
     fails, record = sighting.fails(now), sighting.record
     if fails and sighting.failing_since is None:
         sighting.failing_since = now

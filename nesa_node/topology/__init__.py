@@ -1,1 +1,1 @@
-"""What the network looks like at one time."""
+"""Network topology: snapshots of nodes, their links, and the shape of the network."""

@@ -1,7 +1,8 @@
-"""Rates between nodes that never sent each other anything, from what both do with others.
+"""Estimated transfer rates of unmeasured pairs, from the access links of both ends.
 
-Nearly always one of the two access links is the narrow place, so rate_ij = min(up_i, down_j). N
-nodes, E pairs on which a transfer was watched.
+The bottleneck is nearly always one of the two access links, so rate_ij = min(up_i, down_j).
+
+Legend: N nodes, E pairs with a measured rate.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ _TURNS = 6
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AccessRates:
-    """Bytes per second each node sends and receives at most; NaN if no transfer was ever seen."""
+    """Upload and download limit of each node, [N] in bytes/s; NaN without a measurement."""
 
     up_N: Floats
     down_N: Floats
 
     def predict_NN(self) -> Floats:
-        """Rows send, columns receive; NaN where neither end is known, inf on the diagonal.
+        """Rates [N, N] in bytes/s, rows send; NaN if both ends are unknown, inf on the diagonal.
 
-        Where only one end is known, the other is taken to be as fast as the median of its kind.
+        An unknown end is replaced by the median of all known ends of the same direction.
         """
         up_N = np.where(np.isnan(self.up_N), _median(self.up_N), self.up_N)
         down_N = np.where(np.isnan(self.down_N), _median(self.down_N), self.down_N)
@@ -38,10 +39,10 @@ class AccessRates:
 
 
 def fit_access_rates(rate_bytes_per_s_NN: Floats) -> AccessRates:
-    """The access links behind the finite rates of a matrix.
+    """Fit the access links of all nodes to the finite rates of a matrix [N, N] (rows send).
 
-    Begins with the fastest that each end was seen to do, which is never too fast; then each is the
-    median of the transfers in which it was the narrow end.
+    Starts from each end's fastest transfer, a lower bound of its limit. Each iteration then sets an
+    end to the median rate of the transfers in which it was the bottleneck.
     """
     known_NN = np.isfinite(rate_bytes_per_s_NN) & (rate_bytes_per_s_NN > 0)
     np.fill_diagonal(known_NN, False)
@@ -64,7 +65,7 @@ def _fastest(size: int, end_E: Ints, rate_E: Floats) -> Floats:
 
 
 def _medians(before_N: Floats, end_E: Ints, rate_E: Floats) -> Floats:
-    """Per end the median of its rates; `before_N` where it has none."""
+    """Median rate of each end, [N]; `before_N` where it has none."""
     medians_N = before_N.copy()
     order = np.lexsort((rate_E, end_E))
     ends, first, count = np.unique(end_E[order], return_index=True, return_counts=True)

@@ -1,4 +1,4 @@
-"""One picture of the links from what every node's record says that it has measured."""
+"""Link matrix of a swarm, assembled from the measurements in all node records."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from nesa_node.topology.packed import Measured, peer_digest
 
 
 def assemble_links(measured: Mapping[PeerId, Sequence[Measured]]) -> Links:
-    """The links among the peers of `measured`; pairs that neither has measured are unknown.
+    """Links among the peers of `measured`; pairs that neither end measured are unknown.
 
-    N x N, so for whoever plans. `links_from_measurements` says how two ends become one round trip.
+    Takes O(N^2) memory. `links_from_measurements` combines the measurements of both ends.
     """
     peers = tuple(measured)
     row_of = {peer_digest(peer): row for row, peer in enumerate(peers)}

@@ -1,7 +1,9 @@
-"""A synthetic swarm a while later: some nodes have left, some have joined, and pings vary.
+"""Churn of a synthetic swarm: nodes leave and join, loads drift, pings vary.
 
-Where traces of round trips serve change detection, these are whole worlds, whose nodes have spans
-and speeds, for planners. N nodes, M that stay, C clients.
+Made for planners: the nodes have spans and speeds. (`traces` makes round trips alone, for change
+detection.)
+
+Legend: N nodes, M nodes that stay, C clients.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 _LOAD_FORGETS = 0.2
-"""The share of a node's load that is new at each step."""
+"""Fraction of a node's load that is drawn anew at each step."""
 
 
 def steps(
@@ -37,10 +39,10 @@ def steps(
     jitter: float = 0.05,
     seconds: float = 60.0,
 ) -> Iterator[World]:
-    """`count` worlds, `seconds` apart: `world` first, then what becomes of it.
+    """Yield `count` worlds, `seconds` apart, the first of them `world` itself.
 
-    `jitter` is the standard deviation of a measured round trip's logarithm. It does not add up:
-    what is measured varies about what is.
+    `jitter` is the standard deviation of the logarithm of a measured round trip. It is applied to
+    the true round trips at each step, so it does not accumulate.
     """
     for turn in range(count):
         if turn:
@@ -58,11 +60,12 @@ def step(
     residential_share: float = 0.7,
     block: Block = LLAMA_70B,
 ) -> World:
-    """`world` after `seconds`: a share `leave` of its nodes has gone, the unreliable ones sooner.
+    """`world` after `seconds`; a fraction `leave` of the nodes has left, the unreliable sooner.
 
-    At least one node stays. In the mean `joins` come (as many as leave, if it is None), under new
-    ids, with the spans that fewest hold. Whoever stays keeps id, machine, place and span; loads
-    wander. In a world of a measured matrix nobody can join, since nobody knows where.
+    At least one node stays. The number of nodes that join is Poisson with mean `joins` (as many as
+    leave, if None); they get new ids and the spans with the fewest holders. The other nodes keep
+    id, device, location and span, and their loads drift. No node joins a world made of a measured
+    matrix, which has no regions.
     """
     shaky_N = 1.01 - np.array([node.reliability for node in world.snapshot.nodes])
     leaves_N = rng.random(world.num_nodes) < leave * shaky_N / shaky_N.mean()
@@ -76,7 +79,7 @@ def step(
 
 
 def jittered(world: World, rng: np.random.Generator, jitter: float) -> World:
-    """`world` as one measurement of each pair would show it."""
+    """`world` with one noisy measurement of each round trip."""
     rtt_ms_NN = world.links.rtt_ms_NN * rng.lognormal(0.0, jitter, world.links.rtt_ms_NN.shape)
     mirror(rtt_ms_NN)
     links = replace(world.links, rtt_ms_NN=rtt_ms_NN)
@@ -129,7 +132,7 @@ def _grown(
     snapshot = world.snapshot
     quantization = snapshot.nodes[0].quantization
     devices = draw_devices(count, residential_share, rng)
-    region_new = rng.choice(world.region_N, count)  # where others are
+    region_new = rng.choice(world.region_N, count)  # in proportion to the present nodes
     max_blocks = np.array([device.max_blocks(block, quantization) for device in devices])
     holders_B = np.array(snapshot.coverage(), dtype=np.int64)
     spans = choose_spans(max_blocks, snapshot.num_blocks, rng, holders_B)
@@ -169,7 +172,7 @@ def _extended(
     access_new: Access,
     rng: np.random.Generator,
 ) -> Links:
-    """`links` and those of the fresh nodes, which come last, with everybody."""
+    """`links` extended by the rows and columns of the fresh nodes, which come last."""
     old = len(links.peers)
     size = old + len(fresh)
     rtt_ms_NN, rate_NN = np.empty((size, size)), np.empty((size, size))

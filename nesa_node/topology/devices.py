@@ -1,13 +1,13 @@
-"""What machines people bring, and how fast each would run a block.
+"""Devices of synthetic swarms: memory, bandwidth, and the time that a block takes on each.
 
 Memory, memory bandwidth and dense half-precision arithmetic are from the makers' data sheets
 (NVIDIA: the boards' product pages and the Turing, Ampere, Ada and Hopper white papers, tensor cores
 with accumulation in float32; Pascal has none, so its float32 rate; Apple: the MacBook Pro's
 technical specifications; the laptop's CPU: two channels of DDR4-3200, four cores with AVX2 at
-3 GHz). They are peaks, so two assumptions of ours turn them into times: a decode step reads every
-weight once, at 60 % of the memory's bandwidth, and pays 0.2 ms to launch; a prefill computes at
-40 % of the peak. That is what inference engines reach in general, and no measurement of these
-machines. Planners compare devices with each other, for which the ratios matter.
+3 GHz). Two assumptions turn these peaks into times: a decode step reads every weight once, at 60 %
+of the memory bandwidth, plus 0.2 ms to launch; a prefill computes at 40 % of the peak. Inference
+engines reach that in general; these machines were not measured. Planners compare devices with each
+other, so only the ratios matter.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ READ_EFFICIENCY = 0.6
 COMPUTE_EFFICIENCY = 0.4
 LAUNCH_S = 0.0002
 CACHE_SHARE = 0.1
-"""Of a node's memory, for KV caches."""
+"""Fraction of a node's memory that is reserved for KV caches."""
 
 BYTES_PER_PARAMETER: Mapping[str, float] = {"none": 2.0, "int8": 1.01, "nf4": 0.5625}
-"""By `NodeState.quantization`, scales included; "none" is float16."""
+"""Bytes per weight by `NodeState.quantization`, scales included; "none" is float16."""
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One block of a model. `cache_bytes` are those of one token."""
+    """Size of one block of a model; `cache_bytes` and `hidden_bytes` are per token."""
 
     parameters: int
     cache_bytes: int
@@ -41,13 +41,13 @@ class Block:
 
 
 LLAMA_70B = Block(parameters=855_654_400, cache_bytes=4096, hidden_bytes=16_384)
-"""The block that we reckon with. Hidden 8192, feed-forward 28672, 8 of 64 heads for keys: 80 such
-blocks are Llama 2 70B."""
+"""The default block: hidden 8192, feed-forward 28672, 64 query and 8 KV heads. 80 such blocks are
+Llama 2 70B."""
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """`share` is how often a synthetic swarm draws it, among those of its kind."""
+    """One kind of machine. `share` is its relative frequency among residential or other devices."""
 
     name: str
     memory_bytes: int
@@ -57,18 +57,18 @@ class Device:
     share: float
 
     def decode_block_s(self, block: Block = LLAMA_70B, quantization: str = "none") -> float:
-        """Seconds for one token through one block."""
+        """Seconds that one token takes through one block."""
         reading_s = block.weight_bytes(quantization) / (READ_EFFICIENCY * self.read_bytes_per_s)
         return reading_s + LAUNCH_S
 
     def prefill_block_tokens_per_s(self, block: Block = LLAMA_70B) -> float:
-        """Tokens a second through one block, for long prompts."""
+        """Tokens/s through one block, for long prompts."""
         return COMPUTE_EFFICIENCY * self.flops / (2 * block.parameters)
 
     def max_blocks(
         self, block: Block = LLAMA_70B, quantization: str = "none", given: float = 1.0
     ) -> int:
-        """How many blocks fit if the operator gives a share of the memory."""
+        """How many blocks fit into the fraction `given` of the memory, less the KV cache."""
         room = self.memory_bytes * given * (1 - CACHE_SHARE)
         return int(room // block.weight_bytes(quantization))
 
@@ -103,7 +103,7 @@ DEVICES: Mapping[str, Device] = {
 
 
 def device(name: str) -> Device:
-    """The device called that. Raises `ConfigError` for any other name."""
+    """Find a device by name, ignoring case, spaces and underscores; `ConfigError` if unknown."""
     found = DEVICES.get(name.lower().replace(" ", "").replace("_", ""))
     if found is None:
         raise ConfigError(f"no device is called {name!r}; there are {', '.join(sorted(DEVICES))}")

@@ -1,4 +1,4 @@
-"""A name for what a snapshot says: SHA-256 over its content in one canonical order."""
+"""Content digest of a snapshot: SHA-256 in a canonical order."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ Floats = NDArray[np.float64]
 
 _DOMAIN = b"nesa-node snapshot 1\n"
 ARRAYS = ("rtt_ms_NN", "rate_bytes_per_s_NN", "age_s_NN", "confidence_NN")
-"""The arrays of `Links`, in the order in which they are hashed and stored."""
+"""Array fields of `Links`, in the order in which they are hashed and stored."""
 
 
 def digest(snapshot: Snapshot) -> str:
-    """64 hexadecimal digits. Nodes count by their ids, so their order makes no difference."""
+    """SHA-256 of a snapshot, 64 hexadecimal digits; independent of the order of its nodes."""
     hasher = hashlib.sha256(_DOMAIN)
     head = (snapshot.model_id, snapshot.num_blocks, snapshot.taken_at + 0.0)
     hasher.update(_canonical((head, _sorted(snapshot.nodes), _sorted(snapshot.joining))))
@@ -35,7 +35,7 @@ def digest(snapshot: Snapshot) -> str:
 
 
 def canonical_bytes(array: Floats) -> bytes:
-    """Little-endian float64, with one NaN and no negative zero."""
+    """Bytes of an array: little-endian float64, one NaN pattern, no negative zero."""
     plain = np.array(array, dtype="<f8")
     plain += 0.0
     plain[np.isnan(plain)] = np.nan
@@ -47,7 +47,7 @@ def _sorted(nodes: tuple[NodeState, ...]) -> list[dict[str, object]]:
 
 
 def _plain(node: NodeState) -> dict[str, object]:
-    """Its fields, numbers as floats: 0, 0.0 and -0.0 say the same."""
+    """Fields of a node, numbers as floats, so that 0, 0.0 and -0.0 hash alike."""
     values = {field.name: getattr(node, field.name) for field in fields(node)}
     values["location"] = node.location and tuple(value + 0.0 for value in node.location)
     return {

@@ -1,13 +1,15 @@
-"""Pairs that nobody has measured, filled in from those that somebody has.
+"""Estimates for pairs without a measurement, from the measured pairs.
 
-First what is expected of a pair. Either light along the great circle, stretched, and both access
-links (`height_fit`); or network coordinates (`vivaldi`), which begin at the places that are known.
-Then what measured pairs nearby say about such expectations (`smoothing`). Pairs with an unknown
-place have only the second; for the others both are tried on measured pairs that they are not shown.
-Measured pairs are left alone, and no estimate is faster than light.
+The prior of a pair is one of two: the time of light along the great circle, stretched, plus both
+access links (`height_fit`); or the distance of network coordinates (`vivaldi`), which start at the
+known locations. Measured pairs nearby correct it (`smoothing`). Pairs with an unknown location use
+coordinates; otherwise a trial on held-out measured pairs decides. Measured pairs stay as they are,
+and no estimate is faster than light.
 
-`python -m benchmarks estimate` compares this with coordinates alone and with factors of low rank;
-`docs/decisions/010` has the figures. N nodes.
+`python -m benchmarks estimate` compares this with coordinates alone and with low-rank factors;
+`docs/decisions/010` has the figures.
+
+Legend: N nodes.
 """
 
 from __future__ import annotations
@@ -26,9 +28,9 @@ Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 
 ESTIMATE_CONFIDENCE = 0.3
-"""Of an estimate between two nodes that have many measurements; less where they have few."""
+"""Maximum confidence of an estimate; lower where either node has few measurements."""
 TRIAL_NODES = 300
-"""Among whom it is tried whether places or coordinates guess better."""
+"""Maximum number of nodes in the trial of places against coordinates."""
 HELD_OUT = 0.2
 LEAST_TRIAL = 5
 _ENOUGH = 4
@@ -39,11 +41,11 @@ def fill(
     locations: Sequence[tuple[float, float] | None],
     rng: np.random.Generator,
 ) -> Links:
-    """`links` with an estimate wherever a round trip or a rate is unknown.
+    """`links` with an estimate for every unknown round trip or rate.
 
-    `locations`, in the order of `links.peers`, are what operators say. Ages of estimates stay NaN;
-    their confidence is at most `ESTIMATE_CONFIDENCE`. Rates stay unknown where neither end was
-    ever seen to transfer anything.
+    `locations` are those of `links.peers`, as declared by operators: latitude and longitude in
+    degrees. Estimates have age NaN and a confidence of at most `ESTIMATE_CONFIDENCE`. A rate stays
+    NaN if neither end has a measured transfer.
     """
     rtt_ms_NN = estimate_rtt_ms(links.rtt_ms_NN, as_array(locations), rng)
     measured_NN: Bools = np.isfinite(links.rtt_ms_NN)
@@ -59,7 +61,7 @@ def fill(
 
 
 def estimate_rtt_ms(rtt_ms_NN: Floats, places_N2: Floats, rng: np.random.Generator) -> Floats:
-    """A complete matrix, equal to `rtt_ms_NN` wherever that is finite."""
+    """A complete symmetric matrix [N, N] in ms, equal to `rtt_ms_NN` wherever that is finite."""
     if not len(rtt_ms_NN):
         return rtt_ms_NN
     measured_NN = np.isfinite(rtt_ms_NN)
@@ -78,11 +80,11 @@ def estimate_rtt_ms(rtt_ms_NN: Floats, places_N2: Floats, rng: np.random.Generat
 
 
 def places_win(rtt_ms_NN: Floats, places_N2: Floats, rng: np.random.Generator) -> bool:
-    """Whether places guess held-out pairs better than coordinates do; so by default.
+    """Whether places predict held-out pairs better than coordinates; True with too few pairs.
 
-    A fifth of the measured pairs between placed nodes is held out, among at most `TRIAL_NODES`.
-    Access links and great circles explain most swarms best; where routes have little to do with
-    geography and many pairs are measured, coordinates do.
+    A fifth of the measured pairs between placed nodes is held out, among at most `TRIAL_NODES`
+    nodes. Access links and great circles explain most swarms best; coordinates win where routes do
+    not follow geography and many pairs are measured.
     """
     rows = np.flatnonzero(np.isfinite(places_N2).all(axis=1))
     if len(rows) > TRIAL_NODES:

@@ -1,4 +1,7 @@
-"""What a round trip is expected to be, from places or from network coordinates. N nodes."""
+"""Expected round trips, from locations or from network coordinates.
+
+Legend: N nodes, K dimensions.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +17,15 @@ Floats = NDArray[np.float64]
 
 REACH_KM = 300.0
 REACH_MS = 25.0
-"""How far a measurement's word carries, over the globe and between network coordinates."""
+"""Distances at which the influence of a measurement falls to 1/e: on the globe, and between network
+coordinates."""
 LEAST_RTT_MS = 0.1
 _PLACED_ERROR = 0.2
-"""How wrong a place is as a coordinate, before anything is measured."""
+"""Initial relative error of a coordinate that is taken from a known location."""
 
 
 def from_places(rtt_ms_NN: Floats, places_N2: Floats) -> Floats:
-    """From light along great circles, stretched, and access links; every place must be known."""
+    """Round trips [N, N] in ms from great circles and access links; all places must be known."""
     light_ms_NN = least_rtt_ms(places_N2, places_N2)
     expected_NN = fit_heights(rtt_ms_NN, light_ms_NN).predict_ms_NN(light_ms_NN)
 
@@ -35,7 +39,7 @@ def from_places(rtt_ms_NN: Floats, places_N2: Floats) -> Floats:
 
 
 def from_coordinates(rtt_ms_NN: Floats, places_N2: Floats, rng: np.random.Generator) -> Floats:
-    """From coordinates that explain the measurements; places, where known, are where they begin."""
+    """Round trips [N, N] in ms from coordinates fitted to the measurements, starting at places."""
     cloud = _coordinates(rtt_ms_NN, places_N2, rng)
     expected_NN = cloud.predict_ms_NN()
 
@@ -50,7 +54,7 @@ def from_coordinates(rtt_ms_NN: Floats, places_N2: Floats, rng: np.random.Genera
 
 
 def _coordinates(rtt_ms_NN: Floats, places_N2: Floats, rng: np.random.Generator) -> Cloud:
-    """Coordinates that explain the measurements, those of placed nodes near their places."""
+    """Coordinates fitted to the measurements; nodes with a known place start there."""
     size = len(rtt_ms_NN)
     placed_N = np.isfinite(places_N2).all(axis=1)
     fit = HeightFit(np.full(size, TYPICAL_HEIGHT_MS), CABLE)

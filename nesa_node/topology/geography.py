@@ -1,6 +1,6 @@
-"""Places on the globe, and the least time that a round trip between them takes.
+"""Locations on the globe, and the lower bound of the round trip between them.
 
-A and B points each; locations are latitude and longitude in degrees.
+Legend: A and B points each. Locations are latitude and longitude in degrees.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ Floats = NDArray[np.float64]
 
 EARTH_RADIUS_KM = 6371.0
 KM_PER_MS_OF_ROUND_TRIP = 100.0
-"""Light in glass does 200 km in a millisecond, and a round trip goes the way twice."""
+"""Light in glass travels 200 km in a millisecond, and a round trip covers the distance twice."""
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A place where nodes are: `name` for people, the middle of it in degrees."""
+    """A named region, with its centre in degrees."""
 
     name: str
     latitude: float
@@ -48,11 +48,11 @@ CITIES = (
     Region("madrid", 40.42, -3.70),
     Region("dubai", 25.20, 55.27),
 )
-"""Where synthetic swarms live. Coordinates of the cities, to a hundredth of a degree."""
+"""Regions of synthetic swarms: coordinates of cities, to a hundredth of a degree."""
 
 
 def great_circle_km(a_A2: ArrayLike, b_B2: ArrayLike) -> Floats:
-    """Kilometres over the globe between every two points, [A, B]. NaN where a place is unknown."""
+    """Great-circle distances in km, [A, B]; NaN where a location is unknown."""
     cosines_AB = unit_vectors(a_A2) @ unit_vectors(b_B2).T
     np.clip(cosines_AB, -1.0, 1.0, out=cosines_AB)
     np.arccos(cosines_AB, out=cosines_AB)
@@ -61,12 +61,12 @@ def great_circle_km(a_A2: ArrayLike, b_B2: ArrayLike) -> Floats:
 
 
 def least_rtt_ms(a_A2: ArrayLike, b_B2: ArrayLike) -> Floats:
-    """What a round trip would take through a straight fibre: no real one is faster."""
+    """Round trips in ms through a straight fibre, [A, B]: a lower bound of real ones."""
     return great_circle_km(a_A2, b_B2) / KM_PER_MS_OF_ROUND_TRIP
 
 
 def unit_vectors(places_A2: ArrayLike) -> Floats:
-    """Points of the unit sphere, [A, 3]."""
+    """Locations as points of the unit sphere, [A, 3]."""
     degrees_A2 = np.asarray(places_A2, dtype=np.float64).reshape(-1, 2)
     latitude_A, longitude_A = np.radians(degrees_A2).T
     flat_A = np.cos(latitude_A)

@@ -1,6 +1,8 @@
-"""Round trips from places: height_i + height_j + stretch x the time of light along a great circle.
+"""Least-squares fit of round trips: height_i + height_j + stretch x light time on a great circle.
 
-The prior of every estimate between nodes whose places are known. N nodes, E measured pairs.
+The prior of every estimate between nodes with known locations.
+
+Legend: N nodes, E measured pairs.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ Bools = NDArray[np.bool_]
 TYPICAL_HEIGHT_MS = 8.0
 TYPICAL_STRETCH = 1.6
 STRETCHES = (1.0, 3.0)
-"""Light is not faster than itself, and a cable three times too long is no rule."""
+"""Bounds of the fitted stretch: nothing is faster than light, and detours beyond 3 are rare."""
 LEAST_HEIGHT_MS = 0.1
 _TURNS = 5
 _RIDGE = 0.02
@@ -27,7 +29,7 @@ _TOLERANCE = 0.05
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeightFit:
-    """`height_ms_N` is the access link of each node, `stretch` how much longer cables are."""
+    """`height_ms_N` is each node's access delay; `stretch` the ratio of cable to great circle."""
 
     height_ms_N: Floats
     stretch: float
@@ -40,10 +42,11 @@ class HeightFit:
 
 
 def fit_heights(rtt_ms_NN: Floats, light_ms_NN: Floats) -> HeightFit:
-    """Least squares of relative errors over the pairs that both arrays know (not NaN).
+    """Fit heights and stretch to relative errors, over the pairs that are finite in both arrays.
 
-    Reweighted `_TURNS` times so that a detour counts by its size and not by its square. A node
-    without measurements gets the typical height, a swarm without any the typical stretch.
+    Iteratively reweighted least squares, `_TURNS` times, so that a detour counts by its size and
+    not by its square. A ridge pulls towards the typical values, which nodes without measurements
+    get.
     """
     size = len(rtt_ms_NN)
     known_NN = np.isfinite(rtt_ms_NN) & np.isfinite(light_ms_NN)

@@ -1,4 +1,4 @@
-"""Whether two snapshots of a swarm say the same: nodes, spans, speeds and ways."""
+"""Comparison of two snapshots of a swarm: nodes, spans, speeds and round trips."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from nesa_node.core.ids import PeerId
 from nesa_node.topology.snapshot import NodeState, Snapshot
 
 SPEED_CHANGED = 0.2
-"""Share of a node's tokens/s."""
+"""Relative change of a node's tokens/s that counts as a difference."""
 WAYS_CHANGED = 0.05
-"""Mean difference of round trips, as a share of their median; what pings vary by is about 2 %."""
+"""Mean change of round trips, relative to their median, that counts as a difference. Pings alone
+vary by about 2 %."""
 _SAMPLED = 500
 
 
 def differ(one: Snapshot, other: Snapshot) -> bool:
-    """Whether somebody came, left, moved or changed speed, or the ways between nodes did.
+    """Whether nodes, spans, speeds or round trips differ.
 
     Loads, ages and free memory differ between any two snapshots and do not count.
     """
@@ -43,7 +44,7 @@ def _speeds_differ(one: Snapshot, other: Snapshot) -> bool:
 
 
 def _ways_differ(one: Snapshot, other: Snapshot) -> bool:
-    """Of at most 500 nodes. A pair counts with the median round trip at most."""
+    """Whether round trips differ, among at most 500 nodes; each change is capped at the median."""
     if one.links is None or other.links is None:
         return (one.links is None) != (other.links is None)
     peers = [node.peer_id for node in one.nodes][:: -(-len(one.nodes) // _SAMPLED) or 1]

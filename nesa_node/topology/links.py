@@ -1,7 +1,7 @@
-"""How far every two nodes are apart, and how fast bytes go between them.
+"""Link matrices of a swarm: round trips and transfer rates between every two nodes.
 
-N is the number of nodes. Arrays are read-only. `rtt_ms_NN` is symmetric with a zero diagonal (a
-round trip has no direction); `rate_bytes_per_s_NN` has one: rows send, columns receive.
+Legend: N nodes. Arrays are read-only. `rtt_ms_NN` is symmetric with a zero diagonal;
+`rate_bytes_per_s_NN` is directed: rows send, columns receive.
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Links:
-    """What is known of the links among `peers`, in their order.
+    """Links among `peers`, in their order; arrays are [N, N] float64.
 
-    `rtt_ms_NN`: milliseconds, NaN where nobody knows. `rate_bytes_per_s_NN`: NaN where nobody has
-    watched a transfer, inf on one machine. `age_s_NN`: seconds since the round trip was measured,
-    NaN where it never was. `confidence_NN`: 1 for what both ends have just measured, towards 0 for
-    what is only an estimate.
+    `rtt_ms_NN`: NaN if unknown. `rate_bytes_per_s_NN`: NaN without a measured transfer, inf within
+    one machine. `age_s_NN`: seconds since the round trip was measured, NaN for estimates.
+    `confidence_NN`: 1 if both ends have just measured, towards 0 for an estimate.
     """
 
     peers: tuple[PeerId, ...]
@@ -50,7 +49,7 @@ class Links:
 
     @classmethod
     def unknown(cls, peers: Sequence[PeerId]) -> Self:
-        """Links of which nothing is known."""
+        """Links among `peers` without any measurement."""
         size = len(peers)
         nothing_NN = np.full((size, size), np.nan)
         rtt_ms_NN = nothing_NN.copy()
@@ -58,7 +57,7 @@ class Links:
         return cls(tuple(peers), rtt_ms_NN, nothing_NN, nothing_NN, np.zeros((size, size)))
 
     def of(self, peers: Sequence[PeerId]) -> Links:
-        """The same for `peers` in that order. Peers that are not in here are unknown."""
+        """Links of `peers`, in that order; unknown for peers that are not among `self.peers`."""
         if tuple(peers) == self.peers:
             return self
         rows = np.array([self._rows.get(peer, -1) for peer in peers], dtype=np.int64)
@@ -73,7 +72,7 @@ class Links:
         return Links(tuple(peers), *arrays)
 
     def between(self, peers: Sequence[PeerId]) -> tuple[Floats, Floats]:
-        """Round trips and rates among `peers` alone, in that order; cheaper than `of`."""
+        """Round trips and rates among `peers`, in that order; cheaper than `of`."""
         if tuple(peers) == self.peers:
             return self.rtt_ms_NN, self.rate_bytes_per_s_NN
         rows = np.array([self._rows.get(peer, -1) for peer in peers], dtype=np.int64)
@@ -85,14 +84,14 @@ class Links:
         return rtt_ms_NN, rate_NN
 
     def rtt_ms(self, one: PeerId, other: PeerId) -> float:
-        """NaN if either is not in here."""
+        """Round trip between two peers in ms; NaN if either is not among `self.peers`."""
         if one not in self._rows or other not in self._rows:
             return float("nan")
         return float(self.rtt_ms_NN[self._rows[one], self._rows[other]])
 
 
 def mirror(rtt_ms_NN: Floats) -> None:
-    """Make it symmetric with a zero diagonal, in place: what is above the diagonal counts."""
+    """Copy the upper triangle to the lower one and zero the diagonal, in place."""
     for row in range(1, len(rtt_ms_NN)):
         rtt_ms_NN[row, :row] = rtt_ms_NN[:row, row]
     np.fill_diagonal(rtt_ms_NN, 0.0)

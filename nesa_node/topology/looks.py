@@ -1,4 +1,4 @@
-"""What an orchestrator saw when it looked at the swarm: small enough to keep thousands."""
+"""History entries of an orchestrator, small enough to keep thousands."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _Numbers = Annotated[dict[_Text, float], Meta(max_length=64)]
 
 
 class Seen(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a trigger saw, against what counts; `figure` is None where it was infinite."""
+    """Value and threshold of one trigger; `figure` is None where it was infinite."""
 
     name: _Text
     fired: bool
@@ -26,11 +26,11 @@ class Seen(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Look(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One look, at seconds since the epoch, and what was decided then.
+    """One observation of the swarm and the decision made on it.
 
-    `parameters` are those of moves, `exponents` those of the greedy rule, with
-    the reason for them. `leads`: whether the one
-    who looked held the lease; who does not only looks.
+    `at` is seconds since the epoch. `parameters` are those of moves, `exponents` those of the
+    greedy rule, with the reason for them. `leads` says whether the observer held the lease; without
+    it, it decides nothing.
     """
 
     at: float
@@ -54,7 +54,7 @@ class Look(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
 
 def seen_of(triggers: Iterable[Trigger]) -> tuple[Seen, ...]:
-    """Reasons of those only that fired: thousands of looks say the same of the others."""
+    """Readings of `triggers`; the reason is kept only for those that fired, to save space."""
     return tuple(
         Seen(
             trigger.name,

@@ -1,7 +1,8 @@
-"""A sparse matrix completed by factors of low rank: alternating least squares.
+"""Low-rank completion of a sparse matrix by alternating least squares.
 
-The control for `smoothing`: it knows no places, only that rows resemble each other. Which one fills
-a snapshot is decided by `python -m benchmarks estimate`. N nodes, K factors.
+The control for `smoothing` in `python -m benchmarks estimate`: it uses no locations.
+
+Legend: N nodes, K factors.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ def complete_low_rank(
     ridge: float = 1.0,
     turns: int = 15,
 ) -> Floats:
-    """A symmetric matrix near `values_NN` where those are finite, near zero where little is known.
+    """A symmetric matrix [N, N] fitted to the finite `values_NN`, near zero elsewhere.
 
     Minimises the squared error over known entries plus `ridge` times the squared norms of both
     factors, each solved exactly with the other fixed.

@@ -1,15 +1,17 @@
-"""What daemons measured, made into links: one round trip per pair, and how much to trust it.
+"""Symmetric links from directed measurements: one round trip per pair, and its confidence.
 
-N nodes. Row i, column j of a directed array is what i measured to j: the median of its last pings.
-A round trip has no direction, but its measurements do. What differs between the two ends is the
-waiting inside whichever was busy, and that only ever adds: so the smaller of both medians counts.
-(On the Seattle testbed it is 16 % off what the next minutes bring, in the median; the mean of both
-37 %, the larger 53 %.) Triangle violations stay as they are: packets do take detours.
+Legend: N nodes. Row i, column j of a directed array is what i measured to j: the median of its last
+pings.
 
-The smaller one can also be a lie, to attract traffic. Nobody can make others measure less than the
-network needs, so a node is found out when what it claims is less than half of what the others
-measured of it, in the median: then only the others count. (0.4 of Seattle's 99 nodes, none of which
-lies; the error grows to 16.1 %.)
+Both ends measure the same round trip; they differ by the queueing delay inside the busier end,
+which only adds. So the smaller of the two medians counts. (On the Seattle testbed it is 16 % off
+the next minutes' round trip, in the median; the mean of both is 37 % off, the larger 53 %.)
+Triangle violations are kept: packets do take detours.
+
+A node can claim round trips that are too small, to attract traffic, but cannot make its peers
+measure less than the network takes. If its claims are, in the median, below half of what its peers
+measured, they are ignored and the peers' measurements count. (That hits 0.4 of Seattle's 99 honest
+nodes; the error grows to 16.1 %.)
 """
 
 from __future__ import annotations
@@ -26,11 +28,11 @@ Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 
 STALE_S = 600.0
-"""A measurement that is older than the other end's by more says what was, and does not count."""
+"""A measurement that is older than the other end's by more than this is ignored."""
 HALF_LIFE_S = 1800.0
-"""In which confidence halves: routes change within hours."""
+"""Time in which confidence halves; routes change within hours."""
 ONE_END = 0.7
-"""Confidence where the other end has not measured."""
+"""Confidence of a pair that only one end has measured."""
 LEAST_RTT_MS = 0.01
 MAX_RTT_MS = 60_000.0
 _LIE = 0.5
@@ -43,10 +45,9 @@ def links_from_measurements(
     age_s_NN: Floats,
     rate_bytes_per_s_NN: Floats | None = None,
 ) -> Links:
-    """Links of `peers` from directed measurements, NaN where there is none.
+    """Links of `peers` from directed measurements [N, N], NaN where there is none.
 
-    Round trips that are not between 0.01 ms and a minute, and rates that are not above zero, are
-    ignored.
+    Round trips outside 0.01 ms to one minute, and rates that are not positive, are ignored.
     """
     rtt_NN, age_NN, ends_NN = symmetric(rtt_ms_NN, age_s_NN)
     rate_NN = np.full_like(rtt_NN, np.nan)
@@ -61,7 +62,7 @@ def links_from_measurements(
 
 
 def symmetric(rtt_ms_NN: Floats, age_s_NN: Floats) -> tuple[Floats, Floats, NDArray[np.int64]]:
-    """Round trips and their ages, NaN where nobody measured, and how many ends measured: 0 to 2."""
+    """Symmetric round trips and ages, NaN if unmeasured, and the number of measuring ends."""
     sane_NN = (rtt_ms_NN >= LEAST_RTT_MS) & (rtt_ms_NN <= MAX_RTT_MS) & (age_s_NN >= 0)
     np.fill_diagonal(sane_NN, False)
     sane_NN &= ~(_flatterers(np.where(sane_NN, rtt_ms_NN, np.nan))[:, None] & sane_NN.T)
@@ -76,7 +77,7 @@ def symmetric(rtt_ms_NN: Floats, age_s_NN: Floats) -> tuple[Floats, Floats, NDAr
 
 
 def _flatterers(rtt_ms_NN: Floats) -> Bools:
-    """Nodes that claim much less than others measured of them, [N]."""
+    """Which nodes claim much smaller round trips than their peers measured, [N]."""
     ratio_NN = rtt_ms_NN / rtt_ms_NN.T
     found_N = np.zeros(len(rtt_ms_NN), dtype=bool)
     for node in np.flatnonzero(np.isfinite(ratio_NN).sum(axis=1) >= _PAIRS_TO_JUDGE):

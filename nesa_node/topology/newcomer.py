@@ -1,4 +1,4 @@
-"""A machine that might join: `rtx3090@40ms`, `a100@frankfurt`, `3xt4@us-east1`."""
+"""Hypothetical machines that join a swarm: `rtx3090@40ms`, `a100@frankfurt`, `3xt4@us-east1`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _PATTERN = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Newcomer:
-    """`count` machines, either `rtt_ms` from everybody or in a place (degrees)."""
+    """`count` machines, either `rtt_ms` from every node or at `location` (degrees)."""
 
     device: Device
     count: int
@@ -69,10 +69,9 @@ def join(
     block: Block = LLAMA_70B,
     quantization: str = "none",
 ) -> Snapshot:
-    """`snapshot` with the newcomers serving, each an empty span: a planner says what they hold.
+    """`snapshot` with the newcomers serving, each with an empty span, which a planner chooses.
 
-    Round trips that `newcomer` does not say are estimated, `rng` for those between nodes without a
-    place.
+    Round trips that `newcomer` does not give are estimated; `rng` serves pairs without a location.
     """
     taken = {node.peer_id for node in (*snapshot.nodes, *snapshot.joining)}
     fresh = [name for name in _names(newcomer, len(taken)) if name not in taken][: newcomer.count]
@@ -108,7 +107,7 @@ def _state(name: PeerId, newcomer: Newcomer, block: Block, quantization: str) ->
 
 
 def _linked(links: Links, newcomer: Newcomer, old: int) -> Links:
-    """With the rates of the newcomers' access links, and their round trips if those are given."""
+    """`links` with the newcomers' rates, and their round trips if those are given."""
     rate_NN, rtt_ms_NN = links.rate_bytes_per_s_NN.copy(), links.rtt_ms_NN.copy()
     access = fit_access_rates(rate_NN)
     home = newcomer.device.residential

@@ -1,9 +1,9 @@
-"""What one node has measured of its links, as small as it travels in every record.
+"""Packed link measurements of one node, 12 bytes each, as its DHT record carries them.
 
 A round trip is a float16 in ms (exact to 0.05 %, up to 65 s), a rate a float16 in MB/s, an age a
-float16 in minutes. A peer is the first bytes of its id's digest: who grinds an id that collides
-with another's gets what was measured of that one counted as its own, until somebody pings both and
-tells of neither. Two that collide with each other are found soon (2^24 tries).
+float16 in minutes. A peer is the first 6 bytes of the SHA-256 of its id. An attacker that grinds an
+id which collides with a given one inherits that node's measurements, until a node pings both and
+reports neither. Two colliding ids of its own are found after about 2^24 tries.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from nesa_node.core.ids import PeerId
 
 MAX_MEASURED = 16
-"""Links in one record."""
+"""Maximum number of links in one record."""
 DIGEST_BYTES = 6
 _FORMAT = struct.Struct(f"<{DIGEST_BYTES}seee")
 MAX_PACKED_BYTES = MAX_MEASURED * _FORMAT.size
@@ -26,7 +26,7 @@ _MOST = 60_000.0
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The link to the peer with the id's `digest`; `rate_bytes_per_s` is NaN where unknown."""
+    """Measured link to the peer with this id digest; `rate_bytes_per_s` is NaN if unknown."""
 
     digest: bytes
     rtt_ms: float
@@ -39,7 +39,7 @@ def peer_digest(peer: PeerId) -> bytes:
 
 
 def pack_measured(links: Sequence[Measured]) -> bytes:
-    """Raises `ValueError` for more than `MAX_MEASURED`."""
+    """Encode links for a record. Raises `ValueError` for more than `MAX_MEASURED`."""
     if len(links) > MAX_MEASURED:
         raise ValueError(f"{len(links)} links do not fit a record, {MAX_MEASURED} do")
     return b"".join(
@@ -54,7 +54,7 @@ def pack_measured(links: Sequence[Measured]) -> bytes:
 
 
 def unpack_measured(packed: bytes) -> tuple[Measured, ...]:
-    """Raises `ValueError` for what `pack_measured` cannot have made."""
+    """Decode links of a record. Raises `ValueError` for bytes that `pack_measured` cannot make."""
     if len(packed) > MAX_PACKED_BYTES or len(packed) % _FORMAT.size:
         raise ValueError(f"{len(packed)} bytes are no list of measured links")
     links = []

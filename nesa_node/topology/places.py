@@ -1,4 +1,7 @@
-"""Where operators say that nodes are, and whether light agrees. N nodes."""
+"""Declared locations of nodes, checked against the speed of light.
+
+Legend: N nodes.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ Bools = NDArray[np.bool_]
 
 
 def as_array(locations: Sequence[tuple[float, float] | None]) -> Floats:
-    """Degrees, [N, 2]; NaN where nobody says, or says nonsense."""
+    """Locations in degrees, [N, 2]; NaN where missing or not on the globe."""
     places_N2 = np.array([place or (np.nan, np.nan) for place in locations], dtype=np.float64)
     places_N2 = places_N2.reshape(-1, 2)
     nonsense_N = ~((np.abs(places_N2[:, 0]) <= 90) & (np.abs(places_N2[:, 1]) <= 180))
@@ -23,10 +26,10 @@ def as_array(locations: Sequence[tuple[float, float] | None]) -> Floats:
 
 
 def believable(places_N2: Floats, rtt_ms_NN: Floats) -> Floats:
-    """`places_N2` less those from which most measured round trips would have outrun light.
+    """`places_N2`, with NaN for places from which most measured round trips would outrun light.
 
-    Of the nodes that disagree, the one with most disagreements goes first: its peers, which told
-    the truth, disagree with nobody else.
+    The node with the largest share of contradictions is removed first, and shares are recomputed:
+    peers with true locations contradict only the false ones.
     """
     kept_N2 = places_N2.copy()
     with np.errstate(invalid="ignore"):

@@ -1,6 +1,6 @@
-"""Everything that a page about a swarm's topology shows, as one JSON document.
+"""Topology report of a swarm: the JSON document behind the topology page.
 
-All names in it come from the network: they are text to show, never markup.
+Names in it come from the network: they are text, never markup.
 
 Legend: N nodes, T past snapshots.
 """
@@ -26,13 +26,13 @@ FORMAT = "nesa-node topology"
 VERSION = 1
 MAX_LINKS = 20_000
 _CAP = 10.0
-"""Median round trips that a node without any way to the others counts as."""
+"""Height of a node without any link, in median round trips."""
 
 Heights = Mapping[PeerId, float]
 
 
 def heights_of(snapshot: Snapshot) -> dict[PeerId, float]:
-    """At which round trip (ms) each serving node is connected with a tenth of the others."""
+    """Round trip in ms at which each serving node is connected with a tenth of the other nodes."""
     if not snapshot.nodes:
         return {}
     filtration = round_trip_filtration(snapshot)
@@ -50,8 +50,10 @@ def topology_report(
     active: Mapping[str, Any] | None = None,
     leads: bool = False,
 ) -> dict[str, Any]:
-    """`looks` and `heights` of past snapshots, the oldest first; `active`: the placement in force,
-    as JSON. Numbers that JSON does not have are None.
+    """JSON document of a snapshot and its history.
+
+    `looks` and `heights` are those of past snapshots, the oldest first; `active` is the placement
+    in force, as JSON. NaN and infinity become None.
     """
     return {
         "format": FORMAT,
@@ -91,7 +93,7 @@ def _nodes(snapshot: Snapshot, heights: Sequence[Heights]) -> list[dict[str, Any
 
 
 def _node(node: NodeState, stability: float | None) -> dict[str, Any]:
-    """`stability` is None while there is no history."""
+    """JSON object of one node; `stability` is None while there is no history."""
     return {
         "peer": node.peer_id,
         "name": node.public_name,
@@ -113,7 +115,7 @@ def _node(node: NodeState, stability: float | None) -> dict[str, Any]:
 
 
 def _links(snapshot: Snapshot) -> dict[str, Any]:
-    """Pairs of indices into the nodes with what is known of each, the shortest first."""
+    """Known links as pairs of node indices, the shortest first, at most `MAX_LINKS`."""
     if snapshot.links is None:
         return {"pairs": [], "left_out": 0, "median_rtt_ms": None}
     links = snapshot.links.of([node.peer_id for node in snapshot.nodes])
@@ -141,7 +143,7 @@ def _links(snapshot: Snapshot) -> dict[str, Any]:
 
 
 def _history(looks: Sequence[Look]) -> dict[str, Any]:
-    """Columns, as charts want them. A trigger that was not looked at has None there."""
+    """History as columns for charts; None where a trigger was not evaluated."""
     names = list(dict.fromkeys(seen.name for look in looks for seen in look.seen))
     rows = [{seen.name: seen for seen in look.seen} for look in looks]
     return {
@@ -166,7 +168,7 @@ def _changes(
     values: Callable[[Look], Mapping[str, float]],
     why: Callable[[Look], str],
 ) -> dict[str, Any]:
-    """What they are now, and each time since when they were what, and why."""
+    """The present values, and each change of them with its time and reason."""
     found: list[dict[str, Any]] = []
     for look in looks:
         now = dict(values(look))

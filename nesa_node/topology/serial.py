@@ -1,8 +1,7 @@
-"""Snapshots as JSON: to store, to replay, to send.
+"""Snapshots as versioned JSON documents.
 
-A document is versioned, and whatever is read is checked: sizes before anything is allocated, every
-number against its bounds. Links are float64, compressed and in base64, so that nothing is lost and
-a digest stays the same.
+Input is checked: sizes before anything is allocated, every number against its bounds. Link arrays
+are float64, compressed with zlib, in base64: lossless, so the digest stays the same.
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ VERSION = 1
 FORMAT = "nesa-node snapshot"
 MAX_NODES = 10_000
 MAX_LINKED = 5_000
-"""Nodes with links, of which a snapshot has the square: 800 MB."""
+"""Maximum number of nodes with links; four float64 matrices of them take 800 MB."""
 MAX_BLOCKS = 10_000
 MAX_BYTES = 1 << 30
 _MAX_RATIO = 1100
-"""No more than zlib can compress: a smaller document cannot hold what it claims."""
+"""Upper bound of zlib's compression ratio: a shorter text cannot hold the array that it claims."""
 _LEVEL = 1
 
 _Name = Annotated[str, Meta(min_length=1, max_length=256)]
@@ -59,7 +58,7 @@ class _Span(_Document):
 
 
 class _Node(_Document):
-    """`NodeState`, field by field."""
+    """JSON form of a `NodeState`, field by field."""
 
     peer_id: _Name
     span: _Span
@@ -107,7 +106,7 @@ class _Version(msgspec.Struct):
 
 
 def to_json(snapshot: Snapshot) -> bytes:
-    """The document of a snapshot. Raises `ValueError` for numbers that JSON does not have."""
+    """Encode a snapshot. Raises `ValueError` for node figures that are NaN or infinite."""
     for node in (*snapshot.nodes, *snapshot.joining):
         _refuse_nonfinite(node)
     links = snapshot.links
@@ -130,7 +129,7 @@ def to_json(snapshot: Snapshot) -> bytes:
 
 
 def from_json(text: bytes | str, *, where: str = "snapshot") -> Snapshot:
-    """Read what `to_json` wrote. Raises `ConfigError` for anything else; `where` names it there."""
+    """Decode what `to_json` wrote; `ConfigError`, which names `where`, for anything else."""
     if len(text) > MAX_BYTES:
         raise ConfigError(f"{where} has {len(text)} bytes; at most {MAX_BYTES} are read")
     document = _decoded(text, where)
@@ -198,7 +197,10 @@ def _packed(array: Floats) -> str:
 
 
 def _unpacked(text: str, size: int, name: str, where: str) -> Floats:
-    """The array, if the text holds exactly [size, size] numbers; never more than those are made."""
+    """Array [size, size] in `text`; `ConfigError` if it holds fewer or more numbers.
+
+    Never decompresses more than one byte beyond the expected size.
+    """
     wanted = 8 * size * size
     complaint = f"{where}: {name} does not hold {size} x {size} numbers"
     if len(text) * _MAX_RATIO < wanted:
@@ -207,7 +209,7 @@ def _unpacked(text: str, size: int, name: str, where: str) -> Floats:
         packed = base64.b64decode(text, validate=True)
         unpacker = zlib.decompressobj()
         data = unpacker.decompress(packed, max(1, wanted))
-        # What is over shows only when more is asked for: a byte, so that a bomb stays small.
+        # Excess data shows only when more is requested: one byte, so that a zip bomb stays small.
         more = unpacker.decompress(unpacker.unconsumed_tail, 1)
     except (binascii.Error, ValueError, zlib.error) as error:
         raise ConfigError(f"{complaint}: {error}") from error

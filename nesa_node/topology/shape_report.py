@@ -1,4 +1,4 @@
-"""The shape of a swarm as JSON: barcodes, persistence diagrams, Betti numbers, rings, merges."""
+"""Shape of a swarm as JSON: persistence barcodes, Betti curves, rings, and the merge tree."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ from nesa_node.topology.homology.weights import (
 from nesa_node.topology.snapshot import Snapshot
 
 MAX_BARS = 400
-"""Of each dimension, the longest."""
+"""Maximum number of bars per dimension; the longest are kept."""
 _SCALES = 64
 _MS_PER_S = 1e3
 
 
 def shape_reports(snapshot: Snapshot) -> dict[str, Any]:
-    """One per filtration: "round_trips" (ms), which the triggers watch; "network" (ms of a step:
-    half a round trip and the compute of both ends); "geography" (km) where two nodes or more say
-    where they are. {} without nodes.
+    """Shape reports by filtration; {} without nodes.
+
+    "round_trips" (ms), which the triggers watch; "network" (ms of a step: half a round trip and the
+    compute of both ends); "geography" (km), if at least two nodes declare a location.
     """
     if not snapshot.nodes:
         return {}
@@ -45,14 +46,14 @@ def shape_reports(snapshot: Snapshot) -> dict[str, Any]:
 
 
 def _network(snapshot: Snapshot, trips: Filtration) -> Filtration:
-    """In milliseconds. A node that has not said how fast it is computes in no time."""
+    """Step times in milliseconds; a node without a measured speed counts with no compute time."""
     rate_N = np.array([node.decode_tokens_per_s for node in snapshot.nodes])
     compute_ms_N = np.divide(_MS_PER_S, rate_N, out=np.zeros(len(rate_N)), where=rate_N > 0)
     return network_filtration(trips.weight_NN, compute_s_N=compute_ms_N)
 
 
 def _report(filtration: Filtration, unit: str, row: list[int]) -> dict[str, Any]:
-    """`row[i]` is what node i of the filtration is called: its index among the snapshot's nodes."""
+    """Report of one filtration; `row[i]` is the index of its node i among the snapshot's nodes."""
     shape = shape_of(filtration)
     tree = shape.tree
     return {
@@ -79,7 +80,7 @@ def _report(filtration: Filtration, unit: str, row: list[int]) -> dict[str, Any]
 
 
 def _diagram(diagram: Diagram) -> dict[str, Any]:
-    """Bars are [birth, death], the longest first; death is null for what never dies."""
+    """Bars [birth, death], the longest first; death is None for classes that never die."""
     bars = diagram.barcode(MAX_BARS)
     return {
         "bars": [[birth, _finite(death)] for birth, death in bars],
@@ -89,7 +90,7 @@ def _diagram(diagram: Diagram) -> dict[str, Any]:
 
 
 def _betti(shape: Shape, largest: float) -> dict[str, Any]:
-    """Curves of both numbers from scale 0 to beyond the longest edge."""
+    """Betti curves b0 and b1 from scale 0 to beyond the longest edge."""
     scales = np.linspace(0.0, 1.05 * largest, _SCALES).tolist() if largest > 0 else [0.0]
     numbers = [shape.betti(scale) for scale in scales]
     at_unit = shape.betti(shape.unit)

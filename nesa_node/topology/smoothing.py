@@ -1,11 +1,11 @@
-"""What one pair's measurement says about pairs between the neighbours of both of its ends.
+"""Kernel smoother over pairs: corrects expected round trips by measurements of nearby pairs.
 
-A detour of cables is one of regions, not of machines: if a node in Mumbai reaches Frankfurt by way
-of the Pacific, so do its neighbours, and to Paris, too. So the logarithm of measured / expected is
-averaged over measured pairs, weighted by how near both ends are to the ends of the pair in question
-(a kernel smoother over pairs, shrunk towards no correction where little is known).
+Cable detours belong to regions, not to machines: if a node in Mumbai reaches Frankfurt across the
+Pacific, so do its neighbours, and to Paris, too. So log(measured / expected) is averaged over
+measured pairs, weighted by the distance of both ends to those of the pair in question, and shrunk
+towards no correction where few pairs are measured.
 
-N nodes in P places, E measured pairs. Nodes are gathered into at most `MAX_PLACES` places, so that
+Legend: N nodes in P clusters, E measured pairs. There are at most `MAX_PLACES` clusters, so that
 5,000 nodes cost as little as 200.
 """
 
@@ -21,7 +21,7 @@ Ints = NDArray[np.int64]
 
 MAX_PLACES = 256
 SHRINK = 0.5
-"""Weight of "no correction": half of a measurement right there."""
+"""Weight of "no correction", in measurements at distance zero."""
 MAX_LOG = 2.0
 
 
@@ -31,10 +31,10 @@ def smooth_corrections(
     distance: Callable[[int], Floats],
     reach: float,
 ) -> Floats:
-    """Factors by which to multiply `expected_ms_NN`, [N, N].
+    """Correction factors of `expected_ms_NN`, [N, N].
 
-    `distance(node)` is how far every node is from that one, [N]; a measurement's weight falls by e
-    for every `reach` of it, at both ends.
+    `distance(node)` gives the distances [N] of all nodes from one. A measurement's weight falls by
+    a factor of e per `reach` of distance, at both ends.
     """
     centres, place_N, apart_PP = _gather(len(rtt_ms_NN), distance, reach)
     log_PP = np.zeros((len(centres), len(centres)))
@@ -55,9 +55,9 @@ def smooth_corrections(
 def _gather(
     size: int, distance: Callable[[int], Floats], reach: float
 ) -> tuple[list[int], Ints, Floats]:
-    """Centres far from each other, the number of each node's nearest, and how far centres are.
+    """Cluster centres, the cluster of each node [N], and the distances between centres [P, P].
 
-    The next centre is always the node that is farthest from all (max-min), until every node is
+    Greedy max-min: the next centre is the node farthest from all centres, until every node is
     within a tenth of `reach` of one or there are `MAX_PLACES`.
     """
     centres: list[int] = []

@@ -1,4 +1,4 @@
-"""An immutable picture of the nodes that serve one model."""
+"""Immutable snapshot of the nodes that serve one model."""
 
 from __future__ import annotations
 
@@ -13,15 +13,13 @@ from nesa_node.topology.links import Links
 
 @dataclass(frozen=True, slots=True)
 class NodeState:
-    """What one node promised in its last valid record.
+    """State of one node, as announced in its last valid record.
 
     `prefill_tokens_per_s` and `decode_tokens_per_s` are measured through the node's whole span by
-    one session; `load` is the share of its time that it was busy lately (0 idle, 1 saturated, more
-    when it queues). Zero speeds mean "not measured". `max_blocks` of this model fit into the memory
-    that the node gives, 0 if it has not said so. `reliability` is the chance, 0 to 1, that it is
-    there when it is needed. `movable`: it would hold other blocks if that served the swarm.
-    `location` is latitude and longitude in degrees, if the operator says
-    where.
+    one session; 0 means "not measured". `load` is the recent share of busy time: 0 idle, 1
+    saturated, more with a queue. `max_blocks` is how many blocks fit into the node's memory, 0 if
+    not announced. `reliability` is the probability, 0 to 1, that the node is available. `movable`
+    nodes accept another span. `location` is latitude and longitude in degrees, if declared.
     """
 
     peer_id: PeerId
@@ -49,10 +47,10 @@ class NodeState:
 class Snapshot:
     """The nodes of one model at `taken_at` (seconds since the epoch).
 
-    `nodes` serve and can be routed through. `joining` have announced a span that they still load,
-    or will load once their sessions have left the one before: no chain goes through them, yet a
-    newcomer counts them as holders when it chooses its own.
-    `links` are those among any of them, in an order of its own; None if nobody has measured.
+    `nodes` serve and can be routed through. `joining` nodes have announced a span that they are
+    loading, or will load once the sessions of their previous span have ended: no chain uses them,
+    but they count as holders when a node chooses its span. `links` has its own order of peers; None
+    without measurements.
     """
 
     model_id: ModelId
@@ -63,7 +61,7 @@ class Snapshot:
     links: Links | None = None
 
     def coverage(self) -> tuple[int, ...]:
-        """How many serving nodes hold each block; one number per block."""
+        """Number of serving nodes that hold each block."""
         return count_holders(self.nodes, self.num_blocks)
 
     def holes(self) -> tuple[Span, ...]:
@@ -74,7 +72,7 @@ class Snapshot:
         return next((node for node in self.nodes if node.peer_id == peer_id), None)
 
     def without(self, *peers: PeerId) -> Snapshot:
-        """The same picture with `peers` taken out of both lists."""
+        """The snapshot without `peers`, serving or joining."""
         return replace(
             self,
             nodes=tuple(node for node in self.nodes if node.peer_id not in peers),
@@ -82,7 +80,7 @@ class Snapshot:
         )
 
     def digest(self) -> str:
-        """SHA-256 of its content in hexadecimal; the same in whatever order nodes are listed."""
+        """SHA-256 of the content in hexadecimal, independent of the order of nodes."""
         return digest(self)
 
 

@@ -1,4 +1,4 @@
-"""A swarm as a person writes it down, for questions about swarms that do not exist (yet).
+"""Swarm description files, for simulating swarms that do not exist (yet).
 
     {
       "num_blocks": 80,
@@ -11,10 +11,10 @@
       "client": {"region": "paris"}
     }
 
-Of a node's speed and room the file says either its `device` (`devices.DEVICES`) or `tokens_per_s`,
-decoding through one block, with `max_blocks` or `memory_gb`. Where it is: a `region` (a city of
-`geography.CITIES` or a region of a table), a `location` in degrees, or round trips to others. What
-nobody says is estimated as in a live swarm (`estimate.fill`).
+A node's speed and capacity follow from its `device` (`devices.DEVICES`), or from `tokens_per_s`
+(decoding through one block) with `max_blocks` or `memory_gb`. Its place is a `region` (a city of
+`geography.CITIES` or a region of a table), a `location` in degrees, or follows from its round trips
+to other nodes. Missing round trips are estimated as in a live swarm (`estimate.fill`).
 """
 
 from __future__ import annotations
@@ -94,10 +94,10 @@ class _Swarm(_Part):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SwarmFile:
-    """What a file says. `client_rtt_ms` is None if it says nothing of a client.
+    """Content of a swarm file. `client_rtt_ms` is None if the file has no client.
 
-    Nodes without a span hold the empty one: a planner chooses. `places` are those of
-    `snapshot.nodes`, in their order; `block` is the block that speeds and memory were reckoned for.
+    Nodes without a span get the empty one, and a planner chooses. `places` are those of
+    `snapshot.nodes`, in their order. Speeds and memory are computed for `block`.
     """
 
     snapshot: Snapshot
@@ -110,9 +110,9 @@ class SwarmFile:
 def read_swarm(
     text: bytes | str, rng: np.random.Generator, *, where: str = "swarm.json"
 ) -> SwarmFile:
-    """Read a swarm. Raises `ConfigError`, which says what is wrong, where, and what would be right.
+    """Read a swarm file. Raises `ConfigError` with the place, the error and the remedy.
 
-    `rng` is for the estimates of round trips between nodes that have no places.
+    `rng` serves the estimates of round trips between nodes without a location.
     """
     if len(text) > MAX_BYTES:
         raise ConfigError(f"{where} has {len(text)} bytes; at most {MAX_BYTES} are read")

@@ -1,6 +1,6 @@
-"""Links of a swarm that was written down: from regions, places, access links and explicit figures.
+"""Links of a swarm file, from regions, locations, access links and stated round trips.
 
-N nodes, A and B places.
+Legend: N nodes, A and B places.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ Floats = NDArray[np.float64]
 
 STATED = 1.0
 RECKONED = 0.2
-"""Confidence of round trips that the file states, and of those made from places."""
+"""Confidence of round trips that the file states, and of those computed from places."""
 WITHIN_REGION_MS = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a machine is and how it is connected: milliseconds to its exchange, bytes a second."""
+    """Location and access link of a machine; `access_ms` is its round trip to the exchange."""
 
     region: str | None
     location: tuple[float, float] | None
@@ -44,10 +44,10 @@ def link_up(
     known_ms: Mapping[tuple[PeerId, PeerId], float],
     rng: np.random.Generator,
 ) -> Links:
-    """Links among `peers`: what is known, else what places say, else an estimate from both."""
+    """Links among `peers`: the stated round trip, else one from places, else an estimate."""
     row_of = {peer: row for row, peer in enumerate(peers)}
     rtt_ms_NN = round_trips(places, places)
-    rtt_ms_NN = np.fmin(rtt_ms_NN, rtt_ms_NN.T)  # to the last bit
+    rtt_ms_NN = np.fmin(rtt_ms_NN, rtt_ms_NN.T)  # symmetric to the last bit
     confidence_NN = np.full_like(rtt_ms_NN, RECKONED)
     for (one, other), rtt_ms in known_ms.items():
         for pair in ((row_of[one], row_of[other]), (row_of[other], row_of[one])):
@@ -68,9 +68,9 @@ def link_up(
 
 
 def round_trips(ones_A: Sequence[Place], others_B: Sequence[Place]) -> Floats:
-    """Milliseconds between places, [A, B]; NaN where one is unknown.
+    """Round trips between places in ms, [A, B]; NaN where a location is unknown.
 
-    Between two regions of one table as somebody measured it, otherwise by the great circle.
+    Taken from a table of measurements if it has both regions, else from the great circle.
     """
     here_A2 = as_array([place.location for place in ones_A])
     there_B2 = as_array([place.location for place in others_B])

@@ -1,8 +1,7 @@
-"""Synthetic traces: the round trips of a swarm in which nodes come and go, and something happens.
+"""Synthetic traces of round trips, with churn and one optional event.
 
-Regions lie on a sphere, nodes behind access links. Every snapshot measures all pairs, with what
-real ones suffer from: links that drift for a while, nodes that are congested for a while, pings
-that vary, spikes. Seeded: the same generator gives the same trace.
+Regions lie on a sphere, nodes behind access links. Every snapshot measures all pairs, with drifting
+links, temporarily congested nodes, ping jitter and spikes. The same generator gives the same trace.
 
 Legend: N nodes, R regions.
 """
@@ -26,12 +25,12 @@ _MS_PER_KM = 0.015
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """From snapshot `at` on, for region `region`.
+    """A change of the network in `region`, from snapshot `at` on.
 
     partition : no node of the region reaches another region.
-    regional loss : its nodes are gone, and nobody joins there.
-    detour : every round trip between the region and others takes `added_s` longer.
-    bad pair : only those between it and the next region do.
+    regional loss : the region's nodes are gone, and no node joins there.
+    detour : every round trip between the region and another takes `added_s` longer.
+    bad pair : only round trips between the region and the next one take longer.
     """
 
     kind: EventKind
@@ -42,14 +41,16 @@ class Event:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """churn : the chance of each node to leave at each snapshot. As many join at the next one.
+    """Parameters of a trace.
+
+    churn : probability of each node to leave at each snapshot; as many join at the next one.
     jitter : standard deviation of a ping's logarithm; a measurement is the median of `pings`.
-    noise_s : mean of what queues add to a ping.
-    spike_share : of measurements, which are `spike_factor` times as long.
-    drift : standard deviation of the logarithm of two regions' round trip over time, which forgets
-        the share `forgets` of itself per snapshot.
-    congestion_s : the mean of what a congested node adds; `congested` is the share of nodes.
-    frailty : standard deviation of the logarithm of how much likelier a node is congested.
+    noise_s : mean queueing delay of a ping.
+    spike_share : fraction of measurements that are `spike_factor` times as long.
+    drift : standard deviation of the logarithm of two regions' round trip over time; the fraction
+        `forgets` of it is drawn anew per snapshot.
+    congestion_s : mean delay that a congested node adds; `congested` is the fraction of nodes.
+    frailty : standard deviation of the logarithm of a node's relative risk of congestion.
     """
 
     nodes: int = 48
@@ -74,7 +75,7 @@ class TraceStep:
     peers : names; a node that joins has a new one.
     region_N : [N] int64.
     fixed_N : [N] bool, the first node of each region, which does not leave by churn.
-    frailty_N, congestion_s_N : [N] float64, what no daemon could measure, for benchmarks.
+    frailty_N, congestion_s_N : [N] float64, hidden variables, for benchmarks.
     measured_s_NN : [N, N] float64, symmetric, inf where nothing answers.
     true_s_NN : the same without drift, congestion, jitter, noise and spikes.
     """
@@ -113,7 +114,7 @@ def trace(
     *,
     apart_s_RR: Floats | None = None,
 ) -> Iterator[TraceStep]:
-    """Yield `snapshots` steps. `apart_s_RR`: seconds between regions, else of random places."""
+    """Yield `snapshots` steps. `apart_s_RR`: seconds between regions; None for random ones."""
     if world.nodes < world.regions:
         raise ValueError(f"{world.nodes} nodes are too few for {world.regions} regions")
     base_s_RR = regions_apart(world.regions, rng) if apart_s_RR is None else apart_s_RR
@@ -136,7 +137,7 @@ def trace(
 
 
 def regions_apart(regions: int, rng: np.random.Generator) -> Floats:
-    """[R, R] float64: seconds between regions anywhere between 60 degrees north and south."""
+    """Round trips in seconds, [R, R], between random regions from 60 degrees south to north."""
     latitude_R = np.degrees(np.arcsin(rng.uniform(-0.866, 0.866, regions)))
     apart = geographic_filtration(latitude_R, rng.uniform(-180.0, 180.0, regions))
     seconds_RR: Floats = apart.weight_NN * _MS_PER_KM / 1e3
@@ -207,7 +208,7 @@ def _newcomers(world: World, region_N: Ints, serial: int, rng: np.random.Generat
 def _places(
     world: World, event: Event | None, at: int, count: int, rng: np.random.Generator
 ) -> Ints:
-    """Regions of those who join: any that there are."""
+    """Random regions of `count` joining nodes, among those that are not lost."""
     lost = {event.region} if event and event.kind == "regional loss" and at >= event.at else set()
     there = [region for region in range(world.regions) if region not in lost]
     return rng.choice(there, count)
@@ -219,7 +220,10 @@ def _fixed(nodes: _Nodes, world: World) -> NDArray[np.bool_]:
 
 
 def _congestion(nodes: _Nodes, world: World, rng: np.random.Generator) -> Floats:
-    """[N] float64. It ends with the chance `forgets`, and begins so that its share stays."""
+    """Congestion of each node in seconds, [N]; ends with probability `forgets` per snapshot.
+
+    It begins at a rate that keeps the fraction of congested nodes constant.
+    """
     count = len(nodes.serial_N)
     stays_N = (nodes.congestion_s_N > 0) & (rng.random(count) >= world.forgets)
     begins_N = rng.random(count) < world.congested * world.forgets * nodes.frailty_N

@@ -1,14 +1,14 @@
-"""Network coordinates: where each node seems to be, from the round trips that were measured.
+"""Vivaldi network coordinates, fitted to the measured round trips.
 
 Dabek et al., "Vivaldi: a decentralized network coordinate system", SIGCOMM 2004, with heights: the
 round trip between two nodes is the distance of their positions plus both heights, which stand for
-access links. Coordinates move a little with each measurement, so that every pair has an estimate
-though few were measured. Whoever plans settles all of them at once: daemons announce none.
+access links. Each measurement moves coordinates a little. The planner fits all of them at once;
+daemons announce none.
 
-What nodes say they measured may be a lie, so one measurement moves a node by at most `MAX_STEP_MS`
-(Kaafar et al., "Real attacks on virtual networks", 2006, says what happens else).
+Claimed measurements may be false, so one moves a node by at most `MAX_STEP_MS` (attacks: Kaafar et
+al., "Real attacks on virtual networks", 2006).
 
-N nodes, K dimensions.
+Legend: N nodes, M nodes with a neighbour, K dimensions, E directed measurements.
 """
 
 from __future__ import annotations
@@ -31,22 +31,20 @@ MIN_ERROR = 0.05
 MAX_ERROR = 1.0
 MAX_STEP_MS = 40.0
 GAIN = 0.25
-"""c_c and c_e of the paper."""
+"""Step size: c_c and c_e of the paper."""
 CABLE = 1.6
-"""How much longer round trips are than those of light along a great circle, for first guesses."""
+"""Initial ratio of round trips to those of light along a great circle."""
 
 
 def places_ms(locations_N2: Floats) -> Floats:
-    """Positions on the globe in milliseconds of round trip, [N, 3]. Zero for unknown places."""
+    """Positions in milliseconds of round trip, [N, 3]; zero for unknown locations."""
     positions_N3 = unit_vectors(locations_N2) * (EARTH_RADIUS_KM / KM_PER_MS_OF_ROUND_TRIP * CABLE)
     return np.nan_to_num(positions_N3)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Cloud:
-    """The coordinates of N nodes. `error_N` is how wrong predictions of each lately were, relative
-    to the round trips.
-    """
+    """Coordinates of N nodes. `error_N` is the recent relative error of each one's predictions."""
 
     position_ms_NK: Floats
     height_ms_N: Floats
@@ -56,7 +54,7 @@ class Cloud:
         return Cloud(self.position_ms_NK[rows], self.height_ms_N[rows], self.error_N[rows])
 
     def predict_ms_NN(self) -> Floats:
-        """The round trips between all, zero on the diagonal."""
+        """Predicted round trips [N, N] in ms, zero on the diagonal."""
         square_N = np.einsum("nk,nk->n", self.position_ms_NK, self.position_ms_NK)
         rtt_ms_NN = self.position_ms_NK @ self.position_ms_NK.T
         rtt_ms_NN *= -2.0
@@ -72,7 +70,7 @@ class Cloud:
 def move(
     own: Cloud, other: Cloud, rtt_ms_N: Floats, rng: np.random.Generator, gain: float = GAIN
 ) -> Cloud:
-    """`own` after one round trip each. The paper's figure 3."""
+    """`own` after one measured round trip per node to its `other` (figure 3 of the paper)."""
     apart_NK = own.position_ms_NK - other.position_ms_NK
     distance_N = np.linalg.norm(apart_NK, axis=1)
     heights_N = own.height_ms_N + other.height_ms_N
@@ -87,7 +85,7 @@ def move(
     anywhere_NK /= np.linalg.norm(anywhere_NK, axis=1, keepdims=True)
     away_NK = apart_NK / np.maximum(distance_N, 1e-6)[:, None]
     away_NK[together_N] = anywhere_NK[together_N]
-    # The unit vector of a height vector: what is not height pushes positions apart.
+    # Horizontal part of the unit vector of a height vector.
     outward_N = np.where(together_N, 1.0, distance_N / expected_N)
     position_NK = own.position_ms_NK + (step_N * outward_N)[:, None] * away_NK
     height_N = own.height_ms_N + step_N * heights_N / expected_N
@@ -101,10 +99,10 @@ def move(
 def settle(
     rtt_ms_NN: Floats, start: Cloud, rng: np.random.Generator, *, rounds: int = 800
 ) -> Cloud:
-    """`start` after `rounds` in which every node measured one of its neighbours.
+    """`start` after `rounds` in each of which every node uses one random measured neighbour.
 
-    `rtt_ms_NN`: NaN where nobody measured. Nodes without any neighbour stay. Steps get smaller
-    towards the end, for which nodes that never stop have no reason.
+    `rtt_ms_NN` is NaN for unmeasured pairs. Nodes without a neighbour keep their coordinates. Steps
+    shrink to zero towards the end, unlike in the paper, in which nodes run for ever.
     """
     known_NN = np.isfinite(rtt_ms_NN)
     np.fill_diagonal(known_NN, False)

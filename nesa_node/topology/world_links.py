@@ -1,7 +1,9 @@
-"""Links of a synthetic swarm. A and B machines each, R regions, N nodes.
+"""Random links of a synthetic swarm.
 
-A round trip is that of the regions' exchanges, times a little luck, plus what both machines need to
-get to theirs. A rate is what the slower of the two access links lets through, less a little.
+A round trip is that between the regions' exchanges, times a random factor, plus both access delays.
+A rate is that of the slower access link, less a random loss.
+
+Legend: A and B machines each, R regions.
 """
 
 from __future__ import annotations
@@ -17,17 +19,17 @@ Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
 MBIT = 125_000.0
-"""Bytes per second."""
+"""Bytes/s of one Mbit/s."""
 
 DETOURS = 0.02
-"""The share of pairs whose packets go a long way round."""
+"""Fraction of pairs that are connected by a detour."""
 
 _ROWS_AT_ONCE = 256
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Access:
-    """How A machines are connected: milliseconds of round trip to the exchange, bytes a second."""
+    """Access links of A machines; `rtt_ms_A` is the round trip to the region's exchange."""
 
     residential_A: Bools
     rtt_ms_A: Floats
@@ -38,7 +40,7 @@ class Access:
         return len(self.rtt_ms_A)
 
     def at(self, rows: Ints) -> Self:
-        """The machines with these numbers, in this order."""
+        """Access links of the machines with these indices, in this order."""
         return type(self)(
             self.residential_A[rows],
             self.rtt_ms_A[rows],
@@ -48,7 +50,7 @@ class Access:
 
 
 def draw_access(residential_A: Bools, rng: np.random.Generator) -> Access:
-    """At home 9 ms, 40 Mbit/s up and 250 down in the middle; in a data centre 0.6 ms, 2 Gbit/s."""
+    """Draw access links. Medians: 9 ms, 40 Mbit/s up, 250 down at home; else 0.6 ms, 2 Gbit/s."""
     count = len(residential_A)
     spread_A = np.where(residential_A, 0.6, 0.5)
     down_A = np.where(residential_A, 250.0, 2000.0) * rng.lognormal(0.0, spread_A)
@@ -69,7 +71,7 @@ def round_trips(
     access_B: Access,
     rng: np.random.Generator,
 ) -> Floats:
-    """Milliseconds from every A to every B. Luck differs by direction: see `links.mirror`."""
+    """Draw round trips in ms, [A, B]. Noise differs by direction: see `links.mirror`."""
     rtt_ms_AB = np.empty((len(region_A), len(region_B)))
     for start in range(0, len(region_A), _ROWS_AT_ONCE):
         rows = slice(start, start + _ROWS_AT_ONCE)
@@ -84,7 +86,7 @@ def round_trips(
 
 
 def rates(access_A: Access, access_B: Access, rng: np.random.Generator) -> Floats:
-    """Bytes a second from every A to every B: what both access links carry, less up to 30 %."""
+    """Draw rates in bytes/s, [A, B]: what both access links carry, less up to 30 %."""
     rate_AB: Floats = np.minimum(
         access_A.up_bytes_per_s_A[:, None], access_B.down_bytes_per_s_A[None, :]
     )

@@ -1,4 +1,7 @@
-"""The machines of a synthetic swarm. N nodes."""
+"""Random nodes of a synthetic swarm.
+
+Legend: N nodes.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +19,11 @@ Floats = NDArray[np.float64]
 
 MAX_LOAD = 0.95
 WANTED_HOLDERS = 2.5
-"""How often a swarm's memory holds the model: enough that every block is held twice."""
+"""Copies of the model that the swarm's memory holds; enough to hold every block twice."""
 
 
 def draw_devices(count: int, residential_share: float, rng: np.random.Generator) -> list[Device]:
-    """Machines as their `share` says, so many of them in homes."""
+    """Draw devices by their `share`; the fraction `residential_share` of them residential ones."""
     home_N = rng.random(count) < residential_share
     drawn: list[Device] = [DEVICES["a100"]] * count
     for home in (True, False):
@@ -36,10 +39,10 @@ def draw_devices(count: int, residential_share: float, rng: np.random.Generator)
 def fit_devices(
     devices: Sequence[Device], num_blocks: int, block: Block
 ) -> tuple[list[Device], str]:
-    """The machines and the quantization with which they hold the model `WANTED_HOLDERS` times.
+    """Devices and the quantization with which they hold the model `WANTED_HOLDERS` times.
 
-    The first of float16, int8 and nf4 that suffices; where none does, the smallest machines become
-    A100s until nf4 does or all are.
+    The first of float16, int8 and nf4 that suffices. If none does, the smallest devices become
+    A100s, until nf4 suffices or all are A100s.
     """
     fitted = list(devices)
     for quantization in BYTES_PER_PARAMETER:
@@ -64,7 +67,7 @@ def draw_nodes(
     block: Block,
     rng: np.random.Generator,
 ) -> tuple[NodeState, ...]:
-    """States of nodes that hold `spans`: loaded, reliable and lucky in different degrees."""
+    """Draw node states that hold `spans`, with random load, reliability, speed and uptime."""
     count = len(devices)
     home_N = np.array([device.residential for device in devices])
     load_N = MAX_LOAD * rng.beta(1.2, 2.5, size=count)

@@ -1,6 +1,8 @@
-"""Which blocks the nodes of a synthetic swarm hold. N nodes, B blocks.
+"""Spans of the nodes of a synthetic swarm, as nodes choose them without a planner.
 
-What a swarm looks like after its nodes chose for themselves, without a planner: whole, and uneven.
+Every block has a holder where memory allows it, but replicas are uneven.
+
+Legend: N nodes, B blocks, S possible starts.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 MAX_SHARE = 0.5
-"""Of the model, per node: chains of a swarm have more than one hop. More where nodes are few."""
+"""Maximum fraction of the model per node, so that chains have several hops; more with few nodes."""
 
 
 def choose_spans(
@@ -23,17 +25,17 @@ def choose_spans(
     rng: np.random.Generator,
     holders_B: Ints | None = None,
 ) -> list[Span]:
-    """A span for every node, no longer than `max_blocks_N` and never empty.
+    """Choose a span for every node, no longer than `max_blocks_N` and never empty.
 
-    `holders_B` is how many hold each block already, besides these nodes; nobody if it is None.
-    The longest choose first, each the window with the most blocks that nobody holds, then that
-    only one holds; once all are held twice, windows are random.
+    `holders_B` counts the present holders of each block, zero if None. The longest spans are chosen
+    first: the window with the most unheld blocks, then with the most blocks of one holder. Once all
+    blocks have two holders, windows are random.
     """
     count = len(max_blocks_N)
     share = MAX_SHARE if holders_B is not None else max(MAX_SHARE, 2.5 / max(1, count))
     cap = max(1, round(num_blocks * min(1.0, share)))
     length_N = np.clip(max_blocks_N, 1, cap)
-    # Not everybody gives all that they have.
+    # Nodes offer 70 to 100 % of their memory.
     length_N = np.maximum(1, np.ceil(length_N * rng.uniform(0.7, 1.0, count))).astype(np.int64)
     holders_B = np.zeros(num_blocks, dtype=np.int64) if holders_B is None else holders_B.copy()
     spans = [Span(0, 0)] * count
@@ -53,6 +55,6 @@ def _choose_start(holders_B: Ints, length: int, rng: np.random.Generator) -> int
     sums = np.concatenate(([0.0], np.cumsum(need_B)))
     need_S = sums[length:] - sums[:-length]
     best = np.flatnonzero(need_S == need_S.max())
-    # A window that leaves a gap too narrow for others costs the swarm a node: prefer the edges of
-    # what is held, which are the first and last of the best.
+    # A window that leaves a narrow gap wastes a later node: prefer windows at the edge of held
+    # blocks, which are the first and the last of the best.
     return int(best[0] if rng.random() < 0.5 else best[-1])

@@ -1,9 +1,10 @@
-"""Synthetic swarms: regions, access links, machines, and the clients who use them.
+"""Synthetic swarms: regions, access links, nodes, and clients.
 
-R regions, N nodes, C clients. A round trip is that between the two regions' exchanges (a great
-circle with the detours that cables make) and, at each end, the way to the machine: short in a data
-centre, long at home. Every pair has some luck of its own and a few go a long way round, so triangle
-violations are as normal as they are outside.
+A round trip is that between the two regions' exchanges (a great circle, stretched by cable detours)
+plus both access delays, short in a data centre and long at home. Every pair has noise and a few
+take detours, so triangle violations are as common as in real networks.
+
+Legend: R regions, N nodes, C clients.
 """
 
 from __future__ import annotations
@@ -32,12 +33,11 @@ MODEL = ModelId("world@0")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class World:
-    """A swarm of which everything is known.
+    """A synthetic swarm with its ground truth.
 
-    `snapshot`: all nodes serve, all links have just been measured. `region_N` and `region_C` count
-    in `regions`, `device_N` are names in `devices.DEVICES`. `client_rtt_ms_CN` are round trips
-    between clients and nodes, `client_up_bytes_per_s_CN` the rates from client to node,
-    `client_down_bytes_per_s_CN` those back.
+    In `snapshot` all nodes serve, and all links have just been measured. `region_N` and `region_C`
+    are indices into `regions`, `device_N` names in `devices.DEVICES`. `client_up_bytes_per_s_CN`
+    are rates from client to node, `client_down_bytes_per_s_CN` those back.
     """
 
     snapshot: Snapshot
@@ -77,10 +77,10 @@ def make_world(
     block: Block = LLAMA_70B,
     taken_at: float = 0.0,
 ) -> World:
-    """A swarm in some of `geography.CITIES`; the same arguments give the same one.
+    """Make a swarm in some of `geography.CITIES`; deterministic in its arguments.
 
-    Two nodes or more hold every block wherever memory allows it (`world_nodes.fit_devices`).
-    `load` is 0 to 0.95, `reliability` 0.95 in the mean and lower in homes.
+    At least two nodes hold every block if memory allows it (`world_nodes.fit_devices`). `load` is 0
+    to 0.95; `reliability` is 0.95 in the mean, lower for residential nodes.
     """
     if not 1 <= num_regions <= len(CITIES):
         raise ValueError(f"1 to {len(CITIES)} regions, got {num_regions}")
@@ -100,7 +100,7 @@ def make_world(
 
 
 def _cable_round_trips(regions: Sequence[Region], rng: np.random.Generator) -> Floats:
-    """Between exchanges, [R, R]: cables are 1.2 to 2.5 times as long as great circles."""
+    """Round trips between exchanges, [R, R]; cables are 1.2 to 2.5 times the great circle."""
     stretch_RR = 1.2 + rng.gamma(2.0, 0.18, (len(regions), len(regions))).clip(max=1.3)
     rtt_ms_RR = least_rtt_ms(places(regions), places(regions)) * stretch_RR
     mirror(rtt_ms_RR)
@@ -118,7 +118,7 @@ def world_from_table(
     block: Block = LLAMA_70B,
     taken_at: float = 0.0,
 ) -> World:
-    """Like `make_world`, in the regions of a table and with its round trips between them."""
+    """Make a swarm in the regions of a table, with the table's round trips between them."""
     return populate(
         table.regions,
         table.rtt_ms_RR,
@@ -141,10 +141,10 @@ def world_from_round_trips(
     block: Block = LLAMA_70B,
     taken_at: float = 0.0,
 ) -> World:
-    """A swarm whose nodes are the machines of a measured matrix, at home and nowhere in particular.
+    """Make a swarm with a measured matrix of round trips; its nodes are residential, unlocated.
 
-    `rtt_ms_NN` must be symmetric and complete (`estimate.symmetric` and `estimate.fill`). Clients
-    are machines of the matrix, one access link further away.
+    `rtt_ms_NN` must be symmetric and complete (`measured.symmetric` and `estimate.fill`). Clients
+    stand one access link behind random nodes.
     """
     nowhere = (Region("nowhere", 0.0, 0.0),)
     world = populate(
@@ -181,7 +181,7 @@ def populate(
     block: Block = LLAMA_70B,
     taken_at: float = 0.0,
 ) -> World:
-    """A swarm in regions whose round trips are given, in milliseconds."""
+    """Make a swarm in regions with the given round trips in ms, [R, R]."""
     if num_nodes < 1 or num_blocks < 1:
         raise ValueError(f"a world needs nodes and blocks, got {num_nodes} and {num_blocks}")
     share_R = rng.dirichlet(np.full(len(regions), 2.0))
@@ -225,5 +225,5 @@ def populate(
 
 
 def places(regions: Sequence[Region]) -> Floats:
-    """Degrees, [R, 2]."""
+    """Latitude and longitude of regions in degrees, [R, 2]."""
     return np.array([(region.latitude, region.longitude) for region in regions])

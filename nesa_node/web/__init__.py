@@ -1,1 +1,1 @@
-"""What pages and endpoints share: listening, and who may ask."""
+"""HTTP serving: listening, authentication, limits, and metrics, shared by API and dashboard."""

@@ -1,4 +1,4 @@
-"""Stands before an application: only who has a key comes in, and only as often as it may."""
+"""ASGI middleware that authenticates requests, applies rate limits, and reads their bodies."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _RETRY_S = 1.0
 
 
 class Access:
-    """Asks `doorman` who it is, `limits` whether he may, and reads the body, before `app` is asked.
+    """Authenticates by `doorman`, applies `limits`, and reads the body before it calls `app`.
 
-    `public` paths may be read by anybody; one that ends with a slash stands for all below it. In
-    `scope["state"]`, `caller` says who asks (as `current_caller()` does below here), and
-    `allowance`, where it counts, takes what tokens it cost. A request counts against the limits of
-    its key, but not what a page reads by its cookie: its feed stays open, and its parts are many.
+    `public` paths may be read without a key; one that ends with a slash includes all paths below.
+    `scope["state"]` gets the `caller` (also `current_caller()`) and, for rate-limited requests, an
+    `allowance` that is charged for tokens. Reads of a page by cookie are not rate-limited: its feed
+    stays open, and it has many parts.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Access:
         self._address = address
         self._limits = limits
         self._bodies = bodies
-        # Public paths read none, and what strangers send them must not count as large requests.
+        # Public paths have no body, and unauthenticated ones must not count as large requests.
         self._no_bodies = Bodies(0)
         self._login = Login(doorman)
         self._public = frozenset(public)
@@ -85,7 +85,10 @@ class Access:
     async def _admit(
         self, stack: AsyncExitStack, scope: Scope, receive: Receive
     ) -> tuple[Receive, Mapping[str, str]]:
-        """Where to receive the body from, and headers for the response. Raises `Problem`."""
+        """Authenticate and admit a request; returns its body's receiver and response headers.
+
+        Raises `Problem` if the request is refused.
+        """
         if self._is_public(scope):
             return await stack.enter_async_context(self._no_bodies.whole(scope, receive)), {}
         headers: Mapping[str, str] = {}
@@ -110,7 +113,7 @@ class Access:
 
 
 def _count_connection(scope: Scope, caller: Caller) -> None:
-    """Its connection is one of its key from now on. Raises `Problem` where these are too many."""
+    """Count the connection as one of the caller's key; `Problem` 429 if the key has too many."""
     connection = scope.get("state", {}).get("connection")
     if connection is None or caller.id == ANYBODY or connection.know(caller.id):
         return
@@ -127,7 +130,7 @@ def _counts(scope: Scope, caller: Caller) -> bool:
 
 
 def _refusal(problem: Problem, scope: Scope) -> Response:
-    """People who follow a link get the page that asks for a key; programs are told."""
+    """Response to a refused request: browsers without a key are redirected to the login page."""
     headers = Headers(scope=scope)
     by_hand = scope["method"] in _READS and "text/html" in headers.get("accept", "")
     if problem.status == 401 and by_hand and shown_key(headers) is None:

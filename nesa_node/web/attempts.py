@@ -1,4 +1,4 @@
-"""Who has given too many wrong keys lately."""
+"""Throttle of wrong API keys, per client address."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from ipaddress import IPv6Address, ip_address
 from nesa_node.web.limits import Bucket
 
 PER_MINUTE = 20
-"""Wrong keys from one address; as many are free at once before it has to wait."""
+"""Wrong keys per address and minute, and the burst that is allowed at once."""
 MAX_ADDRESSES = 4096
 _IPV6_OF_ONE = 64
-"""Bits. A household or a server gets at least that many addresses: counted as one."""
+"""Prefix length in bits that counts as one IPv6 client: every household or server has a /64."""
 
 
 class WrongKeys:
-    """A bucket of attempts per address. `clock` tells seconds and never goes back.
+    """Token bucket of attempts per address. `clock` is monotonic, in seconds.
 
-    When the table is full, the address that has been quiet for the longest time is forgotten. So
-    somebody with more addresses than that is not held up, but fills no memory either.
+    A full table evicts the address with the oldest attempt: an attacker with more addresses is not
+    throttled, but uses no more memory.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -31,7 +31,7 @@ class WrongKeys:
         return len(self._buckets)
 
     def wait_s(self, address: str) -> float:
-        """Seconds until this address may try again; 0: now."""
+        """Seconds until this address may try again; 0.0 if now."""
         bucket = self._buckets.get(address_group(address))
         if bucket is None:
             return 0.0
@@ -39,7 +39,7 @@ class WrongKeys:
         return bucket.wait_s(1, PER_MINUTE)
 
     def note(self, address: str) -> None:
-        """One more wrong key from there."""
+        """Count one wrong key from this address."""
         group = address_group(address)
         now = self._clock()
         bucket = self._buckets.pop(group, None) or Bucket(PER_MINUTE, now)
@@ -51,7 +51,7 @@ class WrongKeys:
 
 
 def address_group(address: str) -> str:
-    """What counts as one address."""
+    """Key of the bucket of an address: the IPv4 address or the IPv6 /64."""
     try:
         parsed = ip_address(address)
     except ValueError:

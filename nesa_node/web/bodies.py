@@ -1,4 +1,4 @@
-"""Bodies of requests: read whole before anything is done with them, in bounded time and memory."""
+"""Request bodies, read whole before the application runs, in bounded time and memory."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from nesa_node.web.problem import Problem
 
 READ_S = 60.0
 AT_ONCE = 16
-"""Bodies of the largest size that all requests may hold together."""
+"""Maximum size of all held bodies, in bodies of the maximum size."""
 SHARE = 4
-"""A caller may hold one in so many of these, and more while half of all are free."""
+"""A caller may hold 1 / SHARE of all bytes, and more while half of them are free."""
 _RETRY_S = 2.0
 
 
 class Bodies:
-    """At most `max_bytes` of one request, for which it has `read_s` seconds (`READ_S`).
+    """Reads bodies of at most `max_bytes`, each within `read_s` seconds (`READ_S`).
 
-    All together hold at most `at_once` times as much (`AT_ONCE`), those of one caller a quarter, or
-    half where others hold nothing.
+    All held bodies have at most `at_once` (`AT_ONCE`) times `max_bytes`; those of one caller a
+    quarter of that, or more while all bodies together stay below half.
     """
 
     def __init__(
@@ -45,11 +45,10 @@ class Bodies:
     async def whole(
         self, scope: Scope, receive: Receive, *, caller: str | None = None
     ) -> AsyncIterator[Receive]:
-        """What to receive instead: the body as one message, and then what else comes.
+        """Read the body; yields a receiver that gives it as one message, then later messages.
 
         Raises `Problem` 413, 408, 429 or 503, and `ClientDisconnect`. The body counts as held until
-        the context ends: what was read in it may be kept that long. Without a `caller` it counts
-        against all bodies alone.
+        the context ends. Without a `caller` only the limit of all bodies applies.
         """
         headers = Headers(scope=scope)
         length = headers.get("content-length")
@@ -102,7 +101,7 @@ class Bodies:
                 retry_after_s=_RETRY_S,
             )
         if caller is not None:
-            # Else one key whose answers take minutes would keep all others out meanwhile.
+            # Otherwise one key with answers that take minutes could block all other keys.
             is_large = self._held_bytes_of[caller] + size > self._all_bytes // SHARE
             if is_large and self._held_bytes + size > self._all_bytes // 2:
                 raise Problem(

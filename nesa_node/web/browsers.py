@@ -1,4 +1,4 @@
-"""Browsers that showed a key once: what their cookies stand for, in memory only."""
+"""Login tokens of browsers, the values of their cookies; kept in memory only."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class _Stay:
 
 
 class Browsers:
-    """Tokens by their hashes, the oldest first. `clock` tells seconds and never goes back.
+    """Tokens by their hashes, the oldest first. `clock` is monotonic, in seconds.
 
-    A token is a cookie's, means nothing anywhere else and ends with this process. Whether its key
-    still holds is for the caller to see each time.
+    A token is valid in this process only. The caller must check each time whether its key is still
+    valid.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -36,7 +36,7 @@ class Browsers:
         return len(self._stays)
 
     def remember(self, key_id: str) -> str:
-        """A new token for somebody who showed that key. Where there are too many the oldest go."""
+        """Issue a token for a key; beyond the limits, the oldest tokens are dropped."""
         self._forget_ended()
         of_key = [name for name, stay in self._stays.items() if stay.key_id == key_id]
         for name in of_key[: max(0, len(of_key) - MAX_PER_KEY + 1)]:
@@ -48,7 +48,7 @@ class Browsers:
         return token
 
     def key_id(self, token: str) -> str | None:
-        """Of the key that was shown for this token; None if it is unknown or has ended."""
+        """Id of the key that the token was issued for; None if unknown or expired."""
         stay = self._stays.get(_name(token))
         return None if stay is None or self._clock() >= stay.ends_at else stay.key_id
 
@@ -56,7 +56,7 @@ class Browsers:
         self._stays.pop(_name(token), None)
 
     def forget_key(self, key_id: str) -> None:
-        """All browsers that showed this key."""
+        """Forget all tokens of this key."""
         for name in [name for name, stay in self._stays.items() if stay.key_id == key_id]:
             del self._stays[name]
 
@@ -67,5 +67,5 @@ class Browsers:
 
 
 def _name(token: str) -> bytes:
-    """What a token is kept by: whoever times the search learns about a hash that he cannot aim."""
+    """Hash by which a token is stored, so that the timing of a lookup reveals nothing useful."""
     return sha256(token.encode("utf-8", "surrogatepass")).digest()

@@ -1,4 +1,4 @@
-"""A connection that ends where the other side stands still: uvicorn alone waits for ever."""
+"""HTTP connections with timeouts for stalled clients, which uvicorn lacks."""
 
 from __future__ import annotations
 
@@ -13,24 +13,23 @@ from nesa_node.web.connections import ConnectionTable
 
 HEADERS_S = 15.0
 FIRST_HEADERS_S = 5.0
-"""Until a connection has shown a key."""
+"""Timeout for headers on a connection without a key."""
 STALLED_S = 60.0
 READ_BYTES = 1 << 13
-"""What is read of one connection in a turn of the event loop. As chunks of one byte it takes 7 ms.
+"""Maximum bytes that one turn of the event loop reads; as one-byte chunks they take 7 ms to parse.
 
-So headers that are longer than uvicorn may hold are not read whole, either.
+It also bounds how far headers beyond uvicorn's limit are read.
 """
 
 
 class Connection(H11Protocol, asyncio.BufferedProtocol):
-    """Closed where the headers of a request take longer than `HEADERS_S`, or nobody reads.
+    """HTTP/1.1 connection that closes if the client stalls.
 
-    Before it has shown a key they may take `FIRST_HEADERS_S`. `scope["state"]` names it, so that
-    the application can say that a key was shown (`know`).
-
-    Else as many connections as there may be, each sending a byte now and then, would keep
-    everybody else out; and whoever stops reading would keep what works for it. An answer of which
-    nothing is taken for `STALLED_S`, though more waits than fits between us, is for nobody.
+    Headers of a request may take `HEADERS_S`, or `FIRST_HEADERS_S` before the connection has shown
+    a key; otherwise slow clients could hold all connections (Slowloris). A response of which the
+    client reads nothing for `STALLED_S` while the write buffer is full is aborted, which frees the
+    work behind it. `scope["state"]["connection"]` is this object, so that the application can
+    report a shown key (`know`).
     """
 
     _given_up: asyncio.TimerHandle | None = None
@@ -44,18 +43,18 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
     @property
     def is_waiting(self) -> bool:
         if self.transport.is_closing() or self.conn.their_state in (h11.IDLE, h11.SEND_BODY):
-            # One that is closed stays until the client has read what was left.
+            # A closed connection stays until the client has read the rest of the response.
             return True
-        # Requests sent one after another keep it busy for as long as no answer is read.
+        # A client that pipelines requests and reads no response is waiting, too.
         return self._stalled is not None and not self._table.is_known(self)
 
     @property
     def has_room(self) -> bool:
-        """False for one connection too many: its request is to be refused."""
+        """False if this connection exceeds the limit and its requests must be refused."""
         return self._table.has_room(self)
 
     def know(self, key: str) -> bool:
-        """A key was shown here; False if connections with this key are too many."""
+        """Assign the connection to a key; False if the key has too many connections."""
         return self._table.know(self, key)
 
     def drop(self) -> None:
@@ -82,19 +81,19 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
     def handle_events(self) -> None:
         super().handle_events()
         if self.scope is not None:
-            # The task that answers starts later than this.
+            # The task that runs the application starts after this.
             self.scope["state"]["connection"] = self
 
     def send_400_response(self, msg: str) -> None:
         answer: RequestResponseCycle | None = self.cycle
         if answer is not None and not answer.response_complete:
-            # The rest of it could not be sent after this one.
+            # The rest of that response can no longer be sent.
             answer.disconnected = True
             answer.message_event.set()
         try:
             super().send_400_response(msg)
         except h11.LocalProtocolError:
-            # Another answer has begun, or this is one to HEAD, which may have no body.
+            # Another response has begun, or this one is to HEAD and may have no body.
             self.transport.close()
 
     def pause_writing(self) -> None:

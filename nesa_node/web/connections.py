@@ -1,4 +1,4 @@
-"""The open connections of one server, and which one makes room for a new one."""
+"""Table of a server's open connections, which decides which of them to drop for a new one."""
 
 from __future__ import annotations
 
@@ -6,34 +6,34 @@ from collections import Counter
 from typing import Protocol
 
 KEY_SHARE = 0.75
-"""Of the connections that a server holds, at most so many are one key's."""
+"""Maximum fraction of a server's connections that one key may have."""
 _AT_ONCE = 32
-"""One more connection of an address or key is dropped at once for each so many that it has."""
+"""An owner's number of connections per additional one that is dropped at once."""
 
 
 class Peer(Protocol):
-    """A connection as the table sees it."""
+    """Interface of a connection in the table."""
 
     @property
     def is_waiting(self) -> bool:
-        """Whether the client is to send a request, or the rest of one, or to read an answer."""
+        """Whether the server waits for the client to send a request or to read a response."""
 
     def drop(self) -> None:
         """Close it at once."""
 
 
 class ConnectionTable:
-    """At most `most` connections. For one more, one is dropped that waits for its other side.
+    """At most `most` connections; one more drops a connection that waits for its client.
 
-    First those that have shown no key, then those that are idle between requests; among them the
-    oldest of the address, or key, that has most. So silent connections keep no request out, however
-    many there are, and an address with many makes room before one with few. What is being answered
-    stays, unless a client without a key does not read it.
+    Connections without a key are dropped first, then idle ones with a key; among them the oldest of
+    the address or key with the most connections. So idle connections block no request, and an
+    address with many loses one before an address with few. Connections with a response in progress
+    stay, unless a client without a key does not read it.
     """
 
     def __init__(self, most: int) -> None:
         self._most = most
-        # In the order in which they came; the address, or the key that was shown.
+        # The owner is the client's address, or the key that was shown. The oldest come first.
         self._owners: dict[Peer, str] = {}
         self._known: set[Peer] = set()
         self._surplus: set[Peer] = set()
@@ -43,13 +43,13 @@ class ConnectionTable:
         return len(self._owners)
 
     def add(self, peer: Peer, address: str) -> None:
-        """A new connection from `address`; one that waits may be dropped for it."""
+        """Add a new connection from `address`; a waiting one may be dropped for it."""
         self._own(peer, f"address {address}")
         if not self._make_room(peer):
             self._surplus.add(peer)
 
     def remove(self, peer: Peer) -> None:
-        """It has ended. May be called twice."""
+        """Remove a closed connection. May be called twice."""
         owner = self._owners.pop(peer, None)
         if owner is not None:
             self._count(owner, -1)
@@ -63,7 +63,7 @@ class ConnectionTable:
         return peer not in self._surplus
 
     def know(self, peer: Peer, key: str) -> bool:
-        """`peer` has shown a key; False: connections of this key are too many without it."""
+        """Assign `peer` to a key; False if the key already has too many connections."""
         owner = f"key {key}"
         if peer not in self._owners or self._owners[peer] == owner:
             return True
@@ -94,7 +94,7 @@ class ConnectionTable:
         return len(self) <= self._most
 
     def _victims(self, newcomer: Peer) -> list[Peer]:
-        """Several of an owner with many, since looking at all of them takes 1 ms."""
+        """Waiting connections to drop; several of a large owner, since the search takes 1 ms."""
         waiting = [peer for peer in self._owners if peer is not newcomer and peer.is_waiting]
         candidates = [peer for peer in waiting if peer not in self._known] or waiting
         owners = {self._owners[peer]: None for peer in candidates}

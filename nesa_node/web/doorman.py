@@ -1,4 +1,4 @@
-"""Who asks: the key in a request's headers, or the one that a browser showed before."""
+"""Authentication of requests, by the API key in their headers or a browser's login cookie."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from nesa_node.web.problem import Problem
 log = get_logger(__name__)
 
 API_KEY = "api-key"
-"""Id and name of the caller who has the one key that the config gives."""
+"""Id and name of the caller with the key from the configuration."""
 ANYBODY = "anybody"
 _UNGUESSABLE_CHARS = 32
 _SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
@@ -34,7 +34,7 @@ _CHALLENGE = {"www-authenticate": 'Bearer realm="nesa-node"'}
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """`id` and `name` may be logged; they say which key, never the key."""
+    """An authenticated caller. `id` and `name` identify its key without revealing it."""
 
     id: str
     name: str
@@ -46,17 +46,17 @@ _current: ContextVar[str] = ContextVar("nesa_caller", default="")
 
 
 def current_caller() -> str:
-    """The id of the key whose request is answered here; "" where no key is asked for.
+    """Id of the key of the current request; "" if the server requires no key.
 
-    Shares of what all requests use are counted by it. Tasks and threads with a copy of the
-    request's context have it, too.
+    Fair shares of common resources are counted by it. Tasks and threads with a copy of the
+    request's context see the same id.
     """
     return _current.get()
 
 
 @contextmanager
 def answering(caller: str) -> Iterator[None]:
-    """What runs in here answers a request of the key with that id."""
+    """Set `current_caller()` within the context."""
     token = _current.set("" if caller == ANYBODY else caller)
     try:
         yield
@@ -65,7 +65,7 @@ def answering(caller: str) -> Iterator[None]:
 
 
 class Doorman:
-    """Knows the keys. Without any he lets everybody in, and is only to be put at loopback."""
+    """Authenticates requests. Without any keys it admits every request: loopback only."""
 
     def __init__(
         self,
@@ -91,24 +91,24 @@ class Doorman:
 
     @property
     def open(self) -> bool:
-        """Whether no key is asked for. Once there are keys this ends, and never comes back."""
+        """Whether no key is required. False for good once there have been keys."""
         if not self._closed:
             self._closed = self._chosen is not None or self._may_have_keys()
         return not self._closed
 
     def check(self, address: HttpAddress) -> None:
-        """Raises `ConfigError` where anybody could come in, or the keys cannot be read."""
+        """Raise `ConfigError` if `address` would be open to the network, or keys are unreadable."""
         if not self.open:
             self.store.all()
         elif not address.loopback and not self._allow_open:
             raise ConfigError(
-                f"{address} can be reached by others, and no key is asked for: make one with "
-                "`nesa-node keys add NAME`, give one with --api-key, listen on a loopback address, "
-                "or say --allow-open"
+                f"{address} can be reached from the network, and no API key is required: make one "
+                "with `nesa-node keys add NAME`, give one with --api-key, listen on a loopback "
+                "address, or allow it with --allow-open"
             )
 
     def caller(self, scope: Scope, address: HttpAddress) -> Caller:
-        """Raises `Problem`: 401 without a good key, 403, 429 or 503."""
+        """Authenticate a request. Raises `Problem` 401 without a valid key, 403, 429 or 503."""
         if self.open:
             return Caller(ANYBODY, ANYBODY, self._defaults)
         key = shown_key(Headers(scope=scope))
@@ -130,7 +130,7 @@ class Doorman:
         return caller
 
     def still_knows(self, caller: Caller) -> bool:
-        """Whether the key that let `caller` in has not ended since, as far as can be known."""
+        """Whether the key of `caller` is still valid; True if the keys cannot be read."""
         if caller.id in (API_KEY, ANYBODY):
             return True
         try:
@@ -139,10 +139,10 @@ class Doorman:
             return True
 
     def by_key(self, key: str, client: str) -> Caller:
-        """The caller who shows `key` from the address `client`. Raises `Problem`.
+        """Authenticate `key` from the address `client`. Raises `Problem` 401, 429 or 503.
 
-        An address that gave too many wrong keys has to wait. Those who hold a key that cannot be
-        guessed need not: they may share the address with whoever guesses, behind one proxy.
+        An address with too many wrong keys has to wait. Holders of an unguessable key do not: they
+        may share the address with an attacker, behind one proxy.
         """
         wait_s = self._wrong.wait_s(client)
         stored = self._find(key)
@@ -178,7 +178,7 @@ class Doorman:
         return self._chosen is not None and hmac.compare_digest(digest_of(key), self._chosen)
 
     def remember(self, caller: Caller) -> str:
-        """A browser's token that stands for the caller from now on."""
+        """Issue a browser token for the caller."""
         return self._browsers.remember(caller.id)
 
     def forget(self, token: str) -> None:
@@ -229,7 +229,7 @@ def _unreadable() -> Problem:
 
 
 def shown_key(headers: Headers) -> str | None:
-    """`Authorization: Bearer KEY` as OpenAI has it, or `x-api-key: KEY` as others do."""
+    """Key in `Authorization: Bearer KEY` (OpenAI) or `x-api-key: KEY`; None without one."""
     scheme, _, key = headers.get("authorization", "").partition(" ")
     if scheme.lower() == "bearer" and key.strip():
         return key.strip()
@@ -237,21 +237,21 @@ def shown_key(headers: Headers) -> str | None:
 
 
 def client_of(scope: Scope) -> str:
-    """The address that the request came from."""
+    """Address of the client that sent the request."""
     client = scope.get("client")
     return str(client[0]) if client else ""
 
 
 def cookie_name(scope: Scope) -> str:
-    """Browsers share cookies between all ports of a host: two servers here need two names."""
+    """Name of the login cookie. It has the port, since browsers share cookies between ports."""
     server = scope.get("server") or ("", 0)
     return f"nesa_node_{server[1]}"
 
 
 def cookie_of(scope: Scope) -> str | None:
-    """What a browser shows instead of a key. The last one counts.
+    """Token in the login cookie; the last one counts.
 
-    Ours is never quoted, and Python's way to unquote takes quadratic time.
+    Parsed by hand: the token is never quoted, and `http.cookies` unquotes in quadratic time.
     """
     wanted, found = cookie_name(scope), None
     for header in Headers(scope=scope).getlist("cookie"):

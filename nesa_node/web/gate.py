@@ -1,4 +1,4 @@
-"""Serves an application to those who may use it: keys, limits, pages of other origins."""
+"""Serves an application with authentication, limits, CORS and request ids."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ async def serve_gated(
     doorman: Doorman | None = None,
     around: Callable[[ASGIApp], ASGIApp] = lambda app: app,
 ) -> AsyncIterator[HttpAddress]:
-    """As `serve_app`, for whom `config` allows; `public` paths are read by anybody.
+    """Serve `app` as `serve_app` does, with the access rules of `config`.
 
-    What `around` makes of the application sees refusals too, and each request's id.
-    Raises `ConfigError` if it would let in whoever can reach `address`, and nobody has said so.
+    `public` paths need no key. `around` wraps the application and sees refused requests and request
+    ids, too. Raises `ConfigError` if `address` would be open to the network without permission.
     """
     doorman = doorman or Doorman(config)
     doorman.check(address)
@@ -61,7 +61,7 @@ async def serve_gated(
         public=public,
     )
     if config.cors_origins:
-        # Before `Access`: a browser asks for leave without the key.
+        # Outside `Access`: a browser sends preflight requests without the key.
         gated = CORSMiddleware(
             gated,
             allow_origins=config.cors_origins,
@@ -71,14 +71,14 @@ async def serve_gated(
             expose_headers=_TOLD_TO_PAGES,
         )
     if doorman.open and not address.loopback:
-        log.warning("served_without_keys", address=str(address))
+        log.warning("server_opened_without_keys", address=str(address))
     async with serve_app(
         RequestIds(around(gated)),
         address,
         max_connections=max_connections,
         origins=config.cors_origins,
-        # A page that got here by a name of its own (DNS rebinding) has neither key nor cookie, so
-        # names matter only while no key does.
+        # A page that uses a host name of its own (DNS rebinding) has neither key nor cookie, so
+        # host names matter only while no key is required.
         any_name=lambda: not doorman.open,
         trusted_proxies=config.trusted_proxies,
     ) as found:

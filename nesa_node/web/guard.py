@@ -1,4 +1,4 @@
-"""Which requests of browsers are meant for us, and what browsers may do with the answers."""
+"""Origin policy: refuses requests of foreign pages, and sets security headers on responses."""
 
 from __future__ import annotations
 
@@ -16,18 +16,17 @@ _HEADERS = {
     "cache-control": "no-store",
     "content-security-policy": "default-src 'none'; frame-ancestors 'none'",
     "cross-origin-resource-policy": "same-origin",
-    # Under "no-referrer" browsers would post our own forms with `Origin: null`, like a stranger's.
+    # Under "no-referrer" browsers would post our own forms with `Origin: null`.
     "referrer-policy": "same-origin",
 }
 _RETRY_S = 1.0
 
 
 class Guard:
-    """Refuses what a strange page could make a browser ask for, and says how to treat answers.
+    """ASGI middleware that checks Host and Origin, and sets security headers.
 
-    Answers only to names that `address` has, while `any_name` says no, and among pages only to
-    those that we served and to those of `origins`. A response that sets one of the headers itself,
-    as a page with scripts of its own does, keeps its own.
+    The Host must be a name of `address` unless `any_name()` is true; an Origin must be this server
+    or one of `origins`. A security header that the response sets itself is kept.
     """
 
     def __init__(
@@ -72,7 +71,10 @@ class Guard:
             )
 
     def _strange_page_asks(self, method: str, headers: Headers) -> bool:
-        """Browsers name the page that asks, or at least how far it is, wherever it can do harm."""
+        """Whether a browser says that a page of another origin makes the request.
+
+        Browsers send Origin or Sec-Fetch-Site with every request that could do harm.
+        """
         origins = headers.getlist("origin")
         if origins:
             host = headers["host"]
@@ -98,10 +100,10 @@ def _check_room(scope: Scope) -> None:
 
 
 def asked_by_our_page(scope: Scope, address: HttpAddress) -> bool:
-    """Whether a browser says that one of our own pages makes this request.
+    """Whether a browser says that a page of this server makes the request.
 
-    `Guard` lets programs pass, which say nothing, and allowed origins. What a cookie pays for
-    needs more, since browsers send it along for every page that shares our host.
+    `Guard` also admits programs, which send neither header, and allowed origins. Authentication by
+    cookie needs this stricter check: browsers send the cookie for every page on the same host.
     """
     headers = Headers(scope=scope)
     origin = headers.get("origin")

@@ -1,4 +1,4 @@
-"""The file of what is known of API keys: read often, written rarely, by several programs."""
+"""File of API keys, shared by several processes: read often, written rarely."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _Time = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class StoredKey(BaseModel):
-    """One key. `id` names it in logs; times are seconds since the epoch; `used_at` is coarse."""
+    """Stored data of a key. Times are seconds since the epoch; `used_at` is coarse."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -58,15 +58,15 @@ class _Document(BaseModel):
 
 
 Stamp = tuple[int, int, int]
-"""Inode, time of change and size: another one is another file."""
+"""Inode, modification time and size of a file version."""
 _NO_FILE: Stamp = (0, 0, 0)
 
 
 class KeyFile:
-    """The document at `path`, which need not exist. Every method raises `ConfigError`.
+    """The key file at `path`, which need not exist. Every method raises `ConfigError`.
 
-    Writers take turns by a lock file beside it and put a whole new file in its place, so that a
-    reader sees the old keys or the new ones, whoever is killed when.
+    Writers hold a lock file and replace the whole file, so that a reader sees the old or the new
+    keys even if a writer is killed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -84,9 +84,9 @@ class KeyFile:
             raise ConfigError(f"cannot read the keys in {self.path}: {error.strerror}") from None
 
     def read(self) -> tuple[tuple[StoredKey, ...], Stamp | None]:
-        """All keys (none if there is no file) and the file's stamp.
+        """All keys (none without a file) and the file's stamp.
 
-        None for a file so young that another one with the same stamp could take its place.
+        The stamp is None for a file so recent that a later version could have the same one.
         """
         try:
             with open(self.path, "rb", opener=_at_once) as file:
@@ -109,7 +109,7 @@ class KeyFile:
 
     @contextmanager
     def change(self) -> Iterator[list[StoredKey]]:
-        """The keys as they are now; what the body makes of them is written if it ends well."""
+        """Yield the keys as a list to edit; it is written if the context exits without an error."""
         try:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             with _locked(self.path.with_name(self.path.name + ".lock")):
@@ -124,7 +124,7 @@ class KeyFile:
             ) from None
 
     def _check(self, found: os.stat_result) -> None:
-        """Whoever may write it can let himself in. That others read it (hashes) does no harm."""
+        """Refuse a file that other users may write; reading is harmless, it has only hashes."""
         if not stat.S_ISREG(found.st_mode):
             raise ConfigError(f"{self.path} is not a regular file")
         if found.st_mode & stat.S_IWOTH:
@@ -139,13 +139,13 @@ def _stamp_of(found: os.stat_result) -> Stamp:
 
 
 def _at_once(path: str, flags: int) -> int:
-    """A pipe is not waited for."""
+    """Open without blocking on a pipe."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """The kernel releases the lock when its holder dies. Raises `TimeoutError`, an `OSError`."""
+    """Hold the lock file; the kernel releases it if this process dies. Raises `TimeoutError`."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         with waiting("another program that changes the keys", limit_s=_LOCK_WAIT_S):

@@ -1,8 +1,8 @@
-"""API keys: made here, shown once, kept as hashes in a file that several programs may write.
+"""Store of API keys: made here, shown once, kept as hashes in a file that processes share.
 
-Only SHA-256 of a key is kept. A slow hash (scrypt, Argon2) makes guessing expensive where people
-choose the secret; a key has 256 random bits, which nobody finds by guessing however fast it goes,
-and a slow hash would cost every request what it costs the thief.
+Only the SHA-256 of a key is stored. A slow hash (scrypt, Argon2) protects secrets that people
+choose; a key has 256 random bits and cannot be guessed at any speed, and a slow hash would delay
+every request.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ log = get_logger(__name__)
 KEY_PREFIX = "nesa-"
 MAX_KEYS = 1000
 NOTICE_S = 1.0
-"""How old may be what we know of the file."""
+"""Maximum age in seconds of the keys in memory before the file is checked again."""
 USED_S = 300.0
-"""How old may be what the file says about a key's last use."""
+"""Interval in seconds at which a key's last use is written to the file."""
 _SECRET_BYTES = 32
 _ID_CHARS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyLimits:
-    """What one key may do; None: as much as it likes."""
+    """Rate limits of one key; None is unlimited."""
 
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
@@ -43,8 +43,8 @@ class KeyLimits:
 class KeyStore:
     """The keys in the file at `path`.
 
-    `clock` tells seconds since the epoch. Not for several threads at once, but for several
-    processes: what another one adds or revokes is known here within `NOTICE_S`.
+    `clock` gives seconds since the epoch. Not thread-safe, but safe for several processes: changes
+    of another one are seen within `NOTICE_S`.
     """
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
@@ -64,43 +64,43 @@ class KeyStore:
 
     @property
     def exists(self) -> bool:
-        """Whether somebody has ever made keys here. Revoking the last one leaves the file.
+        """Whether there have ever been keys: revoking the last one leaves the file.
 
-        Raises `ConfigError` if that cannot be known.
+        Raises `ConfigError` if the file cannot be examined.
         """
         return self._file.exists()
 
     def find(self, key: str) -> StoredKey | None:
-        """The key that `key` is, unless it was revoked or has expired.
+        """The stored key of the secret `key`; None if unknown, revoked or expired.
 
-        Raises `ConfigError` if the file cannot be read: then nobody is known.
+        Raises `ConfigError` if the file cannot be read.
         """
         self._refresh()
         digest = digest_of(key)
-        # Found by the half that says nothing about the other one, which takes the same time to
-        # compare whatever it is.
+        # Lookup by half of the digest reveals nothing about the other half by its timing; the whole
+        # digest is compared in constant time.
         stored = self._by_half.get(digest[:16])
         if stored is None or not hmac.compare_digest(stored.digest, digest):
             return None
         return None if stored.expired(self._clock()) else stored
 
     def by_id(self, key_id: str) -> StoredKey | None:
-        """The key of that id, as `find`."""
+        """The stored key of this id; None and errors as for `find`."""
         self._refresh()
         stored = self._by_id.get(key_id)
         return None if stored is None or stored.expired(self._clock()) else stored
 
     def all(self) -> tuple[StoredKey, ...]:
-        """In the order in which they were made. Raises `ConfigError`."""
+        """All keys in the order of creation. Raises `ConfigError`."""
         keys, _ = self._file.read()
         return keys
 
     def add(
         self, name: str, limits: KeyLimits | None = None, expires_at: float | None = None
     ) -> tuple[StoredKey, str]:
-        """Make a key. Returns what is kept, and the key itself, which is kept nowhere.
+        """Make a key. Returns its stored data and the secret, which is stored nowhere.
 
-        Raises `ConfigError` if there is one of that name, or the file cannot be written.
+        Raises `ConfigError` if the name is taken, or the file cannot be written.
         """
         limits = limits or KeyLimits()
         with self._file.change() as keys:
@@ -129,7 +129,7 @@ class KeyStore:
         return made, secret
 
     def revoke(self, wanted: str) -> StoredKey:
-        """Forget the key of this id or name, or this key itself. Raises `ConfigError`."""
+        """Delete the key with this id, name or secret. Raises `ConfigError`."""
         with self._file.change() as keys:
             found = _named(keys, wanted)
             keys.remove(found)
@@ -142,7 +142,7 @@ class KeyStore:
         return bool(self._unsaved)
 
     def note_use(self, stored: StoredKey) -> None:
-        """Remember that the key was used now, if the file does not know about as much."""
+        """Record that the key was used now, at most once per `USED_S`."""
         now = self._clock()
         if now - max(stored.used_at or 0.0, self._used_at.get(stored.id, 0.0)) < USED_S:
             return
@@ -151,10 +151,7 @@ class KeyStore:
         self._used_at[stored.id] = self._unsaved[stored.id] = now
 
     def save_uses(self) -> None:
-        """Write down when keys were used; in a thread of its own, if need be.
-
-        Failure is logged, since to serve is more important.
-        """
+        """Write the recorded uses to the file. Blocks: call it in a thread. Errors are logged."""
         used, self._unsaved = self._unsaved, {}
         if not used:
             return
@@ -164,7 +161,7 @@ class KeyStore:
                     if used.get(key.id, 0.0) > (key.used_at or 0.0):
                         keys[at] = key.model_copy(update={"used_at": used[key.id]})
         except ConfigError as error:
-            log.warning("key_use_not_saved", reason=str(error))
+            log.warning("key_use_save_failed", reason=str(error))
 
     def _refresh(self) -> None:
         now = time.monotonic()
@@ -175,7 +172,7 @@ class KeyStore:
             raise ConfigError(self._trouble)
 
     def _look(self) -> None:
-        """Read the file if it has changed. While it cannot be read nobody is known."""
+        """Read the file if it has changed. While it is unreadable, no key is valid."""
         trouble = None
         try:
             if self._stamp is not None and self._file.stamp() == self._stamp:
@@ -187,17 +184,17 @@ class KeyStore:
             trouble = str(error)
             self._by_half, self._by_id, self._stamp = {}, {}, None
         if trouble is not None and trouble != self._trouble:
-            log.error("keys_unreadable", reason=trouble)
+            log.error("key_file_read_failed", reason=trouble)
         self._trouble = trouble
 
 
 def digest_of(key: str) -> bytes:
-    """32 bytes. Of any text at all: what is no key is the hash of none."""
+    """SHA-256 of a secret, 32 bytes; accepts any text."""
     return sha256(key.encode("utf-8", "surrogatepass")).digest()
 
 
 def id_of(key: str) -> str:
-    """What a key is called in logs and lists: whoever finds a key can tell which one it is."""
+    """Id of a secret in logs and lists: the first hexadecimal digits of its digest."""
     return digest_of(key).hex()[:_ID_CHARS]
 
 

@@ -1,4 +1,4 @@
-"""Ends an answer that is still being written when its caller's key has ended."""
+"""Ends a response in progress when the caller's key is revoked or expires."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 
 class Leash:
-    """To the application it looks as if the client had left.
+    """Runs an application as long as `holds()`, which is checked at every chunk of the response.
 
-    To the client of a stream it looks as if that were all; of anything else the connection is
-    closed, or half an answer would look like a whole one. `holds` is asked whenever something is
-    sent: a page's feed would else go on for ever.
+    After that the application sees a disconnect. A stream ends normally for its client; any other
+    response is cut by closing the connection, so that it does not look complete.
     """
 
     def __init__(self, holds: Callable[[], bool], receive: Receive, send: Send) -> None:

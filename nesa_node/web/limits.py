@@ -1,12 +1,11 @@
-"""How much each caller may ask for: requests and tokens per minute, and requests at once.
+"""Rate limits per caller: requests and tokens per minute, and concurrent requests.
 
-A bucket per caller holds a minute's worth and fills evenly. So a caller may ask for a minute's
-worth at once and then as fast as the bucket fills: within any T minutes at most (1 + T) times the
-limit. That takes two numbers per caller, where the exact "at most N within any minute" needs the
-times of the last N requests, and it can say when to come back without looking for it.
+Token buckets that hold a minute's worth: within any T minutes a caller gets at most (1 + T) times
+the limit. A bucket takes two numbers per caller, where an exact sliding window needs the times of
+the last N requests, and it gives the retry time directly.
 
-What a request costs in tokens is known when it has ended. So tokens are paid afterwards: a request
-is let in while the bucket is not empty, and may leave it in debt, which fills up first.
+The tokens of a request are known when it has ended, so they are charged afterwards: a request is
+admitted while the bucket is not empty, and may leave it negative.
 """
 
 from __future__ import annotations
@@ -21,18 +20,18 @@ from nesa_node.web.keys import KeyLimits
 from nesa_node.web.problem import Problem
 
 MAX_IDLE = 4096
-"""Callers remembered though they ask for nothing; a forgotten one begins with full buckets."""
+"""Maximum number of idle callers in memory; an evicted one starts with full buckets again."""
 _MINUTE_S = 60.0
 _NEXT = "the next one is free"
 _PAID_OFF = "it has used more, which is paid off"
 _AT_ONCE_RETRY_S = 1.0
-# What sums of fractions may be off by.
+# Tolerance for rounding errors.
 _TINY = 1e-9
 
 
 @dataclass(slots=True)
 class Bucket:
-    """`level` of the `per_minute` that fit were in it at `at`, in seconds of any clock."""
+    """Token bucket with `level` at time `at`, in seconds of any clock; it holds `per_minute`."""
 
     level: float
     at: float
@@ -43,7 +42,7 @@ class Bucket:
         self.at = max(self.at, now)
 
     def wait_s(self, amount: float, per_minute: float) -> float:
-        """Seconds from the last `fill` until `amount` is in it; 0 if it is."""
+        """Seconds from the last `fill` until `amount` is available; 0.0 if it is."""
         lacking = amount - self.level
         return 0.0 if lacking <= _TINY else lacking * _MINUTE_S / per_minute
 
@@ -60,18 +59,18 @@ class _Account:
 
 @dataclass(slots=True)
 class Allowance:
-    """One request that was let in. `headers` tell what is left, as OpenAI's do."""
+    """An admitted request. `headers` give the remaining limits, as OpenAI's do."""
 
     headers: Mapping[str, str]
     _spend: Callable[[int], None] = field(repr=False)
 
     def spend_tokens(self, count: int) -> None:
-        """What the request turned out to cost; may be told in parts."""
+        """Charge tokens to the caller; may be called several times."""
         self._spend(count)
 
 
 class Limits:
-    """The accounts of all callers of this process. `clock` tells seconds and never goes back."""
+    """Rate limits of all callers of this process. `clock` is monotonic, in seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -82,9 +81,9 @@ class Limits:
 
     @contextmanager
     def request(self, caller: str, limits: KeyLimits) -> Iterator[Allowance]:
-        """Let one request of `caller` run while the context lasts.
+        """Admit one request of `caller`, which runs until the context ends.
 
-        Raises `Problem` 429 before that if it may not; who is refused has spent nothing.
+        Raises `Problem` 429 beyond a limit; a refused request costs nothing.
         """
         now = self._clock()
         account = self._account(caller, limits, now)
@@ -104,7 +103,7 @@ class Limits:
         if account is None:
             if len(self._accounts) >= MAX_IDLE:
                 self._accounts = {n: a for n, a in self._accounts.items() if a.running}
-            # The first `fill` leaves what fits.
+            # The first `fill` cuts the level to the capacity.
             account = _Account(Bucket(math.inf, now), Bucket(math.inf, now))
             self._accounts[caller] = account
         if limits.requests_per_minute is not None:
@@ -159,7 +158,7 @@ def _headers(account: _Account, limits: KeyLimits) -> dict[str, str]:
 
 
 def _duration(seconds: float) -> str:
-    """As OpenAI writes it: `12ms`, `1.5s`, `6m0s`."""
+    """Duration in OpenAI's format: `12ms`, `1.5s`, `6m0s`."""
     if seconds < 1:
         return f"{math.ceil(seconds * 1000)}ms"
     if seconds < _MINUTE_S:

@@ -1,4 +1,4 @@
-"""Serves a web application in the caller's own event loop, for as long as a context lasts."""
+"""HTTP server (uvicorn) in the caller's event loop, as an async context."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MAX_CONNECTIONS = 32
 _MAX_HEADER_BYTES = 16_384
 _CLOSE_S = 1
 _OTHER_FILES = 1024
-"""That this process may have open beside its connections."""
+"""Open files of this process besides its HTTP connections."""
 
 
 @asynccontextmanager
@@ -42,13 +42,13 @@ async def serve_app(
     any_name: Callable[[], bool] = lambda: False,
     trusted_proxies: Sequence[str] = (),
 ) -> AsyncIterator[HttpAddress]:
-    """Listen until the context ends; yields where, with the port that was found for port 0.
+    """Serve `app` until the context ends; yields the address, with the actual port for port 0.
 
-    For more than `max_connections` one that waits is dropped (`ConnectionTable`), or the request is
-    refused with 503. `app` is put behind a `Guard`, which knows `origins` and `any_name`. What
-    `trusted_proxies` (IP addresses or networks) say of a client's address and scheme is believed.
-    Raises `AddressInUseError`, with the `flag` that chose it, if the address cannot be listened on.
-    On leaving, connections are closed.
+    Beyond `max_connections` a waiting connection is dropped (`ConnectionTable`), or the request is
+    refused with 503. `app` is wrapped in a `Guard` with `origins` and `any_name`. Forwarded client
+    addresses and schemes are accepted from `trusted_proxies` (IP addresses or networks). Raises
+    `AddressInUseError`, which names `flag`, if the address cannot be bound. Connections are closed
+    on exit.
     """
     _allow_files(max_connections + _OTHER_FILES)
     listening = _listen(address, flag)
@@ -71,20 +71,20 @@ async def serve_app(
     )
     serving = asyncio.create_task(server.serve([listening]))
     try:
-        # Told to exit before that, it would leave its socket open.
+        # A server that is asked to exit before it listens leaves its socket open.
         await server.listens.wait()
-        log.info("http_listens", url=f"http://{found}/")
+        log.info("http_server_started", url=f"http://{found}/")
         yield found
     finally:
         server.should_exit = True
         (error,) = await asyncio.gather(serving, return_exceptions=True)
         if isinstance(error, Exception):
-            log.error("http_failed", reason=repr(error))
+            log.error("http_server_failed", reason=repr(error))
         listening.close()
 
 
 class _Server(uvicorn.Server):
-    """One that leaves signals to the daemon, and says when it listens, or never will."""
+    """uvicorn server without signal handlers. `listens` is set when startup succeeded or failed."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -102,7 +102,7 @@ class _Server(uvicorn.Server):
 
 
 def _allow_files(wanted: int) -> None:
-    """Each connection is an open file, and the usual 1,024 are fewer than connections may be."""
+    """Raise the limit of open files, usually 1,024, since each connection is one."""
     now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if most != resource.RLIM_INFINITY:
         wanted = min(wanted, most)
@@ -111,7 +111,7 @@ def _allow_files(wanted: int) -> None:
 
 
 def check_address(address: HttpAddress, flag: str) -> None:
-    """Raises `AddressInUseError` as `serve_app` would now."""
+    """Raise `AddressInUseError` if `serve_app` could not listen on `address` now."""
     _listen(address, flag).close()
 
 

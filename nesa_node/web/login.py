@@ -1,6 +1,6 @@
-"""`/login` and `/logout`: a browser shows its key once and gets a cookie that holds none.
+"""`/login` and `/logout`: exchange an API key for a cookie with a random token.
 
-EventSource and links cannot send headers, and a key that a page kept would be any script's.
+EventSource and links cannot send headers, and a key stored in a page is readable by its scripts.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from nesa_node.web.refusal import refuse
 
 LOGIN = "/login"
 LOGOUT = "/logout"
-# No other place can be asked for: there is nothing here to lead somebody elsewhere.
+# The redirect target is fixed, so there is no open redirect.
 _HOME = "/"
 _MAX_BYTES = 8192
 _READ_S = 10.0
-# Strangers may send these: a few that dawdle must not keep everybody else from signing in.
+# Logins are unauthenticated: a few slow clients must not block all other logins.
 _AT_ONCE = 1024
 
 
 class Login:
-    """Answers the two paths for whoever knows `doorman`."""
+    """ASGI application of the two paths, which checks keys with `doorman`."""
 
     def __init__(self, doorman: Doorman) -> None:
         self._doorman = doorman
@@ -97,7 +97,7 @@ class Login:
 
 
 class _LoginPage:
-    """HTML without script. Its style is named by hash in the policy, so that no other applies."""
+    """HTML page without scripts; the content security policy allows its one style by hash."""
 
     def __init__(self) -> None:
         here = files("nesa_node.web")
@@ -111,7 +111,7 @@ class _LoginPage:
         )
 
     def response(self, problem: Problem | None = None) -> Response:
-        """The page, which says why the last try failed."""
+        """The page, with the reason if the last attempt failed."""
         told = f'<p role="alert">{escape(problem.message)}</p>' if problem else ""
         response = HTMLResponse(self._page.replace("<!--MESSAGE-->", told))
         response.headers["content-security-policy"] = self._policy
@@ -126,7 +126,7 @@ def _is_json(request: Request) -> bool:
 
 
 def _key_in(body: bytes, *, form: bool) -> str:
-    """The one field `key`. Raises `Problem` 400 if the body has none."""
+    """The field `key` of a form or JSON body. Raises `Problem` 400 without one."""
     try:
         text = body.decode()
         fields = parse_qs(text, max_num_fields=8) if form else json.loads(text)

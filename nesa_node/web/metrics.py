@@ -1,4 +1,4 @@
-"""`/metrics` as Prometheus reads it: what the sources say, and figures of the process."""
+"""Prometheus endpoint `/metrics`, with the metrics of given sources and of the process."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from nesa_node.web.listen import serve_app
 
 PATH = "/metrics"
 _ODD_VERSION = re.compile(r"version=(?![0-9]{1,9}(\.[0-9]{1,9})*\s*([,;]|$))")
-"""The library compares versions as numbers, and fails for a word among them."""
+"""Versions in Accept headers that are no numbers, on which prometheus_client fails."""
 Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
 
 
 class MetricsPage:
-    """Writes down what `sources` say whenever somebody asks."""
+    """ASGI application that collects the metrics of `sources` at each request."""
 
     def __init__(self, sources: Sources) -> None:
         self._sources = sources
@@ -43,7 +43,7 @@ class MetricsPage:
     async def text(self, accept: str = "") -> tuple[bytes, str]:
         """The metrics in the format that `accept` prefers, and its content type.
 
-        Values are read in the event loop, whose tasks change them, and written down in a thread.
+        Values are read in the event loop, which owns them, and encoded in a thread.
         """
         encode, content_type = choose_encoder("" if _ODD_VERSION.search(accept) else accept)
         async with self._writing:
@@ -52,7 +52,7 @@ class MetricsPage:
         return body, content_type
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """An ASGI application that has one page."""
+        """ASGI interface; any other path is 404."""
         if scope["type"] != "http":
             return
         response: Response
@@ -68,14 +68,14 @@ class MetricsPage:
 
 @asynccontextmanager
 async def serve_metrics(sources: Sources, address: HttpAddress) -> AsyncIterator[HttpAddress]:
-    """Listen until the context ends; yields where. Raises `AddressInUseError`."""
+    """Serve `/metrics` until the context ends; yields the address. Raises `AddressInUseError`."""
     app: ASGIApp = MetricsPage(sources)
     async with serve_app(app, address, flag="--metrics") as found:
         yield found
 
 
 class _Now(Collector):
-    """What was read last, in the library's words."""
+    """Collector of the samples that were read last."""
 
     samples: Sequence[Sample] = ()
 

@@ -1,4 +1,4 @@
-"""Errors over HTTP, in the words of OpenAI's API, whose clients turn them into exceptions."""
+"""HTTP errors in OpenAI's JSON format, which its clients turn into exceptions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _TYPES = {
 
 
 class Problem(Exception):
-    """What went wrong with a request. `message` says what, where and what to do."""
+    """HTTP error of a request. `message` says what failed, where, and what to do."""
 
     def __init__(
         self,

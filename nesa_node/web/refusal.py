@@ -1,4 +1,4 @@
-"""Saying no to a request before its body was read, so that the answer arrives."""
+"""Refusals that reach the client although its request's body was not read."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ LINGER_BYTES = 64 * 2**20
 
 
 async def refuse(response: Response, scope: Scope, receive: Receive, send: Send) -> None:
-    """Send `response`, whose body is in it, instead of what was asked for.
+    """Send a complete `response` and close the connection if the request has a body.
 
-    Somebody who is still sending a body would not read the answer, and would lose it if we closed
-    the connection at once. So what comes is thrown away, for a moment and up to a size; then the
-    connection ends, since nobody can hold one open by going on.
+    A client that is still sending would lose the response if the connection closed at once. So its
+    body is discarded first, for at most `LINGER_S` seconds and `LINGER_BYTES`.
     """
     if not _has_body(Headers(scope=scope)):
         await response(scope, receive, send)

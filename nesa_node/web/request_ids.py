@@ -1,4 +1,4 @@
-"""Every request has an id, which its response names: the client's own, or a new one."""
+"""Request ids: taken from the client or generated, and returned in the response."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _WELL_FORMED = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 
 
 class RequestIds:
-    """Stands before everything that answers. In `scope["state"]`, `request_id` is the id."""
+    """ASGI middleware that sets `scope["state"]["request_id"]` and the response header."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -1,4 +1,4 @@
-"""How many places of a room that all requests share one key may hold."""
+"""Fair sharing of a fixed number of slots between API keys."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ from contextlib import contextmanager
 from nesa_node.web.problem import Problem
 
 SHARE = 4
-"""A key may hold one in so many places whatever other keys hold."""
+"""A key may hold this fraction (1 / SHARE) of the slots, regardless of other keys."""
 
 
 class Shares:
-    """`size` places for what is held at once; `what` names it, in the plural. Safe for threads.
+    """`size` slots, shared fairly by keys; `what` names their use, in the plural. Thread-safe.
 
-    One key may hold all places while it is the only one, and a quarter beside others, or more
-    while half of all are free. Beyond `size` there is a reserve of a quarter for keys that hold
-    little, so that a key that came first leaves room for the next. The caller "" is that of servers
-    which ask for no key: it may hold `size`.
+    A key may hold all slots while it is the only one; beside other keys a quarter, or more while
+    half of all are free. A reserve of another quarter beyond `size` is for keys that hold few, so
+    that the first key cannot block the next. The caller "" (no key required) may hold `size`.
     """
 
     def __init__(self, size: int, what: str, *, retry_after_s: float) -> None:
@@ -35,9 +34,9 @@ class Shares:
             return self._held_of.total()
 
     def take(self, caller: str, count: int = 1) -> None:
-        """Hold so many places more, until they are given back.
+        """Take `count` slots until `give_back`.
 
-        Raises `Problem`: 429 where `caller` has its share, 503 where there is no room.
+        Raises `Problem` 429 if `caller` has its share, 503 if too few slots are free.
         """
         with self._guard:
             mine, all_of_them = self._held_of[caller] + count, self._held_of.total() + count
@@ -52,7 +51,7 @@ class Shares:
 
     @contextmanager
     def holding(self, caller: str, count: int = 1) -> Iterator[None]:
-        """As `take`, until this ends."""
+        """Hold `count` slots within the context; errors as for `take`."""
         self.take(caller, count)
         try:
             yield
@@ -78,7 +77,7 @@ class Shares:
 
 
 def _most(size: int, caller: str, mine: int, *, is_alone: bool) -> int:
-    """How many places may be held by all, with the `mine` that `caller` would hold."""
+    """Maximum number of slots held by all keys if `caller` then holds `mine`."""
     share = _share(size)
     if caller and mine <= _share(share):
         return size + share

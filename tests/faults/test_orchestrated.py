@@ -75,7 +75,7 @@ def _shown_nodes(node: Node) -> Any:
 
 
 def _page(node: Node, path: str) -> bytes:
-    found = re.search(r"http_listens +url=(http://[0-9.:]+/)", node.log())
+    found = re.search(r"http_server_started +url=(http://[0-9.:]+/)", node.log())
     assert found is not None, node.log()
     with urlopen(found[1] + path, timeout=10) as response:
         body: bytes = response.read()

@@ -1,4 +1,4 @@
-// Puts the page together: what comes from the server goes to the parts that show it.
+// Entry point of the page: passes the server's state to the parts that show it.
 
 import { holesOf, showBlocks } from "./blocks.js";
 import { precision } from "./cards.js";
@@ -64,7 +64,7 @@ watchTheme($("theme"), () => {
 setInterval(soon, 1000);
 showPage();
 
-// Many changes make one redraw.
+// Coalesces changes into one redraw.
 function soon() {
   if (waiting) return;
   waiting = true;

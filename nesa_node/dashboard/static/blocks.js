@@ -1,4 +1,4 @@
-// The block map: how many serving nodes hold each block.
+// Block map: the number of serving nodes that hold each block.
 
 import { coverage, el, setText } from "./words.js";
 
@@ -19,7 +19,7 @@ export function showBlocks(strip, axis, words, model) {
   setText(words, inWords(runs, blocks));
 }
 
-// Small models block by block, deep ones run by run.
+// One cell per block for small models, one per run of equal holders for deep ones.
 function cells(runs, blocks) {
   if (blocks > MOST_CELLS) return runs;
   return runs.flatMap(([start, end, held]) =>

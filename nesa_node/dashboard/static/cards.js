@@ -1,5 +1,4 @@
-// Nodes as cards above the graph's canvas: buttons, that can be read and reached like the rest of
-// the page.
+// Nodes as cards above the graph's canvas: buttons, accessible to keyboard and screen readers.
 
 import { CLIENT } from "./layout.js";
 import { duration, el, keyed, milliseconds, named, number, percent, rate, setText, shortPeer, span } from "./words.js";
@@ -44,7 +43,7 @@ function update(card, peer, view, lit, now) {
   card.firstChild.setAttribute("aria-pressed", String(chosen));
 }
 
-// What matters more than any figure.
+// A state that replaces the figures on the card.
 function footnote(node, now) {
   if (node.state === "lost") return `lost ${duration(now - node.lost_at)} ago`;
   if (node.state === "failing") return `no answer for ${duration(now - node.failing_since)}`;

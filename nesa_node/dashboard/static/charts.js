@@ -1,4 +1,4 @@
-// Lines over time, drawn by uPlot in the theme's colours.
+// Line charts over time, drawn by uPlot in the theme's colours.
 
 import uPlot from "./vendor/uplot/uPlot.esm.js";
 import { colour } from "./theme.js";
@@ -7,14 +7,14 @@ import { el, number, setText } from "./words.js";
 const HEIGHT = 190;
 const FONT = "12px system-ui, sans-serif";
 
-// Seconds only where they tell ticks apart.
+// Shows seconds only if ticks differ by them.
 function timeOf(at, apart) {
   const seconds = apart < 60 ? { second: "2-digit" } : {};
   return new Date(at * 1000).toLocaleTimeString("en-GB", { hour: "2-digit", minute: "2-digit", ...seconds });
 }
 
 export class Chart {
-  // `lines`: [{label, shade, dash, step}]; `title` is for whoever cannot see it.
+  // `lines`: [{label, shade, dash, step}]; `title` is the label for screen readers.
   constructor(box, title, lines) {
     Object.assign(this, { box, title, lines });
     this.data = [[], ...lines.map(() => [])];

@@ -1,7 +1,7 @@
-// Before the first paint, so that a chosen theme does not flash.
+// Sets the chosen theme before the first paint, so that no other one flashes.
 try {
   const chosen = localStorage.getItem("nesa-theme");
   if (chosen === "light" || chosen === "dark") document.documentElement.dataset.theme = chosen;
 } catch {
-  // Storage may be forbidden: then the system's theme it is.
+  // Storage may be forbidden: the system's theme is used.
 }

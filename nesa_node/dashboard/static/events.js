@@ -1,4 +1,4 @@
-// What happened, the newest first.
+// List of events, the newest first.
 
 import { clock, el, keyed, named, shortPeer } from "./words.js";
 
@@ -12,7 +12,7 @@ export class EventList {
   show(events) {
     const newest = [...events.keys()].map(Number).sort((a, b) => b - a).slice(0, SHOWN);
     keyed(this.list, newest.map(String), (key) => item(events.get(key)), () => {});
-    // Only what comes from now on is news to be read out.
+    // Screen readers announce only later events.
     const log = this.list.parentElement;
     if (events.size && log.getAttribute("aria-live") === "off") {
       requestAnimationFrame(() => log.setAttribute("aria-live", "polite"));

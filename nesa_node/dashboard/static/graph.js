@@ -9,7 +9,7 @@ export const CHAIN_COLOURS = ["chain-2", "chain-3", "chain-4", "chain-5", "chain
 const NARROW = 640;
 const MOST_CHAINS = 12;
 const MOST_LINKS = 150;
-// How far from the nodes a chain's answer runs back, and how far apart two of them.
+// Distance of a chain's return line from the nodes, and between two return lines.
 const LANE = { first: 22, next: 7 };
 const MARGIN = 2 * 18;
 const HEIGHT = { least: 150, most: 620 };
@@ -54,7 +54,7 @@ export class Graph {
     this.cy.resize();
     this.shape = "";
     this.arrange();
-    // How answers run back depends on the places.
+    // The routes of return lines depend on the places.
     this.drawEdges();
     this.fit();
   }
@@ -105,7 +105,7 @@ export class Graph {
     this.cards.style.transform = `translate(${x}px, ${y}px) scale(${this.cy.zoom()})`;
   }
 
-  // Compute places anew if nodes, spans or the window's shape have changed.
+  // Computes places again if nodes, spans or the window's shape have changed.
   arrange() {
     const tall = this.box.clientWidth < NARROW;
     const client = this.sessions.length > 0 || this.keepsClient;
@@ -132,7 +132,7 @@ export class Graph {
     this.fit();
   }
 
-  // As high as the nodes need, and no higher than a screen has room for.
+  // Sets the height that the nodes need, at most that of the screen.
   setHeight() {
     const { size, places } = this.layout;
     if (!places.size) return;
@@ -176,7 +176,7 @@ export class Graph {
     for (const each of shown.slice(0, MOST_LINKS)) {
       const { key, a, b, link, ofChosen } = each;
       const [from, to] = this.nodes.get(a).span[0] <= this.nodes.get(b).span[0] ? [a, b] : [b, a];
-      // How far others are from the chosen node stands on their cards.
+      // Round trips from the chosen node are on the other nodes' cards.
       const free = roomy(each) && !crossed.has(key);
       const label = !this.chosen && free && !this.layout.small && !this.allLinks;
       yield {
@@ -189,22 +189,22 @@ export class Graph {
     }
   }
 
-  // Keys of links that chains run along: their lines would cross the label.
+  // Keys of links that are part of a chain, with lines that would cross the label.
   linksOfChains() {
     const shown = this.sessions.slice(-MOST_CHAINS);
     const pairs = shown.flatMap(({ hops }) => hops.slice(1).map(([peer], at) => [hops[at][0], peer]));
     return new Set(pairs.flatMap(([a, b]) => [`${a}|${b}`, `${b}|${a}`]));
   }
 
-  // Where a link's label stands, from the middle of the line: in the gap between two rows of cards,
-  // above a line that runs to the right, and beside one that runs down, on its outer side.
+  // Offset of a link's label from the middle of its line: in the gap between two rows of cards,
+  // above a horizontal line, and on the outer side of a vertical one.
   aside(from, to) {
     if (!this.tall) return { x: 0, y: -13 };
     const [a, b] = [this.layout.places.get(from), this.layout.places.get(to)];
     return { x: a.x + b.x < 0 ? -38 : 38, y: 0 };
   }
 
-  // Labels have room on links that leave from one node, or meet in one: those fan out.
+  // Labels fit on links that leave one node, or meet in one, since those fan out.
   roomForLabels(shown) {
     const level = (peer) => this.layout.places.get(peer).level;
     const gap = ({ a, b }) => [level(a), level(b)].sort().join("-");
@@ -240,7 +240,7 @@ export class Graph {
     }
   }
 
-  // Below all nodes (on a phone: right of them), as distances from the straight line.
+  // Route below all nodes (on a phone: right of them), as distances from the straight line.
   wayBack(source, target, lane) {
     const { size, places } = this.layout;
     const { right, bottom } = this.edgesOf(places, size);
@@ -264,7 +264,7 @@ export class Graph {
   }
 }
 
-// Whether a chain could go from one of these spans to the other.
+// Whether a chain could go from one of two spans to the other.
 function follows(one, other) {
   const [a, b] = one[0] <= other[0] ? [one, other] : [other, one];
   return a[0] < b[0] && b[0] <= a[1] && a[1] < b[1];

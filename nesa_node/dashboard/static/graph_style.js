@@ -1,4 +1,4 @@
-// What Cytoscape draws links and chains with, in the theme's colours.
+// Cytoscape style of links and chains, in the theme's colours.
 
 import { CLIENT, CLIENT_CARD } from "./layout.js";
 import { colour } from "./theme.js";
@@ -23,7 +23,7 @@ export function styleSheet({ width, height }) {
         "text-background-color": surface,
         "text-background-opacity": 1,
         "text-background-padding": 2,
-        // Beside the line, where a chain does not run through it.
+        // Beside the line, so that no chain crosses it.
         "text-margin-x": (edge) => edge.data("aside").x,
         "text-margin-y": (edge) => edge.data("aside").y,
         events: "no",

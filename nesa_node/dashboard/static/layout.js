@@ -1,5 +1,5 @@
-// Where nodes stand: from left to right (on a phone from top to bottom) as their blocks follow one
-// another. It depends on the nodes and their spans alone, so that nothing jumps.
+// Layout of the nodes from left to right (on a phone from top to bottom) in the order of their
+// blocks. It depends on the nodes and their spans only, so that nodes do not jump.
 
 // Widths and heights are those of the style sheet.
 const CARD = { width: 168, height: 74, across: 26, along: 92 };
@@ -10,7 +10,7 @@ export const CLIENT_CARD = { width: 110, height: 36 };
 const MOST_ABREAST = { wide: 5, tall: 2 };
 const MANY = 36;
 
-// How many nodes must come before this one: 0 for those that hold the first blocks.
+// Number of nodes that must come before this one: 0 for those that hold the first blocks.
 function levels(nodes) {
   const order = [...nodes].sort((a, b) => a.span[0] - b.span[0] || a.span[1] - b.span[1]);
   const ends = []; // ends[level]: the earliest end of a span on that level

@@ -1,10 +1,10 @@
-// The swarm's state as the server tells it: everything at first, then what changes.
+// State of the swarm from the server's event stream: everything first, then changes.
 
 const EVENTS = "/dashboard/events";
 const STATE = "/dashboard/state.json";
 const SILENT_S = 15;
 const PAUSES_S = [1, 1, 2, 3, 5, 8];
-// Sections that only grow; the server does not say what it has forgotten of them.
+// Sections that only grow; the server does not report which entries it has dropped.
 const GROWING = ["series"];
 
 export class Live {
@@ -21,12 +21,12 @@ export class Live {
     this.open();
   }
 
-  // A section's entries, as a Map: names in it may be any, "__proto__" too.
+  // A section's entries, as a Map since keys are untrusted ("__proto__").
   get(name) {
     return this.sections.get(name) ?? new Map();
   }
 
-  // Seconds since the epoch by the server's clock.
+  // Time of the server in seconds since the epoch.
   now() {
     return Date.now() / 1000 + this.ahead;
   }
@@ -48,7 +48,7 @@ export class Live {
     this.source.addEventListener("error", () => this.lost());
   }
 
-  // A connection may die without a word: the server says something every few seconds.
+  // The server sends a heartbeat every few seconds; without one the connection is dead.
   check() {
     if (this.source && performance.now() - this.heard > SILENT_S * 1000) this.lost();
   }
@@ -60,7 +60,7 @@ export class Live {
     const pause = PAUSES_S[Math.min(this.failures, PAUSES_S.length - 1)];
     this.failures += 1;
     await new Promise((done) => setTimeout(done, pause * 1000));
-    // An EventSource does not say why it failed.
+    // An EventSource does not report why it failed.
     try {
       const answer = await fetch(STATE, { method: "HEAD", redirect: "manual" });
       if (answer.status === 401 || answer.type === "opaqueredirect") {

@@ -1,4 +1,4 @@
-// A prompt to the swarm, through the gateway that serves this page.
+// Playground: sends a prompt to the gateway that serves this page.
 
 import { showHops } from "./tables.js";
 import { el, number, setText, waitWords } from "./words.js";
@@ -36,7 +36,7 @@ export class Playground {
     this.now = now;
   }
 
-  // Whether a session is the one that answers here: the first that began after the question.
+  // Whether a session is that of this prompt: the first that began after it was sent.
   owns(session) {
     return session.id === this.session;
   }
@@ -131,7 +131,7 @@ export class Playground {
     setText(this.figures, "failed");
   }
 
-  // As the gateway calls the model that the page shows.
+  // The gateway's name of the model that the page shows.
   async modelName(signal) {
     const answer = await fetch(MODELS, { signal });
     if (!answer.ok) throw new Error(await reason(answer));
@@ -152,7 +152,7 @@ async function reason(answer) {
   }
 }
 
-// The JSON of each event of a stream.
+// Yields the JSON of each event of a stream.
 async function* chunks(body) {
   const reader = body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";

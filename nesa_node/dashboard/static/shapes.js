@@ -8,7 +8,7 @@ const HEIGHT = 300;
 const EDGE = { left: 44, right: 16, top: 14, bottom: 38 };
 const MOST_BARS = 60;
 
-// The largest finite scale: what never dies is drawn a little beyond.
+// The largest finite scale; classes that never die are drawn a little beyond.
 function furthest(shape) {
   const ends = [...shape.h0.bars, ...shape.h1.bars].flatMap(([birth, death]) => [birth, death ?? 0]);
   return Math.max(...ends, 0) || 1;

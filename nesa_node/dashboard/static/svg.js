@@ -1,4 +1,4 @@
-// Small drawings as SVG: axes, bars and points.
+// SVG drawings: axes, bars and points.
 
 const SPACE = "http://www.w3.org/2000/svg";
 

@@ -1,4 +1,4 @@
-// Nodes, links and sessions as tables: what the graph shows, for whoever cannot see it, and more.
+// Tables of nodes, links and sessions: the content of the graph in accessible form, and more.
 
 import { precision } from "./cards.js";
 import { CHAIN_COLOURS } from "./graph.js";
@@ -12,7 +12,7 @@ function cell(label, ...classes) {
   return td;
 }
 
-// The order of the graph: by blocks, the lost last.
+// The graph's order: by blocks, lost nodes last.
 export function inOrder(nodes) {
   const rank = (node) => (node.state === "lost" ? 1 : 0);
   return [...nodes].sort(
@@ -87,7 +87,7 @@ export function showLinks(body, words, links, nodes) {
   });
 }
 
-// Of one node, seen from it.
+// Links of one node.
 export function showLinksOf(body, peer, links, nodes) {
   const mine = [...links].filter(([key]) => key.split("|").includes(peer));
   mine.sort((one, other) => one[1].rtt_ms - other[1].rtt_ms);
@@ -145,7 +145,7 @@ function sessionRow(id) {
   );
 }
 
-// A chain as a list of nodes with the blocks that each runs.
+// Shows a chain as a list of nodes, each with its blocks.
 export function showHops(list, hops, nodes) {
   const key = JSON.stringify([hops, hops.map(([peer]) => nodeKey(nodes, peer))]);
   if (list.dataset.hops === key) return;
@@ -166,7 +166,7 @@ function nodeKey(nodes, peer) {
 
 const colours = new Map();
 
-// A colour for each session that it keeps as long as it lives: one that few others have.
+// A colour for each session, kept while it lives: the one that is used least.
 export function colourOf(id, all) {
   for (const old of colours.keys()) if (!all.has(old)) colours.delete(old);
   if (!colours.has(id)) {

@@ -1,4 +1,4 @@
-// The theme, and the colours of it for what is drawn on a canvas.
+// The theme, and its colours for canvases.
 
 const KEY = "nesa-theme";
 const CHOICES = ["auto", "light", "dark"];
@@ -8,7 +8,7 @@ document.body.append(probe);
 
 let known = new Map();
 
-// The value of a CSS variable as a canvas understands it.
+// Value of a CSS variable in a form that a canvas accepts.
 export function colour(name) {
   if (!known.has(name)) {
     probe.style.color = `var(--${name})`;
@@ -32,7 +32,7 @@ export function watchTheme(button, changed) {
     try {
       localStorage.setItem(KEY, next);
     } catch {
-      // It lasts as long as this page, then.
+      // Without storage the choice lasts until the page is closed.
     }
     show();
   });

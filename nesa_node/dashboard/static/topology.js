@@ -1,4 +1,4 @@
-// The topology page: the swarm's shape, how far it has moved, and what is done about it.
+// Topology view: the swarm's shape, its changes, and the resulting placements.
 
 import { Chart } from "./charts.js";
 import { barcode, diagram } from "./shapes.js";
@@ -42,7 +42,7 @@ export class Topology {
     if (this.report) this.draw();
   }
 
-  // How steady each node's place is, for the graph; asked for from now on.
+  // Stability of each node, for the graph; fetched from the first call on.
   stability() {
     if (!this.wanted) {
       this.wanted = true;
@@ -60,7 +60,7 @@ export class Topology {
       if (model !== this.model) return;
       this.report = report && !report.starting ? report : null;
     } catch {
-      return; // the page says that the connection is lost
+      return; // the page shows that the connection is lost
     }
     if (this.report) this.draw();
     else {
@@ -160,7 +160,7 @@ export class Topology {
   }
 }
 
-// The page in one sentence.
+// Summary of the view in one sentence.
 function conclusion(report) {
   const count = report.nodes.length;
   if (count < LEAST_SHAPED) {

@@ -1,4 +1,4 @@
-// Numbers in words, and elements from words. Text from the network becomes text, never markup.
+// Formats numbers and creates elements. Text from the network becomes text, never markup.
 
 export function duration(seconds) {
   const s = Math.max(0, seconds);
@@ -41,7 +41,7 @@ export function clock(seconds) {
   return new Date(seconds * 1000).toLocaleTimeString("en-GB");
 }
 
-// How many nodes hold each block, in the same words wherever it is told. `runs`: [start, end, holders].
+// Describes how many nodes hold each block. `runs`: [start, end, holders].
 export function coverage(runs) {
   const held = runs.map((run) => run[2]);
   const [least, most] = [Math.min(...held), Math.max(...held)];
@@ -49,7 +49,7 @@ export function coverage(runs) {
   return least === most ? `by ${nodes} each` : `by ${least} to ${nodes} each`;
 }
 
-// What a session waits for, as `nesa_node/core/waiting.py` says it; with the nodes' names.
+// Describes a session's wait as `nesa_node/core/waiting.py` does, with the nodes' names.
 export function waitWords(wait, nodes, now) {
   const named = (word, items) => (items.length ? `${word}${items.length > 1 ? "s" : ""} ${items.join(", ")}` : "");
   const blocks = wait.blocks.map(span).join(", ");
@@ -71,7 +71,7 @@ export function nameOf(nodes, peer) {
   return nodes.get(peer)?.name || shortPeer(peer);
 }
 
-// el("td.n", "text", el("b")): a tag with classes, and what is in it.
+// el("td.n", "text", el("b")): creates an element with classes and children.
 export function el(what, ...children) {
   const [tag, ...classes] = what.split(".");
   const element = document.createElement(tag);
@@ -80,7 +80,7 @@ export function el(what, ...children) {
   return element;
 }
 
-// Names may be written from right to left: they must not turn what stands beside them around.
+// Isolates a name, which may be written from right to left, from the text beside it.
 export function named(text) {
   return el("bdi", text);
 }
@@ -89,7 +89,7 @@ export function setText(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
 
-// Make `parent` hold one element per key, in the order of `keys`, and keep those that stay.
+// Gives `parent` one element per key, in the order of `keys`, and reuses present ones.
 export function keyed(parent, keys, make, update) {
   const old = new Map([...parent.children].map((child) => [child.dataset.key, child]));
   let before = null;

@@ -1,1 +1,1 @@
-"""Has the network really changed? Triggers that tell partitions, losses, detours from jitter."""
+"""Change detection: triggers that tell partitions, losses and detours from jitter."""

@@ -1,7 +1,7 @@
-"""All triggers together: one step per snapshot, with the state passed in and out.
+"""Change detector: evaluates all triggers on one snapshot, with the state passed in and out.
 
-A trigger that fires is no move yet: it says that the planner should be asked. Blocks move where
-something was lost, or where a plan stays better by 10 % (`ChangeReport.should_move`).
+A trigger that fires asks for a new plan, not for a move. Blocks move after a loss, or if a plan
+stays better by 10 % (`ChangeReport.should_move`).
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _LOSSES: frozenset[TriggerName] = frozenset({"coverage", "replicas", "capacity"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanCosts:
-    """What the plan in force and the best one known would cost on this snapshot, in one unit.
+    """Costs of the current plan and of the best one known on this snapshot, in one unit.
 
-    The best of many plans on one noisy measurement always looks good. Let the best one be chosen on
-    earlier snapshots than the one on which both are costed, and keep it while it stays better.
+    Choose the best plan on earlier snapshots than the one on which both are costed, and keep it
+    while it stays better: the best of many plans on one noisy measurement is biased.
     """
 
     current: float
@@ -36,9 +36,10 @@ class PlanCosts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """One snapshot. If `holdings` were not looked at, their triggers keep their state.
+    """Input of the detector: one snapshot.
 
-    Without `plan` no better one is known, and the count of snapshots that agree on one begins anew.
+    Without `holdings`, the triggers of membership keep their state. Without `plan`, no better plan
+    is known, and its count of agreeing snapshots restarts.
     """
 
     connections: Connections
@@ -48,7 +49,7 @@ class Observation:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChangeState:
-    """What has to be remembered between snapshots. Begin with `ChangeState()`.
+    """State of the detector between snapshots. Start with `ChangeState()`.
 
     rosters : of the last two snapshots, the newest last.
     """
@@ -64,7 +65,7 @@ class ChangeState:
 
 @dataclass(frozen=True, slots=True)
 class ChangeReport:
-    """`gains` says that the better plan has stayed better for long enough to move for it."""
+    """Result of the detector. `gains`: a better plan has stayed better for long enough to move."""
 
     triggers: tuple[Trigger, ...]
     gains: bool = False
@@ -79,7 +80,7 @@ class ChangeReport:
 
     @property
     def should_replan(self) -> bool:
-        """Whether to ask the planner; its answer comes back as the next observation's `plan`."""
+        """Whether to ask the planner; its result is the `plan` of the next observation."""
         return bool(self.fired)
 
     @property
@@ -88,7 +89,7 @@ class ChangeReport:
 
 
 def observe(state: ChangeState, now: Observation) -> tuple[ChangeState, ChangeReport]:
-    """Judge one snapshot. Neither argument is modified. Raises `ValueError` for nonsense."""
+    """Evaluate all triggers on one snapshot. Raises `ValueError` for invalid input."""
     sensitivity = state.sensitivity
     shift, triggers = judge_shift(state.shift, now.connections, sensitivity)
     roster = Roster(now.connections.peers, now.connections.tree)
@@ -114,10 +115,9 @@ def observe(state: ChangeState, now: Observation) -> tuple[ChangeState, ChangeRe
 
 
 def judge_plan(costs: PlanCosts, in_a_row: int, sensitivity: Sensitivity) -> Trigger:
-    """Whether the current plan costs too much; `in_a_row` counts earlier snapshots that said so.
+    """Whether the current plan costs too much; `in_a_row` counts earlier snapshots that agreed.
 
-    A plan that cannot be run at all (cost inf) is worse than any that can. Raises `ValueError` for
-    costs that are negative or NaN.
+    An infeasible plan has cost inf. Raises `ValueError` for costs that are negative or NaN.
     """
     if not (costs.current >= 0 and costs.best >= 0):
         raise ValueError(f"costs must be numbers from 0: {costs.current}, {costs.best}")

@@ -1,4 +1,4 @@
-"""Whether a figure is more than jitter: 1.5 x the 95th percentile of its past, twice in a row."""
+"""Adaptive threshold of a figure: 1.5 x the 95th percentile of its past, twice in a row."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nesa_node.topology.changes.triggers import Sensitivity, Trigger, TriggerNam
 
 @dataclass(frozen=True, slots=True)
 class Jitter:
-    """`past` are figures that came to nothing, oldest first; `pending` those not yet decided."""
+    """History of one figure: `past` values that were jitter, oldest first, and undecided ones."""
 
     past: tuple[float, ...] = ()
     pending: tuple[float, ...] = ()
@@ -26,10 +26,10 @@ class Jitter:
 def judge_jitter(
     jitter: Jitter, name: TriggerName, figure: float, sensitivity: Sensitivity, what: str
 ) -> tuple[Jitter, Trigger]:
-    """The memory for next time, and the trigger. `what` is the reason, with {} for the figure.
+    """Evaluate one figure; the updated history and the trigger. `what` is its reason, with {}.
 
-    A figure above the threshold that the next snapshot does not confirm was jitter, and is
-    remembered as such: thresholds learn what is usual here. What fired is forgotten.
+    A figure above the threshold that the next snapshot does not confirm was jitter and joins the
+    history, so that the threshold adapts. A figure that fired does not.
     """
     threshold = jitter.threshold(sensitivity)
     above = figure > threshold

@@ -1,7 +1,7 @@
-"""Who left, and what left with them: coverage, replicas or capacity.
+"""Triggers for departures: lost nodes, regions, coverage, replicas and capacity.
 
-The merge trees' shift does not see this: it compares nodes that are still there. The tree of before
-does: a region that is gone was a branch of it.
+The merge trees' shift compares only nodes that are in both snapshots, so it does not see
+departures. A region that left is a branch of the previous tree.
 
 Legend: B blocks.
 """
@@ -19,7 +19,7 @@ from nesa_node.topology.homology.merge_tree import MergeTree
 
 @dataclass(frozen=True, slots=True)
 class Holdings:
-    """holders_B[b] nodes hold block b; `capacity` of all nodes, in any one unit (tokens/s, say)."""
+    """Number of holders of each block, and the capacity of all nodes in any one unit (tokens/s)."""
 
     holders_B: tuple[int, ...]
     capacity: float
@@ -27,7 +27,7 @@ class Holdings:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Roster:
-    """Who was there, and how they hung together; peers[n] is node n of the tree."""
+    """Nodes of one snapshot and their merge tree; peers[n] is node n of the tree."""
 
     peers: tuple[str, ...]
     tree: MergeTree
@@ -36,11 +36,11 @@ class Roster:
 def judge_membership(
     reference: Holdings | None, now: Holdings, sensitivity: Sensitivity
 ) -> tuple[Holdings, tuple[Trigger, ...]]:
-    """What was lost against the reference: the reference for next time, and three triggers.
+    """Evaluate coverage, replicas and capacity against the reference; returns its update, too.
 
-    Each fires at once: a record that expired is no jitter. Coverage fires for as long as a block is
-    without a holder, replicas and capacity once per loss, since the reference then falls to what is
-    left. It rises with whatever comes.
+    Each trigger fires at once: an expired record is no jitter. Coverage fires as long as a block
+    has no holder; replicas and capacity fire once per loss, since the reference then drops to the
+    present state. It rises with every gain.
 
     Raises `ValueError` if the number of blocks changed.
     """
@@ -79,9 +79,9 @@ def judge_membership(
 def judge_departures(
     jitter: Jitter, before: tuple[Roster, ...], now: Roster, sensitivity: Sensitivity
 ) -> tuple[Jitter, Trigger]:
-    """Whether more left since the last of the snapshots `before` than usually do.
+    """Whether unusually many nodes left since the last of the snapshots `before`.
 
-    One snapshot is enough: records do not jitter, and who left cannot leave twice.
+    One snapshot is enough to fire: records do not jitter, and a node cannot leave twice.
     """
     peers = set(before[-1].peers if before else ())
     share = len(peers.difference(now.peers)) / len(peers) if peers else 0.0
@@ -91,11 +91,11 @@ def judge_departures(
 
 
 def judge_region(before: tuple[Roster, ...], now: Roster, sensitivity: Sensitivity) -> Trigger:
-    """Whether a branch of the merge tree left whole, however few of all nodes it was.
+    """Whether a whole branch of the merge tree left, however small.
 
-    `before` holds the last two snapshots, the older one first, or fewer. A region's records expire
-    one after another, hence two; it fires when the last of them goes. Three nodes that leave by
-    chance hang together once in 1,000 snapshots with 3 % churn (`benchmarks changes`).
+    `before` holds at most the last two snapshots, the older one first: a region's records expire
+    one after another, and the trigger fires with the last of them. With 3 % churn, three random
+    departures form a branch once in 1,000 snapshots (`benchmarks changes`).
     """
     left = 0
     there = set(now.peers)

@@ -1,9 +1,9 @@
-"""How far connections have moved from the reference, against how far jitter moves them.
+"""Triggers for changed round trips, relative to the usual jitter.
 
-Three figures. The *shift* of the merge trees is homology's: at which scales nodes connect. A detour
-that lengthens links no spanning tree uses leaves it as it was, hence the plain *round trips*, and
-of those what *most* of a node's have in common: what disturbs single pairs cancels out there, and
-what moves a place does not. `benchmarks changes` says what each finds.
+Three figures. *Shift* compares merge trees: the scales at which nodes connect. It misses a detour
+on links outside the spanning tree, hence *round trips*, the mean change of pairs, and *places*, the
+median change of each node's round trips, in which disturbances of single pairs cancel.
+`benchmarks changes` has the detection rates.
 
 Legend: N nodes, S sampled nodes, C nodes in all snapshots compared, K snapshots of the reference.
 """
@@ -22,7 +22,7 @@ from nesa_node.topology.homology.cophenetic import mean_difference
 from nesa_node.topology.homology.filtration import Filtration, Floats
 from nesa_node.topology.homology.merge_tree import MergeTree, merge_tree
 
-# Of these nodes all round trips are remembered: 160 kB a snapshot, however large the swarm is.
+# Maximum number of nodes with stored round trips: 160 kB a snapshot.
 _SAMPLED = 200
 _COMPARED = 500
 
@@ -41,10 +41,10 @@ class Connections:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Remembered:
-    """What is kept of a snapshot that later ones are compared with.
+    """Data of a snapshot that later ones are compared with.
 
     place : each peer's index in the tree.
-    unit : its median round trip, at least the smallest positive number.
+    unit : the median round trip, at least the smallest positive number.
     sampled : the sampled peers' indices in weight_SS, [S, S] float32.
     """
 
@@ -57,8 +57,10 @@ class Remembered:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ShiftState:
-    """`reference` holds the last calm snapshots, the newest last; at least one. `last` is the one
-    before, calm or not.
+    """State of the three triggers.
+
+    reference : the last snapshots without a change, the newest last; at least one.
+    last : the previous snapshot, changed or not.
     """
 
     reference: tuple[Remembered, ...]
@@ -69,7 +71,7 @@ class ShiftState:
 
 
 def connections_of(peers: tuple[str, ...], filtration: Filtration) -> Connections:
-    """Raises `ValueError` where there are not as many peers as nodes, or one twice."""
+    """Add the merge tree. Raises `ValueError` unless there is one distinct peer per node."""
     if len(peers) != len(filtration) or len(set(peers)) != len(peers):
         raise ValueError(f"{len(filtration)} nodes need as many different peers")
     return Connections(peers, filtration, merge_tree(filtration))
@@ -78,16 +80,16 @@ def connections_of(peers: tuple[str, ...], filtration: Filtration) -> Connection
 def judge_shift(
     state: ShiftState | None, now: Connections, sensitivity: Sensitivity
 ) -> tuple[ShiftState, tuple[Trigger, ...]]:
-    """Compare `now` with the reference; the state to pass in next time, and three triggers.
+    """Compare `now` with the reference; returns the next state and three triggers.
 
-    The figures are mean absolute differences over nodes that are in all snapshots of the reference
-    and in `now`, relative to the median round trip: of the cophenetic matrices, of the round trips,
-    and of what most of each node's have in common. The reference's value of a pair is the median of
-    its snapshots': one alone would bring as much jitter as `now` does. Diagrams would forget
-    which node is which. Nodes that left are not seen here.
+    The figures are mean absolute differences over the nodes that are in all snapshots of the
+    reference and in `now`, relative to the median round trip: of the cophenetic matrices, of the
+    round trips, and of the median change per node. The reference's value of a pair is the median
+    over its snapshots, since a single one has as much jitter as `now`. Persistence diagrams would
+    not do: they do not identify nodes. Departures are not seen here.
 
-    When one fires, `now` is the reference. A calm snapshot joins it; others may not, or an event
-    would be what all else is compared with.
+    When a trigger fires, `now` becomes the reference. A snapshot above no threshold joins it; one
+    with an undecided figure does not, so that a beginning event stays out of the reference.
     """
     remembered = _remember(now)
     reference = state.reference if state else (remembered,)
@@ -111,11 +113,11 @@ def judge_shift(
         old.places,
         "places",
         _displaced(_lasting(reference, old.last, remembered)) / reference[-1].unit,
-        replace(sensitivity, in_a_row=1),  # the figure has seen two snapshots already
+        replace(sensitivity, in_a_row=1),  # the figure compares two snapshots already
         "most of a node's round trips differ, twice in a row, by {} of the median",
     )
     found = (shifted, moved, displaced)
-    if state is None:  # which compared a snapshot with itself
+    if state is None:  # the snapshot was compared with itself
         return old, found
     if any(trigger.fired for trigger in found):
         calm = (Jitter(shift.past), Jitter(trips.past), Jitter(places.past))
@@ -138,7 +140,7 @@ def _remember(now: Connections) -> Remembered:
 
 
 def _shift(reference: tuple[Remembered, ...], now: Remembered, cap: float) -> float:
-    """Of at most 500 of the nodes they share, which are pairs enough."""
+    """Mean difference of cophenetic heights, among at most 500 common nodes."""
     common = sorted(set(now.place).intersection(*(old.place for old in reference)))
     peers = common[:: -(-len(common) // _COMPARED) or 1]
     nodes_KC = np.array([[old.place[peer] for peer in peers] for old in reference], dtype=np.int64)
@@ -147,7 +149,7 @@ def _shift(reference: tuple[Remembered, ...], now: Remembered, cap: float) -> fl
 
 
 def _moved(reference: tuple[Remembered, ...], now: Connections, place: dict[str, int]) -> float:
-    """A pair counts with at most the median round trip, so that few spikes are no change."""
+    """Mean change of round trips; each is capped at the median, so that few spikes count little."""
     common = set(place).intersection(*(old.sampled for old in reference))
     if len(common) < 2:
         return 0.0
@@ -167,11 +169,11 @@ def _moved(reference: tuple[Remembered, ...], now: Connections, place: dict[str,
 
 
 def _lasting(reference: tuple[Remembered, ...], last: Remembered, now: Remembered) -> Floats:
-    """[C, C] float64: how much longer each round trip is, or shorter, below 0.
+    """Lasting change of each round trip, [C, C] float64, negative if shorter.
 
-    A pair counts with what it moved by in both of the last two snapshots, the same way, beyond
-    what it varied by in those before: what lasts, and is new. And with at most the median round
-    trip, so that few spikes are no change.
+    The smaller of the changes in the last two snapshots if both have the same sign, else 0, less
+    the variation in the snapshots before. Capped at the median round trip, so that few spikes count
+    little.
     """
     earlier = [old for old in reference if old is not last] or [last]
     peers = sorted(set(now.sampled).intersection(last.sampled, *(old.sampled for old in earlier)))
@@ -189,7 +191,7 @@ def _lasting(reference: tuple[Remembered, ...], last: Remembered, now: Remembere
 
 
 def _displaced(away_CC: Floats) -> float:
-    """The mean, over nodes, of what at least half of each one's round trips have moved by."""
+    """Mean over nodes of the absolute median change of a node's round trips."""
     count = len(away_CC)
     if count < 3:
         return 0.0
@@ -198,14 +200,14 @@ def _displaced(away_CC: Floats) -> float:
 
 
 def _among(remembered: Remembered, peers: Sequence[str]) -> Floats:
-    """[C, C] float64: round trips among peers that are all in its sample."""
+    """Round trips among `peers`, all of them sampled, [C, C] float64."""
     nodes = np.array([remembered.sampled[peer] for peer in peers], dtype=np.int64)
     weight_CC: Floats = remembered.weight_SS[np.ix_(nodes, nodes)].astype(np.float64)
     return weight_CC
 
 
 def _away(seconds_CC: Floats, before_CC: Floats, most: float) -> Floats:
-    """[C, C] float64: how much longer each is than before, by at most `most` either way."""
+    """Change of each round trip, [C, C] float64, clipped to [-`most`, `most`]."""
     both = np.isinf(seconds_CC) & np.isinf(before_CC)
     longer_CC = np.where(both, 0.0, seconds_CC) - np.where(both, 0.0, before_CC)
     clipped_CC: Floats = np.clip(longer_CC, -most, most)

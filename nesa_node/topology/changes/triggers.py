@@ -1,4 +1,4 @@
-"""What every trigger answers with, and how easily each fires."""
+"""Triggers of the change detector: their result, and their thresholds."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ TriggerName = Literal[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trigger:
-    """`figure` is what was seen, `threshold` what it has to exceed, `reason` both in words.
+    """Result of one trigger: its `figure`, the `threshold` to exceed, and both as a `reason`.
 
-    `in_a_row` counts the snapshots, this one included, in which it did.
+    `in_a_row` counts the consecutive snapshots, this one included, above the threshold.
     """
 
     name: TriggerName
@@ -35,21 +35,25 @@ class Trigger:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sensitivity:
-    """Factors 1.5 and 1.1, the 95th percentile and two in a row are those of a prototype's traces.
+    """Thresholds of all triggers.
 
-    jitter_factor, jitter_percentile : of past shifts, which the next one has to exceed.
-    in_a_row : snapshots that must agree before a shift or a better plan is believed.
-    history : past shifts that are kept. With fewer than `least_history`, `first_threshold` counts.
-    least_threshold : shifts below this share of the median round trip never count.
-    reference : calm snapshots, the latest ones, that the next is compared with.
+    The factors 1.5 and 1.1, the 95th percentile and two in a row come from a prototype's traces.
+
+    jitter_factor, jitter_percentile : the threshold is this factor times this percentile of past
+        shifts.
+    in_a_row : consecutive snapshots above the threshold before a shift or a better plan fires.
+    history : maximum number of past shifts. With fewer than `least_history`, `first_threshold`
+        applies.
+    least_threshold : minimum threshold of a shift, as a fraction of the median round trip.
+    reference : number of latest unchanged snapshots that the next one is compared with.
     unreachable : median round trips that a pair without any connection counts as.
-    least_departed : smaller shares of nodes that leave at once never count.
-    least_region : nodes that are a region, if they lie together.
+    least_departed : minimum threshold of the fraction of nodes that leave at once.
+    least_region : minimum number of nodes in a lost branch that counts as a region.
     replicas_wanted : fewer holders of a block than this, and than before, are a loss.
-    capacity_lost : the share of capacity whose loss counts.
-    plan_gain : how many times the best plan's cost the current one's must be, to be looked into.
-    plan_error : what predictions of that ratio are off by. To move, a gain must remain without it,
-        in `move_in_a_row` snapshots.
+    capacity_lost : the lost fraction of capacity that fires.
+    plan_gain : the ratio of the current plan's cost to the best one's that fires.
+    plan_error : relative error of that ratio. To move, the ratio must exceed `plan_gain` by it in
+        `move_in_a_row` consecutive snapshots.
     """
 
     jitter_factor: float = 1.5

@@ -1,1 +1,1 @@
-"""The shape of a network: filtrations, merge trees, persistence diagrams, and their uses."""
+"""Persistent homology of a network: filtrations, merge trees, persistence diagrams, features."""

@@ -1,12 +1,12 @@
-"""The only module that imports gudhi, without its parts under the GPL.
+"""Wrapper of gudhi, without its parts under the GPL; the only module that imports it.
 
-gudhi's own code is MIT, its `hera` is BSD, but what uses CGAL is GPL v3, and `import gudhi` loads
-that too. We are Apache-2.0 and would rather not make that a GPL work in memory. So before
-the import the GPL modules' names are set to None in `sys.modules`, where Python then raises
-`ImportError`, which gudhi's `__init__` takes for a build without CGAL. One of them,
-`gudhi.nerve_gic`, it imports unconditionally; an empty module stands in for that.
+gudhi's own code is MIT and its `hera` BSD, but what uses CGAL is GPL v3, and `import gudhi` loads
+that, too. This package is Apache-2.0 and must not become a GPL work in memory. So before the import
+the GPL modules' names are set to None in `sys.modules`: Python then raises `ImportError`, which
+gudhi's `__init__` takes for a build without CGAL. It imports `gudhi.nerve_gic` unconditionally, so
+an empty module replaces that one.
 
-What is blocked stays so for the whole process: whoever wants those modules imports them first.
+The modules stay blocked for the whole process; a program that needs them must import them first.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ _STAND_IN = "gudhi.nerve_gic"
 # Z/2 is the field of the tests' own reduction, of ripser's default, and of cycles without signs.
 _FIELD = 2
 MAX_TRIANGLES = 200_000
-"""In a complex whose pairs are read: 0.2 s and 20 MiB. Any 100 nodes have fewer."""
+"""Maximum triangles of a complex in `flag_pairs`: 0.2 s and 20 MiB. 100 nodes have fewer."""
 
 
 class TooManyTrianglesError(Exception):
-    """More than `MAX_TRIANGLES`: ask for fewer nodes, or up to a lower threshold."""
+    """A complex exceeds `MAX_TRIANGLES`; use fewer nodes or a lower threshold."""
 
 
 @cache
 def gudhi() -> Any:
-    """The module, with `hera` and `sklearn` loaded. Half a second when called first.
+    """Import gudhi with `hera` and `sklearn`; takes 0.5 s the first time.
 
-    Raises `ConfigError` where it is not installed.
+    Raises `ConfigError` if it is not installed.
     """
     require_node("a swarm's shape", "gudhi", "sklearn")
     if "gudhi" not in sys.modules:
@@ -76,7 +76,7 @@ def gudhi() -> Any:
 
 
 def rips_h1(weight_NN: Floats, threshold: float) -> Floats:
-    """[P, 2] float64: births and deaths in H1 of the Rips filtration, up to `threshold`.
+    """Births and deaths in H1 of the Rips filtration up to `threshold`, [P, 2] float64.
 
     weight_NN : [N, N] float64, symmetric, zero diagonal; inf is allowed above `threshold`.
     """
@@ -89,23 +89,23 @@ def rips_h1(weight_NN: Floats, threshold: float) -> Floats:
 def flag_pairs(
     weight_NN: Floats, threshold: float
 ) -> tuple[dict[Simplex, float], dict[Simplex, Simplex]]:
-    """The scales of an equivalent smaller filtration in its order, and what kills which edge.
+    """Scales of a collapsed filtration in its order, and the killing simplex of each edge's class.
 
-    Edges are collapsed first, which keeps every class and its times. Of 200 random places that
-    leaves some hundred triangles up to the scale at which the last class of H1 has died, but a
-    million up to the longest edge, where spheres take the place of rings: choose `threshold`.
+    Edges are collapsed first, which keeps every class and its times. For 200 random places that
+    leaves some hundred triangles up to the death of the last class of H1, but a million up to the
+    longest edge: choose `threshold` accordingly.
 
-    A simplex is its sorted nodes. Scales are of all edges and of those triangles that kill a class,
-    also one that dies when it is born; an edge whose class nothing kills is killed by ().
+    A simplex is the tuple of its sorted nodes. Scales cover all edges, and the triangles that kill
+    a class (also one that dies as it is born). A class that never dies has the killer ().
 
-    Raises `TooManyTrianglesError` before there is room for them.
+    Raises `TooManyTrianglesError` before allocating them.
     """
     tree = gudhi().SimplexTree.create_from_array(weight_NN, max_filtration=threshold)
     tree.collapse_edges(1)
     if (triangles := _triangles(tree, len(weight_NN))) > MAX_TRIANGLES:
         raise TooManyTrianglesError(f"{triangles} triangles, more than {MAX_TRIANGLES}")
     tree.expansion(2)
-    # Homology of the highest dimension there is left out by default; without triangles that is H1.
+    # By default gudhi omits homology of the highest dimension, which without triangles is H1.
     tree.compute_persistence(
         homology_coeff_field=_FIELD,
         min_persistence=-1.0,
@@ -125,7 +125,7 @@ def flag_pairs(
 
 
 def _triangles(tree: Any, nodes: int) -> int:
-    """How many an expansion of the graph `tree` will have."""
+    """Number of triangles in the expansion of the graph `tree`."""
     near_NN = np.zeros((nodes, nodes))
     for simplex, _ in tree.get_filtration():
         near_NN[simplex[0], simplex[-1]] = near_NN[simplex[-1], simplex[0]] = 1.0

@@ -1,7 +1,7 @@
-"""At which scale two nodes become connected: the cophenetic matrix of single linkage.
+"""Cophenetic heights of single linkage: the scale at which two nodes become connected.
 
-It is the largest weight on the path between them in a minimum spanning tree. In leaf order that is
-a running maximum of gaps, so rows are made when they are needed: 5,000 nodes would be 200 MB.
+A height is the largest weight on the path in a minimum spanning tree. In leaf order that is a
+running maximum of gaps, so rows are computed on demand: the matrix of 5,000 nodes takes 200 MB.
 
 Legend: N nodes, T trees, K past trees, C nodes that all trees share.
 """
@@ -18,7 +18,7 @@ from nesa_node.topology.homology.merge_tree import MergeTree
 
 
 def heights_from(tree: MergeTree, leaf: int) -> Floats:
-    """[N] float64 *in leaf order*: heights between the leaf at `leaf` and all; 0 to itself."""
+    """Heights between the leaf at `leaf` and all, [N] float64 *in leaf order*; 0 to itself."""
     row_N = np.empty(len(tree))
     row_N[leaf] = 0.0
     np.maximum.accumulate(tree.gap_N[leaf + 1 :], out=row_N[leaf + 1 :])
@@ -30,9 +30,9 @@ def heights_from(tree: MergeTree, leaf: int) -> Floats:
 def cophenetic_matrix(
     tree: MergeTree, dtype: type[np.floating] = np.float32
 ) -> NDArray[np.floating]:
-    """[N, N] in the nodes' order, inf between parts that no edge connects, diagonal 0.
+    """Cophenetic matrix [N, N] in the nodes' order; inf between unconnected parts, diagonal 0.
 
-    In float32 by default: at 5,000 nodes that is 100 MB.
+    100 MB for 5,000 nodes in float32, the default.
     """
     matrix_NN = np.empty((len(tree), len(tree)), dtype=dtype)
     for leaf, node in enumerate(tree.order_N.tolist()):
@@ -41,10 +41,10 @@ def cophenetic_matrix(
 
 
 def quantile_heights(tree: MergeTree, share: float = 0.5, *, cap: float = np.inf) -> Floats:
-    """[N] float64: the least scale at which each node is connected with `share` of the others.
+    """Least scale at which each node is connected with `share` of the other nodes, [N] float64.
 
-    At a half, that is where the large parts of the network meet, and at a tenth it is the node's
-    own neighbourhood. Heights above `cap` count as `cap`. 0.0 for a node alone.
+    A half gives the scale at which large parts of the network merge, a tenth that of the node's own
+    neighbourhood. Heights above `cap` count as `cap`. 0.0 for a single node.
     """
     others = len(tree) - 1
     height_N = np.zeros(len(tree))
@@ -64,12 +64,12 @@ def mean_difference(
     *,
     cap: float = np.inf,
 ) -> float:
-    """The mean absolute difference of cophenetic heights over pairs of common nodes.
+    """Mean absolute difference of cophenetic heights over pairs of common nodes.
 
     Each pair's height in `now` is compared with the median of those in `past`.
 
     node_KC : [K, C] int64, the common nodes' indices in each past tree; node_C : [C], in `now`.
-    cap : greater heights count as this; needed where a part is unreachable, whose height is inf.
+    cap : greater heights count as this; needed for unconnected parts, which have height inf.
 
     0.0 with fewer than two common nodes.
     """
@@ -95,7 +95,7 @@ def mean_difference(
 
 
 def _positions(tree: MergeTree) -> Ints:
-    """[N] int64: where each node stands in leaf order."""
+    """Position of each node in leaf order, [N] int64."""
     position_N = np.empty(len(tree), dtype=np.int64)
     position_N[tree.order_N] = np.arange(len(tree))
     return position_N

@@ -1,4 +1,4 @@
-"""Persistence diagrams: when each class of one dimension is born and dies.
+"""Persistence diagrams: births and deaths of the classes of one dimension.
 
 Legend: P classes of a diagram.
 """
@@ -15,9 +15,9 @@ from nesa_node.topology.homology.filtration import Floats
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Diagram:
-    """The classes of H`dimension`, longest-lived first. A class that never dies has death inf.
+    """Classes of H`dimension`, longest-lived first. A class that never dies has death inf.
 
-    Classes that die as they are born are left out: no filtration can show them.
+    Classes that die as they are born are left out.
 
     birth_P, death_P : [P] float64.
     """
@@ -35,11 +35,11 @@ class Diagram:
 
     @property
     def essential(self) -> int:
-        """How many never die."""
+        """Number of classes that never die."""
         return int(np.isinf(self.death_P).sum())
 
     def betti(self, scale: float) -> int:
-        """The Betti number at `scale`: how many classes live, simplices of `scale` included."""
+        """Betti number at `scale`: the number of live classes, simplices of `scale` included."""
         return int(((self.birth_P <= scale) & (scale < self.death_P)).sum())
 
     def barcode(self, most: int | None = None) -> tuple[tuple[float, float], ...]:
@@ -48,12 +48,12 @@ class Diagram:
         return tuple(bars)[:most]
 
     def as_P2(self) -> Floats:
-        """[P, 2] float64: what other libraries call a diagram."""
+        """Births and deaths as [P, 2] float64, the layout of other libraries."""
         return np.stack([self.birth_P, self.death_P], axis=1)
 
 
 def make_diagram(dimension: int, birth_P: Floats, death_P: Floats) -> Diagram:
-    """Sort by lifetime, then birth; drop what lives for no time."""
+    """Make a diagram: sort by lifetime, then birth; drop classes of zero lifetime."""
     birth_P = np.asarray(birth_P, dtype=np.float64)
     death_P = np.asarray(death_P, dtype=np.float64)
     lives = death_P > birth_P
@@ -63,5 +63,5 @@ def make_diagram(dimension: int, birth_P: Floats, death_P: Floats) -> Diagram:
 
 
 def betti_numbers(diagrams: Iterable[Diagram], scale: float) -> tuple[int, ...]:
-    """One per diagram, in their order."""
+    """Betti numbers at `scale`, one per diagram."""
     return tuple(diagram.betti(scale) for diagram in diagrams)

@@ -1,8 +1,8 @@
-"""How far apart two persistence diagrams are, through hera (BSD), never `gudhi.bottleneck` (GPL).
+"""Distances of persistence diagrams, by hera (BSD), never by `gudhi.bottleneck` (GPL).
 
-Both forget which node is which: a swarm whose regions swapped places has distance 0. Triggers
-therefore compare cophenetic matrices (`nesa_node/topology/changes`); these are for showing and for
-clustering snapshots.
+Diagrams do not identify nodes: a swarm in which two regions swapped places has distance 0. Triggers
+therefore compare cophenetic heights (`nesa_node/topology/changes`); these distances are for display
+and for clustering snapshots.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from nesa_node.topology.homology.diagrams import Diagram
 
 
 def bottleneck_distance(first: Diagram, second: Diagram, *, relative_error: float = 0.01) -> float:
-    """The largest distance that the best matching moves a point; inf if essential counts differ.
+    """Bottleneck distance; inf if the numbers of essential classes differ.
 
-    At most (1 + `relative_error`) times the true one. Raises `ValueError` for two dimensions.
+    At most (1 + `relative_error`) times the exact one. Raises `ValueError` if the diagrams have
+    different dimensions.
     """
     _same_dimension(first, second)
     return backend.hera_bottleneck(first.as_P2(), second.as_P2(), relative_error)
@@ -23,7 +24,7 @@ def bottleneck_distance(first: Diagram, second: Diagram, *, relative_error: floa
 def wasserstein_distance(
     first: Diagram, second: Diagram, *, order: float = 1.0, relative_error: float = 0.01
 ) -> float:
-    """The `order`-norm of all moves of the best matching, each by its larger coordinate."""
+    """Wasserstein distance of `order`, with the maximum norm for points; errors as above."""
     _same_dimension(first, second)
     return backend.hera_wasserstein(
         first.as_P2(), second.as_P2(), order=order, relative_error=relative_error

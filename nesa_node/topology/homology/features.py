@@ -1,4 +1,4 @@
-"""A shape as numbers of fixed count and name, for the regression that chooses schemas.
+"""Feature vector of a network's shape, for the regression that chooses placement schemas.
 
 Legend: F features, P classes.
 """
@@ -25,7 +25,7 @@ _SPREAD = 0.1
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Features:
-    """value_F : [F] float64, finite; names[i] says what value_F[i] is."""
+    """Named features; value_F is [F] float64, finite, and names[i] is the name of value_F[i]."""
 
     names: tuple[str, ...]
     value_F: Floats
@@ -50,11 +50,11 @@ def feature_names() -> tuple[str, ...]:
 
 
 def features_of(shape: Shape) -> Features:
-    """Lifetimes' statistics, Betti curves and persistence images of H0 and H1.
+    """Features of a shape: lifetime statistics, Betti curves, persistence images of H0 and H1.
 
-    "unit" is the median edge in the filtration's own unit, and "h0.betti@s" the share of nodes that
-    components at `s` times that unit are; all other lengths are relative to it. Counts of H1 are
-    per node it was computed on. Essential classes count in "parts" and Betti curves only.
+    "unit" is the median edge in the filtration's own unit; all other lengths are relative to it.
+    "h0.betti@s" is the number of components at `s` times the unit, per node. Counts of H1 are per
+    node that it was computed on. Essential classes count in "parts" and Betti curves only.
     """
     unit = shape.unit or 1.0
     h0, h1 = _relative(shape.h0, unit), _relative(shape.h1, unit)
@@ -82,7 +82,7 @@ def _relative(diagram: Diagram, unit: float) -> Diagram:
 
 
 def _statistics(diagram: Diagram, nodes: int) -> list[float]:
-    """In the order of `_STATISTICS`; zeros without a class that dies."""
+    """Lifetime statistics in the order of `_STATISTICS`; zeros if no class dies."""
     life_P = diagram.lifetime_P[np.isfinite(diagram.death_P)]
     if not len(life_P):
         return [0.0] * len(_STATISTICS)
@@ -96,6 +96,6 @@ def _statistics(diagram: Diagram, nodes: int) -> list[float]:
         float(np.median(life_P)),
         float(np.quantile(life_P, 0.9)),
         float(life_P.max()),
-        # Persistent entropy: 0 where one class has all the life, 1 where all live alike.
+        # Persistent entropy: 0 for a single class, 1 if all lifetimes are equal.
         float(-(share_P * np.log(share_P)).sum() / np.log(max(len(life_P), 2))),
     ]

@@ -1,4 +1,4 @@
-"""A weighted graph whose nodes and edges are born in an order: what all homology here starts from.
+"""Filtrations: weighted graphs in which nodes and edges appear at increasing scales.
 
 Legend: N nodes, R rows at a time.
 """
@@ -21,9 +21,9 @@ _SAMPLED_ROWS = 500
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Filtration:
-    """At scale t it holds the nodes born until t and the edges with weight at most t.
+    """Weighted graph; at scale t it has the nodes born by t and the edges of weight at most t.
 
-    Made by `make_filtration` only, which sees to it that an edge is never born before its ends.
+    Made by `make_filtration` only, which ensures that no edge is born before its ends.
 
     weight_NN : [N, N] float64, symmetric, diagonal 0, inf where there is no edge; read-only.
     birth_N : [N] float64, finite; read-only.
@@ -36,14 +36,14 @@ class Filtration:
         return len(self.birth_N)
 
     def restricted(self, nodes: Sequence[int] | Ints) -> Filtration:
-        """The same filtration with only `nodes`, in their order."""
+        """The filtration induced by `nodes`, in their order."""
         chosen = np.asarray(nodes, dtype=np.int64)
         return Filtration(
             _read_only(self.weight_NN[np.ix_(chosen, chosen)]), _read_only(self.birth_N[chosen])
         )
 
     def largest_weight(self) -> float:
-        """The largest finite one; 0.0 if there is no edge."""
+        """Largest finite weight; 0.0 without edges."""
         return max(
             (
                 float(np.max(rows, initial=0.0, where=np.isfinite(rows)))
@@ -53,9 +53,9 @@ class Filtration:
         )
 
     def median_weight(self) -> float:
-        """Of the edges there are, the unit that other figures are relative to; 0.0 without edges.
+        """Median finite weight, the unit of other figures; 0.0 without edges.
 
-        Beyond 500 nodes it is that of 500 rows, evenly spaced.
+        Beyond 500 nodes it is the median of 500 evenly spaced rows.
         """
         step = -(-len(self) // _SAMPLED_ROWS) or 1
         rows = np.arange(0, len(self), step)
@@ -66,11 +66,11 @@ class Filtration:
 
 
 def make_filtration(weight_NN: Floats, birth_N: Floats | None = None) -> Filtration:
-    """Check both arrays; raise edges that are older than one of their ends to that end's birth.
+    """Make a filtration; an edge born before one of its ends is raised to that end's birth.
 
-    Weights are used as they are where nothing needs raising, and copied otherwise; neither argument
-    is modified. Nodes are born at 0 without `birth_N`. Raises `ValueError` for a matrix that is not
-    square and symmetric with a zero diagonal, NaN, a negative weight, or a birth not finite.
+    Weights are copied only if an edge is raised; neither argument is modified. Without `birth_N`
+    nodes are born at 0. Raises `ValueError` for a matrix that is not square and symmetric with a
+    zero diagonal, for NaN, a negative weight, or a birth that is not finite.
     """
     weight_NN = np.asarray(weight_NN, dtype=np.float64)
     if weight_NN.ndim != 2 or weight_NN.shape[0] != weight_NN.shape[1]:
@@ -97,7 +97,7 @@ def make_filtration(weight_NN: Floats, birth_N: Floats | None = None) -> Filtrat
 
 
 def _oldest(birth_N: Floats, start: int, rows: Floats) -> Floats:
-    """[R, N] births of the later end of each edge; the diagonal, which is no edge, gets 0."""
+    """Birth of the later end of each edge, [R, N]; 0 on the diagonal."""
     first_R = birth_N[start : start + len(rows)]
     later: Floats = np.maximum(first_R[:, None], birth_N)
     later[np.arange(len(rows)), np.arange(start, start + len(rows))] = 0.0
@@ -105,7 +105,7 @@ def _oldest(birth_N: Floats, start: int, rows: Floats) -> Floats:
 
 
 def row_blocks(matrix: Floats) -> Iterator[tuple[int, Floats]]:
-    """Views of some rows each, with the number of the first."""
+    """Yield views of up to `_ROWS` rows each, with the index of the first."""
     for start in range(0, len(matrix), _ROWS):
         yield start, matrix[start : start + _ROWS]
 

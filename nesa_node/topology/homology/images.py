@@ -1,4 +1,4 @@
-"""Persistence images: a diagram as a picture of fixed size (Adams et al., JMLR 18, 2017).
+"""Persistence images: diagrams as arrays of fixed size (Adams et al., JMLR 18, 2017).
 
 Legend: P classes, X pixels along birth, Y pixels along lifetime.
 """
@@ -18,12 +18,12 @@ def persistence_image(
     pixels: tuple[int, int],
     spread: float,
 ) -> Floats:
-    """[X, Y] float64: Gaussians at (birth, lifetime), weighted by lifetime, integrated per pixel.
+    """Image [X, Y] float64: Gaussians at (birth, lifetime), weighted by lifetime, per pixel.
 
     extent : the largest birth and the largest lifetime shown; both begin at 0.
     spread : standard deviation of the Gaussians, in the diagram's unit.
 
-    Essential classes are left out. Linear weights make the picture continuous in the diagram.
+    Essential classes are left out. Linear weights make the image continuous in the diagram.
     """
     from scipy.special import ndtr
 
@@ -38,7 +38,7 @@ def persistence_image(
 
 
 def lifetime_image(diagram: Diagram, *, extent: float, pixels: int, spread: float) -> Floats:
-    """[Y] float64: the same without births, for H0 of nodes that are all born at once."""
+    """Image [Y] float64 of lifetimes alone, for H0 of nodes that are all born at once."""
     from scipy.special import ndtr
 
     lifetime_P = diagram.lifetime_P[np.isfinite(diagram.death_P)]

@@ -1,4 +1,4 @@
-"""A few nodes that stand for all: max-min landmarks, for which H1 is computed in a large swarm.
+"""Max-min landmarks: the sample of nodes on which H1 is computed in a large swarm.
 
 Legend: N nodes, K landmarks.
 """
@@ -14,10 +14,10 @@ from nesa_node.topology.homology.filtration import Filtration, Ints
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Landmarks:
-    """node_K : [K] int64, sorted. No node is farther than `radius` from its nearest landmark.
+    """Landmark nodes, [K] int64, sorted. Every node is within `radius` of a landmark.
 
-    In a metric space the bottleneck distance between both diagrams is at most twice `radius`. Round
-    trips violate triangles, so for them that is a guide and no bound.
+    In a metric space the bottleneck distance of both diagrams is at most 2 `radius`. Round trips
+    violate the triangle inequality, so for them that is no bound.
     """
 
     node_K: Ints
@@ -25,10 +25,10 @@ class Landmarks:
 
 
 def choose_landmarks(filtration: Filtration, count: int) -> Landmarks:
-    """Begin with the node whose farthest one is nearest, then always add the farthest.
+    """Choose landmarks greedily: start at the graph's centre, then add the farthest node.
 
-    Every part that no edge connects gets one first, if `count` suffices. All nodes, with radius 0,
-    where there are no more than `count`.
+    Every connected component gets one first, if `count` suffices. Returns all nodes, with radius 0,
+    if there are at most `count`.
     """
     if count < 1:
         raise ValueError(f"at least one landmark, not {count}")

@@ -1,4 +1,4 @@
-"""H1: the rings of a network that no shorter links fill, and which nodes they run through.
+"""H1 of a network: its rings that no shorter links fill, with a cycle of nodes for each.
 
 Legend: N nodes, P classes.
 """
@@ -19,7 +19,7 @@ Edge = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """One class of H1 and a cycle of its own: born with it, bounding no earlier than it dies."""
+    """One class of H1 with a representative cycle."""
 
     birth: float
     death: float
@@ -31,10 +31,10 @@ class Loop:
 
 
 def loop_diagram(filtration: Filtration, *, threshold: float = np.inf) -> Diagram:
-    """H1 up to `threshold`; what lives there still has death inf.
+    """Diagram of H1 up to `threshold`; classes that are alive there have death inf.
 
-    Nodes' births need no attention: an edge is never older than its ends, so that at any scale a
-    node which is not yet born is a point without edges, which no loop notices.
+    Births of nodes are irrelevant: no edge is born before its ends, so an unborn node has no edges
+    and is in no loop.
     """
     threshold = min(threshold, filtration.largest_weight())
     if len(filtration) < 4:
@@ -50,14 +50,14 @@ def longest_loops(
     threshold: float = np.inf,
     diagram: Diagram | None = None,
 ) -> tuple[Loop, ...]:
-    """The `most` longest-lived classes with a cycle each; for some hundred nodes or landmarks.
+    """The `most` longest-lived classes with a cycle each; for a few hundred nodes.
 
-    `diagram` is what `loop_diagram` says of the same, where that is known. The cycle is the reduced
-    boundary of the triangle that kills the class, the only kind of cycle that is sure to die with
-    it: one closed by a shortest path may run round an older hole too. A class that never dies has
-    any cycle through its youngest edge.
+    `diagram` is the result of `loop_diagram`, if known. A cycle is the reduced boundary of the
+    triangle that kills the class, which is certain to die with it; a cycle closed by a shortest
+    path may also run round an older hole. A class that never dies gets any cycle through its
+    youngest edge.
 
-    Raises `TooManyTrianglesError` where even what lies below the last change is too much.
+    Raises `TooManyTrianglesError` if the filtration up to the last birth or death is too large.
     """
     if most < 1:
         return ()
@@ -65,7 +65,7 @@ def longest_loops(
         diagram = loop_diagram(filtration, threshold=threshold)
     if not len(diagram):
         return ()
-    # Beyond the last birth or death no ring changes, but most triangles are there.
+    # Most triangles lie beyond the last birth or death, and change no ring.
     changes = np.concatenate((diagram.birth_P, diagram.death_P))
     last = float(changes[np.isfinite(changes)].max())
     value, killers_of = backend.flag_pairs(filtration.weight_NN, last)
@@ -85,10 +85,10 @@ def longest_loops(
 def _reduced(
     triangles: Sequence[tuple[int, ...]], edges: list[Edge], wanted: set[Edge]
 ) -> Iterator[tuple[Edge, list[Edge]]]:
-    """Reduce boundaries of killers in their order; those that reduce to nothing are not among them.
+    """Reduce the boundary matrix; yields the wanted columns by their youngest edge.
 
-    Yields the wanted columns by their youngest edge. Only killers are reduced, as in "involuted"
-    homology (Cufar and Virk, 2021): all other columns become empty.
+    `triangles` are those that kill a class, in order: as in "involuted" homology (Cufar and Virk,
+    2021) all other columns reduce to zero and are skipped.
     """
     place = {edge: position for position, edge in enumerate(edges)}
     columns: dict[int, set[int]] = {}
@@ -106,7 +106,7 @@ def _reduced(
 
 
 def _closed(edge: Edge, edges: list[Edge]) -> list[Edge]:
-    """`edge` and the fewest earlier edges that connect its ends (breadth first)."""
+    """`edge` and the fewest earlier edges that connect its ends (breadth-first search)."""
     neighbours: dict[int, list[int]] = {}
     for a, b in edges[: edges.index(edge)]:
         neighbours.setdefault(a, []).append(b)

@@ -1,7 +1,7 @@
-"""Which components merge at which scale: single linkage, and with it H0, at any number of nodes.
+"""Merge trees: single linkage, and with it H0, for any number of nodes.
 
-Connected components need no complex: a minimum spanning tree (Prim, over rows of the matrix) knows
-at which scale any two nodes become connected. 5,000 nodes take 0.3 s and no second matrix.
+Connected components need no complex: a minimum spanning tree (Prim, over rows of the matrix) gives
+the scale at which any two nodes become connected. 5,000 nodes take 0.3 s and no second matrix.
 
 Legend: N nodes, E edges of the spanning forest, M merges (N less the components that stay).
 """
@@ -19,7 +19,7 @@ from nesa_node.topology.homology.filtration import Filtration, Floats, Ints
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MergeTree:
-    """Merges by rising height. Ids below N are nodes, N + m is what merge m made.
+    """Merges by increasing height. Ids below N are nodes, N + m is the component of merge m.
 
     birth_N : [N] float64, of the nodes.
     child_M2 : [M, 2] int64, the two ids that merged; the elder first.
@@ -40,7 +40,7 @@ class MergeTree:
         return len(self.birth_N)
 
     def components(self, scale: float) -> Ints:
-        """[N] int64: a number per component at `scale`, by leaf order; -1 for nodes not born."""
+        """Component number of each node at `scale`, [N] int64; -1 for unborn nodes."""
         label_N = np.empty(len(self), dtype=np.int64)
         label_N[self.order_N] = np.cumsum(self.gap_N > scale) - 1
         born_N = self.birth_N <= scale
@@ -49,7 +49,7 @@ class MergeTree:
         return label_N
 
     def largest_branch(self, marked_N: NDArray[np.bool_]) -> int:
-        """The leaves of the largest branch whose leaves are all marked; a leaf is a branch too."""
+        """Number of leaves of the largest fully marked branch; a single leaf is a branch."""
         whole, leaves = marked_N.tolist(), [1] * len(self)
         for first, second in self.child_M2.tolist():
             whole.append(whole[first] and whole[second])
@@ -59,7 +59,7 @@ class MergeTree:
         )
 
     def diagram(self) -> Diagram:
-        """H0: every merge ends the younger component; one stays for ever per connected part."""
+        """Diagram of H0: each merge kills the younger component; one per part never dies."""
         # The first leaf of a part is its eldest node.
         eldest = self.birth_N[self.order_N[np.isinf(self.gap_N)]]
         births = np.concatenate([self.younger_birth_M, eldest])
@@ -67,7 +67,7 @@ class MergeTree:
 
 
 def merge_tree(filtration: Filtration) -> MergeTree:
-    """By Kruskal's order over the spanning forest. Equal weights go by the nodes' order."""
+    """Merge tree by Kruskal's order over the spanning forest; ties by the nodes' order."""
     edge_E2, weight_E = spanning_forest(filtration)
     count = len(filtration)
     root = list(range(count))  # of the union-find over nodes
@@ -106,7 +106,7 @@ def merge_tree(filtration: Filtration) -> MergeTree:
 
 
 def spanning_forest(filtration: Filtration) -> tuple[Ints, Floats]:
-    """Edges [E, 2] int64 (smaller node first) and weights [E] float64, sorted by weight (Prim)."""
+    """Minimum spanning forest (Prim): edges [E, 2] int64, weights [E] float64, sorted by weight."""
     weight_NN = filtration.weight_NN
     count = len(filtration)
     nearest_N = np.full(count, np.inf)

@@ -1,4 +1,4 @@
-"""All that homology says of one network: its merge tree, H0, H1, and the unit it is measured in."""
+"""Shape of a network: merge tree, H0, H1, and the median edge as its unit."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ LANDMARKS = 200
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Shape:
-    """`unit` is the median weight of an edge; `h1` and `loops` are those of `landmarks` only.
+    """Shape of a network. `unit` is the median edge; `h1` and `loops` are those of `landmarks`.
 
-    Nodes in `loops` are indices of the whole filtration; `loop_nodes` is how many of them could be
-    in a cycle: fewer landmarks than H1 has where there are many nodes, or triangles among them.
+    Nodes in `loops` are indices into the whole filtration. `loop_nodes` is the number of nodes that
+    cycles were computed on: fewer than `h1` uses if there are many nodes or triangles.
     """
 
     tree: MergeTree
@@ -47,7 +47,9 @@ def shape_of(
     landmarks: int = LANDMARKS,
     most_loops: int = 5,
 ) -> Shape:
-    """H0 of all nodes; H1 up to `threshold` of all, or of `landmarks` beyond `exact_up_to` nodes.
+    """Compute the shape: H0 of all nodes; H1 up to `threshold`, of all nodes or of landmarks.
+
+    Beyond `exact_up_to` nodes H1 is that of `landmarks` nodes.
 
     Raises `ValueError` for an empty network.
     """
@@ -55,7 +57,7 @@ def shape_of(
         raise ValueError("a network without nodes has no shape")
     exact = len(filtration) <= exact_up_to
     chosen = choose_landmarks(filtration, len(filtration) if exact else landmarks)
-    # Cycles cost more than diagrams: they are read off landmarks even where H1 is exact.
+    # Cycles cost more than diagrams: they are computed on landmarks even if H1 is exact.
     part = filtration if exact else filtration.restricted(chosen.node_K)
     h1 = loop_diagram(part, threshold=threshold)
     few = chosen if len(chosen.node_K) <= landmarks else choose_landmarks(filtration, landmarks)

@@ -1,11 +1,11 @@
-"""How steadily a node keeps its place in the network, for routing to weigh its reliability with.
+"""Stability scores of nodes, from the variation of their cophenetic heights.
 
-A node's cophenetic height says at which scale it is connected with a share of the swarm. Where that
-jumps about, its links do. Section 3.1 of the paper would raise R for nodes in long-lived features
-without a formula; this is ours, measured against later trouble by `benchmarks stability`. A share
-of a tenth foretells more than a half, which regions' links decide, and no node's own. Where it was
-measured a node's round trips at the same quantile foretell as much or more, and uptime alone often
-does: both functions take either, and routing should not weigh by heights unseen.
+A node's height is the scale at which it is connected with a share of the swarm; it varies when the
+node's links do. Section 3.1 of the paper raises R for nodes in long-lived features but prints no
+formula; this one is ours, and `benchmarks stability` compares it with later failures. A share of a
+tenth predicts better than a half, which depends on links between regions. A node's round trips at
+the same quantile predict as well or better where measured, and often uptime alone does: both
+functions accept either, and routing should not weigh by heights without a measurement.
 
 Legend: T past snapshots, N nodes.
 """
@@ -18,20 +18,20 @@ import numpy as np
 
 from nesa_node.topology.homology.filtration import Floats
 
-# A node whose height is half off its own median has half the score.
+# Deviation at which the score is a half.
 TOLERANCE = 0.5
 NEAR = 0.1
 LEAST_HISTORY = 5
 
 
 def height_deviation(height_TN: Floats) -> Floats:
-    """[N] float64: the mean distance of a node's heights from their median, relative to it.
+    """Mean distance of a node's heights from their median, relative to it, [N] float64.
 
-    What most nodes' heights do in a snapshot is no node's own, and is taken out first. The mean,
-    not the median distance: trouble is rare, and a robust measure would not see it.
+    The median change of all nodes in a snapshot is divided out first. It is the mean distance, not
+    the median: failures are rare, and a robust measure would miss them.
 
     height_TN : [T, N] float64, `quantile_heights(tree, NEAR, cap=...)` of past snapshots in any
-        order, or nodes' round trips at that quantile; NaN where a node was not there. Not modified.
+        order, or nodes' round trips at that quantile; NaN where a node was absent. Not modified.
 
     NaN for nodes with fewer than 5 heights.
     """
@@ -48,10 +48,9 @@ def height_deviation(height_TN: Floats) -> Floats:
 
 
 def stability_scores(height_TN: Floats, *, tolerance: float = TOLERANCE) -> Floats:
-    """[N] float64 in (0, 1], to multiply reliability with: 1 / (1 + deviation / `tolerance`).
+    """Factors of reliability in (0, 1], [N] float64: 1 / (1 + deviation / `tolerance`).
 
-    Nodes that are too young to be judged get the median score of those that are not, or 1: neither
-    praised nor blamed.
+    Nodes with too few heights get the median score of the other nodes, or 1.
     """
     if tolerance <= 0:
         raise ValueError(f"the tolerance must be positive, not {tolerance}")

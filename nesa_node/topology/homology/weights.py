@@ -1,4 +1,4 @@
-"""What an edge of the network weighs: seconds of a step over it, or kilometres.
+"""Filtrations of a swarm by round trip, step time or distance.
 
 Legend: N nodes.
 """
@@ -20,7 +20,7 @@ EARTH_RADIUS_KM = 6371.0088
 
 
 def round_trip_filtration(snapshot: Snapshot) -> Filtration:
-    """By milliseconds between the serving nodes, in their order; unknown pairs have no edge."""
+    """Filtration of the serving nodes by round trip in ms; unknown pairs have no edge."""
     peers = tuple(node.peer_id for node in snapshot.nodes)
     links = (snapshot.links or Links.unknown(peers)).of(peers)
     return make_filtration(np.where(np.isnan(links.rtt_ms_NN), np.inf, links.rtt_ms_NN))
@@ -33,11 +33,11 @@ def network_filtration(
     message_nbytes: float = 0.0,
     compute_s_N: Floats | None = None,
 ) -> Filtration:
-    """By seconds: a node is born at its own compute time, an edge at that of a step over it.
+    """Filtration by seconds: a node is born at its compute time, an edge at a step's time over it.
 
-    weight = round trip / 2 + message / bandwidth + compute of both ends, in which an edge is never
-    older than its ends. Of the paper's section 3.1 only "strongest connections first" is fixed; it
-    prints no formula.
+    weight = round trip / 2 + message / bandwidth + compute of both ends, so that no edge is born
+    before its ends. Section 3.1 of the paper fixes only "strongest connections first"; it prints no
+    formula.
 
     round_trip_s_NN, bytes_per_s_NN : [N, N] float64, symmetric. No edge: inf and 0. Not modified.
     compute_s_N : [N] float64, seconds that one step takes a node; 0 if not given.
@@ -57,18 +57,16 @@ def network_filtration(
             with np.errstate(divide="ignore"):
                 rows += message_nbytes / rate
         if compute_N is not None:
-            # Both ends are added up first: that is the same in both directions, to the last bit.
+            # Both ends are added first: that is symmetric to the last bit.
             rows += compute_N[start : start + len(rows), None] + compute_N
-    # Whatever a diagonal says, a node needs no link to itself.
     np.fill_diagonal(weight_NN, 0.0)
     return make_filtration(weight_NN, compute_N)
 
 
 def geographic_filtration(latitude_N: Floats, longitude_N: Floats) -> Filtration:
-    """By great-circle kilometres on a sphere (haversine), from degrees. All nodes are born at 0.
+    """Filtration by great-circle km (haversine), from degrees. All nodes are born at 0.
 
-    Raises `ValueError` for places that are not on the globe; a node without a location is for the
-    caller to leave out.
+    Raises `ValueError` for places that are not on the globe; leave out nodes without a location.
     """
     latitude_N = np.asarray(latitude_N, dtype=np.float64)
     longitude_N = np.asarray(longitude_N, dtype=np.float64)

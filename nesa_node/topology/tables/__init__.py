@@ -1,6 +1,8 @@
-"""Round trips between places, as somebody measured them: `NAME.json` with its source and licence.
+"""Published tables of measured round trips between regions: `NAME.json`, with source and licence.
 
-R regions. A file has the regions, in degrees, and the rows below the diagonal of their matrix.
+A file has the regions, in degrees, and the rows below the diagonal of their matrix.
+
+Legend: R regions.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ NAMES = ("gcp",)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RegionTable:
-    """`rtt_ms_RR` is symmetric; its diagonal is what two machines of one region have."""
+    """Round trips between regions; symmetric, and within a region on the diagonal."""
 
     name: str
     what: str
@@ -33,7 +35,7 @@ class RegionTable:
 
 
 def load_table(name: str = "gcp") -> RegionTable:
-    """One of `NAMES`. Raises `ConfigError` for any other."""
+    """Load a table of `NAMES`; `ConfigError` for any other name."""
     if name not in NAMES:
         raise ConfigError(f"no table is called {name!r}; there are {', '.join(NAMES)}")
     text = resources.files(__name__).joinpath(f"{name}.json").read_text("utf-8")
