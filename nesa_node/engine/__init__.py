@@ -1,1 +1,1 @@
-"""Running a span of a model: loading, KV cache, forward."""
+"""Inference engine for a span of a model: loading, KV cache, forward pass."""

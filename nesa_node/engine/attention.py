@@ -1,4 +1,4 @@
-"""Attention of many rows at once over the pages of a pool, under transformers' attention interface.
+"""Paged attention of many rows at once, under transformers' attention interface.
 
 The tokens of all rows are packed into one sequence. H key/value heads, G query heads for each of
 them, D head size, L tokens of one row in this step, T tokens of all rows, C tokens of one row so
@@ -24,7 +24,7 @@ NAME = "nesa_pages"
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The next `count` tokens of a row, whose pages have room for them."""
+    """The next `count` tokens of a row, for which its pages have room."""
 
     table: PageTable
     count: int
@@ -32,7 +32,7 @@ class Run:
 
 @dataclass(slots=True)
 class Row:
-    """One run's place among the packed tokens and in the pool."""
+    """One run's range in the packed tokens and its slots in the pool."""
 
     start: int
     count: int
@@ -41,10 +41,10 @@ class Row:
     masks: dict[int | None, Tensor | None] = field(default_factory=dict)
 
     def window(self, side_SHD: Tensor, window: int | None) -> Tensor:
-        """Keys or values [1, H, C, D] that this run's tokens may see, the oldest left out."""
+        """Keys or values [1, H, C, D] within `window` of this run's tokens."""
         skipped = max(self.past + 1 - window, 0) if window is not None else 0
         if isinstance(self.slots, slice):
-            # One call into torch where slicing and turning takes three.
+            # One call into torch instead of three for slicing and transposing.
             _, heads, dim = side_SHD.shape
             first, count = self.slots.start + skipped, self.past + self.count - skipped
             width = heads * dim
@@ -52,7 +52,7 @@ class Row:
         return side_SHD[self.slots[skipped:]].transpose(0, 1).unsqueeze(0)
 
     def mask(self, window: int | None, device: torch.device) -> Tensor | None:
-        """Which of `window`'s tokens each query sees, [L, C]; None: those up to its own."""
+        """Boolean mask [L, C] of the keys that each query attends to; None: plain causal."""
         if window not in self.masks:
             self.masks[window] = self._make_mask(window, device)
         return self.masks[window]
@@ -71,7 +71,7 @@ class Row:
 
 
 class PackedRuns:
-    """The runs of one step. Also what transformers' models take for their cache."""
+    """Packed runs of one step. Implements the cache interface of transformers' models."""
 
     def __init__(self, pool: PagePool, runs: Sequence[Run]) -> None:
         self.pool = pool
@@ -79,7 +79,7 @@ class PackedRuns:
         self.tokens = 0
         """Of all rows together."""
         self.end = 0
-        """One more than the largest position."""
+        """Largest position plus one."""
         for run in runs:
             past = run.table.length
             end = past + run.count
@@ -93,7 +93,7 @@ class PackedRuns:
         return torch.cat(rows).unsqueeze(0).to(self.pool.device)
 
     def put(self, layer_idx: int, keys_THD: Tensor, values_THD: Tensor) -> None:
-        """Put the new tokens' keys and values of a layer where they belong."""
+        """Write a layer's keys and values of the new tokens to their slots."""
         layer = layer_idx - self.pool.span.start
         for side_SHD, new_THD in (
             (self.pool.keys_SHD[layer], keys_THD),
@@ -114,9 +114,9 @@ class PackedRuns:
         softcap: float | None = None,
         rows: Sequence[Row] | None = None,
     ) -> Tensor:
-        """Attention of a layer whose new keys and values were put; Q = H x G.
+        """Attention of a layer, after `put` has written its new keys and values; Q = H x G.
 
-        Of all rows' tokens [T, Q, D], or of those of `rows`, one row after another.
+        Returns [T, Q, D] of all rows' tokens, or those of `rows` only, in their order.
         """
         layer = layer_idx - self.pool.span.start
         keys_SHD, values_SHD = self.pool.keys_SHD[layer], self.pool.values_SHD[layer]
@@ -131,7 +131,7 @@ class PackedRuns:
             if softcap is not None:
                 output = _softcapped(query_LHGD, keys_1HCD, values_1HCD, mask, scaling, softcap)
             elif row.count == 1:
-                # A kv head's query heads stand in as its query tokens: fewer, larger products.
+                # Query heads of a kv head are passed as its query tokens: fewer, larger products.
                 output = functional.scaled_dot_product_attention(
                     query_LHGD, keys_1HCD, values_1HCD, scale=scaling
                 )
@@ -144,7 +144,7 @@ class PackedRuns:
     def update(
         self, keys_1HTD: Tensor, values_1HTD: Tensor, layer_idx: int, *_: object, **__: object
     ) -> tuple[Tensor, Tensor]:
-        """What transformers' layers call: put, and hand the same back."""
+        """Cache interface of transformers' layers: write, and return the arguments unchanged."""
         self.put(layer_idx, keys_1HTD[0].transpose(0, 1), values_1HTD[0].transpose(0, 1))
         return keys_1HTD, values_1HTD
 
@@ -152,7 +152,7 @@ class PackedRuns:
         return 0
 
     def pick(self, of_positions: Tensor) -> Tensor:
-        """What a table [positions, ...] says about each token: [T, ...]."""
+        """Gather rows of a table [positions, ...] for each token: [T, ...]."""
         if len(self.rows) == 1:
             row = self.rows[0]
             return of_positions[row.past : row.past + row.count]
@@ -191,7 +191,7 @@ def attend(
     keyword arguments.
     """
     output_TQD = packed.attend(
-        # To mypy any attribute of a module is a tensor or a module.
+        # mypy types any attribute of a module as a tensor or a module.
         module.layer_idx,  # type: ignore[arg-type]
         query_1QTD[0].transpose(0, 1),
         scaling,
@@ -229,7 +229,7 @@ def _softcapped(
     scaling: float | None,
     softcap: float,
 ) -> Tensor:
-    """Gemma 2's attention, whose scores are squeezed below `softcap`; its softmax is in float32."""
+    """Attention of Gemma 2: scores are tanh-capped at `softcap`; softmax is in float32."""
     count, _, _, dim = query_LHGD.shape
     context = keys_1HCD.shape[2]
     query_HGLD = query_LHGD.permute(1, 2, 0, 3)

@@ -1,6 +1,6 @@
-"""A span of a model's blocks, ready to run.
+"""A loaded span of a model's blocks, and the input and output buffers of a step.
 
-T tokens of this step, of all rows together; L tokens of one row; D hidden.
+T packed tokens of all rows in a step, L tokens of one row, D hidden.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class Blocks:
-    """Runs the next tokens of any number of rows at once; their keys and values lie in a pool.
+    """Forward pass of a span for the next tokens of many rows, with KV caches in a `PagePool`.
 
     Not thread-safe: one executor thread owns it. It keeps no state between steps.
     """
@@ -50,10 +50,10 @@ class Blocks:
         device: torch.device,
         threads: Threads | None = None,
     ) -> None:
-        """`decoder` runs `span` on `inputs_embeds` and returns the last block's output as it is.
+        """`decoder` runs `span` on `inputs_embeds` and returns the last block's raw output.
 
-        `packs_rows`: its attention goes through transformers' interface, which rows packed need.
-        `threads` is shared by parts of a span.
+        `packs_rows`: its attention goes through transformers' attention interface, so rows can be
+        packed into one sequence. `threads` is shared by selections of the same span.
         """
         self.threads = threads or Threads()
         self.span = span
@@ -70,15 +70,15 @@ class Blocks:
 
     @property
     def cache_bytes_per_token(self) -> int:
-        """2 x head_dim x n_kv_heads x blocks of the span x bytes.
+        """KV cache of one token in all blocks: 2 x head_dim x n_kv_heads x blocks x bytes per item.
 
-        Nesa paper, eq. 4, corrected: it counts query heads and the whole model's blocks.
+        Nesa paper, eq. 4, corrected: the paper counts query heads and the whole model's blocks.
         """
         per_block = 2 * self._heads.dim * self._heads.count * self.dtype.itemsize
         return per_block * len(self.span)
 
     def part(self, span: Span) -> Blocks:
-        """Return blocks of this span that share its weights. Raises `ValueError` for others."""
+        """Return a sub-span that shares these weights. Raises `ValueError` outside this span."""
         if span == self.span:
             return self
         if not len(span) or not self.span.covers(span):
@@ -106,16 +106,16 @@ class Blocks:
         return sliced_decoder(self._decoder, self._layers, local)
 
     def new_pool(self, tokens: int) -> PagePool:
-        """Return an empty cache for rows of `tokens` tokens together, each through all blocks."""
+        """Return an empty KV cache with room for `tokens` tokens of all rows together."""
         return PagePool(self.span, self._heads, tokens=tokens, dtype=self.dtype, device=self.device)
 
     def forward(self, hidden_TD: Tensor, runs: Sequence[Run]) -> Tensor:
-        """Run the next tokens of each run's row, packed one run after another, and cache them.
+        """Run the next tokens of each run's row, packed in the order of `runs`, and cache them.
 
         Every run's table must have room (`reserve`) and belong to a pool that covers this span.
-        `hidden_TD` may be of any floating dtype and on any device, and is not changed. The result
-        [T, D] has this span's dtype and device. If it raises, all rows are as they were.
-        Raises `ContextLengthError`, and `ValueError` for a wrong shape or another span's pool.
+        `hidden_TD` may have any floating dtype and device, and is not modified. The result [T, D]
+        has this span's dtype and device. If it raises, all rows keep their length. Raises
+        `ContextLengthError`, and `ValueError` for a wrong shape or another span's pool.
         """
         self._check(hidden_TD.shape, runs)
         return self._timed(lambda: self._forward(hidden_TD, runs), len(hidden_TD))
@@ -144,9 +144,9 @@ class Blocks:
         return output_TD
 
     def run(self, pieces: Sequence[Piece], runs: Sequence[Run]) -> None:
-        """`forward` of feeds, whose pieces are the packed tokens of `runs`, one after another.
+        """Run `forward` on buffers: `pieces` are the packed tokens of `runs`, in the same order.
 
-        Of few tokens no tensor is made: machine code reads and writes where the feeds lie.
+        Small batches create no tensor: machine code reads and writes the buffers' memory directly.
         """
         tokens = 0
         for piece in pieces:
@@ -181,7 +181,7 @@ class Blocks:
         decoder = self._decoder
         if not (isinstance(decoder, FusedDecoder) and decoder.serves_few(packed)):
             return False
-        # A loop: `all` takes three times as long.
+        # A loop, since `all` takes three times as long.
         for piece in pieces:
             if piece.feed.hidden.dtype != self.dtype or piece.feed.dtype != self.dtype:
                 return False
@@ -236,10 +236,10 @@ def _advance(runs: Sequence[Run]) -> None:
 
 
 def sliced_decoder(decoder: nn.Module, layers: str, local: Span) -> nn.Module:
-    """Return a decoder that shares everything with `decoder` but runs these of its layers only.
+    """Return a decoder with the layers `local` only, which shares all modules with `decoder`.
 
-    The layers keep their absolute `layer_idx`, which some models compute with (GPT-2 can scale
-    attention by it) and which the cache counts by; what the decoder indexes from 0 is cut to fit.
+    Layers keep their absolute `layer_idx`: some models compute with it (GPT-2 can scale attention
+    by it), and the cache is indexed by it. What the decoder indexes from 0 is sliced to fit.
     """
     sliced = copy.copy(decoder)
     sliced._modules = dict(decoder._modules)
@@ -251,6 +251,6 @@ def sliced_decoder(decoder: nn.Module, layers: str, local: Span) -> nn.Module:
     config.num_hidden_layers = len(local)
     if types is not None:
         config.layer_types = list(types)[local.start : local.end]
-    # Only the decoder's own: its layers share the whole model's config.
+    # Only the decoder's own config: its layers share that of the whole model.
     object.__setattr__(sliced, "config", config)
     return sliced

@@ -1,4 +1,4 @@
-"""A model's config and tensors, from a local folder or the hub."""
+"""Model checkpoint: config and tensors, from a local folder or the hub, and its identity."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 class Checkpoint(ABC):
-    """Read-only. `tensors` describes every tensor, whether its file is here already or not."""
+    """Read-only checkpoint. `tensors` describes all tensors, also those not downloaded yet."""
 
     def __init__(
         self,
@@ -61,27 +61,27 @@ class Checkpoint(ABC):
 
     @abstractmethod
     def fetch(self, names: Iterable[str], progress: Progress | None = None) -> None:
-        """Have the files that hold these tensors here, complete and unchanged. Blocks.
+        """Download the files of these tensors, if missing, and verify them. Blocks the thread.
 
         Raises `DiskLimitError`, `CorruptCheckpointError`, `ModelNotFoundError`.
         """
 
     @abstractmethod
     def fetch_side_files(self) -> Path:
-        """Return a folder with the tokenizer and generation config. Blocks."""
+        """Return a folder with the tokenizer and the generation config. Blocks the thread."""
 
     @abstractmethod
     def tensor_digests(self) -> Mapping[str, str]:
-        """Return what identifies the weights (`model_id.py`)."""
+        """Return digests that identify the weights (`model_id.py`)."""
 
     def read(self, name: str) -> Tensor:
-        """Read one tensor into new CPU memory, in the checkpoint's dtype. Call `fetch` before."""
+        """Read one fetched tensor into new CPU memory, in the checkpoint's dtype."""
         return read_tensor(self.folder, self.tensors[name])
 
     def resolve_dtype(self, text: str) -> torch.dtype:
-        """Return the dtype named; `auto` is the one the weights are stored in.
+        """Return the dtype named; `auto` is that of the stored weights.
 
-        Raises `ConfigError` for anything else.
+        Raises `ConfigError` for unknown names.
         """
         dtype = parse_dtype(text)
         if dtype is not None:
@@ -104,7 +104,7 @@ class LocalCheckpoint(Checkpoint):
     def fetch(self, names: Iterable[str], progress: Progress | None = None) -> None:
         missing = {self.tensors[name].file for name in names} - set(self._files())
         if missing:
-            raise ModelNotFoundError(f"{self.folder} has lost {', '.join(sorted(missing))}")
+            raise ModelNotFoundError(f"{self.folder} no longer has {', '.join(sorted(missing))}")
 
     def fetch_side_files(self) -> Path:
         return self.folder
@@ -126,9 +126,9 @@ def open_checkpoint(
     evicts: bool = False,
     endpoint: str | None = None,
 ) -> Checkpoint:
-    """Open a local folder, or a hub repository by name (its config and headers only). Blocks.
+    """Open a local folder, or a hub repository by name (its config and headers only).
 
-    What is kept of the hub under `cache_dir` is bounded as `open_hub` says. Raises
+    Blocks the thread. `open_hub` explains how the cache under `cache_dir` is bounded. Raises
     `ModelNotFoundError`, `UnsupportedModelError`, `UnsafeCheckpointError`,
     `CorruptCheckpointError`, `DiskLimitError`, and `ConfigError` for a revision of a folder.
     """
@@ -142,7 +142,7 @@ def open_checkpoint(
             f"{model} is no folder; give a folder with config.json and *.safetensors, "
             "or a name on the hub such as HuggingFaceTB/SmolLM2-135M-Instruct"
         )
-    # Only here: huggingface_hub reads its environment when it is imported.
+    # Lazy: huggingface_hub reads its environment variables on import.
     from nesa_node.engine.hub import open_hub
 
     return open_hub(
@@ -167,10 +167,11 @@ def open_folder(folder: Path) -> LocalCheckpoint:
 
 
 def weight_files(present: set[str], folder: Path, *, name: str) -> tuple[str, ...]:
-    """Return the safetensors files of a checkpoint whose folder or repository holds `present`.
+    """Return the safetensors files of a checkpoint from the file names `present` in it.
 
     `folder` must hold the index, if there is one. Raises `UnsafeCheckpointError` where only pickled
-    weights exist, and `ModelNotFoundError` where a file is missing.
+    weights exist, `CorruptCheckpointError` for a bad index, and `ModelNotFoundError` where a file
+    is missing.
     """
     if INDEX_FILE in present:
         files = _indexed_files(folder / INDEX_FILE)

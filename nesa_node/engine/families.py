@@ -1,8 +1,8 @@
-"""The model families that can be served, and where each keeps its parts.
+"""Table of the supported model families: where each keeps its layers, embedding and head.
 
 A family's decoder runs a span with its own forward: masks, rotary tables and ALiBi stay
-transformers'. What differs between families is where the layers, the input side and the output side
-live, so that a span can do without the latter two. That is this table, and nothing else is.
+transformers'. Families differ in the names of the layers and of the modules before and after them,
+which a span does without.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from nesa_node.core.errors import UnsupportedModelError
 
 @dataclass(frozen=True, slots=True)
 class CacheHeads:
-    """What the cache keeps of each token and layer: a key and a value of `count * dim` elements.
+    """Shape of the KV cache per token and layer: a key and a value of `count * dim` elements.
 
-    `repeats` > 1: the model hands every head over that many times in a row; one of them is kept.
+    `repeats` > 1: the model repeats every head that many times in a row; one copy is stored.
     """
 
     count: int
@@ -41,7 +41,7 @@ def _falcon_heads(config: Any) -> CacheHeads:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Module names: `decoder` is a path in the causal LM, the others are the decoder's attributes.
+    """Module names: `decoder` is a path in the causal LM, the rest are the decoder's attributes.
 
     In order of use: `embedding`, `projection_in`, `positions` (added) and `embedding_norm` before
     the blocks; `final`, in order, and the causal LM's `lm_head` after them.
@@ -57,13 +57,13 @@ class Family:
     final: tuple[str, ...] = ("norm",)
     cache_heads: Callable[[Any], CacheHeads] = _grouped_query
     packs_rows: bool = True
-    """Attention goes through transformers' interface; else rows run one after the other."""
+    """Attention uses transformers' interface, so rows can be packed; else rows run one by one."""
     fuses: bool = False
-    """Its layers have Llama's shape: `FusedDecoder` can stand in for the decoder."""
+    """Layers are Llama-shaped, so that `FusedDecoder` can replace the decoder."""
     trained_length: int | None = None
-    """The context limit of families whose config need not state one."""
+    """Context length where the config of the family need not state one."""
     refuses: Mapping[str, object] | None = None
-    """Config settings, other than which a model of the family cannot be served."""
+    """Config settings with which a model of the family is rejected."""
 
     @property
     def layers_path(self) -> str:
@@ -126,7 +126,7 @@ def served_families() -> str:
 
 
 def family_of(model_type: object, *, name: str) -> Family:
-    """Return the adapter for a config's `model_type`. Raises `UnsupportedModelError`."""
+    """Return the family of a config's `model_type`. Raises `UnsupportedModelError`."""
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if family is None:
         raise UnsupportedModelError(
@@ -137,7 +137,7 @@ def family_of(model_type: object, *, name: str) -> Family:
 
 
 def require_servable(family: Family, config: Any, *, name: str) -> None:
-    """Raise `UnsupportedModelError` for a model of the family that is no causal decoder."""
+    """Raises `UnsupportedModelError` for a model of the family that is no causal decoder."""
     for key, value in (family.refuses or {}).items():
         if getattr(config, key, None) == value:
             raise UnsupportedModelError(f"{name} sets {key}={value!r}, which cannot be served")
@@ -146,11 +146,12 @@ def require_servable(family: Family, config: Any, *, name: str) -> None:
 
 
 def context_length(family: Family, config: Any) -> int:
-    """Return how many tokens one sequence may have.
+    """Return the maximum number of tokens of one sequence.
 
     With rotary scaling of type `longrope` or `dynamic` the frequencies change once a sequence
-    outgrows the original length, and keys cached before that no longer fit: transformers starts the
-    cache again, which a chain of nodes cannot. There the limit is the original length.
+    outgrows the original length, and keys cached before no longer fit: transformers then recomputes
+    the cache, which a chain of nodes cannot. There the limit is the original length. Raises
+    `UnsupportedModelError` where the config states no valid limit.
     """
     limits = [
         getattr(config, "max_position_embeddings", None)
@@ -166,5 +167,5 @@ def context_length(family: Family, config: Any) -> int:
     ]
     known = [int(limit) for limit in limits if limit]
     if not known or not 0 < min(known) <= MAX_CONTEXT_LENGTH:
-        raise UnsupportedModelError("the model's config states no context length, or an odd one")
+        raise UnsupportedModelError("the model's config states no valid context length")
     return min(known)

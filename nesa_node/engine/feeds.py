@@ -1,4 +1,4 @@
-"""What a span is fed, and what comes of it.
+"""Input and output buffers of a step through a span.
 
 T packed tokens, D hidden.
 """
@@ -16,18 +16,19 @@ from nesa_node.compression.hidden_states import HiddenStates, Range
 
 @dataclass(eq=False, slots=True)
 class Feed:
-    """Hidden states [T, D] that pass through a span, at once or piece by piece."""
+    """Input [T, D] and output of a step through a span, which may run in several slices."""
 
     hidden: HiddenStates
     dtype: torch.dtype
     """Of the output."""
     output: HiddenStates | None = None
-    """Complete when all pieces have passed."""
+    """Complete when all slices have run."""
 
     def put(self, start: int, end: int, output_TD: Tensor) -> None:
-        """Take the output of the tokens `start:end`, on the CPU."""
+        """Store the output of tokens `start:end`, which is on the CPU."""
         output_TD = output_TD.to(self.dtype)
-        # What is kept of one feed must not keep the others' memory.
+        # A slice of a larger batch's storage is copied, so that keeping it does not keep the whole
+        # batch.
         is_all = end - start == self.hidden.tokens
         if is_all and output_TD.untyped_storage().nbytes() == output_TD.nbytes:
             self.output = HiddenStates.of(output_TD)
@@ -35,7 +36,7 @@ class Feed:
             self._room().tensor_TD[start:end] = output_TD
 
     def place(self, start: int, end: int) -> Range:
-        """Where the output of the tokens `start:end` is to be written."""
+        """Memory for the output of tokens `start:end`."""
         return self._room().range(start, end)
 
     def _room(self) -> HiddenStates:
@@ -45,7 +46,7 @@ class Feed:
 
 
 class Piece(Protocol):
-    """The packed tokens `start:end` of a feed."""
+    """Tokens `start:end` of a `Feed`, packed into a batch."""
 
     start: int
     end: int

@@ -1,7 +1,7 @@
-"""Layers of Llama's shape for a few tokens, in machine code but for their products.
+"""Compiled decoding of small batches through Llama-shaped layers.
 
-What a small step costs beside its weights is operations: each takes torch 5 to 30 microseconds, and
-a layer has some thirty of them. Here they are five, and four products (`step_program.py`).
+Beside reading weights, a small step costs dispatch: 5 to 30 us for each of torch's some thirty
+operations a layer. Here it is five kernels and four products (`step_program.py`).
 
 T tokens, D hidden, E head size, P positions.
 """
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
     from nesa_node.engine.fused_layers import FusedLayer
 
 MOST_TOKENS = 32
-"""For more of them torch's operations on whole tensors cost little, and its attention less."""
+"""Tokens in a step. Above, torch's whole-tensor operations are cheap and its attention faster."""
 
 
 MOST_PROGRAMS = 48
-"""Each takes up to 10 kB for a layer, and clients choose which parts of a span they use."""
+"""Bounds memory: each takes up to 10 kB per layer, and clients choose the sub-spans they use."""
 
 
 class FewTokens:
-    """Runs layers of one shape and dtype, one step at a time."""
+    """Compiled steps through layers of one shape and dtype, recorded once for each batch size."""
 
     def __init__(self, layers: Iterable[FusedLayer]) -> None:
-        """Raises `ValueError` for layers of another shape, or where there is no compiler."""
+        """Raises `ValueError` for unsupported or unequal layer shapes, or without a compiler."""
         [shape, *others] = {_shape(layer) for layer in layers}
         if others or shape is None:
             raise ValueError("these layers' sizes, activation, dtype or device have none")
@@ -52,13 +52,13 @@ class FewTokens:
         self._functions = Functions(*functions)
         self._buffers = Buffers(MOST_TOKENS)
         self._programs: dict[tuple[int, int, int, int], StepProgram] = {}
-        """The last used comes last."""
+        """Least recently used first."""
 
     def serves(self, packed: PackedRuns) -> bool:
-        """Whether these are few tokens, and the cache of each row lies in one piece."""
+        """Whether the batch is small enough, and each row's cache is contiguous."""
         if packed.tokens > MOST_TOKENS:
             return False
-        # A loop: `all` takes three times as long.
+        # A loop, since `all` takes three times as long.
         for row in packed.rows:  # noqa: SIM110
             if not isinstance(row.slots, slice):
                 return False
@@ -72,12 +72,12 @@ class FewTokens:
         tables: tuple[Tensor, Tensor],
         packed: PackedRuns,
     ) -> None:
-        """Read the packed tokens' hidden states, and write the last layer's outputs.
+        """Run `layers` on the packed tokens' hidden states, from `inputs` to `outputs`.
 
         `tables`: cosines and signed sines [P, 1, E].
         """
         tokens = packed.tokens
-        # Parts of a span share this object.
+        # Sub-spans share this object.
         key = tokens, layers[0].layer_idx, len(layers), torch.get_num_threads()
         program = self._programs.get(key)
         if program is None or not program.fits(tables, packed.pool):
@@ -92,7 +92,7 @@ class FewTokens:
 
 
 def _shape(layer: FusedLayer) -> tuple[str, int, int] | None:
-    """A layer's dtype, E and G; None if it has no machine code."""
+    """Return a layer's dtype, E and G; None if no machine code supports it."""
     weight = layer.before_mlp.weight
     sizes = (len(weight), layer.down.in_features, layer.head_dim // 2)
     if (

@@ -1,37 +1,37 @@
-"""The free pages of a pool, as runs of pages that follow one another."""
+"""Free pages of a pool, as runs of consecutive pages."""
 
 from __future__ import annotations
 
 import heapq
 
 SPARE_ENTRIES = 64
-"""That are out of date, beyond as many as there are runs, before they are thrown away."""
+"""Outdated heap entries tolerated beyond one per run; at more the heap is rebuilt."""
 
 
 class FreeRuns:
-    """Looks and changes take logarithmic time, however many pages there are.
+    """Index of free runs. Every operation takes logarithmic time in the number of runs.
 
-    No two runs touch: where a page is not free, the next one is free only if a run begins there.
+    Runs are maximal: if a page is not free, the next one is free only if a run begins there.
     """
 
     def __init__(self, pages: int) -> None:
-        """Pages 0 to `pages` - 1 are free."""
+        """Start with pages 0 to `pages` - 1 free."""
         self.pages = 0
-        """How many are free."""
+        """Number of free pages."""
         self._end: dict[int, int] = {}
-        """By the first page of a run, the page after its last."""
+        """First page of each run -> page after its last."""
         self._start: dict[int, int] = {}
-        """The other way round."""
+        """Page after the last of each run -> its first page."""
         self._longest: list[tuple[int, int]] = []
-        """A heap of (-length, first page). Runs that are no more are dropped when they come up."""
+        """Heap of (-length, first page). Outdated entries are dropped when they reach the top."""
         self._add(0, pages)
 
     def begins_at(self, page: int) -> bool:
-        """Whether a run begins there."""
+        """Whether a run begins at `page`."""
         return page in self._end
 
     def longest(self) -> tuple[int, int]:
-        """The first page of the longest run, the first of several, and its length; 0 if none is."""
+        """First page and length of the longest run, the lowest of several; (0, 0) if none."""
         while self._longest:
             length, start = -self._longest[0][0], self._longest[0][1]
             if self._end.get(start) == start + length:
@@ -40,14 +40,14 @@ class FreeRuns:
         return 0, 0
 
     def take(self, page: int, start: int) -> None:
-        """Let a page of the run that begins at `start` be free no more."""
+        """Remove `page` from the run that begins at `start`."""
         end = self._remove(start)
         assert start <= page < end
         self._add(start, page)
         self._add(page + 1, end)
 
     def give_back(self, page: int) -> None:
-        """Let a page be free that was not."""
+        """Add `page`, which must not be free, and join it with adjacent runs."""
         start, end = self._start.get(page, page), page + 1
         if start < page:
             self._remove(start)
@@ -66,7 +66,7 @@ class FreeRuns:
             heapq.heapify(self._longest)
 
     def _remove(self, start: int) -> int:
-        """Returns the page after the run's last."""
+        """Remove the run that begins at `start`; return the page after its last."""
         end = self._end.pop(start)
         del self._start[end]
         self.pages -= end - start

@@ -1,10 +1,9 @@
-"""Products of a few tokens.
+"""Matrix products for decoding: weights [O, I] times few tokens.
 
-Decoding reads every weight for each token: a product of few tokens takes as long as its weight
-takes to come from memory. These read it in its own order and prefetch far ahead. A token's result
-has the same bits whatever it is batched with.
+Decoding reads every weight once per step, so that memory bandwidth bounds it. These kernels read a
+weight in memory order and prefetch far ahead. A token's result has the same bits for any batch.
 
-T tokens, I inputs, O outputs.
+T tokens, I inputs, O outputs, R rows of weights.
 """
 
 from __future__ import annotations
@@ -21,17 +20,17 @@ NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
 class Gemv:
-    """x [T, I] -> x W^T + b [T, O] for up to `MOST_TOKENS` tokens of one dtype."""
+    """Product x [T, I] -> x W^T + b [T, O] for up to `MOST_TOKENS` tokens of one dtype."""
 
     def __init__(self, products: list[Function]) -> None:
-        """`products`: those for one token, for two, ..."""
+        """`products`: functions for 1, 2, ... tokens."""
         self._products = products
 
     def __call__(self, input_TI: Tensor, weight_OI: Tensor, bias_O: Tensor) -> Tensor:
         """Return the product [T, O] in the dtype of `weight_OI`, which `fits`.
 
-        `input_TI` is of that dtype, `bias_O` float32 and contiguous. Summed in float32 and
-        rounded once. Runs on torch's threads.
+        `input_TI` has that dtype, `bias_O` is float32 and contiguous. Sums are float32, rounded
+        once. Runs on torch's threads.
         """
         input_TI = input_TI.float().contiguous()
         output_TO = torch.empty(len(input_TI), len(weight_OI), dtype=weight_OI.dtype)
@@ -39,7 +38,7 @@ class Gemv:
         return output_TO
 
     def job(self, input_TI: Tensor, weight_OI: Tensor, bias_O: Tensor, output_TO: Tensor) -> Job:
-        """What puts the product of a contiguous float32 `input_TI` into `output_TO`."""
+        """Return a call that writes the product of contiguous float32 `input_TI` to `output_TO`."""
         outputs, inputs = weight_OI.shape
         return self._products[len(input_TI) - 1].job(
             weight_OI.data_ptr(),
@@ -53,7 +52,7 @@ class Gemv:
 
 
 def gemv(dtype: torch.dtype) -> Gemv | None:
-    """Return the products of a dtype; None if it has none, or where they cannot be had."""
+    """Return the products of a dtype; None if it is unsupported or cannot be compiled."""
     if dtype not in NAMES:
         return None
     wanted = [("product", NAMES[dtype], tokens) for tokens in range(1, MOST_TOKENS + 1)]
@@ -62,7 +61,7 @@ def gemv(dtype: torch.dtype) -> Gemv | None:
 
 
 def fits(weight_OI: Tensor) -> bool:
-    """Whether a weight has the shape, the layout and the place that products need.
+    """Whether the products support a weight's shape, layout and device.
 
     Its rows must be whole cache lines.
     """

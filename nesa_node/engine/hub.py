@@ -1,4 +1,4 @@
-"""Models on the Hugging Face hub: the files of a span only, each checked against its hash."""
+"""Models on the Hugging Face hub: download of the files that are needed, checked by hash."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ log = get_logger(__name__)
 MAX_TENSORS = 1_000_000
 _HEADERS_AT_ONCE = 4
 _FIRST_BYTES = 100_000
-"""Most headers are shorter, and need no second request."""
+"""Longer than most headers, so that they need no second request."""
 _TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class HubFile:
-    """`digest` is the SHA-256 of a large file, and git's SHA-1 of a small one."""
+    """A file in a repository. `digest` is SHA-256 for a large (LFS) file, else git's SHA-1."""
 
     name: str
     size: int
@@ -68,7 +68,7 @@ class HubRepository:
         max_disk_bytes: int | None,
         evicts: bool,
     ) -> None:
-        """See `open_hub` for the last two."""
+        """`open_hub` explains `max_disk_bytes` and `evicts`."""
         self.api = api
         self.name = name
         self.commit = commit
@@ -79,10 +79,11 @@ class HubRepository:
     def download(
         self, names: Iterable[str], cache_dir: Path, *, progress: Progress | None = None
     ) -> Path:
-        """Have these files here and unchanged; return their folder. Blocks.
+        """Download missing files, verify all, and return their folder. Blocks the thread.
 
-        Raises `DiskLimitError` and `CorruptCheckpointError` before anything is downloaded that has
-        no room or is too large to be read, and the latter for what differs from the hub's hash.
+        Raises `DiskLimitError` and `CorruptCheckpointError` before downloading files for which
+        there is no room, or side files that are too large; the latter also for a hash that differs
+        from the hub's.
         """
         with waiting("files of the model from the hub"):
             return self._download(names, cache_dir, progress)
@@ -116,7 +117,7 @@ class HubRepository:
         return folder
 
     def headers(self, names: Iterable[str]) -> dict[str, TensorInfo]:
-        """Return what safetensors files hold, reading only their headers over the network."""
+        """Return the tensors of safetensors files, downloading only their headers."""
         tensors: dict[str, TensorInfo] = {}
         with _hub_errors(self.name), ThreadPoolExecutor(_HEADERS_AT_ONCE) as pool:
             for part in pool.map(self._header, names):
@@ -171,7 +172,7 @@ class HubCheckpoint(Checkpoint):
 
     @property
     def commit(self) -> str:
-        """The commit that the revision named when this was opened; nothing else is ever read."""
+        """The commit that the revision resolved to on opening; all files are read from it."""
         return self._repository.commit
 
     def fetch(self, names: Iterable[str], progress: Progress | None = None) -> None:
@@ -202,11 +203,11 @@ def open_hub(
     evicts: bool = False,
     endpoint: str | None = None,
 ) -> HubCheckpoint:
-    """Open a hub repository by name: its config and what its weight files hold. Blocks.
+    """Open a hub repository by name: its config and the headers of its weight files.
 
-    At most `max_disk_bytes` are kept under `cache_dir`. With `evicts` the repositories there that
-    were used longest ago are removed to make room; else there has to be room. Raises as
-    `open_checkpoint` does.
+    Blocks the thread. At most `max_disk_bytes` are kept under `cache_dir`. With `evicts` the least
+    recently used repositories are removed to make room; without, `DiskLimitError` is raised. Raises
+    as `open_checkpoint` does.
     """
     api = HfApi(endpoint=endpoint, token=token)
     repository = _look_up(api, model, revision, max_disk_bytes=max_disk_bytes, evicts=evicts)
@@ -246,12 +247,12 @@ def _look_up(
 
 
 def _verify(path: Path, file: HubFile) -> None:
-    """Compare a file with the hub's hash. One that differs is removed, to be downloaded again."""
+    """Compare a file with the hub's hash; a file that differs is removed."""
     with path.open("rb") as stream:
         if file.large:
             digest = hashlib.file_digest(stream, "sha256").hexdigest()
         else:
-            # What git calls a blob; SHA-1 is all the hub states for small files.
+            # A git blob; the hub states only its SHA-1 for small files.
             content = stream.read(file.size + 1)
             blob = b"blob %d\0" % len(content) + content
             digest = hashlib.sha1(blob, usedforsecurity=False).hexdigest()
@@ -266,7 +267,7 @@ def _verify(path: Path, file: HubFile) -> None:
 
 @contextmanager
 def _hub_errors(model: str) -> Iterator[None]:
-    """Turn what can go wrong between us and the hub into `ModelNotFoundError`."""
+    """Converts errors of the hub and the network to those of `open_checkpoint`."""
     try:
         yield
     except GatedRepoError as error:
@@ -282,9 +283,9 @@ def _hub_errors(model: str) -> Iterator[None]:
     except (ValueError, RecursionError) as error:
         raise CorruptCheckpointError(f"{model} on the hub: {error}") from error
     except (LookupError, TypeError, AttributeError) as error:
-        # huggingface_hub takes for granted what an answer holds.
+        # huggingface_hub does not validate responses.
         raise CorruptCheckpointError(
-            f"{model} on the hub is described in no known form: {error!r}"
+            f"{model} on the hub has an unexpected description: {error!r}"
         ) from error
     except (HfHubHTTPError, HubConnectionError, OSError) as error:
         raise ModelNotFoundError(
@@ -293,7 +294,7 @@ def _hub_errors(model: str) -> Iterator[None]:
 
 
 def _bar_class(progress: Progress | None, task: str, before: int, total: int) -> Any:
-    """Return what huggingface_hub takes for a progress bar; it tells `progress` instead."""
+    """Return a class with huggingface_hub's progress-bar interface that reports to `progress`."""
     base: Any = hub_tqdm
 
     class Bar(base):  # type: ignore[misc]

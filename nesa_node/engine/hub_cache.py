@@ -1,4 +1,4 @@
-"""How much of the hub lies on this disk, and what is removed to make room."""
+"""Disk usage of the local hub cache, and eviction of repositories."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from nesa_node.core.errors import DiskLimitError
 def require_room(
     cache_dir: Path, needed: int, *, limit: int | None, model: str, evicts: bool
 ) -> None:
-    """Raises `DiskLimitError` where `needed` bytes more do not fit under `cache_dir`.
+    """Raises `DiskLimitError` where `needed` more bytes do not fit under `cache_dir`.
 
-    With `evicts`, repositories other than `model` are removed first, the least recently used
-    before others, as far as `limit` takes it.
+    With `evicts`, repositories other than `model` are removed as far as `limit` requires, the least
+    recently used first.
     """
     if not needed:
         return
@@ -35,24 +35,24 @@ def require_room(
 
 
 def touch(cache_dir: Path, model: str) -> None:
-    """Note that a repository is used now."""
+    """Mark a repository as used now."""
     os.utime(cache_dir / repository_folder(model))
 
 
 def repository_folder(model: str) -> str:
-    """As huggingface_hub names it."""
+    """Return huggingface_hub's folder name of a repository."""
     return "models--" + model.replace("/", "--")
 
 
 def size_of(folder: Path) -> int:
-    """Bytes of the files in `folder`; links count nothing."""
+    """Return the bytes of the files in `folder`, without links."""
     return sum(path.lstat().st_size for path in folder.rglob("*") if not path.is_symlink())
 
 
 def _evict(cache_dir: Path, excess: int, *, keep: str) -> int:
-    """Remove repositories until `excess` bytes are free; none if all of them were not enough.
+    """Remove repositories until `excess` bytes are freed; none if removing all would not suffice.
 
-    Returns how many bytes were freed.
+    Returns the bytes freed.
     """
     found = [path for path in cache_dir.glob("models--*") if path.is_dir() and path.name != keep]
     sizes = {path: size_of(path) for path in found}

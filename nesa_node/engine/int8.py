@@ -1,9 +1,9 @@
-"""Linear layers with weights in int8, in the format of bitsandbytes' LLM.int8().
+"""Linear layers with int8 weights, in the format of bitsandbytes' LLM.int8().
 
-A row of weights is 127 levels to either side and a scale, its largest size. Inputs stay what they
-are, where LLM.int8() takes them to levels, too: `docs/decisions/008` says why. On the CPU machine
-code computes (`native/int8.py`): few tokens read weights as they are, for many they are unpacked
-first. It takes, for 8 million weights on one core of a Xeon with AVX-512 and AMX:
+A row of weights has 127 levels to either side and a scale, its largest absolute value. Inputs are
+not quantized, unlike in LLM.int8(): `docs/decisions/008` says why. On the CPU machine code computes
+(`native/int8.py`): small batches read int8 weights directly, for large ones they are dequantized
+first. Time for 8 million weights on one core of a Xeon with AVX-512 and AMX:
 
 | tokens | ours | bfloat16 | bitsandbytes |
 |-|-|-|-|
@@ -14,7 +14,7 @@ first. It takes, for 8 million weights on one core of a Xeon with AVX-512 and AM
 | 128 | 5.0 | 3.4 | 11 |
 | 512 | 11 | 9.5 | 47 |
 
-Elsewhere torch unpacks all of a layer. T tokens, I inputs, O outputs.
+Elsewhere torch dequantizes the whole layer. T tokens, I inputs, O outputs.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _ROUND_BYTES = 8 << 20
 
 
 class Int8Linear(nn.Module):
-    """`x [..., I] -> x W^T + b [..., O]`, in the dtype of `x`."""
+    """Linear layer with int8 weights: `x [..., I] -> x W^T + b [..., O]`, in the dtype of `x`."""
 
     def __init__(
         self, levels_OI: Tensor, scales_O: Tensor, bias_O: nn.Parameter | None, dtype: torch.dtype
     ) -> None:
-        """`dtype`: of the inputs to be fast for. The bias may be filled in later."""
+        """`dtype`: inputs of this dtype use machine code. The bias may be assigned later."""
         super().__init__()
         self.out_features, self.in_features = levels_OI.shape
         self.levels = nn.Parameter(levels_OI, requires_grad=False)
@@ -54,7 +54,7 @@ class Int8Linear(nn.Module):
 
     @classmethod
     def joined(cls, linears: Sequence[Int8Linear]) -> Int8Linear:
-        """One layer whose outputs are those of `linears`, one after another."""
+        """Return one layer with the concatenated outputs of `linears`."""
         known: list[Tensor] = [linear.bias for linear in linears if linear.bias is not None]
         return cls(
             huge_pages.joined([linear.levels for linear in linears]),
@@ -64,7 +64,7 @@ class Int8Linear(nn.Module):
         )
 
     def forward(self, input: Tensor) -> Tensor:
-        """With gradients, those of the inputs only."""
+        """Supports gradients of the inputs only."""
         input_TI = input.reshape(-1, self.in_features)
         tokens = len(input_TI)
         with_gradients = torch.is_grad_enabled() and input.requires_grad
@@ -77,12 +77,12 @@ class Int8Linear(nn.Module):
         return output_TO.view(*input.shape[:-1], self.out_features)
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
-        """The weights [O, I]."""
+        """Return the weights [O, I]."""
         weight_OI = torch.empty(self.levels.shape, dtype=dtype, device=self.levels.device)
         return torch.mul(self.levels, self._steps_O.unsqueeze(1), out=weight_OI)
 
     def _of_few(self, product: Function, input_TI: Tensor) -> Tensor:
-        """Summed in float32 and rounded once: a token has the same bits whatever is beside it."""
+        """Sums in float32 and rounds once: a token's bits do not depend on the batch."""
         bias_O = self._zeros_O if self.bias is None else self.bias.float()
         wide_TI = input_TI.float().contiguous()
         output_TO = torch.empty(len(input_TI), self.out_features, dtype=input_TI.dtype)
@@ -115,20 +115,20 @@ class Int8Linear(nn.Module):
 def quantized(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
     """Return levels [O, I] in int8 and scales [O] in float32 of weights in any floating dtype.
 
-    The very bytes of `bitsandbytes.functional.int8_vectorwise_quant` of the weights in float16.
-    Raises `UnsupportedModelError` for weights that float16 does not reach to.
+    Bit-identical to `bitsandbytes.functional.int8_vectorwise_quant` of the weights in float16.
+    Raises `UnsupportedModelError` for weights beyond the range of float16.
     """
     outputs, inputs = weight_OI.shape
     levels_OI = huge_pages.empty((outputs, inputs), torch.int8)
     scales_O = torch.empty(outputs, dtype=torch.float32)
-    # Some rows at a time: what is in between takes ten times a row's levels.
+    # In chunks of rows: intermediates take ten times the memory of the levels.
     step = max(_ROUND_BYTES // (4 * max(inputs, 1)), 1)
     for start in range(0, outputs, step):
         half = weight_OI[start : start + step].half()
         scales = half.abs().amax(1).float()
         scales_O[start : start + step] = scales
         level = half * (LEVELS / scales.unsqueeze(1))
-        # A row of zeros has no scale.
+        # The level of a zero row is 0 / 0.
         levels_OI[start : start + step] = level.nan_to_num_(0).round_()
     if not torch.isfinite(scales_O).all():
         raise UnsupportedModelError(
@@ -139,12 +139,12 @@ def quantized(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def nbytes(outputs: int, inputs: int) -> int:
-    """What such weights take."""
+    """Return the bytes of a quantized weight."""
     return outputs * (inputs + torch.float32.itemsize)
 
 
 def _machine_code(dtype: torch.dtype) -> list[Function] | None:
-    """What unpacks, then the products of one token, of two, ..."""
+    """Return the dequantizing function, then the products of 1, 2, ... `MOST_TOKENS` tokens."""
     if dtype not in NAMES:
         return None
     name = NAMES[dtype]

@@ -1,4 +1,4 @@
-"""Linear layers, each product the way that is fastest for its number of tokens.
+"""Linear layers that choose the fastest product for the number of tokens.
 
 On the CPU, measured on one core of a Xeon with AVX-512 and AMX, as gigabytes of weights per second:
 
@@ -9,7 +9,8 @@ On the CPU, measured on one core of a Xeon with AVX-512 and AMX, as gigabytes of
 | bfloat16: 1, 4, 8 | 13.6, 11.5, 9.1 | 8.2, 11.4, 11.1 | 7.5, 7.8, 7.7 |
 | bfloat16: 16, 32, 64 | - | 9.8, 8.7, 8.1 | 6.6, 6.5, 5.5 |
 
-And, another day, with 1,024 inputs, ours on AMX (`tiles.py`), `gemv.py` and torch, weight x tokens:
+Measured separately, in bfloat16 with 1,024 inputs: ours on AMX (`tiles.py`), `gemv.py`, and torch
+as weight x tokens:
 
 | tokens | 1 | 2 | 4 | 8 | 16 | 32 |
 |-|-|-|-|-|-|-|
@@ -38,25 +39,25 @@ from nesa_node.engine.tiles import MOST_TOKENS as MOST_IN_TILES
 from nesa_node.engine.tiles import room_for, suits, tiles
 
 _PRODUCTS_KEPT = 128
-"""oneDNN compiles a product for every number of tokens and shape of a layer, and keeps it: as it
-comes 1,024 of them in each of two caches, which came to 650 MiB for a tiny model that had seen 500
-lengths. These are 32 lengths or so; to compile anew takes less than a prefill notices."""
+"""Entries in each of oneDNN's two caches of compiled products, one per layer shape and number of
+tokens. The default of 1,024 came to 650 MiB for a tiny model after 500 lengths. 128 hold about 32
+lengths; recompiling is negligible beside a prefill."""
 
 for _name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
-    # Read at the first product.
+    # oneDNN reads these at the first product.
     os.environ.setdefault(_name, str(_PRODUCTS_KEPT))
 
 Call = Callable[[], object]
 Room = Callable[[int, torch.dtype], Tensor]
-"""So many numbers of a dtype, one after another."""
+"""Allocator of contiguous scratch memory: number of items, dtype."""
 
 FEW_WITHOUT_OURS = 3
 MANY_TOKENS = {torch.float32: 64, torch.bfloat16: 256}
-"""From so many on, to turn the result over costs what the other order saves."""
+"""Tokens from which transposing the result costs more than the other order saves."""
 
 
 class Linear(nn.Linear):
-    """`x [..., I] -> x W^T + b [..., O]`, in the dtype of the weight, which is that of `x` too."""
+    """Linear layer `x [..., I] -> x W^T + b [..., O]`; `x` has the dtype of the weight."""
 
     def __init__(self, linear: nn.Linear) -> None:
         """Shares the parameters of `linear`."""
@@ -66,19 +67,19 @@ class Linear(nn.Linear):
         self._gemv = gemv(weight.dtype) if fits(weight) else None
         self._tiles = tiles(weight.dtype) if self._gemv is not None and suits(weight) else None
         if self._tiles is not None:
-            # Not even one: its bits shall be those that it has among others.
+            # AMX also for one token: its bits must not depend on the batch size.
             self._few = 0
         else:
             self._few = MOST_TOKENS if self._gemv is not None else FEW_WITHOUT_OURS
-        """Up to so many tokens are multiplied as vectors."""
-        # Where torch has no better order, one is as good as the other.
+        """Maximum number of tokens for matrix-vector products."""
+        # Other dtypes and devices: torch's order is as good.
         self._many = MANY_TOKENS.get(weight.dtype, 0) if weight.device.type == "cpu" else 0
         self._zeros_O = torch.zeros(0 if self._gemv is None else len(weight), dtype=torch.float32)
         self._bias_O: Tensor | None = None
         self._dtype = weight.dtype
 
     def forward(self, input: Tensor) -> Tensor:
-        """With gradients it is torch's own, and where torch would say what is wrong."""
+        """torch's own forward runs with gradients, and for invalid inputs to raise its errors."""
         tokens = input.numel() // self.in_features
         if (
             not 0 < tokens < self._many
@@ -100,10 +101,10 @@ class Linear(nn.Linear):
         return output_TO.view(*input.shape[:-1], -1)
 
     def into(self, input_TI: Tensor, room: Room, output_TO: Tensor) -> list[Call] | None:
-        """Calls that put the product of what `input_TI` then holds into `output_TO`.
+        """Return calls that write the product of the contents of `input_TI` to `output_TO`.
 
-        None where a product of so many tokens is torch's. These are contiguous; they, the room and
-        the parameters are the caller's to keep.
+        None if torch computes products of so many tokens. Tensors must be contiguous; the caller
+        keeps them, the allocated scratch memory and the parameters alive.
         """
         tokens = len(input_TI)
         if self._gemv is None or self.weight.dtype != self._dtype:
@@ -121,7 +122,7 @@ class Linear(nn.Linear):
         return [partial(wide_TI.copy_, input_TI), job.run]
 
     def _wide_bias(self) -> Tensor:
-        """In float32, and where it stays."""
+        """The bias in float32, at an address that does not change."""
         bias_O: Tensor | None = self.bias
         if bias_O is None:
             return self._zeros_O
@@ -141,9 +142,9 @@ class Linear(nn.Linear):
 
 
 def use_fast_linear(root: nn.Module) -> None:
-    """Replace the linear layers below `root` in place, one after another.
+    """Replace the linear layers below `root` by `Linear`, in place.
 
-    No more than one layer's weight is in memory twice.
+    At most one layer's weight is in memory twice.
     """
     for parent in root.modules():
         children: dict[str, Any] = parent._modules
@@ -156,7 +157,7 @@ def use_fast_linear(root: nn.Module) -> None:
 
 
 def plain_linear(weight_OI: Tensor, bias_O: Tensor | None) -> nn.Linear:
-    """torch's own layer of these, which are not copied."""
+    """Return torch's linear layer with these parameters, which are not copied."""
     linear = nn.Linear(weight_OI.shape[1], weight_OI.shape[0], bias=False, device="meta")
     linear.weight = nn.Parameter(weight_OI, requires_grad=False)
     if bias_O is not None:
@@ -168,9 +169,9 @@ _malloc_trim: Any = getattr(ctypes.CDLL(None), "malloc_trim", None)
 
 
 def return_memory() -> None:
-    """Let glibc return what was freed: new weights do not fit into the gaps that old ones leave.
+    """Return freed memory to the system, since new weights do not fit into the gaps of old ones.
 
-    Other C libraries have no such function.
+    Does nothing without glibc.
     """
     if _malloc_trim is not None:
         _malloc_trim(0)

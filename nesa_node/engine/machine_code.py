@@ -1,4 +1,4 @@
-"""Functions in machine code for this processor, made by `engine/native/`, and how they are run."""
+"""Compilation of machine-code functions for this processor (`engine/native/`), and their calls."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ _NOBODY = (0, 0)
 _compiling = threading.Lock()
 
 Wanted = tuple[str | int, ...]
-"""A function of `native/program.py` and its arguments: a dtype's name, sizes."""
+"""Function of `native/program.py` and its arguments (a dtype's name, sizes)."""
 
 
 class _Memory:
-    """Machine code, and its constants, for as long as a function of it is there."""
+    """Executable memory with machine code and its constants."""
 
     def __init__(self, constants: bytes, codes: Sequence[bytes]) -> None:
-        """Raises `OSError` if this process may not run it."""
+        """Raises `OSError` if this process may not execute it."""
         self._constants = ctypes.create_string_buffer(constants, len(constants))
         self.constants = ctypes.addressof(self._constants)
         size = sum(_whole_lines(code) for code in codes)
@@ -54,11 +54,11 @@ class _Memory:
             start += _whole_lines(code)
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.mprotect(ctypes.c_void_p(base), ctypes.c_size_t(size), _READ_AND_RUN):
-            raise OSError(ctypes.get_errno(), "this process may not run code that it made")
+            raise OSError(ctypes.get_errno(), "this process may not execute memory that it wrote")
 
 
 class Function:
-    """One function. Whoever calls it must know that what its fields point to is there."""
+    """A function in machine code. The caller keeps alive what its pointer fields refer to."""
 
     def __init__(self, memory: _Memory, address: int) -> None:
         self._memory, self._address = memory, address
@@ -69,15 +69,15 @@ class Function:
         return self
 
     def __call__(self, *fields: int, threads: int = 1) -> None:
-        """Run it with these fields on so many of torch's threads, or on the calling one alone."""
+        """Run it on `threads` of torch's threads; 1 is the calling thread alone."""
         self.job(*fields, threads=threads).run()
 
     def job(self, *fields: int, threads: int = 1) -> Job:
-        """What runs it so, again and again."""
+        """Return a reusable call with these fields."""
         openmp = self._openmp if threads > 1 else None
         asks = _NOBODY if openmp is None else openmp.asks
         job = Job((*asks, self._memory.constants), fields)
-        # Whoever keeps `run` alone keeps the fields, too.
+        # `run` refers to the job, so that keeping `run` keeps the fields alive.
         if openmp is None:
             job.run = partial(self._run, job.pointer)
         else:
@@ -86,27 +86,27 @@ class Function:
 
 
 class Job:
-    """A function's fields, which stay where they are. What they point to is the caller's to keep.
+    """Fields of one function call at a fixed address. The caller keeps alive what they point to.
 
-    `run` is made by `Function.job`.
+    `run` is set by `Function.job`.
     """
 
     __slots__ = ("_fields", "_own", "pointer", "run")
 
     def __init__(self, own: Sequence[int], fields: Sequence[int]) -> None:
-        """`own`: those that every function begins with."""
+        """`own`: header fields, which every function begins with."""
         self._own = len(own)
         self._fields = (ctypes.c_int64 * (self._own + len(fields)))(*own, *fields)
         self.pointer: Any = ctypes.byref(self._fields)
         self.run: Callable[[], object]
 
     def put(self, index: int, value: int) -> None:
-        """Change one of the fields that `Function.job` was given."""
+        """Replace field `index` of those given to `Function.job`."""
         self._fields[self._own + index] = value
 
 
 class _OpenMP:
-    """The threads that torch computes with."""
+    """OpenMP runtime of torch; machine code runs on its threads."""
 
     def __init__(self, library: Any) -> None:
         self._parallel = library.GOMP_parallel
@@ -123,7 +123,7 @@ class _OpenMP:
     @classmethod
     @functools.cache
     def of_torch(cls) -> _OpenMP | None:
-        """None where torch's is not GNU's."""
+        """Return torch's runtime; None if it is not GNU's."""
         library = Path(torch.__file__).with_name("lib") / "libtorch_cpu.so"
         try:
             return cls(ctypes.CDLL(str(library)))
@@ -135,14 +135,14 @@ class _OpenMP:
 
 
 def use_threads(count: int) -> None:
-    """Have the calling thread, and no other, compute on so many of torch's from now on."""
+    """Set the number of torch's threads for the calling thread only."""
     openmp = _OpenMP.of_torch()
-    # torch's own call also changes with how many new threads begin.
+    # torch's own call would also set it for threads started later.
     (torch.set_num_threads if openmp is None else openmp.use)(count)
 
 
 def compiled(*wanted: Wanted) -> list[Function] | None:
-    """Return these functions for this processor; None, with a warning, where they cannot be had."""
+    """Compile functions for this processor; None, with a warning, where that fails."""
     with _compiling:
         return _compiled(*wanted)
 
@@ -151,14 +151,14 @@ def compiled(*wanted: Wanted) -> list[Function] | None:
 def _compiled(*wanted: Wanted) -> list[Function] | None:
     try:
         if sys.platform != "linux":
-            raise OSError(f"never tried on {sys.platform}")
+            raise OSError(f"not supported on {sys.platform}")
         finished = subprocess.run(
             [sys.executable, "-P", "-m", _PROGRAM],
             input=json.dumps(wanted).encode(),
             capture_output=True,
             timeout=COMPILE_S,
             check=True,
-            # What compiles must be what runs it, whichever copies of the package there are.
+            # The child must import this copy of the package, even if there are several.
             env={**os.environ, "PYTHONPATH": os.pathsep.join(_search_path())},
         )
         constants, *codes = (base64.b64decode(code) for code in json.loads(finished.stdout))
@@ -170,8 +170,8 @@ def _compiled(*wanted: Wanted) -> list[Function] | None:
         reason = f"{error.returncode}: {shown[-200:]}"
     except (subprocess.TimeoutExpired, OSError, ValueError, TypeError) as error:
         reason = str(error)[:200]
-    # What torch has does as well.
-    log.warning("machine_code_missing", wanted=wanted[0], error=reason)
+    # Callers fall back to torch.
+    log.warning("native_compilation_failed", wanted=wanted[0], error=reason)
     return None
 
 
@@ -181,7 +181,7 @@ def _search_path() -> list[str]:
 
 
 def functions(constants: bytes, codes: Sequence[bytes]) -> list[Function]:
-    """Return what `native/program.py` compiled. Raises `OSError` if this process may not run it."""
+    """Load code compiled by `native/program.py`. Raises `OSError` if it may not be executed."""
     memory = _Memory(constants, codes)
     return [Function(memory, address) for address in memory.addresses]
 

@@ -1,4 +1,4 @@
-"""How fast a span runs here."""
+"""Measurement of a span's prefill and decode throughput on this machine."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ LEAST_STEPS = 3
 REPEATS = 3
 MOST_TUNING_STEPS = 128
 TUNING_S, DECODE_S, MEASURING_S = 0.6, 0.9, 1.2
-"""Since the beginning: after so long no more steps are run to find the number of threads, to time a
-decode, and to time a prefill, but for the few without which nothing is known."""
+"""Deadlines in seconds since the start: no further steps are run to tune the number of threads, to
+time decoding, to time prefill. The minimum of each runs in any case."""
 
 
 @dataclass(frozen=True, slots=True)
 class Throughput:
-    """Tokens per second of one sequence through the whole measured span, without any network.
+    """Tokens per second of one sequence through the whole measured span, without network.
 
-    Part of the span is faster in proportion: `tokens_per_s * len(span) / len(part)`.
+    It is proportional to 1 / blocks: a part runs at `tokens_per_s * len(span) / len(part)`.
     """
 
     prefill_tokens_per_s: float
@@ -42,16 +42,16 @@ def measure_throughput(
     stop: Callable[[], bool] = bool,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Throughput:
-    """Time steps of one token and prefills of `PREFILL_TOKENS`, as long as `MEASURING_S` allows.
+    """Time single-token steps and prefills of `PREFILL_TOKENS` for about `MEASURING_S` seconds.
 
-    Finds out before on how many threads they run fastest. Blocks the thread. Raises
-    `MeasuringStopped` after the step in which `stop` says so.
+    Tunes the number of threads first. Blocks the thread. Raises `MeasuringStopped` before the next
+    step once `stop` returns true.
     """
     return _Measuring(blocks, stop, clock).throughput()
 
 
 class MeasuringStopped(Exception):
-    """Something else needs the device."""
+    """The measurement was stopped, since other work needs the device."""
 
 
 class _Measuring:
@@ -68,7 +68,7 @@ class _Measuring:
         self._warm_LD = self._hidden_LD[:WARM_TOKENS]
 
     def throughput(self) -> Throughput:
-        # The first prefill of a size is a slow one: it counts where there is no time for another.
+        # The first prefill of a size is slow: it counts only if there is no time for another.
         decode_s = self._decode_s()
         prefills_s: list[float] = []
         while not prefills_s or (len(prefills_s) <= REPEATS and not self._is_late(MEASURING_S)):
@@ -79,7 +79,7 @@ class _Measuring:
         )
 
     def _decode_s(self) -> float:
-        """What a step takes after a short prefill, which also warms all of the weights."""
+        """Seconds of a decode step after a short prefill, which also warms up all weights."""
         table = self._new_table(len(self._warm_LD) + 1)
         self._seconds(table, self._warm_LD)
         for _ in range(MOST_TUNING_STEPS):
@@ -95,7 +95,7 @@ class _Measuring:
         return typical(steps_s)
 
     def _step_s(self, table: PageTable) -> float:
-        """Of one token, each time at the same position."""
+        """Seconds of one decode step, always at the same position."""
         seconds = self._seconds(table, self._hidden_LD[:1])
         table.truncate(table.length - 1)
         return seconds

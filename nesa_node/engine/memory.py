@@ -1,4 +1,4 @@
-"""How many blocks fit, and how their memory comes back."""
+"""Free memory of a device, how many blocks fit into it, and how it is released."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from nesa_node.engine.linear import return_memory
 from nesa_node.engine.parts import ends_names
 from nesa_node.engine.skeleton import Skeleton
 
-# What is left for activations, the largest tensor while it is converted, and everybody else.
+# Kept free for activations, for the largest tensor while it is converted, and for other processes.
 RESERVE_FRACTION = 0.1
 RESERVE_BYTES = 256 << 20
 CGROUP = Path("/sys/fs/cgroup")
@@ -25,7 +25,7 @@ CGROUP = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """`blocks` of the model's fit beside `cache_tokens` of cache for each of them."""
+    """Number of `blocks` that fit, each with its share of the KV cache."""
 
     blocks: int
     free_bytes: int
@@ -34,7 +34,7 @@ class Fit:
 
 
 def free_memory_bytes(device: torch.device | str, *, cgroup: Path = CGROUP) -> int:
-    """Return what can still be taken on a device: of the GPU, or of the machine or container."""
+    """Return the free bytes of a device: of the GPU, or of the machine or container."""
     device = torch.device(device)
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
@@ -44,9 +44,9 @@ def free_memory_bytes(device: torch.device | str, *, cgroup: Path = CGROUP) -> i
 def block_bytes(
     checkpoint: Checkpoint, dtype: torch.dtype, quant_type: QuantType = "none"
 ) -> tuple[int, ...]:
-    """Return what each block's weights take in memory.
+    """Return the bytes of each block's weights in memory.
 
-    Raises `CorruptCheckpointError`, and `UnsupportedModelError` where they do not fit into nf4.
+    Raises `CorruptCheckpointError`, and `UnsupportedModelError` for layers that nf4 cannot hold.
     """
     skeleton = Skeleton(checkpoint)
     return tuple(
@@ -56,7 +56,7 @@ def block_bytes(
 
 
 def cache_bytes_per_token(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
-    """Return what one token's keys and values take in one block."""
+    """Return the KV cache bytes of one token in one block."""
     heads = checkpoint.family.cache_heads(checkpoint.config)
     return 2 * heads.dim * heads.count * dtype.itemsize
 
@@ -70,9 +70,9 @@ def blocks_that_fit(
     quant_type: QuantType = "none",
     free_bytes: int | None = None,
 ) -> Fit:
-    """Return how many of the model's blocks fit into free memory with room for `cache_tokens`.
+    """Return how many blocks fit into free memory, each with a KV cache of `cache_tokens`.
 
-    Sized by the largest block. Raises `InsufficientMemoryError` if not even one does, and what
+    Sized by the largest block. Raises `InsufficientMemoryError` if not even one fits, and what
     `block_bytes` raises.
     """
     free = free_memory_bytes(device) if free_bytes is None else free_bytes
@@ -96,25 +96,25 @@ def require_room_for_ends(
     device: torch.device,
     free_bytes: int | None = None,
 ) -> None:
-    """Check, before they are fetched, that a stranger's embedding and head take at most half of
-    what can be used of free memory: requests and other models need the rest.
+    """Check, before downloading, that an untrusted model's embedding and head fit.
 
-    Raises `InsufficientMemoryError`, `CorruptCheckpointError` for what the checkpoint lacks, and
-    `UnsupportedModelError` for weights that are stored as integers: a file of bytes would take
-    four times its size.
+    They may take at most half of the usable free memory: requests and other models need the rest.
+    Raises `InsufficientMemoryError`, `CorruptCheckpointError` for missing tensors, and
+    `UnsupportedModelError` for weights stored as integers, which would take up to four times their
+    file size.
     """
     skeleton = Skeleton(checkpoint)
-    # Tied weights are there once.
+    # Tied weights count once.
     stored = [checkpoint.tensors[n] for n in set(skeleton.source_names(ends_names(skeleton)))]
     if not all(info.dtype.is_floating_point for info in stored):
         raise UnsupportedModelError(
             f"{checkpoint.name} has its embedding or head as integers, which cannot be served; "
             "use a checkpoint in float32, float16 or bfloat16"
         )
-    # The largest one also as it is stored, while it is converted.
+    # The largest tensor is also held as stored while it is converted.
     needed = sum(info.numel * dtype.itemsize for info in stored)
     needed += max(info.nbytes for info in stored)
-    # On their way to a GPU they are here.
+    # Weights for a GPU pass through CPU memory.
     free = min(map(free_memory_bytes, {"cpu", str(device)})) if free_bytes is None else free_bytes
     usable = max(free - RESERVE_BYTES, 0) // 2
     if needed > usable:
@@ -126,23 +126,23 @@ def require_room_for_ends(
 
 
 def give_back_memory() -> None:
-    """Let the system have what nothing refers to any more. Blocks the thread for a moment.
+    """Collect garbage and return free memory to the system. Blocks the thread briefly.
 
     Modules refer to each other in cycles, and allocators keep what is freed.
     """
     gc.collect()
     return_memory()
-    torch.cuda.empty_cache()  # does nothing before CUDA is used
+    torch.cuda.empty_cache()  # no-op before CUDA is used
 
 
 def _cgroup_free(cgroup: Path) -> int:
-    """Return what a container's memory limit leaves, pages of the file cache counted as free."""
+    """Bytes below a container's memory limit; inactive file-cache pages count as free."""
     try:
         limit = int((cgroup / "memory.max").read_text())
         used = int((cgroup / "memory.current").read_text())
         lines = (cgroup / "memory.stat").read_text().splitlines()
     except (OSError, ValueError):
-        return 1 << 62  # no limit ("max"), or no such thing here
+        return 1 << 62  # no limit ("max"), or no cgroup v2
     stat = dict(line.split(maxsplit=1) for line in lines if " " in line)
     return max(limit - used + int(stat.get("inactive_file", 0)), 0)
 

@@ -1,4 +1,4 @@
-"""Reading a model's config without running any of its code."""
+"""Reader of a model's config that never runs the model's code."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _BLOCKS_KEYS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 
 
 def read_raw_config(folder: Path, *, name: str) -> dict[str, Any]:
-    """Return `config.json` as it stands. Raises `ModelNotFoundError`, `CorruptCheckpointError`."""
+    """Return the parsed `config.json`. Raises `ModelNotFoundError`, `CorruptCheckpointError`."""
     path = folder / "config.json"
     try:
         raw = read_json(path)
@@ -41,10 +41,11 @@ def read_raw_config(folder: Path, *, name: str) -> dict[str, Any]:
 
 
 def read_config(folder: Path, *, name: str) -> PreTrainedConfig:
-    """Return the config of a model that can be served. Raises `UnsupportedModelError` for others.
+    """Return the config of a supported model. Raises `UnsupportedModelError` for unsupported ones.
 
-    Code that a checkpoint brings along (`auto_map`) is never run: a model type that transformers
-    does not know itself is refused. Nor does it choose the code for its attention or experts.
+    Code in a checkpoint (`auto_map`) is never run: a model type unknown to transformers is
+    rejected. The checkpoint cannot choose attention or expert implementations either. Also raises
+    `ModelNotFoundError` and `CorruptCheckpointError`.
     """
     raw = read_raw_config(folder, name=name)
     quantization = raw.get("quantization_config")
@@ -64,21 +65,21 @@ def read_config(folder: Path, *, name: str) -> PreTrainedConfig:
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:
-        # transformers validates configs with exceptions of many kinds, some its own.
+        # transformers validates configs with exceptions of many types, some its own.
         raise CorruptCheckpointError(f"{folder / 'config.json'}: {error}") from error
     require_servable(family, config, name=name)
     if not isinstance(config, PreTrainedConfig):
         raise CorruptCheckpointError(f"{folder / 'config.json'} is no model config")
-    # A name of the hub is fetched there, as machine code, where the package `kernels` is installed.
+    # With the package `kernels` installed, a hub name here would download and run machine code.
     config._attn_implementation = None
     config._experts_implementation = None
     return config
 
 
 def _check_counts(raw: Mapping[str, object], path: Path) -> None:
-    """Raises `CorruptCheckpointError` for numbers of which transformers makes lists of that length.
+    """Raises `CorruptCheckpointError` for counts from which transformers builds oversized lists.
 
-    A config of fifty bytes may ask for a thousand million labels.
+    A config of fifty bytes may ask for a billion labels.
     """
     for key, most in (("num_labels", MAX_LABELS), *((key, MAX_BLOCKS) for key in _BLOCKS_KEYS)):
         value = raw.get(key)

@@ -1,4 +1,4 @@
-"""The name under which nodes of one model meet."""
+"""Model identifier, under which nodes find each other in the swarm."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from nesa_node.core.ids import ModelId
 from nesa_node.engine.checkpoint import Checkpoint
 
-# What tools write into a config beside the architecture: it differs between two saves of one model.
+# Config keys outside the architecture, which differ between two saves of one model.
 _NOT_ARCHITECTURE = frozenset(
     {
         "_name_or_path",
@@ -24,11 +24,11 @@ _NOT_ARCHITECTURE = frozenset(
 
 
 def model_id(checkpoint: Checkpoint) -> ModelId:
-    """Return `name@digest`, the digest being 16 hex digits over the config and the weights.
+    """Return `name@digest`, with 16 hex digits of SHA-256 over the config and the weights.
 
     Weights count by the hub's file hashes, or for a local folder by their headers and a sample of
-    every tensor's bytes (`digests.py`). So a folder and the hub repository that it came from are
-    two swarms, as are two folders of one name with other weights. Reads the folder; blocks.
+    every tensor's bytes (`digests.py`). So a folder and its hub repository are two swarms, as are
+    folders of the same name with different weights. Reads the folder; blocks the thread.
     """
     config = {
         key: value for key, value in checkpoint.raw_config().items() if key not in _NOT_ARCHITECTURE

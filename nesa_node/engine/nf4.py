@@ -1,8 +1,9 @@
-"""Linear layers with weights in nf4, in bitsandbytes' format without its second quantization.
+"""Linear layers with nf4 weights, in bitsandbytes' format without double quantization.
 
-Two weights share a byte, 64 a peak: 4.5 bits each. bitsandbytes' kernels compute on CUDA. On the
-CPU, with registers of 512 bits, machine code does (`native/nf4.py`): few tokens read weights as
-they are, for many they are unpacked first. It takes, for 8 million weights on one core:
+Two weights share a byte, 64 an absolute maximum (`peaks`): 4.5 bits each. bitsandbytes' kernels run
+on CUDA. On CPUs with 512-bit registers machine code computes (`native/nf4.py`): small batches read
+nf4 weights directly, for large ones they are dequantized first. Time for 8 million weights on one
+core:
 
 | tokens | ours | bfloat16 | bitsandbytes |
 |-|-|-|-|
@@ -11,7 +12,8 @@ they are, for many they are unpacked first. It takes, for 8 million weights on o
 | 64 | 7.4 | 3.1 | 6.9 |
 | 256 | 11 | 15 | |
 
-Elsewhere torch looks weights up one by one, which is slow. T tokens, I inputs, O outputs, N blocks.
+Elsewhere torch gathers each weight from the codebook, which is slow. T tokens, I inputs, O outputs,
+N blocks.
 """
 
 from __future__ import annotations
@@ -50,11 +52,11 @@ NUMBERS = (
     0.7229568362236023,
     1.0,
 )
-"""Of QLoRA's appendix E: where the normal distribution has 16 equal shares."""
+"""Codebook of nf4: quantiles of the normal distribution at 16 equal shares (QLoRA, appendix E)."""
 
 
 class Nf4Linear(nn.Module):
-    """`x [..., I] -> x W^T + b [..., O]`, in the dtype of `x`."""
+    """Linear layer with nf4 weights: `x [..., I] -> x W^T + b [..., O]`, in the dtype of `x`."""
 
     def __init__(
         self,
@@ -64,7 +66,7 @@ class Nf4Linear(nn.Module):
         bias_O: nn.Parameter | None,
         dtype: torch.dtype,
     ) -> None:
-        """`dtype`: of the inputs to be fast for. The bias may be filled in later."""
+        """`dtype`: inputs of this dtype use machine code. The bias may be assigned later."""
         super().__init__()
         self.out_features, self.in_features = shape
         self.packed = nn.Parameter(packed, requires_grad=False)
@@ -77,7 +79,7 @@ class Nf4Linear(nn.Module):
 
     @classmethod
     def joined(cls, linears: Sequence[Nf4Linear]) -> Nf4Linear:
-        """One layer whose outputs are those of `linears`, one after another."""
+        """Return one layer with the concatenated outputs of `linears`."""
         known: list[Tensor] = [linear.bias for linear in linears if linear.bias is not None]
         return cls(
             huge_pages.joined([linear.packed for linear in linears]),
@@ -88,7 +90,7 @@ class Nf4Linear(nn.Module):
         )
 
     def forward(self, input: Tensor) -> Tensor:
-        """With gradients, those of the inputs only."""
+        """Supports gradients of the inputs only."""
         if self.packed.device.type == "cuda":
             return self._bitsandbytes(input)
         if torch.is_grad_enabled() and input.requires_grad:
@@ -104,7 +106,7 @@ class Nf4Linear(nn.Module):
         return output_TO.view(*input.shape[:-1], self.out_features)
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
-        """The weights [O, I]."""
+        """Return the weights [O, I]."""
         halves = torch.stack((self.packed >> 4, self.packed & 15), dim=-1)
         blocks = self._numbers[halves.view(-1, BLOCK).int()] * self.peaks.unsqueeze(1)
         return blocks.to(dtype).view(self.out_features, self.in_features)
@@ -129,7 +131,7 @@ class Nf4Linear(nn.Module):
     def _of_many(self, unpack: Function, input_TI: Tensor) -> Tensor:
         inputs = self.in_features
 
-        # What begins at a multiple of 256 rows is whole blocks whatever their length.
+        # `start` is a multiple of 256 rows, which is whole blocks for any row length.
         def unpacked(start: int, weight_RI: Tensor) -> None:
             unpack(
                 self.packed.data_ptr() + start * inputs // 2,
@@ -143,7 +145,7 @@ class Nf4Linear(nn.Module):
         return product_by_rows(input_TI, self.out_features, self.bias, unpacked)
 
     def _bitsandbytes(self, input: Tensor) -> Tensor:
-        # Only here: it takes seconds and 120 MB, and where the package `kernels` is installed it
+        # Lazy: the import takes seconds and 120 MB, and where the package `kernels` is installed it
         # runs code from the hub.
         bitsandbytes: Any = import_module("bitsandbytes")
         state = bitsandbytes.functional.QuantState(
@@ -162,7 +164,7 @@ class Nf4Linear(nn.Module):
 def quantized(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
     """Return packed weights [O x I / 2] and peaks [N] in float32 of weights that `fits`.
 
-    The very bytes of `bitsandbytes.functional.quantize_4bit`.
+    Bit-identical to `bitsandbytes.functional.quantize_4bit`.
     """
     blocks = weight_OI.numel() // BLOCK
     weight_NB = weight_OI.contiguous().view(blocks, BLOCK)
@@ -171,7 +173,7 @@ def quantized(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
     numbers = torch.tensor(NUMBERS, dtype=torch.float32)
     between = (numbers[:-1] + numbers[1:]) / 2
     packed_NB = packed.view(blocks, BLOCK // 2)
-    # Some blocks at a time: what is in between takes many times what comes out.
+    # In chunks of blocks: intermediates take many times the memory of the result.
     for start in range(0, blocks, _ROUND_BLOCKS):
         end = start + _ROUND_BLOCKS
         wide = weight_NB[start:end].float()
@@ -184,17 +186,17 @@ def quantized(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def fits(outputs: int, inputs: int) -> bool:
-    """Whether weights are whole blocks, and rows whole bytes."""
+    """Whether the weight has whole blocks, and its rows whole bytes."""
     return outputs * inputs % BLOCK == 0 and inputs % 2 == 0
 
 
 def nbytes(outputs: int, inputs: int) -> int:
-    """What such weights take."""
+    """Return the bytes of a quantized weight."""
     return outputs * inputs // 2 + outputs * inputs // BLOCK * torch.float32.itemsize
 
 
 def _machine_code(dtype: torch.dtype) -> list[Function] | None:
-    """What unpacks, then the products of one token, of two, ..."""
+    """Return the dequantizing function, then the products of 1, 2, ... `MOST_TOKENS` tokens."""
     if dtype not in NAMES:
         return None
     name = NAMES[dtype]

@@ -1,4 +1,4 @@
-"""The KV cache of a node: one pool of fixed-size pages, allocated once, shared by all sessions.
+"""Paged KV cache of a node: one pool of fixed-size pages, allocated once, shared by all sessions.
 
 H key/value heads, D head size, S slots of the pool (one token each), L tokens.
 """
@@ -30,10 +30,10 @@ def pages_for(tokens: int) -> int:
 class PagePool:
     """Keys [S, H, D] and values [S, H, D] for each block of `span`, in one dtype on one device.
 
-    Which page belongs to whom is bookkeeping that any thread may do, but not about a row that is
-    being run. Memory is taken when a page is first written. A row's pages follow one another
-    wherever there is room, so that attention can read them as one view. Pages of `prefixes` that no
-    row holds are as good as free: they are forgotten where a row needs their room.
+    Page allocation is thread-safe, except for a row that is being run. The operating system commits
+    memory when a page is first written. A row's pages are consecutive where possible, so that
+    attention reads them as one view. Pages that only `prefixes` refers to count as free: they are
+    evicted when a row needs them.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class PagePool:
         self.prefixes = PrefixIndex()
         self._guard = threading.RLock()
         self._free = FreeRuns(self.num_pages)
-        """Pages that neither a row nor a prefix has."""
+        """Pages in no row and no prefix."""
         self._holders = [0] * self.num_pages
         self._held = 0
         self._promised = 0
@@ -63,32 +63,32 @@ class PagePool:
 
     @property
     def held_pages(self) -> int:
-        """Pages that rows hold, each counted once however many share it."""
+        """Pages that rows hold, each counted once even if shared."""
         return self._held
 
     @property
     def spare_pages(self) -> int:
-        """Pages that no row holds, but in which a row may find its beginning."""
+        """Pages that no row holds but that cache a prefix."""
         with self._guard:
             return self.num_pages - self._held - self._free.pages
 
     @property
     def free_pages(self) -> int:
-        """Pages that can still be promised."""
+        """Pages that can still be reserved."""
         return self.num_pages - self._promised - self._best_effort
 
     def promise(self, pages: int) -> Promise:
-        """Set `pages` aside for one session. Raises `CacheFullError` if fewer are free."""
+        """Reserve `pages` for one session. Raises `CacheFullError` if fewer are free."""
         promise = Promise(self)
         promise.add(pages)
         return promise
 
     def export_tokens(self, slots: slice | Tensor, span: Span) -> Tensor:
-        """Copy `slots` of these blocks: [2 x blocks, L, H, D] on the CPU, all keys first."""
+        """Copy `slots` of the blocks `span` to the CPU: [2 x blocks, L, H, D], all keys first."""
         return torch.stack([side_SHD[slots] for side_SHD in self._sides(span)]).cpu()
 
     def import_tokens(self, slots: slice | Tensor, span: Span, tokens: Tensor) -> None:
-        """Put what `export_tokens` returned at `slots` of these blocks."""
+        """Write the result of `export_tokens` to `slots` of the blocks `span`."""
         for side_SHD, tokens_LHD in zip(self._sides(span), tokens, strict=True):
             side_SHD[slots] = tokens_LHD.to(self.device, side_SHD.dtype)
 
@@ -97,12 +97,12 @@ class PagePool:
         return [*self.keys_SHD[first:last], *self.values_SHD[first:last]]
 
     def forget_prefixes(self) -> None:
-        """Let no row begin with what others computed before now."""
+        """Evict all cached prefixes, so that new rows reuse nothing computed before."""
         with self._guard:
             self._forgotten(self.prefixes.forget_oldest(self.num_pages, lambda _: True))
 
     def _take(self, count: int, after: int | None, expected: int) -> list[int]:
-        """Pages with one holder each: those that follow `after` if they are free."""
+        """Allocate `count` pages, consecutive from `after` if those are free."""
         taken: list[int] = []
         while len(taken) < count:
             if after is not None and self._free.begins_at(after + 1):
@@ -116,9 +116,9 @@ class PagePool:
         return taken
 
     def _roomiest(self, expected: int) -> tuple[int, int]:
-        """Where a row of `expected` pages may grow furthest while the row before it can too.
+        """Choose the first page for a row of `expected` pages: it and the row before can then grow.
 
-        Returns where the free pages begin, and the page of them.
+        Returns the first page of the free run, and the chosen page in it.
         """
         start, length = self._make_room(expected)
         assert length, "promises were kept, so a page must be free"
@@ -127,10 +127,10 @@ class PagePool:
         return start, start + max(min(length // 2, length - expected), 0)
 
     def _make_room(self, expected: int) -> tuple[int, int]:
-        """Forget old prefixes until `expected` pages are free in one piece; the longest piece.
+        """Evict old prefixes until `expected` consecutive pages are free; return the longest run.
 
-        Else every row would lie in pieces once prefixes have filled the pool. A few tries are
-        enough: those who began together, or one after another, mostly lie together.
+        Without it rows would fragment once prefixes have filled the pool. `ROOM_TRIES` rounds
+        suffice mostly, since rows that started together, or one after another, lie together.
         """
         for _ in range(ROOM_TRIES):
             start, length = self._free.longest()
@@ -141,7 +141,7 @@ class PagePool:
         return self._free.longest()
 
     def _forgotten(self, pages: Iterable[int]) -> None:
-        """These belong to no prefix any more."""
+        """Free those of these pages, which no prefix contains any more, that no row holds."""
         for page in filter(self._is_unheld, pages):
             self._free.give_back(page)
 
@@ -149,7 +149,7 @@ class PagePool:
         return not self._holders[page]
 
     def _is_shared(self, page: int) -> bool:
-        """Whether a page that a row holds must not be written by it."""
+        """Whether a row that holds this page must copy it before writing."""
         return self._holders[page] > 1 or page in self.prefixes
 
     def _hold(self, page: int) -> None:
@@ -166,9 +166,9 @@ class PagePool:
 
 
 class Promise:
-    """What one session may hold. Its rows come first; beyond it they take what nobody was promised.
+    """Reservation of pages for one session. Rows beyond it hold unreserved pages on best effort.
 
-    A shared page counts for every row that holds it: each may have to copy it.
+    A shared page counts for every row that holds it, since each may have to copy it.
     """
 
     def __init__(self, pool: PagePool) -> None:
@@ -183,7 +183,7 @@ class Promise:
         return self._held
 
     def add(self, pages: int) -> None:
-        """Promise `pages` more. Raises `CacheFullError`, and then promises none."""
+        """Reserve `pages` more. Raises `CacheFullError`; then the reservation is unchanged."""
         pool = self.pool
         with pool._guard:
             covered = self._beyond - max(self._held - self.pages - pages, 0)
@@ -194,13 +194,13 @@ class Promise:
             pool._best_effort -= covered
 
     def new_table(self) -> PageTable:
-        """Return an empty row."""
+        """Return the page table of an empty row."""
         table = PageTable(self)
         self._tables.add(table)
         return table
 
     def reorder(self, tables: Sequence[PageTable], sources: Sequence[int]) -> None:
-        """Let each row go on as a copy of row `sources[row]`; pages are shared until written.
+        """Replace each row by a copy of row `sources[row]`; pages are shared until written.
 
         Raises `CacheFullError`; then nothing has changed.
         """
@@ -216,7 +216,7 @@ class Promise:
                 table._pages, table.length = pages, length
 
     def close(self) -> None:
-        """Give everything back, the rows too. May be called twice."""
+        """Release the reservation and all rows. May be called twice."""
         with self.pool._guard:
             for table in tuple(self._tables):
                 table.close()
@@ -228,20 +228,20 @@ class Promise:
         return max(self._held - self.pages, 0)
 
     def _count(self, pages: int) -> None:
-        """Account for `pages` more, or fewer, that rows hold. Raises `CacheFullError` for more."""
+        """Account for `pages` more (or fewer) held by rows. Raises `CacheFullError` for more."""
         pool = self.pool
         beyond = max(self._held + pages - self.pages, 0) - self._beyond
         if beyond > 0 and beyond > pool.free_pages:
             raise CacheFullError(
-                f"the session holds the {self.pages} pages it was promised, and "
-                f"{pool.free_pages} others are free of {beyond} more asked for"
+                f"the session holds {self.pages} pages reserved for it and needs {beyond} more, "
+                f"but {pool.free_pages} are free"
             )
         self._held += pages
         pool._best_effort += beyond
 
 
 class PageTable:
-    """The pages of one row, in order; `length` tokens of them are written."""
+    """Pages of one row, in order, of which the first `length` tokens are written."""
 
     def __init__(self, promise: Promise) -> None:
         self.promise = promise
@@ -258,11 +258,11 @@ class PageTable:
 
     @property
     def capacity(self) -> int:
-        """Tokens that the pages have room for."""
+        """Tokens that fit into the row's pages."""
         return len(self._pages) * PAGE_TOKENS
 
     def reserve(self, tokens: int) -> None:
-        """Have room for `tokens` in all, to be written by nobody else.
+        """Allocate pages for `tokens` in all, and make those to be written exclusive to this row.
 
         Raises `CacheFullError`; then nothing has changed.
         """
@@ -270,8 +270,8 @@ class PageTable:
         with pool._guard:
             missing = max(pages_for(tokens) - len(self._pages), 0)
             written = self.length // PAGE_TOKENS
-            # Only the page that is partly written can be another's too: truncation lets go of those
-            # behind it. A prefix has full pages only, but a row can be cut back into one.
+            # Only the partly written page can be shared: truncation releases those behind it. A
+            # prefix has full pages only, but a row can be truncated into one.
             shared = (
                 tokens > self.length
                 and self.length % PAGE_TOKENS > 0
@@ -287,7 +287,7 @@ class PageTable:
             self._pages += pool._take(missing, after, expected)
 
     def truncate(self, length: int) -> None:
-        """Forget all tokens from `length` on; their pages are free at once.
+        """Drop all tokens from `length` on and free their pages.
 
         Raises `ValueError` beyond what is written.
         """
@@ -298,7 +298,7 @@ class PageTable:
             self._drop_from(pages_for(length))
 
     def fork(self) -> PageTable:
-        """Return a row with the same tokens, which share pages until either writes to them."""
+        """Return a row with the same tokens, which shares pages until either row writes to them."""
         with self.pool._guard:
             twin = self.promise.new_table()
             try:
@@ -309,7 +309,7 @@ class PageTable:
             return twin
 
     def share(self, pages: Sequence[int], length: int) -> None:
-        """Begin this empty row with `length` tokens in pages that a row or a prefix has.
+        """Start this empty row with `length` tokens in pages of another row or a prefix.
 
         Raises `CacheFullError` like `reserve`.
         """
@@ -323,7 +323,7 @@ class PageTable:
             self.length = length
 
     def begin_with(self, keys: Sequence[Key]) -> None:
-        """Begin this empty row with the pages that are known for the first of `keys`.
+        """Start this empty row with the cached pages of the longest known prefix of `keys`.
 
         Raises `CacheFullError` like `reserve`.
         """
@@ -334,20 +334,20 @@ class PageTable:
             self.pool.prefixes.reused_tokens += self.length
 
     def publish(self, keys: Sequence[Key]) -> None:
-        """Let other rows begin with this one's first pages, as far as those are full."""
+        """Register this row's full pages under `keys`, so that later rows can reuse them."""
         with self.pool._guard:
             full = min(len(keys), self.length // PAGE_TOKENS)
             self.pool.prefixes.add(keys[:full], self._pages[:full])
 
     def close(self) -> None:
-        """Let go of all pages. May be called twice."""
+        """Release all pages. May be called twice."""
         with self.pool._guard:
             self.length = 0
             self._drop_from(0)
             self.promise._tables.discard(self)
 
     def slots(self, start: int, end: int) -> slice | Tensor:
-        """Where positions `start:end` lie in the pool: a slice if they are in one piece."""
+        """Pool slots of positions `start:end`: a slice if consecutive, else a tensor."""
         first, last = start // PAGE_TOKENS, pages_for(end)
         pages = self._pages[first:last]
         offset = start - first * PAGE_TOKENS
@@ -361,11 +361,12 @@ class PageTable:
         return slots_S.to(self.pool.device)
 
     def _replace_shared(self, index: int) -> None:
-        """Put a copy of our own at `index`. What is copied is never written again by anybody."""
+        """Replace the shared page at `index` by a private copy (copy on write)."""
         before = self._pages[index - 1] if index else None
         shared = self._pages[index]
         if self.pool._held == self.pool.num_pages:
-            # Then no row shares it: each would have been promised a page for it.
+            # With a full pool no row shares it, since each would have reserved a page for its copy:
+            # drop the prefix.
             self.pool._forgotten(self.pool.prefixes.forget(shared))
             return
         [own] = self.pool._take(1, before, 1)

@@ -1,4 +1,4 @@
-"""Loading parts of a model: a span of blocks, and the two ends."""
+"""Loaders of a model's parts: a span of blocks, the embedding, the head."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LM_HEAD = "lm_head"
 
 
 class _NoPositions(nn.Module):
-    """Adds nothing, where a decoder adds learned positions that the embedder has added already."""
+    """Stand-in for learned positions in a decoder: zero, since the embedder has added them."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -43,19 +43,19 @@ def load_blocks(
     quant_type: QuantType = "none",
     progress: Progress | None = None,
 ) -> Blocks:
-    """Load blocks `span` of a model, their tensors only. Blocks the thread.
+    """Load the tensors of blocks `span` of a model. Blocks the thread.
 
-    Linear layers are held as `quant_type` says, everything else as `dtype`, which is that of
-    activations too. Peak memory is the span's plus the largest tensor's, as it is in the
+    Linear layers are held as `quant_type` says, everything else in `dtype`, which is also that of
+    activations. Peak memory is the span's plus that of the largest tensor, as stored in the
     checkpoint. Raises `CorruptCheckpointError` (a tensor is missing or misshapen), what
-    `Checkpoint.fetch` raises, `UnsupportedModelError` for weights that cannot be held so, and
-    `ValueError` for a span that is empty or not the model's.
+    `Checkpoint.fetch` raises, `UnsupportedModelError` for weights that cannot be quantized so, and
+    `ValueError` for a span that is empty or outside the model.
     """
     if not len(span) or span.end > checkpoint.num_blocks:
         raise ValueError(f"{checkpoint.name} has blocks 0:{checkpoint.num_blocks}, not {span}")
     device = torch.device(device)
     if device.type == "cpu" and quant_type == "none":
-        # Compiled by another process while this one reads the weights, and kept.
+        # Compile while this thread reads the weights; the result is cached for `Linear`.
         Thread(target=gemv, args=(dtype,), daemon=True).start()
     skeleton = Skeleton(checkpoint)
     family = skeleton.family
@@ -107,7 +107,7 @@ def load_embedder(
     device: torch.device | str,
     progress: Progress | None = None,
 ) -> Embedder:
-    """Load what comes before the blocks. Raises as `load_blocks` does."""
+    """Load the embedding. Raises as `load_blocks` does."""
     return _load_embedder(Skeleton(checkpoint), dtype, torch.device(device), progress)
 
 
@@ -118,7 +118,7 @@ def load_head(
     device: torch.device | str,
     progress: Progress | None = None,
 ) -> Head:
-    """Load what comes after the blocks. Raises as `load_blocks` does."""
+    """Load the final norm and the LM head. Raises as `load_blocks` does."""
     return _load_head(Skeleton(checkpoint), dtype, torch.device(device), progress)
 
 
@@ -134,7 +134,10 @@ def load_ends(
     device: torch.device | str,
     progress: Progress | None = None,
 ) -> tuple[Embedder, Head]:
-    """Load both ends; a weight that they share is in memory once. Raises as `load_blocks` does."""
+    """Load the embedding and the head; a tied weight is in memory once.
+
+    Raises as `load_blocks` does.
+    """
     device = torch.device(device)
     skeleton = Skeleton(checkpoint)
     embedder = _load_embedder(skeleton, dtype, device, progress)

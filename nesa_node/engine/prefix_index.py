@@ -1,7 +1,7 @@
-"""Which pages hold the beginning of which texts, so that a later row need not compute it again.
+"""Index of cached prefixes: which pages hold the KV cache of which token sequences.
 
-A text is known only by a chain of keys, one for each of its full pages. Each key stands for its
-page and all before it; what a key is made of is for whoever makes it.
+A prefix is known by a chain of keys, one per full page. A key identifies its page and all pages
+before it; the caller chooses how keys are made (usually hashes).
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ class _Entry:
 
 
 class PrefixIndex:
-    """Bookkeeping only: whose pages these are, and when one must go, the pool decides.
+    """Least-recently-used index from chained keys to pages, which the pool owns and evicts.
 
-    The least recently used comes first, and of one text the end before the beginning: without its
-    beginning an end is of no use to anybody.
+    Within one prefix the last page is evicted first, since a page without those before it is
+    useless.
     """
 
     def __init__(self) -> None:
         self.reused_tokens = 0
-        """That rows began with instead of computing them."""
+        """Tokens that rows took from the cache instead of computing them."""
         self.asked_tokens = 0
-        """That rows hoped to begin with."""
+        """Tokens that rows looked up."""
         self._entries: OrderedDict[Key, _Entry] = OrderedDict()
         self._keys: dict[int, Key] = {}
 
@@ -43,15 +43,15 @@ class PrefixIndex:
         return page in self._keys
 
     def find(self, keys: Sequence[Key]) -> list[int]:
-        """The pages of as much of this chain as is known, from its beginning."""
+        """Return the pages of the longest known prefix of this chain, and mark them as used."""
         known = self._known(keys)
         self._touch(keys[:known])
         return [self._entries[key].page for key in keys[:known]]
 
     def add(self, keys: Sequence[Key], pages: Sequence[int]) -> None:
-        """Let `keys[i]` be found at `pages[i]`. What is known already stays where it is.
+        """Register `pages[i]` under `keys[i]`. Known keys keep their page.
 
-        A page has one key: at the first that is known under another, the chain ends.
+        A page has one key: the chain is cut at the first page registered under another key.
         """
         added = self._known(keys)
         for key, page in zip(keys[added:], pages[added:], strict=True):
@@ -66,7 +66,7 @@ class PrefixIndex:
         self._touch(keys[:added])
 
     def forget(self, page: int) -> list[int]:
-        """Forget a page and whatever goes on after it: all these pages."""
+        """Remove a page and all pages that continue it; return all of them."""
         entry = self._entries[self._keys[page]]
         if entry.parent is not None:
             self._entries[entry.parent].children.discard(self._keys[page])
@@ -80,7 +80,7 @@ class PrefixIndex:
         return pages
 
     def forget_oldest(self, count: int, spare: Callable[[int], bool]) -> list[int]:
-        """Forget `count` of the pages for which `spare` holds, or all; returns these."""
+        """Evict the `count` oldest pages for which `spare` holds, or all of those; return them."""
         forgotten: list[int] = []
         pages = (entry.page for entry in self._entries.values())
         for page in list(itertools.islice(filter(spare, pages), count)):

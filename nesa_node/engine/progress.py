@@ -1,4 +1,4 @@
-"""Showing how far a long load has come."""
+"""Progress reports of long loads."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _SECONDS_BETWEEN_LINES = 5.0
 
 
 class Progress(Protocol):
-    """Told `done` of `total` bytes of a task such as "loading blocks". May come from any thread."""
+    """Callback with `done` of `total` bytes of a task ("loading blocks"), from any thread."""
 
     def __call__(self, task: str, done: int, total: int) -> None: ...
 
 
 @contextmanager
 def shown_progress() -> Iterator[Progress]:
-    """Yield a `Progress` that draws bars on a terminal and logs a line now and then elsewhere."""
+    """Yield a `Progress` that draws bars on a terminal, and else logs a line every few seconds."""
     if not sys.stderr.isatty():
         yield _Lines()
         return
@@ -52,4 +52,4 @@ class _Lines:
         if done < total and now - self._last.get(task, 0.0) < _SECONDS_BETWEEN_LINES:
             return
         self._last[task] = now
-        log.info("progress", task=task, done_mib=done >> 20, total_mib=total >> 20)
+        log.info("loading_progressed", task=task, done_mib=done >> 20, total_mib=total >> 20)

@@ -1,7 +1,7 @@
-"""Which weights of a span are held in fewer bits, and how many bytes they take.
+"""Selection of the weights of a span that are quantized, and their size.
 
-Those of the blocks' linear layers; norms, biases, routers and the stacked experts of a mixture stay
-as they are, as they do with bitsandbytes. O outputs, I inputs.
+Only those of the blocks' linear layers; norms, biases, routers and the stacked experts of a mixture
+keep their dtype, as with bitsandbytes. O outputs, I inputs.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ QuantizedLinear = Int8Linear | Nf4Linear
 
 
 def quantizes(module: nn.Module) -> bool:
-    """Whether a module's weight is held in fewer bits: where it is a linear layer and no more."""
-    # Falcon's own linear layer by its name, since to import it takes a quarter of a second.
+    """Whether a module's weight is quantized: plain linear layers, not subclasses."""
+    # Falcon's own linear layer by name, since its import takes a quarter of a second.
     return type(module) in (nn.Linear, Conv1D) or type(module).__name__ == "FalconLinear"
 
 
 def quantized_bytes(module: nn.Module, quant_type: QuantType) -> int:
-    """What the weight of such a layer takes. Raises `UnsupportedModelError`."""
+    """Return the bytes of the layer's quantized weight. Raises `UnsupportedModelError`."""
     outputs, inputs = _shape(module)
     if quant_type == "int8":
         return int8.nbytes(outputs, inputs)
@@ -46,10 +46,11 @@ def quantized_linear(
     dtype: torch.dtype,
     device: torch.device,
 ) -> QuantizedLinear:
-    """Return what stands in for a layer with this weight, and with the layer's own bias.
+    """Return a quantized layer with this weight, and with the bias of `module`.
 
-    On the CPU, so that every machine holds the same bytes, then moved to `device`. `dtype` is that
-    of the inputs to come. Raises `UnsupportedModelError` for weights beyond float16.
+    Quantized on the CPU, so that every machine holds the same bytes, then moved to `device`.
+    `dtype` is that of the inputs. Raises `UnsupportedModelError` for weights beyond the range of
+    float16.
     """
     weight_OI = weight.t() if isinstance(module, Conv1D) else weight
     bias_O = module.bias if isinstance(module.bias, nn.Parameter) else None

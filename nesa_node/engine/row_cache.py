@@ -1,4 +1,4 @@
-"""One row's pages as a cache for models that compute attention inside their own class.
+"""KV cache of one row, for models with attention outside transformers' interface.
 
 H heads, L tokens of this step, T tokens cached, D head size.
 """
@@ -11,9 +11,9 @@ from nesa_node.engine.attention import Run
 
 
 class RowCache:
-    """What transformers' models ask of a cache, for a batch of one.
+    """Cache interface of transformers' models for a batch of one, backed by a row's pages.
 
-    `repeats` > 1: the model hands every head over that many times; one of them is kept.
+    Where `CacheHeads.repeats` > 1 the model repeats every head that many times; one copy is stored.
     """
 
     def __init__(self, run: Run) -> None:
@@ -26,7 +26,7 @@ class RowCache:
     def update(
         self, keys_1HLD: Tensor, values_1HLD: Tensor, layer_idx: int, *_: object, **__: object
     ) -> tuple[Tensor, Tensor]:
-        """Write this step's keys and values of a layer; return all up to its end [1, H, T, D]."""
+        """Write a layer's keys and values of this step; return all up to its end [1, H, T, D]."""
         layer = layer_idx - self._pool.span.start
         return (
             self._put(self._pool.keys_SHD[layer], keys_1HLD),

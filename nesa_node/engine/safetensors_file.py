@@ -1,8 +1,8 @@
-"""Reading one tensor at a time from safetensors files.
+"""Reader of single tensors from safetensors files.
 
-The header is parsed here rather than by the `safetensors` library because a node wants to know what
-a file holds without mapping it: pages of a mapped file count as resident memory, and a handle kept
-open over a span doubles its peak. Plain reads into the final tensor peak at the span itself.
+The header is parsed here rather than by the `safetensors` library, which maps the file: mapped
+pages count as resident memory, and a handle kept open over a span doubles its peak. Plain reads
+into the final tensor peak at the size of the span.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from nesa_node.engine import huge_pages
 from nesa_node.engine.side_files import parse_json
 
 MAX_HEADER_BYTES = 25_000_000
-"""As huggingface_hub has it; the largest header known has 9 MB."""
+"""The limit of huggingface_hub; the largest header known has 9 MB."""
 MAX_DIMENSIONS = 8
 
 DTYPES = {
@@ -41,7 +41,7 @@ DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Where a tensor lies: `nbytes` at `offset` in the folder's file `file`."""
+    """Location of a tensor: `nbytes` at `offset` of `file` in the checkpoint's folder."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -55,9 +55,9 @@ class TensorInfo:
 
 
 def read_header(path: Path, file: str) -> dict[str, TensorInfo]:
-    """Return what the safetensors file at `path` holds. Every offset lies within the file.
+    """Return the tensors of the safetensors file at `path`. Every offset lies within the file.
 
-    Raises `CorruptCheckpointError`, and `UnsupportedModelError` for a dtype that cannot be served.
+    Raises `CorruptCheckpointError`, and `UnsupportedModelError` for an unsupported dtype.
     """
     with path.open("rb") as stream:
 
@@ -71,7 +71,7 @@ def read_header(path: Path, file: str) -> dict[str, TensorInfo]:
 def parse_header(
     read: Callable[[int, int], bytes], size: int, file: str, *, where: str
 ) -> dict[str, TensorInfo]:
-    """The same of a file of `size` bytes, of which `read(start, count)` gives some."""
+    """Parse the header of a file of `size` bytes, read with `read(start, count)`."""
     prefix = read(0, 8)
     if len(prefix) < 8:
         raise CorruptCheckpointError(f"{where}: not a safetensors file (it has {size} bytes)")
@@ -90,9 +90,9 @@ def parse_header(
 def _tensor_info(
     file: str, dtype: str, shape: tuple[int, ...], offsets: tuple[int, int], *, data_start: int
 ) -> TensorInfo:
-    """Build the description of one header entry.
+    """Describe one header entry.
 
-    Raises `ValueError` for a size that does not fit the shape, and `UnsupportedModelError`.
+    Raises `ValueError` for a size that does not match the shape, and `UnsupportedModelError`.
     """
     if dtype not in DTYPES:
         raise UnsupportedModelError(
@@ -111,9 +111,9 @@ def _tensor_info(
 
 
 def read_tensor(folder: Path, info: TensorInfo) -> Tensor:
-    """Read one tensor into the memory where it stays, on the CPU.
+    """Read one tensor into new CPU memory.
 
-    Raises `CorruptCheckpointError` for a file cut short.
+    Raises `CorruptCheckpointError` for a truncated file.
     """
     tensor = huge_pages.empty(info.shape, info.dtype)
     if not info.nbytes:

@@ -1,7 +1,7 @@
-"""The small files of a checkpoint beside its weights: which are read, and how large they may be.
+"""Allowlist of a checkpoint's small files beside its weights, with their maximum sizes.
 
-A repository is what its author puts there, and transformers reads whatever it finds. So a file is
-refused by its size before it is downloaded, and again before it is parsed.
+Repositories are untrusted, and transformers reads whatever they hold. So oversized files are
+rejected before they are downloaded, and again before they are parsed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MAX_INDEX_BYTES = 32 << 20
 MAX_TOKENIZER_BYTES = 40 << 20
 _MAX_COMMAS = 1_000_000
 _MAX_BRACKETS = 500_000
-"""The headers and indices known have half as many. So many take up to 170 MiB and 0.8 s."""
+"""Twice those of known headers and indices. Parsing takes up to 170 MiB and 0.8 s at these."""
 _SHOWN_CHARS = 300
 
 SIDE_FILES = {
@@ -41,12 +41,13 @@ SIDE_FILES = {
     "sentencepiece.bpe.model": MAX_TOKENIZER_BYTES,
     INDEX_FILE: MAX_INDEX_BYTES,
 }
-"""Every file beside the weights that is read, and its largest size in bytes. The largest of the
-families served: 33 MiB for a tokenizer of 262,144 tokens, 9 MiB for an index of 91,991 tensors."""
+"""Maximum size in bytes of every file that is read beside the weights. The largest known in the
+supported families: 33 MiB for a tokenizer of 262,144 tokens, 9 MiB for an index of 91,991 tensors.
+"""
 
 
 def check_size(name: str, size: int, *, where: str) -> None:
-    """Raises `CorruptCheckpointError` if the side file `name` of `where` is too large to read."""
+    """Raises `CorruptCheckpointError` if side file `name` of `where` exceeds its maximum size."""
     most = SIDE_FILES[name]
     if size > most:
         raise CorruptCheckpointError(
@@ -56,7 +57,7 @@ def check_size(name: str, size: int, *, where: str) -> None:
 
 
 def check_side_files(folder: Path) -> None:
-    """Raises `CorruptCheckpointError` if a side file in `folder` is too large to be parsed."""
+    """Raises `CorruptCheckpointError` if a side file in `folder` exceeds its maximum size."""
     for name in SIDE_FILES:
         path = folder / name
         if path.is_file():
@@ -64,9 +65,9 @@ def check_side_files(folder: Path) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """Return what a side file holds.
+    """Parse a side file.
 
-    Raises `CorruptCheckpointError` where it is too large or no JSON, and `FileNotFoundError`.
+    Raises `CorruptCheckpointError` where it is too large or not JSON, and `FileNotFoundError`.
     """
     with path.open("rb") as stream:
         content = stream.read(SIDE_FILES[path.name] + 1)
@@ -75,15 +76,20 @@ def read_json(path: Path) -> Any:
 
 
 def is_crowded(content: bytes, *, commas: int, brackets: int) -> bool:
-    """Whether JSON has more values than that, before it is parsed: a value takes tens of times the
-    memory of its two or three bytes, and no other thread runs meanwhile."""
+    """Whether JSON text has more values than these limits.
+
+    Checked before parsing: a value of two or three bytes takes tens of times that memory, and
+    parsing holds the GIL.
+    """
     opening = content.count(b"[") + content.count(b"{")
     return content.count(b",") > commas or opening > brackets
 
 
 def parse_json(content: bytes, *, what: str) -> Any:
-    """Raises `CorruptCheckpointError`, also for JSON that is nested too deeply to be parsed, or
-    has too many values."""
+    """Parse untrusted JSON.
+
+    Raises `CorruptCheckpointError` for invalid JSON, too many values or too deep nesting.
+    """
     if is_crowded(content, commas=_MAX_COMMAS, brackets=_MAX_BRACKETS):
         raise CorruptCheckpointError(
             f"{what} has more values than any model's: {_MAX_COMMAS:,} commas or "
@@ -97,10 +103,10 @@ def parse_json(content: bytes, *, what: str) -> Any:
 
 @contextmanager
 def parsing(what: str) -> Iterator[None]:
-    """Raises `CorruptCheckpointError` for whatever a library cannot make of a side file.
+    """Converts any error of a library that parses a side file to `CorruptCheckpointError`.
 
-    transformers and tokenizers take for granted what a file holds: a wrong type is a `TypeError` or
-    an `AttributeError` somewhere, and a panic of tokenizers' is no `Exception` at all.
+    transformers and tokenizers do not validate files: a wrong type raises a `TypeError` or an
+    `AttributeError`, and a panic of tokenizers is not even an `Exception`.
     """
     try:
         yield

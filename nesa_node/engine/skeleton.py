@@ -1,4 +1,4 @@
-"""A model without weights, and which tensors of a checkpoint belong where in it."""
+"""A model without weights, and the mapping of a checkpoint's tensors to its parameters."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from nesa_node.engine.quantize import quantized_bytes, quantized_linear, quantiz
 
 @dataclass(slots=True)
 class Source:
-    """The checkpoint's tensors that make up one of the model's, and how: in order, by pattern."""
+    """Checkpoint tensors (pattern, name) of one of the model's tensors, and their converter."""
 
     names: list[tuple[str, str]] = field(default_factory=list)
     converter: WeightConverter | None = None
@@ -38,21 +38,21 @@ class Source:
 
 _AUTO: Any = AutoModelForCausalLM
 _no_init = threading.Lock()
-"""`no_init_weights` replaces functions of whole modules while it lasts: of two threads inside it,
-the second to leave would put back, for good, what the first had put there."""
+"""Guards `no_init_weights`, which patches torch's functions globally: of two threads inside it, the
+second to leave would restore the first one's patches for good."""
 
 
 class Skeleton:
-    """The causal LM of a checkpoint's config on the meta device, to be filled in part.
+    """Causal LM of a checkpoint's config on the meta device, of which parts can be loaded.
 
-    Names are mapped as transformers maps them when it loads the whole model: renamed layers, fused
-    experts, a base model's prefix that is there or not.
+    Names are mapped as in transformers' own loading: renamed layers, fused experts, an optional
+    base-model prefix.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
         self.family: Family = checkpoint.family
-        # A config is changed by the model that is built from it.
+        # Building a model changes its config.
         config = copy.deepcopy(checkpoint.config)
         with _no_init, torch.device("meta"), init.no_init_weights():
             self.model: Any = _AUTO.from_config(config, trust_remote_code=False)
@@ -76,9 +76,9 @@ class Skeleton:
         return [name for name in self._shapes if name.startswith(f"{path}.")]
 
     def source_names(self, names: Iterable[str]) -> list[str]:
-        """Return the checkpoint's names of what these tensors are made from.
+        """Return the names of the checkpoint's tensors that these are made from.
 
-        Raises `CorruptCheckpointError` naming those that the checkpoint does not have.
+        Raises `CorruptCheckpointError` naming those that the checkpoint lacks.
         """
         wanted = list(names)
         if missing := [name for name in wanted if self._stored_as(name) not in self._sources]:
@@ -92,7 +92,7 @@ class Skeleton:
     def nbytes(
         self, names: Iterable[str], dtype: torch.dtype, quant_type: QuantType = "none"
     ) -> int:
-        """Return what these tensors take in memory when loaded so.
+        """Return the bytes of these tensors in memory, loaded with this dtype and quantization.
 
         Raises `UnsupportedModelError` where weights do not fit into nf4's blocks.
         """
@@ -116,12 +116,12 @@ class Skeleton:
         quant_type: QuantType = "none",
         progress: Progress | None = None,
     ) -> None:
-        """Fetch these tensors and put them in place, one after the other. Blocks.
+        """Fetch these tensors and assign them, one after another. Blocks the thread.
 
-        With a `quant_type` linear layers are replaced by quantized ones as their weights come.
-        Peak memory is theirs plus the largest of them, as it is in the checkpoint. Tied tensors
-        share memory, unless the checkpoint holds different values for them.
-        Raises `CorruptCheckpointError` for a missing tensor or one of another shape, and
+        With a `quant_type`, linear layers are replaced by quantized ones as their weights are read.
+        Peak memory is that of the loaded tensors plus the largest of them as stored in the
+        checkpoint. Tied tensors share memory, unless the checkpoint holds different values for
+        them. Raises `CorruptCheckpointError` for a missing tensor or one of another shape, and
         `UnsupportedModelError` for weights that cannot be quantized so.
         """
         wanted = list(names)
@@ -143,7 +143,7 @@ class Skeleton:
     def make_buffers(self, root: nn.Module, device: torch.device) -> None:
         """Compute the buffers of `root` that no checkpoint holds (rotary frequencies, scales).
 
-        Call it before `load`: transformers initializes a module's weights in the same go.
+        Call it before `load`, since transformers' initialization also resets a module's weights.
         Raises `UnsupportedModelError` if transformers leaves one of them unset.
         """
         for module in root.modules():
@@ -155,12 +155,12 @@ class Skeleton:
             for name in fresh:
                 if not bool(torch.isfinite(getattr(module, name)).all()):
                     raise UnsupportedModelError(
-                        f"{self.checkpoint.name}: how transformers computes "
-                        f"{type(module).__name__}.{name} is not known here"
+                        f"{self.checkpoint.name}: transformers has no initialization of "
+                        f"{type(module).__name__}.{name}, so that the model cannot be served"
                     )
 
     def require_complete(self, root: nn.Module) -> None:
-        """Assert that nothing of `root` is left without a value."""
+        """Assert that every parameter and buffer of `root` has a value."""
         left = [name for name, value in root.state_dict(keep_vars=True).items() if value.is_meta]
         left += [name for name, value in root.named_buffers() if value.is_meta]
         assert not left, f"never loaded: {left}"
@@ -171,13 +171,13 @@ class Skeleton:
         converters = [item for item in transforms if isinstance(item, WeightConverter)]
         by_pattern = {pattern: item for item in converters for pattern in item.source_patterns}
         sources: dict[str, Source] = {}
-        # transformers' order, by numbers: experts are stacked in the order in which they come.
+        # Numeric order as in transformers: experts are stacked in the order of their names.
         for name in sorted(self.checkpoint.tensors, key=_natural):
             target, pattern = rename_source_key(
                 name, renamings, converters, self.model.base_model_prefix, self._shapes
             )
             if target not in self._shapes:
-                continue  # masks and frequencies that older versions saved; other heads
+                continue  # masks and frequencies saved by older versions; other heads
             source = sources.setdefault(target, Source())
             source.names.append((pattern or "", name))
             if pattern is not None:
@@ -185,12 +185,12 @@ class Skeleton:
         return sources
 
     def _stored_as(self, name: str) -> str:
-        """Return the name that the checkpoint has a tensor under: its own or its twin's."""
+        """Return the checkpoint's name of a tensor: its own or that of the tied tensor."""
         twin = self._twins.get(name)
         return twin if twin in self._sources and name not in self._sources else name
 
     def _quantized(self, name: str, quant_type: QuantType) -> nn.Module | None:
-        """The layer whose weight this is, if it is to be quantized."""
+        """Return the layer of this weight if it is to be quantized, else None."""
         path, _, leaf = name.rpartition(".")
         if quant_type == "none" or leaf != "weight":
             return None
@@ -220,7 +220,7 @@ class Skeleton:
         return tensor
 
     def _checked(self, name: str, stored: str) -> Tensor:
-        """A tensor as the checkpoint has it."""
+        """Read a tensor in its stored dtype. Raises `CorruptCheckpointError` for another shape."""
         tensor = self._realize(stored)
         if tensor.shape != self._shapes[name]:
             raise CorruptCheckpointError(
@@ -266,5 +266,7 @@ def _on_meta(module: nn.Module, name: str) -> bool:
 def _unset_like(buffer: Tensor | None, device: torch.device) -> Tensor:
     assert buffer is not None
     if not buffer.is_floating_point():
-        raise UnsupportedModelError("a model with integer buffers outside its checkpoint")
+        raise UnsupportedModelError(
+            "models with integer buffers outside the checkpoint cannot be served"
+        )
     return torch.full_like(buffer, torch.nan, device=device)

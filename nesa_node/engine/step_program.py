@@ -1,11 +1,11 @@
-"""All that a step of so many tokens does, written down once and run again and again.
+"""Recorded decode step: kernel calls for a fixed number of tokens, replayed without torch.
 
-To find out what to do takes longer than to do it: with cold caches torch takes 10 to 20 us
-for each operation. Here buffers, and the fields of machine code, stay where they are between
-steps, so that a layer is some ten calls of a function with nothing to say to it.
+With cold caches torch takes 10 to 20 us to dispatch an operation, longer than to compute it. Here
+buffers and the arguments of machine code keep their addresses between steps (as in a CUDA graph),
+so that a layer is about ten calls without arguments.
 
-T tokens, D hidden, F inner size, Q query heads, H key/value heads, E head size, P positions,
-S slots.
+T tokens, D hidden, F inner size, Q query heads, H key/value heads, E head size, P positions, S
+slots.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ if TYPE_CHECKING:
     from nesa_node.engine.fused_layers import FusedLayer, Norm
 
 LANES = 16
-"""Floats in the widest vector there is: sizes must be multiples of it."""
+"""Floats in the widest vector register; sizes must be multiples of it."""
 WORTH_THREADS = 1 << 14
-"""Slots times heads: to read fewer keys takes less time than to call other threads."""
+"""Slots times heads from which attention is multithreaded: below, waking threads takes longer."""
 
 SCRATCH, SEEING, ROOM = 7, 8, 10
-"""Fields of `attend` that change with every step."""
+"""Indices of the `attend` fields that change with every step."""
 
 
 class Functions(NamedTuple):
-    """Machine code of one dtype and shape of heads: `native/layer.py`."""
+    """Machine code for one dtype and head shape (`native/layer.py`)."""
 
     add_and_norm: Function
     rotate: Function
@@ -47,21 +47,21 @@ class Functions(NamedTuple):
 
 
 class Buffers:
-    """What layers compute, for at most so many tokens. Of one width there is one for each name."""
+    """Scratch buffers of all layers for up to `most_tokens` tokens: one per name, width, dtype."""
 
     def __init__(self, most_tokens: int) -> None:
         self._most_tokens = most_tokens
         self._tensors: dict[tuple[str, int, torch.dtype], Tensor] = {}
 
     def get(self, name: str, tokens: int, width: int, dtype: torch.dtype) -> Tensor:
-        """[T, width], contiguous. Programs share it: what it holds lasts no longer than a step."""
+        """Return a contiguous [T, width] buffer. Programs share it: contents last for one step."""
         key = name, width, dtype
         if key not in self._tensors:
             self._tensors[key] = _empty((self._most_tokens, width), dtype)
         return self._tensors[key][:tokens]
 
     def room(self, count: int, dtype: torch.dtype) -> Tensor:
-        """[count]: what one call leaves there for the next."""
+        """Return scratch memory [count], valid until the next call that uses it."""
         size = 1 << (count - 1).bit_length()
         key = "room", size, dtype
         if key not in self._tensors:
@@ -70,13 +70,13 @@ class Buffers:
 
 
 def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    # A tensor of inference mode could not be written to outside of it.
+    # An inference-mode tensor could not be written outside inference mode.
     with torch.inference_mode(False):
         return torch.empty(shape, dtype=dtype)
 
 
 class StepProgram:
-    """A step of `tokens` tokens through `layers`, whose keys and values lie in `pool`."""
+    """A recorded step of `tokens` tokens through `layers`, with the KV cache in `pool`."""
 
     def __init__(
         self,
@@ -96,27 +96,27 @@ class StepProgram:
         self._step = _Step(tokens, buffers)
         self._calls: list[Call] = []
         self._kept: list[object] = []
-        """What calls point to."""
+        """Keeps alive what the calls point to."""
         self._size = len(layers[0].before_attention.weight)
         self._dtype = layers[0].before_attention.weight.dtype
         self._hidden_TD = self._buffer("hidden", self._size)
         self._added_TD = self._buffer("added", self._size)
-        """What is still to be added to it."""
+        """Last sublayer's output, added to `_hidden_TD` by the next norm."""
         self._hidden, self._added = Range.of(self._hidden_TD), Range.of(self._added_TD)
         self._asks_torch = False
         for layer in layers:
             self._write_layer(layer, pool)
-        # For what it adds to the hidden states; of the norm nothing is used.
+        # Adds the last layer's MLP output to the hidden states; the norm's own output is unused.
         self._write_norm(layers[-1].before_mlp)
 
     def fits(self, tables: tuple[Tensor, Tensor], pool: PagePool) -> bool:
-        """Whether it can still be run: addresses are part of it."""
+        """Whether the recorded addresses are still those of `tables` and `pool`."""
         return (
             self._pool() is pool and self._tables[0] is tables[0] and self._tables[1] is tables[1]
         )
 
     def run(self, inputs: Iterable[Range], outputs: Iterable[Range], packed: PackedRuns) -> None:
-        """Read the packed tokens' hidden states, and write the last layer's outputs."""
+        """Copy the packed hidden states from `inputs`, run, and copy the result to `outputs`."""
         self._step.begin(packed)
         address = self._hidden.address
         for part in inputs:
@@ -202,7 +202,7 @@ class StepProgram:
 
 
 class _Product:
-    """A linear layer of another kind: its output is copied to where it is looked for."""
+    """Product of a linear layer without prepared calls: its output is copied to `output_TO`."""
 
     def __init__(self, linear: Any, input_TI: Tensor, output_TO: Tensor) -> None:
         self._linear = linear
@@ -214,7 +214,7 @@ class _Product:
 
 
 class _NormOfHeads:
-    """Norms a layer's queries and keys, where it does (Qwen3)."""
+    """RMS norm of a layer's query and key heads, in place (Qwen3)."""
 
     def __init__(self, layer: FusedLayer, qkv: Tensor) -> None:
         self._layer = layer
@@ -228,7 +228,7 @@ class _NormOfHeads:
 
 
 class _Attention:
-    """Puts a layer's attention into `attended` [T, Q x E]."""
+    """Attention of a layer, written to `attended` [T, Q x E]."""
 
     def __init__(
         self,
@@ -281,13 +281,13 @@ class _Attention:
 
 
 class _Step:
-    """What all layers of the step that runs have in common, where all of them look for it."""
+    """State of the running step, which all layers share."""
 
     def __init__(self, tokens: int, buffers: Buffers) -> None:
         self._buffers = buffers
         self.packed: PackedRuns | None = None
         self.longer_rows: list[Row] = []
-        """Their tokens share what they read: torch's attention takes less time for them."""
+        """Rows with several tokens: these share what they read, so torch's attention is faster."""
         self.positions = (ctypes.c_int64 * tokens)()
         self.slots = (ctypes.c_int64 * tokens)()
         self._tokens = tokens
@@ -309,12 +309,12 @@ class _Step:
             seen.begin(single_rows)
 
     def end(self) -> None:
-        """Hold no pool that is given up."""
+        """Drop references, so that a pool that is given up can be freed."""
         self.packed = None
         self.longer_rows = []
 
     def seen(self, layer: FusedLayer) -> _Seen:
-        """What layers with that window see."""
+        """Return the visible slots for layers with this window and head shape."""
         key = layer.window, layer.queries // layer.heads, layer.heads
         if key not in self._seen:
             self._seen[key] = _Seen(self._tokens, self._buffers, *key)
@@ -322,7 +322,7 @@ class _Step:
 
 
 class _Seen:
-    """Which slots those tokens see that are their rows' only ones."""
+    """Range of slots that each token attends to, for rows with a single token in this step."""
 
     def __init__(
         self, most: int, buffers: Buffers, window: int | None, group: int, heads: int
@@ -333,13 +333,13 @@ class _Seen:
         self._heads = heads
         self._numbers = [(ctypes.c_int64 * most)() for _ in range(3)]
         self.addresses = [ctypes.addressof(numbers) for numbers in self._numbers]
-        """Of which tokens these are, their first slots, their counts of slots."""
+        """Addresses of three int64 arrays: token indices, first slots, numbers of slots."""
         self.tokens = 0
         self.room = 0
         self.threads = 1
         self._size = 0
         self.scratch = 0
-        """Address of room for `_size` scores."""
+        """Address of scratch memory for `_size` scores."""
 
     def begin(self, rows: Sequence[Row]) -> None:
         self.tokens = len(rows)
@@ -368,5 +368,5 @@ def _start(row: Row) -> int:
 
 
 def field(value: float) -> int:
-    """A float32 as a field of a function's."""
+    """Encode a float32 as an integer field of a machine-code function."""
     return int.from_bytes(struct.pack("<f", value), "little")

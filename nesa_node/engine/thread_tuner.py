@@ -1,8 +1,8 @@
-"""Decides on how many threads the steps of one size run, by what steps took on more and on fewer.
+"""Tuner of the number of threads for steps of one size, by trials of a larger and a smaller number.
 
-What is fastest depends on the processors that other processes leave: a step on two threads takes
-half as long as on one where two are free, and three times as long where one is not, since each
-product waits for its slowest thread. So it is tried, now and then, for a few steps.
+The fastest number depends on what other processes leave idle: compared with one thread a step on
+two takes half as long if two cores are free, and three times as long if one is not, since each
+product waits for its slowest thread. So alternatives are tried for a few steps at intervals.
 """
 
 from __future__ import annotations
@@ -12,29 +12,32 @@ from collections.abc import Callable, Sequence
 from statistics import fmean, median
 
 BLOCK_STEPS = 3
-"""Steps counted of one number of threads before it is the other's turn."""
+"""Steps counted per turn of one number of threads."""
 BLOCK_S = 0.3
-"""Of long steps fewer are counted: a block has enough after so long."""
+"""A turn ends early after this time, if steps are long."""
 TURNS = 2
-"""Blocks of each number in a trial."""
+"""Turns of each of the two numbers in a trial."""
 LONG_STEP_S = 0.1
-"""The first step of a block wakes threads and is not counted, unless it takes longer than this."""
+"""A turn's first step wakes threads and is not counted, unless it takes at least this long."""
 RECENT_STEPS = 8
 PAUSE_STEPS = 64
-"""Steps until the next trial. Twice as many after each that changes nothing, up to:"""
+"""Steps until the next trial; doubled after each one without a change, to `MOST_PAUSE_STEPS`."""
 MOST_PAUSE_STEPS = 256
 MORE_GAIN = 0.93
-"""More threads must take at most this share of the time: what they occupy is then worth it."""
+"""Maximum time, relative to fewer threads, at which more threads are worth their cores."""
 HOPELESS = 1.15
-"""A number of threads whose best step took so many times the usual has lost its trial."""
+"""A trial is aborted if the challenger's best step takes this many times the usual."""
 SLOWER = 1.33
-"""Steps that take so many times what they took after the last trial start another one."""
+"""A slowdown by this factor since the last trial starts another one."""
 IDLE_SHARE = 0.5
-"""More threads are tried where this share of each is idle."""
+"""More threads are tried only if this fraction of each additional core is idle."""
 
 
 class ThreadTuner:
-    """`threads` is the number for the next step, which `note` is told of. Not for two threads."""
+    """Chooses `threads` for the next step from the times given to `note`.
+
+    Not thread-safe.
+    """
 
     def __init__(
         self,
@@ -43,9 +46,8 @@ class ThreadTuner:
         *,
         start: int | None = None,
     ) -> None:
-        """`counts` ascend. Begins with `start`, which was found for a similar size; without it with
-        as many as `idle_cores` says are free besides the one in use, and tries others at once.
-        """
+        """`counts` ascend. `start` is the number tuned for a similar size; without it, starts with
+        as many as `idle_cores` reports free plus the one in use, and begins a trial at once."""
         assert counts
         assert list(counts) == sorted(set(counts))
         self._counts = counts
@@ -71,7 +73,7 @@ class ThreadTuner:
         return self._settled
 
     def note(self, threads: int, seconds: float, tokens: int = 1) -> None:
-        """A step of so many tokens ran on `threads` and took `seconds`."""
+        """Record that a step of `tokens` tokens took `seconds` on `threads`."""
         if threads != self.threads:
             return
         trial = self._trial
@@ -90,13 +92,13 @@ class ThreadTuner:
         return max((at for at, one in enumerate(self._counts) if one <= count), default=0)
 
     def _is_slower(self) -> bool:
-        """Whether fewer threads may be better now. Where there are none, time brings a trial."""
+        """Whether steps have slowed down, so that fewer threads may help. False at the minimum."""
         if self._at == 0 or self._usual_s is None or len(self._recent) < RECENT_STEPS:
             return False
         return typical(self._recent) > SLOWER * self._usual_s
 
     def _begin(self) -> None:
-        """Try more or fewer threads, in turn, if there is anything to try."""
+        """Start a trial of more or fewer threads, alternating, where possible."""
         down, up = self._at > 0, self._has_room()
         if down or up:
             downwards = down and (self._downwards or not up)
@@ -112,8 +114,8 @@ class ThreadTuner:
         return self._idle_cores() >= IDLE_SHARE * more
 
     def _is_hopeless(self, trial: _Trial) -> bool:
-        """Whether the challenger need not be tried for longer."""
-        # While the trial lasts the holder's own steps in it are the newest there are.
+        """Whether the challenger is so slow that its trial can be aborted."""
+        # Samples of the running trial are newer than `_recent`.
         usual = trial.samples[trial.holder] or list(self._recent)
         mine = trial.samples[trial.challenger]
         return bool(usual) and min(mine) > HOPELESS * typical(usual)
@@ -140,7 +142,7 @@ class ThreadTuner:
 
 
 class _Trial:
-    """Steps on two numbers of threads, in turns, the challenger's first."""
+    """Alternating turns of two numbers of threads, the challenger's first."""
 
     def __init__(self, holder: int, challenger: int) -> None:
         self.holder = holder
@@ -155,7 +157,7 @@ class _Trial:
         return self._blocks == 2 * TURNS
 
     def note(self, seconds: float, tokens: int) -> bool:
-        """Count a step of the number whose turn it is; return whether its turn is over."""
+        """Record a step of the current number; return whether its turn is over."""
         self._steps += 1
         self._seconds += seconds
         samples = self.samples[self.at]
@@ -171,10 +173,10 @@ class _Trial:
 
 
 def typical(samples: Sequence[float] | deque[float]) -> float:
-    """The mean, in which what took more than twice the median counts as twice the median.
+    """Return the mean of samples clipped at twice their median.
 
-    Beside a busy process some steps on several threads wait for a time slice: the median of
-    steps does not show it, and the plain mean shows a single hiccup of any number of threads.
+    Beside a busy process some steps on several threads wait for a time slice: the median hides
+    that, and the plain mean overrates a single outlier.
     """
     most = 2 * median(samples)
     return fmean(min(sample, most) for sample in samples)

@@ -1,4 +1,4 @@
-"""Runs steps on the number of torch's threads that makes them fastest here."""
+"""Tuned number of torch's threads for each size of step."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from nesa_node.engine.thread_tuner import ThreadTuner
 T = TypeVar("T")
 
 Size = tuple[int, int]
-"""Bits of the number of tokens, and blocks: steps of one size take as long for each token."""
+"""Bit length of the number of tokens, and number of blocks: time per token is about equal."""
 
 LEAST_WINDOW_S = 0.2
-"""Over less than this the system's counters of idle time, in hundredths of a second, say little."""
+"""Shortest interval to measure idle time over: the system counts it in hundredths of a second."""
 MOST_CORES = 1 << 16
 _CGROUPS = Path("/sys/fs/cgroup")
 
@@ -31,17 +31,17 @@ _fixed = False
 
 
 def fix_threads(count: int) -> None:
-    """Have this process compute on `count` of torch's threads, whatever others would bring."""
-    global _fixed  # As torch's own number is the process's.
+    """Use exactly `count` of torch's threads in this process, without tuning."""
+    global _fixed  # global like torch's own setting
     torch.set_num_threads(count)
     _fixed = True
 
 
 class Threads:
-    """Chooses for each size of steps among 1, 2, 4 ... and all threads that torch may use here.
+    """Runs steps on the fastest number of threads among 1, 2, 4 ... and torch's maximum.
 
-    Safe for several threads. No bit of what machine code computes depends on what it chooses, so
-    that decoded tokens do not; the last bits of torch's own operations may, as with any setting.
+    Thread-safe. Results of machine code do not depend on the number, so that decoded tokens do not;
+    the last bits of torch's own operations may.
     """
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class Threads:
         self._guard = threading.Lock()
 
     def run(self, job: Callable[[], T], tokens: int, blocks: int = 0) -> T:
-        """The result of `job()`, a step of so many tokens through so many blocks."""
+        """Return the result of `job()`, a step of `tokens` tokens through `blocks` blocks."""
         most = 1 if _fixed else torch.get_num_threads()
         if most == 1:
             return job()
@@ -65,7 +65,7 @@ class Threads:
         finally:
             ended = time.perf_counter()
             if count != most:
-                # It is the calling thread's number, and a client's caller has uses for its own.
+                # Restore the calling thread's setting, which the caller's own code may rely on.
                 use_threads(most)
         with self._guard:
             tuner.note(count, ended - started, tokens)
@@ -89,7 +89,7 @@ class Threads:
         return tuner
 
     def _nearest(self, size: Size) -> int | None:
-        """What was found for the size that is most like it."""
+        """Return the number of threads tuned for the most similar size; None if there is none."""
         known = [other for other, tuner in self._tuners.items() if tuner.settled]
         if not known:
             return None
@@ -99,28 +99,28 @@ class Threads:
 
 
 def counts_up_to(most: int) -> list[int]:
-    """1, 2, 4 ... and `most`."""
+    """Return 1, 2, 4 ... and `most`."""
     return sorted({most, *(1 << bit for bit in range(most.bit_length()) if 1 << bit <= most)})
 
 
 def _idle_s() -> float:
-    """Of the cores that this process may use, together, since the machine started."""
+    """Idle seconds of all usable cores together since the machine started."""
     times = psutil.cpu_times(percpu=True)
     mine = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
-    if not mine or max(mine) >= len(times):  # a container that numbers them anew
+    if not mine or max(mine) >= len(times):  # a container that renumbers cores
         mine = set(range(len(times)))
     return float(sum(times[core].idle for core in mine))
 
 
 class IdleCores:
-    """How many cores of this process had nothing to do since it was last called."""
+    """Average number of idle cores of this process since the last reading."""
 
     def __init__(
         self,
         idle_s: Callable[[], float] = _idle_s,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`idle_s`: of all cores together, since the machine started."""
+        """`idle_s`: idle seconds of all cores together since the machine started."""
         self._idle_s = idle_s
         self._clock = clock
         self._before = clock(), idle_s()
@@ -135,12 +135,12 @@ class IdleCores:
 
 
 idle_cores = IdleCores()
-"""Its first answer is about the time since this module was imported: of loading, for a node."""
+"""Its first reading covers the time since this module was imported (a node's loading)."""
 
 
 @functools.cache
 def cpu_quota() -> int:
-    """How many cores this process's control groups, of version 2 or 1, let it use at a time."""
+    """Return the limit of usable cores by this process's cgroups (version 2 or 1), rounded up."""
     return math.ceil(min(_least_quota(_CGROUPS, ""), _least_quota(_CGROUPS / "cpu", "cpu")))
 
 
@@ -153,7 +153,7 @@ def _least_quota(root: Path, controller: str) -> float:
 
 
 def _own_group(controller: str) -> str:
-    """Lines are `number:controllers:/group`; version 2 has no controllers there."""
+    """Return the cgroup path. Lines are `number:controllers:/group`, without controllers in v2."""
     try:
         lines = Path("/proc/self/cgroup").read_text(encoding="ascii").splitlines()
     except OSError:

@@ -1,7 +1,7 @@
-"""Products of tens of tokens in bfloat16, by AMX.
+"""Products in bfloat16 for up to 32 tokens, by AMX.
 
-They read a weight once for up to 32 tokens, as fast as the memory gives it for up to 16. A token's
-result has the same bits whatever it is batched with.
+They read a weight once for all tokens, at memory bandwidth for up to 16. A token's result has the
+same bits for any batch.
 
 T tokens, I inputs, O outputs.
 """
@@ -25,16 +25,16 @@ LEAST_OUTPUTS = 32
 
 
 class Tiles:
-    """x [T, I] -> x W^T + b [T, O] for up to `MOST_TOKENS` tokens."""
+    """AMX product x [T, I] -> x W^T + b [T, O] for up to `MOST_TOKENS` tokens."""
 
     def __init__(self, products: list[Function]) -> None:
-        """`products`: those for one tile of tokens, and for two."""
+        """`products`: functions for one tile of tokens, and for two."""
         self._products = products
 
     def __call__(self, input_TI: Tensor, weight_OI: Tensor, bias_O: Tensor) -> Tensor:
         """Return the product [T, O] with a weight that `suits`.
 
-        All are bfloat16, but for `bias_O`, which is float32. Summed in float32, rounded once.
+        All are bfloat16, except `bias_O` in float32. Sums are float32, rounded once.
         """
         room = torch.empty(room_for(*input_TI.shape), dtype=torch.int32)
         output_TO = torch.empty(len(input_TI), len(weight_OI), dtype=weight_OI.dtype)
@@ -45,13 +45,15 @@ class Tiles:
     def calls(
         self, input_TI: Tensor, room: Tensor, weight_OI: Tensor, bias_O: Tensor, output_TO: Tensor
     ) -> list[Callable[[], object]]:
-        """What puts the product of what `input_TI` then holds into `output_TO`.
+        """Return calls that write the product of the contents of `input_TI` to `output_TO`.
 
-        `room`: int32, `room_for(T, I)` of them. All are contiguous, and the caller's to keep.
+        `room`: int32 scratch memory of `room_for(T, I)` items. All tensors are contiguous, and the
+        caller keeps them alive.
         """
         tokens, (outputs, inputs) = len(input_TI), weight_OI.shape
         wide = _wide(tokens)
-        # In pairs, as tiles are multiplied. What is beside the tokens makes sums that nobody reads.
+        # Transposed to pairs of inputs, as AMX multiplies them. Unused columns yield sums that are
+        # discarded.
         pairs = room.view(inputs // 2, TILE_TOKENS * wide)[:, :tokens]
         job = self._products[wide - 1].job(
             weight_OI.data_ptr(),
@@ -71,9 +73,9 @@ def room_for(tokens: int, inputs: int) -> int:
 
 
 def tiles(dtype: torch.dtype) -> Tiles | None:
-    """Return the products of a dtype; None if it has none, or where they cannot be had."""
+    """Return the AMX products of a dtype; None where AMX does not support it or is missing."""
     cpu: Any = torch.cpu
-    # The system must allow each process to use tiles.
+    # Linux grants the use of tiles per process.
     if dtype != torch.bfloat16 or not cpu._is_amx_tile_supported() or not cpu._init_amx():
         return None
     products = compiled(("tiles", "bfloat16", 1), ("tiles", "bfloat16", 2))
@@ -81,7 +83,7 @@ def tiles(dtype: torch.dtype) -> Tiles | None:
 
 
 def suits(weight_OI: Tensor) -> bool:
-    """Whether a weight has the shape, the layout and the place that products need."""
+    """Whether the products support a weight's shape, layout and device."""
     return fits(weight_OI) and len(weight_OI) >= LEAST_OUTPUTS
 
 

@@ -1,4 +1,4 @@
-"""A checkpoint's tokenizer."""
+"""Loading of a checkpoint's tokenizer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TEMPLATE_FILE = "chat_template.jinja"
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer in `folder`; code that the folder brings along is never run.
+    """Load the tokenizer in `folder`; code in the folder is never run.
 
     Raises `ModelNotFoundError`, and `CorruptCheckpointError` for files that cannot be parsed.
     """
@@ -27,10 +27,10 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 
 
 def load_discovered_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer in `folder`, which a stranger chose: its `tokenizer.json`, where that is known
-    to be harmless (`tokenizer_rules.py`), read by the class that `load_tokenizer` takes.
+    """Load the tokenizer of an untrusted model, which the swarm announced.
 
-    Raises as `load_tokenizer`, and `UnsupportedModelError`.
+    Only its `tokenizer.json` is used, if `tokenizer_rules.py` accepts it, read by the class that
+    `load_tokenizer` would choose. Raises as `load_tokenizer`, and `UnsupportedModelError`.
     """
     check_side_files(folder)
     what = f"the tokenizer in {folder}"
@@ -46,7 +46,7 @@ def load_discovered_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     )
     said = _object(folder / "config.json")
     model_type = said.get("model_type") if isinstance(said, dict) else None
-    # Not `folder`: there transformers would find other files, of which it makes other tokenizers.
+    # In `folder` transformers would find other files and build other tokenizers from them.
     with parsing(what), TemporaryDirectory(prefix="nesa-tokenizer-") as checked:
         (Path(checked) / "tokenizer.json").write_bytes(content)
         (Path(checked) / "tokenizer_config.json").write_text(json.dumps(config))
@@ -66,7 +66,8 @@ def _object(path: Path) -> object:
 
 def _load(folder: Path) -> PreTrainedTokenizerBase:
     try:
-        # Without a word transformers asks on the terminal whether to run a local folder's code.
+        # Unless `trust_remote_code` is given, transformers prompts on the terminal for a folder
+        # with code.
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError) as error:
         if "trust_remote_code" in str(error):

@@ -1,8 +1,8 @@
-"""What a stranger's tokenizer may be: a few known components, and little of each.
+"""Validation of untrusted tokenizers: an allowlist of components and limits of their sizes.
 
-A `tokenizer.json` is a program: a pattern that is replaced by a longer one, forty times, takes all
-memory for one letter, and a regular expression may take for ever. So there is a list of what is
-run, and what was checked is written anew: no second parser reads the file otherwise than this one.
+A `tokenizer.json` is a program: forty replacements of a pattern by a longer one exhaust memory for
+one letter, and a regular expression may take exponential time. The accepted content is serialized
+anew, so that no second parser interprets the original file differently.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from nesa_node.core.errors import UnsupportedModelError
 from nesa_node.engine.side_files import is_crowded
 
 MAX_TOKENS = 300_000
-"""Of the families served BLOOM and Gemma have the most, 250,680 and 262,208."""
+"""The largest of the supported families: BLOOM has 250,680, Gemma 262,208."""
 MAX_MERGES = 700_000
 MAX_ADDED_TOKENS = 8192
 MAX_TOKEN_CHARS = 1024
 MAX_ADDED_CHARS = 256
 MAX_COMPONENTS = 8
-"""Of a kind, one after the other; DeepSeek's tokenizers split seven times."""
+"""Components of one kind in sequence; DeepSeek's tokenizers split seven times."""
 _MAX_PATTERN_CHARS = 16
 _MAX_COMMAS = 3_000_000
 _MAX_BRACKETS = 1_000_000
@@ -65,14 +65,15 @@ REGEXES = frozenset(
         " ?[^(\\s|[.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c])]+",
     }
 )
-"""Those that models of the families served split texts by; each takes time in proportion."""
+"""Split patterns of models of the supported families; each takes linear time."""
 
 CLASSES = frozenset(
     name + suffix
     for name in ("Llama", "CodeLlama", "GPT2", "Qwen2", "Gemma", "GPTNeoX", "Bloom", "PreTrained")
     for suffix in ("Tokenizer", "TokenizerFast")
 ) | {"TokenizersBackend"}
-"""transformers' own, of the families served. They make a tokenizer of the checked vocabulary."""
+"""Tokenizer classes of transformers for the supported families. They build the tokenizer from the
+checked vocabulary."""
 
 Component = dict[str, Any]
 
@@ -110,10 +111,10 @@ class _Tokenizer(msgspec.Struct):
 
 
 def checked_tokenizer(content: bytes) -> bytes:
-    """A stranger's `tokenizer.json` without what is not used here (padding, truncation, dropout).
+    """Return an untrusted `tokenizer.json` without unused parts (padding, truncation, dropout).
 
-    Raises `UnsupportedModelError` for one that might take more than a text's share of time and
-    memory, and for whatever is not known to be harmless.
+    Raises `UnsupportedModelError` for one that might take excessive time or memory, and for any
+    component that is not on the allowlist.
     """
     if is_crowded(content, commas=_MAX_COMMAS, brackets=_MAX_BRACKETS):
         raise _refused("it has too many entries")
@@ -136,13 +137,13 @@ def checked_tokenizer(content: bytes) -> bytes:
 
 
 def checked_tokenizer_config(raw: object, *, special_tokens: object) -> dict[str, Any]:
-    """What is used of a stranger's `tokenizer_config.json` and `special_tokens_map.json`.
+    """Return the allowed settings of untrusted tokenizer and special-token configs.
 
-    The class that reads the tokenizer only where it is one of `CLASSES`, and not from which file.
+    Keeps the tokenizer class only where it is one of `CLASSES`, never a file to load it from.
     Raises `UnsupportedModelError`.
     """
     if not isinstance(raw, dict) or not isinstance(special_tokens, dict):
-        raise _refused("tokenizer_config.json or special_tokens_map.json is no object")
+        raise _refused("tokenizer_config.json or special_tokens_map.json is not a JSON object")
     config = {key: special_tokens[key] for key in _SPECIAL_TOKENS if key in special_tokens}
     config |= {key: raw[key] for key in (*_SPECIAL_TOKENS, *_CONFIG_KEYS) if key in raw}
     config |= {key: raw[key] for key in _SWITCHES if isinstance(raw.get(key), bool)}
@@ -151,15 +152,17 @@ def checked_tokenizer_config(raw: object, *, special_tokens: object) -> dict[str
     for key in _SPECIAL_TOKENS:
         many = _tokens_of(config.get(key))
         if len(many) > MAX_ADDED_TOKENS or not all(map(_is_special_token, many)):
-            raise _refused(f"{key} of tokenizer_config.json is no short token, or are too many")
+            raise _refused(
+                f"{key} of tokenizer_config.json is not a short token, or lists too many"
+            )
     added = config.get("added_tokens_decoder", {})
     if not isinstance(added, dict) or len(added) > MAX_ADDED_TOKENS:
-        raise _refused(f"more than {MAX_ADDED_TOKENS} tokens are added, or no table of them")
+        raise _refused(f"added_tokens_decoder is not a table of at most {MAX_ADDED_TOKENS} tokens")
     for key, token in added.items():
         if not (key.isascii() and key.isdigit() and len(key) <= 6 and int(key) < MAX_TOKENS):
-            raise _refused(f"{key[:20]!r} is no id of an added token")
+            raise _refused(f"{key[:20]!r} is not a valid id of an added token")
         if not isinstance(token, dict) or not _is_special_token(token):
-            raise _refused(f"the added token {key} is none, or too long")
+            raise _refused(f"the added token {key} is not a token, or too long")
     return config
 
 
@@ -185,7 +188,7 @@ _CONFIG_KEYS = (
 
 
 def _tokens_of(value: object) -> list[object]:
-    """One token, several, or several by name."""
+    """List the tokens of a value: one token, a list, or a table by name."""
     if isinstance(value, dict) and "content" not in value:
         return list(value.values())
     return value if isinstance(value, list) else [] if value is None else [value]
@@ -198,14 +201,14 @@ def _is_special_token(value: object) -> bool:
 
 def _refused(reason: str) -> UnsupportedModelError:
     return UnsupportedModelError(
-        f"its tokenizer is not run, since a stranger chose it: {reason}. "
+        f"its tokenizer is not loaded, since it comes from an untrusted announcement: {reason}. "
         "Where you trust the model, name it with --model"
     )
 
 
 def _check_vocabulary(model: _Model) -> None:
     if model.type is None and model.merges is not None:
-        model.type = "BPE"  # as files of older versions leave it out
+        model.type = "BPE"  # omitted by older versions
     if model.type not in ("BPE", "WordLevel"):
         raise _refused(f"its model is {str(model.type)[:40]!r}, which is neither BPE nor WordLevel")
     if len(model.vocab) > MAX_TOKENS or len(model.merges or ()) > MAX_MERGES:
@@ -243,11 +246,11 @@ def _check_each(found: Component | None, kind: str, key: str, known: Mapping[str
         name = part.get("type")
         check = known.get(name) if isinstance(name, str) else None
         if check is None:
-            raise _refused(f"{kind} {str(name)[:40]!r} is not known here")
+            raise _refused(f"{kind} {str(name)[:40]!r} is not supported")
         if not check(part):
-            raise _refused(f"{kind} {name} does what is not known here")
+            raise _refused(f"{kind} {name} has unsupported settings")
         if {name, f"{kind} {name}"} & _ONCE and counts[str(name)] > 1:
-            raise _refused(f"{kind} {name} comes more than once")
+            raise _refused(f"{kind} {name} occurs more than once")
 
 
 def _flat(part: Component, key: str, depth: int) -> Iterator[Component]:
@@ -256,10 +259,10 @@ def _flat(part: Component, key: str, depth: int) -> Iterator[Component]:
         return
     inner = part.get(key)
     if not isinstance(inner, list) or len(inner) > MAX_COMPONENTS or not depth:
-        raise _refused(f"a sequence has no {key}, or too many")
+        raise _refused(f"a sequence has no list of {key}, or too long a one")
     for one in inner:
         if not isinstance(one, dict):
-            raise _refused(f"one of {key} is none")
+            raise _refused(f"an entry of {key} is not an object")
         yield from _flat(one, key, depth - 1)
 
 
@@ -268,7 +271,7 @@ def _any(_part: Component) -> bool:
 
 
 def _shortens(part: Component) -> bool:
-    """Whether it replaces a text by one that is not longer."""
+    """Whether it replaces a string by one that is not longer."""
     pattern, content = _text_pattern(part), part.get("content")
     return pattern is not None and isinstance(content, str) and len(content) <= len(pattern)
 
@@ -287,12 +290,12 @@ def _splits(part: Component) -> bool:
 
 
 def _strips_one(part: Component) -> bool:
-    """tokenizers panics where it is to strip more than there is."""
+    """Whether it strips at most one character at the start: tokenizers panics beyond the end."""
     return part.get("start") in (0, 1) and part.get("stop") == 0
 
 
 def _fills_in_once(part: Component) -> bool:
-    """Whether a template has a text, and one that follows it, at most once, and few tokens more."""
+    """Whether a template inserts each text at most once, and few special tokens."""
     for key, most in (("single", 1), ("pair", 2)):
         pieces = part.get(key)
         if not isinstance(pieces, list) or len(pieces) > 2 * MAX_COMPONENTS:
@@ -310,8 +313,8 @@ def _fills_in_once(part: Component) -> bool:
 
 
 _ONCE = frozenset({"Prepend", "ByteLevel", "Metaspace", "TemplateProcessing", "decoder Replace"})
-"""Each makes a text longer, but for the last, which takes a microsecond for each character and each
-time that it comes, at each token of an answer."""
+"""Components that may occur once: all lengthen a text, but for the decoder's Replace, which takes a
+microsecond for each character, occurrence and generated token."""
 _NORMALIZERS: Mapping[str, Check] = {
     "NFC": _any,
     "Lowercase": _any,

@@ -1,4 +1,4 @@
-"""Products of many tokens with weights that are unpacked for them, some rows at a time.
+"""Products of many tokens with quantized weights, dequantized in chunks of rows.
 
 T tokens, I inputs, O outputs, R rows of weights.
 """
@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 _UNPACKED_BYTES = 4 << 20
-"""So much of a layer at a time, which stays in a cache. A quarter of it takes 1.2 x as long for 512
+"""Bytes dequantized at a time, which stay in the cache. A quarter of it takes 1.2 x as long for 512
 tokens."""
 _UNIT = 256
-"""Rows: what is no multiple of them takes torch 1.1 to 1.4 x as long."""
+"""Rows per chunk are a multiple of it; other numbers take torch 1.1 to 1.4 x as long."""
 _MANY_TOKENS = 96
-"""From so many on, to turn the result over costs more than the other order of the product."""
+"""Tokens from which transposing the result costs more than the other order of the product."""
 
 
 def product_by_rows(
@@ -25,10 +25,10 @@ def product_by_rows(
     bias_O: Tensor | None,
     unpack: Callable[[int, Tensor], None],
 ) -> Tensor:
-    """Return x W^T + b [T, O], all in the dtype of x, as torch computes each block of rows.
+    """Return x W^T + b [T, O], all in the dtype of x, with torch's product of each chunk.
 
-    `unpack(start, weight_RI)` writes rows from `start` on, a multiple of 256, into memory that is
-    always the same.
+    `unpack(start, weight_RI)` dequantizes rows from `start` on, a multiple of 256, into a buffer
+    that is reused for all chunks.
     """
     tokens, inputs = input_TI.shape
     step = max(_UNPACKED_BYTES // (inputs * input_TI.itemsize) // _UNIT, 1) * _UNIT

@@ -326,7 +326,7 @@ def test_where_products_cannot_be_compiled_torch_computes(
         input_TI = torch.randn(tokens, 128)
         assert_product(linear(input_TI), linear, input_TI)
     shown = capsys.readouterr().err
-    assert shown.count("machine_code_missing") == 1
+    assert shown.count("native_compilation_failed") == 1
     assert reason in shown
 
 

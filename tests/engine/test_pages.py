@@ -81,7 +81,7 @@ def test_beyond_its_promise_a_row_takes_only_what_nobody_was_promised(pool: Page
     table = small.new_table()
     table.reserve(4 * PAGE_TOKENS)
     assert pool.free_pages == 0
-    with pytest.raises(CacheFullError, match="2 pages it was promised"):
+    with pytest.raises(CacheFullError, match="2 pages reserved for it"):
         table.reserve(5 * PAGE_TOKENS)
     assert len(table.pages) == 4
     large.new_table().reserve(12 * PAGE_TOKENS)

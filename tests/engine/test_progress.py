@@ -15,7 +15,7 @@ def test_a_file_gets_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) -> Non
         for done in (1 << 20, 2 << 20, 3 << 20, 4 << 20):
             show("loading", done, 4 << 20)
     assert [line["done_mib"] for line in logs] == [1, 3, 4]
-    assert logs[0]["event"] == "progress"
+    assert logs[0]["event"] == "loading_progressed"
 
 
 def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,5 @@
-"""Machine code for the processor at hand: what is computed, written for LLVM.
+"""Generators of machine code for this processor, through LLVM.
 
-`program.py` compiles it in a process of its own; `engine/machine_code.py` asks for it and runs it.
-Nothing here imports anything of ours but what lies here, and nothing else imports it.
+`program.py` compiles them in a child process; `engine/machine_code.py` starts it and runs the
+result. Modules here import nothing else of this package, and only the child imports them.
 """

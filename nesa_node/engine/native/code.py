@@ -1,10 +1,10 @@
-"""Writes a function `void name(int64_t *job)` for LLVM.
+"""Builder of a function `void name(int64_t *job)` in LLVM IR.
 
-A job's fields are 8 bytes each, whatever they hold. The first three are OpenMP's functions
-`omp_get_thread_num` and `omp_get_num_threads`, or 0 where the calling thread is to do all of it,
-and the address of `CONSTANTS`: machine code that is to run anywhere has no data of its own.
-Everything is computed in float32. Tensors are float32 or bfloat16; what goes into the latter is
-rounded to even, and NaN stays NaN.
+A job's fields have 8 bytes each, of any type. The first three are OpenMP's functions
+`omp_get_thread_num` and `omp_get_num_threads` (0 on a single thread), and the address of
+`CONSTANTS`, since position-independent code has no data of its own. Everything is computed in
+float32. Tensors are float32 or bfloat16; stores to bfloat16 round to nearest, ties to even, and
+keep NaN.
 """
 
 from __future__ import annotations
@@ -42,24 +42,24 @@ CONSTANTS = {
     "ln(2), below": 2.12194440e-4,
     **{f"exp {power}": factor for power, factor in enumerate(_EXP)},
 }
-"""Floats, in this order."""
+"""Constants in float32, in memory order."""
 BITS = {"half": 0x7FFF, "rounds up": 0x8000, "odd": 1, "nan": 0x7FC00000, "upper half": -0x10000}
-"""Integers of 32 bits that come after them."""
+"""Constants in int32, stored after `CONSTANTS`."""
 TILES, TILE_ROWS, TILE_ROW_BYTES = 8, 16, 64
 TILE_SHAPES = struct.pack(
     "<B15x16H16B", 1, *[TILE_ROW_BYTES] * TILES, *[0] * 8, *[TILE_ROWS] * TILES, *[0] * 8
 )
-"""AMX's tiles as large as they can be, as the processor is told. Comes after the bits."""
+"""AMX tile configuration (`ldtilecfg`) with tiles of maximum size, stored after `BITS`."""
 
 
 def constants() -> bytes:
-    """What the third field points to."""
+    """Return the constants' memory, to which the third field points."""
     numbers = struct.pack(f"<{len(CONSTANTS)}f{len(BITS)}i", *CONSTANTS.values(), *BITS.values())
     return numbers + TILE_SHAPES
 
 
 class Code:
-    """One function of one dtype."""
+    """Builder of one function for one dtype."""
 
     def __init__(self, name: str, dtype: str, processor: Processor) -> None:
         self.name, self.dtype, self.processor = name, dtype, processor
@@ -73,10 +73,8 @@ class Code:
         self._constants: dict[str, ir.Value] = {}
         self._hoist_constants()
 
-    # Fields
-
     def number(self, index: int) -> ir.Value:
-        """A field of ours, those that every job has left out."""
+        """Load field `index`, not counting the three header fields, as an integer."""
         return self._field(OWN_FIELDS + index, I64)
 
     def pointer(self, index: int) -> ir.Value:
@@ -84,8 +82,6 @@ class Code:
 
     def real(self, index: int) -> ir.Value:
         return self._field(OWN_FIELDS + index, FLOAT)
-
-    # Control
 
     def loop(
         self,
@@ -95,7 +91,10 @@ class Code:
         values: Sequence[ir.Value],
         body: Callable[[ir.Value, list[ir.Value]], Sequence[ir.Value]],
     ) -> list[ir.Value]:
-        """From `first` in steps of `step` to `end`; `values` become what `body` makes of them."""
+        """Loop from `first` to `end` in steps of `step`; return the final loop-carried values.
+
+        They start as `values`, and `body` returns those of the next iteration.
+        """
         at = self.at
         before = at.block
         inside, after = (self.function.append_basic_block(name) for name in ("loop", "after"))
@@ -129,7 +128,10 @@ class Code:
         self.loop(first, end, step, (), run)
 
     def share(self, count: ir.Value, unit: int = 1) -> tuple[ir.Value, ir.Value, ir.Value]:
-        """Of `count` things this thread's first, its end, both in whole units, and its number."""
+        """Return this thread's range of `count` items, as first, end and thread number.
+
+        Both ends are multiples of `unit`, but for the last end.
+        """
         at = self.at
         alone = at.block
         among, shared = (self.function.append_basic_block(name) for name in ("among", "shared"))
@@ -154,16 +156,14 @@ class Code:
         self.at.ret_void()
         return self.module
 
-    # Memory
-
     def address(self, base: ir.Value, index: ir.Value, size: int = 0) -> ir.Value:
-        """Of item `index`, which has so many bytes, or those of the dtype."""
+        """Return the address of item `index` of `size` bytes (default: those of the dtype)."""
         at = self.at
         offset = at.mul(index, I64(size or self.item_bytes))
         return at.gep(base, [offset], source_etype=BYTE)
 
     def load(self, address: ir.Value) -> ir.Value:
-        """A vector of the dtype as float32."""
+        """Load a vector of the dtype as float32."""
         at = self.at
         if self.dtype == "float32":
             return self.load_wide(address)
@@ -172,11 +172,11 @@ class Code:
         return at.bitcast(at.shl(bits, self._sixteen(bits.type)), self.vector)
 
     def load_wide(self, address: ir.Value) -> ir.Value:
-        """A vector of float32."""
+        """Load a vector of float32."""
         return self.at.load(address, align=4, typ=self.vector)
 
     def load_bytes(self, address: ir.Value) -> ir.Value:
-        """A vector of signed bytes as float32."""
+        """Load a vector of int8 as float32."""
         at = self.at
         values = at.load(address, align=1, typ=ir.VectorType(BYTE, self.floats))
         return at.sitofp(at.sext(values, ir.VectorType(I32, self.floats)), self.vector)
@@ -188,13 +188,13 @@ class Code:
         return self.at.load(self.address(base, index, 8), align=8, typ=I64)
 
     def store(self, value: ir.Value, address: ir.Value) -> None:
-        """A vector or a number of float32 as the dtype."""
+        """Store a vector or scalar of float32 in the dtype."""
         if self.dtype == "bfloat16":
             value = self._upper_half(self._rounded_bits(value))
         self.at.store(value, address, align=self.item_bytes)
 
     def store_rounded(self, value: ir.Value, address: ir.Value) -> ir.Value:
-        """Store a vector; return it as the dtype holds it."""
+        """Store a vector in the dtype; return its rounded value."""
         if self.dtype == "float32":
             self.store(value, address)
             return value
@@ -206,7 +206,7 @@ class Code:
         self.at.store(value, address, align=4)
 
     def store_number(self, value: ir.Value, address: ir.Value) -> None:
-        """A vector of finite numbers as the dtype, halves away from zero: half the work."""
+        """Store a vector of finite numbers, ties away from zero: half the work of `store`."""
         if self.dtype == "bfloat16":
             bits = self.at.bitcast(value, self._constants["half"].type)
             half = self._constants["rounds up"]
@@ -214,23 +214,21 @@ class Code:
         self.at.store(value, address, align=self.item_bytes)
 
     def prefetch(self, address: ir.Value) -> None:
-        """Into the second level."""
+        """Prefetch into the second-level cache."""
         kind = ir.FunctionType(NOTHING, [POINTER, I32, I32, I32])
         function = self._intrinsic("llvm.prefetch.p0", kind)
         self.at.call(function, [address, I32(0), I32(TO_SECOND_LEVEL), I32(DATA)])
-
-    # Arithmetic
 
     @property
     def zeros(self) -> ir.Value:
         return ir.Constant(self.vector, [0.0] * self.floats)
 
     def constant(self, name: str) -> ir.Value:
-        """A vector of it."""
+        """Return a vector filled with a constant."""
         return self._constants[name]
 
     def spread(self, value: ir.Value) -> ir.Value:
-        """A vector of this number."""
+        """Return a vector filled with a scalar."""
         at = self.at
         kind = ir.VectorType(value.type, self.floats)
         one = at.insert_element(ir.Constant(kind, ir.Undefined), value, I32(0))
@@ -250,12 +248,10 @@ class Code:
         return self.at.select(self.at.fcmp_ordered(">", a, b), a, b)
 
     def picked(self, numbers: ir.Value, indices: ir.Value) -> ir.Value:
-        """Of sixteen floats those that the last four bits of each index name."""
+        """Permute a vector of sixteen floats by the last four bits of each index (AVX-512)."""
         kind = ir.FunctionType(numbers.type, [numbers.type, indices.type])
         pick = self._intrinsic("llvm.x86.avx512.permvar.sf.512", kind)
         return self.at.call(pick, [numbers, indices])
-
-    # Tiles
 
     def begin_tiles(self) -> None:
         base = self._field(CONSTANTS_AT, POINTER)
@@ -264,11 +260,11 @@ class Code:
         self.at.call(self._intrinsic("llvm.x86.ldtilecfg", kind), [shapes])
 
     def end_tiles(self) -> None:
-        """Else every change of threads would save them."""
+        """Release the tiles, which would slow down every context switch."""
         self.at.call(self._intrinsic("llvm.x86.tilerelease", ir.FunctionType(NOTHING, [])), [])
 
     def tile(self, name: str, *arguments: int | ir.Value) -> None:
-        """One instruction; numbers are tiles."""
+        """Emit one tile instruction; Python integers are tile numbers."""
         values = [BYTE(each) if isinstance(each, int) else each for each in arguments]
         kind = ir.FunctionType(NOTHING, [value.type for value in values])
         self.at.call(self._intrinsic(f"llvm.x86.{name}", kind), values)
@@ -278,13 +274,13 @@ class Code:
         return self.at.call(root, [value])
 
     def rounded(self, value: ir.Value) -> ir.Value:
-        """A vector as the dtype would hold it."""
+        """Return a vector rounded to the dtype, as float32."""
         if self.dtype == "float32":
             return value
         return self._cleared(self._rounded_bits(value))
 
     def exp(self, x: ir.Value) -> ir.Value:
-        """Of a vector, within 2 ulp between -87 and 88, and as there beyond."""
+        """Return exp of a vector, within 2 ulp in [-87, 88]; inputs are clamped to that range."""
         at, constant = self.at, self.constant
         least, most = constant("least"), constant("most")
         x = at.select(at.fcmp_ordered("<", x, least), least, x)
@@ -303,7 +299,7 @@ class Code:
         return at.bitcast(at.add(at.bitcast(sum_, wide), exponent), self.vector)
 
     def _rounded_bits(self, value: ir.Value) -> ir.Value:
-        """Bits of float32 whose upper half is the number in bfloat16, nearest and to even."""
+        """Return bits of float32, rounded to bfloat16 in the upper half (nearest, ties to even)."""
         at = self.at
         many = isinstance(value.type, ir.VectorType)
         half, one, nan = (
@@ -320,7 +316,7 @@ class Code:
         return self.at.trunc(self.at.lshr(bits, self._sixteen(bits.type)), halves)
 
     def _cleared(self, bits: ir.Value) -> ir.Value:
-        """A vector of what is in the upper halves."""
+        """Return float32 bits with a cleared lower half, as a vector of float32."""
         return self.at.bitcast(self.at.and_(bits, self._constants["upper half"]), self.vector)
 
     def _sixteen(self, kind: ir.Type) -> ir.Value:

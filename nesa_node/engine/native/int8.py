@@ -1,7 +1,7 @@
-"""Weights in int8 with a scale per row, which are the levels of LLM.int8() (Dettmers et al. 2022).
+"""Products with quantized weights: int8 with a scale per row (Dettmers et al. 2022), and nf4.
 
-Inputs stay what they are, unlike there: a processor turns levels into float32 faster than memory
-brings them. T tokens, I inputs, O outputs.
+Inputs are not quantized, unlike in LLM.int8(): a processor converts levels to float32 faster than
+memory delivers them. T tokens, I inputs, O outputs, N blocks of nf4.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ STEPS = OUTPUTS + 1
 
 
 def int8_product(dtype: str, tokens: int, processor: Processor) -> ir.Module:
-    """Fields: those of `product`, W in bytes; what a level of each row is worth [O] in float32.
+    """Build y = x W^T + b with int8 weights.
 
-    I must be whole cache lines. A token's result has the same bits for every T.
+    Fields: those of `product`, W in bytes; size of a level in each row [O] in float32. I must be
+    whole cache lines. A token's result has the same bits for every T.
     """
     code = Code(f"int8_product_{dtype}_{tokens}", dtype, processor)
 
@@ -29,8 +30,11 @@ def int8_product(dtype: str, tokens: int, processor: Processor) -> ir.Module:
 
 
 def int8_unpack(dtype: str, processor: Processor) -> ir.Module:
-    """Fields: W [O, I] in bytes; what a level of each row is worth [O] in float32; weights [O, I]
-    in the dtype; I, whole cache lines; O."""
+    """Build the dequantization of int8 weights.
+
+    Fields: W [O, I] in bytes; size of a level in each row [O] in float32; weights [O, I] in the
+    dtype; I, in whole cache lines; O.
+    """
     code = Code(f"int8_unpack_{dtype}", dtype, processor)
     at, inputs = code.at, code.number(3)
     first, end, _ = code.share(code.number(4))

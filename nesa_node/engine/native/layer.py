@@ -1,8 +1,8 @@
-"""What a Llama layer computes between its products, for tokens of any rows.
+"""Kernels of a Llama layer between its products, for tokens of any rows.
 
-Each result is rounded to the dtype where transformers rounds it. T tokens, D hidden, F inner size,
-Q query heads, H key/value heads, G = Q / H, E head size, P positions, S slots of a cache's pool.
-D, F and E / 2 must be multiples of a vector's lanes.
+Results are rounded to the dtype where transformers rounds them. T tokens, D hidden, F inner size, Q
+query heads, H key/value heads, G = Q / H, E head size, P positions, S slots of the cache's pool. D,
+F and E / 2 must be multiples of the vector length.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ SLOTS_AHEAD = 16
 
 
 def add_and_norm(dtype: str, processor: Processor) -> ir.Module:
-    """x [T, D] += added [T, D], in place; out [T, D] is its root mean square norm.
+    """Build x [T, D] += added [T, D] in place, and out [T, D] = RMS norm of x.
 
     Fields: x, added, weight [D], out; T, D; epsilon (float32).
     """
@@ -54,10 +54,10 @@ def add_and_norm(dtype: str, processor: Processor) -> ir.Module:
 
 
 def rotate(dtype: str, dim: int, processor: Processor) -> ir.Module:
-    """Turn queries in place; put turned keys, and values, where they belong in the cache.
+    """Build RoPE: rotate queries in place, and store rotated keys, and values, in the cache.
 
-    Fields: qkv [T, Q + 2 H, E], cosines [P, E], signed sines [P, E], keys [S, H, E],
-    values [S, H, E], positions [T], slots [T] (int64); T, Q, H.
+    Fields: qkv [T, Q + 2 H, E], cosines [P, E], signed sines [P, E], keys [S, H, E], values [S, H,
+    E], positions [T], slots [T] (int64); T, Q, H.
     """
     code = Code("rotate", dtype, processor)
     at, half = code.at, dim // 2
@@ -105,11 +105,11 @@ def rotate(dtype: str, dim: int, processor: Processor) -> ir.Module:
 
 
 def attend(dtype: str, dim: int, group: int, processor: Processor) -> ir.Module:
-    """Attention of some of the tokens, each over slots that follow one another.
+    """Build attention of N of the tokens, each over a range of consecutive slots.
 
-    Fields: qkv [T, Q + 2 H, E], keys [S, H, E], values [S, H, E], out [T, Q, E]; which tokens [N],
-    their first slots [N], their counts of slots [N] (int64); scratch [threads, G, room] (float32);
-    N, H, room (the largest count rounded up to a vector's lanes); scale (float32).
+    Fields: qkv [T, Q + 2 H, E], keys [S, H, E], values [S, H, E], out [T, Q, E]; token indices [N],
+    first slots [N], numbers of slots [N] (int64); scratch [threads, G, room] (float32); N, H, room
+    (the largest number of slots, rounded up to the vector length); scale (float32).
     """
     code = Code("attend", dtype, processor)
     at = code.at
@@ -131,7 +131,7 @@ def attend(dtype: str, dim: int, group: int, processor: Processor) -> ir.Module:
 
 
 class _Attention:
-    """Some query heads of one key/value head for one token: as many as fit into registers."""
+    """Attention of one token for the query heads of a key/value head that fit into registers."""
 
     def __init__(self, code: Code, dim: int, group: int, heads: ir.Value, room: ir.Value) -> None:
         self.code, self.dim, self.group, self.heads, self.room = code, dim, group, heads, room
@@ -166,7 +166,7 @@ class _Attention:
             for each in self._numbers(query)
         ]
         most = self._score(asked, keys, count, of_query)
-        # The last vector is filled up with what counts nothing.
+        # Pad the last vector with -inf: exp of it adds nothing.
         rounded_up = at.and_(at.add(count, I64(code.floats - 1)), I64(-code.floats))
         for place, largest in zip(of_query, most, strict=True):
             self._exponentials(place, count, rounded_up, code.spread(largest))
@@ -183,7 +183,7 @@ class _Attention:
         return [self.code.at.add(query, I64(number)) for number in range(self.width)]
 
     def _lanes(self, tensor: ir.Value, row: ir.Value) -> list[ir.Value]:
-        """Row `row` of a tensor of rows of E."""
+        """Load row `row` of a tensor of rows of E."""
         code = self.code
         start = code.address(tensor, code.at.mul(row, I64(self.dim)))
         return [
@@ -191,7 +191,7 @@ class _Attention:
         ]
 
     def _slot(self, side: ir.Value, slot: ir.Value) -> list[ir.Value]:
-        """What a head has in a slot. Later ones are fetched: no processor foresees such strides."""
+        """Load a head's vector of a slot; prefetch a later one, as hardware cannot."""
         code, at = self.code, self.code.at
         start = at.mul(slot, self.stride)
         later = code.address(side, at.add(start, at.mul(self.stride, I64(SLOTS_AHEAD))))
@@ -209,7 +209,7 @@ class _Attention:
         count: ir.Value,
         scores: list[ir.Value],
     ) -> list[ir.Value]:
-        """Put each query's scores of all slots; return the largest of each."""
+        """Store each query's scores of all slots; return the largest of each query."""
         code = self.code
 
         def score(slot: ir.Value, most: list[ir.Value]) -> list[ir.Value]:
@@ -245,7 +245,7 @@ class _Attention:
     def _weigh(
         self, values: ir.Value, count: ir.Value, weights: list[ir.Value]
     ) -> list[tuple[ir.Value, list[ir.Value]]]:
-        """Of each query the sum of its weights, and that of the values by their weights."""
+        """For each query, return the sum of its weights, and the weighted sum of the values."""
         code, size = self.code, self.parts + 1
 
         def weigh(slot: ir.Value, sums: list[ir.Value]) -> list[ir.Value]:
@@ -267,7 +267,7 @@ class _Attention:
 
 
 def activate(dtype: str, processor: Processor) -> ir.Module:
-    """out [T, F] = silu(gate) x up. Below -88, where exp ends, silu(x) is x e^-88.
+    """Build out [T, F] = silu(gate) x up; silu(x) is x e^-88 below -88, where exp is clamped.
 
     Fields: gate and up [T, 2 F], out; T, F.
     """

@@ -1,8 +1,8 @@
-"""Weights in nf4: two to a byte, the first in its upper half, each one of 16 numbers times the peak
-of its block of 64 (Dettmers et al. 2023, QLoRA, section 3).
+"""Products with nf4 weights: two per byte, the first in the upper half, each an index into 16
+numbers that is scaled by the peak of its block of 64 (Dettmers et al. 2023, QLoRA, section 3).
 
-Sixteen numbers are one register of 512 bits, out of which one instruction picks: there is nothing
-here for other processors. T tokens, I inputs, O outputs, N blocks.
+One AVX-512 instruction gathers from 16 floats in a register, so that other processors are not
+supported. T tokens, I inputs, O outputs, N blocks.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from nesa_node.engine.native.product import LINE
 BLOCK = 64
 AHEAD = 4096
 PACKED, PEAKS, NUMBERS = range(3)
-"""Fields of both functions: weights in bytes, peaks [N] and the 16 numbers in float32."""
+"""Fields of both functions: packed weights, peaks [N] and the 16 numbers in float32."""
 
 
 def nf4_product(dtype: str, tokens: int, processor: Processor) -> ir.Module:
-    """Fields: x [T, I] and b [O] in float32; y [T, O]; I; O. I must be whole blocks.
+    """Build y = x W^T + b with nf4 weights.
 
-    A token's result has the same bits for every T.
+    Further fields: x [T, I] and b [O] in float32; y [T, O]; I; O. I must be whole blocks. A token's
+    result has the same bits for every T.
     """
     code = _code(f"nf4_product_{dtype}_{tokens}", dtype, processor)
     at = code.at
@@ -63,7 +64,10 @@ def nf4_product(dtype: str, tokens: int, processor: Processor) -> ir.Module:
 
 
 def nf4_unpack(dtype: str, processor: Processor) -> ir.Module:
-    """Fields: weights in the dtype; N."""
+    """Build the dequantization of nf4 weights.
+
+    Further fields: weights in the dtype; N.
+    """
     code = _code(f"nf4_unpack_{dtype}", dtype, processor)
     at = code.at
     packed, numbers = code.pointer(PACKED), code.load_wide(code.pointer(NUMBERS))
@@ -89,13 +93,13 @@ def _code(name: str, dtype: str, processor: Processor) -> Code:
 
 
 def _picked(code: Code, packed: ir.Value, place: ir.Value, numbers: ir.Value) -> ir.Value:
-    """What 16 weights from there on stand for, but for their peak."""
+    """Return the unscaled values of the 16 weights from index `place` on."""
     at = code.at
     wide = ir.VectorType(I64, code.floats // 2)
     narrow = ir.VectorType(BYTE, code.floats // 2)
     where = code.address(packed, at.sdiv(place, I64(2)), 1)
     pairs = at.zext(at.load(where, align=1, typ=narrow), wide)
-    # Each byte into two lanes; of an index only the last four bits count.
+    # Each byte into two lanes; the permutation uses only the last four bits of an index.
     upper, lower = (
         function(pairs, ir.Constant(wide, [by] * (code.floats // 2)))
         for function, by in ((at.lshr, 4), (at.shl, 32))

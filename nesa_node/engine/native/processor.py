@@ -1,4 +1,4 @@
-"""What is compiled for."""
+"""The processor that code is compiled for."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import llvmlite.binding as llvm
 
 @dataclass(frozen=True)
 class Processor:
-    """LLVM's names, and the vector registers."""
+    """LLVM's name and features of a processor, and its vector registers."""
 
     name: str
     features: str
     registers: int
     floats: int
-    """That many in a register."""
+    """Floats per register."""
 
     @classmethod
     def of_host(cls) -> Processor:

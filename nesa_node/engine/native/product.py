@@ -1,7 +1,7 @@
-"""y = x W^T + b for T tokens at a time.
+"""Products y = x W^T + b for few tokens.
 
-At up to eight tokens only the reading of W costs. It is read in its own order, a few rows at a
-time, with a prefetch far ahead of what is computed.
+Up to eight tokens, reading W bounds the time. It is read in memory order, a few rows at a time,
+with a prefetch far ahead.
 """
 
 from __future__ import annotations
@@ -15,17 +15,20 @@ from nesa_node.engine.native.code import I64, Code
 from nesa_node.engine.native.processor import Processor
 
 LINE = 64
-"""Bytes of a cache line: so much of each row is read in one round."""
+"""Bytes of a cache line, read of each row per iteration."""
 AHEAD = 8192
-"""Bytes from what is computed to what is prefetched. Measured: 4 to 16 KiB are alike, less is
-slower, and without any it is 0.7 x as fast."""
+"""Prefetch distance in bytes. Measured: 4 to 16 KiB are equal, less is slower, and without prefetch
+it is 0.7 x as fast."""
 
 WEIGHT, INPUT, BIAS, OUTPUT, INPUTS, OUTPUTS = range(6)
 """Fields: W [O, I], x [T, I] in float32, b [O] in float32, y [T, O]; I and O."""
 
 
 def product(dtype: str, tokens: int, processor: Processor) -> ir.Module:
-    """Rows of W must be whole cache lines. A token's result has the same bits for every T."""
+    """Build y = x W^T + b for a fixed number of tokens.
+
+    Rows of W must be whole cache lines. A token's result has the same bits for every T.
+    """
     code = Code(f"product_{dtype}_{tokens}", dtype, processor)
     return product_of(code, tokens, code.load, code.item_bytes, lambda value, _: value)
 
@@ -37,11 +40,15 @@ def product_of(
     item_bytes: int,
     finish: Callable[[ir.Value, ir.Value], ir.Value],
 ) -> ir.Module:
-    """`load`: a vector of weights, each of `item_bytes`, as float32. `finish`: a sum, of a row."""
+    """Build a product with any weight format.
+
+    `load` loads a vector of weights, each of `item_bytes`, as float32. `finish(sum, row)` scales a
+    row's sum.
+    """
     at, rows = code.at, 2 if 2 * tokens + 3 <= code.processor.registers else 1
     inputs, outputs = code.number(INPUTS), code.number(OUTPUTS)
     first, end, _ = code.share(outputs, rows)
-    # The last round begins early enough to be whole.
+    # The last iteration starts early enough to be a whole one, and recomputes rows.
     latest = at.sub(outputs, I64(rows))
 
     def round_(row: ir.Value) -> None:
@@ -62,7 +69,7 @@ def product_of(
 
 @dataclass(frozen=True)
 class _Weights:
-    """Some rows of them."""
+    """Consecutive rows of weights, from `begin` on."""
 
     load: Callable[[ir.Value], ir.Value]
     item_bytes: int
@@ -71,7 +78,7 @@ class _Weights:
 
 
 def _sums(code: Code, weights: _Weights, inputs: ir.Value, tokens: int) -> list[list[ir.Value]]:
-    """Of each row and token as many sums as a vector has lanes."""
+    """Return, for each row and token, a vector of partial sums."""
     at, size, rows = code.at, weights.item_bytes, weights.rows
     starts = [
         code.address(code.pointer(WEIGHT), at.mul(at.add(weights.begin, I64(row)), inputs), size)
@@ -81,7 +88,7 @@ def _sums(code: Code, weights: _Weights, inputs: ir.Value, tokens: int) -> list[
     of_tokens = [code.address(tensor, at.mul(I64(token), inputs), 4) for token in range(tokens)]
 
     def step_(index: ir.Value, sums: list[ir.Value]) -> list[ir.Value]:
-        # These rows lie one after another: what comes after them is read in its own order, too.
+        # Consecutive rows: prefetching ahead of the first covers those of the next iteration, too.
         ahead = at.mul(index, I64(rows * size))
         for row in range(rows):
             code.prefetch(code.address(starts[0], at.add(ahead, I64(AHEAD + LINE * row)), 1))

@@ -1,8 +1,8 @@
-"""Run as a program: compile what standard input names for this processor, and print the code.
+"""Compiler program: machine code for this processor of the functions named on standard input.
 
-Input is JSON: a list of functions, each the name of one in `FUNCTIONS` with its arguments. Output
-is JSON in base64: the constants, and the machine code of each. It is a program of its own because
-LLVM takes 75 MB and is needed for a fraction of a second.
+Input is JSON: a list of functions, each a key of `FUNCTIONS` with its arguments. Output is JSON in
+base64: the constants, then the machine code of each. It is a process of its own because LLVM takes
+75 MB and is needed for a fraction of a second.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ FUNCTIONS: dict[str, Callable[..., ir.Module]] = {
 
 
 def compiled(functions: Sequence[Sequence[str | int]], processor: Processor) -> list[bytes]:
-    """The machine code of each, which runs wherever it is put.
+    """Return the position-independent machine code of each function.
 
-    Raises `RuntimeError` if it would need something beside it.
+    Raises `RuntimeError` if code refers to anything outside itself.
     """
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
-    # ELF on every system.
+    # ELF on every system, so that sections have known names.
     architecture, *_ = llvm.get_process_triple().split("-")
     target = llvm.Target.from_triple(f"{architecture}-unknown-linux-gnu")
     machine = target.create_target_machine(

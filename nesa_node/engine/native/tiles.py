@@ -1,7 +1,7 @@
-"""y = x W^T + b in bfloat16 for tens of tokens, by AMX: registers of 16 rows of 64 bytes.
+"""Products y = x W^T + b in bfloat16 for up to 32 tokens, by AMX tiles of 16 rows of 64 bytes.
 
-A tile of W is 16 of its rows, 32 numbers of each; it is read once and multiplied with that part of
-16 tokens, or of 32, while the next rows are prefetched in their own order. Sums are float32.
+A tile of W has 16 rows and 32 columns; it is read once and multiplied with those columns of 16 or
+32 tokens, while the next rows are prefetched in memory order. Sums are float32.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from nesa_node.engine.native.processor import Processor
 LINE = TILE_ROW_BYTES
 TILE_BYTES = TILE_ROWS * LINE
 NUMBERS = LINE // 2
-"""In a row of a tile."""
+"""Inputs in a row of a tile."""
 TALL = 2
 """Tiles of W, one below the other, for which x is read once."""
 ROWS = TALL * TILE_ROWS
 OF_WEIGHT, OF_TOKENS = 4, 6
-"""The first tile for W, and for x. Those before are for sums."""
+"""First tile for W, and for x; lower ones hold sums."""
 ALIGNMENT = 64
 
 WEIGHT, TURNED, BIAS, OUTPUT, INPUTS, OUTPUTS, TOKENS = range(7)
@@ -35,9 +35,9 @@ WEIGHT, TURNED, BIAS, OUTPUT, INPUTS, OUTPUTS, TOKENS = range(7)
 
 
 def tiles(dtype: str, wide: int, processor: Processor) -> ir.Module:
-    """For up to 16 x `wide` (1 or 2) tokens. I is a multiple of 32, O at least 32.
+    """Build the product for up to 16 x `wide` (1 or 2) tokens.
 
-    A token's result has the same bits for every T.
+    I is a multiple of 32, O at least 32. A token's result has the same bits for every T.
     """
     code = Code(f"tiles_{wide}", dtype, processor)
     at = code.at
@@ -89,7 +89,7 @@ def tiles(dtype: str, wide: int, processor: Processor) -> ir.Module:
 
 
 def _write(code: Code, sums: ir.Value, rows: ir.Value, first_token: int) -> None:
-    """Put sums [16 rows, 16 tokens] where they belong, with their bias."""
+    """Add the bias to sums [16 rows, 16 tokens] and store them in the output."""
     at = code.at
     bias = code.load_wide(code.address(code.pointer(BIAS), rows, 4))
     tokens = at.sub(code.number(TOKENS), I64(first_token))
@@ -108,8 +108,8 @@ def _write(code: Code, sums: ir.Value, rows: ir.Value, first_token: int) -> None
 
 
 def _room(code: Code, size: int) -> ir.Value:
-    """On the stack."""
+    """Allocate aligned memory on the stack."""
     room = code.at.alloca(ir.ArrayType(BYTE, size))
     room.align = ALIGNMENT
-    # llvmlite knows what it points to, and would have nothing else put there.
+    # llvmlite's pointer is typed and would accept no other type in stores.
     return code.at.inttoptr(code.at.ptrtoint(room, I64), POINTER)
