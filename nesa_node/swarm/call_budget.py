@@ -1,8 +1,8 @@
-"""What the calls of one peer may cost this node: a bucket of units per peer that fills with time.
+"""Rate limit of DHT calls: one token bucket per peer.
 
-A unit is 20 ms of a peer's share of this node's attention, whatever the call: it pays for the call
-itself, for the bytes that come before they are parsed, for records before they are checked, and
-for the bytes of an answer before they are packed.
+A unit stands for 20 ms of a peer's share of this node's time. A call itself costs units, and so do
+its request's bytes before they are parsed, its records before they are checked, and its answer's
+bytes before they are packed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,11 @@ _ANSWER_BYTES_PER_UNIT = 64 * 1024
 
 
 class CallBudget:
-    """Raises `ProtocolError` (busy) where a peer would spend more than it has left."""
+    """Token buckets by peer; raises `ProtocolError` (busy) when a peer's bucket is exhausted.
+
+    An exhausted bucket is emptied by the call that it refuses. At most `MAX_KNOWN_PEERS` buckets
+    are kept, those used last.
+    """
 
     def __init__(self, clock: Callable[[], float], burst: float = _BURST) -> None:
         self._clock = clock

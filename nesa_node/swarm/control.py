@@ -1,10 +1,10 @@
-"""The control socket of libp2p's daemon.
+"""Client of the p2pd control socket.
 
-Messages are protobufs (`p2pd.proto`) with a varint length in front. A request has a connection of
-its own, which becomes the stream itself after STREAM_OPEN; one persistent connection multiplexes
-the unary calls that hivemind's DHT is made of. Written anew rather than taken from hivemind since
-its client leaks a socket when a request is cancelled, never ends calls whose daemon died, and keeps
-every cancelled handler in memory.
+Messages are protobufs (`p2pd.proto`), each after its length as a varint. A request has a connection
+of its own, which becomes the stream itself after STREAM_OPEN; one persistent connection multiplexes
+the unary calls that hivemind's DHT uses. hivemind's own client is not used: it leaks a socket when
+a request is cancelled, never ends calls after the daemon died, and keeps every cancelled handler in
+memory.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from nesa_node.swarm.tasks import TaskSet
 log = get_logger(__name__)
 
 MAX_MESSAGE_BYTES = 4 * 1024**2
-"""The daemon's own limit for one unary message."""
+"""p2pd's own limit for one unary message."""
 
 _MAX_UNARY_TASKS = 512
 _MAX_UNARY_TASKS_PER_PEER = 64
-"""An honest peer has as many answered at once if it looks up as much in the same moment."""
+"""Concurrent calls that an honest peer makes when it starts many DHT lookups at once."""
 _MAX_UNARY_BYTES = 64 * 1024**2
+"""Request bytes of all calls that are being answered."""
 _MAX_UNARY_BYTES_PER_PEER = 2 * MAX_MESSAGE_BYTES
-"""Of the calls that are being answered."""
 _NOBODY = bytes.fromhex("002408011220") + bytes(32)
 _MAX_VARINT_BYTES = 5
 _P2P = bytes.fromhex("a503")
@@ -48,7 +48,7 @@ UnaryHandler = Callable[[PeerId, bytes], Awaitable[bytes]]
 
 
 async def read_message(pipe: Pipe, message: Any) -> None:
-    """Read one message into `message`. Raises `SwarmError` for one that is oversized or none."""
+    """Read one protobuf into `message`. Raises `SwarmError` if it is oversized or malformed."""
     size = 0
     for position in range(_MAX_VARINT_BYTES):
         byte = (await pipe.readexactly(1))[0]
@@ -75,10 +75,10 @@ def write_message(pipe: Pipe, message: Any) -> None:
 
 
 def packed_address(address: str) -> bytes:
-    """A multiaddress as the daemon reads it. Raises `ConfigError` for what is none.
+    """Pack a multiaddress as p2pd reads it. Raises `ConfigError` for a malformed one.
 
-    hivemind's `Multiaddr` writes a peer within an address (a relay's, most often) as a CID. The
-    daemon wants the peer id alone, and would refuse the other addresses of the list as well.
+    hivemind's `Multiaddr` writes a peer within an address (mostly a relay's) as a CID. p2pd expects
+    the bare peer id, and because of one such address refuses the whole list.
     """
     pieces = _PEER_WITHIN.split(address)
     packed = bytearray()
@@ -86,7 +86,7 @@ def packed_address(address: str) -> bytes:
         if number % 2:
             packed += _P2P + _packed_peer(piece)
         elif piece:
-            # Not every piece of a multiaddress is one: "p2p" may also be the name of a zone.
+            # Raises for a piece that is no multiaddress: "p2p" may also be the name of a zone.
             packed += parse_multiaddr(piece).to_bytes()
     return bytes(packed)
 
@@ -100,21 +100,21 @@ def _packed_peer(text: str) -> bytes:
 
 
 class ControlSocket:
-    """Requests to the daemon. Its errors become `PeerUnreachableError` with the daemon's words."""
+    """Requests to p2pd; its errors become `PeerUnreachableError` with p2pd's own text."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self.scratch = bytearray(SCRATCH_BYTES)
-        """For all pipes of this loop."""
+        """Receive buffer shared by all pipes of this event loop."""
 
     async def identify(self) -> tuple[PeerId, tuple[str, ...]]:
-        """The daemon's peer id and the addresses others can dial, without `/p2p/`."""
+        """This node's peer id and the addresses at which it can be dialled, without `/p2p/`."""
         response = await self._ask(p2pd_pb2.Request(type=p2pd_pb2.Request.IDENTIFY))
         addresses = tuple(str(Multiaddr(raw)) for raw in response.identify.addrs)
         return PeerId(base58_encode(response.identify.id)), addresses
 
     async def connect(self, peer: PeerId, packed: Sequence[bytes], timeout_s: float) -> None:
-        """Dial `peer` at `packed` addresses; returns at once if it is connected already."""
+        """Dial `peer` at `packed` addresses; returns at once if it is already connected."""
         connect = p2pd_pb2.ConnectRequest(
             peer=base58_decode(peer),
             addrs=packed,
@@ -131,7 +131,7 @@ class ControlSocket:
         return tuple(PeerId(base58_encode(peer.id)) for peer in response.peers)
 
     async def addresses_of(self, peer: PeerId) -> tuple[str, ...]:
-        """The other ends of the connections to `peer`; none if it is not connected."""
+        """Remote addresses of the connections to `peer`; empty if it is not connected."""
         response = await self._ask(p2pd_pb2.Request(type=p2pd_pb2.Request.LIST_PEERS))
         wanted = base58_decode(peer)
         return tuple(
@@ -142,7 +142,7 @@ class ControlSocket:
         )
 
     async def knows_the_way(self) -> bool:
-        """Whether the daemon has anyone to ask where a peer is; false until the first handshake."""
+        """Whether libp2p's own routing table has a peer; false until the first handshake."""
         query = p2pd_pb2.DHTRequest(type=p2pd_pb2.DHTRequest.FIND_PEER, peer=_NOBODY, timeout=1)
         try:
             await self._ask(p2pd_pb2.Request(type=p2pd_pb2.Request.DHT, dht=query))
@@ -151,7 +151,7 @@ class ControlSocket:
         return True
 
     async def forward_streams(self, protocol: str, listener: Path) -> None:
-        """Have the daemon connect to the unix socket `listener` for each stream of `protocol`."""
+        """Have p2pd connect to the unix socket `listener` for each incoming `protocol` stream."""
         handler = p2pd_pb2.StreamHandlerRequest(
             addr=Multiaddr(f"/unix{listener}").to_bytes(), proto=[protocol], balanced=False
         )
@@ -160,7 +160,7 @@ class ControlSocket:
         )
 
     async def open_stream(self, peer: PeerId, protocol: str, timeout_s: float) -> Pipe:
-        """A stream to `peer`; the caller closes it."""
+        """Open a stream to `peer`, which the caller closes."""
         opening = p2pd_pb2.StreamOpenRequest(
             peer=base58_decode(peer), proto=[protocol], timeout=max(1, round(timeout_s))
         )
@@ -207,11 +207,11 @@ async def _exchange(pipe: Pipe, request: Any) -> Any:
 
 
 class UnaryCalls:
-    """Request and response over the persistent connection, in both directions.
+    """Unary calls (one request, one response) in both directions over the persistent connection.
 
-    At most `_MAX_UNARY_TASKS` incoming calls are worked on at once, of at most `_MAX_UNARY_BYTES`
-    together, and for each peer `_MAX_UNARY_TASKS_PER_PEER` of `_MAX_UNARY_BYTES_PER_PEER`; more are
-    answered by an error.
+    At most `_MAX_UNARY_TASKS` incoming calls with `_MAX_UNARY_BYTES` of requests are answered at
+    once, and of each peer `_MAX_UNARY_TASKS_PER_PEER` with `_MAX_UNARY_BYTES_PER_PEER`; calls
+    beyond that get an error.
     """
 
     def __init__(self, pipe: Pipe, tasks: TaskSet) -> None:
@@ -220,13 +220,16 @@ class UnaryCalls:
         self._handlers: dict[str, UnaryHandler] = {}
         self._calls: dict[bytes, asyncio.Future[Any]] = {}
         self._calls_of: Counter[bytes] = Counter()
-        """By the peer's id: the calls that are being answered, without those that are refused."""
+        """Incoming calls that are being answered, by peer; without refused ones."""
         self._bytes_of: Counter[bytes] = Counter()
-        """The bytes in these."""
+        """Request bytes of those calls, by peer."""
         self._closed = False
 
     async def call(self, peer: PeerId, protocol: str, data: bytes) -> bytes:
-        """Raises `PeerUnreachableError`, or `RemoteError` when the peer's handler failed."""
+        """Call `protocol` of `peer` and return its response.
+
+        Raises `PeerUnreachableError`, or `RemoteError` when the peer's handler failed.
+        """
         request = p2pd_pb2.CallUnaryRequest(peer=base58_decode(peer), proto=protocol, data=data)
         response = await self._ask(callUnary=request)
         if response.HasField("callUnaryResponse"):
@@ -255,16 +258,16 @@ class UnaryCalls:
         for future in self._calls.values():
             if not future.done():
                 future.set_exception(PeerUnreachableError("this node has left the network"))
-                future.exception()  # nobody may be waiting any more
+                future.exception()  # its caller may have stopped waiting
 
     def close(self) -> None:
-        """Fail every pending call, and every later one at once."""
+        """Fail every pending call, and every later one immediately."""
         self._closed = True
         self.fail_pending()
         self._pipe.close()
 
     async def receive(self) -> None:
-        """Dispatch what arrives until the daemon ends. Runs as a task."""
+        """Dispatch incoming messages until p2pd ends. Runs as a task."""
         while True:
             response = p2pd_pb2.PersistentConnectionResponse()
             try:
@@ -272,7 +275,7 @@ class UnaryCalls:
             except (OSError, asyncio.IncompleteReadError):
                 return self.close()
             except SwarmError as error:
-                log.error("p2pd_misread", error=str(error))
+                log.error("p2pd_message_invalid", error=str(error))
                 return self.close()
             if response.HasField("requestHandling"):
                 self._dispatch(response.callId, response.requestHandling)
@@ -330,7 +333,7 @@ class UnaryCalls:
         try:
             data = await handler(PeerId(base58_encode(request.peer)), request.data)
             result = p2pd_pb2.CallUnaryResponse(response=data)
-        except Exception as error:  # whatever a peer sent is answered, and only that call fails
+        except Exception as error:  # a peer's malformed request fails only its own call
             log.debug("unary_handler_failed", protocol=request.proto, error=repr(error)[:200])
             result = p2pd_pb2.CallUnaryResponse(error=type(error).__name__.encode())
         finally:
@@ -352,7 +355,7 @@ async def _refuse(peer: PeerId, data: bytes) -> bytes:
 
 @asynccontextmanager
 async def open_unary_calls(control: ControlSocket) -> AsyncIterator[UnaryCalls]:
-    """The persistent connection, on which the daemon's life depends, for as long as the context."""
+    """Hold the persistent connection open; p2pd exits when it closes."""
     pipe = await control.open_persistent()
     tasks = TaskSet()
     calls = UnaryCalls(pipe, tasks)

@@ -1,11 +1,11 @@
-"""What hivemind's DHT puts on the wire, read within bounds.
+"""Bounded parser of hivemind's DHT messages.
 
-hivemind reads dictionaries of records by recursion, one level per nested extension, whose depth
-nothing bounds: a kilobyte of them overflows the C stack and ends the process. Here a dictionary is
-flat, one extension of one array of `[subkey, value, expiration]`, and anything else is refused
-before it is built, by hivemind's own code as well: `MSGPackSerializer.loads` is `load_flat` once
-this module is imported. Protobufs are bounded in bytes and in fields before protobuf reads them,
-since a field of two bytes takes 16 in memory.
+hivemind parses dictionaries of records recursively, one level per nested extension, without a limit
+of depth: a kilobyte of nested extensions overflows the C stack and ends the process. Here a
+dictionary is flat, one extension holding one array of `[subkey, value, expiration]`; anything else
+is refused before it is built. Importing this module replaces hivemind's `MSGPackSerializer.loads`
+by `load_flat`. The bytes and fields of a protobuf are counted before it is parsed, since a field of
+two bytes takes 16 in memory.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MAX_KEYS_PER_STORE = 512
 MAX_RECORDS_PER_CALL = 4096
 KEY_BYTES = 20
 MAX_FIELDS = 4096
-"""Of one protobuf, without those of its parts: five for each key that is stored, and few more."""
+"""Fields of one protobuf, without nested ones: a store has five for each key, and a few more."""
 
 _MAX_BYTES = {
     dht_pb2.PingRequest: 512,
@@ -50,7 +50,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def read_message(kind: Any, data: bytes) -> Any:
-    """`data` as the protobuf class `kind` of `dht_pb2`. Raises `ProtocolError`."""
+    """Parse `data` as the protobuf class `kind` of `dht_pb2`. Raises `ProtocolError`."""
     if len(data) > _MAX_BYTES[kind]:
         raise ProtocolError("too_large", f"a {kind.__name__} of {len(data)} bytes is too large")
     parts = list(_fields(data, 0, len(data)))
@@ -67,14 +67,14 @@ def read_message(kind: Any, data: bytes) -> Any:
 
 
 def pack_records(records: Sequence[tuple[str, bytes, float]]) -> bytes:
-    """A dictionary of `records` (subkey, value, expiration), as hivemind writes it."""
+    """Pack `records` (subkey, value, expiration) as hivemind writes a dictionary."""
     latest = max((expiration for _, _, expiration in records), default=-math.inf)
     body = _encoder.encode((math.inf, latest, records))
     return _encoder.encode(msgspec.msgpack.Ext(_DICTIONARY_CODE, body))
 
 
 def unpack_records(packed: bytes) -> list[tuple[str, bytes, float]]:
-    """The (subkey, value, expiration) of a packed dictionary. Raises `ProtocolError`."""
+    """Unpack a dictionary into (subkey, value, expiration) tuples. Raises `ProtocolError`."""
     try:
         extension = _extension.decode(packed)
         if extension.code == _DICTIONARY_CODE:
@@ -85,7 +85,7 @@ def unpack_records(packed: bytes) -> list[tuple[str, bytes, float]]:
 
 
 def load_flat(packed: bytes) -> Any:
-    """What hivemind packed: a dictionary of records, or bytes. Raises `ProtocolError`."""
+    """Unpack a value of hivemind's DHT: records or bytes. Raises `ProtocolError`."""
     try:
         return _plain.decode(packed)
     except msgspec.ValidationError:
@@ -102,7 +102,7 @@ MSGPackSerializer.loads = staticmethod(load_flat)
 
 
 def _fields(data: bytes, start: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """(number, start, end) of each field in `data[start:end]`; groups are refused."""
+    """Yield (number, start, end) of each field in `data[start:end]`; groups are refused."""
     count = 0
     while start < end:
         tag, start = _varint(data, start, end)

@@ -1,14 +1,12 @@
-"""Which contacts a search of the DHT asks, and which of them are the nearest to its key.
+"""State of one Kademlia lookup: the contacts to ask next, and the nearest that have answered.
 
-This is Kademlia's iterative lookup. A member can make up any number of contacts that are nearer to
-a key than all members: identities are free, and 6,000 of them are tried in 10 ms. hivemind's search
-counts contacts among the nearest before they have answered, so that one such member hid all others.
-Therefore:
+A malicious member can invent contacts nearer to a key than all real members: identities are free,
+and 6,000 of them are tried in 10 ms. hivemind's lookup counts contacts among the nearest before
+they have answered, so that one such member hides all real ones. Here:
 
-- only contacts that have answered are among the nearest;
-- of the contacts that one member names, at most `MAX_UNANSWERED` are asked without an answer;
-- members take turns: the next contact is one of the member of whose contacts the fewest that were
-  asked have not answered.
+- only contacts that have answered count among the nearest;
+- of the contacts that one member refers to, at most `MAX_UNANSWERED` are asked without an answer;
+- members take turns: the next contact comes from the member with the fewest unanswered contacts.
 """
 
 from __future__ import annotations
@@ -22,10 +20,11 @@ from enum import Enum, auto
 from nesa_node.swarm.hive import DHTID, PeerID
 
 WIDTH = 20
-"""A search ends when as many of the nearest contacts have answered, or all that there are."""
+"""Kademlia's k: a lookup ends when the k nearest contacts have answered, or all known ones."""
 MAX_UNANSWERED = 4
+"""Contacts of one referring member that may be asked without an answer."""
 MAX_ASKED = 100
-"""Contacts in one search: real ones that lead from one to the next may be many, too."""
+"""Contacts asked in one lookup: a chain of answering ones could otherwise prolong it forever."""
 
 
 class State(Enum):
@@ -37,7 +36,7 @@ class State(Enum):
 
 @dataclass(slots=True, eq=False)
 class Contact:
-    """`namers` have named it; it is asked on behalf of `namer`."""
+    """A candidate member: `namers` have referred to it, and it is asked on behalf of `namer`."""
 
     node_id: DHTID
     peer_id: PeerID
@@ -48,9 +47,9 @@ class Contact:
 
 
 class Lookup:
-    """`own` is this node's id, and `known` are the contacts of its own table.
+    """Iterative lookup of `key` by the node `own`, starting from its routing table `known`.
 
-    Those are not bounded by `MAX_UNANSWERED`: each has answered or called this node before.
+    `MAX_UNANSWERED` does not bound `known` contacts: each has answered or called this node before.
     """
 
     def __init__(self, key: DHTID, own: DHTID, known: Mapping[DHTID, PeerID]) -> None:
@@ -59,11 +58,11 @@ class Lookup:
         self._contacts: dict[DHTID, Contact] = {}
         self._num_asked = 0
         self._unanswered: Counter[DHTID] = Counter()
-        """Of the contacts that were asked on behalf of a member, those without an answer yet."""
+        """By referring member: its contacts that were asked and have not answered."""
         self._name(own, known)
 
     def next_contact(self) -> Contact | None:
-        """The contact to ask next, from now on asked; None if there is none now."""
+        """Choose the contact to ask next and mark it as asked; None if there is none now."""
         places = sorted(each.distance for each in self._contacts.values() if self._has_place(each))
         limit = places[WIDTH - 1] if len(places) >= WIDTH else math.inf
         choices = (
@@ -92,14 +91,14 @@ class Lookup:
         contact.state = State.FAILED
 
     def nearest(self) -> list[Contact]:
-        """Those that have answered, the nearest first."""
+        """The `WIDTH` nearest contacts that have answered, the nearest first."""
         answered = self._in_state(State.ANSWERED)
         return sorted(answered, key=lambda contact: contact.distance)[:WIDTH]
 
     def _has_place(self, contact: Contact) -> bool:
-        """Whether a contact that is farther is not worth a call yet."""
+        """Whether `contact` may belong to the nearest, so that farther ones wait."""
         if contact.state is State.NAMED:
-            # What only one other member names may be made up.
+            # A contact that only one other member refers to may be invented.
             is_likely = len(contact.namers) > 1 or contact.namers == [self._own]
             return is_likely and bool(self._namers_with_room(contact))
         return contact.state in (State.ASKED, State.ANSWERED)

@@ -1,4 +1,4 @@
-"""A member of the DHT: hivemind's protocol, but for what costs too much, and our own searches."""
+"""Member of the DHT: hivemind's protocol with lookups, stores and replication of our own."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from nesa_node.swarm.validator import RecordValidator
 log = get_logger(__name__)
 
 MAX_NEWCOMERS = 16
-"""That wait for the records of which they should have a copy."""
+"""New members that may wait at once for the records they should replicate."""
 NUM_REPLICAS = 5
 
 _RPC_TIMEOUT_S = 3.0
 _PARALLEL_CALLS = 4
 _SLOW_CALL_S = 1.0
-"""A call that takes longer does not count among those that a search makes at once."""
+"""A call that takes longer no longer counts towards a lookup's limit of parallel calls."""
 _LOOK_UP_S = 10.0
 _STORE_S = 12.0
-"""To find the members and ask the last of them; the answer may take `_RPC_TIMEOUT_S` more."""
+"""Until the last member of a store is called; its answer may take `_RPC_TIMEOUT_S` more."""
 _BAN_S = 5.0
 _BAN_GROWTH = 2.0
 _BUSY_S = 0.5
@@ -45,7 +45,7 @@ _MAX_BUSY = 4096
 
 _BATCH_BYTES = 512 * 1024
 _BATCH_KEYS = 64
-"""Handed over in one call, for which the newcomer charges. A single key may have more bytes."""
+"""Limits of one replication call, which the receiver charges for; one key may exceed the bytes."""
 
 Record = tuple[str, bytes, float]
 """Subkey, value and expiration."""
@@ -53,17 +53,17 @@ Record = tuple[str, bytes, float]
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a member keeps under a key, checked, and the members nearest to the key it knows."""
+    """A member's checked records under a key, and the members it knows nearest to that key."""
 
     records: list[Record]
     neighbours: dict[DHTID, PeerID]
 
 
 class MemberNode:
-    """Searches for members and records, and stores records.
+    """DHT lookups and stores.
 
-    A peer that does not answer is not asked for a while (`blacklist`), one that refuses a call for
-    `_BUSY_S`: its budget for calls of this node refills only where there are none.
+    A peer that does not answer is skipped for `_BAN_S`, growing with each failure (`blacklist`);
+    one that refuses a call is skipped for `_BUSY_S`, in which its budget for this node refills.
     """
 
     def __init__(self, peer: DhtPeer, protocol: MemberProtocol) -> None:
@@ -102,15 +102,15 @@ class MemberNode:
         parallel: int = _PARALLEL_CALLS,
         limit_s: float = _LOOK_UP_S,
     ) -> list[Contact]:
-        """The members nearest to `key` that answer within `limit_s`, the nearest first.
+        """Find the members nearest to `key` that answer within `limit_s`, the nearest first.
 
-        `take` gets what each of them keeps under `key`, and ends the search by True. `parallel`
-        calls are made at once. Those that are under way at the end go on in the background: they
-        are soon over, and tell which peers are gone.
+        `take` gets each member's records under `key`, and ends the lookup by returning True.
+        `parallel` calls are made at once. Calls in flight at the end continue in the background:
+        their results update the blacklist and the routing table.
         """
         clock = asyncio.get_running_loop().time
         deadline = clock() + limit_s
-        await asyncio.sleep(0)  # hivemind notes an answer to a ping in a task of its own
+        await asyncio.sleep(0)  # hivemind records a ping's answer in a task of its own
         table = self.protocol.routing_table
         known = table.get_nearest_neighbors(key, WIDTH, exclude=self.node_id)
         lookup = Lookup(key, self.node_id, self._without_banned(known))
@@ -142,10 +142,11 @@ class MemberNode:
                     return lookup.nearest()
 
     async def store(self, key: DHTID, subkey: str, value: bytes, expires_at: float) -> str | None:
-        """Have the members nearest to `key` keep a record. None, or in a word why none does.
+        """Store a record at the `NUM_REPLICAS` members nearest to `key`.
 
-        This node may be one of them, which alone counts where it knows no other. Goes on in the
-        background where the caller gives up.
+        Returns None if a remote member keeps it, else "refused" or "unanswered". This node's own
+        copy counts only if it knows no other member. Cancelling the caller does not cancel the
+        store.
         """
         return await asyncio.shield(self._peer.start(self._store(key, subkey, value, expires_at)))
 
@@ -153,8 +154,8 @@ class MemberNode:
         clock = asyncio.get_running_loop().time
         deadline = clock() + _STORE_S
         is_alone = not self.protocol.routing_table.uid_to_peer_id
-        # A member that is asked about a key answers with all that lies there, too. Nothing lies
-        # under the id beside it, to which the same members are nearest.
+        # A find also returns all records under its key. The adjacent id has the same nearest
+        # members and no records.
         beside = DHTID(int(key) ^ 1)
         members = await self.look_up(beside)
         own_distance = self.node_id.xor_distance(beside)
@@ -181,7 +182,7 @@ class MemberNode:
         return "refused" if answers or is_alone else "unanswered"
 
     async def _ask(self, peer_id: PeerID, key: DHTID) -> Answer | None:
-        """None if `peer_id` does not say."""
+        """Ask `peer_id` for `key`; None if it refuses or does not answer."""
         try:
             answer = await self.protocol.find(peer_id, key)
         except RemoteError:
@@ -202,18 +203,19 @@ class MemberNode:
 
 
 class Newcomers:
+    """Queue of new members that wait for their replicas, served one at a time."""
+
     def __init__(self) -> None:
         self.turn = asyncio.Lock()
         self.waiting = 0
 
 
 class MemberProtocol(DHTProtocol):  # type: ignore[misc]
-    """Trusts `DhtPeer`, through which all passes, and gives newcomers their records slowly.
+    """hivemind's DHT protocol with bounded replication; `DhtPeer` has checked all messages.
 
-    hivemind hands to each node that it meets all records of which that one should have a copy, in
-    one message packed in one go. Identities are free: here one newcomer is served at a time, in
-    calls of bounded size. Beyond `MAX_NEWCOMERS` that wait, a newcomer gets only what is announced
-    later.
+    hivemind sends each new member, in a single message, all records that it should replicate.
+    Identities are free, so here one new member is served at a time, in calls of bounded size. When
+    `MAX_NEWCOMERS` wait, further ones only get records that are published later.
     """
 
     newcomers: Newcomers
@@ -222,7 +224,10 @@ class MemberProtocol(DHTProtocol):  # type: ignore[misc]
         return True
 
     async def find(self, peer_id: PeerID, key: DHTID) -> Answer:
-        """Raises `SwarmError`, `ProtocolError`, and `TimeoutError`."""
+        """Ask `peer_id` for its records under `key` and its nearest contacts.
+
+        Raises `SwarmError`, `ProtocolError`, and `TimeoutError`.
+        """
         request = dht_pb2.FindRequest(keys=[key.to_bytes()], peer=self.node_info)
         try:
             async with asyncio.timeout(self.wait_timeout):
@@ -242,7 +247,7 @@ class MemberProtocol(DHTProtocol):  # type: ignore[misc]
         return Answer(unpack_records(result.value) if result.value else [], neighbours)
 
     def keep(self, key: DHTID, subkey: str, value: bytes, expires_at: float) -> bool:
-        """Whether this node itself keeps a record now."""
+        """Store a record at this node itself; False if it was refused."""
         packed = MSGPackSerializer.dumps(subkey)
         is_valid = self._validate_record(key.to_bytes(), packed, value, expires_at)
         return bool(is_valid and self.storage.store_subkey(key, subkey, value, expires_at))
@@ -250,7 +255,7 @@ class MemberProtocol(DHTProtocol):  # type: ignore[misc]
     async def update_routing_table(
         self, node_id: DHTID | None, peer_id: PeerID, responded: bool = True
     ) -> None:
-        """As hivemind's."""
+        """Do as hivemind does, but queue the replication to a new member."""
         is_new = node_id is not None and node_id not in self.routing_table
         if not responded or not is_new:
             await super().update_routing_table(node_id, peer_id, responded)
@@ -281,7 +286,7 @@ class MemberProtocol(DHTProtocol):  # type: ignore[misc]
             self.newcomers.waiting -= 1
 
     async def _give(self, peer_id: PeerID, keys: list[DHTID]) -> bool:
-        """Whether `peer_id` has answered."""
+        """Send the records of `keys`; False if `peer_id` did not answer."""
         items = [(key, item) for key in keys if (item := self.storage.get(key)) is not None]
         if not items:
             return True
@@ -291,7 +296,7 @@ class MemberProtocol(DHTProtocol):  # type: ignore[misc]
         return given is not None
 
     def _should_give(self, key: DHTID, node_id: DHTID) -> bool:
-        """Whether the new node is among the nearest to `key`, and this one the nearest before."""
+        """Whether the new node replicates `key` and this one was its nearest member before."""
         nearest = self.routing_table.get_nearest_neighbors(
             key, self.num_replicas + 1, exclude=self.node_id
         )

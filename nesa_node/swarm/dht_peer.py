@@ -1,15 +1,14 @@
-"""The door between hivemind's DHT and the network.
+"""RPC layer between hivemind's DHT and the network, which validates and bounds all messages.
 
-hivemind's `DHTProtocol` believes a lot: that a caller may claim any DHT id, that batches are small,
-that one bad entry is reason to drop a whole answer. Everything it sends or receives passes through
-`DhtPeer`, which offers it the part of hivemind's `P2P` that it uses:
+hivemind's `DHTProtocol` lets a caller claim any DHT id, does not bound batches, and drops a whole
+answer for one bad entry. `DhtPeer` implements the part of hivemind's `P2P` that `DHTProtocol` uses:
 
-- a DHT id belongs to one peer id (it is its hash), in requests, answers and lists of neighbours, so
-  that no peer can fill routing tables; invented peer ids whose hash fits cost searches little
+- a DHT id is the hash of a peer id, in requests, answers and lists of neighbours, so that one peer
+  cannot fill routing tables; invented peer ids with matching hashes cost lookups little
   (`dht_lookup.py`);
-- requests are bounded and paid for, by bytes and by work, before they are read (`dht_codec.py`,
+- requests are bounded and charged, by bytes and by work, before they are parsed (`dht_codec.py`,
   `call_budget.py`);
-- stored and found records are checked one by one, and the bad ones left out;
+- stored and found records are checked one by one, and invalid ones left out;
 - in a private swarm both ends prove that they know the swarm key.
 """
 
@@ -48,11 +47,11 @@ log = get_logger(__name__)
 PROTOCOL_PREFIX = "/nesa/1/dht/"
 MAX_NEIGHBOURS = 20
 _MAX_PEER_ID_BYTES = 64
-"""libp2p's have at most 42. Written in base 58, 200 kB of them take 40 s."""
+"""libp2p's peer ids have at most 42. To encode one of 200 kB in base 58 takes 40 s."""
 
 _CHECKS_PER_TURN = 16
 _MAX_FOUND_BYTES = MAX_MESSAGE_BYTES - 64 * 1024
-"""In one answer, so that the neighbours fit into the message as well."""
+"""Records in one answer, with 64 KiB left for the neighbours in the same message."""
 _UNWINDING_TURNS = 20
 _CLOSE_TIMEOUT_S = 5.0
 
@@ -60,7 +59,7 @@ T = TypeVar("T")
 
 
 class DhtPeer:
-    """What `DHTProtocol` takes for its `P2P`. `protocol` is set once the node exists."""
+    """Stand-in for hivemind's `P2P`. `protocol` is set once the DHT node exists."""
 
     def __init__(
         self, own: PeerId, unary: UnaryCalls, validator: RecordValidator, membership: Membership
@@ -97,7 +96,10 @@ class DhtPeer:
     async def call_protobuf_handler(
         self, peer_id: PeerID, name: str, request: Any, output_type: Any
     ) -> Any:
-        """Raises `SwarmError` or `ProtocolError`; hivemind takes any failure as no answer."""
+        """Call a peer and check its response.
+
+        Raises `SwarmError` or `ProtocolError`; hivemind treats any failure as no answer.
+        """
         if self._closed.is_set():
             raise SwarmError("this node has left the DHT")
         peer = PeerId(peer_id.to_base58())
@@ -117,7 +119,7 @@ class DhtPeer:
     def start(self, operation: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Run `operation` in the background; its failure is logged.
 
-        It is soon over: each of its calls has a timeout, and `close` fails them all.
+        `operation` must end soon after its calls, each of which has a timeout; `close` fails them.
         """
         task = asyncio.create_task(operation, name="dht-operation")
         self._operations.add(task)
@@ -125,7 +127,7 @@ class DhtPeer:
         return task
 
     async def close(self) -> None:
-        """End the calls in flight and let hivemind's own tasks, which wait for them, unwind."""
+        """Fail the calls in flight, and let hivemind's tasks that wait for them end."""
         self._closed.set()
         deadline = time.monotonic() + _CLOSE_TIMEOUT_S
         while (self._in_flight or self._operations) and time.monotonic() < deadline:
@@ -181,13 +183,13 @@ class DhtPeer:
             return await self._store(request, peer)
         if protocol.endswith("rpc_find"):
             return await self._find(request, peer)
-        # hivemind would ping the caller before it answers, and wait. Only it asks for that.
+        # Asked to validate, hivemind would ping the caller and wait before it answers.
         request.validate = False
         context = P2PContext(protocol, self.peer_id, PeerID.from_base58(peer))
         return await handler(request, context)
 
     async def _find(self, request: Any, peer: PeerId) -> Any:
-        """Instead of hivemind's own: what an answer costs is paid for before it is packed."""
+        """Answer a find like hivemind, but charge for the answer before it is packed."""
         keys = list(request.keys)
         if len(keys) > MAX_KEYS_PER_FIND or len(set(keys)) < len(keys):
             raise ProtocolError("too_large", f"{len(keys)} keys in one call, or one of them twice")
@@ -210,7 +212,7 @@ class DhtPeer:
         return response
 
     async def _store(self, request: Any, peer: PeerId) -> Any:
-        """Instead of hivemind's own: each record on its own, and none kept as a cache entry."""
+        """Answer a store like hivemind, but check each record separately and cache none."""
         response = dht_pb2.StoreResponse(peer=self.protocol.node_info)
         if len(request.keys) > MAX_KEYS_PER_STORE:
             raise ProtocolError("too_large", f"{len(request.keys)} keys in one call")
@@ -228,7 +230,7 @@ class DhtPeer:
         return response
 
     async def _keep(self, key: bytes, items: list[tuple[bytes, bytes, float]]) -> int:
-        """How many of `items` are in the storage afterwards."""
+        """Store the valid ones of `items`. Returns how many were stored."""
         kept = 0
         for number, accepted in enumerate(await self._check_all(key, items), 1):
             if number % _CHECKS_PER_TURN == 0:
@@ -237,7 +239,7 @@ class DhtPeer:
         return kept
 
     async def _meet(self, request: Any, peer: PeerId) -> None:
-        """The sender of a request that says which node of the DHT it is."""
+        """Add the sender of a request that contains its DHT id to the routing table."""
         if request.peer.node_id:
             node_id = DHTID.from_bytes(request.peer.node_id)
             await self.protocol.update_routing_table(node_id, PeerID.from_base58(peer))
@@ -265,11 +267,11 @@ class DhtPeer:
     async def _check_all(
         self, key: bytes, items: list[tuple[bytes, bytes, float]]
     ) -> list[tuple[str, bytes, float]]:
-        """The good ones, with subkeys decoded. One forged signature discredits the rest."""
+        """The valid items, with subkeys decoded; items after a forged signature are dropped."""
         good: list[tuple[str, bytes, float]] = []
         pending = iter(items)
         while batch := list(islice(pending, _CHECKS_PER_TURN)):
-            # One batch in a turn of the event loop, however many calls wait for theirs.
+            # One batch per turn of the event loop, however many calls wait.
             async with self._checking:
                 if not self._check_batch(key, batch, good):
                     break
@@ -282,7 +284,7 @@ class DhtPeer:
         items: list[tuple[bytes, bytes, float]],
         good: list[tuple[str, bytes, float]],
     ) -> bool:
-        """Append the good ones of `items`; False if the rest is not worth a look."""
+        """Append the valid items to `good`; False if later items are to be dropped."""
         for subkey, value, expiration in items:
             try:
                 record = self._validator.check(key, subkey, value, expiration)
@@ -296,12 +298,12 @@ class DhtPeer:
 
 
 def node_id_of(peer_id: bytes) -> bytes:
-    """The DHT id that goes with a binary peer id."""
+    """The DHT id of a binary peer id."""
     return hashlib.sha1(b"nesa/1/dht-node/" + peer_id).digest()
 
 
 def _forget_foreign_id(message: Any, peer: PeerId) -> None:
-    """Take the sender's DHT id out of its message if it is not the one of its peer id."""
+    """Remove the sender's DHT id from its message unless it belongs to its peer id."""
     claimed = message.peer.node_id
     if claimed and claimed != node_id_of(PeerID.from_base58(peer).to_bytes()):
         message.ClearField("peer")
@@ -321,14 +323,17 @@ def _forget_invented_neighbours(result: Any) -> None:
 
 
 def _put_records(result: Any, records: Sequence[tuple[str, bytes, float]]) -> None:
-    """Make `result` say that `records` were found, or nothing."""
+    """Fill `result` with `records`, or with "not found" if there are none."""
     result.type = dht_pb2.FOUND_DICTIONARY if records else dht_pb2.NOT_FOUND
     result.value = pack_records(records) if records else b""
     result.expiration_time = max((expiration for _, _, expiration in records), default=0.0)
 
 
 def _with_packed_subkeys(packed: bytes) -> list[tuple[bytes, bytes, float]]:
-    """As a store of one record has them. Raises `ProtocolError`."""
+    """Unpack a dictionary, with subkeys packed as in a store of one record.
+
+    Raises `ProtocolError`.
+    """
     return [
         (msgspec.msgpack.encode(subkey), value, expiration)
         for subkey, value, expiration in unpack_records(packed)

@@ -1,4 +1,4 @@
-"""What a DHT member keeps for others, within bounds."""
+"""Bounded storage of a DHT member."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from nesa_node.swarm.notices import KINDS, Bounds
 from nesa_node.swarm.sealing import kind_of
 
 MAX_KEYS = 512
-"""Of models, beside the index of all nodes."""
+"""Keys of models, beside the index of all nodes."""
 MAX_BYTES_PER_KEY = 2 * 1024**2
-"""So that a whole key fits into one answer; room for some 1,700 nodes."""
+"""Records under one key, which must fit into one answer: about 1,700 nodes."""
 MAX_RECORDS_PER_KEY = MAX_RECORDS_PER_CALL // 2
-"""Readers refuse an answer of more than `MAX_RECORDS_PER_CALL`, and check each record of every
-member within a call's timeout."""
+"""Half of what readers accept in one answer, since they check all members' records within a call's
+timeout."""
 MAX_BYTES = 64 * 1024**2
 MAX_NOTICE_KEYS = 256
-"""Of all kinds together."""
+"""Keys of notices of all kinds together."""
 MAX_NOTICE_BYTES = 16 * 1024**2
-"""Each counted as the largest of its kind: its signer may replace it by one."""
+"""Notices, each counted with its kind's maximum size: its signer may replace it by a larger one."""
 
 _HEAP_SLACK = 64
 _DRAWN = 4
 _DRAWN_KEYS = 8
 _RECOUNT_INTERVAL_S = 1.0
-"""Counting again what a full storage holds takes milliseconds, and a flood would ask for nothing
-else."""
+"""Minimum time between recounts of a full storage: one takes milliseconds, and a flood of stores
+would cause one for each."""
 
 
 def nobody_is_known(_: PeerId) -> float:
@@ -44,27 +44,25 @@ def nobody_is_known(_: PeerId) -> float:
 
 
 class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
-    """hivemind's storage with limits, and without two holes of the original.
+    """hivemind's storage with bounds, and without two of its bugs.
 
-    The original lets a replayed older record shorten the life of a newer one (it re-keys its expiry
-    heap before it compares), and every replay leaves an entry in that heap. Here a subkey takes
-    only what expires strictly later, and heaps are compacted. Where no room is left, updates of
-    known peers still pass and newcomers are refused: an attacker with many throw-away identities
-    can keep newcomers out of a key, not push members out.
+    In hivemind's storage a replayed older record shortens the life of a newer one (the expiry heap
+    is re-keyed before expiries are compared), and each replay leaves an entry in that heap. Here a
+    record replaces only one that expires earlier, and heaps are compacted.
 
-    A node serves one model: a later record of the same signer under another model's key replaces
-    the one before. Where there are `MAX_KEYS`, a new key takes the place of one all of whose
-    signers have been known for less time (`known_s`, of the peer id), if a few that are drawn by
-    lot include one.
+    Records: in a full storage, updates of stored subkeys are accepted and new subkeys refused. An
+    attacker with many identities can keep new nodes out of a key, but cannot evict stored ones. A
+    node serves one model, so a signer's later record under another model's key replaces its earlier
+    one. When there are `MAX_KEYS`, a new key evicts a key if all signers of that one
+    have been known for less time than its own (`known_s`, by peer id), and a small random sample of
+    keys contains it.
 
-    Notices have room of their own, which records cannot take nor lose. Few peers need it, and one
-    of them may well be new to a full key: there it takes the place of whoever has been known for
-    the shortest time, if that is shorter than its own. In the later
-    half of a full key strangers drive out one another, by lot: an orchestrator that serves nothing
-    is a stranger too, and who fills a key first must not keep it out for good.
+    Notices have a separate quota, which records neither use nor lose. In a full key a new signer
+    evicts the signer known for the shortest time, if that is less than its own. A signer of unknown
+    age evicts a random one of unknown age in the later half of the key: an orchestrator that serves
+    no blocks has no age either, and a flood that came first must not exclude it.
 
-    `own_subkey` is always accepted: a node can always announce itself here. `index_key` is that of
-    all nodes.
+    `own_subkey`, this node's peer id, is always accepted. `index_key` is the index of all nodes.
     """
 
     def __init__(
@@ -86,7 +84,7 @@ class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
     def store(
         self, key: DHTID, value: Any, expiration_time: float, subkey: str | None = None
     ) -> bool:
-        """Records only: a regular value would erase all of a key's records."""
+        """Store a record. A value without subkey, which would erase its key, is refused."""
         if subkey is None:
             self._dropped["unwanted"] += 1
             return False
@@ -116,7 +114,7 @@ class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
         latest = max(records.latest_expiration_time, expiration_time)
         if not records.store(subkey, value, expiration_time):
             return False
-        # Replaced rather than refreshed: the original only updates a key that expires later.
+        # Deleted first: hivemind only updates a key if its expiry rises.
         del self[key]
         stored: bool = super(DHTLocalStorage, self).store(key, records, latest)
         _compact(records)
@@ -128,18 +126,18 @@ class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
         return stored
 
     def size_of(self, key: DHTID) -> int:
-        """The bytes of the records under `key`, about: some may have expired."""
+        """Bytes of the records under `key`, including some that may have expired."""
         return 0 if self._records(key) is None else self._bytes[key]
 
     def records_of(self, key: DHTID) -> list[tuple[str, bytes, float]]:
-        """The (subkey, value, expiration) of what lies under `key`."""
+        """The records under `key` as (subkey, value, expiration)."""
         records = self._records(key)
         if records is None:
             return []
         return [(subkey, item.value, item.expiration_time) for subkey, item in records.items()]
 
     def get(self, key: DHTID) -> ValueWithExpiration | None:
-        """A copy: hivemind merges what others answer into the object it gets here."""
+        """A copy of the records under `key`, since hivemind merges other answers into it."""
         records = self._records(key)
         if records is None:
             return None
@@ -149,7 +147,7 @@ class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
         return ValueWithExpiration(copy, records.latest_expiration_time) if copy.data else None
 
     def total_bytes(self) -> int:
-        """The bytes of all records kept, without Python's own overhead."""
+        """Bytes of all unexpired records, without Python's own overhead."""
         self._remove_outdated()
         self._bytes = Counter({key: _size(item.value) for key, item in self.data.items()})
         self._forget_notice_keys()
@@ -165,7 +163,7 @@ class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
         return None if item is None else item.value
 
     def _leaves(self, key: DHTID, subkey: str, expiration_time: float) -> bool:
-        """Remove the signer's record of another model; False if that one is as late as this."""
+        """Remove the signer's record of another model; False if it expires no earlier than this."""
         if key == self._index_key:
             return True
         of_signer = {other for other, item in self.data.items() if subkey in item.value.data}
@@ -184,11 +182,11 @@ class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
         return [key for key in self.data if key not in self._notice_keys and key != self._index_key]
 
     def _has_room(self, key: DHTID, size: int, subkey: str) -> bool:
-        """Whether a record of a newcomer to this key may be kept; makes room for a new key."""
+        """Whether a record of a new subkey may be stored; a new key may evict another one."""
         if not self._fits(key, size):
             now = time.monotonic()
             if now >= self._counted_at + _RECOUNT_INTERVAL_S:
-                self.total_bytes()  # counts again without what has expired meanwhile
+                self.total_bytes()  # recounts without expired records
                 self._counted_at = now
             if not self._fits(key, size):
                 return False
@@ -213,12 +211,12 @@ class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
         )
 
     def _has_notice_room(self, key: DHTID, bounds: Bounds, subkey: str) -> bool:
-        """Whether a notice of a newcomer to this key may be kept; makes room if that is due."""
+        """Whether a notice of a new signer may be stored; may evict another one."""
         self._remove_outdated()
         self._forget_notice_keys()
         if self._notices_fit(key, bounds):
             return True
-        # Also the answer to a flood: whoever cannot displace anybody costs no search.
+        # A signer of unknown age costs no search through all signers, so that a flood is cheap.
         known_s = self._known_s(PeerId(subkey))
         records = self._records(key)
         if known_s <= 0.0:
@@ -232,7 +230,7 @@ class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
         return self._notices_fit(key, bounds)
 
     def _drops_a_stranger(self, records: Any, bounds: Bounds) -> bool:
-        """For another one, if a search of few finds it: a flood must not cost much."""
+        """Evict a random signer of unknown age, if a small sample of the later half has one."""
         if records is None or len(records) < bounds.max_per_key:
             return False
         others = self._others(records)[bounds.max_per_key // 2 :]
@@ -258,9 +256,9 @@ class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
         return taken + bounds.kind.max_bytes <= MAX_NOTICE_BYTES
 
     def _drop_unknown_key(self, keys: Iterable[DHTID], known_s: float) -> None:
-        """Of some of `keys`, forget the one whose signers are least known, if less than `known_s`.
+        """Evict the key with the signers known for the shortest time, if less than `known_s`.
 
-        Some are drawn by lot: to look at all signers of all keys takes 10 ms, and a flood may ask.
+        Only a random sample of `keys` is considered: all signers of all keys take 10 ms.
         """
 
         def best(key: DHTID) -> float:
@@ -278,7 +276,7 @@ class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
 
 
 def _bounds_of(value: bytes) -> Bounds | None:
-    """None for a node's record."""
+    """Bounds of a notice; None for a node's record."""
     try:
         kind = KINDS.get(kind_of(msgspec.msgpack.decode(value, type=bytes)))
     except (msgspec.DecodeError, ValueError):
@@ -291,7 +289,7 @@ def _size(records: Any) -> int:
 
 
 def _compact(storage: Any) -> None:
-    """Drop the heap entries of replaced items once they are the majority."""
+    """Drop the heap entries of replaced items once they outnumber the live ones."""
     if len(storage.expiration_heap) > 2 * len(storage.data) + _HEAP_SLACK:
         storage.expiration_heap = list(storage.key_to_heap.values())
         heapq.heapify(storage.expiration_heap)

@@ -1,8 +1,8 @@
-"""Who is in the swarm: this node's own record, and everybody else's.
+"""Directory of the swarm: publishes this node's record and reads those of all nodes.
 
-A record lies on the DHT twice, under its model's key and in the index of all nodes, each time as
-one subkey (the peer id) of a dictionary on the five members nearest to the key. It is announced
-again well before it expires, so a node that crashes is gone after its record's time to live.
+A record is stored on the DHT twice, under its model's key and in the index of all nodes, each time
+as one subkey (the peer id) of a dictionary on the five members nearest to the key. It is renewed
+well before it expires; the record of a crashed node disappears after its time to live.
 """
 
 from __future__ import annotations
@@ -48,7 +48,10 @@ _GLANCE_MEMBERS = 4
 
 
 class Directory:
-    """Reads and writes records; made by `open_swarm`. `clock` gives seconds since the epoch."""
+    """Reads and writes node records; made by `open_swarm`.
+
+    `clock` gives seconds since the epoch.
+    """
 
     def __init__(
         self,
@@ -83,16 +86,16 @@ class Directory:
 
     @property
     def dropped(self) -> Counter[str]:
-        """How many records were refused since the start, by reason."""
+        """Number of records and notices refused since the start, by reason."""
         return self._validator.dropped
 
     @property
     def own_record(self) -> NodeRecord | None:
-        """What this node published last."""
+        """The record that this node published last."""
         return self._own
 
     def record(self, peer: PeerId) -> NodeRecord | None:
-        """The newest valid record of `peer` seen so far; None if it has expired or withdrawn."""
+        """The newest valid record of `peer` seen so far; None if expired or withdrawn."""
         record = self._known.get(peer)
         if record is None or record.state == "withdrawn" or record.expires_at <= self._clock():
             return None
@@ -100,26 +103,26 @@ class Directory:
 
     @property
     def is_stored(self) -> bool:
-        """Whether the DHT took what this node published last."""
+        """Whether the DHT accepted the record that this node published last."""
         return self._is_stored
 
     def know_blocks(self, model_id: ModelId, num_blocks: int) -> None:
-        """How many blocks a model has, by its own checkpoint.
+        """Set a model's number of blocks as its checkpoint has it.
 
-        From now on records that say otherwise are left out of all answers.
+        Records with another number are left out of all results from now on.
         """
         self._num_blocks[model_id] = num_blocks
 
     def forget_blocks(self, model_id: ModelId) -> None:
-        """Take back what `know_blocks` said; a no-op if it said nothing."""
+        """Undo `know_blocks`; a no-op for a model that it was not called for."""
         self._num_blocks.pop(model_id, None)
 
     async def publish(self, status: NodeStatus) -> NodeRecord:
-        """Sign `status` and store it. Replaces what this node published before.
+        """Sign `status` and store it in place of this node's previous record.
 
-        Whether the DHT took it is logged, not raised: the caller publishes again before the record
+        A refusal by the DHT is logged, not raised: the caller publishes again before the record
         would expire (every third of `ttl_s`), and until then this node remembers it itself. Raises
-        `PeerUnreachableError` if this node's own daemon has ended.
+        `PeerUnreachableError` if this node's own p2pd has ended.
         """
         async with self._publishing:
             await self._transport.refresh_addresses()
@@ -134,7 +137,10 @@ class Directory:
         return record
 
     async def withdraw(self) -> None:
-        """Replace this node's record by a withdrawal that outlives it; a no-op before `publish`."""
+        """Replace this node's record by a withdrawal; a no-op before `publish`.
+
+        The withdrawal expires after the record.
+        """
         if self._own is not None and self._own.state != "withdrawn":
             fields = self._own.model_dump(include=set(NodeStatus.model_fields))
             await self.publish(NodeStatus.model_validate({**fields, "state": "withdrawn"}))
@@ -142,11 +148,11 @@ class Directory:
     async def fetch(
         self, model_id: ModelId, num_blocks: int | None = None, *, reports: bool = True
     ) -> Snapshot:
-        """Look up who serves `model_id` now.
+        """Fetch the records of `model_id` and return a snapshot of its nodes.
 
-        Members that do not answer are left out; if nobody does in `FETCH_TIMEOUT_S`, the result is
-        what was known before and has not expired. `num_blocks` is as in `snapshot`. With `reports`
-        those of failures are looked up at the same time.
+        DHT members that do not answer within `FETCH_TIMEOUT_S` are left out; if none does, the
+        snapshot is made of remembered records that have not expired. `num_blocks` is as in
+        `snapshot`. With `reports`, reports of failures are fetched at the same time.
         """
         if reports:
             found, _ = await asyncio.gather(
@@ -158,29 +164,29 @@ class Directory:
         return self.snapshot(model_id, num_blocks)
 
     async def glance(self, model_id: ModelId, *, members: int = 1) -> None:
-        """Look up cheaply who is there, from one member: newcomers and their addresses.
+        """Fetch the records of `model_id` from one DHT member, at a tenth of `fetch`'s traffic.
 
-        Of `members` that are asked at once the first one's answer counts.
+        Of `members` that are asked at once the first answer counts.
         """
-        # Whom one member does not name may be there all the same.
+        # A node that one member does not name may exist all the same.
         found = await self._shelf.find(model_key(model_id), members=members)
         await self._remember(found, is_whole=False)
 
     async def glance_soon(self, model_id: ModelId) -> bool:
-        """`glance` with the member that answers first, some being gone; False if none does soon."""
+        """`glance` at `_GLANCE_MEMBERS` members; False if none answers within `_GLANCE_S`."""
         try:
             async with asyncio.timeout(_GLANCE_S):
                 await self.glance(model_id, members=_GLANCE_MEMBERS)
         except TimeoutError:
-            log.info("glance_timed_out", timeout_s=_GLANCE_S)
+            log.info("quick_fetch_timed_out", timeout_s=_GLANCE_S)
             return False
         return True
 
     def snapshot(self, model_id: ModelId, num_blocks: int | None = None) -> Snapshot:
-        """Who serves `model_id` as far as this node remembers, without asking anybody.
+        """Make a snapshot of the nodes of `model_id` from remembered records.
 
-        Records that speak of another number of blocks are dropped: than `num_blocks`, than what
-        `know_blocks` said, or where both are missing, than most.
+        Records with another number of blocks are left out. The right number is `num_blocks`, else
+        that of `know_blocks`, else that of most records.
         """
         records = [record for record in self._alive() if record.model_id == model_id]
         num_blocks = self._blocks_of(model_id, records) if num_blocks is None else num_blocks
@@ -202,9 +208,9 @@ class Directory:
     def holders(
         self, model_id: ModelId, num_blocks: int | None = None
     ) -> tuple[tuple[int, ...], Counter[str]]:
-        """How many nodes serve each block as far as this node remembers, and nodes by state.
+        """Count serving nodes by block, and nodes by state, in remembered records.
 
-        `num_blocks` is as in `snapshot`. In a fraction of the time that a snapshot takes.
+        `num_blocks` is as in `snapshot`, which takes several times as long.
         """
         records = [record for record in self._alive() if record.model_id == model_id]
         num_blocks = self._blocks_of(model_id, records) if num_blocks is None else num_blocks
@@ -218,7 +224,7 @@ class Directory:
         return tuple(accumulate(rises[:-1])), Counter(record.state for record in agreed)
 
     def addresses(self, model_id: ModelId, num_blocks: int) -> dict[PeerId, tuple[str, ...]]:
-        """Of all nodes of a model, as far as this node remembers."""
+        """Addresses of all nodes of a model, from remembered records."""
         return {
             PeerId(record.peer_id): record.addresses
             for record in self._alive()
@@ -226,29 +232,30 @@ class Directory:
         }
 
     def blames(self, model_id: ModelId) -> Mapping[PeerId, float]:
-        """How much each peer is blamed for failures now (`routing/reputation.py`)."""
+        """Blame of each peer for reported failures, as of now (`routing/reputation.py`)."""
         records = [record for record in self._alive() if record.model_id == model_id]
         return self._hearsay.blames(model_id, records)
 
     def doubts(self, model_id: ModelId) -> Mapping[PeerId, float]:
-        """Who boasts of its speed, by what others report (`Hearsay.doubts`)."""
+        """Peers reported to be slower than they announce, with weights (`Hearsay.doubts`)."""
         records = [record for record in self._alive() if record.model_id == model_id]
         return self._hearsay.doubts(model_id, records)
 
     def measured(self, snapshot: Snapshot) -> dict[PeerId, tuple[Measured, ...]]:
-        """What the nodes of `snapshot` say in their newest records of their links."""
+        """Links announced by the nodes of `snapshot` in their newest records."""
         nodes = (*snapshot.nodes, *snapshot.joining)
         records = {node.peer_id: self.record(node.peer_id) for node in nodes}
         return {peer: record.measured_links() if record else () for peer, record in records.items()}
 
     def with_links(self, snapshot: Snapshot) -> Snapshot:
-        """`snapshot` with the links among its nodes, as far as they have measured them."""
+        """`snapshot` with the links that its nodes have measured among themselves."""
         return replace(snapshot, links=assemble_links(self.measured(snapshot)))
 
     async def fetch_all(self) -> list[NodeRecord]:
-        """Every node of every model, sorted by model, span and peer id. As lenient as `fetch`.
+        """Fetch the records of all models, sorted by model, span and peer id.
 
-        Without those whose number of blocks is known to be wrong (`know_blocks`).
+        Without records that have a wrong number of blocks (`know_blocks`). Members that do
+        not answer are left out, as in `fetch`.
         """
         await self._remember(await self._search(NODES_KEY))
         known = self._num_blocks
@@ -262,7 +269,7 @@ class Directory:
         )
 
     def withdrawn(self) -> list[NodeRecord]:
-        """What the nodes said last that have left, as far as this node remembers."""
+        """Remembered withdrawals that have not expired."""
         now = self._clock()
         return [
             record
@@ -275,7 +282,7 @@ class Directory:
         return replace(record.node_state(), reliability=self._hearsay.reliability(record, blame))
 
     def _next_record(self, status: NodeStatus) -> NodeRecord:
-        """Both the sequence number and the expiry rise with every record, also across restarts."""
+        """Make a record of `status`; its sequence number and expiry rise, also after a restart."""
         now = self._clock()
         own = self._known.get(self._identity.peer_id) if self._own is None else self._own
         last_seq = max(-1 if own is None else own.seq, self._validator.newest_seq(self._peer_id))
@@ -305,11 +312,11 @@ class Directory:
         else:
             log.debug("record_published", seq=record.seq, state=record.state)
         if self._rejoining.is_alone and record.state != "withdrawn":
-            # Members that are met again are handed what lies here.
+            # Members that are found again get this node's records by replication.
             self._rejoining.begin(self._others())
 
     async def _search(self, key: str) -> Iterable[bytes]:
-        """The sealed records under `key`, which the validator has let pass."""
+        """Fetch the sealed records under `key`; an isolated node rejoins the DHT first."""
         found = await self._shelf.find(key)
         if self._rejoining.is_alone and await self._rejoining.rejoin(self._others()):
             found = await self._shelf.find(key)
@@ -319,7 +326,7 @@ class Directory:
         return [record for record in self._alive() if record.peer_id != self._peer_id]
 
     async def _remember(self, sealed_records: Iterable[bytes], *, is_whole: bool = True) -> None:
-        """`is_whole`: a node that is not among them any more has failed."""
+        """Check and remember records; `is_whole` results also drop expired ones as failed nodes."""
         for number, sealed in enumerate(sealed_records, 1):
             if number % READ_PER_TURN == 0:
                 await asyncio.sleep(0)
@@ -341,9 +348,9 @@ class Directory:
             await self._forget_expired()
 
     async def _forget_expired(self) -> None:
-        """Drop what has expired now; of others it counts as failed, unless all are silent."""
+        """Drop expired records and count their nodes as failed, unless all nodes are silent."""
         now = self._clock()
-        # Where nothing is new it may be this node that was cut off.
+        # If no record is new, this node itself may have been cut off.
         hears_others = any(
             record.issued_at > now - self.ttl_s and record.peer_id != self._peer_id
             for record in self._known
@@ -354,7 +361,7 @@ class Directory:
                 await asyncio.sleep(0)
             peer = PeerId(record.peer_id)
             if self._known.get(peer) is not record:
-                continue  # Renewed in the meantime, or dropped by another look at the same time.
+                continue  # Renewed in the meantime, or dropped by a concurrent fetch.
             self._known.drop(peer)
             if hears_others and peer != self._peer_id:
                 self._hearsay.histories.expired(record)

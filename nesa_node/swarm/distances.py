@@ -1,4 +1,4 @@
-"""How far other nodes are from this one, as it has measured itself."""
+"""Round-trip times from this node to its peers."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _MAX_TRIES = 16
 
 
 class Distances:
-    """The last pings of each peer, and who did not answer the last one.
+    """Recent round-trip times of each peer, and the peers that did not answer their last ping.
 
-    `clock` returns seconds and never goes back.
+    `clock` returns monotonic seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -35,7 +35,7 @@ class Distances:
         self._pings: OrderedDict[PeerId, deque[float]] = OrderedDict()
         self._measured_at: dict[PeerId, float] = {}
         self._failed: OrderedDict[PeerId, tuple[float, int]] = OrderedDict()
-        """When it was tried last, and how often in a row."""
+        """By peer: when it was pinged last, and consecutive failures."""
         self.round_trips_s = ROUND_TRIP.tally()
         self.unanswered = 0
 
@@ -50,7 +50,7 @@ class Distances:
             del self._measured_at[forgotten]
 
     def forget(self, peer: PeerId) -> None:
-        """It does not answer any more: what it was does not count."""
+        """Count an unanswered ping, and forget the round trips of `peer`."""
         self._pings.pop(peer, None)
         self._measured_at.pop(peer, None)
         self.unanswered += 1
@@ -60,31 +60,31 @@ class Distances:
             self._failed.popitem(last=False)
 
     def rtt_ms(self, peer: PeerId) -> float:
-        """The median of the last pings; NaN if there was none."""
+        """Median round trip of the last pings in ms; NaN if none was answered."""
         pings = self._pings.get(peer)
         return statistics.median(pings) if pings else math.nan
 
     def age_s(self, peer: PeerId) -> float:
-        """Since the last ping, answered or not; inf if there was none."""
+        """Seconds since the last ping, answered or not; inf if there was none."""
         at = self._measured_at.get(peer)
         if at is None and peer in self._failed:
             at, _ = self._failed[peer]
         return math.inf if at is None else self._clock() - at
 
     def is_due(self, peer: PeerId, refresh_s: float) -> bool:
-        """Whether to ping it now, if whoever answers is pinged every `refresh_s`.
+        """Whether to ping `peer` now; answering peers are pinged every `refresh_s`.
 
-        Whoever did not answer is left alone for as long, then for twice as long each time, up to
-        half an hour (or `refresh_s`, if that is more).
+        After a failure the pause is `refresh_s`, and doubles with each further one up to half an
+        hour (or `refresh_s`, if that is more).
         """
         _, tries = self._failed.get(peer, (0.0, 1))
         back_off_s = min(refresh_s * 2.0 ** (tries - 1), max(_MAX_BACK_OFF_S, refresh_s))
         return self.age_s(peer) >= back_off_s
 
     def measured(self, speeds: LinkSpeeds) -> tuple[Measured, ...]:
-        """What a record can tell: the nearest, and the freshest of the others, half of each.
+        """Links for this node's record: half are the nearest, half the freshest of the remaining.
 
-        Peers whose digests are the same are left out: a reader could not tell them apart.
+        Peers with equal digests are left out, since readers could not tell them apart.
         """
         digests = Counter(map(peer_digest, self._pings))
         unique = [peer for peer in self._pings if digests[peer_digest(peer)] == 1]
@@ -103,8 +103,9 @@ class Distances:
         *,
         timeout_s: float = 5.0,
     ) -> None:
-        """Ping `peers`, given with their addresses, all at once. How far who does not answer is
-        is unknown.
+        """Ping `peers`, given with their addresses, concurrently.
+
+        The round trip of a peer that does not answer becomes NaN.
         """
 
         async def one(peer: PeerId, addresses: Sequence[str]) -> None:
@@ -121,11 +122,10 @@ class Distances:
 def next_to_ping(
     distances: Distances, peers: Sequence[PeerId], rng: random.Random, *, refresh_s: float
 ) -> PeerId | None:
-    """Whom to ping now among `peers`, other nodes: somebody unknown, the nearest, or anybody.
+    """Choose the peer to ping next, or None if all were pinged within `refresh_s`.
 
-    In a small swarm everybody is pinged in turn. In a large one half of the pings go to the
-    `MAX_MEASURED` nearest, which matter most to routing, and half to random others, by which
-    nearer ones are found. None if all that could be pinged have been within `refresh_s`.
+    In a small swarm all peers take turns. In a large one half of the pings go to the `MAX_MEASURED`
+    nearest, which matter most to routing, and half to random unknown ones, to find nearer peers.
     """
     due = [peer for peer in peers if distances.is_due(peer, refresh_s)]
     if not due:

@@ -1,4 +1,4 @@
-"""Which event loop runs the network."""
+"""Event loop of commands that use the network."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ T = TypeVar("T")
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """`asyncio.run`, on uvloop's loop where there is one.
+    """Run `main` like `asyncio.run`, on uvloop where it is installed.
 
-    Bare bytes go to and fro in a third less time on it. Beside what a daemon computes for a step
-    the difference is lost in the noise. Two such loops of a process must not start a child at once.
+    uvloop reduces the round-trip time of plain bytes by a third. Two uvloop loops in one process
+    must not start child processes at the same time.
     """
     try:
         import uvloop
-    except ImportError:  # not made for every system
+    except ImportError:  # uvloop does not exist for every platform
         return asyncio.run(main)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(main)

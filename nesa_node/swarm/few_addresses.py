@@ -1,7 +1,7 @@
-"""Which of the addresses in a stranger's record are worth dialling.
+"""Choice of the addresses in an untrusted record that are dialled.
 
-A record may hold 16 of any hosts at all, and every node that reads it would dial them: ports on
-this machine, in its operator's network, or of a host that is to be attacked.
+A record may contain 16 addresses of arbitrary hosts: of this machine, of its operator's private
+network, or of a host that an attacker wants all readers of the record to dial.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ import psutil
 
 MAX_DIALLED = 2
 RESOLVE_TIMEOUT_S = 1.2
-"""For all names of a record: less than what a client waits for a node that opens a session."""
+"""For all names of a record; less than a client's timeout for opening a session."""
 MAX_LOOKUPS = 4
-"""Names that are looked up at once in this process; others wait. A name server that does not answer
-holds a thread for half a minute, whatever the timeout, and a name in a record is a stranger's."""
+"""Concurrent name lookups in this process; further ones wait. A name server that does not answer
+blocks a thread for half a minute, whatever the timeout, and names in records are untrusted."""
 
 _Host = ipaddress.IPv4Address | ipaddress.IPv6Address
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
@@ -34,12 +34,13 @@ _FAMILIES = {"dns4": socket.AF_INET, "dns6": socket.AF_INET6}
 
 
 def is_on_the_internet(own: Sequence[str], announced: Sequence[str], held: Container[str]) -> bool:
-    """Whether a node with addresses `own` is one of the internet and not of a private network.
+    """Whether a node with addresses `own` is on the internet, not in a private network.
 
-    Its operator says so by announcing a public address; a name is one where it is of a kind that
-    the internet knows. Else an interface of this machine has one (`held`: all of theirs): what a
-    router does for the node counts for nothing, since its neighbours are behind that, too. Nor
-    does IPv6, which private networks have as well, beside a private address.
+    If its operator announces addresses, one of them must be public; a name counts as public unless
+    its domain is local. Else an interface of this machine must have a public address (`held`:
+    addresses of all interfaces). An address mapped by a router does not count, since the node's
+    neighbours are behind that router, too. Nor does public IPv6 beside private IPv4, which private
+    networks have as well.
     """
     if announced:
         return any(map(_is_public, announced))
@@ -50,7 +51,7 @@ def is_on_the_internet(own: Sequence[str], announced: Sequence[str], held: Conta
 
 
 def interface_addresses() -> frozenset[str]:
-    """What the interfaces of this machine have now."""
+    """Current addresses of this machine's network interfaces."""
     return frozenset(
         entry.address.partition("%")[0]
         for entries in psutil.net_if_addrs().values()
@@ -61,12 +62,11 @@ def interface_addresses() -> frozenset[str]:
 def few_addresses(
     addresses: Sequence[str], own: Sequence[str], *, public_only: bool
 ) -> tuple[str, ...]:
-    """At most `MAX_DIALLED` of `addresses`.
+    """Choose at most `MAX_DIALLED` of `addresses`.
 
-    With `public_only`, for a node on the internet, none that leads to this host or into a private
-    network. Any other node tries one address on the internet and one that may be in its own
-    network; of one cable only where it has such an address among its `own`, and of this host only
-    where it has no others.
+    With `public_only`, for a node on the internet, only public ones. Any other node dials one
+    public address and one private one. A link-local address is chosen only if this node's `own`
+    addresses include one, and a loopback address only if all of them are loopback.
     """
     known = [address for address in addresses if _kind(address)]
     public = sorted(filter(_is_public, known), key=lambda address: address.startswith("/ip6/"))
@@ -84,10 +84,10 @@ def few_addresses(
 
 
 async def resolved(addresses: Sequence[str]) -> tuple[str, ...]:
-    """`addresses` with what their names stand for now, for a node on the internet.
+    """Resolve the names in `addresses`, for a node on the internet, and choose public addresses.
 
-    What a name stands for is its owner's to say, so that what is dialled is the number that was
-    looked at, not the name.
+    The resolved IP address is dialled, not the name, which its owner could point elsewhere after
+    the check.
     """
     lookups = [asyncio.create_task(_numbers(address)) for address in addresses]
     try:
@@ -101,7 +101,7 @@ async def resolved(addresses: Sequence[str]) -> tuple[str, ...]:
 
 
 async def _numbers(address: str) -> list[str]:
-    """Of an address with a name; any other as it is."""
+    """Resolve an address with a name to IP addresses; return any other unchanged."""
     if _kind(address) not in _NAMES:
         return [address]
     _, kind, name, *rest = address.split("/")
@@ -118,7 +118,7 @@ async def _numbers(address: str) -> list[str]:
 
 
 async def _looked_up(name: str, family: int) -> list[Any]:
-    """What `socket.getaddrinfo` says, when a thread is free. Raises its errors."""
+    """Run `socket.getaddrinfo` when a lookup thread is free. Raises its errors."""
     found: Future[list[Any]] = Future()
     _lookups().put((found, name, family))
     return await asyncio.wrap_future(found)
@@ -126,7 +126,7 @@ async def _looked_up(name: str, family: int) -> list[Any]:
 
 @functools.cache
 def _lookups() -> SimpleQueue[tuple[Future[list[Any]], str, int]]:
-    """What threads look up for which neither other work nor the end of the process waits."""
+    """Queue of name lookups; its daemon threads block neither other work nor the exit."""
     lookups: SimpleQueue[tuple[Future[list[Any]], str, int]] = SimpleQueue()
     for number in range(MAX_LOOKUPS):
         name = f"name-lookup-{number}"
@@ -138,7 +138,7 @@ def _look_up(lookups: SimpleQueue[tuple[Future[list[Any]], str, int]]) -> None:
     while True:
         found, name, family = lookups.get()
         if not found.set_running_or_notify_cancel():
-            continue  # its caller has given up
+            continue  # its caller was cancelled
         try:
             found.set_result(socket.getaddrinfo(name, None, family, socket.SOCK_STREAM))
         except (OSError, ValueError) as error:
@@ -154,7 +154,7 @@ def _is_public(address: str) -> bool:
 
 
 def _reach(address: str) -> str:
-    """From where an address that is not public can be dialled."""
+    """Scope in which an address can be dialled: internet, private, link, host or nowhere."""
     host = _host(address)
     if host is None:
         return "host" if address.split("/")[2:3] == ["localhost"] else "private"
@@ -172,7 +172,7 @@ def _reach_of(host: _Host) -> str:
 
 
 def _kind(address: str) -> str:
-    """Of its first part; "" where that is nothing that can be dialled."""
+    """Protocol of the address's first part; "" if it cannot be dialled."""
     _, kind, host, *_ = (*address.split("/"), "", "", "")
     if kind in _NAMES:
         return kind if host else ""
@@ -180,7 +180,7 @@ def _kind(address: str) -> str:
 
 
 def _host(address: str) -> _Host | None:
-    """The number in an address; of one that carries another, the other. None for a name."""
+    """IP address in a multiaddress, or the IPv4 address embedded in it; None for a name."""
     _, kind, host, *_ = (*address.split("/"), "", "", "")
     if kind not in ("ip4", "ip6"):
         return None

@@ -1,4 +1,4 @@
-"""What this node thinks of others' reliability: their record here, and what is reported of them."""
+"""Reputation of peers: how their runs have ended as seen here, and what other nodes report."""
 
 from __future__ import annotations
 
@@ -22,38 +22,38 @@ from nesa_node.swarm.records import NodeRecord
 
 _MAX_PEERS = 4096
 _RESTART_S = 5.0
-"""An uptime that is so much lower than the last one began anew."""
+"""Decrease of the announced uptime from which on it counts as a restart."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """How often a node's time in the swarm has ended here: without notice, and planned."""
+    """Number of a node's failures (ends without notice) and drains (planned ends)."""
 
     failures: int = 0
     drains: int = 0
 
 
 class Histories:
-    """Counts how nodes end, from the records that pass.
+    """Counts of failures and drains by peer, from the records that this node reads.
 
-    Of 4,096 peers; for the next one that is forgotten of which it matters least, in constant time
-    since many records may expire at once. Identities are free: those that fail once each push out
-    no peer that failed more often.
+    At most 4,096 peers. A new one evicts a peer with the fewest failures, and of these the one
+    unchanged for longest, in constant time since many records may expire at once. Identities are
+    free: an attacker's ones that fail once each do not evict peers that failed more often.
     """
 
     def __init__(self) -> None:
-        # Those without a failure, with one, and with more; of each the longest unchanged first.
+        # Peers without a failure, with one, and with more; the longest unchanged first.
         self._by_failures = tuple(OrderedDict[PeerId, Ends]() for _ in range(3))
 
     def replaced(self, before: NodeRecord, after: NodeRecord) -> None:
-        """`after` is the newer record of the same peer."""
+        """Count a drain or a restart that shows in a peer's newer record `after`."""
         if before.state == "serving" and after.state in ("draining", "withdrawn"):
             self._note(before, drains=1)
         elif before.state == "serving" and after.uptime_s < before.uptime_s - _RESTART_S:
             self._note(before, failures=1)
 
     def expired(self, record: NodeRecord) -> None:
-        """The record has ended without having been replaced, while others' went on."""
+        """Count a failure if `record`, which expired without a successor, was serving."""
         if record.state == "serving":
             self._note(record, failures=1)
 
@@ -72,7 +72,7 @@ class Histories:
 
 
 class Hearsay:
-    """`own` is this node's peer id: what it says itself is not heard again."""
+    """Blame, doubts and reliability of peers; reports signed by `own`, this node, are left out."""
 
     def __init__(self, board: NoticeBoard, own: PeerId, *, clock: Callable[[], float]) -> None:
         self.histories = Histories()
@@ -81,7 +81,7 @@ class Hearsay:
         self._clock = clock
 
     def blames(self, model_id: ModelId, records: Iterable[NodeRecord]) -> Mapping[PeerId, float]:
-        """Of everybody accused now; `records` are of those whose word may count."""
+        """Blame of each reported peer; only reporters with a record in `records` have weight."""
         known = {PeerId(record.peer_id): record for record in records}
         now = self._clock()
         accusations = [
@@ -97,7 +97,10 @@ class Hearsay:
         return blames(accusations, lambda peer: word.get(peer, 0.0))
 
     def doubts(self, model_id: ModelId, records: Iterable[NodeRecord]) -> Mapping[PeerId, float]:
-        """Who boasts of its speed, in reporters of long standing (`corroborated`)."""
+        """Peers reported as slower than they announce, weighted by their reporters' standing.
+
+        `corroborated` combines the weights of several reporters, which must be long known here.
+        """
         known = {PeerId(record.peer_id): record for record in records}
         words: defaultdict[PeerId, list[float]] = defaultdict(list)
         for report in self._board.known(Report, model_id):

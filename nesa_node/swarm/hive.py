@@ -1,6 +1,6 @@
-"""The one place where hivemind is imported, without the noise it makes on import.
+"""Import of hivemind, without the side effects of its import.
 
-hivemind prints to stderr through a log handler of its own, renames the WARNING level for the whole
+hivemind installs a log handler that prints to stderr, renames the WARNING level for the whole
 process and uses a deprecated call of torch. Here its errors go to structlog and the rest is undone.
 """
 

@@ -1,9 +1,9 @@
-"""Who a node is: an Ed25519 key in a file, and the peer id that contains its public half.
+"""Identity of a node: an Ed25519 key in a file, and the peer id that contains its public key.
 
-The file is what libp2p's daemon reads: a protobuf `PrivateKey`, of which an Ed25519 key is always
-the same 4 bytes of framing, the 32-byte seed and the 32-byte public key. An Ed25519 peer id is the
-base58 text of an identity multihash over the protobuf `PublicKey`, so a signature can be verified
-with nothing but the signer's peer id.
+The file has the format of libp2p's daemon, a protobuf `PrivateKey`: for an Ed25519 key 4 constant
+bytes of framing, the 32-byte seed and the 32-byte public key. An Ed25519 peer id is the base58 text
+of an identity multihash over the protobuf `PublicKey`, so that a signature can be verified with
+nothing but the signer's peer id.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _MAX_PEER_ID_CHARS = 128
 
 
 class Identity:
-    """A key pair and the file that holds it. The private key never appears in `repr` or logs."""
+    """Key pair and the file that holds it. The private key never appears in `repr` or logs."""
 
     def __init__(self, private_key: Ed25519PrivateKey, path: Path) -> None:
         self._private_key = private_key
@@ -50,11 +50,11 @@ class Identity:
 
     @classmethod
     def load_or_create(cls, path: Path) -> Identity:
-        """Read the key file at `path`, or make one there that only its owner can read.
+        """Read the key file at `path`, or create one that only its owner can read.
 
-        Only the default path's folder is made: for a misspelt path, `ConfigError` is better than
-        another peer id. Raises `IdentityError` if the file cannot be read or created, is readable
-        by others, or does not hold an Ed25519 key.
+        Only the default path's folder is created: a misspelt path raises `ConfigError`, instead of
+        giving the node another peer id. Raises `IdentityError` if the file cannot be read or
+        created, is readable by other users, or does not hold an Ed25519 key.
         """
         path = user_path(path).absolute()
         identity, made = cls._open(path)
@@ -64,7 +64,7 @@ class Identity:
 
     @classmethod
     def _open(cls, path: Path) -> tuple[Identity, bool]:
-        """What is at `path`, and whether this call made it. Raises as `load_or_create`."""
+        """The identity at `path`, and whether this call created it. Raises as `load_or_create`."""
         try:
             made = not path.exists() and _create(path)
             return cls(_parse(_read_private(path), path), path), made
@@ -76,24 +76,24 @@ class Identity:
 
     @classmethod
     def ephemeral(cls, directory: Path) -> Identity:
-        """A new identity in a file of its own in `directory`, which the caller removes."""
+        """Create an identity in a file of its own in `directory`, which the caller removes."""
         path = directory.absolute() / f"ephemeral-{secrets.token_hex(8)}.key"
         return cls._open(path)[0]
 
     def sign(self, data: bytes) -> bytes:
-        """64 bytes that `verify(self.peer_id, data, ...)` accepts.
+        """Sign `data`: 64 bytes that `verify(self.peer_id, data, ...)` accepts.
 
-        Callers put a name of their own before what they sign, so that a signature made for one
-        purpose cannot be used for another.
+        Callers start `data` with a prefix for its purpose, so that a signature made for one purpose
+        is invalid for any other.
         """
         return self._private_key.sign(data)
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Hold the key file for one running daemon. Raises `IdentityError` if another one does.
+        """Lock the key file. Raises `IdentityError` if another process holds the lock.
 
         Two daemons with one peer id would take each other's connections and records. The kernel
-        releases the lock when the process dies, however it dies.
+        releases the lock when the process ends, even after SIGKILL.
         """
         descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -186,7 +186,7 @@ def _read_private(path: Path) -> bytes:
         if mode & 0o077:
             raise IdentityError(
                 f"the identity {path} can be read by other users (mode {stat.S_IMODE(mode):04o}); "
-                f"run `chmod 600 {path}`, and make a new one if somebody may have copied it"
+                f"run `chmod 600 {path}`, and make a new one if it may have been copied"
             )
         return os.read(descriptor, _FILE_BYTES + 1)
     finally:

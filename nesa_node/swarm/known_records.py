@@ -1,4 +1,4 @@
-"""The node records that a peer remembers, within bounds."""
+"""Bounded table of the node records that this node remembers."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from nesa_node.core.ids import PeerId
 from nesa_node.swarm.records import NodeRecord
 
 MAX_NODES_PER_MODEL = 1024
-"""Planning makes arrays of as many rows and columns: 160 MiB and a third of a second for these."""
+"""Planning allocates arrays of nodes by nodes: 160 MiB, and a third of a second, for 1,024."""
 MAX_NODES = 16_384
-"""Of all models whose number of blocks is not known from a checkpoint."""
+"""Nodes of all models together; models with a known number of blocks are exempt."""
 
 
 class KnownRecords:
-    """The newest record of each peer, also an expired one until it is dropped.
+    """Newest record of each peer, including expired ones until they are dropped.
 
-    Identities are free, so a full table refuses new peers instead of forgetting old ones: records
-    that a stranger makes up never displace those of nodes that were here before.
+    Identities are free, so a full table refuses new peers instead of evicting old ones: invented
+    records never displace those of nodes that were known before.
     """
 
     def __init__(self, own: PeerId) -> None:
-        """There is always room for the record of `own`."""
+        """The record of `own`, this node's peer id, is always accepted."""
         self._own = own
         self._records: dict[PeerId, NodeRecord] = {}
         self._per_model: Counter[str] = Counter()
@@ -36,11 +36,11 @@ class KnownRecords:
     def take(
         self, record: NodeRecord, *, is_trusted_model: bool = False, is_hearsay: bool = False
     ) -> bool:
-        """Remember `record` in place of an older one of its peer. False if there is no room.
+        """Remember `record` in place of its peer's older one. False if the table is full.
 
-        A trusted model has the room of `MAX_NODES_PER_MODEL` whatever other models there are.
-        Newcomers of `is_hearsay`, which one member named alone, get half of that room: what it
-        makes up must leave some for what all members name.
+        A trusted model may have `MAX_NODES_PER_MODEL` nodes however full the table is. New peers
+        with `is_hearsay`, which only one DHT member named, may fill half of that: what a single
+        member invents must leave room for what all members name.
         """
         peer = PeerId(record.peer_id)
         before = self._records.get(peer)
@@ -57,7 +57,7 @@ class KnownRecords:
         return True
 
     def drop(self, peer: PeerId) -> None:
-        """Forget the record of `peer`, if there is one."""
+        """Remove the record of `peer`, if there is one."""
         record = self._records.pop(peer, None)
         if record is not None:
             self._per_model[record.model_id] -= 1

@@ -1,4 +1,4 @@
-"""This node's part in the succession of orchestrators, over the DHT (`routing/succession.py`)."""
+"""Lease of the right to orchestrate a model, held through the DHT (`routing/succession.py`)."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from nesa_node.swarm.notices import Lease
 log = get_logger(__name__)
 
 DEFAULT_TERMS = Terms(ttl_s=60.0, patience_s=20.0)
-"""Leases are renewed four times in their life, and a claim is seen before the next may follow."""
+"""A lease is renewed every quarter of its life; a successor waits until it has seen all claims."""
 
 
 @dataclass(frozen=True, slots=True)
 class Whom:
-    """Whose leases count: `allowed` ones, or where that is empty everybody's who has not lied."""
+    """Signers that may lead: the `allowed` ones (all, if empty) except distrusted ones."""
 
     allowed: frozenset[PeerId] = frozenset()
 
@@ -33,7 +33,7 @@ class Whom:
 
 
 class LeaseKeeper:
-    """Stands for the lease of one model; `step` is called every quarter of `terms.ttl_s`."""
+    """Candidate for the lease of one model; `step` runs every quarter of `terms.ttl_s`."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class LeaseKeeper:
         liars: Collection[PeerId] = (),
         terms: Terms = DEFAULT_TERMS,
     ) -> None:
-        """`liars` may grow meanwhile."""
+        """`liars`, distrusted signers, may grow while the keeper runs."""
         self.terms = terms
         self._board = board
         self._clock = clock
@@ -63,7 +63,10 @@ class LeaseKeeper:
         return self._state.epoch
 
     async def step(self) -> None:
-        """Read the others' claims, decide, and tell. Raises as `NoticeBoard.publish` does."""
+        """Fetch all claims, decide this node's role and publish it.
+
+        Raises as `NoticeBoard.publish` does.
+        """
         before = self._state
         claims = await self._claims()
         ignored = self._whom.ignored((claim.signer for claim in claims), self._liars)
@@ -81,16 +84,16 @@ class LeaseKeeper:
         )
 
     async def leave(self) -> None:
-        """Let the next follow at once."""
+        """Release the lease, so that a successor can take it at once."""
         if self.leads:
             self._state = replace(self._state, role="ready")
-            log.info("lease_given_up", model=self._state.model, epoch=self.epoch)
+            log.info("lease_released", model=self._state.model, epoch=self.epoch)
         await self._board.publish(
             Lease, self._state.model, epoch=self.epoch, ttl_s=0.5, role="ready"
         )
 
     async def run(self) -> None:
-        """`step` again and again until cancelled."""
+        """Call `step` periodically until cancelled."""
         while True:
             await self.step()
             await asyncio.sleep(self.terms.ttl_s / 4)
@@ -105,6 +108,6 @@ def as_claim(lease: Lease) -> Claim:
 
 
 def leader(leases: Iterable[Lease], now: float) -> PeerId | None:
-    """Who leads, among `leases`."""
+    """The signer that holds the lease at `now`, among `leases`."""
     found = holder(map(as_claim, leases), now)
     return None if found is None else found.signer

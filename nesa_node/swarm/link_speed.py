@@ -1,4 +1,4 @@
-"""How many bytes per second go to a peer, by what it says of the messages that came."""
+"""Throughput of links, from the arrival times that receivers report."""
 
 from __future__ import annotations
 
@@ -10,23 +10,24 @@ from collections.abc import Callable
 from nesa_node.core.ids import PeerId
 
 LEAST_BYTES = 64 * 1024
-"""Of a message that says something about the rate. Smaller ones come in one piece."""
+"""Minimum payload of a message that is timed. Smaller ones arrive in one piece."""
 _REPORTS = 6
 _SLOWER = 0.5
-"""Two reports in a row of less than this of what was thought: the link is another now."""
+"""Two reports in a row below this fraction of the estimate reset it: the link has changed."""
 _FRESH_S = 60.0
-"""Links change: reports so much older than the newest do not count."""
+"""Reports older than the newest by more than this are ignored."""
 PROBE_AGAIN_S = 300.0
-"""A probe takes as long as what it is there to save: 0.2 s at 5 Mbit/s."""
+"""Time without reports after which a link is probed: a probe takes 0.2 s at 5 Mbit/s, as much as
+compression may save."""
 _MAX_PEERS = 1024
 
 
 class LinkSpeed:
-    """The second fastest of the last reports: a receiver with other things to do takes longer.
+    """Throughput of one link: the second fastest of the last reports.
 
-    Now and then one comes to data that waits already, and takes next to no time. Only large
-    messages count where there were any: the first of their bytes often come in a burst. That makes
-    small ones look fast, so where even they are slow, whatever their size, large ones are history.
+    A busy receiver reports too low a rate; a receiver that finds the data already buffered reports
+    far too high a one. Small messages look fast, since the first bytes often arrive in a burst, so
+    only the larger ones count. Two slow reports in a row, of whatever size, discard all older ones.
     """
 
     def __init__(
@@ -37,17 +38,17 @@ class LinkSpeed:
     ) -> None:
         self._clock = clock
         self.sent_bytes = Counter() if sent_bytes is None else sent_bytes
-        """By codec, to all peers together."""
+        """Payload bytes by codec, to all peers together."""
         self.received_bytes = Counter() if received_bytes is None else received_bytes
-        """The same, from all peers."""
+        """Payload bytes by codec, from all peers together."""
         self.is_local = False
-        """The peer is on this machine: whatever takes long there, it is not the network."""
+        """The peer is on this machine, so that the network limits no rate."""
         self._reports: deque[tuple[float, int, float]] = deque(maxlen=_REPORTS)
         self._was_slower = False
 
     @property
     def rate_bytes_per_s(self) -> float | None:
-        """None before the first report."""
+        """Estimated throughput; None before the first report, inf for a local peer."""
         if self.is_local:
             return math.inf
         if not self._reports:
@@ -60,7 +61,7 @@ class LinkSpeed:
 
     @property
     def is_due(self) -> bool:
-        """Whether too little is known of the link now to choose by."""
+        """Whether the last report is missing or older than `PROBE_AGAIN_S`."""
         if self.is_local:
             return False
         return not self._reports or self._clock() - self._reports[-1][0] > PROBE_AGAIN_S
@@ -79,7 +80,7 @@ class LinkSpeed:
 
 
 class LinkSpeeds:
-    """One for each peer that was sent something lately, for all sessions of this process."""
+    """`LinkSpeed` of each peer used recently, shared by all sessions of this process."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -88,7 +89,7 @@ class LinkSpeeds:
         self._speeds: OrderedDict[PeerId, LinkSpeed] = OrderedDict()
 
     def rate_to(self, peer: PeerId) -> float:
-        """Bytes/s; NaN where nothing was sent lately, or nothing that says so."""
+        """Throughput to `peer` in bytes per second; NaN if unknown."""
         speed = self._speeds.get(peer)
         rate = None if speed is None else speed.rate_bytes_per_s
         return math.nan if rate is None else rate

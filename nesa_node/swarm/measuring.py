@@ -1,4 +1,4 @@
-"""A daemon's own part of the picture of the network: a ping now and then."""
+"""Background pings by which a daemon measures its round-trip times."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from nesa_node.swarm.node import Swarm
 log = get_logger(__name__)
 
 PING_EVERY_S = 6.0
-"""A ping takes 1 kB of the network, by all that is around its bytes."""
+"""A ping costs 1 kB of traffic, with all protocol overhead."""
 REFRESH_S = 90.0
 LOOK_EVERY_S = 60.0
 MAX_LOOK_S = 600.0
-"""A look fetches all records, of a hundred nodes more than 100 kB. Who joins later looks and pings
-first, and tells what it finds."""
+"""Fetching the records of a hundred nodes takes more than 100 kB. Pauses may be long, since a node
+that joins later pings first and publishes what it measured."""
 
 
 async def keep_measuring(
@@ -35,12 +35,11 @@ async def keep_measuring(
     refresh_s: float = REFRESH_S,
     look_every_s: float = LOOK_EVERY_S,
 ) -> None:
-    """Ping the nodes of a model in turn, until cancelled. What comes of it is in `distances`.
+    """Ping the nodes of a model in turn until cancelled, and record round trips in `distances`.
 
-    It begins with a look: what was seen before the model was loaded may have expired. The next
-    comes after `look_every_s`, and each pause is three times as long as the one before, up to
-    `MAX_LOOK_S`. Whoever was seen is pinged on, also when its record has expired here, until it
-    does not answer.
+    Records are fetched at the start, since those read before the model was loaded may have expired,
+    then after `look_every_s`, and then after pauses that triple up to `MAX_LOOK_S`. A node that has
+    been seen is pinged until it does not answer, even when its record has expired here.
     """
     look_at = time.monotonic()
     others: dict[PeerId, Sequence[str]] = {}
@@ -58,9 +57,9 @@ async def keep_measuring(
             if peer is not None:
                 await _measure(swarm, peer, others[peer])
         except (SwarmError, OSError) as error:
-            log.info("not_measured", reason=str(error))
-        except Exception:  # a mistake of ours: the node goes on, and so do its pings
-            log.exception("not_measured")
+            log.info("ping_failed", reason=str(error))
+        except Exception:  # a bug must end neither the node nor its pings
+            log.exception("ping_failed")
 
 
 async def _measure(swarm: Swarm, peer: PeerId, addresses: Sequence[str]) -> None:
@@ -68,5 +67,5 @@ async def _measure(swarm: Swarm, peer: PeerId, addresses: Sequence[str]) -> None
 
 
 def _is_near(swarm: Swarm, peer: PeerId) -> bool:
-    """Whether it answered the last ping."""
+    """Whether `peer` answered its last ping."""
     return not math.isnan(swarm.distances.rtt_ms(peer))

@@ -1,6 +1,6 @@
-"""How many messages of sessions a peer may send, on all of its streams together.
+"""Rate limit of session messages per peer, on all of its streams together.
 
-A node counts those of its clients and neighbours, a client those of its hops.
+A node limits its clients and neighbours, a client its hops.
 """
 
 from __future__ import annotations
@@ -19,32 +19,32 @@ from nesa_node.swarm.stream import Stream
 MAX_KNOWN_PEERS = 4096
 
 _MESSAGE_S = 1 / 1000
-"""A client with 64 sessions sends 128 pings a second where all of its steps are late."""
+"""Price of a message: a client with 64 sessions sends 128 pings a second if all steps are late."""
 _TOKEN_S = 1 / 10_000
-"""For a message that comes with each token: at 50 tokens a second in each of 64 sessions a client
-sends 3,200 steps a second, and as many `Received`; a hop as many outputs."""
+"""Price of a message sent for each token: at 50 tokens/s in each of 64 sessions a client sends
+3,200 steps a second and as many `Received`; a hop sends as many outputs."""
 _CHANGE_S = 1 / 400
-"""For a change of what up to `_CHANGE_ROWS` rows hold, which takes up to a millisecond in sessions
-of many pages. Of more rows it takes as many times as long: 14 ms for 256 after 120 steps."""
+"""Price of a change of up to `_CHANGE_ROWS` rows' caches, which takes up to a millisecond in
+sessions of many pages. More rows take proportionally longer: 14 ms for 256 after 120 steps."""
 _CHANGE_ROWS = 16
 """Beam search reorders with every token: with up to 16 beams up to 400 times a second."""
 _DECODE_S_PER_BYTE = 1e-9
-"""Of a tensor that came compressed: 2 KB can stand for 64 MiB, which take 30 ms to decode."""
+"""Price of decoding a compressed tensor: 2 kB can stand for 64 MiB, which take 30 ms."""
 _BURST_S = 2.0
-"""What a peer may send at once, at these prices."""
+"""Total price of the messages that a peer may send in one burst."""
 
 
 class MessageBudget:
-    """A peer's streams are read on when its messages are paid for by the time that has passed.
+    """Per-peer budget in seconds of processing; delays reading from a peer that exceeds it.
 
-    Where the next one is there already, to read it gives nothing else a turn of the event loop, so
-    others get one before.
+    If the next message is already buffered, reading it would not yield to the event loop, so that
+    `pay` yields once before.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._paid_at: OrderedDict[PeerId, float] = OrderedDict()
-        """When the last message is paid for, by peer."""
+        """By peer: the time at which its last message is paid for."""
 
     async def pay(self, stream: Stream, message: Message, *, refused: bool = False) -> None:
         """Wait until `stream`, which brought `message`, may be read on."""

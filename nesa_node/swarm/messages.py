@@ -1,7 +1,8 @@
-"""The messages of the session protocol. `docs/protocol.md` is their specification.
+"""Messages of the session protocol, which `docs/protocol.md` specifies.
 
 A message is a MessagePack map with its name under `t`. Unknown fields are ignored, so that minor
-versions interoperate; every field is bounded here, so that a decoded message can be relied on.
+versions interoperate. Every field is bounded, so that a decoded message needs no further checks of
+its sizes.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ MAX_TOKENS = 1 << 24
 MAX_EPOCH = 1 << 48
 MAX_CODECS = 64
 MAX_DIGESTS = 2048
-"""In one message, of all rows together: more would not fit beside the rest of its header."""
+"""Digests of all rows in one message; more would exceed the limit of its header."""
 PREFIX_TOKENS = 32
-"""A row's digests stand for its first 32 tokens, its first 64, and so on."""
+"""Tokens per digest: a row's digests cover its first 32 tokens, its first 64, and so on."""
 
 Version = tuple[Annotated[int, Meta(ge=0, le=65535)], Annotated[int, Meta(ge=0, le=65535)]]
 Count = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
@@ -44,7 +45,7 @@ Codecs = Annotated[tuple[CodecName, ...], Meta(max_length=MAX_CODECS)]
 
 
 class RowSlice(msgspec.Struct, frozen=True, array_like=True):
-    """`count` consecutive tokens of sequence `row`, the first of them at `position`."""
+    """`count` consecutive tokens of sequence `row`, starting at `position`."""
 
     row: Annotated[int, Meta(ge=0, lt=MAX_ROWS)]
     position: Count
@@ -55,11 +56,11 @@ Slices = Annotated[tuple[RowSlice, ...], Meta(min_length=1, max_length=MAX_ROWS)
 
 
 class Message(msgspec.Struct, frozen=True, tag_field="t", kw_only=True):
-    pass
+    """Base class of all messages."""
 
 
 class Open(Message, frozen=True, tag="open"):
-    """Client to node: reserve a session. Nothing runs until `link`."""
+    """Client to node: reserve a session, in which nothing runs until `link`."""
 
     version: Version
     model: Annotated[str, Meta(max_length=256)]
@@ -72,35 +73,39 @@ class Open(Message, frozen=True, tag="open"):
     dtype: Literal["float32", "bfloat16", "float16"]
     epoch: Epoch
     upstream: PeerName | None
-    """The peer whose pushes are accepted; None: the client itself sends the steps."""
+    """The peer that may push steps; None: the client sends the steps."""
     membership: Annotated[bytes, Meta(max_length=64)] = b""
     priority: Priority = "interactive"
     donor: PeerName | None = None
     """The peer that may hand over its cache of this session before it is linked."""
     prefix: Prefix = ()
-    """Per row, the digests of what it will be fed first."""
+    """Per row, the digests of its first tokens."""
     quality: CodecName = "exact"
-    """What compression may do to its hidden states: `compression/quality.py`."""
+    """Lowest quality that hidden states may be compressed to (`compression/quality.py`)."""
     codecs: Codecs = ()
-    """What the client decodes beside "none"."""
+    """Codecs that the client decodes beside "none"."""
     trace: Annotated[bytes, Meta(max_length=64)] = b""
-    """What the node's part in it belongs to, in a chain: 16 bytes of a trace's id, 8 of a span's.
-    Anything else is ignored."""
+    """Parent of the node's trace span, in a chain: 16 bytes of trace id and 8 of span id. Bytes of
+    any other length are ignored."""
 
 
 class Opened(Message, frozen=True, tag="opened"):
+    """Node to client: the session is reserved."""
+
     version: Version
     max_tokens: Count
-    """Tokens promised per row."""
+    """Tokens reserved per row."""
     context_length: Count
     step_timeout_s: Seconds
     held: Lengths = ()
-    """Per row, how many of the tokens that `prefix` announced are in the cache already."""
+    """Per row, how many of the tokens that `prefix` covers are in the cache already."""
     codecs: Codecs = ()
-    """What the node decodes beside "none"."""
+    """Codecs that the node decodes beside "none"."""
 
 
 class Busy(Message, frozen=True, tag="busy"):
+    """Node to client: the session does not fit now."""
+
     retry_after_s: Seconds
     free_tokens: Count
     message: Annotated[str, Meta(max_length=1024)] = ""
@@ -112,16 +117,16 @@ class Downstream(msgspec.Struct, frozen=True):
 
 
 class Link(Message, frozen=True, tag="link"):
-    """Client to node: the neighbours from this epoch on, and what everybody holds."""
+    """Client to node: the neighbours from this epoch on, and the cache lengths to start from."""
 
     epoch: Epoch
     upstream: PeerName | None
     downstream: Downstream | None
     """None: outputs go to the client on this stream."""
     lengths: Lengths
-    """Cut the caches back to these."""
+    """Per row, the cache length to truncate to."""
     emit_from: Lengths
-    """Per row, the first position the receiver of the outputs lacks."""
+    """Per row, the first position that the receiver of the outputs lacks."""
 
 
 class Linked(Message, frozen=True, tag="linked"):
@@ -129,7 +134,7 @@ class Linked(Message, frozen=True, tag="linked"):
 
 
 class PushOpen(Message, frozen=True, tag="push_open"):
-    """Node to the next node: from now on this stream carries the session's steps."""
+    """Node to the next node: this stream carries the session's steps."""
 
     version: Version
     session: Annotated[bytes, Meta(min_length=16, max_length=16)]
@@ -140,11 +145,11 @@ class PushOpen(Message, frozen=True, tag="push_open"):
 class PushOpened(Message, frozen=True, tag="push_opened"):
     epoch: Epoch
     codecs: Codecs = ()
-    """What the node decodes beside "none"."""
+    """Codecs that the node decodes beside "none"."""
 
 
 class Step(Message, frozen=True, tag="step"):
-    """Hidden states [T, D] of the packed `rows`, T being the sum of their counts."""
+    """Hidden states [T, D] of the packed `rows`, where T is the sum of their counts."""
 
     session: Annotated[bytes, Meta(min_length=16, max_length=16)]
     epoch: Epoch
@@ -153,13 +158,13 @@ class Step(Message, frozen=True, tag="step"):
     tensor: TensorMeta
     want: Want = "all"
     via: Codecs = ()
-    """How the session's hidden states travelled up to here, hop by hop; empty: as they are."""
+    """Codec of each link that the hidden states have passed; empty if none compressed them."""
 
 
 class HandOver(Message, frozen=True, tag="hand_over"):
-    """Client to node: give `to` what this node holds of the session, or what came since the last.
+    """Client to node: transfer the session's cache to `to`, or what is new since the last transfer.
 
-    `to` has the session open, with this node for its `donor`.
+    `to` has opened the session with this node as `donor`.
     """
 
     to: Downstream
@@ -168,11 +173,11 @@ class HandOver(Message, frozen=True, tag="hand_over"):
 class HandedOver(Message, frozen=True, tag="handed_over"):
     peer: PeerName
     lengths: Lengths
-    """What `peer` holds now."""
+    """Per row, the cache length at `peer` now."""
 
 
 class TransferOpen(Message, frozen=True, tag="transfer_open"):
-    """Node to the node it hands over to: this stream carries the session's cache and outputs."""
+    """Donor to successor: this stream carries the session's cache and outputs."""
 
     version: Version
     session: Annotated[bytes, Meta(min_length=16, max_length=16)]
@@ -192,35 +197,35 @@ class Pages(Message, frozen=True, tag="pages"):
 
 
 class Sync(Message, frozen=True, tag="sync"):
-    """Forget the tokens from `lengths` on, and say when all that came before is in place."""
+    """Truncate each row to `lengths`, and answer when everything sent before is in place."""
 
     lengths: Lengths
 
 
 class Synced(Message, frozen=True, tag="synced"):
     lengths: Lengths
-    """What is held now."""
+    """Per row, the cache length now."""
 
 
 class Output(Message, frozen=True, tag="output"):
-    """What the last blocks made of a step: all of it, one token per slice, or nothing ([0, D])."""
+    """Output of a step's last blocks: all tokens, the last of each slice, or none ([0, D])."""
 
     epoch: Epoch
     step: Epoch
     rows: Slices
     tensor: TensorMeta
     via: Codecs = ()
-    """As in `step`."""
+    """As in `Step`."""
 
 
 class Probe(Message, frozen=True, tag="probe"):
-    """Bytes that mean nothing: how fast do they arrive?"""
+    """Bytes without meaning, sent to measure the throughput of a link."""
 
     tensor: TensorMeta
 
 
 class Received(Message, frozen=True, tag="received"):
-    """Receiver to sender: so long the payload of a message took to come, once it had begun."""
+    """Receiver to sender: time from the first to the last payload byte of a message."""
 
     nbytes: Annotated[int, Meta(ge=1, le=MAX_EPOCH)]
     seconds: Annotated[float, Meta(gt=0, le=86_400)]
@@ -236,7 +241,7 @@ class RolledBack(Message, frozen=True, tag="rolled_back"):
 
 
 class Reorder(Message, frozen=True, tag="reorder"):
-    """Client to node: each row goes on as a copy of row `sources[row]`, in a new epoch."""
+    """Client to node: each row becomes a copy of row `sources[row]`, in a new epoch."""
 
     epoch: Epoch
     sources: Annotated[
@@ -259,29 +264,29 @@ class Pong(Message, frozen=True, tag="pong"):
     """The last step accepted in this epoch; -1 before the first."""
     busy: bool
     pushed: int | None = None
-    """The last step of this epoch that it began to send to the next node; -1 before the first.
+    """The last step of this epoch that is being sent to the next node; -1 before the first.
 
-    None from nodes of protocol 1.4 or older, which do not tell it.
+    None from nodes of protocol 1.4 or older.
     """
     upstream_bytes: int | None = None
-    """What has come on the stream of the node before it, also of a message that is not whole."""
+    """Bytes received from the previous node, including those of an incomplete message."""
 
 
 class Leaving(Message, frozen=True, tag="leaving"):
-    """Node to client: it drains and ends the session itself after `seconds`."""
+    """Node to client: the node drains, and ends the session itself after `seconds`."""
 
     seconds: Seconds
 
 
 class Cancel(Message, frozen=True, tag="cancel"):
-    """Drop what is queued and end the session."""
+    """Drop queued steps and end the session."""
 
 
 class Close(Message, frozen=True, tag="close"):
     """End the session."""
 
     prefix: Prefix = ()
-    """Per row, the digests of what it holds now: a later session may go on from there."""
+    """Per row, the digests of its tokens, which later sessions may reuse as a prefix."""
 
 
 class Closed(Message, frozen=True, tag="closed"):
@@ -292,11 +297,11 @@ class Error(Message, frozen=True, tag="error"):
     code: Annotated[str, Meta(min_length=1, max_length=64)]
     message: Annotated[str, Meta(max_length=2048)]
     fatal: bool = True
-    """The sender ends the session after it."""
+    """Whether the sender ends the session."""
     answers: Annotated[str, Meta(max_length=32)] | None = None
-    """The name of the message that is refused; None: it comes unasked."""
+    """Name of the refused message; None: the error answers no message."""
     peer: PeerName | None = None
-    """Whom it is about, when that is a third party."""
+    """The third peer that the error concerns, if any."""
     step: Epoch | None = None
 
 
@@ -315,9 +320,9 @@ def encode_message(message: Message) -> bytes:
 
 
 def decode_message(header: bytes | bytearray | memoryview) -> AnyMessage:
-    """Raises `FrameError` for anything but one well-formed, bounded message.
+    """Decode a header. Raises `FrameError` for anything but one well-formed, bounded message.
 
-    What a peer wrote for people to read is plain text (`core/plain_text.py`).
+    Texts for people are made plain: control characters are escaped (`core/plain_text.py`).
     """
     try:
         return _readable(_decoder.decode(header))
@@ -339,5 +344,5 @@ def _readable(message: AnyMessage) -> AnyMessage:
 
 
 def tensor_of(message: Message) -> TensorMeta | None:
-    """The description of the payload that follows `message`, if one does."""
+    """Description of the tensor that follows `message`; None if none follows."""
     return message.tensor if isinstance(message, Step | Output | Pages | Probe) else None

@@ -1,4 +1,4 @@
-"""What a member of the swarm tells Prometheus of the network, and of who serves what."""
+"""Prometheus metrics of the network, and of the nodes that serve a model."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ REFUSALS = (
     "expired", "expiry", "foreign", "full", "future", "key", "malformed", "num_blocks", "oversized",
     "signature", "stale", "subkey", "too_soon", "unwanted", "version",
 )  # fmt: skip
-"""Why records and notices are dropped."""
+"""Reasons for which records and notices are dropped."""
 MAX_BLOCKS = 1024
-"""Of a model of which each is told: others could say that theirs has a million."""
+"""Blocks of a model with a sample each: untrusted records could announce a million blocks."""
 STATES = ("joining", "serving", "draining")
 
 
 def swarm_samples(swarm: Swarm) -> Iterator[Sample]:
-    """What is true of this process, whatever it serves."""
+    """Samples of this process, independent of any model."""
     for direction, counts in (
         ("sent", swarm.speeds.sent_bytes),
         ("received", swarm.speeds.received_bytes),
@@ -37,7 +37,7 @@ def swarm_samples(swarm: Swarm) -> Iterator[Sample]:
 def model_samples(
     directory: Directory, model_id: ModelId, num_blocks: int | None = None
 ) -> Iterator[Sample]:
-    """Who serves a model, as far as this process remembers: nobody is asked."""
+    """Samples of a model's nodes, from remembered records without network access."""
     holders, states = directory.holders(model_id, num_blocks)
     for state in STATES:
         yield Sample(names.NODES, (model_id, state), states[state])

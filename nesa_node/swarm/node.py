@@ -1,7 +1,7 @@
 """One node's membership in the network: identity, transport, DHT and directory, opened together.
 
-On a LAN, libp2p could find peers by mDNS; the daemon that hivemind ships has no such flag (its
-`-help` lists none), so a node needs at least one initial peer, or is the first.
+hivemind's p2pd has no flag for mDNS (its `-help` lists none), so that even on a LAN a node needs at
+least one initial peer, unless it is the first.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ _RPC_TIMEOUT_S = 3.0
 
 @dataclass(frozen=True, slots=True)
 class Swarm:
+    """Network services of one node, made by `open_swarm`."""
+
     identity: Identity
     transport: Transport
     directory: Directory
@@ -70,9 +72,9 @@ async def open_swarm(
     """Join the network and the DHT; leave both at the end, with no task, process or file left.
 
     An initial peer without a peer id (`host:port`) is asked for it (`peer_lookup.py`). With
-    `listen=False` the node asks and never answers: a client. `swarm_key` closes the swarm to
-    everybody who does not know it (`private.py`). The record is not withdrawn here; that is the
-    caller's to do, before it stops serving.
+    `listen=False` the node is a client, which accepts no connections. `swarm_key` restricts the
+    swarm to nodes that know it (`private.py`). The caller withdraws its record before it stops
+    serving; it is not withdrawn here.
 
     Raises what `open_transport` raises, and `BootstrapError` if initial peers answer but none is a
     member of this DHT (for example of another private swarm).
@@ -151,12 +153,12 @@ async def _join_dht(node: MemberNode, peer: DhtPeer, initial_peers: Sequence[str
             "the initial peers can be reached, but none of them is a member of this swarm's DHT: "
             f"{', '.join(initial_peers)}; are they nesa-nodes, with the same --swarm-key?"
         )
-    # Beside all else: some of the neighbours may be gone.
+    # In the background, since some of the neighbours may not answer.
     peer.start(node.look_up(node.node_id))
 
 
 async def _require_answer(node: MemberNode, member: PeerID) -> None:
-    """Raises `PeerUnreachableError`."""
+    """Ping a member. Raises `PeerUnreachableError`."""
     if await node.protocol.call_ping(member) is None:
         raise PeerUnreachableError(f"{member} is no member of this DHT")
 

@@ -1,4 +1,4 @@
-"""Publishes this node's notices and reads everybody's."""
+"""Store of notices: publishes this node's own, and fetches and remembers those of all signers."""
 
 from __future__ import annotations
 
@@ -20,19 +20,22 @@ from nesa_node.swarm.validator import RecordValidator
 log = get_logger(__name__)
 
 READ_PER_TURN = 16
-"""Statements per turn of the event loop. Signatures are checked again where there are more
-statements than the validator remembers to be good."""
+"""Statements read per turn of the event loop. Signatures are verified again when there are more
+statements than the validator caches."""
 _MOST_READ = 8
-"""Times what a member keeps of a kind: what several members name first is within that."""
+"""Notices read in one fetch, as a multiple of what one member keeps under a key."""
 _MAX_TOPICS = 64
-"""Kinds and models that are remembered between searches."""
+"""Remembered pairs of kind and model."""
 
 _Kind = TypeVar("_Kind", bound=Notice)
 _Topic = tuple[type[Notice], ModelId]
 
 
 class NoticeBoard:
-    """Made by `open_swarm`. `clock` gives seconds since the epoch."""
+    """Publishes, fetches and remembers notices; made by `open_swarm`.
+
+    `clock` gives seconds since the epoch.
+    """
 
     def __init__(
         self,
@@ -52,12 +55,12 @@ class NoticeBoard:
         self._spared = {identity.peer_id}
 
     def spare(self, signers: Collection[PeerId]) -> None:
-        """Never forget their notices in favour of others'."""
+        """Never evict the notices of `signers`."""
         self._spared.update(signers)
 
     @property
     def acquaintance(self) -> Acquaintance:
-        """How long this node has known others."""
+        """How long this node has known each peer."""
         return self._validator.acquaintance
 
     async def publish(
@@ -69,11 +72,11 @@ class NoticeBoard:
         ttl_s: float,
         **fields: object,
     ) -> _Kind:
-        """Sign a notice and store it in place of this node's last of that kind and model.
+        """Sign a notice and store it in place of this node's last one of that kind and model.
 
-        `fields` are those of its kind. Whether the DHT took it is logged, not raised. Raises
-        `RecordError` for one that is too large, `ValueError` for one that breaks its kind's bounds,
-        and `PeerUnreachableError` if this node's own daemon has ended.
+        `fields` are those of its kind. A refusal by the DHT is logged, not raised. Raises
+        `RecordError` if the notice is too large, `ValueError` if it breaks its kind's bounds, and
+        `PeerUnreachableError` if this node's own p2pd has ended.
         """
         notice = self._next(kind, model_id, epoch, ttl_s, fields)
         sealed = seal_notice(notice, self._identity, self.membership)
@@ -87,7 +90,7 @@ class NoticeBoard:
         return notice
 
     async def fetch(self, kind: type[_Kind], model_id: ModelId) -> list[_Kind]:
-        """All notices of a kind about a model that are valid now, and those known before."""
+        """Fetch the notices of a kind about a model; returns all that are known and valid now."""
         found = await self.shelf.find(notice_key(kind, model_id))
         for number, sealed in enumerate(islice(found, _MOST_READ * kind.bounds.max_per_key), 1):
             if number % READ_PER_TURN == 0:
@@ -102,7 +105,7 @@ class NoticeBoard:
         return self.known(kind, model_id)
 
     def known(self, kind: type[_Kind], model_id: ModelId) -> list[_Kind]:
-        """What `fetch` found lately and has not expired, without asking anybody."""
+        """Remembered notices that have not expired, without network access."""
         now = self._clock()
         return [
             notice
@@ -111,7 +114,7 @@ class NoticeBoard:
         ]
 
     def own(self, kind: type[_Kind], model_id: ModelId) -> _Kind | None:
-        """What this node published last, if it is still valid."""
+        """The notice that this node published last, if it is still valid."""
         mine = self._identity.peer_id
         return next((n for n in self.known(kind, model_id) if n.peer_id == mine), None)
 
@@ -123,7 +126,7 @@ class NoticeBoard:
         ttl_s: float,
         fields: dict[str, object],
     ) -> _Kind:
-        """The expiry rises with every notice, and so does the order; also across restarts."""
+        """Make the next notice; its order and expiry rise, also after a restart."""
         now = self._clock()
         (last_epoch, last_seq), last_expiry = self._validator.newest_notice(
             kind, model_id, self._identity.peer_id
@@ -157,7 +160,10 @@ class NoticeBoard:
             self._known.pop(next(iter(self._known)))
 
     def _forget(self, notices: dict[PeerId, Notice], limit: int) -> None:
-        """The expired, then whoever has been known for the shortest time, unless it is spared."""
+        """Evict expired notices, then those of the signers known for the shortest time.
+
+        Pinned signers (`spare`) are kept.
+        """
         now, known_s = self._clock(), self.acquaintance.known_s
         for peer in [peer for peer, notice in notices.items() if notice.expires_at <= now]:
             del notices[peer]
@@ -165,5 +171,5 @@ class NoticeBoard:
             others = [peer for peer in notices if peer not in self._spared]
             if not others:
                 return
-            # Of those who are alike, the one that came last.
+            # Among signers known for equally long, the one that came last.
             del notices[min(reversed(others), key=known_s)]

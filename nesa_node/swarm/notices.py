@@ -1,8 +1,7 @@
-"""Signed statements beside the records: who orchestrates, what moves where, who failed.
+"""Notices: signed leases, placements and failure reports on the DHT.
 
-Each kind lies on the DHT under a key of its own for each model, one subkey per signer, sealed as
-`sealing.py` says. A signer's later notice of a kind replaces its earlier one: `(epoch, seq)` and
-the expiry both rise.
+Each kind has a DHT key per model, with one subkey per signer; `sealing.py` has the format. A
+signer's later notice of a kind replaces its earlier one: `(epoch, seq)` and the expiry both rise.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from nesa_node.swarm.sealing import (
 
 NOTICE_MAJOR = 1
 MAX_MOVES = 64
-"""Of one placement. Nodes make few moves an hour: what is beyond these comes with the next."""
+"""Moves in one placement. Nodes move a few times an hour; further moves are in later placements."""
 MAX_ACCUSED = 16
 MAX_EPOCH = 2**48
 MAX_NUMBER = 1e9
@@ -48,9 +47,10 @@ _STRICT = ConfigDict(frozen=True, extra="ignore", strict=True, allow_inf_nan=Fal
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What a member keeps of one kind, per key and in all, and what a signer may do.
+    """Limits of one kind of notice.
 
-    A notice lives at most `max_ttl_s`; two of one signer are at least `min_interval_s` apart.
+    A notice lives at most `max_ttl_s`, two of one signer are at least `min_interval_s` apart, and a
+    DHT member keeps at most `max_per_key`.
     """
 
     kind: Kind
@@ -60,7 +60,7 @@ class Bounds:
 
 
 class Notice(BaseModel):
-    """What all kinds have in common; `peer_id` is the signer's."""
+    """Base class of all kinds of notices; `peer_id` is the signer's."""
 
     model_config = _STRICT
     bounds: ClassVar[Bounds]
@@ -85,14 +85,17 @@ class Notice(BaseModel):
         most = self.bounds.max_ttl_s
         if not 0 < self.expires_at - self.issued_at <= most:
             raise ValueError(f"a {self.bounds.kind.name} lives at most {most:g} s")
-        # There was never more than one a second. So nobody can use up the numbers.
+        # Epochs rise at most once a second, so that no signer can exhaust the numbers.
         if self.epoch > self.issued_at:
             raise ValueError("an epoch of the far future")
         return self
 
 
 class Lease(Notice):
-    """`role` "leading": I orchestrate this model in `epoch`; "ready": I would, after others."""
+    """Claim of the right to orchestrate a model.
+
+    `role` "leading": the signer orchestrates in `epoch`; "ready": it is a candidate.
+    """
 
     bounds: ClassVar = Bounds(Kind("lease", 1024), 120.0, 0.0, 64)
 
@@ -100,7 +103,7 @@ class Lease(Notice):
 
 
 class Move(BaseModel):
-    """`peer` should hold `to` instead of `was`; `gain` is the share of the swarm's cost saved."""
+    """Move of `peer` from the span `was` to `to`; `gain` is the saved share of the swarm's cost."""
 
     model_config = _STRICT
 
@@ -115,7 +118,7 @@ class Move(BaseModel):
             if not 0 <= start <= end <= 10_000:
                 raise ValueError(f"{start}:{end} is no span")
         if self.to[0] == self.to[1]:
-            raise ValueError("nobody is asked to hold nothing")
+            raise ValueError("the span to move to is empty")
         return self
 
     @property
@@ -128,9 +131,10 @@ class Move(BaseModel):
 
 
 class Exponents(BaseModel):
-    """Of the greedy rule, with its term weights, as the signer has tuned them to this swarm.
+    """Exponents and term weights of the greedy routing rule, tuned by the signer to this swarm.
 
-    `version` rises with every change, the last of which was `at`; `why` says what it gained.
+    `version` rises with every change, `at` is the time of the last one, and `why` says what it
+    gained.
     """
 
     model_config = _STRICT
@@ -142,12 +146,13 @@ class Exponents(BaseModel):
 
 
 class Placement(Notice):
-    """What an orchestrator of `epoch` wants moved, and all that explains it.
+    """Moves that the orchestrator of `epoch` asks for, and the reasons for them.
 
-    `based_on`: digest of the snapshot it planned from. `gain`: the share of the cost that all moves
-    together save; `repairs`: how many blocks that nobody holds get a holder. `schema_name`: of
-    `routing/placement/schemas.py`, the one that suits that snapshot. One without moves tells
-    exponents, where they are not those that everybody has anyway.
+    `based_on` is the digest of the snapshot that was planned from, `gain` the share of the swarm's
+    cost that all moves together save, `repairs` the number of unserved blocks that get a holder,
+    and `schema_name` the precomputed schema that suits the snapshot
+    (`routing/placement/schemas.py`). A placement without moves publishes `exponents` that differ
+    from the defaults.
     """
 
     bounds: ClassVar = Bounds(Kind("placement", 8192), 600.0, 0.0, 32)
@@ -163,7 +168,7 @@ class Placement(Notice):
     steps_per_s_after: _Rate | None = None
     strategy: _Name
     parameters: Annotated[dict[_Name, _Number], at_most(16)] = Field(default_factory=dict)
-    """Of the policy that moves: what has to be gained, in which time."""
+    """Parameters of the policy that decides moves: the gain required, and in which time."""
     exponents: Exponents | None = None
     schema_name: Annotated[Text, Field(max_length=64)] | None = None
     trigger: _Name
@@ -171,7 +176,7 @@ class Placement(Notice):
 
     @property
     def name(self) -> str:
-        """How logs and `nesa-node explain` call it."""
+        """Short name in logs and in `nesa-node explain`."""
         return f"{self.epoch}.{self.seq}@{self.peer_id[-8:]}"
 
     @model_validator(mode="after")
@@ -184,7 +189,7 @@ class Placement(Notice):
 
 
 class Failure(BaseModel):
-    """What the reporter saw of `peer`: `count` times, lately at `at` (by the reporter's clock)."""
+    """Failures of `peer`: `count` of one kind, the last one at `at` by the reporter's clock."""
 
     model_config = _STRICT
 
@@ -195,7 +200,7 @@ class Failure(BaseModel):
 
 
 class Report(Notice):
-    """Who failed its signer lately."""
+    """Recent failures of peers, as its signer has observed them."""
 
     bounds: ClassVar = Bounds(Kind("report", 2560), 300.0, 10.0, 128)
 
@@ -218,12 +223,12 @@ KINDS: dict[str, type[Notice]] = {
 
 
 def notice_key(kind: type[Notice], model_id: ModelId) -> str:
-    """The DHT key under which the notices of a kind about a model are found."""
+    """DHT key of the notices of a kind about a model."""
     return f"nesa/1/{kind.bounds.kind.name}/{model_id}"
 
 
 def seal_notice(notice: Notice, identity: Identity, membership: Membership = _PUBLIC) -> bytes:
-    """Sign `notice`. Raises `RecordError` if it is too large or not this identity's own."""
+    """Sign `notice`. Raises `RecordError` if it is too large or names another signer."""
     kind = notice.bounds.kind
     if notice.peer_id != identity.peer_id:
         raise RecordError("foreign", f"cannot sign a {kind.name} of {notice.peer_id}")
@@ -232,7 +237,7 @@ def seal_notice(notice: Notice, identity: Identity, membership: Membership = _PU
 
 
 def open_notice(kind: type[Notice], data: bytes, membership: Membership = _PUBLIC) -> Notice:
-    """The notice in `data`, whatever the clock says. Raises `RecordError` as `unseal` does."""
+    """Verify and parse a notice regardless of its age. Raises `RecordError` as `unseal` does."""
     name = kind.bounds.kind
     peer_id, body = open_envelope(name, data, membership)
     notice = parse(kind, read_fields(name, body, NOTICE_MAJOR))
@@ -242,7 +247,7 @@ def open_notice(kind: type[Notice], data: bytes, membership: Membership = _PUBLI
 
 
 def check_notice_age(notice: Notice, now: float) -> None:
-    """Raises `RecordError`: expired, or future (from further ahead than clocks may differ)."""
+    """Raise `RecordError`: expired, or future (issued more than `CLOCK_SKEW_S` from now)."""
     name = notice.bounds.kind.name
     if notice.expires_at <= now:
         raise RecordError("expired", f"the {name} of {notice.peer_id} has expired")

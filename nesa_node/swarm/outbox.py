@@ -1,4 +1,4 @@
-"""What a sender keeps of a session, to send it again to the replacement of a dead receiver.
+"""Replay buffer of a session: sent steps, kept to be sent again to a failed receiver's replacement.
 
 T packed tokens, D hidden.
 """
@@ -23,20 +23,19 @@ from nesa_node.compression.tensors import TensorMeta
 from nesa_node.swarm.messages import RowSlice, Want
 
 MERGED_TOKENS = 64
-"""Neighbouring steps of up to so many tokens together are sent again as one: of a long generation
-each token is a step of its own."""
+"""Tokens of consecutive steps that are replayed as one step: in decode each token is a step."""
 MAX_FORGOTTEN = 1 / 4
-"""The part of a step's bytes that no row holds any more, from which on the others are copied."""
+"""Fraction of a step's bytes that no row refers to, from which on the used ones are copied out."""
 MAX_EXCESS = 1 / 2
-"""Steps are looked through for what no row holds once they have so much more bytes than rows hold.
-So memory is bounded, and for each token that came or was cut a few steps are looked at."""
+"""Excess of stored over referenced bytes, as a fraction, from which on unused bytes are searched
+for: bounds memory at an amortized cost of a few steps per added or truncated token."""
 SMALL_BYTES = 64 * 1024
-"""Of a step, up to which it is copied on the event loop."""
+"""Size of a step up to which it is copied on the event loop, not in a thread."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """One step as it was sent: its tokens by row, and the encoded hidden states [T, D]."""
+    """A step as it was sent: its tokens by row, and the encoded hidden states [T, D]."""
 
     step: int
     rows: tuple[RowSlice, ...]
@@ -44,21 +43,21 @@ class Kept:
     meta: TensorMeta
     payload: memoryview | bytearray
     via: tuple[str, ...] = ()
-    """How what it was computed from had travelled."""
+    """Codecs of the links that its input had passed."""
 
     def tensor(self) -> torch.Tensor:
-        """The hidden states [T, D]; shares memory with `payload`, do not write to it."""
+        """Decode the hidden states [T, D]; they share memory with `payload`, do not modify them."""
         return tensors.decode(self.meta, self.payload, max_bytes=self.meta.most_nbytes)
 
 
 class Part(NamedTuple):
-    """What a row holds of a kept step. Rows that are copies of each other share them."""
+    """Consecutive tokens of a row within a sent step; rows copied by a reorder share them."""
 
     number: int
-    """Of the step in its outbox."""
+    """Serial number of the step in its outbox."""
     kept: Kept
     offset: int
-    """Where its tokens begin in the step."""
+    """Index of its first token in the step."""
     position: int
     tokens: int
 
@@ -79,12 +78,12 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What rows hold of a kept step, or of neighbouring small ones. It is copied to be sent."""
+    """Tokens to replay, of one sent step or of consecutive small ones."""
 
     kept: Kept
     """The last of these steps."""
     parts: tuple[tuple[int, Part], ...]
-    """With their rows; those of one row follow each other without a gap."""
+    """(row, part) pairs; the parts of one row are contiguous."""
 
     @classmethod
     def all_of(cls, kept: Kept, number: int = 0) -> Held:
@@ -105,21 +104,22 @@ class Held:
         )
 
     def within(self, start: Sequence[int], end: Sequence[int]) -> Held | None:
-        """The part within `start[row] <= position < end[row]`; None if nothing is."""
+        """The tokens with `start[row] <= position < end[row]`; None if there are none."""
         cut = [(row, part.within(start[row], end[row])) for row, part in self.parts]
         left = tuple((row, part) for row, part in cut if part is not None)
         return Held(self.kept, left) if left else None
 
     async def copied(self) -> Kept:
-        """A step of these tokens: the bytes of the kept one if it has no others, else a copy.
+        """Make a step of these tokens.
 
-        A large copy is made in a thread.
+        It shares the bytes of the sent step if these are all its tokens, else they are copied, a
+        large step's in a thread.
         """
         kept = replace(self.kept, rows=self.rows)
         if self._is_whole():
             return kept
         if kept.want == "last" and self.parts[0][1].kept is not self.kept:
-            # What is wanted is the last token of each step.
+            # The last token of each merged step is wanted, not only that of the last step.
             kept = replace(kept, want="all")
         picks = [part for parts in self._by_row().values() for part in parts]
         copy = partial(_joined, kept, picks)
@@ -144,20 +144,20 @@ class Held:
 
 
 class Outbox:
-    """Sent steps in order. A rollback cuts them; what a receiver lacks can be read back.
+    """Sent steps in order: truncated by rollbacks, and read to replay what a receiver lacks.
 
-    Peers can ask for thousands of changes with few bytes, so a change looks at no step that it does
-    not cut: each row has a list of its parts.
+    Peers can request thousands of changes with few bytes, so each row has a list of its parts, and
+    a change touches only the steps that it cuts.
     """
 
     def __init__(self) -> None:
         self._rows: list[list[Part]] = []
         self._tokens: list[int] = []
-        """By row, how many its parts have."""
+        """By row, the number of tokens in its parts."""
         self._number = 0
         self._token_bytes = 0
         self._stored_bytes = 0
-        """Of all payloads, at most."""
+        """Upper bound of the bytes of all payloads."""
 
     def append(self, kept: Kept) -> None:
         self._number += 1
@@ -170,7 +170,7 @@ class Outbox:
         self._bound_memory()
 
     def truncate(self, lengths: Sequence[int]) -> None:
-        """Forget every token at or beyond `lengths[row]`."""
+        """Drop every token at or beyond `lengths[row]`."""
         for row, (parts, length) in enumerate(zip(self._rows, lengths, strict=False)):
             first = bisect_right(parts, length, key=_end)
             if first == len(parts):
@@ -184,7 +184,7 @@ class Outbox:
         self._bound_memory()
 
     def reorder(self, sources: Sequence[int]) -> None:
-        """Let each row have been sent what row `sources[row]` was."""
+        """Replace each row by a copy of row `sources[row]`."""
         self._know_rows(len(sources))
         taken: set[int] = set()
         rows: list[list[Part]] = []
@@ -196,9 +196,9 @@ class Outbox:
         self._bound_memory()
 
     def since(self, lengths: Sequence[int], until: Sequence[int]) -> Iterator[Held]:
-        """Steps, or the parts of them, with tokens `lengths[row] <= position < until[row]`.
+        """Iterate over the tokens with `lengths[row] <= position < until[row]`, step by step.
 
-        Small neighbours come as one. What changes meanwhile is not seen.
+        Small consecutive steps are merged. Changes made during the iteration have no effect on it.
         """
         ranges = zip(self._rows, lengths, until, strict=False)
         found = [_parts_of(row, *each) for row, each in enumerate(ranges)]
@@ -210,12 +210,12 @@ class Outbox:
             self._tokens.append(0)
 
     def _bound_memory(self) -> None:
-        """Forget what no row holds, if it may be much."""
+        """Free bytes that no row refers to, once they may exceed `MAX_EXCESS`."""
         if self._stored_bytes <= sum(self._tokens) * self._token_bytes * (1 + MAX_EXCESS):
             return
         steps: dict[int, Kept] = {}
         held: dict[tuple[int, int], int] = {}
-        """The most tokens that a row holds of a step from an offset on."""
+        """By step and offset: the most tokens from there on that a row refers to."""
         for part in itertools.chain(*self._rows):
             steps[part.number] = part.kept
             place = part.number, part.offset
@@ -255,7 +255,7 @@ def _parts_of(row: int, parts: list[Part], start: int, end: int) -> Iterator[tup
 
 
 def _merged(found: Iterator[tuple[int, Part]]) -> Iterator[Held]:
-    """Parts in the order of their steps, as what is sent."""
+    """Merge parts, ordered by step, into the steps to replay."""
     parts: list[tuple[int, Part]] = []
     ends: dict[int, int] = {}
     tokens = 0
@@ -278,7 +278,7 @@ def _merged(found: Iterator[tuple[int, Part]]) -> Iterator[Held]:
 
 
 def _are_alike(a: Kept, b: Kept) -> bool:
-    """Whether two steps can be sent as one: compressed ones cannot be put together."""
+    """Whether two steps can be replayed as one; compressed payloads cannot be concatenated."""
     return a.meta.codec == b.meta.codec == RAW.text and (a.want, a.via) == (b.want, b.via)
 
 
@@ -287,7 +287,7 @@ def _is_wasteful(kept: Kept, needed_bytes: int) -> bool:
 
 
 def _picked(kept: Kept, counts: Mapping[int, int]) -> tuple[Kept, dict[int, int]]:
-    """A copy of the tokens that are counted from each offset on, and their new offsets."""
+    """Copy `counts[offset]` tokens from each offset on; returns the copy and the new offsets."""
     picks = [Part(0, kept, offset, 0, count) for offset, count in counts.items()]
     offsets = itertools.accumulate(counts.values(), initial=0)
     return _joined(kept, picks), dict(zip(counts, offsets, strict=False))
@@ -301,7 +301,7 @@ def _moved(part: Part, copies: Mapping[int, tuple[Kept, Mapping[int, int]]]) -> 
 
 
 def _joined(kept: Kept, picks: Sequence[Part]) -> Kept:
-    """`kept` with the tokens of `picks`, not compressed again, which could change them."""
+    """Make a step like `kept` of the tokens of `picks`, uncompressed to keep their values."""
     token_bytes = _token_bytes(kept)
     plain: dict[int, memoryview] = {}
     for part in picks:
@@ -316,7 +316,7 @@ def _joined(kept: Kept, picks: Sequence[Part]) -> Kept:
 
 
 def _token_bytes(kept: Kept) -> int:
-    """Of a token that is not compressed."""
+    """Bytes of one uncompressed token."""
     return kept.meta.values_nbytes // kept.meta.shape[0]
 
 

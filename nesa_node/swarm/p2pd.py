@@ -1,8 +1,8 @@
-"""The libp2p daemon of a node: a child process, and the private directory with its sockets.
+"""p2pd, the libp2p daemon of a node: a child process and a private directory with its sockets.
 
-The daemon lives as long as our persistent connection to it (`control.py`), so that it ends with
-this process even on SIGKILL. What a killed process leaves behind is its runtime directory with two
-dead sockets; the next start removes it.
+p2pd runs as long as the persistent connection to it is open (`control.py`), so that it ends with
+this process even on SIGKILL. A killed process leaves its runtime directory with two dead sockets,
+which the next start removes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from nesa_node.swarm.hive import P2PD_PATH, Multiaddr
 log = get_logger(__name__)
 
 P2PD_SHA256 = "42f8f48e62583b97cdba3c31439c08029fb2b9fc506b5bdd82c46b7cc1d279d8"
-"""Of the p2pd in hivemind 1.1.12's wheel, the only one that is started."""
+"""Digest of the p2pd in hivemind 1.1.12's wheel; no other binary is started."""
 
 _START_TIMEOUT_S = 20.0
 _GRACE_S = 0.3
@@ -44,7 +44,7 @@ _NEW_PREFIX = ".nesa-node-new-"
 
 
 class Daemon:
-    """A running p2pd. `lost` is set when the process has ended, whoever ended it."""
+    """A running p2pd process. `lost` is set when it has ended, for whatever reason."""
 
     def __init__(self, process: asyncio.subprocess.Process, directory: Path) -> None:
         self.process = process
@@ -55,7 +55,7 @@ class Daemon:
         self._ready = asyncio.Event()
 
     async def watch(self) -> None:
-        """Read the daemon's output until it ends. Runs as a task for the daemon's whole life."""
+        """Read p2pd's output until it ends. Runs as a task for the whole life of the process."""
         assert self.process.stdout is not None
         while line := await self._read_line(self.process.stdout):
             self.last_lines.append(line)
@@ -67,7 +67,11 @@ class Daemon:
         self._ready.set()
 
     async def wait_until_ready(self) -> None:
-        """Raises `AddressInUseError` or `SwarmError` with the daemon's own words if it gave up."""
+        """Wait for p2pd to print its peer id.
+
+        Raises `AddressInUseError` or `SwarmError` with p2pd's last output line if it ended, and
+        `SwarmError` after `_START_TIMEOUT_S`.
+        """
         try:
             async with asyncio.timeout(_START_TIMEOUT_S):
                 await self._ready.wait()
@@ -80,7 +84,7 @@ class Daemon:
     async def _read_line(stdout: asyncio.StreamReader) -> str:
         try:
             line = await stdout.readline()
-        except ValueError:  # a line longer than the reader's limit; the reader has dropped it
+        except ValueError:  # longer than the reader's limit; the reader has dropped the line
             return "(overlong line)\n"
         return plain_lines(line.decode(errors="replace"))
 
@@ -97,11 +101,11 @@ async def start_p2pd(
     relay: bool,
     listen: bool,
 ) -> AsyncIterator[Daemon]:
-    """Run a p2pd for as long as the context lasts, then stop it and wait for it.
+    """Run p2pd for as long as the context lasts, then stop it and wait for it.
 
-    Raises `ConfigError` for a malformed address, `AddressInUseError` if a port asked for is taken,
-    and `SwarmError` for an address or port that this machine does not have or allow, or if the
-    binary is not hivemind's.
+    Raises `ConfigError` for a malformed address, `AddressInUseError` if a port is in use, and
+    `SwarmError` for an address that this machine does not have, a port that needs a privilege, or a
+    binary that is not hivemind's.
     """
     for address in (*host_maddrs, *announce_maddrs, *trusted_relays):
         parse_multiaddr(address)
@@ -128,16 +132,16 @@ async def start_p2pd(
             arguments.append(f"-announceAddrs={','.join(announce_maddrs)}")
         if relay and trusted_relays:
             arguments.append(f"-trustedRelays={','.join(trusted_relays)}")
-            # Looking for more, it would wait for three minutes before it takes these.
+            # With discovery, p2pd would wait for three minutes before it uses these relays.
             arguments.append("-relayDiscovery=0")
         async with _child(arguments, directory) as daemon:
             yield daemon
 
 
 def require_known_binary(path: str) -> None:
-    """Raises `SwarmError` if the daemon is not the one that was tested, byte for byte.
+    """Raise `SwarmError` if the binary is not the one that was tested, byte for byte.
 
-    hivemind unpacks it from its wheel; whatever replaced or damaged it would hold this node's key.
+    p2pd reads this node's private key, so that a replaced binary must not run.
     """
     try:
         status = os.stat(path)
@@ -172,8 +176,8 @@ async def _child(arguments: Sequence[str], directory: Path) -> AsyncIterator[Dae
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
             env=environment,
-            # Ctrl-C in a terminal goes to the whole process group; the daemon must outlive it until
-            # this node has withdrawn its record.
+            # Ctrl-C in a terminal goes to the whole process group; p2pd must run until this node
+            # has withdrawn its record.
             start_new_session=True,
         )
     except OSError as error:
@@ -191,7 +195,7 @@ async def _child(arguments: Sequence[str], directory: Path) -> AsyncIterator[Dae
 
 
 async def _stop(process: asyncio.subprocess.Process, watcher: asyncio.Task[None]) -> None:
-    """Wait, then terminate, then kill. The daemon ends by itself when its last client has gone."""
+    """Wait, then terminate, then kill: p2pd ends by itself when its last client disconnects."""
     done, _ = await asyncio.wait({watcher}, timeout=_GRACE_S)
     for number in (signal.SIGTERM, signal.SIGKILL):
         if done:
@@ -205,7 +209,7 @@ async def _stop(process: asyncio.subprocess.Process, watcher: asyncio.Task[None]
 
 
 def parse_multiaddr(text: str) -> Multiaddr:
-    """Raises `ConfigError` naming the text."""
+    """Parse a multiaddress. Raises `ConfigError` that quotes the text."""
     try:
         return Multiaddr(text)
     except Exception as error:  # the parser raises a dozen unrelated types
@@ -223,7 +227,10 @@ def _start_error(line: str) -> SwarmError:
 
 
 def _require_usable(host_maddrs: Sequence[str]) -> None:
-    """The daemon would share a taken port (it sets SO_REUSEPORT) or silently skip an address."""
+    """Check that each address can be bound.
+
+    p2pd would share a port in use (it sets SO_REUSEPORT), or skip an address silently.
+    """
     for text in host_maddrs:
         parts = text.strip("/").split("/")
         fields = dict(zip(parts[::2], parts[1::2], strict=False))
@@ -246,7 +253,7 @@ def _require_usable(host_maddrs: Sequence[str]) -> None:
 
 
 def _refusal(error: OSError, text: str, host: str, port: int) -> SwarmError | None:
-    """What to tell of an address that cannot be bound; None where the daemon may try."""
+    """Error for an address that cannot be bound; None if p2pd is to try it all the same."""
     match error.errno:
         case errno.EADDRINUSE:
             return AddressInUseError(
@@ -257,7 +264,7 @@ def _refusal(error: OSError, text: str, host: str, port: int) -> SwarmError | No
             every = "::" if ":" in host else "0.0.0.0"
             return SwarmError(
                 f"cannot listen on {text}: this machine has no such address; listen on "
-                f"{text.replace(host, every, 1)}, and give what others dial with --announce-maddrs"
+                f"{text.replace(host, every, 1)}, and pass what peers dial to --announce-maddrs"
             )
         case errno.EACCES:
             return SwarmError(
@@ -269,13 +276,13 @@ def _refusal(error: OSError, text: str, host: str, port: int) -> SwarmError | No
 
 @contextmanager
 def _runtime_directory() -> Iterator[Path]:
-    """A directory that only this user can enter, locked while in use and removed at the end."""
+    """Create a directory for this user only, locked while in use and removed at the end."""
     base = Path(tempfile.gettempdir())
     if len(os.fsencode(base)) > _MAX_SOCKET_PATH_BYTES - 50:
         raise SwarmError(f"{base} is too long a path for sockets; set TMPDIR to a shorter one")
     sweep_stale(base)
-    # Locked under a name that no sweep touches, then renamed: a swept name is always locked by its
-    # owner or stale.
+    # Locked under a name that `sweep_stale` ignores, then renamed, so that a directory with a swept
+    # name is always either locked or stale.
     fresh = Path(tempfile.mkdtemp(prefix=_NEW_PREFIX, dir=base))
     descriptor = os.open(fresh, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     directory = fresh.with_name(f"{_PREFIX}{os.getuid()}-{fresh.name.removeprefix(_NEW_PREFIX)}")

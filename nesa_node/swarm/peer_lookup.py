@@ -1,10 +1,10 @@
-"""The peer id behind a TCP address: libp2p dials no address without one, so the address is asked.
+"""Lookup of the peer id at a TCP address, since libp2p dials no address without a peer id.
 
-A libp2p peer that speaks TLS shows a certificate of its identity key (libp2p's TLS specification:
-an extension with the key, and its signature of the certificate's key). The lookup ends after the
-server's half of the handshake. It is trust on first use: a machine that answers in the peer's
-place gives its own id. What is sent later is encrypted for that id, and a private swarm also checks
-its key.
+A libp2p peer that speaks TLS sends a certificate with its identity key (libp2p's TLS specification:
+an extension with that key and its signature of the certificate's key). The lookup ends after the
+server's half of the handshake. It is trust on first use: an attacker that answers in the peer's
+place returns its own id. Later traffic is encrypted for that id, and a private swarm also checks
+the swarm key.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ _TLS = b"/tls/1.0.0\n"
 _EXTENSION = x509.ObjectIdentifier("1.3.6.1.4.1.53594.1.1")
 _SIGNED_PREFIX = b"libp2p-tls-handshake:"
 _KEY_BEFORE = bytes.fromhex("3068042408011220")
-"""ASN.1 of a pair whose first half is libp2p's protobuf of an Ed25519 key."""
+"""ASN.1 header of a pair, and the header of its first half, libp2p's protobuf of an Ed25519 key."""
 _SIGNATURE_BEFORE = bytes.fromhex("0440")
 _PEER_ID_BEFORE = bytes.fromhex("002408011220")
 
 
 async def with_peer_ids(addresses: Sequence[str]) -> tuple[str, ...]:
-    """`addresses` as multiaddresses that end in a peer id; those without one are asked for theirs.
+    """Complete `addresses` to multiaddresses with peer ids, by asking those without one.
 
     Addresses that do not answer are left out. Raises `BootstrapError` if none remains, and
-    `ConfigError` for an address that cannot exist, or one without id that is not TCP.
+    `ConfigError` for an invalid address, or one without peer id that is not TCP.
     """
     written = [checked_address(address) for address in addresses]
     known = [address for address in written if has_peer_id(address)]
     bare = [address for address in written if not has_peer_id(address)]
     if not bare:
         return tuple(written)
-    with waiting("initial peers to say who they are", limit_s=LOOKUP_TIMEOUT_S):
+    with waiting("initial peers to send their peer ids", limit_s=LOOKUP_TIMEOUT_S):
         found = await until_one_answers(map(_with_id, bare))
     failures: dict[str, str] = {}
     for address, answer in zip(bare, found, strict=True):
@@ -72,10 +72,10 @@ async def with_peer_ids(addresses: Sequence[str]) -> tuple[str, ...]:
 
 
 async def look_up(host: str, port: int) -> PeerId:
-    """The id of the libp2p peer that listens at `host`:`port`, proved by its signature.
+    """Ask the libp2p peer at `host`:`port` for its peer id, proved by a signature.
 
-    Raises `PeerUnreachableError` if nothing answers within `LOOKUP_TIMEOUT_S`, or no libp2p peer
-    with an Ed25519 key.
+    Raises `PeerUnreachableError` without an answer within `LOOKUP_TIMEOUT_S`, or if the answer is
+    not from a libp2p peer with an Ed25519 key.
     """
     at = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:
@@ -110,7 +110,7 @@ async def _with_id(address: str) -> str:
 
 
 async def _agree(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, words: bytes) -> None:
-    """multistream-select: both sides name the same protocol. Raises `ValueError`."""
+    """Negotiate a protocol by multistream-select. Raises `ValueError` if the peer names another."""
     writer.write(bytes([len(words)]) + words)
     size = (await reader.readexactly(1))[0]
     if size != len(words) or await reader.readexactly(size) != words:
@@ -119,7 +119,7 @@ async def _agree(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, wor
 
 def _context() -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    # Peers sign their certificates themselves: `_peer_of` checks them as libp2p says.
+    # Certificates are self-signed; `_peer_of` verifies them as libp2p specifies.
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
     context.minimum_version = ssl.TLSVersion.TLSv1_3
@@ -128,7 +128,7 @@ def _context() -> ssl.SSLContext:
 
 
 def _peer_of(certificate: bytes | None) -> PeerId:
-    """The peer that the certificate belongs to. Raises `ValueError` if that is not proved."""
+    """The peer that a certificate belongs to. Raises `ValueError` if its proof is invalid."""
     if certificate is None or len(certificate) > MAX_CERTIFICATE_BYTES:
         raise ValueError("no certificate, or too large a one")
     try:
@@ -136,7 +136,7 @@ def _peer_of(certificate: bytes | None) -> PeerId:
         extension = parsed.extensions.get_extension_for_oid(_EXTENSION).value
         public = parsed.public_key().public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
     except Exception as error:
-        # Unknown versions, curves and doubled extensions are exceptions of many kinds.
+        # Unknown versions, unknown curves and doubled extensions raise unrelated types.
         raise ValueError(f"not a libp2p certificate: {error}") from error
     assert isinstance(extension, x509.UnrecognizedExtension)
     value, at = extension.value, len(_KEY_BEFORE)

@@ -1,4 +1,4 @@
-"""How long a few bytes take to a peer and back."""
+"""Ping protocol: measures the round-trip time to a peer."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from nesa_node.swarm.transport import Transport
 PING_PROTOCOL = "/nesa/ping/1"
 PING_BYTES = 8
 PINGS = 3
-"""The first one also waits for the peer's libp2p to agree on the protocol."""
+"""Pings per measurement: the first one includes libp2p's protocol negotiation."""
 _MAX_ANSWERS = 16
 _IDLE_S = 10.0
 
 
 async def answer_pings(peer: PeerId, reader: Pipe, writer: Pipe) -> None:
-    """Send back what comes, for a while: a stream's handler."""
+    """Stream handler that echoes up to `_MAX_ANSWERS` pings, each within `_IDLE_S`."""
     for _ in range(_MAX_ANSWERS):
         try:
             async with asyncio.timeout(_IDLE_S):
@@ -38,11 +38,11 @@ async def ping(
     timeout_s: float = 5.0,
     pings: int = PINGS,
 ) -> float:
-    """The shortest of a few round trips to `peer` and back, in ms.
+    """Measure the shortest of `pings` round trips to `peer`, in ms.
 
-    Whatever disturbs one makes it longer, so the shortest says most about the way. `timeout_s`
-    bounds dialling and all of them together. Raises `PeerUnreachableError` if the peer does not
-    answer, or answers something else.
+    Disturbances only lengthen a round trip, so the shortest is closest to the path's latency.
+    `timeout_s` bounds dialling and all pings together. Raises `PeerUnreachableError` if the peer
+    does not answer, or answers with other bytes.
     """
     deadline = asyncio.get_running_loop().time() + timeout_s
     pipe, _ = await transport.open_stream(peer, PING_PROTOCOL, addresses, timeout_s)

@@ -1,13 +1,14 @@
-"""A swarm for those who know its key.
+"""Membership in a private swarm, proved by a shared swarm key.
 
-libp2p's daemon as hivemind ships it has no flag for a pre-shared key, so membership is proved one
-layer up, three times over: every DHT call and answer carries an HMAC that names both ends, the keys
-and records on the DHT are derived and tagged with the swarm key, and a session is opened with
-`membership_proof`. Somebody without the key cannot read or write the DHT, nor open a session.
+hivemind's p2pd has no flag for a pre-shared key, so membership is proved one layer up: every DHT
+call and answer carries an HMAC that covers both peer ids, DHT keys are derived from the swarm key
+and records tagged with it, and a session is opened with `membership_proof`. A peer without the key
+can neither read nor write the DHT, nor open a session.
 
-What this does not hide: that this machine runs a nesa-node, and who talks with whom, how much and
-when (libp2p tells everyone which protocols a peer speaks, and its own peer routing where a peer
-is). The key is one for all: whoever had it once is a member until all others change it.
+Not hidden: that this machine runs a nesa-node, and which peers communicate, how much and when
+(libp2p tells any peer which protocols a peer speaks, and its own peer routing where a peer is). The
+key is shared by all members: a peer that ever had it remains a member until it is changed
+everywhere.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _SALT = b"nesa-node swarm key 1"
 
 
 class Membership:
-    """What a node can prove with its swarm key; `Membership(None)` is the public network."""
+    """Proofs made with a swarm key; `Membership(None)` is the public network."""
 
     def __init__(self, swarm_key: str | None) -> None:
         self._key = None if swarm_key is None else _stretch(swarm_key)
@@ -35,13 +36,13 @@ class Membership:
         return self._key is not None
 
     def dht_key(self, name: str) -> str:
-        """The key under which `name` is found on the DHT."""
+        """DHT key of `name`, derived from the swarm key in a private swarm."""
         if self._key is None:
             return name
         return "private/" + _hmac(self._key, b"dht-key", name.encode()).hex()
 
     def tag(self, purpose: bytes, *parts: bytes) -> bytes:
-        """32 bytes that only members can make; empty on the public network."""
+        """HMAC-SHA256 of `purpose` and `parts` under the swarm key; empty on the public network."""
         return b"" if self._key is None else _hmac(self._key, purpose, *parts)
 
     def check(self, tag: bytes, purpose: bytes, *parts: bytes) -> bool:
@@ -51,10 +52,10 @@ class Membership:
 def membership_proof(
     swarm_key: str | None, session_id: SessionId, prover: PeerId, verifier: PeerId
 ) -> bytes:
-    """What `prover` sends to `verifier` when a session opens; empty without a swarm key.
+    """Proof that `prover` sends to `verifier` when a session opens; empty without a swarm key.
 
-    It holds for this session and this pair only, in this direction: a node that receives one can
-    use it nowhere else, nor send it back as its own.
+    It is valid for this session, this pair of peers and this direction only: its receiver can
+    neither reuse it elsewhere nor send it back as its own.
     """
     return Membership(swarm_key).tag(
         b"session", bytes(session_id), prover.encode(), verifier.encode()
@@ -64,13 +65,13 @@ def membership_proof(
 def verify_membership(
     swarm_key: str | None, proof: bytes, session_id: SessionId, prover: PeerId, verifier: PeerId
 ) -> bool:
-    """Whether `prover` knows the swarm key. On the public network only an empty proof is right."""
+    """Whether `prover` knows the swarm key. On the public network only an empty proof is valid."""
     return hmac.compare_digest(proof, membership_proof(swarm_key, session_id, prover, verifier))
 
 
 @lru_cache(maxsize=8)
 def _stretch(swarm_key: str) -> bytes:
-    """A key from a phrase, slowly: who saw a tag could otherwise try whole dictionaries."""
+    """Derive a key from a phrase by scrypt, slowly, against dictionary attacks on observed tags."""
     if len(swarm_key) < MIN_KEY_CHARS:
         raise ConfigError(
             f"the swarm key needs at least {MIN_KEY_CHARS} characters; "
@@ -82,6 +83,6 @@ def _stretch(swarm_key: str) -> bytes:
 def _hmac(key: bytes, purpose: bytes, *parts: bytes) -> bytes:
     digest = hmac.new(key, digestmod=hashlib.sha256)
     for part in (purpose, *parts):
-        # Lengths first, so that no two lists of parts run together into the same bytes.
+        # Lengths first, so that different lists of parts never give the same bytes.
         digest.update(len(part).to_bytes(8) + part)
     return digest.digest()

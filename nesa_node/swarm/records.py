@@ -1,7 +1,7 @@
-"""What a node says about itself on the DHT, signed (`sealing.py`).
+"""Node records: what a node announces about itself on the DHT, signed (`sealing.py`).
 
-What was signed is the bytes as sent, so fields that a later minor version adds survive; they are
-ignored here.
+The signature covers the bytes as sent, so that fields added by a later minor version are preserved;
+they are ignored here.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ def _printable(text: str) -> str:
 
 
 def at_most(length: int) -> BeforeValidator:
-    """A list, which MessagePack has for tuples, or a dict of at most `length` items.
+    """Validator of a list or dict with at most `length` items; MessagePack's lists become tuples.
 
-    pydantic's own `max_length` counts once it has validated all items, and kept an error of each.
+    pydantic's own `max_length` counts only after it has validated all items and kept their errors.
     """
 
     def check(value: object) -> object:
@@ -84,10 +84,10 @@ Pair = Annotated[tuple[int, int], at_most(2)]
 
 
 class NodeStatus(BaseModel):
-    """What a node decides about its record; `Directory.publish` adds the rest and signs.
+    """Fields of a record that the node decides; `Directory.publish` completes and signs it.
 
-    `state`: "joining" holds a span for a node that still loads it, "serving" takes sessions,
-    "draining" finishes the ones it has, "withdrawn" has left.
+    `state` is "joining" (loads its span), "serving" (accepts sessions), "draining" (finishes its
+    sessions) or "withdrawn" (has left).
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True, allow_inf_nan=False)
@@ -114,23 +114,23 @@ class NodeStatus(BaseModel):
     load: float = Field(default=0.0, ge=0, le=1000)
     uptime_s: float = Field(default=0.0, ge=0, le=1e10)
     sessions: Count = 0
-    """How many it holds now."""
+    """Open sessions."""
     tokens: Count = 0
-    """That went through its blocks since it started."""
+    """Tokens computed since the node started."""
     context_length: int = Field(default=0, ge=0, lt=2**40)
     public_name: Annotated[Text, Field(max_length=64)] | None = None
     codecs: Annotated[tuple[CodecText, ...], at_most(32)] = ()
-    """What it decodes beside "none"."""
+    """Codecs that the node decodes beside "none"."""
     sent_bytes: Annotated[dict[CodecText, Count], at_most(16)] = Field(default_factory=dict)
-    """Of hidden states, by codec, since it started."""
+    """Bytes of hidden states sent since the node started, by codec."""
     movable: bool = False
-    """Whether it may hold other blocks instead, by its operator's wish and its own limits."""
+    """Whether the node may move to other blocks, by its operator's settings and its own limits."""
     next_span: Pair | None = None
-    """Where it drains in order to move: what it will hold."""
+    """Span that a draining node moves to."""
     measured: PackedLinks = b""
-    """Round trips and rates to others, packed (`topology/packed.py`)."""
+    """Round trips and rates to peers, packed (`topology/packed.py`)."""
     max_blocks: int = Field(default=0, ge=0, le=10_000)
-    """How many of the model's blocks fit into the memory that it gives; 0 says nothing."""
+    """Blocks of the model that fit into the node's memory limit; 0 if unknown."""
     location: (
         Annotated[
             tuple[Annotated[float, Field(ge=-90, le=90)], Annotated[float, Field(ge=-180, le=180)]],
@@ -150,7 +150,7 @@ class NodeStatus(BaseModel):
 
 
 class NodeRecord(NodeStatus):
-    """A whole record, every field within bounds. From `unseal`, it is also known who signed it."""
+    """A complete record with all fields bounded; one returned by `unseal` has a valid signature."""
 
     peer_id: str = Field(max_length=128)
     seq: int = Field(ge=0, lt=2**53)
@@ -170,7 +170,7 @@ class NodeRecord(NodeStatus):
         return self
 
     def node_state(self) -> NodeState:
-        """The part that planners use."""
+        """The fields that planners use."""
         shared = self.model_dump(include=_SHARED_FIELDS)
         return NodeState(peer_id=PeerId(self.peer_id), span=Span(*self.span), **shared)
 
@@ -182,7 +182,7 @@ _SHARED_FIELDS = set(NodeState.__dataclass_fields__) - {"peer_id", "span"}
 
 
 def seal(record: NodeRecord, identity: Identity, membership: Membership = _PUBLIC) -> bytes:
-    """Sign `record`. Raises `RecordError` if it is too large or not this identity's own."""
+    """Sign `record`. Raises `RecordError` if it is too large or names another signer."""
     if record.peer_id != identity.peer_id:
         raise RecordError("foreign", f"cannot sign a record of {record.peer_id}")
     body = msgspec.msgpack.encode({"version": RECORD_MAJOR, **record.model_dump()})
@@ -190,7 +190,7 @@ def seal(record: NodeRecord, identity: Identity, membership: Membership = _PUBLI
 
 
 def unseal(data: bytes, *, now: float, membership: Membership = _PUBLIC) -> NodeRecord:
-    """The record in `data` if it can be believed at `now` (seconds since the epoch).
+    """Verify and parse a record, valid at `now` (seconds since the epoch).
 
     Raises `RecordError` with one of the reasons oversized, malformed, foreign (not of this private
     swarm), signature, version, expired and future.
@@ -201,7 +201,7 @@ def unseal(data: bytes, *, now: float, membership: Membership = _PUBLIC) -> Node
 
 
 def unseal_ageless(data: bytes, *, membership: Membership = _PUBLIC) -> NodeRecord:
-    """`unseal` without looking at the clock: its answer for the same bytes never changes."""
+    """Verify and parse a record regardless of its age, so that the result can be cached."""
     peer_id, body = open_envelope(_KIND, data, membership)
     record = _parse(body)
     if record.peer_id != peer_id:
@@ -210,7 +210,7 @@ def unseal_ageless(data: bytes, *, membership: Membership = _PUBLIC) -> NodeReco
 
 
 def check_age(record: NodeRecord, now: float) -> None:
-    """Raises `RecordError` if the record is over, or from further ahead than clocks may differ."""
+    """Raise `RecordError`: expired, or future (issued more than `CLOCK_SKEW_S` from now)."""
     if record.expires_at <= now:
         raise RecordError("expired", f"the record of {record.peer_id} has expired")
     if record.issued_at > now + CLOCK_SKEW_S:
@@ -222,12 +222,12 @@ def check_age(record: NodeRecord, now: float) -> None:
 
 
 def model_key(model_id: ModelId) -> str:
-    """The DHT key under which the nodes of a model are found."""
+    """DHT key of the records of a model's nodes."""
     return f"nesa/1/model/{model_id}"
 
 
 def of_model(records: Iterable[NodeRecord], wanted: str | None) -> Iterator[NodeRecord]:
-    """Those of the model with this name, folder or full id; all without one."""
+    """Filter records by a model's name, folder or full id; all of them if `wanted` is None."""
     names = None if wanted is None else possible_names(wanted)
     for record in records:
         if names is None or record.model_id in names or record.model_name in names:
@@ -235,10 +235,10 @@ def of_model(records: Iterable[NodeRecord], wanted: str | None) -> Iterator[Node
 
 
 def agreed_blocks(records: Iterable[NodeRecord]) -> int:
-    """How many blocks a model has by the word of its nodes, where no checkpoint is open; 0: none.
+    """Number of blocks of a model that most of its records announce; 0 without records.
 
-    What most of them say. Where two numbers have as many nodes, the one whose blocks all have a
-    holder, then the smaller one: a stranger who says more leaves a hole.
+    Used when no checkpoint is open. Ties go to a number with a holder for each block, then to the
+    smaller one: a false larger number leaves blocks without a holder.
     """
     spans: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for record in records:
@@ -254,7 +254,7 @@ def agreed_blocks(records: Iterable[NodeRecord]) -> int:
 
 
 NODES_KEY = "nesa/1/nodes"
-"""The DHT key under which all nodes are found."""
+"""DHT key of the index of all nodes."""
 
 
 def _parse(body: bytes) -> NodeRecord:
@@ -262,11 +262,11 @@ def _parse(body: bytes) -> NodeRecord:
 
 
 def parse(model: type[_Model], fields: dict[str, Any]) -> _Model:
-    """What a peer signed. Raises `RecordError` (malformed) with the first error."""
+    """Validate the fields of a signed statement. Raises `RecordError` (malformed)."""
     try:
         return model.model_validate(fields)
     except ValidationError as error:
-        # Without the input, whose text takes milliseconds to make.
+        # Without the input, which takes milliseconds to format.
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         field = ".".join(map(str, first["loc"]))
         words = f"a field is out of bounds: {field}: {first['msg']}"

@@ -1,7 +1,7 @@
-"""The way back to the DHT, after its members or the connection to them were gone.
+"""Rejoining the DHT after all its members, or the connection to them, were lost.
 
-A node forgets a member after one unanswered call, and does not ask one for a while that did not
-answer, so that without this a short loss of network would split the DHT for good.
+A node removes a member from its routing table after one unanswered call and does not call it for a
+while, so that without rejoining a short loss of network would split the DHT permanently.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ log = get_logger(__name__)
 _INTERVAL_S = 15.0
 _TIMEOUT_S = 3.0
 _PAUSE_S = 0.5
-"""After an attempt that failed: a node that is alone and reads without pause would ping without
-pause, too, and members refuse what is beyond its share of their calls (`call_budget.py`)."""
+"""Pause after a failed attempt. An isolated node that reads continuously would otherwise ping
+continuously, and members refuse calls beyond its budget (`call_budget.py`)."""
 _MAX_BLACKLIST = 4096
 _FIRST_RECORDS = 4
 _DRAWN_RECORDS = 4
-"""Beside the first: these may all be gone, or strangers."""
+"""Randomly chosen records beside the first ones, which may all be stale or hostile."""
 
 
 class Rejoining:
-    """Pings initial peers, and nodes of which there are records, until the DHT is whole again."""
+    """Pings lost initial peers, and nodes with remembered records, to rejoin the DHT."""
 
     def __init__(
         self, node: MemberNode, transport: Transport, initial_peers: Sequence[str]
@@ -53,11 +53,11 @@ class Rejoining:
 
     @property
     def is_alone(self) -> bool:
-        """Whether this node knows no other member any more."""
+        """Whether this node's routing table is empty."""
         return not self._node.protocol.routing_table.uid_to_peer_id
 
     async def run(self) -> None:
-        """Return to initial peers that were lost, for good."""
+        """Ping lost initial peers every `_INTERVAL_S`, until cancelled."""
         try:
             while True:
                 await asyncio.sleep(_INTERVAL_S)
@@ -69,13 +69,13 @@ class Rejoining:
                 self._attempt.cancel()
 
     def begin(self, records: Iterable[NodeRecord] = ()) -> asyncio.Task[bool]:
-        """Ping initial peers that are not known now, and a few nodes of `records`.
+        """Start an attempt: ping initial peers that are not known now, and nodes of `records`.
 
-        Those are the first of `records`, which are in the order in which their nodes were first
-        seen, and some by lot. How new a record is, its signer says, who may be a stranger.
+        Of `records`, which are ordered by when their nodes were first seen, the first and a few
+        random ones are chosen, not the newest: a record's age is whatever its signer claims.
 
-        The task's result is False if none answers. There is one at a time, and none right after one
-        that failed: a call in the meantime gets that of the call before.
+        The task's result is False if no peer answers. While an attempt runs, and shortly after a
+        failed one, the existing task is returned.
         """
         is_resting = self._failed and time.monotonic() < self._resting_until
         if self._attempt is None or (self._attempt.done() and not is_resting):
@@ -83,9 +83,9 @@ class Rejoining:
         return self._attempt
 
     async def rejoin(self, records: Iterable[NodeRecord]) -> bool:
-        """Wait for an attempt to end; after one that failed, only begin the next.
+        """Start an attempt and wait for it, unless the last one failed.
 
-        A node that is alone for long does not wait for peers that are gone each time it reads.
+        An isolated node thus does not wait for unreachable peers at every read.
         """
         attempt = self.begin(records)
         return not self._failed and await asyncio.shield(attempt)

@@ -1,4 +1,4 @@
-"""Tells others which peers failed this node, so that their next chains avoid them at once."""
+"""Publication of peer failures seen by this node, so that other clients avoid these peers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MAX_COUNT = 1000
 
 
 class Reporter:
-    """Collects failures and, in `run`, publishes them: the first at once, then every ten seconds.
+    """Collects failures and, in `run`, publishes them: at once, then at most every ten seconds.
 
     `clock` gives seconds since the epoch.
     """
@@ -43,7 +43,7 @@ class Reporter:
         self._news = asyncio.Event()
 
     def note(self, model_id: ModelId, peer: PeerId, kind: FailureKind) -> None:
-        """`peer` failed just now. The sixteen that did so last are told."""
+        """Record a failure of `peer`; the `MAX_ACCUSED` peers that failed last are reported."""
         if peer == self._own:
             return
         failures = self._failures.setdefault(model_id, OrderedDict())
@@ -59,7 +59,7 @@ class Reporter:
         self._news.set()
 
     async def run(self) -> None:
-        """Publish until cancelled, whatever goes wrong meanwhile."""
+        """Publish new failures until cancelled; errors of publishing are logged."""
         while True:
             await self._news.wait()
             self._news.clear()

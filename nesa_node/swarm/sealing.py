@@ -1,9 +1,9 @@
-"""How what a peer says on the DHT is signed: one envelope for all kinds of statements.
+"""Signed envelope of all statements on the DHT: node records and notices.
 
-A sealed statement is a msgpack map: `record` (bytes: what was said), `signature` (Ed25519 over the
-kind's own prefix and these bytes), `peer_id` (whose key that is), `tag` (32 bytes in a private
-swarm, else empty) and `kind`. The kind chooses the prefix and the purpose of the tag, so that a
-signature made for one kind holds for no other.
+A sealed statement is a msgpack map: `record` (bytes of the body), `signature` (Ed25519 over the
+kind's prefix and the body), `peer_id` (the signer), `tag` (32 bytes in a private swarm, else empty)
+and `kind`. The kind determines the prefix and the purpose of the tag, so that a signature made for
+one kind is invalid for any other.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from nesa_node.swarm.identity import Identity, verify
 from nesa_node.swarm.private import TAG_BYTES, Membership
 
 CLOCK_SKEW_S = 30.0
-"""How far the clocks of two nodes may be apart."""
+"""Accepted difference between the clocks of two nodes."""
 RECORD_KIND = "record"
 
 _KindName = Annotated[str, msgspec.Meta(max_length=16)]
@@ -27,7 +27,7 @@ _KindName = Annotated[str, msgspec.Meta(max_length=16)]
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """`max_bytes`: of a whole sealed statement."""
+    """A kind of statement; `max_bytes` bounds a whole sealed statement."""
 
     name: str
     max_bytes: int
@@ -50,7 +50,7 @@ class _KindOnly(msgspec.Struct):
 
 
 def kind_of(sealed: bytes) -> str:
-    """What `sealed` claims to be; a record if it says nothing that can be read."""
+    """The kind that `sealed` claims to have; "record" if it has none that can be read."""
     try:
         return msgspec.msgpack.decode(sealed, type=_KindOnly).kind
     except (msgspec.DecodeError, ValueError, RecursionError):
@@ -58,7 +58,7 @@ def kind_of(sealed: bytes) -> str:
 
 
 def seal_body(kind: Kind, body: bytes, identity: Identity, membership: Membership) -> bytes:
-    """Raises `RecordError` (oversized)."""
+    """Sign `body` and wrap it in an envelope. Raises `RecordError` (oversized)."""
     signature = identity.sign(kind.prefix + body)
     tag = membership.tag(kind.name.encode(), body, signature)
     sealed = msgspec.msgpack.encode(
@@ -70,7 +70,10 @@ def seal_body(kind: Kind, body: bytes, identity: Identity, membership: Membershi
 
 
 def open_envelope(kind: Kind, sealed: bytes, membership: Membership) -> tuple[PeerId, bytes]:
-    """Who said it, and what. Raises `RecordError`: oversized, malformed, foreign or signature."""
+    """Verify an envelope; returns signer and body.
+
+    Raises `RecordError` with one of the reasons oversized, malformed, foreign and signature.
+    """
     if len(sealed) > kind.max_bytes:
         raise RecordError("oversized", f"a {kind.name} of {len(sealed)} bytes is too large")
     try:
@@ -89,7 +92,7 @@ def open_envelope(kind: Kind, sealed: bytes, membership: Membership) -> tuple[Pe
 
 
 def read_fields(kind: Kind, body: bytes, version: int) -> dict[str, Any]:
-    """The map that was signed. Raises `RecordError`: malformed or version."""
+    """Decode the signed map. Raises `RecordError` (malformed or version)."""
     try:
         fields = msgspec.msgpack.decode(body, type=dict[str, Any])
     except (msgspec.DecodeError, ValueError, RecursionError) as error:

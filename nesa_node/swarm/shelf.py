@@ -1,4 +1,4 @@
-"""Sealed statements on the DHT, by the names of their keys."""
+"""Store of sealed statements on the DHT, by the names of their keys."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ FETCH_TIMEOUT_S = 10.0
 
 
 class Shelf:
+    """Stores and finds sealed statements under keys derived by `Membership.dht_key`."""
+
     def __init__(self, node: MemberNode, membership: Membership) -> None:
         self._node = node
         self._membership = membership
@@ -23,7 +25,7 @@ class Shelf:
     async def put(
         self, keys: Sequence[str], sealed: bytes, expires_at: float, subkey: str
     ) -> str | None:
-        """Store `sealed` under all of `keys`. None, or in a word why not all have been taken."""
+        """Store `sealed` under all of `keys`. Returns None, or one key's failure in a word."""
         value = msgspec.msgpack.encode(sealed)
         failures = await asyncio.gather(
             *(self._node.store(self._id(key), subkey, value, expires_at) for key in keys)
@@ -31,15 +33,15 @@ class Shelf:
         return next((failure for failure in failures if failure is not None), None)
 
     async def find(self, key: str, *, members: int | None = None) -> Iterable[bytes]:
-        """What lies under `key` and the validator has let pass; nothing if no member answers.
+        """Find the valid statements under `key`; empty if no member answers.
 
-        The newest of what all members hold that keep it and answer in `FETCH_TIMEOUT_S` or, with
-        `members`, what the first of so many has that are asked at once: of one, a tenth of the
-        traffic, and perhaps not everything.
+        Returns each signer's newest statement, from all members near `key` that answer within
+        `FETCH_TIMEOUT_S`. With `members`, that many are asked at once and only the first answer
+        with statements counts: with one, a tenth of the traffic, but the result may be incomplete.
 
-        What any member names first comes first, then what any names second, and so on. A member
-        names what it has kept for longest first; one that makes up thousands of statements takes
-        no more of the first places than each of the others.
+        A member lists what it has kept for longest first. The result has all members' first
+        statements first, then all second ones, and so on, so that a member that invents thousands
+        gets no more of the first places than any other member.
         """
         newest: dict[str, tuple[float, bytes]] = {}
         answers: list[list[str]] = []
@@ -64,7 +66,7 @@ class Shelf:
 
 
 def _places(answers: Iterable[Sequence[str]]) -> dict[str, int]:
-    """The first place that any answer gives to each name."""
+    """Best rank of each name in any of `answers`."""
     places: dict[str, int] = {}
     for names in answers:
         for place, name in enumerate(names):

@@ -1,4 +1,4 @@
-"""How long this node has known others: the only standing that nobody can claim for himself."""
+"""How long this node has known each peer: a measure of trust that a peer cannot forge."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nesa_node.core.ids import PeerId
 _MAX_PEERS = 4096
 _FORGOTTEN_AFTER_S = 600.0
 _SWEEP_S = 1.0
-"""Where there is no room, so often all are searched for those that are gone."""
+"""Minimum time between sweeps for expired peers in a full table."""
 
 
 @dataclass(slots=True)
@@ -21,10 +21,10 @@ class _Known:
 
 
 class Acquaintance:
-    """Since when a peer's records have been seen here without a longer break.
+    """Since when each peer's records have been seen, without a gap of `_FORGOTTEN_AFTER_S`.
 
-    Where no room is left newcomers are not noted: identities are free, and must not push out those
-    who were here before. `clock` gives seconds since the epoch.
+    A full table ignores new peers: identities are free, and must not evict peers known before.
+    `clock` gives seconds since the epoch.
     """
 
     def __init__(self, clock: Callable[[], float], max_peers: int = _MAX_PEERS) -> None:
@@ -34,7 +34,7 @@ class Acquaintance:
         self._swept_at = -math.inf
 
     def seen(self, peer: PeerId, until: float) -> None:
-        """A valid record of `peer` is there, which lasts until then."""
+        """Note a valid record of `peer` that expires at `until`."""
         now = self._clock()
         known = self._known.get(peer)
         if known is not None and known.until + _FORGOTTEN_AFTER_S > now:
@@ -47,7 +47,7 @@ class Acquaintance:
         self._known[peer] = _Known(now, until)
 
     def known_s(self, peer: PeerId) -> float:
-        """0 for a stranger, and for one who has not been here for ten minutes."""
+        """Seconds since `peer` is known; 0 if unknown, or without records for ten minutes."""
         known = self._known.get(peer)
         now = self._clock()
         if known is None or known.until + _FORGOTTEN_AFTER_S <= now:

@@ -1,8 +1,9 @@
 """Messages and their tensors over one libp2p stream.
 
-A message is one frame or more. A frame is two little-endian uint32 (header bytes, payload bytes),
-the header and the payload. The first frame of a message carries its header; a tensor that does
-not fit in one frame goes on in frames without a header. Sizes are checked before memory is taken.
+A message consists of one or more frames. A frame is two little-endian uint32 (header bytes, payload
+bytes), the header and the payload. The first frame of a message has its header; a tensor that does
+not fit in one frame continues in frames without header. Sizes are checked before memory is
+allocated.
 """
 
 from __future__ import annotations
@@ -31,19 +32,19 @@ from nesa_node.swarm.pipe import MAX_UNREAD_BYTES, Pipe
 MAX_HEADER_BYTES = 64 * 1024
 CHUNK_BYTES = 1 << 20
 FRAME_TIMEOUT_S = 30.0
-"""A frame that began must be complete within this, and be taken within this by who receives it:
-neither a trickling sender nor a receiver that does not read holds anybody for long."""
+"""Time in which a begun frame must arrive, and in which the receiver must accept a sent one: bounds
+the wait for a sender that trickles or a receiver that does not read."""
 
 _JOIN_BYTES = 64 * 1024
-"""A frame up to this is copied together and written at once: libp2p then also sends it in one
-piece, which halves what a small step costs on its way."""
+"""Chunk size up to which a frame is joined and written at once: libp2p then sends it in one piece,
+which halves the transfer cost of a small step."""
 
 _PREFIX = struct.Struct("<II")
 _BROKEN = (ConnectionError, BrokenPipeError, asyncio.IncompleteReadError, OSError)
 
 
 class Stream:
-    """One duplex stream. Any task may send; one task receives. Close it where it was opened."""
+    """Duplex message stream. Any task may send, one task receives, and its opener closes it."""
 
     def __init__(self, peer: PeerId, reader: Any, writer: Any) -> None:
         self.peer = peer
@@ -51,7 +52,7 @@ class Stream:
         self.messages_sent = 0
         self.bytes_received = 0
         self.arrival: Received | None = None
-        """How fast the payload of the last message came, if that says something of the network."""
+        """Arrival time of the last message's payload, if it was limited by the network."""
         self._is_late = False
         self._reader: Pipe = reader
         self._writer: Pipe = writer
@@ -59,24 +60,24 @@ class Stream:
 
     @property
     def heard_bytes(self) -> int:
-        """Bytes that have come from the peer, also those of a message that is not whole yet."""
+        """Bytes received from the peer, including those of an incomplete message."""
         return self._reader.received
 
     @property
     def unread(self) -> int:
-        """Bytes that have come and belong to no message that was received yet."""
+        """Bytes received that belong to messages not returned by `receive` yet."""
         return self._reader.unread
 
     @property
     def settled(self) -> bool:
-        """Whether a message of one frame can be sent without waiting for anybody."""
+        """Whether a message of one frame can be sent without waiting."""
         return self._writer.settled and not self._sending.locked()
 
     async def send(self, message: Message, payload: memoryview | bytearray | bytes = b"") -> None:
-        """Send a message and, chunked, the tensor it describes; `payload` is free afterwards.
+        """Send a message and, in chunks, its tensor's bytes; `payload` may be reused afterwards.
 
-        Raises `StreamClosedError`, also for a peer that reads nothing for `FRAME_TIMEOUT_S`. A send
-        that is cancelled leaves the stream unusable.
+        Raises `StreamClosedError`, also if the peer reads nothing for `FRAME_TIMEOUT_S`.
+        Cancellation leaves the stream unusable.
         """
         header = encode_message(message)
         view = memoryview(payload).cast("B")
@@ -106,14 +107,14 @@ class Stream:
                 await self._writer.drain()
 
     async def receive(self, *, max_tensor_bytes: int = 0) -> tuple[AnyMessage, bytearray]:
-        """Wait for the next message; its tensor's bytes are whole and of the size described.
+        """Wait for the next message and all bytes of its tensor, in a buffer that the caller owns.
 
-        The buffer is the caller's to keep. Raises `StreamClosedError` at the end of the stream,
-        and `FrameError` or `ProtocolError("bad_tensor")` after which nothing more can be read.
+        Raises `StreamClosedError` at the end of the stream, and `FrameError` or
+        `ProtocolError("bad_tensor")`, after which the stream cannot be read any more.
         """
         try:
             await self._reader.readable()
-            # The pipe has stopped reading: how long the rest waits already nobody knows.
+            # The pipe had stopped receiving, so that the arrival cannot be timed.
             self._is_late = self._reader.unread >= MAX_UNREAD_BYTES
             return await self._receive_message(max_tensor_bytes)
         except TimeoutError:
@@ -157,7 +158,7 @@ class Stream:
 
     @contextmanager
     def _timed(self, nbytes: int) -> Iterator[None]:
-        """Around the arrival of a payload: what was here before says nothing of the network."""
+        """Time the arrival of a payload, without the bytes that were already received."""
         here, started = self._reader.unread, time.perf_counter()
         yield
         seconds = time.perf_counter() - started
@@ -165,7 +166,7 @@ class Stream:
             self.arrival = Received(nbytes=nbytes - here, seconds=seconds)
 
     async def _bytes(self, count: int) -> bytearray:
-        """The next bytes of a message that has begun; mostly they are here already."""
+        """The next bytes of a begun message, mostly without waiting."""
         data = self._reader.take(count)
         if data is None:
             data = bytearray(count)
@@ -177,21 +178,21 @@ class Stream:
             await self._reader.fill(view)
 
     async def close(self) -> None:
-        """End the stream, also where this is cancelled.
+        """Close the stream, even when cancelled.
 
-        May be called twice; never raises for a peer that is gone.
+        May be called twice, and does not raise if the peer is gone.
         """
         self._writer.close()
         try:
             async with asyncio.timeout(1.0):
                 await self._writer.wait_closed()
         except TimeoutError:
-            pass  # what matters is that our side is closed
+            pass  # `abort` closes this side all the same
         finally:
             self.abort()
 
     def abort(self) -> None:
-        """Drop what was not sent yet, and end the stream; nothing happens if it has ended."""
+        """Close the stream at once and drop unsent bytes; a no-op if it is closed."""
         self._writer.abort()
 
 
@@ -202,7 +203,7 @@ def _check_fits(count: int, total: int) -> None:
 
 @asynccontextmanager
 async def silence_is_loss(peer: PeerId, seconds: float, doing: str) -> AsyncIterator[None]:
-    """Turn a wait for `peer` that takes longer than `seconds` into `PeerUnreachableError`."""
+    """Raise `PeerUnreachableError` if the body waits for `peer` longer than `seconds`."""
     try:
         async with asyncio.timeout(seconds):
             yield

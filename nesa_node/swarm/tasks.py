@@ -1,4 +1,4 @@
-"""Tasks that outlive the call that started them, and end with their owner."""
+"""Background tasks, and waiting for several of them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ log = get_logger(__name__)
 Result = TypeVar("Result")
 
 OTHERS_S = 0.5
-"""How long other peers have once one has answered: some of them may be gone."""
+"""Time that slower peers have to answer after the first answer."""
 
 
 class TaskSet:
-    """Starts tasks that must not take their owner down with them.
+    """Background tasks; a failure is logged and affects no other task, `close` cancels all.
 
     A `TaskGroup` would cancel its body and all siblings when one stream's handler fails, and wrap
-    the body's own error in a group. Here a failure is logged, and `close` ends whatever still runs.
+    the body's own error in a group.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class TaskSet:
         return len(self._tasks)
 
     def start(self, coroutine: Coroutine[Any, Any, None], *, name: str) -> None:
-        """Run `coroutine` as a task; closes it unrun after `close`."""
+        """Run `coroutine` as a task; after `close` it is discarded."""
         if self._closed:
             coroutine.close()
             return
@@ -41,7 +41,7 @@ class TaskSet:
         task.add_done_callback(self._finished)
 
     async def close(self) -> None:
-        """Cancel every task and wait until it is gone, also those that a task starts meanwhile."""
+        """Cancel all tasks and wait for their end, including tasks that they start meanwhile."""
         self._closed = True
         while self._tasks:
             for task in self._tasks:
@@ -57,10 +57,10 @@ class TaskSet:
 async def until_one_answers(
     calls: Iterable[Coroutine[Any, Any, Result]],
 ) -> list[Result | PeerUnreachableError]:
-    """Call peers at once; `OTHERS_S` after one has answered, cancel what still runs.
+    """Run calls to peers concurrently; cancel the remaining ones `OTHERS_S` after the first answer.
 
-    Returns what each call returned, in order, or the `PeerUnreachableError` of a peer that did not
-    answer in time. Raises what else a call raises.
+    Returns each call's result in order, or a `PeerUnreachableError` for a peer that did not answer
+    in time. Any other exception of a call is raised.
     """
     tasks = [asyncio.create_task(_outcome(call)) for call in calls]
     running = set(tasks)
@@ -87,9 +87,9 @@ async def _outcome(call: Coroutine[Any, Any, Result]) -> Result | PeerUnreachabl
 
 
 async def ended(future: asyncio.Future[Any]) -> None:
-    """Return when `future` is done, which goes on to its end however often the caller is cancelled.
+    """Wait until `future` is done, even if the caller is cancelled meanwhile.
 
-    A cancellation is raised after that. What came of `future` is the caller's to ask for.
+    A cancellation is raised afterwards. The caller retrieves the result of `future` itself.
     """
     cancelled: asyncio.CancelledError | None = None
     while not future.done():
@@ -98,7 +98,7 @@ async def ended(future: asyncio.Future[Any]) -> None:
         except asyncio.CancelledError as error:
             cancelled = error
     if not future.cancelled():
-        future.exception()  # so that asyncio does not say that it was never looked at
+        future.exception()  # suppresses asyncio's warning about an exception never retrieved
     try:
         if cancelled is not None:
             raise cancelled

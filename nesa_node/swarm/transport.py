@@ -1,8 +1,8 @@
-"""Streams between peers, over a libp2p daemon of our own.
+"""Streams between peers, over this node's own p2pd.
 
-libp2p finds a peer by its id, encrypts, and proves both ends' ids: the `peer` that a handler gets
-is who it says. Opening a stream to a peer that just died can succeed; only the first read then
-fails, so every protocol on top acknowledges its opening and gives every read a deadline.
+libp2p finds a peer by its id, encrypts, and proves the ids of both ends: the `peer` that a handler
+gets is authenticated. Opening a stream to a peer that has just failed can succeed, and only the
+first read then fails, so that every protocol acknowledges its opening and gives reads a deadline.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ from nesa_node.swarm.tasks import TaskSet, until_one_answers
 log = get_logger(__name__)
 
 MAX_STREAMS_PER_PEER = 768
-"""What bounds a peer whose streams bring no first message. The server answers `busy` from fewer
-streams on (`server.admission.Limits.streams_per_peer`), once it has read what they want."""
+"""Limit of a peer's streams, including those without a first message. The server answers `busy` at
+a lower limit (`server.admission.Limits.streams_per_peer`), after it has read a first message."""
 
 _BOOTSTRAP_TIMEOUT_S = 15.0
 _PREAMBLE_TIMEOUT_S = 10.0
 _LAST_WORDS_S = 1.0
 _NEAR_S = 10.0
-"""So soon after a stream another is opened without asking first for a connection, which costs as
-much again."""
+"""Time after opening a stream in which the next one is opened without connecting first, which would
+double the cost."""
 _MOST_NEAR = 4096
 _ROUTING_ATTEMPTS = 100
 _LOOPBACK = ("/ip4/127.", "/ip6/::1/", "/dns4/localhost/")
@@ -66,7 +66,7 @@ StreamHandler = Callable[[PeerId, Any, Any], Awaitable[None]]
 
 
 class Transport:
-    """This node's place in the network; made by `open_transport`."""
+    """Connections and streams of this node; made by `open_transport`."""
 
     def __init__(
         self,
@@ -81,18 +81,18 @@ class Transport:
         self.control = control
         self.unary = unary
         self.lost = daemon.lost
-        """Set when libp2p's daemon has ended: nothing works any more, and the node must restart."""
+        """Set when p2pd has ended, after which the node must restart."""
         self.addresses: tuple[str, ...] = ()
-        """Where others can dial this node, each ending in `/p2p/<peer id>`."""
+        """Addresses at which this node can be dialled, each ending in `/p2p/<peer id>`."""
         self.announced: tuple[str, ...] = ()
-        """The addresses that the operator gave for others."""
+        """Addresses that the operator announces."""
         self.joined_at: tuple[str, ...] = ()
-        """Of initial peers: they tell a node that has no addresses where it is."""
+        """Addresses of initial peers; a node without addresses infers its network from them."""
         self._daemon = daemon
         self._dials_quic = dials_quic
         self._handlers: dict[str, StreamHandler] = {}
         self._near: dict[PeerId, float] = {}
-        """When a stream to a peer was opened last."""
+        """By peer: when a stream to it was opened last."""
         self._streams = TaskSet()
         self._streams_of: Counter[PeerId] = Counter()
 
@@ -101,16 +101,16 @@ class Transport:
         return self._daemon.process.pid
 
     def check_alive(self) -> None:
-        """Raises `SwarmError` once libp2p's daemon has ended."""
+        """Raise `SwarmError` if p2pd has ended."""
         if self.lost.is_set():
             raise SwarmError("libp2p's daemon (p2pd) of this process has ended")
 
     @contextmanager
     def while_alive(self) -> Iterator[None]:
-        """Raises `SwarmError` once libp2p's daemon has ended, as `check_alive` does.
+        """Run the body, and raise `SwarmError` if p2pd has ended.
 
-        Also where its end cancelled a task that the body waited for: nothing has cancelled the
-        caller then, and `CancelledError` would be no answer.
+        This replaces a `CancelledError` of a task that the body awaits, if the end of p2pd has
+        cancelled that task and not the caller.
         """
         self.check_alive()
         try:
@@ -122,12 +122,12 @@ class Transport:
             raise
 
     async def wait_until_lost(self) -> None:
-        """Raises `SwarmError` when libp2p's daemon ends."""
+        """Wait for the end of p2pd, then raise `SwarmError`."""
         await self.lost.wait()
         self.check_alive()
 
     async def refresh_addresses(self) -> tuple[str, ...]:
-        """Ask the daemon again: interfaces come and go, and NAT mappings are found late."""
+        """Update `addresses` from p2pd: interfaces change, and NAT mappings are found late."""
         _, addresses = await self.control.identify()
         self.addresses = tuple(f"{address}/p2p/{self.peer_id}" for address in addresses)
         return self.addresses
@@ -135,10 +135,10 @@ class Transport:
     async def connect(
         self, peer: PeerId, addresses: Sequence[str] = (), timeout_s: float = 10.0
     ) -> None:
-        """Dial `peer` at `addresses`, or where the DHT says it is. A no-op when connected.
+        """Dial `peer` at `addresses`, or where libp2p's own DHT finds it. A no-op when connected.
 
-        Raises `PeerUnreachableError`. Malformed addresses and those of other peers are ignored, and
-        QUIC's unless this node was told to listen there itself.
+        Malformed addresses and those of other peers are ignored, and QUIC addresses unless this
+        node listens on QUIC itself. Raises `PeerUnreachableError`.
         """
         known = [address for address in addresses if self._dials_quic or "/udp/" not in address]
         packed = [each for address in known if (each := _packed_address_of(peer, address))]
@@ -152,7 +152,7 @@ class Transport:
 
     @property
     def is_public(self) -> bool:
-        """Whether this node is on the internet: there, others' private addresses lead elsewhere."""
+        """Whether this node is on the internet, where private addresses must not be dialled."""
         return is_on_the_internet(self.addresses, self.announced, interface_addresses())
 
     async def is_connected(self, peer: PeerId) -> bool:
@@ -173,11 +173,11 @@ class Transport:
         addresses: Sequence[str] = (),
         timeout_s: float = 10.0,
     ) -> tuple[Any, Any]:
-        """A duplex stream to `peer`; the caller closes it. Raises `PeerUnreachableError`.
+        """Open a duplex stream to `peer`, which the caller closes.
 
-        Also when the peer does not speak `protocol`. `addresses` are what the peer says of itself:
-        only a few that suit this node's place in the network are dialled. `timeout_s` bounds
-        dialling and opening.
+        `addresses` are the peer's own claims, of which `few_addresses` chooses those to dial.
+        `timeout_s` bounds dialling and opening. Raises `PeerUnreachableError`, also if the peer
+        does not speak `protocol`.
         """
         try:
             async with asyncio.timeout(timeout_s):
@@ -193,10 +193,11 @@ class Transport:
             raise type(error)(f"no stream to {peer}: {error}") from error
 
     async def dial(self, peer: PeerId, addresses: Sequence[str], timeout_s: float) -> None:
-        """Connect to `peer` at some of the addresses that it announces, if there are any.
+        """Connect to `peer` at a few of the addresses that it announces, if there are any.
 
-        Raises `PeerUnreachableError`; `NoAddressError` for a node on the internet where none of
-        them is public and the peer is not connected: libp2p's daemon would look for others itself.
+        Raises `PeerUnreachableError`. On a node of the internet, raises `NoAddressError` if no
+        address is public and the peer is not connected: p2pd would search for other addresses
+        itself.
         """
         public = self.is_public
         own = self.addresses or self.joined_at
@@ -209,7 +210,7 @@ class Transport:
             await self.connect(peer, dialled, timeout_s)
 
     async def _open_near(self, peer: PeerId, protocol: str, timeout_s: float) -> Pipe | None:
-        """A stream over the connection that there was a moment ago; None if it is not there."""
+        """Open a stream over a recently used connection; None if there is none any more."""
         if time.monotonic() - self._near.get(peer, -math.inf) > _NEAR_S:
             return None
         try:
@@ -227,10 +228,10 @@ class Transport:
         """Run `handler(peer, reader, writer)` in a task for each stream that a peer opens.
 
         The stream is closed soon after the handler has returned. An exception in it is logged and
-        ends that stream only; at close of the transport the handlers are cancelled. One peer may
-        hold `MAX_STREAMS_PER_PEER` streams, all together half of the files that this process may
-        open; further ones are closed at once. A second handler of a protocol takes the first one's
-        place.
+        ends that stream only; closing the transport cancels all handlers. One peer may hold
+        `MAX_STREAMS_PER_PEER` streams, all peers together half of the files that this process may
+        open; further streams are closed at once. A later handler of a protocol replaces the earlier
+        one.
         """
         is_new = protocol not in self._handlers
         self._handlers[protocol] = handler
@@ -238,7 +239,7 @@ class Transport:
             await self.control.forward_streams(protocol, self._daemon.streams_path)
 
     def accept(self, pipe: Pipe) -> None:
-        """The daemon's end of an incoming stream has connected."""
+        """Handle p2pd's connection for an incoming stream."""
         if len(self._streams) >= _max_streams():
             log.debug("stream_refused", reason="too many streams of all peers together")
             pipe.abort()
@@ -282,10 +283,10 @@ class Transport:
 
 
 async def _until_closed(pipe: Pipe) -> None:
-    """Let the peer, who has read the last words, close first; not for long.
+    """Wait up to `_LAST_WORDS_S` for the peer to close first, after it has read all bytes.
 
-    Where the end that wrote them closes, libp2p's daemon may reset the stream, and drop them: it
-    closes reading before writing, and takes the end of its own reading in between for an error.
+    If the writing end closes first, p2pd may reset the stream and drop the last bytes: it closes
+    reading before writing, and treats the end of its own reading in between as an error.
     """
     with suppress(OSError, asyncio.IncompleteReadError):
         async with asyncio.timeout(_LAST_WORDS_S):
@@ -295,9 +296,9 @@ async def _until_closed(pipe: Pipe) -> None:
 
 
 def _max_streams() -> int:
-    """Incoming streams of all peers together: half of the files that this process may open.
+    """Limit of incoming streams: half of the files that this process may open.
 
-    With none left, a node could not even ask its own daemon to publish its record.
+    With no file left, a node could not even request p2pd to publish its record.
     """
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return sys.maxsize if files == resource.RLIM_INFINITY else files // 2
@@ -315,12 +316,12 @@ async def open_transport(
     relay: bool = False,
     listen: bool = True,
 ) -> AsyncIterator[Transport]:
-    """Join the network as `identity` and leave it at the end, with nothing left behind.
+    """Join the network as `identity`, and leave it at the end without leftovers.
 
-    With `listen=False` others can only answer. Port 0 lets the system choose. `nat_port_map` asks
-    the router by UPnP for a port, `auto_nat` asks other peers whether this one can be reached and
-    crosses NATs where that is possible, `relay` lets streams go through the initial peers where
-    no direct connection is.
+    With `listen=False` this node accepts no connections. Port 0 lets the system choose.
+    `nat_port_map` requests a port from the router by UPnP, `auto_nat` asks peers whether this node
+    is reachable and traverses NATs where possible, and `relay` routes streams through the initial
+    peers where no direct connection is possible.
 
     Raises `IdentityError` if the key is in use, `ConfigError` for malformed addresses,
     `AddressInUseError` for a taken port, and `BootstrapError` if no initial peer answers.
@@ -366,7 +367,7 @@ async def open_transport(
 
 async def _report_loss(daemon: Daemon) -> None:
     await daemon.lost.wait()
-    log.error("p2pd_lost", returncode=daemon.process.returncode, output=list(daemon.last_lines))
+    log.error("p2pd_exited", returncode=daemon.process.returncode, output=list(daemon.last_lines))
 
 
 async def _cancel(task: asyncio.Task[None]) -> None:
@@ -375,7 +376,7 @@ async def _cancel(task: asyncio.Task[None]) -> None:
 
 
 def split_peer_address(address: str) -> tuple[bytes, PeerId]:
-    """`/ip4/.../p2p/<id>` as the packed address and the id. Raises `ConfigError`."""
+    """Split `/ip4/.../p2p/<id>` into the packed address and the id. Raises `ConfigError`."""
     parse_multiaddr(address)
     bare, separator, peer = address.rpartition("/p2p/")
     if not separator or not bare or "/" in peer:
@@ -401,7 +402,7 @@ def _parse_initial_peers(addresses: Sequence[str], own: PeerId) -> dict[PeerId, 
 
 
 async def _join(transport: Transport, peers: dict[PeerId, list[str]]) -> None:
-    """Connect to all initial peers at once; enough that one answers."""
+    """Connect to all initial peers concurrently. Raises `BootstrapError` if none answers."""
     if not peers:
         return
     with waiting("initial peers to answer", peers=list(peers), limit_s=_BOOTSTRAP_TIMEOUT_S):

@@ -1,10 +1,8 @@
-"""Which statements a DHT member keeps, and which it drops.
+"""Validation of all statements that are stored at this DHT member or returned by a lookup.
 
-hivemind asks `RecordValidator.validate` for everything that somebody wants stored here or answers
-to a search. Only a sealed record or notice passes, under the subkey of its signer, under the key of
-its own model (or the index of all nodes), with the expiry that was signed, and never an older one
-than was seen. So nobody can write for another peer, nor bring back what a peer has replaced or
-withdrawn.
+Only a sealed record or notice is valid: under the subkey of its signer, under the key of its own
+model (or the index of all nodes), with the signed expiry, and not older than the newest one seen. A
+peer can thus neither write for another peer, nor replay what that peer has replaced or withdrawn.
 """
 
 from __future__ import annotations
@@ -49,9 +47,10 @@ _Value = TypeVar("_Value")
 
 
 class RecordValidator(RecordValidatorBase):  # type: ignore[misc]
-    """`clock` gives seconds since the epoch. `dropped` counts what was refused, by reason.
+    """Validator of DHT statements, with a cache of verified ones.
 
-    Every kind has a memory of its own, so that a flood of one leaves the others alone.
+    `clock` gives seconds since the epoch. `dropped` counts refused statements by reason. Each kind
+    has a separate cache, so that a flood of one kind evicts no other kind.
     """
 
     def __init__(self, membership: Membership, clock: Callable[[], float]) -> None:
@@ -75,10 +74,10 @@ class RecordValidator(RecordValidatorBase):  # type: ignore[misc]
     def check(
         self, key: bytes, subkey: bytes, value: bytes, expiration: float
     ) -> NodeRecord | Notice:
-        """What hivemind's four fields hold. Raises `RecordError` with the reason to drop it.
+        """Validate and parse a statement in hivemind's four fields. Raises `RecordError`.
 
-        Beside the reasons of `unseal`: unwanted (no subkey), subkey (not the signer's), key,
-        expiry, stale, and too_soon (after the last of a kind that has an interval).
+        Reasons beside those of `unseal`: unwanted (no subkey), subkey (not the signer's), key,
+        expiry, stale, and too_soon (for kinds of notices with a minimum interval).
         """
         if subkey in DHTProtocol.RESERVED_SUBKEYS:
             raise RecordError("unwanted", "only records under a peer's own subkey are kept")
@@ -98,7 +97,7 @@ class RecordValidator(RecordValidatorBase):  # type: ignore[misc]
         return statement
 
     def open(self, sealed: bytes) -> NodeRecord:
-        """`unseal`, whose costly part is done once for the same bytes."""
+        """Verify and parse a record as `unseal`, with the result cached for the same bytes."""
 
         def unseal() -> NodeRecord:
             return unseal_ageless(sealed, membership=self._membership)
@@ -108,20 +107,20 @@ class RecordValidator(RecordValidatorBase):  # type: ignore[misc]
         return record
 
     def open_notice(self, kind: type[Notice], sealed: bytes) -> Notice:
-        """The same for a notice. Raises `RecordError`."""
+        """Verify and parse a notice, with the result cached. Raises `RecordError`."""
         opened = self._notices[kind.bounds.kind.name].opened
         notice = _once(opened, sealed, lambda: open_notice(kind, sealed, self._membership))
         check_notice_age(notice, self._clock())
         return notice
 
     def newest_seq(self, peer: PeerId) -> int:
-        """The highest sequence number seen of `peer`; -1 if none is remembered."""
+        """Highest sequence number of a record of `peer` seen so far; -1 if none is remembered."""
         return self._newest.get(peer, -1)
 
     def newest_notice(
         self, kind: type[Notice], model_id: ModelId, peer: PeerId
     ) -> tuple[tuple[int, int], float] | None:
-        """`(epoch, seq)` and the expiry of the last such notice of `peer` that was seen."""
+        """`(epoch, seq)` and expiry of the newest such notice of `peer` seen so far."""
         latest = self._notices[kind.bounds.kind.name].latest.get((model_id, peer))
         return None if latest is None else (latest[0], latest[2])
 
@@ -140,7 +139,7 @@ class RecordValidator(RecordValidatorBase):  # type: ignore[misc]
 
 
 class _Latest(OrderedDict[_Key, _Value], Generic[_Key, _Value]):
-    """The `limit` entries that were put last."""
+    """Mapping that keeps the `limit` entries put last."""
 
     def __init__(self, limit: int) -> None:
         super().__init__()
@@ -154,13 +153,13 @@ class _Latest(OrderedDict[_Key, _Value], Generic[_Key, _Value]):
 
 
 class _NoticeMemory:
-    """The latest notices of one kind, per model and signer: order, issue and expiry."""
+    """Order, issue time and expiry of the newest notices of one kind, by model and signer."""
 
     def __init__(self, kind: type[Notice]) -> None:
         self.latest: _Latest[tuple[str, str], tuple[tuple[int, int], float, float]] = _Latest(
             _MAX_REMEMBERED_NOTICES
         )
-        # A placement takes a hundred times its bytes once it is read.
+        # Bounded tightly: a parsed placement takes a hundred times its packed size.
         self.opened: _Latest[bytes, Notice | tuple[str, str]] = _Latest(2 * kind.bounds.max_per_key)
 
     def remember(self, notice: Notice) -> None:
@@ -175,7 +174,7 @@ class _NoticeMemory:
 
 
 def dht_id(key: str) -> bytes:
-    """The 20 bytes by which hivemind's DHT knows `key`."""
+    """20-byte id of `key` in hivemind's DHT."""
     return bytes(DHTID.generate(source=key).to_bytes())
 
 
@@ -188,7 +187,7 @@ def _once(
         try:
             result = opening()
         except RecordError as error:
-            # Not the error itself: its traceback would keep frames alive.
+            # The error itself would keep its traceback's frames alive.
             result = error.reason, str(error)
         opened.put(digest, result)
     if isinstance(result, tuple):
@@ -197,7 +196,7 @@ def _once(
 
 
 def _unwrap(value: bytes) -> bytes:
-    """hivemind stores msgpack of the value it was given, here of bytes."""
+    """Unpack a stored value, which hivemind wraps in msgpack, here of bytes."""
     if len(value) > _MAX_BYTES + _WRAPPING_BYTES:
         raise RecordError("oversized", f"a record of {len(value)} bytes is too large")
     try:

@@ -1,4 +1,4 @@
-"""How a session's hidden states travel to one receiver.
+"""Encoding of a session's hidden states for one receiver.
 
 T packed tokens, D hidden.
 """
@@ -32,23 +32,23 @@ log = get_logger(__name__)
 Encoded = tuple[TensorMeta, bytearray | memoryview]
 
 ASIDE_BYTES = 256 * 1024
-"""To compress this much or more would keep an event loop from everything else for too long."""
+"""Size from which on hidden states are compressed in a thread, not to block the event loop."""
 PROBE_BYTES = 2 * LEAST_BYTES
 PLAIN = "none"
 UNKNOWN = "?"
-"""A codec of somewhere on the way that the session's quality has none of here."""
+"""Stands in `via` for a codec that the session's quality does not allow."""
 SINCE = (1, 2)
-"""The first version whose peers compress."""
+"""First protocol version with compression."""
 
 
 @dataclass(frozen=True, slots=True)
 class States:
-    """The hidden states that a session sends."""
+    """Size and dtype of the hidden states that a session sends."""
 
     hidden_size: int
     dtype: str
     most_tokens: int
-    """In one message, which takes no more memory than these."""
+    """Tokens in one message, at most."""
 
     @property
     def most_nbytes(self) -> int:
@@ -56,9 +56,9 @@ class States:
 
 
 class Wire:
-    """Chooses a codec for each message, by what the link and this machine have shown.
+    """Encoder that chooses each message's codec by the link's throughput and the codecs' cost here.
 
-    Never one that the session's quality does not allow, or that the receiver does not decode.
+    Only codecs that the session's quality allows and the receiver decodes are used.
     """
 
     def __init__(self, quality: str, decodes: Collection[str], speed: LinkSpeed) -> None:
@@ -70,15 +70,15 @@ class Wire:
 
     @property
     def compresses(self) -> bool:
-        """Whether it ever does anything to what it encodes."""
+        """Whether any codec but "none" may be chosen."""
         return self._candidates != (PLAIN,)
 
     def note(self, received: Received) -> None:
-        """Learn from the receiver how fast a message came."""
+        """Record a receiver's report of a message's arrival time."""
         self._speed.note(received.nbytes, received.seconds)
 
     async def begin(self, stream: Stream, states: States) -> None:
-        """Find out what there is to choose by. Nothing is compressed before.
+        """Measure the codecs' costs and probe the link; nothing is compressed before.
 
         Raises `StreamClosedError`.
         """
@@ -100,14 +100,11 @@ class Wire:
             await stream.send(Probe(tensor=meta), payload)
 
     def encode(self, hidden: HiddenStates) -> Encoded:
-        """Describe and encode hidden states [T, D] for this receiver.
-
-        The result may share their memory.
-        """
+        """Encode hidden states [T, D] for this receiver; the result may share their memory."""
         return self._counted(_encoded(hidden, self._choose(hidden.nbytes)))
 
     async def encode_aside(self, hidden: HiddenStates) -> Encoded:
-        """The same, in another thread where it would take long."""
+        """Encode like `encode`, but compress `ASIDE_BYTES` or more in another thread."""
         codec = self._choose(hidden.nbytes)
         if hidden.nbytes < ASIDE_BYTES or codec == PLAIN:
             return self._counted(_encoded(hidden, codec))
@@ -115,18 +112,19 @@ class Wire:
 
     def _counted(self, encoded: Encoded) -> Encoded:
         meta, payload = encoded
-        # By name: of parameters there are thousands, and peers choose them.
+        # By name, without parameters: peers choose among thousands of these.
         self._speed.sent_bytes[name_of(meta.codec)] += len(payload)
         return encoded
 
     def came(self, meta: TensorMeta, payload: bytearray) -> None:
-        """Count what was received, once it has been decoded."""
+        """Count received bytes, after they have been decoded."""
         self._speed.received_bytes[name_of(meta.codec)] += len(payload)
 
     def readable(self, kept: Kept) -> Kept:
-        """What was encoded for another receiver, for this one: the same bytes, or the same values.
+        """Convert a step encoded for another receiver, keeping its values.
 
-        Raises `ProtocolError` for what never was a tensor.
+        The bytes are kept as they are if this receiver decodes them. Raises `ProtocolError` if they
+        are no valid tensor.
         """
         if name_of(kept.meta.codec) in self._decodes:
             return kept
@@ -145,14 +143,14 @@ class Wire:
 
 
 def _encoded(hidden: HiddenStates, codec: str) -> Encoded:
-    """In `codec`, unless that makes it no smaller or cannot hold its values."""
+    """Encode in `codec`; uncompressed if that is not smaller or cannot represent the values."""
     if codec != PLAIN:
         try:
             meta, payload = tensors.encode(hidden.tensor_TD, codec=codec)
             if payload.nbytes < hidden.nbytes:
                 return meta, payload
         except ProtocolError as error:
-            log.debug("not_compressed", codec=codec, reason=str(error))
+            log.debug("compression_skipped", codec=codec, reason=str(error))
     return hidden.meta, hidden.payload
 
 
@@ -172,7 +170,7 @@ def _cost(codec: str, hidden_size: int, dtype: torch.dtype) -> Cost:
 
 
 def check_allowed(quality: str, meta: TensorMeta) -> None:
-    """Raises `ProtocolError` for hidden states that lost more than their session allows."""
+    """Raise `ProtocolError` if the session's quality does not allow the tensor's codec."""
     if not allows(quality, meta.codec):
         raise ProtocolError(
             "bad_tensor", f"codec {meta.codec[:32]!r} in a session of quality {quality!r}"
@@ -180,7 +178,7 @@ def check_allowed(quality: str, meta: TensorMeta) -> None:
 
 
 async def speed_to(swarm: Swarm, peer: PeerId, quality: str) -> LinkSpeed:
-    """What is known of the link to a connected peer, for a session of this quality."""
+    """Get the `LinkSpeed` of a connected peer; marks a peer on this machine as local."""
     speed = swarm.speeds.to(peer)
     if quality != EXACT and speed.rate_bytes_per_s is None:
         speed.is_local = await swarm.transport.is_local(peer)
@@ -188,10 +186,10 @@ async def speed_to(swarm: Swarm, peer: PeerId, quality: str) -> LinkSpeed:
 
 
 async def report_arrival(stream: Stream, quality: str, version: Version) -> None:
-    """Tell the sender how fast its last message came, where it can do something about it.
+    """Report the last message's arrival time to its sender, if that may compress.
 
-    Not while something else is being sent: whoever reads must not wait for whoever writes, or both
-    ends could wait for each other.
+    Skipped while the stream is busy sending: a reader that waited for a writer could deadlock with
+    the other end.
     """
     arrival, stream.arrival = stream.arrival, None
     if arrival is not None and quality != EXACT and version >= SINCE and stream.settled:
@@ -199,7 +197,7 @@ async def report_arrival(stream: Stream, quality: str, version: Version) -> None
 
 
 def known(quality: str, via: Sequence[str]) -> tuple[str, ...]:
-    """What is kept of how hidden states travelled: a peer's own texts would take memory."""
+    """Replace a peer's codec names by shared strings, and unknown names by `UNKNOWN`."""
     names = _allowed(quality)
     return tuple(names.get(name, UNKNOWN) for name in via)
 
@@ -210,5 +208,5 @@ def _allowed(quality: str) -> dict[str, str]:
 
 
 def passed_on(via: Sequence[str], codec: str) -> tuple[str, ...]:
-    """How hidden states travelled, one hop further; empty as long as that was as they are."""
+    """Append the codec of one more link to `via`; empty as long as no link compressed."""
     return (*via, codec)[-MAX_CODECS:] if via or codec != PLAIN else ()

@@ -93,7 +93,7 @@ async def test_a_silent_port_is_told_while_it_is_waited_for(
     monkeypatch.setattr("nesa_node.swarm.peer_lookup.look_up", ask)
     with waits.current(), pytest.raises(BootstrapError):
         await with_peer_ids(["192.0.2.7:1"])
-    assert told == ["initial peers to say who they are"]
+    assert told == ["initial peers to send their peer ids"]
 
 
 async def test_an_address_without_id_that_is_not_tcp_cannot_be_asked() -> None:
