@@ -1,1 +1,1 @@
-"""The SDK: one model to the caller, a swarm behind it."""
+"""Client SDK: models that run in a swarm, and their sessions."""

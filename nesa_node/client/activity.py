@@ -1,4 +1,4 @@
-"""What the sessions of this process do now, for whoever shows it. Never what they say."""
+"""Activity of this process's sessions, for the dashboard, without prompts and generated text."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ SessionState = Literal["waiting", "prefill", "decode"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionActivity:
-    """One session; times are seconds since the epoch."""
+    """State of one session. Times are Unix time in seconds."""
 
     id: str
     model_id: ModelId
     state: SessionState
-    """`waiting` for a chain or for room, then computing the prompt, then the answer."""
+    """"waiting" for a chain or for free cache, then "prefill", then "decode"."""
     hops: tuple[Hop, ...]
     began_at: float
     prompt_tokens: int
     generated_tokens: int
     tokens_per_s: float
-    """Over the last seconds."""
+    """Mean rate over the last `RATE_OVER` seconds, all rows together."""
     failovers: int
     waits_for: Wait | None = None
-    """What holds it up, if that has lasted two seconds."""
+    """What the session waits for, if it has waited for at least two seconds."""
     failed: tuple[tuple[PeerId, float], ...] = ()
-    """Nodes that failed it, with the time when they did so last."""
+    """Nodes that failed in this session, each with the time of its last failure."""
     ended_at: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failover:
-    """A session went on through others: `lost` left its chain, by failing or by leaving."""
+    """Replacement of nodes in a session: `lost` left its chain, by failing or by leaving."""
 
     at: float
     session_id: str
@@ -52,29 +52,29 @@ class Failover:
 
 
 class Activity(Protocol):
-    """Read at any time, from the event loop of whoever shows it."""
+    """Read-only view of sessions. Called from the dashboard's event loop at any time."""
 
     def sessions(self) -> Sequence[SessionActivity]:
-        """Those that are open, the oldest first."""
+        """Open sessions, the oldest first."""
         ...
 
     def ended(self) -> Sequence[SessionActivity]:
-        """The last ones that are over, at most 100, in the order of their ends."""
+        """The last 100 sessions that have ended, in the order of their ends."""
         ...
 
     def failovers(self) -> Sequence[Failover]:
-        """The last ones, at most 200, the oldest first."""
+        """The last 200 failovers, the oldest first."""
         ...
 
 
 MOST_FAILOVERS = 200
 MOST_ENDED = 100
 RATE_OVER = 5
-"""Seconds."""
+"""Window of `tokens_per_s`, in seconds."""
 
 
 class Running:
-    """One session, as whoever runs it reports. Its methods cost next to nothing."""
+    """State of one open session, updated by the thread that runs it at each token."""
 
     def __init__(
         self,
@@ -96,18 +96,18 @@ class Running:
         self._next_mark = 0.0
 
     def opened(self, session: InferenceSession) -> None:
-        """It has its chain, and computes the prompt."""
+        """Set the state to "prefill": the session has its chain."""
         self._session = session
         self._state = "prefill"
 
     def read_prompt(self) -> None:
-        """Tokens follow."""
+        """Set the state to "decode": the prompt is computed."""
         self._state = "decode"
         self._hops = () if self._session is None else self._session.hops
         self._mark(self._clock())
 
     def generated(self, count: int) -> None:
-        """So many more tokens, of all rows together."""
+        """Add `count` generated tokens, of all rows together."""
         self._generated += count
         now = self._clock()
         if now >= self._next_mark:
@@ -119,7 +119,7 @@ class Running:
             id=self.id,
             model_id=self._model_id,
             state=self._state,
-            # A session that is closed has none any more.
+            # A closed session has no hops: the last known ones stay.
             hops=(session.hops if session is not None else ()) or self._hops,
             began_at=self._began_at,
             prompt_tokens=self._prompt_tokens,
@@ -151,7 +151,7 @@ class Running:
 
 
 class ActivityBook:
-    """An `Activity` that sessions are reported to. Safe for any number of threads."""
+    """Registry of this process's sessions. Safe for any number of threads."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -162,7 +162,9 @@ class ActivityBook:
 
     @contextmanager
     def running(self, model_id: ModelId, *, prompt_tokens: int) -> Iterator[Running]:
-        """A session, from its wish for a chain to its end. In here its waits are the session's."""
+        """Register a session until the block ends. Waits inside the block are recorded as the
+        session's.
+        """
         running = Running(model_id, prompt_tokens, self._clock)
         with self._guard:
             self._running[running.id] = running

@@ -1,4 +1,4 @@
-"""How fast a node really is: a few steps through it alone, timed from here."""
+"""Measurement of a node's decode speed by a session through that node alone."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from nesa_node.topology.snapshot import NodeState
 log = get_logger(__name__)
 
 STEPS = 16
-"""Sent at once: a long way to the node counts once, not once for each."""
+"""Steps sent without waiting for their outputs: the round trip is paid once, not for each step."""
 SINGLES = 6
-"""Sent one after another: steps that wait together a node may run together, which takes it little
-more time than one alone where that is the reading of weights."""
+"""Steps sent one after another. A node may batch pipelined steps, and a batch takes little longer
+than one step where reading the weights dominates; single steps cannot be batched."""
 _TIMEOUT_S = 20.0
 
 
 async def measure_speed(swarm: Swarm, node: NodeState, request: RouteRequest) -> float | None:
-    """Tokens/s that `node` decodes through its whole span; None where that cannot be measured.
+    """Measure how many tokens/s `node` decodes through its whole span; None if that fails.
 
-    `request` is that of some session with the node's model. A session of one row is opened with
-    this node alone. The faster of two rounds of `STEPS` steps is what it can do at most; a node
-    that answers pings late to seem fast gains a factor of two there. Nor is it faster than the
-    shortest of `SINGLES` steps, less a round trip, and what planners count for a visit anyway.
-    Costs `4 * STEPS + 2 * SINGLES` hidden states on the wire.
+    `request` is that of a session of the same model. The measuring session has one row and only
+    this node. The step time is the larger of two: the faster of two rounds of `STEPS` pipelined
+    steps, less a round trip (but at least half of the round, which bounds the gain of a node that
+    delays its pings to a factor of two), and the fastest of `SINGLES` single steps, less a round
+    trip and `VISIT_S`. Sends `4 * STEPS + 2 * SINGLES` hidden states over the wire.
     """
     alone = replace(
         request,
@@ -68,7 +68,7 @@ async def measure_speed(swarm: Swarm, node: NodeState, request: RouteRequest) ->
             ]
             rtt_ms = await ping(swarm.transport, node.peer_id, node.addresses)
     except (NesaError, TimeoutError) as error:
-        log.info("not_audited", peer=node.peer_id, reason=str(error))
+        log.info("node_audit_failed", peer=node.peer_id, reason=str(error))
         return None
     finally:
         await session.close()

@@ -1,7 +1,7 @@
-"""Where a session's rows began: what nodes held before they were sent anything, and what follows.
+"""Start positions of a session's rows: tokens that nodes reuse from their prefix caches.
 
-Nobody keeps outputs of the tokens that a row began with. A node that comes later and holds fewer of
-them cannot be brought to where the others are by its neighbour: all go back to what it holds.
+No sender keeps outputs of reused tokens, so that a node which joins later and holds fewer of them
+cannot be filled by its neighbour: then all nodes go back to what that node holds.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from nesa_node.swarm.messages import PREFIX_TOKENS, Opened, Prefix
 
 
 class Beginning:
-    """Every sender keeps what it sent from `start[row]` on, the client what it sent at all."""
+    """Position from which each row's tokens are replayable. The client keeps all inputs."""
 
     def __init__(self, rows: int, prefix: Prefix = ()) -> None:
         self.start = [0] * rows
         self.prefix = prefix
-        """What nodes that are opened may find in their caches."""
+        """Digests that are sent to nodes, which look for them in their prefix caches."""
         self._is_behind = False
 
     def held_by(self, opened: Opened | None) -> tuple[int, ...]:
-        """What a node says that it holds, as far as it was asked for."""
+        """Tokens of each row that a node reports as reused, at most those that were announced."""
         if opened is None or not self.prefix or len(opened.held) != len(self.prefix):
             return (0,) * len(self.start)
         return tuple(
@@ -32,11 +32,11 @@ class Beginning:
     def agree(
         self, reached: Sequence[Sequence[int]], lengths: Sequence[int] | None, *, alone: bool
     ) -> bool:
-        """Set `start` so that everybody can begin there; whether all must, who were further too.
+        """Lower `start` to what all nodes hold; return whether the whole chain must go back.
 
-        `reached` is what each of the nodes that are new holds; with `alone` there are no others.
-        Where all must go back they are `behind` until `caught_up`. `lengths` is where the session
-        is; None: nothing was sent yet.
+        `reached` has the tokens per row that each new node holds. `alone` says that the chain has
+        new nodes only. `lengths` are the session's lengths, None before its first step. After going
+        back, nodes lag behind the session until `caught_up`.
         """
         start = self.start
         floor = list(reached[0]) if alone and reached else list(start)
@@ -48,11 +48,11 @@ class Beginning:
         return goes_back
 
     def caught_up(self) -> None:
-        """A step was done: everybody is where the session is."""
+        """Note that a step is complete: all nodes are at the session's lengths."""
         self._is_behind = False
 
     def truncate(self, lengths: Sequence[int]) -> None:
-        """The session forgets tokens from `lengths` on; others may follow than were announced."""
+        """Forget tokens from `lengths` on, and the digests of pages that reach beyond."""
         self.start = [min(pair) for pair in zip(self.start, lengths, strict=True)]
         self.prefix = tuple(
             digests[: length // PREFIX_TOKENS]
@@ -60,7 +60,7 @@ class Beginning:
         )
 
     def reorder(self, sources: Sequence[int]) -> None:
-        """Let each row have begun like row `sources[row]`."""
+        """Let each row continue row `sources[row]`."""
         self.start = [self.start[source] for source in sources]
         if self.prefix:
             self.prefix = tuple(self.prefix[source] for source in sources)

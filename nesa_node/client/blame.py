@@ -1,9 +1,9 @@
-"""Whom to replace when a step does not come back.
+"""Attribution of faults: which hop is replaced when a step does not come back.
 
-In a chain a client sees only the ends of what two neighbours did with each other: either may have
-lost the step, and either may lie. So the one further down is replaced first, and if the same node
-has trouble with its next neighbour too, that node as well. Whoever was replaced is avoided for a
-while, not for ever: it may have been the honest one.
+The client sees only the two ends of an exchange between neighbours in a chain: either may have lost
+the step, and either may lie. The downstream hop is replaced first. If the same upstream hop fails
+with its next neighbour as well, it is replaced too. A replaced node is avoided for a while only,
+since it may have been the honest one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from nesa_node.swarm.notices import FailureKind
 
 
 class Blame:
-    """Counts, until `step_done`, how often a node could not get on with the one after it."""
+    """Counter of failures between neighbours since the last completed step."""
 
     def __init__(self) -> None:
         self._quarrels: Counter[PeerId] = Counter()
@@ -34,13 +34,16 @@ class Blame:
         what: str,
         fault: FailureKind = "lost",
     ) -> str:
-        """Mark one or both as lost, and return why. `downstream` is None after the last node."""
+        """Fail the downstream hop, or both on a repeated failure; return `what`.
+
+        `downstream` is None after the last node: then `upstream` fails.
+        """
         peer = upstream.hop.peer_id
         self._quarrels[peer] += 1
         if downstream is None or self._quarrels[peer] > 1:
             upstream.lose(f"{peer}: {what}", fault)
         if downstream is not None:
-            downstream.lose(f"{peer} reached {downstream.hop.peer_id} in vain: {what}", fault)
+            downstream.lose(f"{peer} did not reach {downstream.hop.peer_id}: {what}", fault)
         return what
 
     def cut_off(
@@ -50,9 +53,9 @@ class Blame:
         what: str,
         replaceable: Collection[PeerId],
     ) -> None:
-        """Nothing comes from one to the other: mark as lost what the chain can do without.
+        """Fail the hop of a stalled link that the chain can do without, downstream first.
 
-        `replaceable` has at least one of both.
+        `replaceable` contains at least one of both.
         """
         if downstream.hop.peer_id in replaceable:
             self.one_of_both(upstream, downstream, what, "stalled")
@@ -62,9 +65,12 @@ class Blame:
     def overdue(
         self, links: Sequence[HopLink], pongs: Sequence[Pong | BaseException], step: int
     ) -> str:
-        """Mark as lost who keeps `step` from going on, and return why.
+        """Fail the hop that holds up `step`, and return why.
 
-        `links` are those that the step goes through, in order, with their answers to a ping.
+        `links` are the hops that the step passes, in order, with their answers to a ping. A hop
+        that did not answer its ping is lost. Otherwise the first hop that has not applied the step
+        is blamed together with its predecessor (`one_of_both`); the last hop, if all have applied
+        it.
         """
         applied: HopLink | None = None
         for link, pong in zip(links, pongs, strict=True):
@@ -84,7 +90,9 @@ class Blame:
 
 
 def busy(links: Sequence[HopLink], pongs: Sequence[Pong | BaseException]) -> HopLink | None:
-    """The first that says it is still at it. Raises what a ping raised before that one."""
+    """The first hop that reports itself busy, or None. Hops after one that is unreachable do not
+    count.
+    """
     for link, pong in zip(links, pongs, strict=True):
         if isinstance(pong, PeerUnreachableError):
             return None

@@ -1,8 +1,9 @@
-"""Hidden states between blocks, which nodes do not send: one short session after another.
+"""Hidden states between blocks, computed by one short session per part of the model.
 
-A node sends what the last block of a session returns, and a session may cover any part of the
-node's span. So each part of the model that ends where a hidden state is wanted has a session of its
-own. It is closed before the next one opens, so that no session holds room while it waits for room.
+Nodes send only what the last block of a session returns, but a session may cover any part of a
+node's span. Each part that ends at a wanted hidden state has a session of its own, closed before
+the next one opens: a session never holds cache while another waits for it.
+
 T packed tokens, D hidden.
 """
 
@@ -17,14 +18,14 @@ from nesa_node.client.sessions import RowSlice, SwarmConnection
 from nesa_node.core.span import Span
 
 Selection = bool | int | Sequence[int] | None
-"""`output_hidden_states` as transformers has it: all, none, or those of these indices."""
+"""`output_hidden_states` as in transformers: all, none, or those of the given indices."""
 
 
 def selected_indices(asked: Selection, num_blocks: int) -> frozenset[int]:
-    """Which of `num_blocks + 1` hidden states `asked` wants; none where it is false.
+    """Indices among `num_blocks + 1` hidden states that `asked` selects; empty if it is false.
 
-    0 is the first block's input, i what block i - 1 returned. Negative ones count from the end.
-    Raises `ValueError` for an index that there is not.
+    Index 0 is the first block's input, index i the output of block i - 1. Negative indices count
+    from the end. Raises `ValueError` for an index out of range.
     """
     states = num_blocks + 1
     if not asked:
@@ -46,11 +47,11 @@ async def run_block_outputs(
     slices: Sequence[RowSlice],
     wanted: Collection[int],
 ) -> dict[int, torch.Tensor]:
-    """Run whole texts through `layers`; what enters the first block and leaves those `wanted`.
+    """Run whole texts through `layers`; return the `wanted` hidden states by index.
 
-    `wanted` are indices as those of `selected_indices`; what leaves the last block is always among
-    the results, each [T, D] in the dtype of `hidden_TD`. `slices` begin at position 0. Raises as
-    `SwarmConnection.open_session` and `BlockSession.step` do.
+    `wanted` are indices as in `selected_indices`. The last block's output and index 0 are always
+    among the results, each [T, D] in the dtype of `hidden_TD`. `slices` begin at position 0. Raises
+    what `SwarmConnection.open_session` and `BlockSession.step` raise.
     """
     rows = max(part.row for part in slices) + 1
     max_tokens = max(part.count for part in slices)
@@ -66,7 +67,7 @@ async def run_block_outputs(
 def _parts(
     layers: Sequence[tuple[SwarmConnection, Span]], wanted: Collection[int]
 ) -> Iterator[tuple[SwarmConnection, Span]]:
-    """The layers, cut where a hidden state is wanted."""
+    """Spans of `layers`, split at each wanted hidden state."""
     for connection, span in layers:
         inner = sorted(cut for cut in wanted if span.start < cut < span.end)
         for start, end in itertools.pairwise([span.start, *inner, span.end]):

@@ -1,4 +1,4 @@
-"""What transformers takes for a KV cache: it knows columns and lengths, the blocks know the rest.
+"""Cache object for transformers' `past_key_values`: column counts here, keys and values on nodes.
 
 B rows, L new columns, C all columns, V vocabulary.
 """
@@ -14,10 +14,11 @@ from nesa_node.core.errors import UnsupportedFeatureError
 
 
 class SessionCache:
-    """`past_key_values` of a distributed model: the columns that went through one session.
+    """Columns of a padded batch that went through one session, padding included.
 
-    With `match_prefix` the first batch is a text from its beginning: what the session holds of it
-    already is not sent again, unless its logits are wanted, and what it holds beyond is forgotten.
+    With `match_prefix` the first batch is a text from its beginning: tokens that the session
+    already holds are not sent again unless their logits are wanted, and what it holds beyond the
+    common prefix is rolled back.
     """
 
     is_compileable = False
@@ -30,7 +31,7 @@ class SessionCache:
         self.prompt_BL: torch.Tensor | None = None
         self.prompt_mask_BL: torch.Tensor | None = None
         self.output_hidden_states: Selection = None
-        """What `generate` is asked for."""
+        """Value of `generate`'s option of that name."""
         self._match_prefix = match_prefix
         self._columns = 0
         self._mask_BC: torch.Tensor | None = None
@@ -40,14 +41,14 @@ class SessionCache:
             self._columns = session.position
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Columns so far, padding included."""
+        """Number of columns so far, padding included."""
         return self._columns
 
     def get_max_length(self) -> int:
         return self.opened().max_length
 
     def activate_past_recording(self) -> None:
-        """Nothing to do: `crop` is always possible."""
+        """Do nothing: `crop` is always possible."""
 
     def admit(
         self,
@@ -55,10 +56,10 @@ class SessionCache:
         attention_mask: torch.Tensor | None,
         logits_to_keep: int | torch.Tensor = 0,
     ) -> PackedBatch:
-        """Take in new columns: what of them is to be fed to the session.
+        """Append new columns; return the tokens of them that the session has to run.
 
-        `attention_mask` [B, C] covers the earlier columns too, as transformers has it, and must
-        hide the same of those as before.
+        `attention_mask` [B, C] covers the earlier columns as well, as in transformers, and must
+        hide the same ones as before.
         """
         session = self.opened()
         session.check_batch(ids_BL)
@@ -68,7 +69,7 @@ class SessionCache:
         if self._match_prefix:
             self._match_prefix = False
             wanted = logits_to_keep if isinstance(logits_to_keep, int) else 0
-            # Columns before those whose logits are wanted; `[:, :-0]` is none, as it should be.
+            # Columns before those with wanted logits; `[:, :-0]` is empty, as intended.
             before = pack(ids_BL[:, :-wanted], None if mask_BL is None else mask_BL[:, :-wanted])
             texts = [ids_L.tolist() for ids_L in before.row_ids]
             batch = pack(ids_BL, mask_BL, session.keep_common_prefix(texts))
@@ -76,7 +77,7 @@ class SessionCache:
         return batch
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last `-tokens_to_remove` columns, as transformers' `crop` does."""
+        """Remove the last `-tokens_to_remove` columns, as transformers' `crop` does."""
         if tokens_to_remove > 0 or -tokens_to_remove > self._columns:
             raise ValueError(f"cannot crop {self._columns} columns by {tokens_to_remove}")
         if tokens_to_remove == 0:
@@ -90,13 +91,13 @@ class SessionCache:
         self._columns += tokens_to_remove
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Let each row go on as a copy of row `beam_idx[row]`."""
+        """Let each row continue as a copy of row `beam_idx[row]`."""
         self.opened().reorder(beam_idx.tolist())
         if self._mask_BC is not None:
             self._mask_BC = self._mask_BC[beam_idx.to(self._mask_BC.device)]
 
     def prompt(self, mask_BL: torch.Tensor | None) -> list[list[int]] | None:
-        """Each row's ids of what the first batch is going to be, if that is known."""
+        """Token ids of each row of the first batch without padding; None if unknown."""
         if self.prompt_BL is None:
             return None
         return [ids_L.tolist() for ids_L in pack(self.prompt_BL, mask_BL).row_ids]
@@ -107,7 +108,7 @@ class SessionCache:
         return self.session
 
     def _admit_mask(self, mask_BC: torch.Tensor | None, columns: int) -> torch.Tensor | None:
-        """The part of the mask that is about the new columns; None where nothing is hidden."""
+        """Mask of the new columns [B, L]; None where nothing is hidden."""
         if mask_BC is None:
             if self._mask_BC is not None and not bool(self._mask_BC.all()):
                 raise ValueError("earlier columns had padding: pass the whole attention_mask again")

@@ -1,4 +1,4 @@
-"""A model whose blocks run in a swarm, with the face of a transformers model.
+"""Causal language model with transformers' interface and its blocks in a swarm.
 
 B rows, L columns, K kept columns, V vocabulary.
 """
@@ -42,18 +42,19 @@ _ENDS_STAY = (
     "locally to change them"
 )
 
-# Else transformers' pipelines print a page about every model that they do know.
+# transformers' pipelines warn at length about models that are not in this table.
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["nesa_node_distributed"] = "DistributedModelForCausalLM"
 
 
 class DistributedModelForCausalLM(  # type: ignore[no-untyped-call]
     PreTrainedModel, DistributedGenerationMixin
 ):
-    """Made by `AutoDistributedModelForCausalLM.from_pretrained`; `generate` is transformers' own.
+    """Causal language model in a swarm, made by `AutoDistributedModelForCausalLM.from_pretrained`.
 
-    `layers` are the spans of the model in order and who runs each; None stands for the swarm, which
-    `connect` joins when the first session needs it. Several threads may use a model at once, each
-    with sessions of its own. `close` it, or use it as a context manager.
+    `generate` is transformers' own. `layers` are consecutive spans with the connection that runs
+    each; None stands for the swarm, which `connect` joins with the first session. Several threads
+    may use a model at once, each with sessions of its own. Must be closed: `close`, or a `with`
+    block.
     """
 
     config_class = PretrainedConfig
@@ -73,12 +74,12 @@ class DistributedModelForCausalLM(  # type: ignore[no-untyped-call]
         prefix_salt: bytes | None = None,
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
-        """Without a `prefix_salt` no session begins with what another left."""
+        """`prefix_salt=None` disables the prefix cache."""
         super().__init__(copy.deepcopy(config))
         self.generation_config = generation_config
         self.name_or_path = name
         self.context_length = context_length
-        """The most tokens that the model itself allows; a route may promise fewer."""
+        """Upper bound of a row's tokens by the model's config; a route may allow fewer."""
         self.training = False
         self._ends = ends
         self._connect = connect
@@ -92,7 +93,7 @@ class DistributedModelForCausalLM(  # type: ignore[no-untyped-call]
         self._finalizer = weakref.finalize(self, _close, self._loop, on_close)
 
     def __repr__(self) -> str:
-        """What it is and what has been connected so far. Asks no node."""
+        """Spans, devices, open sessions and whether the swarm is joined. Sends nothing."""
         spans = [
             f"{span} {'in the swarm' if connection is None else 'here'}"
             for connection, span in self._layers
@@ -120,17 +121,17 @@ class DistributedModelForCausalLM(  # type: ignore[no-untyped-call]
                 yield f"open session of {session.max_length} tokens: {hops}"
 
     def get_input_embeddings(self) -> torch.nn.Module:
-        """The model's embedding module, which is in this process. Not to be changed."""
+        """Embedding module in this process. Read-only."""
         return self._ends.embedder.tokens
 
     def get_output_embeddings(self) -> torch.nn.Module:
-        """The matrix of its head, which is in this process. Not to be changed."""
+        """Matrix of the head in this process. Read-only."""
         return self._ends.lm_head
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """Those of embedding and head, the only ones in this process. Not to be changed."""
+        """Parameters of embedding and head, the only ones in this process. Read-only."""
         ends = torch.nn.ModuleDict(
             {"embed_tokens": self.get_input_embeddings(), "lm_head": self.get_output_embeddings()}
         )
@@ -147,12 +148,12 @@ class DistributedModelForCausalLM(  # type: ignore[no-untyped-call]
 
     @property
     def hf_device_map(self) -> dict[str, torch.device]:
-        """Tells transformers' pipelines to leave the model where it is."""
+        """One entry, so that transformers' pipelines do not move the model."""
         return {"": self.device}
 
     @property
     def device(self) -> torch.device:
-        """Where embedding and head are, and where results are returned."""
+        """Device of embedding, head and results."""
         return self._ends.device
 
     @property
@@ -161,7 +162,7 @@ class DistributedModelForCausalLM(  # type: ignore[no-untyped-call]
 
     @property
     def ends(self) -> Ends:
-        """Embedding and head, which are in this process."""
+        """Embedding and head, which run in this process."""
         return self._ends
 
     @property
@@ -169,12 +170,12 @@ class DistributedModelForCausalLM(  # type: ignore[no-untyped-call]
         return self._layers[-1][1].end
 
     def samples(self) -> Iterable[Sample]:
-        """What its connection tells Prometheus; nothing before the first session."""
+        """Prometheus samples of the connection; empty before the first session."""
         connection = self._connection
         return () if connection is None else connection.value.samples()
 
     def join(self) -> None:
-        """Join the swarm now, not with the first session. Raises what joining raises."""
+        """Join the swarm now instead of with the first session. Raises what `connect` raises."""
         if any(connection is None and len(span) for connection, span in self._layers):
             self._swarm()
 
@@ -189,15 +190,16 @@ class DistributedModelForCausalLM(  # type: ignore[no-untyped-call]
     ) -> InferenceSession:
         """Open a session for up to `max_length` tokens in each of `batch_size` rows.
 
-        With a `prompt`, ids [B, L] or each row's ids without padding, it begins with whatever nodes
-        still hold of that: `session.lengths` says how much of each row, never all of it. What
-        follows is for the caller to send. Only sessions of the same `prefix_scope` share what they
-        hold: one for each of several users, who must not find out each other's prompts.
+        `prompt` (ids [B, L], or each row's ids without padding) lets nodes reuse their prefix
+        caches: `session.lengths` then says how many tokens of each row are held, always fewer than
+        the prompt has. The caller sends the rest. Prefixes are shared only between sessions of the
+        same `prefix_scope`: give each user one of their own where users must not detect each
+        other's prompts.
 
-        Other threads can end it with `interrupt`, also while it waits for nodes.
+        `interrupt` lets other threads end the session, also while it waits for nodes.
 
-        Raises `ContextLengthError` where the model or the route cannot hold that many,
-        `MissingBlocksError` where some blocks have no node.
+        Raises `ContextLengthError` where the model or the route cannot hold that many tokens,
+        `MissingBlocksError` where blocks have no node, `ValueError` for sizes below 1.
         """
         if max_length < 1 or batch_size < 1:
             raise ValueError("max_length and batch_size must be at least 1")
@@ -224,17 +226,17 @@ class DistributedModelForCausalLM(  # type: ignore[no-untyped-call]
         output_hidden_states: Selection = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
-        """Logits [B, K, V] of `input_ids` [B, L]; K is L, or what `logits_to_keep` says.
+        """Compute logits [B, K, V] of `input_ids` [B, L]; K is L unless `logits_to_keep` selects.
 
-        `attention_mask` [B, columns] hides padding on any side: it is not sent, positions do not
-        count it, its logits are zeros. Without `past_key_values` (a `SessionCache`) the call opens
-        a session and closes it; there are no gradients.
+        `attention_mask` [B, columns] hides padding on any side: padding is not sent and not counted
+        in positions, and its logits are zeros. Without `past_key_values` (a `SessionCache`) the
+        call opens a session and closes it. No gradients.
 
         With `output_hidden_states` the result's `hidden_states` are those of transformers' models:
-        num_blocks + 1 tensors [B, L, D], the first block's input, then what each block returns,
-        the last one after the final norm; zeros where padding is. Given an index or several, the
-        others are None. Each block then has a short session of its own, one after another, so that
-        the call takes as many round trips; fewer for few indices. Not with `past_key_values`.
+        num_blocks + 1 tensors [B, L, D], the first block's input, then each block's output, the
+        last one after the final norm; zeros at padding. If indices are given, the remaining entries
+        are None. Each part between two wanted states is a session of its own, one after another: up
+        to num_blocks round trips. Not available with `past_key_values`.
         """
         refuse_forward_arguments(kwargs)
         if output_hidden_states is None and past_key_values is None:
@@ -268,7 +270,7 @@ class DistributedModelForCausalLM(  # type: ignore[no-untyped-call]
         return output.to_tuple() if return_dict is False else output
 
     def close(self) -> None:
-        """Leave all sessions and the swarm, end the background thread. May be called twice."""
+        """Close all sessions, leave the swarm and end the background thread. Idempotent."""
         self._finalizer()
 
     def __enter__(self) -> Self:
@@ -293,7 +295,7 @@ class DistributedModelForCausalLM(  # type: ignore[no-untyped-call]
         )
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        # What `to`, `cuda`, `half` and the like come down to.
+        # `to`, `cuda`, `half` and the like end up here.
         moved = fn(torch.empty(0, dtype=self.dtype, device=self.device))
         if moved.dtype != self.dtype or moved.device != self.device:
             raise UnsupportedFeatureError(
@@ -325,7 +327,7 @@ class DistributedModelForCausalLM(  # type: ignore[no-untyped-call]
         logits_to_keep: int | torch.Tensor,
         wanted: Collection[int],
     ) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:
-        """Logits and the hidden states, each None unless its index is in `wanted`."""
+        """Logits, and hidden states by index with None for those not in `wanted`."""
         ends, last = self._ends, self.num_blocks
         rows, columns = input_ids.shape
         if not input_ids.numel():
@@ -360,7 +362,7 @@ class DistributedModelForCausalLM(  # type: ignore[no-untyped-call]
     def _prefix(
         self, prompt: torch.Tensor | Sequence[Sequence[int]] | None, rows: int, scope: str
     ) -> SessionPrefix | None:
-        """What a session of `rows` rows begins with, as far as it is reused at all."""
+        """Prompt tokens and salt for the prefix cache; None if the cache is disabled."""
         if prompt is None:
             tokens: Sequence[Sequence[int]] = [()] * rows
         elif isinstance(prompt, torch.Tensor):
@@ -395,9 +397,9 @@ class DistributedModelForCausalLM(  # type: ignore[no-untyped-call]
             if (joined := self._joined()) is not None:
                 return joined
             if self._connection is not None:
-                # One that is lost ends first: it may be using the same identity.
+                # A lost connection is closed first: it may be using the same identity.
                 self._connection.release()
-            # Not in the first request's context: what goes on beside sessions belongs to none.
+            # In an empty context: tasks of the connection belong to no request.
             with waiting("the swarm's initial peers to answer"):
                 hold = partial(self._loop.hold, outer=True)
                 self._connection = Context().run(hold, self._connect())

@@ -1,4 +1,4 @@
-"""A long step as chunks that follow each other through the hops, so that all of them work at once.
+"""Split of a long step into chunks, so that all hops of a chain compute at the same time.
 
 T packed tokens, D hidden.
 """
@@ -16,36 +16,37 @@ import torch
 from nesa_node.client.sessions import RowSlice, Want
 
 CHUNK_TOKENS = 128
-"""The smallest chunk: below this a machine computes less per second."""
+"""Smallest chunk, in tokens: smaller ones lower a machine's throughput."""
 LARGEST_CHUNK_TOKENS = 512
 _CHUNKS_PER_HOP = 12
-"""While chunks fill and leave a pipeline, each hop idles for as many of them as there are other
-hops: with so many for each of those, it idles for less than a twelfth of the time."""
+"""Chunks per hop after the first. While chunks fill and drain the pipeline, each hop idles for as
+many chunks as there are further hops: with 12 times as many chunks, for under 1/12 of the time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Tokens `start` to `end` of a step, and what is asked for them."""
+    """Tokens `start` to `end` of a step, and which of their outputs are requested."""
 
     rows: tuple[RowSlice, ...]
     start: int
     end: int
     want: Want
     goes_on: bool
-    """The last slice is not at its end here: its last token in this chunk is not asked for."""
+    """Whether the last slice continues in the next chunk: its last token here is not an output of
+    the step."""
 
     def wanted(self, output_TD: torch.Tensor) -> torch.Tensor:
-        """The part of this chunk's output that belongs to the step's."""
+        """Rows of this chunk's output that belong to the step's output."""
         return output_TD[:-1] if self.goes_on and self.want == "last" else output_TD
 
 
 def cut(
     rows: Sequence[RowSlice], want: Want, hops: int, chunk_tokens: int | None = None
 ) -> list[Chunk]:
-    """Consecutive chunks of nearly equal size, which may end and begin within a row.
+    """Split `rows` into consecutive chunks of nearly equal size, which may end within a row.
 
-    They have `chunk_tokens` at most. Without it, steps of up to `CHUNK_TOKENS` tokens stay whole,
-    and so do those with one token for each row.
+    Chunks have at most `chunk_tokens` tokens. If that is None, steps of up to `CHUNK_TOKENS` tokens
+    and decode steps (one token per row) stay whole.
     """
     total = sum(part.count for part in rows)
     if chunk_tokens is None and (total <= CHUNK_TOKENS or total == len(rows)):

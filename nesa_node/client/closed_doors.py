@@ -1,7 +1,7 @@
-"""Nodes that announce room and let nobody in: when that is worth telling others.
+"""Detection of nodes that announce free cache and still refuse sessions.
 
-A record is some seconds old, so that one refusal proves nothing. Nor do those of a node that serves
-this client already: it may have had its share.
+A record is some seconds old, so that a single refusal proves nothing. Refusals by a node that
+already serves this client do not count: its quota per client may be used up.
 """
 
 from __future__ import annotations
@@ -14,19 +14,23 @@ from weakref import WeakSet
 from nesa_node.core.ids import PeerId
 
 RECORDS = 3
-"""Announcements of room after which it refused."""
+"""Number of records with free cache, each followed by a refusal, before a report."""
 WITHIN_S = 600.0
+"""Seconds after which a refusal no longer counts."""
 _MAX_PEERS = 1024
 
 
 class LinkLike(Protocol):
-    """A session's link to the node."""
+    """A session's link to a node."""
 
     closed: bool
 
 
 class ClosedDoors:
-    """Shared by the sessions of a client. `clock` returns seconds and never goes back."""
+    """Refusal counts by peer, shared by all sessions of a client.
+
+    `clock` returns monotonic seconds.
+    """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -34,16 +38,16 @@ class ClosedDoors:
         self._links: dict[PeerId, WeakSet[LinkLike]] = {}
 
     def accepted(self, peer: PeerId, link: LinkLike) -> None:
-        """`peer` opened a session, which lasts until `link` is closed."""
+        """Note that `peer` opened a session, which lasts until `link` is closed."""
         self._refused.pop(peer, None)
         self._links = {each: links for each, links in self._links.items() if _open(links)}
         self._links.setdefault(peer, WeakSet()).add(link)
 
     def refused(self, peer: PeerId, record: int) -> bool:
-        """`peer` had no room, though its record of that number said so.
+        """Note that `peer` refused although its record with sequence number `record` had room.
 
-        Whether that should be told: it did the same after each of its last few records, and has
-        opened nothing meanwhile. Then it begins anew.
+        Returns whether to report the peer: it has refused after `RECORDS` of its records within
+        `WITHIN_S` and opened no session since. The count then starts again.
         """
         if _open(self._links.get(peer, WeakSet())):
             return False

@@ -1,4 +1,4 @@
-"""Work of several threads done in one go: whoever comes first does it for all who wait.
+"""Batching of head computations across threads: one thread computes for all that wait.
 
 T packed tokens, D hidden, V vocabulary.
 """
@@ -12,20 +12,21 @@ from collections.abc import Callable, Sequence
 import torch
 
 LARGEST_SHARED_TOKENS = 64
-"""More than this is computed by itself: those who wait for one token would wait for all of it."""
+"""Inputs above this many tokens are computed alone: callers with one token would wait for them."""
 MOST_TOGETHER = 256
-"""Tokens that one thread computes in one go, so that their logits fit in memory."""
+"""Largest batch, in tokens, so that its logits fit in memory."""
 GATHER = 0.1
-"""Where threads take turns the first one waits for others this part of what computing takes: what
-a node ran together comes out of it within some tenths of a millisecond."""
+"""Wait for further callers, as a fraction of the compute time. Outputs that a node batched arrive
+within some tenths of a millisecond."""
 MOST_GATHER = 1.0
-"""While they keep coming it waits on, up to this part of it: one computation less."""
+"""Upper bound of all these waits, as a fraction of the compute time: batching saves at most one
+computation."""
 COMPANY_S = 1.0
-"""So long after a change of turns more of them are expected."""
+"""Seconds after a change of thread in which concurrent callers are expected."""
 
 
 class _Call:
-    """One caller's input, and what became of it."""
+    """One caller's input, and its result or error."""
 
     def __init__(self, hidden_TD: torch.Tensor) -> None:
         self.hidden_TD = hidden_TD
@@ -43,11 +44,12 @@ class _Call:
 
 
 class Combined:
-    """`compute` [T, D] -> [T, V], row by row, for any number of threads at once.
+    """Batched version of `compute` ([T, D] -> [T, V], row by row) for any number of threads.
 
-    While one thread computes, the others' inputs gather; the first of those then computes all of
-    them together. An error reaches the caller whose input raises it. Results may differ in their
-    last bits from those of `compute` alone, as they do with the number of rows.
+    While one thread computes, inputs of the rest queue up; the first of these becomes the next
+    leader and computes all of them together. An error is raised only in the caller that caused it.
+    Results may differ in their last bits from those of `compute` alone, as they do with the number
+    of rows.
     """
 
     def __init__(self, compute: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -57,13 +59,13 @@ class Combined:
         self._waiting: list[_Call] = []
         self._took_s = 0.0
         self._expected = 0
-        """How many came the last time before nobody waited any more."""
+        """Calls in the previous burst, which ended when the queue was empty."""
         self._came = 0
         self._last_thread = 0
         self._company_until = 0.0
 
     def __call__(self, hidden_TD: torch.Tensor) -> torch.Tensor:
-        """Raises what `compute` raises. The result may share memory with that of other callers."""
+        """Raises what `compute` raises. The result may share memory with other callers' results."""
         if len(hidden_TD) > LARGEST_SHARED_TOKENS:
             return self._compute(hidden_TD)
         call = _Call(hidden_TD)
@@ -87,7 +89,7 @@ class Combined:
         return call.result_TV
 
     def _has_company(self) -> bool:
-        """Whether other threads come too these days."""
+        """Whether different threads have called within the last `COMPANY_S` seconds."""
         now, thread = time.monotonic(), threading.get_ident()
         if thread != self._last_thread:
             if self._last_thread:
@@ -103,7 +105,7 @@ class Combined:
                 seen = len(self._waiting)
                 time.sleep(pause_s)
         except BaseException:
-            # Interrupted, as below.
+            # Interrupted, as in `_wait`.
             self._pass_on()
             raise
 
@@ -111,7 +113,7 @@ class Combined:
         try:
             call.wait()
         except BaseException:
-            # Interrupted: nobody may wait for this thread to lead.
+            # Interrupted: another thread must lead instead.
             with self._guard:
                 if call in self._waiting:
                     self._waiting.remove(call)
@@ -132,7 +134,7 @@ class Combined:
             _compute_all(self._compute, calls)
             self._took_s = time.monotonic() - started
         finally:
-            # After an interrupt of this thread the others have no result: they try again.
+            # If this thread was interrupted, its followers have no result and queue up again.
             undone = [c for c in calls[1:] if c.result_TV is None and c.error is None]
             with self._guard:
                 self._came += len(calls) - len(undone)
@@ -143,7 +145,7 @@ class Combined:
                     other.wake()
 
     def _pass_on(self) -> None:
-        """Let the first who waits lead."""
+        """Make the first waiting thread the leader."""
         with self._guard:
             if not self._waiting:
                 self._computing = False
@@ -158,7 +160,7 @@ def _compute_all(compute: Callable[[torch.Tensor], torch.Tensor], calls: Sequenc
         try:
             together_TV = compute(torch.cat([call.hidden_TD for call in calls]))
         except Exception:
-            together_TV = None  # one of them is at fault: each by itself shows whose
+            together_TV = None  # one input is at fault: computing each alone finds it
         if together_TV is not None:
             parts = torch.split(together_TV, [len(call.hidden_TD) for call in calls])
             for call, part_TV in zip(calls, parts, strict=True):

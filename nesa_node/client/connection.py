@@ -1,4 +1,4 @@
-"""A client's place in the swarm, from which sessions are opened."""
+"""A client's connection to the swarm, which opens sessions."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from nesa_node.swarm.node import Swarm, open_swarm
 
 
 class RemoteConnection:
-    """A `SwarmConnection` over the network. What it learns of bad peers holds for all sessions."""
+    """`SwarmConnection` over the network. All its sessions share what they learn about peers."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class RemoteConnection:
         self._rng = random.Random()
 
     async def close(self) -> None:
-        """End what goes on beside sessions."""
+        """End background tasks that belong to no session."""
         await self._planner.close()
 
     def open_session(
@@ -132,11 +132,10 @@ class RemoteConnection:
 async def open_connection(
     checkpoint: Checkpoint, options: ConnectionOptions, dtype: torch.dtype
 ) -> AsyncIterator[RemoteConnection]:
-    """Join the swarm that serves `checkpoint`; hidden states travel in `dtype`.
+    """Join the swarm that serves `checkpoint`; hidden states are sent in `dtype`.
 
-    Ends with a group of `SwarmError` if libp2p's daemon does. Raises the `SwarmError`s of
-    `open_swarm`, and `ConfigError` without initial peers: then there
-    would be no swarm to ask.
+    Exits with an exception group of `SwarmError` if libp2p's daemon ends. Raises the `SwarmError`s
+    of `open_swarm`, and `ConfigError` without initial peers.
     """
     if not options.initial_peers:
         raise ConfigError(
@@ -167,7 +166,7 @@ async def open_connection(
         )
         stack.push_async_callback(connection.close)
         async with asyncio.TaskGroup() as tasks:
-            # It ends what holds the connection, so that the next session joins the swarm anew.
+            # Fails the context of a lost connection, so that the next session joins the swarm anew.
             watching = tasks.create_task(swarm.transport.wait_until_lost())
             yield connection
             watching.cancel()

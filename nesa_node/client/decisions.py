@@ -1,4 +1,4 @@
-"""Why a session got its chain, written down for `nesa-node explain`."""
+"""Explanation of a chosen chain, for `nesa-node explain`."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from nesa_node.topology.snapshot import Snapshot
 def describe(
     snapshot: Snapshot, request: Request, hops: Sequence[Hop], strategy: Strategy, reason: str
 ) -> dict[str, Any]:
-    """What decided: the terms of the cost, and what it would be without each of the nodes.
+    """Describe as JSON the terms of the chain's cost, and the cost without each of its nodes.
 
-    JSON; an infinite cost is None. `hops` run all of the request's span. Takes as long as planning
-    does, once for every hop.
+    An infinite cost becomes None. `hops` cover the request's span. Takes one planning run for each
+    hop.
     """
     used = frozenset(hop.peer_id for hop in hops)
     problem = problem_of(
@@ -46,7 +46,7 @@ def describe(
 
 
 def _chain(problem: Problem, chain: Chain, span: Span) -> list[dict[str, Any]]:
-    """Each visit with the seconds that it adds: the way to it, its work."""
+    """Visits of a chain with their seconds: transfer to the node, and computation there."""
     visits: list[dict[str, Any]] = []
     for at, visit in enumerate(chain):
         way_s = (

@@ -1,6 +1,6 @@
-"""The parts of a model that stay with the client: embedding, final norm and head.
+"""Parts of a model that run in the client: embedding, final norm and head, with batching.
 
-L tokens of one row, R rows of one token each, D hidden, V vocabulary.
+L tokens of one row, R rows of one token each, T packed tokens, D hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from nesa_node.engine.ends import Embedder
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """`embedder` and `head` in `dtype` on `device`; safe for several threads at once."""
+    """Embedding, final norm and head in `dtype` on `device`. Thread-safe."""
 
     embedder: Embedder
     head: Callable[[torch.Tensor], torch.Tensor]
-    """The last block's output [T, D] to logits [T, V]."""
+    """Logits [T, V] of the last block's output [T, D]."""
     normed: Callable[[torch.Tensor], torch.Tensor]
-    """The same to what the head's matrix is applied to, [T, D]."""
+    """Final norm alone: the head's input [T, D] of the last block's output [T, D]."""
     dtype: torch.dtype
     device: torch.device
     hidden_size: int
     lm_head: torch.nn.Linear
-    """The matrix of `head` alone, a module of torch's."""
+    """The head's matrix as a torch module."""
 
     def embed(self, row_ids: Sequence[torch.Tensor], positions: Sequence[int]) -> torch.Tensor:
-        """Hidden states [T, D] of each row's ids [L] (int64) from its position on, row by row."""
+        """Embed each row's ids [L] (int64) from its position on; hidden states [T, D] by row."""
         rows = [
             self.embedder(ids_L, position)
             for ids_L, position in zip(row_ids, positions, strict=True)
@@ -40,7 +40,7 @@ class Ends:
         return rows[0] if len(rows) == 1 else torch.cat(rows)
 
     def embed_each(self, tokens: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
-        """Hidden states [R, D] of one token of each of R rows, at its position there."""
+        """Embed one token of each of R rows at its position; hidden states [R, D]."""
         return self.embedder.each(
             torch.tensor(tokens, device=self.device), torch.tensor(positions, device=self.device)
         )

@@ -1,6 +1,6 @@
-"""Probes the hops of a session that owe an answer, and gives up those that could be replaced.
+"""Failure detection: probing of hops that owe an answer, and attribution of faults.
 
-`Suspicion` decides; `docs/decisions/019` says why.
+The rules are in `Suspicion`; `docs/decisions/019` gives the reasons.
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ _SILENT = frozenset({HopState.SUSPECTED, HopState.LOST})
 
 
 class FailureDetector:
-    """The one of a session. `search` looks for nodes in the place of silent ones."""
+    """Failure detector of one session. `search` looks for replacements of silent hops."""
 
     def __init__(
         self, search: ReplacementSearch, suspicions: Counter[SuspicionEvent] | None = None
     ) -> None:
-        """`suspicions` counts what becomes of suspicions."""
+        """`suspicions` counts suspicions by outcome."""
         self.suspicion = Suspicion(time.monotonic, suspicions)
         self._search = search
 
     def silent(self, chain: Sequence[HopLink]) -> list[HopLink]:
-        """Those of `chain` whose answer to a probe is late."""
+        """Links of `chain` with a late answer to a probe."""
         return [link for link in chain if self.suspicion.state(link) in _SILENT]
 
     def probe_every_s(self, links: Sequence[HopLink]) -> float:
-        """How soon to look at `links` again."""
+        """Seconds until `links` are to be checked again."""
         trusted = all(self.suspicion.state(link) is HopState.TRUSTED for link in links)
         return PROBE_EVERY_S if trusted else TICK_S
 
     async def look(self, links: Sequence[HopLink], chain: Sequence[HopLink]) -> bool:
-        """Probe `links` of `chain`, look for replacements of its silent hops.
+        """Probe `links` of `chain`, and search for replacements of its silent hops.
 
-        Returns whether these are given up: then they are lost.
+        Returns whether the silent hops were failed.
         """
         states = [await self._examine(link) for link in links]
         silent = self.silent(chain)
@@ -66,7 +66,7 @@ class FailureDetector:
         return True
 
     def look_for_replacements(self, chain: Sequence[HopLink], *choices: Sequence[HopLink]) -> None:
-        """Look for nodes that answer and could take the place of the links of one of `choices`."""
+        """Search for nodes that answer and could replace all links of one of `choices`."""
         gone = (frozenset(link.hop.peer_id for link in links) for links in choices)
         self._search.begin(tuple(link.hop for link in chain), *gone)
 
@@ -74,9 +74,9 @@ class FailureDetector:
     async def watching(
         self, chain: Sequence[HopLink], on_given_up: Callable[[], None]
     ) -> AsyncIterator[None]:
-        """Lose links of `chain` that owe an answer and are silent, while the body waits for it.
+        """Fail links of `chain` that owe an answer and are silent, while the block runs.
 
-        `on_given_up` is called each time when some have been lost.
+        `on_given_up` is called after each failure of links.
         """
         tasks = TaskSet()
         tasks.start(self._watch(chain, on_given_up), name="watch-answers")
@@ -106,7 +106,9 @@ class FailureDetector:
             self._search.end()
 
     def _may_answer(self, chain: Sequence[HopLink]) -> bool:
-        """Whether another hop's answer may still come: with a lost one no chain can be mended."""
+        """Whether another late hop may still answer: a chain that includes a lost hop cannot be
+        repaired.
+        """
         waiting = (HopState.PROBED, HopState.SUSPECTED)
         return any(
             self.suspicion.state(link) in waiting
@@ -115,7 +117,7 @@ class FailureDetector:
         )
 
     async def _examine(self, link: HopLink) -> HopState:
-        """Probe a hop, or see what came of it."""
+        """Probe a hop, or evaluate its pending probe; return its state."""
         suspicion, heard = self.suspicion, link.heard_bytes
         if suspicion.wants_probe(link):
             suspicion.probed(link, heard)
@@ -125,7 +127,7 @@ class FailureDetector:
             link, heard, replaceable=self._search.found, behind_s=link.probe_way_s
         )
         if state is HopState.SUSPECTED and before is HopState.PROBED:
-            # Steps that are sent again may be more than its session reads at once: the probe waits.
+            # The session's stream may be full of replayed steps, behind which the probe waits.
             link.probe_beside()
         if state is not before and not _SILENT.isdisjoint((state, before)):
             log.info("hop_" + state.value, peer=link.hop.peer_id, silent_s=round(silent_s, 2))

@@ -1,7 +1,8 @@
-"""Steps on their way through a session's hops: several at once, in order, each answered in time.
+"""Pipeline of a session's steps: split into chunks, several in flight, outputs in order.
 
-In a chain steps go in at the first hop and their outputs come out of the last. In a star every hop
-is a stage of its own: while a step is at the second, the next one is at the first.
+In a chain, steps enter at the first hop and their outputs leave the last. In a star each hop is a
+stage of its own: while one step is at the second hop, the next is at the first.
+
 T packed tokens, D hidden.
 """
 
@@ -34,45 +35,45 @@ from nesa_node.swarm.wire import check_allowed, known, passed_on
 log = get_logger(__name__)
 
 WINDOW = 32
-"""Steps under way at once: a node reads no more while it has 64 of a session."""
+"""Most steps in flight: a node stops reading at 64 of one session."""
 MAX_BUSY_PERIODS = 10
-"""A node may be busy with a step for so many step timeouts."""
+"""Number of step timeouts for which a node may report itself busy with a step."""
 SMALL_BYTES = 1 << 16
-"""A larger step may have to wait until its receiver takes it: that is watched."""
+"""Larger payloads can block until the receiver reads: their sending is watched."""
 
 
 class ChainBrokenError(PeerUnreachableError):
-    """Some link or node failed; the session can go on once the route is rebuilt."""
+    """A link or node failed. The session can continue once its route is rebuilt."""
 
 
 @dataclass(slots=True)
 class Stage:
-    """Where steps go in, where their outputs come out, and whom they pass in between."""
+    """One stage of the pipeline: entry hop, exit hop and all hops between."""
 
     enter: HopLink
     leave: HopLink
     through: Sequence[HopLink]
     outbox: Outbox | None = None
-    """Keeps what is sent; None where it is kept already."""
+    """Records what is sent, for replay; None where it is recorded already."""
     after: Stage | None = None
-    """Where the outputs go in; None after the last stage."""
+    """Receives this stage's outputs; None for the last stage."""
     awaited: deque[Kept] = field(default_factory=deque)
-    """Sent, their outputs have not come."""
+    """Steps sent and still without an output, oldest first."""
     look_at: float = 0.0
-    """When to see whether its hops are there, by the clock of their `Suspicion`."""
+    """When to probe the hops, by the clock of their `Suspicion`."""
     since: float = 0.0
-    """When the step that is awaited began: it was sent, or the one before came back."""
+    """When the oldest step in flight started: it was sent, or the output before it arrived."""
     deadline: float = 0.0
     patience: int = 0
 
     def asked(self, kept: Kept) -> Kept:
-        """What is sent here of a step: only the last stage may leave out tokens of its output."""
+        """The step as sent to this stage: only the last stage may omit outputs of some tokens."""
         if kept.want == "all" or self.after is None:
             return kept
         return replace(kept, want="all")
 
     def renew(self, suspicion: Suspicion, timeout_s: float) -> None:
-        """Something came, or the first step went in."""
+        """Restart the timers: an output arrived, or the first step entered."""
         self.since = suspicion.now
         self.look_at = self.since + suspicion.late_after_s
         self.deadline = self.since + timeout_s
@@ -80,12 +81,12 @@ class Stage:
 
     @property
     def due_at(self) -> float:
-        """When to look what became of the awaited steps."""
+        """When to check on the steps in flight."""
         return min(self.look_at, self.deadline)
 
 
 class Flow:
-    """Runs one set of steps at a time over a route; `changed` is set whenever a link has news."""
+    """Runs steps over a route, one set at a time. `changed` is set at each event of a link."""
 
     def __init__(
         self,
@@ -103,14 +104,15 @@ class Flow:
         self._rng = rng
         self._stalls = Stalls()
         self.via: tuple[str, ...] = ()
-        """How the hidden states of the last output travelled; empty: as they are all the way."""
+        """Codecs of the last output on its way, stream by stream; empty if uncompressed throughout.
+        """
 
     @property
     def suspicion(self) -> Suspicion:
         return self._route.detector.suspicion
 
     async def send(self, link: HopLink, kept: Kept) -> None:
-        """Raises `PeerUnreachableError`."""
+        """Send one step. Raises `PeerUnreachableError`."""
         kept = link.wire.readable(kept)
         link.unanswered_bytes += len(kept.payload)
         await link.send_step(
@@ -132,12 +134,12 @@ class Flow:
         stages: Sequence[Stage],
         take: Callable[[Kept, torch.Tensor], None],
     ) -> None:
-        """Send `steps` through `stages`, at most `WINDOW` under way.
+        """Send `steps` through `stages`, with at most `WINDOW` in flight.
 
-        `take` gets each with its output [T, D], in order, as soon as it comes: those have been done
-        even if this raises `PeerUnreachableError` or `RemoteError`.
+        `take` receives each step with its output [T, D], in order, on arrival. Steps it has
+        received are complete even if this raises `PeerUnreachableError` or `RemoteError`.
         """
-        # One by one: each is compressed as late as it can be, while others are under way.
+        # Lazily: each step is compressed just before it is sent, while earlier ones are in flight.
         self.suspicion.keep_only(self._route.links)
         self._stalls.clear()
         unsent = iter(steps)
@@ -159,7 +161,9 @@ class Flow:
     async def _hand_on(
         self, stages: Sequence[Stage], take: Callable[[Kept, torch.Tensor], None]
     ) -> int:
-        """Pass outputs to the next stage, those of the last to `take`: returns how many."""
+        """Pass outputs to the next stage, or of the last stage to `take`; return the number of the
+        latter.
+        """
         through = 0
         for stage in reversed(stages):
             while (came := self._output(stage)) is not None:
@@ -188,17 +192,17 @@ class Flow:
         else:
             await self._send_watched(stage, sent)
             if stage.awaited[0] is kept:
-                # On its way through the hops only now.
+                # Hops start to compute only after the whole payload was sent.
                 stage.renew(self.suspicion, self._step_timeout_s)
 
     async def send_again(self, link: HopLink, kept: Kept) -> None:
-        """Send a step whose output is not awaited. Raises `PeerUnreachableError`."""
+        """Send a step without awaiting its output. Raises `PeerUnreachableError`."""
         stage = Stage(link, link, [link])
         stage.renew(self.suspicion, self._step_timeout_s)
         await self._send_watched(stage, kept)
 
     async def _send_watched(self, stage: Stage, sent: Kept) -> None:
-        """A receiver that takes nothing is found while the step is on its way to it."""
+        """Send a step, and probe the hops meanwhile in case the receiver does not read."""
         sending = asyncio.create_task(self.send(stage.enter, sent), name="send-step")
         try:
             while not sending.done():
@@ -212,9 +216,10 @@ class Flow:
             sending.cancel()
 
     def _output(self, stage: Stage) -> tuple[Kept, torch.Tensor, tuple[str, ...]] | None:
-        """The oldest awaited step of a stage, its output and how that travelled, if it has come.
+        """Remove the oldest step in flight once its output is here; return both and the codecs.
 
-        Raises `ChainBrokenError` for an output that is not what was asked for.
+        None if it has not arrived. Raises `ChainBrokenError` for an output that differs from the
+        request in order, shape, dtype or quality.
         """
         link = stage.leave
         if not link.outputs or not stage.awaited:
@@ -233,7 +238,7 @@ class Flow:
             check_allowed(self._request.quality, output.tensor)
             output_TD = tensors.decode(output.tensor, payload, max_bytes=output.tensor.most_nbytes)
         except ProtocolError as error:
-            # Nodes refuse inputs that are not finite: it is this one's own.
+            # Nodes refuse non-finite inputs, so this hop produced the values itself.
             raise self._misbehaved(link, str(error), "wrong") from error
         link.wire.came(output.tensor, payload)
         stage.enter.unanswered_bytes = 0
@@ -251,7 +256,7 @@ class Flow:
         return tokens[sent.want], self._request.hidden_size
 
     async def _wait(self, stages: Sequence[Stage]) -> None:
-        """Until a link has news; a stage where nothing came for too long is looked into."""
+        """Wait for an event of a link, or until a stage is due, which is then checked."""
         late = min((stage for stage in stages if stage.awaited), key=lambda stage: stage.due_at)
         due_at = late.due_at
         try:
@@ -262,7 +267,7 @@ class Flow:
             await self._look(late)
 
     async def _look(self, stage: Stage) -> None:
-        """Nothing came of a stage for a while. Raises if a hop is lost, or keeps a step back."""
+        """Check an overdue stage. Raises `ChainBrokenError` if a hop is lost or holds up a step."""
         if self.suspicion.now >= stage.deadline:
             pongs = await self._ask(stage)
             stage.patience -= 1
@@ -271,9 +276,9 @@ class Flow:
         await self._look_at_hops(stage)
 
     async def _look_at_hops(self, stage: Stage) -> None:
-        """Probe them, look for replacements of silent ones. Raises if some are given up."""
+        """Probe the stage's hops, search for replacements of silent ones. Raises if any is lost."""
         if stage.leave.outputs:
-            # It came while this was about to be decided.
+            # The output arrived in the meantime.
             return
         detector, links = self._route.detector, self._route.links
         if await detector.look(stage.through, links):
@@ -284,7 +289,7 @@ class Flow:
         stage.look_at = self.suspicion.now + detector.probe_every_s(stage.through)
 
     def _look_at_links(self, stage: Stage) -> bool:
-        """Whether one between two nodes is suspected. Raises if it is given up."""
+        """Whether a link between two nodes is suspected to be stalled. Raises if it is given up."""
         links = stage.through
         told = [(link, link.report) for link in links]
         stall = self._stalls.look(told, self._route.epoch, self.suspicion.now)
@@ -297,14 +302,14 @@ class Flow:
         if stalled_s >= self.suspicion.lost_after_s and replaceable:
             peers = before.hop.peer_id, after.hop.peer_id
             log.info("link_lost", peers=peers, stalled_s=round(stalled_s, 2))
-            what = f"nothing came from {peers[0]} to {peers[1]} for {stalled_s:.1f} s"
+            what = f"{peers[1]} received nothing from {peers[0]} for {stalled_s:.1f} s"
             self._route.blame.cut_off(before, after, what, replaceable)
             self._route.give_up_silent()
             raise ChainBrokenError(what)
         return True
 
     async def _ask(self, stage: Stage) -> Sequence[Pong | BaseException]:
-        """What the hops of a stage say they are at. Raises if one of them is lost."""
+        """Pings of the stage's hops, in order. Raises if one of the links is lost."""
         nonce = self._rng.getrandbits(32)
         asked = (link.ping(nonce) for link in stage.through)
         pongs = await asyncio.gather(*asked, return_exceptions=True)
@@ -312,7 +317,7 @@ class Flow:
         return pongs
 
     def _blame(self, stage: Stage, pongs: Sequence[Pong | BaseException]) -> None:
-        """A step is overdue: return if somebody is still at it, else say who is lost."""
+        """Return if a hop is still busy with the overdue step, else fail a hop and raise."""
         if stage.leave.outputs:
             return
         links = stage.through
@@ -334,7 +339,7 @@ class Flow:
             if link.lost is not None:
                 raise ChainBrokenError(link.lost)
             if link.refusal is not None:
-                # What we sent is as it should be, we made sure of that.
+                # The step was valid when it was sent: the refusal is the node's fault.
                 refusal, link.refusal = link.refusal, None
                 raise self._misbehaved(link, f"a refusal: {refusal.code}, {refusal.message}")
         for link, after in zip(links, [*links[1:], None], strict=True):

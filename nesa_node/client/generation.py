@@ -1,4 +1,4 @@
-"""How transformers' `generate` decodes with sessions of a swarm.
+"""transformers' `generate` over sessions of a swarm.
 
 B rows, L columns.
 """
@@ -21,22 +21,23 @@ from nesa_node.core.errors import ContextLengthError, UnsupportedFeatureError
 
 
 class DistributedGenerationMixin(GenerationMixin):
-    """`generate` of a model that opens sessions; the model gives what is declared first.
+    """`generate` for a model that opens sessions; the subclass provides the first members.
 
-    Its name ends in `GenerationMixin`, by which transformers knows that the model can generate.
+    transformers recognizes generative models by a base class with a name that ends in
+    `GenerationMixin`.
     """
 
     context_length: int
     _ends: Ends
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Logits, and hidden states if they are asked for."""
+        """Logits, and hidden states if requested."""
         raise NotImplementedError
 
     def inference_session(
         self, max_length: int, batch_size: int = 1, *, prompt: Any = None
     ) -> InferenceSession:
-        """Open the session of a `generate`."""
+        """Open the session of one `generate` call."""
         raise NotImplementedError
 
     def generate(
@@ -46,17 +47,17 @@ class DistributedGenerationMixin(GenerationMixin):
         session: InferenceSession | None = None,
         **kwargs: Any,
     ) -> Any:
-        """What transformers' `generate` does, with its arguments, in the swarm.
+        """Generate as transformers' `generate` does, with its arguments, in the swarm.
 
-        Each call opens a session for the prompt and its new tokens and closes it; what nodes still
-        hold of the prompt from earlier sessions is not computed again. With `session` it
-        continues that one: the prompt is still given whole, and only what the session does not hold
-        of it is sent. Raises `ContextLengthError` before any prefill where the result could outgrow
-        the model, the route or the session, and `UnsupportedFeatureError` for contrastive
-        search, static caches and the like. The result's `past_key_values` is None.
+        Each call opens a session for the prompt and its new tokens and closes it; tokens of the
+        prompt in nodes' prefix caches are not computed again. With `session` it continues that one:
+        the prompt is still given whole, and only tokens that the session lacks are sent. Raises
+        `ContextLengthError` before any prefill where the result could exceed the model, the route
+        or the session, and `UnsupportedFeatureError` for contrastive search, static caches and
+        other modes that need local layers. The result's `past_key_values` is None.
 
         With `output_hidden_states` and `return_dict_in_generate`, greedy search and sampling run
-        the finished texts once more, as `forward` does, and cut the result into steps.
+        the finished texts once more, as `forward` does, and split the result into steps.
         """
         if kwargs.get("past_key_values") is not None:
             raise UnsupportedFeatureError(
@@ -89,7 +90,7 @@ class DistributedGenerationMixin(GenerationMixin):
     def _hidden_states_of_steps(
         self, ids_BL: torch.Tensor, cache: SessionCache
     ) -> tuple[tuple[torch.Tensor | None, ...], ...]:
-        """For the prompt and each token that was fed after it, the hidden states of `forward`."""
+        """Hidden states of `forward`, split into the prompt and each token fed after it."""
         assert cache.prompt_BL is not None
         prompt, mask_BL = cache.prompt_BL.shape[1], cache.prompt_mask_BL
         fed_BL = ids_BL[:, :-1]
@@ -131,7 +132,7 @@ class DistributedGenerationMixin(GenerationMixin):
         cache: SessionCache = model_kwargs["past_key_values"]
         prompt = cache.admit(input_ids.to(self._ends.device), mask_BL, logits_to_keep=1)
         tokens = []
-        # This thread has nothing to say between two tokens: they are chosen where outputs come.
+        # Greedy tokens are chosen on the event loop, without this thread between two of them.
         with closing(cache.opened().greedy(prompt.row_ids[0], ending)) as following:
             for token in following:
                 tokens.append(token)
@@ -151,11 +152,11 @@ class DistributedGenerationMixin(GenerationMixin):
         refuse_forward_arguments(
             {name: model_kwargs.get(name) for name in ("inputs_embeds", "position_ids")}
         )
-        # Neither changes a token: without a cache every step would send the whole text again, and
-        # long prompts are cut where they are sent.
+        # Neither option changes a token: without a cache every step would send the whole text
+        # again, and long prompts are split into chunks when they are sent.
         config.use_cache = True
         config.prefill_chunk_size = None
-        # Steps have none: they are computed when the session, which takes room, is closed.
+        # Decode steps return none: they are computed after the session has released its cache.
         cache: SessionCache = model_kwargs["past_key_values"]
         cache.output_hidden_states = config.output_hidden_states
         config.output_hidden_states = None
@@ -181,9 +182,9 @@ class DistributedGenerationMixin(GenerationMixin):
         cache: SessionCache = model_kwargs["past_key_values"]
         mask_BL = model_kwargs.get("attention_mask")
         padding = 0 if mask_BL is None else int((mask_BL == 0).sum(1).min())
-        # The last token is never fed, yet a caller that asks for it expects its place to exist.
+        # The last token is never fed, but callers rely on the session having room for it.
         max_length = max_cache_length + 1 - padding
-        # Candidates are checked whole, however few new tokens are still wanted.
+        # Candidate tokens are verified all at once, however few new tokens remain.
         candidates = generation_config.prompt_lookup_num_tokens or 0
         max_length = max(max_length, min(max_length + candidates, self.context_length))
         if cache.session is None:

@@ -1,4 +1,4 @@
-"""When a greedy text ends, if that can be said without asking the caller after every token.
+"""Stop condition of greedy decoding, where it depends on token ids and lengths only.
 
 V vocabulary.
 """
@@ -24,18 +24,20 @@ from transformers.generation.stopping_criteria import (
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """After `most` tokens, or with one of `stops`, which none of the first `least` is."""
+    """Stop after `most` tokens, or at one of `stops`, which are banned from the first `least`
+    tokens.
+    """
 
     most: int
     least: int = 0
     stops: frozenset[int] = frozenset()
 
     def banned(self, number: int) -> frozenset[int]:
-        """What the token `number`, from 0, must not be."""
+        """Ids that generated token `number`, counted from 0, must not have."""
         return self.stops if number < self.least else frozenset()
 
     def ends_with(self, token: int, number: int) -> bool:
-        """Whether nothing follows `token`, which is the one `number`, from 0."""
+        """Whether `token`, generated token `number` counted from 0, is the last."""
         return number + 1 >= self.most or token in self.stops
 
 
@@ -45,14 +47,14 @@ def find_ending(
     criteria: Iterable[StoppingCriteria],
     prompt_columns: int,
 ) -> Ending | None:
-    """None where `generate` does more than to take the likeliest token until it is enough."""
+    """The stop condition of plain greedy search; None if `generate` is asked for anything else."""
     if config.do_sample or config.return_dict_in_generate or config.is_assistant:
         return None
     most: list[int] = []
     least: list[int] = [0]
     stops: list[frozenset[int]] = []
     for one in criteria:
-        # No heirs: they may do something else.
+        # Exact types: subclasses may behave differently.
         if type(one) is MaxLengthCriteria:
             most.append(one.max_length - prompt_columns)
         elif type(one) is EosTokenCriteria:
@@ -75,7 +77,7 @@ def find_ending(
 
 
 def likeliest(scores_V: torch.Tensor, banned: frozenset[int]) -> int:
-    """The index of the largest score that is not banned."""
+    """Index of the largest score that is not banned."""
     token = int(scores_V.argmax())
     if token not in banned:
         return token

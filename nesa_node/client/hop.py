@@ -59,22 +59,22 @@ LINK_TIMEOUT_S = 30.0
 HAND_OVER_TIMEOUT_S = 30.0
 PING_TIMEOUT_S = 5.0
 MOST_PINGS = 64
-"""Without an answer: a node that computes and answers no pings is not one to keep."""
+"""Most unanswered pings: a node that computes but answers none is not kept."""
 UNKNOWN_BYTES_PER_S = 125_000.0
-"""A link of which nothing is known is taken to have 1 Mbit/s."""
+"""Assumed rate of a link without measurements: 1 Mbit/s."""
 WAY_FACTOR = 4.0
-"""How many times as long as the rate says bytes may need."""
+"""Allowance for transfers: how many times as long as the measured rate says."""
 NEW_STREAM_S = 1.0
-"""What a stream of its own for a ping may cost, beyond the ping."""
+"""Allowance for opening a separate stream for a ping, in seconds."""
 MAX_RETRY_AFTER_S = 5.0
-"""A node may ask for patience, not for a day of it."""
+"""Upper bound of a node's `retry_after_s`."""
 
 
 class HopLink:
-    """Requests are answered in order, one at a time; outputs and notices come whenever they do.
+    """Link to one node of a session: requests one at a time, steps and outputs pipelined.
 
-    `on_change` is called after each of them, and when the stream is lost. Whoever makes a link
-    closes it.
+    `on_change` is called after each message from the node and when the link fails. The creator
+    closes the link.
     """
 
     def __init__(
@@ -88,26 +88,28 @@ class HopLink:
         budget: MessageBudget,
         ping: Callable[[], Awaitable[object]],
     ) -> None:
-        """`session` is its id at this node. `budget` is that of all links of the client.
+        """`session` is the session's id at this node; `budget` is shared by all links of the
+        client.
 
-        `ping` asks the node whether it is there, on a stream of its own.
+        `ping` pings the node on a separate stream.
         """
         self.hop = hop
         self.session = session
         self.wire = Wire(request.quality, (), speed)
-        """How steps travel to the node."""
+        """Encoding of steps to the node."""
         self.closed = False
         self.leaving = False
         self.is_unwanted = False
-        """The session would be faster without this node, which serves on until others stand by."""
+        """Whether the session would be faster without this node. It serves on until a successor is
+        ready."""
         self.lost: str | None = None
         self.fault: FailureKind = "lost"
-        """What others are told of it, if it is."""
+        """Kind of failure for reports to the swarm."""
         self.downstream_lost: str | None = None
         self.refusal: Error | None = None
-        """The node refused a step; the session's state there is as before."""
+        """Refusal of a step, which left the session's state at the node unchanged."""
         self.unanswered_bytes = 0
-        """Of what it was sent since an output of it, or of those after it, came."""
+        """Bytes sent to the node since the last output that it, or a hop after it, returned."""
         self.outputs: deque[tuple[Output, bytearray]] = deque()
         self._epoch = -1
         self._expected: dict[int, int] = {}
@@ -120,22 +122,22 @@ class HopLink:
         self._answer: asyncio.Future[AnyMessage] | None = None
         self._handed: asyncio.Future[tuple[int, ...]] | None = None
         self._pongs: dict[int, asyncio.Future[Pong]] = {}
-        """By the nonce of the ping; those that nobody waits for, too."""
+        """Pending pings by nonce, including those of probes, which are not awaited."""
         self.report: Report | None = None
         """The node's last answer to a probe."""
         self._probes: dict[int, float] = {}
-        """When those that are not answered yet were sent, by their nonce."""
+        """When each unanswered probe was sent, by nonce."""
         self._ping_beside = ping
         self._heard_beside = 0
         self._tasks = TaskSet()
         self._tasks.start(self._read(), name="hop-link")
 
     def prefix_here(self, prefix: Prefix) -> Prefix:
-        """The digests as this node gets them: in a star no other gets the same."""
+        """Digests as sent to this node: in a star each node gets different ones."""
         return prefix if self._request.mode == "chain" else for_peer(prefix, self.hop.peer_id)
 
     async def open(self, message: Open, timeout_s: float = OPEN_TIMEOUT_S) -> None:
-        """Raises `BusyError`, `RemoteError` and `PeerUnreachableError`."""
+        """Open the session. Raises `BusyError`, `RemoteError` and `PeerUnreachableError`."""
         answer = await self._ask(message, timeout_s)
         if not isinstance(answer, Opened):
             raise self._unexpected(answer)
@@ -143,7 +145,11 @@ class HopLink:
         self.wire = Wire(self._request.quality, answer.codecs, self._speed)
 
     async def link(self, message: Link) -> None:
-        """Raises `RemoteError`, with code "downstream_lost" where the neighbour is to blame."""
+        """Connect the node with its neighbours for an epoch. Raises `RemoteError` and
+        `PeerUnreachableError`.
+
+        The error's code is "downstream_lost" where the node could not reach the next one.
+        """
         answer = await self._ask(message, LINK_TIMEOUT_S)
         if not isinstance(answer, Linked) or answer.epoch != message.epoch:
             raise self._unexpected(answer)
@@ -168,10 +174,10 @@ class HopLink:
             raise self._unexpected(answer)
 
     async def hand_over(self, to: Downstream) -> tuple[int, ...]:
-        """Let `to` have what this node holds; returns what it then has. Steps may go on meanwhile.
+        """Let the node copy its cache to `to`; return the tokens per row that `to` then holds.
 
-        One at a time. Raises `RemoteError` and `PeerUnreachableError`, after which this link still
-        lives.
+        Steps may run meanwhile. One hand-over at a time. Raises `RemoteError` and
+        `PeerUnreachableError`, neither of which fails this link.
         """
         if self.lost is not None:
             raise PeerUnreachableError(self.lost)
@@ -188,26 +194,26 @@ class HopLink:
 
     @property
     def heard_bytes(self) -> int:
-        """What has come from the node so far: it lives, if this grows."""
+        """Bytes received from the node so far: growth is a sign of life."""
         return self._stream.heard_bytes + self._heard_beside
 
     @property
     def owes_answer(self) -> bool:
-        """Whether it was sent a request other than a step, and has not answered."""
+        """Whether a request other than a step is unanswered."""
         return self.lost is None and self._answer is not None
 
     @property
     def probe_way_s(self) -> float:
-        """Seconds that the way of a probe may need."""
+        """Seconds that a probe may need to reach the node, behind unanswered bytes."""
         return self.way_s(self.unanswered_bytes) + (NEW_STREAM_S if self.owes_answer else 0.0)
 
     def way_s(self, nbytes: int) -> float:
-        """Seconds that so many bytes may need to the node."""
+        """Seconds that `nbytes` may need to reach the node."""
         rate = self._speed.rate_bytes_per_s
         return nbytes / (UNKNOWN_BYTES_PER_S if rate is None else rate / WAY_FACTOR)
 
     async def ping(self, nonce: int) -> Pong:
-        """What the node is at. Its silence loses the link; raises `PeerUnreachableError`."""
+        """Ping the node. Silence fails the link and raises `PeerUnreachableError`."""
         try:
             async with silence_is_loss(self._stream.peer, PING_TIMEOUT_S, "answering ping"):
                 return await (await self._send_ping(nonce))
@@ -216,10 +222,10 @@ class HopLink:
             raise PeerUnreachableError(str(error)) from error
 
     async def probe(self, nonce: int, now: float) -> None:
-        """Send a ping without waiting for its answer, which becomes the `report`.
+        """Send a ping without waiting for its answer, which becomes `report`.
 
-        `heard_bytes` says that something came. A node reads nothing on the session's stream while
-        it obeys a request: then it is asked beside that, and there is no report.
+        `heard_bytes` shows that the node answered. A node does not read the session's stream while
+        it executes a request: then the ping goes over a separate stream, and there is no report.
         """
         if self.owes_answer:
             self.probe_beside()
@@ -231,14 +237,14 @@ class HopLink:
                 self.lose(str(error))
 
     def probe_beside(self) -> None:
-        """Ask the node on a stream of its own; its answer makes `heard_bytes` grow."""
+        """Ping the node on a separate stream; its answer adds to `heard_bytes`."""
         self._tasks.start(self._ping_and_note(), name="probe-beside")
 
     async def _ping_and_note(self) -> None:
         try:
             await self._ping_beside()
         except (PeerUnreachableError, OSError) as error:
-            log.debug("no_pong", peer=self._stream.peer, reason=str(error))
+            log.debug("ping_unanswered", peer=self._stream.peer, reason=str(error))
         else:
             self._heard_beside += PING_BYTES
 
@@ -252,7 +258,7 @@ class HopLink:
         return pong
 
     async def send_step(self, step: Step, payload: memoryview | bytearray) -> None:
-        """Raises `PeerUnreachableError`."""
+        """Send one step. Raises `PeerUnreachableError`."""
         try:
             await self._stream.send(step, payload)
         except StreamClosedError as error:
@@ -260,10 +266,11 @@ class HopLink:
             raise PeerUnreachableError(str(error)) from error
 
     def expect(self, epoch: int, step: int, nbytes: int) -> None:
-        """Take in this step's output. Others are dropped as they come: a node could send for ever.
+        """Accept the output of this step, of at most `nbytes`.
 
-        Call it before the step is sent. What came or was expected in other epochs is forgotten. An
-        output of more than `nbytes` loses the link.
+        Outputs that were not announced here are dropped on arrival, so that a node cannot fill
+        memory. To be called before the step is sent. A new epoch forgets outputs and expectations
+        of earlier ones. A larger output fails the link.
         """
         if epoch != self._epoch:
             self._epoch = epoch
@@ -272,7 +279,7 @@ class HopLink:
         self._expected[step] = nbytes
 
     async def _read(self) -> None:
-        """Take in what the node sends until the stream ends."""
+        """Handle the node's messages until the stream ends."""
         try:
             while True:
                 message, payload = await self._stream.receive(
@@ -317,9 +324,9 @@ class HopLink:
             case _ if self._answer is not None and not self._answer.done():
                 self._answer.set_result(message)
             case Error():
-                log.info("notice", peer=self._stream.peer, code=message.code)
+                log.info("error_received", peer=self._stream.peer, code=message.code)
             case _:
-                raise ProtocolError("unexpected", f"{type(message).__name__} came unasked")
+                raise ProtocolError("unexpected", f"{type(message).__name__} was not requested")
 
     def _take_handed(self, message: HandedOver | Error) -> None:
         if self._handed is None or self._handed.done():
@@ -344,8 +351,8 @@ class HopLink:
         finally:
             self._answer = None
         if isinstance(answer, Busy) or (isinstance(answer, Error) and answer.fatal):
-            # Its last words: it waits until we close.
-            self.lose(f"it said: {answer.message}")
+            # The node closes the session after this answer and waits for the stream's end.
+            self.lose(f"the node closed the session: {answer.message}")
         if isinstance(answer, Busy):
             pause_s = min(answer.retry_after_s, MAX_RETRY_AFTER_S)
             raise BusyError(f"{self._stream.peer}: {answer.message}", pause_s)
@@ -358,7 +365,7 @@ class HopLink:
         return PeerUnreachableError(self.lost or "")
 
     def lose(self, reason: str, fault: FailureKind = "lost") -> None:
-        """Let the route replace this node; whoever waits for its answer waits no more."""
+        """Mark the link as lost, for replacement; pending requests raise `PeerUnreachableError`."""
         if self.lost is None:
             self.lost, self.fault = reason, fault
         pongs = tuple(self._pongs.values())
@@ -366,22 +373,22 @@ class HopLink:
         for waiting in (self._answer, self._handed, *pongs):
             if waiting is not None and not waiting.done():
                 waiting.set_exception(PeerUnreachableError(reason))
-                waiting.exception()  # perhaps the request is still being sent, and fails by itself
+                waiting.exception()  # retrieved: the sender may fail by itself
         self._on_change()
 
     async def close(self, prefix: Prefix = ()) -> None:
-        """End the session at the node and wait until it has; silent about a node that is gone.
+        """Close the session at the node and wait for its answer. Unreachable nodes raise nothing.
 
-        `prefix` names what the rows hold, for later sessions to begin with.
+        `prefix` has digests of what the rows hold, for the node's prefix cache.
         """
         if self.lost is not None:
-            # Nothing that it was sent matters any more, and it may never be taken.
+            # Data in flight is of no use any more, and might never be read.
             self._stream.abort()
         try:
             if self.lost is None:
                 await self._ask(Close(prefix=self.prefix_here(prefix)), 1.0)
         except (ProtocolError, PeerUnreachableError) as error:
-            log.debug("no_goodbye", peer=self._stream.peer, reason=str(error))
+            log.debug("session_close_unanswered", peer=self._stream.peer, reason=str(error))
         finally:
             self.closed = True
             try:
@@ -390,6 +397,6 @@ class HopLink:
                 await self._stream.close()
 
     def abort(self) -> None:
-        """End the stream now; nothing happens if it has ended."""
+        """Reset the stream at once. Idempotent."""
         self.closed = True
         self._stream.abort()

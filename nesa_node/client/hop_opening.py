@@ -1,4 +1,4 @@
-"""Opens a session's hops at their nodes; gives up silent ones that other nodes could replace."""
+"""Opening of a session at its nodes, with replacement of nodes that stay silent."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from nesa_node.swarm.wire import speed_to
 log = get_logger(__name__)
 
 SILENT_S = 1.5
-"""A node that has not opened the session by then is replaced, if one answers that could be."""
+"""Seconds after which a node that has not answered is replaced, if another one answers."""
 LOOK_EVERY_S = 0.1
 PING_TIMEOUT_S = 10.0
-"""Of a ping beside a session: by then the node is lost (`suspicion.HOPELESS_S`)."""
+"""Timeout of a ping on a separate stream; the link is lost before that (`suspicion.HOPELESS_S`)."""
 
 
 class HopOpener:
-    """Dials nodes and opens one session at them, under its names there."""
+    """Dials nodes and opens one session at them, under its ids there."""
 
     def __init__(
         self,
@@ -48,11 +48,11 @@ class HopOpener:
     ) -> None:
         self.session = secrets.token_bytes(16)
         self.trace = b""
-        """What nodes are told that their part belongs to."""
+        """Trace context that nodes attach their spans to."""
         self.refused_by: Hop | None = None
-        """The last node that did not open the session, and was there."""
+        """The last hop that answered with a refusal."""
         self.unreached: tuple[Span, ...] = ()
-        """Blocks of the nodes that the last attempt did not reach."""
+        """Spans of the nodes that the last attempt could not reach."""
         self._secret = secrets.token_bytes(32)
         self._swarm = swarm
         self._request = request
@@ -61,7 +61,7 @@ class HopOpener:
         self._on_change = on_change
 
     def rename(self) -> None:
-        """Open another session from now on."""
+        """Use new session ids from now on."""
         self.session, self._secret = secrets.token_bytes(16), secrets.token_bytes(32)
 
     async def open_all(
@@ -73,9 +73,9 @@ class HopOpener:
         timeout_s: float,
         search: ReplacementSearch,
     ) -> dict[Hop, HopLink]:
-        """Open the hops that are not known, all or none.
+        """Open all hops that are not in `known`, or none.
 
-        Those that are silent are given up early if `search` finds nodes in their place. Raises
+        Silent nodes are given up early if `search` finds replacements. Raises
         `PeerUnreachableError`, `BusyError` and `RemoteError`.
         """
         wanted = [(i, hop) for i, hop in enumerate(hops) if hop not in known]
@@ -91,7 +91,7 @@ class HopOpener:
             )
             results = await asyncio.gather(*opening, return_exceptions=True)
         except asyncio.CancelledError:
-            # Those that were quicker than the cancellation are open.
+            # Links that opened before the cancellation took effect.
             for task in opening:
                 task.cancel()
             await asyncio.gather(*opening, return_exceptions=True)
@@ -112,9 +112,9 @@ class HopOpener:
         if failures:
             await close_all(list(opened.values()))
             if silent is not None:
-                # Those that were given up were cancelled.
+                # The error that explains why the silent ones were cancelled.
                 failures.insert(0, silent)
-            # They hold what is raised, whose traceback holds this frame.
+            # They refer to the raised error, and its traceback to this frame.
             del opening, results, silent
             raise failures.pop(0)
         return opened
@@ -125,7 +125,7 @@ class HopOpener:
         opening: Mapping[Hop, asyncio.Task[HopLink]],
         search: ReplacementSearch,
     ) -> PeerUnreachableError | None:
-        """Wait until all have ended; cancel those that are silent and could be replaced."""
+        """Wait until all attempts have ended; cancel silent ones that could be replaced."""
         if not opening:
             return None
         timeout_s, error = SILENT_S, None
@@ -138,7 +138,7 @@ class HopOpener:
             if search.found:
                 for hop in silent:
                     opening[hop].cancel()
-                    what = f"{hop.peer_id} did not open the session, while others answered"
+                    what = f"{hop.peer_id} did not open the session, and replacements answered"
                     self._nodes.suspect(hop.peer_id, what)
                     error = PeerUnreachableError(what)
                 search.settle()
@@ -157,7 +157,7 @@ class HopOpener:
         *,
         donor: PeerId | None = None,
     ) -> HopLink:
-        """Dialling and opening may each take `timeout_s`."""
+        """Open the session at one node. Dialling and opening may each take `timeout_s`."""
         with waiting(
             "the node to open the session",
             blocks=(hop.span,),
@@ -201,7 +201,7 @@ class HopOpener:
             log.info("hop_opened", peer=peer, blocks=str(hop.span), at_node=session_name(session))
         except BaseException as error:
             if isinstance(error, asyncio.CancelledError):
-                # No goodbye: that would wait for an answer.
+                # Without a close message, which would wait for an answer.
                 link.abort()
             await link.close()
             if isinstance(error, PeerUnreachableError):
@@ -214,7 +214,9 @@ class HopOpener:
         return link
 
     def _names(self) -> tuple[bytes, bytes]:
-        """The session's id and secret for one node. A star's nodes must not find each other."""
+        """Session id and secret for one node. In a star each node has its own, so that nodes cannot
+        match them.
+        """
         if self._request.mode == "chain":
             return self.session, self._secret
         return secrets.token_bytes(16), secrets.token_bytes(32)
@@ -242,7 +244,7 @@ class HopOpener:
             epoch=epoch - 1,
             upstream=before.peer_id if chained and before is not None else None,
             donor=donor,
-            # A successor is handed everything.
+            # A successor is handed the whole cache.
             prefix=link.prefix_here(self._beginning.prefix) if donor is None else (),
             quality=request.quality,
             codecs=codec_names(),
@@ -257,10 +259,10 @@ class HopOpener:
 
 
 async def close_all(links: Sequence[HopLink], prefix: Prefix = ()) -> None:
-    """Cancelled, it has ended them all the same."""
+    """Close all links. If cancelled, abort them."""
     try:
         await asyncio.gather(*(link.close(prefix) for link in links))
     finally:
         for link in links:
-            # Of a task that is cancelled before it has begun, nothing runs.
+            # A task that is cancelled before it starts runs nothing, not even `finally`.
             link.abort()

@@ -1,4 +1,4 @@
-"""A session for synchronous callers: token ids in, logits out, step by step.
+"""Inference session for synchronous callers: token ids in, logits out.
 
 B rows, L columns, T packed tokens, D hidden, V vocabulary.
 """
@@ -28,14 +28,16 @@ from nesa_node.routing.chains import Hop
 T = TypeVar("T")
 
 LEAST_COPIED_TOKENS = 32
-"""A row is copied from one that is the same where it saves so many; a copy is a round trip."""
+"""Fewest new tokens for which an identical row is copied instead of computed; a copy costs a round
+trip."""
 
 
 class InferenceSession:
-    """The KV caches of `rows` sequences in the swarm, and the token ids they stand for.
+    """KV caches of `rows` sequences in the swarm, with their token ids.
 
-    Made by `model.inference_session(...)`; use it as a context manager. One thread at a time. A
-    step that fails or is interrupted closes the session; other threads do that with an `Interrupt`.
+    Made by `model.inference_session(...)`; use it as a context manager, from one thread at a time.
+    A step that fails or is interrupted closes the session; an `Interrupt` closes it from other
+    threads.
     """
 
     def __init__(
@@ -47,7 +49,7 @@ class InferenceSession:
         prefix: SessionPrefix | None = None,
         interrupt: Interrupt | None = None,
     ) -> None:
-        """`prefix` is what it was opened with: the rows may hold some of that already."""
+        """`prefix` is that of the open session: rows may already hold some of its tokens."""
         self._ends = ends
         self._loop = loop
         self._held = held
@@ -61,7 +63,7 @@ class InferenceSession:
         ]
         self._closed = False
         self.tokens_sent = 0
-        """Tokens that went through the blocks so far, all rows together."""
+        """Tokens sent through the blocks so far, all rows together."""
 
     @property
     def rows(self) -> int:
@@ -69,12 +71,12 @@ class InferenceSession:
 
     @property
     def max_length(self) -> int:
-        """Tokens per row that every hop has promised to hold."""
+        """Tokens per row that every hop has reserved."""
         return self._blocks.max_tokens
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Tokens that each row holds, from the beginning those that nodes held of its prompt."""
+        """Tokens that each row holds, including those reused from nodes' prefix caches."""
         return tuple(len(row) for row in self._tokens)
 
     @property
@@ -84,27 +86,27 @@ class InferenceSession:
 
     @property
     def token_ids(self) -> tuple[tuple[int, ...], ...]:
-        """What each row holds; -1 stands for what was fed as a hidden state."""
+        """Token ids that each row holds; -1 stands for input given as a hidden state."""
         return tuple(tuple(row) for row in self._tokens)
 
     @property
     def hops(self) -> tuple[Hop, ...]:
-        """Who runs which blocks now."""
+        """Current nodes and their spans."""
         return self._blocks.hops
 
     @property
     def codecs(self) -> tuple[str, ...]:
-        """How the last step's hidden states travelled, stream by stream: client, nodes, client."""
+        """Codec of the last step's hidden states on each stream: client, nodes, client."""
         return self._blocks.codecs
 
     @property
     def losses(self) -> tuple[Loss, ...]:
-        """Nodes that it had to go on without, the last ones; readable from any thread."""
+        """The last replacements of nodes; readable from any thread."""
         return self._blocks.losses
 
     @property
     def ends(self) -> Ends:
-        """The embedding and head it uses: those of the model that opened it."""
+        """Embedding and head of the model that opened the session."""
         return self._ends
 
     @property
@@ -115,12 +117,12 @@ class InferenceSession:
     def step(
         self, inputs: torch.Tensor, attention_mask: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Append tokens: ids [B, L] or [L] give logits [B, L, V], hidden states [B, L, D] the next.
+        """Append ids [B, L] or [L], which give logits [B, L, V], or hidden states [B, L, D].
 
-        `attention_mask` [B, L] is about these new columns only: 0 marks padding, which is not sent
-        and whose results are zeros. Hidden states enter before the first block and are returned
-        after the last, without norm and head. Raises `ContextLengthError` beyond `max_length`,
-        before anything is sent.
+        Hidden states enter before the first block and are returned after the last one, [B, L, D],
+        without norm and head. `attention_mask` [B, L] covers these new columns only: 0 marks
+        padding, which is not sent and has zeros as results. Raises `ContextLengthError` beyond
+        `max_length`, before anything is sent.
         """
         if inputs.is_floating_point():
             return self._step_hidden(inputs, attention_mask)
@@ -131,9 +133,9 @@ class InferenceSession:
         return batch.logits(hidden_TD, "all", 0, self._ends.head)
 
     def feed(self, row_ids: Sequence[torch.Tensor], want: Want = "all") -> torch.Tensor:
-        """Append each row's ids [L] (int64, may be empty); hidden [T, D] after the blocks.
+        """Append each row's ids [L] (int64, may be empty); return hidden [T, D] after the blocks.
 
-        Rows that are the same from their beginning, as samples of one prompt are, run once.
+        Rows with equal tokens from the start on, such as samples of one prompt, are computed once.
         """
         new_tokens = [ids_L.tolist() for ids_L in row_ids]
         twins = self._twins(new_tokens)
@@ -149,10 +151,11 @@ class InferenceSession:
         return torch.cat([parts[twin] for twin in twins])
 
     def greedy(self, ids_L: torch.Tensor, ending: Ending) -> Generator[int]:
-        """Append ids [L] (int64) to the only row, yield the likeliest that follows, append it, ...
+        """Append ids [L] (int64) to the only row and yield greedy tokens, appending each but the
+        last.
 
-        The last one is not appended. One or two may be under way while the caller looks at one:
-        where it looks no further, and closes this, they are forgotten. Raises as `step` does.
+        One or two tokens may be computed ahead of the caller; closing the generator rolls them
+        back. Raises as `step` does.
         """
         if self.rows != 1:
             raise ValueError(f"the session has {self.rows} rows: greedy() continues one")
@@ -183,7 +186,7 @@ class InferenceSession:
         ending: Ending,
         telling: Telling[int],
     ) -> None:
-        """In the loop: as `greedy` says, until that has been left."""
+        """Decode on the event loop until the stop condition, or until the reader has left."""
         loop = asyncio.get_running_loop()
         for number in range(ending.most):
             part = RowSlice(0, self.position, len(new_tokens))
@@ -192,8 +195,8 @@ class InferenceSession:
             self.tokens_sent += len(new_tokens)
             place = self.position if number + 1 < ending.most else None
             chosen = await self._next_tokens.after(output_1D, place, ending.banned(number))
-            # After the steps of all sessions that go on now: it wakes a thread, for which each
-            # step that is sent would wait.
+            # Deferred until other sessions' steps are sent: waking the reading thread would delay
+            # them.
             loop.call_soon(telling.tell, chosen.token)
             if chosen.hidden_1D is None or ending.ends_with(chosen.token, number):
                 return
@@ -203,7 +206,7 @@ class InferenceSession:
             hidden_LD, new_tokens = chosen.hidden_1D, [chosen.token]
 
     def rollback(self, lengths: Sequence[int]) -> None:
-        """Forget each row's tokens beyond `lengths[row]`."""
+        """Remove each row's tokens beyond `lengths[row]`."""
         if len(lengths) != self.rows or any(
             not 0 <= new <= old for new, old in zip(lengths, self.lengths, strict=True)
         ):
@@ -216,7 +219,7 @@ class InferenceSession:
             del row[length:]
 
     def reorder(self, sources: Sequence[int]) -> None:
-        """Let each row go on as a copy of row `sources[row]`. Nothing is computed again."""
+        """Let each row continue as a copy of row `sources[row]`. Nothing is recomputed."""
         if len(sources) != self.rows or not all(0 <= source < self.rows for source in sources):
             raise ValueError(f"{list(sources)} do not name one of {self.rows} rows for each")
         self._check_open()
@@ -226,7 +229,7 @@ class InferenceSession:
         self._tokens = [list(self._tokens[source]) for source in sources]
 
     def keep_common_prefix(self, texts: Sequence[Sequence[int]]) -> list[int]:
-        """Roll each row back to what it shares with its text. Returns the lengths that remain."""
+        """Roll each row back to its common prefix with its text; return the remaining lengths."""
         common = [_common_prefix(row, text) for row, text in zip(self._tokens, texts, strict=True)]
         self.rollback(common)
         return common
@@ -240,10 +243,7 @@ class InferenceSession:
             )
 
     def close(self) -> None:
-        """Release the caches on every hop; what they hold is found again by later sessions.
-
-        May be called twice.
-        """
+        """Release the caches on every hop, which keeps pages for later sessions. Idempotent."""
         if self._prefix is not None and not self._closed:
             self._prefix.left[:] = self._tokens
         self._release()
@@ -260,7 +260,7 @@ class InferenceSession:
         self.close()
 
     def _twins(self, new_tokens: Sequence[Sequence[int]]) -> list[int]:
-        """For each row the first that will hold the same, itself if a copy is not worth it."""
+        """For each row the first row with equal tokens, or itself if a copy is not worth it."""
         twins = list(range(self.rows))
         if min(map(len, new_tokens)) >= LEAST_COPIED_TOKENS:
             seen: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
@@ -311,7 +311,7 @@ class InferenceSession:
         try:
             return self._loop.run(work, interrupt=self._interrupt)
         except BaseException:
-            # What the hops hold is unknown now.
+            # The state of the hops is unknown now.
             self._release()
             raise
 

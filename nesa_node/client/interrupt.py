@@ -1,4 +1,4 @@
-"""A way for one thread to end what another does in the swarm."""
+"""Cancellation of a session from another thread."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 
 class Interrupt:
-    """Ends what a session is doing, and everything that it would do next.
+    """Cancels a session's current call and all later ones.
 
-    Give it to `model.inference_session(...)`. Once it is set, opening the session and every call of
-    it raise `concurrent.futures.CancelledError`, at once if one is under way, and the session is
-    closed. Setting it again changes nothing.
+    Pass it to `model.inference_session(...)`. After `set`, opening the session and all its calls
+    raise `concurrent.futures.CancelledError`, one in progress at once, and the session is closed.
+    `set` is idempotent.
     """
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class Interrupt:
         return self._is_set
 
     def set(self) -> None:
-        """From any thread; does not wait for the end of what it ends."""
+        """Cancel, from any thread, without waiting for the call to end."""
         with self._guard:
             self._is_set = True
             future = self._future
@@ -33,7 +33,9 @@ class Interrupt:
             future.cancel()
 
     def watch(self, future: Future[Any] | None) -> None:
-        """Cancel `future` when this is set, or now if it is. One at a time; None: nothing runs."""
+        """Cancel `future` at `set`, or now if it is set. Replaces the future before; None: no call
+        runs.
+        """
         with self._guard:
             self._future = future
             is_set = self._is_set

@@ -1,4 +1,4 @@
-"""One session made of sessions over consecutive spans: some of the client, some of the swarm.
+"""Sessions made of several sessions over consecutive spans, in the client or the swarm.
 
 T packed tokens, D hidden.
 """
@@ -19,7 +19,7 @@ from nesa_node.routing.chains import Hop
 
 
 class LayeredSession(BlockSession):
-    """Steps go through `layers` in order; their lengths are always equal between steps."""
+    """Session over `layers`, which steps pass in order. Layers have equal lengths between steps."""
 
     def __init__(self, layers: Sequence[BlockSession]) -> None:
         if not layers:
@@ -53,7 +53,7 @@ class LayeredSession(BlockSession):
     async def step(
         self, hidden_TD: torch.Tensor, rows: Sequence[RowSlice], *, want: Want = "all"
     ) -> torch.Tensor:
-        # Later layers attend to every token, so only the last one may leave some out.
+        # Later layers attend to every token: only the last one may omit outputs.
         for layer in self._layers[:-1]:
             hidden_TD = await layer.step(hidden_TD, rows)
         return await self._layers[-1].step(hidden_TD, rows, want=want)
@@ -79,10 +79,11 @@ async def open_layers(
     max_tokens: int,
     prefix: SessionPrefix | None = None,
 ) -> AsyncIterator[BlockSession]:
-    """A session over consecutive spans, each from its own connection; empty spans are skipped.
+    """Open one session over consecutive spans, each by its own connection; empty spans are skipped.
 
-    Raises what the connections raise; those already opened are left then. Only the last layer can
-    begin with a `prefix`: those after it would lack its outputs. Those before it run the prefix.
+    Raises what the connections raise, after closing what was opened. Only the last layer can reuse
+    a `prefix`, since a later layer would lack the reused tokens' outputs; the layers before it
+    compute the prefix.
     """
     layers = [(connection, span) for connection, span in layers if len(span)]
     sessions: list[BlockSession] = []
@@ -96,8 +97,8 @@ async def open_layers(
 
 
 def _after(sessions: Sequence[BlockSession], prefix: SessionPrefix) -> SessionPrefix:
-    """`prefix` as it goes into a session that comes after `sessions`."""
-    # A copy: a session that could be reached from its own prefix would outlive its end.
+    """`prefix` for a session that follows `sessions`: its inputs pass through those first."""
+    # A copy: a session reachable from its own prefix would outlive its context.
     earlier = tuple(sessions)
 
     async def inputs(slices: Sequence[RowSlice]) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Sessions of one process that want nodes, in the order in which they came."""
+"""Limit on the sessions of one process that open at the same time, in order of arrival."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from nesa_node.core.errors import BusyError
 from nesa_node.core.waiting import waiting
 
 OPENING_AT_ONCE = 8
-"""So many sessions of one process open, or ask busy nodes again, at the same time."""
+"""Most sessions that open, or retry busy nodes, at the same time."""
 
 
 class Line:
-    """A few ask for all: nodes without room are not asked by everybody who waits.
+    """Fair semaphore for opening sessions, so that busy nodes are not asked by all sessions at
+    once.
 
-    Nobody overtakes, so that nobody waits for ever. Used inside one event loop.
+    First come, first served. For one event loop.
     """
 
     def __init__(self, at_once: int = OPENING_AT_ONCE) -> None:
@@ -25,14 +26,14 @@ class Line:
 
     @asynccontextmanager
     async def turn(self, timeout_s: float) -> AsyncIterator[None]:
-        """Wait for one's turn and have it. Raises `BusyError` if it does not come in time."""
+        """Acquire a slot for the block. Raises `BusyError` after `timeout_s`."""
         try:
             with waiting("other sessions of this process to open first", limit_s=timeout_s):
                 async with asyncio.timeout(timeout_s):
                     await self._turns.acquire()
         except TimeoutError:
             raise BusyError(
-                f"others of this process still wait for room after {timeout_s:g} s", 1.0
+                f"other sessions of this process still open after {timeout_s:g} s", 1.0
             ) from None
         try:
             yield
@@ -40,11 +41,11 @@ class Line:
             self._turns.release()
 
     def left(self) -> None:
-        """A session of this process gave its places back: those whose turn it is ask at once."""
+        """Wake sessions in `pause`: a session of this process released its cache."""
         self._room.set()
 
     async def pause(self, seconds: float) -> None:
-        """Wait `seconds`, or until a session of this process gave its places back."""
+        """Wait `seconds`, or until a session of this process releases its cache."""
         try:
             async with asyncio.timeout(seconds):
                 await self._room.wait()

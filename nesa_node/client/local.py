@@ -1,7 +1,9 @@
-"""Blocks that run inside the client's own process.
+"""Sessions over blocks in the client's own process.
 
-They serve the blocks that a client keeps for itself (`client_blocks`), and whole models where a
-swarm is only imitated: in tests, and in `evaluation`. T packed tokens, D hidden.
+They run the blocks that a client keeps (`client_blocks`), and whole models in tests and in
+`evaluation`, which emulates a swarm's codecs.
+
+T packed tokens, D hidden.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from nesa_node.engine.pages import PAGE_TOKENS, pages_for
 from nesa_node.routing.chains import Hop
 
 CLIENT_PEER = PeerId("client")
-"""Stands in `hops` for the process itself."""
+"""Peer id of this process in `hops`."""
 
 
 class LocalSession(BlockSession):
@@ -113,7 +115,7 @@ class LocalSession(BlockSession):
         return self._sent(output_TD).to(hidden_TD.device, hidden_TD.dtype)
 
     def _sent(self, hidden_TD: torch.Tensor) -> torch.Tensor:
-        """What the other side would get of it."""
+        """Hidden states after encoding and decoding by the codec."""
         if self._codec == "none":
             return hidden_TD
         meta, data = encode(hidden_TD, codec=self._codec)
@@ -126,16 +128,16 @@ class LocalSession(BlockSession):
 
 
 class LocalConnection(SwarmConnection):
-    """Serves sessions from `parts`, in the order of their blocks. Close it after its sessions.
+    """Opens sessions over `parts`, in the order of their blocks. Close it after its sessions.
 
-    Hidden states are rounded by `codec` wherever nodes would send them: into the first part, from
-    each to the next, and out of the last.
+    Hidden states are rounded by `codec` wherever nodes would send them: into the first part,
+    between parts, and out of the last.
     """
 
     def __init__(self, parts: Sequence[Blocks], *, codec: str = "none") -> None:
         self._parts = tuple(parts)
         self._codec = codec
-        # Blocks are not thread-safe: one thread runs them for every session.
+        # Blocks are not thread-safe: one thread runs them for all sessions.
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="nesa-blocks")
 
     @asynccontextmanager
@@ -165,7 +167,9 @@ class LocalConnection(SwarmConnection):
 def check_slices(
     rows: Sequence[RowSlice], lengths: Sequence[int], max_tokens: int, num_tokens: int
 ) -> None:
-    """Refuse a step that does not continue the caches: `ValueError`, or `CacheFullError`."""
+    """Raise `ValueError` for a step that does not continue the caches, `CacheFullError` beyond
+    them.
+    """
     if len({part.row for part in rows}) != len(rows) or not rows:
         raise ValueError("a step names each of its rows once")
     if sum(part.count for part in rows) != num_tokens:

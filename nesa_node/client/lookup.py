@@ -1,4 +1,4 @@
-"""Who serves a model, looked up once for all sessions that open at the same time."""
+"""Cache of a model's snapshot, fetched once for all sessions that open at the same time."""
 
 from __future__ import annotations
 
@@ -18,34 +18,39 @@ from nesa_node.topology.snapshot import Snapshot
 log = get_logger(__name__)
 
 MOST_TOLD = 4
-"""Models that an error names."""
+"""Most models that an error message names."""
 FRESH_S = 1.0
-"""A session that opens takes what another has found as lately as that."""
+"""Largest age of a snapshot, in seconds, that an opening session uses."""
 LOOK_S = 1.0
-"""A look at all members that takes longer goes on beside the session: some of them may be gone."""
+"""Seconds to wait for all members of the DHT. A longer fetch continues in the background: some
+members may be gone."""
 
 
 class Lookup:
-    """Shared by the sessions of a client. `clock` returns seconds and never goes back."""
+    """Single-flight cache of snapshots, shared by all sessions of a client.
+
+    `clock` returns monotonic seconds.
+    """
 
     def __init__(self, swarm: Swarm, clock: Callable[[], float] = time.monotonic) -> None:
         self._swarm = swarm
         self._clock = clock
         self._looking = asyncio.Lock()
         self._began_at: dict[ModelId, float] = {}
-        """When the last lookup began that came to something."""
+        """Start time of the last successful fetch."""
         self._glanced_at: dict[ModelId, float] = {}
         self._beside: dict[ModelId, asyncio.Task[Snapshot]] = {}
-        """Looks under way, perhaps beside the sessions that began them."""
+        """Running fetches, some continuing after the sessions that started them."""
 
     async def fetch(self, request: RouteRequest, *, after: float = -math.inf) -> Snapshot:
-        """What was found at most `FRESH_S` ago, and after the time `after`. As `Directory.fetch`.
+        """Snapshot at most `FRESH_S` old and fetched after `after`. Raises what `Directory.fetch`
+        raises.
 
-        Reports of failures, too. Where members do not answer, what the first of them and earlier
-        looks said has to do, if that is the whole model.
+        Includes failure reports. Where members of the DHT do not answer, the first member's answer
+        and earlier records suffice if they cover the whole model.
         """
         model_id, num_blocks = request.model_id, request.num_blocks
-        # By when it was asked: however long a lookup takes, it serves all who wait for it.
+        # By start time: a fetch, however slow, serves all sessions that wait for it.
         since = max(after, self._clock() - FRESH_S)
         async with self._looking:
             if self._began_at.get(model_id, -math.inf) <= since:
@@ -80,25 +85,25 @@ class Lookup:
         if self._beside.get(model_id) is looking:
             del self._beside[model_id]
         if not looking.cancelled() and (error := looking.exception()) is not None:
-            log.debug("look_failed", reason=str(error))
+            log.debug("snapshot_fetch_failed", reason=str(error))
 
     async def close(self) -> None:
-        """End the looks that sessions have not waited for."""
+        """Cancel fetches in the background."""
         looks = list(self._beside.values())
         for looking in looks:
             looking.cancel()
         await asyncio.gather(*looks, return_exceptions=True)
 
     async def fetch_now(self, request: RouteRequest, *, reports: bool = True) -> Snapshot:
-        """`Directory.fetch`."""
+        """`Directory.fetch`, bypassing the cache."""
         return await self._swarm.directory.fetch(
             request.model_id, request.num_blocks, reports=reports
         )
 
     async def glance(self, request: RouteRequest) -> Snapshot:
-        """What the first member of the DHT that answers knows, and what was known before.
+        """Snapshot of what the first member of the DHT to answer knows, and of earlier records.
 
-        What was glanced at most `FRESH_S` ago has to do.
+        Asks no member within `FRESH_S` of the last time.
         """
         model_id = request.model_id
         due = self._glanced_at.get(model_id, -math.inf) < self._clock() - FRESH_S
@@ -107,10 +112,11 @@ class Lookup:
         return self._swarm.directory.snapshot(model_id, request.num_blocks)
 
     async def check_copy(self, model_id: ModelId) -> tuple[str, ...]:
-        """The models that nodes serve, if `model_id` is none of them. Raises `ModelMismatchError`
-        if they serve other copies of its model, or its very weights under another name.
+        """List the models that nodes serve if `model_id` is not among them, else nothing.
 
-        For a model that no node serves: it asks for the records of all models.
+        Raises `ModelMismatchError` if nodes serve a different copy of this model, or the same
+        weights under another name. Asks for the records of all models, so it is for models without
+        a node.
         """
         name, _, digest = model_id.partition("@")
         served = {record.model_id for record in await self._swarm.directory.fetch_all()}

@@ -1,4 +1,4 @@
-"""An event loop in a thread of its own, for callers that have none."""
+"""Event loop in a background thread, for synchronous callers."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ T = TypeVar("T")
 INTERRUPT_CHECK_S = 0.5
 
 MOST_AHEAD = 1
-"""So many items may wait for who takes them before no more are made."""
+"""Most items in a channel that the thread has not read before the sender waits."""
 
 RELEASE_TIMEOUT_S = 10.0
-"""How long leaving one context may take before its task is cancelled."""
+"""Timeout of leaving one context, in seconds, before its task is cancelled."""
 
 
 class Held(Generic[T]):
-    """A context manager that was entered on the loop and stays entered until `release`.
+    """Context manager that was entered on the loop and stays entered until `release`.
 
-    One task enters and leaves it, as contexts that own tasks need it.
+    One task enters and leaves it, as contexts that own tasks require.
     """
 
     def __init__(self, loop: LoopThread, value: T, task: asyncio.Task[None]) -> None:
@@ -40,22 +40,22 @@ class Held(Generic[T]):
 
     @property
     def alive(self) -> bool:
-        """False once the context was left, or failed by itself."""
+        """False once the context has been left or has failed."""
         return not self._task.done()
 
     def release(self) -> None:
-        """Leave the context and wait for it. May be called twice; errors of leaving are logged."""
+        """Leave the context and wait for that. Idempotent; errors are logged."""
         if not self._released:
             self._released = True
             self._loop.leave(self._task)
 
 
 class Telling(Generic[T]):
-    """What a coroutine tells a thread, which takes it a little later."""
+    """Channel from a coroutine to a thread."""
 
     def __init__(self) -> None:
         self.is_left = False
-        """The thread takes no more."""
+        """Whether the thread has stopped reading."""
         self._items: queue.SimpleQueue[T | Future[None]] = queue.SimpleQueue()
         self._told = self._taken = 0
         self._waiting: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
@@ -65,7 +65,7 @@ class Telling(Generic[T]):
         self._items.put(item)
 
     async def caught_up(self) -> None:
-        """Wait until the thread has taken all that it was told but `MOST_AHEAD`, or has left."""
+        """Wait until at most `MOST_AHEAD` items are unread, or the thread has stopped reading."""
         while self._told - self._taken > MOST_AHEAD and not self.is_left:
             taken, came = self._taken, asyncio.Event()
             self._waiting = asyncio.get_running_loop(), came
@@ -78,11 +78,11 @@ class Telling(Generic[T]):
         self._wake()
 
     def end(self, done: Future[None]) -> None:
-        """Nothing more is told."""
+        """Mark the end of the items."""
         self._items.put(done)
 
     def __iter__(self) -> Iterator[T]:
-        """In the thread, which waits for each item as `_wait` does."""
+        """In the reading thread: wait for each item, interruptibly as `_wait` is."""
         while True:
             try:
                 item = self._items.get(timeout=INTERRUPT_CHECK_S)
@@ -102,11 +102,11 @@ class Telling(Generic[T]):
 
 
 class LoopThread:
-    """Runs coroutines for synchronous callers, of any number of threads.
+    """Runs coroutines for synchronous callers in any number of threads.
 
-    The thread starts with the first coroutine and ends with `close`, which leaves every held
-    context first, all at once, the `outer` ones after them. It is a daemon thread,
-    so that a program that forgets `close` still ends.
+    The thread starts with the first coroutine and ends with `close`, which first leaves all held
+    contexts concurrently, and then the `outer` ones. It is a daemon thread: a program that forgets
+    `close` still ends.
     """
 
     def __init__(self, name: str) -> None:
@@ -128,13 +128,13 @@ class LoopThread:
         interrupt: Interrupt | None = None,
         undo: Callable[[T], None] | None = None,
     ) -> T:
-        """Wait for `work`. An interrupted wait (KeyboardInterrupt, or `interrupt`) cancels it.
+        """Run `work` and wait. An interrupted wait (KeyboardInterrupt, or `interrupt`) cancels it.
 
-        If it was done all the same, in the same moment, `undo` is called in the loop with its
-        result. Raises whatever `work` raises, `concurrent.futures.CancelledError` where `interrupt`
-        is set, and `RuntimeError` after `close` or inside the loop's own thread.
+        If `work` completed in the same moment, `undo` is called on the loop with its result. Raises
+        whatever `work` raises, `concurrent.futures.CancelledError` where `interrupt` is set, and
+        `RuntimeError` after `close` or on the loop's own thread.
         """
-        # Made before anything is submitted: an interrupt may come at any moment after that.
+        # Created before the submission: an interrupt may come at any moment after that.
         future: Future[T] = Future()
         try:
             with self._watched(future, interrupt):
@@ -145,7 +145,7 @@ class LoopThread:
                 self._call_soon(undo, future.result())
             raise
         finally:
-            # It holds the error that is raised here, whose traceback holds this frame.
+            # It refers to the raised error, and its traceback to this frame.
             del future
 
     def stream(
@@ -154,9 +154,9 @@ class LoopThread:
         *,
         interrupt: Interrupt | None = None,
     ) -> Generator[T]:
-        """Yield what `work(telling)` tells, until it is done.
+        """Yield the items that `work(telling)` sends, until it returns.
 
-        Closing the iterator says so to `work`, and waits for it. Otherwise as `run`.
+        Closing the generator stops the reading and waits for `work`. Otherwise as `run`.
         """
         future: Future[None] = Future()
         telling: Telling[T] = Telling()
@@ -185,15 +185,15 @@ class LoopThread:
     ) -> Held[T]:
         """Enter `context` and keep it entered. Raises what entering raises.
 
-        Interrupted, it is left again, without waiting for that. `close` leaves `outer` contexts
-        after the others, which need them.
+        If interrupted, the context is left again in the background. `close` leaves `outer` contexts
+        last, since other contexts depend on them.
         """
         entering = self._enter(context, outer)
         value, task = self.run(entering, interrupt=interrupt, undo=self._let_go)
         return Held(self, value, task)
 
     def leave(self, task: asyncio.Task[None]) -> None:
-        """Leave the context that `task` holds; nothing to do once the loop is closed."""
+        """Leave the context that `task` holds; no effect once the loop is closed."""
         try:
             self.run(self._leave(task))
         except RuntimeError:
@@ -201,7 +201,7 @@ class LoopThread:
                 raise
 
     def close(self) -> None:
-        """Leave every held context and end the thread. May be called twice, and from any thread."""
+        """Leave all held contexts and end the thread. Idempotent, from any thread."""
         with self._guard:
             self._closed = True
             thread, loop, stop = self._thread, self._loop, self._stop
@@ -213,7 +213,7 @@ class LoopThread:
 
     @contextmanager
     def _watched(self, future: Future[Any], interrupt: Interrupt | None) -> Iterator[None]:
-        """Let `interrupt` cancel `future`. Raises `RuntimeError` where closing the loop did."""
+        """Let `interrupt` cancel `future`. Raises `RuntimeError` if `close` cancelled it."""
         if interrupt is not None:
             interrupt.watch(future)
         try:
@@ -227,7 +227,7 @@ class LoopThread:
                 interrupt.watch(None)
 
     def _call_soon(self, call: Callable[[T], None], value: T) -> None:
-        """In the loop; nothing happens once it is closed."""
+        """Call on the loop; no effect once it is closed."""
         with self._guard:
             if not self._closed and self._loop is not None:
                 self._loop.call_soon_threadsafe(call, value)
@@ -238,8 +238,8 @@ class LoopThread:
         future: Future[T],
         undo: Callable[[T], None] | None,
     ) -> None:
-        # The guard keeps `close` from ending the loop between the check and the submission: such a
-        # future would never be done.
+        # The lock keeps `close` from ending the loop between check and submission: the future would
+        # never be done.
         try:
             with self._guard:
                 if self._closed:
@@ -257,7 +257,7 @@ class LoopThread:
         future: Future[T],
         undo: Callable[[T], None] | None,
     ) -> None:
-        """In the loop: run `work` as a task that ends with `future`, cancelled or not."""
+        """On the loop: run `work` as a task that completes `future`, cancelled or not."""
         if future.cancelled():
             work.close()
             return
@@ -324,7 +324,7 @@ class LoopThread:
             del entered  # as in `run`
 
     def _let_go(self, entered: tuple[Any, asyncio.Task[None]]) -> None:
-        """Leave a context that nobody waits for any more."""
+        """Leave a context after an interrupt of its caller."""
         leaving = self._holding.get(entered[1])
         if leaving is not None:
             leaving.set()
@@ -336,15 +336,15 @@ class LoopThread:
         leaving.set()
         _, late = await asyncio.wait([task], timeout=RELEASE_TIMEOUT_S)
         if late:
-            log.warning("leave_timed_out", timeout_s=RELEASE_TIMEOUT_S)
+            log.warning("context_release_timed_out", timeout_s=RELEASE_TIMEOUT_S)
             task.cancel()
             await asyncio.wait([task], timeout=RELEASE_TIMEOUT_S)
 
 
 def _wait(future: Future[T]) -> T:
-    """Wait as `future.result()` does, but notice an interrupt that came just before the wait.
+    """Wait as `future.result()` does, but notice an interrupt that comes just before the wait.
 
-    A signal that arrives between Python's last look and the system call does not end the call.
+    A signal that arrives between Python's last check and the system call does not end the call.
     """
     try:
         while True:
@@ -360,7 +360,7 @@ def _wait(future: Future[T]) -> T:
 async def _hold(
     context: AbstractAsyncContextManager[T], entered: asyncio.Future[T], leaving: asyncio.Event
 ) -> None:
-    """Enter `context`, hand its value to `entered`, leave it once `leaving` is set."""
+    """Enter `context`, pass its value to `entered`, leave it once `leaving` is set."""
     try:
         async with context as value:
             if not entered.done():

@@ -1,4 +1,4 @@
-"""What a session has lived through: nodes that left its chain while it ran."""
+"""Replacements of nodes in a running session."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from nesa_node.core.ids import PeerId
 
 MOST_KEPT = 20
-"""Of one session, the last ones."""
+"""Most records kept of one session, the newest."""
 
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """`lost` failed or left, others stood in for them `took_ms` later: at `at`, in Unix time."""
+    """Replacement of the nodes `lost`, complete at `at` (Unix time) after `took_ms`."""
 
     at: float
     lost: tuple[PeerId, ...]

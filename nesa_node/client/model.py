@@ -1,4 +1,4 @@
-"""Making a distributed model: its config, its ends, and the blocks that stay with the client."""
+"""Construction of a distributed model: config, embedding and head, blocks kept by the client."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from nesa_node.engine.side_files import parsing
 
 
 class AutoDistributedModelForCausalLM:
-    """Not made itself: `from_pretrained` gives a `DistributedModelForCausalLM`."""
+    """Factory of `DistributedModelForCausalLM`, by `from_pretrained`. Not instantiated."""
 
     def __init__(self) -> None:
         raise TypeError("use AutoDistributedModelForCausalLM.from_pretrained(name, ...)")
@@ -68,29 +68,30 @@ class AutoDistributedModelForCausalLM:
         reuse_prefix: bool = True,
         prefix_salt: bytes | None = None,
     ) -> DistributedModelForCausalLM:
-        """A model whose blocks are run by the swarm that serves `name` (a folder or hub name).
+        """Make a model with its blocks in the swarm that serves `name` (a folder or hub name).
 
-        Only the embedding, final norm and head are loaded here, in `dtype` (`torch_dtype` is its
-        older name; by default the checkpoint's own) on `device`, and with `client_blocks=(first,
-        last)` so many of the first and last blocks. The swarm is joined through `initial_peers`
-        when the first session opens. `recovery_timeout_s` is how long a session waits for a
-        replacement of a lost node, `queue_timeout_s` how long it waits for room at busy ones.
-        With `replicate_cache` a second node is kept close behind each, to go on where it dies.
+        Only embedding, final norm and head are loaded here, in `dtype` (`torch_dtype` is its older
+        name; by default the checkpoint's own) on `device`, and with `client_blocks=(first, last)`
+        that many of the first and last blocks. The swarm is joined through `initial_peers` when the
+        first session opens. `recovery_timeout_s` is how long a session waits for a replacement of a
+        lost node, `queue_timeout_s` how long it waits for free cache at busy nodes,
+        `step_timeout_s` how long for a step before its nodes are pinged. With `replicate_cache`
+        each node has a successor that holds a recent copy of its cache, for quick failover.
 
-        `quality` is what compression may do to hidden states on slow links: nothing ("exact"),
-        what costs no more than 0.5 % of perplexity ("high") or 3 % ("balanced"), or a codec's name
-        for all links ("lossless", "int8", ...: `compression/quality.py`). `min_precision` is the
-        coarsest that nodes may hold their weights in: "nf4", "int8" or "full". `strategy` is how
-        chains are chosen (`routing/strategies.py`).
+        `quality` bounds the compression of hidden states on slow links: none ("exact"), at most
+        0.5% of perplexity ("high") or 3% ("balanced"), or a codec's name for all links ("lossless",
+        "int8", ...: `compression/quality.py`). `min_precision` is the coarsest quantization of
+        weights that nodes may use: "nf4", "int8" or "full". `strategy` is the rule that chooses
+        chains (`routing/strategies.py`).
 
-        With `reuse_prefix` sessions begin with what nodes still hold of earlier ones that began
-        with the same tokens. Nodes see digests salted with `prefix_salt` (16 to 64 bytes; by
-        default random, for this model only). Several clients that name the same salt share what
-        they leave on nodes whose operators trust them all, and a client of one identity
-        (`identity_path`) finds its own again. Not with `client_blocks` at the end of the model.
+        With `reuse_prefix` sessions reuse what nodes still hold of earlier ones with the same first
+        tokens. Nodes see digests salted with `prefix_salt` (16 to 64 bytes; by default random, for
+        this model only). Clients with the same salt share prefixes on nodes if their operators
+        trust all these clients, and a client with a fixed identity (`identity_path`) finds its own
+        again. Not with `client_blocks` at the end of the model.
 
-        Raises the `ModelError`s of `open_checkpoint`, and `ConfigError` for arguments that
-        contradict each other, a device that is not there and initial peers that are no addresses.
+        Raises the `ModelError`s of `open_checkpoint`, and `ConfigError` for contradictory
+        arguments, a missing device and malformed initial peers.
         """
         if dtype is not None and torch_dtype is not None and dtype != torch_dtype:
             raise ConfigError(f"dtype={dtype} and torch_dtype={torch_dtype}: give one of them")
@@ -133,7 +134,7 @@ def connected_model(
     client_blocks: tuple[int, int] = (0, 0),
     prefix_salt: bytes | None = None,
 ) -> DistributedModelForCausalLM:
-    """A model over `checkpoint` that joins the swarm as `options` say when it needs it."""
+    """Make a model over `checkpoint` that joins the swarm by `options` with its first session."""
 
     def connect() -> AbstractAsyncContextManager[SwarmConnection]:
         from nesa_node.client.connection import open_connection
@@ -159,7 +160,7 @@ def build_model(
     client_blocks: tuple[int, int] = (0, 0),
     prefix_salt: bytes | None = None,
 ) -> DistributedModelForCausalLM:
-    """A model over `checkpoint` that reaches the swarm's blocks through `connect`."""
+    """Make a model over `checkpoint` that reaches the swarm's blocks through `connect`."""
     first, remote, last = split_blocks(checkpoint.num_blocks, client_blocks)
     resolved = checkpoint.resolve_dtype(str(dtype or "auto"))
     place = choose_device(device)
@@ -190,7 +191,7 @@ def build_model(
 
 
 def choose_salt(reuse_prefix: bool, salt: bytes | None) -> bytes | None:
-    """What digests of prompts are made with; None: there are none. Raises `ConfigError`."""
+    """Salt of prompt digests; None disables the prefix cache. Raises `ConfigError`."""
     if salt is not None and not reuse_prefix:
         raise ConfigError("prefix_salt without reuse_prefix: give one of them")
     if salt is not None and not 16 <= len(salt) <= 64:
@@ -201,7 +202,7 @@ def choose_salt(reuse_prefix: bool, salt: bytes | None) -> bytes | None:
 
 
 def split_blocks(num_blocks: int, client_blocks: tuple[int, int]) -> tuple[Span, Span, Span]:
-    """The client's first blocks, the swarm's, the client's last. Raises `ConfigError`."""
+    """Spans of the client's first blocks, the swarm's, the client's last. Raises `ConfigError`."""
     first, last = client_blocks
     if first < 0 or last < 0 or first + last > num_blocks:
         raise ConfigError(f"client_blocks={client_blocks} of a model that has {num_blocks} blocks")
@@ -209,7 +210,7 @@ def split_blocks(num_blocks: int, client_blocks: tuple[int, int]) -> tuple[Span,
 
 
 def load_generation_config(checkpoint: Checkpoint) -> GenerationConfig:
-    """What transformers' own `from_pretrained` would take: generation_config.json or the config.
+    """Generation config as transformers' `from_pretrained` finds it, in its own file or the config.
 
     Raises `CorruptCheckpointError`.
     """
@@ -221,6 +222,6 @@ def load_generation_config(checkpoint: Checkpoint) -> GenerationConfig:
     )
     with parsing(str(folder / (name if own else "config.json"))):
         config = GenerationConfig.from_pretrained(folder, local_files_only=True, **given)
-    # The author's advice for a local cache; the nodes hold the cache here.
+    # Meant for local caches; here the nodes hold the cache.
     config.cache_implementation = None
     return config

@@ -1,4 +1,4 @@
-"""The greedy next token, chosen beside the event loop for all sessions of it that wait.
+"""Batched choice of greedy next tokens for all sessions of an event loop.
 
 T packed tokens, R rows of one token each, D hidden, V vocabulary.
 """
@@ -18,13 +18,13 @@ from nesa_node.client.ends import Ends
 from nesa_node.client.greedy import likeliest
 
 QUIET = 0.25
-"""While fewer are here than the last times, the next one is waited for this part of what computing
-takes: one computation less."""
+"""Wait for each further call while fewer are queued than in recent bursts, as a fraction of the
+compute time: batching saves at most one computation."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """A token, and what it is to the first block, [1, D], if that was asked for."""
+    """A token, and its embedding [1, D] if a position for it was given."""
 
     token: int
     hidden_1D: torch.Tensor | None
@@ -39,10 +39,10 @@ class _Call:
 
 
 class NextTokens:
-    """Final norm, head, argmax and embedding, for any number of sessions of one event loop.
+    """Final norm, head, argmax and embedding, batched over the sessions of one event loop.
 
-    What a node ran together comes out of it within a millisecond, and is computed together: who
-    comes first waits a moment for the others. A thread of the loop's computes.
+    Outputs that a node batched arrive within a millisecond: the first waits briefly for the rest.
+    Computed in a worker thread.
     """
 
     def __init__(self, ends: Ends) -> None:
@@ -52,15 +52,14 @@ class NextTokens:
         self._took_s = 0.0
         self._arrived = asyncio.Event()
         self._bursts = deque([0, 0], maxlen=2)
-        """How many came the last times before nobody waited any more: sessions go in one group or
-        in two."""
+        """Sizes of the last two bursts: sessions form one microbatch or two."""
 
     async def after(
         self, hidden_1D: torch.Tensor, position: int | None, banned: frozenset[int] = frozenset()
     ) -> Chosen:
-        """The token that follows the last block's output [1, D], none of those `banned`.
+        """Choose the token that follows the last block's output [1, D], excluding `banned`.
 
-        Embedded for where it will stand, unless that is None. Raises what head and embedding raise.
+        Embeds it at `position` unless that is None. Raises what head and embedding raise.
         """
         loop = asyncio.get_running_loop()
         call = _Call(hidden_1D, position, banned, loop.create_future())
@@ -75,7 +74,7 @@ class NextTokens:
                 self._waiting.remove(call)
 
     async def _serve(self) -> None:
-        """Until nobody waits."""
+        """Compute batches until no call waits."""
         came = 0
         try:
             while self._waiting:
@@ -93,7 +92,7 @@ class NextTokens:
             self._task = None
 
     async def _gather(self, expected: int) -> None:
-        """Wait until so many are here, or no other comes."""
+        """Wait until `expected` calls are queued, or no further one arrives in time."""
         until = time.monotonic() + MOST_GATHER * self._took_s
         while len(self._waiting) < expected and (left_s := until - time.monotonic()) > 0:
             self._arrived.clear()
@@ -104,7 +103,9 @@ class NextTokens:
                 return
 
     def _choose_all(self, calls: Sequence[_Call]) -> Sequence[Chosen | Exception]:
-        """In the thread. Where one is at fault each by itself shows whose it is."""
+        """In the worker thread. If the batch fails, each call is computed alone to find the one at
+        fault.
+        """
         try:
             return self._choose(calls)
         except Exception as error:

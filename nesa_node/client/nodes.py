@@ -1,4 +1,4 @@
-"""Which nodes a session may use: what records and reports say, and what it has lived through."""
+"""Selection of nodes for a session, by records, reports and the session's own experience."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ log = get_logger(__name__)
 _T = TypeVar("_T")
 
 SUSPECT_S = 15.0
-"""A peer that failed is tried again only after this, unless nobody else holds its blocks."""
+"""Seconds for which a failed or busy peer is used only where no other node holds its blocks."""
 
 RETURN_S = 600.0
-"""A session does not come back so soon to whom it has moved off."""
+"""Seconds for which a session does not return to a node that it left for a faster one."""
 
 MOST_AT_ONCE = 64
-"""Among more nodes, planning takes so long that it must not stop the event loop."""
+"""Most nodes for which planning runs on the event loop; with more it would block it too long."""
 
 WORTH_MOVING = 1.1
-"""How much slower a chain is than the best that a session moves: the third trigger for change."""
+"""Smallest ratio of step times for which a session moves to a better chain."""
 
 PASSING = frozenset({"draining", "wrong_blocks"})
-"""Refusals of a node that leaves, or has moved since it was looked up: it may be of use later."""
+"""Refusal codes of a node that is leaving or has moved since the lookup: it may be usable later."""
 
 
 class Nodes:
-    """Plans the hops of one session."""
+    """Selects nodes for one session, and plans its hops."""
 
     def __init__(self, swarm: Swarm, request: RouteRequest, planner: Planner) -> None:
         self._swarm = swarm
@@ -58,28 +58,28 @@ class Nodes:
         self._unfit: dict[PeerId, RefusedError] = {}
         self._left_at: dict[PeerId, float] = {}
         self.joining: tuple[NodeState, ...] = ()
-        """By the last plan that failed: nodes that still load, or move to, blocks it lacked."""
+        """Nodes that are loading, or moving to, blocks that the last failed plan lacked."""
         self.served: tuple[str, ...] = ()
-        """The models that the swarm has, where it was asked since no node has this one."""
+        """Models that the swarm serves, fetched where no node serves this one."""
         self._news_at = -math.inf
-        """Since then it is known that what was found before is not so."""
+        """Time of the last failure or refusal: older snapshots are not used."""
         self.expected_s: float | None = None
-        """What a step should take by the last plan."""
+        """Step time that the last plan promises, in seconds."""
 
     @property
     def suspected(self) -> frozenset[PeerId]:
-        """Who failed, or had no room, lately."""
+        """Peers that failed, or had no free cache, within the last `SUSPECT_S`."""
         now = time.monotonic()
-        # A list first: a thread that plans may ask while the event loop adds one.
+        # Copied first: the event loop may add one while a thread plans.
         suspects = list(self._suspects.items())
         return frozenset(peer for peer, until in suspects if until > now)
 
     def suspect(
         self, peer: PeerId, reason: str, kind: FailureKind = "lost", *, tell: bool = True
     ) -> None:
-        """Remember a failure of `peer`: it is avoided for a while, in later sessions too.
+        """Note a failure of `peer`, which is avoided for a while, by later sessions too.
 
-        With `tell` others hear of it.
+        With `tell` the failure is reported to the swarm.
         """
         log.info("peer_failed", peer=peer, reason=reason)
         if tell:
@@ -90,21 +90,22 @@ class Nodes:
         self._suspects[peer] = self._news_at + SUSPECT_S
 
     def avoid(self, peers: Iterable[PeerId]) -> None:
-        """Plan without `peers` for a while where that can be: they did not answer in time.
+        """Plan without `peers` for a while where possible, since they did not answer in time.
 
-        Nothing else is held against them, and other sessions are not told.
+        For this session only, without a penalty or a report.
         """
         until = time.monotonic() + SUSPECT_S
         self._suspects |= {peer: max(until, self._suspects.get(peer, 0.0)) for peer in peers}
 
     def refused(self, peer: PeerId, error: BusyError | RemoteError) -> None:
-        """Remember that `peer` did not open the session."""
+        """Note that `peer` refused to open the session."""
         self._news_at = time.monotonic()
         if isinstance(error, RemoteError) and error.code not in PASSING:
-            # Not the error itself: its traceback holds what holds this.
+            # A copy: the error's traceback refers to this object.
             self._unfit[peer] = RefusedError(error.code, str(error))
         else:
-            # Longer than it says: others go first, and without any it is asked again anyway.
+            # Longer than the node asks for: other nodes come first, and as a last resort it is
+            # asked anyway.
             self._suspects[peer] = self._news_at + SUSPECT_S
         record = self._swarm.directory.record(peer)
         if (
@@ -116,7 +117,7 @@ class Nodes:
             self._swarm.reporter.note(self._request.model_id, peer, "refused")
 
     def accepted(self, link: HopLink) -> None:
-        """Remember that the node opened the session."""
+        """Note that the node opened the session."""
         self._planner.closed_doors.accepted(link.hop.peer_id, link)
 
     async def plan(
@@ -128,13 +129,13 @@ class Nodes:
         may_ask: bool = False,
         no_suspects: bool = False,
     ) -> tuple[Hops, Mapping[PeerId, tuple[str, ...]]]:
-        """Hops that keep `keep`; if nobody fills the gaps so, hops that keep nothing.
+        """Plan hops that include `keep`, or new hops if that fails; also return all nodes'
+        addresses.
 
-        And the addresses of all nodes. With `may_ask` others are asked first how they are: whoever
-        mends a chain has no time for it. With `no_suspects` a node that failed lately, or has no
-        room, is no last resort. It is written down why `session`, if named, gets its hops.
-        Raises `MissingBlocksError`, `ModelMismatchError`, `ContextLengthError` and `RefusedError`,
-        by the reason why nobody can fill them.
+        `may_ask` allows pings before planning, for which a repair has no time. `no_suspects`
+        excludes suspected peers even as a last resort. The decision is recorded under `session`, if
+        given. Raises `MissingBlocksError`, `ModelMismatchError`, `ContextLengthError` or
+        `RefusedError`, by the reason why the blocks cannot be had.
         """
         found = await self._mend_quickly(keep) if not may_ask and not drop else None
         if found is None:
@@ -155,11 +156,11 @@ class Nodes:
         return plan.hops, addresses
 
     async def glance(self) -> Snapshot:
-        """Who serves the model, as far as that can be known in a moment."""
+        """Snapshot by the first member of the DHT to answer."""
         return await self._planner.lookup.glance(self._request)
 
     async def can_fill(self, snapshot: Snapshot, keep: Hops, answered: Collection[PeerId]) -> bool:
-        """Whether nodes of `answered` could join the hops of `keep`."""
+        """Whether nodes of `answered` can complete `keep` to a chain."""
         view = await self._planner.view(snapshot, self._request, may_ask=False)
         usable = {hop.peer_id for hop in keep}.union(answered)
         others = frozenset(n.peer_id for n in snapshot.nodes if n.peer_id not in usable)
@@ -178,10 +179,10 @@ class Nodes:
         return True
 
     async def _mend_quickly(self, keep: Hops) -> tuple[View, Plan] | None:
-        """A plan with nodes that nothing speaks against, from a look that takes a moment.
+        """Plan with unsuspected nodes of a quick snapshot; None if they do not suffice.
 
-        A whole one asks every member of the DHT that keeps the records, and waits seconds for those
-        that are gone: likely the very node that is to be replaced.
+        A full fetch asks every member of the DHT that stores the records and waits seconds for dead
+        ones, which are likely the nodes to be replaced.
         """
         snapshot = await self.glance()
         view = await self._planner.view(snapshot, self._request, may_ask=False)
@@ -192,10 +193,10 @@ class Nodes:
             return None
 
     async def to_leave(self, hops: Hops, step_s: float) -> frozenset[PeerId]:
-        """Whom of `hops` a session should move off, since others are faster by `WORTH_MOVING`.
+        """Peers of `hops` to leave for a chain faster by `WORTH_MOVING`; empty if there is none.
 
-        Its steps take `step_s` now. The hops are measured anew first, and nobody whom it has moved
-        off lately is better. Raises as `plan` does.
+        `step_s` is the current step time. The hops are measured again first, and recently left
+        nodes are not considered. Raises as `plan` does.
         """
         request, planner = self._request, self._planner
         snapshot = await planner.lookup.fetch_now(request)
@@ -228,7 +229,7 @@ class Nodes:
     def _worth_leaving(
         self, view: View, hops: Hops, left: set[PeerId]
     ) -> tuple[frozenset[PeerId], ...]:
-        """Who of `hops` is not in the best chain there is: all of them, and each alone."""
+        """Sets of peers to try to leave: all hops outside the best chain, then each alone."""
         try:
             ideal = self._fill_around(view, (), frozenset(left))
         except MissingBlocksError:
@@ -238,7 +239,7 @@ class Nodes:
         return (gone, *alone) if len(gone) > 1 else tuple(alone)
 
     def _fill_around(self, view: View, keep: Hops, drop: frozenset[PeerId]) -> Plan:
-        """Hops that keep `keep` and have room now. Raises `MissingBlocksError`."""
+        """Complete `keep` with unsuspected nodes with free cache. Raises `MissingBlocksError`."""
         return self._planner.plan(
             view,
             self._request,
@@ -250,7 +251,7 @@ class Nodes:
     async def _view(self, *, may_ask: bool) -> View:
         request = self._request
         lookup = self._planner.lookup
-        with waiting("the DHT's answer, who serves the model", blocks=(request.span,)):
+        with waiting("the DHT to list the nodes of the model", blocks=(request.span,)):
             if may_ask:
                 snapshot = await lookup.fetch(request, after=self._news_at)
             else:
@@ -262,10 +263,10 @@ class Nodes:
         suspects = self.suspected
         barred = self._barred(snapshot, drop)
         first: MissingBlocksError | None = None
-        # What a record says of free room is some seconds old: as a last resort it is not believed.
+        # Records lag by some seconds: as a last resort their free cache is ignored.
         good = barred | suspects
-        # A new chain with room comes before a node that has just failed: that may be all that could
-        # join what is left, where another holder of its blocks takes part with other ones already.
+        # A new chain with free cache precedes a repair with a suspected node: that node may be the
+        # only one that fits the kept hops, while other holders of its blocks fit a new chain.
         for hops, free, exclude in (
             *((keep, tokens, good), (keep, 0, good), ((), tokens, good)),
             *((keep, tokens, barred), (keep, 0, barred)),
@@ -287,7 +288,7 @@ class Nodes:
         try:
             raise self._why_missing(snapshot, first)
         finally:
-            del first  # its traceback holds this frame
+            del first  # its traceback refers to this frame
 
     def _unwanted(self, snapshot: Snapshot) -> frozenset[PeerId]:
         only = self._request.only
@@ -295,7 +296,7 @@ class Nodes:
         return frozenset() if only is None else peers - only
 
     def _barred(self, snapshot: Snapshot, drop: frozenset[PeerId]) -> frozenset[PeerId]:
-        """Whom the session may not use whatever there is else."""
+        """Peers that the session cannot use under any circumstances."""
         request = self._request
         unfit = {
             node.peer_id
@@ -307,13 +308,15 @@ class Nodes:
         return drop.union(self._unfit, unfit)
 
     def _is_coarse(self, node: NodeState) -> bool:
-        """Whether a node computes with weights coarser than asked for, or unheard of."""
+        """Whether the node's weights are coarser than requested, or of an unknown quantization."""
         order = get_args(Precision)
         precision = "full" if node.quantization == "none" else node.quantization
         return precision not in order[order.index(self._request.min_precision) :]
 
     def _why_missing(self, snapshot: Snapshot, error: MissingBlocksError) -> NesaError:
-        """Nobody holds the blocks, or those who do have no room, or refused us."""
+        """The error to raise: no holder of the blocks, none precise enough, none large enough, or
+        refusals.
+        """
         request = self._request
         holders = [
             node
@@ -344,7 +347,7 @@ class Nodes:
 
 
 async def _aside(snapshot: Snapshot, planning: Callable[[], _T]) -> _T:
-    """`planning` over the nodes of `snapshot`, in a thread where they are many."""
+    """Run `planning`, in a thread if `snapshot` has more than `MOST_AT_ONCE` nodes."""
     if len(snapshot.nodes) > MOST_AT_ONCE:
         return await asyncio.to_thread(planning)
     return planning()

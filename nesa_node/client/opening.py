@@ -1,4 +1,4 @@
-"""The distributed model and its tokenizer as a config asks for them, for commands and gateways."""
+"""Opening of a distributed model and its tokenizer by a `ClientConfig`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from nesa_node.engine.tokenizer import load_discovered_tokenizer, load_tokenizer
 
 
 def open_named(config: ClientConfig, name: str) -> Checkpoint:
-    """What the operator or user names: a folder or a name on the hub. As `open_checkpoint`."""
+    """Open the checkpoint `name`, a folder or hub name. Raises as `open_checkpoint` does."""
     return open_checkpoint(
         name, revision=config.revision, token=secret_text(config.token), cache_dir=config.cache_dir
     )
@@ -27,17 +27,17 @@ def open_named(config: ClientConfig, name: str) -> Checkpoint:
 def open_model(
     config: ClientConfig, checkpoint: Checkpoint, *, discovered: bool = False
 ) -> tuple[DistributedModelForCausalLM, PreTrainedTokenizerBase]:
-    """Load tokenizer and ends of `checkpoint`. Close the model.
+    """Load the tokenizer, embedding and head of `checkpoint`. The caller closes the model.
 
-    The swarm is joined at the first session. `discovered`: strangers chose the model, so that not
-    every tokenizer is run, and its ends must leave room (`require_room_for_ends`). Raises what
-    fetching files raises, and `ConfigError`.
+    The swarm is joined with the first session. `discovered` marks models chosen by untrusted peers:
+    their tokenizers are restricted, and embedding and head must leave free memory
+    (`require_room_for_ends`). Raises what fetching files raises, and `ConfigError`.
     """
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     if config.threads is not None:
         fix_threads(config.threads)
     dtype = checkpoint.resolve_dtype(config.torch_dtype)
-    # The ends are small: without a word they stay where every machine has room.
+    # Embedding and head are small: by default they stay in main memory.
     device = choose_device("cpu" if config.device == "auto" else config.device)
     if discovered:
         require_room_for_ends(checkpoint, dtype=dtype, device=device)

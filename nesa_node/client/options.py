@@ -1,4 +1,4 @@
-"""How a client joins the swarm and routes its sessions."""
+"""Options of a client's connection to the swarm, and of its sessions' routes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from nesa_node.core.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionOptions:
-    """`identity_path=None` gives the client a new identity each time it connects."""
+    """Connection options. `identity_path=None` creates a new identity for each connection."""
 
     initial_peers: tuple[str, ...] = ()
     routing: Route = "chain"
@@ -22,28 +22,28 @@ class ConnectionOptions:
     identity_path: Path | None = None
     step_timeout_s: float = 30.0
     recovery_timeout_s: float = 60.0
-    """How long a session waits for a replacement before it fails with the missing blocks. Time in
+    """Seconds to wait for a replacement before the session fails with `MissingBlocksError`. Time in
     which nodes answer that they are busy does not count."""
     queue_timeout_s: float = 600.0
-    """How long a session waits for room at busy nodes before it fails with `BusyError`. As long as
-    nodes let an idle session keep its room, by default."""
+    """Seconds to wait for free cache at busy nodes before the session fails with `BusyError`. By
+    default as long as nodes keep an idle session."""
 
     replicate_cache: bool = False
-    """Keep a second node with the same blocks close behind each of a chain's nodes, which goes on
-    at once when that dies. It takes cache on both."""
+    """Give each node of a chain a successor with a recent copy of its cache, which takes over at
+    once if the node dies. Reserves cache on both."""
 
     quality: str = EXACT
-    """What compression may do to hidden states on their way: a floor (`exact`, `high`, `balanced`),
-    above which each link chooses by its speed, or one codec for all links."""
+    """Lower bound of precision for hidden states on the wire: a level (`exact`, `high`,
+    `balanced`), within which each link chooses a codec by its speed, or one codec for all links."""
 
     min_precision: Precision = "nf4"
-    """The coarsest that nodes may hold their weights in."""
+    """Coarsest quantization of weights that nodes may use."""
 
     strategy: StrategyName = "exact-latency"
-    """How chains are chosen (`routing/strategies.py`)."""
+    """Rule that chooses chains (`routing/strategies.py`)."""
 
     decisions: Path | None = None
-    """Where the last decisions are kept, for `nesa-node explain`; None: nowhere."""
+    """Log of the last decisions, for `nesa-node explain`; None: not recorded."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "quality", check_quality(self.quality))

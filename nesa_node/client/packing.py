@@ -1,4 +1,4 @@
-"""Padded batches in and out: what a step sends of them, and where its results belong.
+"""Packing of padded batches into tokens to send, and unpacking of the results.
 
 B rows, L columns of new tokens, T packed tokens, K kept columns, D hidden, V vocabulary.
 """
@@ -16,14 +16,16 @@ from nesa_node.core.errors import UnsupportedFeatureError
 
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
-    """A padded batch whose rows are sent without padding. `sent_BL=None` says that all is sent."""
+    """Padded batch, of which rows are sent without padding. `sent_BL=None` means that all columns
+    are sent.
+    """
 
     row_ids: Sequence[torch.Tensor]
     sent_BL: torch.Tensor | None
     columns: int
 
     def want(self, logits_to_keep: int | torch.Tensor) -> Want:
-        """ "last" where the last token of each row is all that the kept columns need."""
+        """ "last" if the kept columns need only the last token of each row, else "all"."""
         if isinstance(logits_to_keep, torch.Tensor) or (logits_to_keep != 1 and self.columns != 1):
             return "all"
         every_row_ends_here = self.sent_BL is None or bool(self.sent_BL[:, -1].all())
@@ -38,11 +40,11 @@ class PackedBatch:
     ) -> torch.Tensor:
         """Logits [B, K, V] of the kept columns; zeros in columns that were not sent.
 
-        `hidden_TD` is what a step with `want` returned. `logits_to_keep` means what transformers'
-        `forward` means by it: the last so many columns, 0 for all, or a tensor of their indices.
+        `hidden_TD` is the output of a step with `want`. `logits_to_keep` is as in transformers'
+        `forward`: the number of last columns, 0 for all, or a tensor of column indices.
         """
         logits_BKV = self._unpack(hidden_TD, want, logits_to_keep, head)
-        # Blocks and ends compute in inference mode; callers may change what they get in place.
+        # Blocks and head run in inference mode; callers may modify the result in place.
         return logits_BKV.clone() if logits_BKV.is_inference() else logits_BKV
 
     def _unpack(
@@ -75,7 +77,7 @@ class PackedBatch:
 def pack(
     ids_BL: torch.Tensor, mask_BL: torch.Tensor | None, skip: Sequence[int] | None = None
 ) -> PackedBatch:
-    """Leave out what `mask_BL` hides (0: padding), then each row's first `skip[row]` tokens."""
+    """Pack the columns that `mask_BL` shows (nonzero), less each row's first `skip[row]` tokens."""
     if mask_BL is not None and bool(mask_BL.all()):
         mask_BL = None
     if mask_BL is None and not (skip and any(skip)):

@@ -1,4 +1,4 @@
-"""How long a session tries to get its nodes, and how it paces itself."""
+"""Retries of building a chain: pauses, time limits, and a limit on concurrent attempts."""
 
 from __future__ import annotations
 
@@ -10,19 +10,18 @@ from nesa_node.core.errors import BusyError
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
 LOOKS = 3
-"""Looks at the swarm, one after another, before missing blocks are refused: one may be of a member
-of the DHT that did not answer."""
+"""Attempts in a row with missing blocks before giving up: a member of the DHT that did not answer
+may explain one."""
 HOLD_S = 5.0
-"""So long a session whose nodes are partly lost keeps the others while replacements are busy."""
+"""Seconds for which a session keeps the rest of its nodes while replacements are busy."""
 
 
 class Patience:
-    """Decides after each failed attempt, without any I/O.
+    """Retry policy with backoff. Pure: decides after each failed attempt.
 
-    Waiting for room is not failing: nodes that say `busy` are there and answer. They are asked for
-    `queue_timeout_s` from the beginning; other failures may last for `recovery_timeout_s`, which
-    counts from the last `busy`. The pauses grow and are jittered, so that clients which came
-    together come apart.
+    Busy nodes answer, so waiting for them is limited by `queue_timeout_s` from the start; other
+    failures by `recovery_timeout_s` since the last `BusyError`. Pauses grow exponentially with
+    jitter, which separates clients that started together.
     """
 
     def __init__(
@@ -54,7 +53,9 @@ class Patience:
 
     @property
     def must_let_go(self) -> bool:
-        """Leave the nodes that are left: two sessions may be holding each other's half."""
+        """Whether to release the remaining nodes: two sessions may each hold what the other one
+        needs.
+        """
         since = self._busy_since
         return since is not None and self._clock() - since >= self._hold_s
 
@@ -63,8 +64,8 @@ class Patience:
     ) -> float | None:
         """Seconds until the next attempt; None: give up.
 
-        With `others_left` the next attempt goes elsewhere and comes at once. `hopeless` is what
-        waiting cannot help, as far as one look can tell.
+        With `others_left` the next attempt uses different nodes and follows at once. `hopeless`
+        marks failures that waiting does not resolve by the current snapshot.
         """
         self._hopeless_looks = self._hopeless_looks + 1 if hopeless else 0
         if self._hopeless_looks >= LOOKS:
@@ -82,5 +83,5 @@ class Patience:
         if pause_s:
             pause_s *= self._rng.uniform(0.5, 1.5)
             self._pause_s = min(self._pause_s * 2, LONGEST_PAUSE_S)
-        # The last pause ends with the time there is: the attempt after it is made, too.
+        # The last pause ends at the deadline, so that one more attempt is made.
         return min(pause_s, until - now) if now < until else None

@@ -1,4 +1,4 @@
-"""How a client chooses among nodes, with what it has learned of them in all its sessions."""
+"""Planning of chains, with what the client has learned about nodes in all its sessions."""
 
 from __future__ import annotations
 
@@ -37,21 +37,20 @@ log = get_logger(__name__)
 
 Hops = tuple[Hop, ...]
 Audit = Callable[[NodeState, RouteRequest], Awaitable[float | None]]
-"""Measures the tokens/s that a node decodes; None where that cannot be done."""
+"""Measures the tokens/s that a node decodes; None if that fails."""
 
 AUDIT_EVERY_S = 600.0
-"""An audit is some work for the node."""
+"""Seconds between audits of a node, which cost it work."""
 AUDIT_AGAIN_S = 30.0
-"""After one that failed."""
+"""Seconds until the next audit after a failed one."""
 MAX_PUBLISHED = 3
-"""Orchestrators whose exponents are tried, those who have been known longest: each takes time."""
+"""Most sets of published exponents that are tried, of the longest known orchestrators: each costs
+planning time."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class View:
-    """What chains are planned from: nodes, links, how far the client is from each (ms), and how
-    much each is blamed by others.
-    """
+    """Input of planning: snapshot with links, the client's round trips (ms), weighed reports."""
 
     snapshot: Snapshot
     rtt_ms: Mapping[PeerId, float]
@@ -65,7 +64,7 @@ class Plan:
 
 
 class Planner:
-    """Shared by the sessions of a client. `clock` returns seconds and never goes back."""
+    """Plans chains for all sessions of a client. `clock` returns monotonic seconds."""
 
     def __init__(
         self,
@@ -76,7 +75,9 @@ class Planner:
         audit: Audit | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Raises `ConfigError` for a strategy that there is not. Without `audit` claims stand."""
+        """Raises `ConfigError` for an unknown strategy. Without `audit`, announced speeds are
+        believed.
+        """
         self._swarm = swarm
         self._clock = clock
         self._audit_at: dict[PeerId, float] = {}
@@ -91,12 +92,13 @@ class Planner:
         self.surroundings = Surroundings(swarm)
 
     async def view(self, snapshot: Snapshot, request: RouteRequest, *, may_ask: bool) -> View:
-        """`snapshot` as far as it is believed. With `may_ask`, after pings where there is a choice.
+        """Planning view of `snapshot`, with announced speeds corrected by measurements.
 
-        In a star everything passes the client: nodes are as far apart as their ways to it.
+        With `may_ask`, candidates are pinged first unless there is only one. In a star all traffic
+        passes the client: the round trip between nodes is the sum of their round trips to it.
         """
         if request.only is not None and len(request.only) == 1:
-            # Nothing to choose.
+            # A single candidate needs no links.
             return View(snapshot, {})
         if may_ask and isinstance(self.strategy, Greedy):
             self.strategy = await self._tuned(self.strategy, request.model_id)
@@ -108,7 +110,7 @@ class Planner:
         return View(replace(linked, nodes=nodes), rtt_ms, blames)
 
     async def _tuned(self, rule: Greedy, model_id: ModelId) -> Greedy:
-        """With what orchestrators publish now, as far as it is possible."""
+        """The rule with the exponents that orchestrators publish, within plausible bounds."""
         placements = await self._swarm.notices.fetch(Placement, model_id)
         known_s = self._swarm.notices.acquaintance.known_s
         told = [each for each in placements if each.exponents is not None]
@@ -126,15 +128,15 @@ class Planner:
         exclude: frozenset[PeerId],
         min_free_tokens: int,
     ) -> Plan:
-        """Hops that keep `keep`. Raises `MissingBlocksError`."""
+        """Plan hops that include `keep`. Raises `MissingBlocksError`."""
         asked = replace(self.asked(view, request), exclude=exclude, min_free_tokens=min_free_tokens)
         hops = fill_gaps(view.snapshot, asked, keep, choose=self.strategy.choose)
         return Plan(hops, asked)
 
     async def recheck(self, snapshot: Snapshot, request: RouteRequest, hops: Hops) -> None:
-        """Measure again how far the nodes of `hops` are, and, now and then, how fast.
+        """Ping the nodes of `hops`, and audit their speed if that is due.
 
-        Others are told who boasts.
+        Nodes that announce far more than the measured speed are reported.
         """
         used = {hop.peer_id for hop in hops}
         nodes = [node for node in snapshot.nodes if node.peer_id in used]
@@ -147,7 +149,7 @@ class Planner:
                     self.claims.unmeasurable(node)
                     self._audit_at[node.peer_id] = self._clock() + AUDIT_AGAIN_S
                     continue
-                # What others use of it now is counted with its load.
+                # Scaled to the idle node: planning accounts for its load separately.
                 idle_tokens_per_s = tokens_per_s * (1 + node.load)
                 log.info("node_audited", peer=node.peer_id, tokens_per_s=idle_tokens_per_s)
                 self.claims.measured(node.peer_id, idle_tokens_per_s)
@@ -155,7 +157,7 @@ class Planner:
                     self._swarm.reporter.note(request.model_id, node.peer_id, "slow")
 
     def step_s(self, view: View, request: RouteRequest, hops: Hops) -> float | None:
-        """What a step through `hops` should take; None where the view does not show them."""
+        """Expected seconds of a step through `hops`; None if the view lacks one of their nodes."""
         held = {node.peer_id: node.span for node in view.snapshot.nodes}
         if not all(hop.peer_id in held and held[hop.peer_id].covers(hop.span) for hop in hops):
             return None
@@ -164,9 +166,10 @@ class Planner:
     def without_own_load(
         self, view: View, hops: Hops, request: RouteRequest, step_s: float
     ) -> View:
-        """`view` with what a session over `hops` itself uses taken off its nodes' loads.
+        """`view` with the load subtracted that a session over `hops` itself causes.
 
-        Its steps take `step_s`. Else any idle node would look better than one that it makes busy.
+        Its steps take `step_s`. Otherwise any idle node would look better than a node the session
+        keeps busy.
         """
         lengths = {hop.peer_id: len(hop.span) for hop in hops}
 
@@ -181,7 +184,7 @@ class Planner:
         return replace(view, snapshot=replace(view.snapshot, nodes=nodes))
 
     def decided(self, session: bytes, reason: str, view: View, asked: Request, hops: Hops) -> None:
-        """Write down why `session` got `hops`, while it goes on."""
+        """Record in the background why `session` got `hops`."""
         known = {node.peer_id: node.span for node in view.snapshot.nodes}
         if self._decisions is not None and all(
             hop.peer_id in known and known[hop.peer_id].covers(hop.span) for hop in hops
@@ -191,7 +194,7 @@ class Planner:
             )
 
     async def close(self) -> None:
-        """Let go of what is not written yet, and of looks that go on."""
+        """Cancel pending writes and fetches."""
         await self.lookup.close()
         await self._writing.close()
 
@@ -214,7 +217,7 @@ class Planner:
             log.warning("decision_not_kept", reason=str(error))
 
     def asked(self, view: View, request: RouteRequest) -> Request:
-        """What a decoded token of the session needs of a chain."""
+        """Routing request for one decoded token of the session."""
         penalties_s = {
             node.peer_id: penalty_s
             for node in view.snapshot.nodes
@@ -228,7 +231,7 @@ class Planner:
         )
 
     def _penalty_s(self, peer: PeerId, view: View) -> float:
-        """For what the client has seen itself, and for what others report."""
+        """Penalty for failures that this client has seen and for reports by other peers."""
         return self.avoidance.penalty(peer) + blame_penalty_s(view.blames.get(peer, 0.0))
 
 

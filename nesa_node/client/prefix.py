@@ -1,7 +1,8 @@
-"""What a session is going to be fed first, so that nodes that still hold some of it need not be.
+"""Prefix-cache keys of a session: salted digests of its prompts' pages.
 
-Nodes are told digests only. Without the salt, which they never see, nobody can find out by trying
-what a prompt may have been.
+Nodes see only digests. Without the salt, which they never see, prompts cannot be guessed by trial.
+
+T packed tokens, D hidden.
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ from nesa_node.swarm.messages import MAX_DIGESTS, PREFIX_TOKENS, Prefix, RowSlic
 
 SALT_BYTES = 32
 UNKNOWN_TOKEN = -1
-"""Stands for a position that was fed as a hidden state."""
+"""Stands for a position that got a hidden state as input."""
 
 Inputs = Callable[[Sequence[RowSlice]], Awaitable[torch.Tensor]]
-"""Hidden states [T, D] that go into a session's blocks for these tokens of its prompt."""
+"""Computes the inputs [T, D] of a session's blocks for the given tokens of its prompt."""
 
 
 @dataclass(slots=True, kw_only=True)
 class SessionPrefix:
-    """`tokens[row]` is what comes first, without padding; `left` what the rows hold at the end.
+    """Prompt of a session: `tokens[row]` without padding; `left` is what rows hold at the end.
 
-    `left` is empty where that is not known, and then nothing is left for later sessions.
+    If `left` is empty, nodes keep nothing for later sessions.
     """
 
     salt: bytes = field(repr=False)
@@ -37,27 +38,27 @@ class SessionPrefix:
     left: list[Sequence[int]] = field(default_factory=list, repr=False)
 
     def announced(self, model: str, precision: str) -> Prefix:
-        """Digests of what comes first, without the last token: of that an output is wanted."""
+        """Digests of the prompt's pages without its last token, since its output is needed."""
         return _digests([tokens[:-1] for tokens in self.tokens], self.salt, model, precision)
 
     def leaves(self, model: str, precision: str) -> Prefix:
-        """Digests of what the rows hold at the end."""
+        """Digests of the pages that rows hold at the end."""
         return _digests(self.left, self.salt, model, precision)
 
 
 def scoped(salt: bytes, scope: str) -> bytes:
-    """A salt for the sessions of one `scope` only, which share nothing with others; "": `salt`."""
+    """Salt for sessions of one `scope`, which share prefixes only among themselves; "": `salt`."""
     return hashlib.blake2b(scope.encode(), key=salt).digest()[:SALT_BYTES] if scope else salt
 
 
 def for_peer(prefix: Prefix, peer: PeerId) -> Prefix:
-    """The same prefix for one node only: two that compare theirs see nothing in common."""
+    """Digests for one node only: nodes that compare theirs find nothing in common."""
     key = hashlib.blake2b(peer.encode()).digest()
     return tuple(tuple(_keyed(key, digest) for digest in digests) for digests in prefix)
 
 
 def _digests(rows: Sequence[Sequence[int]], salt: bytes, model: str, precision: str) -> Prefix:
-    """One for each full page of each row, as many as fit into a message."""
+    """Digests of each row's full pages, as many as fit into a message."""
     root = _keyed(salt, f"nesa prefix 1\n{model}\n{precision}".encode())
     pages = MAX_DIGESTS // max(len(rows), 1)
     return tuple(_chain(tokens[: pages * PREFIX_TOKENS], salt, root) for tokens in rows)

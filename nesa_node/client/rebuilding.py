@@ -1,4 +1,4 @@
-"""Rebuilds a session's chain again and again, until it stands or its time is over."""
+"""Rebuilding of a session's chain, with retries until it succeeds or time runs out."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ from nesa_node.routing.chains import Hop
 from nesa_node.routing.repair import gaps
 
 MEND_TIMEOUT_S = 3.0
-"""Of dialling and of opening a replacement, the first time: one that is cut off says nothing."""
+"""First timeout of dialling and of opening a replacement, which may be unreachable without an
+error."""
 UNTIL_THERE_IS_ROOM: tuple[type[NesaError], ...] = (
     BusyError,
     MissingBlocksError,
@@ -37,7 +38,7 @@ _SHORTEST_OPEN_S = 1.0
 
 
 class Rebuilding:
-    """Of one session's route."""
+    """Rebuilds the route of one session."""
 
     def __init__(
         self,
@@ -59,7 +60,7 @@ class Rebuilding:
         self._rng = rng
 
     def patience(self) -> Patience:
-        """For attempts that begin now."""
+        """New policy with time limits that start now."""
         return Patience(
             queue_timeout_s=self._queue_timeout_s,
             recovery_timeout_s=self._recovery_timeout_s,
@@ -74,9 +75,11 @@ class Rebuilding:
         *,
         begins: bool = False,
     ) -> None:
-        """Rebuild until it works, through errors that may pass, as long as `patience` lasts.
+        """Rebuild until it succeeds, through errors of the types `passing`, as long as `patience`
+        allows.
 
-        With `begins` missing blocks are waited for only where a node is joining with them.
+        With `begins`, missing blocks are waited for only where a node is joining with them. Raises
+        the last error, as `MissingBlocksError` or `BusyError` with the time waited.
         """
         what = "a chain of nodes" if begins else "a chain of nodes without those that failed"
         limit_s = patience.recovery_left_s
@@ -92,7 +95,7 @@ class Rebuilding:
                         lengths, begins=begins, open_timeout_s=timeout_s
                     )
                 except passing as error:
-                    # Yet another peer is gone or has no room: the next attempt goes elsewhere.
+                    # Another peer has failed or is busy: the next attempt uses different nodes.
                     others_left = not self._route.nodes.suspected <= known
                     hopeless = begins and self._is_hopeless(error)
                     pause_s = patience.pause_s(error, others_left=others_left, hopeless=hopeless)
@@ -107,7 +110,7 @@ class Rebuilding:
                     await self._line.pause(pause_s)
 
     def _is_hopeless(self, error: Exception) -> bool:
-        """Blocks are missing, and not all of them are about to come."""
+        """Whether blocks are missing that no joining node is going to serve."""
         if not isinstance(error, MissingBlocksError):
             return False
         joining = [Hop(node.peer_id, node.span) for node in self._route.nodes.joining]
@@ -135,7 +138,7 @@ class Rebuilding:
             )
 
     def _lacking(self) -> Sequence[Span]:
-        """Blocks without a node: of a chain that was never whole, those that were not reached."""
+        """Blocks without a node; for a chain that never stood, those of the nodes not reached."""
         alive = [link.hop for link in self._route.links if link.lost is None]
         return (not alive and self._route.opener.unreached) or gaps(self._request.span, alive)
 

@@ -1,4 +1,7 @@
-"""What a swarm cannot do for `generate` and `forward`, said before anything is sent."""
+"""Checks of options of `generate` and `forward`: unsupported ones, and plain greedy search.
+
+V vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +60,7 @@ _HARMLESS: Mapping[str, tuple[Any, ...]] = {
 def refuse_forward_arguments(arguments: Mapping[str, Any]) -> None:
     """Raise `UnsupportedFeatureError` for an argument of `forward` that would change its result.
 
-    An argument that is None or False asks for nothing. Unknown ones raise `TypeError`.
+    None and False are accepted. Unknown arguments raise `TypeError`.
     """
     for name, value in arguments.items():
         if value is None or value is False or name in _PASSED_ON_BY_GENERATE:
@@ -70,7 +73,7 @@ def refuse_forward_arguments(arguments: Mapping[str, Any]) -> None:
 
 
 def refuse_generation_options(config: GenerationConfig) -> None:
-    """Raise `UnsupportedFeatureError` for an option of `generate` that a swarm cannot offer."""
+    """Raise `UnsupportedFeatureError` for an option of `generate` that a swarm does not support."""
     mode = config.get_generation_mode()
     if mode not in _SUPPORTED_MODES:
         name = mode.value.replace("_", " ")

@@ -1,7 +1,7 @@
-"""Looks for nodes that could take the place of hops that are silent, while these are waited for.
+"""Search for nodes that could replace silent hops, while their answers are still awaited.
 
-Nothing is opened: a false alarm costs other nodes a ping. What answers is connected already when
-the chain is mended, and what does not answer is not tried.
+Nothing is opened: a false alarm costs each candidate a ping. Candidates that answer are already
+connected when the chain is repaired, and the rest is not tried.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from nesa_node.topology.snapshot import NodeState, Snapshot
 log = get_logger(__name__)
 
 ANSWER_S = 2.0
-"""A candidate that needs longer to be connected and to answer is no quick replacement."""
+"""Timeout of connecting to a candidate and pinging it, in seconds."""
 AGAIN_S = 1.0
-"""Until the next round, where nodes that answer could not take over."""
+"""Seconds between rounds while no replacement is found."""
 MOST_ASKED = 24
-"""The nearest ones: each that must be dialled costs as much as a connection."""
+"""Most candidates that are pinged, the nearest first: each may cost a new connection."""
 
 
 class ReplacementSearch:
-    """One search at a time, for the hops that are silent now."""
+    """Search for replacements of the hops that are silent now, one at a time."""
 
     def __init__(self, swarm: Swarm, request: RouteRequest, nodes: Nodes) -> None:
         self.replaceable: frozenset[PeerId] = frozenset()
-        """Hops whose place nodes could take that have answered since."""
+        """Hops that nodes which have answered could replace; empty until such nodes are found."""
         self._swarm = swarm
         self._request = request
         self._nodes = nodes
@@ -46,22 +46,23 @@ class ReplacementSearch:
         self._answered: set[PeerId] = set()
         self._task: asyncio.Task[None] | None = None
         self._stopped: set[asyncio.Task[None]] = set()
-        """Cancelled, and not over yet."""
+        """Cancelled tasks that have not ended."""
 
     @property
     def found(self) -> bool:
-        """Whether the chain could be mended with nodes that have answered."""
+        """Whether nodes that have answered could repair the chain."""
         return bool(self.replaceable)
 
     @property
     def silent(self) -> frozenset[PeerId]:
-        """The nodes that a replacement is looked for."""
+        """Silent nodes to be replaced."""
         return self._silent
 
     def begin(self, hops: Hops, *choices: frozenset[PeerId]) -> None:
-        """Look for nodes in the place of those of `hops` that one of `choices` names.
+        """Search for nodes that could replace all hops of one of `choices`.
 
-        Goes on if it does already. Several choices: to replace either would do.
+        A running search for the same choices continues. Several choices mean that replacing any one
+        of them suffices.
         """
         if choices != self._choices:
             self._stop()
@@ -70,20 +71,20 @@ class ReplacementSearch:
             self._task = asyncio.create_task(self._search(hops), name="replacement-search")
 
     def end(self) -> None:
-        """None is silent any more, or the chain is mended."""
+        """End the search and forget its result: no hop is silent, or the chain is repaired."""
         self._stop()
         self._choices, self._silent, self.replaceable = (), frozenset(), frozenset()
         self._asked.clear()
         self._answered.clear()
 
     def settle(self) -> frozenset[PeerId]:
-        """Hops are lost: keep the next plan off what has not answered, which is returned."""
+        """Exclude candidates that did not answer from the next plan; return them."""
         unreachable = frozenset(self._asked - self._answered)
         self._nodes.avoid(unreachable)
         return unreachable
 
     async def close(self) -> None:
-        """End the search and wait until it has ended."""
+        """End the search and wait for its tasks."""
         self.end()
         await asyncio.gather(*self._stopped, return_exceptions=True)
 
@@ -105,13 +106,13 @@ class ReplacementSearch:
                         asking.create_task(self._ask(node, snapshot, hops))
                 if not self.found:
                     await asyncio.sleep(AGAIN_S)
-        except Exception:  # the edge of a task: the session waits on, and mends without it
+        except Exception:  # edge of a task: the session still repairs its chain without it
             log.exception("replacement_search_failed")
 
     def _candidates(
         self, snapshot: Snapshot, lost: Sequence[Span], used: set[PeerId]
     ) -> list[NodeState]:
-        """Nodes with some of the lost blocks, the nearest first."""
+        """Nodes that hold some of the lost blocks, the nearest first."""
         rtt_ms = self._swarm.distances.rtt_ms
         holders = [
             node

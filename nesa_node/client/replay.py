@@ -1,4 +1,4 @@
-"""What a session sent to whom, and how fresh nodes are brought to where the others are.
+"""Replay of a session's steps to nodes that join its chain.
 
 T packed tokens, D hidden.
 """
@@ -21,7 +21,7 @@ from nesa_node.swarm.outbox import Kept, Outbox
 
 
 class Replay:
-    """Keeps the inputs of the first hop, and in a star those of every hop, by their first block."""
+    """Keeps the inputs of the first hop, in a star those of every hop, by their first block."""
 
     def __init__(self, route: Route, request: RouteRequest, flow: Flow) -> None:
         self._route = route
@@ -30,7 +30,7 @@ class Replay:
         self._outboxes: dict[int, Outbox] = {request.span.start: Outbox()}
 
     def stages(self) -> list[Stage]:
-        """What new steps go through, each keeping what it is sent."""
+        """Pipeline stages for new steps, each of which records its inputs."""
         links = self._route.links
         if self._request.mode == "chain":
             return [Stage(links[0], links[-1], links, self._outbox(links[0]))]
@@ -41,7 +41,7 @@ class Replay:
         return stages
 
     def note(self, kept: Kept) -> None:
-        """Keep what the first hop would have been sent if it had not held it already."""
+        """Record a step that the first hop need not be sent, since it reused those tokens."""
         self._outboxes[self._request.span.start].append(kept)
 
     def truncate(self, lengths: Sequence[int]) -> None:
@@ -50,7 +50,7 @@ class Replay:
             outbox.truncate(lengths)
 
     def reorder(self, sources: Sequence[int]) -> None:
-        """Let each row have been sent what row `sources[row]` was."""
+        """Let each row have the inputs of row `sources[row]`."""
         for outbox in self._outboxes.values():
             outbox.reorder(sources)
 
@@ -64,8 +64,8 @@ class Replay:
     ) -> None:
         """Rebuild the route; afterwards every node holds `lengths[row]` tokens of each row.
 
-        With `begins` those are the route's to find. Nothing beyond them may be kept. Raises what
-        `Route.rebuild` does, and what sending does.
+        With `begins` the route determines the lengths itself. No inputs beyond them may be
+        recorded. Raises what `Route.rebuild` and sending raise.
         """
         await self._route.rebuild(
             lengths,
@@ -79,8 +79,7 @@ class Replay:
         for link in links if self._request.mode == "star" else links[:1]:
             if link in self._route.held:
                 await self._replay(link, self._route.held[link], lengths)
-        # Where no hop begins any more, nothing is added either: it would be taken for complete when
-        # the route comes back to these spans.
+        # Inputs at blocks where no hop starts any more would have gaps if a hop starts there again.
         starts = {hop.span.start for hop in self._route.hops}
         self._outboxes = {start: kept for start, kept in self._outboxes.items() if start in starts}
 
@@ -99,18 +98,18 @@ class Replay:
             meta, payload = self._after(link).wire.encode(HiddenStates.of(output_TD))
             outbox.append(Kept(kept.step, kept.rows, "all", meta, payload, self._flow.via))
 
-        # What a last hop was asked for is not enough once blocks follow it.
+        # As a last hop it may have been asked for less than the next hop needs.
         whole = [replace(kept, want="all") for kept in steps]
         await self._flow.run(whole, [Stage(link, link, [link])], keep)
         self._outboxes[link.hop.span.end] = outbox
 
     def _forget_later_hops(self) -> None:
-        """What they were sent does not reach back as far as it must; the first hop's inputs do."""
+        """Keep only the first hop's inputs: those of later hops begin after the new start."""
         start = self._request.span.start
         self._outboxes = {start: self._outboxes[start]}
 
     def _lacks_next(self, hop: Hop) -> bool:
-        """Whether nobody has what went into the blocks after `hop`."""
+        """Whether the inputs of the blocks after `hop` are not recorded."""
         end = hop.span.end
         return end < self._request.span.end and end not in self._outboxes
 

@@ -1,4 +1,4 @@
-"""What a session needs of its nodes."""
+"""Requests and options of routes: what a session needs of its nodes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from nesa_node.swarm.messages import Mode, Prefix
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouteRequest:
-    """What a session needs of its nodes."""
+    """Requirements of one session on its nodes."""
 
     model_id: ModelId
     span: Span
@@ -25,21 +25,21 @@ class RouteRequest:
     mode: Mode
     swarm_key: str | None = None
     replicates: bool = False
-    """Every node is to have a successor that is close behind it."""
+    """Whether every node gets a successor with a recent copy of its cache."""
     num_blocks: int | None = None
-    """Of the whole model. Where it is given, records that say otherwise count for nothing."""
+    """Blocks of the whole model, if known: records that contradict it are ignored."""
     prefix: Prefix = ()
-    """Digests of what each row will be fed first."""
+    """Digests of each row's prompt."""
     min_precision: Precision = "nf4"
-    """The coarsest that nodes may hold their weights in."""
+    """Coarsest quantization of weights that nodes may use."""
     quality: str = EXACT
-    """What compression may do to hidden states."""
+    """Lower bound of precision for hidden states on the wire."""
     only: frozenset[PeerId] | None = None
-    """Whom it may use; None: anybody."""
+    """Peers that the session may use; None: all."""
 
     @property
     def precision(self) -> str:
-        """What the hidden states that reach a node depend on beside the tokens."""
+        """Everything besides the tokens that determines a node's inputs, for prefix digests."""
         words = [self.dtype]
         if self.quality != EXACT:
             words.append(self.quality)

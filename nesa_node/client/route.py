@@ -1,4 +1,4 @@
-"""The hops of a session, and how they are made again when some of them are lost."""
+"""Route of a session: its links, and their repair after failures."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ log = get_logger(__name__)
 
 
 class Route:
-    """Links in the order of their blocks. `epoch` rises with every change of them.
+    """Links in the order of their blocks. `epoch` increases with every change of them.
 
     `rebuild` and `rollback` run one at a time; the session calls them.
     """
@@ -56,10 +56,8 @@ class Route:
         self.links: list[HopLink] = []
         self.epoch = 0
         self.held: dict[HopLink, tuple[int, ...]] = {}
-        """What the links that the last rebuild brought in, or sent back, hold of each row.
-
-        They need the rest.
-        """
+        """Tokens of each row that nodes hold which the last rebuild added or sent back; they need
+        the rest."""
         self.beginning = Beginning(request.rows, request.prefix)
         self.successors = Successors(request.rows)
         self._swarm = swarm
@@ -73,7 +71,7 @@ class Route:
 
     @property
     def session(self) -> bytes:
-        """Its id at a chain's nodes."""
+        """Session id at a chain's nodes."""
         return self.opener.session
 
     @property
@@ -90,18 +88,18 @@ class Route:
         on_return: Callable[[], None] = lambda: None,
         open_timeout_s: float = OPEN_TIMEOUT_S,
     ) -> None:
-        """Keep the links that live and are not in `drop`, open what is missing, link them all.
+        """Keep live links outside `drop`, open missing hops, and link all of them.
 
-        Afterwards every kept node holds `lengths[row]` tokens, and those in `held` what that says.
-        With `begins` nothing was sent yet, and all hold what `beginning.start` says. If all must go
-        back to an earlier start, `on_return` is called before they do.
+        Afterwards kept nodes hold `lengths[row]` tokens and those in `held` the tokens given there.
+        With `begins` nothing was sent yet, and all nodes hold `beginning.start`. If all have to go
+        back to an earlier start, `on_return` is called first.
 
-        Where a node goes that has a successor, this takes its place. A star's new hop sends its
-        outputs again only where `needs_output(hop)`. A node that failed lately is a last resort,
-        and none where all in `drop` could stay. What this attempt opened is closed again if it
-        fails; the old links stay, though not linked to each other.
-        Raises `MissingBlocksError`, `BusyError`, `ContextLengthError`, `RefusedError`,
-        `PeerUnreachableError` and `RemoteError`; `SwarmError` once libp2p's daemon has ended.
+        A node that has a successor is replaced by it. In a star, a new hop repeats its outputs only
+        where `needs_output(hop)`. Suspected nodes are a last resort, and excluded if all links in
+        `drop` could stay. On failure everything opened here is closed; old links stay, but not
+        linked to each other. Raises `MissingBlocksError`, `BusyError`, `ContextLengthError`,
+        `RefusedError`, `PeerUnreachableError` and `RemoteError`; `SwarmError` once libp2p's daemon
+        has ended.
         """
         with self._swarm.transport.while_alive():
             gone = [link for link in self.links if link.lost or link.hop.peer_id in drop]
@@ -111,11 +109,11 @@ class Route:
             try:
                 await self._discard([link for link in gone if link.lost is not None])
                 kept = [*(link for link in self.links if link not in gone), *held]
-                # Links that live and stay good beat nodes that may be gone.
+                # Live links that do not leave are better than suspected nodes.
                 optional = bool(gone) and all(not link.lost and not link.leaving for link in gone)
                 hops, addresses = await self._plan(kept, drop, may_ask=begins, no_suspects=optional)
                 if not {link.hop for link in kept} <= set(hops):
-                    # No node can join what is left: begin again, with other nodes or other spans.
+                    # No plan includes the kept links: start over with other nodes or other spans.
                     await close_all(fresh)
                     await self.let_go()
                     kept, held, fresh = [], {}, []
@@ -144,16 +142,16 @@ class Route:
             await self.successors.keep_only(links)
 
     def give_up_silent(self) -> None:
-        """Links were lost since they were silent: mend the chain with nodes that answer."""
+        """Keep nodes and successors that did not answer the search out of the repaired chain."""
         unreachable = self.search.settle()
         for link in self.links:
             successor = self.successors.link_of(link)
             if successor is not None and successor.hop.peer_id in unreachable:
-                successor.lose(f"{successor.hop.peer_id} did not answer either")
+                successor.lose(f"{successor.hop.peer_id} did not answer a ping")
         self.search.end()
 
     async def rollback(self, lengths: Sequence[int]) -> None:
-        """Cut every node's cache. Raises `PeerUnreachableError` or `RemoteError`."""
+        """Truncate every node's cache. Raises `PeerUnreachableError` or `RemoteError`."""
         self.epoch += 1
         self.beginning.truncate(lengths)
         self.successors.truncate(lengths)
@@ -162,9 +160,9 @@ class Route:
             await self._all(self.links, [link.rollback(message) for link in self.links])
 
     async def reorder(self, sources: Sequence[int]) -> None:
-        """Let each row go on as a copy of row `sources[row]` at every node.
+        """Let each row continue as a copy of row `sources[row]` at every node.
 
-        Raises `PeerUnreachableError` or `RemoteError`: then some may have done it and others not.
+        Raises `PeerUnreachableError` or `RemoteError`: then some nodes may have done so already.
         """
         self.epoch += 1
         self.beginning.reorder(sources)
@@ -178,11 +176,11 @@ class Route:
         return self.successors.prepare(link, self._open_successor)
 
     def refresh_successors(self) -> None:
-        """Bring the successors of all links to where those are, as soon as that can be."""
+        """Update the successors of all links in the background."""
         self.successors.refresh(self.links, self._open_successor)
 
     async def let_go(self) -> None:
-        """Leave every node: the next rebuild begins anew, and avoids those that were lost."""
+        """Close all links and take a new session id; lost nodes are avoided in the next rebuild."""
         self._suspect_lost(self.links)
         await self.close()
         before = session_name(self.session)
@@ -190,7 +188,7 @@ class Route:
         log.info("session_renamed", before=before, now=session_name(self.session))
 
     async def close(self, prefix: Prefix = ()) -> None:
-        """`prefix` names what every node's rows hold, for later sessions to begin with."""
+        """Close all links. `prefix` has digests of the rows' tokens, for nodes' prefix caches."""
         self.search.end()
         await self.successors.close()
         await self._discard(self.links, prefix)
@@ -199,7 +197,7 @@ class Route:
     def _suspect_lost(self, links: Sequence[HopLink]) -> None:
         for link in links:
             if link.lost is not None:
-                # One that said that it leaves has not failed.
+                # A node that announced its leaving has not failed.
                 self.nodes.suspect(link.hop.peer_id, link.lost, link.fault, tell=not link.leaving)
 
     async def _plan(
@@ -210,7 +208,7 @@ class Route:
         may_ask: bool,
         no_suspects: bool,
     ) -> tuple[tuple[Hop, ...], Mapping[PeerId, tuple[str, ...]]]:
-        """Hops that keep `kept` if that can be, and where to reach them."""
+        """Hops that include those of `kept` if possible, and the addresses of new nodes."""
         hops = tuple(sorted((link.hop for link in kept), key=lambda hop: hop.span.start))
         if hops and not gaps(self._request.span, hops):
             return hops, {}
@@ -221,7 +219,7 @@ class Route:
     async def _succeed(
         self, gone: Sequence[HopLink], lengths: Sequence[int]
     ) -> dict[HopLink, tuple[int, ...]]:
-        """The successors of those who go, and what they hold of what is to stay."""
+        """Take the successors of the links `gone`; return the tokens per row that each holds."""
         held: dict[HopLink, tuple[int, ...]] = {}
         try:
             for link in gone:
@@ -229,7 +227,7 @@ class Route:
                     successor, reached = await self.successors.take(link)
                     held[successor] = tuple(map(min, reached, lengths))
             if len(held) < len(gone):
-                # Whoever stands ready for others may be needed here, and takes part only once.
+                # A successor takes part only once, but may be needed here as a regular hop.
                 await self.successors.close()
         except BaseException:
             await close_all(list(held))
@@ -308,7 +306,7 @@ class Route:
                     if either.lost is not None:
                         self.nodes.suspect(either.hop.peer_id, either.lost, "stalled")
             else:
-                # It cannot be brought to where the others are.
+                # It cannot be brought to the same state as the rest.
                 link.lose(str(error))
                 self.nodes.suspect(link.hop.peer_id, str(error))
             raise
@@ -316,15 +314,15 @@ class Route:
     async def _all(
         self, links: Sequence[HopLink], requests: Sequence[Coroutine[object, object, None]]
     ) -> None:
-        """Wait for every request to `links`, then raise the first failure: none is left running.
+        """Wait for all `requests` to `links`, then raise the first failure.
 
-        Links that are silent meanwhile are lost, as in a step.
+        Links that are silent meanwhile are failed, as in a step.
         """
         async with self.detector.watching(links, self.give_up_silent):
             results = await asyncio.gather(*requests, return_exceptions=True)
         failures = [result for result in results if isinstance(result, BaseException)]
         if failures:
-            del results  # it holds what is raised, whose traceback holds this frame
+            del results  # it refers to the raised error, and its traceback to this frame
             raise failures.pop(0)
 
     def _waiting_for(self, what: str) -> AbstractContextManager[object]:

@@ -1,4 +1,4 @@
-"""A session over the swarm: steps go out, outputs come back, lost nodes are replaced on the way.
+"""Session over the swarm: sends steps, receives outputs, replaces lost nodes.
 
 T packed tokens, D hidden.
 """
@@ -52,14 +52,14 @@ from nesa_node.swarm.tasks import TaskSet
 log = get_logger(__name__)
 
 MAX_ATTEMPTS = 20
-"""Of a step that gets no further, each through a chain that could be linked."""
+"""Most attempts at a step that makes no progress, each over a newly linked chain."""
 REPLICATE_EVERY_S = 0.25
-"""What came since is computed again when a node dies that has a successor."""
+"""Seconds between updates of successors: newer tokens are computed again after a failover."""
 _FRUITLESS = f"a step failed {MAX_ATTEMPTS} times although the chain could be linked each time"
 
 
 class RemoteSession:
-    """A `BlockSession` whose blocks run on other machines."""
+    """A `BlockSession` with its blocks on other machines."""
 
     def __init__(
         self,
@@ -123,14 +123,14 @@ class RemoteSession:
 
     @property
     def codecs(self) -> tuple[str, ...]:
-        """How the last step's hidden states travelled, stream by stream from here to here."""
+        """Codec of the last step's hidden states on each stream, from the client and back to it."""
         streams = len(self.hops) + 1 if self._request.mode == "chain" else 2 * len(self.hops)
         via = self._flow.via
         return ("none",) * (streams - len(via)) + via
 
     @property
     def suspected(self) -> frozenset[PeerId]:
-        """Nodes that have not answered for longer than usual; replacements are looked for."""
+        """Nodes that have been silent for longer than usual."""
         return self._route.search.silent
 
     @property
@@ -138,9 +138,9 @@ class RemoteSession:
         return tuple(self._losses)
 
     async def open(self) -> None:
-        """Reserve a session on every hop, all or none; wait while nodes are busy or missing.
+        """Reserve cache on every hop, all or none; wait while nodes are busy or missing.
 
-        Raises at once what waiting cannot help: `RefusedError` and `ContextLengthError`.
+        Raises `RefusedError` and `ContextLengthError` at once, since waiting does not resolve them.
         """
         patience = self._rebuilding.patience()
         with self._named(), self._trace.part("open"):
@@ -160,9 +160,10 @@ class RemoteSession:
         want: Want = "all",
         chunk_tokens: int | None = None,
     ) -> torch.Tensor:
-        """See `BlockSession.step`. Raises `MissingBlocksError` if lost blocks stay lost.
+        """See `BlockSession.step`. Raises `MissingBlocksError` if lost blocks are not replaced in
+        time.
 
-        With `chunk_tokens` it travels in pieces of so many tokens.
+        With `chunk_tokens` the step is sent in chunks of that many tokens.
         """
         self._check(hidden_TD, rows)
         await self._replace_leavers()
@@ -182,7 +183,7 @@ class RemoteSession:
         while chunks:
             left = len(chunks)
             try:
-                # Encoded one by one, while outputs of the first take theirs off the list.
+                # Encoded lazily: `take` removes chunks from the deque meanwhile.
                 steps = self._encode(tuple(chunks), wire_TD)
                 with self._waiting_for_output() as wait:
                     await self._flow.run(steps, self._replay.stages(), take)
@@ -226,7 +227,7 @@ class RemoteSession:
         try:
             await self._route.reorder(sources)
         except (PeerUnreachableError, RemoteError):
-            # It is not known which rows a node holds now.
+            # Which rows each node holds is unknown.
             await self._recover(anew=True)
 
     async def close(self) -> None:
@@ -241,7 +242,7 @@ class RemoteSession:
         self._line.left()
 
     def _named(self) -> AbstractContextManager[None]:
-        """Around what the log may tell of."""
+        """Log context with this session's name."""
         return logging_of(self._route.session)
 
     def _tell(self, event: str) -> None:
@@ -249,14 +250,14 @@ class RemoteSession:
         log.info(event, mode=self._request.mode, hops=hops)
 
     async def _note_what_is_held(self) -> None:
-        """Nodes that come later may hold less of what the rows begin with."""
+        """Record reused tokens for replay, since nodes that join later may lack them."""
         rows = [RowSlice(row, 0, length) for row, length in enumerate(self._lengths) if length]
         if self._prefix is None or not rows:
             return
         hidden_TD = await self._prefix.inputs(rows)
         wire_TD = hidden_TD.to(tensors.DTYPES[self._request.dtype])
         for chunk in cut(rows, "none", len(self.hops)):
-            # As it is: most likely nobody is ever sent it.
+            # Uncompressed: these are rarely sent.
             self._step += 1
             meta, payload = tensors.encode(wire_TD[chunk.start : chunk.end])
             self._replay.note(Kept(self._step, chunk.rows, chunk.want, meta, payload))
@@ -266,11 +267,11 @@ class RemoteSession:
         if hidden_TD.shape != (total, self._request.hidden_size):
             raise ValueError(f"{list(hidden_TD.shape)} are not the hidden states of {total} tokens")
         if not tensors.is_finite(hidden_TD):
-            # No node would take them, and each would be blamed for it.
+            # Every node would refuse them, and be blamed for it.
             raise ProtocolError("not_finite", "the hidden states hold NaN or infinite values")
         for part in rows:
             if part.position != self._lengths[part.row]:
-                raise ValueError(f"row {part.row} goes on at {self._lengths[part.row]}, not {part}")
+                raise ValueError(f"row {part.row} has {self._lengths[part.row]} tokens, not {part}")
             if part.position + part.count > self.max_tokens:
                 raise CacheFullError(
                     f"row {part.row} would hold {part.position + part.count} tokens; "
@@ -286,7 +287,7 @@ class RemoteSession:
             yield Kept(self._step, chunk.rows, chunk.want, meta, payload)
 
     def _look_out(self, step_s: float) -> None:
-        """Look for better nodes beside the session, if its steps take longer than they should."""
+        """Start a search for better nodes if steps are slower than expected."""
         if self._watched != self.hops:
             self._watched = self.hops
             self._watch.begin(self._route.nodes.expected_s)
@@ -301,21 +302,21 @@ class RemoteSession:
             try:
                 leave = await self._route.nodes.to_leave(hops, step_s)
             except NesaError as error:
-                log.info("chain_not_reconsidered", reason=str(error))
+                log.info("chain_check_failed", reason=str(error))
                 return
         for link in self._route.links:
             if link.hop.peer_id in leave:
                 link.is_unwanted = True
 
     def _replicate(self) -> None:
-        """Let successors catch up, if the session is to have them."""
+        """Update successors, if the session has them."""
         now = time.monotonic()
         if self._request.replicates and now >= self._replicate_at:
             self._replicate_at = now + REPLICATE_EVERY_S
             self._route.refresh_successors()
 
     async def _replace_leavers(self) -> None:
-        """Move off nodes that said they leave, if others can take over; try once a second."""
+        """Replace nodes that leave or are too slow, if possible; tried at most once a second."""
         links = self._route.links
         leavers = [link for link in links if link.leaving]
         leavers = leavers or [link for link in links if link.is_unwanted]
@@ -323,13 +324,13 @@ class RemoteSession:
         if not leaving or time.monotonic() < self._leaver_check_at:
             return
         if any(link.lost is not None for link in links):
-            # A rebuild lets go of lost links even where it fails, and a step must not run over the
-            # others as if nothing were missing: it is for the step to find the loss and mend it.
+            # A rebuild drops lost links even if it fails, and a step must not run over the
+            # remaining ones: the step finds the loss and repairs it.
             return
         if self._request.mode == "chain":
             under_way = [link for link in leavers if self._route.prepare_successor(link)]
             if under_way:
-                # They serve on until others hold what they do.
+                # They serve until successors hold their cache.
                 return
         began = time.monotonic()
         self._leaver_check_at = began + 1.0
@@ -342,31 +343,31 @@ class RemoteSession:
         try:
             await self._replay.rebuild(self._lengths, drop=leaving)
             self._note_loss(leaving, began)
-            log.info("moved_off_leaving_nodes", peers=sorted(leaving))
+            log.info("nodes_replaced", peers=sorted(leaving))
             self.tallies.failovers["left" if any(x.leaving for x in leavers) else "slow"] += 1
         except NesaError as error:
-            # Else a session that works would be held up by this again and again.
+            # Otherwise a working session would retry this again and again.
             for link in leavers:
                 link.is_unwanted = False
             if isinstance(error, MissingBlocksError):
-                log.info("cannot_move_off_yet", reason=str(error))
+                log.info("node_replacement_postponed", reason=str(error))
             else:
-                log.info("moving_off_failed", reason=str(error))
+                log.info("node_replacement_failed", reason=str(error))
                 await self._recover()
 
     async def _recover(self, *, anew: bool = False) -> None:
-        """Mend the chain; `anew` opens the session at every node once more."""
+        """Repair the chain; `anew` opens the session again at every node."""
         self.recoveries += 1
         began, before = time.monotonic(), self.hops
         failed = {link.hop.peer_id for link in self._route.links if link.lost is not None}
         self._replay.truncate(self._lengths)
-        # Those who refuse, or are too small for the session, may be joined by others.
+        # Nodes that refuse, or are too small, may be joined by suitable ones.
         passing = (*UNTIL_THERE_IS_ROOM, ContextLengthError, RefusedError)
         with self._named(), self._trace.part("recover"):
             if anew:
                 await self._route.let_go()
             await self._rebuilding.persist(self._rebuilding.patience(), passing, self._lengths)
-            self._tell("chain_mended")
+            self._tell("chain_repaired")
         gone = {hop.peer_id for hop in before} - {hop.peer_id for hop in self.hops}
         self._note_loss(failed | gone, began)
         self.tallies.recovery_s.add(time.monotonic() - began)

@@ -1,4 +1,4 @@
-"""What a trace tells of one session: how it was opened, read, continued and mended."""
+"""Traces and metrics of sessions."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from nesa_node.core import tracing
 from nesa_node.core.tracing import NO_SPAN, Span
 
 MOST_PARTS = 64
-"""Phases and recoveries that a session tells of one by one."""
+"""Most phases and recoveries of a session with a span of their own."""
 
 
 class SessionTrace:
-    """Decode steps are one span together: a trace is not to grow with every token."""
+    """Trace of one session. Consecutive decode steps share a span, so that its size is bounded."""
 
     def __init__(self, request: RouteRequest, name: str) -> None:
         self._span = tracing.start(
@@ -29,10 +29,11 @@ class SessionTrace:
             },
         )
         self.on = self._span.context is not None
-        """Whether anybody traces: else nothing here need be called."""
+        """Whether tracing is on; if not, no other member needs to be used."""
         chained = self.on and request.mode == "chain"
         self.told = bytes(self._span.context) if chained and self._span.context else b""
-        """What nodes are told. A star's are not: they must not find out that they share one."""
+        """Trace context sent to nodes. Empty in a star: its nodes must not be able to match
+        sessions."""
         self._parts = 0
         self._phase = ""
         self._phase_span = NO_SPAN
@@ -42,11 +43,11 @@ class SessionTrace:
         self._stepped_at = 0.0
 
     def part(self, name: str) -> AbstractContextManager[Span]:
-        """Around opening and mending."""
+        """Span around opening or repairing the chain."""
         return tracing.within(self._part(name, None))
 
     def stepped(self, phase: str, tokens: int, seconds: float) -> None:
-        """A step of `tokens` is done; a span for all of a phase that follow each other."""
+        """Add a step of `tokens` tokens to the span of its phase."""
         self._stepped_at = time.time()
         if phase != self._phase:
             self._end_phase()

@@ -1,4 +1,4 @@
-"""What the generation code asks of a running session and of the connection that opens one.
+"""Protocols of sessions and of connections that open them.
 
 T packed tokens, D hidden.
 """
@@ -22,9 +22,9 @@ __all__ = ["BlockSession", "Connect", "RowSlice", "SwarmConnection", "Want"]
 
 
 class BlockSession(Protocol):
-    """The KV caches of `rows` sequences in a span of blocks, wherever those blocks run.
+    """KV caches of `rows` sequences in a span of blocks.
 
-    One call at a time; the caller waits for a step before it asks for the next one or rolls back.
+    One call at a time: a step ends before the next call.
     """
 
     @property
@@ -37,75 +37,76 @@ class BlockSession(Protocol):
 
     @property
     def max_tokens(self) -> int:
-        """Tokens that every hop has promised to hold per row."""
+        """Tokens per row that every hop has reserved."""
         ...
 
     @property
     def hops(self) -> tuple[Hop, ...]:
-        """The chain as it is now; it changes when a node is replaced."""
+        """The current chain; it changes when a node is replaced."""
         ...
 
     @property
     def codecs(self) -> tuple[str, ...]:
-        """How the last step's hidden states travelled, stream by stream; empty without streams."""
+        """Codec of the last step's hidden states on each stream; empty without streams."""
         ...
 
     @property
     def losses(self) -> tuple[Loss, ...]:
-        """Nodes that it had to go on without, the last ones."""
+        """The last replacements of nodes."""
         return ()
 
     async def step(
         self, hidden_TD: torch.Tensor, rows: Sequence[RowSlice], *, want: Want = "all"
     ) -> torch.Tensor:
-        """Run packed tokens through the span, after those the caches hold.
+        """Run packed tokens through the span, after those that the caches hold.
 
-        `hidden_TD` holds the slices one after another in the order of `rows` (T is the sum of their
-        counts, each row at most once) and is not modified. Each slice's `position` must equal its
-        row's length; rows not named stay as they are. Returns [T, D], or with `want="last"` only
-        the last token of each slice, [len(rows), D], in the dtype of `hidden_TD`.
-        Raises `CacheFullError` beyond `max_tokens`, before anything is sent.
+        `hidden_TD` holds the slices in the order of `rows` (T is the sum of their counts, each row
+        at most once) and is not modified. Each slice's `position` must equal its row's length;
+        other rows are unchanged. Returns [T, D], with `want="last"` only the last token of each
+        slice, [len(rows), D], and with `want="none"` [0, D], in the dtype of `hidden_TD`. Raises
+        `CacheFullError` beyond `max_tokens`, before anything is sent.
         """
         ...
 
     async def rollback(self, lengths: Sequence[int]) -> None:
-        """Forget each row's tokens beyond `lengths[row]`; none may be longer than it is."""
+        """Remove each row's tokens beyond `lengths[row]`, which must not exceed its length."""
         ...
 
     async def reorder(self, sources: Sequence[int]) -> None:
-        """Let each row go on as a copy of row `sources[row]`, as beam search needs it."""
+        """Let each row continue as a copy of row `sources[row]`, for beam search."""
         ...
 
     async def close(self) -> None:
-        """Release what every hop holds. May be called twice."""
+        """Release the caches on every hop. Idempotent."""
         ...
 
 
 class SwarmConnection(Protocol):
-    """A member of the swarm that opens sessions. Used inside one event loop."""
+    """Membership in the swarm that opens sessions. For one event loop."""
 
     def open_session(
         self, span: Span, *, rows: int, max_tokens: int, prefix: SessionPrefix | None = None
     ) -> AbstractAsyncContextManager[BlockSession]:
-        """A session over the blocks of `span` that holds up to `max_tokens` in each of `rows` rows.
+        """Open a session over the blocks of `span` for up to `max_tokens` tokens in each of `rows`
+        rows.
 
-        With a `prefix` its rows may begin with some of those tokens, as `lengths` then says.
-        Entering raises `ContextLengthError` where no route promises that many tokens per row and
-        `MissingBlocksError` where some blocks stay without a node. Leaving closes the session. It
-        is entered and left by one task; steps may come from others, one at a time. A step that is
-        cancelled leaves the session unusable: it can only be left.
+        With a `prefix` its rows may start with some of those tokens, see `lengths`. Entering raises
+        `ContextLengthError` where no route can hold that many tokens per row and
+        `MissingBlocksError` where blocks stay without a node. Leaving closes the session. One task
+        enters and leaves it; steps may come from other tasks, one at a time. After a cancelled step
+        the session can only be left.
         """
         ...
 
     @property
     def is_lost(self) -> bool:
-        """Whether the swarm has to be joined anew before another session. For any thread."""
+        """Whether the swarm must be joined again before the next session. Thread-safe."""
         return False
 
     def samples(self) -> Iterable[Sample]:
-        """What there is to tell Prometheus: a `Source` for any thread."""
+        """Prometheus samples of the connection. Thread-safe."""
         return ()
 
 
 Connect = Callable[[], AbstractAsyncContextManager[SwarmConnection]]
-"""How to join the swarm. One task enters and leaves it; sessions are left before."""
+"""Joins the swarm. One task enters and leaves it, the latter after all sessions."""

@@ -1,7 +1,7 @@
-"""Which link between two nodes of a chain carries nothing, although both answer the client.
+"""Detection of stalled links between two nodes that both answer the client.
 
-Pure. By what the nodes say in their pongs: one has begun to push a step, the next one has not got
-it, does nothing else, and no byte of it comes. `docs/decisions/023` says why.
+Pure. Judges by the nodes' pongs: one node has begun to push a step, and the next node has not
+received it, is idle, and receives no bytes. `docs/decisions/023` gives the reasons.
 """
 
 from __future__ import annotations
@@ -22,22 +22,23 @@ class Report:
 
 
 class Stalls:
-    """Of one session's chain. Times are those of its `Suspicion`."""
+    """Stall detector for one session's chain. Times are those of its `Suspicion`."""
 
     def __init__(self) -> None:
         self._since: dict[Hashable, tuple[int, float]] = {}
-        """By the node after a link: what had come to it, and when that was known."""
+        """By the receiving node: bytes received, and when that number was first seen."""
 
     def clear(self) -> None:
-        """An output has come, or the chain has changed."""
+        """Start over after an output or a change of the chain."""
         self._since.clear()
 
     def look(
         self, chain: Sequence[tuple[Hashable, Report | None]], epoch: int, now: float
     ) -> tuple[int, float] | None:
-        """The first node to which nothing comes, as its place, and for how long at least.
+        """Find the first stalled link: the receiving node's index, and the stall's least duration
+        in seconds.
 
-        None without a stall. `chain` has the nodes in order, each with its last report.
+        None if no link is stalled. `chain` has the nodes in order, each with its last report.
         """
         found: tuple[int, float] | None = None
         for place, ((_, before), (name, report)) in enumerate(pairwise(chain), 1):
@@ -49,7 +50,7 @@ class Stalls:
             if came != known:
                 since = now
             self._since[name] = came, since
-            # Whatever was asked before that may say how it was before the step was pushed.
+            # Earlier probes may describe the time before the step was pushed.
             stalled_s = report.asked_at - since
             if stalled_s > 0 and found is None:
                 found = place, stalled_s
@@ -59,9 +60,9 @@ class Stalls:
 def _came_of_what_was_pushed(
     before: Report | None, report: Report | None, epoch: int
 ) -> int | None:
-    """Bytes that have come to a node that waits for a step of the one before; else None.
+    """Bytes received by a node that waits for a step which the node before has begun to push.
 
-    Nodes that do not tell are not judged.
+    None if that is not so, or if either node does not report it.
     """
     if before is None or report is None:
         return None

@@ -1,8 +1,8 @@
-"""Nodes that stand ready to go on where one of a chain's nodes leaves or dies.
+"""Successors: nodes that take over when a node of a chain leaves or dies.
 
-A successor has the session open; the node it succeeds hands it the cache and the kept outputs,
-first in bulk while the session goes on, then what came since. Only in a chain: nodes of a star must
-not learn of each other.
+A successor has the session open. The node it succeeds hands over its cache and kept outputs, first
+in bulk while the session runs, later the difference. Only in a chain: nodes of a star must not
+learn of each other.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ from nesa_node.swarm.stream import silence_is_loss
 log = get_logger(__name__)
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 5.0, 80.0
-"""Between looks for a successor where none was found, each twice as long as the one before: one
-look asks members of the DHT."""
+"""Pauses between searches after none was found, doubling each time: one search asks members of the
+DHT."""
 
 LAST_HAND_OVER_S = 3.0
-"""Of what came since the one before, while a step waits: what is missing is sent again instead."""
+"""Timeout of the last hand-over, for which a step waits; missing tokens are replayed instead."""
 
 OpenSuccessor = Callable[[HopLink], Awaitable[HopLink | None]]
-"""Open the session with somebody who holds the node's blocks; None if nobody else does."""
+"""Opens the session at another node with the same blocks; None if there is none."""
 
 
 class _Successor:
-    """The link of one, and how far its cache reaches for certain."""
+    """Link of a successor, and the tokens per row that it holds for certain."""
 
     def __init__(self, link: HopLink, rows: int) -> None:
         self.link = link
         self.lengths = [0] * rows
         self._cuts = 0
         self._is_anew = False
-        """The last hand-over failed: the next one begins by emptying the successor."""
+        """Whether the last hand-over failed: the next one first empties the successor."""
 
     def truncate(self, lengths: Sequence[int]) -> None:
         self._cuts += 1
         self.lengths = [min(pair) for pair in zip(self.lengths, lengths, strict=True)]
 
     async def sync(self, leaver: HopLink) -> None:
-        """Raises `NesaError`."""
+        """Let `leaver` hand over what the successor lacks. Raises `NesaError`."""
         span, cuts = self.link.hop.span, self._cuts
         if self._is_anew:
             self.lengths = [0] * len(self.lengths)
@@ -61,31 +61,31 @@ class _Successor:
         if self._cuts == cuts:
             self.lengths = list(held)
         else:
-            # It may hold tokens that were rolled back meanwhile.
+            # The successor may hold tokens that were rolled back meanwhile.
             self.lengths = [min(pair) for pair in zip(self.lengths, held, strict=True)]
 
 
 class Successors:
-    """By the link that each succeeds. The tasks that prepare them end with `close`."""
+    """Successors by the link that each succeeds. `close` ends the tasks that prepare them."""
 
     def __init__(self, rows: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._rows = rows
         self._clock = clock
         self._pauses: dict[HopLink, tuple[float, float]] = {}
-        """Of links without a successor: when to look again, and how long that pause is."""
+        """For links without a successor: time of the next search, and the length of that pause."""
         self._ready: dict[HopLink, _Successor] = {}
         self._preparing: dict[HopLink, asyncio.Task[None]] = {}
         self._opening = asyncio.Lock()
 
     @property
     def peers(self) -> frozenset[PeerId]:
-        """Who takes part as somebody's successor, which nobody can do twice."""
+        """Peers of all successors; a peer can be that of one link only."""
         return frozenset(successor.link.hop.peer_id for successor in self._ready.values())
 
     def prepare(self, link: HopLink, open_successor: OpenSuccessor) -> bool:
-        """Bring a successor of `link` to where it is; whether that is under way.
+        """Prepare a successor of `link` in the background; return whether that is in progress.
 
-        False once an attempt has ended, whether there is a successor now or not.
+        False once an attempt has ended, successful or not.
         """
         task = self._preparing.get(link)
         if task is not None and task.done():
@@ -95,23 +95,23 @@ class Successors:
         return True
 
     def refresh(self, links: Sequence[HopLink], open_successor: OpenSuccessor) -> None:
-        """Bring the successors of `links` to where those are, as soon as that can be.
+        """Update the successors of `links` in the background.
 
-        A link without one is left alone for a while after each attempt.
+        A link without a successor is skipped for a pause after each attempt.
         """
         for link in links:
             if link not in self._pauses or self._pauses[link][0] <= self._clock():
                 self._start(link, open_successor)
 
     def link_of(self, link: HopLink) -> HopLink | None:
-        """Who can take the place of `link`."""
+        """Link of the successor of `link`, None if there is none that lives."""
         successor = self._ready.get(link)
         return successor.link if successor is not None and successor.link.lost is None else None
 
     async def take(self, link: HopLink) -> tuple[HopLink, tuple[int, ...]]:
-        """The successor of `link`, which is the caller's from now on, and what it holds.
+        """Give the successor of `link` to the caller, with the tokens per row that it holds.
 
-        If `link` lives it is asked for what came since. Cancelled, it stays here.
+        If `link` lives, it hands over the difference first. If cancelled, the successor stays here.
         """
         await self._stop(link)
         successor = self._ready[link]
@@ -120,17 +120,17 @@ class Successors:
                 async with silence_is_loss(link.hop.peer_id, LAST_HAND_OVER_S, "handing over"):
                     await successor.sync(link)
             except NesaError as error:
-                log.info("hand_over_incomplete", peer=link.hop.peer_id, reason=str(error))
+                log.info("final_hand_over_failed", peer=link.hop.peer_id, reason=str(error))
         del self._ready[link]
         return successor.link, tuple(successor.lengths)
 
     def truncate(self, lengths: Sequence[int]) -> None:
-        """The session forgets tokens from `lengths` on."""
+        """Forget tokens from `lengths` on, as the session does."""
         for successor in self._ready.values():
             successor.truncate(lengths)
 
     async def keep_only(self, links: Sequence[HopLink]) -> None:
-        """Let go of the successors of all others."""
+        """Close the successors of all links outside `links`."""
         for link in {*self._preparing, *self._ready, *self._pauses} - set(links):
             await self._stop(link)
             self._pauses.pop(link, None)
@@ -155,7 +155,7 @@ class Successors:
                 await self._ready[link].sync(link)
                 return
         except NesaError as error:
-            log.info("no_hand_over", peer=link.hop.peer_id, reason=str(error))
+            log.info("hand_over_failed", peer=link.hop.peer_id, reason=str(error))
         if self.link_of(link) is None:
             _, before_s = self._pauses.get(link, (0.0, FIRST_PAUSE_S / 2))
             pause_s = min(2 * before_s, LONGEST_PAUSE_S)

@@ -1,4 +1,4 @@
-"""How far a client is from nodes, and they from each other."""
+"""Latencies between a client and nodes, and among nodes."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ from nesa_node.topology.packed import Measured
 from nesa_node.topology.snapshot import NodeState, Snapshot
 
 MAX_PINGED = 8
-"""Candidates for the first hop, and as many for the last, that are asked at once."""
+"""Most candidates for the first hop, and for the last one, that are pinged at once."""
 FRESH_S = 60.0
 _PATIENCE_S = 1.0
 _LINKS_FRESH_S = 15.0
-"""Links change slowly, and to guess those that nobody measured takes time."""
+"""Seconds for which assembled links are used: links change slowly, and estimating unmeasured ones
+takes time."""
 
 
 class Surroundings:
-    """What a client has measured itself, and makes of what nodes say."""
+    """Latencies by the client's pings, the nodes' records, and estimates."""
 
     def __init__(self, swarm: Swarm) -> None:
         self._swarm = swarm
@@ -39,11 +40,11 @@ class Surroundings:
     async def look(
         self, snapshot: Snapshot, span: Span, *, may_ask: bool = True
     ) -> tuple[Snapshot, Mapping[PeerId, float]]:
-        """`snapshot` with all its links, and the client's round trips to its nodes in ms.
+        """`snapshot` with its links, and the client's round trips to its nodes in ms.
 
-        With `may_ask`, nodes that could begin or end a chain over `span` are pinged, where there is
-        a choice and that was not done lately, and what nobody has measured is estimated. Without,
-        it takes no time: what was known before has to do.
+        With `may_ask`, candidates for both ends of a chain over `span` are pinged, where there are
+        at least two and the last ping is older than `FRESH_S`, and unmeasured links are estimated.
+        Without it, returns at once with what is known. NaN for unknown round trips.
         """
         if may_ask:
             async with self._looking:
@@ -80,14 +81,14 @@ class Surroundings:
             await self.measure(list(asked.values()))
 
     def _expected_ms(self, node: NodeState) -> tuple[float, PeerId]:
-        """The nearest first, by what is known; in a strange network by peer id, so at random."""
+        """Sort key: known round trip, then peer id, which is random in an unknown network."""
         own = self._swarm.identity.peer_id
         links = self._links
         rtt_ms = math.nan if links is None else links.rtt_ms(own, node.peer_id)
         return math.inf if math.isnan(rtt_ms) else rtt_ms, node.peer_id
 
     async def _refresh(self, snapshot: Snapshot) -> None:
-        """Make the links among all nodes and this client anew, if they are old or lack some."""
+        """Assemble the links among all nodes and this client if outdated or incomplete."""
         nodes = (*snapshot.nodes, *snapshot.joining)
         known, now = self._links, time.monotonic()
         is_fresh = known is not None and now - self._made_at < _LINKS_FRESH_S
@@ -104,7 +105,7 @@ def _complete(
     said: Mapping[PeerId, Sequence[Measured]],
     places: Mapping[PeerId, tuple[float, float] | None],
 ) -> Links:
-    """All links, estimated where nobody has measured: seconds for thousands of nodes."""
+    """Assemble all links and estimate unmeasured ones: takes seconds for thousands of nodes."""
     links = assemble_links(said)
     if np.isnan(links.rtt_ms_NN).any():
         locations = [places.get(peer) for peer in links.peers]

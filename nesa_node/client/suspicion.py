@@ -1,8 +1,10 @@
-"""When a hop that says nothing is taken for lost: by what it usually takes, not by a fixed timeout.
+"""Rules for when a silent hop counts as lost, and when a link between hops counts as stalled.
 
-Pure: a session's `Flow` sends the probes and tells what came. `docs/decisions/019` says why.
-An output is late → its hops are probed → an answer is late, too → a replacement is looked for →
-it answers and the hop does not → the hop is lost.
+Pure: the session's `Flow` sends probes and reports events. Timeouts adapt to usual answer times;
+`docs/decisions/019` gives the reasons.
+
+An output is late → its hops are probed → an answer is late as well → replacements are looked for →
+one answers and the hop does not → the hop is lost.
 """
 
 from __future__ import annotations
@@ -14,24 +16,26 @@ from enum import Enum
 from typing import Literal
 
 LATE_FACTOR = 4.0
+"""An output is late after this many usual steps, within the bounds below."""
 MIN_LATE_S, MAX_LATE_S = 0.2, 0.5
-"""Bounds of the wait for an output before its hops are probed: a probe is a hundred bytes."""
+"""Bounds of the wait for an output before its hops are probed. A probe has about 100 bytes."""
 PROBE_EVERY_S = 0.5
-"""Between a probe's answer and the next probe, while the output does not come."""
+"""Seconds from a probe's answer to the next probe, while the output is late."""
 TICK_S = 0.05
-"""Between two looks at hops that have not answered yet."""
+"""Seconds between checks of hops that have not answered."""
 SUSPECT_FACTOR = 2.0
 MIN_SUSPECT_S, MAX_SUSPECT_S = 0.25, 1.0
-"""Bounds of the wait for a probe's answer before a replacement is looked for."""
+"""Bounds of the wait for a probe's answer before replacements are looked for."""
 LOST_FACTOR = 4.0
 MIN_LOST_S, MAX_LOST_S = 1.0, 5.0
-"""Bounds of the wait for a probe's answer before a hop is given up for a replacement that answers.
-An event loop of a busy machine was seen to answer after 0.4 s."""
+"""Bounds of the wait for a probe's answer before a hop is replaced by a node that answers. Event
+loops of busy machines were seen to answer after 0.4 s."""
 HOPELESS_S = 8.0
-"""A hop that says nothing for so long is lost, whether there is a replacement or not."""
+"""Seconds of silence after which a hop is lost even without a replacement."""
 OVERSLEPT_S = 0.05
-"""A timer of this process that is later than that: it did not run, and could not have heard."""
+"""Smallest delay of a timer that shows that this process did not run, and so could not receive."""
 SAMPLES = 16
+"""Most step times, and most answer times, that are kept."""
 
 SuspicionEvent = Literal["raised", "withdrawn", "confirmed"]
 
@@ -39,9 +43,9 @@ SuspicionEvent = Literal["raised", "withdrawn", "confirmed"]
 class HopState(Enum):
     TRUSTED = "trusted"
     PROBED = "probed"
-    """An output is late: the hop was asked whether it is there."""
+    """An output is late: the hop was probed."""
     SUSPECTED = "suspected"
-    """Its answer is late, too: a replacement is looked for, and the first answer wins."""
+    """The probe's answer is late as well: replacements are looked for."""
     LOST = "lost"
 
 
@@ -57,9 +61,9 @@ TRANSITIONS: dict[HopState, frozenset[HopState]] = {
 class _Hop:
     state: HopState = HopState.TRUSTED
     since: float = 0.0
-    """When the probe was sent that is not answered; in `TRUSTED`, when the next one is due."""
+    """When the pending probe was sent; in `TRUSTED`, when the next probe is due."""
     heard: int = 0
-    """Bytes that had come from it by then."""
+    """Bytes received from the hop by then."""
 
     def become(self, state: HopState) -> None:
         assert state in TRANSITIONS[self.state], f"{self.state} to {state}"
@@ -67,9 +71,9 @@ class _Hop:
 
 
 class Suspicion:
-    """Of all hops of one session. `clock` returns seconds and never goes back.
+    """Suspicion of each hop of one session. `clock` returns monotonic seconds.
 
-    Time in which this process did not run counts for nothing (`overslept`).
+    Time in which this process did not run is not counted (`overslept`).
     """
 
     def __init__(
@@ -84,22 +88,22 @@ class Suspicion:
 
     @property
     def now(self) -> float:
-        """Seconds that this process was awake."""
+        """Seconds by the clock without time overslept."""
         return self._clock() - self._overslept_s
 
     @property
     def suspected(self) -> frozenset[Hashable]:
-        """The hops for which replacements are looked for."""
+        """Hops in `SUSPECTED`."""
         return frozenset(hop for hop, its in self._hops.items() if its.state is HopState.SUSPECTED)
 
     @property
     def usual_step_s(self) -> float | None:
-        """The median of the last decode steps."""
+        """Median of the last decode steps, in seconds."""
         return sorted(self._steps_s)[len(self._steps_s) // 2] if self._steps_s else None
 
     @property
     def late_after_s(self) -> float:
-        """How long an output is waited for before its hops are probed."""
+        """Wait for an output before its hops are probed."""
         usual_s = self.usual_step_s
         if usual_s is None:
             return MAX_LATE_S
@@ -107,30 +111,30 @@ class Suspicion:
 
     @property
     def suspect_after_s(self) -> float:
-        """How long a probe's answer is waited for before a replacement is looked for."""
+        """Wait for a probe's answer before replacements are looked for."""
         return min(max(SUSPECT_FACTOR * self._usual_answer_s, MIN_SUSPECT_S), MAX_SUSPECT_S)
 
     @property
     def lost_after_s(self) -> float:
-        """How long a probe's answer is waited for if a replacement answers meanwhile."""
+        """Wait for a probe's answer before a hop is lost, if a replacement answers."""
         return min(max(LOST_FACTOR * self._usual_answer_s, MIN_LOST_S), MAX_LOST_S)
 
     @property
     def _usual_answer_s(self) -> float:
-        """The longest of the last answers; until there is one, a step, which passes all hops."""
+        """Longest of the last answers; without answers a step's time, which includes all hops."""
         return max(self._answers_s) if self._answers_s else self.usual_step_s or 0.0
 
     def overslept(self, seconds: float) -> None:
-        """A timer of this process came so late: what had come meanwhile could not be heard."""
+        """Subtract the delay of a timer: messages could not be received meanwhile."""
         if seconds > OVERSLEPT_S:
             self._overslept_s += seconds
 
     def stepped(self, seconds: float) -> None:
-        """A decode step's output has come, so long after the step was sent."""
+        """Note the time of a decode step, from sending to output."""
         self._steps_s.append(seconds)
 
     def progress(self, names: Iterable[Hashable]) -> None:
-        """An output has come: the hops that it passed are there."""
+        """Trust the hops that an output has passed."""
         if self._hops:
             for name in names:
                 hop = self._hops.pop(name, None)
@@ -138,12 +142,12 @@ class Suspicion:
                     self.events["withdrawn"] += 1
 
     def keep_only(self, names: Iterable[Hashable]) -> None:
-        """The session has these hops: what is known of others is forgotten."""
+        """Forget all hops except `names`, those of the current chain."""
         if self._hops:
             kept = set(names)
             for name in [name for name in self._hops if name not in kept]:
                 if self._hops.pop(name).state is HopState.SUSPECTED:
-                    # It was lost before its time was over: its stream ended.
+                    # Lost early, since its stream ended.
                     self.events["confirmed"] += 1
 
     def state(self, name: Hashable) -> HopState:
@@ -151,12 +155,12 @@ class Suspicion:
         return HopState.TRUSTED if hop is None else hop.state
 
     def wants_probe(self, name: Hashable) -> bool:
-        """Whether the hop is to be probed now, if an output is late that it is to pass."""
+        """Whether the hop is to be probed now, given that an output is late."""
         hop = self._hops.get(name)
         return hop is None or (hop.state is HopState.TRUSTED and self.now >= hop.since)
 
     def probed(self, name: Hashable, heard: int) -> None:
-        """A probe goes to the hop, from which `heard` bytes have come so far."""
+        """Note that a probe is sent to the hop, from which `heard` bytes have come so far."""
         hop = self._hops.setdefault(name, _Hop())
         hop.become(HopState.PROBED)
         hop.since, hop.heard = self.now, heard
@@ -164,10 +168,10 @@ class Suspicion:
     def look(
         self, name: Hashable, heard: int, *, replaceable: bool, behind_s: float = 0.0
     ) -> HopState:
-        """The hop's state now that `heard` bytes have come from it.
+        """Update the hop's state, `heard` bytes having come from it so far; return the state.
 
-        `replaceable`: another node with its blocks has answered since it was suspected. The probe
-        went behind bytes that may need `behind_s` for their way.
+        `replaceable`: a node with the same blocks has answered. `behind_s` is the time that data
+        ahead of the probe may take.
         """
         hop = self._hops.get(name)
         if hop is None or hop.state in (HopState.TRUSTED, HopState.LOST):
@@ -191,7 +195,7 @@ class Suspicion:
         return hop.state
 
     def silent_s(self, name: Hashable) -> float:
-        """How long the hop has not answered its probe."""
+        """Seconds for which the hop has not answered its probe; 0 without a pending probe."""
         hop = self._hops.get(name)
         waits = hop is not None and hop.state is not HopState.TRUSTED
         return self.now - hop.since if hop is not None and waits else 0.0

@@ -1,4 +1,4 @@
-"""What the sessions of one connection have lived through, for whoever counts it."""
+"""Metrics of the sessions of one connection."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Reason = Literal["failed", "left", "slow"]
 
 
 class SessionTallies:
-    """Each session adds to it. On the connection's event loop."""
+    """Counters that all sessions of a connection update, on its event loop."""
 
     def __init__(self) -> None:
         self.open = 0
@@ -23,11 +23,11 @@ class SessionTallies:
         self.recovery_s = names.RECOVERY.tally()
         self.failovers: Counter[Reason] = Counter()
         self.suspicions: Counter[SuspicionEvent] = Counter()
-        """Hops that did not answer in time: each is withdrawn, or confirmed and replaced."""
+        """Suspicions by outcome: raised, then withdrawn or confirmed."""
 
 
 def session_samples(model_id: ModelId, tallies: SessionTallies) -> Iterator[Sample]:
-    """What a client tells Prometheus of its sessions; may be read in any thread."""
+    """Prometheus samples of a client's sessions. Thread-safe."""
     model = (model_id,)
     yield Sample(names.SESSIONS, model, tallies.open)
     yield Sample(names.STEP, model, tallies.step_s)

@@ -1,4 +1,4 @@
-"""Whether the steps of a session take longer than they should."""
+"""Detection of sessions with steps slower than expected."""
 
 from __future__ import annotations
 
@@ -7,19 +7,21 @@ from collections import deque
 from collections.abc import Callable
 
 STEPS = 12
-"""Whose median counts: a few slow ones in a row are somebody else's prompt."""
+"""Steps in the compared median: a few slow ones in a row are usually another session's prefill."""
 WORSE = 1.5
+"""Ratio of the median to the expected or best step time above which steps are slow."""
 SLACK_S = 0.02
-"""What noise adds to short steps."""
+"""Allowance for noise in short steps, in seconds."""
 PAUSE_S = 30.0
-"""Between the first two looks at what else there is. Each pause is twice the one before."""
+"""Pause after the first alarm, in seconds. Each further pause doubles."""
 MAX_PAUSE_S = 1800.0
+"""Longest pause, in seconds."""
 
 
 class Watch:
-    """Compares decoded tokens with what the plan said, and with the best that there was.
+    """Compares decode steps with the plan's expectation and with the best median so far.
 
-    `clock` returns seconds and never goes back.
+    `clock` returns monotonic seconds.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -31,13 +33,13 @@ class Watch:
         self._pause_s = PAUSE_S
 
     def begin(self, expected_s: float | None) -> None:
-        """The session has another chain, whose steps should take `expected_s`, if that is known."""
+        """Start over with a new chain. Its steps should take `expected_s`, if known."""
         self._expected_s, self._best_s = expected_s, None
         self._steps_s.clear()
         self._not_before = self._clock() + PAUSE_S / 2
 
     def note(self, step_s: float) -> None:
-        """One decoded token of each row has taken so long."""
+        """Add the seconds of one decode step."""
         self._steps_s.append(step_s)
         if len(self._steps_s) == STEPS:
             median_s = statistics.median(self._steps_s)
@@ -45,11 +47,11 @@ class Watch:
 
     @property
     def step_s(self) -> float:
-        """The median of the last steps. Not before there was one."""
+        """Median of the last steps. Needs at least one."""
         return statistics.median(self._steps_s)
 
     def complains(self) -> bool:
-        """Whether it is time to look for something better; then not again for a while."""
+        """Whether to search for a better chain now; after True, False for a pause."""
         if len(self._steps_s) < STEPS or self._clock() < self._not_before:
             return False
         median_s = statistics.median(self._steps_s)
