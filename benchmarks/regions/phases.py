@@ -130,7 +130,7 @@ def stranger(regions: Regions) -> dict[str, Any]:
     ignoring = sum(
         event["peer"] == told["signers"][0]
         for site in regions.world.nodes
-        for event in regions.events(site, "orchestrator_ignored_from_now_on")
+        for event in regions.events(site, "orchestrator_distrusted")
     )
     moved, now = regions.moves()[moves:], regions.look()
     leads = {regions.peer(BOSS), regions.peer(SECOND_BOSS)} & now.leading.keys()

@@ -142,7 +142,7 @@ class Regions:
         return [
             f"{site} {event['was']} to {event['to']}"
             for site in self.processes
-            for event in self.events(site, "moving")
+            for event in self.events(site, "move_started")
         ]
 
     def start_node(self, site: str, span: Span, *own: str, flags: Sequence[str] = ()) -> None:

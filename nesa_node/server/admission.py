@@ -1,4 +1,4 @@
-"""Who may open a session, and how much of the node all of them together may hold."""
+"""Admission control: which peers may open sessions, and how much memory each may reserve."""
 
 from __future__ import annotations
 
@@ -13,36 +13,37 @@ from nesa_node.core.ids import PeerId
 from nesa_node.engine.pages import PAGE_TOKENS, PagePool, pages_for
 
 RETRY_AFTER_S = (0.2, 5.0)
-"""Clients take more than the latter for the latter."""
+"""Bounds of the suggested retry delay. Clients treat more than the upper bound as the upper
+bound."""
 FIRST_GUESS_S = 0.5
 MIN_NEWCOMERS = 4
-"""So many peers at least find room in the reserve for hidden states."""
+"""Peers that can always fit into the reserve for hidden states."""
 LEARNING_RATE = 0.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     hidden_bytes: int
-    """Host memory for hidden states: inputs of steps that wait, outputs that wait or are kept. What
-    is being received comes on top."""
+    """Host memory for hidden states: inputs of queued steps, outputs that wait or are kept for
+    replay. Data being received is not included."""
     hidden_bytes_per_peer: int
     hidden_bytes_per_token: int
     hidden_reserve_bytes: int = 0
-    """Beyond `hidden_bytes`, for peers that keep at most a quarter of it: identities are free, and
-    without it two of one stranger leave no room."""
+    """Memory beyond `hidden_bytes` for peers that hold at most a quarter of it: identities are
+    free, and without a reserve two of one attacker would leave no room."""
     sessions_per_peer: int
     cache_tokens_per_peer: int
-    """Tokens, each through all blocks of the node's span, in whole pages."""
+    """Tokens through all blocks of the span, in whole pages."""
     streams_per_peer: int = 512
     allow: frozenset[PeerId] = frozenset()
-    """If not empty, nobody else is served."""
+    """If not empty, the only peers that are served."""
     deny: frozenset[PeerId] = frozenset()
     trusted: frozenset[PeerId] = frozenset()
-    """A session of one of them may begin with what another's had computed."""
+    """Peers that share one prefix cache."""
 
 
 class Place:
-    """What one session was promised: pages of the pool, and memory for its hidden states."""
+    """Reservation of one session: pages of the pool and memory for hidden states."""
 
     def __init__(self, admission: Admission, peer: PeerId) -> None:
         self.promise = admission.pool.promise(0)
@@ -51,7 +52,7 @@ class Place:
         self._hidden_bytes = 0
 
     def grow(self, pages: int, tokens: int) -> None:
-        """Be promised so much more. Raises `CacheFullError`, and then nothing is."""
+        """Reserve more. Raises `CacheFullError` without reserving anything."""
         admission = self._admission
         hidden_bytes = tokens * admission.limits.hidden_bytes_per_token
         admission.check_quota(self._peer, pages, hidden_bytes)
@@ -60,9 +61,9 @@ class Place:
         self._hidden_bytes += hidden_bytes
 
     def outgrow(self, have: int, want: int) -> None:
-        """Make room for `want` tokens in a row that has it for `have`, if there is some.
+        """Extend a row's reservation from `have` to `want` tokens.
 
-        Raises `ProtocolError("cache_full")`.
+        Raises `ProtocolError("cache_full")` if there is no room.
         """
         try:
             self.grow(pages_for(want) - pages_for(have), want - have)
@@ -77,7 +78,9 @@ class Place:
 
 
 class Admission:
-    """Counts what is promised. A promise is made whole at open and returned whole at the end."""
+    """Accounts reservations. Each is made whole when a session opens and returned whole when it
+    ends.
+    """
 
     def __init__(
         self, limits: Limits, pool: PagePool, *, clock: Callable[[], float] = time.monotonic
@@ -99,13 +102,13 @@ class Admission:
 
     @property
     def most_tokens(self) -> int:
-        """What sessions could be promised if there were no others."""
+        """Most tokens that sessions can reserve on an otherwise empty node."""
         limits = self.limits
         return min(self.total_tokens, limits.hidden_bytes // limits.hidden_bytes_per_token)
 
     @property
     def free_tokens(self) -> int:
-        """What sessions of several peers could be promised."""
+        """Tokens that sessions of several peers can still reserve."""
         hidden_bytes = max(self.limits.hidden_bytes - self._hidden_bytes, 0)
         room = hidden_bytes // self.limits.hidden_bytes_per_token
         return min(max(self.pool.free_pages, 0) * PAGE_TOKENS, room)
@@ -116,7 +119,7 @@ class Admission:
 
     @property
     def retry_after_s(self) -> float:
-        """About when the next session ends."""
+        """Expected seconds until the next session ends, within `RETRY_AFTER_S`."""
         least, most = RETRY_AFTER_S
         return min(max(self._between_ends_s, least), most)
 
@@ -139,10 +142,10 @@ class Admission:
 
     @contextmanager
     def session(self, peer: PeerId, *, rows: int, max_tokens: int) -> Iterator[Place]:
-        """Hold room for one session of `rows` times `max_tokens` tokens.
+        """Reserve one session of `rows` times `max_tokens` tokens.
 
-        Raises `BusyError` when the room may come back, `ProtocolError("too_large")` when the
-        request could never be met.
+        Raises `BusyError` when room may become free later, `ProtocolError("too_large")` when the
+        request exceeds what a peer may ever have.
         """
         pages, tokens = rows * pages_for(max_tokens), rows * max_tokens
         most_pages = min(self.pool.num_pages, pages_for(self.limits.cache_tokens_per_peer))
@@ -172,7 +175,7 @@ class Admission:
             self._note_end()
 
     def check_quota(self, peer: PeerId, pages: int, hidden_bytes: int) -> None:
-        """Raises `CacheFullError` for more than the peer, or all together, may have."""
+        """Raises `CacheFullError` for more than the peer, or all peers together, may have."""
         if self._pages[peer] + pages > pages_for(self.limits.cache_tokens_per_peer):
             raise CacheFullError(
                 f"the quota of {peer} has no room for {pages * PAGE_TOKENS} more tokens"
@@ -190,7 +193,7 @@ class Admission:
             raise CacheFullError(f"no room for hidden states of {pages * PAGE_TOKENS} tokens")
 
     def count(self, peer: PeerId, pages: int, hidden_bytes: int) -> None:
-        """Note what a peer holds from now on, or no longer."""
+        """Add to what a peer holds; negative amounts release."""
         _give_back(self._pages, peer, -pages)
         _give_back(self._hidden_bytes_of, peer, -hidden_bytes)
         self._hidden_bytes += hidden_bytes

@@ -1,4 +1,4 @@
-"""Keeps this node's record on the DHT true."""
+"""Publisher of this node's record on the DHT."""
 
 from __future__ import annotations
 
@@ -28,11 +28,13 @@ log = get_logger(__name__)
 
 State = Literal["joining", "serving", "draining"]
 NEWS_S = 10.0
-"""So old at most are a record's free cache, load and whatever else others plan by, besides the
-DHT's own delay. Where nothing has changed the record is only renewed, before it would expire."""
+"""Interval at which the record is compared with the node's state: bounds the age of free cache,
+load and other planning inputs, besides the DHT's own delay. An unchanged record is only renewed
+before it expires."""
 RENEW_S = 20.0
 _NO_NEWS = {"uptime_s", "cpu_memory_free_bytes", "gpu_memory_free_bytes", "load", "measured"}
-"""Fields that differ each time: load and links are compared less sharply."""
+"""Fields that differ each time and are not compared; `load` and links are compared with less
+precision."""
 DTYPE_NAMES = {
     torch.float32: "float32",
     torch.bfloat16: "bfloat16",
@@ -42,7 +44,7 @@ DTYPE_NAMES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeFacts:
-    """What does not change while the node runs."""
+    """Facts that do not change while the node runs."""
 
     model_id: str
     model_name: str
@@ -58,14 +60,14 @@ class NodeFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capacity:
-    """What changes with every session."""
+    """Figures that change with every session."""
 
     total_tokens: int = 0
     free_tokens: int = 0
     load: float = 0.0
     sessions: int = 0
     tokens: int = 0
-    """Computed since the daemon started."""
+    """Tokens computed since the daemon started."""
 
 
 class Announcer:
@@ -78,7 +80,9 @@ class Announcer:
         sent_bytes: Counter[str] | None = None,
         measured: Callable[[], Sequence[Measured]] = tuple,
     ) -> None:
-        """`sent_bytes`: of hidden states, by codec. It and `measured` are read for every record."""
+        """`sent_bytes` counts bytes of hidden states by codec. It and `measured` are read for every
+        record.
+        """
         self.throughput = Throughput(0.0, 0.0)
         self.capacity: Callable[[], Capacity] = Capacity
         self.movable: Callable[[], bool] = bool
@@ -95,22 +99,23 @@ class Announcer:
 
     @property
     def state(self) -> State:
-        """What is published."""
+        """The announced state."""
         return self._state
 
     async def announce(self, state: State, span: Span, *, next_span: Span | None = None) -> None:
-        """Publish now, and this from now on. `next_span` is what the node moves to.
+        """Publish this state now and in later renewals. `next_span` is the span to which the node
+        moves.
 
-        Where there are no files left to do it with, `run` does it later.
+        When the process has no file descriptors left, `run` publishes it later.
         """
         self._state, self._span, self._next_span = state, span, next_span
         try:
             await self._publish(self._status(state, span))
         except OSError as error:
-            log.warning("not_announced", reason=str(error))
+            log.warning("record_not_published", reason=str(error))
 
     async def run(self) -> None:
-        """Publish again and again until cancelled, whatever goes wrong meanwhile."""
+        """Publish whenever due until cancelled; errors are logged."""
         pause_s = min(NEWS_S, renew_after_s(self._directory.ttl_s))
         while True:
             await asyncio.sleep(pause_s)
@@ -120,20 +125,20 @@ class Announcer:
                     if self._is_due(status, pause_s):
                         await self._publish(status)
                 except (SwarmError, OSError) as error:
-                    # Out of files, say.
-                    log.warning("not_announced", reason=str(error))
-                except Exception:  # a mistake of ours: a node that stops to announce is lost
-                    log.exception("not_announced")
+                    # Such as running out of file descriptors.
+                    log.warning("record_not_published", reason=str(error))
+                except Exception:  # a bug: a node that no longer announces is lost
+                    log.exception("record_not_published")
 
     def _is_due(self, status: NodeStatus, pause_s: float) -> bool:
-        """Whether `status` tells something new, or the record should not wait for the next time."""
+        """Whether `status` has news, or the record should not wait for the next check."""
         age_s = time.monotonic() + pause_s / 2 - self._told_at
         return _news(status) != self._told or age_s >= renew_after_s(self._directory.ttl_s)
 
     async def _publish(self, status: NodeStatus) -> None:
         now = time.monotonic()
         await self._directory.publish(status)
-        # What the DHT did not take is news still.
+        # News that the DHT did not store is still news.
         self._told = _news(status) if self._directory.is_stored else None
         self._told_at = now
 
@@ -173,26 +178,28 @@ class Announcer:
         )
 
     def _packed(self) -> bytes:
-        """What was measured; nothing if that cannot be told, which is no reason to be silent."""
+        """Packed link measurements; empty if they cannot be packed, so that the record is published
+        anyway.
+        """
         try:
             packed = pack_measured(self._measured())
             unpack_measured(packed)
-        except Exception:  # a mistake of ours, or what others made of our measurements
-            log.exception("measured_links_not_told")
+        except Exception:  # a bug, or invalid measurements from other nodes
+            log.exception("measured_links_not_packed")
             return b""
         return packed
 
 
 def renew_after_s(ttl_s: float) -> float:
-    """A record gets lost twice before others take its node for dead.
+    """Seconds between renewals: two lost records do not make the node look dead.
 
-    Where it lives long it is still told before long that the node has other addresses.
+    Also bounded for long-lived records, so that a changed address is soon known.
     """
     return min(ttl_s / 3, RENEW_S)
 
 
 def _news(status: NodeStatus) -> object:
-    """What others plan by; equal where it need not be told again."""
+    """The fields that planners use; equal statuses need not be published again."""
     links = {link.digest for link in unpack_measured(status.measured)}
     return status.model_dump(exclude=_NO_NEWS), round(status.load, 1), links
 

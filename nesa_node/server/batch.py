@@ -1,4 +1,4 @@
-"""What one iteration runs: tokens of several sessions' steps, packed for one forward."""
+"""Batch of one iteration: tokens of several sessions' steps, packed for one forward."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ P = ParamSpec("P")
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class Pending(Feed):
-    """A step that is not done: `taken` of its packed tokens have been put into iterations."""
+    """A queued step; `taken` of its packed tokens are already in iterations."""
 
     step: Step
     arrived: float
@@ -30,7 +30,7 @@ class Pending(Feed):
 
 @dataclass(slots=True)
 class Piece:
-    """The packed tokens `start:end` of a step."""
+    """The packed tokens `start:end` of one row of a step."""
 
     feed: Pending
     row: int
@@ -40,19 +40,19 @@ class Piece:
 
 @dataclass(slots=True)
 class Share:
-    """A session's part of an iteration."""
+    """One session's part of an iteration."""
 
     pieces: list[Piece]
-    """Their tokens, one piece after another, are those of `runs`, one run after another."""
+    """Their tokens, chunk after chunk, are those of `runs`, run after run."""
     runs: list[Run]
     done: list[Pending]
-    """The steps that it completes."""
+    """Steps that this iteration completes."""
     error: Exception | None = field(default=None)
-    """Why it could not be run."""
+    """Why the part could not be run."""
 
 
 def take(queue: Iterable[Pending], tables: Sequence[PageTable], tokens: int) -> Share:
-    """Put the next `tokens` of consecutive steps into an iteration."""
+    """Take the next `tokens` of consecutive queued steps into an iteration."""
     pieces: list[Piece] = []
     done: list[Pending] = []
     for pending in queue:
@@ -64,7 +64,7 @@ def take(queue: Iterable[Pending], tables: Sequence[PageTable], tokens: int) -> 
         if not tokens:
             break
     if len(pieces) > 1:
-        # Stable: a row's tokens stay in order where several steps go together.
+        # The sort is stable: tokens of a row keep their order across steps.
         pieces.sort(key=lambda piece: piece.row)
     counts: dict[int, int] = {}
     for piece in pieces:
@@ -74,10 +74,10 @@ def take(queue: Iterable[Pending], tables: Sequence[PageTable], tokens: int) -> 
 
 
 def run_shares(blocks: Blocks, shares: Sequence[Share]) -> float:
-    """Run an iteration, on the device's thread. Returns the seconds that it took.
+    """Run an iteration on the device's thread and return its duration in seconds.
 
-    `error` is set for sessions that get no pages. If it fails each other one is tried alone, and
-    `error` set for those that fail again.
+    Sets `error` for sessions that get no pages. If the forward fails, each remaining session runs
+    alone, and those that fail again get `error`.
     """
     started = time.perf_counter()
     for share in shares:
@@ -100,9 +100,9 @@ def _tried(do: Callable[P, None], *args: P.args, **options: P.kwargs) -> Excepti
 
 
 def _reserve(share: Share) -> None:
-    """Have pages for a share, which may mean to copy some: too long for the event loop.
+    """Reserve pages for the runs. May copy shared pages, which takes too long for the event loop.
 
-    That may wait for the pool's lock, which goes to a thread that waits only if this one lets it.
+    `sleep(0)` lets a thread that waits for the pool's lock take it between runs.
     """
     for number, run in enumerate(share.runs):
         if number:
@@ -128,7 +128,7 @@ def _pieces(pending: Pending, tokens: int) -> list[Piece]:
 
 
 def _joined(pieces: Sequence[Piece]) -> list[Piece]:
-    """The same with neighbours in one: of most steps a single piece."""
+    """Merge adjacent chunks of the same step; most steps become one chunk."""
     joined: list[Piece] = []
     for piece in pieces:
         last = joined[-1] if joined else None

@@ -1,4 +1,4 @@
-"""A swarm as far as its nodes' claims are believed, by those who plan for it or judge plans."""
+"""Snapshots with the nodes' claimed speeds limited to what was measured."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ class DirectoryLike(Protocol):
 
 
 class Believed:
-    """Nobody here computes with others, so that what clients measured decides: they report it.
+    """Clamps claimed speeds by the measurements that clients report.
 
-    `claims` remembers it for as long as if it had been measured here. Not for two threads.
+    Neither planners nor followers compute with other nodes. `claims` remembers reports as long as
+    own measurements. Not thread-safe.
     """
 
     def __init__(self, directory: DirectoryLike, claims: Claims) -> None:
@@ -26,7 +27,7 @@ class Believed:
         self._claims = claims
 
     def of(self, snapshot: Snapshot) -> Snapshot:
-        """`snapshot` with speeds that can be believed."""
+        """`snapshot` with clamped speeds."""
         doubts = self._directory.doubts(snapshot.model_id)
         everyone = (*snapshot.nodes, *snapshot.joining)
         for node in everyone:

@@ -1,4 +1,4 @@
-"""A session's life: its client's messages, its worker, its end."""
+"""Message loop of a session: its client's messages, its worker, and what ends it."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ log = get_logger(__name__)
 
 
 HAND_OVERS = 2
-"""One that is under way and one that is refused. Whoever sends more waits, or a client that reads
-no answers could make this node hold any number."""
+"""Hand-overs handled at once: one in progress and one being refused. More wait, or a client that
+reads no answers could make this node hold any number."""
 
 
 class _Ended(Exception):
-    """The session is over in the ordinary way."""
+    """Raised to leave the task group when the session ended normally."""
 
 
 async def serve_session(
@@ -53,11 +53,11 @@ async def serve_session(
     idle_timeout_s: float,
     refused: Counter[str] | None = None,
 ) -> None:
-    """Run the session until its client closes it or goes, it idles, or a drain runs out.
+    """Run the session until its client closes or leaves, it idles, or a drain ends it.
 
-    Returns when the client closed it, which the caller answers once all is released. `refused`
-    counts the messages that were, by code; `budget` is that of all sessions. Raises `ProtocolError`
-    for what must be answered with a fatal error.
+    Returns when the client closed it; the caller answers after everything is released. `refused`
+    counts refused messages by code; `budget` is shared by all sessions. Raises `ProtocolError` for
+    what must be answered with a fatal error.
     """
     refused = Counter() if refused is None else refused
     failures: list[ProtocolError] = []
@@ -70,7 +70,7 @@ async def serve_session(
     except* _Ended:
         pass
     except* ProtocolError as group:
-        # What is raised in here would come out as a group on Python 3.11.2 and alone on 3.11.7.
+        # Raising in here would give a group on Python 3.11.2 and a plain error on 3.11.7.
         failures.extend(error for error in group.exceptions if isinstance(error, ProtocolError))
     if failures:
         raise failures[0]
@@ -86,7 +86,7 @@ async def _read(
         )
         await report_arrival(session.client, session.opened.quality, session.opened.version)
         if isinstance(message, HandOver):
-            # Steps go on meanwhile.
+            # Steps continue during the hand-over.
             await room.acquire()
             task = tasks.create_task(_answered(session, message, payload, refused))
             task.add_done_callback(lambda _: room.release())
@@ -99,7 +99,7 @@ async def _read(
 async def _answered(
     session: Session, message: AnyMessage, payload: bytearray, refused: Counter[str]
 ) -> bool:
-    """Obey a message, or say why it is refused. Returns whether it was obeyed."""
+    """Apply a message, or answer why it is refused. Returns whether it was applied."""
     try:
         await _obey(session, message, payload)
         return True
@@ -177,5 +177,5 @@ async def _watch_drain(session: Session, drain: Drain) -> None:
         busy = session.busy or session.is_handed_over
         left_s = drain.left_s_after(session.active_at, busy=busy)
         if left_s <= 0:
-            raise ProtocolError("draining", "this node has given its blocks up")
+            raise ProtocolError("draining", "this node has given up its blocks")
         await asyncio.sleep(left_s)

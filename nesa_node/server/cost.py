@@ -1,19 +1,19 @@
-"""How long an iteration takes, learnt from those that ran."""
+"""Cost model of iterations, learned from those that ran."""
 
 from __future__ import annotations
 
 LEARNING_RATE = 0.25
 MOST_SURPRISE = 2.0
-"""A time counts as at most this many times what was expected: a hiccup teaches little."""
+"""Most times its prediction that a measured time counts: an outlier teaches little."""
 UNKNOWN_S_PER_TOKEN = 0.02
-"""Before anything ran: slow, so that the first iterations are short ones."""
+"""Prediction before anything ran: slow, so that the first iterations are short."""
 
 
 class CostModel:
-    """Seconds by tokens: an exponential average for each power of two, and lines between them.
+    """Seconds by token count: one exponential average per power of two, linear in between.
 
-    An average that was not renewed for long is corrected by two facts that hold for a batch: fewer
-    tokens take no longer, and more tokens take no longer per token.
+    Stale averages are corrected by two facts about a batch: fewer tokens take no longer, and more
+    tokens take no longer per token.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class CostModel:
         )
 
     def seconds(self, tokens: float) -> float:
-        """What that many tokens take. Never less for more of them."""
+        """Predicted seconds; never fewer for more tokens."""
         if not self._points:
             return tokens * UNKNOWN_S_PER_TOKEN
         points = self._points.values()
@@ -44,7 +44,7 @@ class CostModel:
         return min(below[1] + slope * (tokens - below[0]), most)
 
     def tokens_within(self, seconds: float, most: int) -> int:
-        """The largest number of tokens, up to `most`, that takes no longer than `seconds`."""
+        """The largest number of tokens, up to `most`, predicted to take at most `seconds`."""
         low, high = 0, most
         while low < high:
             middle = (low + high + 1) // 2

@@ -1,4 +1,4 @@
-"""The life of a daemon: join, serve a span, or one after another, leave in order."""
+"""Life of a daemon: join the swarm, serve one span after another, leave in order."""
 
 from __future__ import annotations
 
@@ -44,18 +44,18 @@ log = get_logger(__name__)
 WITHDRAW_TIMEOUT_S = 5.0
 MAX_FILES = 1 << 16
 JOIN_RETRY_S = 1.0
-"""Between two attempts to reach initial peers."""
+"""Interval between attempts to reach initial peers."""
 JOIN_TOLD_EVERY_S = 10.0
-"""Between two log lines that say so."""
+"""Interval between log lines about those attempts."""
 
 Beside = Callable[[Sequence[str]], Coroutine[Any, Any, None]]
-"""What runs beside a node, told where the node can be reached."""
+"""Coroutine that runs beside a node, called with the node's addresses."""
 
 
 async def run_bootstrap(config: PeerConfig, *, told: Sources | None = None) -> None:
     """Be a member of the DHT until SIGTERM or SIGINT. Raises `SwarmError` and `ConfigError`.
 
-    `told` gets what there is to tell Prometheus, here and below.
+    `told` collects metric sources, here and below.
     """
     check_ready_file(config.ready_file)
     sources = told or Sources()
@@ -75,7 +75,7 @@ async def run_orchestrator(
 ) -> None:
     """Plan for a swarm until SIGTERM or SIGINT. Raises `SwarmError` and `ConfigError`.
 
-    `show` is told where to find what is seen, as soon as there is something to see.
+    `show` is called with the history as soon as there is one.
     """
     check_ready_file(config.ready_file)
     sources = told or Sources()
@@ -103,8 +103,8 @@ async def run_node(
 ) -> None:
     """Serve a span of a model until SIGTERM or SIGINT, then drain, withdraw and return.
 
-    `show` is told of what an orchestrator sees. `beside` runs as long as the node can be reached
-    at the addresses that it is given. Raises as `serve_node` does.
+    `show` is called with the history of an orchestrator in this process. `beside` runs while the
+    node can be reached at the addresses given to it. Raises as `serve_node` does.
     """
     with stop_signals() as stopping, suppress(_StoppedError):
         await serve_node(config, stopping, show=show, told=told, beside=beside)
@@ -119,14 +119,14 @@ async def serve_node(
     told: Sources | None = None,
     beside: Beside | None = None,
 ) -> None:
-    """Serve a span of a model until `stopping` is set, others as `moves` brings wishes.
+    """Serve a span of a model until `stopping` is set, and other spans as `moves` grants requests.
 
-    Without `moves` only the node itself wishes. Raises `ConfigError`, `ModelError`,
+    Without `moves` only this node's own rules request moves. Raises `ConfigError`, `ModelError`,
     `ResourceError` and `SwarmError`.
     """
     check_ready_file(config.ready_file)
     served = await asyncio.to_thread(open_served, config)
-    # Before anybody hears of us: an impossible request should fail at once.
+    # Checked before joining, so that an impossible request fails at once.
     blocks = await asyncio.to_thread(count_blocks, config, served)
     async with (
         _joined(config, stopping) as swarm,
@@ -146,9 +146,10 @@ class _StoppedError(Exception):
 
 @asynccontextmanager
 async def _joined(config: PeerConfig, stopping: asyncio.Event) -> AsyncIterator[Swarm]:
-    """Join, and try again for `join_timeout_s` while no initial peer answers: machines of a swarm
-    that start together do not listen at the same moment. Raises `_StoppedError`, `BootstrapError`
-    and what else `open_swarm` raises.
+    """Join the swarm, retrying for `join_timeout_s` while no initial peer answers: machines of a
+    swarm that start together do not listen at the same moment.
+
+    Raises `_StoppedError`, `BootstrapError` and the other errors of `open_swarm`.
     """
     _allow_many_files()
     identity = Identity.load_or_create(config.identity_path)
@@ -170,13 +171,13 @@ async def _joined(config: PeerConfig, stopping: asyncio.Event) -> AsyncIterator[
                         log.warning("initial_peers_awaited", still_s=still_s, reason=str(error))
                 await asyncio.sleep(JOIN_RETRY_S)
             await swarm.transport.refresh_addresses()
-        log.info("joined", peer_id=identity.peer_id, addresses=swarm.transport.addresses)
+        log.info("swarm_joined", peer_id=identity.peer_id, addresses=swarm.transport.addresses)
         yield swarm
 
 
 @asynccontextmanager
 async def _ended_by(stopping: asyncio.Event) -> AsyncIterator[None]:
-    """Cancel what runs in here as soon as `stopping` is set. Raises `_StoppedError` then."""
+    """Cancel the body as soon as `stopping` is set, then raise `_StoppedError`."""
     at_once = asyncio.get_running_loop().time()
 
     async def watch() -> None:
@@ -211,7 +212,7 @@ def _open_swarm(config: PeerConfig, identity: Identity) -> AbstractAsyncContextM
 
 
 def _allow_many_files() -> None:
-    """Each stream is an open file here, and the usual 1,024 are few for a node."""
+    """Raise the file limit: each stream is an open file, and the usual 1,024 are few for a node."""
     now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_FILES if most == resource.RLIM_INFINITY else min(most, MAX_FILES)
     if now != resource.RLIM_INFINITY and now < wanted:
@@ -308,7 +309,7 @@ async def _running(beside: Beside | None, swarm: Swarm) -> AsyncIterator[None]:
 
 
 def moves_of(config: NodeConfig) -> Moves:
-    """As many as the operator lets the node make."""
+    """A move limiter with the operator's limits."""
     return Moves(
         per_hour=config.max_moves_per_hour,
         pause_s=config.move_pause_s,
@@ -321,10 +322,10 @@ async def _withdraw(swarm: Swarm) -> None:
         async with asyncio.timeout(WITHDRAW_TIMEOUT_S):
             await swarm.directory.withdraw()
     except TimeoutError:
-        log.warning("not_withdrawn", reason="nobody answered; the record will expire")
+        log.warning("record_not_withdrawn", reason="no DHT member answered; the record will expire")
     except PeerUnreachableError as error:
-        # Of our own p2pd. Whatever ended us is the thing to tell, not this.
-        log.warning("not_withdrawn", reason=str(error))
+        # Raised by this node's own p2pd. The error that ended the daemon is reported instead.
+        log.warning("record_not_withdrawn", reason=str(error))
 
 
 def _node_facts(config: NodeConfig, served: Served, max_blocks: int) -> NodeFacts:

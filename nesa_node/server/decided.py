@@ -1,4 +1,4 @@
-"""What an orchestrator decided, as the decision log keeps it and `nesa-node explain` tells it."""
+"""Decisions of an orchestrator as entries of the decision log, shown by `nesa-node explain`."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ _NUMBER = re.compile(r"\d+(\.\d+)?")
 
 
 def decided(name: str | None, decision: Decision, snapshot: Snapshot, *, epoch: int) -> Kept:
-    """`name`: of the placement; None where nothing was published, and the snapshot lends its own.
+    """The log entry of a decision. `name` is the placement's; None if none was published, then the
+    snapshot's digest names it.
 
-    All of the body is JSON; None stands for what cannot be told, such as the time of a step through
-    a swarm with holes.
+    The body is JSON; None stands for unknown values, such as the time of a step through a swarm
+    with holes.
     """
     based_on = digest(snapshot)
     costs = _costs(decision.planned)
@@ -50,7 +51,7 @@ def decided(name: str | None, decision: Decision, snapshot: Snapshot, *, epoch: 
 
 
 def same_reason(one: str, other: str) -> bool:
-    """Whether they differ in numbers at most, which do at every look."""
+    """Whether two reasons differ only in their numbers, which change with every snapshot."""
     return _NUMBER.sub("", one) == _NUMBER.sub("", other)
 
 

@@ -1,4 +1,4 @@
-"""Reaches another node about a session: to push outputs to it, or to hand the session over."""
+"""Streams to neighbour nodes of a session: to push outputs, or to hand the session over."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ from nesa_node.swarm.wire import Wire, speed_to
 log = get_logger(__name__)
 
 NEIGHBOUR_S = 10.0
-"""How long neighbours wait for each other while they link up."""
+"""Longest wait of neighbours for each other while they are linked."""
 NOT_REACHED = "this node could not reach the next one, or was refused there; its log says why"
 
 
 GLANCE_PAUSE_S = 0.5
 LOOK_PAUSE_S = 2.0
-"""Between two looks for peers that were not found: clients may name peers that there are not."""
+"""Least time between two lookups that found nothing: clients may name peers that do not exist."""
 
 
 class NeighbourLookup:
-    """Finds the records of the peers that clients name, for all sessions of a node."""
+    """Finds the records of peers that clients name, for all sessions of a node."""
 
     def __init__(self, swarm: Swarm, model_id: ModelId) -> None:
         self.swarm = swarm
@@ -49,10 +49,11 @@ class NeighbourLookup:
         self._look = _SharedLook(lambda: swarm.directory.fetch(model_id), LOOK_PAUSE_S)
 
     async def record_of(self, neighbour: Downstream) -> NodeRecord | None:
-        """The newest record of a peer, looked up if what is known says of other blocks or nothing.
+        """The newest record of a peer; fetched if the known one does not cover the blocks, or there
+        is none.
 
-        First with the member of the DHT that answers first: a whole look waits seconds for those
-        that are gone, likely the very node whose place the peer takes.
+        Asks the fastest DHT member first: a full fetch waits seconds for members that are gone,
+        possibly the very node that the peer replaces.
         """
         directory = self.swarm.directory
 
@@ -66,15 +67,16 @@ class NeighbourLookup:
         return directory.record(PeerId(neighbour.peer))
 
     def close(self) -> None:
-        """End the looks that are under way; no session waits for them any more."""
+        """Cancel the lookups in progress."""
         self._glance.close()
         self._look.close()
 
 
 class _SharedLook:
-    """Calls at the same time share one look; looks that found nothing are `pause_s` apart.
+    """Single-flight lookup: concurrent calls share one fetch, and fruitless fetches are `pause_s`
+    apart.
 
-    A look is a task of its own: it goes on for all others if the session that began it ends.
+    Each fetch is its own task, so it continues when the session that began it ends.
     """
 
     def __init__(self, look: Callable[[], Awaitable[object]], pause_s: float) -> None:
@@ -82,11 +84,11 @@ class _SharedLook:
         self._pause_s = pause_s
         self._running: asyncio.Task[None] | None = None
         self._began_at = -math.inf
-        """Of the last look that has ended."""
+        """Start of the last fetch that has ended."""
         self._next_at = -math.inf
 
     async def until(self, is_found: Callable[[], bool], asked_at: float) -> None:
-        """Look, unless a look that began after `asked_at` has been in vain."""
+        """Fetch until found, or until a fetch that began after `asked_at` has found nothing."""
         while not is_found() and self._began_at <= asked_at:
             if self._running is None or self._running.done():
                 self._running = asyncio.create_task(self._look_once(), name="neighbour-look")
@@ -101,7 +103,7 @@ class _SharedLook:
         try:
             await self._look()
         except NesaError as error:
-            log.warning("neighbour_look_failed", error=str(error))
+            log.warning("neighbour_lookup_failed", error=str(error))
         self._began_at = began_at
 
     def close(self) -> None:
@@ -112,7 +114,7 @@ class _SharedLook:
 async def dial(
     lookup: NeighbourLookup, opened: Open, downstream: Downstream, epoch: int
 ) -> tuple[Stream, Wire]:
-    """A push stream to the next node. Raises `ProtocolError("downstream_lost")`."""
+    """Open a push stream to the next node. Raises `ProtocolError("downstream_lost")`."""
     introduction = PushOpen(
         version=VERSION, session=opened.session, secret=opened.secret, epoch=epoch
     )
@@ -127,7 +129,7 @@ async def dial(
 
 
 async def dial_successor(lookup: NeighbourLookup, opened: Open, successor: Downstream) -> Stream:
-    """A stream to the session's next holder. Raises `ProtocolError("downstream_lost")`."""
+    """Open a stream to the session's successor. Raises `ProtocolError("downstream_lost")`."""
     introduction = TransferOpen(version=VERSION, session=opened.session, secret=opened.secret)
     stream, _ = await _reach(lookup, successor, introduction, TransferOpened)
     return stream
@@ -139,7 +141,7 @@ async def _reach(
     introduction: PushOpen | TransferOpen,
     welcome: type[PushOpened | TransferOpened],
 ) -> tuple[Stream, PushOpened | TransferOpened]:
-    """A stream to a peer whose own record must say that it holds the blocks, and its answer."""
+    """Open a stream to a peer with a record that covers the blocks, and return its answer."""
     peer = PeerId(neighbour.peer)
     try:
         record = await lookup.record_of(neighbour)
@@ -154,16 +156,17 @@ async def _reach(
             await stream.close()
             raise
     except (NesaError, OSError) as error:
-        # What came of dialling addresses that a stranger announced is no stranger's to know.
+        # The client must not learn the result of dialling addresses that another peer announced.
         log.info("neighbour_not_reached", peer=peer, reason=str(error))
         raise ProtocolError("downstream_lost", NOT_REACHED) from error
     return stream, answer
 
 
 async def _stream_to(lookup: NeighbourLookup, peer: PeerId, addresses: Sequence[str]) -> Stream:
-    """Raises `PeerUnreachableError`. A peer that this node itself knew as alive is reported.
+    """Open a stream to `peer`, and report it if this node itself knew it as alive.
 
-    A client chooses which peers a node dials, when and how often: that alone accuses no peer.
+    Raises `PeerUnreachableError`. A client chooses which peers a node dials, and how often: its
+    choice alone accuses no peer.
     """
     swarm = lookup.swarm
     was_near = not math.isnan(swarm.distances.rtt_ms(peer))

@@ -1,4 +1,4 @@
-"""Where streams come in: one door, whichever span the node serves behind it."""
+"""Listener for incoming streams, independent of the span that the node serves."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ log = get_logger(__name__)
 
 
 class Door:
-    """Lets streams in to the server that `leading_to` names; else refuses them (`draining`)."""
+    """Routes streams to the current span's server; refuses them (`draining`) between two spans."""
 
     def __init__(self) -> None:
         self._server: SessionServer | None = None
@@ -33,7 +33,7 @@ class Door:
     async def handle(
         self, peer: PeerId, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        """One incoming stream, until its last words; the caller closes it."""
+        """Serve one incoming stream until its final message; the caller closes it."""
         if self._server is not None:
             await self._server.handle(peer, reader, writer)
             return

@@ -1,4 +1,4 @@
-"""How long the sessions of a node that gives its blocks up may stay."""
+"""Deadline of the sessions on a node that gives up its blocks."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import time
 from collections.abc import Callable
 
 POLL_S = 0.5
-"""How often a session that does something is asked whether it still does."""
+"""Interval at which a busy session is asked whether it is still busy."""
 
 
 class Drain:
-    """Begins once. `clock` gives seconds."""
+    """A drain that begins once; `clock` returns seconds."""
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -26,7 +26,9 @@ class Drain:
         return self._began.is_set()
 
     def begin(self, timeout_s: float, idle_s: float | None = None) -> None:
-        """Give sessions `timeout_s`, those that do nothing only `idle_s`; again: not longer."""
+        """Give sessions `timeout_s`, and those that do nothing only `idle_s`. A second call cannot
+        extend it.
+        """
         now = self._clock()
         until = now + timeout_s
         self._until = min(self._until, until) if self.began else until
@@ -41,7 +43,9 @@ class Drain:
         return max(self._until - self._clock(), 0.0)
 
     def left_s_after(self, active_at: float, *, busy: bool) -> float:
-        """When to ask again about a session that was active at that time; 0: it must end now."""
+        """Seconds until to ask again about a session last active at `active_at`; 0: it must end
+        now.
+        """
         idle_s = math.inf if self._idle_s is None else self._idle_s
         idle_left_s = max(active_at, self._began_at) + idle_s - self._clock()
         if busy and math.isfinite(idle_s):

@@ -1,4 +1,4 @@
-"""What ends a daemon: somebody's wish, or the loss of libp2p's own daemon."""
+"""Shutdown of a daemon: by a signal, or by the loss of libp2p's daemon."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ T = TypeVar("T")
 
 @contextmanager
 def stop_signals() -> Iterator[asyncio.Event]:
-    """An event that SIGTERM or SIGINT sets; a second one of them ends the process the hard way."""
+    """An event that SIGTERM or SIGINT sets; a second signal ends the process at once."""
     loop = asyncio.get_running_loop()
     stopping = asyncio.Event()
 
     def stop(number: signal.Signals) -> None:
-        log.info("stopping", signal=number.name)
+        log.info("stop_requested", signal=number.name)
         stopping.set()
         loop.remove_signal_handler(number)
 
@@ -39,7 +39,7 @@ def stop_signals() -> Iterator[asyncio.Event]:
 
 
 class Ending:
-    """Both reasons to end, as one thing to wait for."""
+    """Waits for either reason to shut down."""
 
     def __init__(self, stopping: asyncio.Event, swarm: Swarm) -> None:
         self._stopping = stopping
@@ -47,11 +47,11 @@ class Ending:
 
     @property
     def asked(self) -> bool:
-        """Whether somebody has asked the daemon to stop."""
+        """Whether a stop was requested."""
         return self._stopping.is_set()
 
     async def wait(self) -> None:
-        """Return when asked to stop. Raises `SwarmError` if libp2p's daemon is gone."""
+        """Return when a stop is requested. Raises `SwarmError` if libp2p's daemon has ended."""
         waits = [asyncio.create_task(event.wait()) for event in (self._stopping, self._lost)]
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -63,7 +63,7 @@ class Ending:
             raise SwarmError("libp2p's daemon (p2pd) has ended; restart this node")
 
     async def unless(self, work: Coroutine[Any, Any, T]) -> T | None:
-        """The result of `work`; None, and `work` is cancelled, if the end comes first.
+        """The result of `work`; None, and `work` is cancelled, if the shutdown comes first.
 
         Raises what `work` raises, and `SwarmError` as `wait` does.
         """

@@ -1,4 +1,4 @@
-"""The one thread that owns the device."""
+"""Executor of all jobs on the device, in one thread."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LOAD_WINDOW_S = 30.0
 
 
 class Executor:
-    """Runs jobs one at a time, first come first served, away from the event loop."""
+    """Runs jobs one at a time, first in first out, outside the event loop."""
 
     def __init__(self, pool: ThreadPoolExecutor) -> None:
         self._pool = pool
@@ -31,24 +31,24 @@ class Executor:
 
     @property
     def idle_s(self) -> float:
-        """Seconds since a job ended; 0 while one runs or waits."""
+        """Seconds since the last job ended; 0 while one runs or waits."""
         return 0.0 if self._waiting else max(time.monotonic() - self._marked_at, 0.0)
 
     @property
     def has_queue(self) -> bool:
-        """Whether a job waits for the one that runs."""
+        """Whether a job waits behind the running one."""
         return self._waiting > 1
 
     def run_here(self, job: Callable[[], T]) -> T:
-        """The result of `job()`, run in the caller's thread while the device's is idle."""
+        """Run `job()` in the caller's thread. The device's thread must be idle."""
         assert self.idle
         return self._timed(job)
 
     async def run(self, job: Callable[[], T]) -> T:
-        """The result of `job()`, run in the device's thread.
+        """Run `job()` in the device's thread and return its result.
 
-        A job that has started cannot be interrupted: cancelling this call, however often, waits for
-        it, so that its caller never touches state that the job still changes.
+        A started job cannot be interrupted: a cancelled call waits for it, however often it is
+        cancelled, so that the caller never touches state that the job still changes.
         """
         self._waiting += 1
         started = self._pool.submit(self._timed, job)
@@ -70,7 +70,7 @@ class Executor:
             self._note(started, time.monotonic())
 
     def _note(self, started: float, ended: float) -> None:
-        """Exponential average of "busy" over `LOAD_WINDOW_S`."""
+        """Update the exponential average of busy time over `LOAD_WINDOW_S`."""
         idle_s, busy_s = max(started - self._marked_at, 0.0), ended - started
         self._load *= 0.5 ** (idle_s / LOAD_WINDOW_S)
         self._load = 1.0 - (1.0 - self._load) * 0.5 ** (busy_s / LOAD_WINDOW_S)
@@ -78,7 +78,7 @@ class Executor:
 
     @property
     def load(self) -> float:
-        """The share of the last half minute spent computing, plus the jobs that wait beyond one."""
+        """Share of the last `LOAD_WINDOW_S` spent computing, plus the jobs that wait beyond one."""
         idle_s = max(time.monotonic() - self._marked_at, 0.0) if not self._waiting else 0.0
         faded: float = self._load * 0.5 ** (idle_s / LOAD_WINDOW_S)
         return faded + max(self._waiting - 1, 0)

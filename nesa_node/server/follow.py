@@ -1,4 +1,4 @@
-"""Reads placements and wishes for what they ask, where this node is willing."""
+"""Follower of placements: requests the moves that this node accepts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class WishLike(Protocol):
 
 
 class MovesLike(Protocol):
-    """`server/moves.py`: limits per hour, pauses, pinned spans."""
+    """The part of `Moves` that is needed here."""
 
     def ask(self, span: Span, reason: str) -> WishLike: ...
 
@@ -43,10 +43,9 @@ async def follow(
     every_s: float = DEFAULT_EVERY_S,
     rng: random.Random,
 ) -> None:
-    """Look at the placements about every `every_s` seconds, until cancelled.
+    """Check the placements about every `every_s` seconds, until cancelled.
 
-    `glance` gives what is known of the swarm without asking anybody, `look` asks
-    and adds the links.
+    `glance` gives the cached snapshot without network traffic, `look` fetches one with links.
     """
     while True:
         await asyncio.sleep(every_s * rng.uniform(*JITTER))
@@ -57,13 +56,13 @@ async def follow(
             if not placements:
                 continue
             snapshot = await look()
-            # A plan may take as long as a large swarm needs: not on the event loop.
+            # Judging a large swarm's placement takes long: not on the event loop.
             found = await asyncio.to_thread(obedience.consider, placements, snapshot)
         except (SwarmError, OSError) as error:
-            log.warning("no_look_at_placements", reason=str(error))
+            log.warning("placements_not_read", reason=str(error))
             continue
-        except Exception:  # a mistake of ours: what one placement does must not deafen the node
-            log.exception("no_look_at_placements")
+        except Exception:  # a bug: one bad placement must not stop this loop
+            log.exception("placements_not_read")
             continue
         if found is None:
             continue

@@ -1,4 +1,4 @@
-"""The first words on a stream that a peer opened: what it wants, or why it does not get it."""
+"""Handshake on an incoming stream: its first message, or the refusal of it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FIRST_MESSAGE_S = 10.0
 
 
 async def first_message(stream: Stream) -> AnyMessage:
-    """Raises `FrameError` if nothing comes."""
+    """Receive the first message. Raises `FrameError` if none arrives within `FIRST_MESSAGE_S`."""
     try:
         async with asyncio.timeout(FIRST_MESSAGE_S):
             message, _ = await stream.receive()
@@ -25,7 +25,7 @@ async def first_message(stream: Stream) -> AnyMessage:
 
 
 async def refuse(stream: Stream, error: ProtocolError, *, free_tokens: int = 0) -> None:
-    """Tell the peer why; silent about one that does not listen."""
+    """Send the reason of a refusal; does not raise if the peer does not receive it."""
     try:
         async with asyncio.timeout(FIRST_MESSAGE_S):
             if isinstance(error, BusyError):

@@ -1,8 +1,8 @@
-"""Whether sessions that decode go through a chain in one group or in two: what gave more tokens.
+"""Choice between one and two microbatches of decoding sessions, by measured throughput.
 
-In two, the machines of a chain work at the same time, and so do nodes and clients. In one, weights
-are read half as often. Which is faster depends on the processors that are free, on what tokens cost
-and on who shares what with whom, of which a node knows little: it tries both.
+With two, the machines of a chain work at the same time, and so do nodes and clients. With one,
+weights are read half as often. Which is faster depends on free processors and on token cost, which
+a node cannot predict: both are tried.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ from statistics import median
 
 MOST_GROUPS = 2
 MOST_ALONE = 2
-"""Up to so many sessions never wait for each other."""
+"""At most this many sessions never wait for each other."""
 SETTLING_STEPS = 2
-"""After a change so many steps of each session pass before they are counted."""
+"""Steps of each session that pass after a change before samples are taken."""
 COUNTED_STEPS = 2
-"""Of each session, for one sample."""
+"""Steps of each session in one sample."""
 SAMPLES_IN_TURN = 4
-"""Before the other number has its turn, or they are compared."""
+"""Samples of one number of microbatches before the numbers are compared or the other is tried."""
 LEAST_SAMPLES = 8
-"""Of each number before they are compared: a step may take twice as long as the one before."""
+"""Samples of each number before they are compared: one step may take twice as long as the last."""
 MOST_SAMPLES = 16
 MOST_TURN_S = 10.0
-"""Where prefills leave no samples to be had, a turn ends all the same."""
+"""A trial ends after this time even without samples, as under constant prefills."""
 AGAIN_S = 120.0
-"""So long what is not in use is taken to be as it was; then some samples more are due."""
+"""Samples of the unused number are trusted for this long; then some more are taken."""
 IDLE_S = 1.0
 BETTER = 1.03
-"""So many times as fast another number must be to take the place of the one in use."""
+"""The other number must be this many times as fast to be chosen."""
 MOST_KNOWN = 256
 
 
 @dataclass(slots=True)
 class _Seen:
-    """Steps of sessions per second with one number of groups."""
+    """Session steps per second measured with one number of microbatches."""
 
     rates: deque[float] = field(default_factory=lambda: deque(maxlen=MOST_SAMPLES))
     at: float = -math.inf
@@ -53,7 +53,7 @@ class _Seen:
 
 @dataclass(slots=True)
 class _Turn:
-    """Of one number of groups, for so many sessions."""
+    """Measurement of one number of microbatches at one number of sessions."""
 
     sessions: int
     groups: int
@@ -63,32 +63,32 @@ class _Turn:
 
 
 class Grouping:
-    """Where sessions enter a chain. What is found holds for as many sessions, whichever."""
+    """Choice for sessions that enter a chain here; a result holds for one number of sessions."""
 
     def __init__(self, fixed: int | None = None) -> None:
-        """`fixed`: that many groups, whatever comes of it."""
+        """`fixed` is a constant number of microbatches; None measures."""
         self._fixed = fixed
         self._in_use: dict[int, int] = {}
         self._seen: dict[tuple[int, int], _Seen] = {}
-        """By sessions and groups."""
+        """By number of sessions and microbatches."""
         self._turn: _Turn | None = None
         self._steps = 0
-        """Since `_since`; of one session each."""
+        """Session steps since `_since`."""
         self._since: float | None = None
         self._last = -math.inf
 
     def groups(self, sessions: int) -> int:
-        """How many to make of `sessions`."""
+        """The number of microbatches for `sessions`."""
         if self._fixed is not None or sessions <= MOST_ALONE:
             return self._fixed or MOST_GROUPS
         return self._in_use.get(sessions, MOST_GROUPS)
 
     def disturb(self) -> None:
-        """Other work is in the way: how long steps take now says nothing."""
+        """Discard the current sample: other work slowed the steps."""
         self._since = None
 
     def note(self, sessions: int, steps: int, now: float) -> None:
-        """A step of each of `steps` sessions runs now, of `sessions` that decode."""
+        """Record that `steps` of the `sessions` decoding sessions run one step each at `now`."""
         if self._fixed is not None or sessions <= MOST_ALONE:
             self._turn = None
             return
@@ -107,7 +107,7 @@ class Grouping:
             turn.samples, turn.began = 0, now
 
     def _sample(self, turn: _Turn, now: float) -> None:
-        """Count what ran since `_since`, if it is enough for that."""
+        """Add a sample from the steps since `_since`, if there are enough."""
         steps = COUNTED_STEPS if turn.settled else SETTLING_STEPS
         if self._since is None or self._steps < steps * turn.sessions:
             return
@@ -120,11 +120,11 @@ class Grouping:
         self._since, self._steps = now, 0
 
     def _next(self, turn: _Turn, now: float) -> int:
-        """How many groups to make from now on."""
+        """The number of microbatches to use next."""
         other = MOST_GROUPS + 1 - turn.groups
         here, there = self._of(turn.sessions, turn.groups), self._of(turn.sessions, other)
         if turn.samples < SAMPLES_IN_TURN:
-            # Nothing can be learnt these days.
+            # Too few samples in this trial, for example under constant prefills.
             usual = other if there.enough else MOST_GROUPS
             return turn.groups if here.enough else usual
         there.age(now)

@@ -1,4 +1,4 @@
-"""What an orchestrator has seen of its swarm: for its store, and for whoever wants to look."""
+"""What an orchestrator has seen and decided, for its snapshot store and for the dashboard."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from nesa_node.topology.snapshot import Snapshot
 log = get_logger(__name__)
 
 SHOWN_LOOKS = 2880
-"""A day, at two a minute."""
+"""A day, at two per minute."""
 HEIGHTS = 60
 _OF_ONE_DECISION = frozenset({"cost_s"})
 
 
 class History:
-    """Safe for threads; every method takes a while, none belongs on an event loop.
+    """History of snapshots. Thread-safe; its methods block and do not belong on an event loop.
 
     `store` may be None: then nothing outlives the process.
     """
@@ -41,17 +41,17 @@ class History:
         self._active: dict[str, Any] | None = None
         self._leads = False
         self.version = 0
-        """Rises with what there is to show."""
+        """Rises with each change to the report."""
 
     def recall(self) -> None:
-        """Go on from what the store holds. A store that cannot be read is told, and left alone."""
+        """Load what the store holds. An unreadable store is logged and left unchanged."""
         if self._store is None:
             return
         try:
             looks = self._store.looks(SHOWN_LOOKS)
             heights = [heights_of(each) for each in self._store.snapshots(HEIGHTS)]
         except ConfigError as error:
-            log.warning("history_not_read", reason=str(error))
+            log.warning("history_not_loaded", reason=str(error))
             return
         with self._guard:
             self._looks.extendleft(reversed(looks))
@@ -67,9 +67,11 @@ class History:
         triggers: Sequence[Trigger] = (),
         tuned: Tuned | None = None,
     ) -> None:
-        """`decision` is None for somebody who only looks on, and may have watched `triggers`
-        all the same; `active`: what asks for moves; `tuned`: the greedy rule's exponents, if they
-        are not those that are shipped.
+        """Record a snapshot and what was decided on it.
+
+        `decision` is None for an observer, which may pass `triggers` instead. `active` is the
+        placement in force; `tuned` the greedy rule's exponents, if they differ from the shipped
+        ones.
         """
         look = _look(snapshot, decision, active, tuned or Tuned(), leads=leads, triggers=triggers)
         heights = heights_of(snapshot)
@@ -86,10 +88,10 @@ class History:
         try:
             self._store.add(look, snapshot, always=eventful)
         except (OSError, ValueError) as error:
-            log.warning("snapshot_not_kept", reason=str(error))
+            log.warning("snapshot_not_stored", reason=str(error))
 
     def document(self) -> dict[str, Any] | None:
-        """`topology_report` of the latest snapshot; None if there is none yet."""
+        """`topology_report` of the latest snapshot; None without one."""
         with self._guard:
             snapshot, looks, heights = self._latest, tuple(self._looks), tuple(self._heights)
             active, leads = self._active, self._leads

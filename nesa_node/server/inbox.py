@@ -1,4 +1,4 @@
-"""The steps that a session was given: checked, in order, applied once.
+"""Sequence check of a session's steps: validated, in order, applied once.
 
 T packed tokens, D hidden.
 """
@@ -17,24 +17,25 @@ from nesa_node.swarm.messages import Step
 from nesa_node.swarm.wire import ASIDE_BYTES, PLAIN, check_allowed
 
 LARGE_BYTES = 1 << 20
-"""A payload from which on to read it takes milliseconds: not for the event loop."""
+"""Payload size from which decoding takes milliseconds and runs in a thread."""
 
 
 async def content_of(payload: bytearray) -> bytes | bytearray:
-    """What tells a payload from others: itself, or a digest of a large one."""
+    """Identity of a payload: itself, or a digest of a large one."""
     if len(payload) < LARGE_BYTES:
         return payload
     return await asyncio.to_thread(_digest_of, payload)
 
 
 async def examine(step: Step, payload: bytearray) -> HiddenStates:
-    """Read all of the payload, in a thread if that takes milliseconds. The result keeps its memory.
+    """Decode and validate the whole payload, in a thread if that takes milliseconds. The result
+    keeps its memory.
 
     Raises `ProtocolError` for a payload of another size than described, and for NaN or infinite
     values.
     """
     if step.tensor.codec == PLAIN:
-        # What came of a plain tensor is bounded already.
+        # The size of a plain payload is bounded already.
         most_bytes, is_quick = len(payload), len(payload) < LARGE_BYTES
     else:
         most_bytes = step.tensor.most_nbytes
@@ -48,10 +49,10 @@ def _digest_of(payload: bytearray) -> bytes:
 
 
 class Inbox:
-    """Decides about each step without doing any I/O.
+    """Decides about each step without any I/O.
 
-    `expected[row]` is the position that the row's next token must have: what the cache holds plus
-    what is queued.
+    `expected[row]` is the position that the row's next token must have: cached tokens plus queued
+    ones.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class Inbox:
         quality: str,
         outgrow: Callable[[int, int], None],
     ) -> None:
-        """`outgrow(have, want)` is asked when a row outgrows `max_tokens`, and what it got then.
+        """`outgrow(have, want)` reserves more tokens for a row beyond `max_tokens`.
 
         It raises `ProtocolError` where there is no room for `want` tokens.
         """
@@ -91,11 +92,12 @@ class Inbox:
         return self._last[0].step if self._last is not None else -1
 
     def wants(self, step: Step, content: bytes | bytearray) -> bool:
-        """Whether a step is to be examined: False for an older epoch's and for the newest again.
+        """Whether a step needs decoding: False for an older epoch and for a repetition of the last
+        step.
 
-        `content` is its payload, which nobody may change any more, or a digest of a large one.
-        Raises `ProtocolError` for what its header makes wrong: a few bytes may stand for gigabytes,
-        so a step is decoded only if the session has room for it. A row may be given more for it.
+        `content` is the payload, which must not change any more, or its digest. Raises
+        `ProtocolError` for an invalid header: a few bytes may describe gigabytes, so a step is
+        decoded only if the session has room for it. May reserve more for a row.
         """
         if step.session != self._session:
             raise ProtocolError("unknown_session", "the step names another session")
@@ -119,9 +121,9 @@ class Inbox:
         return True
 
     def accept(self, step: Step, content: bytes | bytearray) -> bool:
-        """Take a step that was examined. What `wants` says may have changed since: this does too.
+        """Accept a decoded step; checks `wants` again, since the epoch may have changed.
 
-        Whatever is refused changed nothing but the room that a row was given.
+        A refused step changes nothing but reserved room.
         """
         if not self.wants(step, content):
             return False
@@ -131,15 +133,15 @@ class Inbox:
         return True
 
     def reorder(self, sources: Sequence[int]) -> None:
-        """Have room in each row for what row `sources[row]` holds. Raises `ProtocolError`."""
+        """Reserve room in each row for the tokens of row `sources[row]`. Raises `ProtocolError`."""
         for row, source in enumerate(sources):
             self._make_room(row, self.expected[source])
 
     def begin_epoch(self, epoch: int, lengths: Sequence[int]) -> None:
-        """Expect each row to go on at `lengths[row]`.
+        """Begin an epoch in which each row continues at `lengths[row]`.
 
-        Raises `ProtocolError` for an epoch that is not newer and for lengths that were never
-        reached; nothing has changed then.
+        Raises `ProtocolError`, without any change, for an epoch that is not newer and for lengths
+        that were never reached.
         """
         if epoch <= self.epoch:
             raise ProtocolError("stale_epoch", f"epoch {epoch} is not newer than {self.epoch}")
@@ -151,7 +153,7 @@ class Inbox:
             )
         self.epoch = epoch
         self.expected = list(lengths)
-        # A step that the new epoch undid may come again under its old number.
+        # A step that the new epoch rolled back may return under its old number.
         self._last = None
 
     def _make_room(self, row: int, tokens: int) -> None:
@@ -177,7 +179,7 @@ class Inbox:
             if part.position != self.expected[part.row]:
                 raise ProtocolError(
                     "bad_position",
-                    f"row {part.row} goes on at {self.expected[part.row]}, not {part.position}",
+                    f"row {part.row} continues at {self.expected[part.row]}, not {part.position}",
                 )
         for part in step.rows:
             self._make_room(part.row, part.position + part.count)

@@ -1,4 +1,4 @@
-"""How the operator of a first node learns what others join with, and programs here find a node."""
+"""How operators and programs find this node: the printed join command and the known-swarms file."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ MOST_COPIES_TOLD = 4
 
 
 def print_invitation(config: PeerConfig, swarm: Swarm) -> None:
-    """Tell the operator of a first node, or of a meeting point, the command that others join with.
+    """Print the command that joins this swarm, on a first node or a bootstrap node.
 
-    It is one plain line on stdout, whole, to be copied; an event where logs are for programs.
+    One plain line on stdout, to be copied; a log event where logs are JSON.
     """
     address = most_reachable(swarm.transport.addresses)
     if address is None or (config.initial_peers and isinstance(config, NodeConfig)):
         return
     command = join_command(config, address)
     if config.log_format == "json":
-        log.info("join_with", command=command)
+        log.info("invitation_printed", command=command)
         return
-    # The terminal may be gone: the node serves on.
+    # The terminal may be gone; the node continues.
     with suppress(OSError):
         print(f"{_heading(config, address)}:\n{command}", flush=True)
 
@@ -49,7 +49,7 @@ def _heading(config: PeerConfig, address: str) -> str:
 
 
 def join_command(config: PeerConfig, address: str) -> str:
-    """A line for a shell. A private swarm's key is named by its place, never by itself."""
+    """A shell command. A private swarm's key is named by its path, never by its value."""
     model = config.model if isinstance(config, NodeConfig) else "MODEL"
     words = ["nesa-node", "run", model, "--initial-peers", address]
     if config.swarm_key is not None:
@@ -58,17 +58,17 @@ def join_command(config: PeerConfig, address: str) -> str:
 
 
 async def warn_of_other_copies(directory: Directory, model_id: str) -> None:
-    """Log once if the swarm serves other weights under the name of `model_id`.
+    """Log once if the swarm serves different weights under the name of `model_id`.
 
-    They are another swarm, of which the operator may have meant to become a part. Returns in any
-    case, after at most `COPIES_LOOK_S`.
+    Such nodes are another swarm, which the operator may have meant to join. Returns in any case,
+    after at most `COPIES_LOOK_S`.
     """
     name = model_id.partition("@")[0]
     try:
         async with asyncio.timeout(COPIES_LOOK_S):
             records = await directory.fetch_all()
     except (TimeoutError, NesaError) as error:
-        log.debug("other_copies_unknown", reason=str(error))
+        log.debug("other_copies_not_listed", reason=str(error))
         return
     served = {record.model_id for record in records} - {model_id}
     copies = sorted(each for each in served if each.partition("@")[0] == name)
@@ -77,15 +77,18 @@ async def warn_of_other_copies(directory: Directory, model_id: str) -> None:
             "other_copy_served",
             served=", ".join(copies[:MOST_COPIES_TOLD]),
             here=model_id,
-            advice="these weights differ, so that sessions use the ones or the others; to serve "
+            advice="these weights differ, so that each session uses one or the other; to serve "
             "the same, use the files or the --revision that those nodes have",
         )
 
 
 @contextmanager
 def known_here(config: NodeConfig, addresses: Sequence[str], model_id: str) -> Iterator[None]:
-    """Let commands on this machine find the swarm: now through this node, later by the addresses
-    that outlive it. Loopback addresses do not: nodes of this machine are found while they run."""
+    """Register the swarm for commands on this machine: now through this node, later by lasting
+    addresses.
+
+    Loopback addresses are not kept: nodes of this machine are found while they run.
+    """
     known = KnownSwarms(default_known_swarms_dir())
     lasting = [address for address in (*config.initial_peers, *addresses) if _reach(address)]
     if lasting:
@@ -95,7 +98,7 @@ def known_here(config: NodeConfig, addresses: Sequence[str], model_id: str) -> I
 
 
 def most_reachable(addresses: Sequence[str]) -> str | None:
-    """The address that most others can use: a public one before a LAN's before loopback."""
+    """The address that most machines can reach: a public one before a LAN's before loopback."""
     return max(addresses, key=_reach, default=None)
 
 

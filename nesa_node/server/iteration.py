@@ -1,4 +1,4 @@
-"""Which tokens of which sessions run together next. Decides without doing anything."""
+"""Batch policy: which tokens of which sessions run in the next iteration, decided without I/O."""
 
 from __future__ import annotations
 
@@ -14,69 +14,76 @@ from nesa_node.server.grouping import Grouping
 from nesa_node.server.lane import DECODE_TOKENS, LATE, MAX_DECODE_TOKENS, PRIORITIES, Lane
 
 LEAST_GROUP_ROWS = 2
+"""Fewest decode tokens that a microbatch has room for."""
 GATHER = 1.0
-"""Where sessions enter a chain, a step waits for the others of a group at most this part of the
-time that its session is away between two steps, divided by groups. Once they are together they
-stay so."""
+"""Longest wait of a step for the rest of its microbatch at the first hop of a chain, as a fraction
+of the gap between two steps of its session, divided by the number of microbatches. Sessions that
+ran together once then stay together."""
 BURST = 0.25
-"""Elsewhere it waits for those that come with it: this part of what an iteration takes."""
+"""Longest wait at later hops for steps that arrive together, as a fraction of an iteration."""
 QUIET = 0.05
-"""Once all are there with whom they ran lately, only while others keep coming, each so soon
-after another."""
+"""Once all sessions of the last batch are there, wait only while steps keep arriving within this
+fraction of an iteration."""
 LEAST_QUIET_S = 0.0003
-"""Less cannot be waited for."""
+"""Shorter waits are below the resolution of the event loop's timers."""
 DELAY = 0.5
-"""How much longer than without it a prefill may make an iteration that others decode in."""
+"""How much longer a prefill may make an iteration that also decodes, as a fraction."""
 STRETCH = 3.0
+"""Most times the usual duration that an iteration with decode steps may take to complete a prefill
+at a lower cost per token."""
 CHEAPER = 0.5
-"""Or so many times as long, once, where a prefill then is done and delays them by this part per
-token: a processor may take as long for four tokens as for thirty."""
+"""Cost per token, relative to that of the usual chunk, below which a larger one completes the
+prefill: a processor may take as long for four tokens as for thirty."""
 MOST_CLAIM = 4.0
-"""So many times that, where many sessions wait for their first token and few decode."""
+"""Largest factor on `DELAY` where many sessions wait for their first token and few decode."""
 LEAST_CHUNK_TOKENS = 2
-"""Of a prefill in such an iteration: it must get on."""
+"""Fewest prefill tokens in an iteration with decode steps, so that every prefill advances."""
 LEAST_ALONE_TOKENS = 8
-"""Of a prefill in an iteration of its own: with fewer, reading the weights is most of it."""
+"""Fewest prefill tokens in an iteration without decode steps: with fewer, most of the time goes
+into reading the weights."""
 MAX_ITERATION_S = 0.25
-"""Bounds how long a newcomer, or the room of a cancelled session, waits for the device."""
+"""Longest iteration planned. Bounds how long a new session waits for the device, and how long a
+cancelled one keeps its pages."""
 MAX_ITERATION_TOKENS = 256
+"""Most tokens planned in one iteration, beyond a microbatch of decode steps."""
 PATIENCE = 8
-"""Every so many iterations whoever waited longest goes before whoever is more urgent."""
+"""Iterations between two in which the session that waited longest goes first, whatever its
+priority."""
 CREDIT_TOKENS = 256
-"""What a client that used less than its share may catch up on."""
+"""Tokens that a client which used less than its share may catch up on."""
 
 L = TypeVar("L", bound=Lane)
 
 
 class Policy(Generic[L]):
-    """Fair between clients, not between their sessions, and kind to those who decode.
+    """Composition of batches: fair between clients rather than sessions, decode steps first.
 
-    An iteration runs the waiting steps of sessions that decode, as many as make a group, and fills
-    up with pieces of everything else: prefills, replays, less urgent work. These get what time the
-    decoding sessions can spare, or `MAX_ITERATION_S` where nobody decodes.
+    An iteration runs the waiting steps of decoding sessions, up to one microbatch, and fills up
+    with chunks of everything else: prefills, replays, lower priorities. These get the time that
+    decoding sessions can spare, or `MAX_ITERATION_S` when no session decodes.
 
-    Among clients the one that was served least goes first: the virtual token counter of Sheng et
+    Among clients the one with the least service goes first: the virtual token counter of Sheng et
     al., "Fairness in Serving Large Language Models" (2024), which is deficit round robin without a
-    quantum. Where they lift whoever returns to the lowest counter, we leave it `CREDIT_TOKENS`, as
-    a session that decodes leaves and returns with every token.
+    quantum. They lift a returning client to the lowest counter; here it keeps a credit of
+    `CREDIT_TOKENS`, since a decoding session leaves and returns with every token.
     """
 
     def __init__(self, *, groups: int | None = None) -> None:
-        """`groups` of sessions that decode; None: as many as give most tokens."""
+        """`groups` is a fixed number of microbatches; None chooses the faster by measurement."""
         self.cost = CostModel()
-        """Of one block."""
+        """Cost of one block."""
         self._grouping = Grouping(groups)
         self._away_s: float | None = None
-        """For how long the session was away that decoded last, of those that enter a chain here."""
+        """Gap of the entering session that decoded last; the default for new ones."""
         self._decodes = 1
-        """Tokens of the last iteration that had any of those."""
+        """Decode tokens of the last iteration that had any."""
         self._turn = 0
         self._served: dict[PeerId, float] = {}
         self._level = 0.0
         self._active: set[PeerId] = set()
 
     def pause_s(self, lanes: Collection[L], now: float) -> float:
-        """How long to wait for more before `plan`, if nothing comes meanwhile."""
+        """Seconds to wait for more steps before `plan`, if none arrives meanwhile."""
         waiting = [lane for lane in lanes if lane.waits]
         decoding = [lane for lane in waiting if lane.decoding]
         if not waiting or len(waiting) > len(decoding) > 0:
@@ -89,7 +96,7 @@ class Policy(Generic[L]):
         return max(pause(waiting, away, now) - now, 0.0)
 
     def plan(self, lanes: Collection[L], now: float) -> list[tuple[L, int]]:
-        """The sessions of the next iteration and how many tokens of each; empty if none waits."""
+        """The sessions of the next iteration with their token counts; empty if none waits."""
         waiting = [lane for lane in lanes if lane.waits]
         if not waiting:
             return []
@@ -128,16 +135,16 @@ class Policy(Generic[L]):
         return plan
 
     def alone(self, lane: L, now: float) -> list[tuple[L, int]]:
-        """What `plan` comes to where there is one session, and that decodes.
+        """Plan for a single decoding session, equal to `plan` with one session.
 
-        It is not charged for it: what a client uses while nobody else is there costs nobody.
+        The client is not charged: without contention its use costs no other client anything.
         """
         lane.served_at = now
         lane.decodes(now)
         return [(lane, lane.tokens)]
 
     def brief_tokens(self, lane: L, seconds: float) -> int:
-        """Of how many tokens a step of a decode takes no longer than that."""
+        """Most tokens, up to `DECODE_TOKENS`, that a decode step runs in `seconds`."""
         return self.cost.tokens_within(seconds / len(lane.span), DECODE_TOKENS)
 
     def ran(self, plan: Sequence[tuple[L, int]], seconds: float) -> None:
@@ -145,16 +152,16 @@ class Policy(Generic[L]):
         self.cost.observe(_tokens(plan), seconds / len(plan[0][0].span))
 
     def forget(self, client: PeerId) -> None:
-        """The client has no session any more."""
+        """Remove a client without sessions."""
         self._served.pop(client, None)
         self._active.discard(client)
 
     def _for_a_group(self, decoding: Sequence[L], away: Sequence[L], now: float) -> float:
-        """Until when to wait for the rest of a group.
+        """The time until which to wait for the rest of a microbatch.
 
-        Left to themselves sessions that decode spread over a chain, each step alone at some node,
-        where the steps of a group together take little longer than one. Only where sessions enter
-        the chain groups are made: if every node waited for one, they would wait in a circle.
+        Without waiting, decoding sessions spread over a chain and each step runs alone, although
+        the steps of a microbatch together take little longer than one. Microbatches form only where
+        sessions enter the chain: if every node waited for one, they would wait in a circle.
         """
         first = min(decoding, key=lambda lane: lane.since)
         if first.leads:
@@ -167,7 +174,8 @@ class Policy(Generic[L]):
             waits = [(lane.since, part * (lane.away_s or self._away_s or 0.0)) for lane in here]
             deadline = min(since + wait_s for since, wait_s in waits)
             lates = [lane.late for lane in away if lane.due <= deadline]
-            # Who waited so long for them does not leave a moment before they come.
+            # A step that waited this long for the expected ones does not leave just before they
+            # arrive.
             latest = min(since + LATE * wait_s for since, wait_s in waits)
             return min(latest, max(lates, default=now))
         takes_s = self.cost.seconds(_rows(decoding)) * len(first.span)
@@ -180,14 +188,18 @@ class Policy(Generic[L]):
         return min(deadline, max((lane.late for lane in away), default=now))
 
     def _for_decodes(self, rest: Sequence[L], away: Sequence[L], now: float) -> float:
-        """Until when to wait for a step of a decode, with which prefills run for little more."""
+        """The time until which prefills wait for a decode step, with which they run at little extra
+        cost.
+        """
         first = min(away, key=lambda lane: lane.soonest)
         gap_s = (first.soonest - now) / len(rest[0].span)
         worth_it = self.cost.seconds(LEAST_ALONE_TOKENS) <= gap_s
         return now if worth_it else first.late
 
     def _admit(self, clients: set[PeerId]) -> None:
-        """Nobody saves up what it did not use while it had nothing to run."""
+        """Update the active clients. A client saves at most `CREDIT_TOKENS` while it has nothing to
+        run.
+        """
         for client in clients - self._active:
             before = self._served.get(client, self._level)
             self._served[client] = max(before, self._level - CREDIT_TOKENS)
@@ -200,17 +212,18 @@ class Policy(Generic[L]):
         lane.served_at = now
 
     def _longest_waiting(self, waiting: Sequence[L]) -> L | None:
-        """In every `PATIENCE`-th iteration: whose turn it is, however little urgent."""
+        """In every `PATIENCE`-th iteration the session that waited longest; else None."""
         self._turn += 1
         if self._turn % PATIENCE:
             return None
         return min(waiting, key=lambda lane: max(lane.since, lane.served_at))
 
     def _group(self, decoding: Sequence[L], live: Sequence[L], patient: L | None) -> Iterator[L]:
-        """Those of one group, fairly chosen and through the same blocks.
+        """Select one microbatch of decoding sessions through the same blocks, in fair order.
 
-        Of those that enter the chain here; all others that are there come as the group they are. At
-        `most` tokens run, and the first step: that which does not fit is soon the first.
+        Its size limits only sessions that enter the chain here; at later hops they arrive as the
+        microbatch they are. The batch holds at most `_most_decode_tokens`, but always its first
+        step, so that a large step soon comes first and runs.
         """
         entering = [lane for lane in live if lane.leads]
         groups = self._grouping.groups(len(entering))
@@ -229,9 +242,10 @@ class Policy(Generic[L]):
                 room -= lane.tokens if lane.leads else 0
 
     def _most_decode_tokens(self, span: Span) -> int:
-        """Of a group. Up to `MAX_DECODE_TOKENS` run together however long they take.
+        """Most tokens of a microbatch: at least `MAX_DECODE_TOKENS`, however long they take.
 
-        Else many sessions with a token each would each wait longer, where that is as cheap.
+        Otherwise many sessions with one token each would wait longer where a larger batch is as
+        cheap.
         """
         limit_s = MAX_ITERATION_S / len(span)
         return max(self.cost.tokens_within(limit_s, MAX_ITERATION_TOKENS), MAX_DECODE_TOKENS)
@@ -244,7 +258,8 @@ class Policy(Generic[L]):
         now: float,
         sizes: Sequence[int],
     ) -> int:
-        """How many tokens more the iteration may have, for the sake of those who `live`.
+        """Tokens that the iteration may take beside `plan` without delaying the decoding sessions
+        `live` too long.
 
         `sizes`: see `_if_cheaper`.
         """
@@ -265,10 +280,11 @@ class Policy(Generic[L]):
         return self._if_cheaper(taken, max(room, least), most - taken, sizes)
 
     def _if_cheaper(self, taken: int, room: int, most: int, sizes: Sequence[int]) -> int:
-        """`room` tokens beside those `taken`, or more, up to `most`, with which the first are done.
+        """`room`, or up to `most` tokens beside the `taken` ones if that completes waiting prefills
+        at a lower cost per token.
 
-        `sizes`: of those who wait, in the order in which they are given tokens, but for chunks of
-        prompts that have had theirs.
+        `sizes` are the waiting tokens of each prefill in fair order, without later chunks of
+        prompts that already had their extension.
         """
         before_s = self.cost.seconds(taken) if taken else 0.0
 
@@ -288,9 +304,9 @@ class Policy(Generic[L]):
             )
 
     def _fairly(self, lanes: Iterable[L]) -> Iterator[L]:
-        """The least served client's first, and of a client's the one that came first.
+        """Order by the client's service, least first, then by arrival.
 
-        What is given to them between two of these counts.
+        Tokens assigned between two items count, so the order adapts while it is consumed.
         """
         queues: dict[PeerId, list[L]] = {}
         for lane in sorted(lanes, key=lambda lane: lane.since, reverse=True):
@@ -307,12 +323,14 @@ def _tokens(plan: Sequence[tuple[Lane, int]]) -> int:
 
 
 def _rows(lanes: Iterable[Lane]) -> int:
-    """Of sessions that decode, tokens in each round."""
+    """Decode tokens per round of these sessions."""
     return sum(lane.tokens if lane.waits else lane.decode_tokens for lane in lanes)
 
 
 def _claim(rest: Sequence[Lane], live: Sequence[Lane]) -> float:
-    """How many sessions wait for each that decodes, those of a client that has none as one."""
+    """Waiting sessions per decoding one, at least 1. Those of a client without a decoding session
+    count as one.
+    """
     clients = {lane.client for lane in live}
     waiting = sum(lane.client in clients for lane in rest)
     waiting += len({lane.client for lane in rest} - clients)

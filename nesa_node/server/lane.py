@@ -1,4 +1,8 @@
-"""A session as the policy sees it: what waits, and when more can be expected."""
+"""State of one session in the scheduler: what waits to run, its outputs, and when its next decode
+step is due.
+
+T packed tokens, D hidden.
+"""
 
 from __future__ import annotations
 
@@ -11,58 +15,60 @@ from nesa_node.core.span import Span
 from nesa_node.swarm.messages import Priority
 
 PRIORITIES: tuple[Priority, ...] = ("interactive", "batch", "training")
-"""The most urgent first."""
+"""Most urgent first; `Lane.priority` is an index into it."""
 DECODE_TOKENS = 8
-"""A step of at most so many tokens for each row is one of a decode, speculation included."""
+"""Most tokens per row in a decode step. More than one allows speculative tokens."""
 MAX_DECODE_TOKENS = 64
-"""And of at most so many for all rows together: a step of a decode runs in one iteration. Steps of
-more are cut into pieces, as prefills are. Beams and parallel samples have a token for each row."""
+"""Most tokens in a decode step, all rows together; it runs in one iteration. Steps with more are
+cut into chunks, as prefills are. Beams and parallel samples have one token for each row."""
 LIVE_S = 1.0
-"""So long after its last step a session may be about to decode on."""
+"""Seconds after its last decode step during which a session counts as decoding."""
 LATE = 1.25
-"""Who is away for so many times as long as usual is not waited for."""
+"""A session that is away for more than this multiple of its usual gap is not waited for."""
 LEARNING_RATE = 0.25
 CALM_RATES = (0.5, 0.02)
-"""`calm_s` follows what is shorter at once, and what is longer slowly."""
+"""Learning rates of `calm_s` for a shorter gap and for a longer one: it follows shorter gaps at
+once, longer ones slowly."""
 
 
 def is_decode(counts: Sequence[int]) -> bool:
-    """Whether a step of so many tokens for each row is one of a decode."""
+    """Whether a step with these tokens per row is a decode step."""
     return max(counts) <= DECODE_TOKENS and sum(counts) <= MAX_DECODE_TOKENS
 
 
 @dataclass(eq=False, kw_only=True)
 class Lane:
-    """What is to be known about a session."""
+    """What the batch policy knows about one session."""
 
     client: PeerId
     priority: int
-    """Its place in `PRIORITIES`."""
+    """Index into `PRIORITIES`."""
     span: Span
-    """Only sessions through the same blocks run together."""
+    """Only sessions through the same blocks run in one batch."""
     leads: bool = False
-    """It enters the chain here."""
+    """Whether the session enters the chain at this node."""
     tokens: int = 0
-    """Waiting to be run."""
+    """Tokens that wait to be run."""
     decoding: bool = False
-    """All that waits is one step of a decode."""
+    """Whether exactly one decode step waits, and nothing else."""
     since: float = 0.0
-    """When the first that waits came."""
+    """Arrival time of the oldest waiting step."""
     prefilled: bool = False
-    """A step of a prefill was run since it decoded: what waits is a chunk of a longer one."""
+    """Whether a prefill step ran since the last decode step: what waits is a later chunk of the
+    same prompt."""
     held: bool = False
-    """It must not be run now."""
+    """Whether the session must not be run now."""
     served_at: float = -math.inf
     decoded_at: float = -math.inf
     before_at: float = -math.inf
-    """When it decoded before that."""
+    """Time of the decode step before the last."""
     decode_tokens: int = 0
-    """In its last step of a decode."""
+    """Tokens of the last decode step."""
     away_s: float | None = None
-    """From one step of a decode to the arrival of the next, on average."""
+    """Mean time from a decode step to the arrival of the next."""
     calm_s: float | None = None
-    """The same where nothing else was in the way. Else a prefill that delays it at other nodes
-    would let prefills here take longer, and so on in a circle."""
+    """The same without contention: a prefill that delays the session at other nodes must not let
+    prefills here take longer, or the delays would reinforce each other."""
 
     @property
     def waits(self) -> bool:
@@ -70,39 +76,39 @@ class Lane:
 
     @property
     def due(self) -> float:
-        """When the next step of a decode can be expected."""
+        """When the next decode step is expected."""
         return self.decoded_at + (self.away_s or 0.0)
 
     @property
     def soonest(self) -> float:
-        """When it may come at the earliest."""
+        """Earliest time at which the next decode step may arrive."""
         return self.decoded_at + (self.calm_s or 0.0)
 
     @property
     def late(self) -> float:
-        """From when on it is not waited for."""
+        """Time after which the next decode step is no longer waited for."""
         return self.decoded_at + LATE * (self.away_s or 0.0)
 
     @property
     def ran_at(self) -> tuple[float, ...]:
-        """When it decoded lately: sessions with a time in common ran together."""
+        """Times of the last two decode steps. Sessions with a time in common ran in one batch."""
         return tuple(filter(math.isfinite, (self.decoded_at, self.before_at)))
 
     def is_away(self, now: float) -> bool:
-        """Whether it is expected, and not too late yet."""
+        """Whether its next decode step is expected and not overdue."""
         return not self.waits and self.late > now
 
     def lives(self, now: float) -> bool:
-        """Whether a step of a decode waits, or will before long."""
+        """Whether a decode step waits, or is likely within `LIVE_S`."""
         return self.decoding if self.waits else now - self.decoded_at < LIVE_S
 
     def expect(self, away_s: float | None) -> None:
-        """Take it to be away for so long, as others are, if nothing is known of it."""
+        """Set the gap to that of comparable sessions, if none was measured yet."""
         if self.away_s is None:
             self.away_s = self.calm_s = away_s
 
     def decodes(self, now: float) -> None:
-        """Note that its step of a decode is run now."""
+        """Record that its decode step runs at `now`, and learn the gap before it."""
         away_s = self.since - self.decoded_at
         if away_s < LIVE_S:
             if self.away_s is None or self.calm_s is None:

@@ -1,7 +1,7 @@
-"""What an orchestrator has learnt of its swarm, and when it learns again.
+"""Learning of an orchestrator from its stored snapshots.
 
-`study.py` does the work, beside the daemon; this asks for it, keeps the answer in a file beside the
-store of snapshots, and writes down what came of it.
+`study` does the work in a child process; `Learner` starts it, keeps the result in a file
+beside the snapshot store, and logs it as a decision.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ log = get_logger(__name__)
 
 EVERY_S = 3600.0
 SECONDS = 120.0
-"""Of processor time for tuning, and as much for schemas."""
+"""Processor time for tuning, and as much for schemas."""
 _WAIT_S = 3600.0
-"""It yields to everything else, so that it may take long."""
+"""Longest wall time of a study, which runs at the lowest priority."""
 _PROGRAM = "nesa_node.server.study"
 _MAX_BYTES = 8 << 20
 
@@ -53,9 +53,9 @@ class _Kept(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Learner:
-    """Not for two threads; `library` may be asked for from any.
+    """Runs studies and keeps their results. Not thread-safe, except for `library`.
 
-    `wall_clock` gives seconds since the epoch. With `decisions` what came of it is kept there.
+    `wall_clock` gives seconds since the Unix epoch. With `decisions` each result is logged there.
     """
 
     def __init__(
@@ -80,30 +80,30 @@ class Learner:
         self._wall_clock = wall_clock
 
     def library(self) -> Library | None:
-        """Schemas for this swarm, None while there are none worth using."""
+        """Schemas for this swarm; None while there are none worth using."""
         return self._library
 
     @property
     def path(self) -> Path:
-        """Where what was learnt outlives the process."""
+        """File in which results outlive the process."""
         return self._store.with_suffix(".learnt.json")
 
     def recall(self) -> None:
-        """Go on from what was learnt before. A file that cannot be read is told, and left alone."""
+        """Load earlier results. An unreadable file is logged and left unchanged."""
         try:
             if not self.path.exists() or self.path.stat().st_size > _MAX_BYTES:
                 return
             kept = msgspec.json.decode(self.path.read_bytes(), type=_Kept)
             library = None if kept.library is None else from_json(kept.library)
         except (OSError, msgspec.DecodeError, ConfigError, UnicodeDecodeError) as error:
-            log.warning("nothing_recalled", file=str(self.path), reason=str(error))
+            log.warning("study_result_not_loaded", file=str(self.path), reason=str(error))
             return
         if believed(kept.tuned.values, TUNED) is not None:
             self.tuned = kept.tuned
         self._library = library
 
     async def learn(self) -> Findings | None:
-        """Study the store once; None if that failed, and everything stays."""
+        """Study the store once. Returns None, and changes nothing, if that failed."""
         if not self._store.exists():
             return None
         question = Question(
@@ -120,10 +120,10 @@ class Learner:
             found = msgspec.json.decode(answer, type=Findings)
             library = None if found.library is None else from_json(found.library)
         except (OSError, TimeoutError, msgspec.DecodeError, ConfigError) as error:
-            log.warning("nothing_learnt", reason=str(error) or "it took too long")
+            log.warning("study_failed", reason=str(error) or "the study timed out")
             return None
         changed = self._take(found, library)
-        log.info("learnt", tuning=found.tuning, schemas=found.schemas, changed=changed)
+        log.info("study_finished", tuning=found.tuning, schemas=found.schemas, changed=changed)
         await asyncio.to_thread(self._keep, found, changed)
         return found
 
@@ -164,11 +164,11 @@ class Learner:
                 name = f"tuning-{self.tuned.version}-{int(at)}"
                 self._decisions.add(Decision("tuning", name, at, body))
         except OSError as error:
-            log.warning("lessons_not_kept", reason=str(error))
+            log.warning("study_result_not_saved", reason=str(error))
 
 
 async def _ask(question: bytes) -> bytes:
-    """The answer of a process of its own, which is gone when this returns. Raises `OSError`."""
+    """Run the study in a child process, which has ended on return. Raises `OSError`."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-P", "-m", _PROGRAM, str(os.getpid())),
         stdin=asyncio.subprocess.PIPE,
@@ -189,7 +189,7 @@ async def _ask(question: bytes) -> bytes:
             await process.communicate()
     if process.returncode != 0:
         shown = complaint.decode(errors="replace").strip()[-200:]
-        raise OSError(f"it ended with {process.returncode}: {shown}")
+        raise OSError(f"the study exited with status {process.returncode}: {shown}")
     return answer
 
 

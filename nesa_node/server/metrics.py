@@ -1,4 +1,4 @@
-"""What a daemon tells Prometheus: read from what it has anyway, when somebody scrapes."""
+"""Prometheus metrics of a daemon, read from existing state at every scrape."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from nesa_node.swarm.node import Swarm
 log = get_logger(__name__)
 
 LOOK_EVERY_S = 20.0
-"""So old what a daemon with metrics tells of the others may be."""
+"""Interval between directory fetches: bounds the age of metrics about other nodes."""
 
 
 def about(swarm: Swarm, role: str, version: str) -> Source:
-    """Of a daemon that serves nothing, and of every other too."""
+    """Samples of any daemon, also of one that serves no blocks."""
     labels = (role, version, swarm.identity.peer_id)
 
     def samples() -> Iterator[Sample]:
@@ -38,24 +38,24 @@ def about(swarm: Swarm, role: str, version: str) -> Source:
 
 
 def about_model(swarm: Swarm, model_id: ModelId, num_blocks: int | None = None) -> Source:
-    """Who serves it; `keep_looking` keeps that true."""
+    """Samples about the nodes of a model; `keep_looking` keeps them current."""
     return partial(model_samples, swarm.directory, model_id, num_blocks)
 
 
 def about_node(spans: Spans) -> Source:
-    """Of its spans, one after another: counters go on where it moves."""
+    """Samples of a node over all its spans: counters continue when it moves."""
     return partial(_node_samples, spans)
 
 
 async def keep_looking(swarm: Swarm, model_id: ModelId, num_blocks: int | None = None) -> None:
-    """Ask the DHT who serves a model, again and again until cancelled."""
+    """Fetch the records of a model regularly until cancelled."""
     while True:
         try:
             await swarm.directory.fetch(model_id, num_blocks)
         except (SwarmError, OSError) as error:
-            log.info("metrics_are_old", reason=str(error))
-        except Exception:  # a mistake of ours: the daemon goes on, and so does this
-            log.exception("metrics_are_old")
+            log.info("directory_not_refreshed", reason=str(error))
+        except Exception:  # a bug: the daemon continues, and so does this loop
+            log.exception("directory_not_refreshed")
         await asyncio.sleep(LOOK_EVERY_S)
 
 
@@ -82,7 +82,7 @@ def _node_samples(spans: Spans) -> Iterator[Sample]:
 
 
 def _part_samples(part: ServedSpan | None, spans: Spans) -> Iterator[Sample]:
-    """Of the span that it serves now; zeros where it serves none."""
+    """Samples of the span served now; zeros without one."""
     model_id = spans.served.model_id
     model, waiting = (model_id,), spans.scheduler.waiting
     sessions = 0 if part is None else part.admission.sessions

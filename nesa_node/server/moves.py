@@ -1,8 +1,8 @@
-"""Wishes that this node should hold another span, and how many of them it grants.
+"""Requests that this node should serve another span, and the limit on how many it grants.
 
-Whoever decides where blocks should be (`rebalance.py`, a planner) asks; `spans.py` carries one wish
-out after the other. A wish is granted at most `per_hour` times in any hour, `pause_s` after the
-move before, and never where the operator has said which blocks to hold.
+`rebalance` and `follow` request moves; `Spans` carries out one after another. At most
+`per_hour` are granted in any hour, `pause_s` apart, and none where the operator has pinned the
+blocks.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ Answer = Literal[
     "failed",
     "ended",
 ]
-"""What became of a wish.
+"""Outcome of a request.
 
-"uncovered": nobody else serves some of the blocks that would be given up. "failed": the span could
-not be loaded, and the node has gone back to the one before. "ended": the daemon ends.
+"uncovered": some blocks of the old span would lose their last holder. "failed": the span could not
+be loaded, and the node returned to the old one. "ended": the daemon ends.
 """
 HOUR_S = 3600.0
 
 
 class Wish:
-    """Made by `Moves.ask`."""
+    """A move request, made by `Moves.ask`."""
 
     def __init__(self, span: Span, reason: str, answers: Counter[Answer]) -> None:
         self.span = span
@@ -50,22 +50,24 @@ class Wish:
         self._answered = asyncio.Event()
 
     async def wait(self) -> Answer:
-        """What became of it, once that is known; after a move, once the node serves the span."""
+        """Wait for the outcome; that of a granted move is known once the node serves again."""
         await self._answered.wait()
         assert self.answer is not None
         return self.answer
 
     def settle(self, answer: Answer) -> None:
-        """For whoever decides about it. The first answer stays."""
+        """Set the outcome. Only the first call counts."""
         if self.answer is None:
             self.answer = answer
             self._answers[answer] += 1
             self._answered.set()
-            log.info("wish_settled", span=str(self.span), reason=self.reason, answer=answer)
+            log.info("move_request_settled", span=str(self.span), reason=self.reason, answer=answer)
 
 
 class Moves:
-    """Room for one wish that waits: a newer one takes its place. All on the event loop."""
+    """Move limiter with room for one waiting request: a newer one replaces it. Runs on the event
+    loop.
+    """
 
     def __init__(
         self,
@@ -77,7 +79,7 @@ class Moves:
     ) -> None:
         self.pinned = pinned
         self.answers: Counter[Answer] = Counter()
-        """What became of all wishes so far."""
+        """Outcomes of all requests so far."""
         self._per_hour = per_hour
         self._pause_s = pause_s
         self._clock = clock
@@ -90,7 +92,7 @@ class Moves:
 
     @property
     def refusal(self) -> Answer | None:
-        """Why no move may begin now, whichever; None if one may."""
+        """Why no move may begin now; None if one may."""
         now = self._clock()
         while self._begun and self._begun[0] <= now - HOUR_S:
             self._begun.popleft()
@@ -105,7 +107,7 @@ class Moves:
         return None
 
     def ask(self, span: Span, reason: str) -> Wish:
-        """Wish that the node held `span`; `reason` is for the log."""
+        """Request a move to `span`; `reason` is for the log."""
         wish = Wish(span, reason, self.answers)
         refusal = self.refusal
         if refusal is not None:
@@ -118,7 +120,7 @@ class Moves:
         return wish
 
     async def next(self) -> Wish:
-        """Wait for a wish that may be granted now; the caller settles it."""
+        """Wait for a request that may be granted now; the caller settles it."""
         while True:
             await self._asked.wait()
             self._asked.clear()
@@ -131,15 +133,15 @@ class Moves:
             wish.settle(refusal)
 
     def begin(self) -> None:
-        """Count a move: it is under way."""
+        """Count a move that begins."""
         self._begun.append(self._clock())
 
     def end(self) -> None:
-        """It is over, well or not: the pause begins."""
+        """Record that a move ended, with or without success; the pause begins."""
         self._ended_at = self._clock()
 
     def close(self) -> None:
-        """Grant nothing any more; what is not settled has ended."""
+        """Grant no more requests; unsettled ones get the outcome "ended"."""
         self._closed = True
         for wish in (self._waiting, self._taken):
             if wish is not None:

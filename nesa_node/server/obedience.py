@@ -1,10 +1,9 @@
-"""Whether this node does what a placement asks of it.
+"""Filter that decides whether this node does what a placement asks of it.
 
-A lease on a DHT is no consensus, and whoever signs a placement may be wrong or lie. So a placement
-is obeyed only if its signer is one that the operator allows, or if this node finds the gain itself
-in its own picture of the swarm; and in either case only if nothing is lost by it, and within what
-the node can hold. How often it moves is for `Moves` to limit. Whoever once promised what cannot be
-is not listened to any more.
+A lease on a DHT is no consensus, and a placement's signer may be wrong or lie. A placement is
+accepted only if the operator allows its signer, or if this node finds the gain in its own
+snapshots; in either case only if no block loses its last holder, and within the node's memory.
+`Moves` limits how often the node moves. A signer of impossible promises is distrusted from then on.
 """
 
 from __future__ import annotations
@@ -28,20 +27,23 @@ _MAX_LIARS = 1024
 _MAX_SIGNERS = 64
 _PICTURES = 6
 _MATTERS = 0.01
-"""A move must itself save so much of the cost, not ride along with others that do."""
+"""Share of the cost that this node's own move must save, so that useless moves are not carried by
+useful ones."""
 _EXAGGERATED = 0.5
 _TIMES = 4.0
+"""A promised gain above `_TIMES` times the real one plus `_EXAGGERATED` is a lie: measurements
+differ."""
 _MAX_WEIGHED = 4
-"""Strangers' placements in one round: identities are free, weighing takes time."""
+"""Placements of unknown signers judged per round: identities are free, judging takes time."""
 _WEIGH_AGAIN_S = 60.0
-"""Measurements differ: a promise is a lie only if it is more than 4 times the truth and a half."""
+"""Seconds until a refused placement is judged again in an unchanged swarm."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """`span` is what to hold from now on, None if the placement is refused; `reason` in a word.
+    """`span` is the span to serve next, None if the placement is refused; `reason` is one word.
 
-    "allowed" and "recomputed" are reasons to obey, the others are those that `Obedience` counts.
+    "allowed" and "recomputed" are reasons to accept; `Obedience` lists the reasons to refuse.
     """
 
     span: Span | None
@@ -49,7 +51,7 @@ class Verdict:
 
 
 class Liars(Set[PeerId]):
-    """Signers that promised what cannot be; the first of them are remembered for good."""
+    """Signers of impossible promises; the first `_MAX_LIARS` are remembered for good."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[PeerId, str] = OrderedDict()
@@ -66,21 +68,21 @@ class Liars(Set[PeerId]):
     def note(self, peer: PeerId, why: str) -> None:
         if peer not in self._known and len(self._known) < _MAX_LIARS:
             self._known[peer] = why
-            log.warning("orchestrator_ignored_from_now_on", peer=peer, reason=why)
+            log.warning("orchestrator_distrusted", peer=peer, reason=why)
 
 
 _Layout = frozenset[tuple[PeerId, Span]]
 
 
 class Obedience:
-    """One node's judgement. `refused` counts refusals by reason, each placement once per reason.
+    """One node's filter of placements. `refused` counts refusals, each placement once per reason.
 
-    "liar": its signer is ignored. "stale_epoch": the same signer or an allowed one was obeyed with
-    a higher one, and that still holds; among strangers only what is gained counts. "absurd": it
-    cannot be (and its signer is ignored from now on). "doubtful": it looks absurd, but this node
-    knows too little of the swarm it was made for. "outdated": it starts from another span than
-    this node holds. "no_memory", "uncovered" (nobody else serves a block that would be given up),
-    "no_gain".
+    "liar": its signer is distrusted. "stale_epoch": a placement with a higher epoch, of the same
+    signer or an allowed one, was accepted and is in force; among unknown signers only the gain
+    counts. "absurd": it is impossible, and its signer is distrusted from now on. "doubtful": it
+    looks impossible, but this node knows too little of the swarm for which it was made. "outdated":
+    it starts from another span than this node serves. "no_memory", "uncovered" (a block that is
+    given up would lose its last holder), "no_gain".
     """
 
     def __init__(
@@ -102,26 +104,26 @@ class Obedience:
         self._allowed = allowed
         self._min_gain = min_gain
         self._epochs: dict[PeerId, tuple[int, float]] = {}
-        """Of those that were obeyed, with the end of what they asked."""
+        """Epoch and expiry of the accepted placement per signer."""
         self._queue: list[PeerId] = []
         self._weighed: dict[tuple[PeerId, tuple[int, int]], tuple[_Layout, float]] = {}
-        """Refused as the swarm was then, and when."""
+        """Refused placements, with the spans held in the swarm and the time."""
         self._worths: dict[tuple[int, tuple[Move, ...]], tuple[Snapshot, Worth]] = {}
         self._pictures: deque[Snapshot] = deque(maxlen=_PICTURES)
         self._counted: OrderedDict[PeerId, tuple[tuple[int, int], set[str]]] = OrderedDict()
 
     def glance(self, snapshot: Snapshot) -> None:
-        """Remember how the swarm looked, to tell lies from what was true when it was said.
+        """Remember how the swarm looked, to tell lies from outdated truths.
 
-        Links are not remembered: those of a large swarm take megabytes.
+        Links are dropped: those of a large swarm take megabytes.
         """
         self._pictures.append(replace(snapshot, links=None))
 
     def due(self, placements: Iterable[Placement], snapshot: Snapshot) -> list[Placement]:
-        """Those to consider in this round: they name this node, and have not been refused already
-        in a swarm with the same spans.
+        """Placements to judge in this round: they name this node, and were not refused in a swarm
+        with the same spans.
 
-        Strangers take turns, a few in each round, in the order in which they came.
+        Unknown signers take turns in order of arrival, a few per round.
         """
         mine = self._mine(placements, snapshot)
         layout, now = _layout(snapshot), snapshot.taken_at
@@ -142,10 +144,10 @@ class Obedience:
     def consider(
         self, placements: Iterable[Placement], snapshot: Snapshot
     ) -> tuple[Placement, Verdict] | None:
-        """The first placement to obey, of higher epochs first; None if there is none.
+        """The first acceptable placement, highest epochs first; None without one.
 
-        The same may be considered again and again: what is not safe now may be so once others have
-        moved.
+        A placement may be judged repeatedly: a move that is unsafe now may be safe after other
+        moves.
         """
         now, layout = snapshot.taken_at, _layout(snapshot)
         self._epochs = {peer: seen for peer, seen in self._epochs.items() if seen[1] > now}
@@ -167,7 +169,7 @@ class Obedience:
         if placement.signer in self.liars:
             return Verdict(None, "liar")
         if placement.num_blocks != self._num_blocks:
-            return self._lie(placement, f"it speaks of {placement.num_blocks} blocks")
+            return self._lie(placement, f"it plans for {placement.num_blocks} blocks")
         if placement.epoch < self._epoch_to_beat(placement.signer, snapshot.taken_at):
             return Verdict(None, "stale_epoch")
         if move.span == own.span or move.old_span != own.span:
@@ -179,10 +181,10 @@ class Obedience:
     def _weigh(
         self, placement: Placement, move: Move, own: NodeState, snapshot: Snapshot
     ) -> Verdict:
-        """By what the node's own picture of the swarm says."""
+        """Judge by the score of the swarm in this node's own snapshots."""
         lie = self._lie_in(placement, snapshot)
         if lie is not None:
-            # Nodes die while plans are made: it must have been a lie when it was told.
+            # Nodes die while plans are made: it must have been a lie when it was published.
             earlier = self._before(placement, snapshot)
             if earlier is None or self._lie_in(placement, earlier) is None:
                 return Verdict(None, "doubtful")
@@ -203,8 +205,8 @@ class Obedience:
         return Verdict(None, "no_gain")
 
     def _lie_in(self, placement: Placement, snapshot: Snapshot) -> str | None:
-        """Why it cannot be true in that picture; None if it can, or if they speak of different
-        swarms.
+        """Why the placement is impossible in that snapshot; None if it is possible, or was made for
+        a swarm with other spans.
         """
         if not all(holds(snapshot, move) for move in placement.moves):
             return None
@@ -215,16 +217,16 @@ class Obedience:
         if promised > 1.0 and math.isfinite(before.latency_s):
             return f"it promises to save {promised:.0%} of the cost"
         if promised > _EXAGGERATED + _TIMES * max(gain, 0.0) and before.holes == after.holes:
-            return f"{gain:.0%} are gained, not {promised:.0%}"
+            return f"it promises to save {promised:.0%} of the cost and saves {gain:.0%}"
         return None
 
     def _before(self, placement: Placement, snapshot: Snapshot) -> Snapshot | None:
-        """The last picture from before the placement, with the links that are known now."""
+        """The last snapshot from before the placement, with today's links."""
         earlier = [each for each in self._pictures if each.taken_at <= placement.issued_at]
         return replace(earlier[-1], links=snapshot.links) if earlier else None
 
     def _gains(self, before: Worth, after: Worth, without: Worth) -> bool:
-        """Whether all moves together gain enough, and this node's is one of those that do."""
+        """Whether all moves together gain enough, and this node's move contributes."""
         goals = zip(savings(before, after), savings(without, after), strict=True)
         worst = min(savings(before, after))
         return worst > -self._min_gain and any(
@@ -232,21 +234,23 @@ class Obedience:
         )
 
     def _thickens(self, before: Worth, after: Worth, without: Worth) -> bool:
-        """Whether this node's move gives blocks a second holder, at no great cost."""
+        """Whether this node's move gives blocks a second holder at no great cost."""
         mends = after.thin < min(before.thin, without.thin)
         return mends and min(savings(before, after)) > -self._min_gain
 
     def _worth(self, snapshot: Snapshot, moves: tuple[Move, ...] = ()) -> Worth:
-        """After `moves`; each is appraised once in a round."""
+        """The score after `moves`; each is computed once per round."""
         key = id(snapshot), moves
         if key not in self._worths:
             changed = moved(snapshot, moves) if moves else snapshot
-            # The snapshot is kept, so that no other gets its id.
+            # The snapshot is kept, so that its `id` is not reused.
             self._worths[key] = snapshot, self._appraise(changed)
         return self._worths[key][1]
 
     def _epoch_to_beat(self, signer: PeerId, now: float) -> int:
-        """A stranger's number is no reason to refuse others: anybody can sign any."""
+        """The lowest epoch accepted. An unknown signer's epoch counts for its own placements only,
+        since any peer can sign any number.
+        """
         return max(
             (
                 epoch
@@ -259,13 +263,15 @@ class Obedience:
     def _obeyed(self, placement: Placement) -> None:
         self._epochs[placement.signer] = placement.epoch, placement.expires_at
         if len(self._epochs) > _MAX_SIGNERS:
-            # Strangers before allowed signers.
+            # Forget unknown signers before allowed ones.
             del self._epochs[
                 min(self._epochs, key=lambda peer: (peer in self._allowed, self._epochs[peer]))
             ]
 
     def _mine(self, placements: Iterable[Placement], snapshot: Snapshot) -> list[Placement]:
-        """Those that name this node, allowed signers' first: nobody else can hold them up."""
+        """Placements that name this node, those of allowed signers first, so that unknown ones
+        cannot delay them.
+        """
         mine = [
             placement
             for placement in placements

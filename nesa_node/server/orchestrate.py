@@ -1,4 +1,4 @@
-"""Orchestrators and those who follow them, as their operators configure them."""
+"""Orchestrators and followers of placements, set up from their configuration."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ async def orchestrate(
     show: Show | None = None,
     told: Sources | None = None,
 ) -> None:
-    """Stand for the lease of `model_id` and plan while it is held, until cancelled.
+    """Compete for the lease of `model_id` and plan while holding it, until cancelled.
 
-    `liars` are not yielded to; it may grow. `show` is told where it is seen, and what; `told` what
-    there is to tell Prometheus.
+    Leases of `liars`, which may grow, are ignored. `show` is called with the swarm, the model and
+    the history; `told` collects metric sources.
     """
     own = swarm.identity.peer_id
     swarm.notices.spare(config.allow_orchestrators)
@@ -70,7 +70,7 @@ async def orchestrate(
 
     async def look() -> Snapshot:
         snapshot = believed.of(await swarm.directory.fetch(model_id))
-        # Links of a large swarm take a second to put together.
+        # The links of a large swarm take a second to assemble.
         return await asyncio.to_thread(swarm.directory.with_links, snapshot)
 
     store = snapshots_path(config.snapshots_dir, model_id)
@@ -104,7 +104,7 @@ async def orchestrate(
 
 
 def obedience_of(config: NodeConfig, own: PeerId, *, num_blocks: int, max_blocks: int) -> Obedience:
-    """A node's judgement of placements as its operator wants it."""
+    """A node's placement filter with its operator's settings."""
     allowed = {*config.allow_orchestrators, *((own,) if config.orchestrator else ())}
     return Obedience(
         own,
@@ -124,7 +124,7 @@ async def follow_placements(
     *,
     num_blocks: int,
 ) -> None:
-    """Wish for what placements ask of this node where it is willing, until cancelled."""
+    """Request the moves that accepted placements ask of this node, until cancelled."""
     directory = swarm.directory
     swarm.notices.spare(config.allow_orchestrators)
     believed = Believed(directory, Claims(time.monotonic))
@@ -146,10 +146,10 @@ async def follow_placements(
 
 
 async def find_model(swarm: Swarm, wanted: str | None) -> ModelId:
-    """The id of the model that nodes serve under that name; waits until one does.
+    """The id of the model served under that name; waits until a node serves it.
 
-    Anybody may announce another model of the same name: it is the one of that very id, else that
-    of most nodes. Raises `ConfigError` if no name is given and there are several.
+    Any node may announce another model of the same name: an exact id wins, then the one that most
+    nodes serve. Raises `ConfigError` if no name is given and several models are served.
     """
     waiting = False
     while True:
@@ -160,9 +160,9 @@ async def find_model(swarm: Swarm, wanted: str | None) -> ModelId:
         if found:
             chosen = max(found, key=lambda model: (model == wanted, found[model], model))
             if len(found) > 1:
-                log.warning("several_models_of_that_name", chosen=chosen, nodes=dict(found))
+                log.warning("model_name_ambiguous", chosen=chosen, nodes=dict(found))
             return ModelId(chosen)
         if not waiting:
             waiting = True
-            log.info("nobody_serves_it_yet", model=wanted or "any")
+            log.info("model_unserved", model=wanted or "any")
         await asyncio.sleep(LOOK_FOR_MODEL_S)

@@ -1,7 +1,7 @@
-"""Plans for the swarm of one model: holds the lease, looks, decides, publishes.
+"""Orchestrator of one model's swarm: holds the lease, takes snapshots, plans, publishes placements.
 
-Any number of nodes may do so; the one that leads publishes, the others stand ready. Nobody has to
-obey, and without any orchestrator every node chooses for itself.
+Any number of nodes may run one; the leaseholder publishes, the rest stand by. Nodes need not obey,
+and without an orchestrator every node chooses for itself.
 """
 
 from __future__ import annotations
@@ -47,9 +47,7 @@ _PUBLISHED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
-    """How often to look at the swarm, how long a placement asks for what it asks, and how often to
-    learn from what was seen.
-    """
+    """Intervals of planning and learning, and the lifetime of a placement."""
 
     every_s: float = 30.0
     placement_ttl_s: float = PLACEMENT_TTL_S
@@ -57,10 +55,10 @@ class Pace:
 
 
 class Orchestrator:
-    """`look` fetches a snapshot with its links. `decisions` may be None: then none are kept.
+    """Plans with snapshots from `look`, which have links.
 
-    `clock` gives seconds since the epoch. Without `learner` the greedy rule's exponents stay as
-    they are shipped.
+    `decisions` may be None: then none are logged. `clock` gives seconds since the Unix epoch.
+    Without `learner` the greedy rule keeps its shipped exponents.
     """
 
     def __init__(
@@ -92,7 +90,7 @@ class Orchestrator:
         self._last_reason = ""
 
     async def run(self) -> None:
-        """Lead, or stand ready, until cancelled; then give the lease up."""
+        """Lead or stand by until cancelled; then release the lease."""
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._keep_lease())
@@ -102,14 +100,15 @@ class Orchestrator:
             await self._leave()
 
     async def step(self) -> Placement | None:
-        """Look at the swarm once, and publish what should move; None if nothing new should."""
+        """Take one snapshot; publish a placement if something new should move, else return None."""
         if not self._leads():
             await self._stand_by()
             return None
         snapshot = await self._look()
         decision = await asyncio.to_thread(self._planner.decide, snapshot)
         if not self._leads():
-            # A large swarm takes seconds to plan for, in which another may have taken over.
+            # Planning for a large swarm takes seconds, in which another orchestrator may have taken
+            # over.
             return None
         placement = await self._act(decision, snapshot)
         await self._remember(snapshot, decision)
@@ -127,7 +126,7 @@ class Orchestrator:
         return await self._publish(decision, snapshot)
 
     def _exponents(self) -> Exponents | None:
-        """To publish; None where they are those that everybody has."""
+        """Exponents to publish; None for the shipped ones."""
         if self._learner is None or self._learner.tuned.version == 0:
             return None
         tuned = self._learner.tuned
@@ -136,7 +135,7 @@ class Orchestrator:
         )
 
     def _should_tell(self, known: Placement | None) -> bool:
-        """Whether exponents are due. Moves that are still asked for are not replaced by them."""
+        """Whether exponents are due. They never replace a placement that still asks for moves."""
         exponents = self._exponents()
         if exponents is None or (known is not None and known.moves):
             return False
@@ -145,7 +144,7 @@ class Orchestrator:
         return known.expires_at < self._clock() + self._pace.placement_ttl_s / 2
 
     async def _stand_by(self) -> None:
-        """Who may have to take over sees the swarm all the same."""
+        """Record snapshots, to be ready to take over."""
         if self._history is not None:
             await self._board.fetch(Placement, self._model_id)
             await self._remember(await self._look(), None)
@@ -191,10 +190,10 @@ class Orchestrator:
         return placement
 
     async def _note_nothing(self, decision: Decision, snapshot: Snapshot) -> None:
-        """Once for each new reason: most looks find nothing."""
+        """Record that nothing moves, once per reason: most snapshots change nothing."""
         if not same_reason(decision.reason, self._last_reason):
             self._last_reason = decision.reason
-            log.info("nothing_moves", reason=decision.reason)
+            log.info("no_moves_planned", reason=decision.reason)
             await self._keep(None, decision, snapshot)
 
     async def _keep(self, name: str | None, decision: Decision, snapshot: Snapshot) -> None:
@@ -208,7 +207,7 @@ class Orchestrator:
         try:
             await asyncio.to_thread(keep)
         except OSError as error:
-            log.warning("decision_not_kept", reason=str(error))
+            log.warning("decision_not_logged", reason=str(error))
 
     async def _keep_lease(self) -> None:
         while True:
@@ -224,27 +223,27 @@ class Orchestrator:
             try:
                 await self.step()
             except (NesaError, OSError, ValueError) as error:
-                log.warning("no_plan", reason=str(error))
-            except Exception:  # a mistake of ours: the swarm goes on, and so do we
-                log.exception("no_plan")
+                log.warning("placement_not_planned", reason=str(error))
+            except Exception:  # a bug: the swarm continues, and so does this loop
+                log.exception("placement_not_planned")
 
     async def _keep_learning(self) -> None:
-        """Only who leads learns: it takes a while of a processor."""
+        """Learn while leading only: it takes processor time."""
         while self._learner is not None:
             await asyncio.sleep(self._pace.learn_every_s * self._rng.uniform(*JITTER))
             if not self._leads():
                 continue
             try:
                 await self._learner.learn()
-            except Exception:  # a mistake of ours: the swarm goes on, and so do we
-                log.exception("nothing_learnt")
+            except Exception:  # a bug: the swarm continues, and so does this loop
+                log.exception("study_failed")
 
     async def _leave(self) -> None:
         try:
             async with asyncio.timeout(5.0):
                 await self._lease.leave()
         except (TimeoutError, PeerUnreachableError) as error:
-            log.debug("lease_not_given_up", reason=str(error))
+            log.debug("lease_not_released", reason=str(error))
 
 
 def _fields(decision: Decision) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""Where a session's outputs go: kept, and then to the next node or to the client.
+"""Output of a session: kept for replay, then sent to the next node or to the client.
 
 T packed tokens, D hidden.
 """
@@ -27,16 +27,16 @@ from nesa_node.swarm.wire import PLAIN, States, Wire, known, passed_on
 log = get_logger(__name__)
 
 Dial = Callable[[Downstream, int], Awaitable[tuple[Stream, Wire]]]
-"""`dial(downstream, epoch)` opens a push. Raises `ProtocolError("downstream_lost")`."""
+"""`dial(downstream, epoch)` opens a push stream. Raises `ProtocolError("downstream_lost")`."""
 
 
 class Outlet:
-    """Sends each step's output in order. One task at a time may call it."""
+    """Sends each step's output in order. Only one task at a time may call it."""
 
     def __init__(
         self, client: Stream, wire: Wire, opened: Open, hidden_size: int, dial: Dial
     ) -> None:
-        """`wire` is that of the client."""
+        """`wire` is the client's."""
         self._client = client
         self._wire = self.client_wire = wire
         self._session = opened.session
@@ -49,12 +49,12 @@ class Outlet:
         self._downstream: Downstream | None = None
         self._push: Push | None = None
         self.pushed = (-1, -1)
-        """Epoch and number of the last step that was sent downstream, or begun to be."""
+        """Epoch and number of the last step of which sending downstream has begun."""
         self._push_scope = AsyncExitStack()
 
     @property
     def settled(self) -> bool:
-        """Whether a small step can be sent without waiting for anybody."""
+        """Whether a small output can be sent without waiting."""
         if self._downstream is None:
             return self._client.settled
         return self._push is None or self._push.settled
@@ -62,11 +62,11 @@ class Outlet:
     async def emit(self, step: Step, output: HiddenStates) -> None:
         """Keep and send the output [T, D] of a step.
 
-        Raises `ProtocolError("not_finite")` for one that the next node would have to report: large
-        inputs of a client's choice are enough to make a node compute it.
+        Raises `ProtocolError("not_finite")` for an output that the next node would have to report:
+        a client's large inputs suffice to make a node compute one.
         """
         if self._downstream is None:
-            # For the client it is compressed when it is known which tokens it wants.
+            # An output for the client is compressed once the wanted tokens are known.
             meta, payload = output.meta, output.payload
         else:
             await _require_finite(output)
@@ -78,32 +78,32 @@ class Outlet:
         await self._send(Held.all_of(kept), step.epoch)
 
     def keep(self, kept: Kept) -> None:
-        """Hold what another node kept before this one took its place.
+        """Store an output that the donor of this session kept.
 
-        Raises `ProtocolError` in a star, whose nodes keep no outputs.
+        Raises `ProtocolError` in a star, where nodes keep no outputs.
         """
         if self._mode == "star":
             raise ProtocolError("unexpected", "a star's nodes keep no outputs")
         self._outbox.append(replace(kept, via=known(self._quality, kept.via)))
 
     def kept(self, start: Sequence[int], end: Sequence[int]) -> Iterator[Held]:
-        """What is kept of the tokens `start[row] <= position < end[row]`."""
+        """Stored outputs of the tokens `start[row] <= position < end[row]`."""
         return self._outbox.since(start, end)
 
     def truncate(self, lengths: Sequence[int]) -> None:
-        """Forget what was kept of tokens from `lengths` on; they will be sent anew."""
+        """Drop stored outputs of tokens from `lengths` on; they will be sent anew."""
         self._outbox.truncate(lengths)
         self._emit_from = [min(pair) for pair in zip(self._emit_from, lengths, strict=True)]
 
     def reorder(self, sources: Sequence[int]) -> None:
-        """Let each row have been sent what row `sources[row]` was."""
+        """Let each row continue with the sent state of row `sources[row]`."""
         self._outbox.reorder(sources)
         self._emit_from = [self._emit_from[source] for source in sources]
 
     def leave_all_but(self, downstream: Downstream | None) -> None:
-        """End the stream to another node than `downstream` now, also a send that it does not take.
+        """Abort the stream to any other node than `downstream`, with a send in progress.
 
-        Where the link to it is cut, a large step would be waited for until its time is over.
+        Across a cut link, a large send would otherwise be waited for until it times out.
         """
         if downstream != self._downstream and self._push is not None:
             self._push.leave()
@@ -111,10 +111,11 @@ class Outlet:
     async def link(
         self, downstream: Downstream | None, epoch: int, emit_from: Sequence[int]
     ) -> None:
-        """Send to `downstream` (None: the client) from now on, first what it lacks of the kept.
+        """Send to `downstream` (None: the client) from now on, first the stored outputs that it
+        lacks.
 
-        `emit_from` says, per row, from where on it lacks tokens. The stream is kept if it leads to
-        the same and lives. Raises `ProtocolError("downstream_lost")`.
+        `emit_from` gives, per row, the first position that it lacks. A live stream to the same node
+        is reused. Raises `ProtocolError("downstream_lost")`.
         """
         self._emit_from = emit_from
         alive = self._push is not None and not self._push.lost
@@ -132,7 +133,7 @@ class Outlet:
             if self._push is not None and self._push.lost:
                 return
             await self._send(held, epoch)
-            # A receiver that takes each at once gives nothing else a turn of the event loop.
+            # A receiver that takes each output at once would otherwise block the event loop.
             await asyncio.sleep(0)
 
     async def _begin(self) -> None:
@@ -144,11 +145,11 @@ class Outlet:
             raise ProtocolError("downstream_lost", str(error)) from error
 
     def forget(self) -> None:
-        """Drop what was kept: whoever still knows this object must not keep its memory."""
+        """Drop stored outputs, so that references to this object hold no memory."""
         self._outbox = Outbox()
 
     async def close(self) -> None:
-        """End the stream downstream."""
+        """Close the downstream stream."""
         await self._push_scope.aclose()
 
     async def _send(self, held: Held, epoch: int) -> None:
@@ -192,17 +193,19 @@ class Outlet:
         )
 
     async def _tell_lost(self, peer: str, reason: str) -> None:
-        """What is computed from now on is only kept, until the client names a replacement."""
+        """Report a lost downstream to the client. Later outputs are only stored until it links a
+        replacement.
+        """
         try:
             await self._client.send(
                 Error(code="downstream_lost", message=reason, fatal=False, peer=peer)
             )
         except StreamClosedError:
-            log.debug("client_gone_too", peer=self._client.peer)
+            log.debug("client_disconnected", peer=self._client.peer)
 
 
 async def _require_finite(output: HiddenStates) -> None:
-    """Raises `ProtocolError("not_finite")`."""
+    """Raises `ProtocolError("not_finite")` for NaN or infinite values."""
     large = output.nbytes >= LARGE_BYTES
     if not (await asyncio.to_thread(_is_finite, output) if large else output.is_finite):
         raise ProtocolError("not_finite", "these inputs make this node compute NaN or infinities")

@@ -1,4 +1,4 @@
-"""Which span this node takes, and how much cache it promises."""
+"""Choice of this node's span, and the memory that its blocks and cache need."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from nesa_node.topology.snapshot import Snapshot
 log = get_logger(__name__)
 
 PLANNED_CACHE_TOKENS = 8192
-"""Room for the cache that is kept free when the number of blocks is chosen automatically."""
+"""Cache tokens for which memory is kept free when the number of blocks is chosen automatically."""
 MAX_AUTO_CACHE_TOKENS = 65_536
 MIN_CACHE_TOKENS = 128
 AUTO_CACHE_FRACTION = 0.5
@@ -30,7 +30,7 @@ JOIN_PAUSE_S = (0.5, 1.0)
 
 
 def count_blocks(config: NodeConfig, served: Served) -> int:
-    """How many blocks to hold.
+    """How many blocks to serve.
 
     Raises `InsufficientMemoryError`, `ConfigError`, and `UnsupportedModelError` for weights that
     nf4 cannot hold.
@@ -60,7 +60,7 @@ def count_blocks(config: NodeConfig, served: Served) -> int:
 def require_memory(
     config: NodeConfig, served: Served, span: Span, *, regained_bytes: int = 0
 ) -> None:
-    """Raises `InsufficientMemoryError` unless `span` fits, once that much has come back."""
+    """Raises `InsufficientMemoryError` unless `span` fits once `regained_bytes` are free again."""
     blocks, start = len(span), span.start
     cache_tokens = config.attn_cache_tokens or MIN_CACHE_TOKENS
     fit = _fit(served, cache_tokens, regained_bytes)
@@ -87,7 +87,7 @@ def _fit(served: Served, cache_tokens: int, regained_bytes: int = 0) -> Fit:
 
 
 def count_cache_tokens(config: NodeConfig, blocks: Blocks) -> int:
-    """Tokens of cache to promise, of a span that is loaded. Raises `InsufficientMemoryError`."""
+    """Cache tokens to offer for a loaded span. Raises `InsufficientMemoryError`."""
     free = free_memory_bytes(blocks.device)
     per_token = blocks.cache_bytes_per_token
     if config.attn_cache_tokens is not None:
@@ -109,7 +109,8 @@ def count_cache_tokens(config: NodeConfig, blocks: Blocks) -> int:
 async def claim_span(
     config: NodeConfig, served: Served, swarm: Swarm, announcer: Announcer, *, rng: random.Random
 ) -> Span:
-    """Take the given span, or what the swarm needs most; announced as "joining" on return.
+    """Claim the pinned span, or the one that the swarm needs most; announced as "joining" on
+    return.
 
     Nodes that start at the same moment see each other's claims and give way by peer id.
     """
@@ -135,7 +136,9 @@ async def claim_span(
 
 
 async def look(served: Served, swarm: Swarm) -> Snapshot:
-    """Who serves the model now. An empty swarm does not say how many blocks it has."""
+    """A snapshot of the model's nodes; the block count comes from the checkpoint, also for an empty
+    swarm.
+    """
     num_blocks = served.checkpoint.num_blocks
     snapshot = await swarm.directory.fetch(served.model_id, num_blocks)
     return replace(snapshot, num_blocks=num_blocks)

@@ -1,6 +1,6 @@
-"""What an orchestrator decides on one snapshot, and what a swarm is worth: the planners' part.
+"""Planner of an orchestrator: decides on one snapshot what moves, and scores a swarm.
 
-Pure but for what is remembered between snapshots; `orchestrator.py` runs it beside the event loop.
+Pure but for what it remembers between snapshots; `Orchestrator` runs it in a thread.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ REPLICAS = 2
 class Decision:
     """What to publish: nothing if there are no `moves`; then `reason` says why nothing moves.
 
-    `planned` and `triggers` are for explanations only: what moves cost, and what was seen.
+    `planned` and `triggers` are for explanations only: the cost of the moves, and the changes seen.
     """
 
     moves: tuple[Move, ...]
@@ -53,14 +53,14 @@ class Decision:
 
 class Planner(Protocol):
     def decide(self, snapshot: Snapshot) -> Decision:
-        """Asked with one snapshot after the other; runs in a thread."""
+        """Decide on the next snapshot; runs in a thread."""
 
 
 class Rebalancer:
-    """Mends losses at once, and moves for a gain only where a plan stays better for a while.
+    """Repairs losses at once, and moves for a gain only where a plan stays better for a while.
 
-    The best of many plans on one noisy measurement always looks good. So a plan is kept, and what
-    it would gain is measured on the snapshots that come after.
+    The best of many plans on one noisy measurement always looks good. A plan is therefore kept, and
+    its gain measured on the snapshots that follow.
     """
 
     def __init__(
@@ -73,7 +73,9 @@ class Rebalancer:
         sensitivity: Sensitivity | None = None,
         library: Callable[[], Library | None] = lambda: None,
     ) -> None:
-        """`library` is asked for schemas at every snapshot, from the thread that decides."""
+        """`library` returns the known schemas. It is called for every snapshot, in the deciding
+        thread.
+        """
         self._goal: Goal = goal
         self._replicas = replicas
         self._policy = policy or Policy()
@@ -84,7 +86,7 @@ class Rebalancer:
 
     def decide(self, snapshot: Snapshot) -> Decision:
         if snapshot.num_blocks < 1:
-            return _nothing("nobody serves the model")
+            return _nothing("no node serves the model")
         room = make_room(
             snapshot, Request(span=Span(0, snapshot.num_blocks)), replicas=self._replicas
         )
@@ -93,7 +95,7 @@ class Rebalancer:
         return decision if schema is None else replace(decision, schema_name=schema.schema.name)
 
     def _schema(self, room: Room) -> Choice | None:
-        """The schema for a swarm like this one, if any are known."""
+        """The schema for a swarm like this one, if any is known."""
         library = self._library()
         if library is None or room.problem.num_nodes == 0 or library.goal != self._goal:
             return None
@@ -122,13 +124,13 @@ class Rebalancer:
             return self._describe(found, report)
         if kept is None or kept.gain < self._policy.min_gain:
             self._plan = found
-        seen = f"{_finite_gain(found.gain):.0%} could be gained, which has to last"
+        seen = f"{_finite_gain(found.gain):.0%} would be gained, if that lasts"
         return self._describe(nothing(found.before, self._goal, seen), report)
 
     def _measured(self, room: Room) -> Moves | None:
-        """The plan that is kept, with what it is worth now.
+        """The kept plan with its current value.
 
-        None if its nodes have changed, or holders that it counted on have left.
+        None if the spans of its nodes have changed, or blocks have lost holders that it counted on.
         """
         if self._plan is None:
             return None
@@ -178,7 +180,7 @@ class Rebalancer:
 
 
 def appraise(snapshot: Snapshot) -> Worth:
-    """What the serving nodes are worth, measured as planners do."""
+    """Score the serving nodes as planners do."""
     serving = replace(snapshot, joining=())
     coverage = serving.coverage()
     holes = sum(count == 0 for count in coverage)
@@ -202,7 +204,7 @@ def _reason(moves: Moves, report: ChangeReport) -> str:
     """What moves and why, and what else has changed."""
     words = {
         "none": moves.refused or "nothing better was found",
-        "hole": "blocks that nobody holds",
+        "hole": "blocks without a holder",
         "replicas": "replicas are missing",
         "gain": f"{_finite_gain(moves.gain):.0%} of the {moves.goal}'s cost is gained",
     }[moves.trigger]
@@ -227,10 +229,10 @@ def _nothing(reason: str) -> Decision:
 
 
 def _finite(value: float) -> float | None:
-    """Within what a notice may say, so that none fails for it."""
+    """Clamp to the range of a notice's numbers."""
     return float(min(value, MAX_NUMBER)) if math.isfinite(value) else None
 
 
 def _finite_gain(value: float) -> float:
-    """A swarm without any chain saves all of an infinite cost."""
+    """Clamp to [-1, 1]: a swarm without any chain saves all of an infinite cost."""
     return float(min(max(value, -1.0), 1.0))

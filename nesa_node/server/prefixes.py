@@ -1,7 +1,7 @@
-"""What a session's rows begin with of others' pages, and which of theirs others may begin with.
+"""Prefix-cache view of one session: pages it reuses, and pages it publishes for reuse.
 
-Others are sessions of the same peer, or of any peer that the operator trusts if this one is
-trusted: a stranger finds nothing, and what it leaves behind is found by nobody else.
+Pages are shared by sessions of one peer, or of any trusted peer if this one is trusted. Other peers
+can neither find them nor leave pages to be found.
 """
 
 from __future__ import annotations
@@ -21,24 +21,23 @@ log = get_logger(__name__)
 assert PAGE_TOKENS == PREFIX_TOKENS, "a digest names what one page ends with"
 
 TRUSTED = PeerId("")
-"""Stands for all trusted peers together; nobody's id is empty."""
+"""Scope shared by all trusted peers; no peer id is empty."""
 
 
 class SessionPrefixes:
-    """One session's side of the pool's prefixes.
+    """One session's keys into the pool's prefix cache.
 
-    The client says what its tokens are by digests only. If it lies, it harms those who share with
-    it.
+    The client names its tokens by digests only. A false digest harms only peers in the same scope.
     """
 
     def __init__(
         self, tables: Sequence[PageTable], opened: Open, client: PeerId, limits: Limits
     ) -> None:
-        """Let the empty `tables` begin with what is there already."""
+        """Let the empty `tables` begin with matching cached pages."""
         self._tables = tables
         self._scope = TRUSTED if client in limits.trusted else client
         self._blocks = opened.blocks
-        # A successor is handed everything by its donor.
+        # A successor receives its pages from the donor.
         prefix = opened.prefix if opened.donor is None else ()
         pages = opened.max_tokens // PAGE_TOKENS
         self._keys = [keys[:pages] for keys in self._rows(prefix)]
@@ -50,7 +49,7 @@ class SessionPrefixes:
             log.info("prefix_reused", tokens=reused)
 
     def publish(self) -> None:
-        """Let others begin with what the rows have been fed of the prefixes announced for them."""
+        """Publish the full pages of the announced prefixes that the rows have computed."""
         for row, (table, keys) in enumerate(zip(self._tables, self._keys, strict=True)):
             full = min(len(keys), table.length // PAGE_TOKENS)
             if full > self._published[row]:
@@ -58,7 +57,7 @@ class SessionPrefixes:
                 self._published[row] = full
 
     def publish_as(self, prefix: Prefix) -> None:
-        """Let others begin with what the rows hold, by the digests of `prefix`.
+        """Publish the rows' pages under the digests of `prefix`.
 
         Raises `ProtocolError`.
         """
@@ -67,7 +66,7 @@ class SessionPrefixes:
             table.publish(keys)
 
     def truncate(self, lengths: Sequence[int]) -> None:
-        """From `lengths` on the rows may be fed something else than was announced."""
+        """Drop the keys from `lengths` on: other tokens than announced may follow."""
         self._keys = [
             keys[: length // PAGE_TOKENS] for keys, length in zip(self._keys, lengths, strict=True)
         ]
@@ -76,7 +75,7 @@ class SessionPrefixes:
         ]
 
     def reorder(self, sources: Sequence[int]) -> None:
-        """Each row goes on as a copy of row `sources[row]`."""
+        """Let each row continue with the keys of row `sources[row]`."""
         self._keys = [self._keys[source] for source in sources]
         self._published = [self._published[source] for source in sources]
 
@@ -88,7 +87,7 @@ class SessionPrefixes:
 
 
 def check_prefix(prefix: Prefix, rows: int) -> None:
-    """Raises `ProtocolError("bad_prefix")` for more than a session of so many rows may name."""
+    """Raises `ProtocolError("bad_prefix")` for more digests than a session of `rows` may name."""
     if len(prefix) > rows:
         raise ProtocolError("bad_prefix", f"prefixes of {len(prefix)} rows, there are {rows}")
     digests = sum(map(len, prefix))

@@ -1,4 +1,4 @@
-"""The stream on which a chain's node hands its outputs to the next one."""
+"""Push stream on which a node of a chain sends its outputs to the next one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OnLost = Callable[[str], Awaitable[None]]
 
 
 class Push:
-    """Sends until the downstream goes or refuses; then calls `on_lost(reason)`, once."""
+    """Sends until the downstream is lost or refuses; then calls `on_lost(reason)` once."""
 
     def __init__(self, stream: Stream, wire: Wire, on_lost: OnLost) -> None:
         self.lost = False
@@ -31,7 +31,9 @@ class Push:
         return self.lost or self.stream.settled
 
     async def send(self, step: Step, payload: memoryview | bytes | bytearray) -> None:
-        """Never raises for a downstream that is gone: the sender keeps what it sends anyway."""
+        """Send a step. Does nothing for a lost downstream, since the sender keeps its outputs for
+        replay.
+        """
         if self.lost:
             return
         try:
@@ -40,9 +42,9 @@ class Push:
             await self._lose(str(error))
 
     async def watch(self) -> None:
-        """The downstream speaks up to tell how fast messages came, and to refuse something.
+        """Read the downstream's messages: arrival reports, or a refusal.
 
-        It tells that of each message once: more would be a flood that its client has not paid for.
+        At most one report per message sent; more is a flood that its client has not paid for.
         """
         told = 0
         try:
@@ -61,7 +63,7 @@ class Push:
             await self._lose(str(error))
 
     def leave(self) -> None:
-        """Send nothing more, and let go of a send that the downstream does not take."""
+        """Stop sending and abort a send in progress."""
         self.lost = True
         self.stream.abort()
 
@@ -74,7 +76,7 @@ class Push:
 
 @asynccontextmanager
 async def open_push(stream: Stream, wire: Wire, on_lost: OnLost) -> AsyncIterator[Push]:
-    """Push over `stream`, which is closed at the end."""
+    """Open a push over `stream`, which is closed on exit."""
     push = Push(stream, wire, on_lost)
     watcher = asyncio.create_task(push.watch())
     try:

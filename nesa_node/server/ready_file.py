@@ -1,4 +1,4 @@
-"""How scripts and tests learn that a daemon serves: a JSON file that exists just as long."""
+"""Ready file: a JSON file that exists exactly as long as a daemon serves, for scripts and tests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from nesa_node.swarm.node import Swarm
 def ready_facts(
     swarm: Swarm, served: Served | None = None, span: Span | None = None
 ) -> Mapping[str, object]:
-    """What the file says."""
+    """The file's content."""
     return {
         "peer_id": swarm.identity.peer_id,
         "addresses": list(swarm.transport.addresses),
@@ -31,7 +31,7 @@ def ready_facts(
 
 @contextmanager
 def ready_file(path: Path | None, facts: Mapping[str, object]) -> Iterator[None]:
-    """Write `facts` to `path` in one go, and remove it at the end. No path, no file.
+    """Write `facts` to `path` atomically, and remove the file on exit. Without a path, no file.
 
     Raises `ConfigError` if it cannot be written.
     """
@@ -52,7 +52,7 @@ def ready_file(path: Path | None, facts: Mapping[str, object]) -> Iterator[None]
 
 
 def check_ready_file(path: Path | None) -> None:
-    """Find out before the long part that the file could not be written. Raises `ConfigError`."""
+    """Check before loading that the file can be written. Raises `ConfigError`."""
     if path is None:
         return
     if not path.parent.is_dir():

@@ -1,7 +1,7 @@
-"""A node's own rule where nobody plans for the swarm: fill holes that stay.
+"""A node's own rule where no orchestrator plans: fill holes that persist.
 
-A swarm that has lost a region heals by it. Nodes whose blocks others hold too move to blocks that
-nobody holds, and nobody else moves.
+It heals a swarm that has lost a region. Nodes with blocks that have other holders move to blocks
+without one; all other nodes stay.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from nesa_node.topology.snapshot import Snapshot
 log = get_logger(__name__)
 
 JITTER = (0.8, 1.2)
-"""Of the time between two looks, so that nodes do not all look at once."""
+"""Jitter of the interval between snapshots, so that nodes do not fetch at the same time."""
 
 
 async def rebalance(
@@ -31,10 +31,10 @@ async def rebalance(
     every_s: float,
     rng: random.Random,
 ) -> None:
-    """Look at the swarm about every `every_s` seconds, until cancelled.
+    """Check for holes about every `every_s` seconds, until cancelled.
 
-    Blocks must lack a holder in two looks: a node that restarts, or a record that is late, is no
-    reason to move. What else is wrong with a snapshot is for `Moves` and its limits to withstand.
+    A block must lack a holder in two consecutive snapshots: a restarting node or a late record is
+    no reason to move. `Moves` and its limits contain the effect of other wrong snapshots.
     """
     before: frozenset[int] = frozenset()
     while True:
@@ -42,19 +42,19 @@ async def rebalance(
         try:
             snapshot = await look()
         except (SwarmError, OSError) as error:
-            log.warning("no_look_at_the_swarm", reason=str(error))
+            log.warning("snapshot_not_fetched", reason=str(error))
             continue
-        except Exception:  # a mistake of ours: the node goes on, and holes still need filling
-            log.exception("no_look_at_the_swarm")
+        except Exception:  # a bug: the node continues, and holes still need filling
+            log.exception("snapshot_not_fetched")
             continue
         holes = unheld(snapshot)
         staying, before = holes & before, holes
         if not staying:
             continue
-        # Strangers' records can make this take a second.
+        # Records of hostile nodes can make this take a second.
         repairs = await asyncio.to_thread(plan_repairs, snapshot, staying)
         span = repairs.get(peer_id)
         log.info("blocks_unheld", blocks=sorted(staying), mine=None if span is None else str(span))
         if span is not None:
-            await moves.ask(span, "nobody holds these blocks").wait()
+            await moves.ask(span, "these blocks have no holder").wait()
             before = frozenset()

@@ -1,4 +1,4 @@
-"""Refusals in the log, without letting whoever is refused fill the disk."""
+"""Log of refused streams and messages, rate limited so that refused peers cannot fill the disk."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ log = get_logger(__name__)
 
 PERIOD_S = 10.0
 MOST = 20
-"""Of all peers together in a period: identities are free."""
+"""Most refusals logged in a period, of all peers together: identities are free."""
 
 
 CODES = (
@@ -23,13 +23,13 @@ CODES = (
     "unexpected", "unknown_quality", "unknown_session", "version_mismatch", "wrong_blocks",
     "wrong_model",
 )  # fmt: skip
-"""With which a node refuses."""
+"""All codes of refusals, for metrics."""
 
 
 class RefusalLog:
-    """Notes the first `MOST` refusals of each period, and how many more there were.
+    """Logs the first `MOST` refusals of each period, and how many more there were.
 
-    Counts all, by code: of `streams`, and of `messages` of sessions that went on.
+    Counts all by code: refused `streams`, and `messages` refused in sessions that continued.
     """
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -40,7 +40,7 @@ class RefusalLog:
         self._count = 0
 
     def note(self, *, peer: str, code: str, reason: str) -> None:
-        """A stream was refused, or a session ended by this node."""
+        """Record that a stream was refused or a session ended by this node."""
         self.streams[code] += 1
         now = self._clock()
         if now - self._began >= PERIOD_S:

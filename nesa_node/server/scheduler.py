@@ -1,4 +1,4 @@
-"""Runs the steps of all sessions of a node together, one iteration after another."""
+"""Continuous batching: runs the steps of all sessions of a node, one iteration after another."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from nesa_node.server.work import Work
 log = get_logger(__name__)
 
 Plan = Sequence[tuple[Work, int]]
-"""Sessions and how many tokens of each."""
+"""Sessions with their token counts in one iteration."""
 Shares = Sequence[tuple[Work, Share]]
 
 BRIEF_S = 0.03
-"""A session that is alone on its node may keep the event loop from everything else for so long. To
-wake the scheduler, the device's thread and whoever sends takes 0.4 ms of every step."""
+"""Longest step that may run inline, in the event loop, for a session that is alone on its node.
+Waking the scheduler, the device's thread and the sender would add 0.4 ms to every step."""
 PENANCE_S = 1.0
-"""After a step that took longer than that none is run there for so long."""
+"""Seconds without inline execution after a step that exceeded `BRIEF_S`."""
 
 
 class Scheduler:
-    """All work of a node's device. Before every iteration the policy chooses anew."""
+    """All work of a node's device. The policy chooses a new batch before every iteration."""
 
     def __init__(self, executor: Executor, policy: Policy[Work]) -> None:
         self.executor = executor
@@ -46,7 +46,7 @@ class Scheduler:
         self._wanted = asyncio.Event()
         self._iterating = False
         self._brief: tuple[Span, int] | None = None
-        """Up to how many tokens a step through these blocks may be run where it arrives."""
+        """Blocks and the most tokens of a step that may run inline."""
         self._not_here_before = 0.0
         self._last_size = 1
 
@@ -56,16 +56,16 @@ class Scheduler:
 
     @property
     def load(self) -> float:
-        """The share of the last half minute spent computing, plus the iterations that wait."""
+        """Share of the last `LOAD_WINDOW_S` spent computing, plus the iterations that wait."""
         return self.executor.load + self.waiting / self._last_size
 
     @property
     def waiting(self) -> int:
-        """Sessions with a step that is not done."""
+        """Number of sessions with a step that can run."""
         return sum(work.waits for work in self._works)
 
     def expect(self, throughput: Throughput, span: Span) -> None:
-        """Begin with what was measured of these blocks, instead of knowing nothing."""
+        """Seed the cost model with measured throughput of `span`."""
         self._policy.cost.observe(1, 1 / throughput.decode_tokens_per_s / len(span))
         prefill_s = PREFILL_TOKENS / throughput.prefill_tokens_per_s
         self._policy.cost.observe(PREFILL_TOKENS, prefill_s / len(span))
@@ -81,11 +81,11 @@ class Scheduler:
         dtype: torch.dtype,
         session: str = "",
     ) -> AsyncIterator[Work]:
-        """A place for a session, with one table for each of its rows; `dtype` is of its outputs.
+        """Open a queue for a session, with one table for each of its rows; `dtype` is the outputs'
+        dtype.
 
-        `session` is its name in the log.
-
-        After it, also after a cancellation, no iteration uses the tables.
+        `session` is its name in the log. On exit, also after a cancellation, no iteration uses the
+        tables.
         """
         work = Work(
             tables,
@@ -109,13 +109,13 @@ class Scheduler:
             await work.idle()
 
     async def run(self) -> None:
-        """Iterate until cancelled; then no iteration runs any more."""
+        """Iterate until cancelled. No iteration runs after that."""
         while True:
             self._wanted.clear()
             try:
                 pause_s = await self._advance()
             except Exception as error:
-                # A mistake of ours. Sessions that end are better than a node that hangs.
+                # A bug. Failing the sessions is better than a node that hangs.
                 for work in self._works:
                     if work.waits:
                         work.fail(error)
@@ -123,7 +123,7 @@ class Scheduler:
                 await self._wait(pause_s)
 
     async def _advance(self) -> float | None:
-        """Run an iteration, unless there is something to wait for: so long (None: for ever)."""
+        """Run one iteration, or return the seconds to wait for steps; None: until one arrives."""
         now = time.monotonic()
         pause_s = self._policy.pause_s(self._works, now)
         if pause_s > 0:
@@ -135,7 +135,7 @@ class Scheduler:
         return 0.0
 
     async def _wait(self, seconds: float | None) -> None:
-        """Return as soon as something comes, or is gone."""
+        """Return as soon as a step arrives or a session leaves."""
         if seconds == 0.0:
             return
         try:
@@ -145,7 +145,7 @@ class Scheduler:
             return
 
     def _run_here(self) -> bool:
-        """Run the short step of a session that is alone, where it arrives. Whether it did."""
+        """Run the short step of a session that is alone inline. Returns whether it did."""
         if len(self._works) != 1 or self._iterating or not self.executor.idle:
             return False
         (work,) = self._works
@@ -154,15 +154,15 @@ class Scheduler:
         now = time.monotonic()
         if not (work.waits and work.decoding) or now < self._not_here_before:
             return False
-        # Until it was learnt from: whoever sent many steps at once may have no more than one run
-        # before the event loop had its turn.
+        # Reset until `_learn` has run, so that a peer that sends many steps at once gets at most
+        # one inline run per turn of the event loop.
         self._brief = None
         plan = self._policy.alone(work, now)
         with self._entered(plan) as shares:
             seconds = self.executor.run_here(partial(_run, shares)) if shares else 0.0
         if seconds > BRIEF_S:
             self._not_here_before = now + PENANCE_S
-        # Whoever sends the output need not wait for it.
+        # The sender of the output need not wait for this.
         asyncio.get_running_loop().call_soon(self._learn, plan, shares, seconds)
         return True
 
@@ -171,19 +171,19 @@ class Scheduler:
             seconds = await self.executor.run(partial(_run, shares)) if shares else 0.0
         for work, _ in shares:
             work.announce()
-        # Whoever waits for these begins to send them before the next iteration is thought of.
+        # Let the awakened tasks start to send before the next iteration is planned.
         await asyncio.sleep(0)
         self._learn(plan, shares, seconds)
 
     @contextmanager
     def _entered(self, plan: Plan) -> Iterator[Shares]:
-        """Around an iteration: what takes part in it, and gets what came of it in the end."""
+        """Enter the planned sessions into an iteration, and store its outputs afterwards."""
         shares = []
         for work, tokens in plan:
             try:
                 shares.append((work, work.enter(tokens)))
             except Exception as error:
-                # A mistake of ours, in what one session has.
+                # A bug in one session's state.
                 work.fail(error)
         self._iterating, self._last_size = True, max(len(shares), 1)
         try:

@@ -1,4 +1,4 @@
-"""The model that a daemon serves, and the way it runs it."""
+"""The model that a daemon serves, and how it runs it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from nesa_node.engine.threads import fix_threads
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
-    """The model and the way this node runs it."""
+    """A model's checkpoint, data type, quantization and device on this node."""
 
     checkpoint: Checkpoint
     model_id: ModelId
@@ -28,7 +28,7 @@ class Served:
 
 
 def open_served(config: NodeConfig) -> Served:
-    """Read what the model is, without its weights. Blocks the thread.
+    """Open the checkpoint without loading weights. Blocks the thread.
 
     Raises `ConfigError`, `ModelError` and `ResourceError`.
     """
@@ -52,7 +52,7 @@ def open_served(config: NodeConfig) -> Served:
 
 
 def _choose_device(name: str, quant_type: QuantType) -> torch.device:
-    """Raises `ConfigError` for one that is not there, or cannot compute with such weights."""
+    """Raises `ConfigError` for a device that is missing or cannot compute with these weights."""
     device = choose_device(name)
     if device.type == "mps" and quant_type != "none":
         raise ConfigError(f"--quant-type {quant_type} needs --device cpu or cuda")

@@ -29,8 +29,8 @@ log = get_logger(__name__)
 HIDDEN_BYTES_PER_CACHE_BYTE = 1.0
 MIN_HIDDEN_BYTES = 256 << 20
 MAX_SHARE = 3
-"""Quarters of the room for hidden states that one peer gets for a session of the model's whole
-length. Else it is half: with long sessions it is full long before the cache."""
+"""Most quarters of the room for hidden states that one peer gets, for a session of the model's
+whole length. Otherwise it gets half: long sessions fill this room long before the cache."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,15 +60,15 @@ async def open_span(
     span: Span,
     refusals: RefusalLog | None = None,
 ) -> AsyncIterator[ServedSpan]:
-    """Load and measure `span`, and make its cache. In the end no session uses it any more.
+    """Load and measure `span`, and allocate its cache. On exit no session uses it any more.
 
-    The memory comes back once the caller has let go of it too. `refusals` are the daemon's, of all
-    its spans. Raises `ModelError`, `ResourceError` and `OSError`.
+    The memory is freed once the caller has dropped its references too. `refusals` is shared by all
+    spans of the daemon. Raises `ModelError`, `ResourceError` and `OSError`.
     """
     device = scheduler.executor
     with waiting("weights to be loaded", blocks=(span,)):
         blocks = await device.run(partial(_load, served, span))
-    log.info("measuring_speed", span=str(span), reason="clients choose nodes by it")
+    log.info("speed_measurement_started", span=str(span), reason="clients choose nodes by it")
     with waiting("the speed to be measured", blocks=(span,)):
         throughput = await device.run(partial(measure_throughput, blocks))
     scheduler.expect(throughput, span)
@@ -115,7 +115,7 @@ def _limits(config: NodeConfig, blocks: Blocks, tokens: int) -> Limits:
     of_cache = int(tokens * blocks.cache_bytes_per_token * HIDDEN_BYTES_PER_CACHE_BYTE)
     per_token = blocks.hidden_size * 4
     needed = tokens * per_token
-    # Nobody should be able to take all of it, but who comes alone can use the model's whole length.
+    # No peer may take all of it, but a single session can use the model's whole length.
     half = max(tokens // 2, min(tokens, blocks.context_length or tokens))
     hidden_bytes = max(min(of_cache, needed), MIN_HIDDEN_BYTES)
     whole = (blocks.context_length or tokens) * per_token

@@ -1,4 +1,4 @@
-"""One client's session on this node: what it is given, what it emits, how its plans change."""
+"""One client's session on this node: checked input steps, emitted outputs, changes of epoch."""
 
 from __future__ import annotations
 
@@ -26,17 +26,18 @@ log = get_logger(__name__)
 
 MAX_QUEUED_STEPS = 64
 MAX_EARLY_PUSHES = 2
-"""Of a node that took another's place, and of one that took its place in turn."""
+"""Pushes that may wait for their epoch: of a node that replaced the upstream, and of one that
+replaced it in turn."""
 SMALL_BYTES = 32 * 1024
-"""Of an output that whoever brought the step may send."""
+"""Largest output that the task which received the step may send itself."""
 
 
 class Session:
-    """Every method runs on the event loop; `run` is the session's worker task.
+    """Session state. Every method runs on the event loop; `run` is the session's worker task.
 
-    Steps are checked by the inbox, run by the scheduler and sent by the outlet. Whoever holds
-    `_emitting` sends: the worker, whoever brought a step that was run at once, or a change of epoch
-    while it cuts the caches and says again what a new neighbour lacks.
+    The inbox checks steps, the scheduler runs them, the outlet sends outputs. Only the task that
+    holds `_emitting` sends: the worker, the task of a step that ran inline, or a change of epoch
+    while it truncates the caches and replays what a new neighbour lacks.
     """
 
     def __init__(
@@ -50,15 +51,15 @@ class Session:
         succession: Succession,
         prefixes: SessionPrefixes,
     ) -> None:
-        """`work`, `outlet` and `transfers` are the caller's to close."""
+        """The caller closes `work`, `outlet` and `transfers`."""
         self.opened = opened
         self.client = client
         self.upstream: PeerId | None = PeerId(opened.upstream) if opened.upstream else None
         self.active_at = time.monotonic()
         self.steps = 0
-        """Whose outputs were sent."""
+        """Number of outputs that were sent."""
         self.first_step: tuple[float, float] | None = None
-        """When it came and when its output was sent, in seconds since the epoch."""
+        """When the first step arrived and its output was sent, in seconds since the Unix epoch."""
         self._first_came_at = 0.0
         self.inbox = Inbox(
             session=opened.session,
@@ -105,30 +106,30 @@ class Session:
 
     @property
     def pushed_step(self) -> int:
-        """The last step of this epoch that was sent on to the next node, or begun to be; or -1."""
+        """The last step of this epoch that was begun to be pushed; -1 without one."""
         epoch, step = self._outlet.pushed
         return step if epoch == self.inbox.epoch else -1
 
     @property
     def upstream_bytes(self) -> int:
-        """What has come on the stream of the node before."""
+        """Bytes received on the stream from the upstream node."""
         return 0 if self._upstream_stream is None else self._upstream_stream.heard_bytes
 
     @property
     def is_handed_over(self) -> bool:
-        """Whether a successor is being sent what it lacks."""
+        """Whether a successor is receiving the session."""
         return self._transfers.busy
 
     @property
     def client_wire(self) -> Wire:
-        """How outputs travel to the client."""
+        """The wire format of outputs to the client."""
         return self._outlet.client_wire
 
     async def submit(self, sender: PeerId, step: Step, payload: bytearray) -> None:
-        """Check and queue a step that `sender` brought; waits while the queue is full.
+        """Check and queue a step from `sender`; waits while the queue is full.
 
-        Raises `ProtocolError`, after which the session is as it was. One after another for each
-        sender, or steps could overtake each other.
+        Raises `ProtocolError` without changing the session. Calls of one sender must not overlap,
+        or steps could overtake each other.
         """
         self.active_at = time.monotonic()
         if sender != (self.upstream or self.client.peer):
@@ -153,26 +154,27 @@ class Session:
             await self._emit_at_once()
 
     async def rollback(self, epoch: int, lengths: Sequence[int]) -> None:
-        """Begin an epoch with the caches cut to `lengths`. Raises `ProtocolError`."""
+        """Begin an epoch with the caches truncated to `lengths`. Raises `ProtocolError`."""
         self._require_linked()
         self._begin_epoch(epoch, lengths)
         async with self._changing(partial(self._truncate, lengths)):
             pass
 
     async def link(self, link: Link) -> None:
-        """Take new neighbours, cut the caches, and send the downstream what it lacks.
+        """Take new neighbours, truncate the caches, and replay what the downstream lacks.
 
-        Returns when all of it is sent. Raises `ProtocolError("downstream_lost")` if it cannot be.
+        Returns when everything is sent. Raises `ProtocolError("downstream_lost")` if it cannot be.
         """
         self._check_link(link)
-        # The first one gives back only what nobody was fed: what comes is still as announced.
+        # Before any step the first link can only cut reused prefix pages: the announced digests
+        # still describe the tokens that follow.
         as_announced = self.inbox.epoch == self.opened.epoch
         async with self._adopting:
             self._begin_epoch(link.epoch, link.lengths)
             self._succession = None
         self._outlet.leave_all_but(link.downstream)
         self.upstream = PeerId(link.upstream) if link.upstream else None
-        # In a star a node cannot know where the others are: the first blocks are the likely place.
+        # In a star a node cannot see its position: the first blocks are the likely entry hop.
         first = self.opened.mode == "chain" or self._work.blocks.span.start == 0
         self._work.leads = first and self.upstream is None
         cut = partial(self._truncate, link.lengths, as_announced=as_announced)
@@ -180,9 +182,9 @@ class Session:
             await self._outlet.link(link.downstream, link.epoch, link.emit_from)
 
     async def reorder(self, epoch: int, sources: Sequence[int]) -> None:
-        """Begin an epoch in which each row goes on as a copy of row `sources[row]`.
+        """Begin an epoch in which each row continues as a copy of row `sources[row]`.
 
-        Raises `ProtocolError`, also while steps are under way.
+        Raises `ProtocolError`, also while steps are queued.
         """
         self._require_linked()
         rows = len(self._work.tables)
@@ -196,11 +198,13 @@ class Session:
             pass
 
     async def hand_over(self, to: Downstream) -> tuple[int, ...]:
-        """Give `to` what it lacks; returns what it then holds. Raises `ProtocolError`."""
+        """Send `to` what it lacks of the session and return the lengths that it holds. Raises
+        `ProtocolError`.
+        """
         self.active_at = time.monotonic()
         self._require_linked()
         lengths = await self._transfers.sync(to)
-        log.info("handed_over", peer=to.peer, lengths=lengths)
+        log.info("session_handed_over", peer=to.peer, lengths=lengths)
         return lengths
 
     def check_donor(self, peer: PeerId) -> None:
@@ -210,7 +214,9 @@ class Session:
         self._check_unlinked()
 
     async def adopt(self, message: Pages | Step | Sync, payload: bytearray) -> tuple[int, ...]:
-        """Take what the donor sends; returns what is held. Raises `ProtocolError` once linked."""
+        """Take what the donor sends and return the lengths held. Raises `ProtocolError` once
+        linked.
+        """
         async with self._adopting:
             self._require_open()
             await self._check_unlinked().take(message, payload)
@@ -218,17 +224,17 @@ class Session:
         return self.lengths
 
     def remember(self, prefix: Prefix) -> None:
-        """Let later sessions begin with what the rows hold, by these digests.
+        """Publish the rows' pages under these digests for later sessions.
 
         Raises `ProtocolError`.
         """
         self._prefixes.publish_as(prefix)
 
     async def wait_for_epoch(self, epoch: int) -> None:
-        """For a push that came before the client's `link`.
+        """Wait until the client begins `epoch`, for a push that arrived before its `link`.
 
-        Raises `ProtocolError("future_epoch")` at once where two wait already: the pipe of each
-        holds what comes meanwhile.
+        Raises `ProtocolError("future_epoch")` at once if `MAX_EARLY_PUSHES` wait already, since the
+        pipe of each holds what arrives meanwhile.
         """
         if self.inbox.epoch < epoch and self._early_pushes >= MAX_EARLY_PUSHES:
             raise ProtocolError("future_epoch", f"{MAX_EARLY_PUSHES} pushes wait already")
@@ -240,10 +246,11 @@ class Session:
 
     @contextmanager
     def being_pushed(self, stream: Stream) -> Iterator[None]:
-        """Around the task that reads the upstream's `stream`: the session's end cancels it.
+        """Register the task that reads the upstream's `stream`; the session's end or a later stream
+        cancels it.
 
-        So does a later one. Else an upstream could make this node hold a step per stream, and the
-        memory of a session whose room has been given to others.
+        Otherwise an upstream could make this node hold one step per stream, and the memory of an
+        ended session.
         """
         self._require_open()
         if self._pushed is not None:
@@ -257,15 +264,15 @@ class Session:
                 self._pushed = self._upstream_stream = None
 
     async def run(self) -> None:
-        """Emit what was computed until cancelled. Raises `ProtocolError` if it could not be."""
+        """Emit outputs until cancelled. Raises `ProtocolError` if a step could not be run."""
         while True:
             await self._work.wait_for_output()
             await self._emit_next()
 
     async def close(self) -> None:
-        """Accept no step any more, and free what was promised as soon as no iteration runs it.
+        """Accept no more steps, and return when no iteration uses the caches.
 
-        Nor a donor's pages are put into it: cancelled, it waits all the same.
+        Also ends a donor's transfer. Completes even when cancelled.
         """
         self._closed = True
         if self._pushed is not None:
@@ -283,7 +290,7 @@ class Session:
         await self._work.idle()
 
     async def _wait_until(self, condition: Callable[[], bool]) -> None:
-        """Raises `ProtocolError` if the session ends first."""
+        """Wait for `condition`. Raises `ProtocolError` if the session ends first."""
         self._require_open()
         if not condition():
             self._waiting += 1
@@ -295,9 +302,9 @@ class Session:
             self._require_open()
 
     async def _emit_at_once(self) -> None:
-        """Send what was run where it arrived: to wake the worker would take longer than that.
+        """Send an output that was computed inline, since waking the worker would take longer.
 
-        Only what can be sent without waiting: the caller has other messages to read.
+        Sends only what needs no waiting: the caller has other messages to read.
         """
         output_bytes = self._work.output_bytes
         small = output_bytes is not None and output_bytes <= SMALL_BYTES
@@ -314,7 +321,7 @@ class Session:
     async def _emit_next(self) -> None:
         async with self._emitting:
             result = self._work.take_output()
-            # Whoever began the next epoch waits to cut this step away; nobody expects it.
+            # A task that began a new epoch is waiting to truncate this step; it must not be sent.
             if result is not None and result[0].epoch == self.inbox.epoch:
                 self._prefixes.publish()
                 await self._outlet.emit(*result)
@@ -331,13 +338,13 @@ class Session:
 
     def _require_linked(self) -> None:
         if self._succession is not None and self.opened.donor is not None:
-            # While a donor fills the caches nothing else may use or change them: pages that a
-            # rollback frees would be another session's when what the donor sent is put there.
+            # While a donor fills the caches no other task may use or change them: pages freed by a
+            # rollback could belong to another session when the donor's data is written there.
             raise ProtocolError("not_linked", "a session that is handed over begins with `link`")
 
     def _check_unlinked(self) -> Succession:
         if self._succession is None:
-            raise ProtocolError("unexpected", "the session goes on here already")
+            raise ProtocolError("unexpected", "the session is already linked here")
         return self._succession
 
     def _require_open(self) -> None:
@@ -345,7 +352,7 @@ class Session:
             raise ProtocolError("unknown_session", "the session has ended")
 
     def _outgrow(self, have: int, want: int) -> None:
-        """Room for `want` tokens in a row that has it for `have`. Raises `ProtocolError`."""
+        """Reserve `want` tokens for a row that has `have`. Raises `ProtocolError`."""
         limit = self._work.blocks.context_length
         if want > limit:
             raise ProtocolError("context_length", f"{want} tokens; the model holds {limit}")
@@ -360,11 +367,11 @@ class Session:
         if self.opened.mode == "star":
             raise ProtocolError("bad_link", "a star session has no downstream")
         if not span.end == downstream.blocks[0] < downstream.blocks[1]:
-            # Also what makes a cycle impossible: blocks only ever rise along a chain.
+            # This also makes a cycle impossible: block numbers only rise along a chain.
             raise ProtocolError("bad_link", f"blocks {downstream.blocks} do not follow {span}")
 
     def _begin_epoch(self, epoch: int, lengths: Sequence[int]) -> None:
-        """At once, or a step of the new epoch could be queued and then forgotten."""
+        """Runs without awaiting, or a step of the new epoch could be queued and then dropped."""
         self.active_at = time.monotonic()
         self.inbox.begin_epoch(epoch, lengths)
         self._work.halt()
@@ -373,7 +380,7 @@ class Session:
     async def _changing(self, change: Callable[[], None]) -> AsyncIterator[None]:
         """Change the caches while no iteration uses them.
 
-        Inside, nothing is emitted, while steps of the new epoch already run.
+        Inside, no output is emitted, while steps of the new epoch already run.
         """
         await self._notify()
         async with self._emitting:

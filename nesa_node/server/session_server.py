@@ -1,4 +1,4 @@
-"""Answers the streams that peers open: a client's session, or an upstream's push into one."""
+"""Server of the streams that peers open: clients' sessions, upstream pushes, and transfers."""
 
 from __future__ import annotations
 
@@ -60,16 +60,17 @@ from nesa_node.swarm.wire import Wire, report_arrival, speed_to
 log = get_logger(__name__)
 
 CHECKED_SINCE = (1, 4)
-"""From this version on a node looks at its outputs before it pushes them, so that values which are
-not finite are its own fault. Another dtype, shape or codec is not: the client chose these for each
-node on its own.
-"""
+"""Protocol version since which nodes check their outputs before a push, so that values which are
+not finite are the sender's fault. A wrong dtype, shape or codec is not: the client chooses these
+for each node separately."""
 LAST_WORDS_S = 0.5
-"""For the answers to those whose sessions have just ended."""
+"""Time on closing for the last answers to clients of sessions that have just ended."""
 
 
 class SessionServer:
-    """All sessions of one span. `drain` refuses new ones and ends the others, `close` cuts off."""
+    """All sessions of one span. `drain` refuses new ones and ends the open ones, `close` cuts them
+    off.
+    """
 
     def __init__(
         self,
@@ -104,19 +105,19 @@ class SessionServer:
     async def handle(
         self, peer: PeerId, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        """One incoming stream, until its last words; the caller closes it.
+        """Serve one incoming stream until its final message; the caller closes it.
 
         A peer's mistake is answered, never raised.
         """
         stream = Stream(peer, reader, writer)
         self._note_handler()
         try:
-            # Its message is read before it is refused: an answer sent while a peer still writes can
-            # be lost with the stream. How many streams may wait here, the transport bounds.
+            # Read the message before refusing it: an answer sent while a peer still writes can be
+            # lost with the stream. The transport bounds how many streams may wait here.
             message = await first_message(stream)
             await self._budget.pay(stream, message)
             if isinstance(message, Open | PushOpen | TransferOpen):
-                # For the rest of this task, which is the stream's own.
+                # Bound for the rest of this task, which belongs to the stream.
                 bind_contextvars(session=session_name(message.session))
             self._admission.check_peer(peer)
             with self._admission.stream(peer):
@@ -128,9 +129,10 @@ class SessionServer:
             await refuse(stream, error, free_tokens=self._admission.free_tokens)
 
     async def drain(self, timeout_s: float, *, idle_s: float | None = None) -> None:
-        """Tell every client to move on; after `timeout_s` seconds the rest is cut off.
+        """Tell every client to move off; after `timeout_s` seconds the remaining sessions are cut
+        off.
 
-        Those that do nothing for `idle_s` are cut off then.
+        Sessions that are idle for `idle_s` are cut off earlier.
         """
         self._drain.begin(timeout_s, idle_s)
         try:
@@ -140,7 +142,7 @@ class SessionServer:
             log.warning("drain_timed_out", sessions=len(self._sessions))
 
     async def close(self) -> None:
-        """End every stream that is still open here; afterwards nothing uses the blocks."""
+        """End every open stream; afterwards no session uses the blocks."""
         if self._handling:
             await asyncio.wait(self._handling, timeout=LAST_WORDS_S)
         while tasks := [task for task in self._handling if not task.done()]:
@@ -182,11 +184,11 @@ class SessionServer:
             raise
         finally:
             trace.end()
-        # Only now, so that whoever reads it finds the room free.
+        # Sent last, so that a client which reads it finds the room free.
         await stream.send(Closed())
 
     async def _hold(self, stream: Stream, opened: Open, trace: NodeTrace) -> None:
-        """The session, from its opening to its end."""
+        """Run the session from its opening to its end."""
         blocks = self._blocks.part(Span(*opened.blocks))
         reach = (self._neighbours, opened)
         speed = await speed_to(self._swarm, stream.peer, opened.quality)
@@ -246,10 +248,10 @@ class SessionServer:
 
     @contextmanager
     def _registered(self, session: Session) -> Iterator[None]:
-        """Let pushes find the session, and a drain wait for it."""
+        """Register the session, so that pushes find it and a drain waits for it."""
         opened = session.opened
         key = (session.client.peer, SessionId(opened.session))
-        # Again: another one may have been opened while this one waited.
+        # Checked again: another session may have opened under this id while this one waited.
         self._check_is_new(key)
         self._sessions[key] = session
         self._empty.clear()
@@ -297,7 +299,7 @@ class SessionServer:
         _check_quality(opened.quality)
         self._check_is_new((peer, SessionId(opened.session)))
         if self._drain.began:
-            raise ProtocolError("draining", "this node gives its blocks up")
+            raise ProtocolError("draining", "this node is giving up its blocks")
 
     def _check_is_new(self, key: tuple[PeerId, SessionId]) -> None:
         if key in self._sessions:
@@ -328,7 +330,7 @@ class SessionServer:
                 await self._budget.pay(stream, message)
 
     async def _accept_transfer(self, stream: Stream, opened: TransferOpen) -> None:
-        """Take a session over from the node that its client named, until the client links it."""
+        """Receive a session from the donor that its client named, until the client links it."""
         session = self._pushed_into(opened)
         session.check_donor(stream.peer)
         with session.being_pushed(stream):
@@ -347,17 +349,19 @@ class SessionServer:
                 await self._budget.pay(stream, message)
 
     def _pushed_into(self, opened: PushOpen | TransferOpen) -> Session:
-        """Whoever knows the secret means this session, whatever others call theirs."""
+        """Find a session by id and secret; ids alone are not unique between clients."""
         for (_, session_id), session in self._sessions.items():
             if session_id == opened.session and hmac.compare_digest(
                 session.opened.secret, opened.secret
             ):
                 return session
-        # One answer for both: a stranger must not learn which sessions exist.
+        # One answer for both cases: a stranger must not learn which sessions exist.
         raise ProtocolError("unknown_session", "no such session here, or another secret")
 
     async def _wait_for_link(self, session: Session, epoch: int) -> None:
-        """An upstream can be linked, and push, before the client's `link` has come here."""
+        """Wait for the client's `link`: an upstream may be linked, and push, before it arrives
+        here.
+        """
         try:
             async with asyncio.timeout(NEIGHBOUR_S):
                 await session.wait_for_epoch(epoch)

@@ -1,4 +1,4 @@
-"""A node's part in the trace of a session, where its client traces and a chain lets it tell."""
+"""A node's part in the trace of a session, recorded for a chain if its client traces."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from nesa_node.swarm.messages import Open
 
 
 class NodeTrace:
-    """Three spans for a session, however long it is: all of it, its opening, its first step.
+    """Three trace spans per session, whatever its length: the session, its opening, its first step.
 
-    What the client sends to be part of is checked and used for nothing else.
+    The client's trace context is validated and used for nothing else.
     """
 
     def __init__(self, opened: Open, own: PeerId) -> None:
@@ -23,18 +23,18 @@ class NodeTrace:
         self._opening = self._part("open")
 
     def opened(self) -> None:
-        """The client is told so now."""
+        """End the opening span: the client is being answered."""
         self._opening.end()
 
     def served(self, session: Session) -> None:
-        """It is about to be closed: this is what it came to."""
+        """Record the session's totals before it closes."""
         if session.first_step is not None:
             began_at, ended_at = session.first_step
             self._part("first step", began_at).end(at=ended_at)
         self._span.set({"nesa.steps": session.steps, "nesa.tokens": sum(session.lengths)})
 
     def end(self, error: str | None = None) -> None:
-        """It is over. Only the first call counts."""
+        """End the trace. Only the first call counts."""
         self._opening.end(error=error)
         self._span.end(error=error)
 

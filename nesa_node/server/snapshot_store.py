@@ -1,7 +1,9 @@
-"""Snapshots over time, in one SQLite file per model: to replay, and to go on from after a restart.
+"""Store of snapshots over time, one SQLite file per model: for replay, and to continue after a
+restart.
 
-A snapshot is kept if it differs from the last one kept, or after ten minutes; beside them, in a few
-hundred bytes each, all *looks*: what the triggers saw. Both are bounded, the oldest go first.
+A snapshot is kept if it differs from the last one kept, or after ten minutes. The triggers' values
+of every snapshot are kept as *looks* of a few hundred bytes. Both are bounded; the oldest are
+deleted first.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ MAX_SNAPSHOTS = 5_000
 MAX_STORED_BYTES = 1 << 28
 MAX_LOOKS = 10_000
 MAX_GAP_S = 600.0
-"""Also what does not change is kept that often."""
+"""Longest time between two kept snapshots, even without changes."""
 _MAX_LOOK_BYTES = 1 << 16
 _MAGIC = b"SQLite format 3\0"
 _WAIT_S = 2.0
@@ -44,7 +46,7 @@ create table if not exists looks (
 
 
 class SnapshotStore:
-    """Each call opens the file anew; other programs may read it meanwhile. Not for two threads."""
+    """Opens the file anew for each call; other programs may read it meanwhile. Not thread-safe."""
 
     def __init__(
         self,
@@ -63,11 +65,10 @@ class SnapshotStore:
         self._last: Snapshot | None = None
 
     def add(self, look: Look, snapshot: Snapshot, *, always: bool = False) -> bool:
-        """Keep the look, and the snapshot if it says something new, or `always`.
+        """Store the look, and the snapshot if it is new or `always` is set.
 
-        Returns whether the snapshot was kept; one that alone exceeds the bound never is, nor one
-        without nodes, from which nothing could be planned. Raises `OSError` if the file cannot be
-        written.
+        Returns whether the snapshot was stored. One larger than the bound never is, nor one without
+        nodes, from which nothing could be planned. Raises `OSError` if the file cannot be written.
         """
         wanted = bool(snapshot.nodes) and (always or self._new(snapshot))
         body = to_json(snapshot) if wanted else b""
@@ -85,11 +86,11 @@ class SnapshotStore:
         return keep
 
     def snapshots(self, last: int | None = None) -> list[Snapshot]:
-        """The `last` ones kept, or all, the oldest first. Raises `ConfigError` as `read_store`."""
+        """The `last` snapshots, or all, oldest first. Raises `ConfigError` as `read_store`."""
         return read_store(self.path, last) if self.path.exists() else []
 
     def looks(self, last: int) -> list[Look]:
-        """The `last` ones, the oldest first. Raises `ConfigError` if they cannot be read."""
+        """The `last` looks, oldest first. Raises `ConfigError` if they cannot be read."""
         if not self.path.exists():
             return []
         query = (
@@ -142,13 +143,13 @@ class SnapshotStore:
 
 
 def snapshots_path(folder: Path, model_id: str) -> Path:
-    """The store of a model, whose id may hold anything."""
+    """Path of a model's store; the id may contain any characters."""
     safe = "".join(c if c.isascii() and (c.isalnum() or c in "-_.@") else "_" for c in model_id)
     return folder / f"{safe[:120]}.db"
 
 
 def is_store(path: Path) -> bool:
-    """Whether it is an SQLite file. Raises `OSError` if it cannot be read."""
+    """Whether the file is an SQLite database. Raises `OSError` if it cannot be read."""
     with path.open("rb") as file:
         return file.read(len(_MAGIC)) == _MAGIC
 
@@ -156,8 +157,8 @@ def is_store(path: Path) -> bool:
 def read_store(path: Path, last: int | None = None) -> list[Snapshot]:
     """The `last` snapshots of a store, or all, by the time they were taken.
 
-    Whoever made the file: sizes are checked before anything is read, and every snapshot against its
-    digest. Raises `ConfigError` for what cannot be read.
+    The file may come from any source: sizes are checked before anything is read, and every snapshot
+    against its digest. Raises `ConfigError` for what cannot be read.
     """
     with _reading(path) as database:
         sizes = database.execute(
@@ -176,16 +177,16 @@ def _read_row(database: sqlite3.Connection, path: Path, number: int) -> Snapshot
         "select body, digest from snapshots where number = ?", (number,)
     ).fetchone()
     if not isinstance(body, bytes):
-        raise ConfigError(f"{where} is no document")
+        raise ConfigError(f"{where} is not a snapshot")
     snapshot = from_json(body, where=where)
     if snapshot.digest() != digest:
-        raise ConfigError(f"{where} is not what its digest says: the file is damaged; delete it")
+        raise ConfigError(f"{where} does not match its digest: the file is damaged; delete it")
     return snapshot
 
 
 @contextmanager
 def _reading(path: Path) -> Iterator[sqlite3.Connection]:
-    """The file, opened to read only, if it has the tables of a store (and not views of a name)."""
+    """Open the file read-only, if it has a store's tables (and not views of these names)."""
     try:
         uri = f"{path.resolve().as_uri()}?mode=ro"
         with closing(sqlite3.connect(uri, uri=True, timeout=_WAIT_S)) as database:
@@ -194,7 +195,7 @@ def _reading(path: Path) -> Iterator[sqlite3.Connection]:
                 "select name, type from sqlite_master where name in ('snapshots', 'looks')"
             ).fetchall()
             if sorted(kinds) != [("looks", "table"), ("snapshots", "table")]:
-                raise ConfigError(f"{path} is no store of snapshots")
+                raise ConfigError(f"{path} is not a snapshot store")
             yield database
     except sqlite3.Error as error:
         raise ConfigError(f"cannot read {path}: {error}; delete it") from error

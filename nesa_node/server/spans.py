@@ -1,4 +1,4 @@
-"""The spans that a daemon serves, one after another."""
+"""The loop of a daemon that serves one span after another."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from nesa_node.swarm.node import Swarm
 log = get_logger(__name__)
 
 MOVE_IDLE_S = 5.0
-"""How long a session that does nothing keeps a node from moving. Its client computes the cache
-again elsewhere, when it goes on; it may be waiting for just the blocks that the node is to load."""
+"""Longest wait for an idle session when the node moves. Its client recomputes the cache elsewhere
+when it continues; it may be waiting for the very blocks that the node is to load."""
 
 
 @dataclass(slots=True)
 class _Move:
-    """One that is under way. `answer` is what it has come to when the node serves again."""
+    """A move in progress. `answer` is its outcome once the node serves again."""
 
     wish: Wish
     before: Span
@@ -48,7 +48,7 @@ class _Move:
 
 @dataclass(kw_only=True)
 class Spans:
-    """Same peer, same place on the network, other blocks."""
+    """Serves one span after another under the same peer id and addresses."""
 
     config: NodeConfig
     served: Served
@@ -59,15 +59,17 @@ class Spans:
     ending: Ending
     refusals: RefusalLog = field(default_factory=RefusalLog)
     part: ServedSpan | None = None
-    """What it serves now."""
+    """The span served now."""
     _door: Door = field(default_factory=Door)
     _move: _Move | None = None
     _invited: bool = False
     _prefix_tokens: tuple[int, int] = (0, 0)
-    """Of the spans before."""
+    """Sums over the earlier spans."""
 
     def prefix_tokens(self) -> tuple[int, int]:
-        """Tokens that sessions hoped to find in the cache, and that they found, in all spans."""
+        """Tokens of prefixes that sessions asked for, and that were found in the cache, over all
+        spans.
+        """
         asked, found = self._prefix_tokens
         if self.part is not None:
             prefixes = self.part.admission.pool.prefixes
@@ -75,7 +77,7 @@ class Spans:
         return asked, found
 
     async def run(self) -> None:
-        """Claim a span and serve it, then others as `moves` brings wishes, until the end.
+        """Claim a span and serve it, then further ones as `moves` grants requests, until shutdown.
 
         Raises `ModelError`, `ResourceError` and `SwarmError`.
         """
@@ -86,8 +88,8 @@ class Spans:
         try:
             while span is not None:
                 span = await self._hold(span)
-                # Now that nothing refers to them: weights come in before the old ones are gone
-                # from a process's memory by themselves.
+                # Runs when nothing refers to the old weights: loading begins before the process
+                # would return their memory by itself.
                 await self.scheduler.executor.run(give_back_memory)
                 if self.ending.asked:
                     return
@@ -97,7 +99,7 @@ class Spans:
             self.moves.close()
 
     async def _hold(self, span: Span) -> Span | None:
-        """Load, serve and drain `span`. Returns the next one; None when the daemon ends."""
+        """Load, serve and drain `span`. Returns the next span; None on shutdown."""
         async with AsyncExitStack() as stack:
             opening = open_span(
                 self.config, self.served, self.swarm, self.scheduler, span, self.refusals
@@ -105,7 +107,7 @@ class Spans:
             try:
                 part = await self.ending.unless(stack.enter_async_context(opening))
             except Exception as error:
-                # Whatever it is (torch has errors of its own): the span before did load.
+                # Any error, as torch has its own: the old span could be loaded.
                 if self._move is None or span == self._move.before:
                     raise
                 return self._back(self._move, error)
@@ -116,7 +118,7 @@ class Spans:
             try:
                 return await self._serve(part)
             finally:
-                # Its memory is to come back.
+                # Drop the reference, so that its memory is freed.
                 self._prefix_tokens, self.part = self.prefix_tokens(), None
                 self.announcer.throughput, self.announcer.capacity = Throughput(0, 0), Capacity
 
@@ -133,14 +135,14 @@ class Spans:
                 await self.announcer.announce("draining", span)
                 await part.server.drain(drain_s)
                 return None
-            log.info("moving", was=str(span), to=str(wish.span), reason=wish.reason)
+            log.info("move_started", was=str(span), to=str(wish.span), reason=wish.reason)
             self.moves.begin()
             self._move = _Move(wish, span)
             await part.server.drain(drain_s, idle_s=MOVE_IDLE_S)
             return wish.span
 
     async def _next(self, part: ServedSpan) -> Wish | None:
-        """The next wish to carry out, announced; None when the daemon ends."""
+        """The next granted request, already announced; None on shutdown."""
         while (wish := await self.ending.unless(self.moves.next())) is not None:
             verdict = await self.ending.unless(self._grant(wish, part))
             if verdict == "granted":
@@ -151,7 +153,7 @@ class Spans:
         return None
 
     async def _grant(self, wish: Wish, part: ServedSpan) -> Answer | Literal["granted"]:
-        """Announce that the span is given up; or say why that cannot be."""
+        """Announce that the span is given up, or return why it cannot be."""
         span, blocks = part.blocks.span, self.served.checkpoint.num_blocks
         if wish.span == span:
             return "held_already"
@@ -166,13 +168,13 @@ class Spans:
                 regained_bytes=part.blocks.weight_bytes,
             )
         except InsufficientMemoryError as error:
-            log.warning("no_memory_to_move", span=str(wish.span), reason=str(error))
+            log.warning("move_refused", span=str(wish.span), reason=str(error))
             return "no_memory"
         if not await self._is_spared(span):
             return "uncovered"
         await self.announcer.announce("draining", span, next_span=wish.span)
-        # Of several that hold these blocks, and give them up at the same time, each relies on the
-        # others. Whoever announces last sees it here; no client has been told anything yet.
+        # Several holders of these blocks may give them up at the same time, each relying on the
+        # rest. The last to announce sees it here, before any client was told.
         if not await self._is_spared(span):
             await self.announcer.announce("serving", span)
             return "uncovered"
@@ -194,7 +196,7 @@ class Spans:
         return move.before
 
     def _settle(self) -> None:
-        """The move under way, if there is one, is over: the node serves."""
+        """Settle the move in progress, if any: the node serves again."""
         if self._move is not None:
             self.moves.end()
             self._move.wish.settle(self._move.answer)
@@ -202,7 +204,7 @@ class Spans:
 
     def _tell(self, part: ServedSpan) -> None:
         log.info(
-            "serving",
+            "span_served",
             model=self.served.model_id,
             span=str(part.blocks.span),
             dtype=DTYPE_NAMES[self.served.dtype],

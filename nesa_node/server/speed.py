@@ -1,4 +1,6 @@
-"""Measures a span again when the machine has changed, so that the node's record stays true."""
+"""Repeated measurement of a span's speed when the machine has changed, so that the record stays
+true.
+"""
 
 from __future__ import annotations
 
@@ -20,28 +22,31 @@ log = get_logger(__name__)
 
 LOOK_S = 5.0
 CHANGED_CORES = 0.4
-"""So many more or fewer idle cores are a change of the machine, if two looks find it."""
+"""Change of idle cores that counts as a change of the machine, if two samples in a row show it."""
 LEAST_PAUSE_S = 30.0
-"""Between two measurements of an idle node, each of which takes the machine for a second or two."""
+"""Least time between two measurements of an idle node, each of which uses the machine for a second
+or two."""
 MOST_PAUSE_S = 600.0
 NEWS = 0.1
-"""A speed that differs by less than this share is not worth a new record."""
+"""Smallest relative change of a speed that is published."""
 
 
 class MeasuringPolicy:
-    """Decides when to measure again, from looks at a machine on which this node runs nothing."""
+    """Decides when to measure again, from samples of idle cores while this node runs nothing."""
 
     def __init__(self, now: float) -> None:
-        """At start the machine was busy, if only with loading: the first quiet looks measure."""
+        """The machine was busy at start, if only with loading: the first quiet samples cause a
+        measurement.
+        """
         self._measured_at = now
         self._idle_cores = math.nan
-        """When it was measured."""
+        """Idle cores at the last measurement."""
         self._changed_before = False
 
     def is_due(self, idle_cores: float, now: float) -> bool:
-        """Whether to measure now, `idle_cores` being those since the last look."""
+        """Whether to measure now; `idle_cores` is the mean since the last sample."""
         age_s = now - self._measured_at
-        # At first, compared with no number, everything is a change.
+        # At first, compared with NaN, every value is a change.
         changed = not abs(idle_cores - self._idle_cores) < CHANGED_CORES
         twice, self._changed_before = changed and self._changed_before, changed
         return age_s >= MOST_PAUSE_S or (twice and age_s >= LEAST_PAUSE_S)
@@ -50,7 +55,7 @@ class MeasuringPolicy:
         self._idle_cores, self._measured_at, self._changed_before = idle_cores, now, False
 
     def disturb(self) -> None:
-        """This node itself ran something: the look says nothing."""
+        """Discard the sample: this node itself ran something."""
         self._changed_before = False
 
 
@@ -58,7 +63,7 @@ class MeasuringPolicy:
 async def keep_speed_true(
     blocks: Blocks, executor: Executor, announcer: Announcer
 ) -> AsyncIterator[None]:
-    """Meanwhile `announcer` tells how fast `blocks` run now, not how fast they once did."""
+    """Keep the announced speed of `blocks` current while the body runs."""
     ending = threading.Event()
     watching = asyncio.create_task(_watch(blocks, executor, announcer, ending))
     try:
@@ -87,11 +92,11 @@ async def _watch(
                 throughput = await executor.run(measure)
             except MeasuringStopped:
                 continue
-            except Exception:  # torch has errors of its own; what was announced stays
+            except Exception:  # torch has its own errors; the announced speed stays
                 log.exception("speed_not_measured")
                 return
             policy.measured(idle, time.monotonic())
-            idle_cores()  # From now on: the measurement itself is no change.
+            idle_cores()  # Start a new sample: the measurement itself is no change.
             if differs(throughput, announcer.throughput):
                 announcer.throughput = throughput
                 log.info(
@@ -100,7 +105,7 @@ async def _watch(
 
 
 def differs(one: Throughput, other: Throughput) -> bool:
-    """Whether what others plan by is no longer true."""
+    """Whether a speed changed by more than `NEWS`."""
     pairs = (
         (one.prefill_tokens_per_s, other.prefill_tokens_per_s),
         (one.decode_tokens_per_s, other.decode_tokens_per_s),

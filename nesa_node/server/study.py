@@ -1,9 +1,8 @@
-"""What a store of snapshots teaches, found in a process of its own: `python -m` this module, and
-the id of the process that asks.
+"""Study of stored snapshots in a process of its own: `python -m` this module PARENT_PID.
 
-It reads a `Question` from standard input and writes `Findings` to standard output, both as JSON. It
-yields to everything else on the machine, and ends when the process that asked does. The system ends
-it when it has used more processor time than it was given.
+Reads a `Question` from standard input and writes `Findings` to standard output, both as JSON. It
+runs at the lowest priority and ends with its parent process. The system ends it when it exceeds its
+processor time.
 """
 
 from __future__ import annotations
@@ -27,15 +26,15 @@ from nesa_node.routing.tuner import believed, told_of
 from nesa_node.server.snapshot_store import read_store
 
 SNAPSHOTS = 1000
-"""The newest ones are looked at."""
+"""Newest snapshots that are studied."""
 _LOWEST_PRIORITY = 19
 _GRACE_S = 30
-"""Of processor time, for reading and starting."""
+"""Additional processor time for starting and reading."""
 _LOOK_EVERY_S = 1.0
 
 
 class Question(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """`exponents` are those in use; each of the two parts takes about `seconds` at most."""
+    """`exponents` are those in use; each part may take about `seconds` of processor time."""
 
     store: str
     goal: Goal
@@ -46,9 +45,9 @@ class Question(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 class Findings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """`exponents` are those to use from now on; `library` a document of `library_file`, or None.
+    """`exponents` are those to use from now on; `library` is a document of `library_file`, or None.
 
-    `tuning` and `schemas` say why, in words.
+    `tuning` and `schemas` give the reasons in words.
     """
 
     exponents: dict[str, float]
@@ -64,7 +63,7 @@ class Findings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 def study(question: Question) -> Findings:
-    """Raises `ConfigError` for a store that cannot be read."""
+    """Tune exponents and precompute schemas. Raises `ConfigError` for an unreadable store."""
     snapshots = read_store(Path(question.store), SNAPSHOTS)
     now = believed(question.exponents, TUNED) or TUNED
     tuned = retune(
@@ -97,7 +96,7 @@ def study(question: Question) -> Findings:
 
 
 def _end_with(parent: int) -> None:
-    """Whoever asked may have been killed, and then nobody else would end this process."""
+    """Exit when the parent process is gone: a killed parent cannot end this process."""
     while os.getppid() == parent:
         time.sleep(_LOOK_EVERY_S)
     os._exit(1)

@@ -1,4 +1,4 @@
-"""What a node's device has computed since the daemon began, whatever it served meanwhile."""
+"""Counters of what the device computed since the daemon began, over all spans."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nesa_node.swarm.messages import Step
 
 
 class Tallies:
-    """The scheduler adds each iteration when whoever waits for it has what came of it."""
+    """Computation counters. The scheduler adds each iteration after its outputs are delivered."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -27,7 +27,7 @@ class Tallies:
         return self.prefill_tokens + self.decode_tokens
 
     def ran(self, shares: Iterable[Share], seconds: float, now: float) -> None:
-        """An iteration that took `seconds` is over at `now`, on the clock of `Pending.arrived`."""
+        """Count an iteration of `seconds` that ended at `now` on the clock of `Pending.arrived`."""
         sessions = 0
         for share in shares:
             sessions += 1
@@ -48,7 +48,7 @@ class Tallies:
 
 
 def _decodes(step: Step) -> bool:
-    # A loop: `all` takes three times as long.
+    # A loop, since `all` takes three times as long.
     for part in step.rows:  # noqa: SIM110
         if part.count > DECODE_TOKENS:
             return False

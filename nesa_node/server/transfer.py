@@ -1,7 +1,7 @@
-"""Hands a session over to another node: the cache, and the outputs that were kept.
+"""Hand-over of a session to another node: the cache, and the outputs kept for replay.
 
-The donor sends what its successor lacks as often as it is asked to: once in bulk while the session
-goes on, and the little that came since when it moves. L tokens of one row, H heads, D head size.
+The donor sends what its successor lacks as often as it is asked: once in bulk while the session
+continues, and the small rest when it moves. L tokens of one row, H heads, D head size.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ SILENCE_S = 30.0
 
 
 MAX_CUTS = 4
-"""In one hand-over, after each of which the rest is sent. Beams cut a session with every step."""
+"""Most truncations during one hand-over, after each of which the rest is sent. Beam search
+truncates a session with every step."""
 
 
 class Transfer:
-    """The donor's side, for one successor. One task at a time may `sync`."""
+    """The donor's side of one hand-over. Only one task at a time may `sync`."""
 
     def __init__(
         self, stream: Stream, session: bytes, work: Work, outlet: Outlet, executor: Executor
@@ -48,19 +49,19 @@ class Transfer:
         self._kept_sent = [0] * len(work.tables)
         self._cuts = 0
         self._is_cut = True
-        """The successor may hold more than `_sent`, also of an earlier transfer."""
+        """Whether the successor may hold more than `_sent`, also from an earlier transfer."""
 
     def truncate(self, lengths: Sequence[int]) -> None:
-        """The session forgets tokens from `lengths` on, and so must the successor."""
+        """Note that the session was truncated; the next sync truncates the successor."""
         self._cuts += 1
         self._is_cut = True
         for sent in (self._sent, self._kept_sent):
             sent[:] = [min(pair) for pair in zip(sent, lengths, strict=True)]
 
     async def sync(self) -> tuple[int, ...]:
-        """Send what the successor lacks; returns what it then holds.
+        """Send what the successor lacks and return the lengths that it then holds.
 
-        Raises `ProtocolError("downstream_lost")` if it is gone or refuses.
+        Raises `ProtocolError("downstream_lost")` if it is lost or refuses.
         """
         try:
             async with silence_is_loss(self._stream.peer, SILENCE_S, "taking over a session"):
@@ -81,14 +82,14 @@ class Transfer:
             for row in range(len(self._sent)):
                 await self._send_row(row, cuts)
             for held in self._outlet.kept(self._kept_sent, tuple(self._sent)):
-                # A successor that takes each at once gives nothing else a turn of the event loop.
+                # A successor that takes each output at once would otherwise block the event loop.
                 await asyncio.sleep(0)
                 if self._cuts != cuts:
                     break
                 await self._send_kept(held, cuts)
             if self._cuts == cuts:
                 return
-        # The session is cut faster than it is sent. Pages without their kept outputs are no use.
+        # Truncations outpace the transfer. Pages without their kept outputs are of no use.
         self.truncate([0] * len(self._sent))
 
     async def _ask(self, lengths: tuple[int, ...]) -> tuple[int, ...]:
@@ -105,14 +106,14 @@ class Transfer:
             end = min(start + CHUNK_TOKENS, length)
             tokens = await self._executor.run(partial(self._export, table, start, end))
             if self._cuts != cuts:
-                # These pages may have been somebody else's while we read them.
+                # Another session may have owned these pages while they were read.
                 return
             meta, payload = tensors.encode(tokens)
-            self._sent[row] = end  # before it is: a cut meanwhile lowers it
+            self._sent[row] = end  # set before the send: a truncation meanwhile lowers it
             await self._stream.send(Pages(row=row, position=start, tensor=meta), payload)
 
     def _export(self, table: PageTable, start: int, end: int) -> Tensor:
-        # Looked up here: an iteration before this may have given the row another page.
+        # Slots are looked up on the device's thread: an earlier iteration may have replaced a page.
         slots = table.slots(start, end)
         return table.pool.export_tokens(slots, self._work.blocks.span)
 
@@ -137,7 +138,7 @@ class Transfer:
 
 
 class Succession:
-    """The successor's side: fills an empty session that nobody has linked yet."""
+    """The successor's side: fills an empty session before its client links it."""
 
     def __init__(
         self, work: Work, outlet: Outlet, executor: Executor, max_tokens: int, quality: str
@@ -148,10 +149,11 @@ class Succession:
         self._executor = executor
         self._max_tokens = max_tokens
         self._kept: list[range | None] = [None] * len(work.tables)
-        """The tokens whose outputs came. The donor kept none of those that it began with."""
+        """Range of tokens per row for which outputs arrived. The donor kept none for tokens of its
+        prefix."""
 
     async def take(self, message: Pages | Step | Sync, payload: bytearray) -> None:
-        """Raises `ProtocolError` for what does not fit the session."""
+        """Apply one message. Raises `ProtocolError` for what does not fit the session."""
         match message:
             case Pages():
                 await self._take_pages(message, payload)
@@ -161,7 +163,7 @@ class Succession:
                 self._cut(message.lengths)
 
     async def _take_pages(self, pages: Pages, payload: bytearray) -> None:
-        """Append a row's tokens."""
+        """Append pages to a row."""
         if pages.row >= len(self._work.tables):
             raise ProtocolError("bad_rows", f"row {pages.row} does not exist")
         table, blocks = self._work.tables[pages.row], self._work.blocks
@@ -169,7 +171,7 @@ class Succession:
         shape = (2 * len(blocks.span), *count, heads.count, heads.dim)
         dtype = tensors.DTYPE_NAMES[blocks.dtype]
         found = (pages.tensor.dtype, pages.tensor.shape, pages.tensor.codec)
-        # Without tokens it would take a turn of the device's thread all the same.
+        # An empty message would still take a turn of the device's thread.
         if found != (dtype, shape, PLAIN) or count[0] < 1:
             raise ProtocolError(
                 "bad_tensor",
@@ -178,15 +180,15 @@ class Succession:
             )
         end = pages.position + shape[1]
         if pages.position != table.length or end > self._max_tokens:
-            raise ProtocolError("bad_position", f"row {pages.row} goes on at {table.length}")
+            raise ProtocolError("bad_position", f"row {pages.row} continues at {table.length}")
         table.reserve(end)
         await self._executor.run(partial(self._put, pages, payload, table.slots(table.length, end)))
         table.length = end
 
     async def _take_output(self, step: Step, payload: bytearray) -> None:
-        """Keep what the donor kept, for a receiver that lacks it."""
+        """Store an output that the donor kept, for a receiver that lacks it."""
         self._check_output(step)
-        # Whoever is sent it would blame this node for what is not finite.
+        # A receiver would blame this node for values that are not finite.
         await examine(step, payload)
         for part in step.rows:
             kept = self._kept[part.row] or range(part.position, part.position)
@@ -227,7 +229,7 @@ class Succession:
 
 
 class Transfers:
-    """Hands a session to one successor at a time; the stream to it stays open for what comes."""
+    """Hands a session to one successor at a time; the stream stays open for later syncs."""
 
     def __init__(
         self,
@@ -246,11 +248,13 @@ class Transfers:
 
     @property
     def busy(self) -> bool:
-        """Whether something is on its way to the successor."""
+        """Whether a sync is in progress."""
         return self._busy
 
     async def sync(self, to: Downstream) -> tuple[int, ...]:
-        """Send `to` what it lacks; returns what it then holds. Raises `ProtocolError`."""
+        """Send `to` what it lacks and return the lengths that it then holds. Raises
+        `ProtocolError`.
+        """
         if to.blocks != (self._blocks.start, self._blocks.end):
             raise ProtocolError("bad_link", f"blocks {to.blocks} are not {self._blocks}")
         if self._busy:
@@ -268,12 +272,12 @@ class Transfers:
             self._busy = False
 
     def truncate(self, lengths: Sequence[int]) -> None:
-        """The session forgets tokens from `lengths` on."""
+        """Record that the session was truncated to `lengths`."""
         if self._transfer is not None:
             self._transfer.truncate(lengths)
 
     async def close(self) -> None:
-        """End the stream. May be called twice."""
+        """Close the stream. May be called twice."""
         transfer, self._transfer = self._transfer, None
         if transfer is not None:
             await transfer.close()

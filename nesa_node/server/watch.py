@@ -1,4 +1,4 @@
-"""The triggers of change, fed with one snapshot after the other."""
+"""Change detection over consecutive snapshots."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Watch:
 
 
 def _holdings(snapshot: Snapshot) -> Holdings:
-    """Joining nodes will hold what they say: a node that moves is no loss."""
+    """Count announced spans of joining nodes too: a node that moves is no loss."""
     everyone = (*snapshot.nodes, *snapshot.joining)
     holders_B = np.zeros(snapshot.num_blocks, dtype=np.int64)
     for node in everyone:
@@ -45,6 +45,6 @@ def _holdings(snapshot: Snapshot) -> Holdings:
 
 
 def _connections(snapshot: Snapshot) -> Connections:
-    """Pairs that nobody has measured count as not connected."""
+    """Pairs without a measurement count as not connected."""
     peers = tuple(node.peer_id for node in snapshot.nodes)
     return connections_of(peers, round_trip_filtration(snapshot))

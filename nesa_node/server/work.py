@@ -1,4 +1,4 @@
-"""A session's place in the schedule: its tables, the steps that wait, the outputs.
+"""Queue of one session in the scheduler: its page tables, waiting steps and outputs.
 
 T packed tokens, D hidden.
 """
@@ -26,11 +26,11 @@ log = get_logger(__name__)
 
 
 class Work(Lane):
-    """Everything here runs on the event loop.
+    """Queue of one session. Everything here runs on the event loop.
 
-    The tables belong to the iteration that runs, if this session is in it, and to others only after
-    `halt` and `idle`. Whatever else an iteration has to know of a session belongs here: which
-    adapter (LoRA) it uses, say, by which `run_shares` would then group the runs of one forward.
+    The tables belong to the running iteration, if this session is in it; other code may change them
+    only after `halt` and `idle`. Whatever else an iteration has to know of a session belongs here,
+    such as the LoRA adapter by which `run_shares` would group the runs of one forward.
     """
 
     def __init__(
@@ -45,9 +45,9 @@ class Work(Lane):
         wake: Callable[[], None],
         run_here: Callable[[], bool],
     ) -> None:
-        """`dtype` is that of the outputs.
+        """`dtype` is the outputs' dtype.
 
-        `wake` is called when there is something to run, unless `run_here` has run it.
+        `wake` is called when there is something to run, unless `run_here` has already run it.
         """
         super().__init__(client=client, priority=priority, span=blocks.span)
         self.tables = tables
@@ -59,21 +59,22 @@ class Work(Lane):
         self._queue: deque[Pending] = deque()
         self._results: deque[tuple[Step, HiddenStates] | ProtocolError] = deque()
         self._come = asyncio.Event()
-        """Set while there are results. Whoever waits may still find that another task took them."""
+        """Set while there are results. After waiting for it, check again: another task may have
+        taken them."""
         self._share: Share | None = None
         self._idle = asyncio.Event()
         self._idle.set()
 
     @property
     def backlog(self) -> int:
-        """Steps that are not done, and outputs that nobody has taken."""
+        """Steps that are not done, plus outputs that were not taken."""
         return len(self._queue) + len(self._results)
 
     def submit(self, step: Step, hidden: HiddenStates) -> None:
-        """Run a step [T, D] after those before it; its rows go on where the tables then end.
+        """Queue a step [T, D]; its rows continue where the steps before it end.
 
-        Where it was run at once its output is there afterwards, and nobody is told: `announce` it,
-        or take it.
+        If the step runs inline, its output is ready on return but no waiter is woken: call
+        `announce` or `take_output`.
         """
         self._queue.append(Pending(hidden, self.dtype, step=step, arrived=time.monotonic()))
         self._count()
@@ -82,19 +83,19 @@ class Work(Lane):
 
     @property
     def output_bytes(self) -> int | None:
-        """The size of the next output; None where there is none."""
+        """Size of the next output in bytes; None without one."""
         result = self._results[0] if self._results else None
         return None if result is None or isinstance(result, ProtocolError) else result[1].nbytes
 
     def announce(self) -> None:
-        """Wake whoever waits for outputs, if there are any."""
+        """Wake the tasks that wait for outputs, if there are any outputs."""
         if self._results:
             self._come.set()
 
     async def wait_for_output(self) -> None:
-        """Return when a step is done, once it is announced. Another task may take it first.
+        """Return when an output is ready and announced. Another task may take it first.
 
-        Raises `ProtocolError` if it could not be run; what came after it is forgotten.
+        Raises `ProtocolError` if the step could not be run; later steps were dropped.
         """
         while not self._results:
             await self._come.wait()
@@ -102,7 +103,7 @@ class Work(Lane):
             raise self._results[0]
 
     def take_output(self) -> tuple[Step, HiddenStates] | None:
-        """The next step that is done: it and its output [T, D]; None without one."""
+        """Return the next finished step and its output [T, D]; None without one."""
         if self.output_bytes is None:
             return None
         result = self._results.popleft()
@@ -112,7 +113,7 @@ class Work(Lane):
         return result
 
     def halt(self) -> None:
-        """Forget what was submitted and computed. What is submitted from now on waits."""
+        """Drop all queued steps and outputs. Steps submitted later wait for `resume`."""
         self._share = None
         self._queue.clear()
         self._count()
@@ -121,7 +122,7 @@ class Work(Lane):
         self.held = True
 
     async def idle(self) -> None:
-        """Return, also if cancelled, when no iteration uses the tables. Halt before."""
+        """Wait until no iteration uses the tables, even when cancelled. Call `halt` first."""
         cancelled: asyncio.CancelledError | None = None
         while not self._idle.is_set():
             try:
@@ -136,17 +137,19 @@ class Work(Lane):
         self._wake()
 
     def enter(self, tokens: int) -> Share:
-        """Take part in an iteration, with `tokens`."""
+        """Take `tokens` from the queue for an iteration."""
         share = self._share = take(self._queue, self.tables, tokens)
         self._idle.clear()
         return share
 
     def leave(self) -> None:
-        """The iteration is over, however it ended."""
+        """Mark the iteration as over, with or without success."""
         self._idle.set()
 
     def deliver(self, share: Share) -> None:
-        """Hand on what an iteration completed, unless it was forgotten meanwhile: `announce` it."""
+        """Store what an iteration completed, unless `halt` dropped it meanwhile. Does not wake
+        waiters.
+        """
         if self._share is not share:
             return
         if share.error is not None:
@@ -159,9 +162,9 @@ class Work(Lane):
         self._count()
 
     def fail(self, error: Exception) -> None:
-        """Forget what waits and let `result` raise."""
+        """Drop all queued steps and let `wait_for_output` raise."""
         code = "cache_full" if isinstance(error, CacheFullError) else "not_computed"
-        # In the scheduler's task, which is no session's. A full cache is no mistake of ours.
+        # Logged from the scheduler's task, which has no session bound. A full cache is not a bug.
         mistake = error if code == "not_computed" else None
         log.error(
             "step_failed", session=self._session, client=self.client, code=code, exc_info=mistake
@@ -172,7 +175,7 @@ class Work(Lane):
         self.end(ProtocolError(code, text))
 
     def end(self, error: ProtocolError) -> None:
-        """Let whoever waits for outputs raise `error` after those that are there."""
+        """Let `wait_for_output` raise `error` after the outputs that are ready."""
         self._results.append(error)
         self.announce()
 

@@ -1,4 +1,4 @@
-"""What a swarm is worth, and what moves would make of it, in a node's own picture."""
+"""Score of a swarm, and of the swarm after moves, from a node's own snapshot."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from nesa_node.topology.snapshot import NodeState, Snapshot
 
 @dataclass(frozen=True, slots=True)
 class Worth:
-    """Of a swarm: blocks that nobody serves, holders missing to have two of each, seconds of a
-    step, steps per second in all.
+    """Blocks without a holder, holders missing to have two of each block, seconds per step, steps
+    per second of the whole swarm.
     """
 
     holes: int
@@ -25,11 +25,11 @@ class Worth:
 
 
 Appraise = Callable[[Snapshot], Worth]
-"""What the serving nodes of a snapshot are worth together."""
+"""Scores the serving nodes of a snapshot."""
 
 
 def moved(snapshot: Snapshot, moves: Iterable[Move]) -> Snapshot:
-    """The swarm after those of the moves that still begin where their nodes are."""
+    """The swarm after the moves that still start from their nodes' spans."""
     spans = {move.peer: move.span for move in moves if holds(snapshot, move)}
     return replace(
         snapshot,
@@ -41,7 +41,7 @@ def moved(snapshot: Snapshot, moves: Iterable[Move]) -> Snapshot:
 
 
 def _with_span(node: NodeState, span: Span) -> NodeState:
-    """As fast per block as before."""
+    """The node with another span, at the same speed per block."""
     share = max(len(node.span), 1) / max(len(span), 1)
     return replace(
         node,
@@ -57,14 +57,14 @@ def holds(snapshot: Snapshot, move: Move) -> bool:
 
 
 def covered_without(snapshot: Snapshot, own: NodeState, span: Span) -> bool:
-    """Whether somebody else serves every block that is given up."""
+    """Whether every block that `own` gives up for `span` keeps a holder."""
     coverage = snapshot.without(own.peer_id).coverage()
     given_up = set(range(own.span.start, own.span.end)) - set(range(span.start, span.end))
     return all(coverage[block] > 0 for block in given_up if block < len(coverage))
 
 
 def savings(before: Worth, after: Worth) -> tuple[float, float]:
-    """Shares of the time of a step, and of the time between steps, that are saved."""
+    """Shares saved of the time of a step, and of the time between steps."""
     return (
         _saving(before.latency_s, after.latency_s),
         _saving(_inverse(before.steps_per_s), _inverse(after.steps_per_s)),

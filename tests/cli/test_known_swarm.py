@@ -94,7 +94,7 @@ def test_clients_find_the_node_of_this_machine_and_later_the_last_swarm(
     time.sleep(0.5)
     (address,) = json.loads(daemons[0].ready.read_text())["addresses"]
     assert f"\nnesa-node run {model} --initial-peers {address}\n" in daemons[0].out.read_text()
-    assert "measuring_speed" in daemons[0].err.read_text()
+    assert "speed_measurement_started" in daemons[0].err.read_text()
 
     assert run_command(["status", "--json"]) == 0
     said = capsys.readouterr()

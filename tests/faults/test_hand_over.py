@@ -58,7 +58,7 @@ def test_successor_goes_on_with_what_it_was_handed(
         [(successor, held)] = _remote(session)._route.held.items()
         assert successor.hop == moved
         assert held[0] > PROMPT_TOKENS, "the cache came with it"
-        assert "handed_over" in leaver.log()
+        assert "session_handed_over" in leaver.log()
         assert leaver.process.wait(8) == 0
 
 

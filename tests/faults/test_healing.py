@@ -60,7 +60,7 @@ def test_node_that_may_not_move_does_not(bed: Bed) -> None:
     time.sleep(2.0)
     for node in (bound, pinned):
         assert span_of(node) == LOW
-        assert "moving" not in node.log()
+        assert "move_started" not in node.log()
     assert "blocks_unheld" not in pinned.log()
 
 

@@ -119,14 +119,14 @@ def _broken(path: Path, *statements: str) -> Path:
 @pytest.mark.parametrize(
     ("statements", "words"),
     [
-        (["update snapshots set body = 'x'"], "no document"),
+        (["update snapshots set body = 'x'"], "not a snapshot"),
         (["update snapshots set body = cast('x' as blob)"], "cannot be read"),
         (["update snapshots set body = zeroblob(100000000)"], "cannot be read"),
         (["update snapshots set digest = 'other'"], "damaged"),
-        (["drop table snapshots"], "no store"),
+        (["drop table snapshots"], "not a snapshot store"),
         (
             ["drop table snapshots", "create view snapshots as select * from looks"],
-            "no store",
+            "not a snapshot store",
         ),
     ],
 )
@@ -206,4 +206,4 @@ def test_a_store_can_be_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert run_command(
         ["simulate", "--replay", str(_broken(tmp_path / "b.db", "drop table looks"))]
     )
-    assert "no store" in capsys.readouterr().err
+    assert "not a snapshot store" in capsys.readouterr().err
