@@ -1,1 +1,1 @@
-"""The gateway: a swarm behind OpenAI's HTTP API."""
+"""Gateway: OpenAI's HTTP API for the models of a swarm."""

@@ -1,4 +1,4 @@
-"""Memory that many threads use, one after another."""
+"""Settings of glibc's allocator for a process with many threads."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ _mallopt: Any = getattr(ctypes.CDLL(None), "mallopt", None)
 
 
 def share_memory() -> None:
-    """Let memory that one request took be had by the next, before threads begin; for glibc only.
+    """Limit malloc's arenas, so that threads reuse each other's memory. Call before threads start.
 
-    It gives each thread one of eight arenas per core, and each keeps what its thread's logits took:
-    hundreds of MiB that no other request gets. A few arenas are enough. And of a block that is
-    freed it learns to take such blocks, up to 32 MiB, from arenas, where small ones that stay soon
-    lie between them: what was computed for many requests at once is mapped, and given back.
+    Without effect unless the C library is glibc. By default glibc has eight arenas per core, and
+    each keeps the memory of its thread's logits: hundreds of MiB that no other request can use.
+    glibc also raises its mmap threshold, up to 32 MiB, when a mapped block is freed; large blocks
+    then come from arenas, where small blocks fragment them. A fixed threshold keeps large blocks
+    mapped, so that freeing returns them to the system.
     """
     if _mallopt is not None:
         _mallopt(_M_ARENA_MAX, _ARENAS)
         _mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES)
-        # Without this it would now give back, and take again, what each single request needs.
+        # A fixed mmap threshold would otherwise return and refault the memory of each request.
         _mallopt(_M_TRIM_THRESHOLD, _SPARE_BYTES)

@@ -1,4 +1,4 @@
-"""The gateway as a web application: OpenAI's API over the models of a swarm."""
+"""ASGI application of the gateway: OpenAI's API for the models of a swarm."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def make_app(
     metrics: ASGIApp | None = None,
     pages: Sequence[BaseRoute] = (),
 ) -> FastAPI:
-    """`metrics` answers at /metrics, `pages` at their own paths.
+    """Build the application; `metrics` is served at /metrics, `pages` at their own paths.
 
-    The caller closes `closing` before, `grammars` and `templates` afterwards. Which
-    requests are allowed is not decided here: put it behind what does.
+    The caller closes `closing` before the server stops, `grammars` and `templates` afterwards.
+    The application authorizes nothing: serve it behind `web/gate.py`.
     """
     app = FastAPI(
         title="nesa-node",
@@ -64,13 +64,13 @@ def make_app(
     if metrics is not None:
         app.router.routes.append(Route("/metrics", _Whole(metrics), include_in_schema=False))
     app.router.routes.append(docs_route(app.openapi))
-    # No mount at "/": that would also answer what is nowhere, and not in OpenAI's words.
+    # No mount at "/": it would answer unknown paths, without OpenAI's error format.
     app.router.routes.extend(pages)
     return app
 
 
 class _Heads:
-    """HEAD, as health checks send it, is GET: the server leaves the body out."""
+    """Middleware that treats HEAD (of health checks) as GET; the server omits the body."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -82,7 +82,7 @@ class _Heads:
 
 
 class _Whole:
-    """An application as an endpoint: a plain function would be taken for a handler of requests."""
+    """ASGI application as an endpoint: starlette takes a plain function for a request handler."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

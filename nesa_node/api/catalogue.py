@@ -1,4 +1,4 @@
-"""`GET /v1/models` and `/v1/models/{id}`."""
+"""Endpoints `GET /v1/models` and `/v1/models/{id}`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ async def list_models(gateway: GatewayOf) -> Response:
 
 @router.get(
     "/v1/models/{model_id:path}",
-    **describe("Tell about a model", None, ModelCard, statuses=(404, *OF_KEYS)),
+    **describe("Retrieve a model", None, ModelCard, statuses=(404, *OF_KEYS)),
 )
 async def tell_model(gateway: GatewayOf, model_id: str) -> Response:
     return json_response(_told(gateway.models.card(model_id)))

@@ -1,4 +1,4 @@
-"""`POST /v1/chat/completions`."""
+"""Endpoint `POST /v1/chat/completions`."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ async def _prepared(
 
 
 def _tools(body: ChatBody) -> list[Tool]:
-    """Those that the model may call. Raises `Problem` for a choice among none."""
+    """Tools that the model may call. Raises `Problem` for a `tool_choice` without tools."""
     tools = body.tools or []
     if not tools and body.tool_choice not in (None, "none", "auto"):
         raise Problem(400, "tool_choice needs tools", code="invalid_value", param="tool_choice")
@@ -129,7 +129,7 @@ async def _job(
 async def _grammar(
     model: ServedModel, body: ChatBody, tools: list[Tool], check: Check
 ) -> str | None:
-    """Of the format that is asked for, or of a call that must be made."""
+    """Grammar of the requested response format, or of a tool call that `tool_choice` requires."""
     choice = body.tool_choice
     if tools and (choice == "required" or isinstance(choice, NamedTool)):
         written = format_of(template_of(model.tokenizer, True))

@@ -1,4 +1,4 @@
-"""`POST /v1/completions`."""
+"""Endpoint `POST /v1/completions`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from nesa_node.api.serving.served_model import ServedModel
 
 DEFAULT_TOKENS = 16
-"""OpenAI's."""
+"""OpenAI's default of `max_tokens`."""
 
 router = APIRouter()
 

@@ -1,4 +1,4 @@
-"""`/docs`: the API as a page made from /openapi.json, which needs neither scripts nor a network."""
+"""Page `/docs`: the API from its OpenAPI description, without scripts or network access."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _EXAMPLES = {
 
 
 def docs_route(describe: Callable[[], dict[str, Any]]) -> Route:
-    """The page of what `describe` returns, an OpenAPI description."""
+    """Route of the page for the OpenAPI description that `describe` returns."""
 
     async def page(request: Request) -> Response:
         html = "".join(_page(describe(), str(request.base_url).rstrip("/")))
@@ -55,7 +55,7 @@ def _page(spec: dict[str, Any], url: str) -> Iterator[str]:
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f'<link rel="icon" href="data:,"><title>{title}</title><style>{_STYLE}</style></head>'
         f"<body><h1>{title}</h1><p>{escape(spec['info']['description'])} "
-        'All of it for programs: <a href="/openapi.json">openapi.json</a>. '
+        'Complete description: <a href="/openapi.json">openapi.json</a>. '
         "Where keys are asked for, add <code>-H 'Authorization: Bearer KEY'</code>.</p>"
     )
     for path, operations in spec["paths"].items():
@@ -96,7 +96,7 @@ def _found(schema: dict[str, Any], spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def _kind(field: dict[str, Any]) -> str:
-    """In a few words: what its own schema says in many is for programs."""
+    """Short type of a field, for readers; the full schema is in /openapi.json."""
     kinds = [one for one in field.get("anyOf", [field]) if one.get("type") != "null"]
     words = [
         _values(one["enum"])
@@ -108,6 +108,6 @@ def _kind(field: dict[str, Any]) -> str:
 
 
 def _values(allowed: list[Any]) -> str:
-    """The values of a field; null, which is its default, only where there is no other."""
+    """Allowed values of a field; null, the default, is shown only if it is the only one."""
     values = [json.dumps(value) for value in allowed if value is not None]
     return " or ".join(values) or "null: has no effect here"

@@ -1,4 +1,4 @@
-"""`POST /v1/embeddings`: mean-pooled last hidden states, of length 1."""
+"""Endpoint `POST /v1/embeddings`: mean-pooled last hidden states, normalized to length 1."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
 MAX_INPUTS = 2048
 MAX_TOKENS = 300_000
-"""Of all inputs together; OpenAI's limit, too."""
+"""Limit on the tokens of all inputs of a request; the same as OpenAI's."""
 MOST_NUMBERS = 1 << 23
-"""Of all embeddings of one answer: 32 MiB, which are kept until a client has read them."""
+"""Limit on the float32 numbers of a response: 32 MiB, kept until the client has read them."""
 _TENSOR_BYTES = 1024
-"""Of an embedding, beside its numbers."""
+"""Memory of an embedding's tensor object, beside its numbers."""
 
 router = APIRouter()
 
@@ -95,7 +95,7 @@ async def _embed(
         async with unless(gateway.watch(model)):
             vectors = await model.embed(inputs)
     except asyncio.CancelledError:
-        # Whoever leaves has to pay, too.
+        # A request that its client cancels counts against the key's limits, too.
         spend(tokens)
         raise
     spend(tokens)
@@ -115,5 +115,5 @@ def _entries(vectors: Sequence[torch.Tensor], *, packed: bool) -> Iterator[msgsp
 
 
 def _base64(vector_D: torch.Tensor) -> str:
-    """Little-endian float32."""
+    """Base64 of `vector_D` as little-endian float32."""
     return base64.b64encode(vector_D.numpy().astype("<f4").tobytes()).decode()

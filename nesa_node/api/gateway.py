@@ -1,4 +1,4 @@
-"""What the endpoints share: the models, and how requests are limited."""
+"""State and dependencies that endpoints share: models, configuration, limits of keys."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """What a request gets: all of it by `whole`, or the events of `events`.
+    """Response of a request, not yet computed: JSON by `whole`, or server-sent events by `events`.
 
-    `failed` is the event of what fails in between; None: OpenAI's error.
+    `failed` encodes an error within a stream; None: OpenAI's error event.
     """
 
     whole: Callable[[], Awaitable[Mapping[str, Any]]]
@@ -56,13 +56,13 @@ class Gateway:
     templates: TemplateRenderer
 
     def answer(self, name: str | None, prepare: Prepare, *, stream: bool) -> Response:
-        """The answer that `prepare` makes ready with the model of that name.
+        """HTTP response that opens the model called `name`, then computes what `prepare` returns.
 
-        The model may have to be opened first, which may take minutes. Meanwhile the client is
-        watched, as it is later, and a stream may have begun, to say so.
+        Opening a model may take minutes. During that time, a disconnecting client cancels the
+        request, and a stream sends keep-alive comments.
         """
         ready: list[Answers] = []
-        # It holds the request's body, which may be long: not for as long as the answer takes.
+        # Frees the request's body, which may be large, before the answer is computed.
         once = [prepare]
 
         async def prepared() -> Answers:
@@ -85,7 +85,7 @@ class Gateway:
         return self.streamed(events, failed=failed) if stream else self.computed(whole)
 
     def computed(self, work: Callable[[], Awaitable[Mapping[str, Any]]]) -> Response:
-        """The JSON that `work` returns: see `answers.whole_response`."""
+        """HTTP response with the JSON that `work` returns: see `answers.whole_response`."""
         return Computed(work, self.closing)
 
     def streamed(
@@ -94,11 +94,11 @@ class Gateway:
         *,
         failed: Callable[[Problem], bytes] | None = None,
     ) -> Response:
-        """The events that `make` yields."""
+        """HTTP response with the server-sent events that `make` yields."""
         return EventStream(make, self.closing, keepalive_s=self.config.keepalive_s, failed=failed)
 
     async def model(self, name: str | None) -> ServedModel:
-        """The one of that name; None: the only one there is. Raises `Problem` and `NesaError`."""
+        """Open model called `name`; None: the only one. Raises `Problem` and `NesaError`."""
         return await self.models.get(self._checked(name))
 
     def _checked(self, name: str | None) -> str | None:
@@ -114,11 +114,11 @@ class Gateway:
         return name
 
     def render(self, caller: str) -> Render | None:
-        """What renders chat templates of strangers' models; None where the operator chose them."""
+        """Renderer of untrusted chat templates in a child process; None: models are trusted."""
         return partial(self.templates.render, caller=caller) if self.models.discovers else None
 
     async def watch(self, model: ServedModel) -> None:
-        """Raises `MissingBlocksError` when nobody holds some blocks of `model`."""
+        """Run until cancelled; raise `MissingBlocksError` once no node holds a block of `model`."""
         await self.models.watch(model.model_id)
 
 
@@ -128,13 +128,13 @@ def _gateway(request: Request) -> Gateway:
 
 
 def _caller(request: Request) -> str:
-    """Which key asks (`web/access.py`): its id, never the key; "" where none is asked for."""
+    """Id of the request's API key (`web/access.py`); "" on a gateway without keys."""
     caller: Caller | None = request.scope.get("state", {}).get("caller")
     return "" if caller is None or caller.id == ANYBODY else caller.id
 
 
 class Meter:
-    """Counts what one request takes, against the limits of its key and for the log."""
+    """Token meter of one request, for the limits of its key and for the log."""
 
     def __init__(self, state: dict[str, Any]) -> None:
         self._state = state
@@ -145,7 +145,7 @@ class Meter:
             self._allowance.spend_tokens(tokens)
 
     def usage(self, model: str, prompt_tokens: int) -> Usage:
-        """Of a request to `model`, which has begun."""
+        """Usage counter of a request to `model`, also kept for the log."""
         self._state[ASKED] = model, (usage := Usage(prompt_tokens, self))
         return usage
 
@@ -160,5 +160,5 @@ GatewayOf = Annotated[Gateway, Depends(_gateway)]
 
 
 def fingerprint(model_id: ModelId) -> str:
-    """Changes with the weights and with this program."""
+    """`system_fingerprint` of responses; changes with the weights and the program's version."""
     return f"fp_{hashlib.sha256(f'{model_id} {__version__}'.encode()).hexdigest()[:12]}"

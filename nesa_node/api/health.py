@@ -1,4 +1,4 @@
-"""`GET /health` and `/version`."""
+"""Endpoints `GET /health` and `/version`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ router = APIRouter()
 
 @router.get("/health", **describe("Tell whether requests can be served", None, Health, statuses=()))
 async def health(gateway: GatewayOf) -> Response:
-    """Status 200 as long as the gateway lives: one that waits for nodes needs no restart."""
+    """Return 200 while the process runs: a gateway that waits for nodes needs no restart."""
     models: list[dict[str, Any]] = []
     for card in gateway.models.cards():
         holes = gateway.models.holes(card)

@@ -1,6 +1,6 @@
-"""The description at /openapi.json: what is answered, and how errors look.
+"""OpenAPI description at /openapi.json: schemas of responses and errors.
 
-Answers are made elsewhere, as plain objects; these classes only describe them.
+These classes only describe responses; the endpoints build them as plain dicts.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ _BODY = "x-body"
 _BODIES: dict[str, type[Body]] = {}
 _REF = "#/components/schemas/{model}"
 _STATUSES = {
-    400: "The request asks for something that cannot be done; `param` names the field.",
+    400: "The request is invalid or cannot be served; `param` names the field.",
     401: "No key was given, or a wrong one.",
-    403: "A page of another origin asks.",
+    403: "The request comes from a page of another origin.",
     404: "There is no such model.",
-    408: "The body did not come in time.",
+    408: "The body was not received in time.",
     413: "The body is too large.",
-    415: "The body is not announced as application/json.",
+    415: "The content type is not application/json.",
     429: "The key is over one of its limits: see Retry-After.",
     502: "Nodes of the swarm refused, or broke the protocol.",
     503: "Blocks are missing, nodes are busy, or the swarm cannot be reached: see Retry-After.",
 }
 OF_KEYS = (401, 403, 429)
-"""What is refused before an endpoint is asked."""
+"""Statuses of requests that are refused before they reach an endpoint."""
 _RETRY_AFTER = {
     "retry-after": {"description": "Seconds to wait.", "schema": {"type": "string"}},
 }
 _REQUEST_ID = {
-    "x-request-id": {"description": "The request's, or a new one.", "schema": {"type": "string"}},
+    "x-request-id": {"description": "Its id, or a generated one.", "schema": {"type": "string"}},
 }
 
 
@@ -232,10 +232,10 @@ def describe(
     *,
     statuses: tuple[int, ...] = tuple(_STATUSES),
 ) -> dict[str, Any]:
-    """What a route says of itself, as arguments for FastAPI; bodies are read by `reading.py`."""
+    """FastAPI arguments that describe a route; `bodies/reading.py` reads its body."""
     ok: dict[str, Any] = {"model": answer, "description": "The answer.", "headers": _REQUEST_ID}
     if events is not None:
-        words = f"Events, whose data is a {events.__name__} each, and at last [DONE]."
+        words = f"Server-sent events with a {events.__name__} each; the last one is [DONE]."
         ok["content"] = {"text/event-stream": {"schema": {"description": words}}}
     responses: dict[int, Any] = {200: ok}
     for status in statuses:
@@ -253,7 +253,7 @@ def describe(
 
 
 def install(app: FastAPI) -> None:
-    """Have `app` describe bodies as `Body` classes do, and not as FastAPI would read them."""
+    """Have `app` describe request bodies by their `Body` classes, which FastAPI does not parse."""
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:

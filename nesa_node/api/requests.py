@@ -1,4 +1,4 @@
-"""What is told of every request, whatever answers it: a count, a line in the log, a span."""
+"""Telemetry of HTTP requests: response counts, log events and trace spans."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from nesa_node.core.tracing import NO_SPAN, Span, TraceContext
 log = get_logger(__name__)
 
 ASKED = "asked"
-"""In a request's state: the model that it asks for, and what that took (`Usage`)."""
+"""Key in a request's state: its model's name and its `Usage`."""
 CLIENT_CLOSED = 499
-"""Counted for a client that went before there was an answer, as nginx counts it."""
+"""Status counted for a client that disconnected before the response began; nginx's code."""
 
 
 class Requests:
-    """Stands before everything but what gives requests their ids.
+    """Outermost middleware but for the one that assigns request ids.
 
-    Of what computes (POST) and of all below /v1 there is an event of the log, with the key's name,
-    the model and its tokens; of the former also a span, of which the session's is part. All events
-    meanwhile have its `request_id`.
+    Counts all responses. Logs `request_answered`, with the key's name, the model and its tokens,
+    for POST requests and paths below /v1. Starts a trace span for POST requests, the parent of
+    their sessions' spans. Binds `request_id` to all log events of the request.
     """
 
     def __init__(self, app: ASGIApp, metrics: GatewayMetrics, routes: Iterable[str]) -> None:
@@ -78,7 +78,7 @@ class Requests:
         return tracing.start(f"{method} {path}", parent, attributes)
 
     def _route(self, scope: Scope) -> str | None:
-        """The template of what answers, as far as there is one."""
+        """Path template of the matching route; None if no known route matches."""
         if scope["path"] in self._routes:
             return str(scope["path"])
         template = getattr(scope.get("route"), "path_format", None)
@@ -86,9 +86,10 @@ class Requests:
 
 
 def _asked(scope: Scope) -> dict[str, object]:
-    """Who asked what, as far as it came to that. Names of keys are no secrets.
+    """Log fields of a request: key name, model and tokens, as far as they are known.
 
-    The connection keeps the state until its next request, so the usage is taken out.
+    Names of keys are not secret. Usage is removed from the state, which lives until the next
+    request of the connection.
     """
     state = scope.get("state", {})
     found: dict[str, object] = {}

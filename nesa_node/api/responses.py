@@ -1,4 +1,4 @@
-"""`POST /v1/responses`: text in, text out; nothing is kept between requests."""
+"""Endpoint `POST /v1/responses`: text only, and without state between requests."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ async def _prepared(
 ) -> Answers:
     job = await _job(gateway, model, body, caller)
     take_room_for([job], param="top_logprobs")
-    # What is long is the input, which is not told again.
+    # The answer does not repeat the input, so its memory is freed.
     body = body.model_copy(update={"model": body.model or model.name, "input": ""})
     answer = ResponseAnswer(body, job, usage=spend.usage(model.name, len(job.prompt)))
     run = partial(running, model, [job], gateway.watch)

@@ -1,4 +1,4 @@
-"""`POST /tokenize` and `/detokenize`, in vLLM's shapes."""
+"""Endpoints `POST /tokenize` and `/detokenize`, with vLLM's request and response formats."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ router = APIRouter()
 
 
 class TokenizeBody(Body):
-    """A text, or a conversation. Without a model it is the first of /v1/models."""
+    """Text or conversation to tokenize. Without `model`, the first of /v1/models is used."""
 
     model: Name | None = None
     prompt: Text | None = None

@@ -1,1 +1,1 @@
-"""What answers look like, whole and as server-sent events."""
+"""Responses: JSON and server-sent events, errors, and limits on responses in flight."""

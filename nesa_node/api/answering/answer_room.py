@@ -1,4 +1,4 @@
-"""How much memory answers take that their clients have not read."""
+"""Memory limit of responses that clients have not read yet."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nesa_node.web.doorman import current_caller
 from nesa_node.web.shares import Shares
 
 ROOM_KIB = 1 << 20
-"""Of all large answers. Beside other keys, one key has a quarter."""
+"""Memory of all large responses; a key may use a quarter of it while other keys use some."""
 _RETRY_S = 5.0
 
 _room = Shares(ROOM_KIB, "KiB of large answers", retry_after_s=_RETRY_S)
@@ -19,16 +19,16 @@ _taken: ContextVar[ExitStack] = ContextVar("taken")
 
 
 def take_room(size: int) -> None:
-    """Have room for an answer of so many bytes until it has been sent, or its client has gone.
+    """Reserve `size` bytes until the response has been sent or its client has disconnected.
 
-    Its request has ended on the nodes long before, where a client does not read. Inside an
-    `AnswerRoom`. Raises `Problem` as `Shares` do.
+    A response that its client reads slowly outlives the request on the nodes. Call it within
+    `AnswerRoom`. Raises `Problem` as `Shares` does.
     """
     _taken.get().enter_context(_room.holding(current_caller(), -(-size // 1024)))
 
 
 class AnswerRoom:
-    """Gives back what a request's answer took, once its response has been sent."""
+    """Middleware that releases a request's reservations once its response has been sent."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

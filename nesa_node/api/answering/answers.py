@@ -1,6 +1,6 @@
-"""Responses that are computed while somebody waits for them, whole or as server-sent events.
+"""HTTP responses that are computed while the client waits: JSON, or server-sent events.
 
-Both watch their client: when it disconnects, the work is cancelled at once.
+When the client disconnects, the computation is cancelled at once.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from nesa_node.web.problem import Problem
 
 DONE = b"data: [DONE]\n\n"
 SEND_S = 60.0
-"""How long a client may leave what was sent to it unread."""
+"""Time limit of one write, after which a client that reads nothing is disconnected."""
 
 CHUNK_BYTES = 1 << 16
-"""Of a whole answer, encoded and sent at once."""
+"""Size at which a part of a JSON response is sent, while the rest is not encoded yet."""
 
 _encode: Callable[[Any], bytes] = msgspec.json.Encoder().encode
 _JSON = "application/json"
@@ -36,18 +36,18 @@ _LOOK_EVERY_S = 0.25
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-store"),
-    # nginx would keep events back otherwise.
+    # Keeps nginx from buffering events.
     (b"x-accel-buffering", b"no"),
 ]
 
 
 def event(data: Mapping[str, Any]) -> bytes:
-    """One event, of JSON."""
+    """Server-sent event with `data` as JSON."""
     return b"data: " + _encode(data) + b"\n\n"
 
 
 def named_event(data: Mapping[str, Any]) -> bytes:
-    """One event with its `type` as its name, too."""
+    """Server-sent event with `data` as JSON, named by its `type`."""
     name: str = data["type"]
     return b"event: " + name.encode() + b"\n" + event(data)
 
@@ -57,10 +57,10 @@ def json_response(value: Any, status: int = 200) -> Response:
 
 
 def whole_response(value: Mapping[str, Any]) -> Response:
-    """`value` as JSON, in which iterators may stand for lists.
+    """Response with `value` as JSON, in which iterators are encoded as lists.
 
-    What is large is encoded while it is sent, entry by entry. So an answer of many megabytes does
-    not keep the event loop from others, and is not encoded for a client that does not read it.
+    A large value is encoded in parts while it is sent: many megabytes neither block the event loop
+    nor are encoded for a client that does not read them.
     """
     chunks = _chunks(value)
     first, second = next(chunks), next(chunks, None)
@@ -100,12 +100,12 @@ def _parts(value: Any) -> Iterator[bytes]:
 async def _in_turns(chunks: Iterator[bytes]) -> AsyncIterator[bytes]:
     for chunk in chunks:
         yield chunk
-        # Sending does not wait as long as the client reads as fast.
+        # Sending to a fast client never yields to the event loop by itself.
         await asyncio.sleep(0)
 
 
 class Computed(Response):
-    """The JSON that `work` returns (`whole_response`), or the `Problem` that it meets."""
+    """Response with the JSON that `work` returns (`whole_response`), or with its error."""
 
     def __init__(self, work: Callable[[], Awaitable[Mapping[str, Any]]], closing: Closing) -> None:
         super().__init__()
@@ -114,13 +114,13 @@ class Computed(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            # Told nowhere but on the page: this answer has no way to say it before its end.
+            # Waits show only on the dashboard: a JSON response cannot report them before its end.
             with self._closing.answering(), Waits().current():
                 async with unless(gone(receive), self._closing.watch()):
                     response = whole_response(await self._work())
         except ClientGone:
             return
-        except BaseException as error:  # whatever it is, the client is told
+        except BaseException as error:  # any failure becomes an error response
             if not is_failure(error):
                 raise
             response = problem_of(error).response()
@@ -128,12 +128,12 @@ class Computed(Response):
 
 
 class EventStream(Response):
-    """The events that `make` yields, as they come.
+    """Server-sent events that `make` yields, sent as they come.
 
-    Nothing is sent before the first one, so that what fails until then is an HTTP error. But a
-    client that waits for longer than two seconds, or `keepalive_s`, gets a status of 200 and a
-    comment that says for what, and more comments for as long as nothing comes. What fails later is
-    told as an event, by `failed`, and ends it.
+    The response begins with the first event, so that an earlier failure is an HTTP error. After
+    two seconds without an event, or `keepalive_s`, it begins with status 200 and a comment that
+    names the cause of the wait; further comments follow until the next event. A later failure is
+    sent as the last event, encoded by `failed`.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class EventStream(Response):
                         await wire.write(data)
         except ClientGone:
             raise
-        except BaseException as error:  # as above
+        except BaseException as error:  # any failure becomes an error response or event
             if not is_failure(error):
                 raise
             problem = problem_of(error)
@@ -178,7 +178,7 @@ class EventStream(Response):
 
 
 class _Wire:
-    """The response's body, for the two who write to it."""
+    """Body of a streamed response, written by the event stream and by the keep-alive task."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -188,7 +188,7 @@ class _Wire:
         self._writing = asyncio.Lock()
 
     async def write(self, data: bytes) -> None:
-        """Nothing after the end. Raises `ClientGone` if the client does not read."""
+        """Send `data` unless the body has ended. Raises `ClientGone` after `SEND_S`."""
         try:
             async with asyncio.timeout(SEND_S), self._writing:
                 if self._ended:
@@ -209,7 +209,7 @@ class _Wire:
             await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def instead(self, response: Response, scope: Scope, receive: Receive) -> bool:
-        """Send another response; False if this one has begun."""
+        """Send `response` in place of this one; False if this one has begun."""
         async with self._writing:
             if not self._started:
                 self._ended = True
@@ -217,7 +217,7 @@ class _Wire:
             return not self._started
 
     async def keep_alive(self, every_s: float, waits: Waits) -> None:
-        """Comments: what the answer waits for when that changes, and else that it goes on."""
+        """Send comments: the cause of the wait when it changes, else a keep-alive."""
         told: object = None
         while True:
             wait = waits.slow()
@@ -231,5 +231,5 @@ class _Wire:
 
 
 def as_error(problem: Problem) -> bytes:
-    """The events that end a stream which cannot go on."""
+    """Last events of a stream that failed: OpenAI's error and [DONE]."""
     return event(problem.body()) + DONE

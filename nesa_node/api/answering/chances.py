@@ -1,4 +1,4 @@
-"""Log probabilities as OpenAI's two shapes tell them."""
+"""Log probabilities in OpenAI's two formats, of chats and of completions."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from nesa_node.api.decoding.job import Chosen, Job, TokenChance
 from nesa_node.web.problem import Problem
 
 MOST = 1 << 20
-"""Log probabilities of one request."""
+"""Limit on the log probabilities of one request."""
 _CHOSEN_BYTES, _OTHER_BYTES = 340, 160
-"""What a token takes until its client reads it, and what each of the likeliest in its place."""
+"""Memory of a token's log probability, and of each alternative, until the client reads it."""
 
 LEAST = -9999.0
-"""OpenAI's word for impossible: JSON knows no infinity."""
+"""OpenAI's value for probability 0: JSON has no infinity."""
 
 
 _encode: Callable[[Any], bytes] = msgspec.json.Encoder().encode
 
 
 def take_room_for(jobs: Sequence[Job], *, param: str) -> None:
-    """Have room for those of prompts and of answers together, as `take_room` does.
+    """Reserve memory for the log probabilities of the prompts and answers of `jobs`.
 
-    Raises `Problem` where there may be too many.
+    Raises `Problem` for more than `MOST` of them, and as `take_room` does.
     """
     asked = [job for job in jobs if job.top_logprobs is not None]
     count = sum(_tokens(job) * (1 + (job.top_logprobs or 0)) for job in asked)
@@ -48,8 +48,8 @@ def _tokens(job: Job) -> int:
 
 
 def entries(tokens: Iterable[Chosen]) -> list[msgspec.Raw]:
-    """Of a chat's tokens, each as JSON: smaller to keep, and a long answer's are not all encoded at
-    its end."""
+    """JSON of each token of a chat, encoded now: it is smaller to keep, and the end of a long
+    answer need not encode all of them."""
     return [
         msgspec.Raw(
             _encode({**_chance(token), "top_logprobs": [_chance(other) for other in token.top]})
@@ -59,14 +59,14 @@ def entries(tokens: Iterable[Chosen]) -> list[msgspec.Raw]:
 
 
 class LegacyChances:
-    """Of a completion's tokens: four lists. `text_offset` counts characters from `begin`."""
+    """Log probabilities of a completion as four lists; `text_offset` counts from `begin`."""
 
     def __init__(self, begin: int = 0) -> None:
         self._offset = begin
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def read(self, tokens: Iterable[Chosen], *, first_unknown: bool = False) -> dict[str, Any]:
-        """`first_unknown`: the first one begins the text, so that nothing foretold it."""
+        """Lists for `tokens`. `first_unknown`: the first token begins the text and has no value."""
         lists: dict[str, list[Any]] = {
             "tokens": [],
             "token_logprobs": [],
@@ -78,7 +78,7 @@ class LegacyChances:
             lists["tokens"].append(_spelling(token))
             lists["token_logprobs"].append(_finite(token.logprob) if known else None)
             top = {_spelling(other): _finite(other.logprob) for other in token.top}
-            # Also where it was not among the likeliest, as OpenAI has it.
+            # The chosen token is listed even if it is not among the likeliest, as in OpenAI's API.
             top.setdefault(lists["tokens"][-1], _finite(token.logprob))
             # As in `entries`.
             lists["top_logprobs"].append(msgspec.Raw(_encode(top)) if known else None)
@@ -96,7 +96,7 @@ def _chance(token: TokenChance) -> dict[str, Any]:
 
 
 def _spelling(token: TokenChance) -> str:
-    """Text, or its bytes where they are none: two such tokens must not become one key."""
+    """Text of a token, or its escaped bytes if they are not UTF-8: keys must stay distinct."""
     try:
         return token.data.decode()
     except UnicodeDecodeError:

@@ -1,4 +1,4 @@
-"""Answers of `POST /v1/chat/completions`, whole and as chunks."""
+"""Responses of `POST /v1/chat/completions`: one JSON object, or chunks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Run = Callable[[], AbstractAsyncContextManager[AsyncIterator[Tagged]]]
 
 @dataclass(slots=True)
 class _Choice:
-    """`reader` is there if the answer may call tools."""
+    """State of one choice; `reader` is set if the answer may call tools."""
 
     reader: CallReader | None
     text: list[str] = field(default_factory=list)
@@ -32,7 +32,7 @@ class _Choice:
     finish_reason: str | None = None
 
     def read(self, delta: Delta) -> tuple[str, list[dict[str, Any]], str | None]:
-        """The words, calls and finish reason that `delta` brings."""
+        """Text, tool calls and finish reason that `delta` adds."""
         text, reason = delta.text, delta.finish_reason
         calls: list[dict[str, Any]] = []
         if self.reader is not None:
@@ -52,6 +52,8 @@ class _Choice:
 
 
 class ChatAnswer:
+    """Builder of the response to one chat request."""
+
     def __init__(
         self,
         model: str,
@@ -85,7 +87,7 @@ class ChatAnswer:
 
     async def chunks(self, run: Run, *, with_usage: bool) -> AsyncGenerator[bytes, None]:
         self._head["object"] = "chat.completion.chunk"
-        # OpenAI says "no usage yet" only to those who ask for it.
+        # OpenAI sends `"usage": null` in chunks only if `include_usage` is set.
         rest: dict[str, Any] = {"usage": None} if with_usage else {}
         async with self._usage.counted(), run() as events:
             async for _, happened in events:

@@ -1,4 +1,4 @@
-"""How answers end when the gateway does: in a while, and then with a word of why."""
+"""Graceful shutdown: responses may finish within a grace period, then end with an error."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from contextlib import contextmanager, suppress
 from nesa_node.web.problem import Problem
 
 _LAST_WORDS_S = 0.5
+"""Time for the final error events of streams that the shutdown ends."""
 
 
 class Closing:
-    """Knows the answers that are being computed. Used on one event loop."""
+    """Tracker of responses that are being computed. Used on one event loop."""
 
     def __init__(self) -> None:
         self._running = 0
@@ -23,7 +24,7 @@ class Closing:
 
     @contextmanager
     def answering(self) -> Iterator[None]:
-        """Around one answer. Raises `Problem` once the end has begun."""
+        """Context of one response. Raises `Problem` once the shutdown has begun."""
         if self._asked:
             raise _stopping()
         self._running += 1
@@ -36,12 +37,12 @@ class Closing:
                 self._idle.set()
 
     async def watch(self) -> None:
-        """Raises `Problem` when answers have to end."""
+        """Wait for the end of the grace period, then raise `Problem`."""
         await self._over.wait()
         raise _stopping()
 
     async def close(self, grace_s: float) -> None:
-        """Begin no more answers, wait for the others, and end them after `grace_s`."""
+        """Refuse new responses, wait up to `grace_s` for running ones, then end them."""
         self._asked = True
         await self._wait_idle(grace_s)
         self._over.set()

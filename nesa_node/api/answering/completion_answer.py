@@ -1,4 +1,4 @@
-"""Answers of `POST /v1/completions`, whole and as chunks."""
+"""Responses of `POST /v1/completions`: one JSON object, or chunks."""
 
 from __future__ import annotations
 
@@ -35,8 +35,10 @@ class _Choice:
 
 
 class CompletionAnswer:
-    """`echoes` holds each prompt's text if it is to be repeated. Choice `p * n + i` is answer `i`
-    to prompt `p`."""
+    """Builder of the response to one completion request.
+
+    Choice `p * n + i` is answer `i` to prompt `p`. `echoes` are the prompts' texts, with `echo`.
+    """
 
     def __init__(
         self,
@@ -89,7 +91,7 @@ class CompletionAnswer:
         yield DONE
 
     async def _read(self, tagged: Tagged) -> list[_Told]:
-        """Index, text, log probabilities and finish reason of each choice that it is about."""
+        """Index, text, log probabilities and finish reason of the choices it updates."""
         job, happened = tagged
         self._usage.count(happened)
         if isinstance(happened, Delta):
@@ -97,7 +99,7 @@ class CompletionAnswer:
             chances = self._choices[index].chances
             logprobs = chances.read(happened.tokens) if chances and happened.tokens else None
             return [(index, happened.text, logprobs, happened.finish_reason)]
-        # There may be many, and all come at once.
+        # A prompt may have many log probabilities, which come in one event.
         size = self._n * sum(1 + len(token.top) for token in happened.tokens)
         return await light(size, lambda: self._echo(job, happened))
 

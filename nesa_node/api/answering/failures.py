@@ -1,4 +1,4 @@
-"""What our own errors are over HTTP: one table."""
+"""HTTP errors: status and code of each class of `NesaError`, and exception handlers."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ _TABLE: tuple[tuple[type[NesaError], int, str, float | None], ...] = (
     (SwarmError, 503, "swarm_unreachable", 5),
     (ConfigError, 500, "misconfigured", None),
 )
-"""The first class that fits counts: status, `code`, and seconds until another try may help."""
+"""Class, HTTP status, `code`, and `retry-after` in seconds; the first matching class counts."""
 
 _told: ContextVar[list[str]] = ContextVar("told")
 
 
 @contextmanager
 def noting_failures() -> Iterator[list[str]]:
-    """The codes of the errors that the client is told meanwhile, also within a stream."""
+    """Collect the codes of errors sent to the client in this context, also within a stream."""
     codes: list[str] = []
     token = _told.set(codes)
     try:
@@ -61,12 +61,12 @@ def noting_failures() -> Iterator[list[str]]:
 
 
 def is_failure(error: BaseException) -> bool:
-    """Whether a client is told of it. A panic of tokenizers' or llguidance's is no `Exception`."""
+    """Whether the client gets an error: a Rust panic (tokenizers, llguidance) is no `Exception`."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 def problem_of(error: BaseException) -> Problem:
-    """What to tell a client. Unexpected errors are logged, and told without their words."""
+    """`Problem` for the client. Unexpected errors are logged, and their text is not sent."""
     problem = _problem_of(error)
     _told.get([]).append(problem.code or str(problem.status))
     return problem
@@ -87,7 +87,7 @@ def _problem_of(error: BaseException) -> Problem:
 
 
 def install(app: FastAPI) -> None:
-    """Have `app` answer errors in OpenAI's words, its own of routing included."""
+    """Have `app` send all errors in OpenAI's format, those of its own routing included."""
     for kind in (Problem, NesaError, HTTPException):
         app.add_exception_handler(kind, _answer)
     app.add_middleware(_Unexpected)
@@ -110,7 +110,7 @@ def _nowhere(status: int, method: str, path: str) -> Problem:
 
 
 class _Unexpected:
-    """Answers what nobody has thought of, as far as nothing was answered yet."""
+    """Middleware that answers unexpected errors, unless the response has begun."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -127,8 +127,8 @@ class _Unexpected:
             await self._app(scope, receive, sent)
         except ClientDisconnect:
             return
-        except BaseException as error:  # whatever it is, in OpenAI's words
+        except BaseException as error:  # any failure is sent in OpenAI's format
             if started or not is_failure(error):
-                # Half an answer is no answer: the server closes the connection.
+                # The response has begun: the server closes the connection.
                 raise
             await problem_of(error).response()(scope, receive, send)

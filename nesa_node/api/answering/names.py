@@ -1,4 +1,4 @@
-"""Ids of answers."""
+"""Ids of responses."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import secrets
 
 
 def new_id(kind: str) -> str:
-    """`chatcmpl-…`: nobody can guess it."""
+    """Unguessable id that begins with `kind`: `chatcmpl-…`, with 128 random bits."""
     return kind + secrets.token_hex(16)

@@ -1,4 +1,4 @@
-"""Answers of `POST /v1/responses`, whole and as typed events."""
+"""Responses of `POST /v1/responses`: one JSON object, or typed events."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Run = Callable[[], AbstractAsyncContextManager[AsyncIterator[Tagged]]]
 
 
 class ResponseAnswer:
-    """One message of one part. `sequence_number` counts the events."""
+    """Builder of a response with one message of one part; `sequence_number` counts its events."""
 
     def __init__(self, body: ResponseBody, job: Job, *, usage: Usage) -> None:
         self._body = body
@@ -60,13 +60,13 @@ class ResponseAnswer:
             yield data
 
     def failed(self, problem: Problem) -> bytes:
-        """What ends a stream that cannot go on."""
+        """Last event of a stream that failed."""
         self._status = "failed"
         self._error = {"code": problem.code or "server_error", "message": problem.message}
         return self._event("response.failed", response=self._response())
 
     def _keep(self, happened: PromptRead | Delta) -> list[Raw]:
-        """Return the log probabilities that it brings."""
+        """Add an event to the response; return its log probabilities."""
         self._usage.count(happened)
         if isinstance(happened, PromptRead):
             return []
@@ -90,7 +90,7 @@ class ResponseAnswer:
     def _ending(self, at: dict[str, Any]) -> Iterator[bytes]:
         part = self._part()
         done = {"text": part["text"], "logprobs": part["logprobs"]}
-        # Each holds the whole answer.
+        # Yielded one by one: each of these events holds the whole answer.
         yield self._event("response.output_text.done", **at, **done)
         yield self._event("response.content_part.done", **at, part=part)
         yield self._event("response.output_item.done", output_index=0, item=self._item())
@@ -141,7 +141,7 @@ class ResponseAnswer:
             "previous_response_id": None,
             "reasoning": {"effort": None, "summary": None},
             "service_tier": "default",
-            # Nothing is kept here, whatever was asked.
+            # Responses are never stored, whatever the request asked for.
             "store": False,
             "temperature": self._sampling.temperature,
             "text": {"format": shape},

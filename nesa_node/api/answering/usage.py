@@ -1,4 +1,4 @@
-"""How many tokens a request took."""
+"""Token usage of a request."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nesa_node.api.decoding.job import Event, PromptRead
 
 @dataclass(slots=True)
 class Usage:
-    """`spend` is told of tokens as they are computed, and of the prompts with the first event."""
+    """Token counts of a request, passed to `spend` as they grow; prompts with the first event."""
 
     prompt_tokens: int
     spend: Callable[[int], None]
@@ -23,7 +23,7 @@ class Usage:
 
     @asynccontextmanager
     async def counted(self) -> AsyncIterator[None]:
-        """Around the answer: whoever leaves while the prompt is read has to pay for it, too."""
+        """Charge the prompt even if the client cancels the request during prefill."""
         try:
             yield
         except (asyncio.CancelledError, GeneratorExit):
@@ -44,7 +44,7 @@ class Usage:
             self.spend(self.prompt_tokens)
 
     def body(self) -> dict[str, Any]:
-        """As chats and completions tell it."""
+        """`usage` object of chats and completions."""
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.new_tokens,

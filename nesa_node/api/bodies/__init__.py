@@ -1,1 +1,1 @@
-"""What requests may ask, and the prompts that it makes."""
+"""Schemas of request bodies, and the prompts and grammars made of them."""

@@ -1,4 +1,4 @@
-"""What `POST /v1/chat/completions` may be asked."""
+"""Request body of `POST /v1/chat/completions`."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ MAX_MESSAGES = 4096
 MAX_PARTS = 1024
 MAX_TOOLS = 128
 MAX_PIECES = 16 * 1024
-"""Parts and calls of tools of all messages: as a model each takes 600 to 1,100 bytes."""
+"""Limit on parts and tool calls of all messages; each takes 600 to 1,100 bytes once parsed."""
 
 
 def _few_pieces(messages: object) -> object:
-    """Refuses what has more than `MAX_PIECES` before any of them is read."""
+    """Refuse messages with more than `MAX_PIECES` parts and tool calls before they are parsed."""
     pieces = [
         piece
         for message in (messages if isinstance(messages, list) else ())
@@ -41,14 +41,14 @@ def _few_pieces(messages: object) -> object:
     if count > MAX_PIECES:
         raise PydanticCustomError(
             "too_long",
-            "all messages together have {count} parts and calls of tools, {most} are allowed",
+            "all messages together have {count} parts and tool calls, {most} are allowed",
             {"count": count, "most": MAX_PIECES},
         )
     return messages
 
 
 FewPieces = BeforeValidator(_few_pieces)
-"""For a list of messages. Named after its length, and so asked first."""
+"""Validator of a list of messages. Annotated after the length limit, so that it runs first."""
 
 Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
 FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
@@ -96,7 +96,7 @@ class MessageToolCall(Body):
 
 
 class ChatMessage(Body):
-    """What an answer's message has, too, so that clients can send it back as it came."""
+    """Message of a conversation; has the fields of answers, so that clients can return them."""
 
     role: Role
     content: Annotated[Content | None, Field(validate_default=True)] = None
@@ -121,7 +121,7 @@ class ChatMessage(Body):
         return value
 
     def words(self) -> str:
-        """Its text; parts stand on lines of their own."""
+        """Text of the message, its parts joined by newlines."""
         if isinstance(self.content, list):
             return "\n".join(part.words() for part in self.content)
         return self.content or ""
@@ -181,7 +181,7 @@ class ChatBody(Sampled):
     function_call: Annotated[Any, Only("none", "auto")] = None
 
     def top(self) -> int | None:
-        """`Job.top_logprobs`. Raises `Problem` for `top_logprobs` without `logprobs`."""
+        """Value for `Job.top_logprobs`. Raises `Problem` for `top_logprobs` without `logprobs`."""
         if self.logprobs:
             return self.top_logprobs or 0
         if self.top_logprobs:

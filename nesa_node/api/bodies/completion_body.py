@@ -1,4 +1,4 @@
-"""What `POST /v1/completions` may be asked."""
+"""Request body of `POST /v1/completions`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class CompletionBody(Sampled):
     store: bool | None = None
 
     def check(self) -> None:
-        """Raises `Problem` for fields that contradict each other or ask for too much."""
+        """Raise `Problem` for fields that contradict each other or exceed limits."""
         n = self.n or 1
         if self.best_of is not None and self.best_of != n:
             raise Problem(
@@ -66,12 +66,12 @@ class CompletionBody(Sampled):
             )
 
     def prompts(self) -> list[str | list[int]]:
-        """One for each of its jobs."""
+        """The prompts, one for each job."""
         return as_list(self.prompt)
 
 
 def as_list(value: Prompt) -> list[str | list[int]]:
-    """Of text, of a list of texts, of tokens, or of lists of them."""
+    """List of prompts from a text, a list of texts, a list of tokens, or a list of such lists."""
     if isinstance(value, str):
         return [value]
     many: list[Any] = list(value)

@@ -1,4 +1,4 @@
-"""How tokens are chosen for requests that do not say: as the model's authors advise."""
+"""Default sampling parameters of a model, from its generation_config.json."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _KINDS: dict[str, TypeAdapter[Any]] = {
 
 
 def advised(config: GenerationConfig) -> Sampling:
-    """What `config`, a checkpoint's generation_config.json, says; for the rest OpenAI's defaults.
+    """Sampling parameters that `config` sets, and OpenAI's defaults for the rest.
 
-    `do_sample` is passed over: whoever wants no chance asks for the temperature 0. So is what no
-    request might ask for, since files are as good as their authors.
+    `do_sample` is ignored: requests get greedy decoding by temperature 0. Values that a request may
+    not have are ignored and logged, since these files are not trusted.
     """
     advice: dict[str, Any] = {}
     for name, kind in _KINDS.items():
@@ -38,11 +38,11 @@ def advised(config: GenerationConfig) -> Sampling:
         try:
             advice[name] = kind.validate_python(value, strict=True)
         except ValidationError:
-            log.warning("advice_not_followed", field=name, value=repr(value)[:100])
+            log.warning("default_sampling_field_ignored", field=name, value=repr(value)[:100])
     advice["top_k"] = max(advice.get("top_k", 0), 0)
     return Sampling(**advice)
 
 
 def told(defaults: Sampling) -> dict[str, float]:
-    """For `/v1/models` and the log."""
+    """Default sampling parameters by name, for `/v1/models` and the log."""
     return {name: getattr(defaults, name) for name in _KINDS}

@@ -1,6 +1,7 @@
-"""What the fields of request bodies may hold, as pydantic types whose JSON schema says the same.
+"""Types of the fields of request bodies, for validation and for their JSON schema.
 
-Bodies are read strictly: text is no number, true is no 1. JSON has no integers, so 5.0 is one.
+Validation is strict: a string is no number, and true is not 1. 5.0 is accepted as an integer,
+since JSON does not distinguish them.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ UNSUPPORTED = "unsupported_parameter"
 _EXACT = 2**53
 _MAX_TEXT = 4 << 20
 _MAX_FIELDS = 256
-"""More than any object here has: each unknown one would be told as an error of its own."""
+"""More than any schema has. pydantic would create an error for each unknown field."""
 
 
 class Body(BaseModel):
-    """A JSON object with these fields and no others. `null` is as good as a field left out."""
+    """JSON object of a request, without unknown fields. `null` equals an absent field."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, hide_input_in_errors=True
@@ -46,16 +47,16 @@ def _whole(value: object) -> object:
 
 
 def _real(value: object) -> object:
-    """Integers that no float holds would overflow in the comparison with a bound."""
+    """Clamp integers beyond 2**53, which would overflow in the comparison with a float bound."""
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) > _EXACT:
         return float(_EXACT) if value > 0 else -float(_EXACT)
     return value
 
 
 def few_entries(most: int) -> BeforeValidator:
-    """For a mapping whose keys are free: refuses one with more than `most` before it is read.
+    """Validator that refuses a mapping of more than `most` entries before they are validated.
 
-    `max_length` alone is checked after all entries, each wrong one of which is an error of its own.
+    `max_length` alone is checked after all entries, each of which may add an error.
     """
 
     def check(value: object) -> object:
@@ -70,12 +71,12 @@ def few_entries(most: int) -> BeforeValidator:
 
 
 def required() -> PydanticCustomError:
-    """For a field that other fields make necessary; told like any that is missing."""
+    """Error of a missing field that other fields require; reported like any missing field."""
     return PydanticCustomError("missing", "it is required")
 
 
 class Only:
-    """A field of OpenAI's that is accepted where it changes nothing: as null or one of `values`."""
+    """OpenAI's field without effect here: accepts null and `values`, and refuses all else."""
 
     def __init__(self, *values: object) -> None:
         self._values = (None, *values)
@@ -96,7 +97,7 @@ class Only:
         raise PydanticCustomError(UNSUPPORTED, "this gateway does not support it")
 
 
-# Named after the bounds in each type: what is named last is asked first.
+# Annotated after the bounds in each type: pydantic runs the last validator first.
 Whole = BeforeValidator(_whole)
 Real = BeforeValidator(_real)
 
@@ -115,7 +116,7 @@ TopLogprobs = Annotated[int, Field(ge=0, le=20), Whole]
 TokenKey = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 Text = Annotated[str, Field(max_length=_MAX_TEXT)]
 TextIfNeeded = Annotated[Text | None, Field(validate_default=True)]
-"""For a validator that knows whether it is `required`."""
+"""Text that a field validator may require (`required`), so its default is validated, too."""
 Name = Annotated[str, Field(min_length=1, max_length=512)]
 ModelName = Annotated[Name | None, Field(description="may be left out where one model is served")]
 Label = Annotated[str, Field(max_length=4096)]

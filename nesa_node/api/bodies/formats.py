@@ -1,4 +1,4 @@
-"""Answers in a given format: `response_format` and its like, as grammars."""
+"""Field `response_format`, and the grammar of the JSON schema that it asks for."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from nesa_node.web.problem import Problem
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
 Check = Callable[[str], Awaitable[None]]
-"""Whether a grammar can be followed. Raises `ValueError` if not."""
+"""Check of a grammar. Raises `ValueError` if it cannot be followed."""
 
 
 class PlainText(Body):
@@ -29,7 +29,7 @@ class JsonObject(Body):
 class NamedSchema(Body):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
     description: Text | None = None
-    # A field named `schema` would hide a method of pydantic's.
+    # A field named `schema` would hide pydantic's method.
     schema_: dict[str, Any] | None = Field(default=None, alias="schema")
     strict: bool | None = None
 
@@ -43,7 +43,7 @@ ResponseFormat = Annotated[PlainText | JsonObject | JsonSchema, Field(discrimina
 
 
 def schema_of(wanted: PlainText | JsonObject | JsonSchema | None) -> dict[str, Any] | None:
-    """The JSON schema that an answer must follow; None: any text."""
+    """JSON schema that the answer must follow; None: any text."""
     match wanted:
         case JsonObject():
             return ANY_OBJECT
@@ -53,7 +53,7 @@ def schema_of(wanted: PlainText | JsonObject | JsonSchema | None) -> dict[str, A
 
 
 async def grammar_of(schema: dict[str, Any] | None, param: str, check: Check) -> str | None:
-    """The grammar of a schema, checked. Raises `Problem` for what cannot be followed."""
+    """Checked grammar of a JSON schema. Raises `Problem` for a schema that cannot be followed."""
     if schema is None:
         return None
     from nesa_node.api.decoding.grammar import json_schema_grammar
@@ -67,7 +67,7 @@ async def grammar_of(schema: dict[str, Any] | None, param: str, check: Check) ->
 
 
 async def checked(grammar: str, param: str, check: Check) -> None:
-    """Raises `Problem` for a grammar, made of the JSON schemas in `param`, that `check` refuses."""
+    """Raise `Problem` if `check` refuses a grammar made of the JSON schemas in field `param`."""
     try:
         await check(grammar)
     except ValueError as error:

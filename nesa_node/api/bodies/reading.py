@@ -1,6 +1,6 @@
-"""Request bodies: JSON, then the fields of a `Body`, or a `Problem`.
+"""Parsing of request bodies: from JSON to a `Body`, or a `Problem`.
 
-How large they may be is `web/bodies.py`'s business.
+`web/bodies.py` limits their size.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from nesa_node.web.problem import Problem
 B = TypeVar("B", bound=Body)
 
 MAX_CONTAINERS = 256 * 1024
-"""Lists and objects of one body, counted with the brackets in its texts. 8 MiB of empty ones would
-be 250 MiB and stop all threads while they are made."""
+"""Limit on lists and objects of a body; brackets within strings count, too. 8 MiB of empty lists
+would take 250 MiB and hold the GIL while they are created."""
 MAX_KEYS = 256 * 1024
-"""Of all objects of one body, counted with what looks like one in its texts: all threads stop while
-they are read, 80 ms for so many."""
+"""Limit on keys of all objects of a body; look-alikes within strings count, too. Parsing holds the
+GIL, for 80 ms at this limit."""
 _SUBJECT = re.compile(r"^(?:Input|List|String|Dictionary) should")
 _OF_LENGTH = ("too_long", "too_short")
 
 
 def body_of(kind: type[B]) -> Any:
-    """A dependency: the request's body as a `kind`. Raises `Problem`."""
+    """FastAPI dependency that parses the request's body as a `kind`. Raises `Problem`."""
 
     async def read(request: Request) -> B:
         _require_json(request)
@@ -43,13 +43,13 @@ def body_of(kind: type[B]) -> Any:
 
 
 def parse(kind: type[B], data: bytes) -> B:
-    """A `kind` from JSON. Raises `Problem` with the field that is wrong."""
+    """Parse JSON as a `kind`. Raises `Problem` that names the wrong field."""
     if crowd := crowd_in(data):
         raise Problem(
             400, f"the body has more than {crowd}: send less at once", code="invalid_value"
         )
     try:
-        # Refuses NaN, lone surrogates, bytes that are no UTF-8, and nesting beyond 200.
+        # Refuses NaN, lone surrogates, invalid UTF-8, and nesting beyond 200 levels.
         value = from_json(data, allow_inf_nan=False)
     except ValueError as error:
         raise Problem(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
@@ -63,21 +63,20 @@ def parse(kind: type[B], data: bytes) -> B:
 
 
 def crowd_in(data: bytes) -> str | None:
-    """What JSON has too much of to be read at once, whatever its size: brackets, or keys.
+    """Name of what `data` has too many of to be parsed at once: brackets or keys; None: neither.
 
-    None: neither. It may have fewer than are counted, since its texts are not told apart, and never
-    more.
+    The counts include look-alikes within strings, so they are upper bounds.
     """
     if data.count(b"[") + data.count(b"{") > MAX_CONTAINERS:
         return f"{MAX_CONTAINERS} brackets that open"
-    # White space may stand before a colon. Texts have many colons that follow no quote.
+    # White space may precede a colon. Strings have many colons that follow no quote.
     if data.count(b":") > MAX_KEYS and data.translate(None, b" \t\r\n").count(b'":') > MAX_KEYS:
         return f"{MAX_KEYS} keys"
     return None
 
 
 def _require_json(request: Request) -> None:
-    """Also keeps strange pages out: browsers ask before they let them send this type."""
+    """Refuse other content types: browsers send this one cross-origin only after a preflight."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise Problem(
@@ -86,9 +85,9 @@ def _require_json(request: Request) -> None:
 
 
 def _problem(details: Sequence[ErrorDetails], value: object) -> Problem:
-    """Of several errors, the first of those farthest down: of a union, the branch that was meant.
+    """Report the most deeply nested error: in a union it belongs to the branch that was meant.
 
-    But that a list has too many parts, or none, is told by the branch that it otherwise fits.
+    Errors of a list's length go first, since only the matching branch of a union checks it.
     """
     found = [(_place(detail["loc"], value, detail["type"]), detail) for detail in details]
     keys, detail = max(found, key=lambda each: (each[1]["type"] in _OF_LENGTH, len(each[0])))
@@ -107,7 +106,7 @@ def _problem(details: Sequence[ErrorDetails], value: object) -> Problem:
 
 
 def _place(loc: Sequence[int | str], value: Any, kind: str) -> tuple[int | str, ...]:
-    """The part of `loc` that leads into `value`: pydantic also names the branches of unions."""
+    """Keys of `loc` that exist in `value`: pydantic's paths also name branches of unions."""
     keys: list[int | str] = []
     for number, key in enumerate(loc):
         if _leads(key, value):
@@ -125,6 +124,6 @@ def _leads(key: int | str, value: object) -> bool:
 
 
 def _spell(keys: Sequence[int | str]) -> str:
-    """`messages[0].content`."""
+    """Path of a field as text, such as `messages[0].content`; at most 200 characters."""
     text = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys)
     return text.removeprefix(".")[:200]

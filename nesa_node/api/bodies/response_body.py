@@ -1,4 +1,4 @@
-"""What `POST /v1/responses` may be asked: text in, text out."""
+"""Request body of `POST /v1/responses`, for text only."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class TextOptions(Body):
     verbosity: Annotated[Any, Only("medium")] = None
 
     def wanted(self) -> dict[str, Any] | None:
-        """The JSON schema that the answer must follow; None: any text."""
+        """JSON schema that the answer must follow; None: any text."""
         match self.format:
             case JsonObject():
                 return ANY_OBJECT
@@ -165,7 +165,7 @@ class ResponseBody(Body):
     moderation: Nothing = None
 
     def messages(self) -> list[ChatMessage]:
-        """The conversation, as chats have it."""
+        """The conversation as messages of a chat."""
         opening = []
         if self.instructions is not None:
             opening = [ChatMessage(role="system", content=self.instructions)]
@@ -174,7 +174,7 @@ class ResponseBody(Body):
         return [*opening, *(item.message() for item in self.input)]
 
     def sampling(self, defaults: Sampling) -> Sampling:
-        """`defaults` where nothing is said."""
+        """Sampling parameters of the request, with `defaults` for absent fields."""
         return replace(
             defaults,
             temperature=defaults.temperature if self.temperature is None else self.temperature,
@@ -182,7 +182,7 @@ class ResponseBody(Body):
         )
 
     def top(self) -> int | None:
-        """`Job.top_logprobs`. Raises `Problem` for a number of something that is not included."""
+        """Value for `Job.top_logprobs`. Raises `Problem` for `top_logprobs` without `include`."""
         if self.include:
             return self.top_logprobs or 0
         if self.top_logprobs:

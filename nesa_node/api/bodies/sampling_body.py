@@ -1,4 +1,4 @@
-"""The fields that all endpoints share which generate: how to choose tokens, and where to stop."""
+"""Fields shared by chats and completions: sampling parameters, stop texts, streaming."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from nesa_node.web.problem import Problem
 MAX_CHOICES = 128
 FEW_CHOICES = 4
 MAX_STOPS = 16
-"""OpenAI takes four; editors that complete code send up to fourteen."""
+"""Limit on stop texts: OpenAI allows 4, code editors send up to 14."""
 _MAX_BIASED = 4096
 _MAX_METADATA = 64
 
@@ -59,11 +59,12 @@ def _needs_stream(value: StreamOptions | None, info: ValidationInfo) -> StreamOp
 
 
 IfStreamed = Annotated[StreamOptions | None, AfterValidator(_needs_stream)]
-"""Of a body whose field `stream` stands before it."""
+"""Field that requires `stream`, which must be declared before it."""
 
 
 class Sampled(Body):
-    """`top_k`, `min_p`, `repetition_penalty` and `ignore_eos` are no fields of OpenAI's."""
+    """Fields of chats and completions; OpenAI lacks the fields `top_k`, `min_p`,
+    `repetition_penalty` and `ignore_eos`."""
 
     model: ModelName = None
     temperature: Temperature | None = None
@@ -84,7 +85,7 @@ class Sampled(Body):
     user: Label | None = None
 
     def sampling(self, vocab_size: int, defaults: Sampling) -> Sampling:
-        """`defaults` where nothing is said.
+        """Sampling parameters of the request, with `defaults` for absent fields.
 
         Raises `Problem` for a bias of tokens that the model does not have.
         """
@@ -113,7 +114,7 @@ class Sampled(Body):
 
     @property
     def wants_usage(self) -> bool:
-        """Whether a stream is to end with what it took."""
+        """Whether a stream ends with its token usage."""
         return self.stream_options is not None and self.stream_options.include_usage is True
 
 
@@ -126,10 +127,10 @@ def room_for(
     default: int | None,
     param: str,
 ) -> int:
-    """How many new tokens there may be: as many as `asked` for, or what is left of the context.
+    """Limit on new tokens: `asked`, or else the rest of the context, at most `default`.
 
-    `default` limits the latter, `cap` both: the answer then ends with the reason "length". Raises
-    `Problem` where prompt and answer do not fit into the context.
+    `cap` limits both; the answer then ends with the reason "length". Raises `Problem`, about field
+    `param`, if prompt and answer do not fit into the context.
     """
     left = context_length - prompt_tokens
     if left < (1 if asked is None else asked):
@@ -148,15 +149,16 @@ def room_for(
 
 
 def shared(default: int, answers: int) -> int:
-    """`default` new tokens for each answer of a request that names no number, if they are few.
+    """Default of new tokens for each answer of a request that sets no limit.
 
-    Nodes promise the cache for all of them before they begin: many get what a few would, together.
+    Nodes reserve cache for all answers in advance, so that more than `FEW_CHOICES` answers share
+    the total of `FEW_CHOICES` defaults.
     """
     return max(min(default, default * FEW_CHOICES // answers), 1)
 
 
 def same(first: int | None, second: int | None, names: Sequence[str]) -> int | None:
-    """One number under two names. Raises `Problem` if they differ."""
+    """Value of a field with two names. Raises `Problem` if they differ."""
     if first is not None and second is not None and first != second:
         raise Problem(
             400,

@@ -1,4 +1,4 @@
-"""Text into tokens and back, without holding up others, and without filling the memory."""
+"""Tokenization that neither blocks the event loop nor exhausts memory."""
 
 from __future__ import annotations
 
@@ -18,24 +18,26 @@ from nesa_node.web.problem import Problem
 T = TypeVar("T")
 
 _INLINE_CHARS = 4096
+"""Size of work that runs on the event loop; larger work runs in a thread."""
 _PIECE_CHARS = 1 << 17
 _MOST_TOKENS = 1 << 20
-"""Of a text, however many a model says it holds. Splitting takes up to 500 bytes for each."""
+"""Limit on a text's tokens, whatever the model's context: each takes up to 500 bytes."""
 _HUGE = 1 << 18
-"""Characters. A million that are a token each take 400 MiB while they are split."""
+"""Size from which tokenization is limited to two texts at once: a million characters that are a
+token each take 400 MiB."""
 _TORN_TOKENS = 64
-"""More that a text may have because it was cut in two: one long word, say."""
+"""Extra tokens allowed for each cut into pieces, which may split a long word."""
 _THREADS = min(32, (os.cpu_count() or 1) + 4)
 PIECES_OF_ONE = _THREADS // 2
-"""Large pieces of work that are done for one key at once."""
+"""Limit on the threads that work for one key at once."""
 
-# Not asyncio's own threads: those are held by openings of models and by downloads.
+# Not asyncio's default executor, which downloads and the opening of models may fill.
 _threads = FairThreads(_THREADS, most_of_one=PIECES_OF_ONE, name="gateway-text")
 _huge_threads = FairThreads(2, most_of_one=1, name="gateway-huge-text")
 
 
 async def encode(tokenizer: Any, text: str, *, special: bool, most: int, param: str) -> list[int]:
-    """The tokens of `text`; `special` adds the tokenizer's own, such as a first one.
+    """Tokens of `text`; `special` adds the tokenizer's special tokens.
 
     Raises `Problem` as `split` does.
     """
@@ -47,11 +49,11 @@ async def encode(tokenizer: Any, text: str, *, special: bool, most: int, param: 
 
 
 def split(tokenizer: Any, text: str, *, special: bool, most: int, param: str) -> list[int]:
-    """As `encode`, here and now.
+    """Tokens of `text`, computed in this thread.
 
-    Raises `Problem` for a text with far more than `most`, as soon as that is known: a token takes a
-    hundred times the room of a character. A few more than `most` may be returned. `param` is the
-    field that the text came in.
+    A text is tokenized in pieces first, and refused as soon as it has far more than `most` tokens,
+    since a token takes a hundred times the memory of a character. Slightly more than `most` tokens
+    may be returned. Raises `Problem` about `param`, the field of the text.
     """
     if len(text) > MAX_TEXT_CHARS:
         raise Problem(
@@ -67,7 +69,7 @@ def split(tokenizer: Any, text: str, *, special: bool, most: int, param: str) ->
 
 
 async def join(tokenizer: Any, prompts: Sequence[Sequence[int]], *, param: str) -> list[str]:
-    """The texts of `prompts`. Raises `Problem` where they would be longer than a text may be."""
+    """Texts of `prompts`. Raises `Problem` for more than `MAX_TEXT_CHARS` characters together."""
     sizes = await light(sum(map(len, prompts)), lambda: _sizes(tokenizer, prompts))
     if (length := sum(sizes)) > MAX_TEXT_CHARS:
         raise Problem(
@@ -86,8 +88,8 @@ async def join(tokenizer: Any, prompts: Sequence[Sequence[int]], *, param: str) 
 
 
 def _sizes(tokenizer: Any, prompts: Sequence[Sequence[int]]) -> list[int]:
-    """How many characters each makes: a stranger's token may have a thousand. At least one for
-    each token, which takes its time, too."""
+    """Upper bounds of the characters of each prompt: a token may have a thousand. At least one for
+    each token, since tokens without text take time, too."""
     ids = list({token for prompt in prompts for token in prompt})
     tokens = tokenizer.convert_ids_to_tokens(ids)
     length = {one: max(1, len(token or "")) for one, token in zip(ids, tokens, strict=True)}
@@ -95,10 +97,10 @@ def _sizes(tokenizer: Any, prompts: Sequence[Sequence[int]]) -> list[int]:
 
 
 async def light(size: float, work: Callable[[], T], *, takes_memory: bool = False) -> T:
-    """`work()`, in a thread where it would hold up the tokens of other requests.
+    """Result of `work`, run inline if `size` (in characters) is small, else in a thread.
 
-    There it waits for its key's turn: see `FairThreads`. With `takes_memory`, for the splitting of
-    texts, two pieces of more than `_HUGE` characters are done at once, of two keys.
+    Threads are shared fairly among keys (`FairThreads`). With `takes_memory`, for tokenization, at
+    most two works of more than `_HUGE` characters run at once, for different keys.
     """
     if size <= _INLINE_CHARS:
         return work()

@@ -1,7 +1,7 @@
-"""What a chat template makes of a conversation, found out by a process of its own.
+"""Program of a child process that renders untrusted chat templates.
 
-transformers compiles and renders the template, as a tokenizer's `apply_chat_template` does; the
-process does without torch, so that it starts in half a second.
+It renders as a tokenizer's `apply_chat_template` does, with transformers' function, but does not
+import torch, so that it starts in half a second.
 """
 
 from __future__ import annotations
@@ -13,38 +13,38 @@ from typing import Any
 from jinja2 import TemplateError
 
 CPU_S = 1.0
-"""Of one rendering. 4096 messages honestly need 0.1 s."""
+"""CPU time limit of one rendering; 4096 messages take 0.1 s with a usual template."""
 MEMORY_BYTES = 1 << 29
-"""Address space of the process; with nothing to do it has 150 MB."""
+"""Limit on the process's address space; an idle process has 150 MB."""
 MAX_TEXT_CHARS = 1 << 22
-"""Of a text that is split into tokens, which takes up to 200 bytes for each character."""
+"""Limit on a text to tokenize, which takes up to 200 bytes of memory per character."""
 _SHOWN_CHARS = 500
 
 REFUSALS = (
     TemplateError,
-    # What a template trips over that was written for other conversations.
+    # Errors of templates that do not expect this conversation.
     *(TypeError, ValueError, LookupError, AttributeError, RecursionError),
     *(ArithmeticError, MemoryError),
 )
 
 
 def reason_of(error: BaseException) -> str:
-    """Why a template refuses a conversation, from one of `REFUSALS` that it raised."""
+    """Reason why a template refuses a conversation, from an error of `REFUSALS`."""
     if isinstance(error, ArithmeticError | MemoryError):
         return f"it asks for too much ({type(error).__name__})"
-    # A template may write half a character, which could not be sent.
+    # A template may raise lone surrogates, which UTF-8 cannot encode.
     return str(error)[:_SHOWN_CHARS].encode("utf-8", "replace").decode()
 
 
 def prepare() -> Callable[[dict[str, Any]], dict[str, str]]:
-    """What a process answers (`child_program.py`): a text, or why there is none."""
+    """Handler of questions for `child_program.py`: renders to `text`, or to `refusal`."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     return partial(_answer, render_jinja_template)
 
 
 def _answer(render: Callable[..., Any], question: dict[str, Any]) -> dict[str, str]:
-    """`question` is what `render` is given by name, with one conversation."""
+    """Call `render` with the keyword arguments in `question`, for one conversation."""
     try:
         [text], _ = render(**question)
         text.encode()

@@ -1,4 +1,4 @@
-"""Chat templates: what a tokenizer's template makes of a conversation, and what it knows."""
+"""Chat templates: prompts of conversations, and whether a template supports tools."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from nesa_node.api.decoding.bounded_json import is_longer
 from nesa_node.web.problem import Problem
 
 _MESSAGE_CHARS = 64
-"""What a template does for each message, or call, takes as long as for so many characters."""
+"""Cost of rendering a message or a tool call, in characters that take as long."""
 _MAX_TEMPLATE_CHARS = 1 << 18
-"""Of a stranger's, which is sent to a process with each conversation."""
+"""Limit on an untrusted template, which is sent to a child process with each conversation."""
 _MAX_TOOLS_CHARS = 1 << 20
-"""Of the parameters of all tools of a conversation, as JSON."""
+"""Limit on the parameters of all tools of a conversation, as JSON."""
 _ARGUMENTS_CHARS = 1 << 20
-"""Of one call that a template gets as an object."""
+"""Limit on a call's arguments that are parsed for the template; longer ones stay text."""
 
 Render = Callable[[bytes], Awaitable[str]]
-"""What renders elsewhere: `TemplateRenderer.render`."""
+"""Renderer in a child process: `TemplateRenderer.render`."""
 
 
 async def chat_prompt(
@@ -41,11 +41,12 @@ async def chat_prompt(
     param: str = "messages",
     render: Render | None = None,
 ) -> list[int]:
-    """The tokens of a conversation, at most about `most`, ready for the answer to follow.
+    """Tokens of a conversation, at most about `most`, that an answer continues.
 
-    `continued`: the last message is left open; `special`: the tokenizer adds its own tokens, too;
-    `render`: where a stranger's template is rendered, None: here, as one that is trusted.
-    Raises `Problem`, about the field `param`, for conversations that the template refuses.
+    `continued`: the answer continues the last message; `special`: add the tokenizer's special
+    tokens; `render`: renders an untrusted template in a child process; None: the template is
+    trusted and rendered here. Raises `Problem`, about the field `param`, for conversations that
+    the template refuses.
     """
     template = template_of(tokenizer, bool(tools), param)
 
@@ -57,7 +58,7 @@ async def chat_prompt(
             "continue_final_message": continued,
         }
 
-    # Schemas of tools may be of any size.
+    # The size of tools' schemas is not estimated.
     size = math.inf if tools else _size(messages)
     try:
         if render is None:
@@ -71,7 +72,7 @@ async def chat_prompt(
 
 
 def _told(tools: Sequence[Tool]) -> list[dict[str, Any]]:
-    """As templates expect it. Raises `Problem` for tools too large to be written at once."""
+    """Tools as dicts for the template. Raises `Problem` if their parameters are too large."""
     if is_longer([tool.function.parameters for tool in tools], _MAX_TOOLS_CHARS):
         raise Problem(
             400,
@@ -83,7 +84,7 @@ def _told(tools: Sequence[Tool]) -> list[dict[str, Any]]:
 
 
 def _size(messages: Sequence[ChatMessage]) -> int:
-    """About as many characters as it takes to render them."""
+    """Estimated cost of rendering `messages`, in characters."""
     size = 0
     for message in messages:
         size += _MESSAGE_CHARS + len(message.words()) + len(message.reasoning_content or "")
@@ -93,7 +94,7 @@ def _size(messages: Sequence[ChatMessage]) -> int:
 
 
 def template_of(tokenizer: Any, tools: bool, param: str = "messages") -> str:
-    """Raises `Problem` if there is none, or, with `tools`, none that knows tools."""
+    """Chat template of a tokenizer. Raises `Problem` if there is none, or none with `tools`."""
     template = tokenizer.chat_template
     if isinstance(template, dict):
         template = (tools and template.get("tool_use")) or template.get("default")
@@ -116,7 +117,7 @@ def template_of(tokenizer: Any, tools: bool, param: str = "messages") -> str:
 
 
 def _question(tokenizer: Any, template: str, asked: dict[str, Any]) -> bytes:
-    """For a process to render (`template_program.py`) what `apply_chat_template` is asked."""
+    """JSON question to `template_program.py`, from the arguments of `apply_chat_template`."""
     if len(template) > _MAX_TEMPLATE_CHARS:
         raise ValueError(f"it has more than {_MAX_TEMPLATE_CHARS} characters")
     special: dict[str, str] = tokenizer.special_tokens_map
@@ -135,7 +136,7 @@ def _refusal(error: BaseException, param: str) -> Problem:
 
 
 def _conversation(messages: Sequence[ChatMessage], *, developer: bool) -> list[dict[str, Any]]:
-    """As templates expect it: text for contents, objects for arguments."""
+    """Messages as dicts for the template: contents as text, arguments as objects."""
     conversation = []
     for message in messages:
         role = "system" if message.role == "developer" and not developer else message.role
@@ -160,7 +161,8 @@ def _conversation(messages: Sequence[ChatMessage], *, developer: bool) -> list[d
 
 
 def _arguments(text: str) -> object:
-    """Text where it is no JSON, or too much to be read at once: a body may escape its brackets."""
+    """Parsed arguments; the text itself if it is not JSON or too large to parse (escaped brackets
+    pass the check of the body)."""
     if len(text) > _ARGUMENTS_CHARS or crowd_in(text.encode("utf-8", "surrogatepass")):
         return text
     try:

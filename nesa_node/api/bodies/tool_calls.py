@@ -1,7 +1,7 @@
-"""Calls of tools in a model's answer: how they are written, read, and asked for.
+"""Tool calls in a model's answer: their format, parser, and grammar of a forced call.
 
 Two formats: `<tool_call>{"name": ..., "arguments": ...}</tool_call>` (Hermes, Qwen, SmolLM3), and
-an answer that is nothing but such an object or a list of them (Llama 3 with "parameters", Mistral).
+an answer that is only such an object or a list of them (Llama 3 with "parameters", Mistral).
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _TAGGED = re.compile(rf"{_OPEN}(.*?)(?:{_CLOSE}|\Z)", re.DOTALL)
 MAX_CALLS = 64
 MOST_SCHEMA_BYTES = 64 * 1024
-"""Of all tools of which one must be called: compiling ten times as much takes a minute."""
+"""Limit on the schemas of tools in a grammar: compiling ten times as much takes a minute."""
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
-"""Of a tool that names none."""
+"""JSON schema of a tool without parameters."""
 _ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""For llguidance: with free white space small models write nothing else."""
+"""Options of llguidance: with free white space, small models write nothing else."""
 
 
 def format_of(template: str) -> Format:
@@ -37,7 +37,7 @@ def format_of(template: str) -> Format:
 
 
 class CallReader:
-    """Splits one choice's text, as it comes, into words for people and calls."""
+    """Incremental parser that splits one choice's text into content and tool calls."""
 
     def __init__(self, written: Format, names: Collection[str]) -> None:
         self._written = written
@@ -46,14 +46,14 @@ class CallReader:
         self._plain = False
 
     def feed(self, text: str) -> str:
-        """What is surely no part of a call, of all that has come."""
+        """Add text; return the content that cannot be part of a call."""
         self._held += text
         keep = self._calls_from()
         words, self._held = self._held[:keep], self._held[keep:]
         return words
 
     def finish(self) -> tuple[str, list[dict[str, Any]]]:
-        """What is left of the words, and the calls as OpenAI tells them."""
+        """Rest of the content, and the calls in OpenAI's format."""
         held, self._held = self._held, ""
         if self._written == "tagged":
             return self._tagged(held)
@@ -61,7 +61,7 @@ class CallReader:
         return ("", calls) if calls else (held, [])
 
     def _calls_from(self) -> int:
-        """Where in what is held a call begins, or may begin with what is still to come."""
+        """Offset in the pending text at which a call begins, or may begin once more text comes."""
         held = self._held
         if self._written == "bare":
             self._plain = self._plain or held.lstrip()[:1] not in ("", "{", "[")
@@ -85,7 +85,7 @@ class CallReader:
         return (words if words.strip() else ""), calls[:MAX_CALLS]
 
     def _calls(self, text: str) -> list[dict[str, Any]]:
-        """None if `text` is anything but calls of tools that there are."""
+        """Calls in `text`; an empty list if it is anything else, or names an unknown tool."""
         if crowd_in(text.encode("utf-8", "surrogatepass")):
             return []
         try:
@@ -99,7 +99,7 @@ class CallReader:
         if not isinstance(value, dict):
             return None
         name, arguments = value.get("name"), value.get("arguments", value.get("parameters", {}))
-        # A model writes what it likes: a name may also be what no set can look for.
+        # The model's JSON is arbitrary: a name may be unhashable.
         if not isinstance(name, str) or name not in self._names:
             return None
         if not isinstance(arguments, dict | str):
@@ -115,9 +115,9 @@ class CallReader:
 def forced_calls(
     written: Format, tools: Sequence[Tool], choice: Literal["required"] | NamedTool
 ) -> str:
-    """llguidance's grammar of one call, of the tool that is chosen or of any. Does not check it.
+    """llguidance grammar of one call, of the chosen tool or of any; not checked yet.
 
-    Raises `Problem` where there is no such tool, or too much to compile.
+    Raises `Problem` if the chosen tool does not exist, or if schemas exceed `MOST_SCHEMA_BYTES`.
     """
     if isinstance(choice, NamedTool):
         tools = [tool for tool in tools if tool.function.name == choice.function.name]
@@ -128,7 +128,7 @@ def forced_calls(
                 code="invalid_value",
                 param="tool_choice",
             )
-    # Before they are copied: they may be as large as a body.
+    # Checked before they are copied: they may be as large as a body.
     if is_longer([tool.function.parameters for tool in tools], MOST_SCHEMA_BYTES):
         raise _too_large()
     calls = [_call_schema(tool, written, f"#/anyOf/{at}") for at, tool in enumerate(tools)]
@@ -142,7 +142,7 @@ def forced_calls(
 def _too_large() -> Problem:
     return Problem(
         400,
-        "tools: the schemas of those of which one must be called have more than the "
+        "tools: the schemas of the tools to choose from have more than the "
         f"{MOST_SCHEMA_BYTES} characters that are allowed",
         code="invalid_value",
         param="tools",
@@ -150,12 +150,12 @@ def _too_large() -> Problem:
 
 
 def _json(value: Any) -> str:
-    """Of what was JSON before: also of whole numbers that have more than 64 bits."""
+    """JSON of a parsed value, also of integers beyond 64 bits."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
 def _call_schema(tool: Tool, written: Format, place: str) -> dict[str, Any]:
-    """`place` is where it will be in the whole schema."""
+    """JSON schema of a call; `place` is its own path in the whole schema."""
     arguments = "arguments" if written == "tagged" else "parameters"
     parameters = tool.function.parameters or NO_PARAMETERS
     return {
@@ -170,7 +170,7 @@ def _call_schema(tool: Tool, written: Format, place: str) -> dict[str, Any]:
 
 
 def _moved(schema: Any, place: str) -> Any:
-    """`schema` with its references to itself as they are when it stands at `place`."""
+    """Copy of `schema` with its local references rebased to the path `place`."""
     if isinstance(schema, list):
         return [_moved(part, place) for part in schema]
     if not isinstance(schema, dict):

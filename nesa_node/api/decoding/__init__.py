@@ -1,1 +1,1 @@
-"""One request's tokens: prompts read, next tokens chosen, text and log probabilities of them."""
+"""Token generation of one job: prefill, sampling, log probabilities, detokenization."""

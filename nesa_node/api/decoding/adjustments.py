@@ -1,6 +1,6 @@
-"""What moves logits before anything is chosen: penalties, and the biases that a request names.
+"""Adjustments of logits before sampling: penalties, and biases of the request.
 
-V vocabulary, K tokens that are moved.
+V vocabulary, K adjusted tokens.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ _FIRST_PLACES = 64
 
 
 class CommonAdjustments:
-    """What the choices of a job have in common, once for all of them: a prompt may be long.
+    """State that the choices of a job share, since a prompt may be long.
 
-    The prompt's tokens, where they count as repeated, and the biases.
+    The prompt's tokens, if the repetition penalty needs them, and the biases.
     """
 
     def __init__(self, sampling: Sampling, prompt: Sequence[int]) -> None:
@@ -31,7 +31,8 @@ class CommonAdjustments:
 
 
 class Adjustments:
-    """First the repetition penalty, over prompt and answer, then what is added for each token."""
+    """Adjustments of one choice: the repetition penalty over prompt and answer, then the presence
+    and frequency penalties and the biases."""
 
     def __init__(self, common: CommonAdjustments) -> None:
         self._common = common
@@ -44,7 +45,7 @@ class Adjustments:
 
     @classmethod
     def wanted(cls, common: CommonAdjustments) -> Adjustments | None:
-        """None where nothing is to be moved."""
+        """Adjustments for a choice; None if the job's parameters adjust nothing."""
         sampling = common.sampling
         is_wanted = (
             sampling.repetition_penalty != 1
@@ -55,7 +56,7 @@ class Adjustments:
         return cls(common) if is_wanted else None
 
     def applied(self, logits_V: Tensor) -> Tensor:
-        """A copy of `logits_V`, moved."""
+        """Adjusted copy of `logits_V`, on its device."""
         logits_V, device = logits_V.clone(), logits_V.device
         answered_K, _ = self._seen.entries(device)
         for ids_K in (self._common.seen_ids_K.to(device), answered_K):
@@ -64,14 +65,14 @@ class Adjustments:
                 scores_K < 0, scores_K * self._repetition, scores_K / self._repetition
             )
         ids_K, values_K = self._added.entries(device)
-        # These values hold the biases of their tokens.
+        # These values include the biases of their tokens.
         moved_K = logits_V[ids_K] + values_K
         logits_V[self._common.biased_ids_K.to(device)] += self._common.biases_K.to(device)
         logits_V[ids_K] = moved_K
         return logits_V
 
     def note(self, token_id: int) -> None:
-        """The answer goes on with this token."""
+        """Add the answer's next token to the counts."""
         if self._repetition != 1 and token_id not in self._common.seen:
             self._seen.add(token_id, 0.0)
         if self._presence or self._frequency:
@@ -83,9 +84,9 @@ class Adjustments:
 
 
 class _TokenTable:
-    """Token ids, each once, with a number. It takes room for what it holds, twice at most.
+    """Map from token ids to float32 values, as tensors that double when they are full.
 
-    An answer may have very many tokens, but few do, and some are refused before the first.
+    Room for the longest answer is not allocated in advance, since few answers are that long.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""JSON of what a request brought, up to a bound."""
+"""JSON encoding of values from requests, with a limit on its length."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 
 def bounded_json(value: Any, most: int, *, compact: bool = False) -> str | None:
-    """JSON of `value`, in ASCII with spaces between parts unless `compact`; None: more than `most`.
+    """JSON of `value`, ASCII with spaces unless `compact`; None for more than `most` characters.
 
-    `json.dumps` writes all of it before its length is known, and other threads stop meanwhile.
-    Raises `TypeError`, `ValueError` or `RecursionError` for what is no JSON.
+    `json.dumps` alone would hold the GIL until all of a large value is written. Raises `TypeError`,
+    `ValueError` or `RecursionError` for values that JSON cannot represent.
     """
     if is_longer(value, most):
         return None
@@ -21,9 +21,9 @@ def bounded_json(value: Any, most: int, *, compact: bool = False) -> str | None:
 
 
 def is_longer(value: Any, most: int) -> bool:
-    """Whether JSON of `value` has more than `most` characters at least, without spaces or escapes.
+    """Whether JSON of `value` has more than `most` characters, without spaces and escapes.
 
-    In a loop: `iterencode` hands each part through all the levels in which it lies.
+    A loop, since `iterencode` passes each part through all levels of nesting.
     """
     length, left = 0, [value]
     while left and length <= most:

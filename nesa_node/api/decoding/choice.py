@@ -1,4 +1,4 @@
-"""One of a job's answers while it is generated.
+"""Decoding state of one choice of a job.
 
 V vocabulary.
 """
@@ -17,7 +17,7 @@ from nesa_node.api.decoding.vocabulary import Vocabulary
 
 
 class Choice:
-    """Chooses tokens and turns them into deltas, until it is `done`."""
+    """Samples the tokens of one choice and turns them into deltas, until it is `done`."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class Choice:
         self.index = index
         self.done = False
         self.last = -1
-        """The token that the next one follows."""
+        """Last generated token, the next input of the model."""
         self._most_tokens = job.max_tokens
         self._count = 0
         self._ends = frozenset[int]() if job.ignore_eos else vocabulary.eos_ids
@@ -41,18 +41,18 @@ class Choice:
 
     @property
     def takes_best(self) -> bool:
-        """Whether its tokens are those with the highest logits."""
+        """Whether each token is the argmax of the logits, without adjustments or grammar."""
         return self._follower is None and self._sampler.takes_best
 
     def choose(self, logits_V: Tensor) -> int:
-        """The next token by float32 logits, which are not modified. Then it must be taken."""
+        """Sample the next token from float32 logits, which are not modified; `take` must follow."""
         allowed_V = None
         if self._follower is not None:
             allowed_V = self._follower.allowed(len(logits_V), logits_V.device)
         return self._sampler.choose(logits_V, allowed_V)
 
     def take(self, chosen: Chosen) -> Delta:
-        """Go on with this token."""
+        """Append a token to the choice; return its delta."""
         self.last = chosen.token_id
         self._count += 1
         reason, text = self._reason(), ""
@@ -60,7 +60,7 @@ class Choice:
             text = self._stops.push(self._text.push(self.last))
         if reason is not None and not self._stops.found:
             rest = self._text.finish()
-            # Of a character that the limit cut in two nothing is told.
+            # The limit may have cut a character: its replacement is not sent.
             text += self._stops.push(rest.rstrip(REPLACEMENT) if reason == "length" else rest)
         if self._stops.found:
             reason = "stop"
@@ -70,7 +70,7 @@ class Choice:
         return Delta(index=self.index, text=text, tokens=(chosen,), finish_reason=reason)
 
     def _reason(self) -> FinishReason | None:
-        """Why the last token is the last, whatever the text says."""
+        """Finish reason by the last token alone, without stop texts; None if the choice goes on."""
         is_complete = self._follower is not None and self._follower.take(self.last)
         if self.last in self._ends or is_complete:
             return "stop"

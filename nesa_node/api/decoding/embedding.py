@@ -1,4 +1,4 @@
-"""Embeddings of texts: the mean of the last hidden states, of length 1.
+"""Embeddings of texts: mean of the last hidden states, normalized to length 1.
 
 T packed tokens, L tokens of one row, D hidden.
 """
@@ -17,15 +17,15 @@ from nesa_node.client.interrupt import Interrupt
 from nesa_node.core.errors import ContextLengthError
 
 MOST_ROWS = 16
-"""Of one session."""
+"""Limit on the rows of one session."""
 MOST_TOKENS = 4096
-"""That one session promises to hold, unless a single text is longer."""
+"""Limit on the cache of one session, in tokens of all rows, unless a single text is longer."""
 PIECE_TOKENS = 512
-"""Of all rows together, whose outputs come back at once."""
+"""Limit on the tokens of one step, of all rows together: all their outputs come back at once."""
 
 
 def check_prompts(prompts: Sequence[Sequence[int]], context_length: int) -> None:
-    """Raises `ContextLengthError`, and `ValueError` for a text without tokens."""
+    """Raise `ContextLengthError` for too long texts, `ValueError` for a text without tokens."""
     for index, prompt in enumerate(prompts):
         if not prompt:
             raise ValueError(f"text {index} has no tokens")
@@ -36,7 +36,7 @@ def check_prompts(prompts: Sequence[Sequence[int]], context_length: int) -> None
 
 
 def batches(lengths: Sequence[int]) -> Iterator[list[int]]:
-    """Indices of texts that share a session: of nearly the same length, few enough."""
+    """Group texts of similar length into sessions; yield the indices of each group."""
     batch: list[int] = []
     for index in sorted(range(len(lengths)), key=lambda index: lengths[index]):
         if batch and (len(batch) == MOST_ROWS or lengths[index] * (len(batch) + 1) > MOST_TOKENS):
@@ -55,10 +55,10 @@ def embed(
     running: Running,
     interrupt: Interrupt,
 ) -> list[Tensor]:
-    """Each text's [D], float32 on the CPU: the mean over its tokens of what transformers calls
-    `last_hidden_state`, after the final norm, divided by its Euclidean length.
+    """Embedding of each text: [D], float32, on the CPU. Blocks.
 
-    Raises as `check_prompts` and sessions do.
+    It is the mean over the text's tokens of transformers' `last_hidden_state`, after the final
+    norm, divided by its Euclidean length. Raises as `check_prompts` and sessions do.
     """
     check_prompts(prompts, model.context_length)
     found: dict[int, Tensor] = {}
@@ -68,13 +68,13 @@ def embed(
         with model.inference_session(longest, len(rows), interrupt=interrupt) as session:
             running.opened(session)
             for index, sum_D in zip(batch, _sums(session, rows), strict=True):
-                # Dividing by the count changes nothing once the length is 1.
+                # The sum and the mean are equal after normalization.
                 found[index] = torch.nn.functional.normalize(sum_D, dim=0).float().cpu()
     return [found[index] for index in range(len(prompts))]
 
 
 def _sums(session: InferenceSession, rows: Sequence[Tensor]) -> list[Tensor]:
-    """For each row the sum over its tokens, [D] in float64."""
+    """Sum of each row's hidden states over its tokens: [D], float64, on the CPU."""
     width = max(PIECE_TOKENS // len(rows), 1)
     size = session.ends.hidden_size
     sums = [torch.zeros(size, dtype=torch.float64) for _ in rows]

@@ -1,4 +1,4 @@
-"""Runs one job: reads the prompt, then decodes all of its choices together, token by token.
+"""Generation of one job: prefill of the prompt, then decode steps of all choices together.
 
 N choices, T tokens, D hidden, V vocabulary.
 """
@@ -23,16 +23,17 @@ from nesa_node.client.interrupt import Interrupt
 from nesa_node.core.errors import ContextLengthError
 
 PIECE_TOKENS = 512
-"""Of a prompt whose every output comes back."""
+"""Limit on the tokens of a prefill step with log probabilities: all its outputs come back."""
 HEAD_TOKENS = 64
-"""Logits of so many tokens are in memory at once."""
+"""Limit on the tokens of which logits are in memory at once during prefill."""
 _NOTHING = torch.empty(0, dtype=torch.int64)
 
 Emit = Callable[[Sequence[Event]], None]
 
 
 class Generation:
-    """One session, a row for each choice: the prompt runs once, rows that are done run no more."""
+    """One session with a row for each choice; the prompt is computed once, and finished rows get
+    no more steps."""
 
     def __init__(
         self,
@@ -53,10 +54,10 @@ class Generation:
 
     @torch.inference_mode()
     def run(self) -> None:
-        """Blocks until all choices are done; events go to `emit` as they come.
+        """Generate all choices, passing events to `emit` as they come. Blocks.
 
-        Raises `ContextLengthError` and whatever sessions raise, `ValueError` for a grammar that
-        cannot be followed, `Problem` where too many are, and
+        Raises `ContextLengthError` and the errors of sessions, `ValueError` for a grammar that
+        cannot be followed, `Problem` if too many grammars are in use, and
         `concurrent.futures.CancelledError` once interrupted.
         """
         self._check()
@@ -66,7 +67,7 @@ class Generation:
     def _run(self, choices: Sequence[Choice]) -> None:
         job = self._job
         rows = job.n if job.max_tokens else 1
-        # The last token is never fed.
+        # The last token is never an input.
         length = len(job.prompt) + max(job.max_tokens - 1, 0)
         known = None if job.prompt_logprobs else [job.prompt, *[()] * (rows - 1)]
         with self._model.inference_session(
@@ -115,7 +116,7 @@ class Generation:
                 ]
 
     def _read_prompt(self, session: InferenceSession) -> tuple[Tensor, PromptRead]:
-        """Feed the first row; the hidden state [1, D] after it."""
+        """Prefill the first row; return the last hidden state [1, D] and the event."""
         held = session.lengths[0]
         others = [_NOTHING] * (session.rows - 1)
         ids_T = torch.tensor(self._job.prompt[held:])
@@ -130,13 +131,13 @@ class Generation:
                 following = self._job.prompt[len(tokens) : len(tokens) + len(hidden_TD)]
                 logits_TV = self._logits(session, hidden_TD)
                 tokens += self._known(logits_TV[: len(following)], following)
-                del logits_TV  # before the next tokens are computed
+                del logits_TV  # frees memory before the next step
         return hidden_TD[-1:].clone(), PromptRead(tokens=tuple(tokens))
 
     def _decode(
         self, session: InferenceSession, choices: Sequence[Choice], hidden_ND: Tensor
     ) -> None:
-        """`hidden_ND` is what the first tokens are chosen by: one row, if it is that of all."""
+        """Decode all choices; `hidden_ND` gives their first tokens: one row for all or one each."""
         alive = list(choices)
         while True:
             self._emit(self._step(session, alive, hidden_ND))
@@ -152,9 +153,9 @@ class Generation:
     def _step(
         self, session: InferenceSession, alive: Sequence[Choice], hidden_ND: Tensor
     ) -> list[Delta]:
-        """The next token of each choice that goes on."""
-        # Kept no longer than this: they may be part of what was computed for many jobs at once,
-        # and while nodes compute the next tokens all of that would stay.
+        """Sample the next token of each unfinished choice."""
+        # Not kept beyond this call: they may be views of a batch of many jobs' logits, which would
+        # stay in memory while nodes compute the next tokens.
         logits_NV = self._logits(session, hidden_ND).expand(len(alive), -1)
         if all(choice.takes_best for choice in alive):
             token_ids = logits_NV.argmax(-1).tolist()
@@ -178,5 +179,5 @@ class Generation:
 
     @staticmethod
     def _logits(session: InferenceSession, hidden_TD: Tensor) -> Tensor:
-        """As float32, like transformers chooses by."""
+        """Logits [T, V] as float32, as transformers samples from."""
         return session.ends.head(hidden_TD).float()

@@ -1,4 +1,4 @@
-"""Answers that must follow a grammar: JSON, by masking what would break it (llguidance).
+"""Constrained decoding: token masks that make an answer follow a JSON schema (llguidance).
 
 V vocabulary.
 """
@@ -24,16 +24,17 @@ from nesa_node.web.doorman import current_caller
 from nesa_node.web.shares import Shares
 
 MOST_SCHEMA_BYTES = 64 * 1024
+"""Limit on a request's JSON schema."""
 _ONE_LINE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""With free white space small models write nothing else, up to the last token they may."""
+"""Options of llguidance: with free white space, small models write nothing else."""
 
 MAX_FOLLOWERS = 64
-"""Answers that follow grammars at once in this process, beside a quarter more for keys that have
-few: a hard pattern's takes up to 35 MB, `MOST_LEXER_BYTES` of them before it begins."""
+"""Limit on answers in this process that follow grammars at once, plus a quarter for keys that have
+few. A hard pattern takes up to 35 MB of memory, of which `MOST_LEXER_BYTES` at the start."""
 STEPS_CPU_S = 2.0
-"""What the masks of one answer may take, beside `STEP_CPU_S` for each of its tokens."""
+"""CPU time budget for the masks of an answer, which regains `STEP_CPU_S` with each token."""
 STEP_CPU_S = 0.02
-"""Of honest schemas: 0.1 ms, 5 at most."""
+"""CPU time of a mask that costs no budget; usual schemas take 0.1 ms, 5 ms at most."""
 _RETRY_S = 2.0
 _SHOWN_CHARS = 200
 
@@ -41,9 +42,9 @@ _shares = Shares(MAX_FOLLOWERS, "answers that follow a schema", retry_after_s=_R
 
 
 def json_schema_grammar(schema: Mapping[str, Any]) -> str:
-    """llguidance's grammar of what fits `schema`, on one line. Does not check it.
+    """llguidance grammar of JSON on one line that fits `schema`; not checked yet.
 
-    Raises `ValueError` for what is no JSON, or too large.
+    Raises `ValueError` for a schema that is not JSON or too large.
     """
     try:
         text = bounded_json(schema, MOST_SCHEMA_BYTES)
@@ -57,7 +58,7 @@ def json_schema_grammar(schema: Mapping[str, Any]) -> str:
 
 
 class Grammars:
-    """Follows grammars over one tokenizer. Safe for several threads."""
+    """Compiler of grammars for one tokenizer. Thread-safe."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, eos_ids: Sequence[int]
@@ -68,10 +69,10 @@ class Grammars:
         self._guard = threading.Lock()
         self._tokenizer: LLTokenizer | None = None
         self._refusal: str | None = None
-        """Why there will be none: to find out takes as long as to make one."""
+        """Why llguidance cannot use the tokenizer; cached, since an attempt takes a second."""
 
     def follow(self, grammar: str) -> Follower:
-        """Compile `grammar`, which was checked, for one answer. Raises `ValueError`."""
+        """Compile a checked grammar for one answer. Raises `ValueError` if that fails."""
         matcher = LLMatcher(self.prepare(), grammar, log_level=0, limits=limits())
         if matcher.is_error():
             raise ValueError(
@@ -81,10 +82,10 @@ class Grammars:
 
     @contextmanager
     def followers(self, grammar: str, count: int) -> Iterator[list[Follower]]:
-        """`grammar`, which was checked, compiled for so many answers.
+        """Matchers of a checked grammar for `count` answers, within the limit `MAX_FOLLOWERS`.
 
-        Raises `ValueError` as `follow`, or for more than there may be, and `Problem` as `Shares`
-        do.
+        Raises `ValueError` as `follow` does or for more answers than the limit, and `Problem` as
+        `Shares` does.
         """
         if count > _shares.size:
             raise ValueError(f"at most {_shares.size} answers to a request may follow a schema")
@@ -93,11 +94,10 @@ class Grammars:
             yield [first, *(first.copy() for _ in range(count - 1))]
 
     def prepare(self) -> LLTokenizer:
-        """What all answers share, made, or refused, with the first call.
+        """llguidance's tokenizer, created by the first call and shared by all answers.
 
-        It takes a second for a large vocabulary, in which no other Python code runs: call it
-        before there are answers that could be held up. Raises `ValueError` for a kind of tokenizer
-        that llguidance does not know.
+        Creating it holds the GIL for a second with a large vocabulary: call it before requests
+        are served. Raises `ValueError` for a tokenizer that llguidance does not support.
         """
         with self._guard:
             if self._tokenizer is None and self._refusal is None:
@@ -115,9 +115,9 @@ class Grammars:
 
 
 class Follower:
-    """Where one answer is in its grammar. Used by one thread at a time.
+    """Position of one answer in its grammar. Used by one thread at a time.
 
-    The library bounds the work of each step; `STEPS_CPU_S` and `STEP_CPU_S` bound that of all.
+    llguidance bounds the work of a step; `STEPS_CPU_S` and `STEP_CPU_S` bound that of all steps.
     """
 
     def __init__(self, matcher: LLMatcher) -> None:
@@ -125,12 +125,14 @@ class Follower:
         self._left_s = STEPS_CPU_S
 
     def copy(self) -> Follower:
-        """For another answer that begins here."""
+        """Matcher of another answer, at the same position."""
         return Follower(self._matcher.deep_copy())
 
     def allowed(self, vocab_size: int, device: torch.device) -> Tensor:
-        """bool [V]: which tokens may come next. Raises `ValueError` where the grammar is too hard
-        to follow here."""
+        """Mask of the tokens that may come next: bool [V] on `device`.
+
+        Raises `ValueError` if the grammar is too expensive to follow at this position.
+        """
         with self._counted():
             mask = self._matcher.compute_bitmask()
         bits = np.frombuffer(mask, dtype=np.uint8)
@@ -138,9 +140,9 @@ class Follower:
         return torch.from_numpy(flags.view(np.bool_)).to(device)
 
     def take(self, token_id: int) -> bool:
-        """Go on with an allowed token; True: the answer is complete, nothing may follow.
+        """Advance by an allowed token; True if the answer is complete.
 
-        Raises `ValueError` as `allowed` does: a matcher that gave up also says that it has stopped.
+        Raises `ValueError` as `allowed` does: a matcher that failed also reports that it stopped.
         """
         with self._counted():
             self._matcher.consume_token(token_id)

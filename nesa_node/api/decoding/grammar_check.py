@@ -1,6 +1,6 @@
-"""Whether a grammar can be followed, found out here or by a process of its own.
+"""Check whether a grammar can be followed, also as the program of a child process.
 
-The program needs nothing but llguidance, so that it starts in a tenth of a second.
+It imports only llguidance, so that the process starts in a tenth of a second.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from typing import Any
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 CPU_S = 1.0
-"""Of one check. What 64 KiB of schema honestly need is 0.1 s."""
+"""CPU time limit of one check; 64 KiB of a usual schema take 0.1 s."""
 MEMORY_BYTES = 1 << 30
-"""Address space of the process; with nothing to do it has 30 MB."""
+"""Limit on the process's address space; an idle process has 30 MB."""
 MOST_LEXER_BYTES = 8 << 20
-"""Of a grammar that is ready to be followed. Honest ones take up to 2 MiB, `multipleOf` 500 bytes
-times its number, which no limit of llguidance's counts."""
+"""Limit on the memory of a compiled grammar. Usual ones take up to 2 MiB; `multipleOf` takes 500
+bytes times its number, which llguidance's own limits do not count."""
 _SHOWN_CHARS = 200
 
 
 def limits() -> LLParserLimits:
-    """A tenth to a half of llguidance's own.
+    """Limits of llguidance's lexer and parser: a tenth to a half of its defaults.
 
-    They bound the lexer and the parser: a grammar is made ready within 0.1 s, and no step measured
-    takes longer than 0.2 s. Intersections of patterns (`allOf`, `patternProperties`) they do not
-    bound: the time of these doubles with each pattern.
+    With them a grammar compiles within 0.1 s, and no measured step takes longer than 0.2 s. They
+    do not bound intersections of patterns (`allOf`, `patternProperties`), which take twice as long
+    with each pattern.
     """
     return LLParserLimits(
         initial_lexer_fuel=500_000,
@@ -39,7 +39,7 @@ def limits() -> LLParserLimits:
 
 
 def refusal(grammar: str, tokenizer: LLTokenizer) -> str | None:
-    """Why llguidance cannot follow `grammar` (its own words); None: it can. May take for ever."""
+    """Reason why llguidance cannot follow `grammar`; None if it can. May never return."""
     failed, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=limits())
     if failed:
         return _in_a_line(messages[0] if messages else "")
@@ -59,7 +59,7 @@ def refusal(grammar: str, tokenizer: LLTokenizer) -> str | None:
 
 
 class _Mallinfo(ctypes.Structure):
-    """What glibc's `mallinfo2` returns."""
+    """Result of glibc's `mallinfo2`."""
 
     _fields_ = tuple(
         (name, ctypes.c_size_t)
@@ -74,8 +74,10 @@ _mallinfo: Any = getattr(ctypes.CDLL(None), "mallinfo2", None)
 
 
 def _allocated_bytes() -> int:
-    """What malloc has given out, in which process memory that was freed does not count; 0 where
-    there is no glibc."""
+    """Bytes that malloc has allocated and not freed; 0 without glibc.
+
+    The process's resident memory would count freed memory, too.
+    """
     if _mallinfo is None:
         return 0
     _mallinfo.restype = _Mallinfo
@@ -88,8 +90,8 @@ def _in_a_line(message: str) -> str:
 
 
 def prepare() -> Callable[[str], str | None]:
-    """What a process answers (`child_program.py`): a grammar's refusal.
+    """Handler of questions for `child_program.py`: the refusal of a grammar, or None.
 
-    The lexer of a grammar does not depend on the vocabulary, so the smallest one will do.
+    A grammar's lexer does not depend on the vocabulary, so the smallest one is used.
     """
     return partial(refusal, tokenizer=LLTokenizer("byte"))

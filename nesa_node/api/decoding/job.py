@@ -1,4 +1,4 @@
-"""What one request asks of a model, and what comes back while it is generated.
+"""Generation job: its parameters, and the events that it yields.
 
 V vocabulary.
 """
@@ -14,7 +14,7 @@ FinishReason = Literal["stop", "length", "tool_calls"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How the next token is chosen; the defaults are OpenAI's, `temperature=0` is greedy.
+    """Sampling parameters, with OpenAI's defaults; `temperature=0` is greedy.
 
     Applied in this order: penalties and `logit_bias`, temperature, top-k, top-p, min-p.
     """
@@ -22,44 +22,44 @@ class Sampling:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
-    """0: any."""
+    """0: no limit."""
     min_p: float = 0.0
     repetition_penalty: float = 1.0
-    """As transformers has it, over prompt and answer."""
+    """Divides positive logits of tokens in prompt and answer, as in transformers."""
     presence_penalty: float = 0.0
-    """Subtracted from logits of tokens that the answer holds, as OpenAI defines it."""
+    """Subtracted from logits of tokens in the answer, as OpenAI defines it."""
     frequency_penalty: float = 0.0
-    """The same, times how often."""
+    """Subtracted from logits once per occurrence in the answer, as OpenAI defines it."""
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int | None = None
-    """Choice i of a job draws from a generator of its own, made of the seed and i."""
+    """Choice i of a job has its own random generator, seeded by `seed` and i."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A prompt to be continued `n` times. Whoever makes it has checked all values."""
+    """A prompt to be continued `n` times; its creator has validated all values."""
 
     prompt: tuple[int, ...]
     max_tokens: int
-    """New tokens per choice. 0: the prompt's own log probabilities only."""
+    """Limit on new tokens per choice. 0: only log probabilities of the prompt."""
     n: int = 1
     sampling: Sampling = field(default_factory=Sampling)
     stop: tuple[str, ...] = ()
     """Texts that end a choice; they are not part of it."""
     ignore_eos: bool = False
     top_logprobs: int | None = None
-    """None: no log probabilities. 0: those of the chosen tokens, k: also of the k likeliest."""
+    """None: no log probabilities. 0: of the chosen tokens; k: also of the k likeliest tokens."""
     prompt_logprobs: bool = False
-    """Also those of the prompt's tokens (`echo` with `logprobs`)."""
+    """Whether the prompt's tokens get log probabilities, too (`echo` with `logprobs`)."""
     prefix_scope: str = ""
-    """Jobs of the same scope begin with what nodes still hold of each other's prompts."""
+    """Prefix-cache scope: jobs of one scope reuse each other's cached prefixes."""
     grammar: str | None = None
-    """llguidance's grammar that the answer must follow."""
+    """llguidance grammar that the answer must follow."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenChance:
-    """A token, its bytes and the log of its probability before temperature and truncation."""
+    """Token with its bytes and its log probability before temperature and truncation."""
 
     token_id: int
     data: bytes
@@ -68,33 +68,33 @@ class TokenChance:
 
 @dataclass(frozen=True, slots=True)
 class Chosen(TokenChance):
-    """A token of the prompt or the answer; `top` has the likeliest in its place, best first."""
+    """Token of the prompt or the answer; `top` are the likeliest at its position, best first."""
 
     top: tuple[TokenChance, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delta:
-    """What came for one choice: `text` never ends within a character or what may become a stop.
+    """Progress of one choice; `text` never ends within a character or a possible stop text.
 
-    `tokens` are those generated since the last delta, with log probabilities if the job asks for
-    them (else 0.0 and no data): all of them, also where their text is still held back.
+    `tokens` are all tokens generated since the last delta, even if their text is held back, with
+    log probabilities if the job asks for them (else 0.0 and no bytes).
     """
 
     index: int
     text: str = ""
     tokens: tuple[Chosen, ...] = ()
     finish_reason: FinishReason | None = None
-    """Once, in a choice's last delta."""
+    """Set in a choice's last delta only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptRead:
-    """Comes first: the prompt has been computed. `cached_tokens` nodes still held."""
+    """First event: prefill has ended; nodes had `cached_tokens` of the prompt in their cache."""
 
     cached_tokens: int = 0
     tokens: tuple[Chosen, ...] = ()
-    """With `prompt_logprobs`; the first token's is 0.0."""
+    """The prompt's tokens with `prompt_logprobs`, else empty; the first log probability is 0.0."""
 
 
 Event = PromptRead | Delta

@@ -1,6 +1,6 @@
-"""Log probabilities of tokens, as OpenAI reports them: before temperature and truncation.
+"""Log probabilities of tokens, before temperature and truncation, as OpenAI reports them.
 
-T tokens, V vocabulary, K likeliest.
+T tokens, V vocabulary, K likeliest tokens.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from nesa_node.api.decoding.job import Chosen, TokenChance
 
 LEAST_LOGPROB = -9999.0
-"""Stands for the impossible, and for what is no number: JSON has neither."""
+"""Substitute for minus infinity and NaN, which JSON does not have."""
 
 
 def chosen_tokens(
@@ -22,7 +22,7 @@ def chosen_tokens(
 ) -> list[Chosen]:
     """`token_ids[t]` with its log probability by float32 `logits_TV[t]`, and the `top` likeliest.
 
-    `data` is a token's bytes. `logits_TV` is not modified.
+    `data` returns a token's bytes. `logits_TV` is not modified.
     """
     total_T1 = torch.logsumexp(logits_TV, -1, keepdim=True)
     ids_T1 = torch.tensor(token_ids, device=logits_TV.device).unsqueeze(1)

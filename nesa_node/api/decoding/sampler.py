@@ -1,4 +1,4 @@
-"""Which token comes next, for one choice of a job.
+"""Sampling of the next token of one choice.
 
 V vocabulary, K candidates.
 """
@@ -14,15 +14,15 @@ from torch import Tensor
 from nesa_node.api.decoding.adjustments import Adjustments, CommonAdjustments
 
 GREEDY_BELOW = 1e-5
-"""A temperature below this leaves nothing to chance."""
+"""Temperature below which the argmax is taken."""
 _TRIES = (512, 8192)
-"""Sorting a whole vocabulary takes milliseconds, and so many hold nearly all that may be drawn."""
+"""Sizes of top-k tried for top-p before the whole vocabulary, which takes milliseconds to sort."""
 
 
 class Sampler:
-    """Draws by the inverse of the cumulated probabilities, with one random number for each token.
+    """Sampler of one choice: inverse transform sampling, with one random number per token.
 
-    The same seed, index and logits give the same tokens. `index` is the choice's in its job.
+    The same seed, index and logits give the same tokens. `index` is the choice's index in its job.
     """
 
     def __init__(self, common: CommonAdjustments, index: int) -> None:
@@ -35,11 +35,11 @@ class Sampler:
 
     @property
     def takes_best(self) -> bool:
-        """Whether the likeliest token is taken, whatever came before."""
+        """Whether each token is the argmax of the logits, independently of earlier tokens."""
         return self._greedy and self._adjustments is None
 
     def choose(self, logits_V: Tensor, allowed_V: Tensor | None = None) -> int:
-        """A token for float32 logits, which are not modified; only of those in `allowed_V`."""
+        """Sample a token of the mask `allowed_V` from float32 logits, which are not modified."""
         if self._adjustments is not None:
             logits_V = self._adjustments.applied(logits_V)
         if allowed_V is not None:
@@ -51,10 +51,10 @@ class Sampler:
         return chosen
 
     def _draw(self, logits_V: Tensor, best: int) -> int:
-        # Relative to the best, so that nothing grows beyond bounds however low the temperature.
+        # Relative to the largest logit, so that low temperatures do not overflow.
         scores_V = (logits_V - logits_V[best]) / self._sampling.temperature
         ids_K, scores_K = self._candidates(scores_V)
-        # float32 would lose the tail of a large vocabulary.
+        # float64: float32 would lose the tail of a large vocabulary.
         cumulated_K = scores_K.exp().cumsum(0, dtype=torch.float64)
         drawn = self._random.random() * float(cumulated_K[-1])
         at = int(torch.searchsorted(cumulated_K, drawn, right=True))
@@ -63,7 +63,7 @@ class Sampler:
         return at if ids_K is None else int(ids_K[at])
 
     def _candidates(self, scores_V: Tensor) -> tuple[Tensor | None, Tensor]:
-        """Ids and scores after top-k, top-p and min-p; None: all ids, in order."""
+        """Candidate ids and scores after top-k, top-p and min-p; ids None: all of V, in order."""
         sampling = self._sampling
         top_k = min(sampling.top_k, len(scores_V))
         if not top_k and sampling.top_p >= 1:
@@ -87,7 +87,7 @@ class Sampler:
 
 
 def _likeliest(scores_V: Tensor, top_p: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Scores, ids and weights of the best, enough to have `top_p` of the total weight."""
+    """Scores, ids and weights of enough top tokens to cover `top_p` of the weight; total weight."""
     total = scores_V.exp().sum()
     for count in (*(few for few in _TRIES if few < len(scores_V)), len(scores_V)):
         scores_K, ids_K = scores_V.topk(count)

@@ -1,4 +1,4 @@
-"""Texts that end an answer, found across the pieces in which it comes."""
+"""Detection of stop texts in a stream of text."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 class Stops:
-    """Passes text on up to the first of `stops`; what may become one is held back."""
+    """Filter that passes text up to the first stop text, holding back a possible beginning."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stop for stop in stops if stop)
@@ -14,7 +14,7 @@ class Stops:
         self.found = False
 
     def push(self, text: str) -> str:
-        """What of it is certain to come before a stop. After `found` nothing may be pushed."""
+        """Add text; return what no stop text can include. Not to be called after `found`."""
         if not self._stops:
             return text
         text = self._held + text
@@ -27,13 +27,13 @@ class Stops:
         return text[: len(text) - held]
 
     def finish(self) -> str:
-        """What was held back: no stop came."""
+        """Return the text that was held back, at the end of the stream."""
         held, self._held = self._held, ""
         return held
 
 
 def _overlap(text: str, stop: str) -> int:
-    """How much of the end of `text` begins `stop`."""
+    """Length of the longest end of `text` that is a proper prefix of `stop`."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:length]):
             return length

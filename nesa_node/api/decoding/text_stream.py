@@ -1,8 +1,8 @@
-"""Text of tokens as they come, in pieces that later tokens do not change.
+"""Incremental detokenization: text of tokens as they come, which later tokens do not change.
 
-What a token's text is can depend on its neighbours: characters of several tokens, spaces that a
-tokenizer strips or merges. So a window of the last tokens is decoded again with each new one, and
-of its text goes out what is settled.
+A token's text may depend on its neighbours: characters of several tokens, and spaces that the
+tokenizer strips or merges. A window of the last tokens is decoded again with each new token, and
+the part of its text that is final is returned.
 """
 
 from __future__ import annotations
@@ -14,19 +14,20 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 MANY_CHARS = 1 << 16
-"""Decoding so many takes 2 ms, and 20 with a stranger's tokenizer."""
+"""Limit on text decoded while holding the GIL: 2 ms, or 20 ms with an unusual tokenizer."""
 CONTEXT_TOKENS = 4
-"""So many of a window's tokens begin the next one, and only tell how new ones are to be read."""
+"""Tokens of a window that begin the next one, as context of its new tokens."""
 WINDOW_TOKENS = 16
+"""Tokens of a window after which the next one begins."""
 REPLACEMENT = "\ufffd"
-"""What decoders give for bytes that are no character, or not yet."""
+"""Character that decoders return for invalid or incomplete UTF-8."""
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 _MERGES = re.compile(r"(?: | '| n| n'| 'v| 'r)$")
-"""What transformers' clean-up may still join to what follows."""
+"""Ends of texts that transformers' clean-up may merge with the following text."""
 
 
 class TextRules:
-    """What has to be known of a tokenizer, found once."""
+    """Properties of a tokenizer that detokenization needs, computed once."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer: Any = tokenizer
@@ -40,30 +41,30 @@ class TextRules:
         self.merges_spaces = _merges_spaces(tokenizer)
 
     def is_byte(self, token_id: int) -> bool:
-        """Whether it stands for one byte: a run of those is read as a whole."""
+        """Whether the token is one byte: a run of byte tokens is decoded as a whole."""
         return token_id in self._byte_tokens
 
     def is_silent(self, token_id: int) -> bool:
-        """Whether texts leave it out, as if it were not there."""
+        """Whether the token has no text: special, or beyond the tokenizer's vocabulary."""
         return token_id in self._special or token_id >= self._length
 
     def decode(self, token_ids: list[int]) -> str:
-        """Without special tokens. Ids beyond the tokenizer's vocabulary have no text."""
+        """Text of tokens, without special tokens and ids beyond the tokenizer's vocabulary."""
         text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
         return text
 
 
 class TextStream:
-    """One answer's text. All that `push` and `finish` return is `rules.decode` of all tokens."""
+    """Incremental text of one answer; the returned texts are `rules.decode` of all tokens."""
 
     def __init__(self, rules: TextRules) -> None:
         self._rules = rules
         self._window: list[int] = []
         self._said = ""
-        """The beginning of the window's text that has gone out."""
+        """Beginning of the window's text that was returned already."""
 
     def push(self, token_id: int) -> str:
-        """The text that is settled with this token; "" where none is."""
+        """Add a token; return the text that is final now, which may be empty."""
         if self._rules.is_silent(token_id):
             return ""
         self._window.append(token_id)
@@ -79,7 +80,7 @@ class TextStream:
         return new
 
     def finish(self) -> str:
-        """The rest. Nothing may be pushed afterwards."""
+        """Return the rest of the text. Not to be followed by `push`."""
         return self._say(self._rules.decode(self._window))
 
     def _say(self, text: str) -> str:
@@ -90,23 +91,25 @@ class TextStream:
         return new
 
     def _move_on(self, text: str) -> None:
-        """Forget the beginning of the window, if its end alone reads the same."""
+        """Drop the beginning of the window if its end alone decodes to the same text."""
         window = self._window[-CONTEXT_TOKENS:]
         end = self._rules.decode(window)
         said = end[: max(len(end) - len(text) + len(self._said), 0)]
-        # A tokenizer strips a leading space of whatever it decodes: with some text that is done.
+        # Tokenizers strip a leading space of each decoded text, so `said` must not be empty.
         if said and text.endswith(end.lstrip(" ")):
             self._window, self._said = window, said
 
 
 def decode_whole(tokenizer: Any, token_ids: list[int], size: int) -> str:
-    """`tokenizer.decode`, in which all other threads wait, but for texts of a `size`, in about
-    characters, beyond `MANY_CHARS` they go on."""
+    """`tokenizer.decode`, without holding the GIL for texts of more than `MANY_CHARS` characters.
+
+    `size` is the text's length, about. Special tokens are decoded, too.
+    """
     text: str
     if size <= MANY_CHARS:
         text = tokenizer.decode(token_ids)
         return text
-    # Of the library's methods only that for several texts lets go of the interpreter's lock.
+    # Of the library's methods only `decode_batch` releases the GIL.
     (text,) = tokenizer.backend_tokenizer.decode_batch([token_ids], skip_special_tokens=False)
     return tokenizer.clean_up_tokenization(text) if _merges_spaces(tokenizer) else text
 
@@ -128,7 +131,7 @@ def _merges_spaces(tokenizer: Any) -> bool:
 
 
 def decoder_types(tokenizer: Any) -> frozenset[str]:
-    """The names of the steps by which a fast tokenizer makes text of tokens."""
+    """Types of the steps of a fast tokenizer's decoder."""
     decoder = tokenizer.backend_tokenizer.decoder
     if decoder is None:
         return frozenset()

@@ -1,4 +1,4 @@
-"""The bytes that a token stands for, which need not be whole characters."""
+"""Bytes of tokens, which need not be whole characters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ _SPACE = "\u2581"
 
 
 class TokenBytes:
-    """Of fast tokenizers: byte-level ones, SentencePiece's with and without bytes, and words."""
+    """Token bytes of fast tokenizers: byte-level, SentencePiece with or without byte tokens, and
+    word-level."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer: Any = tokenizer
@@ -26,7 +27,7 @@ class TokenBytes:
         self._length = len(self._tokenizer)
 
     def __call__(self, token_id: int) -> bytes:
-        """Empty for ids that the model has and the tokenizer has not."""
+        """Bytes of a token; empty for ids beyond the tokenizer's vocabulary."""
         if token_id in self._added:
             return self._added[token_id]
         if not 0 <= token_id < self._length:
@@ -44,7 +45,8 @@ class TokenBytes:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """GPT-2's: printable Latin-1 stands for itself, the other bytes for characters from 256 on."""
+    """Bytes by character in GPT-2's byte-level alphabet: printable Latin-1 characters are their own
+    bytes, and characters from 256 on are the other bytes in order."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in plain]
     shifted = {chr(256 + at): byte for at, byte in enumerate(others)}

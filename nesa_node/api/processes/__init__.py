@@ -1,1 +1,1 @@
-"""Child processes with limits of CPU time and memory, for work that may never end."""
+"""Child processes with limits of CPU time and memory, and threads shared fairly."""

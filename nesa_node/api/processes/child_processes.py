@@ -1,4 +1,4 @@
-"""Child processes for work that may never end, or take all memory: each has limits."""
+"""Pool of child processes for untrusted work, with limits of CPU time and memory."""
 
 from __future__ import annotations
 
@@ -17,33 +17,37 @@ from nesa_node.core.logging import get_logger
 log = get_logger(__name__)
 
 MAX_PROCESSES = 2
-"""Of one program."""
+"""Limit on the processes of one pool."""
 WALL_S = 10.0
-"""Of one answer, on a machine that is busy with other things."""
+"""Wall-clock limit of one answer, for a machine that is busy with other work."""
 _START_S = 30.0
+"""Time limit until a started process is ready."""
 _END_S = 5.0
+"""Time limit until a process that closed its output has exited."""
 _ANSWERS_PER_PROCESS = 1000
+"""Answers after which a process is replaced."""
 _RETRY_S = 2.0
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-"""The stacks of more would count as memory, on machines with many cores too much of it."""
+"""Environment of a process: the stacks of one thread per core would exceed its memory limit."""
 
 Ask = Callable[[bytes], Awaitable[bytes | None]]
-"""A question, JSON in one line, to its answer in JSON; None: it took more than its limits."""
+"""Function from a question, JSON in one line, to its answer in JSON; None: a limit was exceeded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What child processes run. `task` is what it does, for messages: "read a schema"."""
+    """Program of child processes. `task` names its work in messages: "read a schema"."""
 
     path: str
     task: str
     cpu_s: float
-    """Of one answer."""
+    """CPU time limit of one answer."""
     memory_bytes: int
-    """Address space of a process."""
+    """Limit on the address space of a process."""
     answer_bytes: int
+    """Limit on one answer."""
     most_waiting: int
-    """Questions of one caller, with the one that is being answered."""
+    """Limit on the unanswered questions of one caller."""
 
     def limits(self) -> str:
         return f"{self.cpu_s:g} s or {self.memory_bytes >> 20} MiB"
@@ -51,16 +55,16 @@ class Program:
 
 @dataclass(slots=True)
 class _Queue:
-    """The questions of one caller, of which one is being answered."""
+    """Queue of one caller's questions, which are answered one at a time."""
 
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     length: int = 0
 
 
 class ChildProcesses:
-    """Answers at most `MAX_PROCESSES` questions at once, one of each caller.
+    """Pool that answers up to `MAX_PROCESSES` questions at once, one of each caller.
 
-    Processes start when they are needed. Close it: they end.
+    Processes start on demand, and end with `close`.
     """
 
     def __init__(self, program: Program) -> None:
@@ -71,15 +75,15 @@ class ChildProcesses:
         self._closed = False
 
     async def start(self) -> None:
-        """Start one process now, so that the first question need not wait for it."""
+        """Start one process in advance, so that the first question does not wait for it."""
         self._idle.append(await _Process.start(self._program))
 
     @asynccontextmanager
     async def turn(self, caller: str) -> AsyncIterator[Ask]:
-        """What asks, once it is `caller`'s turn.
+        """Wait for `caller`'s turn, then yield a function that asks questions.
 
-        Raises `BusyError` where `caller` has too many questions waiting; asking raises it where the
-        machine is too slow, or has no room for a process.
+        Raises `BusyError` if `caller` has too many questions waiting. Asking raises it if the
+        machine is too slow or cannot start a process.
         """
         queue = self._queues.setdefault(caller, _Queue())
         if queue.length >= self._program.most_waiting:
@@ -97,7 +101,7 @@ class ChildProcesses:
                 del self._queues[caller]
 
     async def close(self) -> None:
-        """End the processes. A question that is still being answered ends its own."""
+        """End idle processes; a busy one ends once its question is answered."""
         self._closed = True
         while self._idle:
             await self._idle.popleft().end()
@@ -119,7 +123,7 @@ class ChildProcesses:
                 exit=await process.end(),
                 bytes=len(question),
             )
-            # In the turn of the caller that ended it, so that no other caller waits for a new one.
+            # Still in the turn of this caller, so that no other caller waits for a new process.
             with suppress(BusyError):
                 await self._put_back(await _Process.start(self._program))
         return answer
@@ -132,7 +136,7 @@ class ChildProcesses:
 
 
 class _Process:
-    """One process that runs a program. `is_ready` while no question is unanswered."""
+    """Process that runs a program; `is_ready` if no question is unanswered."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
@@ -142,7 +146,7 @@ class _Process:
 
     @classmethod
     async def start(cls, program: Program) -> _Process:
-        """Raises `BusyError` where this machine has no room for one more, or no time."""
+        """Start a process and wait until it is ready. Raises `BusyError` if that fails."""
         limits = f"{program.cpu_s}", f"{program.memory_bytes}"
         try:
             process = await asyncio.create_subprocess_exec(
@@ -152,7 +156,7 @@ class _Process:
                 stderr=asyncio.subprocess.DEVNULL,
                 limit=program.answer_bytes,
                 env={**os.environ, **_ONE_THREAD},
-                # Ctrl-C is for the gateway, which ends this by closing its stdin.
+                # Keeps Ctrl-C from the process: the gateway ends it by closing its stdin.
                 start_new_session=True,
             )
         except OSError as error:
@@ -173,7 +177,7 @@ class _Process:
         return self
 
     async def ask(self, question: bytes) -> bytes | None:
-        """The answer; None: the process ended over it, or its answer has no end."""
+        """Answer to `question`; None: the process ended, or its answer was too long."""
         assert self._process.stdin is not None
         self.is_ready = False
         self.answers += 1
@@ -193,9 +197,9 @@ class _Process:
         return line if self.is_ready else None
 
     async def end(self) -> int:
-        """Its exit status, negative for a signal."""
+        """End the process; return its exit status, negative for a signal."""
         if self._has_closed:
-            # It ends of itself: to kill it meanwhile might take its exit status from asyncio.
+            # It is exiting: killing it now could hide its exit status from asyncio.
             with suppress(TimeoutError):
                 async with asyncio.timeout(_END_S):
                     return await self._process.wait()
@@ -206,11 +210,11 @@ class _Process:
             else:
                 with suppress(ProcessLookupError):
                     self._process.kill()
-        # asyncio reports an exit only once all output is read, which `wait` alone does not do.
+        # asyncio reports an exit only after all output was read, which `wait` does not do.
         await self._process.communicate()
         return await self._process.wait()
 
 
 def _not_started(program: Program, reason: str) -> BusyError:
-    log.warning("child_process_not_started", task=program.task, reason=reason)
-    return BusyError(f"this machine has no room to {program.task}", _RETRY_S)
+    log.warning("child_process_start_failed", task=program.task, reason=reason)
+    return BusyError(f"this machine could not start a process to {program.task}", _RETRY_S)

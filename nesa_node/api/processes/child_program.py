@@ -1,7 +1,7 @@
-"""Runs a program's answers within limits: `child_program.py PROGRAM CPU_S MEMORY_BYTES`.
+"""Main program of a child process: `child_program.py PROGRAM CPU_S MEMORY_BYTES`.
 
-PROGRAM is a file with a function `prepare`, which returns what answers a question. This file needs
-nothing of the project, so that a process starts as quickly as its program is loaded.
+PROGRAM is a file with a function `prepare` that returns the handler of questions. This file imports
+nothing of the project, so that only the program's own imports delay its start.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import sys
 
 
 def main() -> None:
-    """Write a line once the program is ready; then answer each line of stdin, both as JSON.
+    """Write a line once the program is ready, then answer each line of stdin; all lines are JSON.
 
-    An answer that takes more than CPU_S ends the process (SIGPROF). MEMORY_BYTES are its address
-    space, the program included: beyond them allocating fails.
+    SIGPROF ends the process if an answer takes more than CPU_S of CPU time. MEMORY_BYTES limits
+    its address space, program included: beyond it allocations fail.
     """
     program, cpu_s, memory_bytes = sys.argv[1], float(sys.argv[2]), int(sys.argv[3])
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))

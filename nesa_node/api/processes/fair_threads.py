@@ -1,4 +1,4 @@
-"""Threads for the work of many callers, of which none can keep another waiting for long."""
+"""Thread pool that is shared fairly among callers."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _Piece = Callable[[], Any]
 
 
 class FairThreads:
-    """Does pieces of work in at most `threads` threads, `most_of_one` of them for one caller.
+    """Thread pool of `threads` threads, of which one caller may use `most_of_one`.
 
-    Next comes a piece of the caller with the fewest threads; of these, the piece that has
-    waited longest. The caller "" is that of servers which ask for no key: it may use all threads.
-    Safe for several threads. Close it with `shutdown`.
+    The next work to run is of the caller with the fewest running threads, in order of arrival.
+    The caller "" stands for servers without keys and may use all threads. Thread-safe. Close it
+    with `shutdown`.
     """
 
     def __init__(self, threads: int, *, most_of_one: int, name: str) -> None:
@@ -31,7 +31,7 @@ class FairThreads:
         self._closed = False
 
     def submit(self, caller: str, work: Callable[[], T]) -> Future[T]:
-        """What `work` returns or raises. Cancelling it takes it out of the queue.
+        """Queue `work`; return a future of its result. Cancelling it removes it from the queue.
 
         Raises `RuntimeError` after `shutdown`.
         """
@@ -45,7 +45,7 @@ class FairThreads:
         return future
 
     def shutdown(self) -> None:
-        """Cancel what has not begun, and wait for what has. May be called twice."""
+        """Cancel queued work and wait for running work. May be called twice."""
         with self._guard:
             self._closed = True
             waiting = list(self._waiting)
@@ -57,7 +57,7 @@ class FairThreads:
         with self._guard:
             waited = self._waiting.pop(future, None) is not None
         if waited:
-            # It was cancelled, which `concurrent.futures.wait` is told so.
+            # Cancelled while queued: this notifies `concurrent.futures.wait`.
             future.set_running_or_notify_cancel()
 
     def _begin(self) -> None:
@@ -68,7 +68,7 @@ class FairThreads:
                 self._pool.submit(self._do, caller, future, work)
 
     def _next(self) -> Future[Any] | None:
-        """Linear in the pieces that wait: a thousand or so, each of milliseconds at least."""
+        """Next work to run if a thread is free. Linear in the queue: about a thousand entries."""
         if self._running.total() >= self._threads:
             return None
         may_begin = (
@@ -94,7 +94,7 @@ def _settle(future: Future[Any], work: _Piece) -> None:
         result = work()
     except BaseException as error:
         future.set_exception(error)
-        # The error's traceback holds this frame.
+        # Avoids a reference cycle: the error's traceback refers to this frame.
         del future
     else:
         future.set_result(result)

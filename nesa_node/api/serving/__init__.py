@@ -1,1 +1,1 @@
-"""Models of the swarm, found and opened, and used by many requests at once."""
+"""Models of the swarm: discovered, opened, and shared by concurrent requests."""

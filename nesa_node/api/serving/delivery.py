@@ -1,4 +1,4 @@
-"""What a thread makes, handed to a coroutine."""
+"""Channel from a thread to a coroutine."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ T = TypeVar("T")
 
 
 class Delivery(AsyncIterator[T], Generic[T]):
-    """Made inside the event loop that reads it. What is not read waits; the sender never does.
+    """Unbounded channel: a thread puts items without blocking, a coroutine iterates over them.
 
-    So it holds as much as the sender may make. However much comes before the reader's turn, the
-    event loop is woken once.
+    Created within the reader's event loop, which is woken once for all items that are put before
+    the reader runs. Unread items are kept, so the sender must bound their number.
     """
 
     def __init__(self) -> None:
@@ -28,12 +28,12 @@ class Delivery(AsyncIterator[T], Generic[T]):
         self._error: BaseException | None = None
 
     def put(self, items: Iterable[T]) -> None:
-        """From the thread."""
+        """Add items; called by the thread."""
         self._items.extend(items)
         self._wake()
 
     def end(self, error: BaseException | None = None) -> None:
-        """From the thread: nothing follows, or `error`."""
+        """End the iteration, with `error` if given; called by the thread."""
         self._error = error
         self._is_over = True
         if self._is_closed:
@@ -41,9 +41,9 @@ class Delivery(AsyncIterator[T], Generic[T]):
         self._wake()
 
     def close(self) -> None:
-        """From the event loop: nothing is read any more.
+        """Stop reading; called within the event loop.
 
-        The traceback of an error that is kept holds the sender's frames, and those hold this.
+        Drops the error: its traceback refers to the sender's frames, and those refer to this.
         """
         self._is_closed = True
         self._error = None
@@ -57,15 +57,15 @@ class Delivery(AsyncIterator[T], Generic[T]):
         return self._items.popleft()
 
     def _end(self) -> BaseException:
-        # In no variable of the frame that raises it: its traceback holds that frame, and each would
-        # keep the other.
+        # The raising frame must not keep the error in a variable: the error's traceback refers to
+        # that frame, which would be a reference cycle.
         error, self._error = self._error, None
         return StopAsyncIteration() if error is None else error
 
     def _wake(self) -> None:
         if not self._is_woken:
             self._is_woken = True
-            # The loop may have ended before the thread.
+            # The event loop may have been closed before the thread ended.
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._notice)
 

@@ -1,4 +1,4 @@
-"""Grammars of requests are checked in processes of their own, since a check may never end."""
+"""Checks of requests' grammars in child processes, since a check may never end."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from nesa_node.api.decoding import grammar_check
 from nesa_node.api.processes.child_processes import Ask, ChildProcesses, Program
 
 MAX_WAITING = 16
-"""Checks of one caller, with the one that runs."""
+"""Limit on the unfinished checks of one caller."""
 MAX_REMEMBERED = 1024
+"""Limit on cached results of checks."""
 _PROGRAM = Program(
     grammar_check.__file__,
     "read a schema",
@@ -23,20 +24,20 @@ _PROGRAM = Program(
 
 
 class GrammarChecker:
-    """Checks grammars as `ChildProcesses` do; remembers what came of them. Close it."""
+    """Checks grammars in `ChildProcesses`, and caches the results. Close it after use."""
 
     def __init__(self) -> None:
         self._processes = ChildProcesses(_PROGRAM)
         self._refusals: OrderedDict[bytes, str | None] = OrderedDict()
 
     async def start(self) -> None:
-        """Start one process now, so that the first check need not wait for it."""
+        """Start one process in advance, so that the first check does not wait for it."""
         await self._processes.start()
 
     async def check(self, grammar: str, caller: str = "") -> None:
-        """Raises `ValueError` for what cannot be followed, or cannot be found out in time.
+        """Raise `ValueError` if `grammar` cannot be followed or exceeds the limits of a check.
 
-        Raises `BusyError` where `caller` has too many checks waiting, or the machine is too slow.
+        Raises `BusyError` if `caller` has too many checks waiting, or the machine is too slow.
         """
         digest = hashlib.sha256(grammar.encode()).digest()
         if digest not in self._refusals:
@@ -49,7 +50,7 @@ class GrammarChecker:
             raise ValueError(reason)
 
     async def close(self) -> None:
-        """End the processes. A check that still runs ends its own."""
+        """End the child processes; a busy one ends after its check."""
         await self._processes.close()
 
     def _remember(self, digest: bytes, reason: str | None) -> None:

@@ -1,4 +1,4 @@
-"""Several jobs at once, as one stream of events."""
+"""Concurrent jobs of a request, as one stream of events."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ if TYPE_CHECKING:
     from nesa_node.api.serving.served_model import ServedModel
 
 AT_ONCE = 8
-"""Jobs of one request that run together; each is a session of its own."""
+"""Limit on jobs of one request that run at once; each has a session of its own."""
 _QUEUED = 64
+"""Limit on events of a request that wait to be read."""
 
 Tagged = tuple[int, Event]
 
 
 class Watch(Protocol):
-    """Looks whether a model can be computed at all. Raises `Problem` or `NesaError` if not."""
+    """Check that a model can be computed: raises `Problem` or `NesaError` once it cannot."""
 
     def __call__(self, model: ServedModel) -> Coroutine[Any, Any, None]: ...
 
@@ -31,10 +32,10 @@ class Watch(Protocol):
 async def running(
     model: ServedModel, jobs: Sequence[Job], watch: Watch
 ) -> AsyncIterator[AsyncIterator[Tagged]]:
-    """The events of all `jobs`, each with its job's number, in the order in which they come.
+    """Events of all `jobs` as they come, each with the index of its job.
 
-    Until the first one comes `watch` may end them. Leaving ends all sessions. Raises what a job
-    raises, which ends the others.
+    Until the first event, an error of `watch` cancels the jobs. Leaving the context ends all
+    sessions. An error of a job is raised and cancels the remaining jobs.
     """
     begun = asyncio.Event()
     async with _grammar_told(jobs), unless(_until(begun, lambda: watch(model))):
@@ -49,7 +50,7 @@ async def running(
 
 @asynccontextmanager
 async def _grammar_told(jobs: Sequence[Job]) -> AsyncIterator[None]:
-    """Whether a grammar can be followed shows in places only while it is."""
+    """Convert errors of grammars that fail only during generation to `Problem`."""
     try:
         yield
     except ValueError as error:
@@ -94,7 +95,7 @@ async def _run_all(
 
 
 async def _until(begun: asyncio.Event, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """`work`, which is cancelled once something has begun."""
+    """Run `work` until it ends or `begun` is set, which cancels it."""
     working = asyncio.ensure_future(work())
     beginning = asyncio.ensure_future(begun.wait())
     try:
@@ -105,5 +106,5 @@ async def _until(begun: asyncio.Event, work: Callable[[], Coroutine[Any, Any, No
         for task in (working, beginning):
             task.cancel()
         await asyncio.gather(working, beginning, return_exceptions=True)
-        # They hold the error that is raised here, whose traceback holds this frame.
+        # Avoids a reference cycle: they hold the raised error, and its traceback this frame.
         del task, working, beginning

@@ -1,7 +1,7 @@
-"""Where a model that nodes announce can be opened here. Its name and id are a stranger's words.
+"""Opening of discovered models, by names and ids that are untrusted.
 
-Nothing is fetched from the hub before a request asks for the model, and then into a folder of its
-own, which may hold so much and no more.
+Files are downloaded from the hub when a request asks for the model, into a separate folder with a
+disk limit.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from nesa_node.engine.side_files import parsing
 T = TypeVar("T")
 
 DISCOVERED = "discovered"
-"""The folder under `cache_dir` for what is downloaded because it was discovered."""
+"""Folder under `cache_dir` for downloads of discovered models."""
 RETRY_AFTER_S = 30.0
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 _FOLDER_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 
 
 async def locate(config: ClientConfig, seen: Seen) -> str:
-    """A folder under the cache that holds the same config and weights, or a name for the hub.
+    """Folder under the cache with the same config and weights, or a model's name on the hub.
 
-    The hub is not asked: whether it has that model is found out when one asks for it. Raises
-    `ModelNotFoundError` with what to do, and other `ModelError`s.
+    Does not ask the hub whether it has the model. Raises `ModelNotFoundError`, which says what to
+    do, and other `ModelError`s.
     """
     return await asyncio.to_thread(_locate, config, seen)
 
@@ -63,27 +63,26 @@ def open_discovered(
     *,
     endpoint: str | None = None,
 ) -> T:
-    """`load` of the checkpoint at `source`, a folder or hub name that `locate` gave, if it has one
-    of `ids`. Blocks.
+    """Call `load` with the checkpoint at `source`, which must have one of `ids`. Blocks.
 
-    What is downloaded of the hub, by `load` too, replaces what was used longest ago where it would
-    exceed the disk limit. Raises `ModelError`s, also for whatever else a library makes of a
-    stranger's files, `DiskLimitError` where the model alone exceeds it, and `BusyError` while
-    another process downloads there.
+    `source` is a folder or hub name from `locate`. Downloads, also those of `load`, evict the least
+    recently used models if they would exceed the disk limit. Raises `ModelError`s, also for errors
+    of libraries that parse untrusted files, `DiskLimitError` if the model alone exceeds the limit,
+    and `BusyError` while another process downloads into that folder.
     """
     if Path(source).is_absolute():
         with parsing(f"the model in {source}"):
             folder = open_folder(Path(source))
             require_same(folder, ids)
             return load(folder)
-    # Only here: huggingface_hub reads its environment when it is imported.
+    # Imported late: huggingface_hub reads its environment when it is imported.
     from nesa_node.engine.hub import open_hub
 
     cache_dir = config.cache_dir / DISCOVERED
     cache_dir.mkdir(parents=True, exist_ok=True)
     try:
         with FileLock(cache_dir / ".lock", timeout=0), parsing(f"the model {source}"):
-            # Not `open_checkpoint`: to a name of the swarm no folder of this machine answers.
+            # Not `open_checkpoint`: an untrusted name must not open a folder of this machine.
             checkpoint = open_hub(
                 source,
                 revision=config.revision,
@@ -100,7 +99,7 @@ def open_discovered(
 
 
 def require_same(checkpoint: Checkpoint, ids: frozenset[ModelId]) -> None:
-    """Raises `ModelNotFoundError` unless the checkpoint's id is one of `ids`."""
+    """Raise `ModelNotFoundError` unless the checkpoint's id is one of `ids`."""
     found = model_id(checkpoint)
     if found not in ids:
         raise ModelNotFoundError(

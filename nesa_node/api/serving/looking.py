@@ -1,4 +1,4 @@
-"""The gateway's own eye on the swarm: which models it serves, and which blocks nobody holds."""
+"""Models that nodes of the swarm announce, and their blocks that no node serves."""
 
 from __future__ import annotations
 
@@ -25,15 +25,17 @@ from nesa_node.topology.snapshot import count_holders, zero_runs
 log = get_logger(__name__)
 
 FRESH_S = 0.7
+"""Age up to which the last look at a model is reused."""
 MAX_MODELS = 256
+"""Limit on the models of one look; those with the most nodes are kept."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A model that nodes announce.
+    """Model that nodes announce.
 
-    `holes` are the spans that no node serves, `joining` those that nodes are about to serve.
-    `num_blocks` is the opened checkpoint's; the nodes' word only as long as none is open.
+    `holes` are spans that no node serves, `joining` spans that joining nodes will serve.
+    `num_blocks` comes from the opened checkpoint; without one, from the nodes' records.
     """
 
     model_id: ModelId
@@ -43,32 +45,32 @@ class Seen:
 
     @property
     def hopeless(self) -> set[int]:
-        """Blocks that no node serves, or is joining with."""
+        """Blocks that no node serves and no joining node will serve."""
         coming = {block for span in self.joining for block in range(*_ends(span))}
         return {block for hole in self.holes for block in range(*_ends(hole))} - coming
 
     @property
     def model_name(self) -> str:
-        """The part of the id that says where the model is; a stranger's word."""
+        """The id without its digest: a hub name or folder. Untrusted."""
         return self.model_id.rpartition("@")[0]
 
 
 class Look(Protocol):
-    """What the gateway asks of the swarm."""
+    """Source of the models that the swarm announces."""
 
     async def all(self) -> dict[ModelId, Seen]: ...
 
     async def one(self, model_id: ModelId) -> Seen | None: ...
 
     def know_blocks(self, model_id: ModelId, num_blocks: int) -> None:
-        """How many blocks a model has, by its own checkpoint."""
+        """Set a model's number of blocks, from its checkpoint."""
 
     def forget_blocks(self, model_id: ModelId) -> None:
-        """The model is closed: its records count again as any other's."""
+        """Forget the number of blocks, which then comes from the nodes' records again."""
 
 
 class SwarmLook:
-    """Asks the DHT, at most once in `FRESH_S` per question, however many want to know."""
+    """Reads models from the DHT; requests for one model share a look for `FRESH_S`."""
 
     def __init__(self, swarm: Swarm) -> None:
         self._swarm = swarm
@@ -76,7 +78,7 @@ class SwarmLook:
         self._answers: dict[ModelId, tuple[float, Seen | None]] = {}
 
     async def all(self) -> dict[ModelId, Seen]:
-        """Every model of the swarm, those with the most nodes first if there are too many."""
+        """Announced models by id: at most `MAX_MODELS`, those with the most nodes."""
         groups: dict[ModelId, list[NodeRecord]] = {}
         for record in await self._swarm.directory.fetch_all():
             groups.setdefault(ModelId(record.model_id), []).append(record)
@@ -91,7 +93,7 @@ class SwarmLook:
         self._swarm.directory.forget_blocks(model_id)
 
     async def one(self, model_id: ModelId) -> Seen | None:
-        """None if no node announces it. Raises `NesaError` if nobody can be asked."""
+        """Look at one model; None if no node announces it. Raises `NesaError` if the DHT fails."""
         async with self._asking.setdefault(model_id, asyncio.Lock()):
             at, seen = self._answers.get(model_id, (-math.inf, None))
             if time.monotonic() - at > FRESH_S:
@@ -117,19 +119,19 @@ def _seen(records: list[NodeRecord]) -> Seen:
 
 
 async def watch_holes(look: Look, model_id: ModelId, *, every_s: float = 1.0) -> None:
-    """Raises `MissingBlocksError` when two looks, one after the other, find the same hole that no
-    node is joining to fill.
+    """Raise `MissingBlocksError` when two consecutive looks find the same hole that no node is
+    joining to fill.
 
-    One alone may be a member of the DHT that did not answer. Returns never.
+    A single look may miss records of a DHT member that did not answer. Never returns.
     """
     before: set[int] = set()
     while True:
         try:
             seen = await look.one(model_id)
         except NesaError as error:
-            log.warning("swarm_not_seen", reason=str(error))
+            log.warning("swarm_poll_failed", reason=str(error))
         else:
-            # Without a node nobody says how many blocks there are.
+            # Without nodes the number of blocks is unknown.
             now = {-1} if seen is None else seen.hopeless
             if still := before & now:
                 raise missing_blocks(model_id, seen, still)
@@ -144,7 +146,7 @@ def missing_blocks(model_id: ModelId, seen: Seen | None, blocks: set[int]) -> Mi
     names = ", ".join(str(run) for run in runs)
     return MissingBlocksError(
         [_ends(run) for run in runs],
-        f"nobody serves the blocks {names} of {model_id}, which has {seen.num_blocks}; ask again "
+        f"no node serves the blocks {names} of {model_id}, which has {seen.num_blocks}; ask again "
         "later, or start a node with --block-indices",
     )
 
@@ -155,7 +157,7 @@ def _ends(span: Span) -> tuple[int, int]:
 
 @asynccontextmanager
 async def open_look(config: ClientConfig) -> AsyncIterator[tuple[SwarmLook, Swarm]]:
-    """Join the swarm as somebody who only asks. Raises what `open_swarm` raises."""
+    """Join the swarm as a client that does not listen. Raises as `open_swarm` does."""
     with tempfile.TemporaryDirectory(prefix="nesa-gateway-") as folder:
         async with open_swarm(
             Identity.ephemeral(Path(folder)),

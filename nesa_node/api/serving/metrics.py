@@ -1,4 +1,4 @@
-"""What a gateway counts of the requests that it answers, by model."""
+"""Prometheus metrics of a gateway: requests by model, responses by route."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from nesa_node.core.metrics import Sample
 
 REASONS = (*get_args(FinishReason), "abort", "error")
 MAX_ROUTES = 64
+"""Limit on routes with counters of their own; the rest count as "other"."""
 CODES = ("200", "400", "401", "403", "404", "413", "429", "500", "503")
-"""Told of every route from the start."""
+"""Status codes that each route reports from the start, with 0."""
 
 
 class GatewayMetrics:
-    """One for a gateway, used on its event loop only. A token costs it a microsecond.
+    """Metrics of one gateway, used on its event loop only; a token costs a microsecond.
 
-    Wherever HTTP runs a job::
+    Usage around a job::
 
         with metrics.request(model.model_id, len(job.prompt), job.n) as watched:
             async with model.generate(job) as events:
@@ -36,20 +37,20 @@ class GatewayMetrics:
         self._responses: dict[str, Counter[str]] = {}
 
     def serves(self, model: ModelId) -> None:
-        """Tell of this model from now on, also while nobody asks for it."""
+        """Report this model from now on, also without requests."""
         self._models.setdefault(model, _Model())
 
     def forget(self, model: ModelId) -> None:
-        """Tell no more of this model: many may be opened and closed, one after the other."""
+        """Stop reporting this model: a gateway may open and close many."""
         self._models.pop(model, None)
 
     def routes(self, *routes: str) -> None:
-        """Tell of these from now on: templates (`/v1/models/{id}`), never what was asked for."""
+        """Report these routes from now on: templates (`/v1/models/{id}`), not paths of requests."""
         for route in routes:
             self._responses.setdefault(route, Counter())
 
     def answered(self, route: str | None, status: int) -> None:
-        """A request had this answer. `route` is its template, None for one that does not exist."""
+        """Count a response. `route` is its template; None for an unknown path."""
         known = route is not None and (
             route in self._responses or len(self._responses) < MAX_ROUTES
         )
@@ -58,10 +59,10 @@ class GatewayMetrics:
 
     @contextmanager
     def request(self, model: ModelId, prompt_tokens: int, choices: int = 1) -> Iterator[Watched]:
-        """Around the answer to a request, from before it waits for anything to its last token.
+        """Context of one request, from before it waits for anything to its last token.
 
-        Give what is generated to `Watched.saw`. Choices that are not finished at the end count as
-        `error` where an exception came through, as `abort` where none did or it was a cancellation.
+        Pass its events to `Watched.saw`. Choices that are unfinished at the end count as `error`
+        after an exception, as `abort` without one or after a cancellation.
         """
         self.serves(model)
         watched = Watched(self._models[model], prompt_tokens, choices, self._clock)
@@ -74,12 +75,12 @@ class GatewayMetrics:
             watched.end("abort")
 
     def embedded(self, model: ModelId, prompt_tokens: int) -> None:
-        """So many tokens were embedded: prompts without an answer."""
+        """Count tokens of embeddings as prompt tokens."""
         self.serves(model)
         self._models[model].prompt_tokens += prompt_tokens
 
     def samples(self) -> Iterator[Sample]:
-        """A `Source`."""
+        """Samples for Prometheus: a `Source`."""
         for model_id, model in tuple(self._models.items()):
             yield from model.samples(model_id)
         for route, codes in tuple(self._responses.items()):
@@ -112,7 +113,7 @@ class _Model:
 
 
 class Watched:
-    """One request. Made by `GatewayMetrics.request`."""
+    """Metrics of one request. Created by `GatewayMetrics.request`."""
 
     def __init__(
         self, model: _Model, prompt_tokens: int, choices: int, clock: Callable[[], float]
@@ -128,14 +129,14 @@ class Watched:
         model.waiting += 1
 
     def saw(self, event: Event) -> None:
-        """Something came of the generation."""
+        """Record an event of the generation."""
         if isinstance(event, PromptRead):
             self._read()
         else:
             self._came(event)
 
     def end(self, reason: str) -> None:
-        """Nothing more comes; choices without a reason have this one. The first call counts."""
+        """End the request; unfinished choices count as `reason`. Only the first call counts."""
         if self._ended:
             return
         self._ended = True
@@ -167,7 +168,7 @@ class Watched:
                 if count > 1:
                     model.between_tokens_s.add(0.0, count - 1)
             else:
-                # Tokens that come together share the time since those before.
+                # Tokens that come together share the time since the previous ones.
                 model.between_tokens_s.add((now - last) / count, count)
             self._last_at[delta.index] = now
             model.generated_tokens += count

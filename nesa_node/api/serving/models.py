@@ -1,4 +1,4 @@
-"""Which models the gateway offers, under which names, and which of them are open."""
+"""Registry of the models that a gateway offers: their names, and which are open."""
 
 from __future__ import annotations
 
@@ -23,28 +23,32 @@ if TYPE_CHECKING:
 log = get_logger(__name__)
 
 LOOK_EVERY_S = 5.0
+"""Interval of looks at the swarm."""
 MAX_DISCOVERED = 256
+"""Limit on discovered models that are offered."""
 MAX_OPEN = 16
-"""Discovered models open at once: each takes memory for its embedding and head. For one more, the
-one that was used longest ago is closed, if it has no request."""
+"""Limit on discovered models open at once: each takes memory for its embedding and head. Beyond it
+the least recently used model without requests is closed."""
 _TRY_AGAIN_S = 600.0
+"""Time until a model that could not be located is tried again."""
 _FETCH_AGAIN_S = 60.0
+"""Time until a model that could not be opened is offered again."""
 _MAX_REFUSED = 1024
 
 OpenModel = Callable[[str, frozenset[ModelId] | None], Awaitable["ServedModel"]]
-"""Opens a model by the name or folder that the operator gave (None), or under which the swarm
-announces one of those ids; raises `NesaError` where it turns out to be none of them."""
+"""Function that opens a model by name or folder; the ids are those that the swarm announces under
+that name, or None if the operator named it. Raises `NesaError` if the model has none of the ids."""
 Locate = Callable[[Seen], Awaitable[str]]
-"""The name or folder under which a model of the swarm might be opened here; nothing is fetched.
-Raises `NesaError` with what to do if there is none."""
+"""Function that returns the name or folder by which an announced model may be opened, without a
+download. Raises `NesaError`, which says what to do, if there is none."""
 
 
 @dataclass(slots=True)
 class Card:
-    """A model that is offered. `source` is what it is opened by, `name` what clients call it.
+    """Offered model. `source` is the name or folder to open, `name` its name in the API.
 
-    `announced` are the ids under which the swarm has that name, in the order in which they were
-    found: which of them is the model's is known once it is open (`model_id`).
+    `announced` are the ids that the swarm announces under that name, in the order of discovery.
+    Which of them is the model's own is known once it is open (`model_id`).
     """
 
     name: str
@@ -55,7 +59,7 @@ class Card:
     context_length: int | None = None
     served: ServedModel | None = None
     used_s: float = 0.0
-    """When it was asked for last, by the monotonic clock."""
+    """Time of its last request, by the monotonic clock."""
     opening: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
@@ -68,11 +72,10 @@ class Card:
 
 
 class Models:
-    """Models opened by name, and closed together.
+    """Registry of models, which are opened by name and closed together.
 
-    Those that are `given` are offered whatever the swarm does, and no others. Without any, those
-    that are found in the swarm and might be opened here: they are fetched when they are asked for
-    (`discovers`).
+    If models are `given`, only these are offered, whether nodes serve them or not. Otherwise models
+    are discovered in the swarm (`discovers`) and opened with their first request.
     """
 
     def __init__(
@@ -95,7 +98,7 @@ class Models:
         self._seen: dict[ModelId, Seen] | None = None
         self._looked = asyncio.Event()
         self._refused: dict[ModelId, tuple[float, str]] = {}
-        """Until when they are not offered, and why."""
+        """Models that are not offered: until when, and the reason."""
         self._fetching = asyncio.Lock()
         self._opening: set[asyncio.Task[ServedModel]] = set()
 
@@ -103,9 +106,9 @@ class Models:
         return tuple(self._cards)
 
     def card(self, name: str | None) -> Card:
-        """By its name, source or id, or by the last part of its name where no other ends in that.
+        """Model by name, source or id, or by the last part of its name if that is unambiguous.
 
-        None is the first that was given, or the only one that was found. Raises `Problem`.
+        None: the first given model, or the only discovered one. Raises `Problem`.
         """
         found = self._named(name)
         if len(found) == 1:
@@ -129,8 +132,10 @@ class Models:
         return None
 
     def _named(self, name: str | None) -> list[Card]:
-        """Whom `name` may mean. A stranger's model may end in what another one is called: whole
-        names go first, and what two end in is nobody's."""
+        """Models that `name` may mean.
+
+        Whole names take precedence: an untrusted name may end in the name of another model.
+        """
         cards = self._cards
         if name is None:
             return cards[:1] if not self.discovers else cards
@@ -138,7 +143,7 @@ class Models:
         return whole or [card for card in cards if _last_part(card.name) == name]
 
     async def get(self, name: str | None) -> ServedModel:
-        """Opened now if it is not open. Raises `Problem` and `NesaError`."""
+        """Model by name, opened if necessary. Raises `Problem` and `NesaError`."""
         card = self.card(name)
         card.used_s = time.monotonic()
         return await self._opened(card)
@@ -147,7 +152,7 @@ class Models:
         if card.served is not None:
             return card.served
         with waiting("the model to be opened for the first time"):
-            # A client that goes meanwhile must not end what other requests wait for.
+            # Shielded: a disconnecting client must not cancel what other requests wait for.
             task = asyncio.create_task(self._open_once(card), name="open-model")
             self._opening.add(task)
             task.add_done_callback(self._opening.discard)
@@ -164,15 +169,15 @@ class Models:
             card.served = served
             card.used_s = time.monotonic()
             if card not in self._cards:
-                # It vanished, or was refused, while this request waited its turn.
+                # It was removed from the entries while this request waited for the lock.
                 self._cards.append(card)
             log.info("model_opened", model=card.model_id, **told(served.defaults))
             return served
 
     async def _fetch(self, card: Card) -> ServedModel:
-        """Open a discovered model: one at a time, since all share what they may take of the disk.
+        """Open a discovered model; one at a time, since they share the disk limit.
 
-        One that cannot be opened is not offered for a while.
+        A model that cannot be opened is not offered for `_FETCH_AGAIN_S`.
         """
         async with self._fetching:
             if sum(other.opened for other in self._cards) >= MAX_OPEN:
@@ -184,7 +189,7 @@ class Models:
                 raise
 
     async def _make_room(self) -> None:
-        """Close a discovered model that is not in use. Raises `ResourceError` if all are."""
+        """Close an unused discovered model. Raises `ResourceError` if all are in use."""
         card = least_wanted(self._cards, self._seen or {})
         if card is None or card.served is None:
             raise ResourceError(
@@ -195,7 +200,7 @@ class Models:
         log.info("model_closed", model=card.model_id)
         self._look.forget_blocks(served.model_id)
         if card.model_id in (self._seen or {}):
-            # A look does not say again what is known of an open model.
+            # Looks do not add the ids of open models to `announced`.
             card.announced = tuple(dict.fromkeys((card.model_id, *card.announced)))
         card.model_id = None
         await served.close()
@@ -210,10 +215,10 @@ class Models:
         return served
 
     async def open_given(self) -> None:
-        """Open those that were given, so that a wrong name is told before anybody asks."""
+        """Open all given models at the start, so that a wrong name fails early."""
         for card in self._cards:
             model = await self._opened(card)
-            # The checkpoint's own name: of a hub's model that is owner and name.
+            # The checkpoint's own name: owner and name for models of the hub.
             card.name = model.name
 
     async def close(self) -> None:
@@ -225,16 +230,16 @@ class Models:
                 await card.served.close()
 
     async def watch(self, model_id: ModelId) -> None:
-        """Raises `MissingBlocksError` once it is known that blocks of the model are missing."""
+        """Raise `MissingBlocksError` once blocks of the model are known to be missing."""
         await watch_holes(self._look, model_id)
 
     def holes(self, card: Card) -> tuple[Span, ...] | None:
-        """As the last look saw them; None if no node was seen, or nobody has looked."""
+        """Spans without nodes at the last look; None without a look, or if it found no node."""
         found = [one for key in card.ids if (one := (self._seen or {}).get(key)) is not None]
         return found[0].holes if found else None
 
     async def keep_looking(self) -> None:
-        """Look at the swarm every `look_every_s`; find models if none were given. Runs for ever."""
+        """Poll the swarm every `look_every_s`, discover models if none are given. Never returns."""
         async with asyncio.TaskGroup() as group:
             if self.discovers:
                 group.create_task(self._keep_discovering())
@@ -242,7 +247,7 @@ class Models:
                 try:
                     self._see(await self._look.all())
                 except NesaError as error:
-                    log.warning("swarm_not_seen", reason=str(error))
+                    log.warning("swarm_poll_failed", reason=str(error))
                 await asyncio.sleep(self._look_every_s)
 
     def _see(self, seen: dict[ModelId, Seen]) -> None:
@@ -251,7 +256,7 @@ class Models:
         if self.discovers:
             for card in self._cards:
                 card.announced = tuple(key for key in card.announced if key in seen)
-            # Whoever announces much must not keep others out for good.
+            # Entries neither open nor announced are dropped, to admit new ones (`MAX_DISCOVERED`).
             self._cards = [
                 card
                 for card in self._cards
@@ -259,7 +264,7 @@ class Models:
             ]
 
     async def _keep_discovering(self) -> None:
-        """Beside the looks: to read a folder may take long, and there may be many."""
+        """Locate announced models, beside the looks: reading many folders may take long."""
         while True:
             await self._looked.wait()
             self._looked.clear()
@@ -267,7 +272,7 @@ class Models:
                 await self._find(one)
 
     def _unknown(self) -> Seen | None:
-        """A model that might be offered too: the one whose last try is longest ago, if any."""
+        """Announced model to locate next: the one tried longest ago; None if none is due."""
         if len(self._cards) >= MAX_DISCOVERED:
             return None
         known = {key for card in self._cards for key in (*card.announced, card.model_id)}
@@ -303,15 +308,14 @@ class Models:
 
     def _refuse_id(self, model_id: ModelId, error: NesaError, for_s: float) -> None:
         if model_id not in self._refused:
-            log.warning("model_not_offered", model=model_id, reason=str(error))
+            log.warning("model_refused", model=model_id, reason=str(error))
         if len(self._refused) >= _MAX_REFUSED:
             self._refused.clear()
         self._refused[model_id] = time.monotonic() + for_s, str(error)
 
 
 def least_wanted(cards: Sequence[Card], seen: Container[ModelId]) -> Card | None:
-    """The open model without a request that was used longest ago, of those that no node announces
-    where there are any."""
+    """Least recently used open model without requests; models that no node announces go first."""
     idle = [card for card in cards if card.served is not None and not card.served.running]
     return min(idle, key=lambda card: (card.model_id in seen, card.used_s), default=None)
 

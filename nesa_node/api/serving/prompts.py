@@ -1,4 +1,4 @@
-"""Prompts as text or as tokens, for endpoints that take both."""
+"""Tokenization and checks of prompts, given as text or as tokens."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 async def all_tokens_of(
     model: ServedModel, prompts: Sequence[str | list[int]], param: str
 ) -> list[tuple[int, ...]]:
-    """Of each at least one token that the model has. Raises `Problem`.
+    """Tokens of each prompt, at least one. Raises `Problem` as `checked_prompt` does.
 
-    Many short ones hold up others as one long one does, so that all of them count together.
+    The total size decides about a thread: many short prompts take as long as one long prompt.
     """
     return await light(
         sum(map(len, prompts)),
@@ -36,8 +36,10 @@ def _tokens_of(model: ServedModel, prompt: str | list[int], param: str) -> tuple
 
 
 def checked_prompt(model: ServedModel, prompt: Sequence[int], param: str) -> tuple[int, ...]:
-    """A prompt to compute. Raises `Problem` where it has no tokens, as a chat template may make it,
-    or tokens that the model lacks, as its tokenizer may."""
+    """Prompt with at least one token, all in the model's vocabulary. Raises `Problem` otherwise.
+
+    Chat templates may return an empty text, and tokenizers tokens that the model lacks.
+    """
     if not prompt:
         raise Problem(400, f"{param}: it has no tokens", code="invalid_value", param=param)
     if max(prompt) >= model.vocab_size:

@@ -1,4 +1,4 @@
-"""A model of the swarm that many requests use at once, for an event loop.
+"""Model of the swarm that concurrent requests share, for use on an event loop.
 
 D hidden.
 """
@@ -47,14 +47,14 @@ log = get_logger(__name__)
 T = TypeVar("T")
 
 THREADS = 256
-"""Requests that run, or wait for nodes, at once; each has a thread. One key has three quarters."""
+"""Limit on concurrent requests, each with a thread; one key may use three quarters of them."""
 MOST_REQUESTS = 1024
-"""With those that wait for a thread, beside a quarter more for keys that have few."""
+"""Limit on requests, including those that wait for a thread, plus a quarter for keys with few."""
 RETRY_AFTER_S = 1.0
 
 
 class ServedModel:
-    """Runs jobs and embeds texts; every request has a session of its own. Close it."""
+    """Runs jobs and embeds texts; each request has a session of its own. Close it after use."""
 
     def __init__(
         self,
@@ -68,9 +68,9 @@ class ServedModel:
         threads: int = THREADS,
         defaults: Sampling | None = None,
     ) -> None:
-        """`model` is closed with this. `activity` is told what runs, `metrics` what came of it.
+        """Take ownership of `model`. `activity` and `metrics` record requests.
 
-        `defaults` are for requests that do not say how to choose tokens; None: OpenAI's.
+        `defaults` are the sampling parameters of requests that set none; None: OpenAI's.
         """
         self.name = name
         self.model_id = model_id
@@ -94,7 +94,7 @@ class ServedModel:
 
     @property
     def running(self) -> int:
-        """How many requests run here or wait for a thread."""
+        """Number of requests that run or wait for a thread."""
         return len(self._interrupts)
 
     async def join(self) -> None:
@@ -102,19 +102,21 @@ class ServedModel:
         await asyncio.to_thread(self._model.join)
 
     def generate(self, job: Job) -> AbstractAsyncContextManager[AsyncIterator[Event]]:
-        """The events of `job`: `PromptRead`, then deltas until each choice has its last.
+        """Context that yields the events of `job`: `PromptRead`, then deltas of each choice.
 
-        Entering waits for nothing. Leaving, for whatever reason, ends the session at once, whatever
-        it is doing, and does not wait for that either. The iterator raises the `NesaError`s of
-        sessions (`ContextLengthError`, `MissingBlocksError`, `BusyError`, ...), `ValueError` for a
-        grammar that cannot be followed, and `Problem` where too many are, or run. Entering raises
-        that, too, where too many requests wait.
+        Entering does not wait. Leaving it, for any reason, interrupts the session at once, and does
+        not wait either. The iterator raises the `NesaError`s of sessions (`ContextLengthError`,
+        `MissingBlocksError`, `BusyError`, ...), `ValueError` for a grammar that cannot be followed,
+        and `Problem` if too many grammars are in use. Entering raises `Problem` if too many
+        requests wait.
         """
         return self._generate(job)
 
     async def embed(self, prompts: Sequence[Sequence[int]]) -> list[Tensor]:
-        """Each prompt's [D], float32, of length 1: see `embedding.embed`, which also says what is
-        raised. Cancelling it ends its session."""
+        """Embedding of each prompt: [D], float32, of length 1. Cancelling it ends its session.
+
+        Raises as `embedding.embed` does, and `Problem` if too many requests wait.
+        """
         interrupt = Interrupt()
 
         def work() -> list[Tensor]:
@@ -133,12 +135,12 @@ class ServedModel:
         return vectors
 
     def samples(self) -> Iterator[Sample]:
-        """What there is to tell Prometheus of its sessions: a `Source`."""
+        """Samples of its sessions for Prometheus: a `Source`."""
         yield from session_samples(self.model_id, SessionTallies())
         yield from self._model.samples()
 
     async def close(self) -> None:
-        """End all requests, leave the swarm, tell no more of it. May be called twice."""
+        """End all requests, leave the swarm, and drop the metrics. May be called twice."""
         self._closed = True
         self._metrics.forget(self.model_id)
         for interrupt in list(self._interrupts):
@@ -159,7 +161,7 @@ class ServedModel:
             try:
                 self._run(job, events, interrupt)
             except CancelledError:
-                # A caller that still reads must not take this for the end.
+                # A caller that still reads must get an error, not the end of the events.
                 events.end(SwarmError(f"{self.name} was closed while this ran; ask again"))
             except BaseException as error:
                 events.end(error)
@@ -190,12 +192,12 @@ class ServedModel:
             generation.run()
 
     def _submit(self, work: Callable[[], T], interrupt: Interrupt) -> Future[T]:
-        """Raises `Problem` as `Shares` do, and `SwarmError` once this is closed."""
+        """Queue `work` for a thread. Raises `Problem` as `Shares` does, `SwarmError` if closed."""
         self._require_open()
         caller = current_caller()
         self._shares.take(caller)
         try:
-            # Events of the log and spans of this request belong to it there, too.
+            # The context carries the request's log fields and trace span into the thread.
             task = self._threads.submit(caller, partial(copy_context().run, work))
         except BaseException:
             self._shares.give_back(caller)
@@ -205,7 +207,7 @@ class ServedModel:
         return task
 
     def _require_open(self) -> None:
-        """A request may have been about to begin when the gateway closed this for another model."""
+        """Raise `SwarmError` if the gateway has closed this model in favour of another one."""
         if self._closed:
             raise SwarmError(f"{self.name} was closed; ask again")
 
@@ -215,7 +217,7 @@ class ServedModel:
 
 
 class _Watching(AsyncIterator[Event]):
-    """`events`, and `watched` sees them."""
+    """Iterator of `events` that records them in `watched`."""
 
     def __init__(self, events: AsyncIterator[Event], watched: Watched) -> None:
         self._events = events
@@ -236,11 +238,11 @@ def open_served_model(
     advice: SamplingAdvice = "model",
     discovered: bool = False,
 ) -> ServedModel:
-    """Load the tokenizer and the ends of `checkpoint`. Blocks.
+    """Load tokenizer, embedding and head of `checkpoint`. Blocks.
 
-    The swarm is joined with the first request. `advice` says whose defaults requests get,
-    `discovered` that strangers chose the model. Raises what fetching files raises, and
-    `ConfigError`.
+    The swarm is joined with the first request. `advice`: requests get default sampling parameters
+    of the model or OpenAI's. `discovered`: the model's files are untrusted. Raises the errors of
+    downloads, and `ConfigError`.
     """
     model, tokenizer = open_model(config, checkpoint, discovered=discovered)
     try:
@@ -259,5 +261,5 @@ def open_served_model(
     try:
         served.vocabulary.grammars.prepare()
     except ValueError as error:
-        log.info("no_grammars", model=served.name, reason=str(error))
+        log.info("grammars_unsupported", model=served.name, reason=str(error))
     return served

@@ -1,6 +1,6 @@
-"""Chat templates of discovered models are rendered in processes of their own.
+"""Rendering of discovered models' chat templates in child processes.
 
-They are a stranger's programs, and jinja2's sandbox bounds neither their time nor their memory.
+These templates are untrusted programs, and jinja2's sandbox limits neither time nor memory.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from nesa_node.api.bodies.splitting import light
 from nesa_node.api.processes.child_processes import ChildProcesses, Program
 
 MAX_WAITING = 1024
-"""Of one caller: as many as requests may wait for a model."""
+"""Limit on unfinished renderings of one caller; as many requests may wait for a model."""
 _BYTES_PER_CHAR = 6
-"""As JSON at most."""
+"""Upper bound of a character's bytes in JSON."""
 _PROGRAM = Program(
     template_program.__file__,
     "render a chat template",
@@ -26,15 +26,16 @@ _PROGRAM = Program(
 
 
 class TemplateRenderer:
-    """Renders templates as `ChildProcesses` do. Close it."""
+    """Renders chat templates in `ChildProcesses`. Close it after use."""
 
     def __init__(self) -> None:
         self._processes = ChildProcesses(_PROGRAM)
 
     async def render(self, question: bytes, caller: str = "") -> str:
-        """The text. Raises `ValueError` with why there is none, and `BusyError`.
+        """Rendered text. Raises `ValueError` if the template fails or exceeds the limits.
 
-        `question` are, as JSON, the arguments of transformers' `render_jinja_template`.
+        `question` is JSON of the arguments of transformers' `render_jinja_template`. Raises
+        `BusyError` if `caller` has too many renderings waiting, or the machine is too slow.
         """
         async with self._processes.turn(caller) as ask:
             answer = await ask(question)
@@ -46,5 +47,5 @@ class TemplateRenderer:
         return found["text"]
 
     async def close(self) -> None:
-        """End the processes. A template that is still being rendered ends its own."""
+        """End the child processes; a busy one ends after its rendering."""
         await self._processes.close()

@@ -1,4 +1,4 @@
-"""Work that ends early: when its client has gone, or when it is known that it cannot succeed."""
+"""Cancellation of work when its client disconnects or when it cannot succeed."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from starlette.types import Receive
 
 
 class ClientGone(Exception):
-    """Nobody is left to answer."""
+    """The client has disconnected."""
 
 
 @asynccontextmanager
 async def unless(*watches: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """The body, unless one of `watches` raises first: then it is cancelled, and that is raised.
+    """Run the body beside `watches`; if one raises, cancel the body and raise that error.
 
-    A watch that returns has no more to say.
+    A watch that returns has no effect. Leaving the body cancels the watches.
     """
     try:
         async with _beside(watches):
             yield
     except BaseExceptionGroup as errors:
         try:
-            # The first is the cause: the others come of what it has cancelled.
+            # The first error is the cause; later ones follow from the cancellation.
             raise errors.exceptions[0] from None
         finally:
-            # Else each would keep the other, and what was being done, until Python collects cycles.
+            # Breaks the reference cycle of the two errors, which would keep the request alive.
             errors.exceptions[0].__context__ = errors.__traceback__ = None
 
 
@@ -39,14 +39,14 @@ async def _beside(watches: Sequence[Coroutine[Any, Any, None]]) -> AsyncIterator
         try:
             yield
         finally:
-            # What is left in this frame stays with the traceback of whoever is cancelled.
+            # The cancelled task's traceback keeps this frame: leave no references in it.
             while tasks:
                 tasks.pop().cancel()
             del group
 
 
 async def gone(receive: Receive) -> None:
-    """Raises `ClientGone` once the client has closed the connection. Its body was read before."""
+    """Raise `ClientGone` once the client disconnects. The request's body must have been read."""
     while True:
         if (await receive())["type"] == "http.disconnect":
             raise ClientGone
