@@ -1,10 +1,10 @@
 """What the change triggers find, and what they take for a change that is none.
 
-Traces with 3 % churn per snapshot, synthetic (`nesa_node/topology/traces.py`), between six regions
-of a real cloud, or recorded (`--matrix`). Those with an event count as found if a trigger fires at
-its first or second snapshot. In quiet ones a planner (`toy_plans.py`) is asked at every snapshot,
-whatever fired, and its plan is costed on later ones. A move is false if nothing was lost and,
-without jitter, drift and congestion, its plan would not be 10 % better.
+Traces with 3 % churn per snapshot, synthetic (`nesa_node/topology/simulation/traces.py`), between
+six regions of a real cloud, or recorded (`--matrix`). Those with an event count as found if a
+trigger fires at its first or second snapshot. In quiet ones a planner (`toy_plans.py`) is asked at
+every snapshot, whatever fired, and its plan is costed on later ones. A move is false if nothing was
+lost and, without jitter, drift and congestion, its plan would not be 10 % better.
 """
 
 from __future__ import annotations
@@ -20,29 +20,40 @@ from benchmarks.options import Options
 from benchmarks.recorded_trace import load_round_trips, replay
 from benchmarks.results import print_table
 from benchmarks.toy_plans import STAGES, Placement, Smoothed, plan_cost
-from nesa_node.topology.changes.detector import ChangeState, Observation, PlanCosts, observe
-from nesa_node.topology.changes.membership import Holdings
-from nesa_node.topology.changes.shift import connections_of
+from nesa_node.topology.changes.detector import (
+    ChangeState,
+    Observation,
+    PlanCostPair,
+    judge_snapshot,
+)
+from nesa_node.topology.changes.membership import BlockHoldings
+from nesa_node.topology.changes.shift import make_connectivity
 from nesa_node.topology.changes.triggers import TriggerName
-from nesa_node.topology.homology.filtration import make_filtration
+from nesa_node.topology.shape.filtration import make_filtration
+from nesa_node.topology.simulation.traces import (
+    TraceEvent,
+    TraceEventKind,
+    TraceSettings,
+    TraceStep,
+    generate_trace,
+)
 from nesa_node.topology.tables import load_table
-from nesa_node.topology.traces import Event, EventKind, TraceStep, World, trace
 
 DEFAULTS = Options(runs=100, snapshots=1000)
 QUICK = Options(runs=3, snapshots=60)
-KINDS: tuple[EventKind, ...] = ("partition", "regional loss", "detour", "bad pair")
+KINDS: tuple[TraceEventKind, ...] = ("partition", "regional loss", "detour", "bad pair")
 TRIGGERS: tuple[TriggerName, ...] = get_args(TriggerName)
 CHURN = 0.03
 GAIN = 1.1
 # Worlds of increasing disturbance. "calm" is a wide-area network of servers; "rough" has jitter of
 # 10 % of each ping, and regions' round trips wander by 5 %.
 WORLDS = {
-    "calm": World(jitter=0.03, noise_s=0.0005, drift=0.02, spike_share=0.002),
-    "mild": World(jitter=0.05, noise_s=0.002, drift=0.03),
-    "mild, 4 regions": World(jitter=0.05, noise_s=0.002, drift=0.03, regions=4),
-    "rough": World(),
+    "calm": TraceSettings(jitter=0.03, noise_s=0.0005, drift=0.02, spike_share=0.002),
+    "mild": TraceSettings(jitter=0.05, noise_s=0.002, drift=0.03),
+    "mild, 4 regions": TraceSettings(jitter=0.05, noise_s=0.002, drift=0.03, regions=4),
+    "rough": TraceSettings(),
 }
-Traces = Callable[[int, np.random.Generator, Event | None], Iterator[TraceStep]]
+Traces = Callable[[int, np.random.Generator, TraceEvent | None], Iterator[TraceStep]]
 
 
 def run(options: Options) -> list[dict[str, Any]]:
@@ -64,12 +75,12 @@ def run(options: Options) -> list[dict[str, Any]]:
     return rows
 
 
-def worlds(options: Options) -> Iterator[tuple[str, Traces, int, tuple[EventKind, ...]]]:
+def worlds(options: Options) -> Iterator[tuple[str, Traces, int, tuple[TraceEventKind, ...]]]:
     if options.matrix:
         table = load_round_trips(Path(options.matrix))
 
         def recorded(
-            snapshots: int, rng: np.random.Generator, event: Event | None
+            snapshots: int, rng: np.random.Generator, event: TraceEvent | None
         ) -> Iterator[TraceStep]:
             return replay(table, snapshots, rng, churn=CHURN, event=event)
 
@@ -78,20 +89,23 @@ def worlds(options: Options) -> Iterator[tuple[str, Traces, int, tuple[EventKind
     for name, world in WORLDS.items():
 
         def synthetic(
-            snapshots: int, rng: np.random.Generator, event: Event | None, world: World = world
+            snapshots: int,
+            rng: np.random.Generator,
+            event: TraceEvent | None,
+            world: TraceSettings = world,
         ) -> Iterator[TraceStep]:
-            return trace(world, snapshots, rng, event)
+            return generate_trace(world, snapshots, rng, event)
 
         yield name, synthetic, options.snapshots, KINDS
     table_s_RR = load_table().rtt_ms_RR / 1e3
 
     def of_a_cloud(
-        snapshots: int, rng: np.random.Generator, event: Event | None
+        snapshots: int, rng: np.random.Generator, event: TraceEvent | None
     ) -> Iterator[TraceStep]:
         world = WORLDS["mild"]
         chosen = rng.choice(len(table_s_RR), world.regions, replace=False)
         apart_s_RR = table_s_RR[np.ix_(chosen, chosen)]
-        return trace(world, snapshots, rng, event, apart_s_RR=apart_s_RR)
+        return generate_trace(world, snapshots, rng, event, apart_s_RR=apart_s_RR)
 
     yield "regions of a cloud", of_a_cloud, options.snapshots, KINDS
 
@@ -146,14 +160,14 @@ def follow(
         costs = [plan_cost(stages, step, step.measured_s_NN) for stages in (now, best)]
         counted = Counter(now)
         observation = Observation(
-            connections=connections_of(step.peers, make_filtration(step.measured_s_NN)),
-            holdings=Holdings(tuple(counted[s] for s in range(STAGES)), float(len(now))),
-            plan=PlanCosts(current=costs[0], best=costs[1]) if plans else None,
+            connections=make_connectivity(step.peers, make_filtration(step.measured_s_NN)),
+            holdings=BlockHoldings(tuple(counted[s] for s in range(STAGES)), float(len(now))),
+            plan=PlanCostPair(current=costs[0], best=costs[1]) if plans else None,
         )
-        state, report = observe(state, observation)
+        state, report = judge_snapshot(state, observation)
         gain = None
         if plans and report.should_move:
-            if not report.gains:
+            if not report.plan_gained:
                 best = placement.improved(step, usual_NN, proposals=80)
             true = [plan_cost(stages, step, step.true_s_NN) for stages in (now, best)]
             gain = true[0] / true[1]
@@ -165,13 +179,13 @@ def follow(
         yield step, report.fired, gain
 
 
-def watch_events(traces: Traces, kind: EventKind, runs: int, seed: int) -> list[list[str]]:
+def watch_events(traces: Traces, kind: TraceEventKind, runs: int, seed: int) -> list[list[str]]:
     """The triggers that found each of `runs` events in time."""
     found = []
     for number in range(runs):
         rng = np.random.default_rng((seed, 2, KINDS.index(kind), number))
         at = 30 + int(rng.integers(30))
-        event = Event(kind=kind, at=at, region=number % 4)
+        event = TraceEvent(kind=kind, at=at, region=number % 4)
         fired: set[str] = set()
         for step, now, _ in follow(traces(at + 2, rng, event), rng, plans=False):
             fired.update(now if step.at >= at else ())

@@ -32,7 +32,7 @@ from benchmarks.options import Options
 from benchmarks.results import print_table
 from benchmarks.swarms import join, open_local
 from benchmarks.workload import Worker, working
-from nesa_node.client.causal_lm import DistributedModelForCausalLM
+from nesa_node.client.model.causal_lm import DistributedModelForCausalLM
 from nesa_node.core.errors import ConfigError, SwarmError
 from nesa_node.core.span import Span, split_evenly
 from tests.faults.bed import Bed, open_bed

@@ -63,7 +63,7 @@ def measure(folder: Path, swarm: Swarm, local: Any, options: Options) -> dict[st
         "ratio": median_ratio(local_s, swarm_s),
         "tokens_equal": all(one["tokens_equal"] for one in runs),
         "agreement": min(one["tokens_agreed"] for one in runs) / options.new_tokens,
-        "ready_s": [node.ready_s for node in swarm.nodes],
+        "ready_s": [node.startup_s for node in swarm.nodes],
         "memory": [
             memory_of(node) | share_of_model(folder, options, node.span, swarm.cache_tokens)
             for node in swarm.nodes

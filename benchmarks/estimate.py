@@ -23,16 +23,19 @@ from numpy.typing import NDArray
 from benchmarks.options import Options
 from benchmarks.results import print_table
 from nesa_node.core.ids import PeerId
-from nesa_node.topology.access_rates import fit_access_rates
-from nesa_node.topology.estimate import estimate_rtt_ms
-from nesa_node.topology.geography import least_rtt_ms
-from nesa_node.topology.height_fit import fit_heights
-from nesa_node.topology.low_rank import biases, complete_low_rank
-from nesa_node.topology.measured import links_from_measurements
-from nesa_node.topology.places import as_array
+from nesa_node.topology.geography import locations_array, min_rtt_ms
+from nesa_node.topology.links.assembly import links_from_measurements
+from nesa_node.topology.links.estimate import estimate_rtt_ms, fit_access_rates
+from nesa_node.topology.links.expected_rtt import fit_heights
+from nesa_node.topology.links.low_rank import complete_low_rank, fit_biases
+from nesa_node.topology.links.vivaldi import NUM_DIMENSIONS, NetworkCoordinates, fit_coordinates
+from nesa_node.topology.simulation.world import (
+    World,
+    make_world,
+    region_coordinates,
+    world_from_table,
+)
 from nesa_node.topology.tables import load_table
-from nesa_node.topology.vivaldi import DIMENSIONS, Cloud, settle
-from nesa_node.topology.worlds import World, make_world, places, world_from_table
 
 DEFAULTS = Options(nodes=(30, 100, 300, 1000), runs=5)
 QUICK = Options(nodes=(30,), runs=1)
@@ -85,14 +88,16 @@ def cases(options: Options) -> Iterator[Case]:
     yield _case(f"{table.name} {count}", world_from_table(table, count, 80, rng))
     rtt_ms_RR = table.rtt_ms_RR.copy()
     np.fill_diagonal(rtt_ms_RR, 0.0)
-    yield Case(f"{table.name} regions", rtt_ms_RR, places(table.regions))
+    yield Case(f"{table.name} regions", rtt_ms_RR, region_coordinates(table.regions))
     if options.matrix:
         yield read_matrix(options.matrix)
 
 
 def _case(name: str, world: World) -> Case:
     locations = [node.location for node in world.snapshot.nodes]
-    return Case(name, world.links.rtt_ms_NN, as_array(locations), world.links.rate_bytes_per_s_NN)
+    return Case(
+        name, world.links.rtt_ms_NN, locations_array(locations), world.links.rate_bytes_per_s_NN
+    )
 
 
 def read_matrix(path: str) -> Case:
@@ -171,19 +176,19 @@ def half_the_places(rtt_ms_NN: Floats, places_N2: Floats, rng: np.random.Generat
 
 
 def places_alone(rtt_ms_NN: Floats, places_N2: Floats, _: np.random.Generator) -> Floats:
-    light_ms_NN = least_rtt_ms(places_N2, places_N2)
+    light_ms_NN = min_rtt_ms(places_N2, places_N2)
     return fit_heights(rtt_ms_NN, light_ms_NN).predict_ms_NN(light_ms_NN)
 
 
 def vivaldi(rtt_ms_NN: Floats, _: Floats, rng: np.random.Generator) -> Floats:
     size = len(rtt_ms_NN)
-    start = Cloud(np.zeros((size, DIMENSIONS)), np.full(size, 10.0), np.ones(size))
-    return settle(rtt_ms_NN, start, rng).predict_ms_NN()
+    start = NetworkCoordinates(np.zeros((size, NUM_DIMENSIONS)), np.full(size, 10.0), np.ones(size))
+    return fit_coordinates(rtt_ms_NN, start, rng).predict_ms_NN()
 
 
 def low_rank(rtt_ms_NN: Floats, _: Floats, rng: np.random.Generator) -> Floats:
     log_NN = np.log(np.where(rtt_ms_NN > 0, rtt_ms_NN, np.nan))
-    base_NN = biases(log_NN)
+    base_NN = fit_biases(log_NN)
     completed_NN: Floats = np.exp(base_NN + complete_low_rank(log_NN - base_NN, rng))
     return completed_NN
 

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 import psutil
 
-from nesa_node.cli.local_swarm import LocalNode
+from nesa_node.cli.services.local_swarm import LocalNode
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,9 +29,9 @@ from benchmarks.options import Options
 from benchmarks.results import print_table
 from benchmarks.swarms import open_local
 from benchmarks.workload import Worker, working
-from nesa_node.client.causal_lm import DistributedModelForCausalLM
-from nesa_node.core.choices import Route
+from nesa_node.client.model.causal_lm import DistributedModelForCausalLM
 from nesa_node.core.errors import ConfigError
+from nesa_node.core.settings.choices import RouteName
 from nesa_node.core.span import split_evenly
 from tests.faults.bed import Bed, Node, open_bed
 from tests.faults.nursery import open_nursery
@@ -44,7 +44,7 @@ FIRST, LAST = 5, 24
 """The first token that a node is frozen after, and how many must be left then."""
 WITHIN_STEP_S = 0.02
 TARGET_S = 2.0
-ROUTES: tuple[Route, ...] = ("chain", "star")
+ROUTES: tuple[RouteName, ...] = ("chain", "star")
 
 
 def run(options: Options) -> list[dict[str, Any]]:
@@ -77,7 +77,7 @@ def run(options: Options) -> list[dict[str, Any]]:
 
 
 @contextmanager
-def _busy(bed: Bed, routing: Route, options: Options) -> Iterator[None]:
+def _busy(bed: Bed, routing: RouteName, options: Options) -> Iterator[None]:
     """Another client's session, which generates all the time."""
     with join_bed(bed, routing) as model:
         worker = Worker(model, [random_prompt(model, options.prompt_tokens, 1)], options.new_tokens)
@@ -106,7 +106,7 @@ def freeze_once(
                 model, ids_BL, session, new_tokens=options.new_tokens, streamer=blow
             )
             blow.check()
-            losses = session.losses
+            losses = session.failovers
     assert_undisturbed(local, output_BL, ids_BL, new_tokens=options.new_tokens)
     recovered_s = blow.recovery_s()
     mended_s = losses[0].took_ms / 1000 if losses else 0.0

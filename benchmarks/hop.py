@@ -29,10 +29,10 @@ from benchmarks.models import model_folder
 from benchmarks.options import Options
 from benchmarks.results import print_table
 from benchmarks.swarms import Swarm, open_local, open_swarm, torch_threads
-from nesa_node.client.inference import InferenceSession
+from nesa_node.client.model.inference_session import InferenceSession
 from nesa_node.core.span import Span
-from nesa_node.engine.measure import measure_throughput
-from nesa_node.engine.parts import load_blocks
+from nesa_node.engine.model.loading import load_blocks
+from nesa_node.engine.model.throughput import measure_throughput
 
 DEFAULTS = Options(model="thin", new_tokens=400)
 QUICK = Options(model="thin", nodes=(1, 2), runs=1, new_tokens=40)

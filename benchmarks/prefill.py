@@ -26,11 +26,11 @@ from benchmarks.options import Options
 from benchmarks.results import print_table
 from benchmarks.schedule import schedule
 from benchmarks.swarms import Swarm, name_of_threads, open_local, open_swarm, torch_threads
-from nesa_node.client.chunks import cut
-from nesa_node.client.sessions import RowSlice
-from nesa_node.engine.blocks import Blocks, Run
-from nesa_node.engine.pages import pages_for
-from nesa_node.engine.parts import load_blocks
+from nesa_node.client.session.base import RowSlice
+from nesa_node.client.session.step_pipeline import split_step
+from nesa_node.engine.cache.pages import pages_for
+from nesa_node.engine.model.blocks import ModelBlocks, RowChunk
+from nesa_node.engine.model.loading import load_blocks
 
 DEFAULTS = Options(prompt_tokens=4_000, new_tokens=1)
 QUICK = Options(model="tiny", nodes=(2,), runs=1, prompt_tokens=600, new_tokens=1)
@@ -93,10 +93,10 @@ def measure(folder: Path, swarm: Swarm, local: Any, options: Options) -> dict[st
 
 def chunk_sizes(tokens: int, hops: int) -> list[int]:
     """What the client makes of a prompt."""
-    return [chunk.end - chunk.start for chunk in cut([RowSlice(0, 0, tokens)], "last", hops)]
+    return [chunk.end - chunk.start for chunk in split_step([RowSlice(0, 0, tokens)], "last", hops)]
 
 
-def time_chunks(parts: Sequence[Blocks], counts: Sequence[int]) -> list[list[float]]:
+def time_chunks(parts: Sequence[ModelBlocks], counts: Sequence[int]) -> list[list[float]]:
     """Seconds that each of the consecutive chunks takes on each part."""
     generator = torch.Generator().manual_seed(0)
     prompt = [torch.randn(count, parts[0].hidden_size, generator=generator) for count in counts]
@@ -104,13 +104,13 @@ def time_chunks(parts: Sequence[Blocks], counts: Sequence[int]) -> list[list[flo
     inputs = prompt
     for blocks in parts:
         pages = pages_for(sum(counts))
-        promise = blocks.new_pool(sum(counts)).promise(pages)
+        promise = blocks.new_pool(sum(counts)).reserve(pages)
         table = promise.new_table()
         outputs, of_part = [], []
         for hidden_TD in inputs:
             table.reserve(table.length + len(hidden_TD))
             started = time.perf_counter()
-            outputs.append(blocks.forward(hidden_TD, [Run(table, len(hidden_TD))]))
+            outputs.append(blocks.forward(hidden_TD, [RowChunk(table, len(hidden_TD))]))
             of_part.append(time.perf_counter() - started)
         seconds.append(of_part)
         inputs = outputs

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from nesa_node.topology.traces import Event, TraceStep
+from nesa_node.topology.simulation.traces import TraceEvent, TraceStep
 
 Floats = NDArray[np.float64]
 _CLIENTS = 6
@@ -40,7 +40,7 @@ def replay(
     rng: np.random.Generator,
     *,
     churn: float,
-    event: Event | None = None,
+    event: TraceEvent | None = None,
 ) -> Iterator[TraceStep]:
     """Yield `snapshots` steps, from a slice chosen at random on.
 

@@ -21,19 +21,18 @@ import numpy as np
 from benchmarks.options import Options
 from benchmarks.results import print_table
 from benchmarks.routing_worlds import CLIENTS, Session, sources
-from nesa_node.routing.bottleneck import bottleneck, bottleneck_s
-from nesa_node.routing.exact import exact_latency
-from nesa_node.routing.greedy import GreedyRule, Prepared
-from nesa_node.routing.problem import Chain, Problem, terms
-from nesa_node.routing.saturation import fill, most_tokens_per_s
+from nesa_node.routing.problem import Chain, ChainProblem, step_time
+from nesa_node.routing.search.bottleneck import bottleneck_s, solve_bottleneck
+from nesa_node.routing.search.exact import exact_latency
+from nesa_node.routing.search.greedy import SHIPPED_PARAMETERS, GreedyInputs, GreedyRule
+from nesa_node.routing.search.saturation import max_tokens_per_s, saturate
 from nesa_node.routing.strategies import (
-    DEFAULT,
+    DEFAULT_STRATEGY,
     STRATEGIES,
     Strategy,
     make_session_strategy,
     make_strategy,
 )
-from nesa_node.routing.tuned import TUNED
 
 DEFAULTS = Options(nodes=(10, 30, 100, 300, 1000), runs=10)
 QUICK = Options(nodes=(10, 30), runs=1)
@@ -113,15 +112,15 @@ def run(options: Options) -> list[dict[str, Any]]:
 def measure(session: Session, figures: Mapping[str, Figures], seed: int) -> float:
     """Add a session's figures; returns the gap of its bottleneck."""
     decode, prefill = session.decode, session.prefill
-    best_decode_s = terms(decode, exact_latency(decode)).total_s
-    best_prefill_s = terms(prefill, exact_latency(prefill)).total_s
-    least = bottleneck(decode)
+    best_decode_s = step_time(decode, exact_latency(decode)).total_s
+    best_prefill_s = step_time(prefill, exact_latency(prefill)).total_s
+    least = solve_bottleneck(decode)
     for name, each in figures.items():
         rng = np.random.default_rng(seed)
         chain, prepare_ms, choose_ms = timed(name, decode, rng)
         long_chain = _strategy(name, rng).choose(prefill)
-        each.decode.append(terms(decode, chain).total_s / best_decode_s)
-        each.prefill.append(terms(prefill, long_chain).total_s / best_prefill_s)
+        each.decode.append(step_time(decode, chain).total_s / best_decode_s)
+        each.prefill.append(step_time(prefill, long_chain).total_s / best_prefill_s)
         each.bottleneck.append(bottleneck_s(decode, chain) / least.bound_s)
         nodes = [visit.node for visit in chain]
         each.reliability.append(float(decode.reliability_N[nodes].prod()))
@@ -131,10 +130,12 @@ def measure(session: Session, figures: Mapping[str, Figures], seed: int) -> floa
     return least.gap
 
 
-def timed(name: str, problem: Problem, rng: np.random.Generator) -> tuple[Chain, float, float]:
+def timed(name: str, problem: ChainProblem, rng: np.random.Generator) -> tuple[Chain, float, float]:
     """A chain, milliseconds to prepare what does not depend on the session, and to choose it."""
     if name == "homology-greedy":
-        prepared, prepared_ms = _least_ms(lambda: GreedyRule(Prepared.of(problem), TUNED))
+        prepared, prepared_ms = _least_ms(
+            lambda: GreedyRule(GreedyInputs.from_problem(problem), SHIPPED_PARAMETERS)
+        )
         chain, chosen_ms = _least_ms(prepared.choose)
         return chain, prepared_ms, chosen_ms
     strategy = _strategy(name, rng)
@@ -143,7 +144,11 @@ def timed(name: str, problem: Problem, rng: np.random.Generator) -> tuple[Chain,
 
 
 def _strategy(name: str, rng: np.random.Generator) -> Strategy:
-    return make_session_strategy(DEFAULT, rng) if name == SESSIONS else make_strategy(name, rng)
+    return (
+        make_session_strategy(DEFAULT_STRATEGY, rng)
+        if name == SESSIONS
+        else make_strategy(name, rng)
+    )
 
 
 def _least_ms(work: Callable[[], T]) -> tuple[T, float]:
@@ -156,11 +161,11 @@ def _least_ms(work: Callable[[], T]) -> tuple[T, float]:
     return result, min(spent)
 
 
-def fill_world(problem: Problem, figures: Mapping[str, Figures], seed: int) -> None:
-    bound = most_tokens_per_s(problem)
+def fill_world(problem: ChainProblem, figures: Mapping[str, Figures], seed: int) -> None:
+    bound = max_tokens_per_s(problem)
     for name in FILLED:
         strategy = make_strategy(name, np.random.default_rng(seed))
-        figures[name].throughput.append(fill(problem, strategy.choose) / bound)
+        figures[name].throughput.append(saturate(problem, strategy.choose) / bound)
 
 
 def show(rows: Sequence[Mapping[str, Any]]) -> None:

@@ -10,10 +10,15 @@ import numpy as np
 from benchmarks.estimate import read_matrix
 from benchmarks.options import Options
 from nesa_node.core.span import Span
-from nesa_node.routing.build import Request, build_problem
-from nesa_node.routing.problem import Floats, Problem
+from nesa_node.routing.chain_request import ChainRequest, build_problem
+from nesa_node.routing.problem import ChainProblem, Floats
+from nesa_node.topology.simulation.world import (
+    World,
+    make_world,
+    world_from_round_trips,
+    world_from_table,
+)
 from nesa_node.topology.tables import load_table
-from nesa_node.topology.worlds import World, make_world, world_from_round_trips, world_from_table
 
 BLOCKS = 80
 CHUNK = 512
@@ -24,8 +29,8 @@ CLIENTS = 2
 class Session:
     """One client of a world: a step of its decoding, and a chunk of its prompt."""
 
-    decode: Problem
-    prefill: Problem
+    decode: ChainProblem
+    prefill: ChainProblem
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +72,8 @@ def sources(options: Options) -> list[Source]:
     return [Source(name, options) for name in names]
 
 
-def session_problem(world: World, client: int, tokens: int) -> Problem:
-    request = Request(
+def session_problem(world: World, client: int, tokens: int) -> ChainProblem:
+    request = ChainRequest(
         span=Span(0, BLOCKS),
         tokens=tokens,
         entry_rtt_ms=world.client_rtt_ms_CN[client],

@@ -60,14 +60,14 @@ def measure(nodes: int, seed: int) -> dict[str, Any]:
     import numpy as np
 
     from nesa_node.core.span import Span
-    from nesa_node.routing.build import Request, build_problem
-    from nesa_node.routing.exact import solve_latency
-    from nesa_node.routing.placement.capacity import make_room
-    from nesa_node.routing.placement.plan import place
+    from nesa_node.routing.chain_request import ChainRequest, build_problem
+    from nesa_node.routing.placement.placement_problem import make_placement_problem
+    from nesa_node.routing.placement.plan import plan_placement
     from nesa_node.routing.placement.rebalance import rebalance
-    from nesa_node.topology.homology.shape import shape_of
-    from nesa_node.topology.homology.weights import network_filtration
-    from nesa_node.topology.worlds import make_world
+    from nesa_node.routing.search.exact import solve_latency
+    from nesa_node.topology.shape.filtration import network_filtration
+    from nesa_node.topology.shape.network_shape import compute_shape
+    from nesa_node.topology.simulation.world import make_world
 
     seconds: dict[str, float] = {}
     busy_s: dict[str, float] = {}
@@ -82,19 +82,19 @@ def measure(nodes: int, seed: int) -> dict[str, Any]:
     before = _peak_bytes()
     with timed("snapshot"):
         world = make_world(nodes, BLOCKS, np.random.default_rng(seed))
-    request = Request(span=Span(0, BLOCKS), entry_rtt_ms=world.client_rtt_ms_CN[0])
+    request = ChainRequest(span=Span(0, BLOCKS), entry_rtt_ms=world.client_rtt_ms_CN[0])
     with timed("homology"):
         rtt_ms_NN = world.links.rtt_ms_NN
-        shape = shape_of(network_filtration(rtt_ms_NN / 1000.0))
+        shape = compute_shape(network_filtration(rtt_ms_NN / 1000.0))
     with timed("room"):
-        make_room(world.snapshot, request)
+        make_placement_problem(world.snapshot, request)
     with timed("chain"):
         chain = solve_latency(build_problem(world.snapshot, request))
     with timed("place_latency"):
-        quick = place(world.snapshot, request, goal="latency")
+        quick = plan_placement(world.snapshot, request, goal="latency")
     peak = _peak_bytes()
     with timed("place_throughput"):
-        wide = place(world.snapshot, request, goal="throughput")
+        wide = plan_placement(world.snapshot, request, goal="throughput")
     with timed("rebalance"):
         moves = rebalance(world.snapshot, request)
     needed = ("snapshot", "homology", "chain", "place_latency")

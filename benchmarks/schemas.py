@@ -20,21 +20,20 @@ import numpy as np
 from benchmarks.options import Options
 from benchmarks.results import print_table
 from nesa_node.core.span import Span
-from nesa_node.routing.build import Request
-from nesa_node.routing.placement.capacity import make_room
-from nesa_node.routing.placement.plan import best_layout
-from nesa_node.routing.placement.room import Room
+from nesa_node.routing.chain_request import ChainRequest
+from nesa_node.routing.placement.placement_problem import PlacementProblem, make_placement_problem
+from nesa_node.routing.placement.plan import find_assignment
 from nesa_node.routing.placement.schemas import (
-    SCHEMAS,
-    TRIES,
-    Library,
+    CANDIDATE_SCHEMAS,
+    MAX_SCHEMAS_TRIED,
+    SchemaLibrary,
     choose_schema,
-    costs_of,
-    features_of_room,
-    learn,
+    learn_library,
+    placement_features,
+    schema_costs,
 )
 from nesa_node.routing.problem import Floats, Ints
-from nesa_node.topology.worlds import make_world
+from nesa_node.topology.simulation.world import make_world
 
 DEFAULTS = Options(model="70b", nodes=(16, 48), runs=160)
 QUICK = Options(model="70b", nodes=(12, 16), runs=24)
@@ -48,16 +47,16 @@ PLANNED = 24
 def run(options: Options) -> list[dict[str, Any]]:
     """Of `options.runs` swarms with `options.nodes` (least, most) nodes."""
     rooms = [make_swarm(options.seed + number, options.nodes) for number in range(options.runs)]
-    cost_WS = costs_of(rooms, SCHEMAS, "latency")
-    features_W = [features_of_room(room, shape=True) for room in rooms]
+    cost_WS = schema_costs(rooms, CANDIDATE_SCHEMAS, "latency")
+    features_W = [placement_features(room, with_homology=True) for room in rooms]
     held_out = max(1, round(options.runs * HELD_OUT))
     train, test = slice(None, -held_out), slice(len(rooms) - held_out, None)
     libraries = {}
     for name, kept in (("plain", _plain(features_W)), ("with homology", features_W)):
-        libraries[name] = learn(
+        libraries[name] = learn_library(
             cost_WS[train],
             kept[train],
-            SCHEMAS,
+            CANDIDATE_SCHEMAS,
             np.random.default_rng(options.seed),
             num_blocks=BLOCKS,
         )
@@ -66,17 +65,17 @@ def run(options: Options) -> list[dict[str, Any]]:
         *(
             _judged(name, library, cost_WS[test], features_W[test], tries)
             for name, library in libraries.items()
-            for tries in (1, TRIES)
+            for tries in (1, MAX_SCHEMAS_TRIED)
         ),
     ]
     rows += [_against_planner(name, each, rooms[test]) for name, each in libraries.items()]
-    about = {"swarms": len(rooms), "held_out": held_out, "schemas": len(SCHEMAS)}
+    about = {"swarms": len(rooms), "held_out": held_out, "schemas": len(CANDIDATE_SCHEMAS)}
     rows = [about | row for row in rows]
     show(rows)
     return rows
 
 
-def make_swarm(seed: int, nodes: Sequence[int]) -> Room:
+def make_swarm(seed: int, nodes: Sequence[int]) -> PlacementProblem:
     """A swarm of one of several kinds, whose operators give all of their memory or a part."""
     rng = np.random.default_rng(seed)
     world = make_world(
@@ -97,7 +96,7 @@ def make_swarm(seed: int, nodes: Sequence[int]) -> Room:
         for node, most in zip(world.snapshot.nodes, most_N, strict=True)
     )
     requests = [
-        Request(
+        ChainRequest(
             span=Span(0, BLOCKS),
             entry_rtt_ms=world.client_rtt_ms_CN[client],
             entry_bytes_per_s=world.client_up_bytes_per_s_CN[client],
@@ -105,7 +104,7 @@ def make_swarm(seed: int, nodes: Sequence[int]) -> Room:
         )
         for client in range(CLIENTS)
     ]
-    return make_room(replace(world.snapshot, nodes=states), requests, replicas=2)
+    return make_placement_problem(replace(world.snapshot, nodes=states), requests, replicas=2)
 
 
 def _plain(features_W: Sequence[dict[str, float]]) -> list[dict[str, float]]:
@@ -121,28 +120,32 @@ def _controls(train_WS: Floats, test_WS: Floats, seed: int) -> list[dict[str, An
     mean_S = (train_WS / train_WS.min(axis=1, keepdims=True)).mean(axis=0)
     order = np.argsort(mean_S)
     rng = np.random.default_rng(seed)
-    at_random = [rng.choice(len(mean_S), size=TRIES, replace=False) for _ in test_WS]
+    at_random = [rng.choice(len(mean_S), size=MAX_SCHEMAS_TRIED, replace=False) for _ in test_WS]
     return [
         _row("always the same", [order[:1]] * len(test_WS), test_WS),
-        _row(f"always the same {TRIES}, best measured", [order[:TRIES]] * len(test_WS), test_WS),
-        _row(f"{TRIES} at random, best measured", at_random, test_WS),
+        _row(
+            f"always the same {MAX_SCHEMAS_TRIED}, best measured",
+            [order[:MAX_SCHEMAS_TRIED]] * len(test_WS),
+            test_WS,
+        ),
+        _row(f"{MAX_SCHEMAS_TRIED} at random, best measured", at_random, test_WS),
     ]
 
 
 def _judged(
     name: str,
-    library: Library,
+    library: SchemaLibrary,
     cost_WS: Floats,
     features_W: Sequence[dict[str, float]],
     tries: int,
 ) -> dict[str, Any]:
     picked = []
     for features in features_W:
-        schemas = np.array(library.kinds[library.kind_of(features)].schemas)
-        picked.append(schemas[np.argsort(library.expected(features)[schemas])[:tries]])
+        schemas = np.array(library.clusters[library.nearest_cluster(features)].schemas)
+        picked.append(schemas[np.argsort(library.expected_log_costs(features)[schemas])[:tries]])
     choice = "predicted alone" if tries == 1 else f"best of {tries} measured"
     row = _row(f"{name}, {choice}", picked, cost_WS)
-    return row | {"kinds": len(library.kinds), "features": len(library.features)}
+    return row | {"kinds": len(library.clusters), "features": len(library.features)}
 
 
 def _row(name: str, picked_W: Sequence[Ints], cost_WS: Floats) -> dict[str, Any]:
@@ -161,14 +164,16 @@ def _row(name: str, picked_W: Sequence[Ints], cost_WS: Floats) -> dict[str, Any]
     }
 
 
-def _against_planner(name: str, library: Library, rooms: Sequence[Room]) -> dict[str, Any]:
+def _against_planner(
+    name: str, library: SchemaLibrary, rooms: Sequence[PlacementProblem]
+) -> dict[str, Any]:
     """The choice, done in full and timed, next to the planner on the same swarms."""
     runs = []
     for room in rooms[:PLANNED]:
         started = time.process_time()
         choice = choose_schema(library, room)
         chosen = time.process_time()
-        _, score, _ = best_layout(room, "latency")
+        _, score, _ = find_assignment(room, "latency")
         runs.append(
             {
                 "gap_to_planner": choice.score.latency_s / score.latency_s - 1.0,

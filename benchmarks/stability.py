@@ -26,11 +26,11 @@ from numpy.typing import NDArray
 from benchmarks.options import Options
 from benchmarks.recorded_trace import load_round_trips
 from benchmarks.results import print_table
-from nesa_node.topology.homology.cophenetic import quantile_heights
-from nesa_node.topology.homology.filtration import make_filtration
-from nesa_node.topology.homology.merge_tree import merge_tree
-from nesa_node.topology.homology.stability import NEAR, height_deviation
-from nesa_node.topology.traces import World, trace
+from nesa_node.topology.shape.cophenetic import quantile_heights
+from nesa_node.topology.shape.filtration import make_filtration
+from nesa_node.topology.shape.merge_tree import merge_tree
+from nesa_node.topology.shape.stability import NEIGHBOURHOOD_QUANTILE, height_deviation
+from nesa_node.topology.simulation.traces import TraceSettings, generate_trace
 
 Floats = NDArray[np.float64]
 DEFAULTS = Options(runs=20, snapshots=60)
@@ -50,7 +50,7 @@ def run(options: Options) -> list[dict[str, Any]]:
         )
     else:
         for name, congestion_s in (("20 ms", 0.020), ("60 ms", 0.060)):
-            world = World(churn=0.0, frailty=1.0, congestion_s=congestion_s)
+            world = TraceSettings(churn=0.0, frailty=1.0, congestion_s=congestion_s)
             results = [
                 synthetic(world, options.snapshots, np.random.default_rng((options.seed, run)))
                 for run in range(options.runs)
@@ -68,8 +68,8 @@ def run(options: Options) -> list[dict[str, Any]]:
     return rows
 
 
-def synthetic(world: World, watched: int, rng: np.random.Generator) -> dict[str, float]:
-    steps = list(trace(world, watched * (1 + _LATER), rng))
+def synthetic(world: TraceSettings, watched: int, rng: np.random.Generator) -> dict[str, float]:
+    steps = list(generate_trace(world, watched * (1 + _LATER), rng))
     shape = len(steps), world.nodes
     down_TN = rng.random(shape) < _DOWN * steps[0].frailty_N
     trouble_TN = down_TN | (np.array([step.congestion_s_N for step in steps]) > 0)
@@ -99,9 +99,9 @@ def seen(seconds_NN: Floats, up_N: NDArray[np.bool_]) -> dict[str, Floats]:
     trip_NN = np.minimum(filtration.weight_NN, cap)
     values = (
         quantile_heights(tree, 0.5, cap=cap),
-        quantile_heights(tree, NEAR, cap=cap),
+        quantile_heights(tree, NEIGHBOURHOOD_QUANTILE, cap=cap),
         np.quantile(trip_NN, 0.5, axis=1),
-        np.quantile(trip_NN, NEAR, axis=1),
+        np.quantile(trip_NN, NEIGHBOURHOOD_QUANTILE, axis=1),
     )
     found = {name: np.full(len(up_N), np.nan) for name in STEADINESS}
     for name, value_N in zip(STEADINESS, values, strict=True):

@@ -17,12 +17,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.options import Options
 from benchmarks.results import print_table
-from nesa_node.cli.local_swarm import LocalNode, local_swarm
-from nesa_node.client.model import AutoDistributedModelForCausalLM
-from nesa_node.core.config import default_cache_dir
+from nesa_node.cli.services.local_swarm import LocalNode, local_swarm
+from nesa_node.client.model.auto import AutoDistributedModelForCausalLM
+from nesa_node.core.settings.models import default_cache_dir
 from nesa_node.core.span import split_evenly
-from nesa_node.engine.checkpoint import open_checkpoint
-from nesa_node.engine.demo_model import demo_model_path
+from nesa_node.engine.weights.checkpoint import open_checkpoint
+from nesa_node.engine.weights.demo_model import demo_model_path
 
 QUESTION = "Describe how a lighthouse works."
 NEW_TOKENS = 64
@@ -101,7 +101,7 @@ def measure(
 def start_up(daemons: list[LocalNode], first_s: float) -> dict[str, Any]:
     """`first_token_s` includes joining as a client and opening the session."""
     return {
-        "ready_s": [daemon.ready_s for daemon in daemons],
+        "ready_s": [daemon.startup_s for daemon in daemons],
         "first_token_s": first_s,
         "peak_memory_bytes": [daemon.peak_memory_bytes() for daemon in daemons],
     }

@@ -11,12 +11,12 @@ from tempfile import TemporaryDirectory
 import torch
 
 from benchmarks.options import USERS_THREADS, Options
-from nesa_node.cli.local_swarm import LocalNode, local_swarm
-from nesa_node.client.causal_lm import DistributedModelForCausalLM
-from nesa_node.client.model import AutoDistributedModelForCausalLM
+from nesa_node.cli.services.local_swarm import LocalNode, local_swarm
+from nesa_node.client.model.auto import AutoDistributedModelForCausalLM
+from nesa_node.client.model.causal_lm import DistributedModelForCausalLM
 from nesa_node.core.span import Span, split_evenly
-from nesa_node.engine.checkpoint import Checkpoint, open_checkpoint
-from nesa_node.engine.memory import block_bytes, cache_bytes_per_token
+from nesa_node.engine.model.devices import cache_bytes_per_token, compute_block_bytes
+from nesa_node.engine.weights.checkpoint import Checkpoint, open_checkpoint
 
 READY_TIMEOUT_S = 300.0
 """Many daemons that start at once on few cores take their time."""
@@ -104,7 +104,7 @@ def join(
 def share_of_model(folder: Path, options: Options, span: Span, cache_tokens: int) -> dict[str, int]:
     """Bytes of a node's weights and of its cache when full."""
     checkpoint = open_local(folder)
-    sizes = block_bytes(checkpoint, options.torch_dtype, options.quant_type)
+    sizes = compute_block_bytes(checkpoint, options.torch_dtype, options.quant_type)
     weights = sizes[span.start : span.end]
     per_token = cache_bytes_per_token(checkpoint, options.torch_dtype) * len(span)
     return {"span_bytes": sum(weights), "cache_bytes": per_token * cache_tokens}

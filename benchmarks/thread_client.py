@@ -6,15 +6,15 @@ import argparse
 import json
 import sys
 
-from nesa_node.core.openmp import limit_spinning
+from nesa_node.cli.process_limits import limit_openmp_spinning
 
-limit_spinning()  # Before torch is imported, as the command does.
+limit_openmp_spinning()  # Before torch is imported, as the command does.
 
 import torch  # noqa: E402
 
 from benchmarks.generation import generate  # noqa: E402
-from nesa_node.client.model import AutoDistributedModelForCausalLM  # noqa: E402
-from nesa_node.engine.threads import fix_threads  # noqa: E402
+from nesa_node.client.model.auto import AutoDistributedModelForCausalLM  # noqa: E402
+from nesa_node.engine.kernels.threads import fix_threads  # noqa: E402
 
 MOST_IDS = 300
 """Of the random prompt, so that every model has them."""

@@ -28,7 +28,7 @@ from benchmarks.models import model_folder
 from benchmarks.options import Options
 from benchmarks.results import print_table
 from benchmarks.swarms import open_local
-from nesa_node.cli.local_swarm import LocalNode, local_swarm
+from nesa_node.cli.services.local_swarm import LocalNode, local_swarm
 from nesa_node.core.span import split_evenly
 
 DEFAULTS = Options(model="demo", nodes=(1, 3), runs=7, new_tokens=48)
@@ -90,7 +90,7 @@ def measure(folder: Path, machine: Machine, options: Options) -> list[dict[str, 
             side.generate(WARM_TOKENS if setting.threads is None else 8)
             side.pause()
             sides.append(side)
-            ready_s = max(node.ready_s for node in side.nodes)
+            ready_s = max(node.startup_s for node in side.nodes)
             line = f"{machine.name}, threads {setting.name}: serves after {ready_s:.1f} s"
             print(line, file=sys.stderr, flush=True)
         rates: dict[str, list[float]] = {setting.name: [] for setting in SETTINGS}
@@ -112,7 +112,7 @@ def measure(folder: Path, machine: Machine, options: Options) -> list[dict[str, 
                 "nodes": machine.nodes,
                 "tokens_per_s": median(rates[side.setting.name]),
                 "ratio_to_best": median(rates[side.setting.name]) / best,
-                "ready_s": [node.ready_s for node in side.nodes],
+                "ready_s": [node.startup_s for node in side.nodes],
                 "tokens_equal": all(text == texts[0] for text in texts),
                 "runs": rates[side.setting.name],
                 "load_before": load_before,

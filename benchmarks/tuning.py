@@ -1,7 +1,7 @@
 """Parameters of the greedy rule by the genetic algorithm, judged on worlds that it has not seen.
 
-`nesa_node/routing/tuned.py` is what this prints. `--nodes`, and per size `--runs` worlds to learn
-from and twice as many to be judged on, of 1,000 nodes and more a third.
+`nesa_node/routing/search/greedy.py` is what this prints. `--nodes`, and per size `--runs` worlds to
+learn from and twice as many to be judged on, of 1,000 nodes and more a third.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import numpy as np
 from benchmarks.options import Options
 from benchmarks.results import print_table
 from benchmarks.routing_worlds import Source
-from nesa_node.routing.fitness import Scenario
-from nesa_node.routing.greedy import GreedyRule, Parameters
-from nesa_node.routing.problem import terms
-from nesa_node.routing.tuner import tune
+from nesa_node.routing.problem import step_time
+from nesa_node.routing.search.greedy import GreedyParameters, GreedyRule
+from nesa_node.routing.tuning.scenarios import TuningScenario
+from nesa_node.routing.tuning.tuner import tune
 
 DEFAULTS = Options(nodes=(10, 30, 100, 300, 1000), runs=40)
 QUICK = Options(nodes=(10, 30), runs=2)
-START = Parameters()
+START = GreedyParameters()
 
 _LEARN_FROM = 1_000_000
 _HELD_OUT = 2_000_000
@@ -41,7 +41,7 @@ def run(options: Options) -> list[dict[str, Any]]:
     seconds = time.perf_counter() - began
     print(f"{len(learn)} sessions to learn from, {len(held_out)} held out, {seconds:.0f} s")
     print(report)
-    print(report.tuned)
+    print(report.recommended)
     found = {
         "before": (START, None, report.held_out_before),
         "genetic": (report.genetic.best, report.genetic, report.held_out_genetic),
@@ -78,10 +78,12 @@ def run(options: Options) -> list[dict[str, Any]]:
     return rows
 
 
-def scenarios(options: Options, seed: int, worlds: int, rng: np.random.Generator) -> list[Scenario]:
+def scenarios(
+    options: Options, seed: int, worlds: int, rng: np.random.Generator
+) -> list[TuningScenario]:
     source = Source("made up", options)
     return [
-        Scenario.of(session.decode, rng)
+        TuningScenario.from_problem(session.decode, rng)
         for count in options.nodes
         for session in source.sessions(count, range(seed, seed + _fewer(worlds, count)))
     ]
@@ -91,13 +93,13 @@ def _fewer(worlds: int, num_nodes: int) -> int:
     return worlds if num_nodes < 1000 else -(-worlds // 3)
 
 
-def latencies(parameters: Parameters, held_out: Sequence[Scenario]) -> dict[str, Any]:
+def latencies(parameters: GreedyParameters, held_out: Sequence[TuningScenario]) -> dict[str, Any]:
     """The mean by size, failures apart, and every session's."""
     ratios: dict[int, list[float]] = {}
     for scenario in held_out:
         problem = scenario.prepared.problem
         chain = GreedyRule(scenario.prepared, parameters).choose()
-        ratio = terms(problem, chain).total_s / scenario.optimum_s
+        ratio = step_time(problem, chain).total_s / scenario.optimum_s
         ratios.setdefault(problem.num_nodes, []).append(ratio)
     means = {count: fmean(values) for count, values in ratios.items()}
     return {"held_out_latency": means, "runs": {"held_out_latency": ratios}}

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 import torch
 
 from benchmarks.generation import Generation, generate
-from nesa_node.client.causal_lm import DistributedModelForCausalLM
-from nesa_node.client.inference import InferenceSession
+from nesa_node.client.model.causal_lm import DistributedModelForCausalLM
+from nesa_node.client.model.inference_session import InferenceSession
 
 _PAUSE_AFTER_FAILURE_S = 1.0
 

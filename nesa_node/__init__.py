@@ -9,13 +9,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from nesa_node.client.model import (
+    from nesa_node.client.model.auto import (
         AutoDistributedModelForCausalLM as AutoDistributedModelForCausalLM,
     )
 
 __version__ = "0.1.0"
 
-_EXPORTS = {"AutoDistributedModelForCausalLM": "nesa_node.client.model"}
+_EXPORTS = {"AutoDistributedModelForCausalLM": "nesa_node.client.model.auto"}
 
 __all__ = ["AutoDistributedModelForCausalLM", "__version__"]
 

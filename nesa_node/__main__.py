@@ -11,12 +11,12 @@ from typing import NoReturn
 
 def main() -> NoReturn:
     """Run the command line and exit with its code."""
-    from nesa_node.cli.interrupts import leaving_at_once
-    from nesa_node.cli.output import open_closed_streams, write_any_character
+    from nesa_node.cli.interrupts import exit_on_interrupt
+    from nesa_node.cli.standard_streams import escape_unencodable_output, open_closed_streams
 
     open_closed_streams()
-    write_any_character()
-    with leaving_at_once():
+    escape_unencodable_output()
+    with exit_on_interrupt():
         from nesa_node.cli.app import main as run_app
     run_app()
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from nesa_node.server.admission import Admission
+from nesa_node.server.session.admission import Admission
 
 
 class NodesSeen:

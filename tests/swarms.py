@@ -18,12 +18,12 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from nesa_node.cli.local_swarm import LOOPBACK, LocalNode, start_node, wait_until_serving
-from nesa_node.core.config import NodeConfig
+from nesa_node.cli.services.local_swarm import LOOPBACK, LocalNode, start_node, wait_until_serving
+from nesa_node.core.settings.models import NodeConfig
 from nesa_node.core.span import Span
-from nesa_node.server.daemon import serve_node
-from nesa_node.server.moves import Moves
-from nesa_node.swarm.p2pd import sweep_stale
+from nesa_node.server.node.daemon import serve_node
+from nesa_node.server.node.move_limiter import MoveLimiter
+from nesa_node.swarm.p2p.p2pd import remove_stale_directories
 
 READY_S = 60.0
 T = TypeVar("T")
@@ -43,7 +43,7 @@ class NodeThread:
         self._stopping: list[asyncio.Event] = []
         self._running: list[Any] = []
 
-    def start(self, config: NodeConfig, moves: Moves | None = None) -> None:
+    def start(self, config: NodeConfig, moves: MoveLimiter | None = None) -> None:
         stopping = asyncio.Event()
         self._stopping.append(stopping)
         self._running.append(
@@ -177,4 +177,4 @@ def daemons(model: Path, folder: Path, *flags: str) -> Iterator[Daemons]:
             yield Daemons(stack, model, folder, flags)
     finally:
         # A killed daemon cannot remove its runtime directory; the next one to start would.
-        sweep_stale(Path(tempfile.gettempdir()))
+        remove_stale_directories(Path(tempfile.gettempdir()))

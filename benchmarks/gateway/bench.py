@@ -28,10 +28,10 @@ from benchmarks.models import model_folder
 from benchmarks.options import Options
 from benchmarks.results import print_table
 from benchmarks.swarms import daemon_flags, join, open_local
-from nesa_node.cli.local_swarm import LocalNode, start_node, wait_until_serving
-from nesa_node.client.causal_lm import DistributedModelForCausalLM
+from nesa_node.cli.services.local_swarm import LocalNode, start_node, wait_until_serving
+from nesa_node.client.model.causal_lm import DistributedModelForCausalLM
 from nesa_node.core.span import split_evenly
-from nesa_node.engine.tokenizer import load_tokenizer
+from nesa_node.engine.weights.tokenizer import load_tokenizer
 
 DEFAULTS = Options(model="demo", nodes=(3,), sessions=(64, 200), runs=5, new_tokens=32, seconds=120)
 QUICK = Options(model="demo", nodes=(2,), sessions=(4, 8), runs=1, new_tokens=8, seconds=5)

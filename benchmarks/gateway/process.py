@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from nesa_node.cli.local_swarm import stop_nodes
+from nesa_node.cli.services.local_swarm import stop_processes
 
 READY_S = 120.0
 
@@ -52,7 +52,7 @@ def open_gateway(
     try:
         yield Gateway(port, _name(port, process, log), process)
     finally:
-        stop_nodes([process])
+        stop_processes([process])
 
 
 def get(port: int, path: str) -> bytes:

@@ -17,8 +17,8 @@ import torch
 from benchmarks.models import random_prompt
 from benchmarks.regions.talk import obey
 from benchmarks.workload import Worker, working
-from nesa_node.client.causal_lm import DistributedModelForCausalLM
-from nesa_node.client.model import AutoDistributedModelForCausalLM
+from nesa_node.client.model.auto import AutoDistributedModelForCausalLM
+from nesa_node.client.model.causal_lm import DistributedModelForCausalLM
 from nesa_node.core.logging import setup_logging
 
 

@@ -111,7 +111,7 @@ def is_full(regions: Regions, kept: list[str]) -> bool:
     site_of = regions.site_of()
     snapshot = regions.look().snapshot
     gone = [n.peer_id for n in snapshot.nodes if region(site_of[n.peer_id]) not in kept]
-    return min(snapshot.without(*gone).coverage()) >= regions.world.replicas
+    return min(snapshot.without_peers(*gone).coverage()) >= regions.world.replicas
 
 
 def both_lead(regions: Regions) -> dict[str, int]:

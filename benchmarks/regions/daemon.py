@@ -17,11 +17,12 @@ from dataclasses import replace
 from typing import Any
 
 from nesa_node.cli.app import run_command
-from nesa_node.core.config import NodeConfig
-from nesa_node.engine.blocks import Blocks
-from nesa_node.engine.measure import Throughput, measure_throughput
-from nesa_node.server import daemon, served_span, speed
-from nesa_node.server.moves import Moves
+from nesa_node.core.settings.models import NodeConfig
+from nesa_node.engine.model.blocks import ModelBlocks
+from nesa_node.engine.model.throughput import SpanThroughput, measure_throughput
+from nesa_node.server.node import daemon, served_span
+from nesa_node.server.node import served_span as speed
+from nesa_node.server.node.move_limiter import MoveLimiter
 
 
 def main() -> None:
@@ -39,14 +40,14 @@ def main() -> None:
 
 
 def unpin() -> None:
-    def moves_of(config: NodeConfig) -> Moves:
-        return Moves(per_hour=config.max_moves_per_hour, pause_s=config.move_pause_s)
+    def moves_of(config: NodeConfig) -> MoveLimiter:
+        return MoveLimiter(per_hour=config.max_moves_per_hour, pause_s=config.move_pause_s)
 
-    daemon.moves_of = moves_of
+    daemon.make_move_limiter = moves_of
 
 
 def slow_down(by_s: float) -> None:
-    patched: Any = Blocks
+    patched: Any = ModelBlocks
     for name in ("forward", "run"):
         setattr(patched, name, _later(getattr(patched, name), by_s))
 
@@ -60,7 +61,7 @@ def _later(computes: Callable[..., Any], by_s: float) -> Callable[..., Any]:
 
 
 def boast(factor: float) -> None:
-    def measure(blocks: Blocks, **options: Any) -> Throughput:
+    def measure(blocks: ModelBlocks, **options: Any) -> SpanThroughput:
         true = measure_throughput(blocks, **options)
         return replace(
             true,

@@ -14,9 +14,9 @@ import numpy as np
 
 from nesa_node.core.ids import ModelId
 from nesa_node.core.logging import setup_logging
-from nesa_node.swarm.identity import Identity
+from nesa_node.swarm.dht.notices import Lease, PlacementNotice
 from nesa_node.swarm.node import Swarm, open_swarm
-from nesa_node.swarm.notices import Lease, Placement
+from nesa_node.swarm.p2p.identity import Identity
 
 
 async def watch(peers: list[str]) -> None:
@@ -38,7 +38,7 @@ async def look(swarm: Swarm) -> dict[str, Any]:
     links = snapshot.links
     assert links is not None
     leases = await swarm.notices.fetch(Lease, model_id)
-    placements = await swarm.notices.fetch(Placement, model_id)
+    placements = await swarm.notices.fetch(PlacementNotice, model_id)
     return {
         "model_id": model_id,
         "num_blocks": snapshot.num_blocks,

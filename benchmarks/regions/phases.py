@@ -24,10 +24,10 @@ from benchmarks.swarms import open_local
 from nesa_node.core.errors import SwarmError
 from nesa_node.core.ids import PeerId
 from nesa_node.core.span import Span
-from nesa_node.routing.build import build_problem
-from nesa_node.routing.chains import Hop, visits_of
-from nesa_node.routing.exact import solve_latency
-from nesa_node.routing.problem import terms
+from nesa_node.routing.chain_request import build_problem
+from nesa_node.routing.chains import Hop, hops_to_visits
+from nesa_node.routing.problem import step_time
+from nesa_node.routing.search.exact import solve_latency
 
 NEAR = 1.05
 CHAINS = 5
@@ -71,7 +71,7 @@ def compare(regions: Regions, client: str, chain: Sequence[tuple[str, int, int]]
     problem = build_problem(snapshot, request)
     hops = [Hop(PeerId(peer), Span(start, end)) for peer, start, end in chain]
     best = solve_latency(problem)
-    cost_s = terms(problem, visits_of(problem, request.span, hops)).total_s
+    cost_s = step_time(problem, hops_to_visits(problem, request.span, hops)).total_s
     return {
         "client": client,
         "chain": [f"{site_of[hop.peer_id]} {hop.span}" for hop in hops],
@@ -158,7 +158,9 @@ def liar(regions: Regions) -> dict[str, Any]:
     regions.start_node(LIAR, whole, "--boast", str(BOAST), "--slow", str(SLOW_S))
     regions.wait_ready(LIAR)
     peer = regions.peer(LIAR)
-    wait_until(lambda: regions.look().snapshot.node(peer) is not None, 60.0, "the liar is not seen")
+    wait_until(
+        lambda: regions.look().snapshot.find_node(peer) is not None, 60.0, "the liar is not seen"
+    )
     try:
         believed = _uses(client, peer)
         began = time.monotonic()

@@ -22,12 +22,18 @@ import msgspec
 from nesa_node.core.errors import NesaError
 from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.core.logging import setup_logging
-from nesa_node.swarm.dht_peer import PROTOCOL_PREFIX
-from nesa_node.swarm.hive import MSGPackSerializer, dht_pb2
-from nesa_node.swarm.identity import Identity
+from nesa_node.swarm.dht.notices import (
+    AnnouncedMove,
+    Lease,
+    PlacementNotice,
+    notice_key,
+    seal_notice,
+)
+from nesa_node.swarm.dht.rpc import PROTOCOL_PREFIX
+from nesa_node.swarm.dht.validator import dht_id
 from nesa_node.swarm.node import Swarm, open_swarm
-from nesa_node.swarm.notices import Lease, Move, Placement, notice_key, seal_notice
-from nesa_node.swarm.validator import dht_id
+from nesa_node.swarm.p2p.hivemind_imports import MSGPackSerializer, dht_pb2
+from nesa_node.swarm.p2p.identity import Identity
 
 TTL_S = 300.0
 
@@ -59,16 +65,17 @@ async def lie(absurd: Swarm, stale: Swarm, order: dict[str, Any]) -> dict[str, A
         Lease, model, epoch=int(time.time()) - 1, ttl_s=100.0, role="leading"
     )
     everybody = [
-        Move(peer=peer, was=was, to=(0, was[1] - was[0]), gain=0.9) for peer, was in spans.items()
-    ]
-    placement = await absurd.notices.publish(
-        Placement, model, epoch=int(time.time()) - 1, **_fields(blocks, everybody, 0.9)
-    )
-    swapped = [
-        Move(peer=peer, was=was, to=(blocks - was[1], blocks - was[0]), gain=0.0)
+        AnnouncedMove(peer=peer, was=was, to=(0, was[1] - was[0]), gain=0.9)
         for peer, was in spans.items()
     ]
-    await stale.notices.publish(Placement, model, epoch=0, **_fields(blocks, swapped, 0.0))
+    placement = await absurd.notices.publish(
+        PlacementNotice, model, epoch=int(time.time()) - 1, **_fields(blocks, everybody, 0.9)
+    )
+    swapped = [
+        AnnouncedMove(peer=peer, was=was, to=(blocks - was[1], blocks - was[0]), gain=0.0)
+        for peer, was in spans.items()
+    ]
+    await stale.notices.publish(PlacementNotice, model, epoch=0, **_fields(blocks, swapped, 0.0))
     forged = msgspec.msgpack.decode(seal_notice(placement, absurd.identity))
     unsigned = msgspec.msgpack.encode({**forged, "signature": bytes(64)})
     foreign = msgspec.msgpack.encode({**forged, "peer_id": order["boss"]})
@@ -80,7 +87,7 @@ async def lie(absurd: Swarm, stale: Swarm, order: dict[str, Any]) -> dict[str, A
     }
 
 
-def _fields(blocks: int, moves: Sequence[Move], gain: float) -> dict[str, Any]:
+def _fields(blocks: int, moves: Sequence[AnnouncedMove], gain: float) -> dict[str, Any]:
     return {
         "ttl_s": TTL_S,
         "num_blocks": blocks,
@@ -94,11 +101,16 @@ def _fields(blocks: int, moves: Sequence[Move], gain: float) -> dict[str, Any]:
 
 
 async def _store(
-    swarm: Swarm, notice: Placement, sealed: bytes, members: Sequence[str], *, subkey: str = ""
+    swarm: Swarm,
+    notice: PlacementNotice,
+    sealed: bytes,
+    members: Sequence[str],
+    *,
+    subkey: str = "",
 ) -> int:
     """How many members keep those bytes, asked one by one."""
     request = dht_pb2.StoreRequest(
-        keys=[dht_id(notice_key(Placement, ModelId(notice.model_id)))],
+        keys=[dht_id(notice_key(PlacementNotice, ModelId(notice.model_id)))],
         subkeys=[MSGPackSerializer.dumps(subkey or notice.peer_id)],
         values=[MSGPackSerializer.dumps(sealed)],
         expiration_time=[notice.expires_at],

@@ -34,7 +34,7 @@ from nesa_node.core.decision_log import DecisionLog
 from nesa_node.core.errors import SwarmError
 from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.core.span import Span
-from nesa_node.swarm.identity import Identity
+from nesa_node.swarm.p2p.identity import Identity
 from nesa_node.topology.snapshot import NodeState, Snapshot
 
 CACHE_TOKENS = 8192

@@ -8,7 +8,7 @@ from statistics import mean
 from typing import Any
 
 from benchmarks.regions.swarm import Regions
-from nesa_node.server.announcer import renew_after_s
+from nesa_node.server.node.announcer import renew_after_s
 
 KEYS = 2
 """Under which a record lies: its model's and that of all nodes."""

@@ -17,8 +17,8 @@ from benchmarks.emulator.links import Link
 from benchmarks.emulator.wan import Wan
 from nesa_node.core.ids import PeerId
 from nesa_node.core.span import Span
-from nesa_node.routing.build import Request
-from nesa_node.topology.links import Links
+from nesa_node.routing.chain_request import ChainRequest
+from nesa_node.topology.links.matrix import Links
 from nesa_node.topology.snapshot import Snapshot
 
 REGIONS = ("a", "b", "c")
@@ -133,10 +133,10 @@ def true_request(
     site_of: Mapping[PeerId, str],
     *,
     hidden_bytes: float,
-) -> Request:
+) -> ChainRequest:
     """One token of a session of the client at that site."""
     peers: Sequence[PeerId] = [node.peer_id for node in snapshot.nodes]
-    return Request(
+    return ChainRequest(
         span=Span(0, snapshot.num_blocks),
         bytes_per_token=hidden_bytes,
         entry_rtt_ms={peer: rtt_ms(wan, client, site_of[peer]) for peer in peers},

@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM
 from benchmarks.generation import generate
 from benchmarks.models import quiet_transformers, random_prompt
 from benchmarks.wan.cells import CODECS
-from nesa_node.client.causal_lm import DistributedModelForCausalLM
-from nesa_node.client.model import AutoDistributedModelForCausalLM
+from nesa_node.client.model.auto import AutoDistributedModelForCausalLM
+from nesa_node.client.model.causal_lm import DistributedModelForCausalLM
 from nesa_node.core.logging import setup_logging
 
 

@@ -18,7 +18,7 @@ from benchmarks.emulator.wan import Wan, open_wan
 from benchmarks.options import Options
 from benchmarks.swarms import READY_TIMEOUT_S, daemon_flags, open_local
 from benchmarks.wan.cells import Cell, Chain
-from nesa_node.cli.local_swarm import LocalNode, start_node, wait_until_serving
+from nesa_node.cli.services.local_swarm import LocalNode, start_node, wait_until_serving
 from nesa_node.core.errors import SwarmError
 from nesa_node.core.span import Span, split_evenly
 

@@ -9,43 +9,35 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from nesa_node import __version__
-from nesa_node.api import (
-    catalogue,
-    chat,
-    completions,
-    embeddings,
-    health,
-    openapi,
-    responses,
-    tokens,
-)
-from nesa_node.api.answering import failures
-from nesa_node.api.answering.answer_room import AnswerRoom
-from nesa_node.api.answering.closing import Closing
-from nesa_node.api.docs_page import docs_route
+from nesa_node.api import openapi
+from nesa_node.api.endpoints import chat, completions, embeddings, health, responses
+from nesa_node.api.endpoints import model_list as catalogue
+from nesa_node.api.endpoints import tokenization as tokens
+from nesa_node.api.endpoints.docs_page import docs_route
 from nesa_node.api.gateway import Gateway
-from nesa_node.api.serving.grammar_checker import GrammarChecker
-from nesa_node.api.serving.models import Models
-from nesa_node.api.serving.template_renderer import TemplateRenderer
-from nesa_node.core.config import GatewayConfig
+from nesa_node.api.models.registry import ModelRegistry
+from nesa_node.api.models.sandbox import GrammarChecker, TemplateRenderer
+from nesa_node.api.responses import errors as failures
+from nesa_node.api.responses.in_flight import GracefulShutdown, ResponseMemory
+from nesa_node.core.settings.models import GatewayConfig
 
-_ENDPOINTS = (chat, completions, embeddings, responses, catalogue, tokens, health)
+_ENDPOINT_MODULES = (chat, completions, embeddings, responses, catalogue, tokens, health)
 
 
 def make_app(
-    models: Models,
+    models: ModelRegistry,
     config: GatewayConfig,
     *,
     grammars: GrammarChecker,
     templates: TemplateRenderer,
-    closing: Closing | None = None,
+    shutdown: GracefulShutdown | None = None,
     metrics: ASGIApp | None = None,
     pages: Sequence[BaseRoute] = (),
 ) -> FastAPI:
     """Build the application; `metrics` is served at /metrics, `pages` at their own paths.
 
-    The caller closes `closing` before the server stops, `grammars` and `templates` afterwards.
-    The application authorizes nothing: serve it behind `web/gate.py`.
+    The caller closes `shutdown` before the server stops, `grammars` and `templates` afterwards.
+    The application authorizes nothing: serve it behind `web/server.py`.
     """
     app = FastAPI(
         title="nesa-node",
@@ -54,22 +46,22 @@ def make_app(
         redoc_url=None,
         redirect_slashes=False,
     )
-    app.state.gateway = Gateway(models, config, closing or Closing(), grammars, templates)
-    failures.install(app)
-    openapi.install(app)
-    app.add_middleware(_Heads)
-    app.add_middleware(AnswerRoom)
-    for endpoint in _ENDPOINTS:
+    app.state.gateway = Gateway(models, config, shutdown or GracefulShutdown(), grammars, templates)
+    failures.install_error_handlers(app)
+    openapi.install_openapi(app)
+    app.add_middleware(_HeadAsGet)
+    app.add_middleware(ResponseMemory)
+    for endpoint in _ENDPOINT_MODULES:
         app.include_router(endpoint.router)
     if metrics is not None:
-        app.router.routes.append(Route("/metrics", _Whole(metrics), include_in_schema=False))
+        app.router.routes.append(Route("/metrics", _AsgiEndpoint(metrics), include_in_schema=False))
     app.router.routes.append(docs_route(app.openapi))
     # No mount at "/": it would answer unknown paths, without OpenAI's error format.
     app.router.routes.extend(pages)
     return app
 
 
-class _Heads:
+class _HeadAsGet:
     """Middleware that treats HEAD (of health checks) as GET; the server omits the body."""
 
     def __init__(self, app: ASGIApp) -> None:
@@ -81,7 +73,7 @@ class _Heads:
         await self._app(scope, receive, send)
 
 
-class _Whole:
+class _AsgiEndpoint:
     """ASGI application as an endpoint: starlette takes a plain function for a request handler."""
 
     def __init__(self, app: ASGIApp) -> None:

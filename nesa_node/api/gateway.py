@@ -1,10 +1,14 @@
-"""State and dependencies that endpoints share: models, configuration, limits of keys."""
+"""State and dependencies that endpoints share: models, configuration, limits of keys.
+
+Token usage of a request.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,98 +18,143 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from nesa_node import __version__
-from nesa_node.api.answering.answers import Computed, EventStream, as_error
-from nesa_node.api.answering.closing import Closing
-from nesa_node.api.answering.usage import Usage
-from nesa_node.api.bodies.templates import Render
-from nesa_node.api.requests import ASKED
-from nesa_node.api.serving.grammar_checker import GrammarChecker
-from nesa_node.api.serving.models import Models
-from nesa_node.api.serving.template_renderer import TemplateRenderer
-from nesa_node.core.config import GatewayConfig
+from nesa_node.api.generation.job import GenerationEvent, PrefillDone
+from nesa_node.api.models.registry import ModelRegistry
+from nesa_node.api.models.sandbox import GrammarChecker, TemplateRenderer
+from nesa_node.api.request_telemetry import USAGE_STATE_KEY
+from nesa_node.api.responses.http_responses import ComputedJsonResponse, SseResponse, error_events
+from nesa_node.api.responses.in_flight import GracefulShutdown
+from nesa_node.api.schemas.chat_template import Render
 from nesa_node.core.ids import ModelId
-from nesa_node.web.doorman import ANYBODY, Caller
-from nesa_node.web.limits import Allowance
-from nesa_node.web.problem import Problem
+from nesa_node.core.settings.models import GatewayConfig
+from nesa_node.web.authenticator import ANONYMOUS_ID, Caller
+from nesa_node.web.problem import HttpProblem
+from nesa_node.web.rate_limits import Allowance
 
 if TYPE_CHECKING:
-    from nesa_node.api.serving.served_model import ServedModel
+    from nesa_node.api.models.served_model import ServedModel
+
+
+@dataclass(slots=True)
+class UsageCounter:
+    """Token counts of a request, passed to `spend` as they grow; prompts with the first event."""
+
+    prompt_tokens: int
+    spend: Callable[[int], None]
+    cached_tokens: int = 0
+    new_tokens: int = 0
+    _prompt_charged: bool = False
+
+    @asynccontextmanager
+    async def charge_prompt_on_cancel(self) -> AsyncIterator[None]:
+        """Charge the prompt even if the client cancels the request during prefill."""
+        try:
+            yield
+        except (asyncio.CancelledError, GeneratorExit):
+            self._charge_prompt()
+            raise
+
+    def count(self, event: GenerationEvent) -> None:
+        self._charge_prompt()
+        if isinstance(event, PrefillDone):
+            self.cached_tokens += event.cached_tokens
+        elif event.tokens:
+            self.new_tokens += len(event.tokens)
+            self.spend(len(event.tokens))
+
+    def _charge_prompt(self) -> None:
+        if not self._prompt_charged:
+            self._prompt_charged = True
+            self.spend(self.prompt_tokens)
+
+    def to_json(self) -> dict[str, Any]:
+        """`usage` object of chats and completions."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.new_tokens,
+            "total_tokens": self.prompt_tokens + self.new_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
 
 
 @dataclass(frozen=True, slots=True)
-class Answers:
+class PendingResponse:
     """Response of a request, not yet computed: JSON by `whole`, or server-sent events by `events`.
 
     `failed` encodes an error within a stream; None: OpenAI's error event.
     """
 
-    whole: Callable[[], Awaitable[Mapping[str, Any]]]
-    events: Callable[[], AsyncGenerator[bytes, None]]
-    failed: Callable[[Problem], bytes] | None = None
+    build_json: Callable[[], Awaitable[Mapping[str, Any]]]
+    stream_events: Callable[[], AsyncGenerator[bytes, None]]
+    error_event: Callable[[HttpProblem], bytes] | None = None
 
 
-Prepare = Callable[["ServedModel"], Awaitable[Answers]]
+Prepare = Callable[["ServedModel"], Awaitable[PendingResponse]]
 
 
 @dataclass(frozen=True, slots=True)
 class Gateway:
-    models: Models
+    models: ModelRegistry
     config: GatewayConfig
-    closing: Closing
+    shutdown: GracefulShutdown
     grammars: GrammarChecker
     templates: TemplateRenderer
 
-    def answer(self, name: str | None, prepare: Prepare, *, stream: bool) -> Response:
+    def respond(self, name: str | None, prepare: Prepare, *, stream: bool) -> Response:
         """HTTP response that opens the model called `name`, then computes what `prepare` returns.
 
         Opening a model may take minutes. During that time, a disconnecting client cancels the
         request, and a stream sends keep-alive comments.
         """
-        ready: list[Answers] = []
+        ready: list[PendingResponse] = []
         # Frees the request's body, which may be large, before the answer is computed.
         once = [prepare]
 
-        async def prepared() -> Answers:
-            model = await self.model(name)
+        async def prepared() -> PendingResponse:
+            model = await self.get_model(name)
             ready.append(await once.pop()(model))
             return ready[0]
 
         async def whole() -> Mapping[str, Any]:
-            return await (await prepared()).whole()
+            return await (await prepared()).build_json()
 
         async def events() -> AsyncGenerator[bytes, None]:
-            async with aclosing((await prepared()).events()) as made:
+            async with aclosing((await prepared()).stream_events()) as made:
                 async for data in made:
                     yield data
 
-        def failed(problem: Problem) -> bytes:
-            tell = (ready[0].failed if ready else None) or as_error
+        def failed(problem: HttpProblem) -> bytes:
+            tell = (ready[0].error_event if ready else None) or error_events
             return tell(problem)
 
-        return self.streamed(events, failed=failed) if stream else self.computed(whole)
+        return (
+            self.respond_stream(events, error_event=failed) if stream else self.respond_json(whole)
+        )
 
-    def computed(self, work: Callable[[], Awaitable[Mapping[str, Any]]]) -> Response:
-        """HTTP response with the JSON that `work` returns: see `answers.whole_response`."""
-        return Computed(work, self.closing)
+    def respond_json(self, work: Callable[[], Awaitable[Mapping[str, Any]]]) -> Response:
+        """HTTP response with the JSON that `work` returns: see `answers.chunked_json_response`."""
+        return ComputedJsonResponse(work, self.shutdown)
 
-    def streamed(
+    def respond_stream(
         self,
         make: Callable[[], AsyncGenerator[bytes, None]],
         *,
-        failed: Callable[[Problem], bytes] | None = None,
+        error_event: Callable[[HttpProblem], bytes] | None = None,
     ) -> Response:
         """HTTP response with the server-sent events that `make` yields."""
-        return EventStream(make, self.closing, keepalive_s=self.config.keepalive_s, failed=failed)
+        return SseResponse(
+            make, self.shutdown, keepalive_s=self.config.keepalive_s, error_event=error_event
+        )
 
-    async def model(self, name: str | None) -> ServedModel:
+    async def get_model(self, name: str | None) -> ServedModel:
         """Open model called `name`; None: the only one. Raises `Problem` and `NesaError`."""
-        return await self.models.get(self._checked(name))
+        return await self.models.get(self._require_name(name))
 
-    def _checked(self, name: str | None) -> str | None:
-        cards = self.models.cards()
+    def _require_name(self, name: str | None) -> str | None:
+        cards = self.models.entries()
         if name is None and len(cards) > 1:
             offered = ", ".join(card.name for card in cards[:20])
-            raise Problem(
+            raise HttpProblem(
                 400,
                 f"model is required, since several are served: {offered}",
                 code="missing_required_parameter",
@@ -113,24 +162,24 @@ class Gateway:
             )
         return name
 
-    def render(self, caller: str) -> Render | None:
+    def template_renderer(self, caller: str) -> Render | None:
         """Renderer of untrusted chat templates in a child process; None: models are trusted."""
         return partial(self.templates.render, caller=caller) if self.models.discovers else None
 
-    async def watch(self, model: ServedModel) -> None:
+    async def watch_blocks(self, model: ServedModel) -> None:
         """Run until cancelled; raise `MissingBlocksError` once no node holds a block of `model`."""
-        await self.models.watch(model.model_id)
+        await self.models.watch_blocks(model.model_id)
 
 
-def _gateway(request: Request) -> Gateway:
+def _get_gateway(request: Request) -> Gateway:
     gateway: Gateway = request.app.state.gateway
     return gateway
 
 
-def _caller(request: Request) -> str:
+def _get_caller(request: Request) -> str:
     """Id of the request's API key (`web/access.py`); "" on a gateway without keys."""
     caller: Caller | None = request.scope.get("state", {}).get("caller")
-    return "" if caller is None or caller.id == ANYBODY else caller.id
+    return "" if caller is None or caller.id == ANONYMOUS_ID else caller.id
 
 
 class Meter:
@@ -144,21 +193,21 @@ class Meter:
         if self._allowance is not None:
             self._allowance.spend_tokens(tokens)
 
-    def usage(self, model: str, prompt_tokens: int) -> Usage:
+    def start_usage(self, model: str, prompt_tokens: int) -> UsageCounter:
         """Usage counter of a request to `model`, also kept for the log."""
-        self._state[ASKED] = model, (usage := Usage(prompt_tokens, self))
+        self._state[USAGE_STATE_KEY] = model, (usage := UsageCounter(prompt_tokens, self))
         return usage
 
 
-def _meter(request: Request) -> Meter:
+def _get_meter(request: Request) -> Meter:
     return Meter(request.scope.setdefault("state", {}))
 
 
-SpendOf = Annotated[Meter, Depends(_meter)]
-CallerOf = Annotated[str, Depends(_caller)]
-GatewayOf = Annotated[Gateway, Depends(_gateway)]
+MeterOf = Annotated[Meter, Depends(_get_meter)]
+CallerOf = Annotated[str, Depends(_get_caller)]
+GatewayOf = Annotated[Gateway, Depends(_get_gateway)]
 
 
-def fingerprint(model_id: ModelId) -> str:
+def system_fingerprint(model_id: ModelId) -> str:
     """`system_fingerprint` of responses; changes with the weights and the program's version."""
     return f"fp_{hashlib.sha256(f'{model_id} {__version__}'.encode()).hexdigest()[:12]}"

@@ -13,12 +13,12 @@ from pydantic import BaseModel, ConfigDict, Field
 from pydantic.json_schema import models_json_schema
 
 from nesa_node import __version__
-from nesa_node.api.bodies.fields import Body
+from nesa_node.api.schemas.request_body import RequestBody
 
 _BODY = "x-body"
-_BODIES: dict[str, type[Body]] = {}
-_REF = "#/components/schemas/{model}"
-_STATUSES = {
+_BODY_CLASSES: dict[str, type[RequestBody]] = {}
+_REF_TEMPLATE = "#/components/schemas/{model}"
+_STATUS_DESCRIPTIONS = {
     400: "The request is invalid or cannot be served; `param` names the field.",
     401: "No key was given, or a wrong one.",
     403: "The request comes from a page of another origin.",
@@ -30,49 +30,49 @@ _STATUSES = {
     502: "Nodes of the swarm refused, or broke the protocol.",
     503: "Blocks are missing, nodes are busy, or the swarm cannot be reached: see Retry-After.",
 }
-OF_KEYS = (401, 403, 429)
+KEY_STATUSES = (401, 403, 429)
 """Statuses of requests that are refused before they reach an endpoint."""
-_RETRY_AFTER = {
+_RETRY_AFTER_HEADER = {
     "retry-after": {"description": "Seconds to wait.", "schema": {"type": "string"}},
 }
-_REQUEST_ID = {
+_REQUEST_ID_HEADER = {
     "x-request-id": {"description": "Its id, or a generated one.", "schema": {"type": "string"}},
 }
 
 
-class Told(BaseModel):
+class ResponseModel(BaseModel):
     model_config = ConfigDict(extra="allow")
 
 
-class ErrorDetail(Told):
+class ErrorDetail(ResponseModel):
     message: str
     type: str
     param: str | None
     code: str | None
 
 
-class Error(Told):
+class ErrorResponse(ResponseModel):
     error: ErrorDetail
 
 
-class Usage(Told):
+class Usage(ResponseModel):
     prompt_tokens: int
     total_tokens: int
     completion_tokens: int | None = None
 
 
-class FunctionCall(Told):
+class FunctionCall(ResponseModel):
     name: str
     arguments: str
 
 
-class ToolCall(Told):
+class ToolCall(ResponseModel):
     id: str
     type: Literal["function"]
     function: FunctionCall
 
 
-class TokenLogprob(Told):
+class TokenLogprob(ResponseModel):
     token: str
     logprob: float
     bytes: list[int]
@@ -82,11 +82,11 @@ class TokenLogprobs(TokenLogprob):
     top_logprobs: list[TokenLogprob]
 
 
-class ChatLogprobs(Told):
+class ChatLogprobs(ResponseModel):
     content: list[TokenLogprobs]
 
 
-class AnswerMessage(Told):
+class AssistantMessage(ResponseModel):
     role: Literal["assistant"]
     content: str | None
     refusal: None
@@ -96,14 +96,14 @@ class AnswerMessage(Told):
 FinishReason = Literal["stop", "length", "tool_calls"]
 
 
-class ChatChoice(Told):
+class ChatChoice(ResponseModel):
     index: int
-    message: AnswerMessage
+    message: AssistantMessage
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason
 
 
-class ChatCompletion(Told):
+class ChatCompletion(ResponseModel):
     id: str
     object: Literal["chat.completion"]
     created: int
@@ -113,19 +113,19 @@ class ChatCompletion(Told):
     usage: Usage
 
 
-class ChatDelta(Told):
+class ChatDelta(ResponseModel):
     role: Literal["assistant"] | None = None
     content: str | None = None
 
 
-class ChunkChoice(Told):
+class ChunkChoice(ResponseModel):
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason | None
 
 
-class ChatCompletionChunk(Told):
+class ChatCompletionChunk(ResponseModel):
     id: str
     object: Literal["chat.completion.chunk"]
     created: int
@@ -134,21 +134,21 @@ class ChatCompletionChunk(Told):
     usage: Usage | None = None
 
 
-class CompletionLogprobs(Told):
+class CompletionLogprobs(ResponseModel):
     tokens: list[str]
     token_logprobs: list[float | None]
     top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
-class CompletionChoice(Told):
+class CompletionChoice(ResponseModel):
     index: int
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason | None
 
 
-class Completion(Told):
+class Completion(ResponseModel):
     id: str
     object: Literal["text_completion"]
     created: int
@@ -157,7 +157,7 @@ class Completion(Told):
     usage: Usage | None = None
 
 
-class ModelResponse(Told):
+class ResponseObject(ResponseModel):
     id: str
     object: Literal["response"]
     created_at: int
@@ -166,25 +166,25 @@ class ModelResponse(Told):
     output: list[dict[str, Any]]
 
 
-class ResponseEvent(Told):
+class ResponseEvent(ResponseModel):
     type: str
     sequence_number: int
 
 
-class Embedding(Told):
+class Embedding(ResponseModel):
     object: Literal["embedding"]
     index: int
     embedding: list[float] | Annotated[str, Field(description="base64 of little-endian float32")]
 
 
-class EmbeddingList(Told):
+class EmbeddingList(ResponseModel):
     object: Literal["list"]
     model: str
     data: list[Embedding]
     usage: Usage
 
 
-class ModelCard(Told):
+class ModelCard(ResponseModel):
     id: str
     object: Literal["model"]
     created: int
@@ -193,77 +193,81 @@ class ModelCard(Told):
     default_sampling: dict[str, float] | None = None
 
 
-class ModelList(Told):
+class ModelList(ResponseModel):
     object: Literal["list"]
     data: list[ModelCard]
 
 
-class Tokenized(Told):
+class TokenizeResponse(ResponseModel):
     count: int
     max_model_len: int
     tokens: list[int]
     token_strs: list[str] | None
 
 
-class Detokenized(Told):
+class DetokenizeResponse(ResponseModel):
     prompt: str
 
 
-class ModelHealth(Told):
+class ModelHealth(ResponseModel):
     id: str
     open: bool
     missing_blocks: list[list[int]] | None
 
 
-class Health(Told):
+class Health(ResponseModel):
     status: Literal["ok", "degraded"]
     models: list[ModelHealth]
 
 
-class Version(Told):
+class Version(ResponseModel):
     version: str
 
 
 def describe(
     summary: str,
-    body: type[Body] | None,
-    answer: type[Told],
-    events: type[Told] | None = None,
+    body: type[RequestBody] | None,
+    answer: type[ResponseModel],
+    events: type[ResponseModel] | None = None,
     *,
-    statuses: tuple[int, ...] = tuple(_STATUSES),
+    statuses: tuple[int, ...] = tuple(_STATUS_DESCRIPTIONS),
 ) -> dict[str, Any]:
     """FastAPI arguments that describe a route; `bodies/reading.py` reads its body."""
-    ok: dict[str, Any] = {"model": answer, "description": "The answer.", "headers": _REQUEST_ID}
+    ok: dict[str, Any] = {
+        "model": answer,
+        "description": "The answer.",
+        "headers": _REQUEST_ID_HEADER,
+    }
     if events is not None:
         words = f"Server-sent events with a {events.__name__} each; the last one is [DONE]."
         ok["content"] = {"text/event-stream": {"schema": {"description": words}}}
     responses: dict[int, Any] = {200: ok}
     for status in statuses:
-        headers = _REQUEST_ID | (_RETRY_AFTER if status in (429, 503) else {})
+        headers = _REQUEST_ID_HEADER | (_RETRY_AFTER_HEADER if status in (429, 503) else {})
         responses[status] = {
-            "model": Error,
-            "description": _STATUSES[status],
+            "model": ErrorResponse,
+            "description": _STATUS_DESCRIPTIONS[status],
             "headers": headers,
         }
     extra: dict[str, Any] = {}
     if body is not None:
-        _BODIES[body.__name__] = body
+        _BODY_CLASSES[body.__name__] = body
         extra[_BODY] = body.__name__
     return {"summary": summary, "responses": responses, "openapi_extra": extra}
 
 
-def install(app: FastAPI) -> None:
+def install_openapi(app: FastAPI) -> None:
     """Have `app` describe request bodies by their `Body` classes, which FastAPI does not parse."""
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
-            app.openapi_schema = _make(app)
+            app.openapi_schema = _make_spec(app)
         return app.openapi_schema
 
     app.openapi = openapi  # type: ignore[method-assign]
 
 
-def _make(app: FastAPI) -> dict[str, Any]:
+def _make_spec(app: FastAPI) -> dict[str, Any]:
     spec = get_openapi(
         title="nesa-node",
         version=__version__,
@@ -276,11 +280,13 @@ def _make(app: FastAPI) -> dict[str, Any]:
         for operation in path.values()
         if _BODY in operation
     ]
-    kinds = [_BODIES[operation[_BODY]] for operation in operations]
-    _, definitions = models_json_schema([(kind, "validation") for kind in kinds], ref_template=_REF)
+    kinds = [_BODY_CLASSES[operation[_BODY]] for operation in operations]
+    _, definitions = models_json_schema(
+        [(kind, "validation") for kind in kinds], ref_template=_REF_TEMPLATE
+    )
     spec["components"]["schemas"].update(definitions["$defs"])
     for operation in operations:
-        schema = {"$ref": _REF.format(model=operation.pop(_BODY))}
+        schema = {"$ref": _REF_TEMPLATE.format(model=operation.pop(_BODY))}
         operation["requestBody"] = {
             "required": True,
             "content": {"application/json": {"schema": schema}},

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Annotated, TypedDict
 
 from cyclopts import Parameter
 
-from nesa_node.cli.flags import OUTPUT, SAMPLING, ClientFlags, configure
+from nesa_node.cli.flags import OUTPUT, SAMPLING, ClientFlags, load_command_config
 from nesa_node.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from nesa_node.core.config import ClientConfig
+    from nesa_node.core.settings.models import ClientConfig
 
 
 @Parameter(name="*")
@@ -30,7 +30,7 @@ MAX_SEED = 2**63
 """Exclusive bound of a seed that torch accepts."""
 
 
-class SamplingChoice(TypedDict):
+class SamplingArguments(TypedDict):
     """Keyword arguments of `cli.text.Sampling`."""
 
     temperature: float | None
@@ -50,7 +50,7 @@ class SamplingFlags:
     ] = None
     seed: Annotated[int | None, Parameter(group=SAMPLING, help="Make sampling repeatable.")] = None
 
-    def check(self) -> SamplingChoice:
+    def check(self) -> SamplingArguments:
         """Validate and return the values. Raises `ConfigError` for values out of range."""
         if self.temperature is not None and not 0 < self.temperature <= 100:
             raise ConfigError("--temperature must lie in (0, 100]; leave it away for greedy")
@@ -61,22 +61,22 @@ class SamplingFlags:
         return {"temperature": self.temperature, "top_p": self.top_p, "seed": self.seed}
 
 
-def answer_config(
+def load_answer_config(
     flags: AnswerFlags | None, model: str | None, max_new_tokens: int | None
 ) -> "ClientConfig":
     """Load the config as `configure` does. Raises `ConfigError`, also for --max-new-tokens below 1.
 
     Warns if only the gateway's setting `max_new_tokens` is given, which these commands ignore.
     """
-    from nesa_node.core.config import ClientConfig
+    from nesa_node.core.settings.models import ClientConfig
 
     if max_new_tokens is not None and max_new_tokens < 1:
         raise ConfigError("--max-new-tokens must be at least 1")
-    on_ignored = _warn_of_limit if max_new_tokens is None else None
-    return configure(ClientConfig, flags, on_ignored, model=model)
+    on_ignored = _warn_ignored_limit if max_new_tokens is None else None
+    return load_command_config(ClientConfig, flags, on_ignored, model=model)
 
 
-def _warn_of_limit(name: str, source: str) -> None:
+def _warn_ignored_limit(name: str, source: str) -> None:
     if name == "max_new_tokens":
         print(
             f"warning: max_new_tokens (from {source}) limits the answers of gateways only; here "

@@ -1,4 +1,9 @@
-"""The `nesa-node` command: dispatch to commands, and errors as one line and an exit code."""
+"""The `nesa-node` command: dispatch to commands, and errors as one line and an exit code.
+
+Reports on stderr of what a command waits for, after two seconds.
+
+Short and full help: `--help` shows the flags that most users need, `--help-all` all flags.
+"""
 
 from __future__ import annotations
 
@@ -6,40 +11,135 @@ import gc
 import logging
 import re
 import sys
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import fields
 from difflib import get_close_matches
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from cyclopts import App, CycloptsError, UnusedCliTokensError
+from cyclopts.help import DefaultFormatter
 
 from nesa_node import __version__
-from nesa_node.cli.api import api
-from nesa_node.cli.arguments import fill_api, spare_prompts, spread_addresses
-from nesa_node.cli.bootstrap import bootstrap
-from nesa_node.cli.chat import chat
-from nesa_node.cli.dashboard import dashboard
-from nesa_node.cli.demo import demo
-from nesa_node.cli.doctor import doctor
-from nesa_node.cli.eval import evaluate
-from nesa_node.cli.explain import explain
-from nesa_node.cli.generate import generate
-from nesa_node.cli.identity import identity
-from nesa_node.cli.interrupts import INTERRUPTED
-from nesa_node.cli.keys import keys
-from nesa_node.cli.memory_limits import as_memory_error
-from nesa_node.cli.orchestrate import orchestrate
-from nesa_node.cli.output import as_output_error, drop
-from nesa_node.cli.run import run
-from nesa_node.cli.short_help import formatter_for
-from nesa_node.cli.simulate import simulate
-from nesa_node.cli.status import status, with_interval
-from nesa_node.cli.told_waits import told_waits
+from nesa_node.cli.argv import fill_default_api, repeat_list_flags, separate_prompt
+from nesa_node.cli.commands.chat import chat
+from nesa_node.cli.commands.daemons import api, bootstrap, dashboard, identity, orchestrate, run
+from nesa_node.cli.commands.demo import demo
+from nesa_node.cli.commands.doctor import doctor
+from nesa_node.cli.commands.eval import evaluate
+from nesa_node.cli.commands.explain import explain
+from nesa_node.cli.commands.generate import generate
+from nesa_node.cli.commands.keys import keys
+from nesa_node.cli.commands.simulate import simulate
+from nesa_node.cli.commands.status import fill_watch_interval, status
+from nesa_node.cli.flags import DashboardFlags, GatewayFlags
+from nesa_node.cli.interrupts import INTERRUPTED_EXIT_CODE
+from nesa_node.cli.peer_flags import NodeFlags
+from nesa_node.cli.process_limits import as_memory_error, limit_openmp_spinning
+from nesa_node.cli.standard_streams import as_output_error, redirect_to_null
 from nesa_node.core import tracing
 from nesa_node.core.errors import ConfigError, NesaError
-from nesa_node.core.openmp import limit_spinning
-from nesa_node.core.plain_text import plain_lines
+from nesa_node.core.terminal_text import escape_lines
+from nesa_node.core.wait_tracking import WaitTracker
 
-_GUESS = re.compile(
+if TYPE_CHECKING:
+    from cyclopts.help import HelpPanel
+    from rich.console import Console, ConsoleOptions
+
+
+WAIT_POLL_INTERVAL_S = 0.25
+REPEAT_WAIT_AFTER_S = 10.0
+"""Seconds until the same wait is reported again."""
+
+
+@contextmanager
+def report_waits() -> Iterator[None]:
+    """Print the waits of the commands run in the context on stderr, as `[waiting for ...]`."""
+    waits, over = WaitTracker(), threading.Event()
+    telling = threading.Thread(
+        target=_report_slow_waits, args=(waits, over), name="waits", daemon=True
+    )
+    telling.start()
+    try:
+        with waits.activate():
+            yield
+    finally:
+        over.set()
+        telling.join()
+
+
+def _report_slow_waits(waits: WaitTracker, over: threading.Event) -> None:
+    last: tuple[object, ...] = ()
+    again_at = 0.0
+    while not over.wait(WAIT_POLL_INTERVAL_S):
+        wait = waits.slow_wait()
+        if wait is not None and (wait.key != last or time.monotonic() >= again_at):
+            last, again_at = wait.key, time.monotonic() + REPEAT_WAIT_AFTER_S
+            # A streamed answer on the same terminal may be in the middle of a line.
+            start = "\n" if sys.stdout.isatty() and sys.stderr.isatty() else ""
+            with suppress(OSError, ValueError):
+                print(f"{start}[{wait.text(waits.clock())}]", file=sys.stderr, flush=True)
+
+
+HELP_ALL_FLAG = "--help-all"
+BASIC_SETTINGS = frozenset(
+    {
+        "initial_peers",
+        "swarm_key",
+        "config",
+        "log_level",
+        "device",
+        "torch_dtype",
+        "threads",
+        "num_blocks",
+        "block_indices",
+        "quant_type",
+        "host_maddrs",
+        "public_name",
+        "api",
+        "orchestrator",
+        "http",
+        "listen",
+        "api_key",
+        "models",
+        "route",
+        "quality",
+        "max_new_tokens",
+    }
+)
+"""Shared settings that `--help` shows. A command's own flags are always shown."""
+
+
+def _flag_names(field_names: Sequence[str]) -> frozenset[str]:
+    return frozenset(f"--{name.replace('_', '-')}" for name in field_names)
+
+
+_SHARED_FLAGS = _flag_names(
+    [field.name for flags in (NodeFlags, GatewayFlags, DashboardFlags) for field in fields(flags)]
+)
+_ADVANCED_FLAGS = _SHARED_FLAGS - _flag_names(sorted(BASIC_SETTINGS)) | {"--trust"}
+
+
+class ShortHelpFormatter(DefaultFormatter):
+    """Help formatter that omits advanced flags, and panels that have only those."""
+
+    def __call__(self, console: Console, options: ConsoleOptions, panel: HelpPanel) -> None:
+        shown = [entry for entry in panel.entries if not _ADVANCED_FLAGS.intersection(entry.names)]
+        if shown:
+            super().__call__(console, options, panel.copy(entries=shown))
+
+
+def choose_help_formatter(tokens: Sequence[str]) -> tuple[DefaultFormatter, Sequence[str]]:
+    """Choose the formatter, and replace `--help-all` in `tokens` by `--help`."""
+    flags = tokens[: tokens.index("--")] if "--" in tokens else tokens
+    if HELP_ALL_FLAG not in flags:
+        return ShortHelpFormatter(), tokens
+    return DefaultFormatter(), ["--help" if token == HELP_ALL_FLAG else token for token in tokens]
+
+
+_SUGGESTION_PATTERN = re.compile(
     r"(?P<before>Unknown option: --(?P<wrong>[^ =]+).*)\. Did you mean --(?P<guess>\S+)\?"
 )
 
@@ -77,10 +177,10 @@ app.command(keys)
 def main() -> NoReturn:
     """Entry point of the console script."""
     try:
-        limit_spinning()
+        limit_openmp_spinning()
         code = run_command(sys.argv[1:])
     except KeyboardInterrupt:  # while an error was being reported
-        code = _interrupted()
+        code = _print_interrupted()
     # The garbage collections at exit visit all imported objects: more than a second with torch.
     gc.freeze()
     sys.exit(code)
@@ -89,53 +189,53 @@ def main() -> NoReturn:
 def run_command(argv: Sequence[str]) -> int:
     """Run one command line. Returns its exit code; expected errors become one line on stderr."""
     try:
-        tokens = spare_prompts(spread_addresses(with_interval(fill_api(argv))))
-        app.help_formatter, tokens = formatter_for(tokens)
-        with told_waits():
+        tokens = separate_prompt(repeat_list_flags(fill_watch_interval(fill_default_api(argv))))
+        app.help_formatter, tokens = choose_help_formatter(tokens)
+        with report_waits():
             result = app(tokens, print_error=False, exit_on_error=False)
         sys.stdout.flush()
     except CycloptsError as error:
-        return _report(ConfigError(_words(error, argv)))
+        return _print_error(ConfigError(_parser_message(error, argv)))
     except NesaError as error:
-        return _report(error)
+        return _print_error(error)
     except BaseExceptionGroup as group:
-        cause = _first_expected(group, _command_of(argv))
+        cause = _first_expected_error(group, _command_name(argv))
         if cause is None:
             raise
-        return _report(cause)
+        return _print_error(cause)
     except BrokenPipeError:
         # The reader of stdout has exited (`nesa-node ... | head`): print no error.
-        drop(sys.stdout)
+        redirect_to_null(sys.stdout)
         return 1
     except (MemoryError, OSError, ImportError, RuntimeError) as error:
-        expected = _as_expected(error, _command_of(argv))
+        expected = _convert_error(error, _command_name(argv))
         if expected is None:
             raise
-        return _report(expected)
+        return _print_error(expected)
     except KeyboardInterrupt:
-        return _interrupted()
+        return _print_interrupted()
     finally:
-        tracing.use(None)
+        tracing.set_tracer(None)
     return result if isinstance(result, int) else 0
 
 
-def _command_of(argv: Sequence[str]) -> str:
+def _command_name(argv: Sequence[str]) -> str:
     return argv[0] if argv else ""
 
 
-def _interrupted() -> int:
-    _tell("interrupted")
-    return INTERRUPTED
+def _print_interrupted() -> int:
+    _print_line("interrupted")
+    return INTERRUPTED_EXIT_CODE
 
 
-def _report(error: NesaError) -> int:
+def _print_error(error: NesaError) -> int:
     if logging.getLogger("nesa_node").isEnabledFor(logging.DEBUG) and error.__traceback__:
         logging.getLogger("nesa_node.cli").debug("command failed", exc_info=error)
-    _tell(f"error: {plain_lines(str(error))}")
+    _print_line(f"error: {escape_lines(str(error))}")
     return error.exit_code
 
 
-def _tell(line: str) -> None:
+def _print_line(line: str) -> None:
     """Print a line on stderr, after flushing stdout. Streams that are full or closed are skipped:
     the exit code still tells the failure."""
     for stream, text in ((sys.stdout, ""), (sys.stderr, f"{line}\n")):
@@ -143,10 +243,10 @@ def _tell(line: str) -> None:
             stream.write(text)
             stream.flush()
         except OSError:
-            drop(stream)
+            redirect_to_null(stream)
 
 
-def _words(error: CycloptsError, argv: Sequence[str]) -> str:
+def _parser_message(error: CycloptsError, argv: Sequence[str]) -> str:
     """The parser's message on one line, with a hint to `--help`."""
     command = " ".join(("nesa-node", *(error.command_chain or ())))
     if isinstance(error, UnusedCliTokensError) and error.unused_tokens:
@@ -156,16 +256,16 @@ def _words(error: CycloptsError, argv: Sequence[str]) -> str:
     else:
         text = " ".join(str(error).split())
     text = text if text.endswith("...") else text.removesuffix(".")
-    return f"{_with_near_guess(text, argv)} (see {command} --help)"
+    return f"{_check_suggestion(text, argv)} (see {command} --help)"
 
 
-def _with_near_guess(text: str, argv: Sequence[str]) -> str:
+def _check_suggestion(text: str, argv: Sequence[str]) -> str:
     """Correct the parser's suggestion of a similar flag.
 
     It compares the leading dashes, too, so unrelated flags look similar: those are dropped. For a
     flag after `--` it suggests that same flag: that gets a message of its own.
     """
-    found = _GUESS.fullmatch(text)
+    found = _SUGGESTION_PATTERN.fullmatch(text)
     if found is None:
         return text
     wrong, guess = found["wrong"], found["guess"]
@@ -174,12 +274,14 @@ def _with_near_guess(text: str, argv: Sequence[str]) -> str:
     return text if get_close_matches(wrong, [guess]) else found["before"]
 
 
-def _first_expected(group: BaseExceptionGroup[BaseException], command: str) -> NesaError | None:
+def _first_expected_error(
+    group: BaseExceptionGroup[BaseException], command: str
+) -> NesaError | None:
     """The first expected error in `group`; None if the group also has an unexpected one."""
     found: list[NesaError] = []
 
     def is_expected(error: BaseException) -> bool:
-        expected = _as_expected(error, command)
+        expected = _convert_error(error, command)
         if expected is not None:
             found.append(expected)
         return expected is not None
@@ -188,7 +290,7 @@ def _first_expected(group: BaseExceptionGroup[BaseException], command: str) -> N
     return found[0] if rest is None else None
 
 
-def _as_expected(error: BaseException, command: str) -> NesaError | None:
+def _convert_error(error: BaseException, command: str) -> NesaError | None:
     if isinstance(error, NesaError):
         return error
     return as_memory_error(error, command) or as_output_error(error)

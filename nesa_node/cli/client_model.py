@@ -7,16 +7,16 @@ import time
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Self, TypeVar
 
-from nesa_node.cli.interrupts import leaving_at_once
-from nesa_node.core.config import ClientConfig, SharedConfig, default_known_swarms_dir
+from nesa_node.cli.interrupts import exit_on_interrupt
 from nesa_node.core.errors import ConfigError
-from nesa_node.core.known_swarms import KnownSwarm, KnownSwarms
+from nesa_node.core.known_swarms import KnownSwarm, KnownSwarmStore
+from nesa_node.core.settings.models import ClientConfig, SharedConfig, default_known_swarms_dir
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from nesa_node.client.causal_lm import DistributedModelForCausalLM
-    from nesa_node.client.inference import InferenceSession
+    from nesa_node.client.model.causal_lm import DistributedModelForCausalLM
+    from nesa_node.client.model.inference_session import InferenceSession
 
 _Config = TypeVar("_Config", bound=SharedConfig)
 
@@ -28,7 +28,7 @@ def require_model(config: ClientConfig) -> str:
     return config.model
 
 
-def with_peers(config: _Config, model: str | None = None) -> _Config:
+def resolve_initial_peers(config: _Config, model: str | None = None) -> _Config:
     """`config` with initial peers: those given, else a local node's, else the last swarm's.
 
     Prints on stderr which known swarm it uses. A swarm of `model` is preferred. Raises
@@ -36,17 +36,17 @@ def with_peers(config: _Config, model: str | None = None) -> _Config:
     """
     if config.initial_peers:
         return config
-    known = KnownSwarms(default_known_swarms_dir()).find(model)
+    known = KnownSwarmStore(default_known_swarms_dir()).find(model)
     if known is None:
         raise ConfigError(
             "--initial-peers is required: the address of any member of the swarm, such as "
             "192.0.2.7:31330 (no node runs on this machine, and no swarm was used before)"
         )
-    print(f"{how_known(known)}; --initial-peers chooses another", file=sys.stderr)
+    print(f"{describe_known_swarm(known)}; --initial-peers chooses another", file=sys.stderr)
     return config.model_copy(update={"initial_peers": known.addresses})
 
 
-def how_known(known: KnownSwarm) -> str:
+def describe_known_swarm(known: KnownSwarm) -> str:
     """Text such as `using the node attic of MODEL on this machine`, or about the last swarm."""
     model = f" of {known.model}" if known.model else ""
     if known.source == "running":
@@ -56,10 +56,10 @@ def how_known(known: KnownSwarm) -> str:
     return f"using the last swarm{model}, {known.addresses[0]}, used {when}"
 
 
-def remember_swarm(config: SharedConfig, model: str | None = None) -> None:
+def save_last_swarm(config: SharedConfig, model: str | None = None) -> None:
     """Save the peers of the config, which answered, for later commands without --initial-peers."""
     if config.initial_peers:
-        KnownSwarms(default_known_swarms_dir()).remember(config.initial_peers, model)
+        KnownSwarmStore(default_known_swarms_dir()).save_last(config.initial_peers, model)
 
 
 def open_client_model(
@@ -74,65 +74,65 @@ def open_client_model(
         raise ConfigError(
             "--replicate-cache needs --route chain: a star's nodes must not learn of each other"
         )
-    with leaving_at_once():
-        from nesa_node.client.opening import open_model, open_named
+    with exit_on_interrupt():
+        from nesa_node.client.model.auto import open_model, open_named_checkpoint
 
-    return open_model(config, open_named(config, name))
+    return open_model(config, open_named_checkpoint(config, name))
 
 
-class FollowingModel:
+class ReconnectingModel:
     """A client's model that is reopened when a local node has restarted on another port.
 
     Only without --initial-peers. Leaving the context closes the model.
     """
 
     def __init__(self, config: ClientConfig) -> None:
-        """Resolve the initial peers. Raises as `with_peers`."""
-        self._follows = not config.initial_peers
-        self._config = with_peers(config, require_model(config))
-        self._opened = ExitStack()
+        """Resolve the initial peers. Raises as `resolve_initial_peers`."""
+        self._may_reconnect = not config.initial_peers
+        self._config = resolve_initial_peers(config, require_model(config))
+        self._open_models = ExitStack()
 
     def open(self) -> tuple[DistributedModelForCausalLM, PreTrainedTokenizerBase]:
         """Open as `open_client_model`; the context owns the model."""
         model, tokenizer = open_client_model(self._config)
-        return self._opened.enter_context(model), tokenizer
+        return self._open_models.enter_context(model), tokenizer
 
-    def moved(self) -> DistributedModelForCausalLM | None:
+    def reconnect(self) -> DistributedModelForCausalLM | None:
         """Close the model and reopen it with the node that runs on this machine now.
 
         None, and nothing is closed, if that node's addresses are the same or no node runs.
         """
-        known = KnownSwarms(default_known_swarms_dir()).find(self._config.model)
-        if not self._follows or known is None or known.source != "running":
+        known = KnownSwarmStore(default_known_swarms_dir()).find(self._config.model)
+        if not self._may_reconnect or known is None or known.source != "running":
             return None
         if known.addresses == self._config.initial_peers:
             return None
-        print(how_known(known), file=sys.stderr)
+        print(describe_known_swarm(known), file=sys.stderr)
         config = self._config.model_copy(update={"initial_peers": known.addresses})
-        with self._opened.pop_all():
+        with self._open_models.pop_all():
             model, _ = open_client_model(config)
-            self._opened.enter_context(model)
+            self._open_models.enter_context(model)
         self._config = config
         return model
 
-    def remember(self) -> None:
-        remember_swarm(self._config, self._config.model)
+    def save_swarm(self) -> None:
+        save_last_swarm(self._config, self._config.model)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._opened.close()
+        self._open_models.close()
 
 
-def route_text(session: InferenceSession) -> str:
+def describe_route(session: InferenceSession) -> str:
     """Text such as `chain …WmQh4s 0:10 → …Pz1kLd 10:20`, with codecs if any is not "none"."""
-    hops = " → ".join(f"{short_peer(hop.peer_id)} {hop.span}" for hop in session.hops)
+    hops = " → ".join(f"{short_peer_id(hop.peer_id)} {hop.span}" for hop in session.hops)
     codecs = session.codecs
     compressed = any(codec != "none" for codec in codecs)
     return f"chain {hops}, sent as {' → '.join(codecs)}" if compressed else f"chain {hops}"
 
 
-def short_peer(peer_id: str) -> str:
+def short_peer_id(peer_id: str) -> str:
     """The last 6 characters of a peer id: all Ed25519 ids have the same prefix."""
     return f"…{peer_id[-6:]}"

@@ -1,8 +1,8 @@
 """Flags that commands share. Each is named like the config field it sets.
 
-Values stay text here: `core/config.py` validates them, so that errors of flags, variables and file
-keys read alike. `None` means "not given". Annotations must not be text (no
-`from __future__ import annotations`): the parser would resolve them in a subclass' module.
+Values stay text here: `core/settings/models.py` validates them, so that errors of flags, variables
+and file keys read alike. `None` means "not given". Annotations must not be text (no `from
+__future__ import annotations`): the parser would resolve them in a subclass' module.
 """
 
 import os
@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 from cyclopts import Group, Parameter
 
-from nesa_node.core.choices import (
+from nesa_node.core.settings.choices import (
     DtypeName,
     LogFormat,
     LogLevel,
     Precision,
-    Route,
-    SamplingAdvice,
+    RouteName,
+    SamplingDefaults,
     StrategyName,
 )
 
 if TYPE_CHECKING:
-    from nesa_node.core.config import SharedConfig
+    from nesa_node.core.settings.models import SharedConfig
 
 SWARM = Group("Swarm", sort_key=10)
 COMPUTE = Group("Model and device", sort_key=20)
@@ -225,7 +225,7 @@ class MetricsFlags(SharedFlags):
 @dataclass(frozen=True, kw_only=True)
 class ClientFlags(SharedFlags):
     route: Annotated[
-        Route | None,
+        RouteName | None,
         Parameter(
             group=SWARM,
             help="chain: nodes push to each other; star: all data passes this client. [default: "
@@ -310,7 +310,7 @@ class GatewayFlags(ClientFlags, AccessFlags, MetricsFlags):
         ),
     ] = None
     generation_config: Annotated[
-        SamplingAdvice | None,
+        SamplingDefaults | None,
         Parameter(
             group=SAMPLING,
             help="Sampling defaults of requests: those of the model's generation_config.json, or "
@@ -365,7 +365,7 @@ class DashboardFlags(AccessFlags):
     ] = None
 
 
-_SERVICES = {
+_TRACE_SERVICE_NAMES = {
     "ClientConfig": "nesa-client",
     "GatewayConfig": "nesa-gateway",
     "OrchestratorConfig": "nesa-orchestrator",
@@ -376,7 +376,7 @@ _SERVICES = {
 _Config = TypeVar("_Config", bound="SharedConfig")
 
 
-def configure(
+def load_command_config(
     cls: type[_Config],
     flags: SharedFlags | None,
     on_ignored: Callable[[str, str], None] | None = None,
@@ -387,11 +387,11 @@ def configure(
     `on_ignored` is passed to `load_config`. Also sets up logging and tracing. Raises `ConfigError`,
     and `InsufficientMemoryError` if `ulimit -v` is too low.
     """
-    from nesa_node.cli.memory_limits import check_address_space
+    from nesa_node.cli.process_limits import check_address_space
 
     check_address_space()
-    from nesa_node.core.config_sources import load_config
     from nesa_node.core.logging import setup_logging
+    from nesa_node.core.settings.sources import load_config
 
     given: dict[str, object] = dict(more)
     toml_path = None
@@ -402,8 +402,8 @@ def configure(
     config = load_config(cls, given, os.environ, toml_path, on_ignored)
     setup_logging(config.log_level, config.log_format)
     if config.otel_endpoint is not None:
-        from nesa_node.cli.otel import start_tracing
+        from nesa_node.cli.services.trace_export import start_tracing
 
-        service = _SERVICES.get(cls.__name__, "nesa-node")
+        service = _TRACE_SERVICE_NAMES.get(cls.__name__, "nesa-node")
         start_tracing(config.otel_endpoint, service, getattr(config, "public_name", None))
     return config

@@ -13,12 +13,13 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-INTERRUPTED = 130
+INTERRUPTED_EXIT_CODE = 130
 
 
 @contextmanager
-def leaving_at_once() -> Iterator[None]:
-    """Exit with `INTERRUPTED` on SIGINT, without running any `finally`: only around imports.
+def exit_on_interrupt() -> Iterator[None]:
+    """Exit with `INTERRUPTED_EXIT_CODE` on SIGINT, without running any `finally`: only around
+    imports.
 
     Does nothing outside the main thread, or if SIGINT is ignored or has another handler.
     """
@@ -28,20 +29,20 @@ def leaving_at_once() -> Iterator[None]:
     ):
         yield
         return
-    signal.signal(signal.SIGINT, _leave)
+    signal.signal(signal.SIGINT, _exit_now)
     try:
-        from nesa_node.core.waiting import waiting
+        from nesa_node.core.wait_tracking import track_wait
 
-        with waiting("Python to load its libraries"):
+        with track_wait("Python to load its libraries"):
             yield
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def _leave(_number: int, _frame: object) -> None:
+def _exit_now(_number: int, _frame: object) -> None:
     # Readers of the streams may have exited, and the signal may have interrupted a write to stdout.
     with suppress(OSError, RuntimeError):
         sys.stdout.flush()
     with suppress(OSError):
         os.write(sys.stderr.fileno(), b"interrupted\n")
-    os._exit(INTERRUPTED)
+    os._exit(INTERRUPTED_EXIT_CODE)

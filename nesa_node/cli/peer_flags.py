@@ -6,7 +6,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from nesa_node.cli.flags import ACCESS, COMPUTE, LIMITS, ORCHESTRATION, OUTPUT, SWARM, MetricsFlags
-from nesa_node.core.choices import PlacementGoal, QuantType
+from nesa_node.core.settings.choices import PlacementGoal, QuantType
 
 
 @Parameter(name="*")

@@ -24,21 +24,21 @@ DTYPES: Mapping[str, torch.dtype] = {
 DTYPE_NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 FLOAT16_MAX = 65504.0
 
-SMALLEST = 2.0**-100
+MIN_BLOCK_ABSMAX = 2.0**-100
 """Blocks with a smaller largest |value| become zeros: subnormal quotients are too coarse."""
 
-_BRIEF_BYTES = 16 * 1024
+_MAX_COPIED_BYTES = 16 * 1024
 """Tensors up to this size are copied and checked without torch, whose calls take 20 to 60 us with
 cold caches."""
 
-_NOT_FINITE: Mapping[torch.dtype, tuple[Any, int, int]] = {
+_NON_FINITE_BITS: Mapping[torch.dtype, tuple[Any, int, int]] = {
     torch.float32: (np.uint32, 0x7FFF_FFFF, 0x7F80_0000),
     torch.bfloat16: (np.uint16, 0x7FFF, 0x7F80),
     torch.float16: (np.uint16, 0x7FFF, 0x7C00),
 }
 """Per dtype: integer type of the same width, mask without the sign, least bits of inf and NaN."""
 
-_ROUNDING: Mapping[torch.dtype, tuple[float, float]] = {
+_ROUNDING_ERRORS: Mapping[torch.dtype, tuple[float, float]] = {
     torch.float32: (2.0**-24, 2.0**-150),
     torch.float16: (2.0**-11, 2.0**-25),
     torch.bfloat16: (2.0**-8, 2.0**-134),
@@ -92,7 +92,7 @@ class Codec(Protocol):
         ...
 
 
-def are_finite(values: bytes | bytearray | memoryview, dtype: torch.dtype) -> bool:
+def is_finite_payload(values: bytes | bytearray | memoryview, dtype: torch.dtype) -> bool:
     """Whether no value in these bytes (at least one value) is NaN or infinite.
 
     The first check is in pure Python: with cold caches numpy takes 20 us, and torch more.
@@ -103,23 +103,23 @@ def are_finite(values: bytes | bytearray | memoryview, dtype: torch.dtype) -> bo
         if 0x7F not in ends and 0xFF not in ends:
             return True
     # inf and NaN have all exponent bits set, finite values do not.
-    of_bits, without_sign, least = _NOT_FINITE[dtype]
+    of_bits, without_sign, least = _NON_FINITE_BITS[dtype]
     magnitudes = np.frombuffer(values, of_bits) & of_bits(without_sign)
     return bool(magnitudes.max() < least)
 
 
-def brief_bytes(tensor: Tensor) -> bytes | None:
+def copy_small_tensor(tensor: Tensor) -> bytes | None:
     """A copy of the bytes of a small, non-empty, contiguous CPU tensor, else None."""
-    if 0 < tensor.nbytes <= _BRIEF_BYTES and tensor.is_cpu and tensor.is_contiguous():
+    if 0 < tensor.nbytes <= _MAX_COPIED_BYTES and tensor.is_cpu and tensor.is_contiguous():
         return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
     return None
 
 
 def is_finite(tensor: Tensor) -> bool:
     """Whether no value is NaN or infinite."""
-    brief = brief_bytes(tensor) if tensor.dtype in _NOT_FINITE else None
+    brief = copy_small_tensor(tensor) if tensor.dtype in _NON_FINITE_BITS else None
     if brief is not None:
-        return are_finite(brief, tensor.dtype)
+        return is_finite_payload(brief, tensor.dtype)
     # `isfinite` would take 30 times as long, on an event loop. A sum is finite only if all values
     # are; if it overflows, the extremes decide: both are NaN if any value is.
     if math.isfinite(tensor.sum().item()):
@@ -133,7 +133,7 @@ def require_finite(tensor: Tensor) -> None:
         raise ProtocolError("not_finite", "the tensor holds NaN or infinite values")
 
 
-def round_to(values: Tensor, dtype: torch.dtype) -> Tensor:
+def round_to_dtype(values: Tensor, dtype: torch.dtype) -> Tensor:
     """Round float32 values to `dtype`; for float16 they are clamped to its range.
 
     The original was finite in `dtype`, so that clamping an approximation reduces its error.
@@ -143,16 +143,16 @@ def round_to(values: Tensor, dtype: torch.dtype) -> Tensor:
     return values.to(dtype)
 
 
-def rounded_bound(tensor: Tensor, bound: Tensor) -> Tensor:
+def add_rounding_bound(tensor: Tensor, bound: Tensor) -> Tensor:
     """`bound` (float64) plus the error of rounding the decoded values to `tensor`'s dtype.
 
     Half a unit in the last place: |decoded| 2^-24, 2^-11 or 2^-8, or half the smallest number.
     """
-    relative, smallest = _ROUNDING[tensor.dtype]
+    relative, smallest = _ROUNDING_ERRORS[tensor.dtype]
     return bound + (tensor.detach().double().abs() + bound) * relative + smallest
 
 
-def payload_of(*parts: Tensor) -> memoryview:
+def concat_bytes(*parts: Tensor) -> memoryview:
     """The concatenated bytes of contiguous tensors, on the CPU."""
     # 16-bit floats are viewed as bytes: numpy has no bfloat16.
     flat = [part.reshape(-1).view(torch.uint8).cpu() for part in parts]
@@ -160,11 +160,11 @@ def payload_of(*parts: Tensor) -> memoryview:
     return joined.numpy().data
 
 
-def part_of(data: memoryview, start: int, count: int, dtype: torch.dtype) -> Tensor:
+def read_values(data: memoryview, offset: int, count: int, dtype: torch.dtype) -> Tensor:
     """`count` values that begin at byte `start`, as a CPU tensor that shares memory with `data`.
 
     Do not write to it. `data` must be writable, or `frombuffer` warns. Alignment is not needed.
     """
     if not count:
         return torch.empty(0, dtype=dtype)
-    return torch.frombuffer(data, dtype=dtype, count=count, offset=start)
+    return torch.frombuffer(data, dtype=dtype, count=count, offset=offset)

@@ -16,21 +16,21 @@ from nesa_node.compression import tensors
 from nesa_node.compression.codec import (
     DTYPE_NAMES,
     DTYPES,
-    are_finite,
-    brief_bytes,
+    copy_small_tensor,
     is_finite,
+    is_finite_payload,
 )
 from nesa_node.compression.tensors import TensorMeta
 
 
-class Range(NamedTuple):
+class BufferRange(NamedTuple):
     """A range of this process's memory, in bytes."""
 
     address: int
     nbytes: int
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Range:
+    def from_tensor(cls, tensor: Tensor) -> BufferRange:
         """The memory of a contiguous CPU tensor, which the caller must keep alive."""
         return cls(tensor.data_ptr(), tensor.nbytes)
 
@@ -39,7 +39,7 @@ class HiddenStates:
     """Values [T, D] as bytes and as a tensor, which share memory on the CPU unless small.
 
     The missing form is made on demand: with cold caches either takes 20 us, as long as a small
-    matrix product. Compiled steps use `range` and need neither.
+    matrix product. Compiled steps use `buffer_range` and need neither.
     """
 
     __slots__ = ("_payload", "_tensor_TD", "dtype", "meta", "nbytes")
@@ -58,36 +58,36 @@ class HiddenStates:
         self._tensor_TD = tensor_TD
 
     @classmethod
-    def of(cls, tensor_TD: Tensor) -> HiddenStates:
+    def from_tensor(cls, tensor_TD: Tensor) -> HiddenStates:
         """Hidden states of a tensor on any device; it must not be written to afterwards."""
         if tensor_TD.requires_grad or not tensor_TD.is_contiguous():
             tensor_TD = tensor_TD.detach().contiguous()
-        return cls(_plain(tensor_TD.shape, tensor_TD.dtype), None, tensor_TD)
+        return cls(_raw_meta(tensor_TD.shape, tensor_TD.dtype), None, tensor_TD)
 
     @classmethod
-    def room(cls, shape: tuple[int, ...], dtype: torch.dtype) -> HiddenStates:
+    def zeros(cls, shape: tuple[int, ...], dtype: torch.dtype) -> HiddenStates:
         """Zeros, which the caller fills before sharing the object."""
-        return cls(_plain(shape, dtype), bytearray(math.prod(shape) * dtype.itemsize))
+        return cls(_raw_meta(shape, dtype), bytearray(math.prod(shape) * dtype.itemsize))
 
     @classmethod
-    def received(
+    def from_payload(
         cls, meta: TensorMeta, payload: bytearray | memoryview, *, max_bytes: int
     ) -> HiddenStates:
         """Decode and check a peer's payload. Raises `ProtocolError` as `tensors.decode` does."""
         if tensors.is_small(meta, payload):
             tensors.check_values(meta, payload, max_bytes=max_bytes)
             return cls(meta, payload)
-        return cls.of(tensors.decode(meta, payload, max_bytes=max_bytes))
+        return cls.from_tensor(tensors.decode(meta, payload, max_bytes=max_bytes))
 
     @property
     def is_finite(self) -> bool:
         """Whether no value is NaN or infinite."""
         if self._payload is not None:
-            return are_finite(self._payload, self.dtype)
+            return is_finite_payload(self._payload, self.dtype)
         return is_finite(self.tensor_TD)
 
     @property
-    def tokens(self) -> int:
+    def num_tokens(self) -> int:
         return self.meta.shape[0]
 
     @property
@@ -95,7 +95,7 @@ class HiddenStates:
         """The values as encoded by codec `none`."""
         if self._payload is None:
             assert self._tensor_TD is not None
-            brief = brief_bytes(self._tensor_TD)
+            brief = copy_small_tensor(self._tensor_TD)
             if brief is not None:
                 self._payload = bytearray(brief)
             else:
@@ -110,16 +110,16 @@ class HiddenStates:
             self._tensor_TD = flat.view(self.meta.shape)
         return self._tensor_TD
 
-    def range(self, start: int, end: int) -> Range:
+    def buffer_range(self, start: int, end: int) -> BufferRange:
         """The CPU memory of the tokens `start:end`, valid while this object lives."""
-        row_bytes = self.nbytes // self.tokens
+        row_bytes = self.nbytes // self.num_tokens
         if self._tensor_TD is not None:
             first = self._tensor_TD.data_ptr()
         else:
             assert self._payload is not None
             first = ctypes.addressof(ctypes.c_char.from_buffer(self._payload))
-        return Range(first + start * row_bytes, (end - start) * row_bytes)
+        return BufferRange(first + start * row_bytes, (end - start) * row_bytes)
 
 
-def _plain(shape: tuple[int, ...], dtype: torch.dtype) -> TensorMeta:
+def _raw_meta(shape: tuple[int, ...], dtype: torch.dtype) -> TensorMeta:
     return TensorMeta(dtype=DTYPE_NAMES[dtype], shape=tuple(shape))

@@ -9,35 +9,119 @@ per 32 values, at twice the squared error (`docs/decisions/009`).
 
 Legend: R rows, D channels, K blocks of a row, N = R K blocks, B values of a block, C outlier
 channels.
+
+Packing of 5-bit codes: the low four bits two to a byte, then the fifth bits eight to a byte.
+
+Legend: n codes, in eight parts of M = ceil(n / 8) codes each.
+
+Walsh-Hadamard transform of blocks, which spreads every value over its block.
+
+Legend: N blocks, B values of a block, a power of two.
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
-from nesa_node.compression.blocks import Blocks
-from nesa_node.compression.codec import DTYPES, part_of, payload_of, round_to, rounded_bound
-from nesa_node.compression.five_bits import pack, packed_nbytes, unpack
-from nesa_node.compression.hadamard import hadamard
-from nesa_node.compression.octaves import FACTOR_BITS, LAST, eighths, factor_of, scales_of
-from nesa_node.compression.outliers import half_bound, largest_channels, list_dtype, read_list
+from nesa_node.compression.codec import (
+    DTYPES,
+    add_rounding_bound,
+    concat_bytes,
+    read_values,
+    round_to_dtype,
+)
+from nesa_node.compression.quantization import (
+    FACTOR_BITS,
+    MAX_SCALE_CODE,
+    QuantBlocks,
+    channel_dtype,
+    decode_scales,
+    float16_bound,
+    float16_factor,
+    largest_channels,
+    read_channels,
+    to_scale_codes,
+)
 
 if TYPE_CHECKING:
     from nesa_node.compression.tensors import TensorMeta
 
-_HALF = 16
+
+_LOW_MASK = 15
+_FIFTH_BIT = 16
+
+
+def five_bits_nbytes(count: int) -> int:
+    return 5 * -(-count // 8)
+
+
+def pack_five_bits(codes: Tensor) -> Tensor:
+    """Pack uint8 [n] below 32 into uint8 [5 M].
+
+    The codes are cut into parts 0 to 7 of M codes each (the last is zero-padded). The first 4 M
+    bytes hold the low bits of parts 0 to 3, and in their upper halves those of parts 4 to 7; bit k
+    of the last M bytes holds the fifth bits of part k. So operations run on long rows.
+    """
+    parts_8M = torch.nn.functional.pad(codes, (0, -len(codes) % 8)).view(8, -1)
+    low_4M = (parts_8M[:4] & _LOW_MASK) | (parts_8M[4:] << 4)
+    fifth_XM = parts_8M >> 4 << _bit_positions(codes.device)
+    while len(fifth_XM) > 1:
+        half = len(fifth_XM) // 2
+        fifth_XM = fifth_XM[:half] | fifth_XM[half:]
+    return torch.cat((low_4M, fifth_XM)).view(-1)
+
+
+def unpack_five_bits(packed: Tensor, count: int) -> Tensor:
+    """The inverse of `pack`: uint8 [n], of `five_bits_nbytes(n)` bytes."""
+    bytes_5M = packed.view(5, -1)
+    low_4M, fifth_1M = bytes_5M[:4], bytes_5M[4:]
+    codes_8M = torch.cat((low_4M & _LOW_MASK, low_4M >> 4))
+    codes_8M |= (fifth_1M >> _bit_positions(packed.device) << 4) & _FIFTH_BIT
+    return codes_8M.view(-1)[:count]
+
+
+@functools.lru_cache(maxsize=8)
+def _bit_positions(device: torch.device) -> Tensor:
+    """The bit positions 0 to 7, uint8 [8, 1]."""
+    return torch.arange(8, dtype=torch.uint8, device=device).view(8, 1)
+
+
+def hadamard_transform(values_NB: Tensor) -> Tensor:
+    """Multiply each block by the matrix with entries (-1)^popcount(i & j). float32; a copy.
+
+    Applied twice it multiplies by B. Exact for integers if all sums are below 2^24 (and values
+    below 2^8 if torch may multiply in reduced precision); for other values each device rounds sums
+    in its own order. The usual log2(B) rounds of additions take ten times as long, since each is an
+    operation on strided memory.
+    """
+    # Autocast does not apply to operations with `out`.
+    matrix = _hadamard_matrix(values_NB.shape[1], values_NB.device)
+    return torch.mm(values_NB, matrix, out=torch.empty_like(values_NB))
+
+
+@functools.lru_cache(maxsize=32)
+def _hadamard_matrix(block: int, device: torch.device) -> Tensor:
+    """The Hadamard matrix, float32 [B, B], by Sylvester's construction [[H, H], [H, -H]]."""
+    matrix = torch.ones(1, 1, device=device)
+    while len(matrix) < block:
+        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
+    return matrix
+
+
+_LEVELS_PER_SIGN = 16
 """Levels per sign: the odd multiples of a block's scale up to 31."""
-_REACH = 1.04
+_SCALE_MARGIN = 1.04
 """A block's scale is the nearest code to its largest rotated |value| times this, over 32.
 
 Chosen for the least squared error on hidden states. The largest value may lie beyond the last
 level, with an error about that of values between two levels.
 """
-_WORST = 0.036
+_MAX_ROTATED_ERROR = 0.036
 """Largest error of a rotated value, relative to the largest of its block.
 
 Between levels 1.04 2^(1/16) / 32 = 0.0340, beyond the last 1 - 1.04 2^(-1/16) 31/32 = 0.0352; the
@@ -52,59 +136,66 @@ class Int4:
     `share`: one in `share` of the 16 bits per value is spent on outlier channels; 0 for none.
     Payload: a factor in float32, a power of two; the ascending list of the C outlier channels, 2
     bytes each (4 if D > 65,536); their values / factor [R, C] in float16; a byte for each block's
-    scale [N]; the codes [N, B] in five bits (`five_bits.py`).
+    scale [N]; the codes [N, B] in five bits (`int4.py`).
     """
 
     block: int = 32
-    share: int = 48
+    outlier_share: int = 48
     exact: ClassVar[bool] = False
 
     @property
     def text(self) -> str:
-        return f"int4@2:{self.block}:{self.share}"
+        return f"int4@2:{self.block}:{self.outlier_share}"
 
     def nbytes(self, meta: TensorMeta) -> int:
         blocks = self._blocks(meta.shape)
-        codes = packed_nbytes(blocks.count * blocks.block)
+        codes = five_bits_nbytes(blocks.count * blocks.block)
         return self._scales_start(blocks) + blocks.count + codes
 
     def encode(self, tensor: Tensor) -> memoryview:
         blocks = self._blocks(tensor.shape)
         values_RD = tensor.view(blocks.rows, blocks.width).float()
-        factor = factor_of(values_RD)
-        channels_C = largest_channels(values_RD, self._count(blocks))
-        rotated_NB = _rotated(blocks, values_RD, channels_C)
+        factor = float16_factor(values_RD)
+        channels_C = largest_channels(values_RD, self._num_outliers(blocks))
+        rotated_NB = _rotate_blocks(blocks, values_RD, channels_C)
         scale_N1 = _scale_codes(rotated_NB, factor)
         # Blocks with scale code 0 decode to zeros; dividing them by infinity avoids 0 / 0.
-        step_N1 = scales_of(scale_N1.view(-1), 2 * _unit(factor)).view(-1, 1)
+        step_N1 = decode_scales(scale_N1.view(-1), 2 * _max_scale(factor)).view(-1, 1)
         each_N1 = step_N1.masked_fill_(scale_N1 == 0, torch.inf).reciprocal_()
-        codes_NB = rotated_NB.mul_(each_N1).add_(_HALF).clamp_(0, 2 * _HALF - 1).to(torch.uint8)
-        return payload_of(
+        codes_NB = (
+            rotated_NB.mul_(each_N1)
+            .add_(_LEVELS_PER_SIGN)
+            .clamp_(0, 2 * _LEVELS_PER_SIGN - 1)
+            .to(torch.uint8)
+        )
+        return concat_bytes(
             torch.tensor([factor], dtype=torch.float32, device=tensor.device),
-            channels_C.to(list_dtype(blocks.width)),
+            channels_C.to(channel_dtype(blocks.width)),
             (values_RD[:, channels_C] / factor).half(),
             scale_N1,
-            pack(codes_NB.view(-1)),
+            pack_five_bits(codes_NB.view(-1)),
         )
 
     def decode(self, meta: TensorMeta, data: memoryview, device: torch.device) -> Tensor:
         blocks = self._blocks(meta.shape)
-        factor = part_of(data, 0, 1, torch.float32).item()
+        factor = read_values(data, 0, 1, torch.float32).item()
         start = self._scales_start(blocks)
-        scale_N = part_of(data, start, blocks.count, torch.uint8).to(device)
-        real_N = scales_of(scale_N, _unit(factor))
+        scale_N = read_values(data, start, blocks.count, torch.uint8).to(device)
+        real_N = decode_scales(scale_N, _max_scale(factor))
         start += blocks.count
-        packed = part_of(data, start, data.nbytes - start, torch.uint8).to(device)
-        codes_NB = unpack(packed, blocks.count * blocks.block).view(blocks.count, blocks.block)
+        packed = read_values(data, start, data.nbytes - start, torch.uint8).to(device)
+        codes_NB = unpack_five_bits(packed, blocks.count * blocks.block).view(
+            blocks.count, blocks.block
+        )
         # Small odd integers: their sums are exact in any order of additions.
-        levels_NB = codes_NB.float().mul_(2).sub_(2 * _HALF - 1)
-        values_RD = blocks.join(hadamard(levels_NB).mul_(real_N.view(-1, 1)))
-        if count := self._count(blocks):
-            channels_C = read_list(data, 4, count, blocks.width).to(device)
-            start = 4 + count * list_dtype(blocks.width).itemsize
-            kept = part_of(data, start, blocks.rows * count, torch.float16).to(device)
+        levels_NB = codes_NB.float().mul_(2).sub_(2 * _LEVELS_PER_SIGN - 1)
+        values_RD = blocks.join(hadamard_transform(levels_NB).mul_(real_N.view(-1, 1)))
+        if count := self._num_outliers(blocks):
+            channels_C = read_channels(data, 4, count, blocks.width).to(device)
+            start = 4 + count * channel_dtype(blocks.width).itemsize
+            kept = read_values(data, start, blocks.rows * count, torch.float16).to(device)
             values_RD[:, channels_C] = kept.float().view(blocks.rows, count) * factor
-        return round_to(values_RD.reshape(meta.shape), DTYPES[meta.dtype])
+        return round_to_dtype(values_RD.reshape(meta.shape), DTYPES[meta.dtype])
 
     def error_bound(self, tensor: Tensor) -> Tensor:
         """Outliers: |value| 2^-11 + factor 2^-25. Rest: B times 0.036 of a block's largest rotated.
@@ -115,46 +206,48 @@ class Int4:
         """
         blocks = self._blocks(tensor.shape)
         values_RD = tensor.reshape(blocks.rows, blocks.width).float()
-        factor = factor_of(values_RD)
-        channels_C = largest_channels(values_RD, self._count(blocks))
-        absmax_N1 = _rotated(blocks, values_RD, channels_C).double().abs().amax(-1, keepdim=True)
-        each_N1 = absmax_N1 * _WORST + factor * 2.0 ** (FACTOR_BITS - 31)
+        factor = float16_factor(values_RD)
+        channels_C = largest_channels(values_RD, self._num_outliers(blocks))
+        absmax_N1 = (
+            _rotate_blocks(blocks, values_RD, channels_C).double().abs().amax(-1, keepdim=True)
+        )
+        each_N1 = absmax_N1 * _MAX_ROTATED_ERROR + factor * 2.0 ** (FACTOR_BITS - 31)
         bound_NB = (each_N1 * blocks.block).expand(-1, blocks.block).contiguous()
         bound_RD = blocks.join(bound_NB).clone()
-        bound_RD[:, channels_C] = half_bound(values_RD[:, channels_C], factor)
-        return rounded_bound(tensor, bound_RD.reshape(tensor.shape))
+        bound_RD[:, channels_C] = float16_bound(values_RD[:, channels_C], factor)
+        return add_rounding_bound(tensor, bound_RD.reshape(tensor.shape))
 
-    def _blocks(self, shape: torch.Size | tuple[int, ...]) -> Blocks:
+    def _blocks(self, shape: torch.Size | tuple[int, ...]) -> QuantBlocks:
         """The blocks of `shape`; rows shorter than a block are padded to a power of two."""
         width = shape[-1] if shape else 1
-        return Blocks.of(shape, min(self.block, 1 << (width - 1).bit_length()))
+        return QuantBlocks.from_shape(shape, min(self.block, 1 << (width - 1).bit_length()))
 
-    def _count(self, blocks: Blocks) -> int:
+    def _num_outliers(self, blocks: QuantBlocks) -> int:
         """Outlier channels that fit into their share of the payload, list included."""
-        if not self.share:
+        if not self.outlier_share:
             return 0
-        entry = list_dtype(blocks.width).itemsize + 2 * blocks.rows
-        return 2 * blocks.rows * blocks.width // (self.share * entry)
+        entry = channel_dtype(blocks.width).itemsize + 2 * blocks.rows
+        return 2 * blocks.rows * blocks.width // (self.outlier_share * entry)
 
-    def _scales_start(self, blocks: Blocks) -> int:
-        each = list_dtype(blocks.width).itemsize + 2 * blocks.rows
-        return 4 + self._count(blocks) * each
+    def _scales_start(self, blocks: QuantBlocks) -> int:
+        each = channel_dtype(blocks.width).itemsize + 2 * blocks.rows
+        return 4 + self._num_outliers(blocks) * each
 
 
-def _unit(factor: float) -> float:
+def _max_scale(factor: float) -> float:
     """The scale that code 255 stands for."""
-    return factor * 2.0**FACTOR_BITS / (2 * _HALF)
+    return factor * 2.0**FACTOR_BITS / (2 * _LEVELS_PER_SIGN)
 
 
-def _rotated(blocks: Blocks, values_RD: Tensor, channels_C: Tensor) -> Tensor:
+def _rotate_blocks(blocks: QuantBlocks, values_RD: Tensor, channels_C: Tensor) -> Tensor:
     """The blocks with outlier channels zeroed, rotated and divided by B, [N, B]; a copy."""
     if len(channels_C):
         values_RD = values_RD.index_fill(1, channels_C, 0)
-    return hadamard(blocks.split(values_RD)).mul_(1 / blocks.block)
+    return hadamard_transform(blocks.split(values_RD)).mul_(1 / blocks.block)
 
 
 def _scale_codes(rotated_NB: Tensor, factor: float) -> Tensor:
     """The scale codes, uint8 [N, 1]: the nearest eighth of an octave, 0 for blocks too small."""
-    most_N1 = rotated_NB.abs().amax(-1, keepdim=True).mul_(_REACH)
-    codes_N1 = eighths(most_N1, factor * 2.0**FACTOR_BITS).round_()
-    return codes_N1.clamp_(0, LAST).to(torch.uint8)
+    most_N1 = rotated_NB.abs().amax(-1, keepdim=True).mul_(_SCALE_MARGIN)
+    codes_N1 = to_scale_codes(most_N1, factor * 2.0**FACTOR_BITS).round_()
+    return codes_N1.clamp_(0, MAX_SCALE_CODE).to(torch.uint8)

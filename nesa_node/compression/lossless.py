@@ -22,12 +22,12 @@ from nesa_node.core.errors import ProtocolError
 if TYPE_CHECKING:
     from nesa_node.compression.tensors import TensorMeta
 
-LEVEL = 1
+ZSTD_LEVEL = 1
 """Zstandard compression level; higher ones gain nothing on such bytes."""
 MAX_VALUES = 2**32 - 1
-_LENGTH = struct.Struct("<I")
-_SMALLEST_WINDOW = 1024
-_contexts = threading.local()
+_PLANE_LENGTH = struct.Struct("<I")
+_MIN_WINDOW_BYTES = 1024
+_zstd_contexts = threading.local()
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Lossless:
     def nbytes(self, meta: TensorMeta) -> int:
         """The announced size: at most the size of the values plus 4 bytes per plane."""
         values, planes = math.prod(meta.shape), DTYPES[meta.dtype].itemsize
-        least, most = planes * _LENGTH.size, planes * (_LENGTH.size + values)
+        least, most = planes * _PLANE_LENGTH.size, planes * (_PLANE_LENGTH.size + values)
         if values > MAX_VALUES:
             raise ProtocolError("bad_tensor", f"{values} values; lossless takes {MAX_VALUES}")
         if not isinstance(meta.size, int) or not least <= meta.size <= most:
@@ -63,7 +63,7 @@ class Lossless:
             plain = np.ascontiguousarray(bytes_VP[:, plane])
             packed = _compressor().compress(plain.data)
             kept = packed if len(packed) < len(plain) else plain.data
-            payload += _LENGTH.pack(len(kept))
+            payload += _PLANE_LENGTH.pack(len(kept))
             payload += kept
         return memoryview(payload)
 
@@ -72,14 +72,14 @@ class Lossless:
         bytes_VP = np.empty((values, dtype.itemsize), dtype=np.uint8)
         start = 0
         for plane in reversed(range(dtype.itemsize)):
-            if data.nbytes - start < _LENGTH.size:
+            if data.nbytes - start < _PLANE_LENGTH.size:
                 raise ProtocolError("bad_tensor", "lossless: a plane is missing")
-            (length,) = _LENGTH.unpack_from(data, start)
-            start += _LENGTH.size
+            (length,) = _PLANE_LENGTH.unpack_from(data, start)
+            start += _PLANE_LENGTH.size
             if length > min(values, data.nbytes - start):
                 raise ProtocolError("bad_tensor", f"lossless: a plane of {length} bytes")
             part = data[start : start + length]
-            plain = part if length == values else _decompressed(part, values)
+            plain = part if length == values else _decompress_plane(part, values)
             bytes_VP[:, plane] = np.frombuffer(plain, dtype=np.uint8)
             start += length
         if start != data.nbytes:
@@ -91,7 +91,7 @@ class Lossless:
         return torch.zeros_like(tensor, dtype=torch.float64)
 
 
-def _decompressed(frame: memoryview, size: int) -> bytes:
+def _decompress_plane(frame: memoryview, size: int) -> bytes:
     """The `size` bytes of a frame. Raises `ProtocolError` before allocating any other size."""
     import zstandard
 
@@ -100,7 +100,7 @@ def _decompressed(frame: memoryview, size: int) -> bytes:
         # The decompressor would allocate the size that the frame announces.
         if facts.content_size != size or facts.dict_id:
             raise ProtocolError("bad_tensor", "lossless: a plane of another size")
-        if facts.window_size > max(2 * size, _SMALLEST_WINDOW):
+        if facts.window_size > max(2 * size, _MIN_WINDOW_BYTES):
             raise ProtocolError("bad_tensor", "lossless: a window larger than the plane")
         plain: bytes = _decompressor().decompress(frame, allow_extra_data=False)
     except zstandard.ZstdError as error:
@@ -112,16 +112,16 @@ def _decompressed(frame: memoryview, size: int) -> bytes:
 
 def _compressor() -> Any:
     """The thread's compressor: contexts are not thread-safe, and slower to make than to use."""
-    if not hasattr(_contexts, "compressor"):
+    if not hasattr(_zstd_contexts, "compressor"):
         import zstandard
 
-        _contexts.compressor = zstandard.ZstdCompressor(level=LEVEL, write_checksum=False)
-    return _contexts.compressor
+        _zstd_contexts.compressor = zstandard.ZstdCompressor(level=ZSTD_LEVEL, write_checksum=False)
+    return _zstd_contexts.compressor
 
 
 def _decompressor() -> Any:
-    if not hasattr(_contexts, "decompressor"):
+    if not hasattr(_zstd_contexts, "decompressor"):
         import zstandard
 
-        _contexts.decompressor = zstandard.ZstdDecompressor()
-    return _contexts.decompressor
+        _zstd_contexts.decompressor = zstandard.ZstdDecompressor()
+    return _zstd_contexts.decompressor

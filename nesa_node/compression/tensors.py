@@ -13,8 +13,8 @@ import msgspec
 import torch
 from torch import Tensor
 
-from nesa_node.compression.codec import DTYPE_NAMES, DTYPES, Codec, are_finite, is_finite
-from nesa_node.compression.codecs import RAW, expand, parse
+from nesa_node.compression.codec import DTYPE_NAMES, DTYPES, Codec, is_finite, is_finite_payload
+from nesa_node.compression.codecs import RAW, expand_codec, parse_codec
 from nesa_node.core.errors import ProtocolError
 
 __all__ = [
@@ -23,7 +23,7 @@ __all__ = [
     "MAX_DIM",
     "MAX_DIMS",
     "TensorMeta",
-    "check",
+    "check_meta",
     "decode",
     "encode",
     "error_bound",
@@ -32,11 +32,11 @@ __all__ = [
 
 MAX_DIMS = 4
 MAX_DIM = 2**31 - 1
-MAX_NAME = 32
-SMALL_BYTES = 64 * 1024
+MAX_SHOWN_CHARS = 32
+MAX_SMALL_BYTES = 64 * 1024
 """Payloads of codec `none` up to this size are checked as bytes, which is slower above."""
 _CPU = torch.device("cpu")
-_NOT_FINITE = "the tensor holds NaN or infinite values"
+_NOT_FINITE_MESSAGE = "the tensor holds NaN or infinite values"
 
 
 class TensorMeta(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -51,20 +51,20 @@ class TensorMeta(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def nbytes(self) -> int:
         """Bytes of the encoded payload. Raises `ProtocolError("bad_tensor")` as `check` does."""
-        return _nbytes(_codec_of(self), self)
+        return _payload_nbytes(_check_codec(self), self)
 
     @property
-    def most_nbytes(self) -> int:
+    def max_nbytes(self) -> int:
         """Bytes of the payload or of the decoded tensor, the larger, as bounded by `check`.
 
         Raises `ProtocolError("bad_tensor")` as `check` does.
         """
-        return max(self.nbytes, self.values_nbytes)
+        return max(self.nbytes, self.decoded_nbytes)
 
     @property
-    def values_nbytes(self) -> int:
+    def decoded_nbytes(self) -> int:
         """Bytes of the decoded tensor. Raises `ProtocolError("bad_tensor")` as `check` does."""
-        _codec_of(self)
+        _check_codec(self)
         return RAW.nbytes(self)
 
 
@@ -80,9 +80,9 @@ def encode(tensor: Tensor, *, codec: str = "none") -> tuple[TensorMeta, memoryvi
         raise ProtocolError("bad_tensor", "tensors travel little-endian; this machine is not")
     if tensor.dtype not in DTYPE_NAMES:
         raise ProtocolError("bad_tensor", f"a {tensor.dtype} tensor cannot be sent")
-    text = codec if codec == "none" else expand(codec)
+    text = codec if codec == "none" else expand_codec(codec)
     meta = TensorMeta(dtype=DTYPE_NAMES[tensor.dtype], shape=tuple(tensor.shape), codec=text)
-    chosen = _codec_of(meta)
+    chosen = _check_codec(meta)
     if tensor.requires_grad or not tensor.is_contiguous():
         tensor = tensor.detach().contiguous()
     if chosen is RAW:
@@ -92,13 +92,13 @@ def encode(tensor: Tensor, *, codec: str = "none") -> tuple[TensorMeta, memoryvi
     return TensorMeta(meta.dtype, meta.shape, chosen.text, size), payload
 
 
-def check(meta: TensorMeta, *, max_bytes: int) -> int:
+def check_meta(meta: TensorMeta, *, max_bytes: int) -> int:
     """The payload's size in bytes. Raises `ProtocolError("bad_tensor")`.
 
     Call it before reading the payload: with an accepted description neither the payload nor the
     decoded tensor exceeds `max_bytes`.
     """
-    return _checked(_codec_of(meta), meta, max_bytes)
+    return _check_bounds(_check_codec(meta), meta, max_bytes)
 
 
 def decode(
@@ -119,7 +119,7 @@ def decode(
     if is_small(meta, view):
         check_values(meta, view, max_bytes=max_bytes)
         return RAW.decode(meta, view, device)
-    codec = _checked_size(meta, view.nbytes, max_bytes)
+    codec = _check_size(meta, view.nbytes, max_bytes)
     if codec is RAW:
         tensor = RAW.decode(meta, view, device)
     elif view.nbytes:
@@ -129,20 +129,20 @@ def decode(
     else:
         tensor = torch.empty(meta.shape, dtype=DTYPES[meta.dtype], device=device)
     if not is_finite(tensor):
-        raise ProtocolError("not_finite", _NOT_FINITE)
+        raise ProtocolError("not_finite", _NOT_FINITE_MESSAGE)
     return tensor
 
 
 def is_small(meta: TensorMeta, data: bytes | bytearray | memoryview) -> bool:
     """Whether `data` is a small, non-empty payload of codec `none`, as `check_values` needs."""
-    return meta.codec == RAW.text and 0 < len(data) <= SMALL_BYTES
+    return meta.codec == RAW.text and 0 < len(data) <= MAX_SMALL_BYTES
 
 
 def check_values(meta: TensorMeta, data: bytes | bytearray | memoryview, *, max_bytes: int) -> None:
     """Raise `ProtocolError` as `decode` does, without making a tensor."""
-    _checked_size(meta, len(data), max_bytes)
-    if not are_finite(data, DTYPES[meta.dtype]):
-        raise ProtocolError("not_finite", _NOT_FINITE)
+    _check_size(meta, len(data), max_bytes)
+    if not is_finite_payload(data, DTYPES[meta.dtype]):
+        raise ProtocolError("not_finite", _NOT_FINITE_MESSAGE)
 
 
 def error_bound(tensor: Tensor, *, codec: str) -> Tensor:
@@ -152,12 +152,12 @@ def error_bound(tensor: Tensor, *, codec: str) -> Tensor:
     """
     if not tensor.numel():
         return torch.zeros_like(tensor, dtype=torch.float64)
-    return parse(expand(codec)).error_bound(tensor.detach().contiguous())
+    return parse_codec(expand_codec(codec)).error_bound(tensor.detach().contiguous())
 
 
-def _checked_size(meta: TensorMeta, got: int, max_bytes: int) -> Codec:
-    codec = _codec_of(meta)
-    nbytes = _checked(codec, meta, max_bytes)
+def _check_size(meta: TensorMeta, got: int, max_bytes: int) -> Codec:
+    codec = _check_codec(meta)
+    nbytes = _check_bounds(codec, meta, max_bytes)
     if got != nbytes:
         raise ProtocolError(
             "bad_tensor", f"{meta.dtype}{list(meta.shape)} takes {nbytes} bytes, got {got}"
@@ -165,8 +165,8 @@ def _checked_size(meta: TensorMeta, got: int, max_bytes: int) -> Codec:
     return codec
 
 
-def _checked(codec: Codec, meta: TensorMeta, max_bytes: int) -> int:
-    nbytes = _nbytes(codec, meta)
+def _check_bounds(codec: Codec, meta: TensorMeta, max_bytes: int) -> int:
+    nbytes = _payload_nbytes(codec, meta)
     # A small payload can describe a large tensor, so that both are bounded.
     needed = nbytes if codec is RAW else max(nbytes, RAW.nbytes(meta))
     if needed > max_bytes:
@@ -174,7 +174,7 @@ def _checked(codec: Codec, meta: TensorMeta, max_bytes: int) -> int:
     return nbytes
 
 
-def _nbytes(codec: Codec, meta: TensorMeta) -> int:
+def _payload_nbytes(codec: Codec, meta: TensorMeta) -> int:
     if codec is RAW:
         return RAW.nbytes(meta)
     if math.prod(meta.shape):
@@ -182,12 +182,12 @@ def _nbytes(codec: Codec, meta: TensorMeta) -> int:
     return 0
 
 
-def _codec_of(meta: TensorMeta) -> Codec:
-    codec: Codec = RAW if meta.codec == "none" else parse(meta.codec)
+def _check_codec(meta: TensorMeta) -> Codec:
+    codec: Codec = RAW if meta.codec == "none" else parse_codec(meta.codec)
     if meta.size is not msgspec.UNSET and codec.text != "lossless":
         raise ProtocolError("bad_tensor", f"codec {codec.text} announces no size")
     if meta.dtype not in DTYPES:
-        raise ProtocolError("bad_tensor", f"unknown dtype {meta.dtype[:MAX_NAME]!r}")
+        raise ProtocolError("bad_tensor", f"unknown dtype {meta.dtype[:MAX_SHOWN_CHARS]!r}")
     if len(meta.shape) > MAX_DIMS:
         raise ProtocolError("bad_tensor", f"{len(meta.shape)} dimensions; at most {MAX_DIMS}")
     if meta.shape and not 0 <= min(meta.shape) <= max(meta.shape) <= MAX_DIM:

@@ -15,12 +15,12 @@ from typing import Any, Literal
 
 from nesa_node.core.errors import ConfigError
 
-KEPT = 1000
+MAX_KEPT_PER_KIND = 1000
 """Most decisions kept of each kind; the oldest are deleted."""
-MIN_PREFIX = 4
-_WAIT_S = 2.0
+MIN_NAME_PREFIX_CHARS = 4
+_LOCK_TIMEOUT_S = 2.0
 
-Kind = Literal["session", "placement", "tuning"]
+DecisionKind = Literal["session", "placement", "tuning"]
 _TABLE = """
 create table if not exists decisions (
     number integer primary key autoincrement,
@@ -33,13 +33,13 @@ create table if not exists decisions (
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class LoggedDecision:
     """A logged decision. `name` is the session's or placement's, `made_at` in Unix seconds.
 
     `body` is what JSON can hold.
     """
 
-    kind: Kind
+    kind: DecisionKind
     name: str
     made_at: float
     body: Mapping[str, Any]
@@ -51,8 +51,8 @@ class DecisionLog:
     def __init__(self, path: Path) -> None:
         self._path = path
 
-    def add(self, decision: Decision) -> None:
-        """Append a decision and delete the oldest beyond `KEPT`. Raises `OSError`."""
+    def add(self, decision: LoggedDecision) -> None:
+        """Append a decision and delete the oldest beyond `MAX_KEPT_PER_KIND`. Raises `OSError`."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         try:
             with self._open() as database, database:
@@ -63,18 +63,20 @@ class DecisionLog:
                 database.execute(
                     "delete from decisions where kind = ? and number <= (select number from "
                     "decisions where kind = ? order by number desc limit 1 offset ?)",
-                    (decision.kind, decision.kind, KEPT),
+                    (decision.kind, decision.kind, MAX_KEPT_PER_KIND),
                 )
         except sqlite3.Error as error:
             raise OSError(f"cannot write {self._path}: {error}") from error
 
-    def find(self, name: str) -> tuple[Decision, ...]:
+    def find(self, name: str) -> tuple[LoggedDecision, ...]:
         """Decisions of the one session or placement with a name that starts with `name`, in order.
 
         Raises `ConfigError` if no name or several names match.
         """
-        if len(name) < MIN_PREFIX:
-            raise ConfigError(f"give at least {MIN_PREFIX} characters of a session or placement")
+        if len(name) < MIN_NAME_PREFIX_CHARS:
+            raise ConfigError(
+                f"give at least {MIN_NAME_PREFIX_CHARS} characters of a session or placement"
+            )
         found = self._select("where substr(name, 1, ?) = ?", len(name), name)
         names = sorted({decision.name for decision in found})
         if not names:
@@ -86,11 +88,11 @@ class DecisionLog:
             raise ConfigError(f"{name!r} could be {', '.join(names[:5])}: give more of it")
         return found
 
-    def recent(self, count: int) -> tuple[Decision, ...]:
+    def recent(self, count: int) -> tuple[LoggedDecision, ...]:
         """The last `count` decisions of all kinds, oldest first."""
         return self._select("order by number desc limit ?", count)[::-1]
 
-    def _select(self, clause: str, *values: object) -> tuple[Decision, ...]:
+    def _select(self, clause: str, *values: object) -> tuple[LoggedDecision, ...]:
         try:
             self._path.stat()
         except FileNotFoundError:
@@ -103,11 +105,13 @@ class DecisionLog:
                 rows = database.execute(query, values).fetchall()
         except sqlite3.Error as error:
             raise ConfigError(f"cannot read {self._path}: {error}; delete it") from error
-        return tuple(Decision(kind, name, at, json.loads(body)) for kind, name, at, body in rows)
+        return tuple(
+            LoggedDecision(kind, name, at, json.loads(body)) for kind, name, at, body in rows
+        )
 
     @contextmanager
     def _open(self) -> Iterator[sqlite3.Connection]:
-        with closing(sqlite3.connect(self._path, timeout=_WAIT_S)) as database:
+        with closing(sqlite3.connect(self._path, timeout=_LOCK_TIMEOUT_S)) as database:
             database.execute("pragma synchronous=off")
             database.execute(_TABLE)
             yield database

@@ -7,7 +7,7 @@ from functools import cache
 
 from nesa_node.core.errors import ConfigError
 
-NODE = ("bitsandbytes", "gudhi", "sklearn")
+NODE_MODULES = ("bitsandbytes", "gudhi", "sklearn")
 """Modules of the extra `node`; clients and gateways do not need them."""
 
 
@@ -22,7 +22,7 @@ def require_node(use: str, *modules: str) -> None:
 
     Raises `ConfigError` that says what to install.
     """
-    missing = [module for module in modules or NODE if not is_installed(module)]
+    missing = [module for module in modules or NODE_MODULES if not is_installed(module)]
     if missing:
         raise ConfigError(
             f"{use} needs {', '.join(missing)}: pip install 'nesa-node[node]', "

@@ -18,15 +18,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nesa_node.core.errors import ConfigError
-from nesa_node.core.ids import possible_names
-from nesa_node.core.peer_address import checked_address
+from nesa_node.core.ids import model_name_candidates
+from nesa_node.core.settings.peer_address import parse_peer_address
 
 MAX_FILE_BYTES = 65_536
 MAX_ADDRESSES = 64
-_LATEST_S = 1e11
+_MAX_TIMESTAMP_S = 1e11
 """Latest accepted timestamp, in Unix seconds (year 5138): later ones cannot be shown as a date."""
-_LAST = "last-swarm.json"
-_NODES = "nodes"
+_LAST_SWARM_FILE = "last-swarm.json"
+_NODES_FOLDER = "nodes"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,32 +40,34 @@ class KnownSwarm:
     name: str | None = None
 
 
-class KnownSwarms:
+class KnownSwarmStore:
     """Store of known swarms in `folder`. I/O errors are ignored: it is a convenience only."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def remember(self, addresses: Sequence[str], model: str | None) -> None:
+    def save_last(self, addresses: Sequence[str], model: str | None) -> None:
         """Save `addresses` as the last swarm; without `model`, keep the model saved with them.
 
         Does nothing for a node that runs on this machine: its local addresses end with it.
         """
-        if any(set(addresses) & set(node.addresses) for node in self._running()):
+        if any(set(addresses) & set(node.addresses) for node in self._running_nodes()):
             return
-        last = _read(self._folder / _LAST, "last")
+        last = _read_swarm(self._folder / _LAST_SWARM_FILE, "last")
         if model is None and last is not None and last.addresses == tuple(addresses):
             model = last.model
         with suppress(OSError):
             self._folder.mkdir(parents=True, exist_ok=True)
-            draft = self._folder / f".{_LAST}.{os.getpid()}"
-            draft.write_text(_text(addresses, model, None), encoding="utf-8")
-            draft.replace(self._folder / _LAST)
+            draft = self._folder / f".{_LAST_SWARM_FILE}.{os.getpid()}"
+            draft.write_text(_encode_swarm(addresses, model, None), encoding="utf-8")
+            draft.replace(self._folder / _LAST_SWARM_FILE)
 
     @contextmanager
-    def running(self, addresses: Sequence[str], model: str, name: str | None) -> Iterator[None]:
+    def register_node(
+        self, addresses: Sequence[str], model: str, name: str | None
+    ) -> Iterator[None]:
         """List a node of this machine until the context or its process ends."""
-        path = self._folder / _NODES / f"{os.getpid()}.json"
+        path = self._folder / _NODES_FOLDER / f"{os.getpid()}.json"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
@@ -75,7 +77,7 @@ class KnownSwarms:
         try:
             with suppress(OSError):
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                os.write(descriptor, _text(addresses, model, name).encode())
+                os.write(descriptor, _encode_swarm(addresses, model, name).encode())
             yield
         finally:
             path.unlink(missing_ok=True)
@@ -87,50 +89,50 @@ class KnownSwarms:
         Order: a running node of `model`, the last swarm if it served `model`, any running node,
         the last swarm; the newest first among equals.
         """
-        nodes = sorted(self._running(), key=lambda known: -known.saved_at)
-        last = _read(self._folder / _LAST, "last")
+        nodes = sorted(self._running_nodes(), key=lambda known: -known.saved_at)
+        last = _read_swarm(self._folder / _LAST_SWARM_FILE, "last")
         known = [*nodes, *([] if last is None else [last])]
-        return next((one for one in known if _serves(one, model)), next(iter(known), None))
+        return next((one for one in known if _matches_model(one, model)), next(iter(known), None))
 
-    def _running(self) -> Iterator[KnownSwarm]:
-        for path in (self._folder / _NODES).glob("*.json"):
+    def _running_nodes(self) -> Iterator[KnownSwarm]:
+        for path in (self._folder / _NODES_FOLDER).glob("*.json"):
             with suppress(OSError):
                 descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
                 try:
                     fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
                     path.unlink(missing_ok=True)
                 except BlockingIOError:
-                    if (known := _read(path, "running")) is not None:
+                    if (known := _read_swarm(path, "running")) is not None:
                         yield known
                 finally:
                     os.close(descriptor)
 
 
-def _serves(known: KnownSwarm, model: str | None) -> bool:
+def _matches_model(known: KnownSwarm, model: str | None) -> bool:
     if model is None:
         return True
     if known.model is None:
         return False
     name = Path(known.model.partition("@")[0]).name
-    return not possible_names(model).isdisjoint((known.model, name))
+    return not model_name_candidates(model).isdisjoint((known.model, name))
 
 
-def _text(addresses: Sequence[str], model: str | None, name: str | None) -> str:
+def _encode_swarm(addresses: Sequence[str], model: str | None, name: str | None) -> str:
     kept = list(addresses[:MAX_ADDRESSES])
     return json.dumps({"addresses": kept, "model": model, "name": name, "saved_at": time.time()})
 
 
-def _read(path: Path, source: Literal["running", "last"]) -> KnownSwarm | None:
+def _read_swarm(path: Path, source: Literal["running", "last"]) -> KnownSwarm | None:
     """The swarm in a file; None if it is missing, too large or malformed."""
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
             return None
         said: Any = json.loads(path.read_text(encoding="utf-8"))
-        addresses = tuple(checked_address(str(address)) for address in said["addresses"])
+        addresses = tuple(parse_peer_address(str(address)) for address in said["addresses"])
         model, name = said["model"], said["name"]
         saved_at = float(said["saved_at"])
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError, ConfigError):
         return None
-    if not addresses or not 0 <= saved_at <= _LATEST_S:
+    if not addresses or not 0 <= saved_at <= _MAX_TIMESTAMP_S:
         return None
     return KnownSwarm(addresses, model and str(model), saved_at, source, name and str(name))

@@ -1,4 +1,7 @@
-"""Logging: one structlog pipeline to stderr for own events and for records of libraries."""
+"""Logging: one structlog pipeline to stderr for own events and for records of libraries.
+
+Rate limit of log events: peers cause events and could fill the disk with them.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from io import StringIO
 from typing import Any, TextIO, cast
 
@@ -20,16 +24,63 @@ from structlog.typing import (
     WrappedLogger,
 )
 
-from nesa_node.core.choices import LogFormat, LogLevel
-from nesa_node.core.event_limit import EventLimit
-from nesa_node.core.plain_text import plain_lines, plain_text
+from nesa_node.core.settings.choices import LogFormat, LogLevel
+from nesa_node.core.terminal_text import escape_lines, escape_text
+
+MAX_EVENT_BURST = 200.0
+"""Most events of one name that are written at once (capacity of its token bucket)."""
+EVENTS_PER_S = 1.0
+"""Events of one name that are written per second once the burst is used up."""
+TRACEBACK_COST_EVENTS = 10.0
+"""Tokens that an event with a traceback costs: it is about ten times as long."""
+MAX_EVENT_NAMES = 4096
+"""Most buckets kept; beyond that all are forgotten, which bounds the memory."""
+
+
+@dataclass(slots=True)
+class _TokenBucket:
+    tokens: float
+    updated_at_s: float
+    dropped: int = 0
+
+
+class EventRateLimiter:
+    """Token bucket per event name: `MAX_EVENT_BURST` events at once, then `EVENTS_PER_S` a second.
+
+    `clock` is monotonic, in seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._buckets: dict[str, _TokenBucket] = {}
+
+    def admit(self, name: str, *, has_traceback: bool = False) -> int | None:
+        """Count of dropped events of this name since the last written one; None drops this one."""
+        now = self._clock()
+        bucket = self._buckets.get(name)
+        if bucket is None:
+            if len(self._buckets) >= MAX_EVENT_NAMES:
+                self._buckets.clear()
+            bucket = self._buckets[name] = _TokenBucket(MAX_EVENT_BURST, now)
+        bucket.tokens = min(
+            bucket.tokens + (now - bucket.updated_at_s) * EVENTS_PER_S, MAX_EVENT_BURST
+        )
+        bucket.updated_at_s = now
+        cost = TRACEBACK_COST_EVENTS if has_traceback else 1.0
+        if bucket.tokens < cost:
+            bucket.dropped += 1
+            return None
+        bucket.tokens -= cost
+        dropped, bucket.dropped = bucket.dropped, 0
+        return dropped
+
 
 _SECRET_KEY = re.compile(r"(^|_)(token|swarm_key|secret|password|private_key)$")
 _QUIET_LIBRARIES = ("asyncio", "hivemind", "httpcore", "httpx", "huggingface_hub", "transformers")
-UNLIMITED = frozenset({"request_answered"})
+UNLIMITED_EVENTS = frozenset({"request_answered"})
 """Events without a rate limit here: only holders of API keys cause them, with limits of a key."""
 _clock = time.monotonic
-_Warnings: Any = structlog.make_filtering_bound_logger(logging.WARNING)
+_WarningLogger: Any = structlog.make_filtering_bound_logger(logging.WARNING)
 
 
 def get_logger(name: str) -> FilteringBoundLogger:
@@ -37,16 +88,16 @@ def get_logger(name: str) -> FilteringBoundLogger:
 
     Without a configuration (use as a library) it writes warnings and errors to stderr.
     """
-    wrapper: Any = _as_the_program_says
+    wrapper: Any = _bind_configured_logger
     logger = structlog.wrap_logger(None, wrapper_class=wrapper, logger_factory_args=(name,))
     return cast(FilteringBoundLogger, logger)
 
 
-def _as_the_program_says(logger: WrappedLogger, **rest: Any) -> Any:
+def _bind_configured_logger(logger: WrappedLogger, **rest: Any) -> Any:
     """Bind a logger for one event: loggers are created before structlog is configured."""
     if structlog.is_configured():
         return structlog.get_config()["wrapper_class"](logger, **rest)
-    return _Warnings(structlog.PrintLogger(sys.stderr), **rest)
+    return _WarningLogger(structlog.PrintLogger(sys.stderr), **rest)
 
 
 def setup_logging(
@@ -62,12 +113,12 @@ def setup_logging(
         structlog.stdlib.add_log_level,
         structlog.stdlib.ExtraAdder(),
         structlog.processors.TimeStamper(fmt="iso", utc=True),
-        hide_secrets,
+        mask_secrets,
     ]
     structlog.configure(
         processors=[
             structlog.stdlib.filter_by_level,
-            _Limit(_clock),
+            _RateLimitProcessor(_clock),
             *shared,
             structlog.stdlib.PositionalArgumentsFormatter(),
             structlog.processors.StackInfoRenderer(),
@@ -83,7 +134,7 @@ def setup_logging(
             foreign_pre_chain=shared,
             processors=[
                 structlog.stdlib.ProcessorFormatter.remove_processors_meta,
-                *_renderers(log_format, colors=out.isatty()),
+                *_make_renderers(log_format, colors=out.isatty()),
             ],
         )
     )
@@ -99,17 +150,17 @@ def setup_logging(
         logging.getLogger(name).setLevel(logging.DEBUG if level == "debug" else logging.WARNING)
 
 
-class _Limit:
-    """Structlog processor that limits the rate of events (`event_limit.py`); not at level debug."""
+class _RateLimitProcessor:
+    """Structlog processor that limits the rate of events (`logging.py`); not at level debug."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        self._limit = EventLimit(clock)
+        self._limiter = EventRateLimiter(clock)
 
     def __call__(self, logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
         name = str(event.get("event"))
-        if name in UNLIMITED or logging.getLogger("nesa_node").isEnabledFor(logging.DEBUG):
+        if name in UNLIMITED_EVENTS or logging.getLogger("nesa_node").isEnabledFor(logging.DEBUG):
             return event
-        left_out = self._limit.admit(name, has_traceback=bool(event.get("exc_info")))
+        left_out = self._limiter.admit(name, has_traceback=bool(event.get("exc_info")))
         if left_out is None:
             raise structlog.DropEvent
         if left_out:
@@ -122,12 +173,12 @@ def session_name(session: bytes) -> str:
     return session.hex()[:16]
 
 
-def logging_of(session: bytes) -> AbstractContextManager[None]:
+def bind_session(session: bytes) -> AbstractContextManager[None]:
     """Bind a session's name to all events of this task and of tasks started in the context."""
     return structlog.contextvars.bound_contextvars(session=session_name(session))
 
 
-def hide_secrets(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
+def mask_secrets(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
     """Structlog processor that masks values of keys named like a secret."""
     for key in event:
         if _SECRET_KEY.search(key):
@@ -135,29 +186,29 @@ def hide_secrets(_logger: WrappedLogger, _method: str, event: EventDict) -> Even
     return event
 
 
-def show_plainly(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
+def escape_event_values(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
     """Structlog processor that escapes terminal control characters in an event's values."""
     for key, value in event.items():
         if isinstance(value, str) and not value.isprintable():
-            event[key] = plain_lines(value) if key == "event" else plain_text(value)
+            event[key] = escape_lines(value) if key == "event" else escape_text(value)
         elif isinstance(value, bytes | bytearray | tuple | list | dict | BaseException):
-            event[key] = _plain_value(key, value)
+            event[key] = _escape_value(key, value)
     return event
 
 
-def _plain_value(key: str, value: object) -> object:
+def _escape_value(key: str, value: object) -> object:
     if key in ("exc_info", "stack_info", "_record"):
         return value
-    return plain_text(repr(value))
+    return escape_text(repr(value))
 
 
-def _plain_traceback(out: TextIO, exc_info: ExcInfo) -> None:
+def _print_escaped_traceback(out: TextIO, exc_info: ExcInfo) -> None:
     written = StringIO()
     structlog.dev.plain_traceback(written, exc_info)
-    out.write(plain_lines(written.getvalue()))
+    out.write(escape_lines(written.getvalue()))
 
 
-def _renderers(log_format: LogFormat, *, colors: bool) -> list[Processor]:
+def _make_renderers(log_format: LogFormat, *, colors: bool) -> list[Processor]:
     """Final processors of a format. They never print locals of frames, which hold prompts, keys."""
     if log_format == "json":
         tracebacks = structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
@@ -166,8 +217,8 @@ def _renderers(log_format: LogFormat, *, colors: bool) -> list[Processor]:
             structlog.processors.JSONRenderer(),
         ]
     return [
-        show_plainly,
+        escape_event_values,
         structlog.dev.ConsoleRenderer(
-            colors=colors, pad_event_to=24, exception_formatter=_plain_traceback
+            colors=colors, pad_event_to=24, exception_formatter=_print_escaped_traceback
         ),
     ]

@@ -8,38 +8,38 @@ from __future__ import annotations
 
 from nesa_node.core.metrics import Metric
 
-FIRST_TOKEN_S = (
+FIRST_TOKEN_BUCKETS_S = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
     20.0, 40.0, 80.0, 160.0, 640.0, 2560.0,
 )  # fmt: skip
-BETWEEN_TOKENS_S = (
+INTER_TOKEN_BUCKETS_S = (
     0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0,
     40.0, 80.0,
 )  # fmt: skip
-REQUEST_S = (
+REQUEST_BUCKETS_S = (
     0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0,
     480.0, 960.0, 1920.0, 7680.0,
 )  # fmt: skip
-STEP_S = (
+STEP_BUCKETS_S = (
     0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0,
 )  # fmt: skip
-ROUND_TRIP_S = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
-SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+RTT_BUCKETS_S = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
+BATCH_SIZE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 # Requests of a gateway; sessions and cache of a node.
-RUNNING = Metric(
+REQUESTS_RUNNING = Metric(
     "nesa_num_requests_running",
     "gauge",
     "Requests that are decoding (gateway), open sessions that are not queued (node).",
     ("model", "role"),
 )
-WAITING = Metric(
+REQUESTS_WAITING = Metric(
     "nesa_num_requests_waiting",
     "gauge",
     "Requests before their first token (gateway), sessions queued for the device (node).",
     ("model", "role"),
 )
-CACHE_USED = Metric(
+KV_CACHE_USAGE = Metric(
     "nesa_kv_cache_usage_perc", "gauge", "Fraction of the KV cache that holds tokens, 0 to 1.",
     ("model",),
 )  # fmt: skip
@@ -59,41 +59,41 @@ PROMPT_TOKENS = Metric(
 GENERATION_TOKENS = Metric(
     "nesa_generation_tokens_total", "counter", "Tokens that were generated.", ("model",)
 )
-FIRST_TOKEN = Metric(
+TIME_TO_FIRST_TOKEN = Metric(
     "nesa_time_to_first_token_seconds", "histogram", "From a request to its first token.",
-    ("model",), FIRST_TOKEN_S,
+    ("model",), FIRST_TOKEN_BUCKETS_S,
 )  # fmt: skip
-BETWEEN_TOKENS = Metric(
+INTER_TOKEN_LATENCY = Metric(
     "nesa_inter_token_latency_seconds", "histogram", "From one token of a choice to the next.",
-    ("model",), BETWEEN_TOKENS_S,
+    ("model",), INTER_TOKEN_BUCKETS_S,
 )  # fmt: skip
-REQUEST = Metric(
+REQUEST_LATENCY = Metric(
     "nesa_e2e_request_latency_seconds", "histogram", "From a request to the end of its answer.",
-    ("model",), REQUEST_S,
+    ("model",), REQUEST_BUCKETS_S,
 )  # fmt: skip
-SUCCESS = Metric(
+REQUEST_SUCCESS = Metric(
     "nesa_request_success_total", "counter",
     "Choices that ended: stop, length, tool_calls, abort (the client went) or error.",
     ("model", "finished_reason"),
 )  # fmt: skip
 
 # A gateway's HTTP, and its sessions.
-RESPONSES = Metric(
+HTTP_RESPONSES = Metric(
     "nesa_http_responses_total", "counter", "Answers by route and status code.", ("route", "code")
 )
-SESSIONS = Metric("nesa_sessions", "gauge", "Sessions that this process has open.", ("model",))
-STEP = Metric(
+OPEN_SESSIONS = Metric("nesa_sessions", "gauge", "Sessions that this process has open.", ("model",))
+STEP_LATENCY = Metric(
     "nesa_step_seconds", "histogram", "A decode step, through all hops and back.", ("model",),
-    STEP_S,
+    STEP_BUCKETS_S,
 )  # fmt: skip
 FAILOVERS = Metric(
     "nesa_failovers_total", "counter",
     "Failovers of sessions: a node failed, left, or was too slow.",
     ("model", "reason"),
 )  # fmt: skip
-RECOVERY = Metric(
+RECOVERY_TIME = Metric(
     "nesa_recovery_seconds", "histogram", "From a failure to the repaired chain.",
-    ("model",), STEP_S,
+    ("model",), STEP_BUCKETS_S,
 )  # fmt: skip
 
 SUSPICIONS = Metric(
@@ -103,11 +103,11 @@ SUSPICIONS = Metric(
 )  # fmt: skip
 
 # A node's device.
-CACHE_PROMISED = Metric(
+KV_CACHE_RESERVED = Metric(
     "nesa_kv_cache_promised_perc", "gauge", "Fraction of the KV cache that is reserved, 0 to 1.",
     ("model",),
 )  # fmt: skip
-CACHE_TOKENS = Metric(
+KV_CACHE_CAPACITY = Metric(
     "nesa_kv_cache_tokens", "gauge", "Capacity of the KV cache in tokens.", ("model",)
 )
 NODE_STEPS = Metric("nesa_node_steps_total", "counter", "Steps that were computed.", ("model",))
@@ -118,35 +118,37 @@ NODE_TOKENS = Metric(
     "nesa_node_tokens_total", "counter", "Tokens that went through the node's blocks.",
     ("model", "phase"),
 )  # fmt: skip
-BATCH = Metric(
+BATCH_SIZE = Metric(
     "nesa_node_batch_size", "histogram", "Sessions that an iteration computed together.",
-    ("model",), SIZES,
+    ("model",), BATCH_SIZE_BUCKETS,
 )  # fmt: skip
-ITERATION = Metric(
+ITERATION_TIME = Metric(
     "nesa_node_iteration_seconds", "histogram", "Compute time of an iteration.", ("model",),
-    STEP_S,
+    STEP_BUCKETS_S,
 )  # fmt: skip
-NODE_STEP = Metric(
+NODE_STEP_LATENCY = Metric(
     "nesa_node_step_seconds", "histogram", "From a step's arrival to its result.", ("model",),
-    STEP_S,
+    STEP_BUCKETS_S,
 )  # fmt: skip
-LOAD = Metric(
+NODE_LOAD = Metric(
     "nesa_node_load", "gauge", "Fraction of the last 30 s spent computing, plus the queue.",
     ("model",),
 )  # fmt: skip
-STATE = Metric(
+NODE_STATE = Metric(
     "nesa_node_state", "gauge", "1 for the node's state: joining, serving or draining.",
     ("model", "state"),
 )  # fmt: skip
 SPAN_START = Metric("nesa_node_span_start", "gauge", "First block of the node.", ("model",))
 SPAN_END = Metric("nesa_node_span_end", "gauge", "Block after the node's last one.", ("model",))
-WEIGHTS = Metric("nesa_node_weight_bytes", "gauge", "Memory of the node's weights.", ("model",))
-SPEED = Metric(
+WEIGHT_BYTES = Metric(
+    "nesa_node_weight_bytes", "gauge", "Memory of the node's weights.", ("model",)
+)
+MEASURED_THROUGHPUT = Metric(
     "nesa_node_measured_tokens_per_second", "gauge",
     "Last measured throughput: measured after loading, and when the machine's speed changed.",
     ("model", "phase"),
 )  # fmt: skip
-MOVES = Metric(
+MOVE_REQUESTS = Metric(
     "nesa_moves_total", "counter", "Requests to move the node to another span, by outcome.",
     ("answer",),
 )  # fmt: skip
@@ -159,24 +161,28 @@ REFUSED_MESSAGES = Metric(
 )
 
 # The swarm, as a daemon or gateway sees it.
-INFO = Metric("nesa_info", "gauge", "Always 1.", ("role", "version", "peer_id"))
-WIRE = Metric(
+PROCESS_INFO = Metric("nesa_info", "gauge", "Always 1.", ("role", "version", "peer_id"))
+WIRE_BYTES = Metric(
     "nesa_wire_bytes_total", "counter", "Bytes of hidden states on the wire, by codec.",
     ("codec", "direction"),
 )  # fmt: skip
-ROUND_TRIP = Metric(
+HOP_RTT = Metric(
     "nesa_hop_round_trip_seconds", "histogram", "Round-trip time of a ping to another node.", (),
-    ROUND_TRIP_S,
+    RTT_BUCKETS_S,
 )  # fmt: skip
-UNANSWERED = Metric("nesa_pings_unanswered_total", "counter", "Nodes that did not answer a ping.")
+UNANSWERED_PINGS = Metric(
+    "nesa_pings_unanswered_total", "counter", "Nodes that did not answer a ping."
+)
 REFUSED_RECORDS = Metric(
     "nesa_refused_records_total", "counter",
     "Records and notices of the DHT that were rejected.", ("reason",),
 )  # fmt: skip
-NODES = Metric("nesa_nodes", "gauge", "Known nodes of a model.", ("model", "state"))
-REPLICAS = Metric(
+KNOWN_NODES = Metric("nesa_nodes", "gauge", "Known nodes of a model.", ("model", "state"))
+BLOCK_REPLICAS = Metric(
     "nesa_block_replicas", "gauge", "Nodes that serve a block. 0: a hole.", ("model", "block")
 )
-LEADS = Metric("nesa_orchestrator_leads", "gauge", "1 while it holds the lease.", ("model",))
+ORCHESTRATOR_LEADS = Metric(
+    "nesa_orchestrator_leads", "gauge", "1 while it holds the lease.", ("model",)
+)
 
-ALL = tuple(value for value in globals().values() if isinstance(value, Metric))
+ALL_METRICS = tuple(value for value in globals().values() if isinstance(value, Metric))

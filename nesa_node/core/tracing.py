@@ -1,6 +1,7 @@
 """Distributed tracing of requests. Without a tracer it costs next to nothing.
 
-Spans go to the tracer set by `use`; `cli/otel.py` has the one that exports to OpenTelemetry.
+Spans go to the tracer set by `set_tracer`; `cli/services/trace_export.py` has the one that exports
+to OpenTelemetry.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Protocol
 
-TRACE_BYTES, SPAN_BYTES = 16, 8
-CONTEXT_BYTES = TRACE_BYTES + SPAN_BYTES
-_TRACEPARENT = re.compile(r"00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})")
+TRACE_ID_BYTES, SPAN_ID_BYTES = 16, 8
+CONTEXT_BYTES = TRACE_ID_BYTES + SPAN_ID_BYTES
+_TRACEPARENT_PATTERN = re.compile(r"00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})")
 Attributes = Mapping[str, str | int | float | bool]
 
 
@@ -29,7 +30,7 @@ class TraceContext:
     @classmethod
     def parse(cls, data: bytes) -> TraceContext | None:
         """Parse the bytes of `__bytes__`, from an untrusted peer; None if malformed."""
-        trace_id, span_id = data[:TRACE_BYTES], data[TRACE_BYTES:]
+        trace_id, span_id = data[:TRACE_ID_BYTES], data[TRACE_ID_BYTES:]
         if len(data) != CONTEXT_BYTES or not any(trace_id) or not any(span_id):
             return None
         return cls(trace_id, span_id)
@@ -37,7 +38,7 @@ class TraceContext:
     @classmethod
     def parse_header(cls, text: str) -> TraceContext | None:
         """Parse a W3C `traceparent` header; None if malformed or not sampled."""
-        matched = _TRACEPARENT.fullmatch(text)
+        matched = _TRACEPARENT_PATTERN.fullmatch(text)
         if matched is None or not int(matched[3], 16) & 1:
             return None
         return cls.parse(bytes.fromhex(matched[1] + matched[2]))
@@ -46,7 +47,7 @@ class TraceContext:
         return self.trace_id + self.span_id
 
 
-class Span(Protocol):
+class TraceSpan(Protocol):
     """Span of a trace: a timed operation, from its start to `end`."""
 
     @property
@@ -54,7 +55,7 @@ class Span(Protocol):
         """Context for child spans; None without a tracer."""
         ...
 
-    def set(self, attributes: Attributes) -> None: ...
+    def set_attributes(self, attributes: Attributes) -> None: ...
 
     def end(self, *, at: float | None = None, error: str | None = None) -> None:
         """End the span now or `at` Unix seconds. Only the first call has an effect."""
@@ -64,13 +65,13 @@ class Span(Protocol):
 class Tracer(Protocol):
     """Receiver of spans. Must not block or raise, and buffers a bounded number of spans."""
 
-    def start(
+    def start_span(
         self,
         name: str,
         parent: TraceContext | None,
         began_at: float | None,
         attributes: Attributes,
-    ) -> Span: ...
+    ) -> TraceSpan: ...
 
     def close(self) -> None:
         """Export the remaining spans; may take seconds."""
@@ -80,19 +81,19 @@ class Tracer(Protocol):
 class _NoSpan:
     context = None
 
-    def set(self, attributes: Attributes) -> None:
+    def set_attributes(self, attributes: Attributes) -> None:
         pass
 
     def end(self, *, at: float | None = None, error: str | None = None) -> None:
         pass
 
 
-NO_SPAN: Span = _NoSpan()
+NO_SPAN: TraceSpan = _NoSpan()
 _tracer: Tracer | None = None
 _current: ContextVar[TraceContext | None] = ContextVar("nesa_trace", default=None)
 
 
-def use(tracer: Tracer | None) -> None:
+def set_tracer(tracer: Tracer | None) -> None:
     """Set the process's tracer, None for no tracing; the previous one is closed."""
     global _tracer
     before, _tracer = _tracer, tracer
@@ -100,26 +101,26 @@ def use(tracer: Tracer | None) -> None:
         before.close()
 
 
-def current() -> TraceContext | None:
+def current_context() -> TraceContext | None:
     """Context of the current span of this task."""
     return _current.get()
 
 
-def start(
+def start_span(
     name: str,
     parent: TraceContext | None = None,
     attributes: Attributes = MappingProxyType({}),
     *,
     began_at: float | None = None,
-) -> Span:
+) -> TraceSpan:
     """Start a span, which the caller ends; without a parent it starts a new trace."""
     if _tracer is None:
         return NO_SPAN
-    return _tracer.start(name, parent, began_at, attributes)
+    return _tracer.start_span(name, parent, began_at, attributes)
 
 
 @contextmanager
-def within(span: Span) -> Iterator[Span]:
+def use_span(span: TraceSpan) -> Iterator[TraceSpan]:
     """Make `span` the current one, end it on exit, and record the type of an exception."""
     before = _current.set(span.context)
     try:

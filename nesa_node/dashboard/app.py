@@ -1,10 +1,17 @@
-"""Dashboard application: its page, feed and JSON over HTTP, alone or within a gateway."""
+"""Dashboard application: its page, feed and JSON over HTTP, alone or within a gateway.
+
+Static files of the page, read once, with their HTTP caching and security headers.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import gzip
+import hashlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
 
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -12,17 +19,76 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp
 
-from nesa_node.client.activity import Activity
-from nesa_node.dashboard.assets import load_assets
-from nesa_node.dashboard.board import Board
-from nesa_node.dashboard.feed import MAX_VIEWERS, EventStream, Feed
-from nesa_node.dashboard.observer import LOOK_EVERY_S, Observer
-from nesa_node.dashboard.page import TopologyPage
-from nesa_node.dashboard.shapes import Shapes
+from nesa_node.client.model.activity import Activity
+from nesa_node.dashboard.feed import MAX_VIEWERS, StateFeed, StateStream
+from nesa_node.dashboard.observer import POLL_INTERVAL_S, SwarmObserver
+from nesa_node.dashboard.state import DashboardState
+from nesa_node.dashboard.topologies import ModelTopologies, TopologyDocument
 from nesa_node.swarm.node import Swarm
 
-PREFIX = "/dashboard"
-_JSON = "application/json"
+STATIC_FOLDER = Path(__file__).parent / "static"
+CONTENT_SECURITY_POLICY = "; ".join(
+    (
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'self'",
+        "connect-src 'self'",
+        "img-src 'self' data:",
+        "frame-ancestors 'none'",
+        "base-uri 'none'",
+        "form-action 'self'",
+    )
+)
+_MEDIA_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".mjs": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+    ".txt": "text/plain; charset=utf-8",
+    "": "text/plain; charset=utf-8",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StaticFile:
+    body: bytes
+    gzip_body: bytes
+    media_type: str
+    etag: str
+
+    def respond(self, request: Request) -> Response:
+        """Response with the file, compressed if the browser accepts gzip; 304 if unchanged."""
+        headers = {
+            "etag": self.etag,
+            # Revalidate each time, so that page and server have the same version.
+            "cache-control": "no-cache",
+            "vary": "accept-encoding",
+            "content-security-policy": CONTENT_SECURITY_POLICY,
+        }
+        if request.headers.get("if-none-match") == self.etag:
+            return Response(status_code=304, headers=headers)
+        if "gzip" in request.headers.get("accept-encoding", ""):
+            headers["content-encoding"] = "gzip"
+            return Response(self.gzip_body, headers=headers, media_type=self.media_type)
+        return Response(self.body, headers=headers, media_type=self.media_type)
+
+
+def load_static_files(folder: Path = STATIC_FOLDER) -> dict[str, StaticFile]:
+    """Load all static files, by their path below `folder`, with slashes."""
+    assets = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and path.suffix in _MEDIA_TYPES:
+            body = path.read_bytes()
+            tag = f'"{hashlib.sha256(body).hexdigest()[:20]}"'
+            packed = gzip.compress(body, 6, mtime=0)
+            asset = StaticFile(body, packed, _MEDIA_TYPES[path.suffix], tag)
+            assets[path.relative_to(folder).as_posix()] = asset
+    return assets
+
+
+PATH_PREFIX = "/dashboard"
+_JSON_TYPE = "application/json"
 
 
 class Dashboard:
@@ -37,29 +103,29 @@ class Dashboard:
         *,
         activity: Activity | None = None,
         playground: bool = False,
-        look_every_s: float = LOOK_EVERY_S,
+        poll_interval_s: float = POLL_INTERVAL_S,
         max_viewers: int = MAX_VIEWERS,
     ) -> None:
-        self.shapes = Shapes()
-        self.board = Board(playground=playground, look_every_s=look_every_s)
-        self.feed = Feed(self.board.sections, max_viewers=max_viewers)
+        self.topologies = ModelTopologies()
+        self.state = DashboardState(playground=playground, poll_interval_s=poll_interval_s)
+        self.feed = StateFeed(self.state.sections, max_viewers=max_viewers)
         self._activity = activity
-        self._look_every_s = look_every_s
-        self._assets = load_assets()
+        self._poll_interval_s = poll_interval_s
+        self._assets = load_static_files()
 
     @asynccontextmanager
-    async def watching(self, swarm: Swarm) -> AsyncIterator[None]:
+    async def watch_swarm(self, swarm: Swarm) -> AsyncIterator[None]:
         """Poll `swarm` in a background task within the context.
 
         On exit the viewers' streams end, so exit before stopping the server, which waits for them.
         """
-        observer = Observer(
+        observer = SwarmObserver(
             swarm,
-            self.board,
+            self.state,
             self.feed,
-            self.shapes,
+            self.topologies,
             activity=self._activity,
-            every_s=self._look_every_s,
+            poll_interval_s=self._poll_interval_s,
         )
         looking = asyncio.create_task(observer.run(), name="dashboard")
         try:
@@ -73,29 +139,29 @@ class Dashboard:
         """Routes `/`, `/dashboard/...` and `/topology.json`, all of them read only."""
         return [
             Route("/", self._index),
-            Route(f"{PREFIX}/static/{{path:path}}", self._static),
-            Route(f"{PREFIX}/events", EventStream(self.feed), methods=["GET"]),
-            Route(f"{PREFIX}/state.json", self._state),
+            Route(f"{PATH_PREFIX}/static/{{path:path}}", self._static),
+            Route(f"{PATH_PREFIX}/events", StateStream(self.feed), methods=["GET"]),
+            Route(f"{PATH_PREFIX}/state.json", self._state_json),
             Route("/topology.json", self._topology),
         ]
 
     async def _index(self, request: Request) -> Response:
-        return self._assets["index.html"].answer(request)
+        return self._assets["index.html"].respond(request)
 
     async def _static(self, request: Request) -> Response:
         asset = self._assets.get(request.path_params["path"])
-        return Response(status_code=404) if asset is None else asset.answer(request)
+        return Response(status_code=404) if asset is None else asset.respond(request)
 
-    async def _state(self, request: Request) -> Response:
-        return Response(self.board.sections.since(None), media_type=_JSON)
+    async def _state_json(self, request: Request) -> Response:
+        return Response(self.state.sections.encode_since(None), media_type=_JSON_TYPE)
 
     async def _topology(self, request: Request) -> Response:
         model = request.query_params.get("model")
-        body = await self.shapes.json(model)
-        if body is None and model in {view.model_id for view in self.board.models}:
+        body = await self.topologies.encode_json(model)
+        if body is None and model in {view.model_id for view in self.state.models}:
             # The page requests the topology of a model before its first one is computed.
-            body = await TopologyPage().json()
-        return Response(status_code=404) if body is None else Response(body, media_type=_JSON)
+            body = await TopologyDocument().encode_json()
+        return Response(status_code=404) if body is None else Response(body, media_type=_JSON_TYPE)
 
 
 def make_app(dashboard: Dashboard) -> ASGIApp:
@@ -104,4 +170,4 @@ def make_app(dashboard: Dashboard) -> ASGIApp:
 
 
 async def _healthz(request: Request) -> Response:
-    return Response(b'{"status":"ok"}', media_type=_JSON)
+    return Response(b'{"status":"ok"}', media_type=_JSON_TYPE)

@@ -12,20 +12,20 @@ import numpy as np
 from nesa_node.core.errors import MissingBlocksError
 from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.core.span import Span
-from nesa_node.routing.build import Request
+from nesa_node.routing.chain_request import ChainRequest
 from nesa_node.routing.chains import chain_cost_s, plan_chain
-from nesa_node.swarm.records import NodeRecord
-from nesa_node.topology.assemble import assemble_links
-from nesa_node.topology.links import Links
+from nesa_node.swarm.dht.records import NodeRecord
+from nesa_node.topology.links.assembly import assemble_links
+from nesa_node.topology.links.matrix import Links
 from nesa_node.topology.snapshot import Snapshot
 
-MAX_NODES = 300
+MAX_LINKED_NODES = 300
 """Maximum nodes of the link matrices, which grow with the square; the oldest are used."""
-MAX_LINKS = 1200
+MAX_SHOWN_LINKS = 1200
 
 
 @dataclass(frozen=True, slots=True)
-class LinksView:
+class LinksSummary:
     """Links of one model. `entries` are keyed by "peer|peer".
 
     `step_s` is the time of one token from the first to the last node of the fastest chain, in
@@ -37,42 +37,42 @@ class LinksView:
     step_s: float | None = None
 
 
-def view_links(model: ModelId, records: Sequence[NodeRecord], num_blocks: int) -> LinksView:
+def summarize_links(model: ModelId, records: Sequence[NodeRecord], num_blocks: int) -> LinksSummary:
     """View the links of one model's present nodes. Takes 20 ms for 300: call it in a thread."""
-    records = records[:MAX_NODES]
+    records = records[:MAX_LINKED_NODES]
     measured = {PeerId(record.peer_id): record.measured_links() for record in records}
     links = assemble_links(measured)
     first, second = np.triu_indices(len(links.peers), 1)
     rtt_ms = links.rtt_ms_NN[first, second]
     known = np.flatnonzero(np.isfinite(rtt_ms))
-    chosen = known[np.argsort(rtt_ms[known], kind="stable")][:MAX_LINKS]
-    return LinksView(
+    chosen = known[np.argsort(rtt_ms[known], kind="stable")][:MAX_SHOWN_LINKS]
+    return LinksSummary(
         entries={
-            f"{links.peers[a]}|{links.peers[b]}": _entry(links, a, b)
+            f"{links.peers[a]}|{links.peers[b]}": _link_entry(links, a, b)
             for a, b in zip(first[chosen].tolist(), second[chosen].tolist(), strict=True)
         },
         median_rtt_ms=float(np.median(rtt_ms[known])) if len(known) else None,
-        step_s=_step_s(model, records, num_blocks, links),
+        step_s=_fastest_step_s(model, records, num_blocks, links),
     )
 
 
-def _entry(links: Links, a: int, b: int) -> dict[str, Any]:
+def _link_entry(links: Links, a: int, b: int) -> dict[str, Any]:
     """View of one link; the rates are from `a` to `b` and back, None without a measurement."""
     return {
-        "rtt_ms": _short(links.rtt_ms_NN[a, b]),
+        "rtt_ms": _round_to_2_digits(links.rtt_ms_NN[a, b]),
         "bytes_per_s": [
-            _short(links.rate_bytes_per_s_NN[a, b]),
-            _short(links.rate_bytes_per_s_NN[b, a]),
+            _round_to_2_digits(links.rate_bytes_per_s_NN[a, b]),
+            _round_to_2_digits(links.rate_bytes_per_s_NN[b, a]),
         ],
         "age_min": round(float(links.age_s_NN[a, b]) / 60),
     }
 
 
-def _short(value: float) -> float | None:
+def _round_to_2_digits(value: float) -> float | None:
     return float(f"{value:.2g}") if math.isfinite(value) else None
 
 
-def _step_s(
+def _fastest_step_s(
     model: ModelId, records: Sequence[NodeRecord], num_blocks: int, links: Links
 ) -> float | None:
     nodes = tuple(
@@ -83,7 +83,7 @@ def _step_s(
     snapshot = Snapshot(model, num_blocks, nodes, 0.0, links=links)
     peers = [node.peer_id for node in nodes]
     at_once = dict.fromkeys(peers, math.inf)
-    request = Request(
+    request = ChainRequest(
         span=Span(0, num_blocks),
         entry_rtt_ms=dict.fromkeys(peers, 0.0),
         entry_bytes_per_s=at_once,

@@ -9,15 +9,15 @@ from dataclasses import dataclass
 
 from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.core.span import Span
-from nesa_node.dashboard.events import Event
-from nesa_node.dashboard.sightings import Sighting
-from nesa_node.swarm.records import agreed_blocks
+from nesa_node.dashboard.events import DashboardEvent
+from nesa_node.dashboard.node_tracker import TrackedNode
+from nesa_node.swarm.dht.records import majority_num_blocks
 
 MAX_MODELS = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelView:
+class ModelSummary:
     """Summary of one model. `runs` are (start, end, holders), cut where the holders change.
 
     `tokens_per_s` and `sessions` are estimates: the sum of the nodes' counts, each weighted by its
@@ -41,9 +41,9 @@ class ModelView:
         return tuple(Span(start, end) for start, end, holders in self.runs if not holders)
 
 
-def view_models(nodes: Mapping[PeerId, Sighting]) -> list[ModelView]:
+def summarize_models(nodes: Mapping[PeerId, TrackedNode]) -> list[ModelSummary]:
     """Summarize the models with the most present nodes, at most `MAX_MODELS`."""
-    groups: dict[ModelId, list[Sighting]] = defaultdict(list)
+    groups: dict[ModelId, list[TrackedNode]] = defaultdict(list)
     for sighting in nodes.values():
         groups[ModelId(sighting.record.model_id)].append(sighting)
     alive = {
@@ -51,13 +51,13 @@ def view_models(nodes: Mapping[PeerId, Sighting]) -> list[ModelView]:
         for model, group in groups.items()
     }
     chosen = sorted(groups, key=lambda model: (-alive[model], model))[:MAX_MODELS]
-    return [_view(model, groups[model]) for model in chosen]
+    return [_summarize_model(model, groups[model]) for model in chosen]
 
 
-def _view(model: ModelId, group: list[Sighting]) -> ModelView:
+def _summarize_model(model: ModelId, group: list[TrackedNode]) -> ModelSummary:
     there = [sighting for sighting in group if sighting.lost_at is None]
     records = [sighting.record for sighting in there or group]
-    num_blocks = agreed_blocks(records)
+    num_blocks = majority_num_blocks(records)
     names = Counter(record.model_name for record in records)
     agreed = [sighting for sighting in there if sighting.record.num_blocks == num_blocks]
     serving = [
@@ -69,7 +69,7 @@ def _view(model: ModelId, group: list[Sighting]) -> ModelView:
     def weighed(values: Iterable[tuple[float, tuple[int, int]]]) -> float:
         return sum(value * (end - start) for value, (start, end) in values) / num_blocks
 
-    return ModelView(
+    return ModelSummary(
         model_id=model,
         name=max(names, key=lambda name: (names[name], name)),
         num_blocks=num_blocks,
@@ -103,15 +103,15 @@ def coverage_runs(
     return tuple(runs)
 
 
-class Holes:
+class HoleTracker:
     """Reports when blocks lose their last holder, and when all blocks have one again."""
 
     def __init__(self) -> None:
         self._holes: dict[ModelId, tuple[Span, ...]] = {}
 
-    def look(self, models: Iterable[ModelView], now: float) -> list[Event]:
+    def update_models(self, models: Iterable[ModelSummary], now: float) -> list[DashboardEvent]:
         """Events for changed holes; holes of a new model are no event, since it may be starting."""
-        events: list[Event] = []
+        events: list[DashboardEvent] = []
         seen: dict[ModelId, tuple[Span, ...]] = {}
         for model in models:
             seen[model.model_id] = model.holes
@@ -121,9 +121,11 @@ class Holes:
             if model.holes:
                 spans = ", ".join(str(hole) for hole in model.holes[:5])
                 words = f"Blocks {spans} of {model.name} have no holder"
-                events.append(Event(at=now, kind="hole", text=words, model=model.model_id))
+                events.append(DashboardEvent(at=now, kind="hole", text=words, model=model.model_id))
             else:
                 words = f"Every block of {model.name} has a holder"
-                events.append(Event(at=now, kind="healed", text=words, model=model.model_id))
+                events.append(
+                    DashboardEvent(at=now, kind="healed", text=words, model=model.model_id)
+                )
         self._holes = seen
         return events

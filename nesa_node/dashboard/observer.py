@@ -7,140 +7,142 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from nesa_node.client.activity import Activity
+from nesa_node.client.model.activity import Activity
 from nesa_node.core.errors import NesaError
 from nesa_node.core.ids import PeerId
 from nesa_node.core.logging import get_logger
-from nesa_node.dashboard.board import CHARTED_MODELS, Board
-from nesa_node.dashboard.feed import Feed
-from nesa_node.dashboard.links import view_links
-from nesa_node.dashboard.models import ModelView
-from nesa_node.dashboard.shapes import Shapes
+from nesa_node.dashboard.feed import StateFeed
+from nesa_node.dashboard.links import summarize_links
+from nesa_node.dashboard.models import ModelSummary
+from nesa_node.dashboard.state import MAX_CHARTED_MODELS, DashboardState
+from nesa_node.dashboard.topologies import ModelTopologies
+from nesa_node.swarm.dht.notices import PlacementNotice
 from nesa_node.swarm.node import Swarm
-from nesa_node.swarm.notices import Placement
-from nesa_node.swarm.ping import ping
-from nesa_node.topology.assemble import assemble_links
+from nesa_node.swarm.p2p.rtt import ping
+from nesa_node.topology.links.assembly import assemble_links
 from nesa_node.topology.snapshot import Snapshot
 
 log = get_logger(__name__)
 
-LOOK_EVERY_S = 2.5
-TICK_S = 0.5
-QUICK_TICK_S = 0.1
+POLL_INTERVAL_S = 2.5
+TICK_INTERVAL_S = 0.5
+VIEWED_TICK_INTERVAL_S = 0.1
 """Tick interval while a viewer watches this process's sessions, so that it sees short ones, too."""
-SHAPE_EVERY_S = 30.0
-FIRST_SHAPE_S = 4.0
-MAX_SHAPED_NODES = 1000
-PING_EVERY_S = 1.0
-MOST_PINGS = 16
+TOPOLOGY_INTERVAL_S = 30.0
+FIRST_TOPOLOGY_DELAY_S = 4.0
+MAX_TOPOLOGY_NODES = 1000
+PING_INTERVAL_S = 1.0
+MAX_CONCURRENT_PINGS = 16
 """Maximum concurrent pings; the nodes of a larger swarm are pinged in turn."""
 PING_TIMEOUTS_S = (1.5, 1.0)
 """Timeouts of the successive pings; a node that answers none of them is failing."""
-_NODES_PER_S = 100
+_MAX_RECORDS_PER_S = 100
 """Maximum rate of fetching records, which makes polls of a large swarm rarer."""
-_SHARE = 0.1
+_MAX_BUSY_FRACTION = 0.1
 """Maximum fraction of the time that polls, or topology updates, may take."""
 
 
-class Observer:
+class SwarmObserver:
     """Observes a swarm while `run` runs; `activity` is that of this process's sessions."""
 
     def __init__(
         self,
         swarm: Swarm,
-        board: Board,
-        feed: Feed,
-        shapes: Shapes,
+        state: DashboardState,
+        feed: StateFeed,
+        shapes: ModelTopologies,
         *,
         activity: Activity | None = None,
-        every_s: float = LOOK_EVERY_S,
+        poll_interval_s: float = POLL_INTERVAL_S,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._swarm = swarm
-        self._board = board
+        self._state = state
         self._feed = feed
-        self._shapes = shapes
+        self._topologies = shapes
         self._activity = activity
-        self._every_s = every_s
+        self._poll_interval_s = poll_interval_s
         self._clock = clock
-        self._writing = asyncio.Lock()
+        self._state_lock = asyncio.Lock()
         """Held while the board changes in a thread: large swarms would block the event loop."""
-        self._told = -1
+        self._published_version = -1
 
     async def run(self) -> None:
         """Run all background tasks until cancelled."""
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._keep_looking(), name="dashboard-look")
-            group.create_task(self._keep_ticking(), name="dashboard-tick")
-            group.create_task(self._keep_shaping(), name="dashboard-shape")
-            group.create_task(self._keep_pinging(), name="dashboard-ping")
+            group.create_task(self._run_polls(), name="dashboard-look")
+            group.create_task(self._run_ticks(), name="dashboard-tick")
+            group.create_task(self._run_topology_updates(), name="dashboard-shape")
+            group.create_task(self._run_pings(), name="dashboard-ping")
 
-    async def look(self) -> None:
+    async def poll_records(self) -> None:
         """Fetch all records once, and update nodes and links."""
         directory = self._swarm.directory
-        records = [*await directory.fetch_all(), *directory.withdrawn()]
-        async with self._writing:
-            await asyncio.to_thread(self._board.look, records, self._clock())
+        records = [*await directory.fetch_all(), *directory.withdrawn_records()]
+        async with self._state_lock:
+            await asyncio.to_thread(self._state.update_records, records, self._clock())
         self._publish()
-        for model in self._board.models[:CHARTED_MODELS]:
-            async with self._writing:
-                mine = self._board.records_of(model)
-            view = await asyncio.to_thread(view_links, model.model_id, mine, model.num_blocks)
-            async with self._writing:
-                await asyncio.to_thread(self._board.measure, model.model_id, view)
+        for model in self._state.models[:MAX_CHARTED_MODELS]:
+            async with self._state_lock:
+                mine = self._state.records_of(model)
+            view = await asyncio.to_thread(summarize_links, model.model_id, mine, model.num_blocks)
+            async with self._state_lock:
+                await asyncio.to_thread(self._state.update_links, model.model_id, view)
 
     def _publish(self) -> None:
         """Wake viewers if the state has a new version."""
-        version = self._board.sections.version
-        if version != self._told:
-            self._told = version
+        version = self._state.sections.version
+        if version != self._published_version:
+            self._published_version = version
             self._feed.publish()
 
-    async def _keep_looking(self) -> None:
+    async def _run_polls(self) -> None:
         while True:
             began = time.monotonic()
             try:
-                await self.look()
+                await self.poll_records()
             except (NesaError, OSError) as error:
                 log.warning("swarm_poll_failed", reason=str(error))
             except Exception:  # a bug, or a malicious record: the dashboard keeps running
                 log.exception("swarm_poll_failed")
             took_s = time.monotonic() - began
-            count = sum(model.nodes for model in self._board.models)
-            await asyncio.sleep(max(self._every_s, count / _NODES_PER_S, took_s / _SHARE))
+            count = sum(model.nodes for model in self._state.models)
+            await asyncio.sleep(
+                max(self._poll_interval_s, count / _MAX_RECORDS_PER_S, took_s / _MAX_BUSY_FRACTION)
+            )
 
-    async def _keep_ticking(self) -> None:
+    async def _run_ticks(self) -> None:
         while True:
             try:
-                async with self._writing:
-                    await asyncio.to_thread(self._board.tick, self._clock(), self._activity)
+                async with self._state_lock:
+                    await asyncio.to_thread(self._state.advance_time, self._clock(), self._activity)
                 self._publish()
             except Exception:  # as above
                 log.exception("dashboard_tick_failed")
-            quick = self._activity is not None and self._feed.viewers > 0
-            await asyncio.sleep(QUICK_TICK_S if quick else TICK_S)
+            quick = self._activity is not None and self._feed.num_viewers > 0
+            await asyncio.sleep(VIEWED_TICK_INTERVAL_S if quick else TICK_INTERVAL_S)
 
-    async def _keep_pinging(self) -> None:
+    async def _run_pings(self) -> None:
         """Ping nodes while a page is open: a dead node's record stays valid for up to a minute."""
         pinging: dict[PeerId, asyncio.Task[None]] = {}
         order: dict[PeerId, None] = {}
         async with asyncio.TaskGroup() as group:
             while True:
-                await asyncio.sleep(PING_EVERY_S)
-                if not self._feed.viewers:
+                await asyncio.sleep(PING_INTERVAL_S)
+                if not self._feed.num_viewers:
                     continue
                 pinging = {peer: task for peer, task in pinging.items() if not task.done()}
                 nodes = self._addresses()
                 order = {peer: None for peer in (*order, *nodes) if peer in nodes}
                 for peer in [peer for peer in order if peer not in pinging]:
-                    if len(pinging) < MOST_PINGS:
+                    if len(pinging) < MAX_CONCURRENT_PINGS:
                         pinging[peer] = group.create_task(self._ping(peer, nodes[peer]))
                         order[peer] = order.pop(peer)  # move to the end
 
     def _addresses(self) -> dict[PeerId, tuple[str, ...]]:
         directory = self._swarm.directory
         found: dict[PeerId, tuple[str, ...]] = {}
-        for model in self._board.models:
+        for model in self._state.models:
             found |= directory.addresses(model.model_id, model.num_blocks)
         return found
 
@@ -153,36 +155,36 @@ class Observer:
                 continue
             answered = True
             break
-        async with self._writing:
-            self._board.pinged(peer, answered=answered)
+        async with self._state_lock:
+            self._state.record_ping(peer, answered=answered)
 
-    async def _keep_shaping(self) -> None:
-        await asyncio.sleep(FIRST_SHAPE_S)
+    async def _run_topology_updates(self) -> None:
+        await asyncio.sleep(FIRST_TOPOLOGY_DELAY_S)
         while True:
             began = time.monotonic()
-            for model in self._board.models[:CHARTED_MODELS]:
+            for model in self._state.models[:MAX_CHARTED_MODELS]:
                 try:
-                    await self._shape(model)
+                    await self._update_topology(model)
                 except (NesaError, OSError) as error:
                     log.warning("topology_update_failed", model=model.model_id, reason=str(error))
                 except Exception:  # as above
                     log.exception("topology_update_failed", model=model.model_id)
             took_s = time.monotonic() - began
-            await asyncio.sleep(max(SHAPE_EVERY_S, took_s / _SHARE))
+            await asyncio.sleep(max(TOPOLOGY_INTERVAL_S, took_s / _MAX_BUSY_FRACTION))
 
-    async def _shape(self, model: ModelView) -> None:
-        placements = await self._swarm.notices.fetch(Placement, model.model_id)
-        async with self._writing:
-            self._board.place(placements, self._clock())
+    async def _update_topology(self, model: ModelSummary) -> None:
+        placements = await self._swarm.notices.fetch(PlacementNotice, model.model_id)
+        async with self._state_lock:
+            self._state.report_placements(placements, self._clock())
         # Check the board's count first: a snapshot of thousands of nodes blocks the event loop.
-        if not self._shapes.wants(model.model_id) or model.nodes > MAX_SHAPED_NODES:
+        if not self._topologies.observes(model.model_id) or model.nodes > MAX_TOPOLOGY_NODES:
             return
         snapshot = self._swarm.directory.snapshot(model.model_id)
-        if not 0 < len(snapshot.nodes) <= MAX_SHAPED_NODES:
+        if not 0 < len(snapshot.nodes) <= MAX_TOPOLOGY_NODES:
             return
         newest = max(placements, key=lambda placement: placement.order, default=None)
-        await asyncio.to_thread(self._saw, snapshot, newest)
+        await asyncio.to_thread(self._observe_snapshot, snapshot, newest)
 
-    def _saw(self, snapshot: Snapshot, active: Placement | None) -> None:
-        measured = self._swarm.directory.measured(snapshot)
-        self._shapes.saw(replace(snapshot, links=assemble_links(measured)), active)
+    def _observe_snapshot(self, snapshot: Snapshot, active: PlacementNotice | None) -> None:
+        measured = self._swarm.directory.measured_links(snapshot)
+        self._topologies.observe_snapshot(replace(snapshot, links=assemble_links(measured)), active)

@@ -10,13 +10,13 @@ from typing import Any
 
 import msgspec
 
-MAX_REMOVED = 4096
+MAX_REMEMBERED_REMOVALS = 4096
 """Maximum removals in memory; a reader that missed older ones gets the whole document."""
 
 _Entry = tuple[int, msgspec.Raw]
 
 
-class Sections:
+class VersionedSections:
     """Sections of entries, as JSON: `{"version", "full", "sections": {name: {key: value}}}`.
 
     A reader with a version gets the entries that changed after it, null for removed ones; there is
@@ -28,66 +28,68 @@ class Sections:
         self.version = 0
         self._sections: dict[str, dict[str, _Entry]] = {}
         self._removed: OrderedDict[tuple[str, str], int] = OrderedDict()
-        self._removed_all_since = 0
-        self._made: dict[int | None, bytes] = {}
-        self._guard = threading.RLock()
+        self._oldest_known_version = 0
+        self._encoded_since: dict[int | None, bytes] = {}
+        self._lock = threading.RLock()
 
-    def replace(self, name: str, entries: Mapping[str, Any]) -> bool:
+    def replace_entries(self, name: str, entries: Mapping[str, Any]) -> bool:
         """Replace all entries of a section; returns whether anything changed."""
-        raws = _encoded(entries)
-        with self._guard:
-            changed = self._put(name, raws)
+        raws = _encode_entries(entries)
+        with self._lock:
+            changed = self._set_raw(name, raws)
             section = self._sections[name]
             gone = [key for key in section if key not in entries]
             if gone:
-                version = self._next(changed)
+                version = self._bump_version(changed)
                 for key in gone:
                     del section[key]
                     self._removed[name, key] = version
-                while len(self._removed) > MAX_REMOVED:
-                    self._removed_all_since = self._removed.popitem(last=False)[1]
+                while len(self._removed) > MAX_REMEMBERED_REMOVALS:
+                    self._oldest_known_version = self._removed.popitem(last=False)[1]
         return changed or bool(gone)
 
-    def put(self, name: str, entries: Mapping[str, Any], *, keep: int | None = None) -> bool:
+    def set_entries(
+        self, name: str, entries: Mapping[str, Any], *, keep: int | None = None
+    ) -> bool:
         """Set some entries of a section; returns whether anything changed.
 
         `keep` limits a growing section to its newest entries. Readers are not told of the removals:
         they apply the same limit.
         """
-        raws = _encoded(entries)
-        with self._guard:
-            changed = self._put(name, raws)
+        raws = _encode_entries(entries)
+        with self._lock:
+            changed = self._set_raw(name, raws)
             section = self._sections[name]
             if keep is not None and len(section) > keep:
                 for key in list(itertools.islice(section, len(section) - keep)):
                     del section[key]
         return changed
 
-    def since(self, version: int | None) -> bytes:
+    def encode_since(self, version: int | None) -> bytes:
         """JSON of the changes since `version`, or of everything if that is None or unknown."""
-        with self._guard:
-            if version is not None and not self._removed_all_since <= version <= self.version:
+        with self._lock:
+            if version is not None and not self._oldest_known_version <= version <= self.version:
                 version = None
-            if version not in self._made:
-                self._made[version] = self._encode(version)
-            return self._made[version]
+            if version not in self._encoded_since:
+                self._encoded_since[version] = self._encode(version)
+            return self._encoded_since[version]
 
-    def _put(self, name: str, raws: Mapping[str, msgspec.Raw]) -> bool:
+    def _set_raw(self, name: str, raws: Mapping[str, msgspec.Raw]) -> bool:
         section = self._sections.setdefault(name, {})
         changed = False
         for key, raw in raws.items():
             if key in section and bytes(section[key][1]) == bytes(raw):
                 continue
-            section[key] = self._next(changed), raw
+            section[key] = self._bump_version(changed), raw
             self._removed.pop((name, key), None)
             changed = True
         return changed
 
-    def _next(self, within: bool) -> int:
-        """The version of a change; all changes of one `put` or `replace` share one."""
+    def _bump_version(self, within: bool) -> int:
+        """The version of a change; all changes of one `set_entries` or `replace` share one."""
         if not within:
             self.version += 1
-            self._made.clear()
+            self._encoded_since.clear()
         return self.version
 
     def _encode(self, version: int | None) -> bytes:
@@ -106,6 +108,6 @@ class Sections:
         )
 
 
-def _encoded(entries: Mapping[str, Any]) -> dict[str, msgspec.Raw]:
+def _encode_entries(entries: Mapping[str, Any]) -> dict[str, msgspec.Raw]:
     """Encode the entries, before the lock is taken."""
     return {key: msgspec.Raw(msgspec.json.encode(value)) for key, value in entries.items()}

@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
 
-from nesa_node.client.causal_lm import DistributedModelForCausalLM
+from nesa_node.client.model.causal_lm import DistributedModelForCausalLM
 from nesa_node.core.errors import ConfigError, UnsupportedFeatureError
-from nesa_node.evaluation.encoding import encode_pair, encode_text, prefix_token
 from nesa_node.evaluation.perplexity import rolling_queries
-from nesa_node.evaluation.scoring import score
+from nesa_node.evaluation.scoring import encode_pair, encode_text, prefix_token, score_queries
 
 try:
     from lm_eval.api.model import LM
@@ -24,7 +23,7 @@ except ImportError as missing:
         "lm-evaluation-harness is not installed: pip install 'nesa-node[eval]'"
     ) from missing
 
-NEW_TOKENS = 256
+DEFAULT_NEW_TOKENS = 256
 """Most new tokens of an answer if the task sets no limit."""
 
 
@@ -66,10 +65,10 @@ class HarnessModel(LM):
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
         """Log-likelihood of each `(context, continuation)`, and whether it is the greedy one."""
         queries = [
-            encode_pair(self._tokenizer, *request.args, most_tokens=self.max_length)
+            encode_pair(self._tokenizer, *request.args, max_tokens=self.max_length)
             for request in requests
         ]
-        answers = [(one.total, one.greedy) for one in score(self._model, queries)]
+        answers = [(one.total, one.is_greedy) for one in score_queries(self._model, queries)]
         for request, answer in zip(requests, answers, strict=True):
             self.cache_hook.add_partial("loglikelihood", request.args, answer)
         return answers
@@ -79,12 +78,12 @@ class HarnessModel(LM):
         texts = [
             rolling_queries(
                 encode_text(self._tokenizer, request.args[0]),
-                first=prefix_token(self._tokenizer),
+                prefix_token=prefix_token(self._tokenizer),
                 context=self.max_length,
             )
             for request in requests
         ]
-        scores = score(self._model, [query for queries in texts for query in queries])
+        scores = score_queries(self._model, [query for queries in texts for query in queries])
         totals = [sum(next(scores).total for _ in queries) for queries in texts]
         for request, total in zip(requests, totals, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
@@ -106,7 +105,7 @@ class HarnessModel(LM):
         given = dict(options)
         until = given.pop("until", None) or []
         stops = [until] if isinstance(until, str) else list(until)
-        most = int(given.pop("max_gen_toks", NEW_TOKENS))
+        most = int(given.pop("max_gen_toks", DEFAULT_NEW_TOKENS))
         if most >= self.max_length:
             raise ConfigError(f"{most} new tokens leave no room in {self.max_length} tokens")
         if not given.get("temperature"):
@@ -117,7 +116,7 @@ class HarnessModel(LM):
             ids_1L,
             attention_mask=torch.ones_like(ids_1L),
             max_new_tokens=most,
-            stopping_criteria=StoppingCriteriaList([_Stops(self, ids_1L.shape[1], stops)]),
+            stopping_criteria=StoppingCriteriaList([_StopAtText(self, ids_1L.shape[1], stops)]),
             pad_token_id=prefix_token(self._tokenizer),
             **given,
         )[0, ids_1L.shape[1] :]
@@ -127,7 +126,7 @@ class HarnessModel(LM):
         return text
 
 
-class _Stops(StoppingCriteria):
+class _StopAtText(StoppingCriteria):
     """Stops when the decoded text contains a stop text.
 
     The stop criterion of transformers needs the characters of each token, which some tokenizers do

@@ -13,15 +13,15 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from nesa_node.client.causal_lm import DistributedModelForCausalLM
+from nesa_node.client.model.causal_lm import DistributedModelForCausalLM
 from nesa_node.core.errors import ConfigError
-from nesa_node.evaluation.paired import mean_and_error
-from nesa_node.evaluation.scoring import Query, score
+from nesa_node.evaluation.paired_tests import mean_and_error
+from nesa_node.evaluation.scoring import ScoringQuery, score_queries
 
 BLOCK_TOKENS = 64
 """Tokens per block for the standard error: losses of neighbouring tokens are correlated, those of
 such blocks hardly."""
-LEAST_TOKENS = 2 * BLOCK_TOKENS + 1
+MIN_TOKENS = 2 * BLOCK_TOKENS + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Perplexity:
     mean_nll: float
 
     @classmethod
-    def of(cls, nll_N: Tensor) -> Perplexity:
+    def from_nll(cls, nll_N: Tensor) -> Perplexity:
         """From negative log-likelihoods [N] in text order; `ValueError` below two blocks."""
         tokens = len(nll_N)
         blocks = tokens // BLOCK_TOKENS
@@ -58,7 +58,7 @@ class Perplexity:
         return self.value * mean_and_error(self.block_nll)[1]
 
 
-def window_queries(ids: Sequence[int], *, context: int, stride: int) -> list[Query]:
+def window_queries(ids: Sequence[int], *, context: int, stride: int) -> list[ScoringQuery]:
     """Cut `ids` into overlapping windows of `context` tokens, `stride` apart.
 
     The first window scores all its tokens but the first, which has no context; each later window
@@ -70,7 +70,7 @@ def window_queries(ids: Sequence[int], *, context: int, stride: int) -> list[Que
     queries, done = [], 1
     while done < len(ids):
         end = min(context if done == 1 else done + stride, len(ids))
-        queries.append(Query(ids[max(0, end - context) : end], end - done))
+        queries.append(ScoringQuery(ids[max(0, end - context) : end], end - done))
         done = end
     return queries
 
@@ -78,21 +78,21 @@ def window_queries(ids: Sequence[int], *, context: int, stride: int) -> list[Que
 def measure_perplexity(
     model: DistributedModelForCausalLM, ids: Sequence[int], *, context: int, stride: int
 ) -> Perplexity:
-    """Perplexity of at least `LEAST_TOKENS` ids. Raises as `window_queries` and `score` do."""
-    scores = score(model, window_queries(ids, context=context, stride=stride))
-    return Perplexity.of(-torch.cat([one.log_likelihoods_S for one in scores]))
+    """Perplexity of at least `MIN_TOKENS` ids. Raises as `window_queries` and `score` do."""
+    scores = score_queries(model, window_queries(ids, context=context, stride=stride))
+    return Perplexity.from_nll(-torch.cat([one.log_likelihoods_S for one in scores]))
 
 
-def rolling_queries(ids: Sequence[int], *, first: int, context: int) -> list[Query]:
+def rolling_queries(ids: Sequence[int], *, prefix_token: int, context: int) -> list[ScoringQuery]:
     """Queries that score each of `ids` once in disjoint windows, as lm-evaluation-harness does.
 
     The first window begins with the token `first`; each later one with the last token before it.
     The last window is extended to the left, so that it too feeds `context` tokens.
     """
-    told = [first, *ids]
+    told = [prefix_token, *ids]
     queries, done = [], 1
     while done < len(told):
         end = min(done + context, len(told))
-        queries.append(Query(told[max(0, end - context - 1) : end], end - done))
+        queries.append(ScoringQuery(told[max(0, end - context - 1) : end], end - done))
         done = end
     return queries

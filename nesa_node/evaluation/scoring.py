@@ -1,27 +1,32 @@
 """Log-likelihoods of tokens, computed through a session; the basis of all measures.
 
 S scored tokens of a row, T of all rows, R of one chunk of logits, D hidden, V vocabulary.
+
+Tokenization of texts, and of contexts with continuations to score.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
-from nesa_node.client.causal_lm import DistributedModelForCausalLM
-from nesa_node.client.ends import Ends
+from nesa_node.client.model.causal_lm import DistributedModelForCausalLM
+from nesa_node.client.model.head import EmbeddingAndHead
+from nesa_node.core.errors import ContextLengthError
 
-BATCH_TOKENS = 2048
+MAX_BATCH_TOKENS = 2048
 """Most tokens of a batch over all its rows, unless a single row has more."""
-LOGIT_ROWS = 256
+MAX_LOGIT_ROWS = 256
 """Tokens per chunk of logits, which bounds memory: a vocabulary has 50,000 entries and more."""
 
 
 @dataclass(frozen=True, slots=True)
-class Query:
+class ScoringQuery:
     """A query for the likelihood of the last `scored` of `ids`, given those before.
 
     Raises `ValueError` unless 0 < `scored` < len(`ids`).
@@ -40,17 +45,17 @@ class Query:
         return self.ids[: -self.scored - 1]
 
     @property
-    def rest(self) -> Sequence[int]:
+    def scored_inputs(self) -> Sequence[int]:
         """Tokens whose outputs predict the scored ones; the last token is never fed."""
         return self.ids[-self.scored - 1 : -1]
 
 
 @dataclass(frozen=True, slots=True)
-class Scores:
+class TokenScores:
     """Scores of one query; `log_likelihoods_S` in nats, float64, on the CPU."""
 
     log_likelihoods_S: Tensor
-    greedy: bool
+    is_greedy: bool
     """Whether greedy decoding would give exactly these tokens."""
 
     @property
@@ -58,18 +63,18 @@ class Scores:
         return float(self.log_likelihoods_S.sum())
 
 
-def score(
+def score_queries(
     model: DistributedModelForCausalLM,
-    queries: Sequence[Query],
+    queries: Sequence[ScoringQuery],
     *,
-    batch_tokens: int = BATCH_TOKENS,
-) -> Iterator[Scores]:
+    batch_tokens: int = MAX_BATCH_TOKENS,
+) -> Iterator[TokenScores]:
     """Score `queries` in order, in batches of at most `batch_tokens`.
 
     Queries of a batch that share a prefix run it once, if it is long enough to be worth a copy.
     Logits are normalised in float32. Raises as sessions do, `ContextLengthError` first.
     """
-    batch: list[Query] = []
+    batch: list[ScoringQuery] = []
     for query in queries:
         if batch and sum(len(one.ids) for one in (*batch, query)) > batch_tokens:
             yield from _score_batch(model, batch)
@@ -80,12 +85,14 @@ def score(
 
 
 @torch.inference_mode()
-def _score_batch(model: DistributedModelForCausalLM, queries: Sequence[Query]) -> list[Scores]:
+def _score_batch(
+    model: DistributedModelForCausalLM, queries: Sequence[ScoringQuery]
+) -> list[TokenScores]:
     longest = max(len(query.ids) for query in queries) - 1
     with model.inference_session(longest, len(queries)) as session:
         if len({tuple(query.prefix) for query in queries}) < len(queries):
             session.feed([_ids(query.prefix) for query in queries], "last")
-            hidden_TD = session.feed([_ids(query.rest) for query in queries])
+            hidden_TD = session.feed([_ids(query.scored_inputs) for query in queries])
         else:
             fed = [_ids(query.ids[:-1]) for query in queries]
             outputs = torch.split(session.feed(fed), [len(row) for row in fed])
@@ -93,22 +100,24 @@ def _score_batch(model: DistributedModelForCausalLM, queries: Sequence[Query]) -
                 [rows_LD[-query.scored :] for rows_LD, query in zip(outputs, queries, strict=True)]
             )
         targets_T = torch.cat([_ids(query.ids[-query.scored :]) for query in queries])
-        likelihoods_T, greedy_T = _likelihoods(session.ends, hidden_TD, targets_T)
+        likelihoods_T, greedy_T = _log_likelihoods(session.ends, hidden_TD, targets_T)
     counts = [query.scored for query in queries]
     return [
-        Scores(likelihoods_S, bool(greedy_S.all()))
+        TokenScores(likelihoods_S, bool(greedy_S.all()))
         for likelihoods_S, greedy_S in zip(
             torch.split(likelihoods_T, counts), torch.split(greedy_T, counts), strict=True
         )
     ]
 
 
-def _likelihoods(ends: Ends, hidden_TD: Tensor, targets_T: Tensor) -> tuple[Tensor, Tensor]:
+def _log_likelihoods(
+    ends: EmbeddingAndHead, hidden_TD: Tensor, targets_T: Tensor
+) -> tuple[Tensor, Tensor]:
     """Log-likelihood of each target after its hidden state, [T], and whether it is the argmax."""
     likelihoods, greedy = [], []
-    for start in range(0, len(targets_T), LOGIT_ROWS):
-        rows_RD = hidden_TD[start : start + LOGIT_ROWS]
-        targets_R = targets_T[start : start + LOGIT_ROWS]
+    for start in range(0, len(targets_T), MAX_LOGIT_ROWS):
+        rows_RD = hidden_TD[start : start + MAX_LOGIT_ROWS]
+        targets_R = targets_T[start : start + MAX_LOGIT_ROWS]
         logits_RV = ends.head(rows_RD).float()
         targets_R = targets_R.to(logits_RV.device)
         chosen_R = logits_RV.gather(1, targets_R[:, None])[:, 0]
@@ -119,3 +128,56 @@ def _likelihoods(ends: Ends, hidden_TD: Tensor, targets_T: Tensor) -> tuple[Tens
 
 def _ids(tokens: Sequence[int]) -> Tensor:
     return torch.tensor(tokens, dtype=torch.int64)
+
+
+_MAX_CHARS_PER_TOKEN = 16
+"""Characters tokenized per wanted token; the whole text is tokenized if that gives too few."""
+
+
+def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """The token ids of `text`, with the tokenizer's own prefix (Llama 3: a bos token) once."""
+    # `verbose=False` suppresses the warning about texts longer than the model's context.
+    begun = bool(tokenizer.bos_token) and text.startswith(str(tokenizer.bos_token))
+    encoded: Any = tokenizer(text, add_special_tokens=not begun, verbose=False)
+    return list(encoded["input_ids"])
+
+
+def first_tokens(tokenizer: PreTrainedTokenizerBase, text: str, count: int) -> list[int]:
+    """The first `count` tokens of `text`, or all if it has fewer."""
+    ids = encode_text(tokenizer, text[: count * _MAX_CHARS_PER_TOKEN])
+    if len(ids) < count:
+        ids = encode_text(tokenizer, text)
+    return ids[:count]
+
+
+def encode_pair(
+    tokenizer: PreTrainedTokenizerBase, context: str, continuation: str, *, max_tokens: int
+) -> ScoringQuery:
+    """A query that scores `continuation` after `context`, tokenized as one text.
+
+    As in lm-evaluation-harness, white space at the end of the context belongs to the continuation,
+    and the continuation's tokens are those beyond the number of tokens of the context alone. An
+    empty context is one beginning-of-text token (end-of-text if the model has none). Texts beyond
+    `max_tokens` are truncated on the left; the last token is not fed and not counted. Raises
+    `ContextLengthError` if the continuation alone exceeds `max_tokens`.
+    """
+    if context.strip():
+        kept = context.rstrip()
+        ids = encode_text(tokenizer, context + continuation)
+        scored = len(ids) - len(encode_text(tokenizer, kept))
+    else:
+        encoded: Any = tokenizer(context + continuation, add_special_tokens=False, verbose=False)
+        ids = [prefix_token(tokenizer), *encoded["input_ids"]]
+        scored = len(ids) - 1
+    if scored > max_tokens:
+        raise ContextLengthError(f"{scored} tokens to score; the model holds {max_tokens}")
+    # A token may span context and continuation; at least the last token is scored.
+    return ScoringQuery(ids[-max_tokens - 1 :], max(scored, 1))
+
+
+def prefix_token(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The token before a text without context: bos, else eos, else 0."""
+    for token in (tokenizer.bos_token_id, tokenizer.eos_token_id):
+        if isinstance(token, int):
+            return token
+    return 0

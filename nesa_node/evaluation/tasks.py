@@ -10,11 +10,11 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from nesa_node.client.causal_lm import DistributedModelForCausalLM
+from nesa_node.client.model.causal_lm import DistributedModelForCausalLM
 from nesa_node.core.errors import ConfigError, UnsupportedFeatureError
-from nesa_node.evaluation.paired import mcnemar, mean_and_error, paired_t
+from nesa_node.evaluation.paired_tests import mcnemar, mean_and_error, paired_t
 
-TABLE_1 = (
+PAPER_TABLE_1_TASKS = (
     "hellaswag",
     "lambada_openai",
     "bigbench_causal_judgment_multiple_choice",
@@ -23,7 +23,7 @@ TABLE_1 = (
 )
 """The tasks of table 1 of the Nesa paper."""
 
-_PREFERRED = ("acc_norm", "acc", "exact_match")
+_PREFERRED_METRICS = ("acc_norm", "acc", "exact_match")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class TaskResult:
         return paired_t(self.values, baseline.values).p_value
 
 
-class Tasks:
+class HarnessTasks:
     """Named tasks of the harness; datasets come from the hub, unless a task names local files."""
 
     def __init__(
@@ -69,12 +69,12 @@ class Tasks:
         own = None if folder is None else str(folder)
         # The harness reads thousands of files to index its own tasks: only if needed.
         self._manager: Any = own and TaskManager(include_path=own, include_defaults=False)
-        if not own or self._unknown():
+        if not own or self._unknown_names():
             self._manager = TaskManager(include_path=own)
-        if unknown := self._unknown():
+        if unknown := self._unknown_names():
             raise ConfigError(f"--tasks {unknown[0]}: lm-evaluation-harness has no such task")
 
-    def _unknown(self) -> list[str]:
+    def _unknown_names(self) -> list[str]:
         return [name for name in self._names if not self._manager.match_tasks([name])]
 
     def measure(
@@ -96,7 +96,7 @@ class Tasks:
         except OSError as error:
             reason = " ".join(str(error).split())
             raise ConfigError(f"--tasks: a dataset cannot be loaded: {reason}") from error
-        return {name: _result(name, items) for name, items in told["samples"].items()}
+        return {name: _make_result(name, items) for name, items in told["samples"].items()}
 
 
 @functools.cache
@@ -105,15 +105,16 @@ def require_harness() -> None:
     import nesa_node.evaluation.harness  # noqa: F401
 
 
-def _result(name: str, items: Sequence[Mapping[str, Any]]) -> TaskResult:
+def _make_result(name: str, items: Sequence[Mapping[str, Any]]) -> TaskResult:
     # There is one entry per item and filter; the first filter does not change answers.
     first = items[0].get("filter")
     own = sorted(
         (item for item in items if item.get("filter") == first), key=lambda item: item["doc_id"]
     )
-    for metric in _PREFERRED:
+    for metric in _PREFERRED_METRICS:
         if metric in own[0]:
             return TaskResult(metric, tuple(float(item[metric]) for item in own))
     raise UnsupportedFeatureError(
-        f"--tasks {name}: none of its metrics is a mean over items ({', '.join(_PREFERRED)})"
+        f"--tasks {name}: none of its metrics is a mean over items "
+        f"({', '.join(_PREFERRED_METRICS)})"
     )

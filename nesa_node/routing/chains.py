@@ -1,7 +1,9 @@
 """Chain planning for live sessions: from a snapshot and a request to hops.
 
-`build.py` defines the time of a step, `strategies.py` the ways to choose a chain; the default is
-the chain with the shortest step.
+`chain_request.py` defines the time of a step, `strategies.py` the ways to choose a chain; the
+default is the chain with the shortest step.
+
+Repaired chains: the working hops of a broken chain and new hops in its gaps.
 """
 
 from __future__ import annotations
@@ -12,13 +14,13 @@ from dataclasses import dataclass, replace
 from nesa_node.core.errors import MissingBlocksError
 from nesa_node.core.ids import PeerId
 from nesa_node.core.span import Span
-from nesa_node.routing.build import Request, build_problem, transfer_seconds
-from nesa_node.routing.exact import exact_latency
-from nesa_node.routing.minplus import missing_blocks
-from nesa_node.routing.problem import Chain, Problem, Visit, terms
+from nesa_node.routing.chain_request import ChainRequest, build_problem, transfer_seconds
+from nesa_node.routing.problem import Chain, ChainProblem, Visit, step_time
+from nesa_node.routing.search.exact import exact_latency
+from nesa_node.routing.search.minplus import missing_blocks_error
 from nesa_node.topology.snapshot import Snapshot
 
-Choose = Callable[[Problem], Chain]
+ChainChooser = Callable[[ChainProblem], Chain]
 """Chooses a chain: the method of a strategy, or `exact_latency`."""
 
 
@@ -30,9 +32,9 @@ class Hop:
 
 def plan_chain(
     snapshot: Snapshot,
-    request: Request,
+    request: ChainRequest,
     *,
-    choose: Choose = exact_latency,
+    choose: ChainChooser = exact_latency,
     after: PeerId | None = None,
     before: PeerId | None = None,
 ) -> tuple[Hop, ...]:
@@ -43,26 +45,26 @@ def plan_chain(
     `MissingBlocksError` with the ranges that no usable peer holds.
     """
     span = request.span
-    problem = problem_of(snapshot, request, after=after, before=before)
+    problem = make_problem(snapshot, request, after=after, before=before)
     try:
         chain = choose(problem)
     except MissingBlocksError as error:
         # A problem numbers its blocks from 0.
         runs = tuple(Span(span.start + a, span.start + b) for a, b in error.missing)
-        raise missing_blocks(runs) from None
+        raise missing_blocks_error(runs) from None
     return tuple(
         Hop(problem.peers[visit.node], Span(span.start + visit.start, span.start + visit.end))
         for visit in chain
     )
 
 
-def problem_of(
+def make_problem(
     snapshot: Snapshot,
-    request: Request,
+    request: ChainRequest,
     *,
     after: PeerId | None = None,
     before: PeerId | None = None,
-) -> Problem:
+) -> ChainProblem:
     """The problem that `plan_chain` passes to the strategy, nodes ordered by peer id."""
     nodes = tuple(sorted(snapshot.nodes, key=lambda node: node.peer_id))
     snapshot = replace(snapshot, nodes=nodes)
@@ -76,7 +78,7 @@ def problem_of(
     return problem
 
 
-def visits_of(problem: Problem, span: Span, hops: Sequence[Hop]) -> Chain:
+def hops_to_visits(problem: ChainProblem, span: Span, hops: Sequence[Hop]) -> Chain:
     """`hops` as a chain of `problem`, which is for `span`. Raises `KeyError` for unknown peers."""
     rows = {peer: row for row, peer in enumerate(problem.peers)}
     return tuple(
@@ -85,10 +87,60 @@ def visits_of(problem: Problem, span: Span, hops: Sequence[Hop]) -> Chain:
     )
 
 
-def chain_cost_s(snapshot: Snapshot, request: Request, hops: Sequence[Hop]) -> float:
+def chain_cost_s(snapshot: Snapshot, request: ChainRequest, hops: Sequence[Hop]) -> float:
     """Seconds of a step through `hops`, which run the request's whole span, as in `plan_chain`.
 
     Raises `KeyError` for unknown peers.
     """
-    problem = problem_of(snapshot, request)
-    return terms(problem, visits_of(problem, request.span, hops)).total_s
+    problem = make_problem(snapshot, request)
+    return step_time(problem, hops_to_visits(problem, request.span, hops)).total_s
+
+
+def find_gaps(span: Span, kept: Sequence[Hop]) -> tuple[Span, ...]:
+    """The maximal parts of `span` that no hop of `kept` runs. `kept` is ordered and disjoint."""
+    found = []
+    at = span.start
+    for hop in kept:
+        if at < hop.span.start:
+            found.append(Span(at, hop.span.start))
+        at = hop.span.end
+    if at < span.end:
+        found.append(Span(at, span.end))
+    return tuple(found)
+
+
+def fill_gaps(
+    snapshot: Snapshot,
+    request: ChainRequest,
+    kept: Sequence[Hop],
+    *,
+    choose: ChainChooser = exact_latency,
+) -> tuple[Hop, ...]:
+    """The hops of `kept` and the best chain in each gap, in block order; no peer occurs twice.
+
+    The cost of a gap includes the transfers from the hop before it and to the hop after. With
+    nothing kept this is `plan_chain`. Gaps are filled one after another, so that several together
+    need not be optimal. Raises `MissingBlocksError` with all missing ranges.
+    """
+    hops = list(kept)
+    used = request.exclude | {hop.peer_id for hop in kept}
+    missing: list[tuple[int, int]] = []
+    message = ""
+    for gap in find_gaps(request.span, kept):
+        try:
+            filling = plan_chain(
+                snapshot,
+                replace(request, span=gap, exclude=used),
+                choose=choose,
+                after=next((hop.peer_id for hop in kept if hop.span.end == gap.start), None),
+                before=next((hop.peer_id for hop in kept if hop.span.start == gap.end), None),
+            )
+        except MissingBlocksError as error:
+            missing.extend(error.missing)
+            message = message or str(error)
+            continue
+        hops.extend(filling)
+        used |= {hop.peer_id for hop in filling}
+    if missing:
+        raise MissingBlocksError(missing, message)
+    return tuple(sorted(hops, key=lambda hop: hop.span))

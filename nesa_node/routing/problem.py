@@ -2,12 +2,18 @@
 
 N nodes, B blocks of the session's span, numbered from 0. All times are for one *step* of the
 session: one token of each row when decoding, a chunk of the prompt when prefilling.
+
+Expected cost of node failures: the time a session loses to recoveries, per token.
+
+N nodes. A node that fails before the session ends interrupts it once, until a replacement has taken
+over. So a visit costs, beside its own time, the probability of failure times the recovery time,
+divided by the tokens of the session. `benchmarks routing` measures the effect on latency.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,15 +36,15 @@ class Visit:
 Chain = tuple[Visit, ...]
 
 
-_TIMES = ("block_s_N", "visit_s_N", "entry_s_N", "exit_s_N", "transfer_s_NN")
-_PER_NODE = (
+_TIME_FIELDS = ("block_s_N", "visit_s_N", "entry_s_N", "exit_s_N", "transfer_s_NN")
+_NODE_FIELDS = (
     *("starts_N", "ends_N", "load_N", "spare_N", "reliability_N", "stability_N"),
     *("block_s_N", "visit_s_N", "entry_s_N", "exit_s_N"),
 )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Problem:
+class ChainProblem:
     """N nodes from which a chain is chosen.
 
     The time of a step through a chain is the sum of: `entry_s_N` of the first node (from the
@@ -71,7 +77,7 @@ class Problem:
 
     def __post_init__(self) -> None:
         size = self.num_nodes
-        for name in _PER_NODE:
+        for name in _NODE_FIELDS:
             if getattr(self, name).shape != (size,):
                 raise ValueError(f"{name} must have shape {(size,)}")
         if self.transfer_s_NN.shape != (size, size):
@@ -79,7 +85,7 @@ class Problem:
         spans = (self.starts_N >= 0) & (self.starts_N <= self.ends_N)
         if not (spans & (self.ends_N <= self.num_blocks)).all():
             raise ValueError(f"spans must lie within 0:{self.num_blocks}")
-        for name in (*_TIMES, "load_N"):
+        for name in (*_TIME_FIELDS, "load_N"):
             # `not >=` instead of `<` also rejects NaN.
             if not getattr(self, name).min(initial=0.0) >= 0.0:
                 raise ValueError(f"{name} must not be negative or NaN")
@@ -101,7 +107,7 @@ class Problem:
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class StepTime:
     """Seconds of one step through a chain, by cause."""
 
     entry_s: float
@@ -115,14 +121,14 @@ class Terms:
         return self.entry_s + self.visits_s + self.compute_s + self.transfer_s + self.exit_s
 
 
-def terms(problem: Problem, chain: Sequence[Visit]) -> Terms:
+def step_time(problem: ChainProblem, chain: Sequence[Visit]) -> StepTime:
     """The time of a step through `chain`. Raises `ValueError` if it does not fit the problem."""
     check_chain(problem, chain)
     if not chain:
-        return Terms(0.0, 0.0, 0.0, 0.0, 0.0)
+        return StepTime(0.0, 0.0, 0.0, 0.0, 0.0)
     nodes = [visit.node for visit in chain]
     lengths = np.array([visit.end - visit.start for visit in chain])
-    return Terms(
+    return StepTime(
         entry_s=float(problem.entry_s_N[nodes[0]]),
         visits_s=float(problem.visit_s_N[nodes].sum()),
         compute_s=float((problem.busy_block_s_N[nodes] * lengths).sum()),
@@ -131,7 +137,7 @@ def terms(problem: Problem, chain: Sequence[Visit]) -> Terms:
     )
 
 
-def check_chain(problem: Problem, chain: Sequence[Visit]) -> None:
+def check_chain(problem: ChainProblem, chain: Sequence[Visit]) -> None:
     """Raise `ValueError` unless `chain` runs every block once, in order, where it is held."""
     at = 0
     for visit in chain:
@@ -143,3 +149,30 @@ def check_chain(problem: Problem, chain: Sequence[Visit]) -> None:
         at = visit.end
     if at != problem.num_blocks:
         raise ValueError(f"the chain ends at block {at} of {problem.num_blocks}")
+
+
+TOKENS_PER_SESSION = 200
+"""Assumed tokens of a session, over which a recovery is spread."""
+RECOVERY_S = 10.0
+"""Seconds to recover from a lost node: detect it, find a replacement, replay the cache
+(`python -m benchmarks churn`)."""
+
+
+def expected_loss_s(problem: ChainProblem) -> Floats:
+    """Expected seconds lost per token by a visit to each node, float64 [N].
+
+    A node that fails interrupts the session once, until a replacement has taken over: the loss is
+    the probability of failure times the recovery time, divided by the tokens of the session.
+    """
+    seconds_N: Floats = (1.0 - problem.reliability_N) * (RECOVERY_S / TOKENS_PER_SESSION)
+    return seconds_N
+
+
+def add_failure_costs(problem: ChainProblem) -> ChainProblem:
+    """`problem` with the expected loss added to the cost of each visit."""
+    return replace(problem, visit_s_N=problem.visit_s_N + expected_loss_s(problem))
+
+
+def chain_expected_loss_s(problem: ChainProblem, chain: Chain) -> float:
+    """Expected seconds lost per token by a session through `chain`."""
+    return float(expected_loss_s(problem)[[visit.node for visit in chain]].sum()) if chain else 0.0

@@ -1,4 +1,7 @@
-"""Chain selection strategies by name, and explanations of their choices."""
+"""Chain selection strategies by name, and explanations of their choices.
+
+The chain that costs the swarm least capacity: the shortest path at marginal prices.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,53 @@ import numpy as np
 
 from nesa_node.core.errors import ConfigError, MissingBlocksError
 from nesa_node.core.ids import PeerId
-from nesa_node.routing.baselines import Printed, petals_chain, random_chain
-from nesa_node.routing.bottleneck import bottleneck, bottleneck_s
-from nesa_node.routing.exact import exact_latency
-from nesa_node.routing.failures import chain_lost_s, with_failures
-from nesa_node.routing.greedy import GreedyRule, Parameters, Prepared
-from nesa_node.routing.problem import Chain, Problem, terms
-from nesa_node.routing.throughput import exact_throughput, priced
-from nesa_node.routing.tuned import TUNED
+from nesa_node.routing.problem import (
+    Chain,
+    ChainProblem,
+    Floats,
+    add_failure_costs,
+    chain_expected_loss_s,
+    step_time,
+)
+from nesa_node.routing.search.baselines import PrintedRule, petals_chain, random_chain
+from nesa_node.routing.search.bottleneck import bottleneck_s, solve_bottleneck
+from nesa_node.routing.search.exact import exact_latency
+from nesa_node.routing.search.greedy import (
+    SHIPPED_PARAMETERS,
+    GreedyInputs,
+    GreedyParameters,
+    GreedyRule,
+)
+
+MAX_PRICED_LOAD = 0.98
+"""Load above which the price grows linearly, so that it stays finite and monotonic."""
+
+COMPUTE_PRICE_WEIGHT = 30.0
+"""Weight of a second of compute relative to a second of transfer. Transfers use no compute
+capacity: they decide between nodes of similar load, and keep chains short."""
+
+
+def exact_throughput(problem: ChainProblem) -> Chain:
+    """The chain with the least sum of marginal prices. Raises as `exact_latency` does.
+
+    The shortest chain uses the fastest nodes even if they are nearly full. One more session on a
+    node with load x delays all its sessions by about the derivative of the queue's length
+    x / (1 - x): seconds / (1 - x)^2.
+    """
+    return exact_latency(apply_marginal_prices(problem))
+
+
+def apply_marginal_prices(problem: ChainProblem) -> ChainProblem:
+    """`problem` with each block at its marginal price, in seconds."""
+    price_N = COMPUTE_PRICE_WEIGHT * problem.block_s_N * marginal_price_factor(problem.load_N)
+    return replace(problem, block_s_N=price_N, load_N=np.zeros_like(price_N))
+
+
+def marginal_price_factor(load_N: Floats) -> Floats:
+    """1 / (1 - load)^2 up to `MAX_PRICED_LOAD`, linear in the load above."""
+    below_N = np.minimum(load_N, MAX_PRICED_LOAD)
+    factor_N: Floats = 1.0 / (1.0 - below_N) ** 2 * np.maximum(load_N / MAX_PRICED_LOAD, 1.0)
+    return factor_N
 
 
 class Strategy(Protocol):
@@ -26,67 +68,67 @@ class Strategy(Protocol):
     @property
     def name(self) -> str: ...
 
-    def choose(self, problem: Problem) -> Chain:
+    def choose(self, problem: ChainProblem) -> Chain:
         """The chain for `problem`. Raises `MissingBlocksError` if there is none."""
 
-    def terms(self, problem: Problem, chain: Chain) -> Mapping[str, float]:
+    def terms(self, problem: ChainProblem, chain: Chain) -> Mapping[str, float]:
         """The terms of the cost of `chain`; the cost is their sum."""
 
 
 @dataclass(frozen=True, slots=True)
-class Plain:
+class FunctionStrategy:
     """A strategy made of a function; its terms are the times of a step."""
 
     name: str
-    choose: Callable[[Problem], Chain]
+    choose: Callable[[ChainProblem], Chain]
 
-    def terms(self, problem: Problem, chain: Chain) -> Mapping[str, float]:
-        return asdict(terms(problem, chain))
+    def terms(self, problem: ChainProblem, chain: Chain) -> Mapping[str, float]:
+        return asdict(step_time(problem, chain))
 
 
 @dataclass(frozen=True, slots=True)
-class Latency:
+class LatencyStrategy:
     """The shortest step. Terms are its seconds and, with `failures`, the expected loss."""
 
     failures: bool = False
     name: str = "exact-latency"
 
-    def choose(self, problem: Problem) -> Chain:
-        return exact_latency(with_failures(problem) if self.failures else problem)
+    def choose(self, problem: ChainProblem) -> Chain:
+        return exact_latency(add_failure_costs(problem) if self.failures else problem)
 
-    def terms(self, problem: Problem, chain: Chain) -> Mapping[str, float]:
-        lost = {"failures_s": chain_lost_s(problem, chain)} if self.failures else {}
-        return asdict(terms(problem, chain)) | lost
+    def terms(self, problem: ChainProblem, chain: Chain) -> Mapping[str, float]:
+        lost = {"failures_s": chain_expected_loss_s(problem, chain)} if self.failures else {}
+        return asdict(step_time(problem, chain)) | lost
 
 
 @dataclass(frozen=True, slots=True)
-class Throughput:
+class ThroughputStrategy:
     """The smallest marginal price. Terms are seconds, compute at marginal prices."""
 
     name: str = "exact-throughput"
 
-    def choose(self, problem: Problem) -> Chain:
+    def choose(self, problem: ChainProblem) -> Chain:
         return exact_throughput(problem)
 
-    def terms(self, problem: Problem, chain: Chain) -> Mapping[str, float]:
-        return asdict(terms(priced(problem), chain))
+    def terms(self, problem: ChainProblem, chain: Chain) -> Mapping[str, float]:
+        return asdict(step_time(apply_marginal_prices(problem), chain))
 
 
 @dataclass(frozen=True, slots=True)
-class SlowestNode:
+class BottleneckStrategy:
     """The smallest bottleneck. The only term is the seconds per token of the slowest node."""
 
     name: str = "bottleneck"
 
-    def choose(self, problem: Problem) -> Chain:
-        return bottleneck(problem).chain
+    def choose(self, problem: ChainProblem) -> Chain:
+        return solve_bottleneck(problem).chain
 
-    def terms(self, problem: Problem, chain: Chain) -> Mapping[str, float]:
+    def terms(self, problem: ChainProblem, chain: Chain) -> Mapping[str, float]:
         return {"slowest_node_s": bottleneck_s(problem, chain)}
 
 
 @dataclass(frozen=True, slots=True)
-class Greedy:
+class GreedyStrategy:
     """The greedy rule. Terms are those of eq. 18, corrected, summed over the visits.
 
     `published`: parameters that orchestrators tuned to this swarm. Orchestrators are not trusted:
@@ -94,47 +136,47 @@ class Greedy:
     that published parameters cannot make the choice worse.
     """
 
-    parameters: Parameters = TUNED
-    published: tuple[Parameters, ...] = ()
+    parameters: GreedyParameters = SHIPPED_PARAMETERS
+    published: tuple[GreedyParameters, ...] = ()
     name: str = "homology-greedy"
 
-    def choose(self, problem: Problem) -> Chain:
-        prepared = Prepared.of(problem)
+    def choose(self, problem: ChainProblem) -> Chain:
+        prepared = GreedyInputs.from_problem(problem)
         each = dict.fromkeys((self.parameters, *self.published))
         chains = [GreedyRule(prepared, parameters).choose() for parameters in each]
         if len(chains) == 1:
             return chains[0]
-        whole = with_failures(problem)
-        return min(chains, key=lambda chain: terms(whole, chain).total_s)
+        whole = add_failure_costs(problem)
+        return min(chains, key=lambda chain: step_time(whole, chain).total_s)
 
-    def terms(self, problem: Problem, chain: Chain) -> Mapping[str, float]:
-        return GreedyRule(Prepared.of(problem), self.parameters).terms(chain)
+    def terms(self, problem: ChainProblem, chain: Chain) -> Mapping[str, float]:
+        return GreedyRule(GreedyInputs.from_problem(problem), self.parameters).terms(chain)
 
 
 @dataclass(frozen=True, slots=True)
-class Literal:
+class PrintedStrategy:
     """The printed rule. Terms are those of eq. 18 as printed, summed over the visits."""
 
-    rule: Printed = field(default_factory=Printed)
+    rule: PrintedRule = field(default_factory=PrintedRule)
     name: str = "paper-literal"
 
-    def choose(self, problem: Problem) -> Chain:
+    def choose(self, problem: ChainProblem) -> Chain:
         return self.rule.choose(problem)
 
-    def terms(self, problem: Problem, chain: Chain) -> Mapping[str, float]:
+    def terms(self, problem: ChainProblem, chain: Chain) -> Mapping[str, float]:
         return self.rule.terms(problem, chain)
 
 
-DEFAULT = "exact-latency"
+DEFAULT_STRATEGY = "exact-latency"
 
 STRATEGIES: dict[str, Callable[[np.random.Generator], Strategy]] = {
-    "exact-latency": lambda _: Latency(),
-    "exact-throughput": lambda _: Throughput(),
-    "bottleneck": lambda _: SlowestNode(),
-    "homology-greedy": lambda _: Greedy(),
-    "paper-literal": lambda _: Literal(),
-    "petals": lambda _: Plain("petals", petals_chain),
-    "random": lambda rng: Plain("random", lambda problem: random_chain(problem, rng)),
+    "exact-latency": lambda _: LatencyStrategy(),
+    "exact-throughput": lambda _: ThroughputStrategy(),
+    "bottleneck": lambda _: BottleneckStrategy(),
+    "homology-greedy": lambda _: GreedyStrategy(),
+    "paper-literal": lambda _: PrintedStrategy(),
+    "petals": lambda _: FunctionStrategy("petals", petals_chain),
+    "random": lambda rng: FunctionStrategy("random", lambda problem: random_chain(problem, rng)),
 }
 
 
@@ -149,14 +191,14 @@ def make_strategy(name: str, rng: np.random.Generator) -> Strategy:
 def make_session_strategy(name: str, rng: np.random.Generator) -> Strategy:
     """As `make_strategy`, for live sessions: the default strategy includes expected failures."""
     strategy = make_strategy(name, rng)
-    return replace(strategy, failures=True) if isinstance(strategy, Latency) else strategy
+    return replace(strategy, failures=True) if isinstance(strategy, LatencyStrategy) else strategy
 
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
     """The strategy's choice without the peer `without`; None and inf if there is no chain."""
 
-    without: PeerId
+    excluded_peer: PeerId
     chain: Chain | None
     cost: float
     step_s: float
@@ -178,7 +220,7 @@ class Explanation:
     alternatives: tuple[Alternative, ...]
 
 
-def explain(problem: Problem, chain: Chain, strategy: Strategy) -> Explanation:
+def explain(problem: ChainProblem, chain: Chain, strategy: Strategy) -> Explanation:
     """The cost of `chain` by `strategy`, and the strategy's choice without each of its nodes."""
     costs = strategy.terms(problem, chain)
     return Explanation(
@@ -186,12 +228,12 @@ def explain(problem: Problem, chain: Chain, strategy: Strategy) -> Explanation:
         chain=chain,
         terms=costs,
         cost=sum(costs.values()),
-        step_s=asdict(terms(problem, chain)),
-        alternatives=tuple(_alternative(problem, visit.node, strategy) for visit in chain),
+        step_s=asdict(step_time(problem, chain)),
+        alternatives=tuple(_choose_without(problem, visit.node, strategy) for visit in chain),
     )
 
 
-def _alternative(problem: Problem, node: int, strategy: Strategy) -> Alternative:
+def _choose_without(problem: ChainProblem, node: int, strategy: Strategy) -> Alternative:
     ends_N = problem.ends_N.copy()
     ends_N[node] = problem.starts_N[node]
     try:
@@ -199,8 +241,8 @@ def _alternative(problem: Problem, node: int, strategy: Strategy) -> Alternative
     except MissingBlocksError:
         return Alternative(problem.peers[node], None, float("inf"), float("inf"))
     return Alternative(
-        without=problem.peers[node],
+        excluded_peer=problem.peers[node],
         chain=chain,
         cost=sum(strategy.terms(problem, chain).values()),
-        step_s=terms(problem, chain).total_s,
+        step_s=step_time(problem, chain).total_s,
     )

@@ -20,7 +20,7 @@ Role = Literal["leading", "ready"]
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
+class LeaseClaim:
     """The announcement of one candidate: "leading" in `epoch`, or "ready" to succeed."""
 
     signer: PeerId
@@ -30,20 +30,20 @@ class Claim:
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class LeaseTerms:
     """Timing of leases: lifetime `ttl_s`, and the delay before succession.
 
-    Without a leader, the candidate of rank k (from 1) takes the lease after k times `patience_s`.
-    If that is shorter than a claim takes to reach the other candidates, several succeed at once and
-    all but one yield again.
+    Without a leader, the candidate of rank k (from 1) takes the lease after k times
+    `succession_delay_s`. If that is shorter than a claim takes to reach the other candidates,
+    several succeed at once and all but one yield again.
     """
 
     ttl_s: float
-    patience_s: float
+    succession_delay_s: float
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class LeaseCandidate:
     """State of one candidate between two reads of the claims.
 
     `epoch`: the highest seen, so that a later leader has a higher one. `vacant_since`: when the
@@ -58,7 +58,9 @@ class Candidate:
     ignored: frozenset[PeerId] = field(default_factory=frozenset)
     """Signers that are distrusted or not allowed; their claims do not count."""
 
-    def look(self, claims: Iterable[Claim], terms: Terms, now: float) -> Candidate:
+    def observe_claims(
+        self, claims: Iterable[LeaseClaim], terms: LeaseTerms, now: float
+    ) -> LeaseCandidate:
         """The next state after reading the `claims` of all candidates."""
         alive = [
             claim
@@ -67,32 +69,32 @@ class Candidate:
             and claim.signer != self.peer
             and claim.signer not in self.ignored
         ]
-        leader = holder(alive, now)
+        leader = find_leader(alive, now)
         epoch = max([self.epoch, *(claim.epoch for claim in alive)])
         if self.role == "leading":
-            if leader is not None and _before(leader, self.epoch, self.peer):
+            if leader is not None and _outranks(leader, self.epoch, self.peer):
                 return replace(self, role="ready", epoch=epoch, vacant_since=None)
             return self
         if leader is not None:
             return replace(self, epoch=epoch, vacant_since=None)
         since = now if self.vacant_since is None else self.vacant_since
-        ranked = succession(self.model, [self.peer, *(claim.signer for claim in alive)])
+        ranked = rank_successors(self.model, [self.peer, *(claim.signer for claim in alive)])
         # The first in rank waits too: a leader may have yielded to a claim not yet seen here.
-        if now >= since + (ranked.index(self.peer) + 1) * terms.patience_s:
+        if now >= since + (ranked.index(self.peer) + 1) * terms.succession_delay_s:
             return replace(self, role="leading", epoch=epoch + 1, vacant_since=None)
         return replace(self, epoch=epoch, vacant_since=since)
 
-    def claim(self, terms: Terms, now: float) -> Claim:
-        return Claim(self.peer, self.role, self.epoch, now + terms.ttl_s)
+    def make_claim(self, terms: LeaseTerms, now: float) -> LeaseClaim:
+        return LeaseClaim(self.peer, self.role, self.epoch, now + terms.ttl_s)
 
 
-def holder(claims: Iterable[Claim], now: float) -> Claim | None:
+def find_leader(claims: Iterable[LeaseClaim], now: float) -> LeaseClaim | None:
     """The unexpired "leading" claim with the highest epoch, then the lowest peer id."""
     leading = [claim for claim in claims if claim.role == "leading" and claim.expires_at > now]
     return min(leading, key=lambda claim: (-claim.epoch, claim.signer), default=None)
 
 
-def succession(model: ModelId, candidates: Sequence[PeerId]) -> list[PeerId]:
+def rank_successors(model: ModelId, candidates: Sequence[PeerId]) -> list[PeerId]:
     """The candidates in order of succession, which differs by model to spread the work."""
 
     def place(peer: PeerId) -> bytes:
@@ -101,5 +103,5 @@ def succession(model: ModelId, candidates: Sequence[PeerId]) -> list[PeerId]:
     return sorted(set(candidates), key=place)
 
 
-def _before(claim: Claim, epoch: int, peer: PeerId) -> bool:
+def _outranks(claim: LeaseClaim, epoch: int, peer: PeerId) -> bool:
     return (-claim.epoch, claim.signer) < (-epoch, peer)

@@ -25,7 +25,7 @@ from nesa_node.topology.snapshot import Snapshot, zero_runs
 # A node that has not measured itself still counts as a replica.
 _UNMEASURED_TOKENS_PER_S = 1.0
 
-Score = tuple[int, int, tuple[float, ...]]
+SpanScore = tuple[int, int, tuple[float, ...]]
 
 
 def choose_span(
@@ -42,7 +42,7 @@ def choose_span(
     without it the lowest start wins. Raises `ValueError` if the model or `num_blocks` is not
     positive.
     """
-    ranked = _rank(snapshot, num_blocks, tokens_per_s)
+    ranked = _rank_spans(snapshot, num_blocks, tokens_per_s)
     best_score = max(score for score, _ in ranked)
     best = [span for score, span in ranked if score == best_score]
     return best[0] if rng is None else rng.choice(best)
@@ -63,25 +63,27 @@ def reconsider_span(
     joining nodes. Returns `span` unless another is better.
     """
     rivals = tuple(node for node in snapshot.joining if node.peer_id < peer_id)
-    seen = replace(snapshot.without(peer_id), joining=rivals)
-    ranked = _rank(seen, len(span), tokens_per_s)
+    seen = replace(snapshot.without_peers(peer_id), joining=rivals)
+    ranked = _rank_spans(seen, len(span), tokens_per_s)
     current = next((score for score, candidate in ranked if candidate == span), None)
     if current is not None and current == max(score for score, _ in ranked):
         return span
     return choose_span(seen, len(span), rng=rng, tokens_per_s=tokens_per_s)
 
 
-def _rank(snapshot: Snapshot, num_blocks: int, tokens_per_s: float) -> list[tuple[Score, Span]]:
+def _rank_spans(
+    snapshot: Snapshot, num_blocks: int, tokens_per_s: float
+) -> list[tuple[SpanScore, Span]]:
     if num_blocks < 1 or snapshot.num_blocks < 1:
         raise ValueError(f"cannot place {num_blocks} of {snapshot.num_blocks} blocks")
     width = min(num_blocks, snapshot.num_blocks)
     speeds = _tokens_per_s_by_block(snapshot)
     starts = range(snapshot.num_blocks - width + 1)
     spans = [Span(start, start + width) for start in starts]
-    return [(_score(speeds, span, max(tokens_per_s, 1e-6)), span) for span in spans]
+    return [(_score_span(speeds, span, max(tokens_per_s, 1e-6)), span) for span in spans]
 
 
-def _score(speeds: Sequence[float], span: Span, tokens_per_s: float) -> Score:
+def _score_span(speeds: Sequence[float], span: Span, tokens_per_s: float) -> SpanScore:
     after = [
         speed + tokens_per_s if span.start <= block < span.end else speed
         for block, speed in enumerate(speeds)

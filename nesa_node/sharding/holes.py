@@ -14,19 +14,19 @@ from nesa_node.sharding.choose_span import choose_span
 from nesa_node.topology.snapshot import NodeState, Snapshot, count_holders
 
 
-def unheld(snapshot: Snapshot) -> frozenset[int]:
+def unheld_blocks(snapshot: Snapshot) -> frozenset[int]:
     """The blocks that no node serves or loads."""
     counts = count_holders((*snapshot.nodes, *snapshot.joining), snapshot.num_blocks)
     return frozenset(block for block, count in enumerate(counts) if not count)
 
 
-def is_spared(snapshot: Snapshot, peer_id: PeerId, span: Span) -> bool:
+def is_covered_without(snapshot: Snapshot, peer_id: PeerId, span: Span) -> bool:
     """Whether each block of `span` is served by a node other than `peer_id`."""
-    counts = snapshot.without(peer_id).coverage()
+    counts = snapshot.without_peers(peer_id).coverage()
     return all(counts[block] for block in range(span.start, span.end))
 
 
-def plan_repairs(snapshot: Snapshot, wanted: Collection[int]) -> Mapping[PeerId, Span]:
+def plan_repairs(snapshot: Snapshot, blocks: Collection[int]) -> Mapping[PeerId, Span]:
     """The moves after which the blocks `wanted`, which have no holder, are held again.
 
     Only movable nodes move, and only if all their blocks keep a serving holder after the moves
@@ -39,8 +39,10 @@ def plan_repairs(snapshot: Snapshot, wanted: Collection[int]) -> Mapping[PeerId,
     movers: dict[PeerId, Span] = {}
     while True:
         counts = count_holders(serving, snapshot.num_blocks)
-        left = set(wanted) & unheld(replace(snapshot, nodes=tuple(serving), joining=tuple(joining)))
-        mover = _most_spared([node for node in serving if node.movable], counts)
+        left = set(blocks) & unheld_blocks(
+            replace(snapshot, nodes=tuple(serving), joining=tuple(joining))
+        )
+        mover = _most_replicated([node for node in serving if node.movable], counts)
         if not left or mover is None:
             return movers
         serving.remove(mover)
@@ -53,7 +55,7 @@ def plan_repairs(snapshot: Snapshot, wanted: Collection[int]) -> Mapping[PeerId,
         movers[mover.peer_id] = span
 
 
-def _most_spared(nodes: Sequence[NodeState], counts: Sequence[int]) -> NodeState | None:
+def _most_replicated(nodes: Sequence[NodeState], counts: Sequence[int]) -> NodeState | None:
     def replicas(node: NodeState) -> int:
         return min(counts[node.span.start : node.span.end], default=0)
 

@@ -13,38 +13,38 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from itertools import accumulate
 
-from nesa_node.core.config import MAX_RECORD_TTL_S
 from nesa_node.core.errors import RecordError
 from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.core.logging import get_logger
+from nesa_node.core.settings.models import MAX_RECORD_TTL_S
 from nesa_node.core.span import Span
-from nesa_node.swarm.dht_peer import DhtPeer
-from nesa_node.swarm.hearsay import Hearsay
-from nesa_node.swarm.identity import Identity
-from nesa_node.swarm.known_records import KnownRecords
-from nesa_node.swarm.notice_board import READ_PER_TURN, NoticeBoard
-from nesa_node.swarm.notices import Report
-from nesa_node.swarm.records import (
+from nesa_node.swarm.dht.notices import FailureReport
+from nesa_node.swarm.dht.records import (
+    ALL_NODES_KEY,
     MAX_ADDRESSES,
-    NODES_KEY,
     NodeRecord,
     NodeStatus,
-    agreed_blocks,
+    RecordTable,
+    majority_num_blocks,
     model_key,
-    seal,
+    seal_record,
 )
-from nesa_node.swarm.rejoining import Rejoining
-from nesa_node.swarm.transport import Transport
-from nesa_node.swarm.validator import RecordValidator
-from nesa_node.topology.assemble import assemble_links
-from nesa_node.topology.packed import Measured
+from nesa_node.swarm.dht.rejoin import DhtRejoiner
+from nesa_node.swarm.dht.rpc import DhtRpc
+from nesa_node.swarm.dht.validator import RecordValidator
+from nesa_node.swarm.notice_store import STATEMENTS_PER_LOOP_TURN, NoticeStore
+from nesa_node.swarm.p2p.identity import Identity
+from nesa_node.swarm.p2p.transport import Transport
+from nesa_node.swarm.reputation import ReputationView
+from nesa_node.topology.links.assembly import assemble_links
+from nesa_node.topology.links.packed import MeasuredLink
 from nesa_node.topology.snapshot import NodeState, Snapshot
 
 log = get_logger(__name__)
 
 DEFAULT_TTL_S = 60.0
-_GLANCE_S = 1.0
-_GLANCE_MEMBERS = 4
+_FETCH_ONE_TIMEOUT_S = 1.0
+_FETCH_ONE_MEMBERS = 4
 
 
 class Directory:
@@ -55,12 +55,12 @@ class Directory:
 
     def __init__(
         self,
-        peer: DhtPeer,
+        rpc: DhtRpc,
         identity: Identity,
         transport: Transport,
         validator: RecordValidator,
-        notices: NoticeBoard,
-        rejoining: Rejoining,
+        notices: NoticeStore,
+        rejoiner: DhtRejoiner,
         *,
         clock: Callable[[], float],
         ttl_s: float = DEFAULT_TTL_S,
@@ -68,21 +68,21 @@ class Directory:
         if not 0 < ttl_s <= MAX_RECORD_TTL_S:
             raise ValueError(f"a record lives between 0 and {MAX_RECORD_TTL_S:g} s, not {ttl_s:g}")
         self.ttl_s = ttl_s
-        self._peer = peer
+        self._peer = rpc
         self._identity = identity
         self._transport = transport
         self._validator = validator
-        self._shelf = notices.shelf
+        self._dht_store = notices.store
         self._notices = notices
-        self._rejoining = rejoining
+        self._rejoiner = rejoiner
         self._membership = notices.membership
-        self._hearsay = Hearsay(notices, identity.peer_id, clock=clock)
+        self._reputation = ReputationView(notices, identity.peer_id, clock=clock)
         self._clock = clock
-        self._known = KnownRecords(identity.peer_id)
+        self._records = RecordTable(identity.peer_id)
         self._num_blocks: dict[ModelId, int] = {}
-        self._own: NodeRecord | None = None
+        self._own_record: NodeRecord | None = None
         self._is_stored = False
-        self._publishing = asyncio.Lock()
+        self._publish_lock = asyncio.Lock()
 
     @property
     def dropped(self) -> Counter[str]:
@@ -92,11 +92,11 @@ class Directory:
     @property
     def own_record(self) -> NodeRecord | None:
         """The record that this node published last."""
-        return self._own
+        return self._own_record
 
     def record(self, peer: PeerId) -> NodeRecord | None:
         """The newest valid record of `peer` seen so far; None if expired or withdrawn."""
-        record = self._known.get(peer)
+        record = self._records.get(peer)
         if record is None or record.state == "withdrawn" or record.expires_at <= self._clock():
             return None
         return record
@@ -106,15 +106,15 @@ class Directory:
         """Whether the DHT accepted the record that this node published last."""
         return self._is_stored
 
-    def know_blocks(self, model_id: ModelId, num_blocks: int) -> None:
+    def set_num_blocks(self, model_id: ModelId, num_blocks: int) -> None:
         """Set a model's number of blocks as its checkpoint has it.
 
         Records with another number are left out of all results from now on.
         """
         self._num_blocks[model_id] = num_blocks
 
-    def forget_blocks(self, model_id: ModelId) -> None:
-        """Undo `know_blocks`; a no-op for a model that it was not called for."""
+    def clear_num_blocks(self, model_id: ModelId) -> None:
+        """Undo `set_num_blocks`; a no-op for a model that it was not called for."""
         self._num_blocks.pop(model_id, None)
 
     async def publish(self, status: NodeStatus) -> NodeRecord:
@@ -124,16 +124,16 @@ class Directory:
         would expire (every third of `ttl_s`), and until then this node remembers it itself. Raises
         `PeerUnreachableError` if this node's own p2pd has ended.
         """
-        async with self._publishing:
+        async with self._publish_lock:
             await self._transport.refresh_addresses()
             record = self._next_record(status)
-            sealed = seal(record, self._identity, self._membership)
-            self._own = record
-            await self._store(record, sealed)
+            sealed = seal_record(record, self._identity, self._membership)
+            self._own_record = record
+            await self._publish_record(record, sealed)
             if status.state == "withdrawn":
-                self._known.drop(self._identity.peer_id)
+                self._records.drop(self._identity.peer_id)
             else:
-                self._known.take(record)
+                self._records.add(record)
         return record
 
     async def withdraw(self) -> None:
@@ -141,8 +141,8 @@ class Directory:
 
         The withdrawal expires after the record.
         """
-        if self._own is not None and self._own.state != "withdrawn":
-            fields = self._own.model_dump(include=set(NodeStatus.model_fields))
+        if self._own_record is not None and self._own_record.state != "withdrawn":
+            fields = self._own_record.model_dump(include=set(NodeStatus.model_fields))
             await self.publish(NodeStatus.model_validate({**fields, "state": "withdrawn"}))
 
     async def fetch(
@@ -156,29 +156,30 @@ class Directory:
         """
         if reports:
             found, _ = await asyncio.gather(
-                self._search(model_key(model_id)), self._notices.fetch(Report, model_id)
+                self._search(model_key(model_id)), self._notices.fetch(FailureReport, model_id)
             )
         else:
             found = await self._search(model_key(model_id))
         await self._remember(found)
         return self.snapshot(model_id, num_blocks)
 
-    async def glance(self, model_id: ModelId, *, members: int = 1) -> None:
+    async def fetch_one(self, model_id: ModelId, *, members: int = 1) -> None:
         """Fetch the records of `model_id` from one DHT member, at a tenth of `fetch`'s traffic.
 
         Of `members` that are asked at once the first answer counts.
         """
         # A node that one member does not name may exist all the same.
-        found = await self._shelf.find(model_key(model_id), members=members)
-        await self._remember(found, is_whole=False)
+        found = await self._dht_store.find(model_key(model_id), members=members)
+        await self._remember(found, is_complete=False)
 
-    async def glance_soon(self, model_id: ModelId) -> bool:
-        """`glance` at `_GLANCE_MEMBERS` members; False if none answers within `_GLANCE_S`."""
+    async def try_fetch_one(self, model_id: ModelId) -> bool:
+        """`glance` at `_FETCH_ONE_MEMBERS` members; False if none answers within
+        `_FETCH_ONE_TIMEOUT_S`."""
         try:
-            async with asyncio.timeout(_GLANCE_S):
-                await self.glance(model_id, members=_GLANCE_MEMBERS)
+            async with asyncio.timeout(_FETCH_ONE_TIMEOUT_S):
+                await self.fetch_one(model_id, members=_FETCH_ONE_MEMBERS)
         except TimeoutError:
-            log.info("quick_fetch_timed_out", timeout_s=_GLANCE_S)
+            log.info("quick_fetch_timed_out", timeout_s=_FETCH_ONE_TIMEOUT_S)
             return False
         return True
 
@@ -186,14 +187,14 @@ class Directory:
         """Make a snapshot of the nodes of `model_id` from remembered records.
 
         Records with another number of blocks are left out. The right number is `num_blocks`, else
-        that of `know_blocks`, else that of most records.
+        that of `set_num_blocks`, else that of most records.
         """
-        records = [record for record in self._alive() if record.model_id == model_id]
-        num_blocks = self._blocks_of(model_id, records) if num_blocks is None else num_blocks
+        records = [record for record in self._live_records() if record.model_id == model_id]
+        num_blocks = self._num_blocks_of(model_id, records) if num_blocks is None else num_blocks
         agreed = [record for record in records if record.num_blocks == num_blocks]
         if len(agreed) < len(records):
             self.dropped["num_blocks"] += len(records) - len(agreed)
-        blames = self._hearsay.blames(model_id, records)
+        blames = self._reputation.blames(model_id, records)
         serving, joining = (
             tuple(self._state(record, blames) for record in agreed if record.state == state)
             for state in ("serving", "joining")
@@ -205,15 +206,15 @@ class Directory:
         )
         return Snapshot(model_id, num_blocks, serving, self._clock(), joining=(*joining, *moving))
 
-    def holders(
+    def count_holders_and_states(
         self, model_id: ModelId, num_blocks: int | None = None
     ) -> tuple[tuple[int, ...], Counter[str]]:
         """Count serving nodes by block, and nodes by state, in remembered records.
 
         `num_blocks` is as in `snapshot`, which takes several times as long.
         """
-        records = [record for record in self._alive() if record.model_id == model_id]
-        num_blocks = self._blocks_of(model_id, records) if num_blocks is None else num_blocks
+        records = [record for record in self._live_records() if record.model_id == model_id]
+        num_blocks = self._num_blocks_of(model_id, records) if num_blocks is None else num_blocks
         agreed = [record for record in records if record.num_blocks == num_blocks]
         rises = [0] * (num_blocks + 1)
         for record in agreed:
@@ -227,21 +228,22 @@ class Directory:
         """Addresses of all nodes of a model, from remembered records."""
         return {
             PeerId(record.peer_id): record.addresses
-            for record in self._alive()
+            for record in self._live_records()
             if record.model_id == model_id and record.num_blocks == num_blocks
         }
 
     def blames(self, model_id: ModelId) -> Mapping[PeerId, float]:
         """Blame of each peer for reported failures, as of now (`routing/reputation.py`)."""
-        records = [record for record in self._alive() if record.model_id == model_id]
-        return self._hearsay.blames(model_id, records)
+        records = [record for record in self._live_records() if record.model_id == model_id]
+        return self._reputation.blames(model_id, records)
 
-    def doubts(self, model_id: ModelId) -> Mapping[PeerId, float]:
-        """Peers reported to be slower than they announce, with weights (`Hearsay.doubts`)."""
-        records = [record for record in self._alive() if record.model_id == model_id]
-        return self._hearsay.doubts(model_id, records)
+    def speed_doubts(self, model_id: ModelId) -> Mapping[PeerId, float]:
+        """Peers reported to be slower than they announce, with weights
+        (`ReputationView.speed_doubts`)."""
+        records = [record for record in self._live_records() if record.model_id == model_id]
+        return self._reputation.speed_doubts(model_id, records)
 
-    def measured(self, snapshot: Snapshot) -> dict[PeerId, tuple[Measured, ...]]:
+    def measured_links(self, snapshot: Snapshot) -> dict[PeerId, tuple[MeasuredLink, ...]]:
         """Links announced by the nodes of `snapshot` in their newest records."""
         nodes = (*snapshot.nodes, *snapshot.joining)
         records = {node.peer_id: self.record(node.peer_id) for node in nodes}
@@ -249,42 +251,46 @@ class Directory:
 
     def with_links(self, snapshot: Snapshot) -> Snapshot:
         """`snapshot` with the links that its nodes have measured among themselves."""
-        return replace(snapshot, links=assemble_links(self.measured(snapshot)))
+        return replace(snapshot, links=assemble_links(self.measured_links(snapshot)))
 
     async def fetch_all(self) -> list[NodeRecord]:
         """Fetch the records of all models, sorted by model, span and peer id.
 
-        Without records that have a wrong number of blocks (`know_blocks`). Members that do
+        Without records that have a wrong number of blocks (`set_num_blocks`). Members that do
         not answer are left out, as in `fetch`.
         """
-        await self._remember(await self._search(NODES_KEY))
+        await self._remember(await self._search(ALL_NODES_KEY))
         known = self._num_blocks
         return sorted(
             (
                 record
-                for record in self._alive()
+                for record in self._live_records()
                 if known.get(ModelId(record.model_id), record.num_blocks) == record.num_blocks
             ),
             key=lambda record: (record.model_id, record.span, record.peer_id),
         )
 
-    def withdrawn(self) -> list[NodeRecord]:
+    def withdrawn_records(self) -> list[NodeRecord]:
         """Remembered withdrawals that have not expired."""
         now = self._clock()
         return [
             record
-            for record in self._known
+            for record in self._records
             if record.state == "withdrawn" and record.expires_at > now
         ]
 
     def _state(self, record: NodeRecord, blames: Mapping[PeerId, float]) -> NodeState:
         blame = blames.get(PeerId(record.peer_id), 0.0)
-        return replace(record.node_state(), reliability=self._hearsay.reliability(record, blame))
+        return replace(record.node_state(), reliability=self._reputation.reliability(record, blame))
 
     def _next_record(self, status: NodeStatus) -> NodeRecord:
         """Make a record of `status`; its sequence number and expiry rise, also after a restart."""
         now = self._clock()
-        own = self._known.get(self._identity.peer_id) if self._own is None else self._own
+        own = (
+            self._records.get(self._identity.peer_id)
+            if self._own_record is None
+            else self._own_record
+        )
         last_seq = max(-1 if own is None else own.seq, self._validator.newest_seq(self._peer_id))
         expires_at = now + self.ttl_s
         if own is not None:
@@ -303,77 +309,80 @@ class Directory:
     def _peer_id(self) -> PeerId:
         return self._identity.peer_id
 
-    async def _store(self, record: NodeRecord, sealed: bytes) -> None:
-        keys = [model_key(ModelId(record.model_id)), NODES_KEY]
-        failure = await self._shelf.put(keys, sealed, record.expires_at, record.peer_id)
+    async def _publish_record(self, record: NodeRecord, sealed: bytes) -> None:
+        keys = [model_key(ModelId(record.model_id)), ALL_NODES_KEY]
+        failure = await self._dht_store.put(keys, sealed, record.expires_at, record.peer_id)
         self._is_stored = failure is None
         if failure is not None:
             log.warning("record_not_stored", seq=record.seq, reason=failure)
         else:
             log.debug("record_published", seq=record.seq, state=record.state)
-        if self._rejoining.is_alone and record.state != "withdrawn":
+        if self._rejoiner.is_isolated and record.state != "withdrawn":
             # Members that are found again get this node's records by replication.
-            self._rejoining.begin(self._others())
+            self._rejoiner.start_attempt(self._other_records())
 
     async def _search(self, key: str) -> Iterable[bytes]:
         """Fetch the sealed records under `key`; an isolated node rejoins the DHT first."""
-        found = await self._shelf.find(key)
-        if self._rejoining.is_alone and await self._rejoining.rejoin(self._others()):
-            found = await self._shelf.find(key)
+        found = await self._dht_store.find(key)
+        if self._rejoiner.is_isolated and await self._rejoiner.rejoin(self._other_records()):
+            found = await self._dht_store.find(key)
         return found
 
-    def _others(self) -> list[NodeRecord]:
-        return [record for record in self._alive() if record.peer_id != self._peer_id]
+    def _other_records(self) -> list[NodeRecord]:
+        return [record for record in self._live_records() if record.peer_id != self._peer_id]
 
-    async def _remember(self, sealed_records: Iterable[bytes], *, is_whole: bool = True) -> None:
-        """Check and remember records; `is_whole` results also drop expired ones as failed nodes."""
+    async def _remember(self, sealed_records: Iterable[bytes], *, is_complete: bool = True) -> None:
+        """Check and remember records; `is_complete` results also drop expired ones as failed
+        nodes."""
         for number, sealed in enumerate(sealed_records, 1):
-            if number % READ_PER_TURN == 0:
+            if number % STATEMENTS_PER_LOOP_TURN == 0:
                 await asyncio.sleep(0)
             try:
-                record = self._validator.open(sealed)
+                record = self._validator.open_record(sealed)
             except RecordError as error:
                 self.dropped[error.reason] += 1
                 continue
             peer = PeerId(record.peer_id)
-            known = self._known.get(peer)
+            known = self._records.get(peer)
             if known is not None and known.seq >= record.seq:
                 continue
             is_trusted = record.model_id in self._num_blocks
-            if not self._known.take(record, is_trusted_model=is_trusted, is_hearsay=not is_whole):
+            if not self._records.add(
+                record, is_trusted_model=is_trusted, is_single_source=not is_complete
+            ):
                 self.dropped["full"] += 1
             if known is not None:
-                self._hearsay.histories.replaced(known, record)
-        if is_whole:
-            await self._forget_expired()
+                self._reputation.histories.record_replacement(known, record)
+        if is_complete:
+            await self._drop_expired()
 
-    async def _forget_expired(self) -> None:
+    async def _drop_expired(self) -> None:
         """Drop expired records and count their nodes as failed, unless all nodes are silent."""
         now = self._clock()
         # If no record is new, this node itself may have been cut off.
         hears_others = any(
             record.issued_at > now - self.ttl_s and record.peer_id != self._peer_id
-            for record in self._known
+            for record in self._records
         )
-        expired = [record for record in self._known if record.expires_at <= now]
+        expired = [record for record in self._records if record.expires_at <= now]
         for number, record in enumerate(expired, 1):
-            if number % READ_PER_TURN == 0:
+            if number % STATEMENTS_PER_LOOP_TURN == 0:
                 await asyncio.sleep(0)
             peer = PeerId(record.peer_id)
-            if self._known.get(peer) is not record:
+            if self._records.get(peer) is not record:
                 continue  # Renewed in the meantime, or dropped by a concurrent fetch.
-            self._known.drop(peer)
+            self._records.drop(peer)
             if hears_others and peer != self._peer_id:
-                self._hearsay.histories.expired(record)
+                self._reputation.histories.record_expiry(record)
 
-    def _alive(self) -> list[NodeRecord]:
+    def _live_records(self) -> list[NodeRecord]:
         now = self._clock()
         return [
             record
-            for record in self._known
+            for record in self._records
             if record.expires_at > now and record.state != "withdrawn"
         ]
 
-    def _blocks_of(self, model_id: ModelId, records: Iterable[NodeRecord]) -> int:
+    def _num_blocks_of(self, model_id: ModelId, records: Iterable[NodeRecord]) -> int:
         known = self._num_blocks.get(model_id)
-        return agreed_blocks(records) if known is None else known
+        return majority_num_blocks(records) if known is None else known

@@ -8,27 +8,30 @@ from dataclasses import dataclass, replace
 
 from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.core.logging import get_logger
-from nesa_node.routing.succession import Candidate, Claim, Terms, holder
-from nesa_node.swarm.notice_board import NoticeBoard
-from nesa_node.swarm.notices import Lease
+from nesa_node.routing.succession import LeaseCandidate, LeaseClaim, LeaseTerms
+from nesa_node.routing.succession import find_leader as find_leading_claim
+from nesa_node.swarm.dht.notices import Lease
+from nesa_node.swarm.notice_store import NoticeStore
 
 log = get_logger(__name__)
 
-DEFAULT_TERMS = Terms(ttl_s=60.0, patience_s=20.0)
+DEFAULT_LEASE_TERMS = LeaseTerms(ttl_s=60.0, succession_delay_s=20.0)
 """A lease is renewed every quarter of its life; a successor waits until it has seen all claims."""
 
 
 @dataclass(frozen=True, slots=True)
-class Whom:
+class LeaseEligibility:
     """Signers that may lead: the `allowed` ones (all, if empty) except distrusted ones."""
 
     allowed: frozenset[PeerId] = frozenset()
 
-    def ignored(self, signers: Iterable[PeerId], liars: Collection[PeerId]) -> frozenset[PeerId]:
+    def ineligible_signers(
+        self, signers: Iterable[PeerId], distrusted: Collection[PeerId]
+    ) -> frozenset[PeerId]:
         return frozenset(
             signer
             for signer in signers
-            if signer in liars or (self.allowed and signer not in self.allowed)
+            if signer in distrusted or (self.allowed and signer not in self.allowed)
         )
 
 
@@ -37,25 +40,25 @@ class LeaseKeeper:
 
     def __init__(
         self,
-        board: NoticeBoard,
+        notices: NoticeStore,
         peer: PeerId,
         model: ModelId,
         *,
         clock: Callable[[], float],
-        whom: Whom = Whom(),
-        liars: Collection[PeerId] = (),
-        terms: Terms = DEFAULT_TERMS,
+        eligibility: LeaseEligibility = LeaseEligibility(),
+        distrusted: Collection[PeerId] = (),
+        terms: LeaseTerms = DEFAULT_LEASE_TERMS,
     ) -> None:
-        """`liars`, distrusted signers, may grow while the keeper runs."""
+        """`distrusted`, distrusted signers, may grow while the keeper runs."""
         self.terms = terms
-        self._board = board
+        self._notices = notices
         self._clock = clock
-        self._whom = whom
-        self._liars = liars
-        self._state = Candidate(peer, model)
+        self._eligibility = eligibility
+        self._distrusted = distrusted
+        self._state = LeaseCandidate(peer, model)
 
     @property
-    def leads(self) -> bool:
+    def is_leader(self) -> bool:
         return self._state.role == "leading"
 
     @property
@@ -65,17 +68,19 @@ class LeaseKeeper:
     async def step(self) -> None:
         """Fetch all claims, decide this node's role and publish it.
 
-        Raises as `NoticeBoard.publish` does.
+        Raises as `NoticeStore.publish` does.
         """
         before = self._state
         claims = await self._claims()
-        ignored = self._whom.ignored((claim.signer for claim in claims), self._liars)
-        state = replace(before, ignored=ignored).look(claims, self.terms, self._clock())
+        ignored = self._eligibility.ineligible_signers(
+            (claim.signer for claim in claims), self._distrusted
+        )
+        state = replace(before, ignored=ignored).observe_claims(claims, self.terms, self._clock())
         self._state = replace(state, epoch=min(state.epoch, int(self._clock())))
         if self._state.role != before.role:
-            event = "lease_taken" if self.leads else "lease_yielded"
+            event = "lease_taken" if self.is_leader else "lease_yielded"
             log.info(event, model=self._state.model, epoch=self.epoch)
-        await self._board.publish(
+        await self._notices.publish(
             Lease,
             self._state.model,
             epoch=self.epoch,
@@ -83,12 +88,12 @@ class LeaseKeeper:
             role=self._state.role,
         )
 
-    async def leave(self) -> None:
+    async def release(self) -> None:
         """Release the lease, so that a successor can take it at once."""
-        if self.leads:
+        if self.is_leader:
             self._state = replace(self._state, role="ready")
             log.info("lease_released", model=self._state.model, epoch=self.epoch)
-        await self._board.publish(
+        await self._notices.publish(
             Lease, self._state.model, epoch=self.epoch, ttl_s=0.5, role="ready"
         )
 
@@ -98,16 +103,16 @@ class LeaseKeeper:
             await self.step()
             await asyncio.sleep(self.terms.ttl_s / 4)
 
-    async def _claims(self) -> list[Claim]:
-        leases = await self._board.fetch(Lease, self._state.model)
-        return [as_claim(lease) for lease in leases]
+    async def _claims(self) -> list[LeaseClaim]:
+        leases = await self._notices.fetch(Lease, self._state.model)
+        return [claim_of_lease(lease) for lease in leases]
 
 
-def as_claim(lease: Lease) -> Claim:
-    return Claim(lease.signer, lease.role, lease.epoch, lease.expires_at)
+def claim_of_lease(lease: Lease) -> LeaseClaim:
+    return LeaseClaim(lease.signer, lease.role, lease.epoch, lease.expires_at)
 
 
-def leader(leases: Iterable[Lease], now: float) -> PeerId | None:
+def find_leader(leases: Iterable[Lease], now: float) -> PeerId | None:
     """The signer that holds the lease at `now`, among `leases`."""
-    found = holder(map(as_claim, leases), now)
+    found = find_leading_claim(map(claim_of_lease, leases), now)
     return None if found is None else found.signer

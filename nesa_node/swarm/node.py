@@ -14,26 +14,24 @@ from dataclasses import dataclass, field
 
 from nesa_node.core.errors import BootstrapError, PeerUnreachableError
 from nesa_node.core.logging import get_logger
-from nesa_node.core.waiting import waiting
-from nesa_node.swarm.dht_node import MemberNode
-from nesa_node.swarm.dht_peer import DhtPeer
-from nesa_node.swarm.dht_storage import BoundedStorage
+from nesa_node.core.wait_tracking import track_wait
+from nesa_node.swarm.dht.member import DhtStore, MemberNode
+from nesa_node.swarm.dht.rejoin import DhtRejoiner
+from nesa_node.swarm.dht.rpc import DhtRpc
+from nesa_node.swarm.dht.storage import BoundedStorage
+from nesa_node.swarm.dht.validator import RecordValidator
 from nesa_node.swarm.directory import DEFAULT_TTL_S, Directory
-from nesa_node.swarm.distances import Distances
-from nesa_node.swarm.hive import DHTID, PeerID
-from nesa_node.swarm.identity import Identity
-from nesa_node.swarm.link_speed import LinkSpeeds
-from nesa_node.swarm.message_budget import MessageBudget
-from nesa_node.swarm.notice_board import NoticeBoard
-from nesa_node.swarm.peer_lookup import with_peer_ids
-from nesa_node.swarm.ping import PING_PROTOCOL, answer_pings
-from nesa_node.swarm.private import Membership
-from nesa_node.swarm.rejoining import Rejoining
-from nesa_node.swarm.reporter import Reporter
-from nesa_node.swarm.shelf import Shelf
-from nesa_node.swarm.tasks import until_one_answers
-from nesa_node.swarm.transport import Transport, open_transport, split_peer_address
-from nesa_node.swarm.validator import RecordValidator
+from nesa_node.swarm.notice_store import NoticeStore
+from nesa_node.swarm.p2p.hivemind_imports import DHTID, PeerID
+from nesa_node.swarm.p2p.identity import Identity
+from nesa_node.swarm.p2p.membership import Membership
+from nesa_node.swarm.p2p.peer_lookup import resolve_peer_ids
+from nesa_node.swarm.p2p.rtt import PING_PROTOCOL, RttTable, answer_pings
+from nesa_node.swarm.p2p.tasks import gather_until_first_answer
+from nesa_node.swarm.p2p.transport import Transport, open_transport, split_peer_address
+from nesa_node.swarm.protocol.link_speed import LinkSpeeds
+from nesa_node.swarm.protocol.message_budget import MessageBudget
+from nesa_node.swarm.reputation import FailureReporter
 
 log = get_logger(__name__)
 
@@ -47,10 +45,10 @@ class Swarm:
     identity: Identity
     transport: Transport
     directory: Directory
-    notices: NoticeBoard
-    reporter: Reporter
-    speeds: LinkSpeeds = field(default_factory=LinkSpeeds)
-    distances: Distances = field(default_factory=Distances)
+    notices: NoticeStore
+    failure_reporter: FailureReporter
+    link_speeds: LinkSpeeds = field(default_factory=LinkSpeeds)
+    rtts: RttTable = field(default_factory=RttTable)
     message_budget: MessageBudget = field(default_factory=MessageBudget)
 
 
@@ -73,14 +71,14 @@ async def open_swarm(
 
     An initial peer without a peer id (`host:port`) is asked for it (`peer_lookup.py`). With
     `listen=False` the node is a client, which accepts no connections. `swarm_key` restricts the
-    swarm to nodes that know it (`private.py`). The caller withdraws its record before it stops
+    swarm to nodes that know it (`membership.py`). The caller withdraws its record before it stops
     serving; it is not withdrawn here.
 
     Raises what `open_transport` raises, and `BootstrapError` if initial peers answer but none is a
     member of this DHT (for example of another private swarm).
     """
     membership = Membership(swarm_key)
-    initial_peers = await with_peer_ids(initial_peers)
+    initial_peers = await resolve_peer_ids(initial_peers)
     async with open_transport(
         identity,
         host_maddrs=host_maddrs,
@@ -92,12 +90,12 @@ async def open_swarm(
         listen=listen,
     ) as transport:
         validator = RecordValidator(membership, clock)
-        peer = DhtPeer(identity.peer_id, transport.unary, validator, membership)
+        peer = DhtRpc(identity.peer_id, transport.unary, validator, membership)
         async with _dht_node(peer, validator, listen=listen) as node:
             await _join_dht(node, peer, initial_peers)
-            shelf = Shelf(node, membership)
-            notices = NoticeBoard(shelf, identity, validator, membership, clock=clock)
-            rejoining = Rejoining(node, transport, initial_peers)
+            shelf = DhtStore(node, membership)
+            notices = NoticeStore(shelf, identity, validator, membership, clock=clock)
+            rejoining = DhtRejoiner(node, transport, initial_peers)
             directory = Directory(
                 peer,
                 identity,
@@ -108,7 +106,7 @@ async def open_swarm(
                 clock=clock,
                 ttl_s=record_ttl_s,
             )
-            reporter = Reporter(notices, identity.peer_id, clock=clock)
+            reporter = FailureReporter(notices, identity.peer_id, clock=clock)
             if listen:
                 await transport.serve(PING_PROTOCOL, answer_pings)
             tasks = {
@@ -125,39 +123,39 @@ async def open_swarm(
 
 @asynccontextmanager
 async def _dht_node(
-    peer: DhtPeer, validator: RecordValidator, *, listen: bool
+    rpc: DhtRpc, validator: RecordValidator, *, listen: bool
 ) -> AsyncIterator[MemberNode]:
-    node = await MemberNode.create(peer, validator, client_mode=not listen)
+    node = await MemberNode.create(rpc, validator, client_mode=not listen)
     node.protocol.storage = BoundedStorage(
-        str(peer.peer_id),
+        str(rpc.peer_id),
         validator.dropped,
-        validator.acquaintance.known_s,
+        validator.peer_ages.known_s,
         DHTID.from_bytes(validator.index_id),
     )
-    peer.protocol = node.protocol
+    rpc.protocol = node.protocol
     try:
         yield node
     finally:
         await node.shutdown()
-        await peer.close()
+        await rpc.close()
 
 
-async def _join_dht(node: MemberNode, peer: DhtPeer, initial_peers: Sequence[str]) -> None:
+async def _join_dht(node: MemberNode, rpc: DhtRpc, initial_peers: Sequence[str]) -> None:
     others = _initial_peer_ids(node, initial_peers)
     if not others:
         return
-    with waiting("initial peers to answer as members of the DHT", limit_s=_RPC_TIMEOUT_S):
-        outcomes = await until_one_answers(_require_answer(node, other) for other in others)
+    with track_wait("initial peers to answer as members of the DHT", limit_s=_RPC_TIMEOUT_S):
+        outcomes = await gather_until_first_answer(_ping_member(node, other) for other in others)
     if all(isinstance(outcome, PeerUnreachableError) for outcome in outcomes):
         raise BootstrapError(
             "the initial peers can be reached, but none of them is a member of this swarm's DHT: "
             f"{', '.join(initial_peers)}; are they nesa-nodes, with the same --swarm-key?"
         )
     # In the background, since some of the neighbours may not answer.
-    peer.start(node.look_up(node.node_id))
+    rpc.start(node.lookup(node.node_id))
 
 
-async def _require_answer(node: MemberNode, member: PeerID) -> None:
+async def _ping_member(node: MemberNode, member: PeerID) -> None:
     """Ping a member. Raises `PeerUnreachableError`."""
     if await node.protocol.call_ping(member) is None:
         raise PeerUnreachableError(f"{member} is no member of this DHT")

@@ -1,10 +1,15 @@
 """Locations on the globe, and the lower bound of the round trip between them.
 
 Legend: A and B points each. Locations are latitude and longitude in degrees.
+
+Declared locations of nodes, checked against the speed of light.
+
+Legend: N nodes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 Floats = NDArray[np.float64]
 
 EARTH_RADIUS_KM = 6371.0
-KM_PER_MS_OF_ROUND_TRIP = 100.0
+FIBRE_KM_PER_RTT_MS = 100.0
 """Light in glass travels 200 km in a millisecond, and a round trip covers the distance twice."""
 
 
@@ -60,9 +65,9 @@ def great_circle_km(a_A2: ArrayLike, b_B2: ArrayLike) -> Floats:
     return cosines_AB
 
 
-def least_rtt_ms(a_A2: ArrayLike, b_B2: ArrayLike) -> Floats:
+def min_rtt_ms(a_A2: ArrayLike, b_B2: ArrayLike) -> Floats:
     """Round trips in ms through a straight fibre, [A, B]: a lower bound of real ones."""
-    return great_circle_km(a_A2, b_B2) / KM_PER_MS_OF_ROUND_TRIP
+    return great_circle_km(a_A2, b_B2) / FIBRE_KM_PER_RTT_MS
 
 
 def unit_vectors(places_A2: ArrayLike) -> Floats:
@@ -73,3 +78,37 @@ def unit_vectors(places_A2: ArrayLike) -> Floats:
     return np.column_stack(
         (flat_A * np.cos(longitude_A), flat_A * np.sin(longitude_A), np.sin(latitude_A))
     )
+
+
+Bools = NDArray[np.bool_]
+
+
+def locations_array(locations: Sequence[tuple[float, float] | None]) -> Floats:
+    """Locations in degrees, [N, 2]; NaN where missing or not on the globe."""
+    places_N2 = np.array([place or (np.nan, np.nan) for place in locations], dtype=np.float64)
+    places_N2 = places_N2.reshape(-1, 2)
+    nonsense_N = ~((np.abs(places_N2[:, 0]) <= 90) & (np.abs(places_N2[:, 1]) <= 180))
+    places_N2[nonsense_N] = np.nan
+    return places_N2
+
+
+def drop_implausible(places_N2: Floats, rtt_ms_NN: Floats) -> Floats:
+    """`places_N2`, with NaN for places from which most measured round trips would outrun light.
+
+    The node with the largest share of contradictions is removed first, and shares are recomputed:
+    peers with true locations contradict only the false ones.
+    """
+    kept_N2 = places_N2.copy()
+    with np.errstate(invalid="ignore"):
+        outrun_NN = rtt_ms_NN < 0.9 * min_rtt_ms(places_N2, places_N2)
+    np.fill_diagonal(outrun_NN, False)
+    measured_NN: Bools = np.isfinite(rtt_ms_NN)
+    while True:
+        placed_N: Bools = np.logical_and(*np.isfinite(kept_N2).T)
+        outrun_NN &= placed_N[:, None] & placed_N[None, :]
+        judged_N = (measured_NN & placed_N[None, :]).sum(axis=1) - 1
+        share_N = outrun_NN.sum(axis=1) / np.maximum(judged_N, 1)
+        worst = int(np.argmax(share_N)) if len(share_N) else 0
+        if not len(share_N) or share_N[worst] <= 0.5:
+            return kept_N2
+        kept_N2[worst] = np.nan

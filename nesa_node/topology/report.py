@@ -3,6 +3,8 @@
 Names in it come from the network: they are text, never markup.
 
 Legend: N nodes, T past snapshots.
+
+Shape of a swarm as JSON: persistence barcodes, Betti curves, rings, and the merge tree.
 """
 
 from __future__ import annotations
@@ -14,30 +16,125 @@ from typing import Any
 import numpy as np
 
 from nesa_node.core.ids import PeerId
-from nesa_node.topology.homology.cophenetic import quantile_heights
-from nesa_node.topology.homology.merge_tree import merge_tree
-from nesa_node.topology.homology.stability import NEAR, stability_scores
-from nesa_node.topology.homology.weights import round_trip_filtration
-from nesa_node.topology.looks import Look
-from nesa_node.topology.shape_report import shape_reports
+from nesa_node.topology.history import HistoryEntry
+from nesa_node.topology.shape.cophenetic import quantile_heights
+from nesa_node.topology.shape.diagrams import PersistenceDiagram
+from nesa_node.topology.shape.filtration import (
+    Filtration,
+    geographic_filtration,
+    network_filtration,
+    round_trip_filtration,
+)
+from nesa_node.topology.shape.merge_tree import merge_tree
+from nesa_node.topology.shape.network_shape import NetworkShape, compute_shape
+from nesa_node.topology.shape.stability import NEIGHBOURHOOD_QUANTILE, stability_scores
 from nesa_node.topology.snapshot import NodeState, Snapshot
+
+MAX_BARS_PER_DIMENSION = 400
+"""Maximum number of bars per dimension; the longest are kept."""
+_BETTI_SCALES = 64
+_MS_PER_S = 1e3
+
+
+def shape_reports(snapshot: Snapshot) -> dict[str, Any]:
+    """Shape reports by filtration; {} without nodes.
+
+    "round_trips" (ms), which the triggers watch; "network" (ms of a step: half a round trip and the
+    compute of both ends); "geography" (km), if at least two nodes declare a location.
+    """
+    if not snapshot.nodes:
+        return {}
+    everyone = list(range(len(snapshot.nodes)))
+    trips = round_trip_filtration(snapshot)
+    reports = {
+        "round_trips": _filtration_report(trips, "ms", everyone),
+        "network": _filtration_report(_compute_filtration(snapshot, trips), "ms", everyone),
+    }
+    placed = [row for row in everyone if snapshot.nodes[row].location is not None]
+    if len(placed) >= 2:
+        places_N2 = np.array([snapshot.nodes[row].location for row in placed], dtype=np.float64)
+        ways = geographic_filtration(places_N2[:, 0], places_N2[:, 1])
+        reports["geography"] = _filtration_report(ways, "km", placed)
+    return reports
+
+
+def _compute_filtration(snapshot: Snapshot, trips: Filtration) -> Filtration:
+    """Step times in milliseconds; a node without a measured speed counts with no compute time."""
+    rate_N = np.array([node.decode_tokens_per_s for node in snapshot.nodes])
+    compute_ms_N = np.divide(_MS_PER_S, rate_N, out=np.zeros(len(rate_N)), where=rate_N > 0)
+    return network_filtration(trips.weight_NN, compute_s_N=compute_ms_N)
+
+
+def _filtration_report(filtration: Filtration, unit: str, row: list[int]) -> dict[str, Any]:
+    """Report of one filtration; `row[i]` is the index of its node i among the snapshot's nodes."""
+    shape = compute_shape(filtration)
+    tree = shape.tree
+    return {
+        "unit": unit,
+        "median_edge": shape.median_edge,
+        "largest_edge": filtration.largest_weight(),
+        "nodes": row,
+        "h1_nodes": len(shape.landmarks.node_K),
+        "ring_nodes": shape.loop_nodes,
+        "h0": _diagram_json(shape.h0),
+        "h1": _diagram_json(shape.h1),
+        "betti": _betti_curves(shape, filtration.largest_weight()),
+        "rings": [
+            {
+                "birth": loop.birth,
+                "death": _finite_or_none(loop.death),
+                "edges": [[row[a], row[b]] for a, b in loop.edges],
+            }
+            for loop in shape.loops
+        ],
+        "leaves": [row[node] for node in tree.order_N.tolist()],
+        "gaps": [_finite_or_none(gap) for gap in tree.gap_N.tolist()],
+    }
+
+
+def _diagram_json(diagram: PersistenceDiagram) -> dict[str, Any]:
+    """Bars [birth, death], the longest first; death is None for classes that never die."""
+    bars = diagram.barcode(MAX_BARS_PER_DIMENSION)
+    return {
+        "bars": [[birth, _finite_or_none(death)] for birth, death in bars],
+        "left_out": len(diagram) - len(bars),
+        "essential": diagram.num_essential,
+    }
+
+
+def _betti_curves(shape: NetworkShape, largest: float) -> dict[str, Any]:
+    """Betti curves b0 and b1 from scale 0 to beyond the longest edge."""
+    scales = np.linspace(0.0, 1.05 * largest, _BETTI_SCALES).tolist() if largest > 0 else [0.0]
+    numbers = [shape.betti(scale) for scale in scales]
+    at_unit = shape.betti(shape.median_edge)
+    return {
+        "scale": scales,
+        "b0": [b0 for b0, _ in numbers],
+        "b1": [b1 for _, b1 in numbers],
+        "at_median_edge": list(at_unit),
+    }
+
+
+def _finite_or_none(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
 
 FORMAT = "nesa-node topology"
 VERSION = 1
 MAX_LINKS = 20_000
-_CAP = 10.0
+_UNREACHABLE_FACTOR = 10.0
 """Height of a node without any link, in median round trips."""
 
-Heights = Mapping[PeerId, float]
+ConnectionHeights = Mapping[PeerId, float]
 
 
-def heights_of(snapshot: Snapshot) -> dict[PeerId, float]:
+def connection_heights(snapshot: Snapshot) -> dict[PeerId, float]:
     """Round trip in ms at which each serving node is connected with a tenth of the other nodes."""
     if not snapshot.nodes:
         return {}
     filtration = round_trip_filtration(snapshot)
-    cap = _CAP * filtration.median_weight()
-    height_N = quantile_heights(merge_tree(filtration), NEAR, cap=cap)
+    cap = _UNREACHABLE_FACTOR * filtration.median_weight()
+    height_N = quantile_heights(merge_tree(filtration), NEIGHBOURHOOD_QUANTILE, cap=cap)
     peers = (node.peer_id for node in snapshot.nodes)
     return dict(zip(peers, height_N.tolist(), strict=True))
 
@@ -45,8 +142,8 @@ def heights_of(snapshot: Snapshot) -> dict[PeerId, float]:
 def topology_report(
     snapshot: Snapshot,
     *,
-    looks: Sequence[Look] = (),
-    heights: Sequence[Heights] = (),
+    looks: Sequence[HistoryEntry] = (),
+    heights: Sequence[ConnectionHeights] = (),
     active: Mapping[str, Any] | None = None,
     leads: bool = False,
 ) -> dict[str, Any]:
@@ -73,16 +170,18 @@ def topology_report(
             {"at": look.at, "trigger": seen.name, "figure": seen.figure}
             | {"threshold": seen.threshold, "reason": seen.reason}
             for look in looks
-            for seen in look.fired
+            for seen in look.fired_triggers
         ],
         "active": dict(active) if active else None,
         "strategy": looks[-1].strategy if looks else None,
-        "parameters": _changes(looks, lambda look: look.parameters, lambda _: ""),
-        "exponents": _changes(looks, lambda look: look.exponents, lambda look: look.why_exponents),
+        "parameters": _value_history(looks, lambda look: look.parameters, lambda _: ""),
+        "exponents": _value_history(
+            looks, lambda look: look.exponents, lambda look: look.why_exponents
+        ),
     }
 
 
-def _nodes(snapshot: Snapshot, heights: Sequence[Heights]) -> list[dict[str, Any]]:
+def _nodes(snapshot: Snapshot, heights: Sequence[ConnectionHeights]) -> list[dict[str, Any]]:
     peers = [node.peer_id for node in snapshot.nodes]
     if not peers:
         return []
@@ -118,7 +217,7 @@ def _links(snapshot: Snapshot) -> dict[str, Any]:
     """Known links as pairs of node indices, the shortest first, at most `MAX_LINKS`."""
     if snapshot.links is None:
         return {"pairs": [], "left_out": 0, "median_rtt_ms": None}
-    links = snapshot.links.of([node.peer_id for node in snapshot.nodes])
+    links = snapshot.links.select([node.peer_id for node in snapshot.nodes])
     first, second = np.triu_indices(len(links.peers), 1)
     rtt_ms = links.rtt_ms_NN[first, second]
     known = np.flatnonzero(np.isfinite(rtt_ms))
@@ -128,11 +227,11 @@ def _links(snapshot: Snapshot) -> dict[str, Any]:
             {
                 "nodes": [a, b],
                 "rtt_ms": float(links.rtt_ms_NN[a, b]),
-                "age_s": finite(links.age_s_NN[a, b]),
+                "age_s": finite_or_none(links.age_s_NN[a, b]),
                 "confidence": float(links.confidence_NN[a, b]),
                 "bytes_per_s": [
-                    finite(links.rate_bytes_per_s_NN[a, b]),
-                    finite(links.rate_bytes_per_s_NN[b, a]),
+                    finite_or_none(links.rate_bytes_per_s_NN[a, b]),
+                    finite_or_none(links.rate_bytes_per_s_NN[b, a]),
                 ],
             }
             for a, b in zip(first[chosen].tolist(), second[chosen].tolist(), strict=True)
@@ -142,7 +241,7 @@ def _links(snapshot: Snapshot) -> dict[str, Any]:
     }
 
 
-def _history(looks: Sequence[Look]) -> dict[str, Any]:
+def _history(looks: Sequence[HistoryEntry]) -> dict[str, Any]:
     """History as columns for charts; None where a trigger was not evaluated."""
     names = list(dict.fromkeys(seen.name for look in looks for seen in look.seen))
     rows = [{seen.name: seen for seen in look.seen} for look in looks]
@@ -163,10 +262,10 @@ def _history(looks: Sequence[Look]) -> dict[str, Any]:
     }
 
 
-def _changes(
-    looks: Sequence[Look],
-    values: Callable[[Look], Mapping[str, float]],
-    why: Callable[[Look], str],
+def _value_history(
+    looks: Sequence[HistoryEntry],
+    values: Callable[[HistoryEntry], Mapping[str, float]],
+    why: Callable[[HistoryEntry], str],
 ) -> dict[str, Any]:
     """The present values, and each change of them with its time and reason."""
     found: list[dict[str, Any]] = []
@@ -177,5 +276,5 @@ def _changes(
     return {"now": found[-1]["values"] if found else {}, "history": found}
 
 
-def finite(value: float) -> float | None:
+def finite_or_none(value: float) -> float | None:
     return float(value) if math.isfinite(value) else None

@@ -1,14 +1,80 @@
-"""Immutable snapshot of the nodes that serve one model."""
+"""Immutable snapshot of the nodes that serve one model.
+
+Content digest of a snapshot: SHA-256 in a canonical order.
+
+Comparison of two snapshots of a swarm: nodes, spans, speeds and round trips.
+"""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.core.span import Span
-from nesa_node.topology.digest import digest
-from nesa_node.topology.links import Links
+from nesa_node.topology.links.matrix import Links
+
+if TYPE_CHECKING:
+    from nesa_node.topology.links.matrix import Links
+
+
+Floats = NDArray[np.float64]
+
+_DOMAIN = b"nesa-node snapshot 1\n"
+LINK_ARRAYS = ("rtt_ms_NN", "rate_bytes_per_s_NN", "age_s_NN", "confidence_NN")
+"""Array fields of `Links`, in the order in which they are hashed and stored."""
+
+
+def snapshot_digest(snapshot: Snapshot) -> str:
+    """SHA-256 of a snapshot, 64 hexadecimal digits; independent of the order of its nodes."""
+    hasher = hashlib.sha256(_DOMAIN)
+    head = (snapshot.model_id, snapshot.num_blocks, snapshot.taken_at + 0.0)
+    hasher.update(
+        _canonical_json((head, _sorted_nodes(snapshot.nodes), _sorted_nodes(snapshot.joining)))
+    )
+    if snapshot.links is not None:
+        links = _sorted_links(snapshot.links)
+        hasher.update(_canonical_json(links.peers))
+        for name in LINK_ARRAYS:
+            hasher.update(canonical_bytes(getattr(links, name)))
+    return hasher.hexdigest()
+
+
+def canonical_bytes(array: Floats) -> bytes:
+    """Bytes of an array: little-endian float64, one NaN pattern, no negative zero."""
+    plain = np.array(array, dtype="<f8")
+    plain += 0.0
+    plain[np.isnan(plain)] = np.nan
+    return plain.tobytes()
+
+
+def _sorted_nodes(nodes: tuple[NodeState, ...]) -> list[dict[str, object]]:
+    return [_node_fields(node) for node in sorted(nodes, key=lambda node: node.peer_id)]
+
+
+def _node_fields(node: NodeState) -> dict[str, object]:
+    """Fields of a node, numbers as floats, so that 0, 0.0 and -0.0 hash alike."""
+    values = {field.name: getattr(node, field.name) for field in fields(node)}
+    values["location"] = node.location and tuple(value + 0.0 for value in node.location)
+    return {
+        name: value + 0.0 if isinstance(value, int | float) else value
+        for name, value in values.items()
+    }
+
+
+def _sorted_links(links: Links) -> Links:
+    peers = tuple(sorted(links.peers))
+    return links if peers == links.peers else links.select(peers)
+
+
+def _canonical_json(value: object) -> bytes:
+    return msgspec.json.encode(value, order="sorted") + b"\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +134,10 @@ class Snapshot:
         """The maximal spans that no serving node holds, in order."""
         return zero_runs(self.coverage())
 
-    def node(self, peer_id: PeerId) -> NodeState | None:
+    def find_node(self, peer_id: PeerId) -> NodeState | None:
         return next((node for node in self.nodes if node.peer_id == peer_id), None)
 
-    def without(self, *peers: PeerId) -> Snapshot:
+    def without_peers(self, *peers: PeerId) -> Snapshot:
         """The snapshot without `peers`, serving or joining."""
         return replace(
             self,
@@ -81,7 +147,7 @@ class Snapshot:
 
     def digest(self) -> str:
         """SHA-256 of the content in hexadecimal, independent of the order of nodes."""
-        return digest(self)
+        return snapshot_digest(self)
 
 
 def count_holders(nodes: Sequence[NodeState], num_blocks: int) -> tuple[int, ...]:
@@ -104,3 +170,56 @@ def zero_runs(counts: Sequence[float]) -> tuple[Span, ...]:
             runs.append(Span(start, block))
             start = None
     return tuple(runs)
+
+
+SPEED_CHANGE_FRACTION = 0.2
+"""Relative change of a node's tokens/s that counts as a difference."""
+RTT_CHANGE_FRACTION = 0.05
+"""Mean change of round trips, relative to their median, that counts as a difference. Pings alone
+vary by about 2 %."""
+_MAX_COMPARED_NODES = 500
+
+
+def snapshots_differ(first: Snapshot, second: Snapshot) -> bool:
+    """Whether nodes, spans, speeds or round trips differ.
+
+    Loads, ages and free memory differ between any two snapshots and do not count.
+    """
+    return (
+        first.num_blocks != second.num_blocks
+        or _spans_by_peer(first.nodes) != _spans_by_peer(second.nodes)
+        or _spans_by_peer(first.joining) != _spans_by_peer(second.joining)
+        or _speeds_differ(first, second)
+        or _rtts_differ(first, second)
+    )
+
+
+def _spans_by_peer(nodes: Sequence[NodeState]) -> dict[PeerId, tuple[int, int, str]]:
+    return {node.peer_id: (node.span.start, node.span.end, node.quantization) for node in nodes}
+
+
+def _speeds_differ(one: Snapshot, other: Snapshot) -> bool:
+    speed = {node.peer_id: node.decode_tokens_per_s for node in one.nodes}
+    return any(
+        abs(node.decode_tokens_per_s - speed[node.peer_id])
+        > SPEED_CHANGE_FRACTION * speed[node.peer_id]
+        for node in other.nodes
+    )
+
+
+def _rtts_differ(one: Snapshot, other: Snapshot) -> bool:
+    """Whether round trips differ, among at most 500 nodes; each change is capped at the median."""
+    if one.links is None or other.links is None:
+        return (one.links is None) != (other.links is None)
+    peers = [node.peer_id for node in one.nodes][:: -(-len(one.nodes) // _MAX_COMPARED_NODES) or 1]
+    before_NN, _ = one.links.select_arrays(peers)
+    after_NN, _ = other.links.select_arrays(peers)
+    known_NN = np.isfinite(before_NN) & np.isfinite(after_NN)
+    if not np.array_equal(np.isfinite(before_NN), np.isfinite(after_NN)):
+        return True
+    np.fill_diagonal(known_NN, False)
+    if not known_NN.any():
+        return False
+    unit = float(np.median(before_NN[known_NN]))
+    away = np.minimum(np.abs(after_NN[known_NN] - before_NN[known_NN]), unit)
+    return float(away.mean()) > RTT_CHANGE_FRACTION * unit

@@ -1,9 +1,12 @@
-"""ASGI middleware that authenticates requests, applies rate limits, and reads their bodies."""
+"""ASGI middleware that authenticates requests, applies rate limits, and reads their bodies.
+
+Ends a response in progress when the caller's key is revoked or expires.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AsyncExitStack
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -11,21 +14,72 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from nesa_node.core.http_address import HttpAddress
-from nesa_node.web.bodies import Bodies
-from nesa_node.web.doorman import ANYBODY, Caller, Doorman, answering, shown_key
-from nesa_node.web.leash import Leash
-from nesa_node.web.limits import Limits
-from nesa_node.web.login import LOGIN, LOGOUT, Login
-from nesa_node.web.problem import Problem
-from nesa_node.web.refusal import refuse
+from nesa_node.core.settings.http_address import HttpAddress
+from nesa_node.web.authenticator import (
+    ANONYMOUS_ID,
+    Authenticator,
+    Caller,
+    caller_context,
+    key_in_headers,
+)
+from nesa_node.web.body_reader import BodyReader
+from nesa_node.web.login import LOGIN_PATH, LOGOUT_PATH, LoginHandler
+from nesa_node.web.problem import HttpProblem, send_refusal
+from nesa_node.web.rate_limits import RateLimiter
 
-_READS = ("GET", "HEAD")
-_RETRY_S = 1.0
+
+class KeyRevocation:
+    """Runs an application as long as `holds()`, which is checked at every chunk of the response.
+
+    After that the application sees a disconnect. A stream ends normally for its client; any other
+    response is cut by closing the connection, so that it does not look complete.
+    """
+
+    def __init__(self, is_key_valid: Callable[[], bool], receive: Receive, send: Send) -> None:
+        self._is_key_valid = is_key_valid
+        self._receive = receive
+        self._send = send
+        self._revoked = asyncio.Event()
+        self._is_unfinished = False
+        self._is_stream = False
+
+    async def run(self, app: ASGIApp, scope: Scope) -> None:
+        await app(scope, self._receive_or_disconnect, self._send_while_valid)
+        if self._revoked.is_set() and self._is_unfinished and self._is_stream:
+            await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _receive_or_disconnect(self) -> Message:
+        getting = asyncio.ensure_future(self._receive())
+        waiting = asyncio.ensure_future(self._revoked.wait())
+        both = (getting, waiting)
+        try:
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            return {"type": "http.disconnect"} if waiting.done() else getting.result()
+        finally:
+            for task in both:
+                task.cancel()
+            await asyncio.gather(*both, return_exceptions=True)
+
+    async def _send_while_valid(self, message: Message) -> None:
+        if self._revoked.is_set():
+            return
+        if message["type"] == "http.response.start":
+            kind = Headers(raw=message["headers"]).get("content-type", "")
+            self._is_stream = kind.startswith("text/event-stream")
+        if message["type"] == "http.response.body":
+            self._is_unfinished = bool(message.get("more_body", False))
+            if self._is_unfinished and not self._is_key_valid():
+                self._revoked.set()
+                return
+        await self._send(message)
 
 
-class Access:
-    """Authenticates by `doorman`, applies `limits`, and reads the body before it calls `app`.
+_READ_METHODS = ("GET", "HEAD")
+_CONNECTION_RETRY_S = 1.0
+
+
+class AccessMiddleware:
+    """Authenticates by `authenticator`, applies `limits`, and reads the body before it calls `app`.
 
     `public` paths may be read without a key; one that ends with a slash includes all paths below.
     `scope["state"]` gets the `caller` (also `current_caller()`) and, for rate-limited requests, an
@@ -36,50 +90,50 @@ class Access:
     def __init__(
         self,
         app: ASGIApp,
-        doorman: Doorman,
+        authenticator: Authenticator,
         address: HttpAddress,
         *,
-        limits: Limits,
-        bodies: Bodies,
+        rate_limiter: RateLimiter,
+        body_reader: BodyReader,
         public: Collection[str] = (),
     ) -> None:
         self._app = app
-        self._doorman = doorman
+        self._authenticator = authenticator
         self._address = address
-        self._limits = limits
-        self._bodies = bodies
+        self._rate_limiter = rate_limiter
+        self._body_reader = body_reader
         # Public paths have no body, and unauthenticated ones must not count as large requests.
-        self._no_bodies = Bodies(0)
-        self._login = Login(doorman)
+        self._no_body_reader = BodyReader(0)
+        self._login = LoginHandler(authenticator)
         self._public = frozenset(public)
-        self._public_below = tuple(path for path in public if path.endswith("/") and path != "/")
+        self._public_prefixes = tuple(path for path in public if path.endswith("/") and path != "/")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        if scope["path"] in (LOGIN, LOGOUT):
+        if scope["path"] in (LOGIN_PATH, LOGOUT_PATH):
             await self._login(scope, receive, send)
             return
         async with AsyncExitStack() as stack:
             try:
                 whole, headers = await self._admit(stack, scope, receive)
-            except Problem as problem:
+            except HttpProblem as problem:
                 await stack.aclose()
-                await refuse(_refusal(problem, scope), scope, receive, send)
+                await send_refusal(_refusal_response(problem, scope), scope, receive, send)
                 return
             except ClientDisconnect:
                 return
-            await self._leashed(scope, whole, _with_headers(send, headers))
-        if self._doorman.store.has_unsaved:
-            await asyncio.to_thread(self._doorman.store.save_uses)
+            await self._call_while_valid(scope, whole, _with_headers(send, headers))
+        if self._authenticator.store.has_unsaved_uses:
+            await asyncio.to_thread(self._authenticator.store.save_uses)
 
-    async def _leashed(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _call_while_valid(self, scope: Scope, receive: Receive, send: Send) -> None:
         caller = scope.get("state", {}).get("caller")
         if caller is None:
             await self._app(scope, receive, send)
         else:
-            leash = Leash(lambda: self._doorman.still_knows(caller), receive, send)
+            leash = KeyRevocation(lambda: self._authenticator.is_still_valid(caller), receive, send)
             await leash.run(self._app, scope)
 
     async def _admit(
@@ -90,51 +144,55 @@ class Access:
         Raises `Problem` if the request is refused.
         """
         if self._is_public(scope):
-            return await stack.enter_async_context(self._no_bodies.whole(scope, receive)), {}
+            return await stack.enter_async_context(
+                self._no_body_reader.read_whole(scope, receive)
+            ), {}
         headers: Mapping[str, str] = {}
-        caller = self._doorman.caller(scope, self._address)
+        caller = self._authenticator.authenticate(scope, self._address)
         state = scope.setdefault("state", {})
         state["caller"] = caller
-        stack.enter_context(answering(caller.id))
-        _count_connection(scope, caller)
-        if _counts(scope, caller):
-            allowance = stack.enter_context(self._limits.request(caller.id, caller.limits))
+        stack.enter_context(caller_context(caller.id))
+        _assign_connection(scope, caller)
+        if _is_rate_limited(scope, caller):
+            allowance = stack.enter_context(
+                self._rate_limiter.admit_request(caller.id, caller.limits)
+            )
             state["allowance"] = allowance
             headers = allowance.headers
-        holder = None if caller.id == ANYBODY else caller.id
-        whole = self._bodies.whole(scope, receive, caller=holder)
+        holder = None if caller.id == ANONYMOUS_ID else caller.id
+        whole = self._body_reader.read_whole(scope, receive, caller=holder)
         return await stack.enter_async_context(whole), headers
 
     def _is_public(self, scope: Scope) -> bool:
         path = scope["path"]
-        return scope["method"] in _READS and (
-            path in self._public or path.startswith(self._public_below)
+        return scope["method"] in _READ_METHODS and (
+            path in self._public or path.startswith(self._public_prefixes)
         )
 
 
-def _count_connection(scope: Scope, caller: Caller) -> None:
+def _assign_connection(scope: Scope, caller: Caller) -> None:
     """Count the connection as one of the caller's key; `Problem` 429 if the key has too many."""
     connection = scope.get("state", {}).get("connection")
-    if connection is None or caller.id == ANYBODY or connection.know(caller.id):
+    if connection is None or caller.id == ANONYMOUS_ID or connection.know(caller.id):
         return
-    raise Problem(
+    raise HttpProblem(
         429,
         "too many connections show this key at once: close some, or use them again",
         code="rate_limit_exceeded",
-        retry_after_s=_RETRY_S,
+        retry_after_s=_CONNECTION_RETRY_S,
     )
 
 
-def _counts(scope: Scope, caller: Caller) -> bool:
-    return not (caller.by_cookie and scope["method"] in _READS)
+def _is_rate_limited(scope: Scope, caller: Caller) -> bool:
+    return not (caller.by_cookie and scope["method"] in _READ_METHODS)
 
 
-def _refusal(problem: Problem, scope: Scope) -> Response:
+def _refusal_response(problem: HttpProblem, scope: Scope) -> Response:
     """Response to a refused request: browsers without a key are redirected to the login page."""
     headers = Headers(scope=scope)
-    by_hand = scope["method"] in _READS and "text/html" in headers.get("accept", "")
-    if problem.status == 401 and by_hand and shown_key(headers) is None:
-        return RedirectResponse(LOGIN, 303)
+    by_hand = scope["method"] in _READ_METHODS and "text/html" in headers.get("accept", "")
+    if problem.status == 401 and by_hand and key_in_headers(headers) is None:
+        return RedirectResponse(LOGIN_PATH, 303)
     return problem.response()
 
 

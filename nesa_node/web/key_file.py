@@ -14,14 +14,14 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from nesa_node.core.config import PublicName
 from nesa_node.core.errors import ConfigError
-from nesa_node.core.waiting import waiting
+from nesa_node.core.settings.models import PublicName
+from nesa_node.core.wait_tracking import track_wait
 
-_MAX_BYTES = 16 * 2**20
-_LOCK_WAIT_S = 5.0
-_LOCK_EVERY_S = 0.02
-_YOUNG_S = 2.0
+_MAX_FILE_BYTES = 16 * 2**20
+_LOCK_TIMEOUT_S = 5.0
+_LOCK_POLL_S = 0.02
+_RECENT_WRITE_S = 2.0
 _Limit = Annotated[int, Field(ge=1)] | None
 _Time = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
@@ -45,11 +45,11 @@ class StoredKey(BaseModel):
     def digest(self) -> bytes:
         return bytes.fromhex(self.sha256)
 
-    def expired(self, now: float) -> bool:
+    def has_expired(self, now: float) -> bool:
         return self.expires_at is not None and now >= self.expires_at
 
 
-class _Document(BaseModel):
+class _KeyDocument(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     format: Literal["nesa-node keys"] = "nesa-node keys"
@@ -57,9 +57,9 @@ class _Document(BaseModel):
     keys: tuple[StoredKey, ...] = ()
 
 
-Stamp = tuple[int, int, int]
+FileStamp = tuple[int, int, int]
 """Inode, modification time and size of a file version."""
-_NO_FILE: Stamp = (0, 0, 0)
+_NO_FILE: FileStamp = (0, 0, 0)
 
 
 class KeyFile:
@@ -73,57 +73,57 @@ class KeyFile:
         self.path = path.expanduser().absolute()
 
     def exists(self) -> bool:
-        return self.stamp() != _NO_FILE
+        return self.read_stamp() != _NO_FILE
 
-    def stamp(self) -> Stamp:
+    def read_stamp(self) -> FileStamp:
         try:
-            return _stamp_of(os.stat(self.path))
+            return _make_stamp(os.stat(self.path))
         except FileNotFoundError:
             return _NO_FILE
         except OSError as error:
             raise ConfigError(f"cannot read the keys in {self.path}: {error.strerror}") from None
 
-    def read(self) -> tuple[tuple[StoredKey, ...], Stamp | None]:
+    def read_keys(self) -> tuple[tuple[StoredKey, ...], FileStamp | None]:
         """All keys (none without a file) and the file's stamp.
 
         The stamp is None for a file so recent that a later version could have the same one.
         """
         try:
-            with open(self.path, "rb", opener=_at_once) as file:
+            with open(self.path, "rb", opener=_open_nonblocking) as file:
                 found = os.fstat(file.fileno())
-                self._check(found)
-                content = file.read(_MAX_BYTES + 1)
+                self._check_permissions(found)
+                content = file.read(_MAX_FILE_BYTES + 1)
         except FileNotFoundError:
             return (), _NO_FILE
         except OSError as error:
             raise ConfigError(f"cannot read the keys in {self.path}: {error.strerror}") from None
-        young = time.time() - found.st_mtime < _YOUNG_S
+        young = time.time() - found.st_mtime < _RECENT_WRITE_S
         try:
-            keys = _Document.model_validate_json(content).keys
+            keys = _KeyDocument.model_validate_json(content).keys
         except ValidationError:
             raise ConfigError(
                 f"{self.path} is damaged or no file of keys: move it away and make new keys, or "
                 "choose another one with --keys-path"
             ) from None
-        return keys, None if young else _stamp_of(found)
+        return keys, None if young else _make_stamp(found)
 
     @contextmanager
-    def change(self) -> Iterator[list[StoredKey]]:
+    def edit_keys(self) -> Iterator[list[StoredKey]]:
         """Yield the keys as a list to edit; it is written if the context exits without an error."""
         try:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with _locked(self.path.with_name(self.path.name + ".lock")):
-                before, _ = self.read()
+            with _hold_lock(self.path.with_name(self.path.name + ".lock")):
+                before, _ = self.read_keys()
                 keys = list(before)
                 yield keys
                 if tuple(keys) != before:
-                    _write(self.path.resolve(), _Document(keys=tuple(keys)))
+                    _replace_file(self.path.resolve(), _KeyDocument(keys=tuple(keys)))
         except OSError as error:
             raise ConfigError(
                 f"cannot write the keys in {self.path}: {error.strerror or error}"
             ) from None
 
-    def _check(self, found: os.stat_result) -> None:
+    def _check_permissions(self, found: os.stat_result) -> None:
         """Refuse a file that other users may write; reading is harmless, it has only hashes."""
         if not stat.S_ISREG(found.st_mode):
             raise ConfigError(f"{self.path} is not a regular file")
@@ -134,39 +134,39 @@ class KeyFile:
             )
 
 
-def _stamp_of(found: os.stat_result) -> Stamp:
+def _make_stamp(found: os.stat_result) -> FileStamp:
     return found.st_ino, found.st_mtime_ns, found.st_size
 
 
-def _at_once(path: str, flags: int) -> int:
+def _open_nonblocking(path: str, flags: int) -> int:
     """Open without blocking on a pipe."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def _hold_lock(path: Path) -> Iterator[None]:
     """Hold the lock file; the kernel releases it if this process dies. Raises `TimeoutError`."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        with waiting("another program that changes the keys", limit_s=_LOCK_WAIT_S):
-            _lock(descriptor, path)
+        with track_wait("another program that changes the keys", limit_s=_LOCK_TIMEOUT_S):
+            _acquire_lock(descriptor, path)
         yield
     finally:
         os.close(descriptor)
 
 
-def _lock(descriptor: int, path: Path) -> None:
-    deadline = time.monotonic() + _LOCK_WAIT_S
+def _acquire_lock(descriptor: int, path: Path) -> None:
+    deadline = time.monotonic() + _LOCK_TIMEOUT_S
     while True:
         with suppress(BlockingIOError):
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return
         if time.monotonic() > deadline:
             raise TimeoutError(f"another program keeps {path} locked")
-        time.sleep(_LOCK_EVERY_S)
+        time.sleep(_LOCK_POLL_S)
 
 
-def _write(path: Path, document: _Document) -> None:
+def _replace_file(path: Path, document: _KeyDocument) -> None:
     # mkstemp creates the file exclusively and with mode 0600.
     descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
     try:

@@ -16,66 +16,76 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from nesa_node.web.bodies import Bodies
-from nesa_node.web.browsers import STAY_S
-from nesa_node.web.doorman import Doorman, client_of, cookie_name, cookie_of
-from nesa_node.web.problem import Problem
-from nesa_node.web.refusal import refuse
+from nesa_node.web.authenticator import (
+    TOKEN_LIFETIME_S,
+    Authenticator,
+    client_address,
+    cookie_name,
+    cookie_token,
+)
+from nesa_node.web.body_reader import BodyReader
+from nesa_node.web.problem import HttpProblem, send_refusal
 
-LOGIN = "/login"
-LOGOUT = "/logout"
+LOGIN_PATH = "/login"
+LOGOUT_PATH = "/logout"
 # The redirect target is fixed, so there is no open redirect.
-_HOME = "/"
-_MAX_BYTES = 8192
-_READ_S = 10.0
+_HOME_PATH = "/"
+_MAX_BODY_BYTES = 8192
+_READ_TIMEOUT_S = 10.0
 # Logins are unauthenticated: a few slow clients must not block all other logins.
-_AT_ONCE = 1024
+_MAX_HELD_BODIES = 1024
 
 
-class Login:
-    """ASGI application of the two paths, which checks keys with `doorman`."""
+class LoginHandler:
+    """ASGI application of the two paths, which checks keys with `authenticator`."""
 
-    def __init__(self, doorman: Doorman) -> None:
-        self._doorman = doorman
-        self._bodies = Bodies(_MAX_BYTES, read_s=_READ_S, at_once=_AT_ONCE)
+    def __init__(self, authenticator: Authenticator) -> None:
+        self._authenticator = authenticator
+        self._body_reader = BodyReader(
+            _MAX_BODY_BYTES, read_timeout_s=_READ_TIMEOUT_S, max_held_bodies=_MAX_HELD_BODIES
+        )
         self._page = _LoginPage()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            async with self._bodies.whole(scope, receive) as whole:
+            async with self._body_reader.read_whole(scope, receive) as whole:
                 response = await self._answer(Request(scope, whole))
                 await response(scope, whole, send)
-        except Problem as problem:
-            await refuse(problem.response(), scope, receive, send)
+        except HttpProblem as problem:
+            await send_refusal(problem.response(), scope, receive, send)
         except ClientDisconnect:
             return
 
     async def _answer(self, request: Request) -> Response:
         asked = (request.method, request.url.path)
-        if asked in (("GET", LOGIN), ("HEAD", LOGIN)):
-            return RedirectResponse(_HOME, 303) if self._doorman.open else self._page.response()
-        if asked == ("POST", LOGIN):
+        if asked in (("GET", LOGIN_PATH), ("HEAD", LOGIN_PATH)):
+            return (
+                RedirectResponse(_HOME_PATH, 303)
+                if self._authenticator.is_open
+                else self._page.response()
+            )
+        if asked == ("POST", LOGIN_PATH):
             return await self._log_in(request)
-        if asked == ("POST", LOGOUT):
+        if asked == ("POST", LOGOUT_PATH):
             return self._log_out(request)
-        return Problem(405, f"{request.method} is not for {request.url.path}").response()
+        return HttpProblem(405, f"{request.method} is not for {request.url.path}").response()
 
     async def _log_in(self, request: Request) -> Response:
         form = not _is_json(request)
-        done = RedirectResponse(_HOME, 303) if form else Response(status_code=204)
-        if self._doorman.open:
+        done = RedirectResponse(_HOME_PATH, 303) if form else Response(status_code=204)
+        if self._authenticator.is_open:
             return done
         try:
-            key = _key_in(await request.body(), form=form)
-            caller = self._doorman.by_key(key, client_of(request.scope))
-        except Problem as problem:
+            key = _parse_key(await request.body(), form=form)
+            caller = self._authenticator.authenticate_key(key, client_address(request.scope))
+        except HttpProblem as problem:
             if not form:
                 return problem.response()
             return self._page.response(problem)
         done.set_cookie(
             cookie_name(request.scope),
-            self._doorman.remember(caller),
-            max_age=STAY_S,
+            self._authenticator.issue_token(caller),
+            max_age=TOKEN_LIFETIME_S,
             httponly=True,
             samesite="strict",
             secure=request.url.scheme == "https",
@@ -83,10 +93,10 @@ class Login:
         return done
 
     def _log_out(self, request: Request) -> Response:
-        token = cookie_of(request.scope)
+        token = cookie_token(request.scope)
         if token is not None:
-            self._doorman.forget(token)
-        done = Response(status_code=204) if _is_json(request) else RedirectResponse(LOGIN, 303)
+            self._authenticator.revoke_token(token)
+        done = Response(status_code=204) if _is_json(request) else RedirectResponse(LOGIN_PATH, 303)
         done.delete_cookie(
             cookie_name(request.scope),
             httponly=True,
@@ -110,7 +120,7 @@ class _LoginPage:
             "form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
         )
 
-    def response(self, problem: Problem | None = None) -> Response:
+    def response(self, problem: HttpProblem | None = None) -> Response:
         """The page, with the reason if the last attempt failed."""
         told = f'<p role="alert">{escape(problem.message)}</p>' if problem else ""
         response = HTMLResponse(self._page.replace("<!--MESSAGE-->", told))
@@ -125,7 +135,7 @@ def _is_json(request: Request) -> bool:
     return request.headers.get("content-type", "").partition(";")[0].strip() == "application/json"
 
 
-def _key_in(body: bytes, *, form: bool) -> str:
+def _parse_key(body: bytes, *, form: bool) -> str:
     """The field `key` of a form or JSON body. Raises `Problem` 400 without one."""
     try:
         text = body.decode()
@@ -135,4 +145,4 @@ def _key_in(body: bytes, *, form: bool) -> str:
             return key.strip()
     except (ValueError, LookupError, TypeError, RecursionError):
         pass
-    raise Problem(400, "give the API key in the field `key`", param="key")
+    raise HttpProblem(400, "give the API key in the field `key`", param="key")

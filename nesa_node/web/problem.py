@@ -1,14 +1,21 @@
-"""HTTP errors in OpenAI's JSON format, which its clients turn into exceptions."""
+"""HTTP errors in OpenAI's JSON format, which its clients turn into exceptions.
+
+Refusals that reach the client although its request's body was not read.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
-from starlette.responses import JSONResponse
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse, Response
+from starlette.types import Message, Receive, Scope, Send
 
-_TYPES = {
+_ERROR_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
     403: "permission_error",
@@ -24,7 +31,7 @@ _TYPES = {
 }
 
 
-class Problem(Exception):
+class HttpProblem(Exception):
     """HTTP error of a request. `message` says what failed, where, and what to do."""
 
     def __init__(
@@ -51,7 +58,7 @@ class Problem(Exception):
         return {
             "error": {
                 "message": self.message,
-                "type": _TYPES.get(self.status, "server_error"),
+                "type": _ERROR_TYPES.get(self.status, "server_error"),
                 "param": self.param,
                 "code": self.code,
             }
@@ -59,3 +66,46 @@ class Problem(Exception):
 
     def response(self) -> JSONResponse:
         return JSONResponse(self.body(), self.status, self.headers)
+
+
+DISCARD_TIMEOUT_S = 2.0
+MAX_DISCARDED_BYTES = 64 * 2**20
+
+
+async def send_refusal(response: Response, scope: Scope, receive: Receive, send: Send) -> None:
+    """Send a complete `response` and close the connection if the request has a body.
+
+    A client that is still sending would lose the response if the connection closed at once. So its
+    body is discarded first, for at most `DISCARD_TIMEOUT_S` seconds and `MAX_DISCARDED_BYTES`.
+    """
+    if not _has_body(Headers(scope=scope)):
+        await response(scope, receive, send)
+        return
+    response.headers["connection"] = "close"
+    last: list[Message] = []
+
+    async def hold_back_the_end(message: Message) -> None:
+        if message["type"] == "http.response.body" and not message.get("more_body", False):
+            last.append({**message, "body": b""})
+            message = {**message, "more_body": True}
+        await send(message)
+
+    await response(scope, receive, hold_back_the_end)
+    with suppress(TimeoutError):
+        async with asyncio.timeout(DISCARD_TIMEOUT_S):
+            await _discard_body(receive)
+    for message in last:
+        await send(message)
+
+
+def _has_body(headers: Headers) -> bool:
+    return "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
+
+
+async def _discard_body(receive: Receive) -> None:
+    seen = 0
+    while seen < MAX_DISCARDED_BYTES:
+        message = await receive()
+        seen += len(message.get("body", b""))
+        if message["type"] != "http.request" or not message.get("more_body", False):
+            return

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from nesa_node.cli.gateway import serve_gateway
-from nesa_node.core.config import GatewayConfig
+from nesa_node.cli.services.gateway import serve_gateway
+from nesa_node.core.settings.models import GatewayConfig
 
 READY_S = 40.0
 

@@ -13,42 +13,41 @@ import httpx
 import torch
 from starlette.routing import BaseRoute
 
-from nesa_node.api.answering.closing import Closing
 from nesa_node.api.app import make_app
-from nesa_node.api.decoding.job import (
-    Chosen,
+from nesa_node.api.generation.job import (
+    CandidateToken,
     Delta,
-    Event,
     FinishReason,
+    GenerationEvent,
     Job,
-    PromptRead,
-    Sampling,
-    TokenChance,
+    PrefillDone,
+    SamplingParams,
+    SequenceToken,
 )
-from nesa_node.api.requests import Requests
-from nesa_node.api.serving.grammar_checker import GrammarChecker
-from nesa_node.api.serving.looking import Seen
-from nesa_node.api.serving.metrics import GatewayMetrics
-from nesa_node.api.serving.models import Models
-from nesa_node.api.serving.template_renderer import TemplateRenderer
-from nesa_node.core.config import GatewayConfig
+from nesa_node.api.models.discovery import AnnouncedModel
+from nesa_node.api.models.metrics import GatewayMetrics
+from nesa_node.api.models.registry import ModelRegistry
+from nesa_node.api.models.sandbox import GrammarChecker, TemplateRenderer
+from nesa_node.api.request_telemetry import RequestTelemetry
+from nesa_node.api.responses.in_flight import GracefulShutdown
 from nesa_node.core.errors import ModelNotFoundError
-from nesa_node.core.http_address import HttpAddress
 from nesa_node.core.ids import ModelId
+from nesa_node.core.settings.http_address import HttpAddress
+from nesa_node.core.settings.models import GatewayConfig
 from nesa_node.core.span import Span
-from nesa_node.web.gate import serve_gated
+from nesa_node.web.server import serve_authenticated
 
 MODEL_ID = ModelId("scripted@0123456789abcdef")
 NAME = "scripted"
 CONTEXT = 64
 ANY_PORT = HttpAddress("127.0.0.1", 0)
 
-Script = Callable[[Job], AsyncIterator[Event]]
+Script = Callable[[Job], AsyncIterator[GenerationEvent]]
 
 
-async def hello(job: Job) -> AsyncIterator[Event]:
+async def hello(job: Job) -> AsyncIterator[GenerationEvent]:
     """Each choice says "hello wörld", in two deltas."""
-    yield PromptRead(cached_tokens=1, tokens=_chosen(job.prompt) if job.prompt_logprobs else ())
+    yield PrefillDone(cached_tokens=1, tokens=_chosen(job.prompt) if job.prompt_logprobs else ())
     for index in range(job.n):
         yield Delta(index=index, text="hello", tokens=_chosen((5,), job))
     for index in range(job.n):
@@ -56,8 +55,8 @@ async def hello(job: Job) -> AsyncIterator[Event]:
 
 
 def says(*texts: str) -> Script:
-    async def script(job: Job) -> AsyncIterator[Event]:
-        yield PromptRead()
+    async def script(job: Job) -> AsyncIterator[GenerationEvent]:
+        yield PrefillDone()
         for number, text in enumerate(texts, start=1):
             reason: FinishReason | None = "stop" if number == len(texts) else None
             yield Delta(index=0, text=text, tokens=_chosen((7,)), finish_reason=reason)
@@ -65,11 +64,11 @@ def says(*texts: str) -> Script:
     return script
 
 
-def _chosen(ids: Sequence[int], job: Job | None = None) -> tuple[Chosen, ...]:
+def _chosen(ids: Sequence[int], job: Job | None = None) -> tuple[SequenceToken, ...]:
     if job is not None and job.top_logprobs is None:
-        return tuple(Chosen(token, b"", 0.0) for token in ids)
-    top = (TokenChance(1, b"\xc3", -0.5), TokenChance(2, b"b", float("-inf")))
-    return tuple(Chosen(token, b"t%d" % token, -0.25, top) for token in ids)
+        return tuple(SequenceToken(token, b"", 0.0) for token in ids)
+    top = (CandidateToken(1, b"\xc3", -0.5), CandidateToken(2, b"b", float("-inf")))
+    return tuple(SequenceToken(token, b"t%d" % token, -0.25, top) for token in ids)
 
 
 class ScriptedModel:
@@ -84,17 +83,17 @@ class ScriptedModel:
         self.num_blocks = 6
         self.vocab_size = len(tokenizer)
         self.tokenizer = tokenizer
-        self.defaults = Sampling()
+        self.defaults = SamplingParams()
         self.script = script
         self.jobs: list[Job] = []
         self.running = 0
         self.closed = False
 
-    def generate(self, job: Job) -> AbstractAsyncContextManager[AsyncIterator[Event]]:
+    def generate(self, job: Job) -> AbstractAsyncContextManager[AsyncIterator[GenerationEvent]]:
         return self._generate(job)
 
     @asynccontextmanager
-    async def _generate(self, job: Job) -> AsyncIterator[AsyncIterator[Event]]:
+    async def _generate(self, job: Job) -> AsyncIterator[AsyncIterator[GenerationEvent]]:
         self.jobs.append(job)
         self.running += 1
         try:
@@ -118,16 +117,16 @@ class ScriptedLook:
         self.joining: tuple[Span, ...] = ()
         self.known: dict[ModelId, int] = {}
 
-    async def all(self) -> dict[ModelId, Seen]:
-        return {MODEL_ID: Seen(MODEL_ID, 6, self.holes, self.joining)}
+    async def fetch_all(self) -> dict[ModelId, AnnouncedModel]:
+        return {MODEL_ID: AnnouncedModel(MODEL_ID, 6, self.holes, self.joining)}
 
-    async def one(self, model_id: ModelId) -> Seen | None:
-        return (await self.all()).get(model_id)
+    async def fetch(self, model_id: ModelId) -> AnnouncedModel | None:
+        return (await self.fetch_all()).get(model_id)
 
-    def know_blocks(self, model_id: ModelId, num_blocks: int) -> None:
+    def set_num_blocks(self, model_id: ModelId, num_blocks: int) -> None:
         self.known[model_id] = num_blocks
 
-    def forget_blocks(self, model_id: ModelId) -> None:
+    def forget_num_blocks(self, model_id: ModelId) -> None:
         del self.known[model_id]
 
 
@@ -135,7 +134,11 @@ class Server:
     """A gateway with one scripted model that listens, and a client of it."""
 
     def __init__(
-        self, model: ScriptedModel, look: ScriptedLook, address: HttpAddress, closing: Closing
+        self,
+        model: ScriptedModel,
+        look: ScriptedLook,
+        address: HttpAddress,
+        closing: GracefulShutdown,
     ) -> None:
         self.closing = closing
         self.model = model
@@ -185,32 +188,32 @@ async def serving(
             await opening()
         return model
 
-    async def locate(seen: Seen) -> str:
+    async def locate(seen: AnnouncedModel) -> str:
         if names:
             raise ModelNotFoundError("nowhere")
         return seen.model_name
 
-    models = Models(names, look=look, open_model=open_model, locate=locate)
+    models = ModelRegistry(names, directory=look, open_model=open_model, locate=locate)
     if len(names) == 1 and opening is None:
         await models.open_given()
-    looking = None if names else asyncio.create_task(models.keep_looking())
+    looking = None if names else asyncio.create_task(models.poll_swarm())
     settings = GatewayConfig.model_validate(config)
-    closing, grammars, templates = Closing(), GrammarChecker(), TemplateRenderer()
+    closing, grammars, templates = GracefulShutdown(), GrammarChecker(), TemplateRenderer()
     app = make_app(
-        models, settings, grammars=grammars, templates=templates, closing=closing, pages=pages
+        models, settings, grammars=grammars, templates=templates, shutdown=closing, pages=pages
     )
     metrics = GatewayMetrics()
-    async with serve_gated(
+    async with serve_authenticated(
         app,
         settings,
         ANY_PORT,
         max_connections=512,
-        around=lambda gated: Requests(gated, metrics, app.openapi()["paths"]),
+        wrap_app=lambda gated: RequestTelemetry(gated, metrics, app.openapi()["paths"]),
     ) as address:
         server = Server(model, look, address, closing)
         async with server.client:
             if looking is not None:
-                await until(lambda: bool(models.cards()))
+                await until(lambda: bool(models.entries()))
             yield server
     if looking is not None:
         looking.cancel()

@@ -7,9 +7,9 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from nesa_node.api.decoding.job import Chosen, Delta, FinishReason, Job, PromptRead
-from nesa_node.api.serving.served_model import ServedModel
-from nesa_node.client.causal_lm import DistributedModelForCausalLM
+from nesa_node.api.generation.job import Delta, FinishReason, Job, PrefillDone, SequenceToken
+from nesa_node.api.models.served_model import ServedModel
+from nesa_node.client.model.causal_lm import DistributedModelForCausalLM
 from nesa_node.core.ids import ModelId
 from tests.api.tokenizers import byte_level_tokenizer
 from tests.client.local_models import local_model
@@ -18,7 +18,7 @@ from tests.client.local_models import local_model
 @dataclass
 class Answer:
     text: str = ""
-    tokens: list[Chosen] = field(default_factory=list)
+    tokens: list[SequenceToken] = field(default_factory=list)
     pieces: list[str] = field(default_factory=list)
     finish_reason: FinishReason | None = None
 
@@ -29,7 +29,7 @@ class Answer:
 
 @dataclass
 class Outcome:
-    read: PromptRead
+    read: PrefillDone
     answers: list[Answer]
 
 
@@ -38,7 +38,7 @@ async def outcome(served: ServedModel, job: Job) -> Outcome:
     answers = [Answer() for _ in range(job.n)]
     async with served.generate(job) as events:
         read = await anext(events)
-        assert isinstance(read, PromptRead)
+        assert isinstance(read, PrefillDone)
         async for event in events:
             assert isinstance(event, Delta)
             answer = answers[event.index]
@@ -75,12 +75,12 @@ async def served_locally(folder: Path) -> AsyncIterator[ServedModel]:
 
 
 def greedy_job(prompt: Sequence[int], count: int, **options: object) -> Job:
-    from nesa_node.api.decoding.job import Sampling
+    from nesa_node.api.generation.job import SamplingParams
 
     values: dict[str, object] = {
         "prompt": tuple(prompt),
         "max_tokens": count,
-        "sampling": Sampling(temperature=0),
+        "sampling": SamplingParams(temperature=0),
         "ignore_eos": True,
     }
     return Job(**{**values, **options})  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ from typing import Any
 import openai
 import pytest
 
-from nesa_node.web.keys import KeyLimits, KeyStore
+from nesa_node.web.key_store import KeyLimits, KeyStore
 from tests.api.live import live_gateway
 from tests.cli.tiny import BLOCKS
 from tests.swarms import in_process_swarm, thirds

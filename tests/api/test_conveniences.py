@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from nesa_node.api.decoding.job import Delta, Event, Job
+from nesa_node.api.generation.job import Delta, GenerationEvent, Job
 from nesa_node.core.errors import MissingBlocksError
-from nesa_node.web.keys import KeyLimits, KeyStore
+from nesa_node.web.key_store import KeyLimits, KeyStore
 from tests.api.scripted import NAME, chat_body, serving, until
 
 ASKED: dict[str, dict[str, Any]] = {
@@ -85,7 +85,7 @@ async def test_the_log_says_who_asked_what(tokenizer: Any, tmp_path: Path) -> No
     assert secret not in json.dumps(logs, default=str)
 
 
-async def breaks(job: Job) -> AsyncIterator[Event]:
+async def breaks(job: Job) -> AsyncIterator[GenerationEvent]:
     yield Delta(index=0, text="Hi")
     raise MissingBlocksError([(2, 4)], "no node serves blocks 2:4")
 

@@ -15,10 +15,10 @@ import httpx
 import pytest
 from torch import Tensor
 
-from nesa_node.api.serving.looking import Seen
-from nesa_node.client.activity import SessionActivity
-from nesa_node.engine.few_tokens import FewTokens
-from nesa_node.server import speed
+from nesa_node.api.models.discovery import AnnouncedModel
+from nesa_node.client.model.activity import SessionActivity
+from nesa_node.engine.model.fused_decoder import CompiledDecoder
+from nesa_node.server.node import served_span as speed
 from tests.api.live import live_gateway
 from tests.api.tokenizers import byte_level_tokenizer
 from tests.engine.tiny_models import BLOCKS, save_tiny_model
@@ -28,7 +28,7 @@ REQUESTS = 3
 """Of each kind."""
 FREE_WITHIN_S = 10.0
 OURS = ("nesa_node.api.", "nesa_node.client.", "nesa_node.core.errors")
-KEPT = (SessionActivity, Seen)
+KEPT = (SessionActivity, AnnouncedModel)
 """A bounded list of what was, and the gateway's last look at each model."""
 
 SCHEMA = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
@@ -101,9 +101,9 @@ def gateway(folder: Path, nodes: int) -> Iterator[httpx.Client]:
         live_gateway(addresses, folder, model) as url,
         httpx.Client(base_url=url, timeout=30) as client,
     ):
-        patch.setattr(FewTokens, "serves", lambda *_: False)
-        patch.setattr(speed, "LEAST_PAUSE_S", math.inf)
-        patch.setattr(speed, "MOST_PAUSE_S", math.inf)
+        patch.setattr(CompiledDecoder, "supports", lambda *_: False)
+        patch.setattr(speed, "MIN_MEASURE_INTERVAL_S", math.inf)
+        patch.setattr(speed, "MAX_MEASURE_INTERVAL_S", math.inf)
         yield client
 
 

@@ -12,14 +12,14 @@ import jsonschema
 import pytest
 import torch
 
-from nesa_node.api.decoding.grammar import json_schema_grammar
-from nesa_node.api.decoding.job import Job, Sampling
-from nesa_node.api.decoding.text_stream import REPLACEMENT
-from nesa_node.api.serving.served_model import ServedModel
-from nesa_node.core.config import default_cache_dir
+from nesa_node.api.generation.detokenizer import REPLACEMENT
+from nesa_node.api.generation.grammar import json_schema_grammar
+from nesa_node.api.generation.job import Job, SamplingParams
+from nesa_node.api.models.served_model import ServedModel
 from nesa_node.core.ids import ModelId
-from nesa_node.engine.demo_model import demo_model_path
-from nesa_node.engine.tokenizer import load_tokenizer
+from nesa_node.core.settings.models import default_cache_dir
+from nesa_node.engine.weights.demo_model import demo_model_path
+from nesa_node.engine.weights.tokenizer import load_tokenizer
 from tests.api.served import answer, outcome
 from tests.client.local_models import local_model
 from tests.engine.tiny_models import reference
@@ -60,7 +60,7 @@ def chat(served: ServedModel, question: str) -> tuple[int, ...]:
 async def test_the_answer_is_that_of_transformers() -> None:
     async with serving_demo() as (served, folder):
         prompt = chat(served, "What is the capital of France?")
-        job = Job(prompt=prompt, max_tokens=48, sampling=Sampling(temperature=0))
+        job = Job(prompt=prompt, max_tokens=48, sampling=SamplingParams(temperature=0))
         made = await answer(served, job)
         ids_BL = torch.tensor([prompt])
         expected = reference(folder).generate(
@@ -78,7 +78,7 @@ async def test_json_fits_its_schema_for_every_choice() -> None:
     async with serving_demo() as (served, _):
         prompt = chat(served, "Describe Paris as JSON.")
         grammar = json_schema_grammar(SCHEMA)
-        sampling = Sampling(temperature=0.8, seed=1)
+        sampling = SamplingParams(temperature=0.8, seed=1)
         job = Job(prompt=prompt, max_tokens=120, n=3, sampling=sampling, grammar=grammar)
         made = await outcome(served, job)
         for one in made.answers:
@@ -93,7 +93,7 @@ async def test_characters_of_several_tokens_are_never_cut() -> None:
         job = Job(
             prompt=chat(served, "Hello"),
             max_tokens=200,
-            sampling=Sampling(temperature=0),
+            sampling=SamplingParams(temperature=0),
             grammar=json_schema_grammar({"const": text}),
         )
         made = await answer(served, job)

@@ -17,20 +17,20 @@ import torch
 from pydantic import ValidationError
 from starlette.types import Message
 
-from nesa_node.api.answering.answers import CHUNK_BYTES, Computed
-from nesa_node.api.answering.chat_answer import ChatAnswer
-from nesa_node.api.answering.closing import Closing
-from nesa_node.api.answering.usage import Usage
-from nesa_node.api.bodies import reading
-from nesa_node.api.bodies.chat_body import ChatBody
-from nesa_node.api.bodies.completion_body import CompletionBody
-from nesa_node.api.bodies.response_body import ResponseBody
-from nesa_node.api.bodies.splitting import PIECES_OF_ONE
-from nesa_node.api.decoding.job import Chosen, Delta, PromptRead, TokenChance
-from nesa_node.api.embeddings import EmbeddingBody
-from nesa_node.api.serving.jobs import Tagged
-from nesa_node.api.tokens import DetokenizeBody
-from nesa_node.web.keys import KeyLimits, KeyStore
+from nesa_node.api.endpoints.chat import ChatCompletionBuilder
+from nesa_node.api.endpoints.embeddings import EmbeddingRequest
+from nesa_node.api.endpoints.tokenization import DetokenizeRequest
+from nesa_node.api.gateway import UsageCounter
+from nesa_node.api.generation.job import CandidateToken, Delta, PrefillDone, SequenceToken
+from nesa_node.api.models.jobs import JobEvent
+from nesa_node.api.responses.http_responses import MAX_CHUNK_BYTES, ComputedJsonResponse
+from nesa_node.api.responses.in_flight import GracefulShutdown
+from nesa_node.api.schemas import request_body as reading
+from nesa_node.api.schemas.chat_request import ChatCompletionRequest
+from nesa_node.api.schemas.completion_request import CompletionRequest
+from nesa_node.api.schemas.responses_request import ResponsesRequest
+from nesa_node.api.schemas.tokenization import MAX_THREADS_PER_KEY
+from nesa_node.web.key_store import KeyLimits, KeyStore
 from tests.api.scripted import NAME, chat_body, serving, until
 
 MANY = 5000
@@ -124,13 +124,13 @@ async def test_large_bodies_are_read_in_a_thread(
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads: list[int] = []
-    parse = reading.parse
+    parse = reading.parse_body
 
     def noted(*given: Any) -> Any:
         threads.append(threading.get_ident())
         return parse(*given)
 
-    monkeypatch.setattr(reading, "parse", noted)
+    monkeypatch.setattr(reading, "parse_body", noted)
     async with serving(tokenizer) as server:
         assert (await server.chat(user="x" * 4096)).status_code == 200
     assert threads != [threading.get_ident()]
@@ -146,7 +146,7 @@ async def test_large_work_of_one_key_does_not_keep_another_waiting(
     )
     begun: list[str] = []
     go_on = threading.Event()
-    parse = reading.parse
+    parse = reading.parse_body
 
     def noted(kind: Any, data: bytes) -> Any:
         found = parse(kind, data)
@@ -154,17 +154,17 @@ async def test_large_work_of_one_key_does_not_keep_another_waiting(
         assert found.user[0] == "b" or go_on.wait(20)
         return found
 
-    monkeypatch.setattr(reading, "parse", noted)
+    monkeypatch.setattr(reading, "parse_body", noted)
     async with serving(tokenizer, keys_path=store.path) as server, asyncio.TaskGroup() as group:
         path = "/v1/chat/completions"
-        for _ in range(PIECES_OF_ONE + 10):
+        for _ in range(MAX_THREADS_PER_KEY + 10):
             group.create_task(server.post(path, chat_body(user="a" * 4096), headers=first))
         try:
-            await until(lambda: len(begun) == PIECES_OF_ONE)
+            await until(lambda: len(begun) == MAX_THREADS_PER_KEY)
             async with asyncio.timeout(10):
                 answer = await server.post(path, chat_body(user="b" * 4096), headers=second)
             assert answer.status_code == 200
-            assert begun == ["a"] * PIECES_OF_ONE + ["b"]
+            assert begun == ["a"] * MAX_THREADS_PER_KEY + ["b"]
         finally:
             go_on.set()
 
@@ -218,22 +218,22 @@ async def test_of_many_embeddings_few_are_encoded_at_a_time(
     assert [entry["index"] for entry in data] == list(range(64))
     assert turns.counts.total() == 64
     # The first two chunks are made together.
-    assert max(turns.counts.values()) <= 2 * -(-CHUNK_BYTES // (4096 * 4))
+    assert max(turns.counts.values()) <= 2 * -(-MAX_CHUNK_BYTES // (4096 * 4))
     if encoding == "float":
         assert torch.tensor(data[63]["embedding"]).equal(vectors[63])
 
 
 async def test_log_probabilities_of_a_whole_answer_are_sent_in_chunks() -> None:
     turns, sent = Turns(), []
-    top = tuple(TokenChance(number, b"top", -0.5) for number in range(20))
-    token = Chosen(7, b"seven", -0.25, top)
+    top = tuple(CandidateToken(number, b"top", -0.5) for number in range(20))
+    token = SequenceToken(7, b"seven", -0.25, top)
 
     @asynccontextmanager
-    async def run() -> AsyncIterator[AsyncIterator[Tagged]]:
+    async def run() -> AsyncIterator[AsyncIterator[JobEvent]]:
         yield events()
 
-    async def events() -> AsyncIterator[Tagged]:
-        yield 0, PromptRead()
+    async def events() -> AsyncIterator[JobEvent]:
+        yield 0, PrefillDone()
         for _ in range(1000):
             yield 0, Delta(index=0, text="x", tokens=(token,))
 
@@ -245,34 +245,41 @@ async def test_log_probabilities_of_a_whole_answer_are_sent_in_chunks() -> None:
     async def silent() -> Message:
         return await asyncio.Future()
 
-    answer = ChatAnswer("m", "f", n=1, logprobs=True, usage=Usage(1, lambda _: None))
+    answer = ChatCompletionBuilder(
+        "m", "f", n=1, with_logprobs=True, usage=UsageCounter(1, lambda _: None)
+    )
     scope = {"type": "http", "method": "POST", "headers": []}
     with turns.passing():
-        await Computed(partial(answer.whole, run), Closing())(scope, silent, send)
+        await ComputedJsonResponse(partial(answer.build_json, run), GracefulShutdown())(
+            scope, silent, send
+        )
     (choice,) = json.loads(b"".join(sent))["choices"]
     assert choice["message"]["content"] == "x" * 1000
     assert len(choice["logprobs"]["content"]) == 1000
     assert choice["logprobs"]["content"][999]["top_logprobs"][19]["token"] == "top"
     assert len(sent) > 10
-    assert max(map(len, sent)) < 2 * CHUNK_BYTES
+    assert max(map(len, sent)) < 2 * MAX_CHUNK_BYTES
     assert max(turns.counts.values()) == 1
 
 
 @pytest.mark.parametrize(
     ("kind", "body"),
     [
-        (ChatBody, {f"x{number}": 1 for number in range(MANY)}),
-        (ChatBody, chat_body(messages=[1] * 4000)),
-        (ChatBody, chat_body(messages=[{"role": "user", "content": [1] * 1000}] * 10)),
-        (ChatBody, chat_body(messages=[dict.fromkeys(map(str, range(MANY)), 1)])),
-        (ChatBody, chat_body(tools=[1] * 100)),
-        (ChatBody, chat_body(messages=[{"role": "assistant", "tool_calls": [1] * 100}])),
-        (CompletionBody, {"model": NAME, "prompt": [""] * MANY}),
-        (CompletionBody, {"model": NAME, "prompt": [[""] * MANY] * 20}),
-        (EmbeddingBody, {"model": NAME, "input": [[""]] * 2000}),
-        (ResponseBody, {"model": NAME, "input": [1] * 4000}),
-        (ResponseBody, {"model": NAME, "input": [{"role": "user", "content": [1] * 1000}]}),
-        (DetokenizeBody, {"tokens": [""] * MANY}),
+        (ChatCompletionRequest, {f"x{number}": 1 for number in range(MANY)}),
+        (ChatCompletionRequest, chat_body(messages=[1] * 4000)),
+        (ChatCompletionRequest, chat_body(messages=[{"role": "user", "content": [1] * 1000}] * 10)),
+        (ChatCompletionRequest, chat_body(messages=[dict.fromkeys(map(str, range(MANY)), 1)])),
+        (ChatCompletionRequest, chat_body(tools=[1] * 100)),
+        (
+            ChatCompletionRequest,
+            chat_body(messages=[{"role": "assistant", "tool_calls": [1] * 100}]),
+        ),
+        (CompletionRequest, {"model": NAME, "prompt": [""] * MANY}),
+        (CompletionRequest, {"model": NAME, "prompt": [[""] * MANY] * 20}),
+        (EmbeddingRequest, {"model": NAME, "input": [[""]] * 2000}),
+        (ResponsesRequest, {"model": NAME, "input": [1] * 4000}),
+        (ResponsesRequest, {"model": NAME, "input": [{"role": "user", "content": [1] * 1000}]}),
+        (DetokenizeRequest, {"tokens": [""] * MANY}),
     ],
 )
 def test_what_is_wrong_a_thousand_times_is_told_once(kind: Any, body: dict[str, Any]) -> None:

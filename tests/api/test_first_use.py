@@ -9,13 +9,13 @@ from typing import Any
 import httpx
 import pytest
 
-from nesa_node.api.serving.grammar_checker import GrammarChecker
+from nesa_node.api.models.sandbox import GrammarChecker
 from nesa_node.core.errors import ModelNotFoundError
-from nesa_node.core.waiting import SILENT_S
-from nesa_node.web.keys import KeyLimits, KeyStore
+from nesa_node.core.wait_tracking import MIN_REPORTED_WAIT_S
+from nesa_node.web.key_store import KeyLimits, KeyStore
 from tests.api.scripted import NAME, chat_body, events_of, serving, until
 
-OPENING_S = SILENT_S + 0.8
+OPENING_S = MIN_REPORTED_WAIT_S + 0.8
 BODIES = {
     "/v1/chat/completions": chat_body(stream=True),
     "/v1/completions": {"model": NAME, "prompt": "hello", "stream": True},

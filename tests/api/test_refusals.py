@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
-from nesa_node.api.decoding.job import Event, Job, PromptRead
+from nesa_node.api.generation.job import GenerationEvent, Job, PrefillDone
 from tests.api.scripted import NAME, Server, chat_body, serving
 
 CHAT = "/v1/chat/completions"
@@ -309,7 +309,7 @@ async def test_large_bodies_are_refused(server: Server) -> None:
 async def test_more_log_probabilities_than_fit_are_refused(
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nesa_node.api.answering.chances.MOST", 100)
+    monkeypatch.setattr("nesa_node.api.responses.token_logprobs.MAX_LOGPROBS", 100)
     echo = {"prompt": [5] * 9, "echo": True, "logprobs": 4}
     tops = {"logprobs": True, "top_logprobs": 4}
     kept = {"include": ["message.output_text.logprobs"], "top_logprobs": 4}
@@ -333,7 +333,7 @@ async def test_more_log_probabilities_than_fit_are_refused(
 async def test_more_numbers_than_fit_are_refused(
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nesa_node.api.embeddings.MOST_NUMBERS", 7)
+    monkeypatch.setattr("nesa_node.api.endpoints.embeddings.MAX_OUTPUT_NUMBERS", 7)
     async with serving(tokenizer) as server:
         body = fields(EMBEDDINGS, input=["hello"] * 3)
         assert (await server.post(EMBEDDINGS, body)).status_code == 200
@@ -433,10 +433,10 @@ async def test_a_panic_of_a_library_is_told_and_logged_once(
         def error(self, event: str, **_: Any) -> None:
             logged.append(event)
 
-    monkeypatch.setattr("nesa_node.api.answering.failures.log", Log())
+    monkeypatch.setattr("nesa_node.api.responses.errors.log", Log())
 
-    async def fails(_job: Job) -> AsyncIterator[Event]:
-        yield PromptRead()
+    async def fails(_job: Job) -> AsyncIterator[GenerationEvent]:
+        yield PrefillDone()
         raise panic("retry-limit-in-match over")
 
     def tokens(*_: Any, **__: Any) -> Any:

@@ -8,12 +8,12 @@ from benchmarks import changes, stability
 from benchmarks.options import Options
 from benchmarks.recorded_trace import load_round_trips, replay
 from benchmarks.toy_plans import COMPUTE_S, STAGES, UNSERVED_S, Placement, Smoothed, plan_cost
-from nesa_node.topology.traces import Event, World, trace
+from nesa_node.topology.simulation.traces import TraceEvent, TraceSettings, generate_trace
 
 
 def test_plan_cost_is_that_of_the_best_chains() -> None:
-    world = World(nodes=11, regions=2)
-    step = next(trace(world, 1, np.random.default_rng(0)))
+    world = TraceSettings(nodes=11, regions=2)
+    step = next(generate_trace(world, 1, np.random.default_rng(0)))
     stages = [*range(STAGES), 0, 3, 5]
     holders = [[n for n, held in enumerate(stages) if held == stage] for stage in range(STAGES)]
     best = []
@@ -30,7 +30,7 @@ def test_plan_cost_is_that_of_the_best_chains() -> None:
 def test_placement_follows_churn_and_never_gets_worse() -> None:
     rng = np.random.default_rng(1)
     placement = None
-    for step in trace(World(nodes=20, regions=3), 5, rng):
+    for step in generate_trace(TraceSettings(nodes=20, regions=3), 5, rng):
         placement = placement or Placement(step, rng, proposals=10)
         placement.follow(step)
         stages = placement.stages(step)
@@ -42,7 +42,7 @@ def test_placement_follows_churn_and_never_gets_worse() -> None:
 
 def test_smoothing_takes_the_median_of_three() -> None:
     smoothed, rng = Smoothed(), np.random.default_rng(2)
-    steps = list(trace(World(nodes=8, regions=2, churn=0.0), 3, rng))
+    steps = list(generate_trace(TraceSettings(nodes=8, regions=2, churn=0.0), 3, rng))
     seconds = [smoothed.add(step) for step in steps]
     expected = np.median([step.measured_s_NN for step in steps], axis=0)
     np.testing.assert_array_equal(seconds[2], expected)
@@ -69,10 +69,10 @@ def test_recorded_round_trips_are_symmetric_and_missing_ones_are_no_edges(table:
 
 def test_replayed_events_touch_the_region_only(table: Path) -> None:
     seconds_TNN = load_round_trips(table)
-    event = Event(kind="regional loss", at=2)
+    event = TraceEvent(kind="regional loss", at=2)
     steps = list(replay(seconds_TNN, 4, np.random.default_rng(4), churn=0.0, event=event))
     assert [int((step.region_N == 0).sum()) for step in steps] == [3, 3, 0, 0]
-    event = Event(kind="partition", at=1)
+    event = TraceEvent(kind="partition", at=1)
     steps = list(replay(seconds_TNN, 2, np.random.default_rng(5), churn=0.0, event=event))
     across = steps[1].region_N[:, None] != steps[1].region_N
     assert np.array_equal(np.isinf(steps[1].true_s_NN), across)

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
-from nesa_node.client.activity import Activity
-from nesa_node.core.http_address import HttpAddress
+from nesa_node.client.model.activity import Activity
+from nesa_node.core.settings.http_address import HttpAddress
 from nesa_node.dashboard.app import Dashboard, make_app
-from nesa_node.swarm.records import NodeRecord
-from nesa_node.web.listen import serve_app
+from nesa_node.swarm.dht.records import NodeRecord
+from nesa_node.web.server import serve_app
 
 T = TypeVar("T")
 START_S = 10.0
@@ -26,11 +26,11 @@ class Served:
 
     def look(self, records: Sequence[NodeRecord], now: float) -> None:
         """As if the swarm held these at `now`."""
-        self._run(lambda: self.dashboard.board.look(records, now))
+        self._run(lambda: self.dashboard.state.update_records(records, now))
         self.tick(now)
 
     def tick(self, now: float, activity: Activity | None = None) -> None:
-        self._run(lambda: self.dashboard.board.tick(now, activity))
+        self._run(lambda: self.dashboard.state.advance_time(now, activity))
         self._run(self.dashboard.feed.publish)
 
     def _run(self, work: Callable[[], T]) -> T:

@@ -19,9 +19,9 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Page, expect
 
-from nesa_node.core.config import default_cache_dir
+from nesa_node.core.settings.models import default_cache_dir
 from nesa_node.core.span import Span
-from nesa_node.engine.demo_model import demo_model_path
+from nesa_node.engine.weights.demo_model import demo_model_path
 from tests.api.live import live_gateway
 from tests.browser.browsing import browsing, chromium, shoot
 from tests.swarms import Daemons, daemons

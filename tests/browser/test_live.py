@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Page, expect
 
-from nesa_node.cli.local_swarm import start_node, wait_until_serving
+from nesa_node.cli.services.local_swarm import start_node, wait_until_serving
 from nesa_node.core.span import Span
 from tests.api.live import live_gateway
 from tests.browser.axe import violations

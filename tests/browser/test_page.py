@@ -14,7 +14,7 @@ from nesa_node.routing.chains import Hop
 from tests.browser.browsing import PHONE, WIDE, browsing
 from tests.browser.served import served
 from tests.dashboard.records import record
-from tests.dashboard.test_board import PLAYED, Scripted
+from tests.dashboard.test_state import PLAYED, Scripted
 
 HOSTILE = "<img src=x onerror=alert(1)>"
 

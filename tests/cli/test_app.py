@@ -16,12 +16,18 @@ from cyclopts import App
 
 from nesa_node.cli import app as app_module
 from nesa_node.cli.app import run_command
-from nesa_node.cli.arguments import spare_prompts, spread_addresses
+from nesa_node.cli.argv import repeat_list_flags, separate_prompt
 from nesa_node.cli.flags import AccessFlags, ClientFlags, SharedFlags
-from nesa_node.cli.memory_limits import as_memory_error
 from nesa_node.cli.peer_flags import NodeFlags, PeerFlags
-from nesa_node.core.config import AccessConfig, ClientConfig, NodeConfig, PeerConfig, SharedConfig
+from nesa_node.cli.process_limits import as_memory_error
 from nesa_node.core.errors import MissingBlocksError, NesaError, UnsupportedFeatureError
+from nesa_node.core.settings.models import (
+    AccessConfig,
+    ClientConfig,
+    NodeConfig,
+    PeerConfig,
+    SharedConfig,
+)
 
 PEER = "/ip4/192.0.2.7/tcp/4001/p2p/12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
 
@@ -175,7 +181,7 @@ def test_wrong_model_name_ends_with_code_3(capsys: pytest.CaptureFixture[str]) -
 
 def test_addresses_after_one_flag_are_all_taken_and_a_prompt_is_not() -> None:
     given = ["generate", "m", "--initial-peers", PEER, PEER, "hello", "/ip4", "--seed", "1"]
-    assert spread_addresses(given) == [
+    assert repeat_list_flags(given) == [
         *["generate", "m", "--initial-peers", PEER, "--initial-peers", PEER],
         *["hello", "/ip4", "--seed", "1"],
     ]
@@ -183,25 +189,25 @@ def test_addresses_after_one_flag_are_all_taken_and_a_prompt_is_not() -> None:
 
 def test_a_repeated_flag_stays_as_it_is() -> None:
     given = ["--host-maddrs", "/ip4/0.0.0.0/tcp/1", "--host-maddrs", "/ip6/::/tcp/1"]
-    assert spread_addresses(given) == given
+    assert repeat_list_flags(given) == given
 
 
 def test_addresses_may_be_host_and_port() -> None:
     given = ["run", "m", "--initial-peers", "192.0.2.7:1", "localhost:2", "[::1]:3", "--seed", "1"]
-    assert spread_addresses(given)[2:] == [
+    assert repeat_list_flags(given)[2:] == [
         *["--initial-peers", "192.0.2.7:1", "--initial-peers", "localhost:2"],
         *["--initial-peers", "[::1]:3", "--seed", "1"],
     ]
     asked = ["generate", "m", "--initial-peers", "a.example:1", "at 3:45", "3:45"]
-    assert spread_addresses(asked) == asked
+    assert repeat_list_flags(asked) == asked
 
 
 @pytest.mark.parametrize("prompt", ["-5 degrees", "-5,5", "- a list", "--- title", "-è"])
 def test_a_prompt_may_begin_with_a_dash(prompt: str) -> None:
     given = ["generate", "m", prompt, "--seed", "1"]
-    assert spare_prompts(given) == ["generate", "m", "--seed", "1", "--", prompt]
+    assert separate_prompt(given) == ["generate", "m", "--seed", "1", "--", prompt]
     _, bound, _ = app_module.app.parse_args(
-        spare_prompts(given), print_error=False, exit_on_error=False
+        separate_prompt(given), print_error=False, exit_on_error=False
     )
     assert bound.args == ("m", prompt)
 
@@ -210,7 +216,7 @@ def test_a_prompt_may_begin_with_a_dash(prompt: str) -> None:
     "argv", [["generate", "m", "-x"], ["generate", "m", "--sed=a b"], ["run", "-5 degrees"], []]
 )
 def test_what_looks_like_an_option_stays_one(argv: list[str]) -> None:
-    assert spare_prompts(argv) == argv
+    assert separate_prompt(argv) == argv
 
 
 def test_numbers_in_help_are_not_told_to_be_text(capsys: pytest.CaptureFixture[str]) -> None:
@@ -277,10 +283,10 @@ def test_a_full_output_inside_a_task_group_is_told_the_same_way(
 ) -> None:
     error = OSError(errno.ENOSPC, "No space left on device")
     monkeypatch.setattr(
-        "nesa_node.cli.output._failure",
+        "nesa_node.cli.standard_streams._write_errno",
         lambda stream: errno.ENOSPC if stream is sys.stdout else None,
     )
-    monkeypatch.setattr("nesa_node.cli.output.drop", lambda _: None)
+    monkeypatch.setattr("nesa_node.cli.standard_streams.redirect_to_null", lambda _: None)
     assert fails_with(ExceptionGroup("tasks", [error]), monkeypatch) == 4
     assert "cannot write the output" in capsys.readouterr().err
 
@@ -414,7 +420,7 @@ def test_another_full_disk_is_not_taken_for_the_output(monkeypatch: pytest.Monke
 def test_a_missing_file_is_not_taken_for_an_output_whose_reader_has_gone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("nesa_node.cli.output._failure", lambda _: errno.EPIPE)
+    monkeypatch.setattr("nesa_node.cli.standard_streams._write_errno", lambda _: errno.EPIPE)
     with pytest.raises(FileNotFoundError):
         fails_with(FileNotFoundError(errno.ENOENT, "No such file", "model.json"), monkeypatch)
 
@@ -431,8 +437,8 @@ def test_a_ctrl_c_while_an_error_is_reported_is_no_traceback(
     def interrupt(_: object) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(app_module, "_report", interrupt)
-    monkeypatch.setattr(app_module, "limit_spinning", lambda: None)
+    monkeypatch.setattr(app_module, "_print_error", interrupt)
+    monkeypatch.setattr(app_module, "limit_openmp_spinning", lambda: None)
     monkeypatch.setattr(sys, "argv", ["nesa-node", "no-such-command"])
     with pytest.raises((SystemExit, KeyboardInterrupt)) as ended:
         app_module.main()

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nesa_node.cli.app import run_command
-from nesa_node.server.daemon import JOIN_TOLD_EVERY_S
+from nesa_node.server.node.daemon import JOIN_LOG_INTERVAL_S
 from tests.cli.tiny import write_tiny_model
 
 FLAGS = ("--torch-dtype", "float32", "--device", "cpu", "--threads", "1")
@@ -153,7 +153,7 @@ def test_a_node_started_before_the_first_one_waits_for_it(
     for daemon in daemons:
         daemon.wait()
     lines = daemons[0].err.read_text().count("initial_peer")
-    assert lines <= 2 + (time.monotonic() - began) / JOIN_TOLD_EVERY_S
+    assert lines <= 2 + (time.monotonic() - began) / JOIN_LOG_INTERVAL_S
     for daemon in daemons:
         assert daemon.stop() == 0
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from nesa_node.cli.app import run_command
-from nesa_node.cli.local_swarm import LocalNode, local_swarm
+from nesa_node.cli.services.local_swarm import LocalNode, local_swarm
 from nesa_node.core.errors import SwarmError
 from nesa_node.core.span import Span
 from tests.cli.tiny import BLOCKS, write_tiny_model

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from nesa_node.cli.app import run_command
-from nesa_node.cli.chat import _Conversation
-from nesa_node.cli.prompt import check_text, read_prompt
+from nesa_node.cli.commands.chat import _Conversation
+from nesa_node.cli.prompt import check_utf8, read_prompt
 from nesa_node.core.errors import ConfigError
-from nesa_node.core.waiting import Waits
+from nesa_node.core.wait_tracking import WaitTracker
 from tests.cli.test_app import PEER
 from tests.cli.told import told_now
 
@@ -51,7 +51,7 @@ def test_a_person_is_told_at_once_that_a_prompt_is_wanted(
 ) -> None:
     typing = Typing("hello", terminal=True)
     monkeypatch.setattr(sys, "stdin", typing)
-    with Waits().current():
+    with WaitTracker().activate():
         assert read_prompt() == "hello"
     assert "Ctrl-D" in capsys.readouterr().err
     assert typing.told == []
@@ -62,7 +62,7 @@ def test_a_pipe_that_gives_no_prompt_is_told_as_a_wait(
 ) -> None:
     typing = Typing("hello", terminal=False)
     monkeypatch.setattr(sys, "stdin", typing)
-    with Waits().current():
+    with WaitTracker().activate():
         assert read_prompt() == "hello"
     assert capsys.readouterr().err == ""
     assert typing.told == ["the prompt on stdin to end"]
@@ -97,13 +97,13 @@ def test_a_conversation_goes_on_after_a_line_that_is_not_utf_8(
     nothing: Any = None
     talk = _Conversation(nothing, nothing, nothing, 64, None, lambda: None)
     told: list[str] = []
-    monkeypatch.setattr(talk, "_turn", lambda line, *, interactive: told.append(line))
+    monkeypatch.setattr(talk, "_run_turn", lambda line, *, interactive: told.append(line))
     talk.run()
     assert told == ["hello", "again"]
     assert capsys.readouterr().err.startswith("error: this line is not UTF-8")
 
 
 def test_text_of_any_script_is_taken() -> None:
-    assert check_text("café 日本 🙂", "it") == "café 日本 🙂"
+    assert check_utf8("café 日本 🙂", "it") == "café 日本 🙂"
     with pytest.raises(ConfigError, match=r"it is not UTF-8 \(line 1, character 1\)"):
-        check_text("\ud800", "it")
+        check_utf8("\ud800", "it")

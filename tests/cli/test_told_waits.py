@@ -12,15 +12,16 @@ from typing import Any, NoReturn
 
 import pytest
 
-from nesa_node.cli import demo, watching
 from nesa_node.cli.app import run_command
-from nesa_node.cli.local_swarm import StartingNode, stop_nodes, wait_until_serving
-from nesa_node.client import model as client_model
-from nesa_node.client import opening
-from nesa_node.core.config import ClientConfig
+from nesa_node.cli.commands import demo
+from nesa_node.cli.services.local_swarm import StartingNode, stop_processes, wait_until_serving
+from nesa_node.cli.views import swarm_watch as watching
+from nesa_node.client.model import auto as client_model
+from nesa_node.client.model import auto as opening
 from nesa_node.core.errors import ConfigError
-from nesa_node.core.waiting import Waits
-from nesa_node.engine.checkpoint import open_checkpoint
+from nesa_node.core.settings.models import ClientConfig
+from nesa_node.core.wait_tracking import WaitTracker
+from nesa_node.engine.weights.checkpoint import open_checkpoint
 from tests.cli.tiny import write_tiny_model
 from tests.cli.told import told_now
 
@@ -39,9 +40,12 @@ class Heard:
 @pytest.mark.parametrize(
     ("argv", "work"),
     [
-        (["--world", "nodes=5"], "nesa_node.cli.simulate_input.read_world"),
-        (["--world", "nodes=5"], "nesa_node.cli.simulate_input.Scene.changed_by"),
-        (["--replay", "x"], "nesa_node.cli.simulate_replay.replayed"),
+        (["--world", "nodes=5"], "nesa_node.cli.simulation.swarm_source.make_world_swarm"),
+        (
+            ["--world", "nodes=5"],
+            "nesa_node.cli.simulation.swarm_source.SimulatedSwarm.apply_changes",
+        ),
+        (["--replay", "x"], "nesa_node.cli.simulation.replay.replay_snapshots"),
     ],
     ids=["a world", "its planners", "a replay"],
 )
@@ -69,7 +73,7 @@ def test_a_client_tells_of_what_it_loads(
     heard = Heard()
     monkeypatch.setattr(module, work, heard)
     checkpoint = open_checkpoint(str(write_tiny_model(tmp_path / "tiny")), cache_dir=tmp_path)
-    with Waits().current(), pytest.raises(ConfigError, match="heard"):
+    with WaitTracker().activate(), pytest.raises(ConfigError, match="heard"):
         opening.open_model(ClientConfig(), checkpoint)
     assert heard.told == [words]
 
@@ -85,15 +89,15 @@ def test_the_demo_tells_of_daemons_that_start_and_end(
         told.extend(told_now())
         ready.write_text(json.dumps(facts), encoding="utf-8")
 
-    monkeypatch.setattr("nesa_node.cli.local_swarm.time.sleep", look)
+    monkeypatch.setattr("nesa_node.cli.services.local_swarm.time.sleep", look)
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         node = StartingNode("node-1", process, ready, tmp_path / "log", time.time(), ())
-        with Waits().current():
+        with WaitTracker().activate():
             wait_until_serving(node, time.monotonic() + 60)
             ending: Any = SimpleNamespace(
                 poll=lambda: 0, wait=lambda _seconds: told.extend(told_now())
             )
-            stop_nodes([ending])
+            stop_processes([ending])
         process.kill()
     assert told == ["node-1 to serve", "daemons to leave the swarm"]
 
@@ -102,8 +106,8 @@ def test_the_demo_tells_of_local_transformers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heard = Heard()
-    monkeypatch.setattr("nesa_node.engine.tokenizer.load_tokenizer", heard)
-    with Waits().current(), pytest.raises(ConfigError, match="heard"):
+    monkeypatch.setattr("nesa_node.engine.weights.tokenizer.load_tokenizer", heard)
+    with WaitTracker().activate(), pytest.raises(ConfigError, match="heard"):
         demo._ask_transformers(tmp_path, ())
     assert heard.told == ["transformers' own answers in this process"]
 
@@ -123,7 +127,7 @@ async def test_a_look_at_the_swarm_is_told_each_time(monkeypatch: pytest.MonkeyP
         async def __aexit__(self, *_: object) -> None:
             pass
 
-    monkeypatch.setattr(watching, "joined_reader", Joined)
-    with Waits().current(), pytest.raises(ConfigError, match="heard"):
-        await watching.watch(ClientConfig(), 2.0, lambda _: None)
+    monkeypatch.setattr(watching, "open_reader", Joined)
+    with WaitTracker().activate(), pytest.raises(ConfigError, match="heard"):
+        await watching.watch_swarm(ClientConfig(), 2.0, lambda _: None)
     assert heard.told == ["the DHT's records of all nodes"]

@@ -13,29 +13,36 @@ from typing import Any
 import pytest
 
 from nesa_node.cli.answer_flags import SamplingFlags
-from nesa_node.cli.checks import Finding, check_memory_and_disk, check_p2pd, check_versions, worst
-from nesa_node.cli.decision_view import print_list
-from nesa_node.cli.demo import demo_spans
-from nesa_node.cli.local_swarm import LocalNode
-from nesa_node.cli.reading import SwarmReading
-from nesa_node.cli.remote_checks import check_peers, compare_clocks
-from nesa_node.cli.serve_demo import Supervisor
-from nesa_node.cli.swarm_view import (
-    absence,
-    duration,
+from nesa_node.cli.commands.demo import split_demo_blocks
+from nesa_node.cli.commands.doctor_checks import (
+    Finding,
+    check_clock_skew,
+    check_memory_and_disk,
+    check_p2pd,
+    check_peers,
+    check_versions,
+    worst_level,
+)
+from nesa_node.cli.services.demo_gateway import NodeWatcher
+from nesa_node.cli.services.local_swarm import LocalNode
+from nesa_node.cli.swarm_reader import SwarmReading
+from nesa_node.cli.views.decisions import print_decisions
+from nesa_node.cli.views.swarm import (
+    describe_absence,
+    format_duration,
     group_by_model,
+    models_to_json,
     print_dropped,
     print_models,
-    to_json,
 )
-from nesa_node.core.config import ClientConfig, default_known_swarms_dir
-from nesa_node.core.decision_log import Decision
+from nesa_node.core.decision_log import LoggedDecision
 from nesa_node.core.errors import ConfigError
 from nesa_node.core.ids import PeerId
-from nesa_node.core.known_swarms import KnownSwarms
+from nesa_node.core.known_swarms import KnownSwarmStore
+from nesa_node.core.settings.models import ClientConfig, default_known_swarms_dir
 from nesa_node.core.span import Span, split_evenly
-from nesa_node.swarm.records import NodeRecord
-from nesa_node.topology.packed import Measured, pack_measured, peer_digest
+from nesa_node.swarm.dht.records import NodeRecord
+from nesa_node.topology.links.packed import MeasuredLink, pack_links, peer_digest
 
 NOW = 1_800_000_000.0
 
@@ -94,11 +101,15 @@ def test_a_model_without_nodes_is_told_with_what_is_served_the_likest_first() ->
     names = ("Big", "Tiny-Instruct", "org/other")
     records = [record("a", (0, 8), model_id=f"{name}@1", model_name=name) for name in names]
     gone = record("b", (0, 8), model_id="tiny@2", state="withdrawn")
-    told = absence([*records, gone], "tiny")
+    told = describe_absence([*records, gone], "tiny")
     assert told == ("no node serves 'tiny'; the swarm serves Tiny-Instruct@1, Big@1, org/other@1")
-    assert absence([gone], "tiny") == absence([], None) == "no node was found: the swarm is empty"
+    assert (
+        describe_absence([gone], "tiny")
+        == describe_absence([], None)
+        == "no node was found: the swarm is empty"
+    )
     many = [record("a", (0, 8), model_id=f"m{n}@1", model_name=f"m{n}") for n in range(9)]
-    assert absence(many, "m7").endswith("serves m7@1, m0@1, m1@1, m2@1, m3@1 and 4 more")
+    assert describe_absence(many, "m7").endswith("serves m7@1, m0@1, m1@1, m2@1, m3@1 and 4 more")
 
 
 def test_a_folder_is_found_by_its_own_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,7 +151,7 @@ def test_nodes_that_speak_of_another_number_of_blocks_are_left_out_and_counted(
 
 
 def test_json_tells_coverage_and_holes() -> None:
-    (told,) = to_json(group_by_model([record("a", (0, 3))]))
+    (told,) = models_to_json(group_by_model([record("a", (0, 3))]))
     assert told["coverage"] == [1, 1, 1, 0, 0, 0, 0, 0]
     assert told["holes"] == [[3, 8]]
 
@@ -156,18 +167,18 @@ def test_dropped_records_are_counted_by_reason(capsys: pytest.CaptureFixture[str
     ("seconds", "text"), [(3, "3 s"), (119, "119 s"), (150, "2 min"), (8000, "2 h"), (9e5, "10 d")]
 )
 def test_durations_are_short(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
+    assert format_duration(seconds) == text
 
 
 def test_doctor_checks_the_way_to_a_node_of_this_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    known = KnownSwarms(default_known_swarms_dir())
-    known.remember(["192.0.2.7:1"], "tiny@1")
+    known = KnownSwarmStore(default_known_swarms_dir())
+    known.save_last(["192.0.2.7:1"], "tiny@1")
     (alone,) = check_peers(ClientConfig())
     assert alone.detail.startswith("none given; name some with --initial-peers")
-    with known.running(["127.0.0.1:1"], "tiny@1", "attic"):
+    with known.register_node(["127.0.0.1:1"], "tiny@1", "attic"):
         told, failed = check_peers(ClientConfig())
     assert told.detail == "none given; using the node attic of tiny@1 on this machine"
     assert "127.0.0.1:1" in failed.detail
@@ -175,7 +186,7 @@ def test_doctor_checks_the_way_to_a_node_of_this_machine(
 
 
 def clock(reading: SwarmReading) -> list[tuple[str, str]]:
-    return [(finding.subject, finding.level) for finding in compare_clocks(reading, NOW)]
+    return [(finding.subject, finding.level) for finding in check_clock_skew(reading, NOW)]
 
 
 def test_clocks_that_agree_are_fine() -> None:
@@ -208,7 +219,7 @@ def test_p2pd_must_be_there_and_executable(tmp_path: Path) -> None:
 
 
 def test_versions_are_found() -> None:
-    assert worst(list(check_versions())) == "ok"
+    assert worst_level(list(check_versions())) == "ok"
 
 
 def test_a_cache_folder_that_does_not_exist_yet_is_fine(tmp_path: Path) -> None:
@@ -219,8 +230,8 @@ def test_a_cache_folder_that_does_not_exist_yet_is_fine(tmp_path: Path) -> None:
 
 def test_the_worst_finding_decides() -> None:
     findings = [Finding("ok", "a", ""), Finding("fail", "b", ""), Finding("warn", "c", "")]
-    assert worst(findings) == "fail"
-    assert worst(findings[::2]) == "warn"
+    assert worst_level(findings) == "fail"
+    assert worst_level(findings[::2]) == "warn"
 
 
 @pytest.mark.parametrize(("blocks", "parts"), [(30, 3), (4, 3), (2, 3), (1, 1), (7, 2)])
@@ -240,11 +251,11 @@ def test_sampling_values_out_of_range_are_refused(flags: SamplingFlags) -> None:
 def test_json_has_measured_links_in_numbers() -> None:
     one, two = record("a", (0, 4)), record("b", (4, 8))
     links = [
-        Measured(peer_digest(PeerId(two.peer_id)), 1.5, 2e6, 60.0),
-        Measured(b"\xff\xc8\x00\x01\x02\x03", 40.0, math.nan, 0.0),
+        MeasuredLink(peer_digest(PeerId(two.peer_id)), 1.5, 2e6, 60.0),
+        MeasuredLink(b"\xff\xc8\x00\x01\x02\x03", 40.0, math.nan, 0.0),
     ]
-    seen = group_by_model([record("a", (0, 4), measured=pack_measured(links)), two])
-    (model,) = json.loads(json.dumps(to_json(seen)))
+    seen = group_by_model([record("a", (0, 4), measured=pack_links(links)), two])
+    (model,) = json.loads(json.dumps(models_to_json(seen)))
     assert one.peer_id == model["nodes"][0]["peer_id"]
     assert model["nodes"][0]["measured"] == [
         {
@@ -267,23 +278,23 @@ def test_json_has_measured_links_in_numbers() -> None:
 def test_decisions_begin_with_the_newest_and_repeats_are_one_row(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def kept(name: str, reason: str) -> Decision:
-        return Decision("placement", name, NOW, {"reason": reason})
+    def kept(name: str, reason: str) -> LoggedDecision:
+        return LoggedDecision("placement", name, NOW, {"reason": reason})
 
-    print_list([kept("third", "same"), kept("second", "same"), kept("first", "other")], rows=5)
+    print_decisions([kept("third", "same"), kept("second", "same"), kept("first", "other")], rows=5)
     rows = [line for line in capsys.readouterr().out.splitlines() if "placement" in line]
     assert len(rows) == 2
     assert "third" in rows[0]
     assert "same (2 times)" in rows[0]
     assert "first" in rows[1]
-    print_list([kept("third", "same"), kept("first", "other")], rows=1)
+    print_decisions([kept("third", "same"), kept("first", "other")], rows=1)
     assert "first" not in capsys.readouterr().out
 
 
 def test_the_fourth_node_of_a_demo_holds_what_the_second_does() -> None:
-    assert demo_spans(30, 4) == (Span(0, 10), Span(10, 20), Span(20, 30), Span(10, 20))
-    assert demo_spans(30, 3) == (Span(0, 10), Span(10, 20), Span(20, 30))
-    assert demo_spans(30, 1) == (Span(0, 30),)
+    assert split_demo_blocks(30, 4) == (Span(0, 10), Span(10, 20), Span(20, 30), Span(10, 20))
+    assert split_demo_blocks(30, 3) == (Span(0, 10), Span(10, 20), Span(20, 30))
+    assert split_demo_blocks(30, 1) == (Span(0, 30),)
 
 
 def sleeping(name: str, span: Span, folder: Path) -> LocalNode:
@@ -298,7 +309,7 @@ def sleeping(name: str, span: Span, folder: Path) -> LocalNode:
         peer_id=name,
         addresses=(f"/ip4/127.0.0.1/tcp/1/p2p/{name}",),
         span=span,
-        ready_s=1.0,
+        startup_s=1.0,
         command=("python", "-m", "nesa_node", "run", "a model", "--public-name", name),
     )
 
@@ -306,23 +317,23 @@ def sleeping(name: str, span: Span, folder: Path) -> LocalNode:
 def test_a_demo_says_which_node_died_and_how_to_start_it_again(tmp_path: Path) -> None:
     spans = (Span(0, 4), Span(4, 8), Span(4, 8))
     nodes = [sleeping(f"n{at}", span, tmp_path) for at, span in enumerate(spans)]
-    supervisor = Supervisor(nodes, ("--threads", "1"))
+    supervisor = NodeWatcher(nodes, ("--threads", "1"))
     try:
-        assert list(supervisor.look()) == []
+        assert list(supervisor.poll()) == []
         nodes[1].process.kill()
         nodes[1].process.wait()
-        (said,) = supervisor.look()
+        (said,) = supervisor.poll()
         assert "n1 has ended (SIGKILL); it held blocks 4:8: n2 goes on with them" in said
         assert shlex.split(said.splitlines()[-1]) == [
             *nodes[1].command,
             *("--threads", "1", "--initial-peers", *nodes[0].addresses, *nodes[2].addresses),
         ]
-        assert list(supervisor.look()) == []
+        assert list(supervisor.poll()) == []
         nodes[1].ready_file.write_text("{}", encoding="utf-8")
-        assert list(supervisor.look()) == ["  n1 serves again"]
+        assert list(supervisor.poll()) == ["  n1 serves again"]
         nodes[0].process.kill()
         nodes[0].process.wait()
-        (said,) = supervisor.look()
+        (said,) = supervisor.poll()
         assert "no other node holds them" in said
     finally:
         for node in nodes:

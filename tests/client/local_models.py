@@ -9,13 +9,13 @@ from pathlib import Path
 
 import torch
 
-from nesa_node.client.causal_lm import DistributedModelForCausalLM
-from nesa_node.client.local import LocalConnection
-from nesa_node.client.model import build_model
-from nesa_node.client.sessions import SwarmConnection
+from nesa_node.client.model.auto import build_model
+from nesa_node.client.model.causal_lm import DistributedModelForCausalLM
+from nesa_node.client.model.local import LocalConnection
+from nesa_node.client.session.base import SwarmConnection
 from nesa_node.core.span import Span
-from nesa_node.engine.checkpoint import open_checkpoint
-from nesa_node.engine.parts import load_blocks
+from nesa_node.engine.model.loading import load_blocks
+from nesa_node.engine.weights.checkpoint import open_checkpoint
 from tests.engine.tiny_models import VOCABULARY
 
 

@@ -14,22 +14,24 @@ from typing import Any, cast
 
 import torch
 
-from nesa_node.client.failure_detector import FailureDetector
-from nesa_node.client.hop import HopLink
-from nesa_node.client.nodes import Nodes
-from nesa_node.client.planner import Hops, Planner
-from nesa_node.client.replacements import ReplacementSearch
-from nesa_node.client.request import RouteRequest
-from nesa_node.client.route import Route
-from nesa_node.client.suspicion import SuspicionEvent
+from nesa_node.client.recovery.failure_detector import FailureDetector
+from nesa_node.client.recovery.replacement_search import ReplacementSearch
+from nesa_node.client.recovery.suspicion import SuspicionEvent
+from nesa_node.client.routing.node_selection import NodeSelector
+from nesa_node.client.routing.planner import ChainPlanner, Hops
+from nesa_node.client.routing.request import RouteRequest
+from nesa_node.client.session.hop import HopLink
+from nesa_node.client.session.route import SessionRoute
 from nesa_node.compression import tensors
 from nesa_node.core.errors import BusyError, PeerUnreachableError, StreamClosedError
 from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.core.span import Span
 from nesa_node.routing.chains import Hop
-from nesa_node.swarm.link_speed import LinkSpeed
-from nesa_node.swarm.message_budget import MessageBudget
-from nesa_node.swarm.messages import (
+from nesa_node.swarm.dht.notices import FailureKind
+from nesa_node.swarm.node import Swarm
+from nesa_node.swarm.protocol.link_speed import LinkSpeed
+from nesa_node.swarm.protocol.message_budget import MessageBudget
+from nesa_node.swarm.protocol.messages import (
     Close,
     Closed,
     Link,
@@ -45,9 +47,7 @@ from nesa_node.swarm.messages import (
     RolledBack,
     Step,
 )
-from nesa_node.swarm.node import Swarm
-from nesa_node.swarm.notices import FailureKind
-from nesa_node.swarm.stream import Stream
+from nesa_node.swarm.protocol.stream import Stream
 from tests.swarm.pipes import pipe_pair
 
 HIDDEN = 4
@@ -244,20 +244,20 @@ class ScriptedSearch(ReplacementSearch):
     """Finds at once, where there is anything to be found."""
 
     def __init__(self, finds: bool) -> None:
-        super().__init__(cast(Swarm, None), cast(RouteRequest, None), cast(Nodes, None))
+        super().__init__(cast(Swarm, None), cast(RouteRequest, None), cast(NodeSelector, None))
         self._finds = finds
         self.irreplaceable: frozenset[PeerId] = frozenset()
 
-    def begin(self, hops: Hops, *choices: frozenset[PeerId]) -> None:
-        self._silent = frozenset().union(*choices)
+    def start(self, hops: Hops, *choices: frozenset[PeerId]) -> None:
+        self._silent_peers = frozenset().union(*choices)
         found = [gone for gone in choices if self._finds and not gone & self.irreplaceable]
         self.replaceable = found[0] if found else frozenset()
 
-    def settle(self) -> frozenset[PeerId]:
+    def exclude_unreachable(self) -> frozenset[PeerId]:
         return frozenset()
 
 
-class ScriptedRoute(Route):
+class ScriptedRoute(SessionRoute):
     """Finds a new scripted node for every one that was lost. `deaths` are of the first ones, and
     `spoils`, what they make of their outputs.
     """
@@ -274,7 +274,7 @@ class ScriptedRoute(Route):
         finds: bool = True,
         suspicions: Counter[SuspicionEvent] | None = None,
     ) -> None:
-        super().__init__(cast(Swarm, None), request, Planner(cast(Swarm, None)), on_change)
+        super().__init__(cast(Swarm, None), request, ChainPlanner(cast(Swarm, None)), on_change)
         self.search = ScriptedSearch(finds)
         self.detector = FailureDetector(self.search, suspicions)
         self.scripted: list[ScriptedNode] = []
@@ -295,7 +295,7 @@ class ScriptedRoute(Route):
 
     async def rebuild(self, lengths: Sequence[int], **_: Any) -> None:
         if self.rebuilds and len(self.kept_while_busy) < self._busy:
-            await self._discard([lost for lost in self.links if lost.lost is not None])
+            await self._close_links([lost for lost in self.links if lost.lost_reason is not None])
             self.kept_while_busy.append(len(self.links))
             raise BusyError("no replacement has room", 0.01)
         self.epoch += 1
@@ -306,9 +306,9 @@ class ScriptedRoute(Route):
         fresh: set[HopLink] = set()
         for block in range(len(self._wanted.span)):
             link = linked.get(block)
-            if link is None or link.lost is not None:
+            if link is None or link.lost_reason is not None:
                 if link is not None:
-                    self.faults.append((link.hop.peer_id, link.fault))
+                    self.faults.append((link.hop.peer_id, link.failure_kind))
                     await link.close()
                 node = self._new_node(block)
                 link = await node.link(self._notify)
@@ -329,7 +329,7 @@ class ScriptedRoute(Route):
             if self._wanted.mode == "star" or link is links[-1]:
                 old[link].emit_from = list(lengths)
         self.links, self.scripted = links, nodes
-        self.held = dict.fromkeys(fresh, (0,) * self._wanted.rows)
+        self.held_tokens = dict.fromkeys(fresh, (0,) * self._wanted.rows)
 
     async def close(self, prefix: Prefix = ()) -> None:
         await super().close(prefix)

@@ -11,7 +11,7 @@ import torch
 from transformers import pipeline
 
 from nesa_node.core.errors import UnsupportedFeatureError
-from nesa_node.engine.tokenizer import load_tokenizer
+from nesa_node.engine.weights.tokenizer import load_tokenizer
 from tests.cli.tiny import write_tiny_model
 from tests.client.local_models import local_model
 from tests.engine.tiny_models import reference

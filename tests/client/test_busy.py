@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from nesa_node.client.causal_lm import DistributedModelForCausalLM
-from nesa_node.client.model import AutoDistributedModelForCausalLM
+from nesa_node.client.model.auto import AutoDistributedModelForCausalLM
+from nesa_node.client.model.causal_lm import DistributedModelForCausalLM
 from nesa_node.core.errors import BusyError
-from nesa_node.engine.pages import PAGE_TOKENS
+from nesa_node.engine.cache.pages import PAGE_TOKENS
 from tests.client.local_models import random_ids
 from tests.engine.tiny_models import BLOCKS, reference
 from tests.same_tokens import assert_same_tokens

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from nesa_node.client.causal_lm import DistributedModelForCausalLM
+from nesa_node.client.model.causal_lm import DistributedModelForCausalLM
 from tests.client.local_models import left_padded, local_model, random_ids
 from tests.engine.tiny_models import (
     BLOCKS,

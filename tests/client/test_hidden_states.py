@@ -13,10 +13,10 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from nesa_node.client.block_outputs import selected_indices
-from nesa_node.client.cache import SessionCache
-from nesa_node.client.causal_lm import DistributedModelForCausalLM
-from nesa_node.client.local import LocalConnection
+from nesa_node.client.model.cache import SessionCache
+from nesa_node.client.model.causal_lm import DistributedModelForCausalLM
+from nesa_node.client.model.layers import selected_indices
+from nesa_node.client.model.local import LocalConnection
 from nesa_node.core.errors import ContextLengthError, UnsupportedFeatureError
 from tests.client.local_models import left_padded, local_model, random_ids
 from tests.engine.tiny_models import BLOCKS, POSITIONS, reference

@@ -16,13 +16,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from nesa_node.client.causal_lm import DistributedModelForCausalLM
-from nesa_node.client.model import AutoDistributedModelForCausalLM, build_model
-from nesa_node.client.prefix import SessionPrefix
-from nesa_node.client.sessions import BlockSession, RowSlice, SwarmConnection, Want
+from nesa_node.client.model.auto import AutoDistributedModelForCausalLM, build_model
+from nesa_node.client.model.causal_lm import DistributedModelForCausalLM
+from nesa_node.client.session.base import BlockSession, RowSlice, SwarmConnection, Want
+from nesa_node.client.session.prefix import SessionPrefix
 from nesa_node.core.errors import MissingBlocksError
 from nesa_node.core.span import Span
-from nesa_node.engine.checkpoint import open_checkpoint
+from nesa_node.engine.weights.checkpoint import open_checkpoint
 from nesa_node.routing.chains import Hop
 from tests.client.local_models import local_model, random_ids
 
@@ -238,7 +238,7 @@ def test_a_connection_that_failed_is_made_again(tiny: Callable[[str], Path]) -> 
         first = model._connection
         assert first is not None
         model._loop.run(set_broken())
-        while first.alive:
+        while first.is_alive:
             time.sleep(0.01)
         broken.clear()
         model.generate(random_ids(1, 4), max_new_tokens=2, do_sample=False)

@@ -10,15 +10,15 @@ from unittest.mock import AsyncMock, MagicMock
 
 import pytest
 
-from nesa_node.client.hop import HopLink
-from nesa_node.client.route import Route
-from nesa_node.client.sessions import RowSlice
+from nesa_node.client.session.base import RowSlice
+from nesa_node.client.session.hop import HopLink
+from nesa_node.client.session.route import SessionRoute
 from nesa_node.core.errors import MissingBlocksError, NesaError, PeerUnreachableError, SwarmError
 from nesa_node.core.ids import PeerId
-from nesa_node.swarm.messages import Link
-from nesa_node.swarm.transport import Transport
+from nesa_node.swarm.p2p.transport import Transport
+from nesa_node.swarm.protocol.messages import Link
 from tests.client.scripted_nodes import ScriptedRoute, request
-from tests.client.test_flow import hidden, opened
+from tests.client.session.test_step_pipeline import hidden, opened
 
 
 async def test_the_node_before_a_newcomer_sends_what_that_lacks(
@@ -49,7 +49,7 @@ async def test_a_slow_node_is_left_for_none_that_failed_and_a_leaving_one_is(lea
     link = route.links[1]
     link.leaving, link.is_unwanted = leaves, True
     with pytest.raises(MissingBlocksError):
-        await Route.rebuild(route, [0], drop=frozenset({link.hop.peer_id}))
+        await SessionRoute.rebuild(route, [0], drop=frozenset({link.hop.peer_id}))
     assert route.nodes.plan.await_args.kwargs["no_suspects"] is not leaves
     await route.close()
 
@@ -68,7 +68,7 @@ async def test_a_look_that_ends_with_libp2ps_daemon_is_that_error_and_no_cancell
 
     route.nodes.plan = closed
     with pytest.raises(SwarmError, match="p2pd"):
-        await Route.rebuild(route, [0])
+        await SessionRoute.rebuild(route, [0])
     await route.close()
 
 
@@ -85,6 +85,6 @@ async def test_a_slow_node_is_kept_where_the_move_off_it_fails(
             await again(*args, **options)
 
         monkeypatch.setattr(route, "rebuild", rebuild)
-        route.links[1].is_unwanted = True
+        route.links[1].is_too_slow = True
         await session.step(hidden(1), [RowSlice(0, 0, 1)])
-        assert not route.links[1].is_unwanted
+        assert not route.links[1].is_too_slow

@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from nesa_node.core.config import default_cache_dir
-from nesa_node.engine.demo_model import demo_model_path
+from nesa_node.core.settings.models import default_cache_dir
+from nesa_node.engine.weights.demo_model import demo_model_path
 from tests.clients.live_gateway import LiveGateway, live_gateway
 from tests.clients.local_answers import LocalAnswers
 

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import httpx
 
-from nesa_node.cli.local_swarm import (
+from nesa_node.cli.services.local_swarm import (
     LocalNode,
     local_swarm,
     start_node,
-    stop_nodes,
+    stop_processes,
     wait_until_serving,
 )
 from nesa_node.core.span import Span
@@ -102,7 +102,7 @@ def _gateway(model: Path, folder: Path, addresses: Sequence[str], store: Path) -
             time.sleep(0.05)
         yield json.loads(ready.read_text(encoding="utf-8"))["url"]
     finally:
-        stop_nodes([process])
+        stop_processes([process])
 
 
 def _ask_once(url: str, key: str) -> None:

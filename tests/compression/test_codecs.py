@@ -13,10 +13,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from nesa_node.compression.codec import DTYPES, FLOAT16_MAX
-from nesa_node.compression.codecs import FAMILIES, expand, parse
-from nesa_node.compression.five_bits import pack, packed_nbytes, unpack
-from nesa_node.compression.hadamard import hadamard
-from nesa_node.compression.tensors import TensorMeta, check, decode, encode, error_bound
+from nesa_node.compression.codecs import FAMILIES, expand_codec, parse_codec
+from nesa_node.compression.int4 import (
+    five_bits_nbytes,
+    hadamard_transform,
+    pack_five_bits,
+    unpack_five_bits,
+)
+from nesa_node.compression.tensors import TensorMeta, check_meta, decode, encode, error_bound
 from nesa_node.core.errors import ProtocolError
 from tests.compression.hidden_states import CODECS, KINDS, LOSSY, values
 
@@ -47,7 +51,7 @@ def test_no_value_is_further_off_than_stated(
     before = tensor.clone()
     meta, payload = encode(tensor, codec=codec)
     assert torch.equal(tensor, before)
-    assert payload.nbytes == meta.nbytes == check(meta, max_bytes=MAX_BYTES)
+    assert payload.nbytes == meta.nbytes == check_meta(meta, max_bytes=MAX_BYTES)
     travelled = msgspec.msgpack.decode(msgspec.msgpack.encode(meta), type=TensorMeta)
     back = decode(travelled, bytes(payload), max_bytes=MAX_BYTES)
     assert back.dtype == tensor.dtype
@@ -56,7 +60,7 @@ def test_no_value_is_further_off_than_stated(
     assert bound.shape == tensor.shape
     assert bool(((back.double() - tensor.double()).abs() <= bound).all())
     assert torch.equal(decode(meta, bytearray(payload), max_bytes=MAX_BYTES), back)
-    if parse(expand(codec)).exact:
+    if parse_codec(expand_codec(codec)).exact:
         assert not bound.any()
 
 
@@ -215,7 +219,7 @@ def test_sizes_are_what_was_asked_for(hidden_size: int, tokens: int) -> None:
     ],
 )
 def test_a_text_has_one_form(text: str, canonical: str) -> None:
-    assert expand(text) == expand(canonical) == parse(canonical).text == canonical
+    assert expand_codec(text) == expand_codec(canonical) == parse_codec(canonical).text == canonical
     meta, _ = encode(torch.ones(2, 2), codec=text)
     assert meta.codec == canonical
 
@@ -238,7 +242,7 @@ def test_other_texts_are_refused(text: str) -> None:
 def test_a_format_of_the_future_is_refused_by_its_number(name: str) -> None:
     has = FAMILIES[name].version
     with pytest.raises(ProtocolError, match=f"format {has + 1}, this node has {has}"):
-        parse(f"{name}@{has + 1}")
+        parse_codec(f"{name}@{has + 1}")
 
 
 @pytest.mark.parametrize(
@@ -252,8 +256,8 @@ def test_the_first_formats_are_refused_by_their_number(codec: str) -> None:
 
 def test_what_peers_make_it_parse_is_not_kept_for_ever() -> None:
     for share in range(2, 4097):
-        parse(f"int4@2:32:{share}")
-    assert parse.cache_info().currsize <= 256
+        parse_codec(f"int4@2:32:{share}")
+    assert parse_codec.cache_info().currsize <= 256
 
 
 @pytest.mark.parametrize("block", [1, 2, 8, 32, 256])
@@ -261,18 +265,20 @@ def test_the_rotation_is_that_of_its_formula(block: int) -> None:
     places = range(block)
     matrix = [[(-1) ** (i & j).bit_count() for i in places] for j in places]
     values_NB = torch.randint(-50, 50, (7, block))
-    assert torch.equal(hadamard(values_NB.float()).long(), values_NB @ torch.tensor(matrix))
+    assert torch.equal(
+        hadamard_transform(values_NB.float()).long(), values_NB @ torch.tensor(matrix)
+    )
 
 
 @pytest.mark.parametrize("block", [32, 256])
 def test_sums_of_levels_are_exact_however_torch_multiplies(block: int) -> None:
     levels_NB = torch.randint(0, 32, (5000, block)) * 2 - 31
-    expected = hadamard(levels_NB.float())
+    expected = hadamard_transform(levels_NB.float())
     before = torch.get_float32_matmul_precision()
     try:
         torch.set_float32_matmul_precision("medium")
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            assert torch.equal(hadamard(levels_NB.float()), expected)
+            assert torch.equal(hadamard_transform(levels_NB.float()), expected)
     finally:
         torch.set_float32_matmul_precision(before)
 
@@ -280,9 +286,9 @@ def test_sums_of_levels_are_exact_however_torch_multiplies(block: int) -> None:
 @pytest.mark.parametrize("count", [1, 7, 8, 9, 64, 1000])
 def test_five_bits_are_where_the_protocol_says(count: int) -> None:
     codes = torch.randint(0, 32, (count,), dtype=torch.uint8)
-    packed = pack(codes)
-    assert len(packed) == packed_nbytes(count)
-    assert torch.equal(unpack(packed, count), codes)
+    packed = pack_five_bits(codes)
+    assert len(packed) == five_bits_nbytes(count)
+    assert torch.equal(unpack_five_bits(packed, count), codes)
     bytes_of, part = bytes(packed.tolist()), -(-count // 8)
     for place, code in enumerate(codes.tolist()):
         of, at = divmod(place, part)

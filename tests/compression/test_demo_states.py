@@ -23,9 +23,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nesa_node.compression.tensors import decode, encode, error_bound
-from nesa_node.core.config import default_cache_dir
 from nesa_node.core.errors import ConfigError
-from nesa_node.engine.demo_model import demo_model_path
+from nesa_node.core.settings.models import default_cache_dir
+from nesa_node.engine.weights.demo_model import demo_model_path
 from nesa_node.evaluation.texts import BIBLE, read_text
 
 WINDOW = 1024

@@ -7,7 +7,7 @@ import torch
 import zstandard
 
 from nesa_node.compression.codec import DTYPES
-from nesa_node.compression.tensors import TensorMeta, check, decode, encode
+from nesa_node.compression.tensors import TensorMeta, check_meta, decode, encode
 from nesa_node.core.errors import ProtocolError
 from tests.compression.hidden_states import KINDS, values
 
@@ -37,13 +37,13 @@ def test_an_impossible_size_is_refused_before_the_payload(size: int | None) -> N
     if size is not None:
         meta = TensorMeta(dtype="bfloat16", shape=(10, 100), codec="lossless", size=size)
     with pytest.raises(ProtocolError, match="size"):
-        check(meta, max_bytes=MAX_BYTES)
+        check_meta(meta, max_bytes=MAX_BYTES)
 
 
 def test_few_bytes_do_not_buy_much_memory() -> None:
     meta = TensorMeta(dtype="bfloat16", shape=(2**20, 2**10), codec="lossless", size=100)
     with pytest.raises(ProtocolError, match="at most"):
-        check(meta, max_bytes=MAX_BYTES)
+        check_meta(meta, max_bytes=MAX_BYTES)
     with pytest.raises(ProtocolError, match="at most"):
         decode(meta, bytes(100), max_bytes=MAX_BYTES)
 
@@ -76,4 +76,4 @@ def test_a_plane_of_anything_else_is_refused(frame: bytes) -> None:
 
 def test_other_codecs_announce_no_size() -> None:
     with pytest.raises(ProtocolError, match="announces no size"):
-        check(TensorMeta("float32", (2,), "none", 8), max_bytes=MAX_BYTES)
+        check_meta(TensorMeta("float32", (2,), "none", 8), max_bytes=MAX_BYTES)

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from nesa_node.compression.codec import DTYPES
-from nesa_node.compression.codecs import expand
-from nesa_node.compression.tensors import TensorMeta, check, decode, encode
+from nesa_node.compression.codecs import expand_codec
+from nesa_node.compression.tensors import TensorMeta, check_meta, decode, encode
 from nesa_node.core.errors import ProtocolError
 from tests.compression.hidden_states import CODECS, KINDS, values
 
@@ -20,8 +20,8 @@ MUTATIONS = 24_000
 MAX_BYTES = 1 << 16
 SHAPES = ((), (1,), (3, 0), (1, 64), (2, 300), (2, 2, 3, 7), (5, 33))
 TEXTS = (
-    *map(expand, CODECS), "int4@2:4:3", "int4:8:64", "int8@2:4096", "int8:64:16", "lossless@2",
-    "int8@2:999999", "", "zstd", "int4::", "int8@2:0",
+    *map(expand_codec, CODECS), "int4@2:4:3", "int4:8:64", "int8@2:4096", "int8:64:16",
+    "lossless@2", "int8@2:999999", "", "zstd", "int4::", "int8@2:0",
 )  # fmt: skip
 NUMBERS = (-1, 0, 1, 2, 63, 64, 65, 255, 4096, 2**16, 2**31 - 1, 2**31, 2**63 - 1)
 
@@ -95,7 +95,7 @@ def test_mutated_encodings_never_crash_hang_or_take_memory() -> None:
             if rng.random() < 0.3:
                 # Else almost every other description fails for its size.
                 try:
-                    data = data[: check(meta, max_bytes=MAX_BYTES)]
+                    data = data[: check_meta(meta, max_bytes=MAX_BYTES)]
                     data += bytes(meta.nbytes - len(data))
                 except ProtocolError:
                     pass
@@ -126,9 +126,9 @@ def test_an_announced_size_bounds_payload_and_tensor(codec: str) -> None:
     tensor = torch.zeros(64, 1024)
     meta, payload = encode(tensor, codec=codec)
     larger = max(tensor.nbytes, payload.nbytes)
-    assert check(meta, max_bytes=larger) == payload.nbytes
+    assert check_meta(meta, max_bytes=larger) == payload.nbytes
     for refuse in (
-        lambda: check(meta, max_bytes=larger - 1),
+        lambda: check_meta(meta, max_bytes=larger - 1),
         lambda: decode(meta, payload, max_bytes=larger - 1),
     ):
         with pytest.raises(ProtocolError, match="at most"):

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from nesa_node.compression.tensors import (
     DTYPES,
     MAX_DIM,
-    SMALL_BYTES,
+    MAX_SMALL_BYTES,
     TensorMeta,
-    check,
+    check_meta,
     decode,
     encode,
 )
@@ -78,14 +78,14 @@ def test_what_the_description_does_not_allow_is_refused(meta: TensorMeta, size: 
 
 def test_a_size_is_refused_before_the_payload_exists() -> None:
     meta = TensorMeta(dtype="bfloat16", shape=(1000, 1000))
-    assert check(meta, max_bytes=2_000_000) == 2_000_000
+    assert check_meta(meta, max_bytes=2_000_000) == 2_000_000
     with pytest.raises(ProtocolError, match="2000000 bytes"):
-        check(meta, max_bytes=1_999_999)
+        check_meta(meta, max_bytes=1_999_999)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("dtype", sorted(DTYPES))
-@pytest.mark.parametrize("tokens", [3, SMALL_BYTES // 8])
+@pytest.mark.parametrize("tokens", [3, MAX_SMALL_BYTES // 8])
 def test_values_that_are_not_finite_are_refused(value: float, dtype: str, tokens: int) -> None:
     tensor = torch.zeros(tokens, 5, dtype=DTYPES[dtype])
     tensor[2, 4] = value
@@ -96,7 +96,7 @@ def test_values_that_are_not_finite_are_refused(value: float, dtype: str, tokens
 
 
 @pytest.mark.parametrize("dtype", sorted(DTYPES))
-@pytest.mark.parametrize("tokens", [3, SMALL_BYTES // 8])
+@pytest.mark.parametrize("tokens", [3, MAX_SMALL_BYTES // 8])
 def test_every_finite_value_passes(dtype: str, tokens: int) -> None:
     info = torch.finfo(DTYPES[dtype])
     tensor = torch.tensor(

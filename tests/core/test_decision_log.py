@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from nesa_node.core.decision_log import KEPT, Decision, DecisionLog
+from nesa_node.core.decision_log import MAX_KEPT_PER_KIND, DecisionLog, LoggedDecision
 from nesa_node.core.errors import ConfigError
 
 
-def _session(name: str, at: float = 0.0) -> Decision:
-    return Decision("session", name, at, {"chain": [name], "total_s": at})
+def _session(name: str, at: float = 0.0) -> LoggedDecision:
+    return LoggedDecision("session", name, at, {"chain": [name], "total_s": at})
 
 
 def test_decisions_come_back_by_the_beginning_of_their_name(tmp_path: Path) -> None:
@@ -40,15 +40,17 @@ def test_a_wildcard_is_a_character_like_others(tmp_path: Path) -> None:
 
 def test_only_the_last_of_each_kind_are_kept(tmp_path: Path) -> None:
     log = DecisionLog(tmp_path / "decisions.db")
-    log.add(Decision("placement", "first", 0.0, {}))
-    for number in range(KEPT + 5):
+    log.add(LoggedDecision("placement", "first", 0.0, {}))
+    for number in range(MAX_KEPT_PER_KIND + 5):
         log.add(_session(f"session-{number}"))
-    kept = log.recent(10 * KEPT)
-    assert len(kept) <= KEPT + 1
+    kept = log.recent(10 * MAX_KEPT_PER_KIND)
+    assert len(kept) <= MAX_KEPT_PER_KIND + 1
     assert kept[0].name == "first"
-    assert kept[-1].name == f"session-{KEPT + 4}"
-    log.add(Decision("placement", "second", 0.0, {}))
-    placements = [each.name for each in log.recent(10 * KEPT) if each.kind == "placement"]
+    assert kept[-1].name == f"session-{MAX_KEPT_PER_KIND + 4}"
+    log.add(LoggedDecision("placement", "second", 0.0, {}))
+    placements = [
+        each.name for each in log.recent(10 * MAX_KEPT_PER_KIND) if each.kind == "placement"
+    ]
     assert placements == ["first", "second"]
 
 

@@ -8,8 +8,15 @@ import json
 import pytest
 
 from nesa_node.core import logging as our_logging
-from nesa_node.core.event_limit import BURST, MAX_NAMES, PER_S, TRACEBACK_COST, EventLimit
-from nesa_node.core.logging import get_logger, setup_logging
+from nesa_node.core.logging import (
+    EVENTS_PER_S,
+    MAX_EVENT_BURST,
+    MAX_EVENT_NAMES,
+    TRACEBACK_COST_EVENTS,
+    EventRateLimiter,
+    get_logger,
+    setup_logging,
+)
 
 pytestmark = pytest.mark.usefixtures("logging_given_back")
 
@@ -23,7 +30,7 @@ class _Clock:
 
 def test_a_day_of_one_event_is_bounded_and_counted() -> None:
     clock = _Clock()
-    limit = EventLimit(clock)
+    limit = EventRateLimiter(clock)
     said = told = 0
     for _ in range(200_000):
         clock.now += 0.01
@@ -31,22 +38,22 @@ def test_a_day_of_one_event_is_bounded_and_counted() -> None:
         if left_out is not None:
             said += 1
             told += left_out
-    assert said == pytest.approx(BURST + PER_S * clock.now, rel=0.01)
+    assert said == pytest.approx(MAX_EVENT_BURST + EVENTS_PER_S * clock.now, rel=0.01)
     assert said + told == pytest.approx(200_000, abs=200)
     assert limit.admit("another") == 0
 
 
 def test_tracebacks_are_said_less_often() -> None:
-    limit = EventLimit(_Clock())
+    limit = EventRateLimiter(_Clock())
     said = [limit.admit("failed", has_traceback=True) for _ in range(1000)]
-    assert said.count(0) == BURST / TRACEBACK_COST
+    assert said.count(0) == MAX_EVENT_BURST / TRACEBACK_COST_EVENTS
 
 
 def test_names_are_remembered_up_to_a_number() -> None:
-    limit = EventLimit(_Clock())
-    for index in range(3 * MAX_NAMES):
+    limit = EventRateLimiter(_Clock())
+    for index in range(3 * MAX_EVENT_NAMES):
         limit.admit(str(index))
-    assert len(limit._buckets) <= MAX_NAMES
+    assert len(limit._buckets) <= MAX_EVENT_NAMES
 
 
 def test_log_leaves_out_what_comes_too_often_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,15 +65,15 @@ def test_log_leaves_out_what_comes_too_often_and_says_so(monkeypatch: pytest.Mon
         log.info("session_opened", number=number)
         log.debug("not_shown")
     log.error("something_else")
-    clock.now += 2 / PER_S
+    clock.now += 2 / EVENTS_PER_S
     log.info("session_opened", number=-1)
     written = [json.loads(line) for line in out.getvalue().splitlines()]
-    assert len(written) == BURST + 2
-    assert written[-1]["not_logged"] == 3000 - BURST
+    assert len(written) == MAX_EVENT_BURST + 2
+    assert written[-1]["not_logged"] == 3000 - MAX_EVENT_BURST
     assert "not_logged" not in written[0]
 
 
-@pytest.mark.parametrize("event", sorted(our_logging.UNLIMITED))
+@pytest.mark.parametrize("event", sorted(our_logging.UNLIMITED_EVENTS))
 def test_what_only_key_holders_cause_is_all_there(event: str) -> None:
     out = io.StringIO()
     setup_logging("info", "json", out)

@@ -12,7 +12,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from nesa_node.core.errors import ConfigError
-from nesa_node.core.extras import NODE, require_node
+from nesa_node.core.extras import NODE_MODULES, require_node
 from tests.engine.tiny_models import BLOCKS
 from tests.swarms import in_process_swarm, thirds
 
@@ -50,7 +50,7 @@ print(result.shape[1])
 ERRORS = """
 from nesa_node.core.errors import ConfigError
 from nesa_node.compression.blockwise8 import _operators
-from nesa_node.topology.homology.backend import gudhi
+from nesa_node.topology.shape.gudhi_backend import gudhi
 
 for use in (_operators, gudhi):
     try:
@@ -109,7 +109,7 @@ def test_a_command_that_needs_the_extra_says_so_at_once(command: str) -> None:
 def test_the_extra_names_the_modules_that_are_asked_for() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     names = {Requirement(each).name for each in project["optional-dependencies"]["node"]}
-    assert {name.replace("scikit-learn", "sklearn") for name in names} == set(NODE)
+    assert {name.replace("scikit-learn", "sklearn") for name in names} == set(NODE_MODULES)
 
 
 def test_what_is_there_is_not_complained_about() -> None:

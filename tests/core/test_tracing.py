@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from nesa_node.core import tracing
-from nesa_node.core.tracing import NO_SPAN, Attributes, Span, TraceContext
+from nesa_node.core.tracing import NO_SPAN, Attributes, TraceContext, TraceSpan
 
 TRACE, SPAN = bytes(range(1, 17)), bytes(range(1, 9))
 
@@ -38,13 +38,13 @@ class Noted:
         self.spans: list[NotedSpan] = []
         self.closed = False
 
-    def start(
+    def start_span(
         self,
         name: str,
         parent: TraceContext | None,
         began_at: float | None,
         attributes: Attributes,
-    ) -> Span:
+    ) -> TraceSpan:
         self.spans.append(NotedSpan(name, parent, len(self.spans) + 1))
         return self.spans[-1]
 
@@ -59,7 +59,7 @@ class NotedSpan:
         self.context = TraceContext(TRACE, number.to_bytes(8, "big"))
         self.ends: list[str | None] = []
 
-    def set(self, attributes: Attributes) -> None:
+    def set_attributes(self, attributes: Attributes) -> None:
         pass
 
     def end(self, *, at: float | None = None, error: str | None = None) -> None:
@@ -69,27 +69,27 @@ class NotedSpan:
 @pytest.fixture
 def tracer() -> Iterator[Noted]:
     tracer = Noted()
-    tracing.use(tracer)
+    tracing.set_tracer(tracer)
     yield tracer
-    tracing.use(None)
+    tracing.set_tracer(None)
     assert tracer.closed
 
 
 def test_without_a_tracer_nothing_is_made() -> None:
-    assert tracing.start("anything") is NO_SPAN
-    with tracing.within(NO_SPAN):
-        assert tracing.current() is None
+    assert tracing.start_span("anything") is NO_SPAN
+    with tracing.use_span(NO_SPAN):
+        assert tracing.current_context() is None
 
 
 def test_what_is_within_a_span_may_be_part_of_it(tracer: Noted) -> None:
-    with tracing.within(tracing.start("outer")) as outer:
-        assert tracing.current() == outer.context
-        tracing.start("inner", tracing.current())
-    assert tracing.current() is None
+    with tracing.use_span(tracing.start_span("outer")) as outer:
+        assert tracing.current_context() == outer.context
+        tracing.start_span("inner", tracing.current_context())
+    assert tracing.current_context() is None
     assert tracer.spans[1].parent == outer.context
 
 
 def test_an_error_within_a_span_is_named_in_it(tracer: Noted) -> None:
-    with pytest.raises(ValueError, match="secret"), tracing.within(tracing.start("outer")):
+    with pytest.raises(ValueError, match="secret"), tracing.use_span(tracing.start_span("outer")):
         raise ValueError("a secret")
     assert tracer.spans[0].ends[0] == "ValueError"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from nesa_node.swarm.records import NodeRecord
+from nesa_node.swarm.dht.records import NodeRecord
 
 BLOCKS = 12
 TTL_S = 30.0

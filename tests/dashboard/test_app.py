@@ -9,10 +9,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from nesa_node.core.http_address import HttpAddress
-from nesa_node.dashboard.app import Dashboard, make_app
-from nesa_node.dashboard.assets import FOLDER
-from nesa_node.web.listen import serve_app
+from nesa_node.core.settings.http_address import HttpAddress
+from nesa_node.dashboard.app import STATIC_FOLDER, Dashboard, make_app
+from nesa_node.web.server import serve_app
 from tests.dashboard.records import MODEL, record
 
 STATIC = "/dashboard/static"
@@ -21,7 +20,7 @@ STATIC = "/dashboard/static"
 @pytest.fixture
 async def client() -> AsyncIterator[httpx.AsyncClient]:
     dashboard = Dashboard()
-    dashboard.board.look([record("a", public_name="</script>")], 1000)
+    dashboard.state.update_records([record("a", public_name="</script>")], 1000)
     async with (
         serve_app(make_app(dashboard), HttpAddress("127.0.0.1", 0)) as address,
         httpx.AsyncClient(base_url=f"http://{address}", timeout=10) as client,
@@ -44,7 +43,7 @@ async def test_page_may_run_and_ask_only_what_is_our_own(client: httpx.AsyncClie
 async def test_all_that_the_page_names_is_there(client: httpx.AsyncClient) -> None:
     page = await client.get("/")
     wanted = set(re.findall(rf'"({STATIC}/[^"]+)"', page.text))
-    for path in FOLDER.glob("*.js"):
+    for path in STATIC_FOLDER.glob("*.js"):
         imports = re.findall(r'from "\./([^"]+)"', path.read_text(encoding="utf-8"))
         wanted |= {f"{STATIC}/{name}" for name in imports}
     assert len(wanted) > 15
@@ -60,7 +59,7 @@ async def test_files_come_packed_and_only_once(client: httpx.AsyncClient) -> Non
     packed = await client.get(path)
     assert packed.headers["content-encoding"] == "gzip"
     plain = await client.get(path, headers={"accept-encoding": "identity"})
-    assert plain.content == packed.content == (FOLDER / "app.js").read_bytes()
+    assert plain.content == packed.content == (STATIC_FOLDER / "app.js").read_bytes()
     again = await client.get(path, headers={"if-none-match": packed.headers["etag"]})
     assert (again.status_code, again.content) == (304, b"")
 
@@ -94,7 +93,7 @@ async def test_topology_of_a_model_that_is_shown_but_not_measured_yet_is_startin
 
 
 def test_the_libraries_licences_are_shipped_and_named() -> None:
-    vendor = FOLDER / "vendor"
+    vendor = STATIC_FOLDER / "vendor"
     notice = (Path(__file__).parents[2] / "NOTICE").read_text(encoding="utf-8")
     versions = (vendor / "VERSIONS").read_text(encoding="utf-8")
     for name, title in (("cytoscape", "Cytoscape.js"), ("uplot", "uPlot")):

@@ -13,15 +13,14 @@ from typing import Any
 import httpx
 import pytest
 
-from nesa_node.core.config import AccessConfig
-from nesa_node.core.http_address import HttpAddress
+from nesa_node.core.settings.http_address import HttpAddress
+from nesa_node.core.settings.models import AccessConfig
 from nesa_node.dashboard import feed as module
 from nesa_node.dashboard.app import Dashboard, make_app
-from nesa_node.web.doorman import answering
-from nesa_node.web.gate import serve_gated
-from nesa_node.web.keys import KeyStore
-from nesa_node.web.listen import serve_app
-from nesa_node.web.problem import Problem
+from nesa_node.web.authenticator import caller_context
+from nesa_node.web.key_store import KeyStore
+from nesa_node.web.problem import HttpProblem
+from nesa_node.web.server import serve_app, serve_authenticated
 from tests.dashboard.records import record
 
 ANY_PORT = HttpAddress("127.0.0.1", 0)
@@ -73,8 +72,8 @@ async def watching(client: httpx.AsyncClient) -> AsyncIterator[Events]:
 
 
 def see(dashboard: Dashboard, *peers: str, at: float) -> None:
-    dashboard.board.look([record(peer, at=at) for peer in peers], at)
-    dashboard.board.tick(at, None)
+    dashboard.state.update_records([record(peer, at=at) for peer in peers], at)
+    dashboard.state.advance_time(at, None)
     dashboard.feed.publish()
 
 
@@ -94,7 +93,7 @@ async def test_viewer_gets_all_at_first_and_then_what_changes(
         assert not second["full"]
         assert set(second["sections"]["nodes"]) == {"c"}
         assert "models" in second["sections"]
-        dashboard.board.tick(1700, None)
+        dashboard.state.advance_time(1700, None)
         dashboard.feed.publish()
         third = await events.state()
         assert third["sections"]["nodes"] == {"a": None, "b": None, "c": None}
@@ -120,7 +119,7 @@ async def test_viewers_hear_something_where_nothing_changes(
     shown: tuple[Dashboard, httpx.AsyncClient], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, client = shown
-    monkeypatch.setattr(module, "BEAT_S", 0.1)
+    monkeypatch.setattr(module, "HEARTBEAT_S", 0.1)
     async with watching(client) as events:
         await events.state()
         assert [(await events.any())[0] for _ in range(3)] == ["clock"] * 3
@@ -138,7 +137,7 @@ async def test_number_of_viewers_is_bounded_and_places_become_free(
         assert refused.headers["retry-after"] == "10"
         assert "try again" in refused.json()["error"]["message"]
     deadline = time.monotonic() + 5
-    while dashboard.feed.viewers and time.monotonic() < deadline:  # noqa: ASYNC110
+    while dashboard.feed.num_viewers and time.monotonic() < deadline:  # noqa: ASYNC110
         await asyncio.sleep(0.02)
     async with watching(client) as again:
         assert (await again.state())["full"]
@@ -177,7 +176,7 @@ async def test_server_that_stops_ends_the_streams_at_once() -> None:
             async for _ in lines:
                 pass
         assert time.monotonic() - began < 1
-        assert dashboard.feed.viewers == 0
+        assert dashboard.feed.num_viewers == 0
 
 
 def test_a_key_that_keeps_many_pages_open_leaves_room_for_another() -> None:
@@ -185,16 +184,16 @@ def test_a_key_that_keeps_many_pages_open_leaves_room_for_another() -> None:
     with ExitStack() as stack:
 
         def view(caller: str, times: int = 1) -> None:
-            with answering(caller):
+            with caller_context(caller):
                 for _ in range(times):
-                    stack.enter_context(feed.viewing())
+                    stack.enter_context(feed.hold_viewer_slot())
 
         view("a", 16)
         view("b")
-        with pytest.raises(Problem) as refused:
+        with pytest.raises(HttpProblem) as refused:
             view("a")
         assert (refused.value.status, refused.value.retry_after_s) == (429, 10)
-    assert feed.viewers == 0
+    assert feed.num_viewers == 0
 
 
 async def test_pages_are_counted_by_the_key_that_opened_them(tmp_path: Path) -> None:
@@ -203,7 +202,7 @@ async def test_pages_are_counted_by_the_key_that_opened_them(tmp_path: Path) -> 
     dashboard = Dashboard(max_viewers=2)
     config = AccessConfig(keys_path=store.path)
     async with (
-        serve_gated(make_app(dashboard), config, ANY_PORT, max_connections=16) as address,
+        serve_authenticated(make_app(dashboard), config, ANY_PORT, max_connections=16) as address,
         httpx.AsyncClient(base_url=f"http://{address}", timeout=10) as client,
         client.stream("GET", EVENTS, headers=first),
         client.stream("GET", EVENTS, headers=first),

@@ -10,20 +10,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nesa_node.core.span import Span
-from nesa_node.dashboard.models import MAX_MODELS, Holes, ModelView, coverage_runs, view_models
-from nesa_node.dashboard.sightings import Sightings
-from nesa_node.swarm.records import NodeRecord
+from nesa_node.dashboard.models import (
+    MAX_MODELS,
+    HoleTracker,
+    ModelSummary,
+    coverage_runs,
+    summarize_models,
+)
+from nesa_node.dashboard.node_tracker import NodeTracker
+from nesa_node.swarm.dht.records import NodeRecord
 from nesa_node.topology.snapshot import count_holders, zero_runs
 from tests.dashboard.records import BLOCKS, record
 
 START = 1000.0
 
 
-def models_of(records: Sequence[NodeRecord], now: float = START) -> list[ModelView]:
-    sightings = Sightings()
-    sightings.look(records, START)
-    sightings.tick(now)
-    return view_models(sightings.nodes)
+def models_of(records: Sequence[NodeRecord], now: float = START) -> list[ModelSummary]:
+    sightings = NodeTracker()
+    sightings.update_records(records, START)
+    sightings.advance_time(now)
+    return summarize_models(sightings.nodes)
 
 
 SPANS = st.lists(
@@ -77,16 +83,16 @@ def test_models_of_most_nodes_come_first_and_there_are_not_too_many() -> None:
 
 
 def test_holes_are_told_when_they_open_and_when_all_are_closed() -> None:
-    holes, sightings = Holes(), Sightings()
+    holes, sightings = HoleTracker(), NodeTracker()
     whole = [record("a", (0, 6)), record("b", (6, 12))]
-    sightings.look(whole, START)
-    assert holes.look(view_models(sightings.nodes), START) == []
-    sightings.look([record("b", (6, 12), at=START + 1, state="withdrawn")], START + 1)
-    (opened,) = holes.look(view_models(sightings.nodes), START + 1)
+    sightings.update_records(whole, START)
+    assert holes.update_models(summarize_models(sightings.nodes), START) == []
+    sightings.update_records([record("b", (6, 12), at=START + 1, state="withdrawn")], START + 1)
+    (opened,) = holes.update_models(summarize_models(sightings.nodes), START + 1)
     assert (opened.kind, opened.text) == ("hole", "Blocks 6:12 of tiny have no holder")
-    assert holes.look(view_models(sightings.nodes), START + 2) == []
-    sightings.look([record("c", (6, 12), at=START + 3)], START + 3)
-    (closed,) = holes.look(view_models(sightings.nodes), START + 3)
+    assert holes.update_models(summarize_models(sightings.nodes), START + 2) == []
+    sightings.update_records([record("c", (6, 12), at=START + 3)], START + 3)
+    (closed,) = holes.update_models(summarize_models(sightings.nodes), START + 3)
     assert closed.kind == "healed"
 
 

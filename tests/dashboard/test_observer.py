@@ -14,11 +14,11 @@ import pytest
 
 from nesa_node.core.errors import SwarmError
 from nesa_node.dashboard import observer as module
-from nesa_node.dashboard.board import Board
-from nesa_node.dashboard.feed import Feed
-from nesa_node.dashboard.observer import Observer
-from nesa_node.dashboard.shapes import Shapes
-from nesa_node.swarm.records import NodeRecord
+from nesa_node.dashboard.feed import StateFeed
+from nesa_node.dashboard.observer import SwarmObserver
+from nesa_node.dashboard.state import DashboardState
+from nesa_node.dashboard.topologies import ModelTopologies
+from nesa_node.swarm.dht.records import NodeRecord
 from nesa_node.topology.snapshot import Snapshot
 from tests.dashboard.records import BLOCKS, MODEL, record
 
@@ -68,21 +68,21 @@ class Swarm:
 class Seen:
     def __init__(self) -> None:
         self.swarm = Swarm()
-        self.board = Board(playground=False, look_every_s=0.05)
-        self.feed = Feed(self.board.sections)
-        self.shapes = Shapes()
+        self.board = DashboardState(playground=False, poll_interval_s=0.05)
+        self.feed = StateFeed(self.board.sections)
+        self.shapes = ModelTopologies()
         swarm: Any = self.swarm
-        self.observer = Observer(
-            swarm, self.board, self.feed, self.shapes, every_s=0.05, clock=lambda: NOW
+        self.observer = SwarmObserver(
+            swarm, self.board, self.feed, self.shapes, poll_interval_s=0.05, clock=lambda: NOW
         )
 
     async def until(self, section: str, *keys: str) -> None:
         async with asyncio.timeout(10):
             while set(self.section(section)) != set(keys):
-                await self.feed.news_since(self.board.sections.version)
+                await self.feed.wait_for_change(self.board.sections.version)
 
     def section(self, name: str) -> dict[str, Any]:
-        found = json.loads(self.board.sections.since(None))["sections"].get(name, {})
+        found = json.loads(self.board.sections.encode_since(None))["sections"].get(name, {})
         assert isinstance(found, dict)
         return found
 
@@ -126,7 +126,7 @@ async def test_swarm_that_does_not_answer_is_asked_again(seen: Seen) -> None:
 async def test_large_swarms_are_looked_at_less_often(
     seen: Seen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_NODES_PER_S", 5)
+    monkeypatch.setattr(module, "_MAX_RECORDS_PER_S", 5)
     directory = seen.swarm.directory
     directory.records = [record(f"p{number}") for number in range(10)]
     async with running(seen):
@@ -136,15 +136,15 @@ async def test_large_swarms_are_looked_at_less_often(
 
 
 async def test_shape_of_each_model_is_watched(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "FIRST_SHAPE_S", 0.1)
-    monkeypatch.setattr(module, "SHAPE_EVERY_S", 0.1)
+    monkeypatch.setattr(module, "FIRST_TOPOLOGY_DELAY_S", 0.1)
+    monkeypatch.setattr(module, "TOPOLOGY_INTERVAL_S", 0.1)
     seen.swarm.directory.records = [record("a"), record("b", (4, 12))]
     async with running(seen):
         deadline = time.monotonic() + 20
         body = None
         while (body is None or b"starting" in body) and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
-            body = await seen.shapes.json(MODEL)
+            body = await seen.shapes.encode_json(MODEL)
         assert body is not None
         report = json.loads(body)
         assert len(report["nodes"]) == 2
@@ -157,7 +157,11 @@ async def test_thousands_of_records_are_taken_in_beside_the_event_loop(
 ) -> None:
     """It may be the loop that streams a gateway's tokens."""
     threads: set[int] = set()
-    look, tick, measure = seen.board.look, seen.board.tick, seen.board.measure
+    look, tick, measure = (
+        seen.board.update_records,
+        seen.board.advance_time,
+        seen.board.update_links,
+    )
 
     def noted(method: Callable[..., Any]) -> Callable[..., Any]:
         def called(*args: Any) -> Any:
@@ -192,7 +196,7 @@ async def test_time_does_not_pass_while_a_look_is_taken_in(
 
         return called
 
-    monkeypatch.setattr(module, "TICK_S", 0.001)
+    monkeypatch.setattr(module, "TICK_INTERVAL_S", 0.001)
     for name in ("look", "tick", "measure"):
         monkeypatch.setattr(seen.board, name, slow(name, getattr(seen.board, name)))
     seen.swarm.directory.records = [record("a")]
@@ -205,9 +209,9 @@ async def test_time_does_not_pass_while_a_look_is_taken_in(
 async def test_no_snapshot_is_made_of_swarms_too_large_to_show(
     seen: Seen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "FIRST_SHAPE_S", 0.1)
-    monkeypatch.setattr(module, "SHAPE_EVERY_S", 0.05)
-    monkeypatch.setattr(module, "MAX_SHAPED_NODES", 2)
+    monkeypatch.setattr(module, "FIRST_TOPOLOGY_DELAY_S", 0.1)
+    monkeypatch.setattr(module, "TOPOLOGY_INTERVAL_S", 0.05)
+    monkeypatch.setattr(module, "MAX_TOPOLOGY_NODES", 2)
     asked: list[Any] = []
     monkeypatch.setattr(seen.swarm.directory, "snapshot", asked.append)
     seen.swarm.directory.records = [record(peer) for peer in "abc"]
@@ -220,8 +224,8 @@ async def test_no_snapshot_is_made_of_swarms_too_large_to_show(
 async def test_few_nodes_of_a_large_swarm_are_pinged_at_once_and_all_in_turn(
     seen: Seen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "PING_EVERY_S", 0.01)
-    monkeypatch.setattr(module, "MOST_PINGS", 3)
+    monkeypatch.setattr(module, "PING_INTERVAL_S", 0.01)
+    monkeypatch.setattr(module, "MAX_CONCURRENT_PINGS", 3)
     pinged: list[str] = []
     goes_on = asyncio.Event()
 
@@ -234,7 +238,7 @@ async def test_few_nodes_of_a_large_swarm_are_pinged_at_once_and_all_in_turn(
     seen.swarm.directory.records = [record(peer) for peer in peers]
     async with running(seen):
         await seen.until("nodes", *peers)
-        with seen.feed.viewing():
+        with seen.feed.hold_viewer_slot():
             async with asyncio.timeout(10):
                 while len(pinged) < 3:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from nesa_node.core.config import NodeConfig, OrchestratorConfig
 from nesa_node.core.errors import AddressInUseError, ConfigError
-from nesa_node.core.http_address import HttpAddress
 from nesa_node.core.ids import ModelId
+from nesa_node.core.settings.http_address import HttpAddress
+from nesa_node.core.settings.models import NodeConfig, OrchestratorConfig
 from nesa_node.dashboard.app import Dashboard, make_app
-from nesa_node.dashboard.shapes import Shapes
-from nesa_node.web.listen import serve_app
+from nesa_node.dashboard.topologies import ModelTopologies
+from nesa_node.web.server import serve_app
 
 ANY_PORT = HttpAddress("127.0.0.1", 0)
 HOSTILE = "</script><script>alert(1)</script>"
@@ -36,10 +36,10 @@ class Scripted:
 
 
 @pytest.fixture
-async def page() -> AsyncIterator[tuple[Shapes, HttpAddress]]:
+async def page() -> AsyncIterator[tuple[ModelTopologies, HttpAddress]]:
     dashboard = Dashboard()
     async with serve_app(make_app(dashboard), ANY_PORT) as address:
-        yield dashboard.shapes, address
+        yield dashboard.topologies, address
 
 
 async def ask(
@@ -61,14 +61,14 @@ def _ask(
 
 
 async def test_document_is_json_and_made_once_per_version(
-    page: tuple[Shapes, HttpAddress],
+    page: tuple[ModelTopologies, HttpAddress],
 ) -> None:
     shown, address = page
     response, body = await ask(address, "/topology.json")
     assert response.status == 200
     assert json.loads(body)["starting"] is True
     source = Scripted()
-    shown.show(ModelId("tiny"), source)
+    shown.set_source(ModelId("tiny"), source)
     for _ in range(3):
         response, body = await ask(address, "/topology.json")
         assert json.loads(body) == {"model": HOSTILE, "version": 1}
@@ -83,7 +83,7 @@ async def test_document_is_json_and_made_once_per_version(
     assert "default-src 'none'" in (response.getheader("content-security-policy") or "")
 
 
-async def test_health_and_nothing_else(page: tuple[Shapes, HttpAddress]) -> None:
+async def test_health_and_nothing_else(page: tuple[ModelTopologies, HttpAddress]) -> None:
     _, address = page
     response, body = await ask(address, "/healthz")
     assert (response.status, json.loads(body)) == (200, {"status": "ok"})
@@ -92,7 +92,9 @@ async def test_health_and_nothing_else(page: tuple[Shapes, HttpAddress]) -> None
     assert (await ask(address, "/topology.json", method="POST"))[0].status == 405
 
 
-async def test_names_of_others_are_not_answered_to(page: tuple[Shapes, HttpAddress]) -> None:
+async def test_names_of_others_are_not_answered_to(
+    page: tuple[ModelTopologies, HttpAddress],
+) -> None:
     _, address = page
     for host in ("evil.example", f"evil.example:{address.port}", "127.0.0.1.evil.example", ""):
         response, body = await ask(address, "/topology.json", Host=host)
@@ -135,7 +137,7 @@ async def test_somebody_who_stays_connected_does_not_keep_it_from_ending() -> No
 )
 def test_addresses_are_read(text: str, shown: str) -> None:
     assert str(HttpAddress.parse(text)) == shown
-    assert HttpAddress.parse(shown).loopback
+    assert HttpAddress.parse(shown).is_loopback
 
 
 @pytest.mark.parametrize(
@@ -164,8 +166,8 @@ def test_what_is_no_address_is_refused(text: str) -> None:
     ],
 )
 def test_a_name_that_could_be_anybodys_is_not_ours(host: str, here: bool, anywhere: bool) -> None:
-    assert HttpAddress("127.0.0.1", 80).answers_to(host) is here
-    assert HttpAddress("0.0.0.0", 80).answers_to(host) is anywhere
+    assert HttpAddress("127.0.0.1", 80).accepts_host(host) is here
+    assert HttpAddress("0.0.0.0", 80).accepts_host(host) is anywhere
 
 
 def test_a_page_stays_on_this_machine_unless_it_is_told_otherwise() -> None:

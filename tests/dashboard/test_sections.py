@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nesa_node.dashboard import sections as module
-from nesa_node.dashboard.sections import Sections
+from nesa_node.dashboard.sections import VersionedSections
 
 ENTRIES = st.dictionaries(st.sampled_from("abcdef"), st.integers(0, 3))
 CHANGES = st.lists(st.tuples(st.sampled_from(["one", "two"]), ENTRIES), max_size=12)
@@ -23,8 +23,8 @@ class Reader:
         self.sections: dict[str, dict[str, Any]] = {}
         self.full = 0
 
-    def read(self, sections: Sections) -> None:
-        news = json.loads(sections.since(self.version))
+    def read(self, sections: VersionedSections) -> None:
+        news = json.loads(sections.encode_since(self.version))
         self.version = news["version"]
         if news["full"]:
             self.sections, self.full = {}, self.full + 1
@@ -41,9 +41,9 @@ class Reader:
 def test_reader_who_looks_now_and_then_knows_what_is_there(
     changes: list[tuple[str, dict[str, int]]], looks: set[int]
 ) -> None:
-    sections, reader, now = Sections(), Reader(), dict[str, dict[str, int]]()
+    sections, reader, now = VersionedSections(), Reader(), dict[str, dict[str, int]]()
     for number, (name, entries) in enumerate(changes):
-        changed = sections.replace(name, entries)
+        changed = sections.replace_entries(name, entries)
         assert changed == (now.get(name, {}) != entries)
         now[name] = entries
         if number in looks:
@@ -53,19 +53,19 @@ def test_reader_who_looks_now_and_then_knows_what_is_there(
 
 
 def test_nothing_new_is_no_version_and_says_nothing() -> None:
-    sections = Sections()
-    assert sections.replace("nodes", {"a": 1})
+    sections = VersionedSections()
+    assert sections.replace_entries("nodes", {"a": 1})
     version = sections.version
-    assert not sections.replace("nodes", {"a": 1})
+    assert not sections.replace_entries("nodes", {"a": 1})
     assert sections.version == version
-    assert json.loads(sections.since(version))["sections"] == {}
+    assert json.loads(sections.encode_since(version))["sections"] == {}
 
 
 def test_one_that_missed_too_many_removals_gets_everything(monkeypatch: Any) -> None:
-    monkeypatch.setattr(module, "MAX_REMOVED", 5)
-    sections, slow, fast = Sections(), Reader(), Reader()
+    monkeypatch.setattr(module, "MAX_REMEMBERED_REMOVALS", 5)
+    sections, slow, fast = VersionedSections(), Reader(), Reader()
     for step in range(10):
-        sections.replace("nodes", {f"{step}-{index}": step for index in range(3)})
+        sections.replace_entries("nodes", {f"{step}-{index}": step for index in range(3)})
         fast.read(sections)
         if step == 0:
             slow.read(sections)
@@ -75,25 +75,30 @@ def test_one_that_missed_too_many_removals_gets_everything(monkeypatch: Any) -> 
 
 
 def test_version_of_another_life_gets_everything() -> None:
-    sections = Sections()
-    sections.replace("nodes", {"a": 1})
-    assert json.loads(sections.since(99))["full"]
+    sections = VersionedSections()
+    sections.replace_entries("nodes", {"a": 1})
+    assert json.loads(sections.encode_since(99))["full"]
 
 
 def test_sections_that_grow_keep_the_newest_and_send_what_is_new() -> None:
-    sections = Sections()
+    sections = VersionedSections()
     for at in range(10):
-        sections.put("series", {str(at): at}, keep=4)
+        sections.set_entries("series", {str(at): at}, keep=4)
     version = sections.version
-    sections.put("series", {"10": 10}, keep=4)
-    assert json.loads(sections.since(version))["sections"] == {"series": {"10": 10}}
-    assert list(json.loads(sections.since(None))["sections"]["series"]) == ["7", "8", "9", "10"]
+    sections.set_entries("series", {"10": 10}, keep=4)
+    assert json.loads(sections.encode_since(version))["sections"] == {"series": {"10": 10}}
+    assert list(json.loads(sections.encode_since(None))["sections"]["series"]) == [
+        "7",
+        "8",
+        "9",
+        "10",
+    ]
 
 
 def test_keys_may_be_anything() -> None:
-    sections = Sections()
-    sections.replace("models", {"__proto__": 1, '"</script>': 2, "ü": 3})
-    assert json.loads(sections.since(None))["sections"]["models"] == {
+    sections = VersionedSections()
+    sections.replace_entries("models", {"__proto__": 1, '"</script>': 2, "ü": 3})
+    assert json.loads(sections.encode_since(None))["sections"]["models"] == {
         "__proto__": 1,
         '"</script>': 2,
         "ü": 3,

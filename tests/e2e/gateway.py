@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from nesa_node.cli.local_swarm import stop_nodes
+from nesa_node.cli.services.local_swarm import stop_processes
 
 READY_S = 120.0
 
@@ -49,4 +49,4 @@ def gateway_process(
         url = json.loads(ready.read_text(encoding="utf-8"))["url"]
         yield GatewayProcess(url, log_path, process)
     finally:
-        stop_nodes([process])
+        stop_processes([process])

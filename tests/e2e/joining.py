@@ -9,16 +9,16 @@ from typing import Any
 
 import torch
 
-from nesa_node.client.causal_lm import DistributedModelForCausalLM
-from nesa_node.client.model import AutoDistributedModelForCausalLM
-from nesa_node.core.choices import Route
+from nesa_node.client.model.auto import AutoDistributedModelForCausalLM
+from nesa_node.client.model.causal_lm import DistributedModelForCausalLM
+from nesa_node.core.settings.choices import RouteName
 
-ROUTES: tuple[Route, ...] = ("chain", "star")
+ROUTES: tuple[RouteName, ...] = ("chain", "star")
 
 
 @contextmanager
 def joined(
-    folder: Path, addresses: Sequence[str], route: Route, **options: Any
+    folder: Path, addresses: Sequence[str], route: RouteName, **options: Any
 ) -> Iterator[DistributedModelForCausalLM]:
     """A model whose client has joined already: a test ends with the processes it began with."""
     with AutoDistributedModelForCausalLM.from_pretrained(
@@ -32,7 +32,7 @@ def joined(
 @contextmanager
 def both_routes(
     folder: Path, addresses: Sequence[str], **options: Any
-) -> Iterator[dict[Route, DistributedModelForCausalLM]]:
+) -> Iterator[dict[RouteName, DistributedModelForCausalLM]]:
     with (
         joined(folder, addresses, "chain", **options) as chain,
         joined(folder, addresses, "star", **options) as star,

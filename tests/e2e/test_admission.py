@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from nesa_node.client.causal_lm import DistributedModelForCausalLM
-from nesa_node.client.model import AutoDistributedModelForCausalLM
-from nesa_node.core.choices import Route
+from nesa_node.client.model.auto import AutoDistributedModelForCausalLM
+from nesa_node.client.model.causal_lm import DistributedModelForCausalLM
 from nesa_node.core.errors import BusyError, RefusedError
-from nesa_node.engine.pages import PAGE_TOKENS
-from nesa_node.swarm.identity import Identity
+from nesa_node.core.settings.choices import RouteName
+from nesa_node.engine.cache.pages import PAGE_TOKENS
+from nesa_node.swarm.p2p.identity import Identity
 from tests.client.local_models import random_ids
 from tests.e2e.joining import ROUTES
 from tests.engine.tiny_models import BLOCKS
@@ -57,7 +57,7 @@ def join(
 
 @pytest.mark.parametrize("route", ROUTES)
 def test_one_session_beyond_the_quota_is_busy_and_others_are_not_hurt(
-    join: Join, route: Route
+    join: Join, route: RouteName
 ) -> None:
     with join(routing=route) as model, join(routing=route) as other:
         first, second = model.inference_session(20), model.inference_session(20)
@@ -104,7 +104,7 @@ def test_who_waits_gets_the_room_that_another_session_leaves(join: Join) -> None
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_a_denied_peer_is_told_so(join: Join, denied: Path, route: Route) -> None:
+def test_a_denied_peer_is_told_so(join: Join, denied: Path, route: RouteName) -> None:
     with (
         join(identity_path=denied, routing=route) as model,
         pytest.raises(RefusedError, match="does not serve") as caught,

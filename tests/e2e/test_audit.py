@@ -11,21 +11,21 @@ from typing import Any
 
 import pytest
 
-from nesa_node.client import watch
-from nesa_node.client.audit import measure_speed
-from nesa_node.client.request import RouteRequest
+from nesa_node.client.routing.audit import measure_speed
+from nesa_node.client.routing.request import RouteRequest
+from nesa_node.client.session import slowdown as watch
 from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.core.span import Span
-from nesa_node.engine.attention import Run
-from nesa_node.engine.blocks import Blocks
-from nesa_node.engine.feeds import Piece
-from nesa_node.engine.measure import Throughput, measure_throughput
-from nesa_node.routing.claims import Claims
-from nesa_node.server import served_span, speed
-from nesa_node.swarm.identity import Identity
+from nesa_node.engine.cache.paged_attention import RowChunk
+from nesa_node.engine.model.blocks import ModelBlocks, TokenSlice
+from nesa_node.engine.model.throughput import SpanThroughput, measure_throughput
+from nesa_node.routing.reputation import SpeedClaims
+from nesa_node.server.node import served_span
+from nesa_node.server.node import served_span as speed
+from nesa_node.swarm.dht.notices import FailureKind, ReportedFailure
 from nesa_node.swarm.node import open_swarm
-from nesa_node.swarm.notices import Failure, FailureKind
-from nesa_node.swarm.reporter import Reporter
+from nesa_node.swarm.p2p.identity import Identity
+from nesa_node.swarm.reputation import FailureReporter
 from nesa_node.topology.snapshot import NodeState
 from tests.client.local_models import random_ids
 from tests.e2e.joining import joined
@@ -40,15 +40,15 @@ HONEST_TOKENS_PER_S = 50.0
 
 @pytest.fixture(autouse=True)
 def _speeds_stay_as_they_were_announced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(speed, "LEAST_PAUSE_S", math.inf)
+    monkeypatch.setattr(speed, "MIN_MEASURE_INTERVAL_S", math.inf)
 
 
 async def test_a_node_that_claims_a_hundred_times_its_speed_is_found_out(
     tiny: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    measured: list[Throughput] = []
+    measured: list[SpanThroughput] = []
 
-    def boast(blocks: Blocks) -> Throughput:
+    def boast(blocks: ModelBlocks) -> SpanThroughput:
         measured.append(measure_throughput(blocks))
         factor = LIE if len(measured) == 1 else 1.0
         last = measured[-1]
@@ -70,12 +70,12 @@ async def test_a_node_that_claims_a_hundred_times_its_speed_is_found_out(
             snapshot = await swarm.directory.fetch(request.model_id)
             liar, other = sorted(snapshot.nodes, key=lambda node: -node.decode_tokens_per_s)
             assert liar.decode_tokens_per_s > LIE / 5 * other.decode_tokens_per_s
-            claims = Claims(time.monotonic)
+            claims = SpeedClaims(time.monotonic)
             for node in snapshot.nodes:
                 speed = await measure_speed(swarm, node, request)
                 assert speed is not None
-                claims.measured(node.peer_id, speed)
-            assert claims.believed(liar).decode_tokens_per_s < liar.decode_tokens_per_s / 20
+                claims.record_measurement(node.peer_id, speed)
+            assert claims.clamp(liar).decode_tokens_per_s < liar.decode_tokens_per_s / 20
 
 
 async def test_steps_that_a_node_runs_together_do_not_make_it_look_fast(
@@ -83,15 +83,15 @@ async def test_steps_that_a_node_runs_together_do_not_make_it_look_fast(
 ) -> None:
     """Sixteen steps that wait are one forward, which takes little more time than a single step."""
 
-    def slowed(blocks: Blocks) -> Throughput:
+    def slowed(blocks: ModelBlocks) -> SpanThroughput:
         honest = measure_throughput(blocks)
-        run = blocks.run
+        run = blocks.forward_buffers
 
-        def slow(pieces: Sequence[Piece], runs: Sequence[Run]) -> None:
+        def slow(pieces: Sequence[TokenSlice], runs: Sequence[RowChunk]) -> None:
             time.sleep(0.05)
             run(pieces, runs)
 
-        monkeypatch.setattr(blocks, "run", slow)
+        monkeypatch.setattr(blocks, "forward_buffers", slow)
         return honest
 
     monkeypatch.setattr(served_span, "measure_throughput", slowed)
@@ -129,32 +129,32 @@ def test_a_session_leaves_a_liar_that_is_slow(
     tiny: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It claims most, so it is chosen; it is found out by its steps, and the text is the same."""
-    monkeypatch.setattr(watch, "PAUSE_S", 0.5)
-    made: list[Blocks] = []
+    monkeypatch.setattr(watch, "FIRST_CHECK_PAUSE_S", 0.5)
+    made: list[ModelBlocks] = []
 
-    def boast(blocks: Blocks) -> Throughput:
+    def boast(blocks: ModelBlocks) -> SpanThroughput:
         made.append(blocks)
         honest = measure_throughput(blocks)
         if len(made) > 1:
             # A step of so few blocks takes less than links differ by: that must not decide.
             return replace(honest, decode_tokens_per_s=HONEST_TOKENS_PER_S)
-        run = blocks.run
+        run = blocks.forward_buffers
 
-        def slow(pieces: Sequence[Piece], runs: Sequence[Run]) -> None:
+        def slow(pieces: Sequence[TokenSlice], runs: Sequence[RowChunk]) -> None:
             time.sleep(5 / HONEST_TOKENS_PER_S)
             run(pieces, runs)
 
-        monkeypatch.setattr(blocks, "run", slow)
+        monkeypatch.setattr(blocks, "forward_buffers", slow)
         speed = LIE * honest.decode_tokens_per_s
         return replace(honest, decode_tokens_per_s=speed)
 
-    note, told = Reporter.note, list[Failure]()
+    note, told = FailureReporter.record_failure, list[ReportedFailure]()
 
-    def listen(self: Reporter, model_id: ModelId, peer: PeerId, kind: FailureKind) -> None:
-        told.append(Failure(peer=peer, kind=kind, count=1, at=1.0))
+    def listen(self: FailureReporter, model_id: ModelId, peer: PeerId, kind: FailureKind) -> None:
+        told.append(ReportedFailure(peer=peer, kind=kind, count=1, at=1.0))
         note(self, model_id, peer, kind)
 
-    monkeypatch.setattr(Reporter, "note", listen)
+    monkeypatch.setattr(FailureReporter, "record_failure", listen)
     monkeypatch.setattr(served_span, "measure_throughput", boast)
     folder = tiny("llama")
     spans = [Span(0, BLOCKS), Span(0, BLOCKS)]

@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from nesa_node.compression import tensors
-from nesa_node.core.choices import Route
 from nesa_node.core.errors import ConfigError
+from nesa_node.core.settings.choices import RouteName
 from tests.client.local_models import left_padded, random_ids
 from tests.e2e.joining import ROUTES, joined
 from tests.engine.chained import distance
@@ -24,7 +24,7 @@ from tests.engine.tiny_models import BLOCKS, reference
 from tests.same_tokens import assert_same_tokens
 from tests.swarms import in_process_swarm, thirds
 
-STREAMS: dict[Route, int] = {"chain": 4, "star": 6}
+STREAMS: dict[RouteName, int] = {"chain": 4, "star": 6}
 LOSSY = ("bfloat16", "int8@2:16:8", "blockwise8@2:64:8", "int4@2:32:48")
 
 
@@ -71,7 +71,7 @@ def rounded_logits(alone: PreTrainedModel, ids_BL: Tensor, codec: str) -> Tensor
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("codec", LOSSY)
 def test_named_codec_rounds_at_every_boundary_and_nowhere_else(
-    alone: PreTrainedModel, folder: Path, addresses: tuple[str, ...], codec: str, route: Route
+    alone: PreTrainedModel, folder: Path, addresses: tuple[str, ...], codec: str, route: RouteName
 ) -> None:
     ids_BL = random_ids(1, 40, seed=1)
     with (
@@ -89,7 +89,7 @@ def test_named_codec_rounds_at_every_boundary_and_nowhere_else(
 
 @pytest.mark.parametrize("route", ROUTES)
 def test_lossless_tokens_are_those_of_the_model(
-    alone: PreTrainedModel, folder: Path, addresses: tuple[str, ...], route: Route
+    alone: PreTrainedModel, folder: Path, addresses: tuple[str, ...], route: RouteName
 ) -> None:
     ids_BL, mask_BL = left_padded([40, 21, 33], seed=2)
     options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}

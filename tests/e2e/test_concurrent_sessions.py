@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from nesa_node.client.causal_lm import DistributedModelForCausalLM
-from nesa_node.core.choices import Route
+from nesa_node.client.model.causal_lm import DistributedModelForCausalLM
+from nesa_node.core.settings.choices import RouteName
 from tests.client.local_models import left_padded
 from tests.e2e.joining import ROUTES, both_routes
 from tests.engine.tiny_models import BLOCKS, reference
@@ -50,7 +50,7 @@ def swarm(
             yield folder, addresses
 
 
-Models = dict[Route, DistributedModelForCausalLM]
+Models = dict[RouteName, DistributedModelForCausalLM]
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +96,7 @@ def _generate_together(models: Sequence[DistributedModelForCausalLM]) -> list[Te
 @pytest.mark.parametrize("members", [1, 2])
 @pytest.mark.parametrize("route", ROUTES)
 def test_eight_sessions_at_once_give_the_same_tokens_as_alone(
-    clients: tuple[Models, Models], alone: list[Tensor], route: Route, members: int
+    clients: tuple[Models, Models], alone: list[Tensor], route: RouteName, members: int
 ) -> None:
     together = _generate_together([models[route] for models in clients[:members]])
     for index, (ours_BL, expected_BL) in enumerate(zip(together, alone, strict=True)):

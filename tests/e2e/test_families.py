@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from nesa_node.client.causal_lm import DistributedModelForCausalLM
-from nesa_node.core.choices import Route
+from nesa_node.client.model.causal_lm import DistributedModelForCausalLM
+from nesa_node.core.settings.choices import RouteName
 from nesa_node.core.span import Span
-from nesa_node.engine.blocks import Blocks, Run
+from nesa_node.engine.model.blocks import ModelBlocks, RowChunk
 from tests.client.local_models import left_padded, random_ids
 from tests.e2e.joining import ROUTES, both_routes
 from tests.engine.tiny_models import (
@@ -55,7 +55,7 @@ class Case:
     """A family's model alone, and as clients of its swarm see it by each kind of route."""
 
     alone: PreTrainedModel
-    models: dict[Route, DistributedModelForCausalLM]
+    models: dict[RouteName, DistributedModelForCausalLM]
     _runs: dict[str, ReferenceRun] = field(default_factory=dict)
 
     def run_alone(self, prompt: str) -> ReferenceRun:
@@ -63,13 +63,13 @@ class Case:
             self._runs[prompt] = run_reference(self.alone, *PROMPTS[prompt](), **OPTIONS)
         return self._runs[prompt]
 
-    def assert_equal(self, prompt: str, route: Route) -> Tensor:
+    def assert_equal(self, prompt: str, route: RouteName) -> Tensor:
         ids_BL, mask_BL = PROMPTS[prompt]()
         ours_BL: Tensor = self.models[route].generate(ids_BL, attention_mask=mask_BL, **OPTIONS)
         assert_same_as(self.run_alone(prompt), ours_BL)
         return ours_BL[:, ids_BL.shape[1] :]
 
-    def assert_logits_equal(self, route: Route) -> None:
+    def assert_logits_equal(self, route: RouteName) -> None:
         ids_BL = random_ids(2, 90)
         forward: Any = self.alone.__call__
         with torch.no_grad():
@@ -111,7 +111,9 @@ def case(
 
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("prompt", PROMPTS)
-def test_greedy_tokens_equal_those_of_transformers(case: Case, prompt: str, route: Route) -> None:
+def test_greedy_tokens_equal_those_of_transformers(
+    case: Case, prompt: str, route: RouteName
+) -> None:
     new_BL = case.assert_equal(prompt, route)
     assert new_BL.shape[1] == NEW_TOKENS
     if len(new_BL) == 1:
@@ -119,23 +121,25 @@ def test_greedy_tokens_equal_those_of_transformers(case: Case, prompt: str, rout
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_logits_are_within_1e_4(case: Case, route: Route) -> None:
+def test_logits_are_within_1e_4(case: Case, route: RouteName) -> None:
     case.assert_logits_equal(route)
 
 
-FORWARD = Blocks._forward
+FORWARD = ModelBlocks._forward
 
 
-def _without_its_last_block(blocks: Blocks, hidden_TD: Tensor, runs: Sequence[Run]) -> Tensor:
-    return FORWARD(blocks.part(Span(blocks.span.start, blocks.span.end - 1)), hidden_TD, runs)
+def _without_its_last_block(
+    blocks: ModelBlocks, hidden_TD: Tensor, runs: Sequence[RowChunk]
+) -> Tensor:
+    return FORWARD(blocks.select(Span(blocks.span.start, blocks.span.end - 1)), hidden_TD, runs)
 
 
-def _one_position_late(blocks: Blocks, hidden_TD: Tensor, runs: Sequence[Run]) -> Tensor:
+def _one_position_late(blocks: ModelBlocks, hidden_TD: Tensor, runs: Sequence[RowChunk]) -> Tensor:
     start = 0
     for run in runs:
         if not run.table.length:
             run.table.reserve(run.count + 1)
-            FORWARD(blocks, hidden_TD[start : start + 1], [Run(run.table, 1)])
+            FORWARD(blocks, hidden_TD[start : start + 1], [RowChunk(run.table, 1)])
         run.table.reserve(run.table.length + run.count)
         start += run.count
     return FORWARD(blocks, hidden_TD, runs)
@@ -144,17 +148,17 @@ def _one_position_late(blocks: Blocks, hidden_TD: Tensor, runs: Sequence[Run]) -
 @pytest.mark.parametrize("mistake", [_without_its_last_block, _one_position_late])
 def test_a_mistake_of_the_middle_node_is_caught(
     case: Case,
-    mistake: Callable[[Blocks, Tensor, Sequence[Run]], Tensor],
+    mistake: Callable[[ModelBlocks, Tensor, Sequence[RowChunk]], Tensor],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Missing position codes are caught by the engine's tests, with the same tolerance."""
     middle = thirds(BLOCKS)[1]
 
-    def forward(blocks: Blocks, hidden_TD: Tensor, runs: Sequence[Run]) -> Tensor:
+    def forward(blocks: ModelBlocks, hidden_TD: Tensor, runs: Sequence[RowChunk]) -> Tensor:
         run = mistake if blocks.span == middle else FORWARD
         return run(blocks, hidden_TD, runs)
 
-    monkeypatch.setattr(Blocks, "_forward", forward)
+    monkeypatch.setattr(ModelBlocks, "_forward", forward)
     for route in ROUTES:
         with pytest.raises(AssertionError):
             case.assert_logits_equal(route)

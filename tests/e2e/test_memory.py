@@ -15,12 +15,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from nesa_node.client.connection import open_connection
-from nesa_node.client.options import ConnectionOptions
+from nesa_node.client.routing.request import ConnectionOptions
+from nesa_node.client.session.connection import open_connection
 from nesa_node.core.span import Span
-from nesa_node.engine.checkpoint import Checkpoint, open_checkpoint
-from nesa_node.engine.memory import block_bytes, cache_bytes_per_token
-from nesa_node.swarm.messages import RowSlice
+from nesa_node.engine.model.devices import cache_bytes_per_token, compute_block_bytes
+from nesa_node.engine.weights.checkpoint import Checkpoint, open_checkpoint
+from nesa_node.swarm.protocol.messages import RowSlice
 from tests.engine.tiny_models import save_tiny_model
 from tests.swarms import daemons
 
@@ -68,7 +68,7 @@ def test_ten_of_thirty_blocks_take_the_memory_of_ten(tmp_path: Path) -> None:
     One with all blocks must exceed the limit, or the limit would prove nothing.
     """
     checkpoint = _save_model(tmp_path / "large")
-    sizes = block_bytes(checkpoint, torch.float32)
+    sizes = compute_block_bytes(checkpoint, torch.float32)
     cache = CACHE_TOKENS * len(TEN) * cache_bytes_per_token(checkpoint, torch.float32)
     with ExitStack() as stack:
         nothing = stack.enter_context(

@@ -14,14 +14,14 @@ from pathlib import Path
 import httpx
 import pytest
 
-from nesa_node.cli.local_swarm import LOOPBACK, stop_nodes
-from nesa_node.core.config import GatewayConfig, PeerConfig
-from nesa_node.core.config_sources import load_config
+from nesa_node.cli.services.local_swarm import LOOPBACK, stop_processes
 from nesa_node.core.errors import ConfigError
+from nesa_node.core.settings.models import GatewayConfig, PeerConfig
+from nesa_node.core.settings.sources import load_config
 from nesa_node.core.span import Span
 from tests.cli.tiny import BLOCKS, write_tiny_model
 from tests.e2e.gateway import gateway_process
-from tests.server.test_metrics import exported, parsed, told_by
+from tests.server.node.test_metrics import exported, parsed, told_by
 from tests.swarms import daemons
 
 READY_S = 120.0
@@ -48,7 +48,7 @@ def command(folder: Path, *argv: str) -> Iterator[str]:
         assert found is not None
         yield found[1]
     finally:
-        stop_nodes([process], patience_s=60)
+        stop_processes([process], timeout_s=60)
     assert process.returncode == 0
 
 

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from nesa_node.client.causal_lm import DistributedModelForCausalLM
-from nesa_node.client.inference import InferenceSession
-from nesa_node.core.choices import Route
+from nesa_node.client.model.causal_lm import DistributedModelForCausalLM
+from nesa_node.client.model.inference_session import InferenceSession
 from nesa_node.core.errors import ConfigError
-from nesa_node.swarm.identity import Identity
-from nesa_node.swarm.messages import Message, Open
-from nesa_node.swarm.stream import Stream
+from nesa_node.core.settings.choices import RouteName
+from nesa_node.swarm.p2p.identity import Identity
+from nesa_node.swarm.protocol.messages import Message, Open
+from nesa_node.swarm.protocol.stream import Stream
 from tests.client.local_models import left_padded, random_ids
 from tests.e2e.joining import ROUTES, both_routes, joined
 from tests.engine.chained import distance
@@ -159,7 +159,7 @@ def test_a_client_that_runs_the_first_blocks_itself_reuses_too(
     folder: Path,
     addresses: tuple[str, ...],
     alone: PreTrainedModel,
-    route: Route,
+    route: RouteName,
     client_blocks: tuple[int, int],
     held: int,
 ) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nesa_node.client.model import AutoDistributedModelForCausalLM
+from nesa_node.client.model.auto import AutoDistributedModelForCausalLM
 from nesa_node.core.errors import BootstrapError
 from tests.client.local_models import random_ids
 from tests.e2e.joining import ROUTES, both_routes

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from nesa_node.client.causal_lm import DistributedModelForCausalLM
-from nesa_node.client.local import CLIENT_PEER
-from nesa_node.core.choices import Route
+from nesa_node.client.model.causal_lm import DistributedModelForCausalLM
+from nesa_node.client.model.local import CLIENT_PEER
+from nesa_node.core.settings.choices import RouteName
 from nesa_node.core.span import Span
 from tests.client.local_models import left_padded, random_ids
 from tests.e2e.joining import ROUTES, both_routes, joined
@@ -26,7 +26,7 @@ from tests.engine.tiny_models import BLOCKS, reference
 from tests.same_tokens import assert_same_tokens, run_reference
 from tests.swarms import in_process_swarm, thirds
 
-Models = dict[Route, DistributedModelForCausalLM]
+Models = dict[RouteName, DistributedModelForCausalLM]
 OPTIONS: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False}
 
 
@@ -173,7 +173,7 @@ def test_rows_go_on_as_copies_of_others(model: DistributedModelForCausalLM) -> N
 
 @pytest.mark.parametrize("route", ROUTES)
 def test_blocks_that_stay_with_the_client_change_no_token(
-    folder: Path, addresses: tuple[str, ...], alone: PreTrainedModel, route: Route
+    folder: Path, addresses: tuple[str, ...], alone: PreTrainedModel, route: RouteName
 ) -> None:
     ids_BL, mask_BL = left_padded([5, 19])
     options = OPTIONS | {"pad_token_id": 0}
@@ -208,7 +208,7 @@ def test_a_part_of_a_nodes_span_serves_between_others(
     folder: Path,
     overlapping: tuple[str, ...],
     alone: PreTrainedModel,
-    route: Route,
+    route: RouteName,
     client_blocks: tuple[int, int],
 ) -> None:
     ids_BL = random_ids(1, 30)

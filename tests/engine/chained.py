@@ -8,13 +8,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from nesa_node.core.choices import QuantType
+from nesa_node.core.settings.choices import QuantType
 from nesa_node.core.span import Span
-from nesa_node.engine import blocks as engine
-from nesa_node.engine.blocks import Blocks
-from nesa_node.engine.checkpoint import Checkpoint, open_checkpoint
-from nesa_node.engine.pages import PageTable, pages_for
-from nesa_node.engine.parts import load_blocks, load_ends
+from nesa_node.engine.cache.pages import PageTable, pages_for
+from nesa_node.engine.model import blocks as engine
+from nesa_node.engine.model.blocks import ModelBlocks
+from nesa_node.engine.model.loading import load_blocks, load_embedder_and_head
+from nesa_node.engine.weights.checkpoint import Checkpoint, open_checkpoint
 
 THIRDS = (Span(0, 2), Span(2, 4), Span(4, 6))
 
@@ -28,15 +28,15 @@ def distance(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).abs().max() / expected.abs().max())
 
 
-def new_row(blocks: Blocks, tokens: int = 1024) -> PageTable:
+def new_row(blocks: ModelBlocks, tokens: int = 1024) -> PageTable:
     """An empty row in a pool of its own."""
-    return blocks.new_pool(tokens).promise(pages_for(tokens)).new_table()
+    return blocks.new_pool(tokens).reserve(pages_for(tokens)).new_table()
 
 
-def forward(blocks: Blocks, hidden_LD: Tensor, row: PageTable) -> Tensor:
+def forward(blocks: ModelBlocks, hidden_LD: Tensor, row: PageTable) -> Tensor:
     """Run one row's next tokens."""
     row.reserve(row.length + len(hidden_LD))
-    return blocks.forward(hidden_LD, [engine.Run(row, len(hidden_LD))])
+    return blocks.forward(hidden_LD, [engine.RowChunk(row, len(hidden_LD))])
 
 
 class Chain:
@@ -52,7 +52,7 @@ class Chain:
         quant_type: QuantType = "none",
     ) -> None:
         checkpoint = open_local(folder)
-        self.embedder, self.head = load_ends(checkpoint, dtype=dtype, device=device)
+        self.embedder, self.head = load_embedder_and_head(checkpoint, dtype=dtype, device=device)
         self.blocks = [
             load_blocks(checkpoint, span, dtype=dtype, device=device, quant_type=quant_type)
             for span in spans
@@ -62,7 +62,7 @@ class Chain:
 class Run:
     """One sequence. Positions follow from what was fed before."""
 
-    def __init__(self, chain: Chain, *, blocks: Sequence[Blocks] | None = None) -> None:
+    def __init__(self, chain: Chain, *, blocks: Sequence[ModelBlocks] | None = None) -> None:
         self.chain = chain
         self.blocks = list(chain.blocks if blocks is None else blocks)
         self.tables = [new_row(span) for span in self.blocks]

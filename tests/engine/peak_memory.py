@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from nesa_node.core.span import Span
-from nesa_node.engine.checkpoint import open_checkpoint
-from nesa_node.engine.memory import block_bytes
-from nesa_node.engine.parts import load_blocks
+from nesa_node.engine.model.devices import compute_block_bytes
+from nesa_node.engine.model.loading import load_blocks
+from nesa_node.engine.weights.checkpoint import open_checkpoint
 from tests.engine.chained import forward, new_row
 
 
@@ -37,7 +37,7 @@ def main() -> None:
     # As a daemon does: malloc gives each thread an arena of its own.
     with ThreadPoolExecutor(1) as thread:
         blocks = thread.submit(load_blocks, checkpoint, span, **how).result()
-    print(before, peak(), blocks.weight_bytes, block_bytes(checkpoint, torch.float32)[0])
+    print(before, peak(), blocks.weight_bytes, compute_block_bytes(checkpoint, torch.float32)[0])
 
 
 if __name__ == "__main__":

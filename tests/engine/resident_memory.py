@@ -11,9 +11,9 @@ import psutil
 import torch
 
 from nesa_node.core.span import Span
-from nesa_node.engine.blocks import Blocks
-from nesa_node.engine.checkpoint import open_checkpoint
-from nesa_node.engine.parts import load_blocks
+from nesa_node.engine.model.blocks import ModelBlocks
+from nesa_node.engine.model.loading import load_blocks
+from nesa_node.engine.weights.checkpoint import open_checkpoint
 from tests.engine.chained import forward, new_row
 
 
@@ -31,7 +31,7 @@ def main() -> None:
     print(resident() - before)
 
 
-def run(blocks: Blocks) -> None:
+def run(blocks: ModelBlocks) -> None:
     for tokens in (1, 16):
         forward(blocks, torch.randn(tokens, blocks.hidden_size), new_row(blocks))
 

@@ -12,8 +12,8 @@ from torch import nn
 
 from nesa_node.core.errors import CorruptCheckpointError
 from nesa_node.core.span import Span
-from nesa_node.engine.ends import Head
-from nesa_node.engine.parts import load_blocks, load_ends
+from nesa_node.engine.model.embedder_and_head import Head
+from nesa_node.engine.model.loading import load_blocks, load_embedder_and_head
 from tests.engine.chained import Chain, Run, distance, open_local
 from tests.engine.layouts import Tensors, rewritten, set_config
 from tests.engine.tiny_models import prompt_ids, reference, save_tiny_model
@@ -114,7 +114,10 @@ def weight_of(head: Head) -> torch.Tensor:
 
 
 def test_tied_ends_share_their_weight(models_dir: Path) -> None:
-    embedder, head = load_ends(open_local(save_tiny_model("llama_tied", models_dir)), **CPU)  # type: ignore[arg-type]
+    embedder, head = load_embedder_and_head(
+        open_local(save_tiny_model("llama_tied", models_dir)),
+        **CPU,  # type: ignore[arg-type]
+    )
     assert weight_of(head).data_ptr() == embedder._weight.data_ptr()
 
 
@@ -124,7 +127,7 @@ def test_a_tied_weight_saved_twice_is_shared(models_dir: Path, tmp_path: Path) -
         tmp_path / "twice",
         lambda tensors: {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].clone()},
     )
-    embedder, head = load_ends(open_local(folder), **CPU)  # type: ignore[arg-type]
+    embedder, head = load_embedder_and_head(open_local(folder), **CPU)  # type: ignore[arg-type]
     assert weight_of(head).data_ptr() == embedder._weight.data_ptr()
 
 
@@ -169,7 +172,7 @@ def test_an_untied_head_that_is_missing_is_named(models_dir: Path, tmp_path: Pat
     folder = rewritten(save_tiny_model("llama_tied", models_dir), tmp_path / "m")
     set_config(folder, tie_word_embeddings=False)
     with pytest.raises(CorruptCheckpointError, match=r"lm_head\.weight"):
-        load_ends(open_local(folder), **CPU)  # type: ignore[arg-type]
+        load_embedder_and_head(open_local(folder), **CPU)  # type: ignore[arg-type]
 
 
 def test_a_tensor_of_another_shape_is_named(models_dir: Path, tmp_path: Path) -> None:

@@ -13,12 +13,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from nesa_node.core.choices import QuantType
 from nesa_node.core.errors import UnsupportedModelError
+from nesa_node.core.settings.choices import QuantType
 from nesa_node.core.span import Span
-from nesa_node.engine.families import FAMILIES as ADAPTERS
-from nesa_node.engine.memory import block_bytes
-from nesa_node.engine.parts import load_blocks
+from nesa_node.engine.model.devices import compute_block_bytes
+from nesa_node.engine.model.loading import load_blocks
+from nesa_node.engine.weights.families import FAMILIES as ADAPTERS
 from tests.engine.chained import Chain, Run, distance, open_local
 from tests.engine.their_layers import quantize
 from tests.engine.tiny_models import FAMILIES, prompt_ids, reference, save_tiny_model
@@ -82,7 +82,7 @@ def test_nf4_refuses_layers_that_are_no_whole_blocks(models_dir: Path, tmp_path:
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     checkpoint = open_local(tmp_path)
     for attempt in (
-        lambda: block_bytes(checkpoint, torch.float32, "nf4"),
+        lambda: compute_block_bytes(checkpoint, torch.float32, "nf4"),
         lambda: load_blocks(
             checkpoint, Span(0, 1), dtype=torch.float32, device="cpu", quant_type="nf4"
         ),

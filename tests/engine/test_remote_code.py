@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from nesa_node.core.errors import NesaError
-from nesa_node.engine.checkpoint import open_folder
-from nesa_node.engine.tokenizer import load_tokenizer
+from nesa_node.engine.weights.checkpoint import open_folder
+from nesa_node.engine.weights.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).parents[2]
 LOADERS = frozenset({"from_pretrained", "from_config", "pipeline"})

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nesa_node.engine.tiles import TILE_TOKENS, Tiles
+from nesa_node.engine.kernels.matmul import TILE_TOKENS, AmxMatmul
 
 
 def tensor_at(address: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -58,6 +58,6 @@ def test_tiles_multiply_the_inputs_that_they_are_given(tokens: int) -> None:
     input_TI = torch.randn(tokens, 64).bfloat16()
     weight_OI, bias_O = torch.randn(96, 64).bfloat16(), torch.randn(96)
     products: Any = [Product(1), Product(2)]
-    output_TO = Tiles(products)(input_TI, weight_OI, bias_O)
+    output_TO = AmxMatmul(products)(input_TI, weight_OI, bias_O)
     expected_TO = input_TI.double() @ weight_OI.double().t() + bias_O
     assert (output_TO - expected_TO).abs().max() <= 2**-8 * expected_TO.abs().max()

@@ -8,10 +8,10 @@ import bitsandbytes
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from nesa_node.core.choices import QuantType
-from nesa_node.engine.int8 import LEVELS
-from nesa_node.engine.linear import plain_linear
-from nesa_node.engine.nf4 import BLOCK
+from nesa_node.core.settings.choices import QuantType
+from nesa_node.engine.kernels.int8 import MAX_LEVEL
+from nesa_node.engine.kernels.linear import make_linear
+from nesa_node.engine.kernels.nf4 import BLOCK_SIZE
 
 _LAYERS: Any = bitsandbytes.nn
 _FUNCTIONS: Any = bitsandbytes.functional
@@ -30,20 +30,20 @@ def int8_layer(weight_OI: Tensor, bias_O: Tensor | None) -> Any:
 
 def int8_and_back(weight_OI: Tensor) -> Tensor:
     levels_OI, scales_O, _ = _FUNCTIONS.int8_vectorwise_quant(weight_OI.half())
-    weight: Tensor = levels_OI * (scales_O / LEVELS).unsqueeze(1)
+    weight: Tensor = levels_OI * (scales_O / MAX_LEVEL).unsqueeze(1)
     return weight
 
 
 def nf4_layer(weight_OI: Tensor, bias_O: Tensor | None) -> Any:
     outputs, inputs = weight_OI.shape
-    if inputs % BLOCK:
-        return plain_linear(nf4_and_back(weight_OI), bias_O)
+    if inputs % BLOCK_SIZE:
+        return make_linear(nf4_and_back(weight_OI), bias_O)
     made = _LAYERS.Linear4bit(inputs, outputs, bias=bias_O is not None, quant_type="nf4")
     made.weight = _LAYERS.Params4bit(
         weight_OI.clone(),
         requires_grad=False,
         quant_type="nf4",
-        blocksize=BLOCK,
+        blocksize=BLOCK_SIZE,
         compress_statistics=False,
     )
     # In training, or it would compute in bfloat16 on processors that do.
@@ -52,8 +52,8 @@ def nf4_layer(weight_OI: Tensor, bias_O: Tensor | None) -> Any:
 
 def nf4_and_back(weight_OI: Tensor) -> Tensor:
     """By blocks: on the CPU bitsandbytes (0.50) mistakes rows that are no whole number of them."""
-    blocks = weight_OI.reshape(-1, BLOCK)
-    packed, state = _FUNCTIONS.quantize_4bit(blocks, blocksize=BLOCK, quant_type="nf4")
+    blocks = weight_OI.reshape(-1, BLOCK_SIZE)
+    packed, state = _FUNCTIONS.quantize_4bit(blocks, blocksize=BLOCK_SIZE, quant_type="nf4")
     weight: Tensor = _FUNCTIONS.dequantize_4bit(packed, state)
     return weight.view(weight_OI.shape)
 
@@ -69,7 +69,7 @@ def quantize(layers: nn.Module, quant_type: QuantType) -> int:
                 weight = child.weight.detach()
                 weight_OI = weight.t().contiguous() if isinstance(child, Conv1D) else weight
                 if quant_type == "int8":
-                    made = plain_linear(int8_and_back(weight_OI), child.bias)
+                    made = make_linear(int8_and_back(weight_OI), child.bias)
                 else:
                     made = nf4_layer(weight_OI, child.bias)
                 setattr(parent, name, made)

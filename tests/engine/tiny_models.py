@@ -38,7 +38,8 @@ _LOGGING: Any = transformers_logging
 HIDDEN = 64
 HEADS = 4
 HEAD_DIM = 32
-"""Of Llama and Mistral: these have machine code (`engine/few_tokens.py`), heads of 16 have not."""
+"""Of Llama and Mistral: these have machine code (`engine/model/fused_decoder.py`), heads of 16 have
+not."""
 BLOCKS = 6
 POSITIONS = 1024
 VOCABULARY = 320
@@ -118,7 +119,8 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
         **_LLAMA, num_local_experts=4, num_experts_per_tok=2, sliding_window=WINDOW
     ),
 }
-"""A config of each family of `nesa_node.engine.families`, Falcon in its three architectures."""
+"""A config of each family of `nesa_node.engine.weights.families`, Falcon in its three
+architectures."""
 
 VARIANTS: dict[str, Callable[[], PreTrainedConfig]] = {
     "llama_biased": lambda: LlamaConfig(**_LLAMA, head_dim=32, attention_bias=True, mlp_bias=True),

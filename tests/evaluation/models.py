@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from nesa_node.client.causal_lm import DistributedModelForCausalLM
-from nesa_node.engine.checkpoint import open_checkpoint
-from nesa_node.engine.tokenizer import load_tokenizer
-from nesa_node.evaluation.cells import Cell
-from nesa_node.evaluation.models import LocalModels
+from nesa_node.client.model.causal_lm import DistributedModelForCausalLM
+from nesa_node.engine.weights.checkpoint import open_checkpoint
+from nesa_node.engine.weights.tokenizer import load_tokenizer
+from nesa_node.evaluation.cells import Cell, LocalModels
 from tests.cli.tiny import VOCABULARY, WORDS
 
 __all__ = ["load_tokenizer", "local_model", "random_text", "reference"]

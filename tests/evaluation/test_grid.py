@@ -11,30 +11,36 @@ import torch
 
 from nesa_node.compression.tensors import decode, encode
 from nesa_node.core.errors import ConfigError
-from nesa_node.engine.demo_model import demo_model_path
-from nesa_node.evaluation.cells import SERVED, Cell, check_weights, check_wire, grid
-from nesa_node.evaluation.choices import Accuracy, ChoiceResult
+from nesa_node.engine.weights.demo_model import demo_model_path
+from nesa_node.evaluation.cells import (
+    WEIGHTS_AS_SERVED,
+    Cell,
+    check_weights,
+    check_wire,
+    make_cells,
+)
+from nesa_node.evaluation.multiple_choice import Accuracy, ChoiceResult
 from nesa_node.evaluation.perplexity import Perplexity, measure_perplexity
-from nesa_node.evaluation.rows import Row, Sample, compare, measure
+from nesa_node.evaluation.results import CellResult, EvaluationSample, compare_rows, measure_cells
 from tests.evaluation.models import load_tokenizer, local_model, random_text, reference
 
 NARROW = "int4:32:16"
 
 
-def row(nll: torch.Tensor, right: tuple[bool, ...], wire: str = "none") -> Row:
+def row(nll: torch.Tensor, right: tuple[bool, ...], wire: str = "none") -> CellResult:
     choices = ChoiceResult(Accuracy(right), Accuracy(right))
-    return Row(Cell("none", wire), Perplexity.of(nll), choices, {}, 1.0)
+    return CellResult(Cell("none", wire), Perplexity.from_nll(nll), choices, {}, 1.0)
 
 
 def test_the_grid_begins_with_what_all_are_compared_with() -> None:
-    assert grid(["int8", "none"], ["int4:32:16", "none"]) == [
+    assert make_cells(["int8", "none"], ["int4:32:16", "none"]) == [
         Cell("none", "none"),
         Cell("none", "int4:32:16"),
         Cell("int8", "int4:32:16"),
         Cell("int8", "none"),
     ]
-    assert grid(["nf4"], ["lossless"]) == [Cell("none", "none"), Cell("nf4", "lossless")]
-    assert grid([SERVED], ["none", "none"]) == [Cell(SERVED, "none")]
+    assert make_cells(["nf4"], ["lossless"]) == [Cell("none", "none"), Cell("nf4", "lossless")]
+    assert make_cells([WEIGHTS_AS_SERVED], ["none", "none"]) == [Cell(WEIGHTS_AS_SERVED, "none")]
 
 
 def test_unknown_precisions_are_errors() -> None:
@@ -47,7 +53,7 @@ def test_unknown_precisions_are_errors() -> None:
 def test_a_change_of_perplexity_is_that_of_the_ratio() -> None:
     nll = torch.rand(640, dtype=torch.float64) + 2
     shifted = nll + 0.01 + torch.rand(640, dtype=torch.float64) * 1e-3
-    change = compare(row(shifted, (True, False)), row(nll, (True, False)))
+    change = compare_rows(row(shifted, (True, False)), row(nll, (True, False)))
     assert change.perplexity is not None
     assert change.perplexity == pytest.approx(
         math.exp(float(shifted.mean() - nll.mean())) - 1, rel=1e-9
@@ -58,7 +64,9 @@ def test_a_change_of_perplexity_is_that_of_the_ratio() -> None:
 
 
 def test_what_was_not_measured_has_no_change() -> None:
-    change = compare(Row(Cell("none", "none"), None, None, {}, 0), row(torch.ones(200), (True,)))
+    change = compare_rows(
+        CellResult(Cell("none", "none"), None, None, {}, 0), row(torch.ones(200), (True,))
+    )
     assert change.perplexity is None
     assert change.plain_p is None
 
@@ -99,15 +107,18 @@ def test_weights_in_fewer_bits_are_another_model(
 
 
 def test_rows_come_one_by_one_and_only_with_what_is_asked_for(words_model: Path) -> None:
-    from nesa_node.engine.checkpoint import open_checkpoint
-    from nesa_node.evaluation.models import LocalModels
+    from nesa_node.engine.weights.checkpoint import open_checkpoint
+    from nesa_node.evaluation.cells import LocalModels
 
     tokenizer = load_tokenizer(words_model)
     checkpoint = open_checkpoint(str(words_model), cache_dir=words_model)
     models = LocalModels(checkpoint, nodes=9, dtype=torch.float32, device=torch.device("cpu"))
     ids = list(tokenizer(random_text(200))["input_ids"])
-    rows = measure(
-        models.open, tokenizer, grid(["none"], ["none", NARROW]), Sample(ids, 64, 32, ())
+    rows = measure_cells(
+        models.open,
+        tokenizer,
+        make_cells(["none"], ["none", NARROW]),
+        EvaluationSample(ids, 64, 32, ()),
     )
     first = next(rows)
     assert first.perplexity is not None
@@ -121,9 +132,9 @@ def test_rows_come_one_by_one_and_only_with_what_is_asked_for(words_model: Path)
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_demo_model_reads_english_and_loses_little_by_8_bits(tmp_path: Path) -> None:
-    from nesa_node.core.config import default_cache_dir
-    from nesa_node.engine.checkpoint import open_checkpoint
-    from nesa_node.evaluation.models import LocalModels
+    from nesa_node.core.settings.models import default_cache_dir
+    from nesa_node.engine.weights.checkpoint import open_checkpoint
+    from nesa_node.evaluation.cells import LocalModels
 
     folder = demo_model_path(default_cache_dir())
     tokenizer = load_tokenizer(folder)
@@ -136,10 +147,10 @@ def test_the_demo_model_reads_english_and_loses_little_by_8_bits(tmp_path: Path)
         device=torch.device("cpu"),
     )
     cells = [Cell("none", "none"), Cell("none", "blockwise8:64"), Cell("int8", "none")]
-    rows = list(measure(models.open, tokenizer, cells, Sample(ids, 512, 256, ())))
+    rows = list(measure_cells(models.open, tokenizer, cells, EvaluationSample(ids, 512, 256, ())))
     assert rows[0].perplexity is not None
     assert 10 < rows[0].perplexity.value < 120
     for other in rows[1:]:
-        change = compare(other, rows[0])
+        change = compare_rows(other, rows[0])
         assert change.perplexity is not None
         assert abs(change.perplexity) < 0.05

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from nesa_node.core.errors import ConfigError, UnsupportedFeatureError
-from nesa_node.evaluation.choices import measure_choices
-from nesa_node.evaluation.items import generate_items
+from nesa_node.evaluation.multiple_choice import generate_items, measure_choices
 from tests.evaluation.models import load_tokenizer, local_model, random_text, reference
 
 TASK = """
@@ -39,9 +38,9 @@ def harness() -> Any:
         from lm_eval.models.huggingface import HFLM
 
         import nesa_node.evaluation.harness as ours
-        from nesa_node.evaluation.tasks import Tasks
+        from nesa_node.evaluation.tasks import HarnessTasks
 
-        return SimpleNamespace(HFLM=HFLM, HarnessModel=ours.HarnessModel, Tasks=Tasks)
+        return SimpleNamespace(HFLM=HFLM, HarnessModel=ours.HarnessModel, Tasks=HarnessTasks)
 
 
 @pytest.fixture
@@ -183,12 +182,12 @@ def test_without_the_harness_the_error_says_what_to_install(
 ) -> None:
     import sys
 
-    from nesa_node.evaluation.tasks import Tasks, require_harness
+    from nesa_node.evaluation.tasks import HarnessTasks, require_harness
 
     for name in ("lm_eval", "lm_eval.api", "lm_eval.api.model"):
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.delitem(sys.modules, "nesa_node.evaluation.harness", raising=False)
     require_harness.cache_clear()
     with pytest.raises(UnsupportedFeatureError, match="nesa-node\\[eval\\]"):
-        Tasks(["hellaswag"])
+        HarnessTasks(["hellaswag"])
     require_harness.cache_clear()

@@ -16,7 +16,7 @@ from nesa_node.evaluation.perplexity import (
     measure_perplexity,
     window_queries,
 )
-from nesa_node.evaluation.scoring import Query, score
+from nesa_node.evaluation.scoring import ScoringQuery, score_queries
 from tests.cli.tiny import VOCABULARY
 from tests.evaluation.models import local_model, reference
 
@@ -88,7 +88,7 @@ def test_a_stride_that_leaves_tokens_out_is_refused(stride: int) -> None:
 
 def test_standard_error_is_that_of_the_blocks() -> None:
     first, second = torch.full((BLOCK_TOKENS,), 1.0), torch.full((BLOCK_TOKENS,), 2.0)
-    perplexity = Perplexity.of(torch.cat([first, second]).double())
+    perplexity = Perplexity.from_nll(torch.cat([first, second]).double())
     # Means 1 and 2: s = sqrt(1/2), over sqrt(2) blocks 1/2.
     assert perplexity.block_nll == (1.0, 2.0)
     assert perplexity.value == pytest.approx(math.exp(1.5))
@@ -100,34 +100,34 @@ def test_standard_error_covers_the_truth_as_often_as_it_should() -> None:
     inside = 0
     for _ in range(300):
         nll_N = 1 + torch.rand(2048, generator=generator, dtype=torch.float64)
-        one = Perplexity.of(nll_N)
+        one = Perplexity.from_nll(nll_N)
         inside += abs(one.value - math.exp(1.5)) < 2 * one.standard_error
     assert 270 <= inside <= 297
 
 
 def test_too_few_tokens_have_no_standard_error() -> None:
     with pytest.raises(ValueError, match="two blocks"):
-        Perplexity.of(torch.zeros(2 * BLOCK_TOKENS - 1))
+        Perplexity.from_nll(torch.zeros(2 * BLOCK_TOKENS - 1))
 
 
 def test_batches_change_nothing(words_model: Path) -> None:
     shared = random_ids(60)
-    queries = [Query([*shared, *random_ids(9, seed=seed)], 9) for seed in range(4)]
-    queries += [Query(random_ids(40, seed=9), 3), Query(random_ids(2, seed=8), 1)]
+    queries = [ScoringQuery([*shared, *random_ids(9, seed=seed)], 9) for seed in range(4)]
+    queries += [ScoringQuery(random_ids(40, seed=9), 3), ScoringQuery(random_ids(2, seed=8), 1)]
     with local_model(words_model) as model:
-        together = list(score(model, queries))
-        apart = [next(score(model, [query])) for query in queries]
-        pairs = list(score(model, queries, batch_tokens=150))
+        together = list(score_queries(model, queries))
+        apart = [next(score_queries(model, [query])) for query in queries]
+        pairs = list(score_queries(model, queries, batch_tokens=150))
     for one, two, three in zip(together, apart, pairs, strict=True):
         for other in (two, three):
             torch.testing.assert_close(
                 one.log_likelihoods_S, other.log_likelihoods_S, rtol=1e-5, atol=1e-5
             )
-        assert one.greedy == two.greedy == three.greedy
+        assert one.is_greedy == two.is_greedy == three.is_greedy
 
 
 def test_a_shared_context_runs_once(words_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from nesa_node.client.inference import InferenceSession
+    from nesa_node.client.model.inference_session import InferenceSession
 
     sent = []
     close = InferenceSession.close
@@ -138,9 +138,9 @@ def test_a_shared_context_runs_once(words_model: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(InferenceSession, "close", count)
     shared = random_ids(60)
-    queries = [Query([*shared, *random_ids(9, seed=seed)], 9) for seed in range(4)]
+    queries = [ScoringQuery([*shared, *random_ids(9, seed=seed)], 9) for seed in range(4)]
     with local_model(words_model) as model:
-        list(score(model, queries))
+        list(score_queries(model, queries))
     assert sent == [59 + 4 * 9]
 
 
@@ -149,17 +149,17 @@ def test_greedy_says_whether_decoding_would_give_these_tokens(words_model: Path)
     with local_model(words_model) as model:
         ids = model.generate(torch.tensor([prompt]), max_new_tokens=6, do_sample=False)[0].tolist()
         changed = [*ids[:-1], (ids[-1] + 1) % VOCABULARY]
-        scores = list(score(model, [Query(ids, 6), Query(changed, 6)]))
-    assert [one.greedy for one in scores] == [True, False]
+        scores = list(score_queries(model, [ScoringQuery(ids, 6), ScoringQuery(changed, 6)]))
+    assert [one.is_greedy for one in scores] == [True, False]
     assert scores[0].total > scores[1].total
 
 
 def test_more_than_the_context_is_an_error(words_model: Path) -> None:
     with local_model(words_model) as model, pytest.raises(ContextLengthError):
-        list(score(model, [Query(random_ids(600), 5)]))
+        list(score_queries(model, [ScoringQuery(random_ids(600), 5)]))
 
 
 @pytest.mark.parametrize(("length", "scored"), [(5, 5), (5, 0), (0, 0), (1, 1)])
 def test_a_query_needs_something_before_what_it_scores(length: int, scored: int) -> None:
     with pytest.raises(ValueError, match="cannot score"):
-        Query(random_ids(length), scored)
+        ScoringQuery(random_ids(length), scored)

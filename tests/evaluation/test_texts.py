@@ -9,8 +9,7 @@ import pytest
 
 from nesa_node.core.errors import ConfigError
 from nesa_node.evaluation import texts
-from nesa_node.evaluation.prose import prose
-from nesa_node.evaluation.texts import BIBLE, HANDBOOK, default_text, read_text
+from nesa_node.evaluation.texts import BIBLE, HANDBOOK, default_text, extract_paragraphs, read_text
 
 PAGE = """<!DOCTYPE html><html><head><title>A title that is long enough to be kept</title>
 <style>p { color: red }</style><link rel="next" href="x.html"/></head><body>
@@ -25,7 +24,7 @@ PAGE = """<!DOCTYPE html><html><head><title>A title that is long enough to be ke
 
 
 def test_prose_keeps_paragraphs_and_drops_the_rest() -> None:
-    assert prose(PAGE) == [
+    assert extract_paragraphs(PAGE) == [
         "One paragraph with markup & an entity, over two lines.",
         "Another that was never closed, and it has words enough apt.",
         "Text of a div that stands alone here, too.",
@@ -34,7 +33,7 @@ def test_prose_keeps_paragraphs_and_drops_the_rest() -> None:
 
 @pytest.mark.parametrize("html", ["", "<", "</p></pre>", "<pre>never closed", "&#xffffff;", "<!--"])
 def test_broken_html_is_no_error(html: str) -> None:
-    assert prose(html) == []
+    assert extract_paragraphs(html) == []
 
 
 def test_a_file_is_read_as_it_is_and_html_as_prose(tmp_path: Path) -> None:
@@ -42,7 +41,7 @@ def test_a_file_is_read_as_it_is_and_html_as_prose(tmp_path: Path) -> None:
     plain.write_text("<p>As it is, Zürich.</p>\n", encoding="utf-8")
     page.write_text(PAGE, encoding="utf-8")
     assert read_text(str(plain)) == "<p>As it is, Zürich.</p>\n"
-    assert read_text(str(page)).split("\n\n") == prose(PAGE)
+    assert read_text(str(page)).split("\n\n") == extract_paragraphs(PAGE)
 
 
 def test_unreadable_texts_are_errors_that_say_why(tmp_path: Path) -> None:

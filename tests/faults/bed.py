@@ -15,10 +15,10 @@ from pathlib import Path
 
 import psutil
 
-from nesa_node.cli.local_swarm import LOOPBACK
+from nesa_node.cli.services.local_swarm import LOOPBACK
 from nesa_node.core.span import Span
-from nesa_node.swarm.identity import Identity
-from nesa_node.swarm.p2pd import sweep_stale
+from nesa_node.swarm.p2p.identity import Identity
+from nesa_node.swarm.p2p.p2pd import remove_stale_directories
 from tests.faults.nursery import POLL_S, Forked, Nursery
 
 READY_S = 60.0
@@ -148,7 +148,7 @@ class Bed:
         for process in self._started:
             process.wait(10)
         # Killed daemons leave their runtime directories to the next one that starts.
-        sweep_stale(Path(tempfile.gettempdir()))
+        remove_stale_directories(Path(tempfile.gettempdir()))
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
-from nesa_node.client.model import AutoDistributedModelForCausalLM
+from nesa_node.client.model.auto import AutoDistributedModelForCausalLM
 from tests.client.local_models import random_ids
 from tests.faults.runs import generate
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nesa_node.cli.local_swarm import LOOPBACK, stop_nodes
-from nesa_node.core.config import NodeConfig
+from nesa_node.cli.services.local_swarm import LOOPBACK, stop_processes
+from nesa_node.core.settings.models import NodeConfig
 from nesa_node.core.span import Span
-from nesa_node.server.moves import Answer, Moves
+from nesa_node.server.node.move_limiter import MoveLimiter, MoveOutcome
 from tests.faults.bed import READY_S, Bed
 from tests.faults.nursery import POLL_S
 from tests.swarms import NodeThread
@@ -26,14 +26,14 @@ class Mover:
     peer_id: str
     addresses: tuple[str, ...]
     ready_path: Path
-    moves: Moves
+    moves: MoveLimiter
     thread: NodeThread
 
-    def ask(self, span: Span) -> Answer:
+    def ask(self, span: Span) -> MoveOutcome:
         """Wish, and wait for what becomes of it."""
 
-        async def asked() -> Answer:
-            return await self.moves.ask(span, "test").wait()
+        async def asked() -> MoveOutcome:
+            return await self.moves.request_move(span, "test").wait()
 
         return self.thread.run(asked())
 
@@ -68,7 +68,7 @@ def mover_config(bed: Bed, span: Span, folder: Path, **options: Any) -> NodeConf
 def open_mover(bed: Bed, span: Span, folder: Path, **options: Any) -> Iterator[Mover]:
     """A node that begins with `span` and may move as often as it is asked to."""
     config = mover_config(bed, span, folder, **options)
-    moves = Moves(per_hour=100, pause_s=0)
+    moves = MoveLimiter(per_hour=100, pause_s=0)
     ready = folder / "mover.json"
     with NodeThread() as thread:
         thread.start(config, moves)
@@ -125,7 +125,7 @@ def open_moving_process(config: NodeConfig, log_path: Path) -> Iterator[MovingPr
             time.sleep(POLL_S)
         yield moving
     finally:
-        stop_nodes([process])  # type: ignore[list-item]
+        stop_processes([process])  # type: ignore[list-item]
         for pipe in (process.stdin, process.stdout):
             assert pipe is not None
             pipe.close()

@@ -92,7 +92,7 @@ def open_nursery() -> Iterator[Nursery]:
 def main() -> None:
     import torch
 
-    for module in ("nesa_node.server.daemon", "transformers.models.llama.modeling_llama"):
+    for module in ("nesa_node.server.node.daemon", "transformers.models.llama.modeling_llama"):
         importlib.import_module(module)
 
     torch.set_num_threads(1)

@@ -17,15 +17,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
-from nesa_node.client.causal_lm import DistributedModelForCausalLM
-from nesa_node.client.inference import InferenceSession
-from nesa_node.client.model import AutoDistributedModelForCausalLM
-from nesa_node.core.choices import Route
+from nesa_node.client.model.auto import AutoDistributedModelForCausalLM
+from nesa_node.client.model.causal_lm import DistributedModelForCausalLM
+from nesa_node.client.model.inference_session import InferenceSession
+from nesa_node.core.settings.choices import RouteName
 from tests.engine.tiny_models import NEW_TOKENS
 from tests.faults.bed import Bed, Node
 from tests.same_tokens import assert_same_tokens
 
-ROUTES: tuple[Route, ...] = ("chain", "star")
+ROUTES: tuple[RouteName, ...] = ("chain", "star")
 TOKENS_AHEAD = 4
 """How many more tokens may come before a delayed blow has fallen: the generation waits for it."""
 RECOVERIES: defaultdict[str, list[float]] = defaultdict(list)
@@ -94,7 +94,7 @@ class Blow(BaseStreamer):
         return max(waits)[1] - self.struck_at
 
 
-def join_bed(bed: Bed, routing: Route, **options: Any) -> DistributedModelForCausalLM:
+def join_bed(bed: Bed, routing: RouteName, **options: Any) -> DistributedModelForCausalLM:
     """A client of the bed's swarm; close it."""
     options = {"recovery_timeout_s": 40.0, **options}
     return AutoDistributedModelForCausalLM.from_pretrained(

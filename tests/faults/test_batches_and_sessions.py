@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from nesa_node.core.choices import Route
+from nesa_node.core.settings.choices import RouteName
 from tests.client.local_models import left_padded, random_ids
 from tests.engine.tiny_models import BLOCKS
 from tests.faults.bed import Bed
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.slow
 @pytest.mark.parametrize("hop", [0, 1, 2])
 @pytest.mark.parametrize("routing", ROUTES)
 def test_kill_during_a_padded_batch(
-    alone: PreTrainedModel, bed: Bed, routing: Route, hop: int
+    alone: PreTrainedModel, bed: Bed, routing: RouteName, hop: int
 ) -> None:
     bed.start([*thirds(BLOCKS), thirds(BLOCKS)[hop]])
     ids_BL, mask_BL = left_padded([5, 17, 11], seed=hop)
@@ -41,7 +41,9 @@ def test_kill_during_a_padded_batch(
 
 @pytest.mark.parametrize("hop", [0, 1, 2])
 @pytest.mark.parametrize("routing", ROUTES)
-def test_kill_after_a_rollback(alone: PreTrainedModel, bed: Bed, routing: Route, hop: int) -> None:
+def test_kill_after_a_rollback(
+    alone: PreTrainedModel, bed: Bed, routing: RouteName, hop: int
+) -> None:
     """What was rolled back must not come back with a replay."""
     bed.start([*thirds(BLOCKS), thirds(BLOCKS)[hop]])
     ids_BL = random_ids(1, 20, seed=hop)
@@ -57,7 +59,7 @@ def test_kill_after_a_rollback(alone: PreTrainedModel, bed: Bed, routing: Route,
 @pytest.mark.parametrize("lengths", [[0, 0, 0], [5, 17, 11], [8, 3, 20]])
 @pytest.mark.parametrize("routing", ROUTES)
 def test_rollback_of_a_session_that_has_lost_a_node(
-    alone: PreTrainedModel, bed: Bed, routing: Route, lengths: list[int]
+    alone: PreTrainedModel, bed: Bed, routing: RouteName, lengths: list[int]
 ) -> None:
     middle = thirds(BLOCKS)[1]
     bed.start([*thirds(BLOCKS), middle])
@@ -78,7 +80,7 @@ def test_rollback_of_a_session_that_has_lost_a_node(
 @pytest.mark.parametrize("when", ["before", "during"])
 @pytest.mark.parametrize("routing", ROUTES)
 def test_kill_around_the_second_generation_of_a_session(
-    alone: PreTrainedModel, bed: Bed, routing: Route, when: str, hop: int
+    alone: PreTrainedModel, bed: Bed, routing: RouteName, when: str, hop: int
 ) -> None:
     bed.start([*thirds(BLOCKS), thirds(BLOCKS)[hop]])
     ids_BL = random_ids(1, 20, seed=hop)
@@ -93,7 +95,7 @@ def test_kill_around_the_second_generation_of_a_session(
 
 @pytest.mark.parametrize("routing", ROUTES)
 def test_one_session_survives_the_loss_of_every_node_in_turn(
-    alone: PreTrainedModel, bed: Bed, routing: Route
+    alone: PreTrainedModel, bed: Bed, routing: RouteName
 ) -> None:
     bed.start(thirds(BLOCKS) * 2)
     ids_BL = random_ids(1, 20)

@@ -12,10 +12,10 @@ import pytest
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from nesa_node.client.causal_lm import DistributedModelForCausalLM
-from nesa_node.core.choices import Route
+from nesa_node.client.model.causal_lm import DistributedModelForCausalLM
 from nesa_node.core.errors import BusyError
-from nesa_node.engine.pages import PAGE_TOKENS
+from nesa_node.core.settings.choices import RouteName
+from nesa_node.engine.cache.pages import PAGE_TOKENS
 from tests.client.local_models import random_ids
 from tests.engine.tiny_models import BLOCKS
 from tests.faults.bed import Bed, Node
@@ -43,7 +43,7 @@ def _hold_one_session(*nodes: Node) -> bool:
 
 
 @pytest.mark.parametrize("routing", ROUTES)
-def test_refused_open_releases_the_other_hops(bed: Bed, routing: Route) -> None:
+def test_refused_open_releases_the_other_hops(bed: Bed, routing: RouteName) -> None:
     _start_with_a_narrow_middle(bed)
     first, middle, last = bed.nodes
     with (
@@ -69,7 +69,7 @@ def test_refused_open_releases_the_other_hops(bed: Bed, routing: Route) -> None:
 
 
 @pytest.mark.parametrize("routing", ROUTES)
-def test_room_is_back_as_soon_as_a_session_is_closed(bed: Bed, routing: Route) -> None:
+def test_room_is_back_as_soon_as_a_session_is_closed(bed: Bed, routing: RouteName) -> None:
     bed.start(thirds(BLOCKS), *ONE)
     with join_bed(bed, routing, queue_timeout_s=0.0) as model:
         for number in range(30):
@@ -79,7 +79,7 @@ def test_room_is_back_as_soon_as_a_session_is_closed(bed: Bed, routing: Route) -
 
 @pytest.mark.parametrize("routing", ROUTES)
 def test_client_comes_again_until_there_is_room(
-    alone: PreTrainedModel, bed: Bed, routing: Route
+    alone: PreTrainedModel, bed: Bed, routing: RouteName
 ) -> None:
     _start_with_a_narrow_middle(bed)
     with join_bed(bed, routing) as first, join_bed(bed, routing) as second, ExitStack() as held:
@@ -96,7 +96,7 @@ def test_client_comes_again_until_there_is_room(
 
 @pytest.mark.parametrize("routing", ROUTES)
 def test_clients_race_for_room_and_all_finish(
-    alone: PreTrainedModel, bed: Bed, routing: Route
+    alone: PreTrainedModel, bed: Bed, routing: RouteName
 ) -> None:
     """Every node has room for one session: no two clients may hold each other's half for good."""
     bed.start(thirds(BLOCKS), *ONE)
@@ -119,7 +119,7 @@ def test_clients_race_for_room_and_all_finish(
 
 
 @pytest.mark.parametrize("routing", ROUTES)
-def test_quota_of_sessions_is_shared_by_what_a_client_opens(bed: Bed, routing: Route) -> None:
+def test_quota_of_sessions_is_shared_by_what_a_client_opens(bed: Bed, routing: RouteName) -> None:
     bed.start(thirds(BLOCKS), "--max-sessions-per-peer", "1")
     with (
         join_bed(bed, routing, queue_timeout_s=1.0) as model,
@@ -135,7 +135,7 @@ def test_quota_of_sessions_is_shared_by_what_a_client_opens(bed: Bed, routing: R
 
 
 @pytest.mark.parametrize("routing", ROUTES)
-def test_killed_client_leaves_no_reservation(bed: Bed, routing: Route) -> None:
+def test_killed_client_leaves_no_reservation(bed: Bed, routing: RouteName) -> None:
     """Here its libp2p daemon is killed, which is all that the nodes see of a client's death."""
     bed.start(thirds(BLOCKS), *ONE)
     with join_bed(bed, routing, queue_timeout_s=1.0) as dying, join_bed(bed, routing) as next_:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from transformers import PreTrainedModel
 
-from nesa_node.core.choices import Route
+from nesa_node.core.settings.choices import RouteName
 from tests.client.local_models import random_ids
 from tests.engine.tiny_models import BLOCKS
 from tests.faults.bed import Bed
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 @pytest.mark.parametrize("hop", [0, 1, 2])
 @pytest.mark.parametrize("routing", ROUTES)
 def test_kill_in_a_lossless_session(
-    alone: PreTrainedModel, bed: Bed, routing: Route, hop: int
+    alone: PreTrainedModel, bed: Bed, routing: RouteName, hop: int
 ) -> None:
     bed.start([*thirds(BLOCKS), thirds(BLOCKS)[hop]])
     ids_BL = random_ids(1, 40, seed=hop)

@@ -20,7 +20,7 @@ from benchmarks.emulator import namespaces
 from benchmarks.emulator.links import Link
 from benchmarks.emulator.wan import Wan, open_wan
 from nesa_node.core.span import Span, split_evenly
-from nesa_node.swarm.p2pd import sweep_stale
+from nesa_node.swarm.p2p.p2pd import remove_stale_directories
 from tests.client.local_models import random_ids
 from tests.engine.tiny_models import BLOCKS, NEW_TOKENS
 from tests.faults.runs import RECOVERIES, assert_undisturbed
@@ -125,5 +125,5 @@ def test_link_that_is_cut_is_noticed_long_before_a_step_is_overdue(
             RECOVERIES["link cut"].append(max(end - start for start, end in pairwise(times)))
         client.close()
     # Killed daemons leave their runtime directories to the next one that starts.
-    sweep_stale(Path(tempfile.gettempdir()))
+    remove_stale_directories(Path(tempfile.gettempdir()))
     assert max(RECOVERIES["link cut"]) < NOTICED_S

@@ -21,13 +21,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
-from nesa_node.cli.local_swarm import LocalNode
-from nesa_node.client.causal_lm import DistributedModelForCausalLM
-from nesa_node.client.model import AutoDistributedModelForCausalLM
-from nesa_node.core.choices import Route
-from nesa_node.swarm.identity import Identity
-from nesa_node.swarm.messages import RowSlice
+from nesa_node.cli.services.local_swarm import LocalNode
+from nesa_node.client.model.auto import AutoDistributedModelForCausalLM
+from nesa_node.client.model.causal_lm import DistributedModelForCausalLM
+from nesa_node.core.settings.choices import RouteName
 from nesa_node.swarm.node import Swarm, open_swarm
+from nesa_node.swarm.p2p.identity import Identity
+from nesa_node.swarm.protocol.messages import RowSlice
 from tests.client.local_models import random_ids
 from tests.engine.tiny_models import BLOCKS
 from tests.faults.runs import generate
@@ -58,7 +58,7 @@ FLAGS = (
     *("--attn-cache-tokens", str(CACHE_TOKENS), "--max-cache-tokens-per-peer", str(CACHE_TOKENS)),
     *("--record-ttl-s", "6", "--log-format", "console"),
 )
-ROUTES: tuple[Route, ...] = ("chain", "chain", "star")
+ROUTES: tuple[RouteName, ...] = ("chain", "chain", "star")
 NEW_TOKENS, ROWS, LENGTH = 20, 3, 160
 SOURCES = ([0, 0, 2], [2, 1, 0], [1, 1, 1])
 

@@ -8,9 +8,9 @@ import time
 import pytest
 from transformers import PreTrainedModel
 
-from nesa_node.core.choices import Route
 from nesa_node.core.errors import MissingBlocksError
-from nesa_node.core.waiting import Wait, Waits
+from nesa_node.core.settings.choices import RouteName
+from nesa_node.core.wait_tracking import WaitStatus, WaitTracker
 from tests.client.local_models import random_ids
 from tests.engine.tiny_models import BLOCKS
 from tests.faults.bed import Bed
@@ -25,7 +25,9 @@ RECOVERY_S = 5.0
 
 
 @pytest.mark.parametrize("routing", ROUTES)
-def test_killed_middle_node_is_replaced(alone: PreTrainedModel, bed: Bed, routing: Route) -> None:
+def test_killed_middle_node_is_replaced(
+    alone: PreTrainedModel, bed: Bed, routing: RouteName
+) -> None:
     bed.start([FIRST, MIDDLE, LAST, MIDDLE])
     with join_bed(bed, routing) as model, model.inference_session(128) as session:
         victim = holders(bed, session)[1]
@@ -62,15 +64,15 @@ def test_missing_blocks_are_refused_at_once_where_nobody_joins_with_them(bed: Be
 
 def test_session_waits_for_a_node_that_is_joining_and_says_so(bed: Bed) -> None:
     bed.start([FIRST, LAST])
-    waits = Waits()
-    told: list[Wait | None] = []
+    waits = WaitTracker()
+    told: list[WaitStatus | None] = []
     with (
         join_bed(bed, "chain", recovery_timeout_s=RECOVERY_S) as model,
         joining(bed.addresses, MIDDLE) as peer,
-        waits.current(),
+        waits.activate(),
     ):
         model.join()
-        asking = threading.Timer(RECOVERY_S - 1, lambda: told.append(waits.slow()))
+        asking = threading.Timer(RECOVERY_S - 1, lambda: told.append(waits.slow_wait()))
         asking.start()
         with pytest.raises(MissingBlocksError, match="waited 5 s"):
             model.inference_session(128)

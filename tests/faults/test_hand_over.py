@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from nesa_node.client.hop import HopLink
-from nesa_node.client.inference import InferenceSession
-from nesa_node.client.session import RemoteSession
+from nesa_node.client.model.inference_session import InferenceSession
+from nesa_node.client.session.hop import HopLink
+from nesa_node.client.session.session import RemoteSession
 from nesa_node.core.span import Span
 from tests.client.local_models import random_ids
 from tests.engine.chained import distance
@@ -55,7 +55,7 @@ def test_successor_goes_on_with_what_it_was_handed(
         run_with_blow(alone, model, session, prompt_BL, blow, "node hands over")
         moved = session.hops[hop]
         assert moved.peer_id != leaver.peer_id
-        [(successor, held)] = _remote(session)._route.held.items()
+        [(successor, held)] = _remote(session)._route.held_tokens.items()
         assert successor.hop == moved
         assert held[0] > PROMPT_TOKENS, "the cache came with it"
         assert "session_handed_over" in leaver.log()
@@ -80,7 +80,7 @@ def test_standby_goes_on_where_a_node_dies(alone: PreTrainedModel, bed: Bed, hop
         run_with_blow(alone, model, session, prompt_BL, blow, "warm standby")
         assert session.hops[hop].peer_id != victim.peer_id
         remote = _remote(session)
-        [(successor, held)] = remote._route.held.items()
+        [(successor, held)] = remote._route.held_tokens.items()
         assert successor.hop == session.hops[hop]
         assert held[0] > PROMPT_TOKENS, "the standby had the prompt"
         assert remote.recoveries == 1

@@ -13,8 +13,8 @@ import psutil
 import pytest
 from transformers import PreTrainedModel
 
-from nesa_node.core.choices import Route
 from nesa_node.core.errors import MissingBlocksError, SwarmError
+from nesa_node.core.settings.choices import RouteName
 from nesa_node.core.span import Span
 from tests.client.local_models import random_ids
 from tests.engine.tiny_models import BLOCKS
@@ -70,7 +70,7 @@ def _thawed_at_the_end(pids: list[int]) -> Iterator[Callable[[], None]]:
 @pytest.mark.parametrize("what", FROZEN)
 @pytest.mark.parametrize("routing", ROUTES)
 def test_hanging_node_is_noticed_and_replaced(
-    alone: PreTrainedModel, bed: Bed, routing: Route, what: str, hop: int
+    alone: PreTrainedModel, bed: Bed, routing: RouteName, what: str, hop: int
 ) -> None:
     bed.start([*thirds(BLOCKS), thirds(BLOCKS)[hop]])
     with (
@@ -92,7 +92,7 @@ def test_hanging_node_is_noticed_and_replaced(
 
 @pytest.mark.parametrize("routing", ROUTES)
 def test_silent_node_is_replaced_long_before_a_step_is_overdue(
-    alone: PreTrainedModel, bed: Bed, routing: Route
+    alone: PreTrainedModel, bed: Bed, routing: RouteName
 ) -> None:
     bed.start([*thirds(BLOCKS), thirds(BLOCKS)[1]])
     with (
@@ -110,7 +110,7 @@ def test_silent_node_is_replaced_long_before_a_step_is_overdue(
 
 @pytest.mark.parametrize("routing", ROUTES)
 def test_node_silent_at_a_rollback_is_replaced_as_soon(
-    alone: PreTrainedModel, bed: Bed, routing: Route
+    alone: PreTrainedModel, bed: Bed, routing: RouteName
 ) -> None:
     """It is asked beside the session, which a node does not read while it obeys."""
     prompt_BL = random_ids(1, 20)
@@ -129,7 +129,7 @@ def test_node_silent_at_a_rollback_is_replaced_as_soon(
 
 
 @pytest.mark.parametrize("routing", ROUTES)
-def test_hanging_node_without_a_replica_is_an_error_in_time(bed: Bed, routing: Route) -> None:
+def test_hanging_node_without_a_replica_is_an_error_in_time(bed: Bed, routing: RouteName) -> None:
     bed.start(thirds(BLOCKS))
     with (
         join_bed(
@@ -148,7 +148,7 @@ def test_hanging_node_without_a_replica_is_an_error_in_time(bed: Bed, routing: R
 
 
 @pytest.mark.parametrize("routing", ROUTES)
-def test_short_hang_is_waited_for(alone: PreTrainedModel, bed: Bed, routing: Route) -> None:
+def test_short_hang_is_waited_for(alone: PreTrainedModel, bed: Bed, routing: RouteName) -> None:
     bed.start(thirds(BLOCKS))
     with (
         join_bed(bed, routing, step_timeout_s=STEP_TIMEOUT_S) as model,
@@ -170,7 +170,7 @@ def test_short_hang_is_waited_for(alone: PreTrainedModel, bed: Bed, routing: Rou
 @pytest.mark.parametrize("hop", [0, 1, 2])
 @pytest.mark.parametrize("routing", ROUTES)
 def test_node_whose_p2pd_dies_ends_and_its_session_goes_on(
-    alone: PreTrainedModel, bed: Bed, routing: Route, hop: int
+    alone: PreTrainedModel, bed: Bed, routing: RouteName, hop: int
 ) -> None:
     bed.start([*thirds(BLOCKS), thirds(BLOCKS)[hop]])
     with join_bed(bed, routing) as model, model.inference_session(128) as session:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from nesa_node.core.choices import Route
+from nesa_node.core.settings.choices import RouteName
 from tests.client.local_models import random_ids
 from tests.engine.tiny_models import BLOCKS, NEW_TOKENS
 from tests.faults.bed import Bed, open_bed
@@ -53,7 +53,7 @@ def _prompt(rng: random.Random) -> torch.Tensor:
 
 
 def _kill_at_random_token(
-    alone: PreTrainedModel, bed: Bed, routing: Route, hop: int, rng: random.Random
+    alone: PreTrainedModel, bed: Bed, routing: RouteName, hop: int, rng: random.Random
 ) -> None:
     ids_BL = _prompt(rng)
     with join_bed(bed, routing) as model, model.inference_session(128) as session:
@@ -70,7 +70,7 @@ def _kill_at_random_token(
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("routing", ROUTES)
 def test_middle_node_killed_at_random_token(
-    alone: PreTrainedModel, bed: Bed, routing: Route, seed: int
+    alone: PreTrainedModel, bed: Bed, routing: RouteName, seed: int
 ) -> None:
     _kill_at_random_token(alone, bed, routing, 1, random.Random(seed))
 
@@ -79,7 +79,7 @@ def test_middle_node_killed_at_random_token(
 @pytest.mark.parametrize("hop", [0, 2])
 @pytest.mark.parametrize("routing", ROUTES)
 def test_first_or_last_node_killed_at_random_token(
-    alone: PreTrainedModel, bed: Bed, routing: Route, hop: int, seed: int
+    alone: PreTrainedModel, bed: Bed, routing: RouteName, hop: int, seed: int
 ) -> None:
     _kill_at_random_token(alone, bed, routing, hop, random.Random(100 + seed))
 
@@ -88,7 +88,7 @@ def test_first_or_last_node_killed_at_random_token(
 @pytest.mark.parametrize("hop", [0, 1, 2])
 @pytest.mark.parametrize("routing", ROUTES)
 def test_node_killed_during_a_long_prefill(
-    alone: PreTrainedModel, bed: Bed, routing: Route, hop: int, seed: int
+    alone: PreTrainedModel, bed: Bed, routing: RouteName, hop: int, seed: int
 ) -> None:
     rng = random.Random(200 + seed)
     ids_BL = random_ids(1, 700, seed=seed)
@@ -104,7 +104,7 @@ def test_node_killed_during_a_long_prefill(
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("routing", ROUTES)
 def test_several_nodes_killed_at_once(
-    alone: PreTrainedModel, bed: Bed, routing: Route, pair: tuple[int, ...], seed: int
+    alone: PreTrainedModel, bed: Bed, routing: RouteName, pair: tuple[int, ...], seed: int
 ) -> None:
     rng = random.Random(300 + seed)
     with join_bed(bed, routing) as model, model.inference_session(128) as session:
@@ -118,7 +118,7 @@ def test_several_nodes_killed_at_once(
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("routing", ROUTES)
 def test_second_node_killed_while_the_first_is_replaced(
-    alone: PreTrainedModel, bed: Bed, routing: Route, seed: int
+    alone: PreTrainedModel, bed: Bed, routing: RouteName, seed: int
 ) -> None:
     rng = random.Random(400 + seed)
     with join_bed(bed, routing) as model, model.inference_session(128) as session:
@@ -137,7 +137,7 @@ def test_second_node_killed_while_the_first_is_replaced(
 
 @pytest.mark.parametrize("routing", ROUTES)
 def test_client_that_lives_on_survives_kill_after_kill(
-    alone: PreTrainedModel, bed: Bed, routing: Route
+    alone: PreTrainedModel, bed: Bed, routing: RouteName
 ) -> None:
     """What a client remembers of bad peers must not keep it from the good ones."""
     rng = random.Random(500)

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedModel
 
-from nesa_node.core.choices import Route
+from nesa_node.core.settings.choices import RouteName
 from nesa_node.core.span import Span
-from nesa_node.swarm.identity import Identity
 from nesa_node.swarm.node import open_swarm
+from nesa_node.swarm.p2p.identity import Identity
 from tests.client.local_models import random_ids
 from tests.engine.tiny_models import BLOCKS
 from tests.faults.bed import Bed, Node
@@ -58,7 +58,7 @@ def _assert_left(bed: Bed, leaver: Node, within_s: float) -> None:
 @pytest.mark.parametrize("hop", [0, 1, 2])
 @pytest.mark.parametrize("routing", ROUTES)
 def test_serving_node_leaves_while_a_replica_is_there(
-    alone: PreTrainedModel, bed: Bed, routing: Route, hop: int
+    alone: PreTrainedModel, bed: Bed, routing: RouteName, hop: int
 ) -> None:
     bed.start([*thirds(BLOCKS), thirds(BLOCKS)[hop]])
     with join_bed(bed, routing) as model, model.inference_session(128) as session:
@@ -76,7 +76,7 @@ def test_serving_node_leaves_while_a_replica_is_there(
 
 @pytest.mark.parametrize("routing", ROUTES)
 def test_serving_node_leaves_once_a_replacement_has_joined(
-    alone: PreTrainedModel, bed: Bed, routing: Route
+    alone: PreTrainedModel, bed: Bed, routing: RouteName
 ) -> None:
     bed.start(thirds(BLOCKS))
     joining = threading.Timer(2.0, bed.start, [[MIDDLE]])
@@ -96,7 +96,7 @@ def test_serving_node_leaves_once_a_replacement_has_joined(
 
 @pytest.mark.parametrize("routing", ROUTES)
 def test_drain_runs_out_before_a_replacement_joins(
-    alone: PreTrainedModel, bed: Bed, routing: Route
+    alone: PreTrainedModel, bed: Bed, routing: RouteName
 ) -> None:
     bed.start(thirds(BLOCKS), "--drain-timeout-s", "1")
     joining = threading.Timer(4.0, bed.start, [[MIDDLE]])
@@ -115,7 +115,7 @@ def test_drain_runs_out_before_a_replacement_joins(
 
 @pytest.mark.parametrize("routing", ROUTES)
 def test_node_leaves_between_two_generations_of_a_session(
-    alone: PreTrainedModel, bed: Bed, routing: Route
+    alone: PreTrainedModel, bed: Bed, routing: RouteName
 ) -> None:
     bed.start([*thirds(BLOCKS), MIDDLE], "--drain-timeout-s", "1")
     ids_BL = random_ids(1, 20)
@@ -132,7 +132,7 @@ def test_node_leaves_between_two_generations_of_a_session(
 @pytest.mark.parametrize("hop", [0, 2])
 @pytest.mark.parametrize("routing", ROUTES)
 def test_one_node_leaves_and_its_neighbour_dies(
-    alone: PreTrainedModel, bed: Bed, routing: Route, hop: int
+    alone: PreTrainedModel, bed: Bed, routing: RouteName, hop: int
 ) -> None:
     """Nobody can stand in for the leaver; that must not hide the loss of the other."""
     bed.start([*thirds(BLOCKS), thirds(BLOCKS)[hop]])
@@ -169,7 +169,7 @@ def test_whole_swarm_leaves_at_once(bed: Bed) -> None:
 
 @pytest.mark.parametrize("routing", ROUTES)
 def test_second_signal_ends_a_drain_the_hard_way(
-    alone: PreTrainedModel, bed: Bed, routing: Route
+    alone: PreTrainedModel, bed: Bed, routing: RouteName
 ) -> None:
     bed.start(thirds(BLOCKS))
     joining = threading.Timer(2.0, bed.start, [[MIDDLE]])

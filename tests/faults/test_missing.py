@@ -13,8 +13,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from nesa_node.core.choices import Route
 from nesa_node.core.errors import MissingBlocksError
+from nesa_node.core.settings.choices import RouteName
 from nesa_node.core.span import Span
 from tests.client.local_models import random_ids
 from tests.engine.tiny_models import BLOCKS
@@ -42,7 +42,7 @@ def _joining_later(bed: Bed, spans: list[Span], after_s: float) -> Iterator[thre
 @pytest.mark.parametrize("hops", [(1,), (0,), (2,), (0, 1), (1, 2)])
 @pytest.mark.parametrize("routing", ROUTES)
 def test_session_goes_on_through_a_node_that_joins_later(
-    alone: PreTrainedModel, bed: Bed, routing: Route, hops: tuple[int, ...]
+    alone: PreTrainedModel, bed: Bed, routing: RouteName, hops: tuple[int, ...]
 ) -> None:
     bed.start(thirds(BLOCKS))
     ids_BL = random_ids(1, 20, seed=len(hops))
@@ -65,7 +65,7 @@ def test_session_goes_on_through_a_node_that_joins_later(
 @pytest.mark.parametrize("hop", [0, 1, 2])
 @pytest.mark.parametrize("routing", ROUTES)
 def test_without_any_replica_the_error_names_the_blocks_in_time(
-    bed: Bed, routing: Route, hop: int
+    bed: Bed, routing: RouteName, hop: int
 ) -> None:
     bed.start(thirds(BLOCKS))
     with (
@@ -84,7 +84,7 @@ def test_without_any_replica_the_error_names_the_blocks_in_time(
 
 @pytest.mark.parametrize("routing", ROUTES)
 def test_without_two_neighbours_the_error_names_the_blocks_of_both(
-    bed: Bed, routing: Route
+    bed: Bed, routing: RouteName
 ) -> None:
     bed.start(thirds(BLOCKS))
     with (
@@ -125,7 +125,7 @@ def test_open_without_a_node_for_some_blocks_names_them_in_time(bed: Bed) -> Non
 )
 @pytest.mark.parametrize("routing", ROUTES)
 def test_replacements_may_hold_other_spans(
-    alone: PreTrainedModel, bed: Bed, routing: Route, lost: list[int], spans: list[Span]
+    alone: PreTrainedModel, bed: Bed, routing: RouteName, lost: list[int], spans: list[Span]
 ) -> None:
     bed.start(thirds(BLOCKS))
     with join_bed(bed, routing) as model, model.inference_session(128) as session:
@@ -137,7 +137,7 @@ def test_replacements_may_hold_other_spans(
 
 @pytest.mark.parametrize("routing", ROUTES)
 def test_session_moves_to_other_spans_and_back(
-    alone: PreTrainedModel, bed: Bed, routing: Route
+    alone: PreTrainedModel, bed: Bed, routing: RouteName
 ) -> None:
     bed.start(thirds(BLOCKS))
     ids_BL = random_ids(1, 20)
@@ -156,7 +156,7 @@ def test_session_moves_to_other_spans_and_back(
 
 @pytest.mark.parametrize("routing", ROUTES)
 def test_node_too_small_for_the_session_is_not_taken_for_the_last_word(
-    alone: PreTrainedModel, bed: Bed, routing: Route
+    alone: PreTrainedModel, bed: Bed, routing: RouteName
 ) -> None:
     bed.start(thirds(BLOCKS))
     bed.start([Span(2, 4)], "--attn-cache-tokens", "96")

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from transformers import PreTrainedModel
 
-from nesa_node.core.choices import Route
 from nesa_node.core.errors import InsufficientMemoryError
+from nesa_node.core.settings.choices import RouteName
 from nesa_node.core.span import Span
-from nesa_node.engine.parts import load_blocks
+from nesa_node.engine.model.loading import load_blocks
 from tests.client.local_models import random_ids
 from tests.faults.bed import Bed
 from tests.faults.movers import Mover, open_mover
@@ -43,7 +43,7 @@ class _Moving:
 
 @pytest.mark.parametrize("routing", ["chain", pytest.param("star", marks=pytest.mark.slow)])
 def test_session_goes_on_while_its_node_moves_there_and_back(
-    alone: PreTrainedModel, bed: Bed, tmp_path: Path, routing: Route
+    alone: PreTrainedModel, bed: Bed, tmp_path: Path, routing: RouteName
 ) -> None:
     bed.start([HIGH])
     ids_BL = random_ids(1, 20)
@@ -116,7 +116,7 @@ def test_node_goes_back_where_it_cannot_load_what_it_moves_to(
             raise error
         return load_blocks(checkpoint, span, **options)
 
-    monkeypatch.setattr("nesa_node.server.served_span.load_blocks", fail_high)
+    monkeypatch.setattr("nesa_node.server.node.served_span.load_blocks", fail_high)
     first, _ = bed.start([LOW, HIGH])
     with open_mover(bed, LOW, tmp_path) as mover:
         assert mover.ask(HIGH) == "failed"
@@ -143,7 +143,7 @@ def test_node_that_is_stopped_while_it_loads_leaves_in_order(
             assert go_on.wait(20)
         return load_blocks(checkpoint, span, **options)
 
-    monkeypatch.setattr("nesa_node.server.served_span.load_blocks", load_high_slowly)
+    monkeypatch.setattr("nesa_node.server.node.served_span.load_blocks", load_high_slowly)
     bed.start([LOW, HIGH])
     with open_mover(bed, LOW, tmp_path) as mover:
         moving = _Moving(mover, HIGH)
@@ -166,7 +166,7 @@ def test_several_sessions_go_on_while_a_node_moves_to_and_fro(
     failures: list[BaseException] = []
     stop = threading.Event()
 
-    def work(routing: Route, seed: int) -> None:
+    def work(routing: RouteName, seed: int) -> None:
         try:
             with join_bed(bed, routing) as model:
                 while not stop.is_set():
@@ -179,7 +179,7 @@ def test_several_sessions_go_on_while_a_node_moves_to_and_fro(
             failures.append(error)
 
     with open_mover(bed, LOW, tmp_path) as mover:
-        routings: tuple[Route, ...] = ("chain", "chain", "star")
+        routings: tuple[RouteName, ...] = ("chain", "chain", "star")
         workers = [
             threading.Thread(target=work, args=(routing, seed))
             for seed, routing in enumerate(routings)

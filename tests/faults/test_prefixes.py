@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from nesa_node.client.causal_lm import DistributedModelForCausalLM
-from nesa_node.client.inference import InferenceSession
-from nesa_node.client.session import RemoteSession
-from nesa_node.core.choices import Route
+from nesa_node.client.model.causal_lm import DistributedModelForCausalLM
+from nesa_node.client.model.inference_session import InferenceSession
+from nesa_node.client.session.session import RemoteSession
+from nesa_node.core.settings.choices import RouteName
 from tests.client.local_models import random_ids
 from tests.engine.tiny_models import BLOCKS
 from tests.faults.bed import Bed
@@ -46,7 +46,7 @@ def opened(model: DistributedModelForCausalLM, ids_BL: Tensor) -> InferenceSessi
 
 def start_of(session: InferenceSession) -> list[int]:
     """From where on the session's nodes keep what they sent."""
-    return remote(session)._route.beginning.start
+    return remote(session)._route.prefix_start.start_lengths
 
 
 def remote(session: InferenceSession) -> RemoteSession:
@@ -65,7 +65,7 @@ SLOW_HOPS = [pytest.param(0, marks=pytest.mark.slow), 1, pytest.param(2, marks=p
 @pytest.mark.parametrize("hop", SLOW_HOPS)
 @pytest.mark.parametrize("routing", ROUTES)
 def test_all_go_back_to_what_the_replacement_holds(
-    alone: PreTrainedModel, bed: Bed, routing: Route, hop: int
+    alone: PreTrainedModel, bed: Bed, routing: RouteName, hop: int
 ) -> None:
     """The first row began with 192 tokens that nobody can send the new node but the client."""
     bed.start(SPANS)
@@ -88,7 +88,7 @@ def test_all_go_back_to_what_the_replacement_holds(
 
 @pytest.mark.parametrize("routing", ROUTES)
 def test_a_replacement_that_holds_the_prefix_sends_nobody_back(
-    alone: PreTrainedModel, bed: Bed, routing: Route
+    alone: PreTrainedModel, bed: Bed, routing: RouteName
 ) -> None:
     """Both sessions lose the node; what the first brings to its replacement the second finds."""
     bed.start(SPANS)
@@ -112,7 +112,7 @@ def test_a_replacement_that_holds_the_prefix_sends_nobody_back(
 @pytest.mark.slow
 @pytest.mark.parametrize("routing", ROUTES)
 def test_one_node_after_another_is_lost_and_rows_are_rolled_back(
-    alone: PreTrainedModel, bed: Bed, routing: Route
+    alone: PreTrainedModel, bed: Bed, routing: RouteName
 ) -> None:
     bed.start(SPANS)
     ids_BL = prompts(2)
@@ -146,7 +146,7 @@ def test_a_session_that_began_with_a_prefix_is_handed_over_whole(
             )
             run_with_blow(alone, model, session, ids_BL, blow, "reused start, hand-over")
             assert session.hops[hop].peer_id != leaver.peer_id
-            [(successor, held)] = remote(session)._route.held.items()
+            [(successor, held)] = remote(session)._route.held_tokens.items()
             assert successor.hop == session.hops[hop]
             assert held[0] > SHARED, "the cache came with it"
             assert start_of(session) == [HELD]
@@ -198,7 +198,7 @@ def test_a_standby_goes_on_after_a_reused_start(alone: PreTrainedModel, bed: Bed
 
 @pytest.mark.parametrize("routing", ROUTES)
 def test_a_session_begins_where_the_most_forgetful_node_can(
-    alone: PreTrainedModel, bed: Bed, routing: Route
+    alone: PreTrainedModel, bed: Bed, routing: RouteName
 ) -> None:
     bed.start([FIRST, LAST])
     bed.start([MIDDLE], "--attn-cache-tokens", "640", "--max-cache-tokens-per-peer", "640")

@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from nesa_node.engine.checkpoint import weight_files
-from nesa_node.engine.families import family_of
-from nesa_node.engine.model_config import read_config, read_raw_config
-from nesa_node.engine.safetensors_file import read_header
-from nesa_node.engine.side_files import INDEX_FILE
-from nesa_node.topology.serial import from_json
-from nesa_node.topology.swarm_file import read_swarm
+from nesa_node.engine.weights.checkpoint import list_weight_files
+from nesa_node.engine.weights.families import get_family
+from nesa_node.engine.weights.model_config import read_config, read_raw_config
+from nesa_node.engine.weights.safetensors_file import read_header
+from nesa_node.engine.weights.side_files import INDEX_FILE
+from nesa_node.topology.simulation.swarm_file import parse_swarm_file
+from nesa_node.topology.snapshot_json import snapshot_from_json
 from tests.fuzz.mutation import JSON
 from tests.fuzz.target import Parse, Target
 
@@ -76,7 +76,7 @@ def _file(name: str, read: Callable[[Path], object]) -> Callable[[], Any]:
 
 
 def _raw_config(folder: Path) -> None:
-    family_of(read_raw_config(folder, name="m").get("model_type"), name="m")
+    get_family(read_raw_config(folder, name="m").get("model_type"), name="m")
 
 
 def _config(folder: Path) -> None:
@@ -89,7 +89,7 @@ def _header(folder: Path) -> None:
 
 
 def _index(folder: Path) -> None:
-    weight_files({INDEX_FILE, "a.safetensors"}, folder, name="m")
+    list_weight_files({INDEX_FILE, "a.safetensors"}, folder, name="m")
 
 
 def header_seeds() -> list[bytes]:
@@ -120,19 +120,19 @@ def _index_seeds() -> list[bytes]:
 
 @contextmanager
 def _swarm_files() -> Iterator[Parse]:
-    yield lambda data: read_swarm(data, np.random.default_rng(0))
+    yield lambda data: parse_swarm_file(data, np.random.default_rng(0))
 
 
 @contextmanager
 def _snapshots() -> Iterator[Parse]:
-    yield from_json
+    yield snapshot_from_json
 
 
 def _snapshot_seeds() -> list[bytes]:
-    from nesa_node.topology.serial import to_json
+    from nesa_node.topology.snapshot_json import snapshot_to_json
 
-    read = read_swarm(json.dumps(_SWARM), np.random.default_rng(0))
-    return [to_json(read.snapshot)]
+    read = parse_swarm_file(json.dumps(_SWARM), np.random.default_rng(0))
+    return [snapshot_to_json(read.snapshot)]
 
 
 TARGETS: dict[str, Target] = {

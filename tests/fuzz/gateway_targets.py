@@ -6,25 +6,25 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from nesa_node.api.bodies.chat_body import ChatBody
-from nesa_node.api.bodies.completion_body import CompletionBody
-from nesa_node.api.bodies.fields import Body
-from nesa_node.api.bodies.reading import parse as parse_body
-from nesa_node.api.bodies.response_body import ResponseBody
-from nesa_node.api.bodies.tool_calls import CallReader, Format
-from nesa_node.api.embeddings import EmbeddingBody
-from nesa_node.api.tokens import DetokenizeBody, TokenizeBody
-from nesa_node.web.problem import Problem
+from nesa_node.api.endpoints.embeddings import EmbeddingRequest
+from nesa_node.api.endpoints.tokenization import DetokenizeRequest, TokenizeRequest
+from nesa_node.api.schemas.chat_request import ChatCompletionRequest
+from nesa_node.api.schemas.completion_request import CompletionRequest
+from nesa_node.api.schemas.request_body import RequestBody
+from nesa_node.api.schemas.request_body import parse_body as parse_body
+from nesa_node.api.schemas.responses_request import ResponsesRequest
+from nesa_node.api.schemas.tool_calls import CallFormat, ToolCallParser
+from nesa_node.web.problem import HttpProblem
 from tests.fuzz.mutation import JSON
 from tests.fuzz.target import Parse, Target
 
-_KINDS: tuple[type[Body], ...] = (
-    ChatBody,
-    CompletionBody,
-    ResponseBody,
-    EmbeddingBody,
-    TokenizeBody,
-    DetokenizeBody,
+_KINDS: tuple[type[RequestBody], ...] = (
+    ChatCompletionRequest,
+    CompletionRequest,
+    ResponsesRequest,
+    EmbeddingRequest,
+    TokenizeRequest,
+    DetokenizeRequest,
 )
 _TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 _CHAT = {
@@ -82,9 +82,9 @@ def _calls() -> Iterator[Parse]:
     """Fed in pieces, as a model writes."""
 
     def parse(data: bytes) -> None:
-        written: Format = "tagged" if data[:1] < b"\x80" else "bare"
+        written: CallFormat = "tagged" if data[:1] < b"\x80" else "bare"
         text = data[1:].decode(errors="replace")
-        reader = CallReader(written, ["look"])
+        reader = ToolCallParser(written, ["look"])
         half = len(text) // 2
         for piece in (text[:half], text[half:]):
             reader.feed(piece)
@@ -107,7 +107,7 @@ def _call_seeds() -> list[bytes]:
 
 
 TARGETS: dict[str, Target] = {
-    "body": Target(open=_bodies, seeds=_body_seeds, tokens=JSON, refusals=(Problem,)),
+    "body": Target(open=_bodies, seeds=_body_seeds, tokens=JSON, refusals=(HttpProblem,)),
     "tool_call": Target(
         open=_calls,
         seeds=_call_seeds,

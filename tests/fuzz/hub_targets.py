@@ -22,15 +22,15 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from huggingface_hub import HfApi
 
-from nesa_node.client.model import load_generation_config
-from nesa_node.engine.checkpoint import Checkpoint, weight_files
-from nesa_node.engine.hub import HubFile, HubRepository, _look_up
-from nesa_node.engine.model_config import read_config
-from nesa_node.engine.progress import Progress
-from nesa_node.engine.side_files import check_side_files
-from nesa_node.engine.tokenizer import load_discovered_tokenizer, load_tokenizer
-from nesa_node.engine.tokenizer_rules import checked_tokenizer
-from nesa_node.swarm import peer_lookup
+from nesa_node.client.model.auto import load_generation_config
+from nesa_node.engine.weights.checkpoint import Checkpoint, list_weight_files
+from nesa_node.engine.weights.hub import HubFile, HubRepository, _find_repository
+from nesa_node.engine.weights.model_config import read_config
+from nesa_node.engine.weights.progress import Progress
+from nesa_node.engine.weights.side_files import check_side_files
+from nesa_node.engine.weights.tokenizer import load_discovered_tokenizer, load_tokenizer
+from nesa_node.engine.weights.tokenizer_rules import sanitize_tokenizer
+from nesa_node.swarm.p2p import peer_lookup
 from tests.api.tokenizers import byte_level_tokenizer
 from tests.fuzz.file_targets import CONFIG, header_seeds, in_memory_folder
 from tests.fuzz.mutation import JSON
@@ -73,9 +73,9 @@ def _listings() -> Iterator[Parse]:
         def parse(data: bytes) -> None:
             nonlocal body
             body = data
-            found = _look_up(api, "evil/model", None, max_disk_bytes=1 << 20, evicts=False)
+            found = _find_repository(api, "evil/model", None, max_disk_bytes=1 << 20, evicts=False)
             assert all(isinstance(file.size, int) for file in found.files.values())
-            weight_files(set(found.files), folder, name="evil/model")
+            list_weight_files(set(found.files), folder, name="evil/model")
 
         yield parse
 
@@ -85,7 +85,7 @@ def _headers() -> Iterator[Parse]:
     """A weight file's header as it is read over the network."""
     body = b""
     with _answering(lambda _: httpx2.Response(206, content=body)) as api:
-        files = {"a.safetensors": HubFile("a.safetensors", 100, "d" * 64, large=True)}
+        files = {"a.safetensors": HubFile("a.safetensors", 100, "d" * 64, is_lfs=True)}
         repository = HubRepository(
             api, "evil/model", _COMMIT, files, max_disk_bytes=None, evicts=False
         )
@@ -96,7 +96,7 @@ def _headers() -> Iterator[Parse]:
             if end > 8 and not data[0] & 1:
                 data = struct.pack("<Q", end - 8) + data[8:]
             body = data
-            for info in repository.headers(["a.safetensors"]).values():
+            for info in repository.read_headers(["a.safetensors"]).values():
                 assert info.numel >= 0
 
         yield parse
@@ -202,8 +202,8 @@ def _trust(*_: object) -> bool:
 
 @contextmanager
 def _certificates() -> Iterator[Parse]:
-    with mock.patch("nesa_node.swarm.peer_lookup.verify", new=_trust):
-        yield peer_lookup._peer_of
+    with mock.patch("nesa_node.swarm.p2p.peer_lookup.verify_signature", new=_trust):
+        yield peer_lookup._peer_of_certificate
 
 
 def _certificate_seeds() -> list[bytes]:
@@ -212,13 +212,15 @@ def _certificate_seeds() -> list[bytes]:
     identity = Ed25519PrivateKey.generate()
     own = identity.public_key().public_bytes(Encoding.Raw, PublicFormat.Raw)
     value = (
-        peer_lookup._KEY_BEFORE + own + peer_lookup._SIGNATURE_BEFORE + identity.sign(b"anything")
+        peer_lookup._KEY_HEADER + own + peer_lookup._SIGNATURE_HEADER + identity.sign(b"anything")
     )
     keys: list[Any] = [ec.generate_private_key(ec.SECP256R1()), Ed25519PrivateKey.generate()]
     seeds = []
     for key in keys:
         made = x509.CertificateBuilder(name, name, key.public_key(), 1, start, start)
-        made = made.add_extension(x509.UnrecognizedExtension(peer_lookup._EXTENSION, value), True)
+        made = made.add_extension(
+            x509.UnrecognizedExtension(peer_lookup._LIBP2P_EXTENSION, value), True
+        )
         made = made.add_extension(x509.BasicConstraints(ca=True, path_length=1), False)
         made = made.add_extension(x509.SubjectAlternativeName([x509.DNSName("a.b")]), False)
         signed = made.sign(key, SHA256() if key is keys[0] else None)
@@ -250,7 +252,7 @@ TARGETS: dict[str, Target] = {
         weight=0.003,
     ),
     "tokenizer_rules": Target(
-        open=lambda: nullcontext(checked_tokenizer),
+        open=lambda: nullcontext(sanitize_tokenizer),
         seeds=lambda: [_tokenizer_seeds()[0][1:]],
         tokens=(*JSON, *_COMPONENTS),
         weight=0.05,

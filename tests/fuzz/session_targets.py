@@ -9,16 +9,16 @@ import msgspec
 import torch
 
 from nesa_node.compression import tensors
-from nesa_node.compression.codecs import FAMILIES, expand, parse
-from nesa_node.compression.quality import allows, name_of
+from nesa_node.compression.codecs import FAMILIES, expand_codec, parse_codec
+from nesa_node.compression.quality import allows_codec, codec_name
 from nesa_node.compression.tensors import TensorMeta
 from nesa_node.core.errors import FrameError, NesaError
 from nesa_node.core.ids import PeerId
-from nesa_node.swarm.messages import (
+from nesa_node.swarm.protocol.messages import (
     Busy,
     Close,
     Downstream,
-    Error,
+    ErrorMessage,
     Link,
     Message,
     Open,
@@ -31,8 +31,8 @@ from nesa_node.swarm.messages import (
     encode_message,
     tensor_of,
 )
-from nesa_node.swarm.stream import Stream
-from nesa_node.topology.packed import Measured, pack_measured, unpack_measured
+from nesa_node.swarm.protocol.stream import Stream
+from nesa_node.topology.links.packed import MeasuredLink, pack_links, unpack_links
 from tests.fuzz.mutation import MSGPACK
 from tests.fuzz.swarm_targets import PEER, fed_pipe
 from tests.fuzz.target import Parse, Target
@@ -59,7 +59,7 @@ def _messages() -> list[tuple[Message, bytes]]:
             emit_from=(0,),
         ),
         Close(prefix=((bytes(16),),)),
-        Error(code="busy", message="no room"),
+        ErrorMessage(code="busy", message="no room"),
         Received(nbytes=5, seconds=0.5),
     ]  # fmt: skip
     step = Step(session=session, epoch=1, step=3, rows=row, tensor=meta, via=("int8",))
@@ -110,9 +110,9 @@ def _tensors() -> Iterator[Parse]:
             meta = read.decode(data[2 : 2 + length])
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise FrameError("no description") from error
-        allows("int4", meta.codec)
-        name_of(meta.codec)
-        size = tensors.check(meta, max_bytes=MAX_TENSOR_BYTES)
+        allows_codec("int4", meta.codec)
+        codec_name(meta.codec)
+        size = tensors.check_meta(meta, max_bytes=MAX_TENSOR_BYTES)
         payload = bytearray(data[2 + length :] or b"\0")
         payload *= -(-size // len(payload))
         tensors.decode(meta, payload[:size], max_bytes=MAX_TENSOR_BYTES)
@@ -137,23 +137,23 @@ def _tensor_seeds() -> list[bytes]:
 def _codec_texts() -> Iterator[Parse]:
     def read(data: bytes) -> None:
         text = data.decode("latin-1")
-        allows("int8", text)
-        name_of(text)
+        allows_codec("int8", text)
+        codec_name(text)
         with suppress(NesaError):
-            expand(text)
-        parse(text)
+            expand_codec(text)
+        parse_codec(text)
 
     yield read
 
 
 @contextmanager
 def _packed_links() -> Iterator[Parse]:
-    yield unpack_measured
+    yield unpack_links
 
 
 def _link_seeds() -> list[bytes]:
-    links = [Measured(bytes([digest]) * 6, 12.5, 1e7, 60.0) for digest in range(1, 5)]
-    return [pack_measured(links), pack_measured(links[:1])]
+    links = [MeasuredLink(bytes([digest]) * 6, 12.5, 1e7, 60.0) for digest in range(1, 5)]
+    return [pack_links(links), pack_links(links[:1])]
 
 
 TARGETS: dict[str, Target] = {

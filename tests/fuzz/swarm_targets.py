@@ -15,22 +15,30 @@ import msgspec
 from nesa_node.core.errors import NesaError, PeerUnreachableError
 from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.swarm import node as node_module
-from nesa_node.swarm.call_budget import CallBudget
-from nesa_node.swarm.control import UnaryCalls, packed_address, read_message
-from nesa_node.swarm.dht_codec import load_flat, pack_records, unpack_records
-from nesa_node.swarm.dht_codec import read_message as read_protobuf
-from nesa_node.swarm.dht_peer import PROTOCOL_PREFIX, DhtPeer, node_id_of
-from nesa_node.swarm.few_addresses import few_addresses
-from nesa_node.swarm.hive import DHTID, PeerID, dht_pb2, p2pd_pb2
-from nesa_node.swarm.identity import Identity, base58_decode, base58_encode, public_key_bytes
-from nesa_node.swarm.notices import KINDS, open_notice, seal_notice
-from nesa_node.swarm.pipe import SCRATCH_BYTES, Pipe
-from nesa_node.swarm.private import Membership
-from nesa_node.swarm.records import NODES_KEY, model_key, seal, unseal_ageless
-from nesa_node.swarm.sealing import kind_of
-from nesa_node.swarm.tasks import TaskSet
-from nesa_node.swarm.transport import split_peer_address
-from nesa_node.swarm.validator import RecordValidator, dht_id
+from nesa_node.swarm.dht.message_codec import (
+    load_value,
+    pack_records,
+    parse_message,
+    unpack_records,
+)
+from nesa_node.swarm.dht.notices import NOTICE_KINDS, open_notice, seal_notice
+from nesa_node.swarm.dht.records import (
+    ALL_NODES_KEY,
+    model_key,
+    open_record_of_any_age,
+    seal_record,
+)
+from nesa_node.swarm.dht.rpc import PROTOCOL_PREFIX, CallBudget, DhtRpc, node_id_of
+from nesa_node.swarm.dht.sealing import read_kind
+from nesa_node.swarm.dht.validator import RecordValidator, dht_id
+from nesa_node.swarm.p2p.control import UnaryCalls, pack_multiaddr, read_protobuf
+from nesa_node.swarm.p2p.dial_addresses import choose_dial_addresses
+from nesa_node.swarm.p2p.hivemind_imports import DHTID, PeerID, dht_pb2, p2pd_pb2
+from nesa_node.swarm.p2p.identity import Identity, base58_decode, base58_encode, public_key_bytes
+from nesa_node.swarm.p2p.membership import Membership
+from nesa_node.swarm.p2p.pipe import SCRATCH_BYTES, Pipe
+from nesa_node.swarm.p2p.tasks import TaskSet
+from nesa_node.swarm.p2p.transport import split_peer_address
 from tests.fuzz.mutation import MSGPACK, PROTOBUF
 from tests.fuzz.target import Parse, Target
 from tests.swarm.notice_fields import make_notice
@@ -53,8 +61,8 @@ NODE_ID = node_id_of(base58_decode(PEER))
 
 def sealed_statements() -> list[bytes]:
     record = make_record(IDENTITY, NOW, location=(1.0, 2.0), codecs=("int8:64",), next_span=(0, 3))
-    notices = [make_notice(kind, IDENTITY, NOW) for kind in KINDS.values()]
-    return [seal(record, IDENTITY), *(seal_notice(notice, IDENTITY) for notice in notices)]
+    notices = [make_notice(kind, IDENTITY, NOW) for kind in NOTICE_KINDS.values()]
+    return [seal_record(record, IDENTITY), *(seal_notice(notice, IDENTITY) for notice in notices)]
 
 
 def _trust(*_: object) -> bool:
@@ -69,7 +77,7 @@ def _now() -> float:
 @contextmanager
 def trusting() -> Iterator[None]:
     """Takes all signatures for right: a peer can make right ones for whatever it says."""
-    with mock.patch("nesa_node.swarm.sealing.verify", new=_trust):
+    with mock.patch("nesa_node.swarm.dht.sealing.verify_signature", new=_trust):
         yield
 
 
@@ -103,8 +111,8 @@ class _Member:
         membership = Membership(None)
         self.validator = RecordValidator(membership, clock)
         own = _identity().peer_id
-        self.peer = DhtPeer(own, self.network, self.validator, membership)  # type: ignore[arg-type]
-        self.peer._budget = CallBudget(lambda: 0.0, burst=1e12)
+        self.peer = DhtRpc(own, self.network, self.validator, membership)  # type: ignore[arg-type]
+        self.peer._budget = CallBudget(lambda: 0.0, burst_units=1e12)
         self._node: Any = None
 
     async def protocol(self) -> Any:
@@ -184,7 +192,7 @@ def _request_seeds() -> list[bytes]:
     whole = dht_pb2.StoreRequest(
         keys=[KEY], subkeys=[b""], values=[_packed()], expiration_time=[NOW + 60], in_cache=[True]
     )
-    find = dht_pb2.FindRequest(keys=[KEY, dht_id(NODES_KEY)], peer=info)
+    find = dht_pb2.FindRequest(keys=[KEY, dht_id(ALL_NODES_KEY)], peer=info)
     ping = dht_pb2.PingRequest(peer=info, validate=True)
     return [
         b"\0" + ping.SerializeToString(),
@@ -214,7 +222,7 @@ def _answer_seeds() -> list[bytes]:
 def _dictionaries() -> Iterator[Parse]:
     def parse(data: bytes) -> None:
         with suppress(NesaError):
-            load_flat(data)
+            load_value(data)
         unpack_records(data)
 
     yield parse
@@ -228,28 +236,28 @@ def _protobufs() -> Iterator[Parse]:
     )
 
     def parse(data: bytes) -> None:
-        read_protobuf(kinds[data[0] % 6 if data else 0], data[1:])
+        parse_message(kinds[data[0] % 6 if data else 0], data[1:])
 
     yield parse
 
 
 @contextmanager
 def _statements() -> Iterator[Parse]:
-    kinds = list(KINDS.values())
+    kinds = list(NOTICE_KINDS.values())
     validator = RecordValidator(Membership(None), lambda: NOW)
     name = msgspec.msgpack.encode(PEER)
 
     def parse(data: bytes) -> None:
-        kind_of(data)
+        read_kind(data)
         for kind in kinds:
             with suppress(NesaError):
                 open_notice(kind, data)
         with suppress(NesaError):
             validator.check(KEY, name, msgspec.msgpack.encode(data), NOW + 60)
-        record = unseal_ageless(data)
+        record = open_record_of_any_age(data)
         record.node_state()
         record.measured_links()
-        few_addresses(record.addresses, (), public_only=True)
+        choose_dial_addresses(record.addresses, (), public_only=True)
 
     with trusting():
         yield parse
@@ -263,7 +271,7 @@ def _bodies() -> Iterator[Parse]:
         def parse(data: bytes) -> None:
             envelope = {
                 "record": data[1:], "signature": bytes(64), "peer_id": PEER, "tag": b"",
-                "kind": ("record", *KINDS)[data[0] % 4 if data else 0],
+                "kind": ("record", *NOTICE_KINDS)[data[0] % 4 if data else 0],
             }  # fmt: skip
             read(msgspec.msgpack.encode(envelope))
 
@@ -273,7 +281,7 @@ def _bodies() -> Iterator[Parse]:
 def _body_seeds() -> list[bytes]:
     envelopes = [msgspec.msgpack.decode(each) for each in _sealed()]
     return [
-        bytes([("record", *KINDS).index(each.get("kind", "record"))]) + each["record"]
+        bytes([("record", *NOTICE_KINDS).index(each.get("kind", "record"))]) + each["record"]
         for each in envelopes
     ]
 
@@ -305,7 +313,7 @@ def _p2pd_frames() -> Iterator[Parse]:
     async def parse(data: bytes) -> None:
         for kind in (p2pd_pb2.StreamInfo, p2pd_pb2.Response):
             with suppress(NesaError, OSError, asyncio.IncompleteReadError):
-                await read_message(fed_pipe(data), kind())
+                await read_protobuf(fed_pipe(data), kind())
         tasks = TaskSet()
         calls = UnaryCalls(fed_pipe(data), tasks)
         calls._handlers["/nesa/1/dht/rpc_find"] = answer
@@ -332,7 +340,7 @@ def _frame_seeds() -> list[bytes]:
         callId=b"d" * 16, callUnaryResponse=p2pd_pb2.CallUnaryResponse(error=b"no")
     )
     info = p2pd_pb2.StreamInfo(
-        peer=base58_decode(PEER), addr=packed_address("/ip4/127.0.0.1/tcp/1"), proto="/nesa/session"
+        peer=base58_decode(PEER), addr=pack_multiaddr("/ip4/127.0.0.1/tcp/1"), proto="/nesa/session"
     )
     failed = p2pd_pb2.Response(
         type=p2pd_pb2.Response.ERROR, error=p2pd_pb2.ErrorResponse(msg="failed")
@@ -345,7 +353,7 @@ def _addresses() -> Iterator[Parse]:
     def parse(data: bytes) -> None:
         text = data.decode("latin-1" if data[:1] == b"\0" else "utf-8", errors="replace")[:512]
         for public_only in (True, False):
-            few_addresses([text, text[1:]], ["/ip4/1.2.3.4/tcp/1"], public_only=public_only)
+            choose_dial_addresses([text, text[1:]], ["/ip4/1.2.3.4/tcp/1"], public_only=public_only)
         with suppress(ValueError):
             base58_decode(text)
         with suppress(ValueError):

@@ -15,21 +15,19 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from nesa_node.api.app import make_app
-from nesa_node.api.decoding.grammar import Grammars, json_schema_grammar
-from nesa_node.api.serving.grammar_checker import GrammarChecker
-from nesa_node.api.serving.models import Models
-from nesa_node.api.serving.template_renderer import TemplateRenderer
-from nesa_node.core.config import AccessConfig, GatewayConfig
-from nesa_node.core.http_address import HttpAddress
-from nesa_node.web.access import Access
-from nesa_node.web.bodies import Bodies
-from nesa_node.web.connection import Connection
-from nesa_node.web.connections import ConnectionTable
-from nesa_node.web.doorman import Doorman
-from nesa_node.web.guard import Guard
-from nesa_node.web.keys import KeyStore
-from nesa_node.web.limits import Limits
-from nesa_node.web.request_ids import RequestIds
+from nesa_node.api.generation.grammar import GrammarCompiler, json_schema_grammar
+from nesa_node.api.models.registry import ModelRegistry
+from nesa_node.api.models.sandbox import GrammarChecker, TemplateRenderer
+from nesa_node.core.settings.http_address import HttpAddress
+from nesa_node.core.settings.models import AccessConfig, GatewayConfig
+from nesa_node.web.access import AccessMiddleware
+from nesa_node.web.authenticator import Authenticator
+from nesa_node.web.body_reader import BodyReader
+from nesa_node.web.connections import ConnectionTable, HttpConnection
+from nesa_node.web.key_store import KeyStore
+from nesa_node.web.origin_policy import OriginPolicy
+from nesa_node.web.rate_limits import RateLimiter
+from nesa_node.web.server import RequestIdMiddleware
 from tests.api.tokenizers import byte_level_tokenizer
 from tests.engine.tiny_models import VOCABULARY
 from tests.fuzz.mutation import JSON
@@ -82,7 +80,7 @@ def _connections() -> Iterator[Parse]:
 
         async def parse(data: bytes) -> None:
             state = ServerState()
-            connection = Connection(
+            connection = HttpConnection(
                 config=config, server_state=state, app_state={}, table=table, _loop=None
             )
             transport: Any = _Transport()
@@ -104,14 +102,19 @@ def _connections() -> Iterator[Parse]:
 
 def _gateway(access: AccessConfig, checker: GrammarChecker) -> Any:
     look: Any = None
-    models = Models((), look=look, open_model=look, locate=look)
+    models = ModelRegistry((), directory=look, open_model=look, locate=look)
     config = GatewayConfig(initial_peers=("/ip4/127.0.0.1/tcp/1",))
     app = make_app(models, config, grammars=checker, templates=TemplateRenderer())
     address = HttpAddress("127.0.0.1", _PORT)
-    gated = Access(
-        app, Doorman(access), address, limits=Limits(), bodies=Bodies(1 << 20), public=("/health",)
+    gated = AccessMiddleware(
+        app,
+        Authenticator(access),
+        address,
+        rate_limiter=RateLimiter(),
+        body_reader=BodyReader(1 << 20),
+        public=("/health",),
     )
-    return Guard(RequestIds(gated), address)
+    return OriginPolicy(RequestIdMiddleware(gated), address)
 
 
 def _request_seeds() -> list[bytes]:
@@ -155,15 +158,15 @@ _HTTP = (
 def _schemas() -> Iterator[Parse]:
     """As the gateway does: checked by a process that may be ended, then followed here."""
     checker = GrammarChecker()
-    grammars = Grammars(byte_level_tokenizer(), VOCABULARY, ())
+    grammars = GrammarCompiler(byte_level_tokenizer(), VOCABULARY, ())
 
     async def parse(data: bytes) -> None:
         grammar = json_schema_grammar(json.loads(data))
         await checker.check(grammar)
-        follower = grammars.follow(grammar)
+        follower = grammars.compile(grammar)
         for step in range(_STEPS):
-            allowed = follower.allowed(VOCABULARY, torch.device("cpu")).nonzero().flatten()
-            if not len(allowed) or follower.take(int(allowed[step % len(allowed)])):
+            allowed = follower.allowed_mask(VOCABULARY, torch.device("cpu")).nonzero().flatten()
+            if not len(allowed) or follower.accept_token(int(allowed[step % len(allowed)])):
                 return
 
     yield parse

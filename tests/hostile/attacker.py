@@ -16,12 +16,13 @@ import torch
 from nesa_node.compression import tensors
 from nesa_node.core.errors import ProtocolError, StreamClosedError
 from nesa_node.core.ids import PeerId
-from nesa_node.swarm.messages import (
+from nesa_node.swarm.node import Swarm
+from nesa_node.swarm.protocol.messages import (
     PROTOCOL,
     AnyMessage,
     Busy,
     Closed,
-    Error,
+    ErrorMessage,
     Link,
     Linked,
     Message,
@@ -33,8 +34,7 @@ from nesa_node.swarm.messages import (
     Step,
     encode_message,
 )
-from nesa_node.swarm.node import Swarm
-from nesa_node.swarm.stream import Stream
+from nesa_node.swarm.protocol.stream import Stream
 from tests.hostile.frames import MAX_TOKENS, ROWS, Facts, frame, message_frame, open_message
 
 DEADLINE_S = 15.0
@@ -132,11 +132,11 @@ class Wire:
 
 
 def _is_fatal(message: AnyMessage) -> bool:
-    return isinstance(message, Error) and message.fatal
+    return isinstance(message, ErrorMessage) and message.fatal
 
 
 def describe(message: AnyMessage) -> str:
-    if isinstance(message, Error):
+    if isinstance(message, ErrorMessage):
         return message.code
     return "busy" if isinstance(message, Busy) else type(message).__name__.lower()
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from nesa_node.client.model import AutoDistributedModelForCausalLM
-from nesa_node.client.route import Route
+from nesa_node.client.model.auto import AutoDistributedModelForCausalLM
+from nesa_node.client.session.route import SessionRoute
 from tests.client.local_models import left_padded
 from tests.engine.tiny_models import reference
 from tests.hostile.push_attacks import Victim
@@ -33,7 +33,7 @@ class Bystander:
         self._model = AutoDistributedModelForCausalLM.from_pretrained(
             folder, initial_peers=addresses, routing="chain", dtype=torch.float32
         )
-        self._route: Route | None = None
+        self._route: SessionRoute | None = None
         self._stopping = threading.Event()
 
     def victim(self) -> Victim:

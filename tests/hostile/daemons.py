@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 
-from nesa_node.cli.local_swarm import LocalNode
+from nesa_node.cli.services.local_swarm import LocalNode
 from nesa_node.core.ids import PeerId
 from nesa_node.swarm.node import Swarm
 from tests.engine.tiny_models import HEAD_DIM, HIDDEN

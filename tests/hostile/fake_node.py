@@ -18,14 +18,16 @@ import zstandard
 from nesa_node.compression import tensors
 from nesa_node.core.errors import NesaError
 from nesa_node.core.ids import PeerId
-from nesa_node.swarm.identity import Identity
-from nesa_node.swarm.messages import (
+from nesa_node.swarm.dht.records import NodeStatus
+from nesa_node.swarm.node import Swarm, open_swarm
+from nesa_node.swarm.p2p.identity import Identity
+from nesa_node.swarm.protocol.messages import (
     PROTOCOL,
     VERSION,
     Busy,
     Close,
     Closed,
-    Error,
+    ErrorMessage,
     Leaving,
     Link,
     Linked,
@@ -41,9 +43,7 @@ from nesa_node.swarm.messages import (
     Received,
     Step,
 )
-from nesa_node.swarm.node import Swarm, open_swarm
-from nesa_node.swarm.records import NodeStatus
-from nesa_node.swarm.stream import Stream
+from nesa_node.swarm.protocol.stream import Stream
 from tests.hostile.frames import message_frame
 from tests.swarm.local_swarm import LOOPBACK
 
@@ -282,7 +282,7 @@ async def half_an_answer(fake: FakeNode, served: Served, step: Step) -> None:
 def refuse(code: str) -> OnStep:
     async def on_step(fake: FakeNode, served: Served, step: Step) -> None:
         await served.client.send(
-            Error(code=code, message="yours", fatal=False, answers="step", step=step.step)
+            ErrorMessage(code=code, message="yours", fatal=False, answers="step", step=step.step)
         )
 
     return on_step
@@ -303,7 +303,7 @@ async def flood_of_outputs(fake: FakeNode, served: Served, step: Step) -> None:
 async def flood_of_notices(fake: FakeNode, served: Served, step: Step) -> None:
     for _ in range(20_000):
         await served.client.send(Leaving(seconds=1.0))
-    await served.client.send(Error(code="tired", message="bye"))
+    await served.client.send(ErrorMessage(code="tired", message="bye"))
 
 
 async def push_not_finite(fake: FakeNode, served: Served, step: Step) -> None:
@@ -328,14 +328,16 @@ async def push_elsewhere(fake: FakeNode, served: Served, step: Step) -> None:
 
 def blame_downstream(link: Link) -> Message:
     peer = None if link.downstream is None else link.downstream.peer
-    return Error(code="downstream_lost", message="not me", fatal=False, answers="link", peer=peer)
+    return ErrorMessage(
+        code="downstream_lost", message="not me", fatal=False, answers="link", peer=peer
+    )
 
 
 async def blame_during_step(fake: FakeNode, served: Served, step: Step) -> None:
     assert served.link is not None
     assert served.link.downstream is not None
     await served.client.send(
-        Error(
+        ErrorMessage(
             code="downstream_lost",
             message="not me",
             fatal=False,
@@ -372,10 +374,14 @@ AS_LAST: Sequence[Behaviour] = (
     Behaviour("opens with garbage", silence, on_open=b"\xff" * 64),
     Behaviour("opens with a pong", silence, on_open=Pong(nonce=1, epoch=0, step=0, busy=False)),
     Behaviour("opens with nothing", silence, on_open=b""),
-    Behaviour("refuses to open", silence, on_open=Error(code="wrong_model", message="no")),
-    Behaviour("refuses a length", silence, on_open=Error(code="context_length", message="no")),
+    Behaviour("refuses to open", silence, on_open=ErrorMessage(code="wrong_model", message="no")),
+    Behaviour(
+        "refuses a length", silence, on_open=ErrorMessage(code="context_length", message="no")
+    ),
     Behaviour("links another epoch", silence, on_link=lambda link: Linked(epoch=link.epoch + 1)),
-    Behaviour("links with an error", silence, on_link=lambda _: Error(code="x", message="no")),
+    Behaviour(
+        "links with an error", silence, on_link=lambda _: ErrorMessage(code="x", message="no")
+    ),
 )
 """For a node that answers the client: any node of a star, the last of a chain."""
 

@@ -10,14 +10,14 @@ from typing import Any
 import msgspec
 
 from nesa_node.compression.tensors import TensorMeta
-from nesa_node.swarm.messages import (
+from nesa_node.swarm.protocol.messages import (
     VERSION,
     Busy,
     Cancel,
     Close,
     Closed,
     Downstream,
-    Error,
+    ErrorMessage,
     HandedOver,
     HandOver,
     Leaving,
@@ -44,7 +44,7 @@ from nesa_node.swarm.messages import (
     TransferOpened,
     encode_message,
 )
-from nesa_node.swarm.stream import CHUNK_BYTES, MAX_HEADER_BYTES
+from nesa_node.swarm.protocol.stream import MAX_CHUNK_BYTES, MAX_HEADER_BYTES
 
 ROWS, MAX_TOKENS, TOKENS = 2, 24, 3
 
@@ -112,7 +112,7 @@ def recordings(facts: Facts, rng: random.Random) -> list[bytes]:
         Cancel(),
         Close(),
         Closed(),
-        Error(code="bad_frame", message="no"),
+        ErrorMessage(code="bad_frame", message="no"),
         HandOver(to=Downstream(peer=facts.peer_id, blocks=facts.blocks)),
         HandedOver(peer=facts.peer_id, lengths=(0, 0)),
         TransferOpen(version=VERSION, session=session, secret=secret),
@@ -158,8 +158,8 @@ def impossible(rng: random.Random) -> bytes:
     return rng.choice(
         [
             struct.pack("<II", huge, 0) + rng.randbytes(64),
-            struct.pack("<II", 0, rng.randrange(CHUNK_BYTES)),
-            struct.pack("<II", len(header), max(huge, CHUNK_BYTES + 1)) + header,
+            struct.pack("<II", 0, rng.randrange(MAX_CHUNK_BYTES)),
+            struct.pack("<II", len(header), max(huge, MAX_CHUNK_BYTES + 1)) + header,
             frame(header, b"a payload that no close has"),
             frame(header + b"\0"),
             frame(rng.randbytes(rng.randrange(1, 300))),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from nesa_node.swarm.messages import MAX_DIGESTS, MAX_EPOCH, MAX_ROWS
+from nesa_node.swarm.protocol.messages import MAX_EPOCH, MAX_PREFIX_DIGESTS, MAX_ROWS
 from tests.hostile.attacker import HUNG_UP, Attacker
 from tests.hostile.frames import (
     bit_flipped,
@@ -78,7 +78,7 @@ async def impossible_opens(attacker: Attacker, count: int) -> None:
             ("prefix", {"prefix": [[rng.randbytes(rng.choice([0, 15, 17]))]]}, "bad_frame"),
             ("prefix", {"prefix": [[]] * (MAX_ROWS + 1)}, "bad_frame"),
             ("prefix", {"rows": 2, "prefix": [[], [], []]}, "bad_prefix"),
-            ("prefix", {"prefix": [[bytes(16)] * (MAX_DIGESTS + 1)]}, "bad_prefix"),
+            ("prefix", {"prefix": [[bytes(16)] * (MAX_PREFIX_DIGESTS + 1)]}, "bad_prefix"),
         ]
         kind, changes, allowed = rng.choice(choices)
         data = message_frame(open_message(facts, rng), **changes)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nesa_node.compression.tensors import TensorMeta
-from nesa_node.swarm.messages import (
+from nesa_node.swarm.protocol.messages import (
     MAX_EPOCH,
     VERSION,
     Cancel,

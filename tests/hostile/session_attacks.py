@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from nesa_node.swarm.messages import (
+from nesa_node.swarm.protocol.messages import (
     MAX_EPOCH,
     MAX_ROWS,
     Close,

@@ -14,16 +14,15 @@ import pytest
 import torch
 from _pytest.mark import ParameterSet
 
-from nesa_node.client import surroundings
-from nesa_node.client.model import AutoDistributedModelForCausalLM
-from nesa_node.core.config import Route
+from nesa_node.client.model.auto import AutoDistributedModelForCausalLM
+from nesa_node.client.routing import latencies as surroundings
 from nesa_node.core.ids import PeerId
+from nesa_node.core.settings.models import RouteName
 from nesa_node.core.span import Span
-from nesa_node.engine.checkpoint import open_checkpoint
-from nesa_node.engine.model_id import model_id
-from nesa_node.swarm.hearsay import Hearsay
-from nesa_node.swarm.records import NodeStatus
-from nesa_node.topology.packed import Measured, pack_measured, peer_digest
+from nesa_node.engine.weights.checkpoint import compute_model_id, open_checkpoint
+from nesa_node.swarm.dht.records import NodeStatus
+from nesa_node.swarm.reputation import ReputationView
+from nesa_node.topology.links.packed import MeasuredLink, pack_links, peer_digest
 from tests.client.local_models import left_padded
 from tests.engine.tiny_models import BLOCKS, HIDDEN, reference, save_tiny_model
 from tests.hostile.fake_node import AS_FIRST, AS_LAST, Behaviour, FakeNode, fake_node
@@ -55,9 +54,9 @@ def _nobody_is_better_known(monkeypatch: pytest.MonkeyPatch) -> None:
     async def ask_nobody(*_: object) -> None:
         pass
 
-    monkeypatch.setattr(surroundings.Surroundings, "_ping_ends", ask_nobody)
-    monkeypatch.setattr(surroundings, "fill", lambda links, *_: links)
-    monkeypatch.setattr(Hearsay, "blames", lambda *_: {})
+    monkeypatch.setattr(surroundings.LatencyView, "_ping_ends", ask_nobody)
+    monkeypatch.setattr(surroundings, "fill_links", lambda links, *_: links)
+    monkeypatch.setattr(ReputationView, "blames", lambda *_: {})
 
 
 @pytest.fixture(scope="module")
@@ -74,10 +73,10 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
 @contextmanager
 def _fake(scene: Scene, folder: Path, span: tuple[int, int]) -> Iterator[FakeNode]:
     # What it says of its links is as good as what it says of its speed.
-    near = [Measured(peer_digest(peer), 0.02, 1e9, 0.0) for peer in scene.peers]
+    near = [MeasuredLink(peer_digest(peer), 0.02, 1e9, 0.0) for peer in scene.peers]
     status = NodeStatus(
         state="serving",
-        model_id=model_id(open_checkpoint(str(scene.model), cache_dir=folder)),
+        model_id=compute_model_id(open_checkpoint(str(scene.model), cache_dir=folder)),
         model_name="tiny",
         num_blocks=BLOCKS,
         span=span,
@@ -88,7 +87,7 @@ def _fake(scene: Scene, folder: Path, span: tuple[int, int]) -> Iterator[FakeNod
         free_cache_tokens=10**6,
         total_cache_tokens=10**6,
         context_length=10**6,
-        measured=pack_measured(near),
+        measured=pack_links(near),
     )
     with fake_node(folder, scene.addresses, status, HIDDEN) as fake:
         yield fake
@@ -111,7 +110,7 @@ def _peak_bytes() -> int:
 
 
 def _generate_past(
-    scene: Scene, fake: FakeNode, behaviour: Behaviour, route: Route, within_s: float
+    scene: Scene, fake: FakeNode, behaviour: Behaviour, route: RouteName, within_s: float
 ) -> None:
     fake.behaviour, fake.opens, fake.misdeeds = behaviour, 0, 0
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")

@@ -16,25 +16,24 @@ import pytest
 from nesa_node.core.errors import NesaError
 from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.routing.reputation import blame_factor
-from nesa_node.server.obedience import Obedience
-from nesa_node.server.planner import appraise
-from nesa_node.swarm.call_budget import CallBudget
-from nesa_node.swarm.dht_peer import PROTOCOL_PREFIX
-from nesa_node.swarm.hive import DHTID, DHTProtocol, MSGPackSerializer, dht_pb2
-from nesa_node.swarm.identity import Identity
-from nesa_node.swarm.node import Swarm
-from nesa_node.swarm.notices import (
-    KINDS,
-    Failure,
+from nesa_node.server.orchestrator.placement_filter import PlacementFilter
+from nesa_node.server.orchestrator.planner import score_swarm
+from nesa_node.swarm.dht.notices import (
+    NOTICE_KINDS,
+    FailureReport,
     Lease,
     Notice,
-    Placement,
-    Report,
+    PlacementNotice,
+    ReportedFailure,
     notice_key,
     seal_notice,
 )
-from nesa_node.swarm.records import model_key, seal
-from nesa_node.swarm.validator import dht_id
+from nesa_node.swarm.dht.records import model_key, seal_record
+from nesa_node.swarm.dht.rpc import PROTOCOL_PREFIX, CallBudget
+from nesa_node.swarm.dht.validator import dht_id
+from nesa_node.swarm.node import Swarm
+from nesa_node.swarm.p2p.hivemind_imports import DHTID, DHTProtocol, MSGPackSerializer, dht_pb2
+from nesa_node.swarm.p2p.identity import Identity
 from tests.swarm.local_swarm import dht_node, local_swarm
 from tests.swarm.notice_fields import PEERS, make_notice
 from tests.swarm.record_fields import MODEL_ID, make_record, make_status
@@ -51,9 +50,9 @@ class _Scene:
         self.boss, self.node, self.other, self.attacker = members
         self.honest = (self.boss, self.node, self.other)
         self.folder = folder
-        self.obedience = Obedience(
+        self.obedience = PlacementFilter(
             self.node.identity.peer_id,
-            appraise,
+            score_swarm,
             num_blocks=BLOCKS,
             max_blocks=10,
             allowed=frozenset({self.boss.identity.peer_id}),
@@ -63,7 +62,7 @@ class _Scene:
         members = (*self.honest, self.attacker)
         for member, span in zip(members, ((10, 20), (0, 10), (0, 10), (0, 10)), strict=True):
             await member.directory.publish(make_status(span=span, **FIELDS))
-        self.obedience.glance(await self.node.directory.fetch(MODEL, BLOCKS))
+        self.obedience.remember_snapshot(await self.node.directory.fetch(MODEL, BLOCKS))
 
     async def store(self, notice: Notice, sealed: bytes, **changes: Any) -> list[bool]:
         """Ask all honest members to keep it; what they answered."""
@@ -90,18 +89,18 @@ class _Scene:
 
     async def asked(self) -> tuple[str, str] | None:
         """Whose placement the node obeys now, and why."""
-        placements = await self.node.notices.fetch(Placement, MODEL)
+        placements = await self.node.notices.fetch(PlacementNotice, MODEL)
         snapshot = await self.node.directory.fetch(MODEL, BLOCKS)
-        found = self.obedience.consider(placements, snapshot)
+        found = self.obedience.first_accepted(placements, snapshot)
         return None if found is None else (found[0].peer_id, found[1].reason)
 
     def move(self, to: tuple[int, int] = (10, 20), **changes: Any) -> dict[str, Any]:
         peer = self.node.identity.peer_id
         return {"peer": peer, "was": (0, 10), "to": to, "gain": 0.1, **changes}
 
-    def plan(self, signer: Identity, *moves: dict[str, Any], **changes: Any) -> Placement:
+    def plan(self, signer: Identity, *moves: dict[str, Any], **changes: Any) -> PlacementNotice:
         made = make_notice(
-            Placement,
+            PlacementNotice,
             signer,
             time.time(),
             moves=moves or (self.move(),),
@@ -112,7 +111,7 @@ class _Scene:
                 **changes,
             },
         )
-        assert isinstance(made, Placement)
+        assert isinstance(made, PlacementNotice)
         return made
 
     def stranger(self) -> Identity:
@@ -126,7 +125,7 @@ async def scene(tmp_path: Path) -> AsyncIterator[_Scene]:
         await scene.announce()
         for member in scene.honest:
             # Spend their patience elsewhere: budgets have tests of their own.
-            member.directory._peer._budget = CallBudget(lambda: 0.0, burst=1e9)
+            member.directory._peer._budget = CallBudget(lambda: 0.0, burst_units=1e9)
         yield scene
 
 
@@ -158,15 +157,17 @@ async def test_forged_placements_are_refused_by_every_member(scene: _Scene) -> N
 async def test_replayed_placement_of_an_older_epoch_does_not_return(scene: _Scene) -> None:
     boss = scene.boss
     old = await boss.notices.publish(
-        Placement, MODEL, epoch=3, ttl_s=100, **_fields(scene.plan(boss.identity))
+        PlacementNotice, MODEL, epoch=3, ttl_s=100, **_fields(scene.plan(boss.identity))
     )
     sealed = seal_notice(old, boss.identity)
     to_nowhere = scene.plan(boss.identity, scene.move((1, 11)), gain=0.0)
-    new = await boss.notices.publish(Placement, MODEL, epoch=4, ttl_s=100, **_fields(to_nowhere))
+    new = await boss.notices.publish(
+        PlacementNotice, MODEL, epoch=4, ttl_s=100, **_fields(to_nowhere)
+    )
     for _ in range(5):
         assert await scene.store(old, sealed) == [False] * 3
     for member in scene.honest:
-        assert await member.notices.fetch(Placement, MODEL) == [new]
+        assert await member.notices.fetch(PlacementNotice, MODEL) == [new]
 
 
 async def test_absurd_placements_change_nothing_and_their_signers_are_ignored(
@@ -189,7 +190,7 @@ async def test_absurd_placements_change_nothing_and_their_signers_are_ignored(
         lie = scene.plan(liar, *moves, **changes)
         assert await scene.store(lie, seal_notice(lie, liar)) == [True] * 3
     assert await scene.asked() is None
-    assert set(scene.obedience.liars) == {liar.peer_id for liar in liars}
+    assert set(scene.obedience.distrusted) == {liar.peer_id for liar in liars}
     assert scene.obedience.refused["absurd"] == len(lies)
     # What they say truly is not heard either.
     for liar in liars:
@@ -220,7 +221,7 @@ async def test_ten_thousand_moves_are_refused_before_they_are_read(scene: _Scene
     assert await scene.asked() is None
 
 
-@pytest.mark.parametrize("kind", [Lease, Placement, Report])
+@pytest.mark.parametrize("kind", [Lease, PlacementNotice, FailureReport])
 async def test_flood_of_notices_by_many_identities_leaves_room_for_honest_ones(
     scene: _Scene, kind: type[Notice]
 ) -> None:
@@ -274,18 +275,18 @@ async def test_slander_by_hundred_identities_is_bounded_and_honest_reports_pass(
     victim, failed = scene.node.identity.peer_id, scene.boss.identity.peer_id
     for _ in range(100):
         sybil, now = scene.stranger(), time.time()
-        failure = Failure(peer=victim, kind="wrong", count=1000, at=now)
-        notice = make_notice(Report, sybil, now, failures=(failure,))
+        failure = ReportedFailure(peer=victim, kind="wrong", count=1000, at=now)
+        notice = make_notice(FailureReport, sybil, now, failures=(failure,))
         await scene.store(notice, seal_notice(notice, sybil))
         # They even claim to have served for long, but are new here.
         record = make_record(sybil, now, **FIELDS, uptime_s=1e9)
         await scene.store(
             notice,
-            seal(record, sybil),
+            seal_record(record, sybil),
             keys=[dht_id(model_key(MODEL))],
             expiration_time=[record.expires_at],
         )
-    scene.node.reporter.note(MODEL, failed, "lost")
+    scene.node.failure_reporter.record_failure(MODEL, failed, "lost")
     async with asyncio.timeout(15):
         while failed not in scene.other.directory.blames(MODEL):
             await scene.other.directory.fetch(MODEL, BLOCKS)
@@ -294,7 +295,7 @@ async def test_slander_by_hundred_identities_is_bounded_and_honest_reports_pass(
     assert blame_factor(blames[victim]) >= 0.5
     assert blames[failed] > 0.0
     snapshot = await scene.other.directory.fetch(MODEL, BLOCKS)
-    state = snapshot.node(PeerId(victim))
+    state = snapshot.find_node(PeerId(victim))
     assert state is not None
     assert state.reliability > 0.45
 
@@ -302,7 +303,7 @@ async def test_slander_by_hundred_identities_is_bounded_and_honest_reports_pass(
 async def test_mutated_notices_leave_members_up(scene: _Scene) -> None:
     rng, mine = random.Random(5), scene.attacker.identity
     for _ in range(300):
-        kind = rng.choice(list(KINDS.values()))
+        kind = rng.choice(list(NOTICE_KINDS.values()))
         notice = make_notice(kind, mine, time.time())
         sealed = bytearray(seal_notice(notice, mine))
         for _ in range(rng.randint(1, 4)):
@@ -315,7 +316,7 @@ async def test_mutated_notices_leave_members_up(scene: _Scene) -> None:
 
 
 def _fields(notice: Notice) -> dict[str, Any]:
-    """Those of its kind, as `NoticeBoard.publish` takes them."""
+    """Those of its kind, as `NoticeStore.publish` takes them."""
     return {
         name: getattr(notice, name)
         for name in type(notice).model_fields

@@ -13,14 +13,14 @@ import torch
 
 from nesa_node.compression import tensors
 from nesa_node.compression.tensors import TensorMeta
-from nesa_node.swarm.messages import (
+from nesa_node.swarm.protocol.messages import (
     MAX_EPOCH,
     MAX_ROWS,
     VERSION,
     Close,
     Closed,
     Downstream,
-    Error,
+    ErrorMessage,
     HandedOver,
     HandOver,
     Link,
@@ -39,9 +39,7 @@ from nesa_node.swarm.messages import (
     TransferOpened,
     encode_message,
 )
-from nesa_node.swarm.messages import (
-    MAX_TOKENS as MOST_TOKENS,
-)
+from nesa_node.swarm.protocol.messages import MAX_TOKENS as MOST_TOKENS
 from tests.hostile.attacker import HUNG_UP, Attacker, HostileSession, Wire, describe
 from tests.hostile.frames import (
     MAX_TOKENS,
@@ -292,7 +290,7 @@ async def _hand_over_answer(session: HostileSession) -> str:
         answer = await session.wire.receive()
         if answer is None:
             return "closed"
-        if isinstance(answer, Error | HandedOver):
+        if isinstance(answer, ErrorMessage | HandedOver):
             return describe(answer)
 
 

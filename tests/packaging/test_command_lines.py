@@ -8,8 +8,8 @@ import pytest
 from cyclopts import CycloptsError
 
 from nesa_node.cli.app import app
-from nesa_node.cli.arguments import spread_addresses
-from nesa_node.core.config import ALL_CONFIGS
+from nesa_node.cli.argv import repeat_list_flags
+from nesa_node.core.settings.models import ALL_CONFIGS
 from tests.packaging.command_lines import (
     Line,
     command_lines,
@@ -30,7 +30,7 @@ def _told(line: Line) -> str:
 @pytest.mark.parametrize("line", LINES, ids=_told)
 def test_every_command_line_that_we_show_can_be_parsed(line: Line) -> None:
     try:
-        app.parse_args(spread_addresses(line.words()), print_error=False, exit_on_error=False)
+        app.parse_args(repeat_list_flags(line.words()), print_error=False, exit_on_error=False)
     except CycloptsError as error:
         pytest.fail(f"{_told(line)}: {error}", pytrace=False)
 

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 import yaml  # type: ignore[import-untyped]
 
-from nesa_node.core.config import (
+from nesa_node.core.settings.models import (
     GatewayConfig,
     NodeConfig,
     OrchestratorConfig,
     PeerConfig,
     SharedConfig,
 )
-from nesa_node.core.config_sources import load_config
+from nesa_node.core.settings.sources import load_config
 from tests.packaging import tools
 
 ROOT = Path(__file__).resolve().parents[2]

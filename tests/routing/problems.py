@@ -8,12 +8,12 @@ from collections.abc import Callable
 import numpy as np
 
 from nesa_node.core.ids import PeerId
-from nesa_node.routing.problem import Chain, Problem, Visit
+from nesa_node.routing.problem import Chain, ChainProblem, Visit
 
 
 def random_problem(
     rng: np.random.Generator, num_nodes: int, num_blocks: int, *, longest: int | None = None
-) -> Problem:
+) -> ChainProblem:
     """Nodes in a plane, a hundredfold apart in speed, transfers that break the triangle."""
     starts_N = rng.integers(0, num_blocks, num_nodes)
     longest = longest or num_blocks
@@ -22,7 +22,7 @@ def random_problem(
     transfer_s_NN = 0.05 * np.linalg.norm(places_N2[:, None] - places_N2[None], axis=2)
     transfer_s_NN *= rng.uniform(0.5, 2.0, (num_nodes, num_nodes))
     np.fill_diagonal(transfer_s_NN, 0.0)
-    return Problem(
+    return ChainProblem(
         peers=tuple(PeerId(f"p{index:04}") for index in range(num_nodes)),
         num_blocks=num_blocks,
         starts_N=starts_N,
@@ -40,7 +40,7 @@ def random_problem(
     )
 
 
-def small_problem(seed: int) -> Problem:
+def small_problem(seed: int) -> ChainProblem:
     """Up to 6 nodes and 6 blocks, covered or not, some near each other, some links cut."""
     rng = np.random.default_rng(seed)
     problem = random_problem(rng, int(rng.integers(1, 7)), int(rng.integers(1, 7)))
@@ -56,7 +56,7 @@ def small_problem(seed: int) -> Problem:
 
 
 def least_by_trying_everything(
-    problem: Problem, cost: Callable[[Chain], float], *, may_return: bool
+    problem: ChainProblem, cost: Callable[[Chain], float], *, may_return: bool
 ) -> float:
     """The least `cost` of any chain; infinite if there is none."""
     best = math.inf
@@ -79,7 +79,7 @@ def least_by_trying_everything(
     return best
 
 
-def covered_problem(rng: np.random.Generator, num_nodes: int, num_blocks: int) -> Problem:
+def covered_problem(rng: np.random.Generator, num_nodes: int, num_blocks: int) -> ChainProblem:
     """The first node holds everything, slowly; the others up to half."""
     problem = random_problem(rng, num_nodes, num_blocks, longest=max(1, num_blocks // 2))
     problem.starts_N[0], problem.ends_N[0] = 0, num_blocks

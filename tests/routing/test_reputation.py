@@ -9,17 +9,17 @@ from nesa_node.routing.reputation import (
     FULL_STANDING_S,
     LONG_STANDING_S,
     MAX_BLAME,
-    MIN_FACTOR,
+    MIN_BLAME_FACTOR,
     NEWCOMER_S,
     Accusation,
-    believed_uptime_s,
+    aggregate_blame,
     blame_factor,
     blame_penalty_s,
-    blames,
-    corroborated,
-    long_standing,
+    clamp_uptime_s,
+    corroborated_weight,
+    long_term_standing,
     reliability,
-    standing,
+    reporter_standing,
 )
 
 HONEST, FAILED = PeerId("honest"), PeerId("failed")
@@ -50,7 +50,7 @@ accusations = st.lists(
 def test_strangers_together_count_as_one_reporter_over_all_whom_they_accuse(
     said: list[Accusation],
 ) -> None:
-    assert sum(blames(said, _nobody).values()) <= 1.0 + 1e-9
+    assert sum(aggregate_blame(said, _nobody).values()) <= 1.0 + 1e-9
 
 
 @given(accusations, st.dictionaries(st.integers(0, 29), st.floats(0, 1)))
@@ -58,7 +58,7 @@ def test_blame_is_bounded_by_the_reporters_standing(
     said: list[Accusation], known: dict[int, float]
 ) -> None:
     standings = {PeerId(f"r{i}"): value for i, value in known.items()}
-    found = blames(said, lambda peer: standings.get(peer, 0.0))
+    found = aggregate_blame(said, lambda peer: standings.get(peer, 0.0))
     assert all(0.0 <= blame <= MAX_BLAME for blame in found.values())
     reporters = {accusation.reporter for accusation in said}
     total = sum(standings.get(reporter, 0.0) for reporter in reporters)
@@ -68,7 +68,7 @@ def test_blame_is_bounded_by_the_reporters_standing(
 @pytest.mark.parametrize("count", [1, 10, 100, 1000])
 def test_sybils_at_most_halve_one_honest_nodes_reliability(count: int) -> None:
     said = [_accuse(f"sybil{i}") for i in range(count)]
-    blame = blames(said, _nobody)[HONEST]
+    blame = aggregate_blame(said, _nobody)[HONEST]
     before = reliability(DAY_S, 0, 0)
     assert before > 0.99
     assert reliability(DAY_S, 0, 0, blame) >= 0.5 * before
@@ -79,39 +79,41 @@ def test_hundred_sybils_that_accuse_everybody_hurt_nobody_much() -> None:
     nodes = [PeerId(f"node{i}") for i in range(16)]
     said = [_accuse(f"sybil{i}", node) for i in range(100) for node in nodes]
     for node in nodes:
-        assert blames(said, _nobody)[node] == pytest.approx(1 / 16)
+        assert aggregate_blame(said, _nobody)[node] == pytest.approx(1 / 16)
 
 
 @given(st.integers(0, 10_000))
 def test_no_number_of_known_liars_gets_below_the_floor(count: int) -> None:
     said = [_accuse(f"old{i}") for i in range(min(count, 300))]
-    blame = blames(said, lambda _: 1.0).get(HONEST, 0.0)
-    assert blame_factor(blame) >= MIN_FACTOR
-    assert reliability(DAY_S, 0, 0, blame) >= 0.99 * MIN_FACTOR
+    blame = aggregate_blame(said, lambda _: 1.0).get(HONEST, 0.0)
+    assert blame_factor(blame) >= MIN_BLAME_FACTOR
+    assert reliability(DAY_S, 0, 0, blame) >= 0.99 * MIN_BLAME_FACTOR
 
 
 def test_sybils_do_not_take_the_word_from_those_who_are_known() -> None:
     sybils = [_accuse(f"sybil{i}", PeerId("other")) for i in range(100)]
     said = [_accuse("member", FAILED), *sybils]
-    found = blames(said, lambda peer: 1.0 if peer == "member" else 0.0)
+    found = aggregate_blame(said, lambda peer: 1.0 if peer == "member" else 0.0)
     assert found[FAILED] == pytest.approx(1.0)
 
 
 def test_failure_is_seen_by_the_next_chain_at_once_even_from_a_stranger() -> None:
     """A step through a swarm takes tens to hundreds of milliseconds."""
-    blame = blames([_accuse("client", FAILED)], _nobody)[FAILED]
+    blame = aggregate_blame([_accuse("client", FAILED)], _nobody)[FAILED]
     assert blame_penalty_s(blame) > 5.0
     # Even while a hundred sybils accuse sixteen honest nodes.
     noise = [_accuse(f"s{i}", PeerId(f"node{j}")) for i in range(100) for j in range(16)]
-    amid = blames([_accuse("client", FAILED), *noise], _nobody)
+    amid = aggregate_blame([_accuse("client", FAILED), *noise], _nobody)
     assert blame_penalty_s(amid[FAILED]) > 0.05
-    known = blames([_accuse("client", FAILED), *noise], lambda p: 1.0 if p == "client" else 0.0)
+    known = aggregate_blame(
+        [_accuse("client", FAILED), *noise], lambda p: 1.0 if p == "client" else 0.0
+    )
     assert blame_penalty_s(known[FAILED]) > 5.0
 
 
 def test_blame_fades_and_repetition_by_one_reporter_adds_nothing() -> None:
     def blame(*ages: float) -> float:
-        return blames([_accuse("r", age_s=age) for age in ages], lambda _: 1.0)[HONEST]
+        return aggregate_blame([_accuse("r", age_s=age) for age in ages], lambda _: 1.0)[HONEST]
 
     minute = 60.0
     assert blame(minute) == pytest.approx(blame(0.0) / 2)
@@ -120,7 +122,7 @@ def test_blame_fades_and_repetition_by_one_reporter_adds_nothing() -> None:
 
 
 def test_nobodys_word_about_himself_counts() -> None:
-    assert blames([_accuse(HONEST)], lambda _: 1.0) == {}
+    assert aggregate_blame([_accuse(HONEST)], lambda _: 1.0) == {}
 
 
 @given(st.floats(0, 1e8), st.floats(0, 50), st.floats(0, 50), st.floats(0, 9), st.floats(0, 1))
@@ -141,27 +143,27 @@ def test_planned_drain_counts_less_than_a_failure() -> None:
 
 
 def test_claims_of_uptime_are_believed_to_a_point() -> None:
-    assert believed_uptime_s(100.0, 0.0) == 100.0
-    assert believed_uptime_s(1e9, 0.0) == 3600.0
-    assert believed_uptime_s(1e9, DAY_S) == DAY_S + 3600.0
+    assert clamp_uptime_s(100.0, 0.0) == 100.0
+    assert clamp_uptime_s(1e9, 0.0) == 3600.0
+    assert clamp_uptime_s(1e9, DAY_S) == DAY_S + 3600.0
 
 
 def test_standing_grows_with_the_time_in_which_a_node_was_known() -> None:
-    assert standing(0.0, 1.0) == standing(NEWCOMER_S, 1.0) == 0.0
-    assert standing((NEWCOMER_S + FULL_STANDING_S) / 2, 1.0) == 0.5
-    assert standing(1e9, 0.8) == 0.8
+    assert reporter_standing(0.0, 1.0) == reporter_standing(NEWCOMER_S, 1.0) == 0.0
+    assert reporter_standing((NEWCOMER_S + FULL_STANDING_S) / 2, 1.0) == 0.5
+    assert reporter_standing(1e9, 0.8) == 0.8
 
 
 def test_word_about_speeds_counts_late_and_needs_a_second_one() -> None:
-    assert long_standing(FULL_STANDING_S, 1.0) == 0.0
-    assert long_standing(LONG_STANDING_S, 0.9) == pytest.approx(0.9)
-    assert corroborated([]) == corroborated([1.0]) == 0.0
-    assert corroborated([1.0, 0.25, 0.5]) == pytest.approx(0.75)
+    assert long_term_standing(FULL_STANDING_S, 1.0) == 0.0
+    assert long_term_standing(LONG_STANDING_S, 0.9) == pytest.approx(0.9)
+    assert corroborated_weight([]) == corroborated_weight([1.0]) == 0.0
+    assert corroborated_weight([1.0, 0.25, 0.5]) == pytest.approx(0.75)
 
 
 def test_each_of_two_neighbours_that_stall_is_blamed_by_half() -> None:
     def blame(kind: str) -> float:
-        return blames([_accuse("reporter", kind=kind)], lambda _: 1.0)[HONEST]
+        return aggregate_blame([_accuse("reporter", kind=kind)], lambda _: 1.0)[HONEST]
 
     assert blame("lost") == blame("wrong") == 1.0
     assert blame("stalled") == 0.5

@@ -8,17 +8,21 @@ import numpy as np
 import pytest
 
 from nesa_node.core.errors import ConfigError, MissingBlocksError
-from nesa_node.routing.exact import exact_latency
-from nesa_node.routing.failures import with_failures
-from nesa_node.routing.greedy import GreedyRule, Parameters, Prepared, hand_over
-from nesa_node.routing.problem import Problem, Visit, check_chain, terms
-from nesa_node.routing.strategies import STRATEGIES, Greedy, explain, make_strategy
+from nesa_node.routing.problem import ChainProblem, Visit, add_failure_costs, check_chain, step_time
+from nesa_node.routing.search.exact import exact_latency
+from nesa_node.routing.search.greedy import (
+    GreedyInputs,
+    GreedyParameters,
+    GreedyRule,
+    shift_boundaries,
+)
+from nesa_node.routing.strategies import STRATEGIES, GreedyStrategy, explain, make_strategy
 from tests.routing.problems import covered_problem, random_problem, small_problem
 
 
-def _total_s(problem: Problem, name: str) -> float:
+def _total_s(problem: ChainProblem, name: str) -> float:
     strategy = make_strategy(name, np.random.default_rng(0))
-    return terms(problem, strategy.choose(problem)).total_s
+    return step_time(problem, strategy.choose(problem)).total_s
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
@@ -38,7 +42,8 @@ def test_strategy_gives_chains_that_fit_and_names_what_is_missing(name: str) -> 
         check_chain(problem, chain)
         assert len({visit.node for visit in chain}) == len(chain)
         assert (
-            terms(problem, chain).total_s >= terms(problem, exact_latency(problem)).total_s - 1e-9
+            step_time(problem, chain).total_s
+            >= step_time(problem, exact_latency(problem)).total_s - 1e-9
         )
         assert all(term >= 0.0 for term in strategy.terms(problem, chain).values())
     assert missing
@@ -84,7 +89,7 @@ def test_petals_leaves_nodes_only_at_their_ends() -> None:
     assert _total_s(problem, "petals") <= _total_s(problem, "random")
 
 
-def _twins(**arrays: list[float]) -> Problem:
+def _twins(**arrays: list[float]) -> ChainProblem:
     """Two nodes that differ in nothing but `arrays`."""
     problem = random_problem(np.random.default_rng(0), 2, 4)
     same = replace(
@@ -124,16 +129,16 @@ def test_greedy_prefers_what_the_printed_rule_avoids(
 
 
 def test_greedy_with_the_ratio_prefers_the_idle_node() -> None:
-    prepared = Prepared.of(_twins(load_N=[0.9, 0.1]))
-    assert GreedyRule(prepared, Parameters(load="ratio")).choose()[0].node == 1
+    prepared = GreedyInputs.from_problem(_twins(load_N=[0.9, 0.1]))
+    assert GreedyRule(prepared, GreedyParameters(load="ratio")).choose()[0].node == 1
 
 
 def test_context_charges_transfers_from_earlier_senders() -> None:
     problem = covered_problem(np.random.default_rng(3), 30, 20)
-    prepared = Prepared.of(problem)
+    prepared = GreedyInputs.from_problem(problem)
     senders = (Visit(0, 0, 1), Visit(1, 1, 2))
-    nodes, alone = GreedyRule(prepared, Parameters()).scores(2, senders)
-    _, both = GreedyRule(prepared, Parameters(context=1)).scores(2, senders)
+    nodes, alone = GreedyRule(prepared, GreedyParameters()).scores(2, senders)
+    _, both = GreedyRule(prepared, GreedyParameters(context=1)).scores(2, senders)
     gained = problem.ends_N[nodes] - 2
     extra = problem.transfer_s_NN[0, nodes] / prepared.reference_s / gained
     assert both - alone == pytest.approx(extra)
@@ -142,12 +147,15 @@ def test_context_charges_transfers_from_earlier_senders() -> None:
 def test_blocks_go_to_the_faster_of_two_neighbours() -> None:
     problem = _twins(block_s_N=[0.02, 0.01])
     problem = replace(problem, starts_N=np.array([0, 1]), ends_N=np.array([3, 4]))
-    assert hand_over(problem, (Visit(0, 0, 3), Visit(1, 3, 4))) == (Visit(0, 0, 1), Visit(1, 1, 4))
+    assert shift_boundaries(problem, (Visit(0, 0, 3), Visit(1, 3, 4))) == (
+        Visit(0, 0, 1),
+        Visit(1, 1, 4),
+    )
 
 
 def test_greedy_takes_less_than_a_millisecond_for_a_thousand_nodes() -> None:
     problem = covered_problem(np.random.default_rng(1), 1000, 80)
-    rule = GreedyRule(Prepared.of(problem), Parameters(gamma=1.8, beta=1.2))
+    rule = GreedyRule(GreedyInputs.from_problem(problem), GreedyParameters(gamma=1.8, beta=1.2))
     began = time.process_time()
     for _ in range(50):
         rule.choose()
@@ -155,14 +163,14 @@ def test_greedy_takes_less_than_a_millisecond_for_a_thousand_nodes() -> None:
 
 
 def test_published_exponents_never_lose_time_and_sometimes_save_it() -> None:
-    afraid = Parameters(alpha=3.0, reliability_weight=3.0)
-    eager = Parameters(gamma=0.5, transfer_weight=2.0)
+    afraid = GreedyParameters(alpha=3.0, reliability_weight=3.0)
+    eager = GreedyParameters(gamma=0.5, transfer_weight=2.0)
     saved = 0
     for seed in range(20):
         problem = covered_problem(np.random.default_rng(seed), 40, 20)
-        whole = with_failures(problem)
+        whole = add_failure_costs(problem)
         alone, trying = (
-            terms(whole, Greedy(published=published).choose(problem)).total_s
+            step_time(whole, GreedyStrategy(published=published).choose(problem)).total_s
             for published in ((), (afraid, eager))
         )
         assert trying <= alone
@@ -172,9 +180,9 @@ def test_published_exponents_never_lose_time_and_sometimes_save_it() -> None:
 
 def test_parameters_that_mean_nothing_are_refused() -> None:
     with pytest.raises(ValueError, match="finite"):
-        Parameters(gamma=float("nan"))
+        GreedyParameters(gamma=float("nan"))
     with pytest.raises(ValueError, match="below 0"):
-        Parameters(transfer_weight=-1.0)
+        GreedyParameters(transfer_weight=-1.0)
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
@@ -184,8 +192,8 @@ def test_explanation_names_the_terms_and_what_else_there_was(name: str) -> None:
     chain = strategy.choose(problem)
     explained = explain(problem, chain, strategy)
     assert explained.cost == pytest.approx(sum(explained.terms.values()))
-    assert sum(explained.step_s.values()) == pytest.approx(terms(problem, chain).total_s)
-    assert [other.without for other in explained.alternatives] == [
+    assert sum(explained.step_s.values()) == pytest.approx(step_time(problem, chain).total_s)
+    assert [other.excluded_peer for other in explained.alternatives] == [
         problem.peers[visit.node] for visit in chain
     ]
     for visit, other in zip(chain, explained.alternatives, strict=True):
@@ -200,10 +208,10 @@ def test_explanation_names_the_terms_and_what_else_there_was(name: str) -> None:
 def test_more_first_nodes_find_cheaper_chains_by_the_rule() -> None:
     better = 0
     for seed in range(30):
-        prepared = Prepared.of(covered_problem(np.random.default_rng(seed), 40, 20))
-        one, four = (GreedyRule(prepared, Parameters(starts=starts)) for starts in (1, 4))
+        prepared = GreedyInputs.from_problem(covered_problem(np.random.default_rng(seed), 40, 20))
+        one, four = (GreedyRule(prepared, GreedyParameters(starts=starts)) for starts in (1, 4))
         costs = [sum(rule.terms(rule.choose()).values()) for rule in (one, four)]
         better += costs[1] < costs[0] - 1e-9
     assert better >= 5
     with pytest.raises(ValueError, match="starts"):
-        Parameters(starts=0)
+        GreedyParameters(starts=0)

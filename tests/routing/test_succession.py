@@ -10,10 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nesa_node.core.ids import ModelId, PeerId
-from nesa_node.routing.succession import Candidate, Claim, Terms, holder, succession
+from nesa_node.routing.succession import (
+    LeaseCandidate,
+    LeaseClaim,
+    LeaseTerms,
+    find_leader,
+    rank_successors,
+)
 
 MODEL = ModelId("tiny@0")
-TERMS = Terms(ttl_s=60.0, patience_s=15.0)
+TERMS = LeaseTerms(ttl_s=60.0, succession_delay_s=15.0)
 LOOK_S = 5.0
 MAX_DELAY_S = 10.0
 
@@ -32,11 +38,11 @@ class World:
 
     def __post_init__(self) -> None:
         self.peers = [PeerId(f"peer{i}") for i in range(self.size)]
-        self.states = [Candidate(peer, MODEL) for peer in self.peers]
-        self.seen: list[dict[PeerId, Claim]] = [{} for _ in self.peers]
+        self.states = [LeaseCandidate(peer, MODEL) for peer in self.peers]
+        self.seen: list[dict[PeerId, LeaseClaim]] = [{} for _ in self.peers]
         self.clocks = [self.rng.uniform(-self.skew_s, self.skew_s) for _ in self.peers]
         self.next_look = [self.now + self.rng.uniform(0, LOOK_S) for _ in self.peers]
-        self.mail: list[tuple[float, int, Claim]] = []
+        self.mail: list[tuple[float, int, LeaseClaim]] = []
         self.alive = set(range(self.size))
         self.side = dict.fromkeys(range(self.size), 0)
 
@@ -56,8 +62,8 @@ class World:
 
     def _look(self, i: int) -> None:
         now = self.now + self.clocks[i]
-        self.states[i] = self.states[i].look(self.seen[i].values(), TERMS, now)
-        claim = self.states[i].claim(TERMS, now)
+        self.states[i] = self.states[i].observe_claims(self.seen[i].values(), TERMS, now)
+        claim = self.states[i].make_claim(TERMS, now)
         for j in self.alive - {i}:
             if self.side[i] == self.side[j]:
                 self.mail.append((self.now + self.rng.uniform(0, MAX_DELAY_S), j, claim))
@@ -72,7 +78,7 @@ class World:
 
 
 def _settle(world: World) -> int:
-    world.run(TERMS.ttl_s + TERMS.patience_s * (world.size + 1) + 3 * MAX_DELAY_S + 30)
+    world.run(TERMS.ttl_s + TERMS.succession_delay_s * (world.size + 1) + 3 * MAX_DELAY_S + 30)
     leaders = world.leaders()
     assert len(leaders) == 1, leaders
     return leaders.pop()
@@ -99,12 +105,12 @@ def test_next_in_order_follows_a_leader_that_dies_in_a_higher_epoch(seed: int, s
     world.run(120)
     world.alive.discard(dead)
     follower = _settle(world)
-    order = succession(MODEL, [world.peers[i] for i in world.alive])
+    order = rank_successors(MODEL, [world.peers[i] for i in world.alive])
     assert world.peers[follower] == order[0]
     assert world.states[follower].epoch == epoch + 1
     # Who returns does not take it back.
     world.alive.add(dead)
-    world.states[dead] = Candidate(world.peers[dead], MODEL)
+    world.states[dead] = LeaseCandidate(world.peers[dead], MODEL)
     world.next_look[dead] = world.now
     assert _settle(world) == follower
 
@@ -118,7 +124,7 @@ def test_after_a_partition_the_higher_epoch_leads_then_the_lower_peer_id(
     _settle(world)
     for i in range(size):
         world.side[i] = data.draw(st.integers(0, 1))
-    world.run(TERMS.ttl_s + TERMS.patience_s * (size + 1) + 60)
+    world.run(TERMS.ttl_s + TERMS.succession_delay_s * (size + 1) + 60)
     sides = set(world.side.values())
     leaders = world.leaders()
     assert len(leaders) == len(sides)
@@ -142,11 +148,11 @@ def test_epochs_of_successive_leaders_rise() -> None:
 
 def test_claims_of_ignored_signers_count_for_nothing() -> None:
     liar = PeerId("liar")
-    claims = [Claim(liar, "leading", 2**40, 2000.0)]
-    me = Candidate(PeerId("me"), MODEL)
-    assert me.look(claims, TERMS, 1000.0).role == "ready"
-    wiser = replace(me, ignored=frozenset({liar})).look(claims, TERMS, 1000.0)
-    leading = wiser.look(claims, TERMS, 1000.0 + TERMS.patience_s)
+    claims = [LeaseClaim(liar, "leading", 2**40, 2000.0)]
+    me = LeaseCandidate(PeerId("me"), MODEL)
+    assert me.observe_claims(claims, TERMS, 1000.0).role == "ready"
+    wiser = replace(me, ignored=frozenset({liar})).observe_claims(claims, TERMS, 1000.0)
+    leading = wiser.observe_claims(claims, TERMS, 1000.0 + TERMS.succession_delay_s)
     assert (leading.role, leading.epoch) == ("leading", 1)
 
 
@@ -156,13 +162,13 @@ def test_claims_of_ignored_signers_count_for_nothing() -> None:
 def test_holder_is_the_highest_epoch_and_then_the_lowest_peer(
     epochs: tuple[int, int], expected: str
 ) -> None:
-    one = Claim(PeerId("b"), "leading", epochs[0], 100.0)
-    other = Claim(PeerId("a"), "leading", epochs[1], 100.0)
-    assert holder([one, other], 50.0) == (one if expected == "b" else other)
-    assert holder([one, other], 100.0) is None
+    one = LeaseClaim(PeerId("b"), "leading", epochs[0], 100.0)
+    other = LeaseClaim(PeerId("a"), "leading", epochs[1], 100.0)
+    assert find_leader([one, other], 50.0) == (one if expected == "b" else other)
+    assert find_leader([one, other], 100.0) is None
 
 
 def test_models_are_shared_among_candidates() -> None:
     peers = [PeerId(f"peer{i}") for i in range(5)]
-    first = {succession(ModelId(f"model{i}@0"), peers)[0] for i in range(100)}
+    first = {rank_successors(ModelId(f"model{i}@0"), peers)[0] for i in range(100)}
     assert first == set(peers)

@@ -19,16 +19,16 @@ from torch import Tensor
 from nesa_node.compression import tensors
 from nesa_node.core.errors import StreamClosedError
 from nesa_node.core.ids import ModelId, PeerId
-from nesa_node.engine.blocks import Blocks
-from nesa_node.engine.pages import PAGE_TOKENS, PagePool
-from nesa_node.server import session_server
-from nesa_node.server.admission import Admission, Limits
-from nesa_node.server.executor import open_executor
-from nesa_node.server.scheduler import Scheduler, open_scheduler
-from nesa_node.server.session_server import SessionServer
-from nesa_node.swarm.link_speed import LinkSpeeds
-from nesa_node.swarm.message_budget import MessageBudget
-from nesa_node.swarm.messages import (
+from nesa_node.engine.cache.pages import PAGE_TOKENS, PagePool
+from nesa_node.engine.model.blocks import ModelBlocks
+from nesa_node.server.scheduler.executor import open_executor
+from nesa_node.server.scheduler.scheduler import Scheduler, open_scheduler
+from nesa_node.server.session import session_server
+from nesa_node.server.session.admission import Admission, AdmissionLimits
+from nesa_node.server.session.session_server import SessionServer
+from nesa_node.swarm.protocol.link_speed import LinkSpeeds
+from nesa_node.swarm.protocol.message_budget import MessageBudget
+from nesa_node.swarm.protocol.messages import (
     VERSION,
     AnyMessage,
     Close,
@@ -119,7 +119,12 @@ class Peer:
     """A client's session over a wire."""
 
     def __init__(
-        self, wire: Wire, blocks: Blocks, *, session: bytes | None = None, secret: bytes = b"s" * 32
+        self,
+        wire: Wire,
+        blocks: ModelBlocks,
+        *,
+        session: bytes | None = None,
+        secret: bytes = b"s" * 32,
     ) -> None:
         self.wire = wire
         self.session = session or next(_numbers).to_bytes(16, "big")
@@ -239,7 +244,7 @@ class Peer:
             message, payload = await self.wire.hear()
             if isinstance(message, Output):
                 decoded = tensors.decode(
-                    message.tensor, payload, max_bytes=message.tensor.most_nbytes
+                    message.tensor, payload, max_bytes=message.tensor.max_nbytes
                 )
                 return message, decoded
 
@@ -249,10 +254,10 @@ class Node:
 
     def __init__(
         self,
-        blocks: Blocks,
+        blocks: ModelBlocks,
         pool: PagePool,
         scheduler: Scheduler,
-        limits: Limits,
+        limits: AdmissionLimits,
         idle_timeout_s: float,
     ) -> None:
         self.blocks = blocks
@@ -310,7 +315,7 @@ class Node:
 
 @asynccontextmanager
 async def open_node(
-    blocks: Blocks,
+    blocks: ModelBlocks,
     *,
     tokens: int = 4096,
     peer_tokens: int | None = None,
@@ -318,7 +323,7 @@ async def open_node(
     idle_timeout_s: float = 600.0,
     trusted: Sequence[str] = (),
 ) -> AsyncIterator[Node]:
-    limits = Limits(
+    limits = AdmissionLimits(
         hidden_bytes=1 << 30,
         hidden_bytes_per_peer=1 << 30,
         hidden_bytes_per_token=blocks.hidden_size * 4,

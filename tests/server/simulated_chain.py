@@ -11,8 +11,8 @@ from functools import partial
 
 from nesa_node.core.ids import PeerId
 from nesa_node.core.span import Span
-from nesa_node.server.iteration import Policy
-from nesa_node.server.lane import DECODE_TOKENS, Lane
+from nesa_node.server.scheduler.policy import BatchPolicy
+from nesa_node.server.scheduler.session_queue import MAX_DECODE_ROW_TOKENS, ScheduledSession
 
 BLOCKS = 4
 
@@ -116,13 +116,13 @@ class Chain:
 
 class _Node:
     def __init__(self, chain: Chain, index: int) -> None:
-        self.lanes: dict[str, Lane] = {}
+        self.lanes: dict[str, ScheduledSession] = {}
         self.rows: list[int] = []
         """How many sessions each iteration had."""
         self._chain = chain
         self._index = index
         self._steps: dict[str, deque[list[int]]] = {}
-        self._policy: Policy[Lane] = Policy()
+        self._policy: BatchPolicy[ScheduledSession] = BatchPolicy()
         for tokens in (1, 128):
             self._policy.cost.observe(tokens, chain.takes(tokens) / BLOCKS)
         self._running = False
@@ -132,7 +132,9 @@ class _Node:
             return
         span, leads = Span(0, BLOCKS), self._index == 0
         if name not in self.lanes:
-            self.lanes[name] = Lane(client=PeerId(name), priority=0, span=span, leads=leads)
+            self.lanes[name] = ScheduledSession(
+                client=PeerId(name), priority=0, span=span, is_entry_hop=leads
+            )
             self._steps[name] = deque()
         self._steps[name].append([tokens, tokens])
         self._count(name)
@@ -142,7 +144,7 @@ class _Node:
         chain = self._chain
         if self._running:
             return
-        pause_s = self._policy.pause_s(self.lanes.values(), chain.now)
+        pause_s = self._policy.batching_delay_s(self.lanes.values(), chain.now)
         if pause_s > 0:
             chain.at(chain.now + pause_s + 1e-9, self.iterate)
             return
@@ -153,7 +155,7 @@ class _Node:
             names = {id(lane): name for name, lane in self.lanes.items()}
             shares = [(names[id(lane)], tokens) for lane, tokens in plan]
             seconds = chain.takes(sum(tokens for _, tokens in plan))
-            self._policy.ran(plan, seconds)
+            self._policy.record_iteration(plan, seconds)
             chain.compute(seconds, lambda: self._done(shares))
 
     def _done(self, shares: list[tuple[str, int]]) -> None:
@@ -175,7 +177,9 @@ class _Node:
 
     def _count(self, name: str) -> None:
         lane, steps = self.lanes[name], self._steps[name]
-        lane.tokens = sum(left for left, _ in steps)
+        lane.queued_tokens = sum(left for left, _ in steps)
         if steps:
-            lane.decoding = len(steps) == 1 and steps[0][0] == steps[0][1] <= DECODE_TOKENS
-            lane.since = self._chain.now
+            lane.has_decode_step = (
+                len(steps) == 1 and steps[0][0] == steps[0][1] <= MAX_DECODE_ROW_TOKENS
+            )
+            lane.waiting_since = self._chain.now

@@ -7,9 +7,9 @@ from typing import Any
 
 from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.core.span import Span
-from nesa_node.server.obedience import Obedience
-from nesa_node.server.worth import Worth
-from nesa_node.swarm.notices import Move, Placement
+from nesa_node.server.orchestrator.placement_filter import PlacementFilter
+from nesa_node.server.orchestrator.swarm_score import SwarmScore
+from nesa_node.swarm.dht.notices import AnnouncedMove, PlacementNotice
 from nesa_node.topology.snapshot import NodeState, Snapshot
 from tests.swarm.notice_fields import PEERS
 
@@ -20,7 +20,7 @@ ME, A, B, C = (PeerId(peer) for peer in PEERS[:4])
 BLOCKS = 8
 
 
-def appraise(snapshot: Snapshot) -> Worth:
+def appraise(snapshot: Snapshot) -> SwarmScore:
     """A step takes, block by block, as long as at the fastest holder; all holders work at once."""
     speeds: list[list[float]] = [[] for _ in range(snapshot.num_blocks)]
     for node in snapshot.nodes:
@@ -29,8 +29,8 @@ def appraise(snapshot: Snapshot) -> Worth:
     holes = sum(not each for each in speeds)
     thin = sum(max(2 - len(each), 0) for each in speeds)
     if holes:
-        return Worth(holes, thin, float("inf"), 0.0)
-    return Worth(0, thin, sum(1 / max(each) for each in speeds), min(map(sum, speeds)))
+        return SwarmScore(holes, thin, float("inf"), 0.0)
+    return SwarmScore(0, thin, sum(1 / max(each) for each in speeds), min(map(sum, speeds)))
 
 
 def swarm(spans: Mapping[PeerId, tuple[int, int]], taken_at: float = NOW - 5) -> Snapshot:
@@ -52,7 +52,7 @@ def placement(
     *moves: tuple[PeerId, tuple[int, int], tuple[int, int]],
     signer: PeerId = STRANGER,
     **changes: Any,
-) -> Placement:
+) -> PlacementNotice:
     fields: dict[str, Any] = {
         "model_id": MODEL,
         "peer_id": signer,
@@ -62,19 +62,19 @@ def placement(
         "expires_at": NOW + 60,
         "num_blocks": BLOCKS,
         "based_on": "",
-        "moves": tuple(Move(peer=p, was=was, to=to, gain=0.5) for p, was, to in moves),
+        "moves": tuple(AnnouncedMove(peer=p, was=was, to=to, gain=0.5) for p, was, to in moves),
         "gain": 0.5,
         "strategy": "test",
         "trigger": "gain",
         "reason": "a test",
     }
-    return Placement.model_validate({**fields, **changes})
+    return PlacementNotice.model_validate({**fields, **changes})
 
 
-def node(*allowed: PeerId, max_blocks: int = 4, seen: Snapshot | None = None) -> Obedience:
-    obedience = Obedience(
+def node(*allowed: PeerId, max_blocks: int = 4, seen: Snapshot | None = None) -> PlacementFilter:
+    obedience = PlacementFilter(
         ME, appraise, num_blocks=BLOCKS, max_blocks=max_blocks, allowed=frozenset(allowed)
     )
     if seen is not None:
-        obedience.glance(seen)
+        obedience.remember_snapshot(seen)
     return obedience

@@ -16,15 +16,15 @@ import torch
 from nesa_node.compression.hidden_states import HiddenStates
 from nesa_node.compression.quality import codec_names
 from nesa_node.core.span import Span
-from nesa_node.engine.blocks import Blocks, Run
-from nesa_node.engine.feeds import Piece
-from nesa_node.server import session_server
-from nesa_node.swarm.link_speed import LinkSpeed
-from nesa_node.swarm.messages import (
+from nesa_node.engine.model.blocks import ModelBlocks, RowChunk, TokenSlice
+from nesa_node.server.session import session_server
+from nesa_node.swarm.protocol.link_encoder import LinkEncoder as Codecs
+from nesa_node.swarm.protocol.link_speed import LinkSpeed
+from nesa_node.swarm.protocol.messages import (
     VERSION,
     AnyMessage,
     Downstream,
-    Error,
+    ErrorMessage,
     Linked,
     Message,
     Opened,
@@ -33,7 +33,6 @@ from nesa_node.swarm.messages import (
     PushOpened,
     RowSlice,
 )
-from nesa_node.swarm.wire import Wire as Codecs
 from tests.server.bench import NODE, Node, Peer, Wire, open_node
 
 DType = Literal["float32", "bfloat16", "float16"]
@@ -94,14 +93,14 @@ class Pair:
 
 
 @pytest.fixture
-async def pair(blocks: Blocks, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Pair]:
+async def pair(blocks: ModelBlocks, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Pair]:
     async with open_node(blocks) as first, open_node(blocks) as second:
         pair = Pair(first, second)
-        monkeypatch.setattr(session_server, "dial", pair.dial)
+        monkeypatch.setattr(session_server, "dial_downstream", pair.dial)
         yield pair
 
 
-async def test_pushed_output_arrives(pair: Pair, blocks: Blocks) -> None:
+async def test_pushed_output_arrives(pair: Pair, blocks: ModelBlocks) -> None:
     """Or the tests below could not fail."""
     async with pair.session(("float32", "float32")) as (a, b):
         a.step({0: 2})
@@ -120,40 +119,42 @@ async def test_pushed_output_arrives(pair: Pair, blocks: Blocks) -> None:
     ],
 )
 async def test_node_is_not_blamed_for_what_a_client_opened_otherwise_at_the_next(
-    pair: Pair, blocks: Blocks, dtypes: tuple[DType, DType], qualities: tuple[str, str]
+    pair: Pair, blocks: ModelBlocks, dtypes: tuple[DType, DType], qualities: tuple[str, str]
 ) -> None:
     async with pair.session(dtypes, qualities) as (a, _):
         a.step({0: 20}, torch.ones(20, blocks.hidden_size, dtype=getattr(torch, dtypes[0])))
-        lost = await a.wire.hear_a(Error)
+        lost = await a.wire.hear_a(ErrorMessage)
         assert (lost.code, lost.fatal) == ("downstream_lost", False)
     assert pair.second.reported == []
 
 
 async def test_node_does_not_push_the_infinities_that_a_client_makes_it_compute(
-    pair: Pair, blocks: Blocks, monkeypatch: pytest.MonkeyPatch
+    pair: Pair, blocks: ModelBlocks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Residuals of real models come as far in float16; this one's are made larger."""
-    run = Blocks.run
+    run = ModelBlocks.forward_buffers
 
-    def overflowing(blocks: Blocks, pieces: Sequence[Piece], runs: Sequence[Run]) -> None:
+    def overflowing(
+        blocks: ModelBlocks, pieces: Sequence[TokenSlice], runs: Sequence[RowChunk]
+    ) -> None:
         run(blocks, pieces, runs)
         for piece in pieces:
-            assert piece.feed.output is not None
-            grown_TD = piece.feed.output.tensor_TD.float() * 2
-            piece.feed.output = HiddenStates.of(grown_TD.to(torch.float16))
+            assert piece.buffers.output is not None
+            grown_TD = piece.buffers.output.tensor_TD.float() * 2
+            piece.buffers.output = HiddenStates.from_tensor(grown_TD.to(torch.float16))
 
-    monkeypatch.setattr(Blocks, "run", overflowing)
+    monkeypatch.setattr(ModelBlocks, "forward_buffers", overflowing)
     largest = torch.finfo(torch.float16).max
     async with pair.session(("float16", "float16")) as (a, _):
         a.step({0: 2}, torch.full((2, blocks.hidden_size), largest, dtype=torch.float16))
-        ended = await a.wire.hear_a(Error)
+        ended = await a.wire.hear_a(ErrorMessage)
         assert (ended.code, ended.fatal) == ("not_finite", True)
     assert pair.second.reported == []
 
 
 @pytest.mark.parametrize(("version", "reported"), [((1, 3), []), (VERSION, [(NODE, "wrong")])])
 async def test_node_that_pushes_what_is_not_finite_is_reported_if_it_should_have_looked(
-    blocks: Blocks, version: tuple[int, int], reported: list[tuple[str, str]]
+    blocks: ModelBlocks, version: tuple[int, int], reported: list[tuple[str, str]]
 ) -> None:
     async with open_node(blocks) as node:
         owner = node.peer("client")
@@ -166,6 +167,6 @@ async def test_node_that_pushes_what_is_not_finite_is_reported_if_it_should_have
         up.wire.say(PushOpen(version=version, session=owner.session, secret=owner.secret, epoch=1))
         await up.wire.hear_a(PushOpened)
         up.step({0: 2}, torch.full((2, blocks.hidden_size), float("nan")))
-        assert (await up.wire.hear_a(Error)).code == "not_finite"
+        assert (await up.wire.hear_a(ErrorMessage)).code == "not_finite"
         assert node.reported == reported
         await owner.end()

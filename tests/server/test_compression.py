@@ -11,9 +11,16 @@ import torch
 from nesa_node.compression import tensors
 from nesa_node.compression.quality import codec_names
 from nesa_node.core.ids import PeerId
-from nesa_node.engine.blocks import Blocks
-from nesa_node.swarm.messages import MAX_CODECS, Error, Linked, Opened, Probe, Received
-from nesa_node.swarm.wire import PROBE_BYTES, passed_on
+from nesa_node.engine.model.blocks import ModelBlocks
+from nesa_node.swarm.protocol.link_encoder import PROBE_BYTES, extend_via
+from nesa_node.swarm.protocol.messages import (
+    MAX_CODECS,
+    ErrorMessage,
+    Linked,
+    Opened,
+    Probe,
+    Received,
+)
 from tests.server.bench import Peer, open_node
 
 SLOW = 1e6
@@ -30,7 +37,9 @@ async def linked(peer: Peer, quality: str, codecs: tuple[str, ...] = codec_names
 @pytest.mark.parametrize(
     "codec", ["bfloat16", "int8@2:16:8", "int8@2:32:8", "int4@2:32:48", "lossless"]
 )
-async def test_client_is_answered_in_the_codec_that_it_named(blocks: Blocks, codec: str) -> None:
+async def test_client_is_answered_in_the_codec_that_it_named(
+    blocks: ModelBlocks, codec: str
+) -> None:
     hidden_TD = torch.randn(LONG, blocks.hidden_size)
     outputs = {}
     async with open_node(blocks) as node:
@@ -48,7 +57,7 @@ async def test_client_is_answered_in_the_codec_that_it_named(blocks: Blocks, cod
     assert ((outputs[codec] - outputs["exact"]).abs() <= bound_TD).all()
 
 
-async def test_client_that_decodes_nothing_is_sent_nothing_compressed(blocks: Blocks) -> None:
+async def test_client_that_decodes_nothing_is_sent_nothing_compressed(blocks: ModelBlocks) -> None:
     async with open_node(blocks) as node:
         peer = node.peer()
         await linked(peer, "int8@2:16:8", codecs=())
@@ -61,13 +70,13 @@ async def test_client_that_decodes_nothing_is_sent_nothing_compressed(blocks: Bl
 
 @pytest.mark.parametrize("quality", ["exact", "high", "lossless", "int8@2:32:8"])
 async def test_step_below_the_floor_is_refused_and_changes_nothing(
-    blocks: Blocks, quality: str
+    blocks: ModelBlocks, quality: str
 ) -> None:
     async with open_node(blocks) as node:
         peer = node.peer()
         await linked(peer, quality)
         peer.step({0: LONG}, codec="int4@2:32:48")
-        refusal = await peer.wire.hear_a(Error)
+        refusal = await peer.wire.hear_a(ErrorMessage)
         assert (refusal.code, refusal.fatal, refusal.answers) == ("bad_tensor", False, "step")
         assert "int4@2:32:48" in refusal.message
         assert quality in refusal.message
@@ -77,7 +86,7 @@ async def test_step_below_the_floor_is_refused_and_changes_nothing(
         await peer.end()
 
 
-async def test_nothing_is_compressed_before_the_link(blocks: Blocks) -> None:
+async def test_nothing_is_compressed_before_the_link(blocks: ModelBlocks) -> None:
     """bitsandbytes would be loaded on the event loop."""
     async with open_node(blocks) as node:
         peer = node.peer()
@@ -92,21 +101,21 @@ async def test_nothing_is_compressed_before_the_link(blocks: Blocks) -> None:
 def test_via_keeps_to_what_a_message_may_hold() -> None:
     via: tuple[str, ...] = ()
     for _ in range(3 * MAX_CODECS):
-        via = passed_on(via, "int8@2:16:8")
+        via = extend_via(via, "int8@2:16:8")
     assert len(via) == MAX_CODECS
 
 
 @pytest.mark.parametrize("quality", ["best", "int8", "int8:16:8", "int8@2:7", "", "int8:64@9"])
-async def test_unknown_quality_is_refused(blocks: Blocks, quality: str) -> None:
+async def test_unknown_quality_is_refused(blocks: ModelBlocks, quality: str) -> None:
     async with open_node(blocks) as node:
         peer = node.peer()
         peer.open(quality=quality)
-        refusal = await peer.wire.hear_a(Error)
+        refusal = await peer.wire.hear_a(ErrorMessage)
         assert refusal.code in ("unknown_quality", "bad_frame")
 
 
 async def test_link_without_reports_is_probed_and_a_slow_one_compressed_for(
-    blocks: Blocks,
+    blocks: ModelBlocks,
 ) -> None:
     async with open_node(blocks) as node:
         peer = node.peer("far")
@@ -120,13 +129,13 @@ async def test_link_without_reports_is_probed_and_a_slow_one_compressed_for(
         peer.step({0: LONG})
         after, _ = await peer.output()
         assert (before.tensor.codec, after.tensor.codec) == ("none", "int8@2:16:8")
-        assert node.speeds.to(PeerId("far")).rate_bytes_per_s == pytest.approx(SLOW)
+        assert node.speeds.link_to(PeerId("far")).rate_bytes_per_s == pytest.approx(SLOW)
         await peer.end()
 
 
 @pytest.mark.parametrize(("quality", "told"), [("exact", False), ("high", True)])
 async def test_arrivals_are_told_only_where_somebody_can_use_them(
-    blocks: Blocks, quality: str, told: bool
+    blocks: ModelBlocks, quality: str, told: bool
 ) -> None:
     async with open_node(blocks) as node:
         peer = node.peer()

@@ -9,11 +9,11 @@ from typing import Any, cast
 import torch
 
 from nesa_node.compression import tensors
-from nesa_node.engine.blocks import Blocks, Run
-from nesa_node.server.executor import open_executor
-from nesa_node.server.transfer import MAX_CUTS, Transfer
-from nesa_node.swarm.messages import Message, Pages, RowSlice, Step, Sync, Synced, Want
-from nesa_node.swarm.outbox import Kept, Outbox
+from nesa_node.engine.model.blocks import ModelBlocks, RowChunk
+from nesa_node.server.scheduler.executor import open_executor
+from nesa_node.server.session.transfer import MAX_TRUNCATIONS, TransferSender
+from nesa_node.swarm.protocol.messages import Message, Pages, RowSlice, Step, Sync, Synced, Want
+from nesa_node.swarm.protocol.replay_buffer import ReplayBuffer, SentStep
 from tests.server.bench import Wire
 
 TOKENS = 40
@@ -39,12 +39,14 @@ class _NothingKept:
         return []
 
 
-async def test_pages_that_were_read_while_the_session_was_cut_are_not_sent(blocks: Blocks) -> None:
+async def test_pages_that_were_read_while_the_session_was_cut_are_not_sent(
+    blocks: ModelBlocks,
+) -> None:
     """They may have been another session's meanwhile."""
     pool = blocks.new_pool(TOKENS)
-    table = pool.promise(pool.num_pages).new_table()
+    table = pool.reserve(pool.num_pages).new_table()
     table.reserve(TOKENS)
-    blocks.forward(torch.randn(TOKENS, blocks.hidden_size), [Run(table, TOKENS)])
+    blocks.forward(torch.randn(TOKENS, blocks.hidden_size), [RowChunk(table, TOKENS)])
     expected = pool.export_tokens(table.slots(0, 10), blocks.span)
     wire = Wire("successor")
 
@@ -54,7 +56,7 @@ async def test_pages_that_were_read_while_the_session_was_cut_are_not_sent(block
 
     work: Any = SimpleNamespace(tables=[table], blocks=blocks)
     others: list[Any] = [_NothingKept(), _CutsInTheMiddle(cut)]
-    sending = Transfer(cast(Any, wire), b"s" * 16, work, *others)
+    sending = TransferSender(cast(Any, wire), b"s" * 16, work, *others)
     for length in (0, 0, 10):
         wire.say(Synced(lengths=(length,)))
     assert await sending.sync() == (10,)
@@ -85,19 +87,19 @@ class _Cuts(Wire):
 
 
 async def test_successor_lacks_no_kept_output_where_the_session_is_cut_meanwhile(
-    blocks: Blocks,
+    blocks: ModelBlocks,
 ) -> None:
     """It would have none to give to a replacement of the node after it."""
     pool = blocks.new_pool(TOKENS)
-    table = pool.promise(pool.num_pages).new_table()
+    table = pool.reserve(pool.num_pages).new_table()
     table.reserve(TOKENS)
-    blocks.forward(torch.randn(TOKENS, blocks.hidden_size), [Run(table, TOKENS)])
-    outbox = Outbox()
+    blocks.forward(torch.randn(TOKENS, blocks.hidden_size), [RowChunk(table, TOKENS)])
+    outbox = ReplayBuffer()
     for position in range(TOKENS):
         meta, payload = tensors.encode(torch.randn(1, blocks.hidden_size))
         # Alternating, or neighbours would be sent as one.
         want: Want = "all" if position % 2 else "last"
-        outbox.append(Kept(position, (RowSlice(0, position, 1),), want, meta, payload))
+        outbox.append(SentStep(position, (RowSlice(0, position, 1),), want, meta, payload))
     wire = _Cuts("successor", Step)
 
     def cut() -> None:
@@ -107,9 +109,9 @@ async def test_successor_lacks_no_kept_output_where_the_session_is_cut_meanwhile
 
     wire.cut = cut
     work: Any = SimpleNamespace(tables=[table], blocks=blocks)
-    outlet: Any = SimpleNamespace(kept=outbox.since)
+    outlet: Any = SimpleNamespace(kept=outbox.iter_steps)
     async with open_executor() as executor:
-        sending = Transfer(cast(Any, wire), b"s" * 16, work, outlet, executor)
+        sending = TransferSender(cast(Any, wire), b"s" * 16, work, outlet, executor)
         for length in (0, 10, 10):
             wire.say(Synced(lengths=(length,)))
         assert await sending.sync() == (10,)
@@ -119,12 +121,14 @@ async def test_successor_lacks_no_kept_output_where_the_session_is_cut_meanwhile
     assert (await wire.hear_a(Sync)).lengths == (10,)
 
 
-async def test_session_that_is_cut_while_its_pages_are_sent_is_handed_over(blocks: Blocks) -> None:
+async def test_session_that_is_cut_while_its_pages_are_sent_is_handed_over(
+    blocks: ModelBlocks,
+) -> None:
     """The successor is told before more pages come, or they would not follow what it holds."""
     pool = blocks.new_pool(TOKENS)
-    table = pool.promise(pool.num_pages).new_table()
+    table = pool.reserve(pool.num_pages).new_table()
     table.reserve(TOKENS)
-    blocks.forward(torch.randn(TOKENS, blocks.hidden_size), [Run(table, TOKENS)])
+    blocks.forward(torch.randn(TOKENS, blocks.hidden_size), [RowChunk(table, TOKENS)])
     wire = _Cuts("successor", Pages)
 
     def cut() -> None:
@@ -133,7 +137,9 @@ async def test_session_that_is_cut_while_its_pages_are_sent_is_handed_over(block
     wire.cut = cut
     work: Any = SimpleNamespace(tables=[table], blocks=blocks)
     async with open_executor() as executor:
-        sending = Transfer(cast(Any, wire), b"s" * 16, work, cast(Any, _NothingKept()), executor)
+        sending = TransferSender(
+            cast(Any, wire), b"s" * 16, work, cast(Any, _NothingKept()), executor
+        )
         for length in (0, 0, TOKENS):
             wire.say(Synced(lengths=(length,)))
         assert await sending.sync() == (TOKENS,)
@@ -143,20 +149,22 @@ async def test_session_that_is_cut_while_its_pages_are_sent_is_handed_over(block
     assert [message.position for message in heard[1::2]] == [0, 0]
 
 
-async def test_session_that_is_cut_all_the_time_is_given_up_for_now(blocks: Blocks) -> None:
+async def test_session_that_is_cut_all_the_time_is_given_up_for_now(blocks: ModelBlocks) -> None:
     """As beams are, which change what rows hold with each step: the client asks again."""
     pool = blocks.new_pool(TOKENS)
-    table = pool.promise(pool.num_pages).new_table()
+    table = pool.reserve(pool.num_pages).new_table()
     table.reserve(TOKENS)
-    blocks.forward(torch.randn(TOKENS, blocks.hidden_size), [Run(table, TOKENS)])
+    blocks.forward(torch.randn(TOKENS, blocks.hidden_size), [RowChunk(table, TOKENS)])
     wire = _Cuts("successor", Pages)
     wire.times = 1000
     work: Any = SimpleNamespace(tables=[table], blocks=blocks)
     async with open_executor() as executor:
-        sending = Transfer(cast(Any, wire), b"s" * 16, work, cast(Any, _NothingKept()), executor)
+        sending = TransferSender(
+            cast(Any, wire), b"s" * 16, work, cast(Any, _NothingKept()), executor
+        )
         wire.cut = lambda: sending.truncate([20])
-        for _ in range(MAX_CUTS + 1):
+        for _ in range(MAX_TRUNCATIONS + 1):
             wire.say(Synced(lengths=(0,)))
         assert await sending.sync() == (0,)
-    asked = [await wire.hear_a(Sync) for _ in range(MAX_CUTS + 1)]
+    asked = [await wire.hear_a(Sync) for _ in range(MAX_TRUNCATIONS + 1)]
     assert [message.lengths for message in asked] == [(0,), (20,), (20,), (20,), (0,)]

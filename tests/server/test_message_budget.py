@@ -6,12 +6,12 @@ import pytest
 
 from nesa_node.compression.tensors import TensorMeta
 from nesa_node.core.ids import PeerId
-from nesa_node.engine.blocks import Blocks
-from nesa_node.swarm import message_budget
-from nesa_node.swarm.message_budget import MessageBudget
-from nesa_node.swarm.messages import (
+from nesa_node.engine.model.blocks import ModelBlocks
+from nesa_node.swarm.protocol import message_budget
+from nesa_node.swarm.protocol.message_budget import MessageBudget
+from nesa_node.swarm.protocol.messages import (
     VERSION,
-    Error,
+    ErrorMessage,
     Link,
     Linked,
     Message,
@@ -69,7 +69,7 @@ def test_what_64_sessions_send_at_fifty_tokens_a_second_never_waits() -> None:
 def test_a_refused_message_costs_more(message: Message) -> None:
     budget = MessageBudget(Clock())
     assert not any(budget.charge(A, message) for _ in range(19_990))
-    waits_s = [budget.charge(A, message, refused=True) for _ in range(1000)]
+    waits_s = [budget.charge(A, message, is_refused=True) for _ in range(1000)]
     assert waits_s[-1] == pytest.approx(1.0, abs=0.01)
 
 
@@ -102,20 +102,20 @@ def test_what_must_be_decoded_is_paid_for_by_its_bytes(refused: bool) -> None:
     """Some hundred bytes can stand for millions of zeros."""
     budget = MessageBudget(Clock())
     bomb = TensorMeta(dtype="float32", shape=(1000, 1000), codec="lossless", size=600)
-    waits_s = [budget.charge(A, Probe(tensor=bomb), refused=refused) for _ in range(1000)]
+    waits_s = [budget.charge(A, Probe(tensor=bomb), is_refused=refused) for _ in range(1000)]
     assert waits_s[-1] == pytest.approx(1000 * (0.004 + (0.001 if refused else 0.0001)) - 2.0)
 
 
 def test_no_more_than_so_many_peers_are_remembered() -> None:
     budget = MessageBudget(Clock())
-    for number in range(message_budget.MAX_KNOWN_PEERS + 10):
+    for number in range(message_budget.MAX_BUDGET_PEERS + 10):
         budget.charge(PeerId(str(number)), Ping(nonce=1))
-    assert len(budget._paid_at) == message_budget.MAX_KNOWN_PEERS
+    assert len(budget._paid_at) == message_budget.MAX_BUDGET_PEERS
 
 
 @pytest.mark.parametrize("message", [RECEIVED, PROBE])
 async def test_others_get_a_turn_between_two_messages_of_a_client(
-    blocks: Blocks, message: Message
+    blocks: ModelBlocks, message: Message
 ) -> None:
     async with open_node(blocks) as node:
         peer = node.peer()
@@ -128,7 +128,7 @@ async def test_others_get_a_turn_between_two_messages_of_a_client(
         await peer.end()
 
 
-async def test_others_get_a_turn_between_two_messages_of_an_upstream(blocks: Blocks) -> None:
+async def test_others_get_a_turn_between_two_messages_of_an_upstream(blocks: ModelBlocks) -> None:
     async with open_node(blocks) as node:
         peer = node.peer()
         peer.open(upstream="up")
@@ -141,12 +141,12 @@ async def test_others_get_a_turn_between_two_messages_of_an_upstream(blocks: Blo
         async with turns_of_the_loop() as turns:
             for each in [PROBE] * MANY + [Ping(nonce=1)]:
                 up.wire.say(each)
-            assert (await up.wire.hear_a(Error)).code == "unexpected"
+            assert (await up.wire.hear_a(ErrorMessage)).code == "unexpected"
             assert turns[0] >= MANY
         await peer.end()
 
 
-async def test_all_streams_of_a_peer_have_one_budget(blocks: Blocks) -> None:
+async def test_all_streams_of_a_peer_have_one_budget(blocks: ModelBlocks) -> None:
     async with open_node(blocks) as node:
         node.server._budget = MessageBudget(Clock())
         peers = [node.peer("same") for _ in range(2)]
@@ -160,25 +160,25 @@ async def test_all_streams_of_a_peer_have_one_budget(blocks: Blocks) -> None:
         for _ in range(5):
             peers[0].lengths = [0]
             peers[0].step({0: 5000})
-            assert (await peers[0].wire.hear_a(Error)).code == "context_length"
+            assert (await peers[0].wire.hear_a(ErrorMessage)).code == "context_length"
         # A refused step costs what a ping does.
         assert 2 * (3.5 + 9) + 4 <= paid_ms(node, "same") <= 2 * (3.5 + 10) + 5
         for peer in peers:
             await peer.end()
 
 
-async def test_first_message_of_each_stream_is_counted(blocks: Blocks) -> None:
+async def test_first_message_of_each_stream_is_counted(blocks: ModelBlocks) -> None:
     async with open_node(blocks) as node:
         node.server._budget = MessageBudget(Clock())
         for _ in range(5):
             peer = Peer(node.connect("same"), blocks)
             peer.wire.say(Ping(nonce=1))
-            assert (await peer.wire.hear_a(Error)).code == "unexpected"
+            assert (await peer.wire.hear_a(ErrorMessage)).code == "unexpected"
         assert paid_ms(node, "same") == 5
 
 
 @pytest.mark.parametrize("opens", ["a push", "a transfer"])
-async def test_what_ends_a_neighbours_stream_is_paid_for(blocks: Blocks, opens: str) -> None:
+async def test_what_ends_a_neighbours_stream_is_paid_for(blocks: ModelBlocks, opens: str) -> None:
     """Each message on a stream of its own would cost no more than the stream's first."""
     async with open_node(blocks) as node:
         node.server._budget = MessageBudget(Clock())
@@ -200,7 +200,7 @@ async def test_what_ends_a_neighbours_stream_is_paid_for(blocks: Blocks, opens: 
             up.wire.say(opening)
             up.epoch, up.lengths = 1, [99]
             up.step({0: 1})
-            await up.wire.hear_a(Error)
+            await up.wire.hear_a(ErrorMessage)
         assert paid_ms(node, "up") == 2 * 5
         await peer.end()
 

@@ -9,8 +9,17 @@ from collections import Counter
 import pytest
 
 from nesa_node.core.errors import StreamClosedError
-from nesa_node.engine.blocks import Blocks
-from nesa_node.swarm.messages import Busy, Cancel, Close, Opened, Ping, Pong, Prefix, Reordered
+from nesa_node.engine.model.blocks import ModelBlocks
+from nesa_node.swarm.protocol.messages import (
+    Busy,
+    Cancel,
+    Close,
+    Opened,
+    Ping,
+    Pong,
+    Prefix,
+    Reordered,
+)
 from tests.server.bench import Node, Peer, open_node
 
 MAX_TOKENS = 100
@@ -52,7 +61,7 @@ class Ear:
                     self._pongs.put_nowait(message)
                 elif isinstance(message, Reordered):
                     self.forked = True
-                    self.shared |= max(self._pool._holders) > 1
+                    self.shared |= max(self._pool._reference_counts) > 1
         except StreamClosedError:
             self._pongs.put_nowait(None)
 
@@ -130,7 +139,7 @@ async def _leave_a_text(node: Node) -> None:
     await listening
 
 
-async def _operate(blocks: Blocks, operations: int, seed: int) -> None:
+async def _operate(blocks: ModelBlocks, operations: int, seed: int) -> None:
     rng = random.Random(seed)
     left = operations
     forks: Forks = Counter()
@@ -143,20 +152,20 @@ async def _operate(blocks: Blocks, operations: int, seed: int) -> None:
 
     async with open_node(blocks, tokens=AT_ONCE * MAX_TOKENS) as node:
         await _leave_a_text(node)
-        assert node.pool.spare_pages > 0
+        assert node.pool.cached_pages > 0
         async with asyncio.TaskGroup() as tasks:
             for _ in range(AT_ONCE):
                 tasks.create_task(work())
         assert node.pool.held_pages == 0
-        assert node.pool.free_pages == node.pool.num_pages
+        assert node.pool.unreserved_pages == node.pool.num_pages
         assert node.pool.prefixes.reused_tokens > 0
-        node.pool.forget_prefixes()
-        assert node.pool.spare_pages == 0
+        node.pool.clear_prefixes()
+        assert node.pool.cached_pages == 0
         assert node.admission.sessions == 0
     assert forks[True, True] > operations / 200, "pages were shared time and again"
 
 
-async def test_a_thousand_random_operations_leave_every_page_free(blocks: Blocks) -> None:
+async def test_a_thousand_random_operations_leave_every_page_free(blocks: ModelBlocks) -> None:
     await _operate(blocks, 1000, seed=1)
 
 
@@ -164,6 +173,6 @@ async def test_a_thousand_random_operations_leave_every_page_free(blocks: Blocks
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("seed", [2, 3])
 async def test_ten_thousand_random_operations_leave_every_page_free(
-    blocks: Blocks, seed: int
+    blocks: ModelBlocks, seed: int
 ) -> None:
     await _operate(blocks, 10_000, seed)

@@ -14,12 +14,18 @@ import torch
 from nesa_node.compression import tensors
 from nesa_node.compression.hidden_states import HiddenStates
 from nesa_node.core.span import Span
-from nesa_node.engine.families import CacheHeads
-from nesa_node.engine.pages import PAGE_TOKENS, PagePool, PageTable
-from nesa_node.server.batch import Pending, Share, _reserve, run_shares, take
-from nesa_node.server.executor import open_executor
-from nesa_node.server.transfer import Transfer
-from nesa_node.swarm.messages import Pages, RowSlice, Step, Synced
+from nesa_node.engine.cache.pages import PAGE_TOKENS, PagePool, PageTable
+from nesa_node.engine.weights.families import CacheHeads
+from nesa_node.server.scheduler.batch import (
+    QueuedStep,
+    SessionBatch,
+    _reserve_pages,
+    run_batch,
+    take_tokens,
+)
+from nesa_node.server.scheduler.executor import open_executor
+from nesa_node.server.session.transfer import TransferSender
+from nesa_node.swarm.protocol.messages import Pages, RowSlice, Step, Synced
 
 WRITTEN = -99.0
 VALUES = [float(number) for number in range(1, PAGE_TOKENS + 1)]
@@ -60,11 +66,11 @@ def filled(table: PageTable, values: list[float]) -> PageTable:
     return table
 
 
-def share_of(tables: list[PageTable], *rows: RowSlice) -> Share:
+def share_of(tables: list[PageTable], *rows: RowSlice) -> SessionBatch:
     count = sum(row.count for row in rows)
-    states = HiddenStates.of(torch.zeros(count, 2))
+    states = HiddenStates.from_tensor(torch.zeros(count, 2))
     step: Any = Step(session=b"s" * 16, epoch=1, step=1, rows=rows, tensor=states.meta)
-    return take([Pending(states, states.dtype, step=step, arrived=0.0)], tables, count)
+    return take_tokens([QueuedStep(states, states.dtype, step=step, arrived_at=0.0)], tables, count)
 
 
 class Successor:
@@ -87,23 +93,23 @@ class Successor:
         return self._answers.pop(), b""
 
 
-def beams() -> tuple[list[PageTable], list[Share]]:
+def beams() -> tuple[list[PageTable], list[SessionBatch]]:
     """Two rows share a page beyond the end of the second, which writes there now."""
     pool = pool_of(8)
-    promise = pool.promise(4)
+    promise = pool.reserve(4)
     tables = [filled(promise.new_table(), VALUES[:20]), promise.new_table()]
     promise.reorder(tables, [0, 0])
     tables[1].truncate(10)
     return tables, [share_of(tables, RowSlice(0, 20, 1), RowSlice(1, 10, 1))]
 
 
-def prefix() -> tuple[list[PageTable], list[Share]]:
+def prefix() -> tuple[list[PageTable], list[SessionBatch]]:
     """A row is cut back into a page that it has published, and that another session needs now."""
     pool = pool_of(2)
-    table = filled(pool.promise(1).new_table(), VALUES)
-    table.publish(["key"])
+    table = filled(pool.reserve(1).new_table(), VALUES)
+    table.publish_prefix(["key"])
     table.truncate(20)
-    other = pool.promise(1).new_table()
+    other = pool.reserve(1).new_table()
     return [table], [
         share_of([table], RowSlice(0, 20, 1)),
         share_of([other], RowSlice(0, 0, PAGE_TOKENS)),
@@ -122,9 +128,11 @@ async def test_pages_that_are_replaced_meanwhile_are_handed_over_as_they_were(ca
         # Another job is ahead in the device's thread: the iteration and the transfer wait there.
         ahead = asyncio.create_task(executor.run(gate.wait))
         await asyncio.sleep(0.01)
-        running = asyncio.create_task(executor.run(lambda: run_shares(blocks, shares)))
+        running = asyncio.create_task(executor.run(lambda: run_batch(blocks, shares)))
         await asyncio.sleep(0.01)
-        sending = asyncio.create_task(Transfer(stream, b"s" * 16, work, outlet, executor).sync())
+        sending = asyncio.create_task(
+            TransferSender(stream, b"s" * 16, work, outlet, executor).sync()
+        )
         await asyncio.sleep(0.01)
         gate.set()
         await asyncio.gather(ahead, running, sending)
@@ -138,23 +146,23 @@ def test_the_pools_lock_goes_round_while_pages_of_many_rows_are_copied(
     """Else a session that opens, closes or publishes holds up the event loop for all of them."""
     rows = 100
     pool = pool_of(2 * rows)
-    promise = pool.promise(rows)
+    promise = pool.reserve(rows)
     tables = [filled(promise.new_table(), VALUES[:20]), *(promise.new_table() for _ in range(99))]
     promise.reorder(tables, [0] * rows)
-    other = filled(pool.promise(1).new_table(), VALUES)
-    copy = PageTable._replace_shared
+    other = filled(pool.reserve(1).new_table(), VALUES)
+    copy = PageTable._copy_on_write
 
     def slowly(table: PageTable, index: int) -> None:
         time.sleep(0.002)
         copy(table, index)
 
-    monkeypatch.setattr(PageTable, "_replace_shared", slowly)
+    monkeypatch.setattr(PageTable, "_copy_on_write", slowly)
     share = share_of(tables, *(RowSlice(row, 20, 1) for row in range(rows)))
-    reserving = threading.Thread(target=_reserve, args=(share,))
+    reserving = threading.Thread(target=_reserve_pages, args=(share,))
     reserving.start()
     published = 0
     while reserving.is_alive():
-        other.publish(["key"])
+        other.publish_prefix(["key"])
         published += 1
         time.sleep(0.001)
     reserving.join()

@@ -10,10 +10,10 @@ from typing import Any, cast
 import pytest
 import torch
 
-from nesa_node.engine.blocks import Blocks
-from nesa_node.swarm.messages import (
+from nesa_node.engine.model.blocks import ModelBlocks
+from nesa_node.swarm.protocol.messages import (
     VERSION,
-    Error,
+    ErrorMessage,
     Linked,
     Opened,
     Ping,
@@ -23,10 +23,10 @@ from nesa_node.swarm.messages import (
     Reordered,
 )
 from tests.server.bench import open_node
-from tests.server.test_session_server import end, opened
+from tests.server.session.test_session_server import end, opened
 
 
-async def test_pong_tells_the_bytes_that_came_from_the_node_before(blocks: Blocks) -> None:
+async def test_pong_tells_the_bytes_that_came_from_the_node_before(blocks: ModelBlocks) -> None:
     """By them a client knows a slow link from a node that is gone."""
     async with open_node(blocks) as node:
         peer = node.peer()
@@ -47,7 +47,7 @@ async def test_pong_tells_the_bytes_that_came_from_the_node_before(blocks: Block
 
 
 async def test_successor_forgets_rows_that_are_reordered(
-    blocks: Blocks, monkeypatch: pytest.MonkeyPatch
+    blocks: ModelBlocks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with open_node(blocks) as node:
         peer = await opened(node, rows=3)
@@ -55,21 +55,21 @@ async def test_successor_forgets_rows_that_are_reordered(
         await peer.output()
         (session,) = node.server._sessions.values()
         kept: list[Sequence[int]] = []
-        monkeypatch.setattr(session._transfers, "truncate", kept.append)
+        monkeypatch.setattr(session._donor, "truncate", kept.append)
         peer.reorder([2, 0, 0])
         await peer.wire.hear_a(Reordered)
         assert kept == [[0, 0, 0]]
         await end(peer)
 
 
-async def test_node_that_gives_its_blocks_up_opens_no_session(blocks: Blocks) -> None:
+async def test_node_that_gives_its_blocks_up_opens_no_session(blocks: ModelBlocks) -> None:
     async with open_node(blocks) as node:
         peer = await opened(node)
         drain = asyncio.create_task(node.server.drain(20.0))
         await asyncio.sleep(0)
         late = node.peer("late")
         late.open()
-        assert (await late.wire.hear_a(Error)).code == "draining"
+        assert (await late.wire.hear_a(ErrorMessage)).code == "draining"
         peer.step({0: 3})
         await peer.output()
         await end(peer)
@@ -77,7 +77,9 @@ async def test_node_that_gives_its_blocks_up_opens_no_session(blocks: Blocks) ->
 
 
 @pytest.mark.parametrize("mode", ["star", "chain"])
-async def test_room_for_hidden_states_of_all_tokens_is_promised(blocks: Blocks, mode: str) -> None:
+async def test_room_for_hidden_states_of_all_tokens_is_promised(
+    blocks: ModelBlocks, mode: str
+) -> None:
     """Those of waiting steps come in few bytes: thirty kilobytes may be zeros for a gigabyte."""
     async with open_node(blocks) as node:
         peer = await opened(node, rows=2, max_tokens=100, mode=mode)
@@ -86,12 +88,12 @@ async def test_room_for_hidden_states_of_all_tokens_is_promised(blocks: Blocks, 
         assert node.admission._hidden_bytes == 0
 
 
-async def test_step_that_does_not_fit_is_not_decoded(blocks: Blocks) -> None:
+async def test_step_that_does_not_fit_is_not_decoded(blocks: ModelBlocks) -> None:
     async with open_node(blocks) as node:
         peer = await opened(node)
         peer.lengths = [1]
         bad = peer.step({0: 2}, torch.full((2, blocks.hidden_size), math.nan))
-        refused = await peer.wire.hear_a(Error)
+        refused = await peer.wire.hear_a(ErrorMessage)
         assert (refused.code, refused.step) == ("bad_position", bad.step)
         peer.lengths = [0]
         peer.step({0: 2})

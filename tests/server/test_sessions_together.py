@@ -12,12 +12,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from nesa_node.engine.blocks import Blocks, Run
-from nesa_node.engine.feeds import Piece
-from nesa_node.engine.pages import PageTable
-from nesa_node.server.iteration import MAX_ITERATION_TOKENS
-from nesa_node.server.lane import PRIORITIES
-from nesa_node.swarm.messages import Cancel, Close, Closed, Linked, Opened, Reordered, RolledBack
+from nesa_node.engine.cache.pages import PageTable
+from nesa_node.engine.model.blocks import ModelBlocks, RowChunk, TokenSlice
+from nesa_node.server.scheduler.policy import MAX_ITERATION_TOKENS
+from nesa_node.server.scheduler.session_queue import PRIORITIES
+from nesa_node.swarm.protocol.messages import (
+    Cancel,
+    Close,
+    Closed,
+    Linked,
+    Opened,
+    Reordered,
+    RolledBack,
+)
 from tests.server.bench import Node, Peer, open_node
 
 CLIENTS = ("a", "b", "c")
@@ -87,10 +94,10 @@ class Script:
         return script
 
 
-def alone(script: Script, blocks: Blocks) -> list[Tensor]:
+def alone(script: Script, blocks: ModelBlocks) -> list[Tensor]:
     """The outputs of all steps, each row of each run by itself. No pages are shared."""
     pool = blocks.new_pool(script.rows * (MAX_TOKENS + 32))
-    promise = pool.promise(pool.num_pages)
+    promise = pool.reserve(pool.num_pages)
     tables = [promise.new_table() for _ in range(script.rows)]
     inputs = [torch.empty(0, blocks.hidden_size) for _ in range(script.rows)]
     outputs = []
@@ -116,11 +123,11 @@ def alone(script: Script, blocks: Blocks) -> list[Tensor]:
     return outputs
 
 
-def _append(table: PageTable, hidden_LD: Tensor, blocks: Blocks) -> Tensor:
+def _append(table: PageTable, hidden_LD: Tensor, blocks: ModelBlocks) -> Tensor:
     if not len(hidden_LD):
         return hidden_LD
     table.reserve(table.length + len(hidden_LD))
-    return blocks.forward(hidden_LD, [Run(table, len(hidden_LD))])
+    return blocks.forward(hidden_LD, [RowChunk(table, len(hidden_LD))])
 
 
 async def play(node: Node, script: Script, rng: random.Random) -> list[Tensor]:
@@ -200,7 +207,7 @@ def assert_same(found_TD: Tensor, expected_TD: Tensor) -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-async def test_every_session_gets_what_it_gets_alone(blocks: Blocks, seed: int) -> None:
+async def test_every_session_gets_what_it_gets_alone(blocks: ModelBlocks, seed: int) -> None:
     rng = random.Random(seed)
     scripts = [Script.draw(rng, blocks.hidden_size) for _ in range(14)]
     assert any(isinstance(act, Fork) for script in scripts for act in script.acts)
@@ -213,7 +220,7 @@ async def test_every_session_gets_what_it_gets_alone(blocks: Blocks, seed: int) 
             ]
             tasks.create_task(disturb(node, random.Random(rng.random())))
         assert node.pool.held_pages == 0
-        assert node.pool.free_pages == node.pool.num_pages
+        assert node.pool.unreserved_pages == node.pool.num_pages
     for played, outputs in zip(playing, expected, strict=True):
         assert len(played.result()) == len(outputs)
         for found_TD, expected_TD in zip(played.result(), outputs, strict=True):
@@ -221,20 +228,20 @@ async def test_every_session_gets_what_it_gets_alone(blocks: Blocks, seed: int) 
 
 
 async def test_a_short_step_of_256_rows_leaves_others_their_turns(
-    blocks: Blocks, monkeypatch: pytest.MonkeyPatch
+    blocks: ModelBlocks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is cut into pieces between them, and comes to what it comes to alone."""
     counts = dict.fromkeys(range(256), 8)
     hidden_TD = torch.randn(256 * 8, blocks.hidden_size, generator=torch.manual_seed(1))
     [expected_TD] = alone(Script(256, [Burst([counts], [hidden_TD])]), blocks)
     sizes: list[int] = []
-    run = Blocks.run
+    run = ModelBlocks.forward_buffers
 
-    def noted(blocks: Blocks, pieces: Sequence[Piece], runs: Sequence[Run]) -> None:
+    def noted(blocks: ModelBlocks, pieces: Sequence[TokenSlice], runs: Sequence[RowChunk]) -> None:
         sizes.append(sum(run.count for run in runs))
         run(blocks, pieces, runs)
 
-    monkeypatch.setattr(Blocks, "run", noted)
+    monkeypatch.setattr(ModelBlocks, "forward_buffers", noted)
     async with open_node(blocks, tokens=32_768) as node:
         wide, other = node.peer("wide"), node.peer("other")
         await wide.begin(rows=256)
@@ -255,16 +262,16 @@ async def test_a_short_step_of_256_rows_leaves_others_their_turns(
 
 
 async def test_pages_of_256_beams_are_not_copied_on_the_event_loop(
-    blocks: Blocks, monkeypatch: pytest.MonkeyPatch
+    blocks: ModelBlocks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copied_here: list[bool] = []
-    replace_shared = PageTable._replace_shared
+    replace_shared = PageTable._copy_on_write
 
     def noted(table: PageTable, index: int) -> None:
         copied_here.append(threading.current_thread() is threading.main_thread())
         replace_shared(table, index)
 
-    monkeypatch.setattr(PageTable, "_replace_shared", noted)
+    monkeypatch.setattr(PageTable, "_copy_on_write", noted)
     generator = torch.manual_seed(1)
     prompt_TD, beams_TD = (
         torch.randn(tokens, blocks.hidden_size, generator=generator) for tokens in (31, 256)

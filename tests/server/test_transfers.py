@@ -16,14 +16,14 @@ from torch import Tensor
 from nesa_node.compression import tensors
 from nesa_node.compression.tensors import TensorMeta
 from nesa_node.core.errors import StreamClosedError
-from nesa_node.engine.blocks import Blocks, Run
-from nesa_node.engine.pages import PAGE_TOKENS
-from nesa_node.swarm.messages import (
+from nesa_node.engine.cache.pages import PAGE_TOKENS
+from nesa_node.engine.model.blocks import ModelBlocks, RowChunk
+from nesa_node.swarm.protocol.messages import (
     VERSION,
     Close,
     Closed,
     Downstream,
-    Error,
+    ErrorMessage,
     HandOver,
     Linked,
     Message,
@@ -41,7 +41,7 @@ from nesa_node.swarm.messages import (
     TransferOpened,
 )
 from tests.server.bench import Node, Peer, Wire, open_node
-from tests.server.test_session_server import Spied, end, opened
+from tests.server.session.test_session_server import Spied, end, opened
 from tests.server.test_sessions_together import assert_same
 
 DONOR, UPSTREAM = "donor", "up"
@@ -51,13 +51,13 @@ TOKENS = 40
 class Past:
     """A row of `TOKENS` tokens as another node has computed it, and what comes after."""
 
-    def __init__(self, blocks: Blocks) -> None:
+    def __init__(self, blocks: ModelBlocks) -> None:
         self.hidden_TD = torch.randn(TOKENS + 1, blocks.hidden_size)
         pool = blocks.new_pool(2 * TOKENS)
-        table = pool.promise(pool.num_pages).new_table()
+        table = pool.reserve(pool.num_pages).new_table()
         table.reserve(TOKENS + 1)
         outputs = [
-            blocks.forward(part_LD, [Run(table, len(part_LD))])
+            blocks.forward(part_LD, [RowChunk(table, len(part_LD))])
             for part_LD in torch.split(self.hidden_TD, [TOKENS, 1])
         ]
         self.output_TD = torch.cat(outputs)
@@ -92,7 +92,7 @@ async def transfer(node: Node, peer: Peer, sender: str = DONOR) -> Wire:
 
 
 async def refusal(wire: Wire) -> str:
-    return (await wire.hear_a(Error)).code
+    return (await wire.hear_a(ErrorMessage)).code
 
 
 async def synced(wire: Wire, *lengths: int) -> tuple[int, ...]:
@@ -111,7 +111,7 @@ async def goes_on(peer: Peer, past: Past) -> None:
     await end(peer)
 
 
-async def test_a_donor_that_comes_after_the_link_leaves_the_push_alone(blocks: Blocks) -> None:
+async def test_a_donor_that_comes_after_the_link_leaves_the_push_alone(blocks: ModelBlocks) -> None:
     async with open_node(blocks) as node:
         peer = await filled(node, upstream=UPSTREAM)
         early = await transfer(node, peer)
@@ -135,7 +135,7 @@ async def test_a_donor_that_comes_after_the_link_leaves_the_push_alone(blocks: B
         await push.hear_the_end()
 
 
-async def test_a_second_transfer_goes_on_where_the_first_one_was(blocks: Blocks) -> None:
+async def test_a_second_transfer_goes_on_where_the_first_one_was(blocks: ModelBlocks) -> None:
     past = Past(blocks)
     async with open_node(blocks) as node:
         peer = await filled(node)
@@ -153,7 +153,9 @@ async def test_a_second_transfer_goes_on_where_the_first_one_was(blocks: Blocks)
         assert node.pool.held_pages == 0
 
 
-async def test_transfers_that_take_turns_as_fast_as_they_can_hurt_nobody(blocks: Blocks) -> None:
+async def test_transfers_that_take_turns_as_fast_as_they_can_hurt_nobody(
+    blocks: ModelBlocks,
+) -> None:
     past = Past(blocks)
 
     async def hurry(peer: Peer) -> None:
@@ -185,7 +187,7 @@ async def test_transfers_that_take_turns_as_fast_as_they_can_hurt_nobody(blocks:
 
 @pytest.mark.parametrize("change", ["rollback", "reorder"])
 async def test_changes_wait_for_the_link_of_a_session_that_is_handed_over(
-    blocks: Blocks, monkeypatch: pytest.MonkeyPatch, change: str
+    blocks: ModelBlocks, monkeypatch: pytest.MonkeyPatch, change: str
 ) -> None:
     """Else its pages could be another's already when what the donor sent is put there."""
     past = Past(blocks)
@@ -211,7 +213,7 @@ async def test_changes_wait_for_the_link_of_a_session_that_is_handed_over(
         await end(bystander)
 
 
-async def test_a_refused_link_leaves_the_donor_its_place(blocks: Blocks) -> None:
+async def test_a_refused_link_leaves_the_donor_its_place(blocks: ModelBlocks) -> None:
     past = Past(blocks)
     async with open_node(blocks) as node:
         peer = await filled(node)
@@ -237,7 +239,9 @@ def kept_output(
     return step, bytes(payload)
 
 
-async def test_kept_outputs_that_cannot_be_are_refused_and_change_nothing(blocks: Blocks) -> None:
+async def test_kept_outputs_that_cannot_be_are_refused_and_change_nothing(
+    blocks: ModelBlocks,
+) -> None:
     width, far = blocks.hidden_size, 2 * TOKENS + 1
     async with open_node(blocks) as node:
         peer = await filled(node, rows=2)
@@ -267,7 +271,7 @@ async def test_kept_outputs_that_cannot_be_are_refused_and_change_nothing(blocks
 
 
 async def test_star_has_no_donor_since_nothing_is_reserved_for_what_that_kept(
-    blocks: Blocks,
+    blocks: ModelBlocks,
 ) -> None:
     async with open_node(blocks) as node:
         peer = node.peer()
@@ -275,7 +279,7 @@ async def test_star_has_no_donor_since_nothing_is_reserved_for_what_that_kept(
         assert await refusal(peer.wire) == "not_donor"
 
 
-async def test_pages_that_cannot_be_are_refused_and_change_nothing(blocks: Blocks) -> None:
+async def test_pages_that_cannot_be_are_refused_and_change_nothing(blocks: ModelBlocks) -> None:
     past = Past(blocks)
     good, payload = past.page(0, TOKENS)
     shape = good.tensor.shape
@@ -309,7 +313,7 @@ async def test_pages_that_cannot_be_are_refused_and_change_nothing(blocks: Block
         await goes_on(peer, past)
 
 
-async def test_the_end_of_a_session_ends_its_transfer(blocks: Blocks) -> None:
+async def test_the_end_of_a_session_ends_its_transfer(blocks: ModelBlocks) -> None:
     past = Past(blocks)
     async with open_node(blocks) as node:
         peer = await filled(node)
@@ -318,7 +322,7 @@ async def test_the_end_of_a_session_ends_its_transfer(blocks: Blocks) -> None:
         peer.wire.say(Close())
         await peer.wire.hear_a(Closed)
         assert node.pool.held_pages == 0
-        assert node.pool.free_pages == node.pool.num_pages
+        assert node.pool.unreserved_pages == node.pool.num_pages
         with pytest.raises(StreamClosedError):
             await donor.hear_a(Synced)
 
@@ -335,7 +339,9 @@ class Unread(Wire):
         await super().send(message, payload)
 
 
-async def test_hand_overs_wait_until_the_answers_to_earlier_ones_are_taken(blocks: Blocks) -> None:
+async def test_hand_overs_wait_until_the_answers_to_earlier_ones_are_taken(
+    blocks: ModelBlocks,
+) -> None:
     async with open_node(blocks) as node:
         wire = Unread("client")
         peer = Peer(wire, blocks)
@@ -356,7 +362,7 @@ async def test_hand_overs_wait_until_the_answers_to_earlier_ones_are_taken(block
         await end(peer)
 
 
-async def test_rows_that_are_copied_have_room_for_what_they_get(blocks: Blocks) -> None:
+async def test_rows_that_are_copied_have_room_for_what_they_get(blocks: ModelBlocks) -> None:
     """A row that outgrew its promise must not be multiplied into room that nobody has."""
     page = PAGE_TOKENS
     async with open_node(blocks, tokens=4 * page, peer_tokens=3 * page) as node:
@@ -377,10 +383,10 @@ async def test_rows_that_are_copied_have_room_for_what_they_get(blocks: Blocks) 
         await peer.output()
         await end(peer)
         assert node.pool.held_pages == 0
-        assert node.pool.free_pages == node.pool.num_pages
+        assert node.pool.unreserved_pages == node.pool.num_pages
 
 
-async def test_rows_that_are_copied_take_room_where_there_is_some(blocks: Blocks) -> None:
+async def test_rows_that_are_copied_take_room_where_there_is_some(blocks: ModelBlocks) -> None:
     page = PAGE_TOKENS
     async with open_node(blocks, tokens=4 * page) as node:
         peer = await opened(node, rows=2, max_tokens=page)
@@ -389,7 +395,7 @@ async def test_rows_that_are_copied_take_room_where_there_is_some(blocks: Blocks
         peer.reorder([0, 0])
         await peer.wire.hear_a(Reordered)
         assert node.pool.held_pages == 2
-        assert node.pool.free_pages == 0, "both may write to all of it"
+        assert node.pool.unreserved_pages == 0, "both may write to all of it"
         hidden_TD = torch.randn(1, blocks.hidden_size).repeat(2, 1)
         peer.step({0: 1, 1: 1}, hidden_TD)
         _, output_TD = await peer.output()
@@ -397,10 +403,10 @@ async def test_rows_that_are_copied_take_room_where_there_is_some(blocks: Blocks
         assert node.pool.held_pages == 3
         await end(peer)
         assert node.pool.held_pages == 0
-        assert node.pool.free_pages == node.pool.num_pages
+        assert node.pool.unreserved_pages == node.pool.num_pages
 
 
-async def test_no_other_peer_than_the_donor_may_fill_a_session(blocks: Blocks) -> None:
+async def test_no_other_peer_than_the_donor_may_fill_a_session(blocks: ModelBlocks) -> None:
     past = Past(blocks)
     async with open_node(blocks) as node:
         peer = await filled(node)

@@ -9,7 +9,7 @@ import pytest
 
 from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.core.span import Span
-from nesa_node.sharding.holes import is_spared, plan_repairs, unheld
+from nesa_node.sharding.holes import is_covered_without, plan_repairs, unheld_blocks
 from nesa_node.topology.snapshot import NodeState, Snapshot, count_holders
 
 BLOCKS = 9
@@ -25,7 +25,7 @@ def _snapshot(*nodes: NodeState, joining: tuple[NodeState, ...] = ()) -> Snapsho
 
 def test_lowest_of_equal_spares_moves_and_nobody_else() -> None:
     snapshot = _snapshot(_node("c", 0, 3), _node("b", 0, 3), _node("a", 3, 6))
-    assert unheld(snapshot) == {6, 7, 8}
+    assert unheld_blocks(snapshot) == {6, 7, 8}
     assert plan_repairs(snapshot, {6, 7, 8}) == {"b": Span(6, 9)}
 
 
@@ -44,7 +44,7 @@ def test_pinned_nodes_and_only_holders_stay() -> None:
 def test_joining_replica_does_not_make_a_node_spare() -> None:
     nodes = (_node("a", 0, 3), _node("b", 3, 6))
     snapshot = _snapshot(*nodes, joining=(_node("c", 0, 3),))
-    assert not is_spared(snapshot, PeerId("a"), Span(0, 3))
+    assert not is_covered_without(snapshot, PeerId("a"), Span(0, 3))
     assert plan_repairs(snapshot, {6, 7, 8}) == {}
 
 
@@ -52,7 +52,7 @@ def test_hole_that_somebody_loads_is_none() -> None:
     snapshot = _snapshot(
         _node("a", 0, 3), _node("b", 0, 3), _node("c", 3, 6), joining=(_node("d", 6, 9),)
     )
-    assert not unheld(snapshot)
+    assert not unheld_blocks(snapshot)
     assert plan_repairs(snapshot, {6, 7, 8}) == {}
 
 
@@ -82,9 +82,9 @@ def test_every_node_makes_the_same_plan_and_no_block_is_given_up(seed: int) -> N
             )
         )
     snapshot = _snapshot(*nodes)
-    plan = plan_repairs(snapshot, unheld(snapshot))
+    plan = plan_repairs(snapshot, unheld_blocks(snapshot))
     rng.shuffle(nodes)
-    assert plan_repairs(_snapshot(*nodes), unheld(snapshot)) == plan
+    assert plan_repairs(_snapshot(*nodes), unheld_blocks(snapshot)) == plan
     before = snapshot.coverage()
     stay = [node for node in nodes if node.peer_id not in plan]
     kept = count_holders(stay, BLOCKS)

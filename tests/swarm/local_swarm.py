@@ -8,8 +8,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from nesa_node.swarm.identity import Identity
 from nesa_node.swarm.node import Swarm, open_swarm
+from nesa_node.swarm.p2p.identity import Identity
 
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
 
@@ -45,4 +45,4 @@ async def eventually(condition: Callable[[], Awaitable[bool]], timeout_s: float 
 
 def dht_node(member: Swarm) -> Any:
     """hivemind's node of the DHT, with its storage and routing table."""
-    return member.directory._shelf._node
+    return member.directory._dht_store._node

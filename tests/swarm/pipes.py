@@ -7,7 +7,7 @@ import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from nesa_node.swarm.pipe import SCRATCH_BYTES, Pipe
+from nesa_node.swarm.p2p.pipe import SCRATCH_BYTES, Pipe
 
 
 @asynccontextmanager

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from nesa_node.swarm.identity import Identity
-from nesa_node.swarm.records import NodeRecord, NodeStatus
+from nesa_node.swarm.dht.records import NodeRecord, NodeStatus
+from nesa_node.swarm.p2p.identity import Identity
 
 MODEL_ID = "tiny@0123456789abcdef"
 

@@ -21,22 +21,27 @@ import pytest
 
 from nesa_node.core.errors import ProtocolError, RemoteError
 from nesa_node.core.ids import ModelId, PeerId
-from nesa_node.swarm.call_budget import CallBudget
-from nesa_node.swarm.control import MAX_MESSAGE_BYTES
-from nesa_node.swarm.dht_codec import (
+from nesa_node.swarm.dht.member import MAX_WAITING_NEWCOMERS
+from nesa_node.swarm.dht.message_codec import (
     MAX_RECORDS_PER_CALL,
-    load_flat,
+    load_value,
     pack_records,
-    read_message,
+    parse_message,
     unpack_records,
 )
-from nesa_node.swarm.dht_node import MAX_NEWCOMERS
-from nesa_node.swarm.dht_peer import PROTOCOL_PREFIX, node_id_of
-from nesa_node.swarm.hive import DHTID, DictionaryDHTValue, MSGPackSerializer, PeerID, dht_pb2
-from nesa_node.swarm.identity import Identity, base58_decode
+from nesa_node.swarm.dht.records import model_key
+from nesa_node.swarm.dht.rpc import PROTOCOL_PREFIX, CallBudget, node_id_of
+from nesa_node.swarm.dht.validator import dht_id
 from nesa_node.swarm.node import Swarm, open_swarm
-from nesa_node.swarm.records import model_key
-from nesa_node.swarm.validator import dht_id
+from nesa_node.swarm.p2p.control import MAX_UNARY_MESSAGE_BYTES
+from nesa_node.swarm.p2p.hivemind_imports import (
+    DHTID,
+    DictionaryDHTValue,
+    MSGPackSerializer,
+    PeerID,
+    dht_pb2,
+)
+from nesa_node.swarm.p2p.identity import Identity, base58_decode
 from tests.swarm.local_swarm import LOOPBACK, dht_node, eventually, local_swarm
 from tests.swarm.record_fields import MODEL_ID, make_status
 
@@ -80,8 +85,8 @@ async def call(source: Swarm, target: PeerId, method: str, data: bytes) -> bytes
 _READ_BOMBS = """
 import struct
 from nesa_node.core.errors import ProtocolError
-from nesa_node.swarm.dht_codec import load_flat, unpack_records
-from nesa_node.swarm.hive import DictionaryDHTValue, MSGPackSerializer
+from nesa_node.swarm.dht.message_codec import load_flat, unpack_records
+from nesa_node.swarm.p2p.hivemind_imports import DictionaryDHTValue, MSGPackSerializer
 from tests.swarm.test_dht_bombs import nested
 for depth in (1, 200, 3000):
     bomb = nested(depth)
@@ -172,11 +177,11 @@ async def test_process_that_asks_a_hostile_member_goes_on(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("kind", "data"),
     [
-        (dht_pb2.StoreRequest, b"\x12\x00" * (MAX_MESSAGE_BYTES // 2)),
+        (dht_pb2.StoreRequest, b"\x12\x00" * (MAX_UNARY_MESSAGE_BYTES // 2)),
         (dht_pb2.StoreRequest, b"\x12\xff\xff\xff\xff\x7f"),
         (dht_pb2.StoreRequest, b"\x0b" * 10_000),
         (dht_pb2.StoreRequest, b"\x08" + b"\xff" * 10_000),
-        (dht_pb2.StoreRequest, bytes(MAX_MESSAGE_BYTES + 1)),
+        (dht_pb2.StoreRequest, bytes(MAX_UNARY_MESSAGE_BYTES + 1)),
         (dht_pb2.FindRequest, b"\x12\x00" * 1000),
         (dht_pb2.PingRequest, b"\x0a" * 513),
         (dht_pb2.FindResponse, b"\x12\x00" * 1000),
@@ -185,7 +190,7 @@ async def test_process_that_asks_a_hostile_member_goes_on(tmp_path: Path) -> Non
     ],
 )
 def test_protobuf_is_bounded_before_it_is_built(kind: Any, data: bytes) -> None:
-    assert_cheap(lambda: read_message(kind, data))
+    assert_cheap(lambda: parse_message(kind, data))
 
 
 @pytest.mark.parametrize("packed", [crowded(300_000), crowded(MAX_RECORDS_PER_CALL + 1)])
@@ -209,7 +214,7 @@ def assert_cheap(read: Any) -> None:
         read()
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert peak < MAX_MESSAGE_BYTES + 1024**2
+    assert peak < MAX_UNARY_MESSAGE_BYTES + 1024**2
 
 
 def test_dictionaries_are_written_and_read_as_hivemind_does() -> None:
@@ -221,10 +226,10 @@ def test_dictionaries_are_written_and_read_as_hivemind_does() -> None:
     packed = MSGPackSerializer.dumps(theirs)
     assert pack_records(records) == packed
     assert unpack_records(packed) == records
-    read = load_flat(packed)
+    read = load_value(packed)
     assert read.data == theirs.data
     assert read.latest_expiration_time == later + 1
-    assert load_flat(MSGPackSerializer.dumps(b"value")) == b"value"
+    assert load_value(MSGPackSerializer.dumps(b"value")) == b"value"
 
 
 @pytest.fixture
@@ -287,9 +292,9 @@ async def test_large_calls_are_paid_for_before_they_are_read(
     def spy(kind: Any, data: bytes) -> Any:
         if len(data) > 1_000_000:
             read.append(len(data))
-        return read_message(kind, data)
+        return parse_message(kind, data)
 
-    monkeypatch.setattr("nesa_node.swarm.dht_peer.read_message", spy)
+    monkeypatch.setattr("nesa_node.swarm.dht.rpc.parse_message", spy)
     request = store_request(crowded(300_000))
     for _ in range(8):
         with pytest.raises(RemoteError):
@@ -301,9 +306,9 @@ def test_budget_charges_bytes_records_and_answers() -> None:
     peer = PeerId("p")
     budgets = [CallBudget(lambda: 0.0) for _ in range(3)]
     spending: list[tuple[Callable[[PeerId, int], None], int, int]] = [
-        (budgets[0].spend_call, MAX_MESSAGE_BYTES, 1),
-        (budgets[1].spend_checks, MAX_RECORDS_PER_CALL, 1),
-        (budgets[2].spend_answer, 2 * 1024**2, 15),
+        (budgets[0].charge_call, MAX_UNARY_MESSAGE_BYTES, 1),
+        (budgets[1].charge_checks, MAX_RECORDS_PER_CALL, 1),
+        (budgets[2].charge_answer, 2 * 1024**2, 15),
     ]
     for spend, amount, times in spending:
         for _ in range(times):
@@ -331,7 +336,7 @@ async def test_peer_holds_two_large_calls_at_most(pair: tuple[Swarm, Swarm]) -> 
     release.set()
     await asyncio.wait(pending)
     assert len(held) == 2
-    assert not victim.transport.unary._bytes_of
+    assert not victim.transport.unary._incoming_bytes
 
 
 async def test_peer_that_asks_for_it_is_not_pinged_before_its_ping_is_answered(
@@ -390,17 +395,17 @@ async def test_crowd_of_newcomers_is_served_one_at_a_time(pair: tuple[Swarm, Swa
     protocol.call_store = call_store
     for index in range(1000):
         await protocol.update_routing_table(DHTID(index), PeerID(index.to_bytes(34, "big")))
-    assert protocol.newcomers.waiting <= MAX_NEWCOMERS
+    assert protocol.newcomers.waiting <= MAX_WAITING_NEWCOMERS
 
     async def all_served() -> bool:
         return bool(protocol.newcomers.waiting == 0)
 
     await eventually(all_served)
-    assert len(set(served)) <= MAX_NEWCOMERS
+    assert len(set(served)) <= MAX_WAITING_NEWCOMERS
 
 
 def test_no_reader_of_hiveminds_is_left() -> None:
-    assert MSGPackSerializer.loads is load_flat
+    assert MSGPackSerializer.loads is load_value
 
 
 async def test_newcomer_is_handed_all_keys_in_few_calls(tmp_path: Path) -> None:

@@ -16,12 +16,12 @@ import pytest
 from nesa_node.core.errors import BootstrapError, PeerUnreachableError
 from nesa_node.core.ids import ModelId
 from nesa_node.core.span import Span
-from nesa_node.swarm import rejoining
-from nesa_node.swarm.hive import DHTID, MSGPackSerializer
-from nesa_node.swarm.identity import Identity
+from nesa_node.swarm.dht import rejoin as rejoining
+from nesa_node.swarm.dht.records import NodeRecord, model_key, seal_record
+from nesa_node.swarm.dht.sealing import CLOCK_SKEW_S
 from nesa_node.swarm.node import open_swarm
-from nesa_node.swarm.records import NodeRecord, model_key, seal
-from nesa_node.swarm.sealing import CLOCK_SKEW_S
+from nesa_node.swarm.p2p.hivemind_imports import DHTID, MSGPackSerializer
+from nesa_node.swarm.p2p.identity import Identity
 from tests.swarm.local_swarm import LOOPBACK, dht_node, eventually, local_swarm
 from tests.swarm.record_fields import MODEL_ID, make_record, make_status
 
@@ -60,7 +60,7 @@ async def test_every_member_and_a_client_see_what_each_published(tmp_path: Path)
             }
             assert len(await swarm.directory.fetch_all()) == 3
             assert swarm.directory.dropped == {}
-        state = (await client.directory.fetch(MODEL)).node(members[1].identity.peer_id)
+        state = (await client.directory.fetch(MODEL)).find_node(members[1].identity.peer_id)
         assert state is not None
         assert (state.span, state.load, state.decode_tokens_per_s) == (Span(10, 20), 0.25, 5.0)
 
@@ -84,14 +84,14 @@ async def test_withdrawn_node_is_gone_at_once(tmp_path: Path) -> None:
         await leaver.withdraw()
         assert leaver.own_record is None
         await leaver.publish(make_status())
-        assert (await members[2].directory.fetch(MODEL)).node(name) is not None
+        assert (await members[2].directory.fetch(MODEL)).find_node(name) is not None
         await leaver.withdraw()
         for member in members:
             assert (await member.directory.fetch(MODEL)).nodes == ()
             assert await member.directory.fetch_all() == []
             assert member.directory.record(name) is None
         await leaver.publish(make_status())
-        assert (await members[2].directory.fetch(MODEL)).node(name) is not None
+        assert (await members[2].directory.fetch(MODEL)).find_node(name) is not None
 
 
 async def test_crashed_node_is_gone_after_its_time_to_live(tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ async def test_crashed_node_is_gone_after_its_time_to_live(tmp_path: Path) -> No
 
         async def gone() -> bool:
             snapshots = [await members[i].directory.fetch(MODEL) for i in (0, 2)]
-            return all(snapshot.node(name) is None for snapshot in snapshots)
+            return all(snapshot.find_node(name) is None for snapshot in snapshots)
 
         assert not await gone()
         await eventually(gone)
@@ -155,12 +155,12 @@ async def test_what_the_checkpoint_says_goes_before_any_number_of_records(tmp_pa
             await stranger.directory.publish(make_status(num_blocks=13, span=(0, 1)))
         reader = members[3].directory
         assert (await reader.fetch(MODEL)).num_blocks == 13
-        reader.know_blocks(MODEL, 12)
+        reader.set_num_blocks(MODEL, 12)
         snapshot = await reader.fetch(MODEL)
         assert (snapshot.num_blocks, snapshot.holes()) == (12, ())
         assert [node.peer_id for node in snapshot.nodes] == [honest.identity.peer_id]
         assert [record.num_blocks for record in await reader.fetch_all()] == [12]
-        assert reader.holders(MODEL)[0] == (1,) * 12
+        assert reader.count_holders_and_states(MODEL)[0] == (1,) * 12
 
 
 async def test_restarted_node_continues_above_its_earlier_records(tmp_path: Path) -> None:
@@ -176,7 +176,7 @@ async def test_restarted_node_continues_above_its_earlier_records(tmp_path: Path
             ) as swarm:
                 await swarm.directory.fetch(MODEL)
                 await swarm.directory.publish(make_status(load=load))
-            state = (await members[1].directory.fetch(MODEL)).node(identity.peer_id)
+            state = (await members[1].directory.fetch(MODEL)).find_node(identity.peer_id)
             assert state is not None
             assert state.load == load
 
@@ -219,9 +219,9 @@ async def test_many_records_are_not_read_in_one_turn_of_the_event_loop(
         for _ in range(64):
             other = Identity.ephemeral(tmp_path)
             record = make_record(other, now)
-            value = MSGPackSerializer.dumps(seal(record, other))
+            value = MSGPackSerializer.dumps(seal_record(record, other))
             assert storage.store_subkey(key, other.peer_id, value, record.expires_at)
-        turn, opened_in, unseal = 0, Counter[int](), validator.open
+        turn, opened_in, unseal = 0, Counter[int](), validator.open_record
 
         def noted(sealed: bytes) -> NodeRecord:
             opened_in[turn] += 1
@@ -233,7 +233,7 @@ async def test_many_records_are_not_read_in_one_turn_of_the_event_loop(
                 turn += 1
                 await asyncio.sleep(0)
 
-        monkeypatch.setattr(validator, "open", noted)
+        monkeypatch.setattr(validator, "open_record", noted)
         counting = asyncio.create_task(count_turns())
         assert len((await alone.directory.fetch(MODEL)).nodes) == 64
         counting.cancel()
@@ -246,7 +246,7 @@ async def test_directory_answers_from_memory_without_the_network(tmp_path: Path)
         await members[0].directory.publish(make_status())
         assert len((await members[1].directory.fetch(MODEL)).nodes) == 1
         os.kill(members[1].transport.daemon_pid, signal.SIGKILL)
-        await members[1].transport.lost.wait()
+        await members[1].transport.daemon_exited.wait()
         assert len((await members[1].directory.fetch(MODEL)).nodes) == 1
         with pytest.raises(PeerUnreachableError, match="daemon of this node is gone"):
             await members[1].directory.publish(make_status())
@@ -295,7 +295,7 @@ async def test_swarm_key_keeps_others_out(tmp_path: Path) -> None:
 async def test_members_return_to_an_initial_peer_that_restarts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rejoining, "_INTERVAL_S", 0.2)
+    monkeypatch.setattr(rejoining, "_REJOIN_INTERVAL_S", 0.2)
     identity = Identity.ephemeral(tmp_path)
     async with AsyncExitStack() as stack:
         async with open_swarm(identity, host_maddrs=LOOPBACK) as first:
@@ -355,7 +355,7 @@ async def test_who_announces_itself_does_not_fetch_what_others_announce(
         assert not fetched
         snapshot = await members[3].directory.fetch(MODEL)
         assert fetched
-        state = snapshot.node(members[0].identity.peer_id)
+        state = snapshot.find_node(members[0].identity.peer_id)
         assert state is not None
         assert state.seq == record.seq
         holders = [

@@ -14,15 +14,26 @@ import pytest
 
 from nesa_node.core.errors import ProtocolError, RemoteError, SwarmError
 from nesa_node.core.ids import ModelId, PeerId
-from nesa_node.swarm.call_budget import CallBudget
-from nesa_node.swarm.control import UnaryCalls
-from nesa_node.swarm.dht_codec import MAX_KEYS_PER_FIND
-from nesa_node.swarm.dht_peer import PROTOCOL_PREFIX, node_id_of
-from nesa_node.swarm.hive import DHTID, DHTProtocol, DictionaryDHTValue, MSGPackSerializer, dht_pb2
-from nesa_node.swarm.identity import Identity, base58_decode
+from nesa_node.swarm.dht.message_codec import MAX_KEYS_PER_FIND
+from nesa_node.swarm.dht.records import (
+    ALL_NODES_KEY,
+    MAX_RECORD_BYTES,
+    NodeRecord,
+    model_key,
+    seal_record,
+)
+from nesa_node.swarm.dht.rpc import PROTOCOL_PREFIX, CallBudget, node_id_of
+from nesa_node.swarm.dht.validator import dht_id
 from nesa_node.swarm.node import Swarm
-from nesa_node.swarm.records import MAX_RECORD_BYTES, NODES_KEY, NodeRecord, model_key, seal
-from nesa_node.swarm.validator import dht_id
+from nesa_node.swarm.p2p.control import UnaryCalls
+from nesa_node.swarm.p2p.hivemind_imports import (
+    DHTID,
+    DHTProtocol,
+    DictionaryDHTValue,
+    MSGPackSerializer,
+    dht_pb2,
+)
+from nesa_node.swarm.p2p.identity import Identity, base58_decode
 from tests.swarm.local_swarm import dht_node, local_swarm
 from tests.swarm.record_fields import MODEL_ID, make_record, make_status
 
@@ -66,7 +77,7 @@ class _Attack:
         """The load that each honest member reads from the victim's record."""
         loads = []
         for member in (self.victim, self.witness):
-            node = (await member.directory.fetch(MODEL)).node(self.victim.identity.peer_id)
+            node = (await member.directory.fetch(MODEL)).find_node(self.victim.identity.peer_id)
             loads.append(-1.0 if node is None else node.load)
         return loads
 
@@ -93,8 +104,10 @@ async def test_foreign_and_forged_records_are_refused(attack: _Attack) -> None:
     name, attacker = attack.victim.identity.peer_id, attack.attacker.identity.peer_id
     now = time.time()
     mine = make_record(attack.attacker.identity, now, load=9.0)
-    sealed = seal(mine, attack.attacker.identity)
-    forged = seal(_record_of(attack.victim), attack.victim.identity).replace(b"tiny", b"tina")
+    sealed = seal_record(mine, attack.attacker.identity)
+    forged = seal_record(_record_of(attack.victim), attack.victim.identity).replace(
+        b"tiny", b"tina"
+    )
     unwanted = {"subkeys": [DHTProtocol.IS_REGULAR_VALUE]}
     elsewhere = {"keys": [dht_id("nesa/1/model/other@0")]}
     huge = bytes(MAX_RECORD_BYTES + 100)
@@ -115,7 +128,7 @@ async def test_foreign_and_forged_records_are_refused(attack: _Attack) -> None:
 
 async def test_replayed_record_neither_returns_nor_shortens_the_new_one(attack: _Attack) -> None:
     old = _record_of(attack.victim)
-    sealed = seal(old, attack.victim.identity)
+    sealed = seal_record(old, attack.victim.identity)
     await attack.victim.directory.publish(make_status(load=0.75))
     for _ in range(20):
         assert await attack.store(sealed, PeerId(old.peer_id), old.expires_at) == [False, False]
@@ -128,7 +141,7 @@ async def test_replayed_record_neither_returns_nor_shortens_the_new_one(attack: 
 
 async def test_cache_entries_are_kept_as_any_other_record(attack: _Attack) -> None:
     record = _record_of(attack.victim)
-    sealed = seal(record, attack.victim.identity)
+    sealed = seal_record(record, attack.victim.identity)
     for forged in (sealed.replace(b"tiny", b"tina"), b"poison"):
         stored = await attack.store(
             forged, PeerId(record.peer_id), record.expires_at, in_cache=[True]
@@ -145,7 +158,7 @@ async def test_bad_entry_of_a_dictionary_does_not_take_the_good_ones_with_it(
     records = DictionaryDHTValue()
     for identity in others:
         record = make_record(identity, now)
-        sealed = MSGPackSerializer.dumps(seal(record, identity))
+        sealed = MSGPackSerializer.dumps(seal_record(record, identity))
         records.store(identity.peer_id, sealed, record.expires_at)
     records.store("12D3KooWNobody", sealed, record.expires_at)
     await attack.store(
@@ -168,7 +181,7 @@ async def test_lying_answers_to_a_search_change_nothing(attack: _Attack, lie: st
     old = _record_of(attack.victim)
     await attack.victim.directory.publish(make_status(load=0.75))
     forged = DictionaryDHTValue()
-    sealed = seal(old, attack.victim.identity).replace(b"tiny", b"tina")
+    sealed = seal_record(old, attack.victim.identity).replace(b"tiny", b"tina")
     forged.store(old.peer_id, MSGPackSerializer.dumps(sealed), time.time() + 500)
     results: dict[str, Callable[[], Any]] = {
         "forged": lambda: _found(dht_pb2.FOUND_DICTIONARY, MSGPackSerializer.dumps(forged)),
@@ -203,7 +216,7 @@ async def test_stale_entry_of_an_answer_does_not_hide_the_good_ones(attack: _Att
         (attack.victim.identity, old),
         (only_here, make_record(only_here, time.time())),
     ):
-        sealed = MSGPackSerializer.dumps(seal(record, identity))
+        sealed = MSGPackSerializer.dumps(seal_record(record, identity))
         records.store(identity.peer_id, sealed, record.expires_at)
 
     async def answer(*_: object) -> bytes:
@@ -212,7 +225,7 @@ async def test_stale_entry_of_an_answer_does_not_hide_the_good_ones(attack: _Att
 
     attack.attacker.transport.unary._handlers[PROTOCOL_PREFIX + "rpc_find"] = answer
     assert await attack.loads_seen() == [0.75, 0.75]
-    assert attack.witness.directory.snapshot(MODEL).node(only_here.peer_id) is not None
+    assert attack.witness.directory.snapshot(MODEL).find_node(only_here.peer_id) is not None
 
 
 async def test_invented_neighbours_are_not_asked(
@@ -279,10 +292,10 @@ async def test_oversized_batches_are_refused(attack: _Attack) -> None:
 async def test_thousand_mutated_calls_leave_a_member_up(attack: _Attack) -> None:
     rng = random.Random(7)
     record = _record_of(attack.victim)
-    sealed = MSGPackSerializer.dumps(seal(record, attack.victim.identity))
+    sealed = MSGPackSerializer.dumps(seal_record(record, attack.victim.identity))
     seeds = {
         "rpc_ping": dht_pb2.PingRequest(peer=dht_pb2.NodeInfo(node_id=os.urandom(20))),
-        "rpc_find": dht_pb2.FindRequest(keys=[KEY, dht_id(NODES_KEY)]),
+        "rpc_find": dht_pb2.FindRequest(keys=[KEY, dht_id(ALL_NODES_KEY)]),
         "rpc_store": dht_pb2.StoreRequest(
             keys=[KEY],
             subkeys=[MSGPackSerializer.dumps(record.peer_id)],
@@ -292,7 +305,7 @@ async def test_thousand_mutated_calls_leave_a_member_up(attack: _Attack) -> None
         ),
     }
     # Spend the victim's patience only here: the budget itself is tested below.
-    attack.witness.directory._peer._budget = CallBudget(lambda: 0.0, burst=1e9)
+    attack.witness.directory._peer._budget = CallBudget(lambda: 0.0, burst_units=1e9)
     answered = 0
     for _ in range(1000):
         method = rng.choice(list(seeds))
@@ -310,7 +323,7 @@ async def test_thousand_mutated_calls_leave_a_member_up(attack: _Attack) -> None
     assert await attack.loads_seen() == [0.25, 0.25]
     assert len(attack.witness.transport.unary._tasks) == 0
     storage = dht_node(attack.witness).protocol.storage
-    assert {bytes(DHTID.to_bytes(key)) for key in storage.data} == {KEY, dht_id(NODES_KEY)}
+    assert {bytes(DHTID.to_bytes(key)) for key in storage.data} == {KEY, dht_id(ALL_NODES_KEY)}
 
 
 async def test_peer_that_calls_too_often_is_refused_and_others_are_not(attack: _Attack) -> None:
@@ -327,14 +340,14 @@ async def test_peer_that_calls_too_often_is_refused_and_others_are_not(attack: _
 
 def test_budget_fills_with_time_and_forgets_old_peers() -> None:
     now = 0.0
-    budget = CallBudget(lambda: now, burst=10.0)
+    budget = CallBudget(lambda: now, burst_units=10.0)
     for _ in range(10):
-        budget.spend(PeerId("p"), 1.0)
+        budget.charge(PeerId("p"), 1.0)
     with pytest.raises(ProtocolError, match="too often"):
-        budget.spend(PeerId("p"), 1.0)
-    budget.spend(PeerId("q"), 10.0)
+        budget.charge(PeerId("p"), 1.0)
+    budget.charge(PeerId("q"), 10.0)
     now = 1.0
-    budget.spend(PeerId("p"), 10.0)
+    budget.charge(PeerId("p"), 10.0)
     for index in range(10_000):
-        budget.spend(PeerId(f"p{index}"), 1.0)
-    assert len(budget._left) <= 4096
+        budget.charge(PeerId(f"p{index}"), 1.0)
+    assert len(budget._balances) <= 4096

@@ -9,21 +9,27 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from nesa_node.core.ids import ModelId
-from nesa_node.routing.succession import Terms, succession
-from nesa_node.swarm.lease import LeaseKeeper, Whom
+from nesa_node.routing.succession import LeaseTerms, rank_successors
+from nesa_node.swarm.dht.notices import Lease
+from nesa_node.swarm.lease import LeaseEligibility, LeaseKeeper
 from nesa_node.swarm.node import Swarm
-from nesa_node.swarm.notices import Lease
 from tests.swarm.local_swarm import eventually, local_swarm
 from tests.swarm.record_fields import MODEL_ID
 
 MODEL = ModelId(MODEL_ID)
-QUICK = Terms(ttl_s=3.0, patience_s=0.6)
+EVERY_SIGNER = LeaseEligibility()
+QUICK = LeaseTerms(ttl_s=3.0, succession_delay_s=0.6)
 
 
-def _keepers(members: Sequence[Swarm], whom: Whom = Whom()) -> list[LeaseKeeper]:  # noqa: B008
+def _keepers(members: Sequence[Swarm], whom: LeaseEligibility = EVERY_SIGNER) -> list[LeaseKeeper]:
     return [
         LeaseKeeper(
-            member.notices, member.identity.peer_id, MODEL, clock=time.time, whom=whom, terms=QUICK
+            member.notices,
+            member.identity.peer_id,
+            MODEL,
+            clock=time.time,
+            eligibility=whom,
+            terms=QUICK,
         )
         for member in members
     ]
@@ -49,11 +55,11 @@ async def test_first_in_order_leads_and_the_next_follows_where_it_dies(tmp_path:
     async with local_swarm(tmp_path, 3) as members:
         keepers = _keepers(members)
         peers = [member.identity.peer_id for member in members]
-        order = [peers.index(peer) for peer in succession(MODEL, peers)]
+        order = [peers.index(peer) for peer in rank_successors(MODEL, peers)]
         async with _running(keepers) as tasks:
 
             def only(index: int) -> bool:
-                return [keeper.leads for keeper in keepers] == [i == index for i in range(3)]
+                return [keeper.is_leader for keeper in keepers] == [i == index for i in range(3)]
 
             async def first_leads() -> bool:
                 return only(order[0])
@@ -63,11 +69,11 @@ async def test_first_in_order_leads_and_the_next_follows_where_it_dies(tmp_path:
             tasks[order[0]].cancel()
 
             async def second_leads() -> bool:
-                return keepers[order[1]].leads
+                return keepers[order[1]].is_leader
 
             await eventually(second_leads)
             assert keepers[order[1]].epoch == epoch + 1
-            assert not keepers[order[2]].leads
+            assert not keepers[order[2]].is_leader
 
 
 async def test_leader_that_leaves_is_followed_without_waiting_for_its_lease(
@@ -78,16 +84,16 @@ async def test_leader_that_leaves_is_followed_without_waiting_for_its_lease(
 
         async def led() -> bool:
             await one.step()
-            return one.leads
+            return one.is_leader
 
         await eventually(led)
         await other.step()
-        await one.leave()
+        await one.release()
         left = time.monotonic()
 
         async def follows() -> bool:
             await other.step()
-            return other.leads
+            return other.is_leader
 
         await eventually(follows)
         assert time.monotonic() - left < QUICK.ttl_s - 0.2
@@ -105,7 +111,7 @@ async def test_leader_that_is_not_allowed_or_has_lied_is_not_yielded_to(tmp_path
             own,
             MODEL,
             clock=time.time,
-            whom=Whom(frozenset({own})),
+            eligibility=LeaseEligibility(frozenset({own})),
             terms=QUICK,
         )
         open_to_all = LeaseKeeper(
@@ -113,16 +119,16 @@ async def test_leader_that_is_not_allowed_or_has_lied_is_not_yielded_to(tmp_path
             own,
             MODEL,
             clock=time.time,
-            liars=liars,  # type: ignore[arg-type]
+            distrusted=liars,  # type: ignore[arg-type]
             terms=QUICK,
         )
         for keeper, leads in ((strict, True), (open_to_all, False)):
             await keeper.step()
-            await asyncio.sleep(QUICK.patience_s)
+            await asyncio.sleep(QUICK.succession_delay_s)
             await keeper.step()
-            assert keeper.leads == leads
+            assert keeper.is_leader == leads
         liars.add(stranger.identity.peer_id)
         await open_to_all.step()
-        await asyncio.sleep(QUICK.patience_s)
+        await asyncio.sleep(QUICK.succession_delay_s)
         await open_to_all.step()
-        assert open_to_all.leads
+        assert open_to_all.is_leader

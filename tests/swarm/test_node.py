@@ -8,8 +8,8 @@ from pathlib import Path
 
 from structlog.testing import capture_logs
 
-from nesa_node.swarm.identity import Identity
 from nesa_node.swarm.node import open_swarm
+from nesa_node.swarm.p2p.identity import Identity
 from tests.swarm.local_swarm import LOOPBACK, local_swarm
 
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from nesa_node.core.errors import PeerUnreachableError
-from nesa_node.swarm.control import packed_address
-from nesa_node.swarm.hive import Multiaddr
-from nesa_node.swarm.identity import Identity, base58_decode
-from nesa_node.swarm.transport import open_transport
+from nesa_node.swarm.p2p.control import pack_multiaddr
+from nesa_node.swarm.p2p.hivemind_imports import Multiaddr
+from nesa_node.swarm.p2p.identity import Identity, base58_decode
+from nesa_node.swarm.p2p.transport import open_transport
 
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
 
@@ -42,13 +42,13 @@ async def test_a_relay_is_asked_for_a_peer_that_it_does_not_know(tmp_path: Path)
     ],
 )
 def test_addresses_without_a_peer_are_packed_as_ever(address: str) -> None:
-    assert packed_address(address) == Multiaddr(address).to_bytes()
+    assert pack_multiaddr(address) == Multiaddr(address).to_bytes()
 
 
 def test_a_peer_within_an_address_is_packed_as_its_bare_id() -> None:
     peer = "12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
     address = f"/ip4/192.0.2.7/tcp/4001/p2p/{peer}/p2p-circuit"
-    packed = packed_address(address)
+    packed = pack_multiaddr(address)
     assert bytes([len(base58_decode(peer))]) + base58_decode(peer) in packed
     # What the daemon tells us of itself has that form, too.
     assert str(Multiaddr(packed)) == address

@@ -14,13 +14,13 @@ from typing import Any, cast
 import pytest
 
 from nesa_node.core.ids import ModelId, PeerId
-from nesa_node.swarm import validator as validator_module
-from nesa_node.swarm.control import MAX_MESSAGE_BYTES, UnaryCalls
-from nesa_node.swarm.dht_peer import DhtPeer, _forget_invented_neighbours, node_id_of
-from nesa_node.swarm.hive import dht_pb2
-from nesa_node.swarm.ping import PING_PROTOCOL, answer_pings
-from nesa_node.swarm.pipe import Pipe
-from nesa_node.swarm.tasks import TaskSet
+from nesa_node.swarm.dht import validator as validator_module
+from nesa_node.swarm.dht.rpc import DhtRpc, _drop_mismatched_neighbours, node_id_of
+from nesa_node.swarm.p2p.control import MAX_UNARY_MESSAGE_BYTES, UnaryCalls
+from nesa_node.swarm.p2p.hivemind_imports import dht_pb2
+from nesa_node.swarm.p2p.pipe import Pipe
+from nesa_node.swarm.p2p.rtt import PING_PROTOCOL, answer_pings
+from nesa_node.swarm.p2p.tasks import TaskSet
 from tests.swarm.local_swarm import eventually, local_swarm
 from tests.swarm.pipes import pipe_pair
 from tests.swarm.record_fields import MODEL_ID, make_status
@@ -66,19 +66,19 @@ async def test_unanswered_calls_of_all_peers_hold_64_mib_at_most() -> None:
     async with pipe_pair() as (pipe, _):
         calls = UnaryCalls(pipe, tasks)
         calls._handlers["/hold"] = hold
-        data = bytes(MAX_MESSAGE_BYTES)
+        data = bytes(MAX_UNARY_MESSAGE_BYTES)
         for number in range(20):
             request = SimpleNamespace(proto="/hold", peer=b"peer%d" % number, data=data)
             calls._dispatch(b"%d" % number, request)
         await asyncio.sleep(0)
-        assert begun * MAX_MESSAGE_BYTES == 64 * 1024**2
+        assert begun * MAX_UNARY_MESSAGE_BYTES == 64 * 1024**2
         held.set()
 
         async def is_idle() -> bool:
             return not len(tasks)
 
         await eventually(is_idle)
-        assert calls._bytes_of.total() == 0
+        assert calls._incoming_bytes.total() == 0
 
 
 async def test_one_peer_holds_an_eighth_of_the_unary_calls_at_most() -> None:
@@ -106,11 +106,11 @@ async def test_one_peer_holds_an_eighth_of_the_unary_calls_at_most() -> None:
             return not len(tasks)
 
         await eventually(is_idle)
-        assert not calls._calls_of
+        assert not calls._num_incoming_calls
 
 
 async def test_records_that_find_no_room_are_tried_in_turns() -> None:
-    peer: Any = object.__new__(DhtPeer)
+    peer: Any = object.__new__(DhtRpc)
     tried: list[str] = []
     items = [(f"p{number}", b"record", 0.0) for number in range(800)]
 
@@ -146,7 +146,7 @@ async def test_stream_of_pings_that_says_nothing_is_left_after_ten_seconds(
 
 
 def test_a_flood_pushes_out_what_was_not_renewed_first() -> None:
-    latest: validator_module._Latest[str, int] = validator_module._Latest(3)
+    latest: validator_module._LruTable[str, int] = validator_module._LruTable(3)
     for key in "abc":
         latest.put(key, 1)
     latest.put("a", 2)
@@ -184,6 +184,6 @@ def test_twenty_neighbours_of_an_answer_count() -> None:
     result = dht_pb2.FindResult(
         nearest_node_ids=[node_id_of(peer) for peer in peers], nearest_peer_ids=peers
     )
-    _forget_invented_neighbours(result)
+    _drop_mismatched_neighbours(result)
     assert list(result.nearest_peer_ids) == peers[:20]
     assert list(result.nearest_node_ids) == [node_id_of(peer) for peer in peers[:20]]

@@ -12,11 +12,11 @@ import pytest
 from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.core.span import Span
 from nesa_node.topology.changes.triggers import Trigger
-from nesa_node.topology.links import Links
-from nesa_node.topology.looks import Look, seen_of
-from nesa_node.topology.report import MAX_LINKS, heights_of, topology_report
+from nesa_node.topology.history import HistoryEntry, trigger_readings
+from nesa_node.topology.links.matrix import Links
+from nesa_node.topology.report import MAX_LINKS, connection_heights, topology_report
+from nesa_node.topology.simulation.world import make_world
 from nesa_node.topology.snapshot import NodeState, Snapshot
-from nesa_node.topology.worlds import make_world
 
 SQUARE = [[0, 10, 25, 10], [10, 0, 10, 25], [25, 10, 0, 10], [10, 25, 10, 0]]
 """Four nodes in a ring: H1 is born at 10 and dies at 25."""
@@ -73,11 +73,11 @@ def test_a_network_counts_compute_and_geography_those_who_say_where() -> None:
 
 def test_history_tells_figures_thresholds_and_when_triggers_fired() -> None:
     looks = [
-        Look(
+        HistoryEntry(
             at=float(at),
             digest="",
             nodes=4,
-            seen=seen_of([trigger(figure, fired=fired)]),
+            seen=trigger_readings([trigger(figure, fired=fired)]),
             strategy="rebalance-latency",
             parameters={"min_gain": gain},
             exponents={"gamma": 1.0},
@@ -89,7 +89,7 @@ def test_history_tells_figures_thresholds_and_when_triggers_fired() -> None:
             (3, 0.0, False, 0.2),
         )
     ]
-    looks.insert(1, Look(at=1.5, digest="", nodes=4))
+    looks.insert(1, HistoryEntry(at=1.5, digest="", nodes=4))
     report = plain(topology_report(snapshot_of(SQUARE), looks=looks, active={"name": "1.2@x"}))
     shift = report["history"]["triggers"]["shift"]
     assert report["history"]["at"] == [1, 1.5, 2, 3]
@@ -122,7 +122,7 @@ def test_links_are_told_once_each_the_shortest_first() -> None:
 def test_stability_needs_history() -> None:
     snapshot = snapshot_of(SQUARE)
     assert plain(topology_report(snapshot))["nodes"][0]["stability"] is None
-    past = [heights_of(snapshot)] * 6
+    past = [connection_heights(snapshot)] * 6
     assert plain(topology_report(snapshot, heights=past))["nodes"][0]["stability"] == 1
 
 
@@ -130,7 +130,7 @@ def test_stability_needs_history() -> None:
 def test_small_swarms_and_unmeasured_ones_have_a_report(nodes: int) -> None:
     snapshot = snapshot_of(np.zeros((nodes, nodes)))
     for each in (snapshot, replace(snapshot, links=None)):
-        report = plain(topology_report(each, heights=[heights_of(each)]))
+        report = plain(topology_report(each, heights=[connection_heights(each)]))
         assert len(report["nodes"]) == nodes
         assert report["coverage"] == [nodes] * 4
 

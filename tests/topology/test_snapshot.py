@@ -30,10 +30,10 @@ def test_model_without_blocks_has_no_holes() -> None:
 
 def test_without_takes_a_peer_out_of_both_lists() -> None:
     snapshot = Snapshot(MODEL, 2, (_node("a", 0, 1),), 0.0, joining=(_node("b", 0, 1),))
-    assert snapshot.without(PeerId("a")).nodes == ()
-    assert snapshot.without(PeerId("b")).joining == ()
-    assert snapshot.node(PeerId("a")) is snapshot.nodes[0]
-    assert snapshot.node(PeerId("b")) is None
+    assert snapshot.without_peers(PeerId("a")).nodes == ()
+    assert snapshot.without_peers(PeerId("b")).joining == ()
+    assert snapshot.find_node(PeerId("a")) is snapshot.nodes[0]
+    assert snapshot.find_node(PeerId("b")) is None
 
 
 def test_zero_runs_are_maximal() -> None:

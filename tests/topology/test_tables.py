@@ -2,12 +2,16 @@ import numpy as np
 import pytest
 
 from nesa_node.core.errors import ConfigError
-from nesa_node.topology.geography import least_rtt_ms
-from nesa_node.topology.tables import NAMES, load_table
-from nesa_node.topology.worlds import places, world_from_round_trips, world_from_table
+from nesa_node.topology.geography import min_rtt_ms
+from nesa_node.topology.simulation.world import (
+    region_coordinates,
+    world_from_round_trips,
+    world_from_table,
+)
+from nesa_node.topology.tables import TABLE_NAMES, load_table
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", TABLE_NAMES)
 def test_tables_are_whole_and_name_their_source(name: str) -> None:
     table = load_table(name)
     size = len(table.regions)
@@ -19,10 +23,10 @@ def test_tables_are_whole_and_name_their_source(name: str) -> None:
     assert (table.rtt_ms_RR > 0).all()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", TABLE_NAMES)
 def test_tables_obey_the_speed_of_light(name: str) -> None:
     table = load_table(name)
-    least_RR = least_rtt_ms(places(table.regions), places(table.regions))
+    least_RR = min_rtt_ms(region_coordinates(table.regions), region_coordinates(table.regions))
     assert (table.rtt_ms_RR >= least_RR).all()
 
 

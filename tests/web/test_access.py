@@ -17,11 +17,11 @@ import pytest
 import structlog
 
 from nesa_node.core.errors import ConfigError
-from nesa_node.core.http_address import HttpAddress
 from nesa_node.core.logging import setup_logging
-from nesa_node.web import doorman as doorman_module
-from nesa_node.web import keys as keys_module
-from nesa_node.web.keys import KeyLimits, KeyStore
+from nesa_node.core.settings.http_address import HttpAddress
+from nesa_node.web import authenticator as doorman_module
+from nesa_node.web import key_store as keys_module
+from nesa_node.web.key_store import KeyLimits, KeyStore
 from tests.web.tiny_gateway import bearer, browser, gate, new_key
 
 
@@ -84,7 +84,7 @@ async def test_no_key_and_a_wrong_key_are_401_in_openais_words(path: Path) -> No
         for headers in ({"authorization": f"bearer  {key}"}, {"x-api-key": key}):
             assert (await client.get("/v1/models", headers=headers)).status_code == 200
         told = (await client.get("/v1/whoami", headers=bearer(key))).json()
-        assert told == {"id": KeyStore(path).all()[0].id, "name": "alice", "cookie": False}
+        assert told == {"id": KeyStore(path).read_all()[0].id, "name": "alice", "cookie": False}
 
 
 async def test_public_paths_are_read_by_anybody_and_nothing_else(path: Path) -> None:
@@ -112,7 +112,7 @@ async def test_openais_client_turns_refusals_into_its_own_exceptions(path: Path)
     revoked = new_key(path, "bob")
     limited = new_key(path, "carol", requests_per_minute=2)
     ended, ended_key = KeyStore(path).add("dave", expires_at=time.time() - 1)
-    assert ended.expired(time.time())
+    assert ended.has_expired(time.time())
     KeyStore(path).revoke("bob")
 
     async with gate(path) as (_, address):
@@ -275,7 +275,7 @@ async def test_the_first_key_closes_an_open_gateway_and_the_last_does_not_open_i
         assert (await models(client)).status_code == 401
         assert (await models(client, **bearer(key))).status_code == 200
         os.unlink(path)
-        await asyncio.sleep(keys_module.NOTICE_S)
+        await asyncio.sleep(keys_module.RELOAD_INTERVAL_S)
         assert (await models(client)).status_code == 401
 
 
@@ -287,16 +287,16 @@ async def test_keys_that_cannot_be_read_let_nobody_in_and_nobody_knows_why_but_t
         assert (await models(client, **bearer(key))).status_code == 200
         async with asyncio.timeout(5):
             # Its first use is written down beside the answer: not over what comes next.
-            while KeyStore(path).all()[0].used_at is None:  # noqa: ASYNC110
+            while KeyStore(path).read_all()[0].used_at is None:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
         content = overwrite(path, b"{")
-        await asyncio.sleep(keys_module.NOTICE_S)
+        await asyncio.sleep(keys_module.RELOAD_INTERVAL_S)
         response = await models(client, **bearer(key))
         assert response.status_code == 503
         assert response.json()["error"]["code"] == "keys_unreadable"
         assert str(path) not in response.text
         overwrite(path, content)
-        await asyncio.sleep(keys_module.NOTICE_S)
+        await asyncio.sleep(keys_module.RELOAD_INTERVAL_S)
         assert (await models(client, **bearer(key))).status_code == 200
 
 
@@ -416,18 +416,18 @@ async def test_nothing_logged_or_answered_holds_a_key(path: Path, log: io.String
 
 async def test_use_is_remembered_in_the_file(path: Path) -> None:
     key = new_key(path)
-    assert KeyStore(path).all()[0].used_at is None
+    assert KeyStore(path).read_all()[0].used_at is None
     before = time.time()
     async with gate(path) as (_, address), browser(address) as client:
         for _ in range(3):
             await models(client, **bearer(key))
         async with asyncio.timeout(5):
-            while KeyStore(path).all()[0].used_at is None:  # noqa: ASYNC110
+            while KeyStore(path).read_all()[0].used_at is None:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
         written = os.stat(path).st_mtime_ns
         await models(client, **bearer(key))
         await models(client, **bearer(key))
-    assert before <= (KeyStore(path).all()[0].used_at or 0) <= time.time()
+    assert before <= (KeyStore(path).read_all()[0].used_at or 0) <= time.time()
     assert os.stat(path).st_mtime_ns == written
 
 

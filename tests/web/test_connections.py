@@ -14,10 +14,9 @@ import uvicorn
 from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
-from nesa_node.core.http_address import HttpAddress
-from nesa_node.web import connection as connection_module
-from nesa_node.web.connection import Connection
-from nesa_node.web.connections import ConnectionTable
+from nesa_node.core.settings.http_address import HttpAddress
+from nesa_node.web import connections as connection_module
+from nesa_node.web.connections import ConnectionTable, HttpConnection
 from tests.web.tiny_gateway import bearer, browser, gate, new_key
 
 Streams = list[tuple[asyncio.StreamReader, asyncio.StreamWriter]]
@@ -66,13 +65,13 @@ async def test_answers_that_are_not_read_keep_no_key_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key, stalled = new_key(tmp_path / "keys.json"), asyncio.Event()
-    pause = Connection.pause_writing
+    pause = HttpConnection.pause_writing
 
-    def noted(connection: Connection) -> None:
+    def noted(connection: HttpConnection) -> None:
         stalled.set()
         pause(connection)
 
-    monkeypatch.setattr(Connection, "pause_writing", noted)
+    monkeypatch.setattr(HttpConnection, "pause_writing", noted)
     loop = asyncio.get_running_loop()
     async with gate(tmp_path / "keys.json", max_connections=1) as (_, address):
         with socket.socket() as client:
@@ -96,13 +95,13 @@ async def test_one_byte_chunks_are_read_a_few_at_a_time(
     """Each is an event: those of 256 kB, asyncio's usual read, take a quarter of a second."""
     key = new_key(tmp_path / "keys.json").encode()
     sizes = []
-    receive = Connection.data_received
+    receive = HttpConnection.data_received
 
-    def noted(connection: Connection, data: bytes) -> None:
+    def noted(connection: HttpConnection, data: bytes) -> None:
         sizes.append(len(data))
         receive(connection, data)
 
-    monkeypatch.setattr(Connection, "data_received", noted)
+    monkeypatch.setattr(HttpConnection, "data_received", noted)
     head = b"\r\n".join([b"POST /v1/echo HTTP/1.1", b"Host: localhost", b"Connection: close"])
     head += b"\r\nAuthorization: Bearer " + key + b"\r\nTransfer-Encoding: chunked\r\n\r\n"
     body = b"1\r\nA\r\n" * 20_000 + b"0\r\n\r\n"
@@ -153,7 +152,7 @@ async def test_a_client_waits_that_does_not_read_unless_it_has_shown_a_key() -> 
         await ended.wait()
 
     table, transport, state = ConnectionTable(5), Transport(), ServerState()
-    connection = Connection(
+    connection = HttpConnection(
         uvicorn.Config(app, log_config=None, lifespan="off"), state, {}, table=table
     )
     connection.connection_made(transport)
@@ -247,7 +246,7 @@ async def test_one_key_leaves_connections_for_another(tmp_path: Path) -> None:
 async def test_before_a_key_is_shown_headers_have_less_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connection_module, "FIRST_HEADERS_S", 0.3)
+    monkeypatch.setattr(connection_module, "KEYLESS_HEADERS_TIMEOUT_S", 0.3)
     async with gate(tmp_path / "keys.json") as (_, address), held(address, 1, SILENT) as streams:
         async with asyncio.timeout(5):
             assert await streams[0][0].read() == b""
@@ -284,7 +283,7 @@ def test_the_address_with_most_connections_makes_room() -> None:
 def test_idle_connections_of_keys_make_room_last() -> None:
     table = ConnectionTable(3)
     holder, busy, stranger = filled(table, "a", "a", "b")
-    assert table.know(holder, "alice")
+    assert table.assign_key(holder, "alice")
     busy.is_waiting = False
     filled(table, "c")
     assert dropped(holder, stranger) == [False, True]

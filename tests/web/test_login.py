@@ -15,11 +15,16 @@ from pathlib import Path
 import httpx
 import pytest
 
-from nesa_node.core.http_address import HttpAddress
-from nesa_node.web import browsers as browsers_module
-from nesa_node.web.browsers import MAX_BROWSERS, MAX_PER_KEY, STAY_S, Browsers
-from nesa_node.web.doorman import cookie_of
-from nesa_node.web.keys import NOTICE_S, KeyStore
+from nesa_node.core.settings.http_address import HttpAddress
+from nesa_node.web import authenticator as browsers_module
+from nesa_node.web.authenticator import (
+    MAX_TOKENS,
+    MAX_TOKENS_PER_KEY,
+    TOKEN_LIFETIME_S,
+    BrowserTokens,
+    cookie_token,
+)
+from nesa_node.web.key_store import RELOAD_INTERVAL_S, KeyStore
 from tests.web.tiny_gateway import bearer, browser, gate, new_key
 
 
@@ -70,7 +75,7 @@ async def test_the_cookie_holds_no_key_and_no_script_or_other_site_gets_it(path:
         assert cookie["httponly"]
         assert cookie["samesite"] == "strict"
         assert cookie["path"] == "/"
-        assert cookie["max-age"] == str(STAY_S)
+        assert cookie["max-age"] == str(TOKEN_LIFETIME_S)
         assert not cookie["secure"]
         assert not cookie["domain"]
         client.cookies.clear()
@@ -141,7 +146,7 @@ def test_the_cookie_of_this_port_is_found_among_others(
         "server": ("127.0.0.1", 8000),
         "headers": [(b"cookie", value) for value in headers],
     }
-    assert cookie_of(scope) == token
+    assert cookie_token(scope) == token
 
 
 async def test_a_cookie_pays_only_for_what_our_own_page_posts(path: Path) -> None:
@@ -201,7 +206,7 @@ async def test_a_revoked_key_ends_its_browsers(path: Path) -> None:
         await client.post("/login", json={"key": key})
         assert (await client.get("/v1/models")).status_code == 200
         KeyStore(path).revoke("alice")
-        await asyncio.sleep(NOTICE_S)
+        await asyncio.sleep(RELOAD_INTERVAL_S)
         assert (await client.get("/v1/models")).status_code == 401
 
 
@@ -334,44 +339,44 @@ class Clock:
 
 def test_a_stay_ends_by_time_and_by_leaving() -> None:
     clock = Clock()
-    browsers = Browsers(clock)
-    token = browsers.remember("k")
-    other = browsers.remember("k")
+    browsers = BrowserTokens(clock)
+    token = browsers.issue("k")
+    other = browsers.issue("k")
     assert browsers.key_id(token) == "k"
     assert browsers.key_id(token[:-1]) is None
     assert browsers.key_id("\ud800") is None
-    browsers.forget(other)
-    browsers.forget("never seen")
+    browsers.revoke(other)
+    browsers.revoke("never seen")
     assert browsers.key_id(other) is None
-    clock.now += STAY_S
+    clock.now += TOKEN_LIFETIME_S
     assert browsers.key_id(token) is None
-    browsers.remember("k")
+    browsers.issue("k")
     assert len(browsers) == 1
 
 
 def test_tokens_are_kept_as_hashes() -> None:
-    browsers = Browsers(Clock())
-    token = browsers.remember("k")
+    browsers = BrowserTokens(Clock())
+    token = browsers.issue("k")
     assert token not in repr(vars(browsers))
-    assert list(browsers._stays) == [sha256(token.encode()).digest()]
+    assert list(browsers._tokens) == [sha256(token.encode()).digest()]
 
 
 def test_browsers_are_bounded_in_all_and_for_each_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    browsers = Browsers(Clock())
-    first = browsers.remember("greedy")
-    other = browsers.remember("other")
-    for _ in range(MAX_PER_KEY):
-        last = browsers.remember("greedy")
-    assert len(browsers) == MAX_PER_KEY + 1
+    browsers = BrowserTokens(Clock())
+    first = browsers.issue("greedy")
+    other = browsers.issue("other")
+    for _ in range(MAX_TOKENS_PER_KEY):
+        last = browsers.issue("greedy")
+    assert len(browsers) == MAX_TOKENS_PER_KEY + 1
     assert browsers.key_id(first) is None
     assert browsers.key_id(other) == "other"
     assert browsers.key_id(last) == "greedy"
-    for number in range(MAX_BROWSERS + 10):
-        browsers.remember(f"k{number}")
-    assert len(browsers) == MAX_BROWSERS
-    browsers.forget_key("k50")
-    assert len(browsers) == MAX_BROWSERS - 1
-    assert browsers_module.STAY_S > 0
+    for number in range(MAX_TOKENS + 10):
+        browsers.issue(f"k{number}")
+    assert len(browsers) == MAX_TOKENS
+    browsers.revoke_key("k50")
+    assert len(browsers) == MAX_TOKENS - 1
+    assert browsers_module.TOKEN_LIFETIME_S > 0
 
 
 async def test_many_who_send_half_a_key_keep_nobody_from_signing_in(path: Path) -> None:

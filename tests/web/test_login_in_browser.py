@@ -10,8 +10,8 @@ from typing import Literal
 import pytest
 from playwright.async_api import Browser, Page, async_playwright
 
-from nesa_node.core.http_address import HttpAddress
-from nesa_node.web.keys import KeyStore
+from nesa_node.core.settings.http_address import HttpAddress
+from nesa_node.web.key_store import KeyStore
 from tests.web.tiny_gateway import gate, new_key
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")

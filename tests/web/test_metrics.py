@@ -11,8 +11,8 @@ import pytest
 from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
-from nesa_node.core.http_address import HttpAddress
-from nesa_node.core.metrics import Metric, Sample, Sources
+from nesa_node.core.metrics import Metric, MetricRegistry, MetricSample
+from nesa_node.core.settings.http_address import HttpAddress
 from nesa_node.web.metrics import serve_metrics
 
 COUNT = Metric("nesa_things_total", "counter", "Things.", ("kind",))
@@ -21,20 +21,20 @@ TIMES = Metric("nesa_times_seconds", "histogram", "Times.", ("kind",), (1.0, 2.0
 NASTY = 'a "quoted"\nname\\'
 
 
-def told() -> Iterator[Sample]:
-    tally = TIMES.tally()
+def told() -> Iterator[MetricSample]:
+    tally = TIMES.new_histogram()
     for seconds in (0.5, 1.5, 9.0):
-        tally.add(seconds)
-    yield Sample(COUNT, (NASTY,), 3)
-    yield Sample(COUNT, ("b",), 0)
-    yield Sample(LEVEL, (), 0.25)
-    yield Sample(TIMES, ("x",), tally)
+        tally.observe(seconds)
+    yield MetricSample(COUNT, (NASTY,), 3)
+    yield MetricSample(COUNT, ("b",), 0)
+    yield MetricSample(LEVEL, (), 0.25)
+    yield MetricSample(TIMES, ("x",), tally)
 
 
 @pytest.fixture
 async def address() -> AsyncIterator[HttpAddress]:
-    sources = Sources()
-    with sources.adding(told):
+    sources = MetricRegistry()
+    with sources.registered(told):
         async with serve_metrics(sources, HttpAddress("127.0.0.1", 0)) as address:
             yield address
 

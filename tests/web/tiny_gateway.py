@@ -14,12 +14,11 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from nesa_node.core.config import AccessConfig
-from nesa_node.core.http_address import HttpAddress
-from nesa_node.web.doorman import Doorman
-from nesa_node.web.gate import serve_gated
-from nesa_node.web.keys import KeyStore
-from nesa_node.web.listen import MAX_CONNECTIONS
+from nesa_node.core.settings.http_address import HttpAddress
+from nesa_node.core.settings.models import AccessConfig
+from nesa_node.web.authenticator import Authenticator
+from nesa_node.web.key_store import KeyStore
+from nesa_node.web.server import MAX_CONNECTIONS, serve_authenticated
 
 ANY_PORT = HttpAddress("127.0.0.1", 0)
 PUBLIC = ("/health", "/static/")
@@ -120,20 +119,20 @@ async def gate(
     keys_path: Path,
     *,
     address: HttpAddress = ANY_PORT,
-    doorman: Doorman | None = None,
+    doorman: Authenticator | None = None,
     max_connections: int = MAX_CONNECTIONS,
     **settings: Any,
 ) -> AsyncIterator[tuple[TinyGateway, HttpAddress]]:
     """The tiny gateway behind a gate with the keys at `keys_path`, listening."""
     gateway = TinyGateway()
     config = AccessConfig(keys_path=keys_path, **settings)
-    async with serve_gated(
+    async with serve_authenticated(
         gateway.app,
         config,
         address,
         public=PUBLIC,
         max_connections=max_connections,
-        doorman=doorman,
+        authenticator=doorman,
     ) as found:
         try:
             yield gateway, found
@@ -142,7 +141,7 @@ async def gate(
 
 
 def new_key(keys_path: Path, name: str = "alice", **limits: Any) -> str:
-    from nesa_node.web.keys import KeyLimits
+    from nesa_node.web.key_store import KeyLimits
 
     return KeyStore(keys_path).add(name, KeyLimits(**limits))[1]
 

@@ -18,16 +18,16 @@ log = get_logger(__name__)
 
 MAX_PROCESSES = 2
 """Limit on the processes of one pool."""
-WALL_S = 10.0
+MAX_ANSWER_WALL_S = 10.0
 """Wall-clock limit of one answer, for a machine that is busy with other work."""
-_START_S = 30.0
+_MAX_START_S = 30.0
 """Time limit until a started process is ready."""
-_END_S = 5.0
+_MAX_EXIT_S = 5.0
 """Time limit until a process that closed its output has exited."""
-_ANSWERS_PER_PROCESS = 1000
+_MAX_ANSWERS_PER_PROCESS = 1000
 """Answers after which a process is replaced."""
 _RETRY_S = 2.0
-_ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+_SINGLE_THREAD_ENV = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 """Environment of a process: the stacks of one thread per core would exceed its memory limit."""
 
 Ask = Callable[[bytes], Awaitable[bytes | None]]
@@ -35,7 +35,7 @@ Ask = Callable[[bytes], Awaitable[bytes | None]]
 
 
 @dataclass(frozen=True, slots=True)
-class Program:
+class ChildProgram:
     """Program of child processes. `task` names its work in messages: "read a schema"."""
 
     path: str
@@ -44,56 +44,56 @@ class Program:
     """CPU time limit of one answer."""
     memory_bytes: int
     """Limit on the address space of a process."""
-    answer_bytes: int
+    max_answer_bytes: int
     """Limit on one answer."""
-    most_waiting: int
+    max_waiting: int
     """Limit on the unanswered questions of one caller."""
 
-    def limits(self) -> str:
+    def describe_limits(self) -> str:
         return f"{self.cpu_s:g} s or {self.memory_bytes >> 20} MiB"
 
 
 @dataclass(slots=True)
-class _Queue:
+class _CallerQueue:
     """Queue of one caller's questions, which are answered one at a time."""
 
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     length: int = 0
 
 
-class ChildProcesses:
+class ChildProcessPool:
     """Pool that answers up to `MAX_PROCESSES` questions at once, one of each caller.
 
     Processes start on demand, and end with `close`.
     """
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: ChildProgram) -> None:
         self._program = program
-        self._room = asyncio.Semaphore(MAX_PROCESSES)
-        self._idle: deque[_Process] = deque()
-        self._queues: dict[str, _Queue] = {}
+        self._slots = asyncio.Semaphore(MAX_PROCESSES)
+        self._idle: deque[_ChildProcess] = deque()
+        self._queues: dict[str, _CallerQueue] = {}
         self._closed = False
 
     async def start(self) -> None:
         """Start one process in advance, so that the first question does not wait for it."""
-        self._idle.append(await _Process.start(self._program))
+        self._idle.append(await _ChildProcess.start(self._program))
 
     @asynccontextmanager
-    async def turn(self, caller: str) -> AsyncIterator[Ask]:
+    async def wait_turn(self, caller: str) -> AsyncIterator[Ask]:
         """Wait for `caller`'s turn, then yield a function that asks questions.
 
         Raises `BusyError` if `caller` has too many questions waiting. Asking raises it if the
         machine is too slow or cannot start a process.
         """
-        queue = self._queues.setdefault(caller, _Queue())
-        if queue.length >= self._program.most_waiting:
+        queue = self._queues.setdefault(caller, _CallerQueue())
+        if queue.length >= self._program.max_waiting:
             raise BusyError(
                 f"{queue.length} requests of this key wait for the gateway to {self._program.task}",
                 _RETRY_S,
             )
         queue.length += 1
         try:
-            async with queue.turn, self._room:
+            async with queue.turn, self._slots:
                 yield lambda question: self._answer(question, caller)
         finally:
             queue.length -= 1
@@ -107,14 +107,14 @@ class ChildProcesses:
             await self._idle.popleft().end()
 
     async def _answer(self, question: bytes, caller: str) -> bytes | None:
-        process = self._idle.popleft() if self._idle else await _Process.start(self._program)
+        process = self._idle.popleft() if self._idle else await _ChildProcess.start(self._program)
         try:
-            async with asyncio.timeout(WALL_S):
+            async with asyncio.timeout(MAX_ANSWER_WALL_S):
                 answer = await process.ask(question)
         except TimeoutError:
             raise BusyError(f"this machine is too busy to {self._program.task}", _RETRY_S) from None
         finally:
-            await self._put_back(process)
+            await self._release(process)
         if answer is None:
             log.info(
                 "child_process_ended",
@@ -125,27 +125,27 @@ class ChildProcesses:
             )
             # Still in the turn of this caller, so that no other caller waits for a new process.
             with suppress(BusyError):
-                await self._put_back(await _Process.start(self._program))
+                await self._release(await _ChildProcess.start(self._program))
         return answer
 
-    async def _put_back(self, process: _Process) -> None:
-        if process.is_ready and process.answers < _ANSWERS_PER_PROCESS and not self._closed:
+    async def _release(self, process: _ChildProcess) -> None:
+        if process.is_ready and process.answers < _MAX_ANSWERS_PER_PROCESS and not self._closed:
             self._idle.append(process)
         else:
             await process.end()
 
 
-class _Process:
+class _ChildProcess:
     """Process that runs a program; `is_ready` if no question is unanswered."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
         self.is_ready = False
         self.answers = 0
-        self._has_closed = False
+        self._stdout_closed = False
 
     @classmethod
-    async def start(cls, program: Program) -> _Process:
+    async def start(cls, program: ChildProgram) -> _ChildProcess:
         """Start a process and wait until it is ready. Raises `BusyError` if that fails."""
         limits = f"{program.cpu_s}", f"{program.memory_bytes}"
         try:
@@ -154,18 +154,18 @@ class _Process:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.DEVNULL,
-                limit=program.answer_bytes,
-                env={**os.environ, **_ONE_THREAD},
+                limit=program.max_answer_bytes,
+                env={**os.environ, **_SINGLE_THREAD_ENV},
                 # Keeps Ctrl-C from the process: the gateway ends it by closing its stdin.
                 start_new_session=True,
             )
         except OSError as error:
-            raise _not_started(program, str(error)) from None
-        return await cls(process)._once_ready(program)
+            raise _start_error(program, str(error)) from None
+        return await cls(process)._wait_ready(program)
 
-    async def _once_ready(self, program: Program) -> _Process:
+    async def _wait_ready(self, program: ChildProgram) -> _ChildProcess:
         try:
-            async with asyncio.timeout(_START_S):
+            async with asyncio.timeout(_MAX_START_S):
                 loaded = await self._read()
         except TimeoutError:
             loaded = None
@@ -173,7 +173,7 @@ class _Process:
             if not self.is_ready:
                 ended = await self.end()
         if loaded is None:
-            raise _not_started(program, f"exit {ended}")
+            raise _start_error(program, f"exit {ended}")
         return self
 
     async def ask(self, question: bytes) -> bytes | None:
@@ -193,15 +193,15 @@ class _Process:
         except ValueError:
             return None  # longer than `answer_bytes`
         self.is_ready = line.endswith(b"\n")
-        self._has_closed = not self.is_ready
+        self._stdout_closed = not self.is_ready
         return line if self.is_ready else None
 
     async def end(self) -> int:
         """End the process; return its exit status, negative for a signal."""
-        if self._has_closed:
+        if self._stdout_closed:
             # It is exiting: killing it now could hide its exit status from asyncio.
             with suppress(TimeoutError):
-                async with asyncio.timeout(_END_S):
+                async with asyncio.timeout(_MAX_EXIT_S):
                     return await self._process.wait()
         if self._process.returncode is None:
             if self.is_ready:
@@ -215,6 +215,6 @@ class _Process:
         return await self._process.wait()
 
 
-def _not_started(program: Program, reason: str) -> BusyError:
+def _start_error(program: ChildProgram, reason: str) -> BusyError:
     log.warning("child_process_start_failed", task=program.task, reason=reason)
     return BusyError(f"this machine could not start a process to {program.task}", _RETRY_S)

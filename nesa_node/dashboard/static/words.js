@@ -49,7 +49,7 @@ export function coverage(runs) {
   return least === most ? `by ${nodes} each` : `by ${least} to ${nodes} each`;
 }
 
-// Describes a session's wait as `nesa_node/core/waiting.py` does, with the nodes' names.
+// Describes a session's wait as `nesa_node/core/wait_tracking.py` does, with the nodes' names.
 export function waitWords(wait, nodes, now) {
   const named = (word, items) => (items.length ? `${word}${items.length > 1 ? "s" : ""} ${items.join(", ")}` : "");
   const blocks = wait.blocks.map(span).join(", ");

@@ -11,29 +11,31 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from nesa_node.routing.placement.room import Room
-from nesa_node.routing.problem import Floats, Ints, Problem
+from nesa_node.routing.placement.placement_problem import PlacementProblem
+from nesa_node.routing.problem import ChainProblem, Floats, Ints
 
-_SLACK = 1.0 + 1e-9
+_ROUNDING_SLACK = 1.0 + 1e-9
 _ROWS_AT_ONCE = 64
 
 
-MAX_ROUNDS = 30
-ROUNDS_BY_NODES = 6000
-MAX_WALKED = 2000
-"""Nodes up to which the dynamic program runs; above it takes seconds, and `fluid_latency_s` is
-used."""
+MAX_SUBGRADIENT_ROUNDS = 30
+MAX_ROUNDS_TIMES_NODES = 6000
+MAX_WALK_NODES = 2000
+"""Nodes up to which the dynamic program runs; above it takes seconds, and `fluid_latency_bound_s`
+is used."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Walk:
+class _RelaxedWalk:
     """The cheapest way to run all blocks with revisits allowed, and the nodes it visits."""
 
     cost_s: float
     nodes: tuple[int, ...]
 
 
-def least_latency_s(room: Room, known_s: float = np.inf, *, rounds: int | None = None) -> float:
+def latency_bound_s(
+    instance: PlacementProblem, upper_bound_s: float = np.inf, *, rounds: int | None = None
+) -> float:
     """Lower bound in seconds on the latency of any placement; inf if no chain is possible.
 
     `known_s`: cost of a known chain, which caps the result. The cheapest relaxed walk alternates
@@ -41,23 +43,23 @@ def least_latency_s(room: Room, known_s: float = np.inf, *, rounds: int | None =
     (Lagrange multipliers of "at most one visit"); `rounds` subgradient steps raise the charges of
     nodes that a walk visits twice [default: fewer rounds for larger swarms].
     """
-    problem = room.problem
-    if int(room.most_N.sum()) < problem.num_blocks:
+    problem = instance.problem
+    if int(instance.max_blocks_N.sum()) < problem.num_blocks:
         return np.inf
-    if problem.num_nodes > MAX_WALKED:
-        return min(fluid_latency_s(room), known_s)
+    if problem.num_nodes > MAX_WALK_NODES:
+        return min(fluid_latency_bound_s(instance), upper_bound_s)
     if rounds is None:
-        rounds = min(MAX_ROUNDS, ROUNDS_BY_NODES // max(problem.num_nodes, 1))
-    nearest_s_N = nearest_s(problem.transfer_s_NN)
+        rounds = min(MAX_SUBGRADIENT_ROUNDS, MAX_ROUNDS_TIMES_NODES // max(problem.num_nodes, 1))
+    nearest_s_N = nearest_transfer_s(problem.transfer_s_NN)
     charge_s_N = np.zeros(problem.num_nodes)
     best_s = 0.0
     pace = 1.0
     for _ in range(rounds + 1):
         visit_s_N = problem.visit_s_N + charge_s_N
         total_s = float(charge_s_N.sum())
-        walk = _cheapest_walk(room, visit_s_N, nearest_s_N, known_s + total_s)
+        walk = _cheapest_walk(instance, visit_s_N, nearest_s_N, upper_bound_s + total_s)
         if walk is None:
-            return known_s
+            return upper_bound_s
         bound_s = walk.cost_s - total_s
         excess_N = np.bincount(walk.nodes, minlength=problem.num_nodes) - 1.0
         if bound_s > best_s:
@@ -71,24 +73,24 @@ def least_latency_s(room: Room, known_s: float = np.inf, *, rounds: int | None =
         length = float((excess_N**2).sum())
         if length == 0:
             break
-        target_s = known_s if np.isfinite(known_s) else 1.5 * best_s
+        target_s = upper_bound_s if np.isfinite(upper_bound_s) else 1.5 * best_s
         step = pace * max(target_s - bound_s, 1e-3 * target_s) / length
         charge_s_N = np.maximum(charge_s_N + step * excess_N, 0.0)
-    return min(best_s, known_s)
+    return min(best_s, upper_bound_s)
 
 
-def fluid_latency_s(room: Room) -> float:
+def fluid_latency_bound_s(instance: PlacementProblem) -> float:
     """A lower bound in closed form: each node sends to its nearest node, and nodes may be split.
 
     A node is cheapest per block when it runs all the blocks that fit, which share its fixed costs.
     The blocks go to the cheapest nodes, as many as fit on each.
     """
-    problem = room.problem
-    held = room.most_N > 0
-    most_N = room.most_N[held]
+    problem = instance.problem
+    held = instance.max_blocks_N > 0
+    most_N = instance.max_blocks_N[held]
     if int(most_N.sum()) < problem.num_blocks:
         return np.inf
-    onward_s_N = np.minimum(nearest_s(problem.transfer_s_NN), problem.exit_s_N)[held]
+    onward_s_N = np.minimum(nearest_transfer_s(problem.transfer_s_NN), problem.exit_s_N)[held]
     fixed_s_N = problem.visit_s_N[held] + onward_s_N
     per_block_s_N = problem.busy_block_s_N[held] + fixed_s_N / most_N
     cheapest = np.argsort(per_block_s_N, kind="stable")
@@ -99,13 +101,13 @@ def fluid_latency_s(room: Room) -> float:
 
 
 def _cheapest_walk(
-    room: Room, visit_s_N: Floats, nearest_s_N: Floats, limit_s: float
-) -> _Walk | None:
+    instance: PlacementProblem, visit_s_N: Floats, nearest_s_N: Floats, limit_s: float
+) -> _RelaxedWalk | None:
     """The cheapest relaxed walk; None if there is none of at most `limit_s`."""
-    problem, most_N = room.problem, room.most_N
+    problem, most_N = instance.problem, instance.max_blocks_N
     blocks, nodes = problem.num_blocks, problem.num_nodes
-    least_s_B = _look_ahead(room, visit_s_N, nearest_s_N)
-    limit_s *= _SLACK
+    least_s_B = _remaining_bound_s(instance, visit_s_N, nearest_s_N)
+    limit_s *= _ROUNDING_SLACK
     done_s_BN = np.full((blocks + 1, nodes), np.inf)
     since_BN = np.zeros((blocks + 1, nodes), dtype=np.int64)
     for block in range(blocks):
@@ -116,7 +118,7 @@ def _cheapest_walk(
             senders = np.flatnonzero(leaving_s_N + least_s_B[blocks - block] <= limit_s)
             if not len(senders):
                 continue
-            reached_s_N = _reach(problem, senders, done_s_BN[block, senders])
+            reached_s_N = _arrival_s(problem, senders, done_s_BN[block, senders])
         able = np.flatnonzero(reached_s_N + least_s_B[blocks - block] <= limit_s)
         entered_s_K = reached_s_N[able] + visit_s_N[able]
         block_s_K, most_K = problem.busy_block_s_N[able], most_N[able]
@@ -131,10 +133,10 @@ def _cheapest_walk(
     last = int(total_s_N.argmin())
     if not total_s_N[last] <= limit_s or total_s_N[last] == np.inf:
         return None
-    return _Walk(float(total_s_N[last]), _trace(problem, done_s_BN, since_BN, last))
+    return _RelaxedWalk(float(total_s_N[last]), _trace(problem, done_s_BN, since_BN, last))
 
 
-def _trace(problem: Problem, done_s_BN: Floats, since_BN: Ints, last: int) -> tuple[int, ...]:
+def _trace(problem: ChainProblem, done_s_BN: Floats, since_BN: Ints, last: int) -> tuple[int, ...]:
     nodes = [last]
     block = int(since_BN[problem.num_blocks, last])
     while block > 0:
@@ -145,12 +147,14 @@ def _trace(problem: Problem, done_s_BN: Floats, since_BN: Ints, last: int) -> tu
     return tuple(nodes)
 
 
-def _look_ahead(room: Room, visit_s_N: Floats, nearest_s_N: Floats) -> Floats:
+def _remaining_bound_s(
+    instance: PlacementProblem, visit_s_N: Floats, nearest_s_N: Floats
+) -> Floats:
     """Lower bound [r] on the cost of r blocks from entering a node on, without the transfer to it.
 
     Every node sends to its nearest node.
     """
-    problem, most_N = room.problem, room.most_N
+    problem, most_N = instance.problem, instance.max_blocks_N
     middle_s_B = np.full(problem.num_blocks + 1, np.inf)
     last_s_B = middle_s_B.copy()
     counts_C1 = np.arange(1, int(most_N.max(initial=0)) + 1)[:, None]
@@ -166,7 +170,7 @@ def _look_ahead(room: Room, visit_s_N: Floats, nearest_s_N: Floats) -> Floats:
     return least_s_B
 
 
-def _reach(problem: Problem, senders: Ints, done_s_S: Floats) -> Floats:
+def _arrival_s(problem: ChainProblem, senders: Ints, done_s_S: Floats) -> Floats:
     """Least cost of arriving at each node from any of `senders` but itself, [N]."""
     reached_s_N = np.full(problem.num_nodes, np.inf)
     for start in range(0, len(senders), _ROWS_AT_ONCE):
@@ -177,7 +181,7 @@ def _reach(problem: Problem, senders: Ints, done_s_S: Floats) -> Floats:
     return reached_s_N
 
 
-def nearest_s(transfer_s_NN: Floats) -> Floats:
+def nearest_transfer_s(transfer_s_NN: Floats) -> Floats:
     """The minimum of each row without the diagonal, [N]."""
     size = len(transfer_s_NN)
     nearest_s_N = np.full(size, np.inf)

@@ -10,11 +10,11 @@ import numpy as np
 
 from nesa_node.core.ids import PeerId
 from nesa_node.core.span import Span
-from nesa_node.routing.placement.room import Layout, Room
-from nesa_node.routing.placement.score import Goal, Score
+from nesa_node.routing.placement.placement_problem import Assignment, PlacementProblem
+from nesa_node.routing.placement.score import Goal, PlacementScore
 from nesa_node.topology.snapshot import NodeState
 
-Trigger = Literal["hole", "replicas", "gain", "none"]
+MoveReason = Literal["hole", "replicas", "gain", "none"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,7 @@ class MoveCosts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Move:
+class PlannedMove:
     """The move of one node from the span `before` to `after` (either may be empty).
 
     Moves of one `wave` may run concurrently, after the wave before. `gain`: share of the goal's
@@ -44,7 +44,7 @@ class Move:
     peer_id: PeerId
     before: Span
     after: Span
-    reason: Trigger
+    reason: MoveReason
     gain: float
     load_bytes: float
     load_s: float
@@ -58,7 +58,7 @@ class Move:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Moves:
+class RebalancePlan:
     """The moves to make now and their trigger, or why there are none.
 
     `gain`: share of the goal's cost that all moves save, inf if there was no chain before.
@@ -67,24 +67,24 @@ class Moves:
     """
 
     goal: Goal
-    trigger: Trigger
-    moves: tuple[Move, ...]
-    before: Score
-    after: Score
+    trigger: MoveReason
+    moves: tuple[PlannedMove, ...]
+    before: PlacementScore
+    after: PlacementScore
     cost_s: float
     refused: str = ""
 
     @property
     def gain(self) -> float:
-        return saving(self.before, self.after, self.goal)
+        return relative_gain(self.before, self.after, self.goal)
 
     @property
-    def pays_back_s(self) -> float:
+    def payback_s(self) -> float:
         """Seconds until the gain exceeds the cost of moving; inf if it never does."""
         return self.cost_s / self.gain if self.gain > 0 else np.inf
 
 
-def saving(before: Score, after: Score, goal: Goal) -> float:
+def relative_gain(before: PlacementScore, after: PlacementScore, goal: Goal) -> float:
     """The share of the cost that `after` saves; inf if only `after` has a chain."""
     was, now = before.cost(goal), after.cost(goal)
     if was == np.inf:
@@ -92,7 +92,7 @@ def saving(before: Score, after: Score, goal: Goal) -> float:
     return 1.0 - now / was
 
 
-def price(
+def move_cost(
     node: NodeState, before: Span, after: Span, costs: MoveCosts
 ) -> tuple[float, float, int, float]:
     """Bytes and seconds to load, then tokens of cache and seconds to hand over."""
@@ -104,18 +104,18 @@ def price(
     return load_bytes, load_s, cache_tokens, cache_bytes / costs.hand_over_bytes_per_s
 
 
-def share_away_s(room: Room, nodes: Mapping[int, float]) -> float:
+def swarm_seconds_lost(instance: PlacementProblem, nodes: Mapping[int, float]) -> float:
     """Seconds of the whole swarm's work lost while `nodes` are away for the given seconds."""
-    rate_N = room.blocks_per_s_N
+    rate_N = instance.blocks_per_s_N
     total = float(rate_N.sum())
     lost = sum(float(rate_N[node]) * away_s for node, away_s in nodes.items())
     return lost / total if total > 0 else 0.0
 
 
-def in_waves(
+def schedule_waves(
     num_blocks: int,
-    before: Layout,
-    after: Layout,
+    before: Assignment,
+    after: Assignment,
     moving: Sequence[int],
     *,
     ready: frozenset[int],
@@ -146,13 +146,15 @@ def in_waves(
         if not wave:
             break
         for node in wave:
-            layout = layout.moved(node, after.span(node))
+            layout = layout.with_span(node, after.span(node))
         ready |= frozenset(wave)
         waves.append(wave)
         left = [node for node in left if node not in wave]
     return waves
 
 
-def _ready_holders(num_blocks: int, layout: Layout, ready: frozenset[int]) -> np.ndarray:
+def _ready_holders(num_blocks: int, assignment: Assignment, ready: frozenset[int]) -> np.ndarray:
     nodes = np.array(sorted(ready), dtype=np.int64)
-    return Layout(layout.starts_N[nodes], layout.ends_N[nodes]).holders_B(num_blocks)
+    return Assignment(assignment.starts_N[nodes], assignment.ends_N[nodes]).count_holders_B(
+        num_blocks
+    )

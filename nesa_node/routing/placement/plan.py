@@ -10,42 +10,47 @@ import numpy as np
 
 from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.core.span import Span
-from nesa_node.routing.build import Request
+from nesa_node.routing.chain_request import ChainRequest
 from nesa_node.routing.chains import Hop
-from nesa_node.routing.placement.bound import least_latency_s
-from nesa_node.routing.placement.capacity import make_room
-from nesa_node.routing.placement.exhaustive import (
+from nesa_node.routing.placement.assignment_search import (
+    MAX_ASSIGNMENTS,
     MAX_BLOCKS,
-    MAX_LAYOUTS,
-    best_of_all,
-    count_layouts,
+    balance_throughput,
+    count_assignments,
+    find_best_assignment,
+    repair_coverage,
 )
-from nesa_node.routing.placement.flow import most_flow
-from nesa_node.routing.placement.improve import mend, widen
-from nesa_node.routing.placement.recipes import RECIPES, Pipelines, Recipe, lay_out
-from nesa_node.routing.placement.room import Lacks, Layout, Room
+from nesa_node.routing.placement.bound import latency_bound_s
+from nesa_node.routing.placement.placement_problem import (
+    Assignment,
+    CoverageDeficit,
+    PlacementProblem,
+    make_placement_problem,
+)
+from nesa_node.routing.placement.recipes import RECIPES, Pipelines, Recipe, apply_recipe
 from nesa_node.routing.placement.score import (
-    MANY_NODES,
+    LARGE_SWARM_NODES,
     Goal,
-    Score,
+    PlacementScore,
     best_chain,
-    latency_s,
-    measure,
+    best_chain_latency_s,
+    flow_bound,
+    score_assignment,
 )
 from nesa_node.routing.problem import Chain
 from nesa_node.topology.snapshot import Snapshot
 
-_FOR_MANY: Mapping[Goal, frozenset[str]] = MappingProxyType(
+_LARGE_SWARM_RECIPES: Mapping[Goal, frozenset[str]] = MappingProxyType(
     {
         "latency": frozenset({"two-pipelines", "pipeline-regions"}),
         "throughput": frozenset({"fill", "regions"}),
     }
 )
-"""The recipes tried with more than `MANY_NODES` nodes, where each takes a second."""
+"""The recipes tried with more than `LARGE_SWARM_NODES` nodes, where each takes a second."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
+class PlacementPlan:
     """A span for every node that can hold one, and the expected performance.
 
     `chain`: the best chain for the first request, empty if some block has no holder. `latency_s`:
@@ -62,7 +67,7 @@ class Placement:
     chain: tuple[Hop, ...]
     latency_s: float
     steps_per_s: float
-    lacks: Lacks
+    deficit: CoverageDeficit
     bound: float
     method: str
 
@@ -79,88 +84,111 @@ class Placement:
         return self.bound / self.steps_per_s - 1.0 if self.steps_per_s > 0 else np.inf
 
 
-def place(
+def plan_placement(
     snapshot: Snapshot,
-    requests: Request | Sequence[Request],
+    requests: ChainRequest | Sequence[ChainRequest],
     *,
     goal: Goal = "latency",
     replicas: int = 2,
     recipes: Sequence[Recipe] = RECIPES,
-) -> Placement:
+) -> PlacementPlan:
     """The best placement found for all nodes of `snapshot`, regardless of their present spans.
 
     Each request is one client; their mean latency counts. Every block gets `replicas` holders if
     possible: holes are worse than missing replicas, and these are worse than any cost. Few nodes
     are searched exhaustively; else the best of `recipes` is improved by single moves.
     """
-    room = make_room(snapshot, requests, replicas=replicas)
-    layout, score, method = best_layout(room, goal, recipes)
-    return describe(snapshot, room, goal, layout, score, method)
+    room = make_placement_problem(snapshot, requests, replicas=replicas)
+    layout, score, method = find_assignment(room, goal, recipes)
+    return describe_plan(snapshot, room, goal, layout, score, method)
 
 
-def best_layout(
-    room: Room, goal: Goal, recipes: Sequence[Recipe] = RECIPES
-) -> tuple[Layout, Score, str]:
-    """The assignment that `place` describes, its score, and the method that found it."""
-    if room.problem.num_blocks <= MAX_BLOCKS and count_layouts(room) <= MAX_LAYOUTS:
-        layout = best_of_all(room, goal)
-        return layout, measure(room, layout), "exhaustive"
-    if room.problem.num_nodes > MANY_NODES:
-        recipes = [each for each in recipes if each.name in _FOR_MANY[goal]] or recipes[:1]
-    best: tuple[Layout, Score, str] | None = None
-    pipelines = Pipelines(room)
+def find_assignment(
+    instance: PlacementProblem, goal: Goal, recipes: Sequence[Recipe] = RECIPES
+) -> tuple[Assignment, PlacementScore, str]:
+    """The assignment that `plan_placement` describes, its score, and the method that found it."""
+    if instance.problem.num_blocks <= MAX_BLOCKS and count_assignments(instance) <= MAX_ASSIGNMENTS:
+        layout = find_best_assignment(instance, goal)
+        return layout, score_assignment(instance, layout), "exhaustive"
+    if instance.problem.num_nodes > LARGE_SWARM_NODES:
+        recipes = [each for each in recipes if each.name in _LARGE_SWARM_RECIPES[goal]] or recipes[
+            :1
+        ]
+    best: tuple[Assignment, PlacementScore, str] | None = None
+    pipelines = Pipelines(instance)
     for recipe in recipes:
-        layout = finish(room, lay_out(room, recipe, pipelines), goal)
-        score = measure(room, layout)
-        if best is None or score.better(best[1], goal):
+        layout = improve_assignment(instance, apply_recipe(instance, recipe, pipelines), goal)
+        score = score_assignment(instance, layout)
+        if best is None or score.is_better_than(best[1], goal):
             best = (layout, score, recipe.name)
     if best is None:
         raise ValueError("no recipe to place nodes by")
     return best
 
 
-def finish(room: Room, layout: Layout, goal: Goal) -> Layout:
+def improve_assignment(
+    instance: PlacementProblem, assignment: Assignment, goal: Goal
+) -> Assignment:
     """Improve `layout` by local search: missing replicas first, then the bottleneck."""
-    if layout.lacks(room).replicas:
-        chain = best_chain(room.problem_of(layout)) if goal == "latency" else None
+    if assignment.deficit(instance).replicas:
+        chain = best_chain(instance.chain_problem(assignment)) if goal == "latency" else None
         users = frozenset(visit.node for visit in chain or ())
-        layout = mend(room, mend(room, layout, keep=users))
-    return widen(room, layout) if goal == "throughput" else layout
+        assignment = repair_coverage(
+            instance, repair_coverage(instance, assignment, pinned_nodes=users)
+        )
+    return balance_throughput(instance, assignment) if goal == "throughput" else assignment
 
 
-def describe(
-    snapshot: Snapshot, room: Room, goal: Goal, layout: Layout, score: Score, method: str
-) -> Placement:
+def describe_plan(
+    snapshot: Snapshot,
+    instance: PlacementProblem,
+    goal: Goal,
+    assignment: Assignment,
+    score: PlacementScore,
+    method: str,
+) -> PlacementPlan:
     """`layout` by peer ids, with its bound."""
     if goal == "latency":
-        bound = float(np.mean([_least_s(room, layout, at) for at in range(len(room.clients))]))
+        bound = float(
+            np.mean(
+                [
+                    _client_bound_s(instance, assignment, at)
+                    for at in range(len(instance.client_problems))
+                ]
+            )
+        )
     else:
-        bound = most_flow(room.most_N, room.blocks_per_s_N, room.problem.num_blocks)
+        bound = flow_bound(
+            instance.max_blocks_N, instance.blocks_per_s_N, instance.problem.num_blocks
+        )
     spans = {
-        peer: layout.span(node)
-        for node, peer in enumerate(room.problem.peers)
-        if layout.ends_N[node] > layout.starts_N[node]
+        peer: assignment.span(node)
+        for node, peer in enumerate(instance.problem.peers)
+        if assignment.ends_N[node] > assignment.starts_N[node]
     }
-    return Placement(
+    return PlacementPlan(
         model_id=snapshot.model_id,
         num_blocks=snapshot.num_blocks,
         goal=goal,
-        replicas=room.replicas,
+        replicas=instance.replicas,
         spans=MappingProxyType(spans),
-        chain=hops(room, best_chain(room.problem_of(layout)) or ()),
+        chain=visits_to_hops(instance, best_chain(instance.chain_problem(assignment)) or ()),
         latency_s=score.latency_s,
         steps_per_s=score.steps_per_s,
-        lacks=score.lacks,
+        deficit=score.deficit,
         bound=bound,
         method=method,
     )
 
 
-def _least_s(room: Room, layout: Layout, client: int) -> float:
-    return least_latency_s(room.seen_by(client), latency_s(room.problem_of(layout, client)))
+def _client_bound_s(instance: PlacementProblem, assignment: Assignment, client: int) -> float:
+    return latency_bound_s(
+        instance.for_client(client),
+        best_chain_latency_s(instance.chain_problem(assignment, client)),
+    )
 
 
-def hops(room: Room, chain: Chain) -> tuple[Hop, ...]:
+def visits_to_hops(instance: PlacementProblem, chain: Chain) -> tuple[Hop, ...]:
     return tuple(
-        Hop(room.problem.peers[visit.node], Span(visit.start, visit.end)) for visit in chain
+        Hop(instance.problem.peers[visit.node], Span(visit.start, visit.end)) for visit in chain
     )

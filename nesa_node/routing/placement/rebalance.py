@@ -1,7 +1,8 @@
 """Rebalancing, R: S x P -> S' (paper, eq. 3): a better placement by few moves.
 
 Losses are repaired at once: blocks without a holder, then missing replicas. Other moves need a
-minimum gain (`Policy`). The paper's R has no such threshold and moves at every network change.
+minimum gain (`RebalancePolicy`). The paper's R has no such threshold and moves at every network
+change.
 """
 
 from __future__ import annotations
@@ -13,34 +14,38 @@ import numpy as np
 
 from nesa_node.core.ids import PeerId
 from nesa_node.core.span import Span
-from nesa_node.routing.build import Request
-from nesa_node.routing.placement.capacity import make_room
-from nesa_node.routing.placement.improve import most_wanted, widen
+from nesa_node.routing.chain_request import ChainRequest
+from nesa_node.routing.placement.assignment_search import balance_throughput, move_to_deficit
 from nesa_node.routing.placement.moves import (
-    Move,
     MoveCosts,
-    Moves,
-    Trigger,
-    in_waves,
-    price,
-    saving,
-    share_away_s,
+    MoveReason,
+    PlannedMove,
+    RebalancePlan,
+    move_cost,
+    relative_gain,
+    schedule_waves,
+    swarm_seconds_lost,
 )
-from nesa_node.routing.placement.pipeline import promising
+from nesa_node.routing.placement.pipeline import rank_nodes
+from nesa_node.routing.placement.placement_problem import (
+    Assignment,
+    CoverageDeficit,
+    PlacementProblem,
+    make_placement_problem,
+)
 from nesa_node.routing.placement.recipes import Pipelines
-from nesa_node.routing.placement.room import Lacks, Layout, Room
-from nesa_node.routing.placement.score import Goal, Score, best_chain, measure
+from nesa_node.routing.placement.score import Goal, PlacementScore, best_chain, score_assignment
 from nesa_node.routing.problem import Chain, Visit
 from nesa_node.topology.snapshot import Snapshot
 
-FEW_NODES = 200
+MAX_PIPELINE_SEARCH_NODES = 200
 """Nodes above which a given start assignment replaces the search for pipelines."""
-_SINGLES = 48
-_WORTH_TRYING = 0.01
+_MAX_SINGLE_MOVES = 48
+_MIN_STEP_GAIN = 0.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Policy:
+class RebalancePolicy:
     """Thresholds for moves without a loss, and the limit on moves.
 
     `min_gain`: least share of the goal's cost to save. `horizon_s`: time within which the gain must
@@ -54,15 +59,15 @@ class Policy:
 
 def rebalance(
     snapshot: Snapshot,
-    requests: Request | Sequence[Request],
+    requests: ChainRequest | Sequence[ChainRequest],
     *,
     goal: Goal = "latency",
     replicas: int = 2,
-    policy: Policy | None = None,
+    policy: RebalancePolicy | None = None,
     costs: MoveCosts | None = None,
     pinned: frozenset[PeerId] = frozenset(),
-    start: Layout | None = None,
-) -> Moves:
+    start: Assignment | None = None,
+) -> RebalancePlan:
     """The moves that improve the placement recorded in `snapshot`; `pinned` nodes never move.
 
     Joining nodes count as holders but not as ready: no move relies on them before they have moved.
@@ -70,30 +75,30 @@ def rebalance(
     an assignment (of a schema) whose best chains are tried first; in large swarms it replaces the
     search for pipelines.
     """
-    policy, costs = policy or Policy(), costs or MoveCosts()
-    room = make_room(snapshot, requests, replicas=replicas)
+    policy, costs = policy or RebalancePolicy(), costs or MoveCosts()
+    room = make_placement_problem(snapshot, requests, replicas=replicas)
     fixed = frozenset(row for row, peer in enumerate(room.problem.peers) if peer in pinned)
-    search = _Search(snapshot, room, goal, policy, costs, fixed, start)
-    lacks = room.now().lacks(room)
+    search = _RebalanceSearch(snapshot, room, goal, policy, costs, fixed, start)
+    lacks = room.current_assignment().deficit(room)
     if not lacks.replicas:
-        return search.gained()
-    mended = search.mended()
+        return search.plan_gains()
+    mended = search.plan_repairs()
     if mended.moves or lacks.holes:
         return mended
-    gained = search.gained()
+    gained = search.plan_gains()
     # Without moves, report the missing replicas rather than the gain that was too small.
     return gained if gained.moves else mended
 
 
-def confirmed(earlier: Moves | None, now: Moves) -> Moves:
+def require_repeated_gain(earlier: RebalancePlan | None, now: RebalancePlan) -> RebalancePlan:
     """`now`, unless it moves for a gain that the plan of the snapshot before did not find."""
     if now.trigger != "gain" or (earlier is not None and earlier.trigger == "gain"):
         return now
-    return nothing(now.before, now.goal, f"{now.gain:.0%} could be gained, seen only once so far")
+    return no_moves(now.before, now.goal, f"{now.gain:.0%} could be gained, seen only once so far")
 
 
-def nothing(score: Score, goal: Goal, refused: str = "") -> Moves:
-    return Moves(
+def no_moves(score: PlacementScore, goal: Goal, refused: str = "") -> RebalancePlan:
+    return RebalancePlan(
         goal=goal,
         trigger="none",
         moves=(),
@@ -105,26 +110,26 @@ def nothing(score: Score, goal: Goal, refused: str = "") -> Moves:
 
 
 @dataclass(frozen=True, slots=True)
-class _Search:
+class _RebalanceSearch:
     snapshot: Snapshot
-    room: Room
+    room: PlacementProblem
     goal: Goal
-    policy: Policy
+    policy: RebalancePolicy
     costs: MoveCosts
-    fixed: frozenset[int]
+    pinned_nodes: frozenset[int]
     """Indices of nodes that must not move."""
-    start: Layout | None = None
+    start: Assignment | None = None
 
-    def mended(self) -> Moves:
+    def plan_repairs(self) -> RebalancePlan:
         """Moves that repair missing blocks and replicas, smallest load first."""
-        now = self.room.now()
-        lacks = now.lacks(self.room)
-        trigger: Trigger = "hole" if lacks.holes else "replicas"
+        now = self.room.current_assignment()
+        lacks = now.deficit(self.room)
+        trigger: MoveReason = "hole" if lacks.holes else "replicas"
         layout, moving, unsafe = now, list[int](), 0
         while lacks.replicas and len(moving) < self.policy.max_moves:
             chosen = None
-            for node, moved in self._mending(layout, lacks, moving):
-                if len(self._waves(now, moved, [*moving, node])) == len(moving) + 1:
+            for node, moved in self._repairing_moves(layout, lacks, moving):
+                if len(self._waves_by_node(now, moved, [*moving, node])) == len(moving) + 1:
                     chosen = (node, moved)
                     break
                 unsafe += 1
@@ -132,70 +137,72 @@ class _Search:
                 break
             moving.append(chosen[0])
             layout = chosen[1]
-            lacks = layout.lacks(self.room)
-        before = measure(self.room, now)
+            lacks = layout.deficit(self.room)
+        before = score_assignment(self.room, now)
         if not moving:
             why = f"{lacks.holes} blocks have no holder and {lacks.replicas} replicas are missing"
             idle = "no node that may move has memory to spare for them"
-            return nothing(before, self.goal, f"{why}; {'no move is safe' if unsafe else idle}")
+            return no_moves(before, self.goal, f"{why}; {'no move is safe' if unsafe else idle}")
         left = f"{lacks.replicas} replicas are still missing" if lacks.replicas else ""
-        return self._moves(now, layout, moving, trigger, before, left)
+        return self._make_plan(now, layout, moving, trigger, before, left)
 
-    def gained(self) -> Moves:
+    def plan_gains(self) -> RebalancePlan:
         """The moves with the largest net gain, if it passes the policy."""
-        now = self.room.now()
-        before = measure(self.room, now)
-        best: Moves | None = None
-        for layout, moving in self._gaining(now, before):
-            if not self.fixed.isdisjoint(moving):
+        now = self.room.current_assignment()
+        before = score_assignment(self.room, now)
+        best: RebalancePlan | None = None
+        for layout, moving in self._gaining_assignments(now, before):
+            if not self.pinned_nodes.isdisjoint(moving):
                 continue
-            found = self._moves(now, layout, moving, "gain", before, "")
-            if len(found.moves) < len(moving) or found.after.lacks > before.lacks:
+            found = self._make_plan(now, layout, moving, "gain", before, "")
+            if len(found.moves) < len(moving) or found.after.deficit > before.deficit:
                 continue
-            if found.gain > 0 and (best is None or self._net(found) > self._net(best)):
+            if found.gain > 0 and (best is None or self._net_gain(found) > self._net_gain(best)):
                 best = found
         if best is None:
-            return nothing(before, self.goal)
+            return no_moves(before, self.goal)
         if best.gain < self.policy.min_gain:
             why = f"less than {self.policy.min_gain:.0%}"
-        elif best.pays_back_s > self.policy.horizon_s:
+        elif best.payback_s > self.policy.horizon_s:
             why = f"not within {self.policy.horizon_s:.0f} s what moving costs"
         else:
             return best
-        return nothing(before, self.goal, f"{best.gain:.1%} could be gained: {why}")
+        return no_moves(before, self.goal, f"{best.gain:.1%} could be gained: {why}")
 
-    def _net(self, moves: Moves) -> float:
+    def _net_gain(self, moves: RebalancePlan) -> float:
         return moves.gain - moves.cost_s / self.policy.horizon_s
 
-    def _mending(
-        self, layout: Layout, lacks: Lacks, moved: Sequence[int]
-    ) -> Iterator[tuple[int, Layout]]:
+    def _repairing_moves(
+        self, assignment: Assignment, lacks: CoverageDeficit, moved: Sequence[int]
+    ) -> Iterator[tuple[int, Assignment]]:
         """Single moves that reduce the deficit, most effective first, then smallest load."""
         found = []
         for node in range(self.room.problem.num_nodes):
-            if node in moved or node in self.fixed:
+            if node in moved or node in self.pinned_nodes:
                 continue
-            candidate = most_wanted(self.room, layout, node)
-            left = candidate.lacks(self.room)
+            candidate = move_to_deficit(self.room, assignment, node)
+            left = candidate.deficit(self.room)
             if left < lacks:
-                old, new = layout.span(node), candidate.span(node)
+                old, new = assignment.span(node), candidate.span(node)
                 load = len(new) - max(0, min(old.end, new.end) - max(old.start, new.start))
                 found.append(((left, load, node), candidate))
         for (_, _, node), candidate in sorted(found, key=lambda each: each[0]):
             yield node, candidate
 
-    def _gaining(self, now: Layout, before: Score) -> Iterator[tuple[Layout, list[int]]]:
+    def _gaining_assignments(
+        self, now: Assignment, before: PlacementScore
+    ) -> Iterator[tuple[Assignment, list[int]]]:
         """Candidate assignments a few moves away, each with the nodes that move."""
         limit = self.policy.max_moves
         if self.goal == "throughput":
-            wider = widen(self.room, now, max_moves=limit)
-            yield wider, _changed(now, wider)
+            wider = balance_throughput(self.room, now, max_moves=limit)
+            yield wider, _changed_nodes(now, wider)
             return
         for chain in self._chains():
             layout = now
             for visit in chain:
-                layout = _holding_run(self.room, layout, visit)
-            moving = _changed(now, layout)
+                layout = _with_span_covering(self.room, layout, visit)
+            moving = _changed_nodes(now, layout)
             if 0 < len(moving) <= limit:
                 yield layout, moving
         layout, score, moving = now, before, list[int]()
@@ -210,85 +217,89 @@ class _Search:
     def _chains(self) -> Iterator[Chain]:
         """Candidate chains whose nodes would have to move to the spans they run."""
         if self.start is not None:
-            for client in range(len(self.room.clients)):
-                yield best_chain(self.room.problem_of(self.start, client)) or ()
-        if self.start is None or self.room.problem.num_nodes <= FEW_NODES:
-            yield from Pipelines(self.room).first(2 * len(self.room.clients))
+            for client in range(len(self.room.client_problems)):
+                yield best_chain(self.room.chain_problem(self.start, client)) or ()
+        if self.start is None or self.room.problem.num_nodes <= MAX_PIPELINE_SEARCH_NODES:
+            yield from Pipelines(self.room).first(2 * len(self.room.client_problems))
 
     def _best_single(
-        self, layout: Layout, score: Score, moved: Sequence[int]
-    ) -> tuple[Layout, Score, int] | None:
+        self, assignment: Assignment, score: PlacementScore, moved: Sequence[int]
+    ) -> tuple[Assignment, PlacementScore, int] | None:
         """The move of one more node that saves most latency.
 
         Candidate spans are those that a node would run if it held all blocks.
         """
-        best: tuple[Layout, Score, int] | None = None
+        best: tuple[Assignment, PlacementScore, int] | None = None
         everyone = np.arange(self.room.problem.num_nodes)
-        few = max(4, min(_SINGLES, 15_000 // max(len(everyone), 1)))
-        for node in promising(self.room, everyone)[:few].tolist():
-            if node in moved or node in self.fixed:
+        few = max(4, min(_MAX_SINGLE_MOVES, 15_000 // max(len(everyone), 1)))
+        for node in rank_nodes(self.room, everyone)[:few].tolist():
+            if node in moved or node in self.pinned_nodes:
                 continue
-            everywhere = layout.moved(node, Span(0, self.room.problem.num_blocks))
-            for candidate in self._used_parts(layout, everywhere, node):
-                found = measure(self.room, candidate)
-                if found.lacks > score.lacks:
+            everywhere = assignment.with_span(node, Span(0, self.room.problem.num_blocks))
+            for candidate in self._used_spans(assignment, everywhere, node):
+                found = score_assignment(self.room, candidate)
+                if found.deficit > score.deficit:
                     continue
                 least_s = (best[1] if best else score).latency_s
-                if found.latency_s < least_s * (1 - _WORTH_TRYING):
+                if found.latency_s < least_s * (1 - _MIN_STEP_GAIN):
                     best = (candidate, found, node)
         return best
 
-    def _used_parts(self, layout: Layout, everywhere: Layout, node: int) -> Iterator[Layout]:
-        seen = {layout.span(node)}
-        for client in range(len(self.room.clients)):
-            chain = best_chain(self.room.problem_of(everywhere, client)) or ()
+    def _used_spans(
+        self, assignment: Assignment, everywhere: Assignment, node: int
+    ) -> Iterator[Assignment]:
+        seen = {assignment.span(node)}
+        for client in range(len(self.room.client_problems)):
+            chain = best_chain(self.room.chain_problem(everywhere, client)) or ()
             for visit in chain:
                 if visit.node != node:
                     continue
-                candidate = _holding_run(self.room, layout, visit)
+                candidate = _with_span_covering(self.room, assignment, visit)
                 if candidate.span(node) not in seen:
                     seen.add(candidate.span(node))
                     yield candidate
 
-    def _waves(self, now: Layout, after: Layout, moving: Sequence[int]) -> dict[int, int]:
+    def _waves_by_node(
+        self, now: Assignment, after: Assignment, moving: Sequence[int]
+    ) -> dict[int, int]:
         """The wave number of each node that can move safely."""
         serving = {node.peer_id for node in self.snapshot.nodes}
         ready = frozenset(
             row for row, peer in enumerate(self.room.problem.peers) if peer in serving
         )
-        broken = now.lacks(self.room).holes > 0
+        broken = now.deficit(self.room).holes > 0
         blocks = self.room.problem.num_blocks
-        waves = in_waves(blocks, now, after, moving, ready=ready, broken=broken)
+        waves = schedule_waves(blocks, now, after, moving, ready=ready, broken=broken)
         return {node: number for number, wave in enumerate(waves) for node in wave}
 
-    def _moves(
+    def _make_plan(
         self,
-        now: Layout,
-        after: Layout,
+        now: Assignment,
+        after: Assignment,
         moving: Sequence[int],
-        trigger: Trigger,
-        before: Score,
+        trigger: MoveReason,
+        before: PlacementScore,
         refused: str,
-    ) -> Moves:
-        wave_of = self._waves(now, after, moving)
+    ) -> RebalancePlan:
+        wave_of = self._waves_by_node(now, after, moving)
         ordered = sorted(wave_of, key=lambda node: (wave_of[node], moving.index(node)))
         states = {node.peer_id: node for node in (*self.snapshot.nodes, *self.snapshot.joining)}
         layout, score = now, before
         moves = []
         for node in ordered:
-            layout = layout.moved(node, after.span(node))
-            then = measure(self.room, layout)
+            layout = layout.with_span(node, after.span(node))
+            then = score_assignment(self.room, layout)
             peer = self.room.problem.peers[node]
-            load_bytes, load_s, cache_tokens, hand_over_s = price(
+            load_bytes, load_s, cache_tokens, hand_over_s = move_cost(
                 states[peer], now.span(node), after.span(node), self.costs
             )
             moves.append(
-                Move(
+                PlannedMove(
                     peer_id=peer,
                     before=now.span(node),
                     after=after.span(node),
                     reason=trigger,
-                    gain=saving(score, then, self.goal),
+                    gain=relative_gain(score, then, self.goal),
                     load_bytes=load_bytes,
                     load_s=load_s,
                     cache_tokens=cache_tokens,
@@ -298,32 +309,34 @@ class _Search:
             )
             score = then
         away = {node: move.away_s for node, move in zip(ordered, moves, strict=True)}
-        return Moves(
+        return RebalancePlan(
             goal=self.goal,
             trigger=trigger,
             moves=tuple(moves),
             before=before,
             after=score,
-            cost_s=share_away_s(self.room, away),
+            cost_s=swarm_seconds_lost(self.room, away),
             refused=refused,
         )
 
 
-def _holding_run(room: Room, layout: Layout, visit: Visit) -> Layout:
+def _with_span_covering(
+    instance: PlacementProblem, assignment: Assignment, visit: Visit
+) -> Assignment:
     """`layout` with the visit's node moved by the least distance that covers the visit.
 
     If the visit does not fit, its beginning is covered.
     """
-    here = layout.span(visit.node)
-    most = int(room.most_N[visit.node])
+    here = assignment.span(visit.node)
+    most = int(instance.max_blocks_N[visit.node])
     end = min(visit.end, visit.start + most)
     if here.start <= visit.start and end <= here.end:
-        return layout
-    start = min(max(here.start, end - most, 0), visit.start, room.problem.num_blocks - most)
-    return layout.moved(visit.node, Span(start, start + most))
+        return assignment
+    start = min(max(here.start, end - most, 0), visit.start, instance.problem.num_blocks - most)
+    return assignment.with_span(visit.node, Span(start, start + most))
 
 
-def _changed(before: Layout, after: Layout) -> list[int]:
+def _changed_nodes(before: Assignment, after: Assignment) -> list[int]:
     differs_N = (before.starts_N != after.starts_N) | (before.ends_N != after.ends_N)
     changed: list[int] = np.flatnonzero(differs_N).tolist()
     return changed

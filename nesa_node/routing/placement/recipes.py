@@ -3,6 +3,8 @@
 Each is cheap compared with a search, and none is best everywhere. Pipelines suit few sessions with
 low latency, filling suits many sessions. A region that holds the whole model saves its clients
 long-distance transfers; a smaller one can be part of a pipeline through several regions.
+
+Water filling: spans of further nodes go to the blocks with the least speed.
 """
 
 from __future__ import annotations
@@ -13,17 +15,87 @@ from typing import Literal
 
 import numpy as np
 
-from nesa_node.routing.placement.bound import nearest_s
-from nesa_node.routing.placement.cuts import even_cuts
-from nesa_node.routing.placement.fill import Water, fill
-from nesa_node.routing.placement.pipeline import cut_pipeline, find_pipeline, thumb_pipeline
-from nesa_node.routing.placement.room import Layout, Room
+from nesa_node.routing.placement.bound import nearest_transfer_s
+from nesa_node.routing.placement.pipeline import (
+    cut_pipeline,
+    even_cuts,
+    find_pipeline,
+    heuristic_pipeline,
+)
+from nesa_node.routing.placement.placement_problem import Assignment, PlacementProblem
 from nesa_node.routing.problem import Chain, Floats, Ints
 
-Order = Literal["memory", "speed", "near"]
+_EMPTY_LEVEL = 1e-9
+_SHARPNESS = 3.0
 
 
-_NEAR_GROUPS = 4
+@dataclass(slots=True, eq=False)
+class BlockCoverage:
+    """Holders and speed per block of the spans placed so far.
+
+    A node adds its speed divided by the length of its span to each of its blocks.
+    """
+
+    holders_B: Ints
+    speed_B: Floats
+
+    @classmethod
+    def empty(cls, num_blocks: int) -> BlockCoverage:
+        return cls(np.zeros(num_blocks, dtype=np.int64), np.zeros(num_blocks))
+
+    def add_span(self, start: int, max_blocks: int, blocks_per_s: float) -> None:
+        self.holders_B[start : start + max_blocks] += 1
+        self.speed_B[start : start + max_blocks] += blocks_per_s / max_blocks
+
+    def best_start(
+        self, max_blocks: int, blocks_per_s: float, replicas: int, first_start: int, last_start: int
+    ) -> int:
+        """The best start from `least` to `last_start` for a span of `most` blocks.
+
+        It covers most blocks without a holder, then adds most missing replicas, then most relieves
+        slow blocks; ties go to the lowest start. The relief of a block is the decrease of its
+        speed^-3: this nearly raises the slowest block first, and sums over windows are cheap.
+        """
+        level_B = self.speed_B + _EMPTY_LEVEL * blocks_per_s
+        ease_B = level_B**-_SHARPNESS - (level_B + blocks_per_s / max_blocks) ** -_SHARPNESS
+        covered = _window_sums((self.holders_B == 0).astype(np.float64), max_blocks)[
+            first_start : last_start + 1
+        ]
+        replicated = _window_sums((self.holders_B < replicas).astype(np.float64), max_blocks)
+        eased = _window_sums(ease_B, max_blocks)
+        best = np.flatnonzero(covered == covered.max()) + first_start
+        best = best[replicated[best] == replicated[best].max()]
+        # Window sums of equal blocks differ in their last bits, which must not break ties.
+        return int(best[np.argmax(eased[best] >= eased[best].max() * (1 - 1e-9))])
+
+
+def water_fill(
+    instance: PlacementProblem, starts_N: Ints, coverage: BlockCoverage, nodes: Sequence[int]
+) -> None:
+    """Place `nodes` in that order: writes their starts to `starts_N` and adds them to
+    `coverage`."""
+    rate_N = instance.blocks_per_s_N
+    for node in nodes:
+        most = int(instance.max_blocks_N[node])
+        if most == 0:
+            starts_N[node] = 0
+            continue
+        last = instance.problem.num_blocks - most
+        start = coverage.best_start(most, float(rate_N[node]), instance.replicas, 0, last)
+        starts_N[node] = start
+        coverage.add_span(start, most, float(rate_N[node]))
+
+
+def _window_sums(values_B: Floats, width: int) -> Floats:
+    """The sums of all windows of `width` blocks."""
+    sums = np.concatenate(([0.0], np.cumsum(values_B)))
+    return sums[width:] - sums[:-width]
+
+
+FillOrder = Literal["memory", "speed", "near"]
+
+
+_NUM_NEAR_GROUPS = 4
 """Groups of near nodes by which nodes are ordered if the recipe has no regions."""
 
 
@@ -42,7 +114,7 @@ class Recipe:
     pipelines: int = 0
     searched: bool = True
     cut: Literal["quickest", "even"] = "quickest"
-    order: Order = "memory"
+    order: FillOrder = "memory"
     regions: int = 1
 
 
@@ -66,10 +138,10 @@ class Pipelines:
     Clients take turns. Pipelines are found on demand and shared by recipes.
     """
 
-    def __init__(self, room: Room, *, searched: bool = True) -> None:
-        self._room = room
-        self._find = find_pipeline if searched else thumb_pipeline
-        self._free_N = room.most_N > 0
+    def __init__(self, instance: PlacementProblem, *, searched: bool = True) -> None:
+        self._room = instance
+        self._find = find_pipeline if searched else heuristic_pipeline
+        self._free_N = instance.max_blocks_N > 0
         self._found: list[Chain] = []
         self._nearest_s_N: Floats | None = None
         self._exhausted = False
@@ -78,10 +150,10 @@ class Pipelines:
         """The first `count` pipelines; fewer if the nodes do not suffice."""
         while len(self._found) < count and not self._exhausted:
             if self._nearest_s_N is None:
-                self._nearest_s_N = nearest_s(self._room.problem.transfer_s_NN)
-            client = len(self._found) % len(self._room.clients)
+                self._nearest_s_N = nearest_transfer_s(self._room.problem.transfer_s_NN)
+            client = len(self._found) % len(self._room.client_problems)
             free = np.flatnonzero(self._free_N)
-            chain = self._find(self._room.seen_by(client), free, self._nearest_s_N)
+            chain = self._find(self._room.for_client(client), free, self._nearest_s_N)
             if chain is None:
                 self._exhausted = True
             else:
@@ -90,75 +162,85 @@ class Pipelines:
         return self._found[:count]
 
 
-def lay_out(room: Room, recipe: Recipe, pipelines: Pipelines | None = None) -> Layout:
+def apply_recipe(
+    instance: PlacementProblem, recipe: Recipe, pipelines: Pipelines | None = None
+) -> Assignment:
     """The assignment made by `recipe`; every node holds as many blocks as fit.
 
     `pipelines`: searched pipelines of `room` to reuse, if any.
     """
-    blocks = room.problem.num_blocks
-    starts_N = np.zeros(room.problem.num_nodes, dtype=np.int64)
-    water = Water.none(blocks)
-    free_N = room.most_N > 0
+    blocks = instance.problem.num_blocks
+    starts_N = np.zeros(instance.problem.num_nodes, dtype=np.int64)
+    water = BlockCoverage.empty(blocks)
+    free_N = instance.max_blocks_N > 0
     if pipelines is None or not recipe.searched:
-        pipelines = Pipelines(room, searched=recipe.searched)
+        pipelines = Pipelines(instance, searched=recipe.searched)
     for chain in pipelines.first(recipe.pipelines):
         if recipe.cut == "even":
-            chain = cut_pipeline(room, [visit.node for visit in chain], even_cuts)
-        grow(room, starts_N, water, chain)
+            chain = cut_pipeline(instance, [visit.node for visit in chain], even_cuts)
+        grow_spans(instance, starts_N, water, chain)
         free_N[[visit.node for visit in chain]] = False
-    for group in _groups(room, np.flatnonzero(free_N), recipe):
-        if recipe.regions > 1 and int(room.most_N[group].sum()) >= blocks:
-            fill(room, starts_N, Water.none(blocks), group.tolist())
-            _pour_again(room, starts_N, water, group)
+    for group in _ordered_groups(instance, np.flatnonzero(free_N), recipe):
+        if recipe.regions > 1 and int(instance.max_blocks_N[group].sum()) >= blocks:
+            water_fill(instance, starts_N, BlockCoverage.empty(blocks), group.tolist())
+            _add_spans(instance, starts_N, water, group)
         else:
-            fill(room, starts_N, water, group.tolist())
-    return room.widest(starts_N)
+            water_fill(instance, starts_N, water, group.tolist())
+    return instance.assign_full_spans(starts_N)
 
 
-def grow(room: Room, starts_N: Ints, water: Water, chain: Chain) -> None:
+def grow_spans(
+    instance: PlacementProblem, starts_N: Ints, coverage: BlockCoverage, chain: Chain
+) -> None:
     """Extend the spans of a pipeline's nodes to their capacity, where that helps most."""
-    rate_N = room.blocks_per_s_N
+    rate_N = instance.blocks_per_s_N
     for visit in chain:
-        most = int(room.most_N[visit.node])
+        most = int(instance.max_blocks_N[visit.node])
         least = max(0, visit.end - most)
-        greatest = min(visit.start, room.problem.num_blocks - most)
+        greatest = min(visit.start, instance.problem.num_blocks - most)
         rate = float(rate_N[visit.node])
-        start = water.best_start(most, rate, room.replicas, least, greatest)
+        start = coverage.best_start(most, rate, instance.replicas, least, greatest)
         starts_N[visit.node] = start
-        water.pour(start, most, rate)
+        coverage.add_span(start, most, rate)
 
 
-def _pour_again(room: Room, starts_N: Ints, water: Water, nodes: Ints) -> None:
-    rate_N = room.blocks_per_s_N
+def _add_spans(
+    instance: PlacementProblem, starts_N: Ints, coverage: BlockCoverage, nodes: Ints
+) -> None:
+    rate_N = instance.blocks_per_s_N
     for node in nodes:
-        water.pour(int(starts_N[node]), int(room.most_N[node]), float(rate_N[node]))
+        coverage.add_span(
+            int(starts_N[node]), int(instance.max_blocks_N[node]), float(rate_N[node])
+        )
 
 
-def _groups(room: Room, nodes: Ints, recipe: Recipe) -> Sequence[Ints]:
+def _ordered_groups(instance: PlacementProblem, nodes: Ints, recipe: Recipe) -> Sequence[Ints]:
     """The filling nodes in order, by groups of near nodes, the largest group first."""
     if recipe.regions == 1 and recipe.order != "near":
-        return [_ordered(room, nodes, recipe.order)]
-    group_N = near_groups(room, nodes, recipe.regions if recipe.regions > 1 else _NEAR_GROUPS)
+        return [_order_nodes(instance, nodes, recipe.order)]
+    group_N = cluster_nodes(
+        instance, nodes, recipe.regions if recipe.regions > 1 else _NUM_NEAR_GROUPS
+    )
     members = [nodes[group_N == group] for group in np.unique(group_N)]
-    members.sort(key=lambda group: (-int(room.most_N[group].sum()), int(group[0])))
-    order: Order = "memory" if recipe.order == "near" else recipe.order
-    ordered = [_ordered(room, group, order) for group in members]
+    members.sort(key=lambda group: (-int(instance.max_blocks_N[group].sum()), int(group[0])))
+    order: FillOrder = "memory" if recipe.order == "near" else recipe.order
+    ordered = [_order_nodes(instance, group, order) for group in members]
     return ordered if recipe.regions > 1 or not ordered else [np.concatenate(ordered)]
 
 
-def _ordered(room: Room, nodes: Ints, order: Order) -> Ints:
+def _order_nodes(instance: PlacementProblem, nodes: Ints, order: FillOrder) -> Ints:
     """`nodes` by capacity (small nodes fit into the gaps that large ones leave) or by speed."""
-    size_N, rate_N = room.most_N[nodes], room.blocks_per_s_N[nodes]
+    size_N, rate_N = instance.max_blocks_N[nodes], instance.blocks_per_s_N[nodes]
     keys = (-rate_N, -size_N) if order == "memory" else (-size_N, -rate_N)
     return nodes[np.lexsort((nodes, *keys))]
 
 
-def near_groups(room: Room, nodes: Ints, count: int, rounds: int = 4) -> Ints:
+def cluster_nodes(instance: PlacementProblem, nodes: Ints, count: int, rounds: int = 4) -> Ints:
     """The group number of each node, by k-medoids with at most `count` groups."""
     if not len(nodes):
         return np.zeros(0, dtype=np.int64)
-    transfer_s_NN = room.problem.transfer_s_NN
-    centres = [int(nodes[np.argmin(room.problem.entry_s_N[nodes])])]
+    transfer_s_NN = instance.problem.transfer_s_NN
+    centres = [int(nodes[np.argmin(instance.problem.entry_s_N[nodes])])]
     far_s_N = transfer_s_NN[nodes, centres[0]].copy()
     while len(centres) < min(count, len(nodes)):
         centres.append(int(nodes[np.argmax(far_s_N)]))
@@ -166,7 +248,8 @@ def near_groups(room: Room, nodes: Ints, count: int, rounds: int = 4) -> Ints:
     for _ in range(rounds):
         group_N = transfer_s_NN[np.ix_(nodes, np.array(centres))].argmin(axis=1)
         settled = [
-            _medoid(room, nodes[group_N == group], centre) for group, centre in enumerate(centres)
+            _medoid(instance, nodes[group_N == group], centre)
+            for group, centre in enumerate(centres)
         ]
         if settled == centres:
             break
@@ -175,8 +258,8 @@ def near_groups(room: Room, nodes: Ints, count: int, rounds: int = 4) -> Ints:
     return groups_N
 
 
-def _medoid(room: Room, members: Ints, otherwise: int, sample: int = 256) -> int:
+def _medoid(instance: PlacementProblem, members: Ints, otherwise: int, sample: int = 256) -> int:
     if not len(members):
         return otherwise
     some = members[:: max(1, len(members) // sample)]
-    return int(some[room.problem.transfer_s_NN[np.ix_(some, some)].sum(axis=0).argmin()])
+    return int(some[instance.problem.transfer_s_NN[np.ix_(some, some)].sum(axis=0).argmin()])

@@ -8,22 +8,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from nesa_node.topology.changes.jitter import Jitter
 from nesa_node.topology.changes.membership import (
-    Holdings,
-    Roster,
+    BlockHoldings,
+    MembershipSnapshot,
     judge_departures,
     judge_membership,
     judge_region,
 )
-from nesa_node.topology.changes.shift import Connections, ShiftState, judge_shift
-from nesa_node.topology.changes.triggers import Sensitivity, Trigger, TriggerName
+from nesa_node.topology.changes.shift import ConnectivitySnapshot, ShiftState, judge_shift
+from nesa_node.topology.changes.triggers import JitterHistory, Sensitivity, Trigger, TriggerName
 
-_LOSSES: frozenset[TriggerName] = frozenset({"coverage", "replicas", "capacity"})
+_LOSS_TRIGGERS: frozenset[TriggerName] = frozenset({"coverage", "replicas", "capacity"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanCosts:
+class PlanCostPair:
     """Costs of the current plan and of the best one known on this snapshot, in one unit.
 
     Choose the best plan on earlier snapshots than the one on which both are costed, and keep it
@@ -42,9 +41,9 @@ class Observation:
     is known, and its count of agreeing snapshots restarts.
     """
 
-    connections: Connections
-    holdings: Holdings | None = None
-    plan: PlanCosts | None = None
+    connections: ConnectivitySnapshot
+    holdings: BlockHoldings | None = None
+    plan: PlanCostPair | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,11 +54,11 @@ class ChangeState:
     """
 
     shift: ShiftState | None = None
-    rosters: tuple[Roster, ...] = ()
-    departures: Jitter = field(default_factory=Jitter)
-    holdings: Holdings | None = None
-    plan_in_a_row: int = 0
-    gain_in_a_row: int = 0
+    rosters: tuple[MembershipSnapshot, ...] = ()
+    departures: JitterHistory = field(default_factory=JitterHistory)
+    holdings: BlockHoldings | None = None
+    plan_streak: int = 0
+    gain_streak: int = 0
     sensitivity: Sensitivity = field(default_factory=Sensitivity)
 
 
@@ -68,15 +67,15 @@ class ChangeReport:
     """Result of the detector. `gains`: a better plan has stayed better for long enough to move."""
 
     triggers: tuple[Trigger, ...]
-    gains: bool = False
+    plan_gained: bool = False
 
     @property
     def fired(self) -> tuple[TriggerName, ...]:
         return tuple(trigger.name for trigger in self.triggers if trigger.fired)
 
     @property
-    def lost(self) -> bool:
-        return not _LOSSES.isdisjoint(self.fired)
+    def has_losses(self) -> bool:
+        return not _LOSS_TRIGGERS.isdisjoint(self.fired)
 
     @property
     def should_replan(self) -> bool:
@@ -85,14 +84,14 @@ class ChangeReport:
 
     @property
     def should_move(self) -> bool:
-        return self.lost or self.gains
+        return self.has_losses or self.plan_gained
 
 
-def observe(state: ChangeState, now: Observation) -> tuple[ChangeState, ChangeReport]:
+def judge_snapshot(state: ChangeState, now: Observation) -> tuple[ChangeState, ChangeReport]:
     """Evaluate all triggers on one snapshot. Raises `ValueError` for invalid input."""
     sensitivity = state.sensitivity
     shift, triggers = judge_shift(state.shift, now.connections, sensitivity)
-    roster = Roster(now.connections.peers, now.connections.tree)
+    roster = MembershipSnapshot(now.connections.peers, now.connections.tree)
     departures, left = judge_departures(state.departures, state.rosters, roster, sensitivity)
     triggers += (left, judge_region(state.rosters, roster, sensitivity))
     holdings = state.holdings
@@ -101,11 +100,11 @@ def observe(state: ChangeState, now: Observation) -> tuple[ChangeState, ChangeRe
         triggers += losses
     in_a_row, sure, gains = 0, 0, False
     if now.plan is not None:
-        plan = judge_plan(now.plan, state.plan_in_a_row, sensitivity)
+        plan = judge_plan(now.plan, state.plan_streak, sensitivity)
         triggers += (plan,)
         in_a_row = plan.in_a_row
         least = sensitivity.plan_gain * (1 + sensitivity.plan_error)
-        sure = state.gain_in_a_row + 1 if plan.figure > least else 0
+        sure = state.gain_streak + 1 if plan.figure > least else 0
         gains = sure >= sensitivity.move_in_a_row
         if gains:
             sure = 0
@@ -114,7 +113,7 @@ def observe(state: ChangeState, now: Observation) -> tuple[ChangeState, ChangeRe
     return after, ChangeReport(triggers, gains)
 
 
-def judge_plan(costs: PlanCosts, in_a_row: int, sensitivity: Sensitivity) -> Trigger:
+def judge_plan(costs: PlanCostPair, in_a_row: int, sensitivity: Sensitivity) -> Trigger:
     """Whether the current plan costs too much; `in_a_row` counts earlier snapshots that agreed.
 
     An infeasible plan has cost inf. Raises `ValueError` for costs that are negative or NaN.

@@ -12,13 +12,18 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from nesa_node.topology.changes.jitter import Jitter, judge_jitter
-from nesa_node.topology.changes.triggers import Sensitivity, Trigger, TriggerName
-from nesa_node.topology.homology.merge_tree import MergeTree
+from nesa_node.topology.changes.triggers import (
+    JitterHistory,
+    Sensitivity,
+    Trigger,
+    TriggerName,
+    judge_jitter,
+)
+from nesa_node.topology.shape.merge_tree import MergeTree
 
 
 @dataclass(frozen=True, slots=True)
-class Holdings:
+class BlockHoldings:
     """Number of holders of each block, and the capacity of all nodes in any one unit (tokens/s)."""
 
     holders_B: tuple[int, ...]
@@ -26,7 +31,7 @@ class Holdings:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Roster:
+class MembershipSnapshot:
     """Nodes of one snapshot and their merge tree; peers[n] is node n of the tree."""
 
     peers: tuple[str, ...]
@@ -34,8 +39,8 @@ class Roster:
 
 
 def judge_membership(
-    reference: Holdings | None, now: Holdings, sensitivity: Sensitivity
-) -> tuple[Holdings, tuple[Trigger, ...]]:
+    reference: BlockHoldings | None, now: BlockHoldings, sensitivity: Sensitivity
+) -> tuple[BlockHoldings, tuple[Trigger, ...]]:
     """Evaluate coverage, replicas and capacity against the reference; returns its update, too.
 
     Each trigger fires at once: an expired record is no jitter. Coverage fires as long as a block
@@ -56,15 +61,17 @@ def judge_membership(
     lost = 1.0 - now.capacity / before.capacity if before.capacity > 0 else 0.0
     short = lost > sensitivity.capacity_lost
     triggers = (
-        _trigger("coverage", len(bare), 0.0, f"{len(bare)} blocks without a holder{_listed(bare)}"),
-        _trigger(
+        _immediate_trigger(
+            "coverage", len(bare), 0.0, f"{len(bare)} blocks without a holder{_format_blocks(bare)}"
+        ),
+        _immediate_trigger(
             "replicas",
             len(thin),
             0.0,
             f"{len(thin)} blocks lost holders and have fewer than "
-            f"{sensitivity.replicas_wanted}{_listed(thin)}",
+            f"{sensitivity.replicas_wanted}{_format_blocks(thin)}",
         ),
-        _trigger(
+        _immediate_trigger(
             "capacity",
             max(lost, 0.0),
             sensitivity.capacity_lost,
@@ -73,12 +80,15 @@ def judge_membership(
     )
     holders = now.holders_B if thin else tuple(map(max, before.holders_B, now.holders_B))
     capacity = now.capacity if short else max(before.capacity, now.capacity)
-    return Holdings(holders, capacity), triggers
+    return BlockHoldings(holders, capacity), triggers
 
 
 def judge_departures(
-    jitter: Jitter, before: tuple[Roster, ...], now: Roster, sensitivity: Sensitivity
-) -> tuple[Jitter, Trigger]:
+    jitter: JitterHistory,
+    before: tuple[MembershipSnapshot, ...],
+    now: MembershipSnapshot,
+    sensitivity: Sensitivity,
+) -> tuple[JitterHistory, Trigger]:
     """Whether unusually many nodes left since the last of the snapshots `before`.
 
     One snapshot is enough to fire: records do not jitter, and a node cannot leave twice.
@@ -90,7 +100,9 @@ def judge_departures(
     return judge_jitter(jitter, "departures", share, once, what)
 
 
-def judge_region(before: tuple[Roster, ...], now: Roster, sensitivity: Sensitivity) -> Trigger:
+def judge_region(
+    before: tuple[MembershipSnapshot, ...], now: MembershipSnapshot, sensitivity: Sensitivity
+) -> Trigger:
     """Whether a whole branch of the merge tree left, however small.
 
     `before` holds at most the last two snapshots, the older one first: a region's records expire
@@ -103,10 +115,10 @@ def judge_region(before: tuple[Roster, ...], now: Roster, sensitivity: Sensitivi
         gone_N = np.array([peer not in there for peer in before[0].peers], dtype=np.bool_)
         left = before[0].tree.largest_branch(gone_N)
     reason = f"{left} nodes that lay together are all gone; {sensitivity.least_region} are a region"
-    return _trigger("region", left, sensitivity.least_region - 1, reason)
+    return _immediate_trigger("region", left, sensitivity.least_region - 1, reason)
 
 
-def _trigger(name: TriggerName, figure: float, threshold: float, reason: str) -> Trigger:
+def _immediate_trigger(name: TriggerName, figure: float, threshold: float, reason: str) -> Trigger:
     fired = figure > threshold
     return Trigger(
         name=name,
@@ -118,7 +130,7 @@ def _trigger(name: TriggerName, figure: float, threshold: float, reason: str) ->
     )
 
 
-def _listed(blocks: list[int], most: int = 8) -> str:
+def _format_blocks(blocks: list[int], most: int = 8) -> str:
     if not blocks:
         return ""
     more = ", ..." if len(blocks) > most else ""

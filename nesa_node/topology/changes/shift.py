@@ -16,19 +16,18 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from nesa_node.topology.changes.jitter import Jitter, judge_jitter
-from nesa_node.topology.changes.triggers import Sensitivity, Trigger
-from nesa_node.topology.homology.cophenetic import mean_difference
-from nesa_node.topology.homology.filtration import Filtration, Floats
-from nesa_node.topology.homology.merge_tree import MergeTree, merge_tree
+from nesa_node.topology.changes.triggers import JitterHistory, Sensitivity, Trigger, judge_jitter
+from nesa_node.topology.shape.cophenetic import mean_difference
+from nesa_node.topology.shape.filtration import Filtration, Floats
+from nesa_node.topology.shape.merge_tree import MergeTree, merge_tree
 
 # Maximum number of nodes with stored round trips: 160 kB a snapshot.
-_SAMPLED = 200
-_COMPARED = 500
+_MAX_SAMPLED_NODES = 200
+_MAX_COMPARED_NODES = 500
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Connections:
+class ConnectivitySnapshot:
     """A snapshot's round trips and their merge tree.
 
     peers : the names of the filtration's nodes, in its order.
@@ -40,7 +39,7 @@ class Connections:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Remembered:
+class ReferenceSnapshot:
     """Data of a snapshot that later ones are compared with.
 
     place : each peer's index in the tree.
@@ -48,9 +47,9 @@ class Remembered:
     sampled : the sampled peers' indices in weight_SS, [S, S] float32.
     """
 
-    place: dict[str, int]
+    index_of: dict[str, int]
     tree: MergeTree
-    unit: float
+    median_rtt: float
     sampled: dict[str, int]
     weight_SS: NDArray[np.float32]
 
@@ -63,22 +62,22 @@ class ShiftState:
     last : the previous snapshot, changed or not.
     """
 
-    reference: tuple[Remembered, ...]
-    last: Remembered
-    shift: Jitter = field(default_factory=Jitter)
-    round_trips: Jitter = field(default_factory=Jitter)
-    places: Jitter = field(default_factory=Jitter)
+    reference: tuple[ReferenceSnapshot, ...]
+    last: ReferenceSnapshot
+    shift: JitterHistory = field(default_factory=JitterHistory)
+    round_trips: JitterHistory = field(default_factory=JitterHistory)
+    displacement: JitterHistory = field(default_factory=JitterHistory)
 
 
-def connections_of(peers: tuple[str, ...], filtration: Filtration) -> Connections:
+def make_connectivity(peers: tuple[str, ...], filtration: Filtration) -> ConnectivitySnapshot:
     """Add the merge tree. Raises `ValueError` unless there is one distinct peer per node."""
     if len(peers) != len(filtration) or len(set(peers)) != len(peers):
         raise ValueError(f"{len(filtration)} nodes need as many different peers")
-    return Connections(peers, filtration, merge_tree(filtration))
+    return ConnectivitySnapshot(peers, filtration, merge_tree(filtration))
 
 
 def judge_shift(
-    state: ShiftState | None, now: Connections, sensitivity: Sensitivity
+    state: ShiftState | None, now: ConnectivitySnapshot, sensitivity: Sensitivity
 ) -> tuple[ShiftState, tuple[Trigger, ...]]:
     """Compare `now` with the reference; returns the next state and three triggers.
 
@@ -91,28 +90,29 @@ def judge_shift(
     When a trigger fires, `now` becomes the reference. A snapshot above no threshold joins it; one
     with an undecided figure does not, so that a beginning event stays out of the reference.
     """
-    remembered = _remember(now)
+    remembered = _make_reference(now)
     reference = state.reference if state else (remembered,)
     old = state or ShiftState(reference, remembered)
-    cap = sensitivity.unreachable * reference[-1].unit
+    cap = sensitivity.unreachable * reference[-1].median_rtt
     shift, shifted = judge_jitter(
         old.shift,
         "shift",
-        _shift(reference, remembered, cap) / reference[-1].unit,
+        _merge_tree_shift(reference, remembered, cap) / reference[-1].median_rtt,
         sensitivity,
         "nodes connect at scales that differ by {} of the median round trip",
     )
     trips, moved = judge_jitter(
         old.round_trips,
         "round trips",
-        _moved(reference, now, remembered.place) / reference[-1].unit,
+        _mean_rtt_change(reference, now, remembered.index_of) / reference[-1].median_rtt,
         sensitivity,
         "round trips differ by {} of their median",
     )
     places, displaced = judge_jitter(
-        old.places,
+        old.displacement,
         "places",
-        _displaced(_lasting(reference, old.last, remembered)) / reference[-1].unit,
+        _mean_displacement(_lasting_rtt_change(reference, old.last, remembered))
+        / reference[-1].median_rtt,
         replace(sensitivity, in_a_row=1),  # the figure compares two snapshots already
         "most of a node's round trips differ, twice in a row, by {} of the median",
     )
@@ -120,17 +120,21 @@ def judge_shift(
     if state is None:  # the snapshot was compared with itself
         return old, found
     if any(trigger.fired for trigger in found):
-        calm = (Jitter(shift.past), Jitter(trips.past), Jitter(places.past))
+        calm = (
+            JitterHistory(shift.calm_figures),
+            JitterHistory(trips.calm_figures),
+            JitterHistory(places.calm_figures),
+        )
         return ShiftState((remembered,), remembered, *calm), found
     if not shift.pending and not trips.pending and not places.pending:
         reference = (*reference, remembered)[-sensitivity.reference :]
     return ShiftState(reference, remembered, shift, trips, places), found
 
 
-def _remember(now: Connections) -> Remembered:
+def _make_reference(now: ConnectivitySnapshot) -> ReferenceSnapshot:
     count = len(now.peers)
-    sample = np.unique(np.linspace(0, count - 1, min(count, _SAMPLED)).astype(np.int64))
-    return Remembered(
+    sample = np.unique(np.linspace(0, count - 1, min(count, _MAX_SAMPLED_NODES)).astype(np.int64))
+    return ReferenceSnapshot(
         {peer: index for index, peer in enumerate(now.peers)},
         now.tree,
         now.filtration.median_weight() or float(np.finfo(np.float64).tiny),
@@ -139,16 +143,22 @@ def _remember(now: Connections) -> Remembered:
     )
 
 
-def _shift(reference: tuple[Remembered, ...], now: Remembered, cap: float) -> float:
+def _merge_tree_shift(
+    reference: tuple[ReferenceSnapshot, ...], now: ReferenceSnapshot, cap: float
+) -> float:
     """Mean difference of cophenetic heights, among at most 500 common nodes."""
-    common = sorted(set(now.place).intersection(*(old.place for old in reference)))
-    peers = common[:: -(-len(common) // _COMPARED) or 1]
-    nodes_KC = np.array([[old.place[peer] for peer in peers] for old in reference], dtype=np.int64)
-    now_C = np.array([now.place[peer] for peer in peers], dtype=np.int64)
+    common = sorted(set(now.index_of).intersection(*(old.index_of for old in reference)))
+    peers = common[:: -(-len(common) // _MAX_COMPARED_NODES) or 1]
+    nodes_KC = np.array(
+        [[old.index_of[peer] for peer in peers] for old in reference], dtype=np.int64
+    )
+    now_C = np.array([now.index_of[peer] for peer in peers], dtype=np.int64)
     return mean_difference([old.tree for old in reference], nodes_KC, now.tree, now_C, cap=cap)
 
 
-def _moved(reference: tuple[Remembered, ...], now: Connections, place: dict[str, int]) -> float:
+def _mean_rtt_change(
+    reference: tuple[ReferenceSnapshot, ...], now: ConnectivitySnapshot, place: dict[str, int]
+) -> float:
     """Mean change of round trips; each is capped at the median, so that few spikes count little."""
     common = set(place).intersection(*(old.sampled for old in reference))
     if len(common) < 2:
@@ -164,11 +174,13 @@ def _moved(reference: tuple[Remembered, ...], now: Connections, place: dict[str,
     both = np.isinf(after_CC) & np.isinf(median_CC)
     away_CC = np.abs(np.where(both, 0.0, after_CC) - np.where(both, 0.0, median_CC))
     np.fill_diagonal(away_CC, 0.0)
-    moved = np.minimum(away_CC, reference[-1].unit).sum()
+    moved = np.minimum(away_CC, reference[-1].median_rtt).sum()
     return float(moved) / (len(peers) * (len(peers) - 1))
 
 
-def _lasting(reference: tuple[Remembered, ...], last: Remembered, now: Remembered) -> Floats:
+def _lasting_rtt_change(
+    reference: tuple[ReferenceSnapshot, ...], last: ReferenceSnapshot, now: ReferenceSnapshot
+) -> Floats:
     """Lasting change of each round trip, [C, C] float64, negative if shorter.
 
     The smaller of the changes in the last two snapshots if both have the same sign, else 0, less
@@ -177,20 +189,24 @@ def _lasting(reference: tuple[Remembered, ...], last: Remembered, now: Remembere
     """
     earlier = [old for old in reference if old is not last] or [last]
     peers = sorted(set(now.sampled).intersection(last.sampled, *(old.sampled for old in earlier)))
-    unit = reference[-1].unit
-    before_KCC = np.stack([_among(old, peers) for old in earlier])
+    unit = reference[-1].median_rtt
+    before_KCC = np.stack([_sampled_rtts(old, peers) for old in earlier])
     usual_CC = np.median(before_KCC, axis=0)
-    one_CC, other_CC = (_away(_among(each, peers), usual_CC, unit) for each in (last, now))
+    one_CC, other_CC = (
+        _clipped_rtt_change(_sampled_rtts(each, peers), usual_CC, unit) for each in (last, now)
+    )
     lasting_CC = np.minimum(np.abs(one_CC), np.abs(other_CC))
     lasting_CC[one_CC * other_CC < 0.0] = 0.0
-    varied_KCC = np.abs(np.stack([_away(each, usual_CC, unit) for each in before_KCC]))
+    varied_KCC = np.abs(
+        np.stack([_clipped_rtt_change(each, usual_CC, unit) for each in before_KCC])
+    )
     lasting_CC = np.maximum(lasting_CC - varied_KCC.max(axis=0), 0.0)
     np.fill_diagonal(lasting_CC, 0.0)
     signed_CC: Floats = np.copysign(lasting_CC, other_CC)
     return signed_CC
 
 
-def _displaced(away_CC: Floats) -> float:
+def _mean_displacement(away_CC: Floats) -> float:
     """Mean over nodes of the absolute median change of a node's round trips."""
     count = len(away_CC)
     if count < 3:
@@ -199,14 +215,14 @@ def _displaced(away_CC: Floats) -> float:
     return float(np.abs(np.median(others_CC, axis=1)).mean())
 
 
-def _among(remembered: Remembered, peers: Sequence[str]) -> Floats:
+def _sampled_rtts(remembered: ReferenceSnapshot, peers: Sequence[str]) -> Floats:
     """Round trips among `peers`, all of them sampled, [C, C] float64."""
     nodes = np.array([remembered.sampled[peer] for peer in peers], dtype=np.int64)
     weight_CC: Floats = remembered.weight_SS[np.ix_(nodes, nodes)].astype(np.float64)
     return weight_CC
 
 
-def _away(seconds_CC: Floats, before_CC: Floats, most: float) -> Floats:
+def _clipped_rtt_change(seconds_CC: Floats, before_CC: Floats, most: float) -> Floats:
     """Change of each round trip, [C, C] float64, clipped to [-`most`, `most`]."""
     both = np.isinf(seconds_CC) & np.isinf(before_CC)
     longer_CC = np.where(both, 0.0, seconds_CC) - np.where(both, 0.0, before_CC)

@@ -1,9 +1,14 @@
-"""Triggers of the change detector: their result, and their thresholds."""
+"""Triggers of the change detector: their result, and their thresholds.
+
+Adaptive threshold of a figure: 1.5 x the 95th percentile of its past, twice in a row.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
+
+import numpy as np
 
 TriggerName = Literal[
     "shift",
@@ -72,3 +77,42 @@ class Sensitivity:
     plan_gain: float = 1.1
     plan_error: float = 0.1
     move_in_a_row: int = 4
+
+
+@dataclass(frozen=True, slots=True)
+class JitterHistory:
+    """History of one figure: `past` values that were jitter, oldest first, and undecided ones."""
+
+    calm_figures: tuple[float, ...] = ()
+    pending: tuple[float, ...] = ()
+
+    def threshold(self, sensitivity: Sensitivity) -> float:
+        if len(self.calm_figures) < sensitivity.least_history:
+            return sensitivity.first_threshold
+        usual = float(np.percentile(self.calm_figures, sensitivity.jitter_percentile))
+        return max(sensitivity.jitter_factor * usual, sensitivity.least_threshold)
+
+
+def judge_jitter(
+    jitter: JitterHistory, name: TriggerName, figure: float, sensitivity: Sensitivity, what: str
+) -> tuple[JitterHistory, Trigger]:
+    """Evaluate one figure; the updated history and the trigger. `what` is its reason, with {}.
+
+    A figure above the threshold that the next snapshot does not confirm was jitter and joins the
+    history, so that the threshold adapts. A figure that fired does not.
+    """
+    threshold = jitter.threshold(sensitivity)
+    above = figure > threshold
+    pending = (*jitter.pending, figure) if above else ()
+    found = Trigger(
+        name=name,
+        fired=len(pending) >= sensitivity.in_a_row,
+        figure=figure,
+        threshold=threshold,
+        in_a_row=len(pending),
+        reason=f"{what.format(f'{figure:.1%}')}; above {threshold:.1%} is no jitter",
+    )
+    if above:
+        return JitterHistory(jitter.calm_figures, () if found.fired else pending), found
+    past = (*jitter.calm_figures, *jitter.pending, figure)
+    return JitterHistory(past[-sensitivity.history :]), found

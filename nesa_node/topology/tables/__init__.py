@@ -19,7 +19,7 @@ from nesa_node.topology.geography import Region
 
 Floats = NDArray[np.float64]
 
-NAMES = ("gcp",)
+TABLE_NAMES = ("gcp",)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,8 +36,8 @@ class RegionTable:
 
 def load_table(name: str = "gcp") -> RegionTable:
     """Load a table of `NAMES`; `ConfigError` for any other name."""
-    if name not in NAMES:
-        raise ConfigError(f"no table is called {name!r}; there are {', '.join(NAMES)}")
+    if name not in TABLE_NAMES:
+        raise ConfigError(f"no table is called {name!r}; there are {', '.join(TABLE_NAMES)}")
     text = resources.files(__name__).joinpath(f"{name}.json").read_text("utf-8")
     table = json.loads(text)
     regions = tuple(Region(**region) for region in table["regions"])

@@ -10,23 +10,23 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nesa_node.api.bodies.chat_body import ChatBody, Function, Tool
-from nesa_node.api.bodies.completion_body import CompletionBody
-from nesa_node.api.bodies.reading import parse
-from nesa_node.api.bodies.response_body import ResponseBody
-from nesa_node.api.bodies.tool_calls import CallReader, forced_calls
-from nesa_node.api.decoding.grammar import json_schema_grammar
-from nesa_node.api.embeddings import EmbeddingBody
-from nesa_node.api.tokens import DetokenizeBody, TokenizeBody
-from nesa_node.web.problem import Problem
+from nesa_node.api.endpoints.embeddings import EmbeddingRequest
+from nesa_node.api.endpoints.tokenization import DetokenizeRequest, TokenizeRequest
+from nesa_node.api.generation.grammar import json_schema_grammar
+from nesa_node.api.schemas.chat_request import ChatCompletionRequest, FunctionDefinition, Tool
+from nesa_node.api.schemas.completion_request import CompletionRequest
+from nesa_node.api.schemas.request_body import parse_body
+from nesa_node.api.schemas.responses_request import ResponsesRequest
+from nesa_node.api.schemas.tool_calls import ToolCallParser, forced_call_grammar
+from nesa_node.web.problem import HttpProblem
 
 BODIES = [
-    ChatBody,
-    CompletionBody,
-    ResponseBody,
-    EmbeddingBody,
-    TokenizeBody,
-    DetokenizeBody,
+    ChatCompletionRequest,
+    CompletionRequest,
+    ResponsesRequest,
+    EmbeddingRequest,
+    TokenizeRequest,
+    DetokenizeRequest,
 ]
 FUZZED = settings(
     max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
@@ -68,7 +68,7 @@ def test_what_a_model_writes_is_words_or_calls(
 ) -> None:
     text = around.replace("{}", json.dumps(value))
     text = text[: len(text) - cut]
-    reader = CallReader(written, ["now"])
+    reader = ToolCallParser(written, ["now"])
     words = "".join(reader.feed(text[at : at + 7]) for at in range(0, len(text), 7))
     rest, calls = reader.finish()
     assert words + rest or calls or not text.strip()
@@ -85,8 +85,8 @@ def test_bodies_are_read_or_refused(kind: Any) -> None:
     @FUZZED
     @given(st.dictionaries(st.sampled_from(fields), json_values(inner, _SCALARS), max_size=6))
     def read(value: Any) -> None:
-        with contextlib.suppress(Problem):
-            parse(kind, json.dumps(value).encode())
+        with contextlib.suppress(HttpProblem):
+            parse_body(kind, json.dumps(value).encode())
 
     read()
 
@@ -94,8 +94,8 @@ def test_bodies_are_read_or_refused(kind: Any) -> None:
 @FUZZED
 @given(st.binary(max_size=200) | st.text(alphabet='{}[]",:\\ue1\x00 é', max_size=60))
 def test_bytes_are_read_or_refused(data: bytes | str) -> None:
-    with contextlib.suppress(Problem):
-        parse(ChatBody, data if isinstance(data, bytes) else data.encode())
+    with contextlib.suppress(HttpProblem):
+        parse_body(ChatCompletionRequest, data if isinstance(data, bytes) else data.encode())
 
 
 SCHEMA_KEYS = st.sampled_from(
@@ -108,6 +108,6 @@ SCHEMA_KEYS = st.sampled_from(
 def test_schemas_become_grammars_or_are_refused(schema: dict[str, Any]) -> None:
     with contextlib.suppress(ValueError):
         json_schema_grammar(schema)
-    tool = Tool(type="function", function=Function(name="f", parameters=schema))
-    with contextlib.suppress(Problem):
-        forced_calls("bare", [tool], "required")
+    tool = Tool(type="function", function=FunctionDefinition(name="f", parameters=schema))
+    with contextlib.suppress(HttpProblem):
+        forced_call_grammar("bare", [tool], "required")

@@ -9,7 +9,7 @@ from concurrent.futures import Future, wait
 
 import pytest
 
-from nesa_node.api.processes.fair_threads import FairThreads
+from nesa_node.api.processes.fair_threads import FairThreadPool
 
 _WAIT_S = 20.0
 
@@ -17,7 +17,7 @@ _WAIT_S = 20.0
 class Work:
     """Pieces that say that they have begun, and end when they are let go."""
 
-    def __init__(self, threads: FairThreads) -> None:
+    def __init__(self, threads: FairThreadPool) -> None:
         self.begun: list[str] = []
         self.go_on = threading.Event()
         self._threads = threads
@@ -44,7 +44,7 @@ class Work:
 
 @pytest.fixture
 def work() -> Iterator[Work]:
-    threads = FairThreads(4, most_of_one=2, name="test")
+    threads = FairThreadPool(4, max_per_caller=2, name="test")
     found = Work(threads)
     yield found
     found.go_on.set()
@@ -93,7 +93,7 @@ def test_an_error_is_the_callers_and_takes_no_thread(work: Work) -> None:
     def fail() -> None:
         raise ValueError("this one")
 
-    threads = FairThreads(1, most_of_one=1, name="test")
+    threads = FairThreadPool(1, max_per_caller=1, name="test")
     for _ in range(2):
         with pytest.raises(ValueError, match="this one"):
             threads.submit("a", fail).result(_WAIT_S)
@@ -103,7 +103,7 @@ def test_an_error_is_the_callers_and_takes_no_thread(work: Work) -> None:
 
 
 def test_shutdown_cancels_what_waits() -> None:
-    threads = FairThreads(1, most_of_one=1, name="test")
+    threads = FairThreadPool(1, max_per_caller=1, name="test")
     work = Work(threads)
     running, waiting = work.ask("a", 2)
     work.until(1)

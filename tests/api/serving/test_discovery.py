@@ -11,19 +11,22 @@ from typing import Any
 import httpx
 import pytest
 
-from nesa_node.api.serving.locating import locate
-from nesa_node.api.serving.looking import Seen, open_look, watch_holes
-from nesa_node.api.serving.models import Models, OpenModel
-from nesa_node.core.config import ClientConfig
+from nesa_node.api.models.discovery import (
+    AnnouncedModel,
+    locate,
+    open_model_directory,
+    watch_missing_blocks,
+)
+from nesa_node.api.models.registry import ModelRegistry, OpenModel
 from nesa_node.core.errors import MissingBlocksError, ModelNotFoundError, ResourceError
 from nesa_node.core.ids import ModelId
+from nesa_node.core.settings.models import ClientConfig
 from nesa_node.core.span import Span
-from nesa_node.engine.checkpoint import open_folder
-from nesa_node.engine.model_id import model_id
-from nesa_node.swarm.identity import Identity
+from nesa_node.engine.weights.checkpoint import compute_model_id, open_folder
+from nesa_node.swarm.dht.records import NodeStatus
 from nesa_node.swarm.node import open_swarm
-from nesa_node.swarm.records import NodeStatus
-from nesa_node.web.problem import Problem
+from nesa_node.swarm.p2p.identity import Identity
+from nesa_node.web.problem import HttpProblem
 from tests.api.live import live_gateway
 from tests.api.scripted import MODEL_ID, ScriptedLook, ScriptedModel
 from tests.cli.tiny import BLOCKS
@@ -35,8 +38,8 @@ def named(name: str, like: str) -> ModelId:
     return ModelId(f"{name}@{like.rpartition('@')[2]}")
 
 
-def seen(name: str, folder: Path) -> Seen:
-    return Seen(named(name, model_id(open_folder(folder))), BLOCKS, ())
+def seen(name: str, folder: Path) -> AnnouncedModel:
+    return AnnouncedModel(named(name, compute_model_id(open_folder(folder))), BLOCKS, ())
 
 
 async def test_a_folder_of_the_cache_is_found_by_its_name(small_model: Path) -> None:
@@ -55,7 +58,7 @@ async def test_names_of_strangers_lead_nowhere(small_model: Path, name: str) -> 
 
 async def test_a_namesake_with_other_weights_is_not_offered(small_model: Path) -> None:
     config = ClientConfig(cache_dir=small_model.parent)
-    other = Seen(ModelId("small@ffffffffffffffff"), BLOCKS, ())
+    other = AnnouncedModel(ModelId("small@ffffffffffffffff"), BLOCKS, ())
     with pytest.raises(ModelNotFoundError, match="not the same"):
         await locate(config, other)
 
@@ -73,13 +76,13 @@ class ManyModels(ScriptedLook):
             self._asked.clear()
             await self._asked.wait()
 
-    async def all(self) -> dict[ModelId, Seen]:
+    async def fetch_all(self) -> dict[ModelId, AnnouncedModel]:
         self._asked.set()
         ids = (*self.ids, *(ModelId(f"{name}@0") for name in self.names))
-        return {key: Seen(key, 6, self.holes) for key in ids}
+        return {key: AnnouncedModel(key, 6, self.holes) for key in ids}
 
 
-async def nowhere(_one: Seen) -> str:
+async def nowhere(_one: AnnouncedModel) -> str:
     raise ModelNotFoundError("nowhere")
 
 
@@ -91,10 +94,10 @@ def opens(model: Any) -> OpenModel:
 
 
 @asynccontextmanager
-async def discovering(look: ManyModels, open_model: OpenModel) -> AsyncIterator[Models]:
+async def discovering(look: ManyModels, open_model: OpenModel) -> AsyncIterator[ModelRegistry]:
     """Models that look a hundred times a second, and have done so."""
 
-    async def find(one: Seen) -> str:
+    async def find(one: AnnouncedModel) -> str:
         if one.model_name.startswith("bad"):
             await asyncio.sleep(0.01)
             raise ModelNotFoundError("nowhere")
@@ -102,8 +105,10 @@ async def discovering(look: ManyModels, open_model: OpenModel) -> AsyncIterator[
             await asyncio.Event().wait()
         return f"org/{one.model_name}"
 
-    models = Models((), look=look, open_model=open_model, locate=find, look_every_s=0.01)
-    looking = asyncio.create_task(models.keep_looking())
+    models = ModelRegistry(
+        (), directory=look, open_model=open_model, locate=find, poll_interval_s=0.01
+    )
+    looking = asyncio.create_task(models.poll_swarm())
     await asyncio.sleep(0.05)
     yield models
     looking.cancel()
@@ -114,15 +119,15 @@ async def discovering(look: ManyModels, open_model: OpenModel) -> AsyncIterator[
 async def test_models_are_opened_when_they_are_asked_for(tokenizer: Any) -> None:
     model = ScriptedModel(tokenizer)
     async with discovering(ManyModels("good", "bad"), opens(model)) as models:
-        assert [card.name for card in models.cards()] == ["good"]
-        assert not models.card("good").opened
+        assert [card.name for card in models.entries()] == ["good"]
+        assert not models.find_entry("good").is_open
         opened: Sequence[object] = await asyncio.gather(
             models.get("good"), models.get("org/good"), models.get(None)
         )
         assert all(one is model for one in opened)
-        with pytest.raises(Problem, match=r"`bad` is not offered .* nodes serve it: nowhere"):
+        with pytest.raises(HttpProblem, match=r"`bad` is not offered .* nodes serve it: nowhere"):
             await models.get("bad")
-        with pytest.raises(Problem, match="`worse` does not exist"):
+        with pytest.raises(HttpProblem, match="`worse` does not exist"):
             await models.get("worse")
     assert model.closed
 
@@ -130,8 +135,8 @@ async def test_models_are_opened_when_they_are_asked_for(tokenizer: Any) -> None
 async def test_a_whole_name_goes_before_the_end_of_another(tokenizer: Any) -> None:
     look = ManyModels("evil/llama", "llama")
     async with discovering(look, opens(ScriptedModel(tokenizer))) as models:
-        assert models.card("llama").name == "llama"
-        assert models.card("evil/llama").name == "evil/llama"
+        assert models.find_entry("llama").name == "llama"
+        assert models.find_entry("evil/llama").name == "evil/llama"
 
 
 class Opened:
@@ -155,13 +160,13 @@ class Opened:
 async def test_however_many_are_announced_few_are_open(tokenizer: Any) -> None:
     look, opened = ManyModels(*(f"m{number}" for number in range(300))), Opened(tokenizer)
     async with discovering(look, opened) as models:
-        assert len(models.cards()) == 256
+        assert len(models.entries()) == 256
         for number in range(16):
             (await models.get(f"m{number}")).running = 1  # type: ignore[misc]
         with pytest.raises(ResourceError, match="--model"):
             await models.get("m16")
         assert opened.closed() == set()
-        assert sum(card.opened for card in models.cards()) == 16
+        assert sum(card.is_open for card in models.entries()) == 16
 
 
 async def test_the_one_used_longest_ago_makes_room_for_another(tokenizer: Any) -> None:
@@ -175,11 +180,11 @@ async def test_the_one_used_longest_ago_makes_room_for_another(tokenizer: Any) -
         assert first is opened.models["m16"]
         assert opened.closed() == {"m2"}
         # Still offered, and opened anew.
-        assert not models.card("m2").opened
+        assert not models.find_entry("m2").is_open
         again: object = await models.get("m2")
         assert again is opened.models["m2"]
         assert opened.closed() == {"m3"}
-        assert sum(card.opened for card in models.cards()) == 16
+        assert sum(card.is_open for card in models.entries()) == 16
 
 
 async def test_models_that_no_node_announces_are_closed_first(tokenizer: Any) -> None:
@@ -195,13 +200,13 @@ async def test_models_that_no_node_announces_are_closed_first(tokenizer: Any) ->
         await models.get("good")
         assert opened.closed() == {"evil-1"}
         await look.again()
-        assert "evil-1" not in {card.name for card in models.cards()}
+        assert "evil-1" not in {card.name for card in models.entries()}
 
 
 async def test_a_model_that_came_back_and_was_closed_for_room_is_opened_again(
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nesa_node.api.serving.models.MAX_OPEN", 2)
+    monkeypatch.setattr("nesa_node.api.models.registry.MAX_OPEN", 2)
     look, opened, ids_of = ManyModels("a", "b", "c"), Opened(tokenizer), dict[str, Any]()
 
     async def open_model(source: str, ids: frozenset[ModelId] | None) -> Any:
@@ -216,7 +221,7 @@ async def test_a_model_that_came_back_and_was_closed_for_room_is_opened_again(
             look.names = names
             await look.again()
         # So that no look comes between what follows.
-        models._look_every_s = 600.0
+        models._poll_interval_s = 600.0
         await asyncio.sleep(0.2)
         for name in ("b", "c", "a"):
             await models.get(name)
@@ -229,52 +234,52 @@ async def test_a_name_that_two_models_end_in_is_neither_s(tokenizer: Any) -> Non
     """However many nodes say so: identities are free."""
     look = ManyModels("AAA/llama", "meta/llama", "meta/other")
     async with discovering(look, opens(ScriptedModel(tokenizer))) as models:
-        with pytest.raises(Problem, match="AAA/llama, org/meta/llama"):
-            models.card("llama")
-        assert models.card("meta/llama").name == "meta/llama"
-        assert models.card("other").name == "meta/other"
-        with pytest.raises(Problem, match="whole name"):
-            models.card(None)
+        with pytest.raises(HttpProblem, match="AAA/llama, org/meta/llama"):
+            models.find_entry("llama")
+        assert models.find_entry("meta/llama").name == "meta/llama"
+        assert models.find_entry("other").name == "meta/other"
+        with pytest.raises(HttpProblem, match="whole name"):
+            models.find_entry(None)
 
 
 async def test_beside_a_named_model_none_is_discovered(tokenizer: Any) -> None:
-    located: list[Seen] = []
+    located: list[AnnouncedModel] = []
 
-    async def find(one: Seen) -> str:
+    async def find(one: AnnouncedModel) -> str:
         located.append(one)
         return one.model_name
 
     look = ManyModels("AAA/scripted", "scripted")
-    models = Models(
+    models = ModelRegistry(
         ("/models/scripted",),
-        look=look,
+        directory=look,
         open_model=opens(ScriptedModel(tokenizer)),
         locate=find,
-        look_every_s=0.01,
+        poll_interval_s=0.01,
     )
     await models.open_given()
-    looking = asyncio.create_task(models.keep_looking())
+    looking = asyncio.create_task(models.poll_swarm())
     await look.again()
     looking.cancel()
     await asyncio.gather(looking, return_exceptions=True)
-    assert [card.source for card in models.cards()] == ["/models/scripted"]
-    assert models.card("scripted").source == "/models/scripted"
-    assert models.card(None).source == "/models/scripted"
+    assert [card.source for card in models.entries()] == ["/models/scripted"]
+    assert models.find_entry("scripted").source == "/models/scripted"
+    assert models.find_entry(None).source == "/models/scripted"
     assert located == []
-    with pytest.raises(Problem, match="does not exist"):
-        models.card("AAA/scripted")
+    with pytest.raises(HttpProblem, match="does not exist"):
+        models.find_entry("AAA/scripted")
     await models.close()
 
 
 async def test_two_given_folders_of_one_name_are_told_apart_by_their_paths(tokenizer: Any) -> None:
     model = ScriptedModel(tokenizer)
     given = ("/a/scripted", "/b/scripted", "/a/scripted")
-    models = Models(given, look=ScriptedLook(), open_model=opens(model), locate=nowhere)
+    models = ModelRegistry(given, directory=ScriptedLook(), open_model=opens(model), locate=nowhere)
     await models.open_given()
-    assert [card.source for card in models.cards()] == ["/a/scripted", "/b/scripted"]
-    assert models.card("/b/scripted").source == "/b/scripted"
-    with pytest.raises(Problem, match="/a/scripted, /b/scripted"):
-        models.card("scripted")
+    assert [card.source for card in models.entries()] == ["/a/scripted", "/b/scripted"]
+    assert models.find_entry("/b/scripted").source == "/b/scripted"
+    with pytest.raises(HttpProblem, match="/a/scripted, /b/scripted"):
+        models.find_entry("scripted")
     await models.close()
 
 
@@ -292,16 +297,16 @@ async def test_false_ids_of_a_name_do_not_hide_the_true_one(tokenizer: Any) -> N
         return model
 
     async with discovering(look, open_model) as models:
-        assert [card.name for card in models.cards()] == ["llama"]
+        assert [card.name for card in models.entries()] == ["llama"]
         opened: object = await models.get("llama")
         assert opened is model
         assert asked == [frozenset({true, false})]
-        assert models.card(true).opened
-        with pytest.raises(Problem, match="does not exist"):
-            models.card(false)
+        assert models.find_entry(true).is_open
+        with pytest.raises(HttpProblem, match="does not exist"):
+            models.find_entry(false)
         look.ids = (false,)
         await look.again()
-        assert models.holes(models.card("llama")) is None
+        assert models.holes(models.find_entry("llama")) is None
 
 
 async def test_a_model_that_cannot_be_fetched_is_not_offered_for_a_while(tokenizer: Any) -> None:
@@ -313,7 +318,7 @@ async def test_a_model_that_cannot_be_fetched_is_not_offered_for_a_while(tokeniz
         with pytest.raises(ModelNotFoundError):
             await models.get("good")
         await look.again()
-        assert models.cards() == ()
+        assert models.entries() == ()
 
 
 async def test_the_number_of_blocks_is_the_opened_checkpoint_s(tokenizer: Any) -> None:
@@ -326,7 +331,7 @@ async def test_the_number_of_blocks_is_the_opened_checkpoint_s(tokenizer: Any) -
 
 async def test_a_hole_seen_once_is_not_believed() -> None:
     look = ScriptedLook([Span(1, 2)])
-    watching = asyncio.create_task(watch_holes(look, ModelId("scripted@0123456789abcdef")))
+    watching = asyncio.create_task(watch_missing_blocks(look, ModelId("scripted@0123456789abcdef")))
     await asyncio.sleep(0.05)
     look.holes = (Span(4, 5),)
     await asyncio.sleep(0)
@@ -334,16 +339,16 @@ async def test_a_hole_seen_once_is_not_believed() -> None:
     watching.cancel()
     await asyncio.gather(watching, return_exceptions=True)
     with pytest.raises(MissingBlocksError, match="4:5") as raised:
-        await watch_holes(look, ModelId("scripted@0123456789abcdef"), every_s=0.01)
+        await watch_missing_blocks(look, ModelId("scripted@0123456789abcdef"), interval_s=0.01)
     assert raised.value.missing == ((4, 5),)
     with pytest.raises(MissingBlocksError, match="no node serves"):
-        await watch_holes(look, ModelId("other@0"), every_s=0.01)
+        await watch_missing_blocks(look, ModelId("other@0"), interval_s=0.01)
 
 
 async def test_hole_that_a_node_is_joining_to_fill_is_waited_for() -> None:
     look = ScriptedLook([Span(1, 4)])
     look.joining = (Span(0, 2), Span(2, 4))
-    watching = asyncio.create_task(watch_holes(look, MODEL_ID, every_s=0.01))
+    watching = asyncio.create_task(watch_missing_blocks(look, MODEL_ID, interval_s=0.01))
     await asyncio.sleep(0.1)
     assert not watching.done()
     look.joining = (Span(0, 2),)
@@ -402,22 +407,22 @@ async def test_a_model_that_vanishes_while_it_opens_is_kept(tokenizer: Any) -> N
 async def test_models_that_are_hard_to_find_hold_up_no_look(tokenizer: Any) -> None:
     look = ManyModels("good", "slow", "late")
     async with discovering(look, opens(ScriptedModel(tokenizer))) as models:
-        assert [card.name for card in models.cards()] == ["good"]
+        assert [card.name for card in models.entries()] == ["good"]
         look.holes = (Span(1, 2),)
         await look.again()
-        assert models.holes(models.card("good")) == (Span(1, 2),)
+        assert models.holes(models.find_entry("good")) == (Span(1, 2),)
 
 
 async def test_who_was_not_tried_goes_before_who_was_not_found(
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else names that lead nowhere, tried again and again, would keep others out."""
-    monkeypatch.setattr("nesa_node.api.serving.models._TRY_AGAIN_S", 0.005)
+    monkeypatch.setattr("nesa_node.api.models.registry._LOCATE_RETRY_S", 0.005)
     look = ManyModels("bad-1", "bad-2", "good")
     async with discovering(look, opens(ScriptedModel(tokenizer))) as models:
-        while not models.cards():
+        while not models.entries():
             await look.again()
-        assert models.card(None).name == "good"
+        assert models.find_entry(None).name == "good"
 
 
 async def publish_false_sizes(addresses: Sequence[str], folder: Path, count: int) -> AsyncExitStack:
@@ -452,17 +457,17 @@ async def test_strangers_who_say_that_there_are_more_blocks_stop_no_request(
         config = ClientConfig(initial_peers=tuple(addresses), log_level="warning")
         async with (
             await publish_false_sizes(addresses, tmp_path, 4),
-            open_look(config) as (look, _),
+            open_model_directory(config) as (look, _),
         ):
-            model = model_id(open_folder(small_model))
-            seen = await look.one(model)
+            model = compute_model_id(open_folder(small_model))
+            seen = await look.fetch(model)
             assert seen is not None
             assert seen.num_blocks == BLOCKS + 1, "the attack itself does not work"
-            look.know_blocks(model, BLOCKS)
-            seen = await look.one(model)
+            look.set_num_blocks(model, BLOCKS)
+            seen = await look.fetch(model)
             assert seen is not None
             assert (seen.num_blocks, seen.holes) == (BLOCKS, ())
-            assert (await look.all())[model].holes == ()
+            assert (await look.fetch_all())[model].holes == ()
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(3):
-                    await watch_holes(look, model, every_s=0.5)
+                    await watch_missing_blocks(look, model, interval_s=0.5)

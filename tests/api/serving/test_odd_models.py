@@ -11,15 +11,14 @@ from typing import Any
 
 import pytest
 
-from nesa_node.api.serving.locating import locate, open_discovered
-from nesa_node.api.serving.looking import Seen
-from nesa_node.api.serving.served_model import open_served_model
-from nesa_node.core.config import GatewayConfig
+from nesa_node.api.models.discovery import AnnouncedModel, locate, open_discovered
+from nesa_node.api.models.served_model import open_served_model
 from nesa_node.core.errors import InsufficientMemoryError, ModelError, ModelNotFoundError
 from nesa_node.core.ids import ModelId
-from nesa_node.engine import memory, skeleton
-from nesa_node.engine.checkpoint import Checkpoint, open_folder
-from nesa_node.engine.model_id import model_id
+from nesa_node.core.settings.models import GatewayConfig
+from nesa_node.engine.model import devices as memory
+from nesa_node.engine.weights import skeleton
+from nesa_node.engine.weights.checkpoint import Checkpoint, compute_model_id, open_folder
 from tests.cli.tiny import BLOCKS, write_tiny_model
 
 REFUSED: list[dict[str, Any]] = [
@@ -58,7 +57,7 @@ def edit(path: Path, changes: dict[str, Any]) -> None:
 
 def opened(folder: Path) -> frozenset[int]:
     """The tokens that end an answer of what the swarm announces under this folder's id."""
-    ids = frozenset({model_id(open_folder(folder))})
+    ids = frozenset({compute_model_id(open_folder(folder))})
     config = GatewayConfig(torch_dtype="float32", cache_dir=folder.parent)
     load = partial(open_served_model, config, discovered=True)
     served = open_discovered(config, str(folder), ids, load)
@@ -81,10 +80,10 @@ async def test_a_folder_that_cannot_be_read_ends_no_search(
     def fails(*_: Any) -> Any:
         raise KeyError("evil")
 
-    monkeypatch.setattr("nesa_node.api.serving.locating.open_folder", fails)
+    monkeypatch.setattr("nesa_node.api.models.discovery.open_folder", fails)
     config = GatewayConfig(cache_dir=folder.parent)
     with pytest.raises(ModelNotFoundError, match="KeyError"):
-        await locate(config, Seen(ModelId("tiny@0"), BLOCKS, ()))
+        await locate(config, AnnouncedModel(ModelId("tiny@0"), BLOCKS, ()))
 
 
 @pytest.mark.parametrize("ids", [["a", 1], [[1]], {"a": 1}, "<end>", [None], True, 1.5], ids=str)

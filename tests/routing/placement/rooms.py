@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from nesa_node.core.ids import PeerId
-from nesa_node.routing.placement.room import Room
-from nesa_node.routing.problem import Problem
+from nesa_node.routing.placement.placement_problem import PlacementProblem
+from nesa_node.routing.problem import ChainProblem
 
 
 def random_room(
@@ -16,7 +16,7 @@ def random_room(
     *,
     most: int | None = None,
     replicas: int = 1,
-) -> Room:
+) -> PlacementProblem:
     """Nodes of very different speeds in five places; whether they hold the model is left open."""
     place_N2 = rng.random((5, 2))[rng.integers(5, size=num_nodes)] * 0.1
     access_s_N = rng.gamma(2.0, 0.003, num_nodes)
@@ -26,7 +26,7 @@ def random_room(
     )
     np.fill_diagonal(transfer_s_NN, 0.0)
     ends_s_N = np.linalg.norm(place_N2 - rng.random(2) * 0.1, axis=1) + access_s_N
-    problem = Problem(
+    problem = ChainProblem(
         peers=tuple(PeerId(f"n{node}") for node in range(num_nodes)),
         num_blocks=num_blocks,
         starts_N=np.zeros(num_nodes, dtype=np.int64),
@@ -42,4 +42,4 @@ def random_room(
         transfer_s_NN=transfer_s_NN,
     )
     most_N = rng.integers(1, (most or num_blocks) + 1, size=num_nodes)
-    return Room(problem, most_N, replicas)
+    return PlacementProblem(problem, most_N, replicas)

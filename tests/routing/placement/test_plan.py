@@ -9,24 +9,32 @@ import pytest
 
 from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.core.span import Span
-from nesa_node.routing.build import Request, build_problem
-from nesa_node.routing.exact import solve_latency
-from nesa_node.routing.placement.exhaustive import MAX_LAYOUTS, best_of_all, count_layouts
-from nesa_node.routing.placement.plan import best_layout, finish, place
-from nesa_node.routing.placement.recipes import RECIPES, lay_out
-from nesa_node.routing.placement.room import Lacks, Layout, Room
-from nesa_node.routing.placement.score import Goal, measure
-from nesa_node.routing.problem import Chain, Problem, terms
+from nesa_node.routing.chain_request import ChainRequest, build_problem
+from nesa_node.routing.placement.assignment_search import (
+    MAX_ASSIGNMENTS,
+    count_assignments,
+    find_best_assignment,
+)
+from nesa_node.routing.placement.placement_problem import (
+    Assignment,
+    CoverageDeficit,
+    PlacementProblem,
+)
+from nesa_node.routing.placement.plan import find_assignment, improve_assignment, plan_placement
+from nesa_node.routing.placement.recipes import RECIPES, apply_recipe
+from nesa_node.routing.placement.score import Goal, score_assignment
+from nesa_node.routing.problem import Chain, ChainProblem, step_time
+from nesa_node.routing.search.exact import solve_latency
+from nesa_node.topology.simulation.world import World, make_world
 from nesa_node.topology.snapshot import NodeState, Snapshot
-from nesa_node.topology.worlds import World, make_world
 from tests.routing.placement.rooms import random_room
 from tests.routing.problems import least_by_trying_everything
 
 GOALS: tuple[Goal, ...] = ("latency", "throughput")
 
 
-def _request(world: World, client: int = 0) -> Request:
-    return Request(
+def _request(world: World, client: int = 0) -> ChainRequest:
+    return ChainRequest(
         span=Span(0, world.snapshot.num_blocks),
         entry_rtt_ms=world.client_rtt_ms_CN[client],
         entry_bytes_per_s=world.client_up_bytes_per_s_CN[client],
@@ -34,11 +42,11 @@ def _request(world: World, client: int = 0) -> Request:
     )
 
 
-def _total_s(problem: Problem, chain: Chain) -> float:
-    return terms(problem, chain).total_s
+def _total_s(problem: ChainProblem, chain: Chain) -> float:
+    return step_time(problem, chain).total_s
 
 
-def _best_of_every_span(room: Room, goal: Goal) -> tuple[Lacks, float]:
+def _best_of_every_span(room: PlacementProblem, goal: Goal) -> tuple[CoverageDeficit, float]:
     """Of all spans of all lengths, not only the longest ones that fit."""
     blocks = room.problem.num_blocks
     choices = [
@@ -48,19 +56,19 @@ def _best_of_every_span(room: Room, goal: Goal) -> tuple[Lacks, float]:
             for start in range(blocks)
             for end in range(start + 1, min(blocks, start + int(most)) + 1)
         ]
-        for most in room.most_N
+        for most in room.max_blocks_N
     ]
-    best = (Lacks(blocks + 1, 0), np.inf)
+    best = (CoverageDeficit(blocks + 1, 0), np.inf)
     for spans in itertools.product(*choices):
         bounds = np.array(spans, dtype=np.int64)
-        layout = Layout(bounds[:, 0], bounds[:, 1])
-        lacks = layout.lacks(room)
+        layout = Assignment(bounds[:, 0], bounds[:, 1])
+        lacks = layout.deficit(room)
         if lacks > best[0]:
             continue
         if goal == "throughput":
-            cost = measure(room, layout).cost("throughput")
+            cost = score_assignment(room, layout).cost("throughput")
         else:
-            problem = room.problem_of(layout)
+            problem = room.chain_problem(layout)
             cost = least_by_trying_everything(problem, partial(_total_s, problem), may_return=False)
         best = min(best, (lacks, cost))
     return best
@@ -70,10 +78,10 @@ def _best_of_every_span(room: Room, goal: Goal) -> tuple[Lacks, float]:
 @pytest.mark.parametrize("seed", range(4))
 def test_few_nodes_are_placed_as_brute_force_would(goal: Goal, seed: int) -> None:
     room = random_room(np.random.default_rng(seed), 3, 4, most=3, replicas=1 + seed % 2)
-    layout = best_of_all(room, goal)
-    score = measure(room, layout)
+    layout = find_best_assignment(room, goal)
+    score = score_assignment(room, layout)
     lacks, cost = _best_of_every_span(room, goal)
-    assert score.lacks == lacks
+    assert score.deficit == lacks
     assert score.cost(goal) == pytest.approx(cost)
 
 
@@ -84,15 +92,18 @@ def test_recipes_come_near_the_best_of_all(goal: Goal) -> None:
     ratios, same_lacks = [], 0
     for _ in range(35):
         room = random_room(rng, 6, 8, most=6, replicas=2)
-        if count_layouts(room) > MAX_LAYOUTS:
+        if count_assignments(room) > MAX_ASSIGNMENTS:
             continue
-        best = measure(room, best_of_all(room, goal))
-        scores = [measure(room, finish(room, lay_out(room, recipe), goal)) for recipe in RECIPES]
+        best = score_assignment(room, find_best_assignment(room, goal))
+        scores = [
+            score_assignment(room, improve_assignment(room, apply_recipe(room, recipe), goal))
+            for recipe in RECIPES
+        ]
         found = scores[0]
         for score in scores[1:]:
-            found = score if score.better(found, goal) else found
-        assert found.lacks >= best.lacks
-        if found.lacks == best.lacks and np.isfinite(best.cost(goal)):
+            found = score if score.is_better_than(found, goal) else found
+        assert found.deficit >= best.deficit
+        if found.deficit == best.deficit and np.isfinite(best.cost(goal)):
             same_lacks += 1
             ratios.append(found.cost(goal) / best.cost(goal))
     assert same_lacks >= 20
@@ -103,7 +114,7 @@ def test_recipes_come_near_the_best_of_all(goal: Goal) -> None:
 @pytest.mark.parametrize("num_nodes", [12, 40])
 def test_a_placement_keeps_to_memory_and_leaves_no_gap(goal: Goal, num_nodes: int) -> None:
     world = make_world(num_nodes, 32, np.random.default_rng(num_nodes))
-    placement = place(world.snapshot, _request(world), goal=goal, replicas=2)
+    placement = plan_placement(world.snapshot, _request(world), goal=goal, replicas=2)
     most = {node.peer_id: node.max_blocks for node in world.snapshot.nodes}
     assert all(0 < len(span) <= most[peer] for peer, span in placement.spans.items())
     counts = [
@@ -111,13 +122,13 @@ def test_a_placement_keeps_to_memory_and_leaves_no_gap(goal: Goal, num_nodes: in
         for block in range(32)
     ]
     assert min(counts) >= 2
-    assert placement.lacks == Lacks(0, 0)
+    assert placement.deficit == CoverageDeficit(0, 0)
     assert 0 <= placement.gap + 1e-9 < 1.0
 
 
 def test_what_a_placement_predicts_is_what_its_problem_says() -> None:
     world = make_world(20, 32, np.random.default_rng(5))
-    placement = place(world.snapshot, _request(world))
+    placement = plan_placement(world.snapshot, _request(world))
     nodes = tuple(
         replace(
             node,
@@ -134,7 +145,7 @@ def test_what_a_placement_predicts_is_what_its_problem_says() -> None:
 def test_a_placement_is_better_than_what_nodes_chose_for_themselves() -> None:
     for seed in range(3):
         world = make_world(30, 32, np.random.default_rng(seed))
-        placement = place(world.snapshot, _request(world))
+        placement = plan_placement(world.snapshot, _request(world))
         now = build_problem(world.snapshot, _request(world))
         assert placement.latency_s <= solve_latency(now).cost_s * 1.001
 
@@ -142,10 +153,10 @@ def test_a_placement_is_better_than_what_nodes_chose_for_themselves() -> None:
 def test_several_clients_are_served_on_average() -> None:
     world = make_world(30, 32, np.random.default_rng(8))
     requests = [_request(world, client) for client in range(4)]
-    together = place(world.snapshot, requests)
+    together = plan_placement(world.snapshot, requests)
     assert together.bound <= together.latency_s
     for alone in requests:
-        layout_for_one = place(world.snapshot, alone)
+        layout_for_one = plan_placement(world.snapshot, alone)
         assert layout_for_one.bound <= layout_for_one.latency_s
 
 
@@ -155,35 +166,35 @@ def test_nodes_that_hold_nothing_yet_get_a_span() -> None:
         for name in ("a", "b", "c")
     )
     snapshot = Snapshot(ModelId("m"), 6, nodes[:2], 0.0, joining=nodes[2:])
-    placement = place(snapshot, Request(span=Span(0, 6)), replicas=1)
-    assert placement.lacks.holes == 0
+    placement = plan_placement(snapshot, ChainRequest(span=Span(0, 6)), replicas=1)
+    assert placement.deficit.holes == 0
     assert len(placement.spans) == 3
 
 
 def test_what_memory_does_not_allow_is_told_as_lacks() -> None:
     nodes = (NodeState(PeerId("a"), Span(0, 2), decode_tokens_per_s=10.0, max_blocks=2),)
     snapshot = Snapshot(ModelId("m"), 5, nodes, 0.0)
-    placement = place(snapshot, Request(span=Span(0, 5)), replicas=2)
-    assert placement.lacks == Lacks(3, 8)
+    placement = plan_placement(snapshot, ChainRequest(span=Span(0, 5)), replicas=2)
+    assert placement.deficit == CoverageDeficit(3, 8)
     assert placement.chain == ()
     assert placement.latency_s == np.inf
     assert placement.gap == 0.0, "nothing better can be had"
 
 
 def test_an_empty_swarm_has_an_empty_placement() -> None:
-    placement = place(Snapshot(ModelId("m"), 4, (), 0.0), Request(span=Span(0, 4)))
+    placement = plan_placement(Snapshot(ModelId("m"), 4, (), 0.0), ChainRequest(span=Span(0, 4)))
     assert dict(placement.spans) == {}
-    assert placement.lacks == Lacks(4, 8)
+    assert placement.deficit == CoverageDeficit(4, 8)
 
 
 def test_the_same_snapshot_is_placed_alike() -> None:
     world = make_world(25, 32, np.random.default_rng(9))
-    first, second = (place(world.snapshot, _request(world)) for _ in range(2))
+    first, second = (plan_placement(world.snapshot, _request(world)) for _ in range(2))
     assert dict(first.spans) == dict(second.spans)
 
 
 def test_equal_latencies_are_decided_by_throughput() -> None:
     room = random_room(np.random.default_rng(10), 12, 12, most=12, replicas=1)
-    _, score, _ = best_layout(room, "latency")
-    scores = [measure(room, lay_out(room, recipe)) for recipe in RECIPES]
-    assert not any(other.better(score, "latency") for other in scores)
+    _, score, _ = find_assignment(room, "latency")
+    scores = [score_assignment(room, apply_recipe(room, recipe)) for recipe in RECIPES]
+    assert not any(other.is_better_than(score, "latency") for other in scores)

@@ -7,17 +7,17 @@ import pytest
 
 from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.core.span import Span
-from nesa_node.routing.build import Request
-from nesa_node.routing.placement.moves import MoveCosts, Moves, in_waves, price
-from nesa_node.routing.placement.plan import place
-from nesa_node.routing.placement.rebalance import Policy, confirmed, rebalance
-from nesa_node.routing.placement.room import Layout
+from nesa_node.routing.chain_request import ChainRequest
+from nesa_node.routing.placement.moves import MoveCosts, RebalancePlan, move_cost, schedule_waves
+from nesa_node.routing.placement.placement_problem import Assignment
+from nesa_node.routing.placement.plan import plan_placement
+from nesa_node.routing.placement.rebalance import RebalancePolicy, rebalance, require_repeated_gain
 from nesa_node.routing.placement.score import Goal
-from nesa_node.topology.links import Links
+from nesa_node.topology.links.matrix import Links
+from nesa_node.topology.simulation.world import World, make_world
 from nesa_node.topology.snapshot import NodeState, Snapshot, count_holders
-from nesa_node.topology.worlds import World, make_world
 
-EASY = Policy(min_gain=0.02, horizon_s=1e9)
+EASY = RebalancePolicy(min_gain=0.02, horizon_s=1e9)
 
 
 def _node(name: str, span: tuple[int, int], **more: float) -> NodeState:
@@ -29,8 +29,8 @@ def _snapshot(*nodes: NodeState, blocks: int = 8) -> Snapshot:
     return Snapshot(ModelId("m"), blocks, nodes, 0.0)
 
 
-def _request(world: World) -> Request:
-    return Request(
+def _request(world: World) -> ChainRequest:
+    return ChainRequest(
         span=Span(0, world.snapshot.num_blocks),
         entry_rtt_ms=world.client_rtt_ms_CN[0],
         entry_bytes_per_s=world.client_up_bytes_per_s_CN[0],
@@ -53,11 +53,11 @@ def _placed(snapshot: Snapshot, spans: dict[PeerId, Span]) -> Snapshot:
     return replace(snapshot, nodes=nodes)
 
 
-def _moved(moves: Moves) -> dict[PeerId, Span]:
+def _moved(moves: RebalancePlan) -> dict[PeerId, Span]:
     return {move.peer_id: move.after for move in moves.moves}
 
 
-WHOLE = Request(span=Span(0, 8))
+WHOLE = ChainRequest(span=Span(0, 8))
 
 
 def test_a_hole_is_filled_at_once_by_a_node_that_is_not_needed_where_it_is() -> None:
@@ -66,7 +66,7 @@ def test_a_hole_is_filled_at_once_by_a_node_that_is_not_needed_where_it_is() -> 
     assert moves.trigger == "hole"
     assert len(moves.moves) == 1
     assert _moved(moves) == {PeerId("a"): Span(4, 8)}
-    assert moves.after.lacks.holes == 0
+    assert moves.after.deficit.holes == 0
     assert moves.gain == np.inf
 
 
@@ -74,7 +74,7 @@ def test_missing_replicas_are_filled_without_any_gain() -> None:
     nodes = [_node(name, (0, 4)) for name in "abc"] + [_node("d", (4, 8))]
     moves = rebalance(_snapshot(*nodes), WHOLE, replicas=2)
     assert moves.trigger == "replicas"
-    assert moves.after.lacks.replicas == 0
+    assert moves.after.deficit.replicas == 0
     assert list(_moved(moves).values()) == [Span(4, 8)]
 
 
@@ -128,7 +128,7 @@ def test_a_hole_that_nobody_can_fill_is_told() -> None:
 def test_nothing_moves_in_a_good_placement() -> None:
     for seed in range(3):
         world = make_world(20, 24, np.random.default_rng(seed))
-        placement = place(world.snapshot, _request(world))
+        placement = plan_placement(world.snapshot, _request(world))
         snapshot = _placed(world.snapshot, dict(placement.spans))
         moves = rebalance(snapshot, _request(world))
         assert moves.trigger == "none"
@@ -161,7 +161,7 @@ def test_moves_gain_what_they_promise() -> None:
             _placed(snapshot, _moved(moves)), _request(world), replicas=1, policy=EASY
         )
         assert after.before.latency_s == pytest.approx(moves.after.latency_s)
-        assert after.before.lacks == moves.after.lacks
+        assert after.before.deficit == moves.after.deficit
     assert gained >= 2
 
 
@@ -184,7 +184,7 @@ def test_small_gains_and_dear_moves_are_refused() -> None:
     assert "what moving costs" in told.refused
 
 
-def _never_lost(snapshot: Snapshot, moves: Moves) -> None:
+def _never_lost(snapshot: Snapshot, moves: RebalancePlan) -> None:
     """While each wave is away, everything that had a ready holder still has one."""
     nodes = {node.peer_id: node for node in snapshot.nodes}
     blocks = snapshot.num_blocks
@@ -208,7 +208,7 @@ def test_no_block_loses_its_last_ready_holder() -> None:
         rng = np.random.default_rng(seed)
         world = make_world(14, 24, rng)
         gone = rng.choice(14, size=5, replace=False)
-        lost = world.snapshot.without(*(PeerId(f"n{node:04d}") for node in gone))
+        lost = world.snapshot.without_peers(*(PeerId(f"n{node:04d}") for node in gone))
         request = replace(_request(world), entry_rtt_ms=None, entry_bytes_per_s=None)
         request = replace(request, exit_bytes_per_s=None)
         moves = rebalance(lost, request, replicas=2, policy=replace(EASY, max_moves=6))
@@ -239,16 +239,16 @@ def test_a_node_that_joins_is_relied_on_only_when_it_is_ready() -> None:
 
 def test_waves_wait_for_those_they_need() -> None:
     """b may leave 0:4 only when a has come there."""
-    before = Layout(np.array([4, 0, 4]), np.array([8, 4, 8]))
-    after = Layout(np.array([0, 4, 4]), np.array([4, 8, 8]))
-    waves = in_waves(8, before, after, [1, 0], ready=frozenset({0, 1, 2}), broken=False)
+    before = Assignment(np.array([4, 0, 4]), np.array([8, 4, 8]))
+    after = Assignment(np.array([0, 4, 4]), np.array([4, 8, 8]))
+    waves = schedule_waves(8, before, after, [1, 0], ready=frozenset({0, 1, 2}), broken=False)
     assert waves == [[0], [1]]
 
 
 def test_who_can_never_safely_move_is_left_out() -> None:
-    before = Layout(np.array([0, 4]), np.array([4, 8]))
-    after = Layout(np.array([4, 0]), np.array([8, 4]))
-    assert in_waves(8, before, after, [0, 1], ready=frozenset({0, 1}), broken=False) == []
+    before = Assignment(np.array([0, 4]), np.array([4, 8]))
+    after = Assignment(np.array([4, 0]), np.array([8, 4]))
+    assert schedule_waves(8, before, after, [0, 1], ready=frozenset({0, 1}), broken=False) == []
 
 
 def test_a_move_is_priced_by_what_is_new_and_what_is_cached() -> None:
@@ -260,7 +260,7 @@ def test_a_move_is_priced_by_what_is_new_and_what_is_cached() -> None:
         hand_over_bytes_per_s=1000.0,
         restart_s=1.0,
     )
-    assert price(node, Span(0, 4), Span(2, 6), costs) == (20.0, 5.0, 1000, 8.0)
+    assert move_cost(node, Span(0, 4), Span(2, 6), costs) == (20.0, 5.0, 1000, 8.0)
 
 
 def test_a_gain_seen_once_waits_for_a_second_snapshot() -> None:
@@ -270,17 +270,17 @@ def test_a_gain_seen_once_waits_for_a_second_snapshot() -> None:
         if rebalance(snapshot, _request(world), replicas=1, policy=EASY).trigger == "gain"
     )
     seen = rebalance(snapshot, _request(world), replicas=1, policy=EASY)
-    assert confirmed(None, seen).moves == ()
-    assert "seen only once" in confirmed(None, seen).refused
-    assert confirmed(seen, seen) == seen
+    assert require_repeated_gain(None, seen).moves == ()
+    assert "seen only once" in require_repeated_gain(None, seen).refused
+    assert require_repeated_gain(seen, seen) == seen
     hole = rebalance(_snapshot(*[_node(name, (0, 4)) for name in "ab"]), WHOLE, replicas=1)
-    assert confirmed(None, hole) == hole
+    assert require_repeated_gain(None, hole) == hole
 
 
 def test_jitter_moves_nothing() -> None:
     rng = np.random.default_rng(0)
     world = make_world(20, 24, rng)
-    placement = place(world.snapshot, _request(world))
+    placement = plan_placement(world.snapshot, _request(world))
     calm = _placed(world.snapshot, dict(placement.spans))
     assert calm.links is not None
     for _ in range(20):
@@ -302,7 +302,7 @@ def test_a_rebalance_has_to_gain_ten_percent_unless_told_otherwise() -> None:
     strict: list[float] = []
     for seed in range(12):
         world, snapshot = _poor(seed)
-        for policy, gains in ((EASY, easy), (Policy(horizon_s=1e9), strict)):
+        for policy, gains in ((EASY, easy), (RebalancePolicy(horizon_s=1e9), strict)):
             found = rebalance(snapshot, _request(world), replicas=1, policy=policy)
             gains.append(found.gain if found.moves else 0.0)
     small = [number for number, gain in enumerate(easy) if 0 < gain < 0.1]

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from nesa_node.topology.homology.diagrams import Diagram, betti_numbers
-from nesa_node.topology.homology.filtration import Filtration, make_filtration
-from nesa_node.topology.homology.loops import longest_loops, loop_diagram
-from nesa_node.topology.homology.merge_tree import merge_tree
+from nesa_node.topology.shape.diagrams import PersistenceDiagram, betti_numbers
+from nesa_node.topology.shape.filtration import Filtration, make_filtration
+from nesa_node.topology.shape.loops import longest_loops, loop_diagram
+from nesa_node.topology.shape.merge_tree import merge_tree
 from tests.topology.homology import reduction
 
 Matrix = NDArray[np.float64]
@@ -37,7 +37,7 @@ def random_network(seed: int) -> tuple[Matrix, Matrix | None]:
     return weight_NN, births
 
 
-def as_bars(diagram: Diagram) -> list[tuple[float, float]]:
+def as_bars(diagram: PersistenceDiagram) -> list[tuple[float, float]]:
     return sorted(diagram.barcode())
 
 
@@ -68,7 +68,7 @@ def test_a_loops_cycle_is_born_with_it_and_bounds_when_it_dies(seed: int) -> Non
     weight_NN, birth_N = random_network(seed)
     filtration = make_filtration(weight_NN, birth_N)
     scale = reduction.flag_filtration(weight_NN, birth_N)
-    loops = longest_loops(filtration, most=100)
+    loops = longest_loops(filtration, max_loops=100)
     expected = reduction.bars(scale)[1]
     assert sorted((loop.birth, loop.death) for loop in loops) == expected
     for loop in loops:
@@ -110,6 +110,6 @@ def test_an_edge_waits_for_its_ends() -> None:
 
 def test_restricted_filtration_keeps_order() -> None:
     weight_NN, birth_N = random_network(1)
-    part = make_filtration(weight_NN, birth_N).restricted([3, 0])
+    part = make_filtration(weight_NN, birth_N).restrict([3, 0])
     assert isinstance(part, Filtration)
     assert part.weight_NN[0, 1] == make_filtration(weight_NN, birth_N).weight_NN[3, 0]

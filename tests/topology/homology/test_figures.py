@@ -6,9 +6,9 @@ import math
 import numpy as np
 import pytest
 
-from nesa_node.topology.homology.filtration import make_filtration
-from nesa_node.topology.homology.loops import longest_loops
-from nesa_node.topology.homology.shape import shape_of
+from nesa_node.topology.shape.filtration import make_filtration
+from nesa_node.topology.shape.loops import longest_loops
+from nesa_node.topology.shape.network_shape import compute_shape
 from tests.topology.homology import reduction
 from tests.topology.homology.reduction import Simplex
 
@@ -36,11 +36,11 @@ def test_figure_3_the_sum_of_edges_has_no_boundary() -> None:
 
 def test_figure_3_persistence_tells_the_two_apart() -> None:
     """As networks: three equal links are filled at once, a square's hole lasts to its diagonal."""
-    triangle = shape_of(make_filtration(1.0 - np.eye(3)))
+    triangle = compute_shape(make_filtration(1.0 - np.eye(3)))
     square_NN = np.array(
         [[abs(a - b) % 2 + 2.0 * (abs(a - b) == 2) for a in range(4)] for b in range(4)]
     )
-    square = shape_of(make_filtration(square_NN))
+    square = compute_shape(make_filtration(square_NN))
     assert triangle.betti(1.0) == (1, 0)
     assert square.betti(1.0) == (1, 1)
     assert square.h1.barcode() == ((1.0, 2.0),)
@@ -75,7 +75,7 @@ def test_figure_4_persistence_diagrams() -> None:
 
 def test_figure_4_has_no_hole_in_a_rips_filtration() -> None:
     """What the package computes: the triangle is there as soon as its three edges are."""
-    shape = shape_of(make_filtration(EDGE * (1.0 - np.eye(3))))
+    shape = compute_shape(make_filtration(EDGE * (1.0 - np.eye(3))))
     assert shape.h0.barcode() == ((0.0, math.inf), (0.0, EDGE), (0.0, EDGE))
     assert len(shape.h1) == 0
     assert [shape.betti(2 * radius) for radius in (0.5, 0.9, 1.1)] == [(3, 0), (1, 0), (1, 0)]
@@ -86,5 +86,5 @@ def test_four_circles_have_a_hole_in_both() -> None:
     corner_42 = np.array([[1, 0], [0, 1], [-1, 0], [0, -1]], dtype=np.float64)
     distance_44 = np.hypot(*(corner_42[:, None] - corner_42).transpose(2, 0, 1))
     filtration = make_filtration(distance_44)
-    np.testing.assert_allclose(shape_of(filtration).h1.as_P2(), [[math.sqrt(2), 2.0]])
+    np.testing.assert_allclose(compute_shape(filtration).h1.as_P2(), [[math.sqrt(2), 2.0]])
     assert longest_loops(filtration)[0].nodes == (0, 1, 2, 3)

@@ -10,19 +10,17 @@ from numpy.typing import NDArray
 from scipy.cluster.hierarchy import cophenet, linkage
 from scipy.spatial.distance import squareform
 
-from nesa_node.topology.homology import backend
-from nesa_node.topology.homology.cophenetic import (
+from nesa_node.topology.shape import gudhi_backend as backend
+from nesa_node.topology.shape.cophenetic import (
     cophenetic_matrix,
-    heights_from,
+    leaf_heights,
     mean_difference,
     quantile_heights,
 )
-from nesa_node.topology.homology.filtration import Filtration, make_filtration
-from nesa_node.topology.homology.landmarks import choose_landmarks
-from nesa_node.topology.homology.loops import longest_loops, loop_diagram
-from nesa_node.topology.homology.merge_tree import merge_tree
-from nesa_node.topology.homology.shape import shape_of
-from nesa_node.topology.homology.weights import geographic_filtration
+from nesa_node.topology.shape.filtration import Filtration, geographic_filtration, make_filtration
+from nesa_node.topology.shape.loops import longest_loops, loop_diagram
+from nesa_node.topology.shape.merge_tree import merge_tree
+from nesa_node.topology.shape.network_shape import choose_landmarks, compute_shape
 
 # ripser computes in float32: a value is rounded by at most 2^-24 of itself, and a lifetime that is
 # shorter than that may vanish.
@@ -67,7 +65,7 @@ def test_loops_have_the_bars_of_the_diagram(threshold: float) -> None:
     """Two ways through gudhi: its ripser, and a simplex tree after edges were collapsed."""
     filtration = round_trips(120, seed=3)
     diagram = loop_diagram(filtration, threshold=threshold)
-    loops = longest_loops(filtration, most=len(diagram) + 5, threshold=threshold)
+    loops = longest_loops(filtration, max_loops=len(diagram) + 5, threshold=threshold)
     assert sorted((loop.birth, loop.death) for loop in loops) == sorted(diagram.barcode())
     for loop in loops:
         assert max(filtration.weight_NN[edge] for edge in loop.edges) == loop.birth
@@ -78,7 +76,7 @@ def test_cophenetic_matrix_is_that_of_scipys_single_linkage() -> None:
     expected = squareform(cophenet(linkage(squareform(filtration.weight_NN), "single")))
     tree = merge_tree(filtration)
     np.testing.assert_array_equal(cophenetic_matrix(tree, np.float64), expected)
-    np.testing.assert_array_equal(heights_from(tree, 7), expected[tree.order_N[7], tree.order_N])
+    np.testing.assert_array_equal(leaf_heights(tree, 7), expected[tree.order_N[7], tree.order_N])
     off_diagonal = ~np.eye(200, dtype=bool)
     medians = [np.median(row[mask]) for row, mask in zip(expected, off_diagonal, strict=True)]
     np.testing.assert_allclose(quantile_heights(tree), medians)
@@ -136,10 +134,10 @@ def test_landmarks_cover_what_they_say() -> None:
     filtration = round_trips(300, seed=8)
     chosen = choose_landmarks(filtration, 40)
     nearest = filtration.weight_NN[chosen.node_K].min(axis=0)
-    assert chosen.radius == nearest.max()
+    assert chosen.cover_radius == nearest.max()
     assert len(set(chosen.node_K.tolist())) == 40
-    assert choose_landmarks(filtration, 400).radius == 0.0
-    assert choose_landmarks(filtration, 10).radius >= chosen.radius
+    assert choose_landmarks(filtration, 400).cover_radius == 0.0
+    assert choose_landmarks(filtration, 10).cover_radius >= chosen.cover_radius
 
 
 def test_every_unreachable_part_gets_a_landmark() -> None:
@@ -158,11 +156,11 @@ def ring(count: int) -> Filtration:
 
 
 def test_landmarks_of_a_ring_show_its_hole() -> None:
-    shape = shape_of(ring(120), exact_up_to=100, landmarks=30)
-    exact = shape_of(ring(120), exact_up_to=500)
+    shape = compute_shape(ring(120), max_exact_nodes=100, num_landmarks=30)
+    exact = compute_shape(ring(120), max_exact_nodes=500)
     assert len(shape.h1) == len(exact.h1) == 1
     bars = np.array([shape.h1.barcode()[0], exact.h1.barcode()[0]])
-    assert np.abs(bars[0] - bars[1]).max() <= 2 * shape.landmarks.radius
+    assert np.abs(bars[0] - bars[1]).max() <= 2 * shape.landmarks.cover_radius
     # Nodes are those of the whole ring, and the cycle goes all the way round.
     nodes = shape.loops[0].nodes
     assert set(nodes) <= set(shape.landmarks.node_K.tolist())
@@ -177,7 +175,7 @@ def places(count: int, seed: int) -> Filtration:
 @pytest.fixture
 def listed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many simplices each complex had whose pairs were read."""
-    tree, found = backend.gudhi().SimplexTree, list[int]()
+    tree, found = backend.load_gudhi().SimplexTree, list[int]()
     pairs = tree.persistence_pairs
 
     def counted(self: Any) -> Any:
@@ -189,7 +187,7 @@ def listed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_random_places_are_read_until_their_last_ring_closes(listed: list[int]) -> None:
-    shape = shape_of(places(200, 1))
+    shape = compute_shape(places(200, 1))
     assert len(shape.loops) == 5
     assert (shape.loop_nodes, len(listed)) == (200, 1)
     assert listed[0] < 2_000, "up to the longest edge there are more than a million"
@@ -197,7 +195,7 @@ def test_random_places_are_read_until_their_last_ring_closes(listed: list[int]) 
 
 
 def test_two_hundred_nodes_on_a_circle_have_their_ring(listed: list[int]) -> None:
-    shape = shape_of(ring(200))
+    shape = compute_shape(ring(200))
     (loop,) = shape.loops
     assert [(loop.birth, loop.death)] == list(shape.h1.barcode())
     assert len(loop.nodes) > 100
@@ -214,7 +212,7 @@ def test_too_many_triangles_take_fewer_landmarks_which_is_told(
     with pytest.raises(backend.TooManyTrianglesError):
         longest_loops(filtration)
     assert listed == []
-    shape = shape_of(filtration)
+    shape = compute_shape(filtration)
     assert (shape.loop_nodes, len(shape.landmarks.node_K)) == (50, 100)
     assert shape.loops
     assert listed[-1] <= 2_000 + 50 * 49 // 2 + 50

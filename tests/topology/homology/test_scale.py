@@ -9,10 +9,10 @@ PROGRAM = """
 import time
 import numpy as np
 from nesa_node.topology.homology import backend
-from nesa_node.topology.homology.cophenetic import quantile_heights
-from nesa_node.topology.homology.features import features_of
-from nesa_node.topology.homology.filtration import make_filtration
-from nesa_node.topology.homology.shape import shape_of
+from nesa_node.topology.shape.cophenetic import quantile_heights
+from nesa_node.topology.shape.features import features_of
+from nesa_node.topology.shape.filtration import make_filtration
+from nesa_node.topology.shape.network_shape import shape_of
 
 def peak_mb():
     with open("/proc/self/status") as status:

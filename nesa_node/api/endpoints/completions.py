@@ -1,0 +1,235 @@
+"""Endpoint `POST /v1/completions`.
+
+Responses of `POST /v1/completions`: one JSON object, or chunks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any
+
+from fastapi import APIRouter
+from starlette.responses import Response
+
+from nesa_node.api.gateway import (
+    CallerOf,
+    Gateway,
+    GatewayOf,
+    Meter,
+    MeterOf,
+    PendingResponse,
+    UsageCounter,
+    system_fingerprint,
+)
+from nesa_node.api.generation.job import Delta, Job, PrefillDone
+from nesa_node.api.models.jobs import JobEvent, run_jobs, tokenize_prompts
+from nesa_node.api.openapi import Completion, describe
+from nesa_node.api.responses.http_responses import DONE_EVENT, new_id, sse_event
+from nesa_node.api.responses.token_logprobs import CompletionLogprobsEncoder, reserve_logprobs
+from nesa_node.api.schemas.completion_request import CompletionRequest
+from nesa_node.api.schemas.request_body import body_dependency
+from nesa_node.api.schemas.response_format import checked_grammar, requested_schema
+from nesa_node.api.schemas.sampling import resolve_max_tokens
+from nesa_node.api.schemas.tokenization import decode_all, offload_if_large
+
+if TYPE_CHECKING:
+    from nesa_node.api.models.served_model import ServedModel
+
+
+_ChoiceUpdate = tuple[int, str, dict[str, Any] | None, str | None]
+RunJobs = Callable[[], AbstractAsyncContextManager[AsyncIterator[JobEvent]]]
+
+
+@dataclass(slots=True)
+class _CompletionChoice:
+    encoder: CompletionLogprobsEncoder | None
+    text: list[str] = field(default_factory=list)
+    logprobs: dict[str, list[Any]] = field(default_factory=dict)
+    finish_reason: str | None = None
+
+    def append(self, text: str, logprobs: dict[str, Any] | None, reason: str | None) -> None:
+        self.text.append(text)
+        for key, values in (logprobs or {}).items():
+            self.logprobs.setdefault(key, []).extend(values)
+        self.finish_reason = reason or self.finish_reason
+
+
+class CompletionBuilder:
+    """Builder of the response to one completion request.
+
+    Choice `p * n + i` is answer `i` to prompt `p`. `echoes` are the prompts' texts, with `echo`.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        fingerprint: str,
+        *,
+        n: int,
+        prompts: int,
+        echoes: Sequence[str] | None,
+        with_logprobs: bool,
+        usage: UsageCounter,
+    ) -> None:
+        self._n = n
+        self._echoes = echoes
+        self._usage = usage
+        self._choices = [
+            _CompletionChoice(CompletionLogprobsEncoder() if with_logprobs else None)
+            for _ in range(n * prompts)
+        ]
+        self._header = {
+            "id": new_id("cmpl-"),
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": model,
+            "system_fingerprint": fingerprint,
+        }
+
+    async def build_json(self, run: RunJobs) -> dict[str, Any]:
+        async with self._usage.charge_prompt_on_cancel(), run() as events:
+            async for tagged in events:
+                for index, text, logprobs, reason in await self._choice_updates(tagged):
+                    self._choices[index].append(text, logprobs, reason)
+        choices = [
+            _choice_object(
+                index,
+                "".join(choice.text),
+                choice.logprobs if choice.encoder else None,
+                choice.finish_reason or "length",
+            )
+            for index, choice in enumerate(self._choices)
+        ]
+        return {**self._header, "choices": choices, "usage": self._usage.to_json()}
+
+    async def stream_chunks(self, run: RunJobs, *, with_usage: bool) -> AsyncGenerator[bytes, None]:
+        rest: dict[str, Any] = {"usage": None} if with_usage else {}
+        async with self._usage.charge_prompt_on_cancel(), run() as events:
+            async for tagged in events:
+                for told in await self._choice_updates(tagged):
+                    if told[1] or told[2] or told[3]:
+                        yield sse_event(
+                            {**self._header, "choices": [_choice_object(*told)], **rest}
+                        )
+        if with_usage:
+            yield sse_event({**self._header, "choices": [], "usage": self._usage.to_json()})
+        yield DONE_EVENT
+
+    async def _choice_updates(self, tagged: JobEvent) -> list[_ChoiceUpdate]:
+        """Index, text, log probabilities and finish reason of the choices it updates."""
+        job, happened = tagged
+        self._usage.count(happened)
+        if isinstance(happened, Delta):
+            index = job * self._n + happened.index
+            chances = self._choices[index].encoder
+            logprobs = chances.encode(happened.tokens) if chances and happened.tokens else None
+            return [(index, happened.text, logprobs, happened.finish_reason)]
+        # A prompt may have many log probabilities, which come in one event.
+        size = self._n * sum(1 + len(token.top) for token in happened.tokens)
+        return await offload_if_large(size, lambda: self._echo_updates(job, happened))
+
+    def _echo_updates(self, job: int, happened: PrefillDone) -> list[_ChoiceUpdate]:
+        if self._echoes is None:
+            return []
+        told: list[_ChoiceUpdate] = []
+        for index in range(job * self._n, (job + 1) * self._n):
+            chances = self._choices[index].encoder
+            logprobs = chances.encode(happened.tokens, is_text_start=True) if chances else None
+            told.append((index, self._echoes[job], logprobs, None))
+        return told
+
+
+def _choice_object(
+    index: int, text: str, logprobs: dict[str, Any] | None, reason: str | None
+) -> dict[str, Any]:
+    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+
+
+DEFAULT_MAX_TOKENS = 16
+"""OpenAI's default of `max_tokens`."""
+
+router = APIRouter()
+
+
+@router.post(
+    "/v1/completions",
+    **describe("Continue a text", CompletionRequest, Completion, Completion),
+)
+async def complete(
+    gateway: GatewayOf,
+    caller: CallerOf,
+    meter: MeterOf,
+    body: Annotated[CompletionRequest, body_dependency(CompletionRequest)],
+) -> Response:
+    body.check_fields()
+    prepare = partial(_prepare, gateway, caller, meter, body)
+    return gateway.respond(body.model, prepare, stream=bool(body.stream))
+
+
+async def _prepare(
+    gateway: Gateway, caller: str, meter: Meter, body: CompletionRequest, model: ServedModel
+) -> PendingResponse:
+    prompts = body.prompts()
+    jobs = await _make_jobs(gateway, model, body, prompts, caller)
+    reserve_logprobs(jobs, param="logprobs")
+    answer = CompletionBuilder(
+        body.model or model.name,
+        system_fingerprint(model.model_id),
+        n=body.n or 1,
+        prompts=len(jobs),
+        echoes=await _prompt_texts(model, prompts) if body.echo else None,
+        with_logprobs=body.logprobs is not None,
+        usage=meter.start_usage(model.name, sum(len(job.prompt) for job in jobs)),
+    )
+    run = partial(run_jobs, model, jobs, gateway.watch_blocks)
+    return PendingResponse(
+        partial(answer.build_json, run),
+        partial(answer.stream_chunks, run, with_usage=body.wants_usage),
+    )
+
+
+async def _make_jobs(
+    gateway: Gateway,
+    model: ServedModel,
+    body: CompletionRequest,
+    prompts: list[str | list[int]],
+    caller: str,
+) -> list[Job]:
+    sampling = body.sampling(model.vocab_size, model.defaults)
+    check = partial(gateway.grammars.check, caller=caller)
+    grammar = await checked_grammar(
+        requested_schema(body.response_format), "response_format", check
+    )
+    asked = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    return [
+        Job(
+            prompt=tokens,
+            max_tokens=resolve_max_tokens(
+                len(tokens),
+                asked,
+                context_length=model.context_length,
+                cap=gateway.config.max_new_tokens,
+                default=None,
+                param="prompt",
+            ),
+            n=body.n or 1,
+            sampling=sampling,
+            stop=body.stop_texts(),
+            ignore_eos=bool(body.ignore_eos),
+            top_logprobs=body.logprobs,
+            prompt_logprobs=bool(body.echo) and body.logprobs is not None,
+            prefix_scope=caller,
+            grammar=grammar,
+        )
+        for tokens in await tokenize_prompts(model, prompts, "prompt")
+    ]
+
+
+async def _prompt_texts(model: ServedModel, prompts: list[str | list[int]]) -> list[str]:
+    tokens = [prompt for prompt in prompts if not isinstance(prompt, str)]
+    joined = iter(await decode_all(model.tokenizer, tokens, param="prompt"))
+    return [prompt if isinstance(prompt, str) else next(joined) for prompt in prompts]

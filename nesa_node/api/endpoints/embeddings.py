@@ -1,0 +1,131 @@
+"""Endpoint `POST /v1/embeddings`: mean-pooled last hidden states, normalized to length 1."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import msgspec
+import torch
+from fastapi import APIRouter
+from pydantic import Field
+from starlette.responses import Response
+
+from nesa_node.api.gateway import Gateway, GatewayOf, Meter, MeterOf
+from nesa_node.api.models.cancellation import cancel_when
+from nesa_node.api.models.jobs import tokenize_prompts
+from nesa_node.api.openapi import EmbeddingList, describe
+from nesa_node.api.responses.in_flight import reserve_memory
+from nesa_node.api.schemas.completion_request import Tokens, as_list
+from nesa_node.api.schemas.request_body import (
+    Label,
+    ModelName,
+    OnlyNull,
+    RequestBody,
+    Text,
+    body_dependency,
+)
+from nesa_node.web.problem import HttpProblem
+
+if TYPE_CHECKING:
+    from nesa_node.api.models.served_model import ServedModel
+
+MAX_INPUTS = 2048
+MAX_INPUT_TOKENS = 300_000
+"""Limit on the tokens of all inputs of a request; the same as OpenAI's."""
+MAX_OUTPUT_NUMBERS = 1 << 23
+"""Limit on the float32 numbers of a response: 32 MiB, kept until the client has read them."""
+_TENSOR_OVERHEAD_BYTES = 1024
+"""Memory of an embedding's tensor object, beside its numbers."""
+
+router = APIRouter()
+
+
+NonEmptyText = Annotated[Text, Field(min_length=1)]
+
+
+class EmbeddingRequest(RequestBody):
+    model: ModelName = None
+    input: (
+        NonEmptyText
+        | Annotated[list[NonEmptyText], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)]
+        | Tokens
+        | Annotated[list[Tokens], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)]
+    )
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: OnlyNull = None
+    user: Label | None = None
+
+
+@router.post("/v1/embeddings", **describe("Embed texts", EmbeddingRequest, EmbeddingList))
+async def embed(
+    gateway: GatewayOf,
+    meter: MeterOf,
+    body: Annotated[EmbeddingRequest, body_dependency(EmbeddingRequest)],
+) -> Response:
+    model = await gateway.get_model(body.model)
+    inputs = await tokenize_prompts(model, as_list(body.input), "input")
+    total = sum(map(len, inputs))
+    longest = max(map(len, inputs))
+    if longest > model.context_length or total > MAX_INPUT_TOKENS:
+        raise HttpProblem(
+            400,
+            f"This model's maximum context length is {model.context_length} tokens, and at most "
+            f"{MAX_INPUT_TOKENS} go into one request; the longest input has {longest}, all have "
+            f"{total}.",
+            code="context_length_exceeded",
+            param="input",
+        )
+    if len(inputs) * model.hidden_size > MAX_OUTPUT_NUMBERS:
+        raise HttpProblem(
+            400,
+            f"input: this model's embeddings have {model.hidden_size} numbers, so at most "
+            f"{MAX_OUTPUT_NUMBERS // model.hidden_size} inputs go into one request; it has "
+            f"{len(inputs)}",
+            code="invalid_value",
+            param="input",
+        )
+    reserve_memory(len(inputs) * (4 * model.hidden_size + _TENSOR_OVERHEAD_BYTES))
+    return gateway.respond_json(partial(_compute, gateway, meter, model, body, inputs))
+
+
+async def _compute(
+    gateway: Gateway,
+    meter: Meter,
+    model: ServedModel,
+    body: EmbeddingRequest,
+    inputs: Sequence[Sequence[int]],
+) -> dict[str, Any]:
+    tokens = sum(map(len, inputs))
+    meter.start_usage(model.name, tokens)
+    try:
+        async with cancel_when(gateway.watch_blocks(model)):
+            vectors = await model.embed(inputs)
+    except asyncio.CancelledError:
+        # A request that its client cancels counts against the key's limits, too.
+        meter(tokens)
+        raise
+    meter(tokens)
+    return {
+        "object": "list",
+        "model": body.model or model.name,
+        "data": _embedding_objects(vectors, as_base64=body.encoding_format == "base64"),
+        "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+    }
+
+
+def _embedding_objects(
+    vectors: Sequence[torch.Tensor], *, as_base64: bool
+) -> Iterator[msgspec.Raw]:
+    encode = msgspec.json.Encoder().encode
+    for index, vector_D in enumerate(vectors):
+        told = _encode_base64(vector_D) if as_base64 else vector_D.tolist()
+        yield msgspec.Raw(encode({"object": "embedding", "index": index, "embedding": told}))
+
+
+def _encode_base64(vector_D: torch.Tensor) -> str:
+    """Base64 of `vector_D` as little-endian float32."""
+    return base64.b64encode(vector_D.numpy().astype("<f4").tobytes()).decode()

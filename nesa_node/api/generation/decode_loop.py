@@ -1,0 +1,295 @@
+"""Generation of one job: prefill of the prompt, then decode steps of all choices together.
+
+N choices, T tokens, D hidden, V vocabulary.
+
+Decoding state of one choice of a job.
+
+V vocabulary.
+
+Tokenizer data of a model that all answers share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+from nesa_node.api.generation.detokenizer import (
+    REPLACEMENT,
+    DetokenizerRules,
+    IncrementalDetokenizer,
+    StopTextFilter,
+    TokenBytes,
+)
+from nesa_node.api.generation.grammar import GrammarCompiler, GrammarMatcher
+from nesa_node.api.generation.job import (
+    Delta,
+    FinishReason,
+    GenerationEvent,
+    Job,
+    PrefillDone,
+    SequenceToken,
+)
+from nesa_node.api.generation.sampler import Sampler, SharedLogitsState, tokens_with_logprobs
+from nesa_node.client.model.activity import RunningSession
+from nesa_node.client.model.causal_lm import DistributedModelForCausalLM
+from nesa_node.client.model.inference_session import InferenceSession
+from nesa_node.client.model.loop_thread import Interrupt
+from nesa_node.core.errors import ContextLengthError
+
+
+class Vocabulary:
+    """Detokenizer rules, token bytes, grammars and end tokens of a model. Thread-safe."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        generation_config: GenerationConfig,
+        *,
+        vocab_size: int,
+    ) -> None:
+        """`vocab_size` is the model's: the tokenizer may have fewer tokens."""
+        self.tokenizer = tokenizer
+        self.size = vocab_size
+        self.eos_ids = frozenset(_eos_ids(tokenizer, generation_config))
+        """Tokens that end an answer, according to the model's files."""
+        self.detokenizer_rules = DetokenizerRules(tokenizer)
+        self.token_bytes = TokenBytes(tokenizer)
+        self.grammars = GrammarCompiler(tokenizer, vocab_size, sorted(self.eos_ids))
+
+
+def _eos_ids(tokenizer: Any, config: GenerationConfig) -> Iterable[int]:
+    # Chat models often end a turn with a token that only one of the two files lists.
+    for ids in (config.eos_token_id, tokenizer.eos_token_id):
+        for one in ids if isinstance(ids, Sequence) else (ids,):
+            if isinstance(one, int) and not isinstance(one, bool):
+                yield one
+
+
+class ChoiceDecoder:
+    """Samples the tokens of one choice and turns them into deltas, until it is `done`."""
+
+    def __init__(
+        self,
+        job: Job,
+        index: int,
+        vocabulary: Vocabulary,
+        matcher: GrammarMatcher | None,
+        shared: SharedLogitsState,
+    ) -> None:
+        self.index = index
+        self.is_done = False
+        self.last_token = -1
+        """Last generated token, the next input of the model."""
+        self._max_tokens = job.max_tokens
+        self._token_count = 0
+        self._eos_ids = frozenset[int]() if job.ignore_eos else vocabulary.eos_ids
+        self._sampler = Sampler(shared, index)
+        self._text = IncrementalDetokenizer(vocabulary.detokenizer_rules)
+        self._stops = StopTextFilter(job.stop)
+        self._matcher = matcher
+
+    @property
+    def is_argmax(self) -> bool:
+        """Whether each token is the argmax of the logits, without adjustments or grammar."""
+        return self._matcher is None and self._sampler.is_argmax
+
+    def choose(self, logits_V: Tensor) -> int:
+        """Sample the next token from float32 logits, which are not modified; `take` must follow."""
+        allowed_V = None
+        if self._matcher is not None:
+            allowed_V = self._matcher.allowed_mask(len(logits_V), logits_V.device)
+        return self._sampler.choose(logits_V, allowed_V)
+
+    def append_token(self, chosen: SequenceToken) -> Delta:
+        """Append a token to the choice; return its delta."""
+        self.last_token = chosen.token_id
+        self._token_count += 1
+        reason, text = self._finish_reason(), ""
+        if self.last_token not in self._eos_ids:
+            text = self._stops.append(self._text.append(self.last_token))
+        if reason is not None and not self._stops.has_stopped:
+            rest = self._text.finish()
+            # The limit may have cut a character: its replacement is not sent.
+            text += self._stops.append(rest.rstrip(REPLACEMENT) if reason == "length" else rest)
+        if self._stops.has_stopped:
+            reason = "stop"
+        elif reason is not None:
+            text += self._stops.finish()
+        self.is_done = reason is not None
+        return Delta(index=self.index, text=text, tokens=(chosen,), finish_reason=reason)
+
+    def _finish_reason(self) -> FinishReason | None:
+        """Finish reason by the last token alone, without stop texts; None if the choice goes on."""
+        is_complete = self._matcher is not None and self._matcher.accept_token(self.last_token)
+        if self.last_token in self._eos_ids or is_complete:
+            return "stop"
+        return "length" if self._token_count == self._max_tokens else None
+
+
+MAX_PROMPT_CHUNK_TOKENS = 512
+"""Limit on the tokens of a prefill step with log probabilities: all its outputs come back."""
+MAX_HEAD_TOKENS = 64
+"""Limit on the tokens of which logits are in memory at once during prefill."""
+_NO_TOKENS = torch.empty(0, dtype=torch.int64)
+
+Emit = Callable[[Sequence[GenerationEvent]], None]
+
+
+class Generation:
+    """One session with a row for each choice; the prompt is computed once, and finished rows get
+    no more steps."""
+
+    def __init__(
+        self,
+        model: DistributedModelForCausalLM,
+        vocabulary: Vocabulary,
+        job: Job,
+        *,
+        running: RunningSession,
+        interrupt: Interrupt,
+        emit: Emit,
+    ) -> None:
+        self._model = model
+        self._vocabulary = vocabulary
+        self._job = job
+        self._running = running
+        self._interrupt = interrupt
+        self._emit = emit
+
+    @torch.inference_mode()
+    def run(self) -> None:
+        """Generate all choices, passing events to `emit` as they come. Blocks.
+
+        Raises `ContextLengthError` and the errors of sessions, `ValueError` for a grammar that
+        cannot be followed, `Problem` if too many grammars are in use, and
+        `concurrent.futures.CancelledError` once interrupted.
+        """
+        self._check_length()
+        with self._open_choices() as choices:
+            self._run(choices)
+
+    def _run(self, choices: Sequence[ChoiceDecoder]) -> None:
+        job = self._job
+        rows = job.n if job.max_tokens else 1
+        # The last token is never an input.
+        length = len(job.prompt) + max(job.max_tokens - 1, 0)
+        known = None if job.prompt_logprobs else [job.prompt, *[()] * (rows - 1)]
+        with self._model.inference_session(
+            length,
+            rows,
+            prompt=known,
+            prefix_scope=job.prefix_scope,
+            interrupt=self._interrupt,
+        ) as session:
+            self._running.mark_opened(session)
+            hidden_1D, read = self._read_prompt(session)
+            self._running.mark_prompt_read()
+            self._emit([read])
+            if not choices:
+                ends = [Delta(index=i, finish_reason="length") for i in range(job.n)]
+                self._emit(ends)
+                return
+            if rows > 1:
+                session.reorder([0] * rows)
+            self._decode(session, choices, hidden_1D)
+
+    def _check_length(self) -> None:
+        job, longest = self._job, self._model.context_length
+        if not job.prompt:
+            raise ValueError("the prompt has no tokens")
+        if len(job.prompt) + job.max_tokens > longest:
+            raise ContextLengthError(
+                f"the prompt has {len(job.prompt)} tokens and {job.max_tokens} were asked for; "
+                f"the model holds {longest} together"
+            )
+
+    @contextmanager
+    def _open_choices(self) -> Iterator[list[ChoiceDecoder]]:
+        job, vocabulary = self._job, self._vocabulary
+        if not job.max_tokens:
+            yield []
+            return
+        common = SharedLogitsState(job.sampling, job.prompt)
+        if job.grammar is None:
+            yield [ChoiceDecoder(job, index, vocabulary, None, common) for index in range(job.n)]
+        else:
+            with vocabulary.grammars.open_matchers(job.grammar, job.n) as followers:
+                yield [
+                    ChoiceDecoder(job, index, vocabulary, follower, common)
+                    for index, follower in enumerate(followers)
+                ]
+
+    def _read_prompt(self, session: InferenceSession) -> tuple[Tensor, PrefillDone]:
+        """Prefill the first row; return the last hidden state [1, D] and the event."""
+        held = session.lengths[0]
+        others = [_NO_TOKENS] * (session.rows - 1)
+        ids_T = torch.tensor(self._job.prompt[held:])
+        if not self._job.prompt_logprobs:
+            hidden_1D = session.feed([ids_T, *others], want="last")
+            return hidden_1D, PrefillDone(cached_tokens=held)
+        first = self._job.prompt[0]
+        tokens = [SequenceToken(first, self._vocabulary.token_bytes(first), 0.0)]
+        hidden_TD = torch.empty(0)
+        for piece_T in torch.split(ids_T, MAX_PROMPT_CHUNK_TOKENS):
+            for hidden_TD in torch.split(session.feed([piece_T, *others]), MAX_HEAD_TOKENS):
+                following = self._job.prompt[len(tokens) : len(tokens) + len(hidden_TD)]
+                logits_TV = self._logits(session, hidden_TD)
+                tokens += self._tokens_with_logprobs(logits_TV[: len(following)], following)
+                del logits_TV  # frees memory before the next step
+        return hidden_TD[-1:].clone(), PrefillDone(tokens=tuple(tokens))
+
+    def _decode(
+        self, session: InferenceSession, choices: Sequence[ChoiceDecoder], hidden_ND: Tensor
+    ) -> None:
+        """Decode all choices; `hidden_ND` gives their first tokens: one row for all or one each."""
+        alive = list(choices)
+        while True:
+            self._emit(self._step(session, alive, hidden_ND))
+            self._running.add_tokens(len(alive))
+            alive = [choice for choice in alive if not choice.is_done]
+            if not alive:
+                return
+            row_ids = [_NO_TOKENS] * len(choices)
+            for choice in alive:
+                row_ids[choice.index] = torch.tensor((choice.last_token,))
+            hidden_ND = session.feed(row_ids, want="last")
+
+    def _step(
+        self, session: InferenceSession, alive: Sequence[ChoiceDecoder], hidden_ND: Tensor
+    ) -> list[Delta]:
+        """Sample the next token of each unfinished choice."""
+        # Not kept beyond this call: they may be views of a batch of many jobs' logits, which would
+        # stay in memory while nodes compute the next tokens.
+        logits_NV = self._logits(session, hidden_ND).expand(len(alive), -1)
+        if all(choice.is_argmax for choice in alive):
+            token_ids = logits_NV.argmax(-1).tolist()
+        else:
+            token_ids = [
+                choice.choose(logits_V) for choice, logits_V in zip(alive, logits_NV, strict=True)
+            ]
+        if self._job.top_logprobs is None:
+            chosen = [self._token_without_logprob(token_id) for token_id in token_ids]
+        else:
+            chosen = self._tokens_with_logprobs(logits_NV, token_ids)
+        return [choice.append_token(token) for choice, token in zip(alive, chosen, strict=True)]
+
+    def _tokens_with_logprobs(
+        self, logits_TV: Tensor, token_ids: Sequence[int]
+    ) -> list[SequenceToken]:
+        top, data = self._job.top_logprobs or 0, self._vocabulary.token_bytes
+        return tokens_with_logprobs(logits_TV, token_ids, top, data) if token_ids else []
+
+    @staticmethod
+    def _token_without_logprob(token_id: int) -> SequenceToken:
+        return SequenceToken(token_id, b"", 0.0)
+
+    @staticmethod
+    def _logits(session: InferenceSession, hidden_TD: Tensor) -> Tensor:
+        """Logits [T, V] as float32, as transformers samples from."""
+        return session.ends.head(hidden_TD).float()

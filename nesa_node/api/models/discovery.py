@@ -1,0 +1,271 @@
+"""Models that nodes of the swarm announce, and their blocks that no node serves.
+
+Opening of discovered models, by names and ids that are untrusted.
+
+Files are downloaded from the hub when a request asks for the model, into a separate folder with a
+disk limit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import re
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from filelock import FileLock, Timeout
+
+from nesa_node.core.errors import BusyError, MissingBlocksError, ModelNotFoundError, NesaError
+from nesa_node.core.ids import ModelId
+from nesa_node.core.logging import get_logger
+from nesa_node.core.settings.models import ClientConfig, GatewayConfig, secret_text
+from nesa_node.core.span import Span
+from nesa_node.engine.weights.checkpoint import Checkpoint, compute_model_id, open_folder
+from nesa_node.engine.weights.side_files import convert_parse_errors
+from nesa_node.swarm.dht.records import NodeRecord, majority_num_blocks
+from nesa_node.swarm.node import Swarm, open_swarm
+from nesa_node.swarm.p2p.identity import Identity
+from nesa_node.topology.snapshot import count_holders, zero_runs
+
+log = get_logger(__name__)
+
+MAX_AGE_S = 0.7
+"""Age up to which the last look at a model is reused."""
+MAX_LISTED_MODELS = 256
+"""Limit on the models of one look; those with the most nodes are kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class AnnouncedModel:
+    """Model that nodes announce.
+
+    `holes` are spans that no node serves, `joining` spans that joining nodes will serve.
+    `num_blocks` comes from the opened checkpoint; without one, from the nodes' records.
+    """
+
+    model_id: ModelId
+    num_blocks: int
+    holes: tuple[Span, ...]
+    joining: tuple[Span, ...] = ()
+
+    @property
+    def unserved_blocks(self) -> set[int]:
+        """Blocks that no node serves and no joining node will serve."""
+        coming = {block for span in self.joining for block in range(*_bounds(span))}
+        return {block for hole in self.holes for block in range(*_bounds(hole))} - coming
+
+    @property
+    def model_name(self) -> str:
+        """The id without its digest: a hub name or folder. Untrusted."""
+        return self.model_id.rpartition("@")[0]
+
+
+class ModelDirectory(Protocol):
+    """Source of the models that the swarm announces."""
+
+    async def fetch_all(self) -> dict[ModelId, AnnouncedModel]: ...
+
+    async def fetch(self, model_id: ModelId) -> AnnouncedModel | None: ...
+
+    def set_num_blocks(self, model_id: ModelId, num_blocks: int) -> None:
+        """Set a model's number of blocks, from its checkpoint."""
+
+    def forget_num_blocks(self, model_id: ModelId) -> None:
+        """Forget the number of blocks, which then comes from the nodes' records again."""
+
+
+class DhtModelDirectory:
+    """Reads models from the DHT; requests for one model share a look for `FRESH_S`."""
+
+    def __init__(self, swarm: Swarm) -> None:
+        self._swarm = swarm
+        self._locks: dict[ModelId, asyncio.Lock] = {}
+        self._cache: dict[ModelId, tuple[float, AnnouncedModel | None]] = {}
+
+    async def fetch_all(self) -> dict[ModelId, AnnouncedModel]:
+        """Announced models by id: at most `MAX_LISTED_MODELS`, those with the most nodes."""
+        groups: dict[ModelId, list[NodeRecord]] = {}
+        for record in await self._swarm.directory.fetch_all():
+            groups.setdefault(ModelId(record.model_id), []).append(record)
+        most = sorted(groups, key=lambda key: (-len(groups[key]), key))[:MAX_LISTED_MODELS]
+        return {key: _summarize_records(groups[key]) for key in most}
+
+    def set_num_blocks(self, model_id: ModelId, num_blocks: int) -> None:
+        self._swarm.directory.set_num_blocks(model_id, num_blocks)
+        self._cache.pop(model_id, None)
+
+    def forget_num_blocks(self, model_id: ModelId) -> None:
+        self._swarm.directory.clear_num_blocks(model_id)
+
+    async def fetch(self, model_id: ModelId) -> AnnouncedModel | None:
+        """Look at one model; None if no node announces it. Raises `NesaError` if the DHT fails."""
+        async with self._locks.setdefault(model_id, asyncio.Lock()):
+            at, seen = self._cache.get(model_id, (-math.inf, None))
+            if time.monotonic() - at > MAX_AGE_S:
+                directory = self._swarm.directory
+                snapshot = await directory.fetch(model_id, reports=False)
+                seen = None
+                if snapshot.nodes or snapshot.joining:
+                    joining = tuple(node.span for node in snapshot.joining)
+                    seen = AnnouncedModel(model_id, snapshot.num_blocks, snapshot.holes(), joining)
+                self._cache[model_id] = (time.monotonic(), seen)
+            return seen
+
+
+def _summarize_records(records: list[NodeRecord]) -> AnnouncedModel:
+    num_blocks = majority_num_blocks(records)
+    serving = [
+        record.node_state()
+        for record in records
+        if record.state == "serving" and record.num_blocks == num_blocks
+    ]
+    holes = zero_runs(count_holders(serving, num_blocks))
+    return AnnouncedModel(ModelId(records[0].model_id), num_blocks, holes)
+
+
+async def watch_missing_blocks(
+    directory: ModelDirectory, model_id: ModelId, *, interval_s: float = 1.0
+) -> None:
+    """Raise `MissingBlocksError` when two consecutive looks find the same hole that no node is
+    joining to fill.
+
+    A single look may miss records of a DHT member that did not answer. Never returns.
+    """
+    before: set[int] = set()
+    while True:
+        try:
+            seen = await directory.fetch(model_id)
+        except NesaError as error:
+            log.warning("swarm_poll_failed", reason=str(error))
+        else:
+            # Without nodes the number of blocks is unknown.
+            now = {-1} if seen is None else seen.unserved_blocks
+            if still := before & now:
+                raise missing_blocks_error(model_id, seen, still)
+            before = now
+        await asyncio.sleep(interval_s)
+
+
+def missing_blocks_error(
+    model_id: ModelId, announced: AnnouncedModel | None, blocks: set[int]
+) -> MissingBlocksError:
+    if announced is None:
+        return MissingBlocksError((), f"no node serves {model_id} now; ask again later")
+    runs = zero_runs([0 if block in blocks else 1 for block in range(announced.num_blocks)])
+    names = ", ".join(str(run) for run in runs)
+    return MissingBlocksError(
+        [_bounds(run) for run in runs],
+        f"no node serves the blocks {names} of {model_id}, which has {announced.num_blocks}; "
+        "ask again later, or start a node with --block-indices",
+    )
+
+
+def _bounds(span: Span) -> tuple[int, int]:
+    return span.start, span.end
+
+
+@asynccontextmanager
+async def open_model_directory(
+    config: ClientConfig,
+) -> AsyncIterator[tuple[DhtModelDirectory, Swarm]]:
+    """Join the swarm as a client that does not listen. Raises as `open_swarm` does."""
+    with tempfile.TemporaryDirectory(prefix="nesa-gateway-") as folder:
+        async with open_swarm(
+            Identity.ephemeral(Path(folder)),
+            initial_peers=config.initial_peers,
+            swarm_key=secret_text(config.swarm_key),
+            listen=False,
+        ) as swarm:
+            yield DhtModelDirectory(swarm), swarm
+
+
+T = TypeVar("T")
+
+DISCOVERED_FOLDER = "discovered"
+"""Folder under `cache_dir` for downloads of discovered models."""
+DOWNLOAD_RETRY_S = 30.0
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
+_FOLDER_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
+
+
+async def locate(config: ClientConfig, announced: AnnouncedModel) -> str:
+    """Folder under the cache with the same config and weights, or a model's name on the hub.
+
+    Does not ask the hub whether it has the model. Raises `ModelNotFoundError`, which says what to
+    do, and other `ModelError`s.
+    """
+    return await asyncio.to_thread(_locate, config, announced)
+
+
+def _locate(config: ClientConfig, announced: AnnouncedModel) -> str:
+    name = announced.model_name
+    if _HUB_NAME.fullmatch(name) and not Path(name).exists():
+        return name
+    if not _FOLDER_NAME.fullmatch(name) or not (config.cache_dir / name).is_dir():
+        raise ModelNotFoundError(f"start the gateway with --model FOLDER to offer {name[:96]!r}")
+    folder = config.cache_dir / name
+    try:
+        with convert_parse_errors(f"the model in {folder}"):
+            require_model_id(open_folder(folder), frozenset({announced.model_id}))
+    except NesaError as error:
+        raise ModelNotFoundError(f"{error}; --model names another place") from error
+    return str(folder)
+
+
+def open_discovered(
+    config: GatewayConfig,
+    source: str,
+    ids: frozenset[ModelId],
+    load: Callable[[Checkpoint], T],
+    *,
+    endpoint: str | None = None,
+) -> T:
+    """Call `load` with the checkpoint at `source`, which must have one of `ids`. Blocks.
+
+    `source` is a folder or hub name from `locate`. Downloads, also those of `load`, evict the least
+    recently used models if they would exceed the disk limit. Raises `ModelError`s, also for errors
+    of libraries that parse untrusted files, `DiskLimitError` if the model alone exceeds the limit,
+    and `BusyError` while another process downloads into that folder.
+    """
+    if Path(source).is_absolute():
+        with convert_parse_errors(f"the model in {source}"):
+            folder = open_folder(Path(source))
+            require_model_id(folder, ids)
+            return load(folder)
+    # Imported late: huggingface_hub reads its environment when it is imported.
+    from nesa_node.engine.weights.hub import open_hub
+
+    cache_dir = config.cache_dir / DISCOVERED_FOLDER
+    cache_dir.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(cache_dir / ".lock", timeout=0), convert_parse_errors(f"the model {source}"):
+            # Not `open_checkpoint`: an untrusted name must not open a folder of this machine.
+            checkpoint = open_hub(
+                source,
+                revision=config.revision,
+                token=secret_text(config.token),
+                cache_dir=cache_dir,
+                max_disk_bytes=int(config.discovered_disk_gib * 2**30),
+                evicts=True,
+                endpoint=endpoint,
+            )
+            require_model_id(checkpoint, ids)
+            return load(checkpoint)
+    except Timeout:
+        raise BusyError("another gateway here downloads a model", DOWNLOAD_RETRY_S) from None
+
+
+def require_model_id(checkpoint: Checkpoint, ids: frozenset[ModelId]) -> None:
+    """Raise `ModelNotFoundError` unless the checkpoint's id is one of `ids`."""
+    found = compute_model_id(checkpoint)
+    if found not in ids:
+        raise ModelNotFoundError(
+            f"{checkpoint.name} holds {found}, which is not the same as the swarm's "
+            f"{', '.join(sorted(ids)[:4])}; --model names another place"
+        )

@@ -1,0 +1,332 @@
+"""Registry of the models that a gateway offers: their names, and which are open."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Container, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from nesa_node.api.models.discovery import AnnouncedModel, ModelDirectory, watch_missing_blocks
+from nesa_node.api.schemas.sampling import describe_sampling
+from nesa_node.core.errors import ModelError, NesaError, ResourceError
+from nesa_node.core.ids import ModelId
+from nesa_node.core.logging import get_logger
+from nesa_node.core.span import Span
+from nesa_node.core.wait_tracking import track_wait
+from nesa_node.web.problem import HttpProblem
+
+if TYPE_CHECKING:
+    from nesa_node.api.models.served_model import ServedModel
+
+log = get_logger(__name__)
+
+POLL_INTERVAL_S = 5.0
+"""Interval of looks at the swarm."""
+MAX_DISCOVERED = 256
+"""Limit on discovered models that are offered."""
+MAX_OPEN = 16
+"""Limit on discovered models open at once: each takes memory for its embedding and head. Beyond it
+the least recently used model without requests is closed."""
+_LOCATE_RETRY_S = 600.0
+"""Time until a model that could not be located is tried again."""
+_OPEN_RETRY_S = 60.0
+"""Time until a model that could not be opened is offered again."""
+_MAX_REFUSED_MODELS = 1024
+
+OpenModel = Callable[[str, frozenset[ModelId] | None], Awaitable["ServedModel"]]
+"""Function that opens a model by name or folder; the ids are those that the swarm announces under
+that name, or None if the operator named it. Raises `NesaError` if the model has none of the ids."""
+Locate = Callable[[AnnouncedModel], Awaitable[str]]
+"""Function that returns the name or folder by which an announced model may be opened, without a
+download. Raises `NesaError`, which says what to do, if there is none."""
+
+
+@dataclass(slots=True)
+class ModelEntry:
+    """Offered model. `source` is the name or folder to open, `name` its name in the API.
+
+    `announced` are the ids that the swarm announces under that name, in the order of discovery.
+    Which of them is the model's own is known once it is open (`model_id`).
+    """
+
+    name: str
+    source: str
+    created: int
+    announced_ids: tuple[ModelId, ...] = ()
+    model_id: ModelId | None = None
+    context_length: int | None = None
+    served: ServedModel | None = None
+    last_used_s: float = 0.0
+    """Time of its last request, by the monotonic clock."""
+    open_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    @property
+    def is_open(self) -> bool:
+        return self.served is not None
+
+    @property
+    def ids(self) -> tuple[ModelId, ...]:
+        return self.announced_ids if self.model_id is None else (self.model_id,)
+
+
+class ModelRegistry:
+    """Registry of models, which are opened by name and closed together.
+
+    If models are `given`, only these are offered, whether nodes serve them or not. Otherwise models
+    are discovered in the swarm (`discovers`) and opened with their first request.
+    """
+
+    def __init__(
+        self,
+        given: Sequence[str],
+        *,
+        directory: ModelDirectory,
+        open_model: OpenModel,
+        locate: Locate,
+        poll_interval_s: float = POLL_INTERVAL_S,
+    ) -> None:
+        self._directory = directory
+        self._poll_interval_s = poll_interval_s
+        self._open = open_model
+        self._locate = locate
+        self.discovers = not given
+        self._entries = [
+            ModelEntry(_last_part(name), name, int(time.time())) for name in dict.fromkeys(given)
+        ]
+        self._announced: dict[ModelId, AnnouncedModel] | None = None
+        self._polled = asyncio.Event()
+        self._refused: dict[ModelId, tuple[float, str]] = {}
+        """Models that are not offered: until when, and the reason."""
+        self._discovery_lock = asyncio.Lock()
+        self._open_tasks: set[asyncio.Task[ServedModel]] = set()
+
+    def entries(self) -> Sequence[ModelEntry]:
+        return tuple(self._entries)
+
+    def find_entry(self, name: str | None) -> ModelEntry:
+        """Model by name, source or id, or by the last part of its name if that is unambiguous.
+
+        None: the first given model, or the only discovered one. Raises `Problem`.
+        """
+        found = self._match_name(name)
+        if len(found) == 1:
+            return found[0]
+        offered = ", ".join(card.name for card in self._entries[:20]) or "none"
+        shown = "any model" if name is None else f"`{name[:200]}`"
+        reason = f"The model {shown} does not exist here; there are: {offered}"
+        if why := self._refusal_reason(name):
+            reason = f"The model {shown} is not offered here, though nodes serve it: {why}"
+        if found:
+            several = ", ".join(card.source for card in found[:20])
+            reason = f"{shown} may be any of these, ask for one by its whole name: {several}"
+        raise HttpProblem(404, reason, code="model_not_found", param="model")
+
+    def _refusal_reason(self, name: str | None) -> str | None:
+        for model_id, (_, why) in self._refused.items():
+            announced = model_id.rpartition("@")[0]
+            names = (None, model_id, announced, _last_part(announced))
+            if model_id in (self._announced or {}) and name in names:
+                return why
+        return None
+
+    def _match_name(self, name: str | None) -> list[ModelEntry]:
+        """Models that `name` may mean.
+
+        Whole names take precedence: an untrusted name may end in the name of another model.
+        """
+        cards = self._entries
+        if name is None:
+            return cards[:1] if not self.discovers else cards
+        whole = [card for card in cards if name in (card.name, card.source) or name in card.ids]
+        return whole or [card for card in cards if _last_part(card.name) == name]
+
+    async def get(self, name: str | None) -> ServedModel:
+        """Model by name, opened if necessary. Raises `Problem` and `NesaError`."""
+        card = self.find_entry(name)
+        card.last_used_s = time.monotonic()
+        return await self._ensure_open(card)
+
+    async def _ensure_open(self, card: ModelEntry) -> ServedModel:
+        if card.served is not None:
+            return card.served
+        with track_wait("the model to be opened for the first time"):
+            # Shielded: a disconnecting client must not cancel what other requests wait for.
+            task = asyncio.create_task(self._open_once(card), name="open-model")
+            self._open_tasks.add(task)
+            task.add_done_callback(self._open_tasks.discard)
+            return await asyncio.shield(task)
+
+    async def _open_once(self, card: ModelEntry) -> ServedModel:
+        async with card.open_lock:
+            if card.served is not None:
+                return card.served
+            served = await (
+                self._open_discovered(card) if self.discovers else self._open_and_join(card)
+            )
+            self._directory.set_num_blocks(served.model_id, served.num_blocks)
+            card.model_id = served.model_id
+            card.context_length = served.context_length
+            card.served = served
+            card.last_used_s = time.monotonic()
+            if card not in self._entries:
+                # It was removed from the entries while this request waited for the lock.
+                self._entries.append(card)
+            log.info("model_opened", model=card.model_id, **describe_sampling(served.defaults))
+            return served
+
+    async def _open_discovered(self, card: ModelEntry) -> ServedModel:
+        """Open a discovered model; one at a time, since they share the disk limit.
+
+        A model that cannot be opened is not offered for `_OPEN_RETRY_S`.
+        """
+        async with self._discovery_lock:
+            if sum(other.is_open for other in self._entries) >= MAX_OPEN:
+                await self._close_least_recently_used()
+            try:
+                return await self._open_and_join(card, frozenset(card.announced_ids))
+            except ModelError as error:
+                self._refuse(card, error)
+                raise
+
+    async def _close_least_recently_used(self) -> None:
+        """Close an unused discovered model. Raises `ResourceError` if all are in use."""
+        card = least_recently_used(self._entries, self._announced or {})
+        if card is None or card.served is None:
+            raise ResourceError(
+                f"{MAX_OPEN} models are open here, which is the most, and answer requests; name "
+                "those to serve with --model"
+            )
+        served, card.served = card.served, None
+        log.info("model_closed", model=card.model_id)
+        self._directory.forget_num_blocks(served.model_id)
+        if card.model_id in (self._announced or {}):
+            # Looks do not add the ids of open models to `announced`.
+            card.announced_ids = tuple(dict.fromkeys((card.model_id, *card.announced_ids)))
+        card.model_id = None
+        await served.close()
+
+    async def _open_and_join(
+        self, card: ModelEntry, ids: frozenset[ModelId] | None = None
+    ) -> ServedModel:
+        served = await self._open(card.source, ids)
+        try:
+            await served.join()
+        except BaseException:
+            await served.close()
+            raise
+        return served
+
+    async def open_given(self) -> None:
+        """Open all given models at the start, so that a wrong name fails early."""
+        for card in self._entries:
+            model = await self._ensure_open(card)
+            # The checkpoint's own name: owner and name for models of the hub.
+            card.name = model.name
+
+    async def close(self) -> None:
+        for task in list(self._open_tasks):
+            task.cancel()
+        await asyncio.gather(*self._open_tasks, return_exceptions=True)
+        for card in self._entries:
+            if card.served is not None:
+                await card.served.close()
+
+    async def watch_blocks(self, model_id: ModelId) -> None:
+        """Raise `MissingBlocksError` once blocks of the model are known to be missing."""
+        await watch_missing_blocks(self._directory, model_id)
+
+    def holes(self, card: ModelEntry) -> tuple[Span, ...] | None:
+        """Spans without nodes at the last look; None without a look, or if it found no node."""
+        found = [one for key in card.ids if (one := (self._announced or {}).get(key)) is not None]
+        return found[0].holes if found else None
+
+    async def poll_swarm(self) -> None:
+        """Poll the swarm every `look_every_s`, discover models if none are given. Never returns."""
+        async with asyncio.TaskGroup() as group:
+            if self.discovers:
+                group.create_task(self._locate_candidates())
+            while True:
+                try:
+                    self._update_announced(await self._directory.fetch_all())
+                except NesaError as error:
+                    log.warning("swarm_poll_failed", reason=str(error))
+                await asyncio.sleep(self._poll_interval_s)
+
+    def _update_announced(self, announced: dict[ModelId, AnnouncedModel]) -> None:
+        self._announced = announced
+        self._polled.set()
+        if self.discovers:
+            for card in self._entries:
+                card.announced_ids = tuple(key for key in card.announced_ids if key in announced)
+            # Entries neither open nor announced are dropped, to admit new ones (`MAX_DISCOVERED`).
+            self._entries = [
+                card
+                for card in self._entries
+                if card.served or card.open_lock.locked() or card.announced_ids
+            ]
+
+    async def _locate_candidates(self) -> None:
+        """Locate announced models, beside the looks: reading many folders may take long."""
+        while True:
+            await self._polled.wait()
+            self._polled.clear()
+            while (one := self._next_candidate()) is not None:
+                await self._locate_candidate(one)
+
+    def _next_candidate(self) -> AnnouncedModel | None:
+        """Announced model to locate next: the one tried longest ago; None if none is due."""
+        if len(self._entries) >= MAX_DISCOVERED:
+            return None
+        known = {key for card in self._entries for key in (*card.announced_ids, card.model_id)}
+        now = time.monotonic()
+        tries = {
+            model_id: self._refused.get(model_id, (0.0, ""))[0]
+            for model_id in self._announced or {}
+            if model_id not in known
+        }
+        first = min(tries, key=tries.__getitem__, default=None)
+        return None if first is None or tries[first] > now else (self._announced or {})[first]
+
+    async def _locate_candidate(self, candidate: AnnouncedModel) -> None:
+        model_id = candidate.model_id
+        try:
+            source = await self._locate(candidate)
+        except NesaError as error:
+            self._refuse_id(model_id, error, _LOCATE_RETRY_S)
+            return
+        self._refused.pop(model_id, None)
+        for card in self._entries:
+            if card.source == source:
+                card.announced_ids = (*card.announced_ids, model_id)
+                break
+        else:
+            self._entries.append(
+                ModelEntry(candidate.model_name, source, int(time.time()), (model_id,))
+            )
+        log.info("model_found", model=model_id)
+
+    def _refuse(self, card: ModelEntry, error: NesaError) -> None:
+        for model_id in card.announced_ids:
+            self._refuse_id(model_id, error, _OPEN_RETRY_S)
+        self._entries = [other for other in self._entries if other is not card]
+
+    def _refuse_id(self, model_id: ModelId, error: NesaError, for_s: float) -> None:
+        if model_id not in self._refused:
+            log.warning("model_refused", model=model_id, reason=str(error))
+        if len(self._refused) >= _MAX_REFUSED_MODELS:
+            self._refused.clear()
+        self._refused[model_id] = time.monotonic() + for_s, str(error)
+
+
+def least_recently_used(
+    entries: Sequence[ModelEntry], announced: Container[ModelId]
+) -> ModelEntry | None:
+    """Least recently used open model without requests; models that no node announces go first."""
+    idle = [card for card in entries if card.served is not None and not card.served.running]
+    return min(idle, key=lambda card: (card.model_id in announced, card.last_used_s), default=None)
+
+
+def _last_part(name: str) -> str:
+    return name.rstrip("/").rpartition("/")[2] or name

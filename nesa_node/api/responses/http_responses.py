@@ -1,0 +1,251 @@
+"""HTTP responses that are computed while the client waits: JSON, or server-sent events.
+
+When the client disconnects, the computation is cancelled at once.
+
+Ids of responses.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import aclosing
+from itertools import chain
+from typing import Any
+
+import msgspec
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from nesa_node.api.models.cancellation import ClientDisconnected, cancel_when, watch_disconnect
+from nesa_node.api.responses.errors import is_reportable, to_problem
+from nesa_node.api.responses.in_flight import GracefulShutdown
+from nesa_node.core.wait_tracking import WaitTracker
+from nesa_node.web.problem import HttpProblem
+
+DONE_EVENT = b"data: [DONE]\n\n"
+SEND_TIMEOUT_S = 60.0
+"""Time limit of one write, after which a client that reads nothing is disconnected."""
+
+MAX_CHUNK_BYTES = 1 << 16
+"""Size at which a part of a JSON response is sent, while the rest is not encoded yet."""
+
+_encode: Callable[[Any], bytes] = msgspec.json.Encoder().encode
+_JSON = "application/json"
+_KEEPALIVE_COMMENT = b": waiting\n\n"
+_KEEPALIVE_POLL_S = 0.25
+_SSE_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-store"),
+    # Keeps nginx from buffering events.
+    (b"x-accel-buffering", b"no"),
+]
+
+
+def sse_event(data: Mapping[str, Any]) -> bytes:
+    """Server-sent event with `data` as JSON."""
+    return b"data: " + _encode(data) + b"\n\n"
+
+
+def named_sse_event(data: Mapping[str, Any]) -> bytes:
+    """Server-sent event with `data` as JSON, named by its `type`."""
+    name: str = data["type"]
+    return b"event: " + name.encode() + b"\n" + sse_event(data)
+
+
+def json_response(value: Any, status: int = 200) -> Response:
+    return Response(_encode(value), status, media_type=_JSON)
+
+
+def chunked_json_response(value: Mapping[str, Any]) -> Response:
+    """Response with `value` as JSON, in which iterators are encoded as lists.
+
+    A large value is encoded in parts while it is sent: many megabytes neither block the event loop
+    nor are encoded for a client that does not read them.
+    """
+    chunks = _encode_chunks(value)
+    first, second = next(chunks), next(chunks, None)
+    if second is None:
+        return Response(first, media_type=_JSON)
+    return StreamingResponse(_yield_to_loop(chain((first, second), chunks)), media_type=_JSON)
+
+
+def _encode_chunks(value: Mapping[str, Any]) -> Iterator[bytes]:
+    chunk = bytearray()
+    for part in _encode_parts(value):
+        chunk += part
+        if len(chunk) >= MAX_CHUNK_BYTES:
+            yield bytes(chunk)
+            chunk.clear()
+    if chunk:
+        yield bytes(chunk)
+
+
+def _encode_parts(value: Any) -> Iterator[bytes]:
+    if isinstance(value, Mapping):
+        for number, (key, item) in enumerate(value.items()):
+            yield (b"," if number else b"{") + _encode(key) + b":"
+            yield from _encode_parts(item)
+        yield b"}" if value else b"{}"
+    elif isinstance(value, list | Iterator):
+        yield b"["
+        for number, item in enumerate(value):
+            if number:
+                yield b","
+            yield from _encode_parts(item)
+        yield b"]"
+    else:
+        yield _encode(value)
+
+
+async def _yield_to_loop(chunks: Iterator[bytes]) -> AsyncIterator[bytes]:
+    for chunk in chunks:
+        yield chunk
+        # Sending to a fast client never yields to the event loop by itself.
+        await asyncio.sleep(0)
+
+
+class ComputedJsonResponse(Response):
+    """Response with the JSON that `work` returns (`chunked_json_response`), or with its error."""
+
+    def __init__(
+        self, work: Callable[[], Awaitable[Mapping[str, Any]]], shutdown: GracefulShutdown
+    ) -> None:
+        super().__init__()
+        self._work = work
+        self._shutdown = shutdown
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            # Waits show only on the dashboard: a JSON response cannot report them before its end.
+            with self._shutdown.track_response(), WaitTracker().activate():
+                async with cancel_when(watch_disconnect(receive), self._shutdown.wait_for_end()):
+                    response = chunked_json_response(await self._work())
+        except ClientDisconnected:
+            return
+        except BaseException as error:  # any failure becomes an error response
+            if not is_reportable(error):
+                raise
+            response = to_problem(error).response()
+        await response(scope, receive, send)
+
+
+class SseResponse(Response):
+    """Server-sent events that `make` yields, sent as they come.
+
+    The response begins with the first event, so that an earlier failure is an HTTP error. After
+    two seconds without an event, or `keepalive_s`, it begins with status 200 and a comment that
+    names the cause of the wait; further comments follow until the next event. A later failure is
+    sent as the last event, encoded by `failed`.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], AsyncGenerator[bytes, None]],
+        shutdown: GracefulShutdown,
+        *,
+        keepalive_s: float,
+        error_event: Callable[[HttpProblem], bytes] | None = None,
+    ) -> None:
+        super().__init__()
+        self._make = make
+        self._shutdown = shutdown
+        self._keepalive_s = keepalive_s
+        self._error_event = error_event or error_events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        wire, waits = _SseWriter(send), WaitTracker()
+        try:
+            async with cancel_when(
+                watch_disconnect(receive), wire.keep_alive(self._keepalive_s, waits)
+            ):
+                with waits.activate():
+                    await self._send_events(scope, receive, wire)
+        except ClientDisconnected:
+            return
+
+    async def _send_events(self, scope: Scope, receive: Receive, wire: _SseWriter) -> None:
+        try:
+            with self._shutdown.track_response():
+                async with (
+                    cancel_when(self._shutdown.wait_for_end()),
+                    aclosing(self._make()) as events,
+                ):
+                    async for data in events:
+                        await wire.write(data)
+        except ClientDisconnected:
+            raise
+        except BaseException as error:  # any failure becomes an error response or event
+            if not is_reportable(error):
+                raise
+            problem = to_problem(error)
+            if await wire.replace_with(problem.response(), scope, receive):
+                return
+            await wire.write(self._error_event(problem))
+        await wire.end()
+
+
+class _SseWriter:
+    """Body of a streamed response, written by the event stream and by the keep-alive task."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._started = False
+        self._ended = False
+        self._last_write_s = time.monotonic()
+        self._write_lock = asyncio.Lock()
+
+    async def write(self, data: bytes) -> None:
+        """Send `data` unless the body has ended. Raises `ClientDisconnected` after
+        `SEND_TIMEOUT_S`."""
+        try:
+            async with asyncio.timeout(SEND_TIMEOUT_S), self._write_lock:
+                if self._ended:
+                    return
+                if not self._started:
+                    self._started = True
+                    await self._send(
+                        {"type": "http.response.start", "status": 200, "headers": [*_SSE_HEADERS]}
+                    )
+                await self._send({"type": "http.response.body", "body": data, "more_body": True})
+        except TimeoutError:
+            raise ClientDisconnected from None
+        self._last_write_s = time.monotonic()
+
+    async def end(self) -> None:
+        async with self._write_lock:
+            self._ended = True
+            await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def replace_with(self, response: Response, scope: Scope, receive: Receive) -> bool:
+        """Send `response` in place of this one; False if this one has begun."""
+        async with self._write_lock:
+            if not self._started:
+                self._ended = True
+                await response(scope, receive, self._send)
+            return not self._started
+
+    async def keep_alive(self, every_s: float, waits: WaitTracker) -> None:
+        """Send comments: the cause of the wait when it changes, else a keep-alive."""
+        told: object = None
+        while True:
+            wait = waits.slow_wait()
+            now = time.monotonic()
+            if wait is not None and (wait.key != told or now - self._last_write_s >= every_s):
+                told = wait.key
+                await self.write(b": " + wait.text(waits.clock()).encode() + b"\n\n")
+            elif now - self._last_write_s >= every_s:
+                await self.write(_KEEPALIVE_COMMENT)
+            await asyncio.sleep(min(every_s, _KEEPALIVE_POLL_S))
+
+
+def error_events(problem: HttpProblem) -> bytes:
+    """Last events of a stream that failed: OpenAI's error and [DONE]."""
+    return sse_event(problem.body()) + DONE_EVENT
+
+
+def new_id(kind: str) -> str:
+    """Unguessable id that begins with `kind`: `chatcmpl-…`, with 128 random bits."""
+    return kind + secrets.token_hex(16)

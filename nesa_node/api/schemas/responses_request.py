@@ -1,0 +1,200 @@
+"""Request body of `POST /v1/responses`, for text only."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
+
+from nesa_node.api.generation.job import SamplingParams
+from nesa_node.api.schemas.chat_request import (
+    MAX_MESSAGE_PARTS,
+    MAX_MESSAGES,
+    ChatMessage,
+    LimitedPieces,
+)
+from nesa_node.api.schemas.request_body import (
+    AcceptedValues,
+    ConditionalText,
+    Count,
+    Label,
+    ModelName,
+    OnlyNull,
+    Probability,
+    RequestBody,
+    Temperature,
+    Text,
+    TopLogprobs,
+    missing_field_error,
+)
+from nesa_node.api.schemas.response_format import ANY_OBJECT, JsonObject, PlainText
+from nesa_node.api.schemas.sampling import Metadata, OnlyWithStream
+from nesa_node.web.problem import HttpProblem
+
+LOGPROBS_INCLUDE = "message.output_text.logprobs"
+
+
+def _check_part_type(value: object) -> object:
+    kind = value.get("type") if isinstance(value, dict) else None
+    if isinstance(kind, str) and kind not in ("input_text", "output_text", "refusal"):
+        raise PydanticCustomError(
+            "unsupported_content", "parts of this type are not supported: the model reads text only"
+        )
+    return value
+
+
+def _check_item_type(value: object) -> object:
+    kind = value.get("type", "message") if isinstance(value, dict) else None
+    if isinstance(kind, str) and kind != "message":
+        raise PydanticCustomError(
+            "unsupported_content", "items of this type are not supported: only messages are"
+        )
+    return value
+
+
+class InputPart(RequestBody):
+    type: Literal["input_text", "output_text", "refusal"]
+    text: ConditionalText = None
+    refusal: ConditionalText = None
+    prompt_cache_breakpoint: OnlyNull = None
+    annotations: Annotated[Any, AcceptedValues([])] = None
+    logprobs: list[Any] | None = None
+
+    @field_validator("text", "refusal")
+    @classmethod
+    def _require_own_field(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if value is None and info.data.get("type", "").endswith(info.field_name):
+            raise missing_field_error()
+        return value
+
+
+class InputMessage(RequestBody):
+    type: Literal["message"] | None = None
+    role: Literal["system", "developer", "user", "assistant"]
+    content: (
+        Text
+        | Annotated[
+            list[Annotated[InputPart, BeforeValidator(_check_part_type)]],
+            Field(max_length=MAX_MESSAGE_PARTS, fail_fast=True),
+        ]
+    )
+    id: Label | None = None
+    status: Label | None = None
+    phase: Literal["commentary", "final_answer"] | None = None
+
+    def to_chat_message(self) -> ChatMessage:
+        if isinstance(self.content, str):
+            return ChatMessage(role=self.role, content=self.content)
+        words = "\n".join(part.text or part.refusal or "" for part in self.content)
+        return ChatMessage(role=self.role, content=words)
+
+
+class JsonSchemaFormat(RequestBody):
+    type: Literal["json_schema"]
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+    schema_: dict[str, Any] = Field(alias="schema")
+    description: Text | None = None
+    strict: bool | None = None
+
+
+class TextOptions(RequestBody):
+    format: (
+        Annotated[PlainText | JsonObject | JsonSchemaFormat, Field(discriminator="type")] | None
+    ) = None
+    verbosity: Annotated[Any, AcceptedValues("medium")] = None
+
+    def requested_schema(self) -> dict[str, Any] | None:
+        """JSON schema that the answer must follow; None: any text."""
+        match self.format:
+            case JsonObject():
+                return ANY_OBJECT
+            case JsonSchemaFormat():
+                return self.format.schema_
+        return None
+
+
+class ReasoningOptions(RequestBody):
+    effort: Annotated[Any, AcceptedValues("none")] = None
+    context: Annotated[Any, AcceptedValues("auto")] = None
+    mode: Annotated[Any, AcceptedValues("standard")] = None
+    summary: OnlyNull = None
+    generate_summary: OnlyNull = None
+
+
+class ResponsesRequest(RequestBody):
+    model: ModelName = None
+    input: (
+        Text
+        | Annotated[
+            list[Annotated[InputMessage, BeforeValidator(_check_item_type)]],
+            Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
+            LimitedPieces,
+        ]
+    )
+    instructions: Text | None = None
+    max_output_tokens: Count | None = None
+    temperature: Temperature | None = None
+    top_p: Probability | None = None
+    top_logprobs: TopLogprobs | None = None
+    include: (
+        Annotated[list[Literal["message.output_text.logprobs"]], Field(max_length=8)] | None
+    ) = None
+    text: TextOptions | None = None
+    stream: bool | None = None
+    stream_options: OnlyWithStream = None
+
+    user: Label | None = None
+    metadata: Metadata | None = None
+    store: bool | None = None
+    parallel_tool_calls: bool | None = None
+    safety_identifier: Label | None = None
+    prompt_cache_key: Label | None = None
+    reasoning: ReasoningOptions | None = None
+    prompt_cache_options: OnlyNull = None
+    prompt_cache_retention: Annotated[Any, AcceptedValues("in_memory", "in-memory", "24h")] = None
+    service_tier: Annotated[Any, AcceptedValues("auto", "default")] = None
+    truncation: Annotated[Any, AcceptedValues("disabled")] = None
+    background: Annotated[Any, AcceptedValues(False)] = None
+    tools: Annotated[Any, AcceptedValues([])] = None
+    tool_choice: Annotated[Any, AcceptedValues("none", "auto")] = None
+    previous_response_id: OnlyNull = None
+    conversation: OnlyNull = None
+    prompt: OnlyNull = None
+    max_tool_calls: OnlyNull = None
+    access_programs: OnlyNull = None
+    background_options: OnlyNull = None
+    context_management: OnlyNull = None
+    image: OnlyNull = None
+    moderation: OnlyNull = None
+
+    def messages(self) -> list[ChatMessage]:
+        """The conversation as messages of a chat."""
+        opening = []
+        if self.instructions is not None:
+            opening = [ChatMessage(role="system", content=self.instructions)]
+        if isinstance(self.input, str):
+            return [*opening, ChatMessage(role="user", content=self.input)]
+        return [*opening, *(item.to_chat_message() for item in self.input)]
+
+    def sampling(self, defaults: SamplingParams) -> SamplingParams:
+        """Sampling parameters of the request, with `defaults` for absent fields."""
+        return replace(
+            defaults,
+            temperature=defaults.temperature if self.temperature is None else self.temperature,
+            top_p=defaults.top_p if self.top_p is None else self.top_p,
+        )
+
+    def requested_logprobs(self) -> int | None:
+        """Value for `Job.top_logprobs`. Raises `Problem` for `top_logprobs` without `include`."""
+        if self.include:
+            return self.top_logprobs or 0
+        if self.top_logprobs:
+            raise HttpProblem(
+                400,
+                f"top_logprobs needs include: [{LOGPROBS_INCLUDE!r}]",
+                code="invalid_value",
+                param="top_logprobs",
+            )
+        return None

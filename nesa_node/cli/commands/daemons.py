@@ -1,0 +1,181 @@
+"""`nesa-node run MODEL`: serve a span of a model until stopped.
+
+`nesa-node orchestrate`: an orchestrator that serves no blocks.
+
+`nesa-node bootstrap`: a member of the DHT that serves no blocks.
+
+`nesa-node api`: OpenAI's API over the models of a swarm.
+
+`nesa-node dashboard`: a live web page about a swarm.
+
+`nesa-node identity`: the peer id of a daemon, before it runs.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from nesa_node.cli.flags import (
+    COMPUTE,
+    DashboardFlags,
+    GatewayFlags,
+    ModelArgument,
+    load_command_config,
+)
+from nesa_node.cli.interrupts import exit_on_interrupt
+from nesa_node.cli.peer_flags import NodeFlags, OrchestratorFlags, PeerFlags
+from nesa_node.cli.services.side_services import run_with_metrics, run_with_page
+from nesa_node.core.extras import require_node
+
+
+def run(model: ModelArgument = None, /, *, flags: NodeFlags | None = None) -> int:
+    """Serve a span of MODEL to the swarm, until SIGTERM or Ctrl-C.
+
+    Without --initial-peers it starts a new swarm and prints the address to join it.
+    """
+    require_node("nesa-node run")
+    from nesa_node.core.settings.models import NodeConfig
+
+    config = load_command_config(NodeConfig, flags, model=model)
+    with exit_on_interrupt(), _without_gc():
+        from nesa_node.cli.services.gateway_process import make_gateway_runner
+        from nesa_node.server.node.daemon import run_node
+        from nesa_node.swarm.p2p import tasks as event_loop
+
+    beside = make_gateway_runner(config, None if flags is None else flags.config)
+    event_loop.run_event_loop(
+        run_with_metrics(
+            config,
+            lambda told: run_with_page(
+                config, partial(run_node, config, metric_sources=told, side_task=beside)
+            ),
+        )
+    )
+    return 0
+
+
+@contextmanager
+def _without_gc() -> Iterator[None]:
+    """Import without garbage collections, a quarter of the import time, and exclude the imported
+    objects from later ones."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def orchestrate(
+    model: Annotated[
+        str | None,
+        Parameter(help="The model to plan for: its name, folder or full id. [default: the only]"),
+    ] = None,
+    /,
+    *,
+    flags: OrchestratorFlags | None = None,
+) -> int:
+    """Watch a swarm and publish signed placements while holding the model's lease.
+
+    Nodes follow placements of allowed peers (--allow-orchestrators), and those that they find
+    to be a gain.
+    """
+    require_node("nesa-node orchestrate")
+    from nesa_node.core.settings.models import OrchestratorConfig
+
+    config = load_command_config(OrchestratorConfig, flags, model=model)
+    with exit_on_interrupt():
+        from nesa_node.server.node.daemon import run_orchestrator
+        from nesa_node.swarm.p2p import tasks as event_loop
+
+    event_loop.run_event_loop(
+        run_with_metrics(
+            config,
+            lambda told: run_with_page(
+                config, partial(run_orchestrator, config, metric_sources=told)
+            ),
+        )
+    )
+    return 0
+
+
+def bootstrap(*, flags: PeerFlags | None = None) -> int:
+    """Run a bootstrap peer of the DHT: the address that peers give as --initial-peers."""
+    from nesa_node.core.settings.models import PeerConfig
+
+    config = load_command_config(PeerConfig, flags)
+    with exit_on_interrupt():
+        from nesa_node.server.node.daemon import run_bootstrap
+        from nesa_node.swarm.p2p import tasks as event_loop
+
+    event_loop.run_event_loop(
+        run_with_metrics(config, lambda told: run_bootstrap(config, metric_sources=told))
+    )
+    return 0
+
+
+def api(
+    *,
+    model: Annotated[
+        tuple[str, ...] | None,
+        Parameter(
+            metavar="MODEL",
+            group=COMPUTE,
+            negative=(),
+            help="A folder or a hub name; may be repeated. [default: all models of the swarm that "
+            "this machine can open]",
+        ),
+    ] = None,
+    while_stdin: Annotated[
+        bool, Parameter(show=False, negative=(), help="Stop when standard input ends.")
+    ] = False,
+    flags: GatewayFlags | None = None,
+) -> int:
+    """Serve OpenAI's API over the models of a swarm, until SIGTERM or Ctrl-C."""
+    from nesa_node.core.settings.models import GatewayConfig
+
+    config = load_command_config(GatewayConfig, flags, models=model)
+    from nesa_node.cli.client_model import resolve_initial_peers
+
+    config = resolve_initial_peers(config, next(iter(config.offered_models), None))
+    with exit_on_interrupt():
+        from nesa_node.cli.services.gateway import run_gateway
+        from nesa_node.swarm.p2p import tasks as event_loop
+
+    run = partial(run_gateway, config, while_stdin=while_stdin)
+    event_loop.run_event_loop(run_with_metrics(config, run))
+    return 0
+
+
+def dashboard(*, flags: DashboardFlags | None = None) -> int:
+    """Serve a live web page about a swarm: its nodes, blocks, links and events."""
+    from nesa_node.cli.client_model import resolve_initial_peers
+    from nesa_node.core.settings.models import DashboardConfig
+
+    config = resolve_initial_peers(load_command_config(DashboardConfig, flags))
+    with exit_on_interrupt():
+        from nesa_node.cli.services.dashboard_server import serve_dashboard
+        from nesa_node.swarm.p2p import tasks as event_loop
+
+    event_loop.run_event_loop(serve_dashboard(config))
+    return 0
+
+
+def identity(*, flags: PeerFlags | None = None) -> int:
+    """Print the peer id of the key at --identity-path; create the key if there is none.
+
+    The address of a bootstrap peer contains it: /dns4/HOST/tcp/PORT/p2p/PEER-ID.
+    """
+    from nesa_node.core.settings.models import PeerConfig
+
+    config = load_command_config(PeerConfig, flags)
+    from nesa_node.swarm.p2p.identity import Identity
+
+    print(Identity.load_or_create(config.identity_path).peer_id)
+    return 0

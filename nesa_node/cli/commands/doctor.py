@@ -1,0 +1,62 @@
+"""`nesa-node doctor`: checks whether this machine can serve or use a swarm, with advice."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nesa_node.cli.flags import ClientFlags, ModelArgument, load_command_config
+
+if TYPE_CHECKING:
+    from nesa_node.cli.commands.doctor_checks import Finding
+    from nesa_node.core.settings.models import ClientConfig
+
+_LEVEL_STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
+
+
+def doctor(model: ModelArgument = None, /, *, flags: ClientFlags | None = None) -> int:
+    """Check this machine, the connection to each of --initial-peers, and how much of MODEL fits.
+
+    Without --initial-peers, the connection to a node that runs on this machine is checked.
+    The exit code is 1 if a check failed; warnings do not count.
+    """
+    from nesa_node.core.settings.models import ClientConfig
+
+    config = load_command_config(ClientConfig, flags, model=model)
+    from nesa_node.cli.commands.doctor_checks import worst_level
+
+    findings = []
+    for finding in _run_checks(config):
+        findings.append(finding)
+        _print_finding(finding)
+    return 1 if worst_level(findings) == "fail" else 0
+
+
+def _run_checks(config: ClientConfig) -> Iterator[Finding]:
+    from nesa_node.cli.commands import doctor_checks as checks
+    from nesa_node.cli.commands.doctor_checks import check_model, check_peers, p2pd_path
+
+    yield from checks.check_versions()
+    yield from checks.check_p2pd(Path(p2pd_path()))
+    yield from checks.check_devices()
+    yield from checks.check_memory_and_disk(config.cache_dir)
+    yield from checks.check_listen_ports()
+    yield from checks.check_clock()
+    yield from check_peers(config)
+    if config.model is not None:
+        yield from check_model(config, config.model)
+
+
+def _print_finding(finding: Finding) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(file=sys.stdout, soft_wrap=True)
+    line = Text(f"{finding.level:<5}", style=_LEVEL_STYLES[finding.level])
+    line.append(f"{finding.subject:<13}", style="default not bold")
+    line.append(finding.detail, style="default not bold")
+    if finding.level != "ok" and finding.advice:
+        line.append(f"\n      {'':12}→ {finding.advice}", style="default not bold")
+    console.print(line)

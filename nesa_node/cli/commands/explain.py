@@ -1,0 +1,58 @@
+"""`nesa-node explain [NAME]`: reasons of logged routing and placement decisions."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from nesa_node.cli.flags import OUTPUT
+
+if TYPE_CHECKING:
+    from nesa_node.core.decision_log import LoggedDecision
+
+MAX_LISTED = 20
+MAX_READ = 1000
+"""Decisions read for a list; repeats are folded into one of `MAX_LISTED` rows."""
+
+
+def explain(
+    name: Annotated[
+        str | None,
+        Parameter(help="Session or placement, or a prefix of it. [default: list the last]"),
+    ] = None,
+    /,
+    *,
+    as_json: Annotated[
+        bool, Parameter(name="--json", negative=(), group=OUTPUT, help="Print JSON.")
+    ] = False,
+) -> int:
+    """Show the last routing and placement decisions of this user, their costs and alternatives."""
+    from nesa_node.core.decision_log import DecisionLog
+    from nesa_node.core.settings.models import default_decisions_path
+
+    log = DecisionLog(default_decisions_path())
+    found = log.recent(MAX_LISTED if as_json else MAX_READ) if name is None else log.find(name)
+    if as_json:
+        json.dump([_to_json(decision) for decision in found], sys.stdout, indent=2)
+        print()
+        return 0
+    from nesa_node.cli.views.decisions import print_decision, print_decisions
+
+    if name is None:
+        print_decisions(found[::-1], MAX_LISTED)
+    else:
+        for decision in found:
+            print_decision(decision)
+    return 0
+
+
+def _to_json(decision: LoggedDecision) -> dict[str, object]:
+    return {
+        "kind": decision.kind,
+        "name": decision.name,
+        "made_at": decision.made_at,
+        **decision.body,
+    }

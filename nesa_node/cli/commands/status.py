@@ -1,0 +1,115 @@
+"""`nesa-node status`: nodes of a swarm, their spans, and unserved blocks."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from nesa_node.cli.flags import OUTPUT, ClientFlags, load_command_config
+from nesa_node.cli.interrupts import exit_on_interrupt
+
+if TYPE_CHECKING:
+    from nesa_node.core.settings.models import ClientConfig
+
+DEFAULT_WATCH_INTERVAL_S = 2
+
+
+def status(
+    model: Annotated[
+        str | None, Parameter(help="Only this model: its name, folder or full id. [default: all]")
+    ] = None,
+    /,
+    *,
+    as_json: Annotated[
+        bool, Parameter(name="--json", negative=(), group=OUTPUT, help="Print JSON.")
+    ] = False,
+    watch: Annotated[
+        float | None,
+        Parameter(group=OUTPUT, help="Repeat every so many seconds, 2 without a number."),
+    ] = None,
+    flags: ClientFlags | None = None,
+) -> int:
+    """Show the nodes of a swarm, their blocks and speeds, and unserved blocks.
+
+    With --watch until Ctrl-C, in place on a terminal; departed nodes are shown for ten minutes.
+    """
+    import asyncio
+
+    from nesa_node.cli.client_model import resolve_initial_peers, save_last_swarm
+    from nesa_node.core.settings.models import ClientConfig
+
+    config = resolve_initial_peers(load_command_config(ClientConfig, flags, model=model), model)
+    with exit_on_interrupt():
+        from nesa_node.cli.swarm_reader import read_swarm
+        from nesa_node.cli.views.swarm import (
+            describe_absence,
+            group_by_model,
+            models_to_json,
+            print_dropped,
+            print_models,
+        )
+
+    if watch is not None:
+        return _watch_status(config, watch, as_json=as_json)
+    reading = asyncio.run(read_swarm(config))
+    save_last_swarm(config, config.model)
+    models = group_by_model(reading.records, config.model)
+    missing = describe_absence(reading.records, config.model)
+    if as_json:
+        if not models:
+            print(missing, file=sys.stderr)
+        json.dump(models_to_json(models), sys.stdout, indent=2)
+        print()
+    else:
+        print_models(models, missing=missing)
+        print_dropped(reading.dropped)
+    return 0
+
+
+def _watch_status(config: ClientConfig, every_s: float, *, as_json: bool) -> int:
+    """Show the swarm until Ctrl-C, which is not a failure: the exit code is 0."""
+    import asyncio
+
+    from nesa_node.cli.views.swarm import group_by_model, models_to_json
+    from nesa_node.cli.views.swarm_watch import (
+        WatchFrame,
+        check_interval,
+        open_watch_table,
+        watch_swarm,
+    )
+
+    def print_json(look: WatchFrame) -> None:
+        """Print one line of JSON per reading."""
+        print(json.dumps(models_to_json(group_by_model(look.records, config.model))), flush=True)
+
+    check_interval(every_s)
+    with suppress(KeyboardInterrupt):
+        if as_json:
+            asyncio.run(watch_swarm(config, every_s, print_json))
+        else:
+            with open_watch_table(config.model) as show:
+                asyncio.run(watch_swarm(config, every_s, show))
+    return 0
+
+
+def fill_watch_interval(argv: Sequence[str]) -> list[str]:
+    """Insert the default interval after a `--watch` without one."""
+    filled: list[str] = []
+    for at, token in enumerate(argv):
+        filled.append(token)
+        if token == "--watch" and not _is_number(argv[at + 1] if at + 1 < len(argv) else ""):
+            filled.append(f"{DEFAULT_WATCH_INTERVAL_S:g}")
+    return filled
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True

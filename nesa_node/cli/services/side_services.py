@@ -1,0 +1,77 @@
+"""Metrics server of daemons, for `--metrics`.
+
+Web page of orchestrators, for `--http`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
+
+from nesa_node import __version__
+from nesa_node.core.settings.http_address import HttpAddress
+
+if TYPE_CHECKING:
+    from nesa_node.core.metrics import MetricRegistry
+    from nesa_node.core.settings.models import MetricsConfig
+
+
+async def run_with_metrics(
+    config: MetricsConfig, run: Callable[[MetricRegistry | None], Awaitable[None]]
+) -> None:
+    """Call `run` with the sources of a metrics server; with None without `config.metrics`."""
+    if config.metrics is None:
+        await run(None)
+        return
+    # Imported here since it takes a quarter of a second.
+    from nesa_node.core.metrics import MetricRegistry
+    from nesa_node.web.metrics import serve_metrics
+
+    sources = MetricRegistry(__version__)
+    async with serve_metrics(sources, HttpAddress.parse(config.metrics)):
+        await run(sources)
+
+
+if TYPE_CHECKING:
+    from nesa_node.core.ids import ModelId
+    from nesa_node.core.settings.models import OrchestratorConfig
+    from nesa_node.dashboard.app import Dashboard
+    from nesa_node.server.orchestrator.history import History
+    from nesa_node.swarm.node import Swarm
+
+    Show = Callable[[Swarm, ModelId, History], None]
+
+
+async def run_with_page(
+    config: OrchestratorConfig, run: Callable[[Show | None], Awaitable[None]]
+) -> None:
+    """Call `run` with a function that shows the swarm on a page; with None without `--http`."""
+    if config.http is None:
+        await run(None)
+        return
+    # Imported here since it takes half a second.
+    from nesa_node.dashboard.app import Dashboard, make_app
+    from nesa_node.web.server import serve_app
+
+    page = Dashboard()
+    seen: asyncio.Future[Swarm] = asyncio.get_running_loop().create_future()
+
+    def show(swarm: Swarm, model: ModelId, history: History) -> None:
+        page.topologies.set_source(model, history)
+        if not seen.done():
+            seen.set_result(swarm)
+
+    async with serve_app(make_app(page), HttpAddress.parse(config.http), flag="--http"):
+        watching = asyncio.create_task(_watch_swarm(page, seen), name="page")
+        try:
+            await run(show)
+        finally:
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+
+
+async def _watch_swarm(page: Dashboard, seen: asyncio.Future[Swarm]) -> None:
+    """Keep the page up to date from the orchestrator's own DHT node."""
+    async with page.watch_swarm(await seen):
+        await asyncio.Event().wait()

@@ -1,0 +1,305 @@
+"""Output of simulation results, as tables and as JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from nesa_node.cli.simulation.swarm_source import SimulationOutcome
+from nesa_node.routing.chains import Hop
+from nesa_node.routing.placement.moves import PlannedMove, RebalancePlan
+from nesa_node.routing.placement.what_if import SwarmPerformance
+from nesa_node.topology.snapshot import zero_runs
+
+if TYPE_CHECKING:
+    from nesa_node.cli.simulation.replay import ReplayedSnapshot
+
+TABLE_WIDTH_CHARS = 100
+_MAX_HOPS = 12
+_MAX_LISTED = 12
+_COVERAGE_CHARS = 80
+
+
+def print_outcome(outcome: SimulationOutcome, *, as_json: bool) -> None:
+    if as_json:
+        json.dump(outcome_json(outcome), sys.stdout, indent=2)
+        print()
+        return
+    console = _make_console()
+    question, answer = outcome.question, outcome.answer
+    before = answer.before.snapshot
+    console.print(
+        Text(
+            f"{outcome.name}: {len(before.nodes)} nodes, {before.num_blocks} blocks",
+            style="bold",
+        )
+    )
+    holders = "a replica" if question.replicas == 1 else f"{question.replicas} replicas"
+    console.print(f"wanted    {question.goal}, {holders} of every block")
+    console.print(f"client    {outcome.client}")
+    if outcome.joined:
+        told = [f"{each.peer_id} takes {each.span}" for each in outcome.joined]
+        console.print(f"joins     {_join_limited(told)}")
+    if outcome.lost:
+        console.print(f"lost      {_join_limited(outcome.lost)}")
+    console.print()
+    console.print(_comparison_table(outcome))
+    console.print()
+    _print_moves(console, answer.moves)
+    console.print()
+    for name, stage in _named_stages(outcome):
+        console.print(Text(f"{name:<13}"), _coverage_text(stage), sep="")
+    console.print()
+    console.print(f"chain     {_format_chain(answer.settled.chain)}", soft_wrap=False)
+    console.print(_format_bound(outcome))
+
+
+def _make_console() -> Console:
+    return Console(
+        file=sys.stdout,
+        width=min(TABLE_WIDTH_CHARS, Console().width) if sys.stdout.isatty() else TABLE_WIDTH_CHARS,
+        markup=False,
+        emoji=False,
+        highlight=False,
+    )
+
+
+def _named_stages(outcome: SimulationOutcome) -> list[tuple[str, SwarmPerformance]]:
+    answer = outcome.answer
+    stages = [("now", answer.before)]
+    if outcome.has_changes:
+        stages.append(("changed", answer.changed))
+    if answer.moves.moves:
+        stages.append(("after moves", answer.settled))
+    stages.append(("placed anew", answer.best))
+    return stages
+
+
+def _comparison_table(outcome: SimulationOutcome) -> Table:
+    stages = _named_stages(outcome)
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    table.add_column("")
+    for name, _ in stages:
+        table.add_column(name, justify="right", no_wrap=True)
+    first = stages[0][1]
+
+    def row(title: str, cell: Callable[[SwarmPerformance], str]) -> None:
+        table.add_row(title, *(cell(stage) for _, stage in stages))
+
+    row(
+        "latency of a token",
+        lambda each: _format_change(_format_ms(each.latency_s), each.latency_s, first.latency_s),
+    )
+    row(
+        "tokens/s of all nodes",
+        lambda each: _format_change(f"{each.steps_per_s:.1f}", each.steps_per_s, first.steps_per_s),
+    )
+    row("hops of the chain", lambda each: str(len(each.chain)) if each.chain else "no chain")
+    row("fewest holders of a block", lambda each: str(min(each.coverage)))
+    row("unserved blocks", _format_holes)
+    row("replicas missing", lambda each: str(each.deficit.replicas or "none"))
+    return table
+
+
+def _format_change(text: str, value: float, first: float) -> str:
+    """`text` with the change from `first` in percent, padded to a fixed width."""
+    if value == first or not (math.isfinite(value) and math.isfinite(first)) or first == 0:
+        return f"{text}       "
+    return f"{text} {value / first - 1:>+6.0%}"
+
+
+def _format_holes(stage: SwarmPerformance) -> str:
+    holes = zero_runs(stage.coverage)
+    return ", ".join(map(str, holes[:2])) + (", ..." if len(holes) > 2 else "") or "none"
+
+
+def _print_moves(console: Console, moves: RebalancePlan) -> None:
+    if not moves.moves:
+        console.print("moves     none" + (f": {moves.refused}" if moves.refused else ""))
+        return
+    why = {
+        "hole": "unserved blocks",
+        "replicas": "missing replicas",
+        "gain": f"a gain of {moves.gain:.0%} that pays back in {_format_duration(moves.payback_s)}",
+        "none": "",
+    }[moves.trigger]
+    console.print(Text(f"moves     because of {why}"))
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name in ("node", "from", "to"):
+        table.add_column(name, no_wrap=True)
+    for name in ("saves", "loads", "hands over", "away", "wave"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for move in moves.moves:
+        table.add_row(*_move_cells(move))
+    console.print(table)
+    if moves.refused:
+        console.print(f"          {moves.refused}")
+
+
+def _move_cells(move: PlannedMove) -> tuple[str, ...]:
+    saves = f"{move.gain:.0%}" if move.reason == "gain" else "-"
+    return (
+        move.peer_id,
+        str(move.before) if len(move.before) else "nothing",
+        str(move.after),
+        saves,
+        f"{move.load_bytes / 1e9:.1f} GB",
+        f"{move.cache_tokens} tokens" if move.cache_tokens else "nothing",
+        _format_duration(move.away_s),
+        str(move.wave + 1),
+    )
+
+
+def _coverage_text(stage: SwarmPerformance) -> Text:
+    """Count of replicas as one character per block, or per group of blocks (its minimum)."""
+    coverage = stage.coverage
+    group = -(-len(coverage) // _COVERAGE_CHARS)
+    lowest = [min(coverage[at : at + group]) for at in range(0, len(coverage), group)]
+    text = Text("0 ")
+    for count in lowest:
+        style = "bold red" if count == 0 else "yellow" if count == 1 else "green"
+        text.append("." if count == 0 else "+" if count > 9 else str(count), style=style)
+    text.append(f" {len(coverage)}")
+    return text
+
+
+def _format_chain(chain: Sequence[Hop]) -> str:
+    if not chain:
+        return "none: some blocks are unserved"
+    names = [f"{hop.peer_id} {hop.span}" for hop in chain[:_MAX_HOPS]]
+    return " -> ".join(names) + (" -> ..." if len(chain) > _MAX_HOPS else "")
+
+
+def _format_bound(outcome: SimulationOutcome) -> str:
+    placement = outcome.answer.placement
+    if not math.isfinite(placement.bound) or placement.bound == 0:
+        return "bound     these nodes cannot hold the model, wherever they are placed"
+    least = (
+        f"is below {_format_ms(placement.bound)}"
+        if placement.goal == "latency"
+        else f"does more than {placement.bound:.1f} tokens/s"
+    )
+    return (
+        f"bound     no placement {least}; placed anew ({placement.method}) they are within "
+        f"{max(placement.gap, 0.0):.1%} of that"
+    )
+
+
+def _format_ms(seconds: float) -> str:
+    return f"{seconds * 1000:.1f} ms" if math.isfinite(seconds) else "-"
+
+
+def _format_duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"
+
+
+def _join_limited(words: Sequence[str]) -> str:
+    more = len(words) - _MAX_LISTED
+    return ", ".join(words[:_MAX_LISTED]) + (f" and {more} more" if more > 0 else "")
+
+
+def outcome_json(outcome: SimulationOutcome) -> dict[str, Any]:
+    question, answer = outcome.question, outcome.answer
+    return {
+        "swarm": outcome.name,
+        "goal": question.goal,
+        "replicas": question.replicas,
+        "joined": {each.peer_id: str(each.span) for each in outcome.joined},
+        "lost": list(outcome.lost),
+        "now": _stage_json(answer.before),
+        "changed": _stage_json(answer.changed),
+        "after_moves": _stage_json(answer.settled),
+        "placed_anew": _stage_json(answer.best)
+        | {"bound": _finite_or_none(answer.placement.bound), "method": answer.placement.method},
+        "moves": moves_json(answer.moves),
+    }
+
+
+def _stage_json(stage: SwarmPerformance) -> dict[str, Any]:
+    return {
+        "latency_s": _finite_or_none(stage.latency_s),
+        "tokens_per_s": _finite_or_none(stage.steps_per_s),
+        "coverage": list(stage.coverage),
+        "holes": [[hole.start, hole.end] for hole in zero_runs(stage.coverage)],
+        "replicas_missing": stage.deficit.replicas,
+        "chain": [[hop.peer_id, hop.span.start, hop.span.end] for hop in stage.chain],
+        "spans": {node.peer_id: str(node.span) for node in stage.snapshot.nodes},
+    }
+
+
+def moves_json(moves: RebalancePlan) -> dict[str, Any]:
+    return {
+        "trigger": moves.trigger,
+        "gain": _finite_or_none(moves.gain),
+        "cost_s": _finite_or_none(moves.cost_s),
+        "pays_back_s": _finite_or_none(moves.payback_s),
+        "refused": moves.refused,
+        "moves": [
+            {
+                "node": move.peer_id,
+                "from": str(move.before),
+                "to": str(move.after),
+                "reason": move.reason,
+                "gain": _finite_or_none(move.gain),
+                "load_bytes": move.load_bytes,
+                "load_s": move.load_s,
+                "cache_tokens": move.cache_tokens,
+                "hand_over_s": move.hand_over_s,
+                "wave": move.wave,
+            }
+            for move in moves.moves
+        ],
+    }
+
+
+def _finite_or_none(value: float) -> float | None:
+    """`value`, or None if it is infinite or NaN, which JSON lacks."""
+    return value if math.isfinite(value) else None
+
+
+def print_replay(rows: Sequence[ReplayedSnapshot], *, as_json: bool) -> None:
+    if as_json:
+        json.dump([_replayed_json(row) for row in rows], sys.stdout, indent=2)
+        print()
+        return
+    console = _make_console()
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name in ("at", "nodes", "latency", "tokens/s", "holders", "holes", "triggers"):
+        table.add_column(name, justify="left" if name == "triggers" else "right", no_wrap=True)
+    table.add_column("moves it would have made")
+    for row in rows:
+        words = [f"{move.peer_id} {move.before}>{move.after}" for move in row.moves.moves]
+        table.add_row(
+            _format_duration(row.at_s),
+            str(row.nodes),
+            _format_ms(row.latency_s),
+            f"{row.steps_per_s:.1f}",
+            str(row.fewest_holders),
+            ", ".join(map(str, row.holes)) or "none",
+            row.moves.trigger if row.moves.trigger != "none" else "-",
+            _join_limited(words) or row.moves.refused or "-",
+        )
+    console.print(table)
+    moved = sum(len(row.moves.moves) for row in rows)
+    console.print(f"{len(rows)} snapshots, {moved} moves")
+
+
+def _replayed_json(row: ReplayedSnapshot) -> dict[str, Any]:
+    return {
+        "at_s": row.at_s,
+        "nodes": row.nodes,
+        "latency_s": _finite_or_none(row.latency_s),
+        "tokens_per_s": _finite_or_none(row.steps_per_s),
+        "fewest_holders": row.fewest_holders,
+        "holes": [[hole.start, hole.end] for hole in row.holes],
+        **moves_json(row.moves),
+    }

@@ -1,0 +1,290 @@
+"""Terminal output of logged decisions, for `nesa-node explain`.
+
+Terminal output of a logged placement decision.
+
+Terminal output of a logged tuning decision, from a study of stored snapshots.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from itertools import groupby, islice
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from nesa_node.cli.client_model import short_peer_id
+from nesa_node.core.decision_log import LoggedDecision
+
+_TRIGGER_LABELS = {
+    "hole": "unserved blocks",
+    "replicas": "missing replicas",
+    "gain": "a gain that lasts",
+}
+_PARAMETER_LABELS = {
+    "min_gain": ("a gain of at least {:.0%}", 1.0),
+    "horizon_s": ("which pays back within {:.0f} min", 1 / 60),
+    "replicas": ("{:.0f} replicas of every block", 1.0),
+}
+
+
+def print_placement(console: Console, name: str, when: str, body: Mapping[str, Any]) -> None:
+    """Print the trigger, the effect, each move and the reasons of moves not made."""
+    done = "published" if body["published"] else "nothing was published"
+    console.print(Text(f"placement {name}, {when}: {done}"))
+    console.print(
+        Text(
+            f"model {body['model']}, {body['nodes']} nodes, epoch {body['epoch']}, strategy "
+            f"{body['strategy']}{_format_schema(body)}\nfrom snapshot {body['based_on']}"
+        )
+    )
+    if body["trigger"] != "none":
+        console.print(Text(f"because of {_TRIGGER_LABELS.get(body['trigger'], body['trigger'])}"))
+    console.print(Text(f"reason: {body['reason']}"))
+    if body["refused"] and body["refused"] not in body["reason"]:
+        console.print(Text(f"not done: {body['refused']}"))
+    if body["moves"]:
+        console.print(_comparison_table(body))
+        console.print(_moves_table(body["moves"]))
+        lost_s = body["parameters"].get("cost_s")
+        if lost_s is not None:
+            console.print(Text(f"moving costs {lost_s:.2g} s of the whole swarm's work"))
+    elif body["latency_s"][0] is not None:
+        console.print(
+            Text(
+                f"a step took {_format_latency(body['latency_s'][0])}, "
+                f"{_format_rate(body['steps_per_s'][0])} in all"
+            )
+        )
+    if body["parameters"]:
+        console.print(Text(f"wanted: {_format_parameters(body)}"))
+    if body["triggers"]:
+        console.print(_triggers_table(body["triggers"]))
+
+
+def _format_schema(body: Mapping[str, Any]) -> str:
+    return f", schema {body['schema']}" if body["schema"] else ""
+
+
+def _comparison_table(body: Mapping[str, Any]) -> Table:
+    table = Table("", "before", "after", "")
+    for title, key, shown in (
+        ("a step", "latency_s", _format_latency),
+        ("all sessions", "steps_per_s", _format_rate),
+    ):
+        before, after = body[key]
+        change = f"{after / before - 1:+.0%}" if before and after is not None else ""
+        table.add_row(title, shown(before), shown(after), change)
+    if body["repairs"]:
+        table.add_row("blocks repaired", "", str(body["repairs"]), "")
+    return table
+
+
+def _moves_table(moves: Sequence[Mapping[str, Any]]) -> Table:
+    table = Table("node", "from", "to", "saves", "loads", "hands over", "away", "wave")
+    for move in moves:
+        known = "load_s" in move
+        table.add_row(
+            short_peer_id(move["peer"]),
+            "{}:{}".format(*move["was"]),
+            "{}:{}".format(*move["to"]),
+            f"{move['gain']:.1%}" if move["gain"] else "-",
+            f"{move['load_bytes'] / 1e9:.1f} GB" if known else "",
+            f"{move['hand_over_tokens']} tokens" if known else "",
+            f"{move['load_s'] + move['hand_over_s']:.0f} s" if known else "",
+            f"{move['wave'] + 1}" if known else "",
+        )
+    return table
+
+
+def _triggers_table(triggers: Sequence[Mapping[str, Any]]) -> Table:
+    table = Table("trigger", "value", "threshold", "fired", "reason")
+    for trigger in triggers:
+        table.add_row(
+            trigger["name"],
+            "inf" if trigger["figure"] is None else f"{trigger['figure']:.3g}",
+            f"{trigger['threshold']:.3g}",
+            "yes" if trigger["fired"] else "no",
+            Text(trigger["reason"]),
+        )
+    return table
+
+
+def _format_parameters(body: Mapping[str, Any]) -> str:
+    words = []
+    for name, value in body["parameters"].items():
+        if name == "cost_s":
+            continue
+        text, factor = _PARAMETER_LABELS.get(name, (f"{name} {{:.4g}}", 1.0))
+        words.append(text.format(factor * value))
+    return ", ".join(words)
+
+
+def _format_latency(seconds: float | None) -> str:
+    return "no chain" if seconds is None else f"{1000 * seconds:.1f} ms"
+
+
+def _format_rate(steps_per_s: float | None) -> str:
+    return "-" if steps_per_s is None else f"{steps_per_s:.1f} steps/s"
+
+
+def print_tuning(console: Console, name: str, when: str, body: Mapping[str, Any]) -> None:
+    """Print the exponents of the greedy rule with their reason, and the result for schemas."""
+    done = "changed" if body["published"] else "nothing was changed"
+    console.print(Text(f"{name}, {when}: {done}\nmodel {body['model']}"))
+    if body["candidates"]:
+        console.print(
+            Text(
+                f"{body['candidates']} candidates each, by the genetic algorithm and by chance, on "
+                f"{body['learnt_from']} sessions; judged on {body['held_out']} that came later"
+            )
+        )
+    console.print(Text(f"exponents: {body['reason']}"))
+    values = ", ".join(f"{term} {value:.3g}" for term, value in body["exponents"].items())
+    console.print(Text(f"in use (version {body['version']}): {values}"))
+    console.print(Text(f"schemas: {body['schemas']}"))
+
+
+PIPE_WIDTH_CHARS = 100
+_TERM_LABELS = {
+    "entry_s": "transfer to the first node",
+    "visits_s": "receiving and sending at nodes, and penalties for failures",
+    "compute_s": "computing, including queueing",
+    "transfer_s": "transfers between nodes",
+    "exit_s": "transfer back",
+}
+
+
+def print_decisions(decisions: Sequence[LoggedDecision], rows: int) -> None:
+    """Print a table of at most `rows` rows, of `decisions` from the newest; repeats share a row."""
+    console = _make_console()
+    if not decisions:
+        console.print(
+            "no decision was logged on this machine yet: run `generate` or `orchestrate` first"
+        )
+        return
+    table = Table()
+    for title in ("when", "what", "name", "strategy", "a step", "nodes or reason"):
+        table.add_column(title, no_wrap=title in ("when", "name", "a step"))
+    for told, group in islice(groupby(decisions, key=_row_key), rows):
+        repeats = list(group)
+        decision, (kind, strategy, reason) = repeats[0], told
+        count = f" ({len(repeats)} times)" if len(repeats) > 1 else ""
+        table.add_row(
+            _format_time(decision)[5:],
+            kind,
+            _short_name(decision),
+            Text(strategy),
+            _format_step(decision.body),
+            Text(f"{reason}{count}"),
+        )
+    console.print(table)
+    console.print("`nesa-node explain NAME` says why.")
+
+
+def _row_key(decision: LoggedDecision) -> tuple[str, str, str]:
+    """Key of a row: kind, strategy and reason. Equal neighbours are repeats."""
+    chain = decision.body.get("chain") or []
+    reason = " → ".join(map(_format_hop, chain)) or str(decision.body.get("reason", ""))
+    return decision.kind, str(decision.body.get("strategy", "")), reason
+
+
+def print_decision(decision: LoggedDecision) -> None:
+    """Print one decision with its cost terms and alternatives."""
+    if decision.kind == "session":
+        _print_session(decision)
+    elif decision.kind == "tuning":
+        print_tuning(_make_console(), decision.name, _format_time(decision), decision.body)
+    else:
+        print_placement(_make_console(), decision.name, _format_time(decision), decision.body)
+
+
+def _print_session(decision: LoggedDecision) -> None:
+    console, body = _make_console(), decision.body
+    console.print(
+        Text(
+            f"session {decision.name}, {_format_time(decision)}: {body['reason']}\n"
+            f"model {body['model']}, strategy {body['strategy']}, among {body['nodes']} nodes"
+            + (f" ({body['excluded']} were excluded)" if body["excluded"] else "")
+        )
+    )
+    table = Table("node", "blocks", "transfer to it", "overhead", "computing", "load")
+    for visit in body["chain"]:
+        table.add_row(
+            short_peer_id(visit["peer"]),
+            _format_blocks(visit),
+            *(_format_ms(visit[key]) for key in ("way_s", "visit_s", "compute_s")),
+            f"{visit['load']:.2f}",
+        )
+    console.print(table)
+    step_s = body["step_s"]
+    causes = ", ".join(
+        f"{_format_ms(seconds)} {_TERM_LABELS.get(term, term)}"
+        for term, seconds in step_s.items()
+        if seconds
+    )
+    console.print(Text(f"a step was expected to take {_format_ms(sum(step_s.values()))}: {causes}"))
+    own = dict(body["terms"])
+    lost_s = own.pop("failures_s", 0.0)
+    if lost_s:
+        console.print(Text(f"failures are expected to cost {_format_ms(lost_s)} more per token"))
+    if own != dict(step_s):
+        terms = ", ".join(f"{term} {value:.4g}" for term, value in body["terms"].items())
+        console.print(Text(f"the strategy's own cost was {body['cost']:.4g}: {terms}"))
+    _print_alternatives(console, body)
+
+
+def _print_alternatives(console: Console, body: Mapping[str, Any]) -> None:
+    table = Table("without", "instead", "a step", "more")
+    chosen_s = sum(body["step_s"].values())
+    for alternative in body["alternatives"]:
+        chain = alternative["chain"]
+        if chain is None:
+            table.add_row(short_peer_id(alternative["without"]), "no other chain", "", "")
+            continue
+        table.add_row(
+            short_peer_id(alternative["without"]),
+            Text(" → ".join(_format_hop(visit) for visit in chain)),
+            _format_ms(alternative["step_s"]),
+            f"{100 * (alternative['step_s'] / chosen_s - 1):+.0f} %" if chosen_s else "",
+        )
+    console.print(table)
+
+
+def _short_name(decision: LoggedDecision) -> str:
+    """Name of a decision as `explain` accepts it: 12 characters of a session's."""
+    return decision.name[:12] if decision.kind == "session" else decision.name
+
+
+def _format_step(body: Mapping[str, Any]) -> str:
+    if body.get("step_s"):
+        return _format_ms(sum(body["step_s"].values()))
+    seconds = body.get("latency_s", (None, None))[0 if not body.get("moves") else 1]
+    return "" if seconds is None else _format_ms(seconds)
+
+
+def _format_hop(visit: Mapping[str, Any]) -> str:
+    return f"{short_peer_id(visit['peer'])} {_format_blocks(visit)}"
+
+
+def _format_blocks(visit: Mapping[str, Any]) -> str:
+    start, end = visit["blocks"]
+    return f"{start}:{end}"
+
+
+def _format_ms(seconds: float) -> str:
+    return f"{1000 * seconds:.1f} ms"
+
+
+def _format_time(decision: LoggedDecision) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(decision.made_at))
+
+
+def _make_console() -> Console:
+    # Peer ids and model names are untrusted: no markup.
+    width = None if sys.stdout.isatty() else PIPE_WIDTH_CHARS
+    return Console(file=sys.stdout, width=width, markup=False, highlight=False, emoji=False)

@@ -1,0 +1,295 @@
+"""Output of node records, as a table and as JSON."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from math import isnan
+from typing import Literal, TextIO
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from nesa_node.cli.client_model import short_peer_id
+from nesa_node.core.ids import PeerId, model_name_candidates
+from nesa_node.core.span import Span
+from nesa_node.swarm.dht.records import NodeRecord, filter_by_model, majority_num_blocks
+from nesa_node.topology.links.packed import peer_digest
+from nesa_node.topology.snapshot import count_holders, zero_runs
+
+MAX_COVERAGE_CHARS = 60
+PIPE_WIDTH_CHARS = 120
+"""Width of output to a pipe; narrower terminals omit the `wide_only` columns."""
+_NARROW_NAME_CHARS = 16
+_MAX_NAMED_MODELS = 5
+_EMPTY_SWARM_TEXT = "no node was found: the swarm is empty"
+_STATE_STYLES = {"serving": "green", "joining": "yellow", "draining": "yellow"}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelNodes:
+    """Nodes of one model id, ordered by their spans.
+
+    `disagreeing_nodes` counts further nodes that announce another number of blocks. Which number is
+    right is unknown without the checkpoint.
+    """
+
+    model_id: str
+    num_blocks: int
+    records: tuple[NodeRecord, ...]
+    disagreeing_nodes: int = 0
+
+    @property
+    def coverage(self) -> tuple[int, ...]:
+        """Number of serving nodes per block."""
+        serving = [record.node_state() for record in self.records if record.state == "serving"]
+        return count_holders(serving, self.num_blocks)
+
+    @property
+    def holes(self) -> tuple[Span, ...]:
+        return zero_runs(self.coverage)
+
+
+@dataclass(frozen=True, slots=True)
+class DepartedNode:
+    """A departed node: its record expired ("lost"), or it withdrew the record ("left")."""
+
+    record: NodeRecord
+    ago_s: float
+    departure: Literal["lost", "left"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Column:
+    name: str
+    cell: Callable[[NodeRecord], str]
+    right: bool = False
+    wide_only: bool = False
+
+
+def group_by_model(records: Iterable[NodeRecord], wanted: str | None = None) -> list[ModelNodes]:
+    """Group `records` by model; only `wanted` (a name, a folder or a full id) if given."""
+    groups: dict[str, list[NodeRecord]] = {}
+    for record in filter_by_model(records, wanted):
+        if record.state != "withdrawn":
+            groups.setdefault(record.model_id, []).append(record)
+    return [_make_model_nodes(model_id, group) for model_id, group in sorted(groups.items())]
+
+
+def _make_model_nodes(model_id: str, group: Sequence[NodeRecord]) -> ModelNodes:
+    num_blocks = majority_num_blocks(group)
+    agreed = [record for record in group if record.num_blocks == num_blocks]
+    return ModelNodes(
+        model_id=model_id,
+        num_blocks=num_blocks,
+        records=tuple(sorted(agreed, key=lambda record: (record.span, record.peer_id))),
+        disagreeing_nodes=len(group) - len(agreed),
+    )
+
+
+def describe_absence(records: Iterable[NodeRecord], wanted: str | None) -> str:
+    """Message for when no node serves `wanted`: the served models, most similar first."""
+    served = {one.model_id: one.model_name for one in records if one.state != "withdrawn"}
+    if wanted is None or not served:
+        return _EMPTY_SWARM_TEXT
+    names = model_name_candidates(wanted)
+
+    def unlikeness(model_id: str) -> tuple[float, str]:
+        pairs = ((name.lower(), served[model_id].lower()) for name in names)
+        return min(1 - SequenceMatcher(None, *pair).ratio() for pair in pairs), model_id
+
+    told = ", ".join(sorted(served, key=unlikeness)[:_MAX_NAMED_MODELS])
+    more = f" and {len(served) - _MAX_NAMED_MODELS} more" if len(served) > _MAX_NAMED_MODELS else ""
+    return f"no node serves {wanted!r}; the swarm serves {told}{more}"
+
+
+def models_to_json(models: Sequence[ModelNodes]) -> list[dict[str, object]]:
+    return [
+        {
+            "model_id": model.model_id,
+            "num_blocks": model.num_blocks,
+            "coverage": list(model.coverage),
+            "disagreeing_nodes": model.disagreeing_nodes,
+            "holes": [[hole.start, hole.end] for hole in model.holes],
+            "nodes": _nodes_to_json(model.records),
+        }
+        for model in models
+    ]
+
+
+def _nodes_to_json(records: Sequence[NodeRecord]) -> list[dict[str, object]]:
+    """Records as JSON objects. A link has a peer id if its peer is one of `records`."""
+    peers = {peer_digest(PeerId(record.peer_id)): record.peer_id for record in records}
+    return [
+        record.model_dump(mode="json", exclude={"measured"})
+        | {
+            "measured": [
+                {
+                    "peer_id": peers.get(link.digest),
+                    "peer_digest": link.digest.hex(),
+                    "rtt_ms": round(link.rtt_ms, 3),
+                    "rate_bytes_per_s": (
+                        None if isnan(link.rate_bytes_per_s) else round(link.rate_bytes_per_s)
+                    ),
+                    "age_s": round(link.age_s, 1),
+                }
+                for link in record.measured_links()
+            ]
+        }
+        for record in records
+    ]
+
+
+def make_console(out: TextIO) -> Console:
+    return Console(
+        file=out,
+        width=None if out.isatty() else PIPE_WIDTH_CHARS,
+        # Names in records are untrusted: no markup.
+        markup=False,
+        emoji=False,
+        highlight=False,
+    )
+
+
+def print_models(models: Sequence[ModelNodes], *, missing: str = _EMPTY_SWARM_TEXT) -> None:
+    console = make_console(sys.stdout)
+    console.print(render_models(models, width=console.width, missing=missing))
+
+
+def render_models(
+    models: Sequence[ModelNodes],
+    *,
+    width: int,
+    departed: Sequence[DepartedNode] = (),
+    missing: str = _EMPTY_SWARM_TEXT,
+) -> Group:
+    """Tables of all models with their nodes, then departed nodes of further models.
+
+    `missing` is the text shown if there is no model.
+    """
+    parts: list[RenderableType] = []
+    if not models:
+        parts.append(Text(missing))
+    for model in models:
+        mine = [one for one in departed if one.record.model_id == model.model_id]
+        parts += _render_model(model, mine, width=width)
+    known = {model.model_id for model in models}
+    others = [one for one in departed if one.record.model_id not in known]
+    if others:
+        parts.append(_nodes_table([], others, width=width))
+    return Group(*parts)
+
+
+def print_dropped(dropped: Mapping[str, int]) -> None:
+    """Print counts of rejected records by reason; nothing if there were none."""
+    reasons = {reason: count for reason, count in sorted(dropped.items()) if count}
+    if reasons:
+        words = ", ".join(f"{count} {reason}" for reason, count in reasons.items())
+        print(f"dropped   {words} (rejected records)")
+
+
+def _render_model(
+    model: ModelNodes, departed: Sequence[DepartedNode], *, width: int
+) -> Iterator[RenderableType]:
+    nodes = f"{len(model.records)} node{'' if len(model.records) == 1 else 's'}"
+    yield Text(f"{model.model_id}, {model.num_blocks} blocks, {nodes}", style="bold")
+    yield _nodes_table(model.records, departed, width=width)
+    yield Text("coverage  ").append_text(_coverage_text(model.coverage))
+    if model.holes:
+        names = ", ".join(str(hole) for hole in model.holes)
+        yield Text(f"holes     {names}: no node serves these blocks", style="bold red")
+    else:
+        yield Text("holes     none", style="green")
+    if model.disagreeing_nodes:
+        yield Text(
+            f"left out  {model.disagreeing_nodes} more nodes announce another number of blocks "
+            f"than {model.num_blocks}",
+            style="yellow",
+        )
+
+
+def _nodes_table(
+    records: Sequence[NodeRecord], departed: Sequence[DepartedNode], *, width: int
+) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    narrow = width < PIPE_WIDTH_CHARS
+    columns = [column for column in _COLUMNS if not (narrow and column.wide_only)]
+    for column in columns:
+        table.add_column(
+            column.name,
+            justify="right" if column.right else "left",
+            no_wrap=narrow or column.name != "node",
+            max_width=_NARROW_NAME_CHARS if narrow and column.name == "node" else None,
+        )
+    table.add_column("state", no_wrap=True)
+    for record in records:
+        state = Text(_format_state(record), style=_STATE_STYLES.get(record.state, ""))
+        table.add_row(*(column.cell(record) for column in columns), state)
+    for one in departed:
+        style = "red" if one.departure == "lost" else "dim"
+        cells = (Text(column.cell(one.record), style=style) for column in columns)
+        table.add_row(
+            *cells, Text(f"{one.departure} {format_duration(one.ago_s)} ago", style=style)
+        )
+    return table
+
+
+def _format_state(record: NodeRecord) -> str:
+    if record.state == "draining" and record.next_span is not None:
+        return f"draining → {Span(*record.next_span)}"
+    return record.state
+
+
+def format_codecs(sent_bytes: Mapping[str, int]) -> str:
+    """Codecs of sent hidden states, by share of bytes: `int8@2:16:8 80%, none 20%`."""
+    total = sum(sent_bytes.values())
+    if not total:
+        return "-"
+    shares = [(codec, count / total) for codec, count in sent_bytes.items() if count * 100 >= total]
+    if len(shares) == 1:
+        return shares[0][0]
+    largest_first = sorted(shares, key=lambda pair: -pair[1])
+    return ", ".join(f"{codec} {share:.0%}" for codec, share in largest_first)
+
+
+def _coverage_text(coverage: Sequence[int]) -> Text:
+    """Count of serving nodes as one character per block, or per group of blocks (its minimum)."""
+    group = -(-len(coverage) // MAX_COVERAGE_CHARS)
+    lowest = [min(coverage[at : at + group]) for at in range(0, len(coverage), group)]
+    text = Text("0 ")
+    for count in lowest:
+        style = "bold red" if count == 0 else "yellow" if count == 1 else "green"
+        text.append("." if count == 0 else str(min(count, 9)), style=style)
+    text.append(f" {len(coverage)}")
+    if group > 1:
+        text.append(f"  (minimum of every {group} blocks)")
+    return text
+
+
+def _format_precision(record: NodeRecord) -> str:
+    return record.dtype if record.quantization == "none" else record.quantization
+
+
+_COLUMNS = (
+    _Column("node", lambda record: record.public_name or "-"),
+    _Column("peer", lambda record: short_peer_id(record.peer_id)),
+    _Column("blocks", lambda record: str(Span(*record.span))),
+    _Column("dtype", _format_precision, wide_only=True),
+    _Column("prefill", lambda r: f"{r.prefill_tokens_per_s:.0f} t/s", right=True, wide_only=True),
+    _Column("decode", lambda r: f"{r.decode_tokens_per_s:.0f} t/s", right=True),
+    _Column("cache free", lambda r: f"{r.free_cache_tokens}/{r.total_cache_tokens}", right=True),
+    _Column("load", lambda record: f"{record.load:.0%}", right=True),
+    _Column("up", lambda record: format_duration(record.uptime_s), right=True, wide_only=True),
+    _Column("sends", lambda record: format_codecs(record.sent_bytes), wide_only=True),
+)
+
+
+def format_duration(seconds: float) -> str:
+    """Duration as text: `42 s`, `7 min`, `3 h`, `12 d`."""
+    for unit, size in (("d", 86_400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"

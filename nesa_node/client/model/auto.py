@@ -1,0 +1,291 @@
+"""Construction of a distributed model: config, embedding and head, blocks kept by the client.
+
+Opening of a distributed model and its tokenizer by a `ClientConfig`.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
+
+from nesa_node.client.model.causal_lm import DistributedModelForCausalLM
+from nesa_node.client.model.head import EmbeddingAndHead, HeadBatcher
+from nesa_node.client.model.local import LocalConnection
+from nesa_node.client.routing.request import ConnectionOptions
+from nesa_node.client.session.base import Connect, SwarmConnection
+from nesa_node.client.session.prefix import SALT_BYTES
+from nesa_node.core.errors import ConfigError
+from nesa_node.core.settings.models import (
+    ClientConfig,
+    Precision,
+    RouteName,
+    StrategyName,
+    default_cache_dir,
+    default_decisions_path,
+    secret_text,
+)
+from nesa_node.core.settings.peer_address import parse_peer_address
+from nesa_node.core.settings.user_file import user_path
+from nesa_node.core.span import Span
+from nesa_node.core.wait_tracking import track_wait
+from nesa_node.engine.kernels.threads import fix_threads
+from nesa_node.engine.model.devices import choose_device, require_room_for_embedder_and_head
+from nesa_node.engine.model.loading import load_blocks, load_embedder_and_head
+from nesa_node.engine.weights.checkpoint import Checkpoint, open_checkpoint
+from nesa_node.engine.weights.side_files import convert_parse_errors
+from nesa_node.engine.weights.tokenizer import load_discovered_tokenizer, load_tokenizer
+
+
+class AutoDistributedModelForCausalLM:
+    """Factory of `DistributedModelForCausalLM`, by `from_pretrained`. Not instantiated."""
+
+    def __init__(self) -> None:
+        raise TypeError("use AutoDistributedModelForCausalLM.from_pretrained(name, ...)")
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name: str | Path,
+        *,
+        initial_peers: str | Sequence[str] = (),
+        dtype: torch.dtype | str | None = None,
+        torch_dtype: torch.dtype | str | None = None,
+        device: torch.device | str = "cpu",
+        revision: str | None = None,
+        token: str | None = None,
+        cache_dir: str | Path | None = None,
+        routing: RouteName = "chain",
+        client_blocks: tuple[int, int] = (0, 0),
+        swarm_key: str | None = None,
+        identity_path: str | Path | None = None,
+        step_timeout_s: float = 30.0,
+        recovery_timeout_s: float = 60.0,
+        queue_timeout_s: float = 600.0,
+        replicate_cache: bool = False,
+        quality: str = "exact",
+        min_precision: Precision = "nf4",
+        strategy: StrategyName = "exact-latency",
+        reuse_prefix: bool = True,
+        prefix_salt: bytes | None = None,
+    ) -> DistributedModelForCausalLM:
+        """Make a model with its blocks in the swarm that serves `name` (a folder or hub name).
+
+        Only embedding, final norm and head are loaded here, in `dtype` (`torch_dtype` is its older
+        name; by default the checkpoint's own) on `device`, and with `client_blocks=(first, last)`
+        that many of the first and last blocks. The swarm is joined through `initial_peers` when the
+        first session opens. `recovery_timeout_s` is how long a session waits for a replacement of a
+        lost node, `queue_timeout_s` how long it waits for free cache at busy nodes,
+        `step_timeout_s` how long for a step before its nodes are pinged. With `replicate_cache`
+        each node has a successor that holds a recent copy of its cache, for quick failover.
+
+        `quality` bounds the compression of hidden states on slow links: none ("exact"), at most
+        0.5% of perplexity ("high") or 3% ("balanced"), or a codec's name for all links ("lossless",
+        "int8", ...: `compression/quality.py`). `min_precision` is the coarsest quantization of
+        weights that nodes may use: "nf4", "int8" or "full". `strategy` is the rule that chooses
+        chains (`routing/strategies.py`).
+
+        With `reuse_prefix` sessions reuse what nodes still hold of earlier ones with the same first
+        tokens. Nodes see digests salted with `prefix_salt` (16 to 64 bytes; by default random, for
+        this model only). Clients with the same salt share prefixes on nodes if their operators
+        trust all these clients, and a client with a fixed identity (`identity_path`) finds its own
+        again. Not with `client_blocks` at the end of the model.
+
+        Raises the `ModelError`s of `open_checkpoint`, and `ConfigError` for contradictory
+        arguments, a missing device and malformed initial peers.
+        """
+        if dtype is not None and torch_dtype is not None and dtype != torch_dtype:
+            raise ConfigError(f"dtype={dtype} and torch_dtype={torch_dtype}: give one of them")
+        peers = (initial_peers,) if isinstance(initial_peers, str) else tuple(initial_peers)
+        peers = tuple(map(parse_peer_address, peers))
+        device = choose_device(device)
+        cache = default_cache_dir() if cache_dir is None else user_path(cache_dir)
+        checkpoint = open_checkpoint(str(name), revision=revision, token=token, cache_dir=cache)
+        resolved = checkpoint.resolve_dtype(str(dtype or torch_dtype or "auto"))
+        options = ConnectionOptions(
+            initial_peers=peers,
+            routing=routing,
+            swarm_key=swarm_key,
+            identity_path=None if identity_path is None else user_path(identity_path),
+            step_timeout_s=step_timeout_s,
+            recovery_timeout_s=recovery_timeout_s,
+            queue_timeout_s=queue_timeout_s,
+            replicate_cache=replicate_cache,
+            quality=quality,
+            min_precision=min_precision,
+            strategy=strategy,
+            decisions_path=default_decisions_path(),
+        )
+        return build_connected_model(
+            checkpoint,
+            options,
+            dtype=resolved,
+            device=device,
+            client_blocks=client_blocks,
+            prefix_salt=choose_prefix_salt(reuse_prefix, prefix_salt),
+        )
+
+
+def build_connected_model(
+    checkpoint: Checkpoint,
+    options: ConnectionOptions,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    client_blocks: tuple[int, int] = (0, 0),
+    prefix_salt: bytes | None = None,
+) -> DistributedModelForCausalLM:
+    """Make a model over `checkpoint` that joins the swarm by `options` with its first session."""
+
+    def connect() -> AbstractAsyncContextManager[SwarmConnection]:
+        from nesa_node.client.session.connection import open_connection
+
+        return open_connection(checkpoint, options, dtype)
+
+    return build_model(
+        checkpoint,
+        connect,
+        dtype=dtype,
+        device=device,
+        client_blocks=client_blocks,
+        prefix_salt=prefix_salt,
+    )
+
+
+def build_model(
+    checkpoint: Checkpoint,
+    connect: Connect,
+    *,
+    dtype: torch.dtype | str | None = None,
+    device: torch.device | str = "cpu",
+    client_blocks: tuple[int, int] = (0, 0),
+    prefix_salt: bytes | None = None,
+) -> DistributedModelForCausalLM:
+    """Make a model over `checkpoint` that reaches the swarm's blocks through `connect`."""
+    first, remote, last = split_blocks(checkpoint.num_blocks, client_blocks)
+    resolved = checkpoint.resolve_dtype(str(dtype or "auto"))
+    place = choose_device(device)
+    with track_wait("embedding and head to be loaded"):
+        embedder, head = load_embedder_and_head(checkpoint, dtype=resolved, device=place)
+    hidden_size = checkpoint.config.hidden_size
+    ends = EmbeddingAndHead(
+        embedder,
+        HeadBatcher(head),
+        head.apply_final_norm,
+        resolved,
+        place,
+        hidden_size,
+        head.lm_head,
+    )
+
+    local: LocalConnection | None = None
+    if len(first) or len(last):
+        own = [span for span in (first, last) if len(span)]
+        with track_wait("weights to be loaded", blocks=own):
+            local = LocalConnection(
+                [load_blocks(checkpoint, span, dtype=resolved, device=place) for span in own]
+            )
+    on_close: Callable[[], None] = (lambda: None) if local is None else local.close
+    return DistributedModelForCausalLM(
+        checkpoint.config,
+        load_generation_config(checkpoint),
+        ends,
+        connect,
+        ((local, first), (None, remote), (local, last)),
+        name=checkpoint.name,
+        context_length=checkpoint.context_length,
+        prefix_salt=prefix_salt,
+        on_close=on_close,
+    )
+
+
+def choose_prefix_salt(reuse_prefix: bool, salt: bytes | None) -> bytes | None:
+    """Salt of prompt digests; None disables the prefix cache. Raises `ConfigError`."""
+    if salt is not None and not reuse_prefix:
+        raise ConfigError("prefix_salt without reuse_prefix: give one of them")
+    if salt is not None and not 16 <= len(salt) <= 64:
+        raise ConfigError(f"prefix_salt of {len(salt)} bytes: it must have 16 to 64")
+    if not reuse_prefix:
+        return None
+    return secrets.token_bytes(SALT_BYTES) if salt is None else salt
+
+
+def split_blocks(num_blocks: int, client_blocks: tuple[int, int]) -> tuple[Span, Span, Span]:
+    """Spans of the client's first blocks, the swarm's, the client's last. Raises `ConfigError`."""
+    first, last = client_blocks
+    if first < 0 or last < 0 or first + last > num_blocks:
+        raise ConfigError(f"client_blocks={client_blocks} of a model that has {num_blocks} blocks")
+    return Span(0, first), Span(first, num_blocks - last), Span(num_blocks - last, num_blocks)
+
+
+def load_generation_config(checkpoint: Checkpoint) -> GenerationConfig:
+    """Generation config as transformers' `from_pretrained` finds it, in its own file or the config.
+
+    Raises `CorruptCheckpointError`.
+    """
+    folder = checkpoint.fetch_side_files()
+    name = "generation_config.json"
+    own = (folder / name).is_file()
+    given: dict[str, Any] = (
+        {} if own else {"config_file_name": "config.json", "_from_model_config": True}
+    )
+    with convert_parse_errors(str(folder / (name if own else "config.json"))):
+        config = GenerationConfig.from_pretrained(folder, local_files_only=True, **given)
+    # Meant for local caches; here the nodes hold the cache.
+    config.cache_implementation = None
+    return config
+
+
+def open_named_checkpoint(config: ClientConfig, name: str) -> Checkpoint:
+    """Open the checkpoint `name`, a folder or hub name. Raises as `open_checkpoint` does."""
+    return open_checkpoint(
+        name, revision=config.revision, token=secret_text(config.token), cache_dir=config.cache_dir
+    )
+
+
+def open_model(
+    config: ClientConfig, checkpoint: Checkpoint, *, discovered: bool = False
+) -> tuple[DistributedModelForCausalLM, PreTrainedTokenizerBase]:
+    """Load the tokenizer, embedding and head of `checkpoint`. The caller closes the model.
+
+    The swarm is joined with the first session. `discovered` marks models chosen by untrusted peers:
+    their tokenizers are restricted, and embedding and head must leave free memory
+    (`require_room_for_embedder_and_head`). Raises what fetching files raises, and `ConfigError`.
+    """
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    if config.threads is not None:
+        fix_threads(config.threads)
+    dtype = checkpoint.resolve_dtype(config.torch_dtype)
+    # Embedding and head are small: by default they stay in main memory.
+    device = choose_device("cpu" if config.device == "auto" else config.device)
+    if discovered:
+        require_room_for_embedder_and_head(checkpoint, dtype=dtype, device=device)
+    load = load_discovered_tokenizer if discovered else load_tokenizer
+    folder = checkpoint.fetch_side_files()
+    with track_wait("the tokenizer to be loaded"):
+        tokenizer = load(folder)
+    options = ConnectionOptions(
+        initial_peers=config.initial_peers,
+        routing=config.route,
+        swarm_key=secret_text(config.swarm_key),
+        step_timeout_s=config.step_timeout_s,
+        replicate_cache=config.replicate_cache,
+        quality=config.quality,
+        min_precision=config.min_precision,
+        strategy=config.strategy,
+        decisions_path=default_decisions_path(),
+    )
+    model = build_connected_model(
+        checkpoint,
+        options,
+        dtype=dtype,
+        device=device,
+        prefix_salt=choose_prefix_salt(config.reuse_prefix, None),
+    )
+    return model, tokenizer

@@ -1,0 +1,304 @@
+"""Retries of building a chain: pauses, time limits, and a limit on concurrent attempts.
+
+Limit on the sessions of one process that open at the same time, in order of arrival.
+
+Rebuilding of a session's chain, with retries until it succeeds or time runs out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+
+from nesa_node.client.recovery.replay import StepReplay
+from nesa_node.client.routing.request import RouteRequest
+from nesa_node.client.routing.snapshot_cache import MAX_NAMED_MODELS
+from nesa_node.client.session.hop import OPEN_TIMEOUT_S
+from nesa_node.client.session.route import SessionRoute
+from nesa_node.core.errors import (
+    BusyError,
+    MissingBlocksError,
+    NesaError,
+    PeerUnreachableError,
+    RefusedError,
+    RemoteError,
+)
+from nesa_node.core.span import Span
+from nesa_node.core.wait_tracking import ActiveWait, track_wait
+from nesa_node.routing.chains import Hop, find_gaps
+
+FIRST_RETRY_PAUSE_S, MAX_RETRY_PAUSE_S = 0.1, 2.0
+MAX_HOPELESS_ATTEMPTS = 3
+"""Attempts in a row with missing blocks before giving up: a member of the DHT that did not answer
+may explain one."""
+PARTIAL_CHAIN_HOLD_S = 5.0
+"""Seconds for which a session keeps the rest of its nodes while replacements are busy."""
+
+
+class RetryPolicy:
+    """Retry policy with backoff. Pure: decides after each failed attempt.
+
+    Busy nodes answer, so waiting for them is limited by `queue_timeout_s` from the start; other
+    failures by `recovery_timeout_s` since the last `BusyError`. Pauses grow exponentially with
+    jitter, which separates clients that started together.
+    """
+
+    def __init__(
+        self,
+        *,
+        queue_timeout_s: float,
+        recovery_timeout_s: float,
+        rng: random.Random,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        now = clock()
+        self._queue_until = now + queue_timeout_s
+        self._recovery_until = now + recovery_timeout_s
+        self._recovery_timeout_s = recovery_timeout_s
+        self._pause_s = FIRST_RETRY_PAUSE_S
+        self._busy_since: float | None = None
+        self._hopeless_attempts = 0
+        self._hold_s = PARTIAL_CHAIN_HOLD_S * rng.uniform(0.5, 1.5)
+        self._rng = rng
+        self._clock = clock
+
+    @property
+    def queue_left_s(self) -> float:
+        return max(self._queue_until - self._clock(), 0.0)
+
+    @property
+    def recovery_left_s(self) -> float:
+        return max(self._recovery_until - self._clock(), 0.0)
+
+    @property
+    def must_release_nodes(self) -> bool:
+        """Whether to release the remaining nodes: two sessions may each hold what the other one
+        needs.
+        """
+        since = self._busy_since
+        return since is not None and self._clock() - since >= self._hold_s
+
+    def next_pause_s(
+        self, error: Exception, *, has_alternatives: bool, hopeless: bool = False
+    ) -> float | None:
+        """Seconds until the next attempt; None: give up.
+
+        With `has_alternatives` the next attempt uses different nodes and follows at once.
+        `hopeless` marks failures that waiting does not resolve by the current snapshot.
+        """
+        self._hopeless_attempts = self._hopeless_attempts + 1 if hopeless else 0
+        if self._hopeless_attempts >= MAX_HOPELESS_ATTEMPTS:
+            return None
+        now = self._clock()
+        until = self._recovery_until
+        pause_s = 0.0 if has_alternatives else self._pause_s
+        if isinstance(error, BusyError):
+            self._busy_since = now if self._busy_since is None else self._busy_since
+            self._recovery_until = now + self._recovery_timeout_s
+            until = self._queue_until
+            pause_s = pause_s and max(error.retry_after_s, pause_s)
+        else:
+            self._busy_since = None
+        if pause_s:
+            pause_s *= self._rng.uniform(0.5, 1.5)
+            self._pause_s = min(self._pause_s * 2, MAX_RETRY_PAUSE_S)
+        # The last pause ends at the deadline, so that one more attempt is made.
+        return min(pause_s, until - now) if now < until else None
+
+
+MAX_CONCURRENT_OPENS = 8
+"""Most sessions that open, or retry busy nodes, at the same time."""
+
+
+class OpenLimiter:
+    """Fair semaphore for opening sessions, so that busy nodes are not asked by all sessions at
+    once.
+
+    First come, first served. For one event loop.
+    """
+
+    def __init__(self, max_concurrent: int = MAX_CONCURRENT_OPENS) -> None:
+        self._slots = asyncio.Semaphore(max_concurrent)
+        self._released = asyncio.Event()
+
+    @asynccontextmanager
+    async def slot(self, timeout_s: float) -> AsyncIterator[None]:
+        """Acquire a slot for the block. Raises `BusyError` after `timeout_s`."""
+        try:
+            with track_wait("other sessions of this process to open first", limit_s=timeout_s):
+                async with asyncio.timeout(timeout_s):
+                    await self._slots.acquire()
+        except TimeoutError:
+            raise BusyError(
+                f"other sessions of this process still open after {timeout_s:g} s", 1.0
+            ) from None
+        try:
+            yield
+        finally:
+            self._slots.release()
+
+    def notify_released(self) -> None:
+        """Wake sessions in `wait_for_release`: a session of this process released its cache."""
+        self._released.set()
+
+    async def wait_for_release(self, seconds: float) -> None:
+        """Wait `seconds`, or until a session of this process releases its cache."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self._released.wait()
+        except TimeoutError:
+            pass
+        self._released.clear()
+
+
+FIRST_REPLACEMENT_TIMEOUT_S = 3.0
+"""First timeout of dialling and of opening a replacement, which may be unreachable without an
+error."""
+RETRYABLE_ERRORS: tuple[type[NesaError], ...] = (
+    BusyError,
+    MissingBlocksError,
+    PeerUnreachableError,
+    RemoteError,
+)
+_MIN_OPEN_TIMEOUT_S = 1.0
+
+
+class ChainRebuilder:
+    """Rebuilds the route of one session."""
+
+    def __init__(
+        self,
+        route: SessionRoute,
+        request: RouteRequest,
+        replay: StepReplay,
+        open_limiter: OpenLimiter,
+        *,
+        recovery_timeout_s: float,
+        queue_timeout_s: float,
+        rng: random.Random,
+    ) -> None:
+        self._route = route
+        self._request = request
+        self._replay = replay
+        self._open_limiter = open_limiter
+        self._recovery_timeout_s = recovery_timeout_s
+        self._queue_timeout_s = queue_timeout_s
+        self._rng = rng
+
+    def new_retry_policy(self) -> RetryPolicy:
+        """New policy with time limits that start now."""
+        return RetryPolicy(
+            queue_timeout_s=self._queue_timeout_s,
+            recovery_timeout_s=self._recovery_timeout_s,
+            rng=self._rng,
+        )
+
+    async def rebuild_with_retries(
+        self,
+        policy: RetryPolicy,
+        retryable: tuple[type[NesaError], ...],
+        lengths: Sequence[int],
+        *,
+        is_opening: bool = False,
+    ) -> None:
+        """Rebuild until it succeeds, through errors of the types `retryable`, as long as `patience`
+        allows.
+
+        With `is_opening`, missing blocks are waited for only where a node is joining with them.
+        Raises the last error, as `MissingBlocksError` or `BusyError` with the time waited.
+        """
+        what = "a chain of nodes" if is_opening else "a chain of nodes without those that failed"
+        limit_s = policy.recovery_left_s
+        with track_wait(what, blocks=(self._request.span,), limit_s=limit_s) as wait:
+            attempts = 0
+            while True:
+                known = self._route.selector.suspected_peers
+                longest_s = (
+                    OPEN_TIMEOUT_S if is_opening or attempts else FIRST_REPLACEMENT_TIMEOUT_S
+                )
+                timeout_s = min(max(policy.recovery_left_s, _MIN_OPEN_TIMEOUT_S), longest_s)
+                attempts += 1
+                try:
+                    return await self._replay.rebuild(
+                        lengths, is_opening=is_opening, open_timeout_s=timeout_s
+                    )
+                except retryable as error:
+                    # Another peer has failed or is busy: the next attempt uses different nodes.
+                    others_left = not self._route.selector.suspected_peers <= known
+                    hopeless = is_opening and self._is_hopeless(error)
+                    pause_s = policy.next_pause_s(
+                        error, has_alternatives=others_left, hopeless=hopeless
+                    )
+                    if pause_s is None:
+                        if isinstance(error, RemoteError | RefusedError):
+                            raise
+                        raise self._final_error(error, hopeless=hopeless) from error
+                    self._update_wait(wait, error, policy)
+                if policy.must_release_nodes:
+                    await self._route.leave_all_nodes()
+                if pause_s:
+                    await self._open_limiter.wait_for_release(pause_s)
+
+    def _is_hopeless(self, error: Exception) -> bool:
+        """Whether blocks are missing that no joining node is going to serve."""
+        if not isinstance(error, MissingBlocksError):
+            return False
+        joining = [Hop(node.peer_id, node.span) for node in self._route.selector.joining]
+        return any(find_gaps(Span(start, end), joining) for start, end in error.missing)
+
+    def _update_wait(self, wait: ActiveWait, error: Exception, policy: RetryPolicy) -> None:
+        nodes, busy = self._route.selector, self._route.opener.last_refusing_hop
+        left_s = policy.recovery_left_s
+        if isinstance(error, BusyError) and busy is not None:
+            wait.update(
+                "room", blocks=(busy.span,), peers=(busy.peer_id,), remaining_s=policy.queue_left_s
+            )
+        elif isinstance(error, MissingBlocksError):
+            blocks = [Span(start, end) for start, end in error.missing]
+            joining = [node.peer_id for node in nodes.joining]
+            what = "a node that is joining" if joining else "a node that serves what is missing"
+            wait.update(what, blocks=blocks, peers=joining, remaining_s=left_s)
+        else:
+            failed = sorted(nodes.suspected_peers)
+            wait.update(
+                "a node in place of one that failed",
+                blocks=self._missing_spans(),
+                peers=failed,
+                remaining_s=left_s,
+            )
+
+    def _missing_spans(self) -> Sequence[Span]:
+        """Blocks without a node; for a chain that never stood, those of the nodes not reached."""
+        alive = [link.hop for link in self._route.links if link.lost_reason is None]
+        return (not alive and self._route.opener.unreached_spans) or find_gaps(
+            self._request.span, alive
+        )
+
+    def _final_error(self, last: Exception, *, hopeless: bool) -> Exception:
+        if isinstance(last, BusyError):
+            waited = f"waited {self._queue_timeout_s:g} s for room"
+            return BusyError(f"{last}; {waited}", last.retry_after_s)
+        missing = [(span.start, span.end) for span in self._missing_spans()]
+        if isinstance(last, MissingBlocksError):
+            missing = list(last.missing)
+        ranges = ", ".join(f"{start}:{end}" for start, end in missing) or str(self._request.span)
+        waited = f"waited {self._recovery_timeout_s:g} s"
+        if hopeless:
+            waited = "and none is joining with them"
+        blocks = f"blocks {ranges} of {self._request.model_id}"
+        if not isinstance(last, MissingBlocksError):
+            return MissingBlocksError(
+                missing, f"no node with {blocks} could be reached ({waited}): {last}"
+            )
+        text = f"no node serves {blocks} ({waited}): start one with `nesa-node run`"
+        if served := self._route.selector.served_models:
+            more = (
+                f" and {len(served) - MAX_NAMED_MODELS} more"
+                if len(served) > MAX_NAMED_MODELS
+                else ""
+            )
+            text += f"; the swarm serves {', '.join(served[:MAX_NAMED_MODELS])}{more}"
+        return MissingBlocksError(missing, text)

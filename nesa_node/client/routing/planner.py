@@ -1,0 +1,344 @@
+"""Planning of chains, with what the client has learned about nodes in all its sessions.
+
+Explanation of a chosen chain, for `nesa-node explain`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from nesa_node.client.routing.latencies import LatencyView
+from nesa_node.client.routing.refusal_tracker import RefusalTracker
+from nesa_node.client.routing.request import RouteRequest
+from nesa_node.client.routing.snapshot_cache import SnapshotCache
+from nesa_node.compression import tensors
+from nesa_node.core.decision_log import DecisionLog, LoggedDecision
+from nesa_node.core.ids import ModelId, PeerId
+from nesa_node.core.logging import get_logger
+from nesa_node.core.span import Span
+from nesa_node.routing.chain_request import ChainRequest
+from nesa_node.routing.chains import Hop, chain_cost_s, fill_gaps, hops_to_visits, make_problem
+from nesa_node.routing.problem import Chain, ChainProblem
+from nesa_node.routing.reputation import (
+    REPORTABLE_RATIO,
+    FailurePenalties,
+    SpeedClaims,
+    blame_penalty_s,
+)
+from nesa_node.routing.search.greedy import SHIPPED_PARAMETERS
+from nesa_node.routing.strategies import (
+    DEFAULT_STRATEGY,
+    Alternative,
+    GreedyStrategy,
+    Strategy,
+    explain,
+    make_session_strategy,
+)
+from nesa_node.routing.tuning.tuner import parse_published
+from nesa_node.swarm.dht.notices import PlacementNotice
+from nesa_node.swarm.node import Swarm
+from nesa_node.swarm.p2p.tasks import TaskSet
+from nesa_node.topology.links.matrix import Links
+from nesa_node.topology.snapshot import NodeState, Snapshot
+
+
+def describe_decision(
+    snapshot: Snapshot, request: ChainRequest, hops: Sequence[Hop], strategy: Strategy, reason: str
+) -> dict[str, Any]:
+    """Describe as JSON the terms of the chain's cost, and the cost without each of its nodes.
+
+    An infinite cost becomes None. `hops` cover the request's span. Takes one planning run for each
+    hop.
+    """
+    used = frozenset(hop.peer_id for hop in hops)
+    problem = make_problem(
+        snapshot, replace(request, exclude=request.exclude - used, min_free_tokens=0)
+    )
+    explanation = explain(problem, hops_to_visits(problem, request.span, hops), strategy)
+    return {
+        "reason": reason,
+        "model": snapshot.model_id,
+        "strategy": explanation.strategy,
+        "nodes": problem.num_nodes,
+        "excluded": len(request.exclude),
+        "chain": _describe_visits(problem, explanation.chain, request.span),
+        "terms": dict(explanation.terms),
+        "cost": explanation.cost,
+        "step_s": dict(explanation.step_s),
+        "alternatives": [
+            _describe_alternative(problem, alternative, request.span)
+            for alternative in explanation.alternatives
+        ],
+    }
+
+
+def _describe_visits(problem: ChainProblem, chain: Chain, span: Span) -> list[dict[str, Any]]:
+    """Visits of a chain with their seconds: transfer to the node, and computation there."""
+    visits: list[dict[str, Any]] = []
+    for at, visit in enumerate(chain):
+        way_s = (
+            problem.transfer_s_NN[chain[at - 1].node, visit.node]
+            if at
+            else problem.entry_s_N[visit.node]
+        )
+        visits.append(
+            {
+                "peer": problem.peers[visit.node],
+                "blocks": [span.start + visit.start, span.start + visit.end],
+                "way_s": float(way_s),
+                "visit_s": float(problem.visit_s_N[visit.node]),
+                "compute_s": float(problem.busy_block_s_N[visit.node] * (visit.end - visit.start)),
+                "load": float(problem.load_N[visit.node]),
+            }
+        )
+    return visits
+
+
+def _describe_alternative(
+    problem: ChainProblem, alternative: Alternative, span: Span
+) -> dict[str, Any]:
+    found = alternative.chain is not None and math.isfinite(alternative.cost)
+    return {
+        "without": alternative.excluded_peer,
+        "cost": alternative.cost if found else None,
+        "step_s": alternative.step_s if found else None,
+        "chain": _describe_visits(problem, alternative.chain, span) if alternative.chain else None,
+    }
+
+
+log = get_logger(__name__)
+
+Hops = tuple[Hop, ...]
+MeasureSpeed = Callable[[NodeState, RouteRequest], Awaitable[float | None]]
+"""Measures the tokens/s that a node decodes; None if that fails."""
+
+AUDIT_INTERVAL_S = 600.0
+"""Seconds between audits of a node, which cost it work."""
+FAILED_AUDIT_INTERVAL_S = 30.0
+"""Seconds until the next audit after a failed one."""
+MAX_PUBLISHED_EXPONENTS = 3
+"""Most sets of published exponents that are tried, of the longest known orchestrators: each costs
+planning time."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlanningView:
+    """Input of planning: snapshot with links, the client's round trips (ms), weighed reports."""
+
+    snapshot: Snapshot
+    rtt_ms: Mapping[PeerId, float]
+    blames: Mapping[PeerId, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ChainPlan:
+    hops: Hops
+    request: ChainRequest
+
+
+class ChainPlanner:
+    """Plans chains for all sessions of a client. `clock` returns monotonic seconds."""
+
+    def __init__(
+        self,
+        swarm: Swarm,
+        strategy: str = DEFAULT_STRATEGY,
+        *,
+        decisions: DecisionLog | None = None,
+        audit: MeasureSpeed | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Raises `ConfigError` for an unknown strategy. Without `audit`, announced speeds are
+        believed.
+        """
+        self._swarm = swarm
+        self._clock = clock
+        self._next_audit_at: dict[PeerId, float] = {}
+        self._audit = audit
+        self.strategy = make_session_strategy(strategy, np.random.default_rng())
+        self._decisions = decisions
+        self._decision_writes = TaskSet()
+        self.avoidance = FailurePenalties(clock)
+        self.claims = SpeedClaims(clock)
+        self.refusals = RefusalTracker(clock)
+        self.snapshots = SnapshotCache(swarm)
+        self.latencies = LatencyView(swarm)
+
+    async def build_view(
+        self, snapshot: Snapshot, request: RouteRequest, *, may_ping: bool
+    ) -> PlanningView:
+        """Planning view of `snapshot`, with announced speeds corrected by measurements.
+
+        With `may_ping`, candidates are pinged first unless there is only one. In a star all traffic
+        passes the client: the round trip between nodes is the sum of their round trips to it.
+        """
+        if request.allowed_peers is not None and len(request.allowed_peers) == 1:
+            # A single candidate needs no links.
+            return PlanningView(snapshot, {})
+        if may_ping and isinstance(self.strategy, GreedyStrategy):
+            self.strategy = await self._with_published_exponents(self.strategy, request.model_id)
+        linked, rtt_ms = await self.latencies.add_links(snapshot, request.span, may_ping=may_ping)
+        nodes = tuple(self.claims.clamp(node) for node in linked.nodes)
+        if request.mode == "star":
+            linked = replace(
+                linked, links=_links_through_client(rtt_ms, [n.peer_id for n in nodes])
+            )
+        blames = self._swarm.directory.blames(request.model_id)
+        return PlanningView(replace(linked, nodes=nodes), rtt_ms, blames)
+
+    async def _with_published_exponents(
+        self, rule: GreedyStrategy, model_id: ModelId
+    ) -> GreedyStrategy:
+        """The rule with the exponents that orchestrators publish, within plausible bounds."""
+        placements = await self._swarm.notices.fetch(PlacementNotice, model_id)
+        known_s = self._swarm.notices.peer_ages.known_s
+        told = [each for each in placements if each.exponents is not None]
+        told.sort(key=lambda each: known_s(each.signer), reverse=True)
+        found = (
+            parse_published(each.exponents.values, SHIPPED_PARAMETERS)
+            for each in told
+            if each.exponents
+        )
+        published = dict.fromkeys(parameters for parameters in found if parameters is not None)
+        return replace(rule, published=tuple(published)[:MAX_PUBLISHED_EXPONENTS])
+
+    def plan_chain(
+        self,
+        view: PlanningView,
+        request: RouteRequest,
+        keep: Sequence[Hop],
+        *,
+        exclude: frozenset[PeerId],
+        min_free_tokens: int,
+    ) -> ChainPlan:
+        """Plan hops that include `keep`. Raises `MissingBlocksError`."""
+        asked = replace(
+            self.chain_request(view, request), exclude=exclude, min_free_tokens=min_free_tokens
+        )
+        hops = fill_gaps(view.snapshot, asked, keep, choose=self.strategy.choose)
+        return ChainPlan(hops, asked)
+
+    async def remeasure_nodes(self, snapshot: Snapshot, request: RouteRequest, hops: Hops) -> None:
+        """Ping the nodes of `hops`, and audit their speed if that is due.
+
+        Nodes that announce far more than the measured speed are reported.
+        """
+        used = {hop.peer_id for hop in hops}
+        nodes = [node for node in snapshot.nodes if node.peer_id in used]
+        await self.latencies.ping_nodes(nodes)
+        for node in nodes:
+            if self._audit is not None and self._clock() >= self._next_audit_at.get(
+                node.peer_id, 0.0
+            ):
+                self._next_audit_at[node.peer_id] = self._clock() + AUDIT_INTERVAL_S
+                tokens_per_s = await self._audit(node, request)
+                if tokens_per_s is None:
+                    self.claims.record_unmeasurable(node)
+                    self._next_audit_at[node.peer_id] = self._clock() + FAILED_AUDIT_INTERVAL_S
+                    continue
+                # Scaled to the idle node: planning accounts for its load separately.
+                idle_tokens_per_s = tokens_per_s * (1 + node.load)
+                log.info("node_audited", peer=node.peer_id, tokens_per_s=idle_tokens_per_s)
+                self.claims.record_measurement(node.peer_id, idle_tokens_per_s)
+                if node.decode_tokens_per_s > REPORTABLE_RATIO * idle_tokens_per_s:
+                    self._swarm.failure_reporter.record_failure(
+                        request.model_id, node.peer_id, "slow"
+                    )
+
+    def expected_step_s(
+        self, view: PlanningView, request: RouteRequest, hops: Hops
+    ) -> float | None:
+        """Expected seconds of a step through `hops`; None if the view lacks one of their nodes."""
+        held = {node.peer_id: node.span for node in view.snapshot.nodes}
+        if not all(hop.peer_id in held and held[hop.peer_id].covers(hop.span) for hop in hops):
+            return None
+        return chain_cost_s(view.snapshot, self.chain_request(view, request), hops)
+
+    def without_own_load(
+        self, view: PlanningView, hops: Hops, request: RouteRequest, step_s: float
+    ) -> PlanningView:
+        """`build_view` with the load subtracted that a session over `hops` itself causes.
+
+        Its steps take `step_s`. Otherwise any idle node would look better than a node the session
+        keeps busy.
+        """
+        lengths = {hop.peer_id: len(hop.span) for hop in hops}
+
+        def relieved(node: NodeState) -> NodeState:
+            length = lengths.get(node.peer_id)
+            if length is None or node.decode_tokens_per_s <= 0:
+                return node
+            compute_s = request.rows * length / (node.decode_tokens_per_s * len(node.span))
+            return replace(node, load=max(node.load - compute_s / step_s, 0.0))
+
+        nodes = tuple(relieved(node) for node in view.snapshot.nodes)
+        return replace(view, snapshot=replace(view.snapshot, nodes=nodes))
+
+    def record_decision(
+        self, session: bytes, reason: str, view: PlanningView, asked: ChainRequest, hops: Hops
+    ) -> None:
+        """Record in the background why `session` got `hops`."""
+        known = {node.peer_id: node.span for node in view.snapshot.nodes}
+        if self._decisions is not None and all(
+            hop.peer_id in known and known[hop.peer_id].covers(hop.span) for hop in hops
+        ):
+            self._decision_writes.start(
+                self._write_decision(self._decisions, session, reason, view, asked, hops),
+                name="decision",
+            )
+
+    async def close(self) -> None:
+        """Cancel pending writes and fetches."""
+        await self.snapshots.close()
+        await self._decision_writes.close()
+
+    async def _write_decision(
+        self,
+        decisions: DecisionLog,
+        session: bytes,
+        reason: str,
+        view: PlanningView,
+        asked: ChainRequest,
+        hops: Hops,
+    ) -> None:
+        def write() -> None:
+            body = describe_decision(view.snapshot, asked, hops, self.strategy, reason)
+            decisions.add(LoggedDecision("session", session.hex(), time.time(), body))
+
+        try:
+            await asyncio.to_thread(write)
+        except OSError as error:
+            log.warning("decision_not_kept", reason=str(error))
+
+    def chain_request(self, view: PlanningView, request: RouteRequest) -> ChainRequest:
+        """Routing request for one decoded token of the session."""
+        penalties_s = {
+            node.peer_id: penalty_s
+            for node in view.snapshot.nodes
+            if (penalty_s := self._peer_penalty_s(node.peer_id, view)) > 0
+        }
+        return ChainRequest(
+            span=request.span,
+            bytes_per_token=request.hidden_size * tensors.DTYPES[request.dtype].itemsize,
+            entry_rtt_ms=view.rtt_ms,
+            penalties_s=penalties_s,
+        )
+
+    def _peer_penalty_s(self, peer: PeerId, view: PlanningView) -> float:
+        """Penalty for failures that this client has seen and for reports by other peers."""
+        return self.avoidance.penalty_s(peer) + blame_penalty_s(view.blames.get(peer, 0.0))
+
+
+def _links_through_client(rtt_ms: Mapping[PeerId, float], peers: Sequence[PeerId]) -> Links:
+    links = Links.unknown(peers)
+    rtt_ms_N = np.array([rtt_ms[peer] for peer in peers])
+    rtt_ms_NN = rtt_ms_N[:, None] + rtt_ms_N[None, :]
+    np.fill_diagonal(rtt_ms_NN, 0.0)
+    return replace(links, rtt_ms_NN=rtt_ms_NN)

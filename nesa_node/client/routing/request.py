@@ -1,0 +1,117 @@
+"""Requests and options of routes: what a session needs of its nodes.
+
+Options of a client's connection to the swarm, and of its sessions' routes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import get_args
+
+from nesa_node.compression import tensors
+from nesa_node.compression.quality import EXACT, check_quality
+from nesa_node.core.errors import ConfigError
+from nesa_node.core.ids import ModelId, PeerId
+from nesa_node.core.settings.choices import Precision, StrategyName
+from nesa_node.core.settings.models import RouteName
+from nesa_node.core.span import Span
+from nesa_node.swarm.protocol.messages import Mode, Prefix
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouteRequest:
+    """Requirements of one session on its nodes."""
+
+    model_id: ModelId
+    span: Span
+    rows: int
+    max_tokens: int
+    hidden_size: int
+    dtype: str
+    mode: Mode
+    swarm_key: str | None = None
+    replicate_cache: bool = False
+    """Whether every node gets a successor with a recent copy of its cache."""
+    num_blocks: int | None = None
+    """Blocks of the whole model, if known: records that contradict it are ignored."""
+    prefix: Prefix = ()
+    """Digests of each row's prompt."""
+    min_precision: Precision = "nf4"
+    """Coarsest quantization of weights that nodes may use."""
+    quality: str = EXACT
+    """Lower bound of precision for hidden states on the wire."""
+    allowed_peers: frozenset[PeerId] | None = None
+    """Peers that the session may use; None: all."""
+
+    @property
+    def numerics_label(self) -> str:
+        """Everything besides the tokens that determines a node's inputs, for prefix digests."""
+        words = [self.dtype]
+        if self.quality != EXACT:
+            words.append(self.quality)
+        if self.min_precision != "nf4":
+            words.append(f"weights {self.min_precision}")
+        return " ".join(words)
+
+    @property
+    def total_tokens(self) -> int:
+        return self.rows * self.max_tokens
+
+    @property
+    def max_output_bytes(self) -> int:
+        return self.total_tokens * self.hidden_size * tensors.DTYPES[self.dtype].itemsize
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectionOptions:
+    """Connection options. `identity_path=None` creates a new identity for each connection."""
+
+    initial_peers: tuple[str, ...] = ()
+    routing: RouteName = "chain"
+    swarm_key: str | None = field(default=None, repr=False)
+    identity_path: Path | None = None
+    step_timeout_s: float = 30.0
+    recovery_timeout_s: float = 60.0
+    """Seconds to wait for a replacement before the session fails with `MissingBlocksError`. Time in
+    which nodes answer that they are busy does not count."""
+    queue_timeout_s: float = 600.0
+    """Seconds to wait for free cache at busy nodes before the session fails with `BusyError`. By
+    default as long as nodes keep an idle session."""
+
+    replicate_cache: bool = False
+    """Give each node of a chain a successor with a recent copy of its cache, which takes over at
+    once if the node dies. Reserves cache on both."""
+
+    quality: str = EXACT
+    """Lower bound of precision for hidden states on the wire: a level (`exact`, `high`,
+    `balanced`), within which each link chooses a codec by its speed, or one codec for all links."""
+
+    min_precision: Precision = "nf4"
+    """Coarsest quantization of weights that nodes may use."""
+
+    strategy: StrategyName = "exact-latency"
+    """Rule that chooses chains (`routing/strategies.py`)."""
+
+    decisions_path: Path | None = None
+    """Log of the last decisions, for `nesa-node explain`; None: not recorded."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "quality", check_quality(self.quality))
+        if self.routing not in ("chain", "star"):
+            raise ValueError(f'routing must be "chain" or "star", got {self.routing!r}')
+        if self.min_precision not in get_args(Precision):
+            raise ConfigError(
+                f"unknown precision {self.min_precision!r}: give {', '.join(get_args(Precision))}"
+            )
+        if self.strategy not in get_args(StrategyName):
+            names = ", ".join(get_args(StrategyName))
+            raise ConfigError(f"there is no routing strategy {self.strategy!r}: give {names}")
+        if self.replicate_cache and self.routing == "star":
+            raise ValueError(
+                "replicate_cache needs routing='chain': a star's nodes must not learn of each other"
+            )
+        if self.step_timeout_s <= 0 or min(self.recovery_timeout_s, self.queue_timeout_s) < 0:
+            raise ValueError(
+                "step_timeout_s must be positive, the other timeouts must not be negative"
+            )

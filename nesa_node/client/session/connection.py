@@ -1,0 +1,170 @@
+"""A client's connection to the swarm, which opens sessions."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from nesa_node.client.recovery.retry import OpenLimiter
+from nesa_node.client.routing.audit import measure_speed
+from nesa_node.client.routing.planner import ChainPlanner
+from nesa_node.client.routing.request import ConnectionOptions, RouteRequest
+from nesa_node.client.session.base import BlockSession
+from nesa_node.client.session.prefix import SessionPrefix
+from nesa_node.client.session.session import RemoteSession
+from nesa_node.client.session.telemetry import SessionMetrics, session_samples
+from nesa_node.compression.tensors import DTYPE_NAMES
+from nesa_node.core.decision_log import DecisionLog
+from nesa_node.core.errors import ConfigError
+from nesa_node.core.ids import ModelId
+from nesa_node.core.metrics import MetricSample
+from nesa_node.core.span import Span
+from nesa_node.engine.weights.checkpoint import Checkpoint, compute_model_id
+from nesa_node.swarm.metrics import swarm_samples
+from nesa_node.swarm.node import Swarm, open_swarm
+from nesa_node.swarm.p2p.identity import Identity
+
+
+class RemoteConnection:
+    """`SwarmConnection` over the network. All its sessions share what they learn about peers."""
+
+    def __init__(
+        self,
+        swarm: Swarm,
+        model: ModelId,
+        options: ConnectionOptions,
+        *,
+        num_blocks: int,
+        hidden_size: int,
+        dtype: torch.dtype,
+    ) -> None:
+        self.swarm = swarm
+        swarm.directory.set_num_blocks(model, num_blocks)
+        self._model = model
+        self._options = options
+        self._num_blocks = num_blocks
+        self._hidden_size = hidden_size
+        self._dtype = dtype
+        decisions = None if options.decisions_path is None else DecisionLog(options.decisions_path)
+        self._planner = ChainPlanner(
+            swarm,
+            options.strategy,
+            decisions=decisions,
+            audit=lambda node, request: measure_speed(swarm, node, request),
+        )
+        self._open_limiter = OpenLimiter()
+        self.metrics = SessionMetrics()
+        self._rng = random.Random()
+
+    async def close(self) -> None:
+        """End background tasks that belong to no session."""
+        await self._planner.close()
+
+    def open_session(
+        self, span: Span, *, rows: int, max_tokens: int, prefix: SessionPrefix | None = None
+    ) -> AbstractAsyncContextManager[BlockSession]:
+        """See `SwarmConnection.open_session`."""
+        return self.open_remote(span, rows=rows, max_tokens=max_tokens, prefix=prefix)
+
+    @asynccontextmanager
+    async def open_remote(
+        self, span: Span, *, rows: int, max_tokens: int, prefix: SessionPrefix | None = None
+    ) -> AsyncIterator[RemoteSession]:
+        options, dtype = self._options, DTYPE_NAMES[self._dtype]
+        request = RouteRequest(
+            model_id=self._model,
+            span=span,
+            rows=rows,
+            max_tokens=max_tokens,
+            hidden_size=self._hidden_size,
+            dtype=dtype,
+            mode=options.routing,
+            swarm_key=options.swarm_key,
+            replicate_cache=options.replicate_cache,
+            num_blocks=self._num_blocks,
+            quality=options.quality,
+            min_precision=options.min_precision,
+        )
+        if prefix is not None:
+            announced = prefix.prompt_digests(self._model, request.numerics_label)
+            request = replace(request, prefix=announced)
+        session = RemoteSession(
+            self.swarm,
+            request,
+            self._planner,
+            self._open_limiter,
+            recovery_timeout_s=options.recovery_timeout_s,
+            queue_timeout_s=options.queue_timeout_s,
+            step_timeout_s=options.step_timeout_s,
+            rng=self._rng,
+            prefix=prefix,
+            metrics=self.metrics,
+        )
+        self.metrics.open += 1
+        try:
+            await session.open()
+            yield session
+        finally:
+            self.metrics.open -= 1
+            await session.close()
+
+    @property
+    def is_lost(self) -> bool:
+        """See `SwarmConnection.is_lost`."""
+        return self.swarm.transport.daemon_exited.is_set()
+
+    def samples(self) -> Iterator[MetricSample]:
+        """See `SwarmConnection.samples`."""
+        yield from session_samples(self._model, self.metrics)
+        yield from swarm_samples(self.swarm)
+
+
+@asynccontextmanager
+async def open_connection(
+    checkpoint: Checkpoint, options: ConnectionOptions, dtype: torch.dtype
+) -> AsyncIterator[RemoteConnection]:
+    """Join the swarm that serves `checkpoint`; hidden states are sent in `dtype`.
+
+    Exits with an exception group of `SwarmError` if libp2p's daemon ends. Raises the `SwarmError`s
+    of `open_swarm`, and `ConfigError` without initial peers.
+    """
+    if not options.initial_peers:
+        raise ConfigError(
+            "initial_peers is needed: the address of any member of the swarm, such as "
+            'initial_peers=["192.0.2.7:31330"] (`nesa-node run` prints the one of a new swarm)'
+        )
+    async with AsyncExitStack() as stack:
+        if options.identity_path is not None:
+            identity = Identity.load_or_create(options.identity_path)
+        else:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="nesa-client-"))
+            identity = Identity.ephemeral(Path(folder))
+        swarm = await stack.enter_async_context(
+            open_swarm(
+                identity,
+                initial_peers=options.initial_peers,
+                swarm_key=options.swarm_key,
+                listen=False,
+            )
+        )
+        connection = RemoteConnection(
+            swarm,
+            await asyncio.to_thread(compute_model_id, checkpoint),
+            options,
+            num_blocks=checkpoint.num_blocks,
+            hidden_size=int(checkpoint.config.hidden_size),
+            dtype=dtype,
+        )
+        stack.push_async_callback(connection.close)
+        async with asyncio.TaskGroup() as tasks:
+            # Fails the context of a lost connection, so that the next session joins the swarm anew.
+            watching = tasks.create_task(swarm.transport.wait_until_lost())
+            yield connection
+            watching.cancel()

@@ -1,0 +1,403 @@
+"""The client's stream to one node of its session."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable
+
+from nesa_node.client.recovery.suspicion import ProbeReport
+from nesa_node.client.routing.request import RouteRequest
+from nesa_node.client.session.prefix import rekey_for_peer
+from nesa_node.core.errors import (
+    BusyError,
+    PeerUnreachableError,
+    ProtocolError,
+    RemoteError,
+    StreamClosedError,
+)
+from nesa_node.core.logging import get_logger
+from nesa_node.routing.chains import Hop
+from nesa_node.swarm.dht.notices import FailureKind
+from nesa_node.swarm.p2p.rtt import PING_BYTES
+from nesa_node.swarm.p2p.tasks import TaskSet
+from nesa_node.swarm.protocol.link_encoder import HiddenStatesSpec, LinkEncoder, report_arrival
+from nesa_node.swarm.protocol.link_speed import LinkSpeed
+from nesa_node.swarm.protocol.message_budget import MessageBudget
+from nesa_node.swarm.protocol.messages import (
+    AnyMessage,
+    Busy,
+    Close,
+    Downstream,
+    ErrorMessage,
+    HandedOver,
+    HandOver,
+    Leaving,
+    Link,
+    Linked,
+    Message,
+    Open,
+    Opened,
+    Output,
+    Ping,
+    Pong,
+    Prefix,
+    Probe,
+    Received,
+    Reorder,
+    Reordered,
+    Rollback,
+    RolledBack,
+    Step,
+)
+from nesa_node.swarm.protocol.stream import Stream, peer_timeout
+
+log = get_logger(__name__)
+
+OPEN_TIMEOUT_S = 10.0
+LINK_TIMEOUT_S = 30.0
+HAND_OVER_TIMEOUT_S = 30.0
+PING_TIMEOUT_S = 5.0
+MAX_PENDING_PINGS = 64
+"""Most unanswered pings: a node that computes but answers none is not kept."""
+DEFAULT_LINK_BYTES_PER_S = 125_000.0
+"""Assumed rate of a link without measurements: 1 Mbit/s."""
+TRANSIT_FACTOR = 4.0
+"""Allowance for transfers: how many times as long as the measured rate says."""
+NEW_STREAM_S = 1.0
+"""Allowance for opening a separate stream for a ping, in seconds."""
+MAX_RETRY_AFTER_S = 5.0
+"""Upper bound of a node's `retry_after_s`."""
+
+
+class HopLink:
+    """Link to one node of a session: requests one at a time, steps and outputs pipelined.
+
+    `on_change` is called after each message from the node and when the link fails. The creator
+    closes the link.
+    """
+
+    def __init__(
+        self,
+        hop: Hop,
+        stream: Stream,
+        request: RouteRequest,
+        speed: LinkSpeed,
+        on_change: Callable[[], None],
+        session: bytes,
+        budget: MessageBudget,
+        ping: Callable[[], Awaitable[object]],
+    ) -> None:
+        """`session` is the session's id at this node; `budget` is shared by all links of the
+        client.
+
+        `ping` pings the node on a separate stream.
+        """
+        self.hop = hop
+        self.session = session
+        self.wire = LinkEncoder(request.quality, (), speed)
+        """Encoding of steps to the node."""
+        self.closed = False
+        self.leaving = False
+        self.is_too_slow = False
+        """Whether the session would be faster without this node. It serves on until a successor is
+        ready."""
+        self.lost_reason: str | None = None
+        self.failure_kind: FailureKind = "lost"
+        """Kind of failure for reports to the swarm."""
+        self.downstream_lost_reason: str | None = None
+        self.step_refusal: ErrorMessage | None = None
+        """Refusal of a step, which left the session's state at the node unchanged."""
+        self.unanswered_bytes = 0
+        """Bytes sent to the node since the last output that it, or a hop after it, returned."""
+        self.outputs: deque[tuple[Output, bytearray]] = deque()
+        self._epoch = -1
+        self._expected_bytes: dict[int, int] = {}
+        self.opened: Opened | None = None
+        self._stream = stream
+        self._request = request
+        self._speed = speed
+        self._budget = budget
+        self._on_change = on_change
+        self._pending_answer: asyncio.Future[AnyMessage] | None = None
+        self._hand_over_result: asyncio.Future[tuple[int, ...]] | None = None
+        self._pongs: dict[int, asyncio.Future[Pong]] = {}
+        """Pending pings by nonce, including those of probes, which are not awaited."""
+        self.probe_report: ProbeReport | None = None
+        """The node's last answer to a probe."""
+        self._probe_sent_at: dict[int, float] = {}
+        """When each unanswered probe was sent, by nonce."""
+        self._ping_on_new_stream = ping
+        self._side_ping_bytes = 0
+        self._tasks = TaskSet()
+        self._tasks.start(self._read(), name="hop-link")
+
+    def prefix_for_node(self, prefix: Prefix) -> Prefix:
+        """Digests as sent to this node: in a star each node gets different ones."""
+        return prefix if self._request.mode == "chain" else rekey_for_peer(prefix, self.hop.peer_id)
+
+    async def open(self, message: Open, timeout_s: float = OPEN_TIMEOUT_S) -> None:
+        """Open the session. Raises `BusyError`, `RemoteError` and `PeerUnreachableError`."""
+        answer = await self._exchange(message, timeout_s)
+        if not isinstance(answer, Opened):
+            raise self._fail_unexpected(answer)
+        self.opened = answer
+        self.wire = LinkEncoder(self._request.quality, answer.codecs, self._speed)
+
+    async def link(self, message: Link) -> None:
+        """Connect the node with its neighbours for an epoch. Raises `RemoteError` and
+        `PeerUnreachableError`.
+
+        The error's code is "downstream_lost" where the node could not reach the next one.
+        """
+        answer = await self._exchange(message, LINK_TIMEOUT_S)
+        if not isinstance(answer, Linked) or answer.epoch != message.epoch:
+            raise self._fail_unexpected(answer)
+        self.downstream_lost_reason = None
+        if message.upstream is None:
+            request = self._request
+            states = HiddenStatesSpec(request.hidden_size, request.dtype, request.total_tokens)
+            try:
+                await self.wire.prepare(self._stream, states)
+            except StreamClosedError as error:
+                self.fail(str(error))
+                raise PeerUnreachableError(str(error)) from error
+
+    async def rollback(self, message: Rollback) -> None:
+        answer = await self._exchange(message, LINK_TIMEOUT_S)
+        if not isinstance(answer, RolledBack) or answer.epoch != message.epoch:
+            raise self._fail_unexpected(answer)
+
+    async def reorder(self, message: Reorder) -> None:
+        answer = await self._exchange(message, LINK_TIMEOUT_S)
+        if not isinstance(answer, Reordered) or answer.epoch != message.epoch:
+            raise self._fail_unexpected(answer)
+
+    async def hand_over(self, to: Downstream) -> tuple[int, ...]:
+        """Let the node copy its cache to `to`; return the tokens per row that `to` then holds.
+
+        Steps may run meanwhile. One hand-over at a time. Raises `RemoteError` and
+        `PeerUnreachableError`, neither of which fails this link.
+        """
+        if self.lost_reason is not None:
+            raise PeerUnreachableError(self.lost_reason)
+        handed: asyncio.Future[tuple[int, ...]] = asyncio.get_running_loop().create_future()
+        self._hand_over_result = handed
+        try:
+            async with peer_timeout(self._stream.peer, HAND_OVER_TIMEOUT_S, "handing over"):
+                await self._stream.send(HandOver(to=to))
+                return await handed
+        except StreamClosedError as error:
+            raise PeerUnreachableError(str(error)) from error
+        finally:
+            self._hand_over_result = None
+
+    @property
+    def received_bytes(self) -> int:
+        """Bytes received from the node so far: growth is a sign of life."""
+        return self._stream.raw_bytes_received + self._side_ping_bytes
+
+    @property
+    def owes_answer(self) -> bool:
+        """Whether a request other than a step is unanswered."""
+        return self.lost_reason is None and self._pending_answer is not None
+
+    @property
+    def probe_transit_s(self) -> float:
+        """Seconds that a probe may need to reach the node, behind unanswered bytes."""
+        return self.transit_s(self.unanswered_bytes) + (NEW_STREAM_S if self.owes_answer else 0.0)
+
+    def transit_s(self, nbytes: int) -> float:
+        """Seconds that `nbytes` may need to reach the node."""
+        rate = self._speed.rate_bytes_per_s
+        return nbytes / (DEFAULT_LINK_BYTES_PER_S if rate is None else rate / TRANSIT_FACTOR)
+
+    async def ping(self, nonce: int) -> Pong:
+        """Ping the node. Silence fails the link and raises `PeerUnreachableError`."""
+        try:
+            async with peer_timeout(self._stream.peer, PING_TIMEOUT_S, "answering ping"):
+                return await (await self._send_ping(nonce))
+        except (StreamClosedError, PeerUnreachableError) as error:
+            self.fail(str(error))
+            raise PeerUnreachableError(str(error)) from error
+
+    async def probe(self, nonce: int, now: float) -> None:
+        """Send a ping without waiting for its answer, which becomes `report`.
+
+        `received_bytes` shows that the node answered. A node does not read the session's stream
+        while it executes a request: then the ping goes over a separate stream, and there is no
+        report.
+        """
+        if self.owes_answer:
+            self.probe_on_new_stream()
+        elif self.lost_reason is None and self._stream.can_send_now:
+            self._probe_sent_at[nonce] = now
+            try:
+                await self._send_ping(nonce)
+            except (StreamClosedError, PeerUnreachableError) as error:
+                self.fail(str(error))
+
+    def probe_on_new_stream(self) -> None:
+        """Ping the node on a separate stream; its answer adds to `received_bytes`."""
+        self._tasks.start(self._run_side_ping(), name="probe-beside")
+
+    async def _run_side_ping(self) -> None:
+        try:
+            await self._ping_on_new_stream()
+        except (PeerUnreachableError, OSError) as error:
+            log.debug("ping_unanswered", peer=self._stream.peer, reason=str(error))
+        else:
+            self._side_ping_bytes += PING_BYTES
+
+    async def _send_ping(self, nonce: int) -> asyncio.Future[Pong]:
+        if self.lost_reason is not None:
+            raise PeerUnreachableError(self.lost_reason)
+        if len(self._pongs) >= MAX_PENDING_PINGS:
+            raise PeerUnreachableError(f"{self._stream.peer} answers no pings")
+        pong = self._pongs[nonce] = asyncio.get_running_loop().create_future()
+        await self._stream.send(Ping(nonce=nonce))
+        return pong
+
+    async def send_step(self, step: Step, payload: memoryview | bytearray) -> None:
+        """Send one step. Raises `PeerUnreachableError`."""
+        try:
+            await self._stream.send(step, payload)
+        except StreamClosedError as error:
+            self.fail(str(error))
+            raise PeerUnreachableError(str(error)) from error
+
+    def expect_output(self, epoch: int, step: int, nbytes: int) -> None:
+        """Accept the output of this step, of at most `nbytes`.
+
+        Outputs that were not announced here are dropped on arrival, so that a node cannot fill
+        memory. To be called before the step is sent. A new epoch forgets outputs and expectations
+        of earlier ones. A larger output fails the link.
+        """
+        if epoch != self._epoch:
+            self._epoch = epoch
+            self._expected_bytes.clear()
+            self.outputs.clear()
+        self._expected_bytes[step] = nbytes
+
+    async def _read(self) -> None:
+        """Handle the node's messages until the stream ends."""
+        try:
+            while True:
+                message, payload = await self._stream.receive(
+                    max_tensor_bytes=self._request.max_output_bytes
+                )
+                self._dispatch(message, payload)
+                self._on_change()
+                if self.opened is not None:
+                    version = self.opened.version
+                    await report_arrival(self._stream, self._request.quality, version)
+                await self._budget.wait_until_paid(self._stream, message)
+        except ProtocolError as error:
+            self.fail(str(error))
+
+    def _dispatch(self, message: AnyMessage, payload: bytearray) -> None:
+        match message:
+            case Output():
+                if message.epoch == self._epoch and message.step in self._expected_bytes:
+                    if len(payload) > self._expected_bytes.pop(message.step):
+                        raise ProtocolError("bad_tensor", "an output larger than was asked for")
+                    self.outputs.append((message, payload))
+            case Received():
+                self.wire.record_arrival(message)
+            case Probe():
+                pass
+            case Pong() if (asked := self._pongs.pop(message.nonce, None)) is not None:
+                asked_at = self._probe_sent_at.pop(message.nonce, None)
+                if asked_at is not None:
+                    self.probe_report = ProbeReport(message, asked_at)
+                if not asked.done():
+                    asked.set_result(message)
+            case Leaving():
+                self.leaving = True
+            case ErrorMessage(fatal=True) if self._pending_answer is None:
+                raise RemoteError(message.code, message.message)
+            case ErrorMessage(code="downstream_lost", answers=None):
+                self.downstream_lost_reason = message.message
+            case HandedOver() | ErrorMessage(answers="handover"):
+                self._finish_hand_over(message)
+            case ErrorMessage(answers="step"):
+                self.step_refusal = message
+            case _ if self._pending_answer is not None and not self._pending_answer.done():
+                self._pending_answer.set_result(message)
+            case ErrorMessage():
+                log.info("error_received", peer=self._stream.peer, code=message.code)
+            case _:
+                raise ProtocolError("unexpected", f"{type(message).__name__} was not requested")
+
+    def _finish_hand_over(self, message: HandedOver | ErrorMessage) -> None:
+        if self._hand_over_result is None or self._hand_over_result.done():
+            return
+        if isinstance(message, HandedOver):
+            self._hand_over_result.set_result(message.lengths)
+        else:
+            self._hand_over_result.set_exception(RemoteError(message.code, message.message))
+
+    async def _exchange(self, message: Message, timeout_s: float) -> AnyMessage:
+        if self.lost_reason is not None:
+            raise PeerUnreachableError(self.lost_reason)
+        self._pending_answer = asyncio.get_running_loop().create_future()
+        doing = f"answering {type(message).__name__.lower()}"
+        try:
+            async with peer_timeout(self._stream.peer, timeout_s, doing):
+                await self._stream.send(message)
+                answer = await self._pending_answer
+        except (StreamClosedError, PeerUnreachableError) as error:
+            self.fail(str(error))
+            raise PeerUnreachableError(str(error)) from error
+        finally:
+            self._pending_answer = None
+        if isinstance(answer, Busy) or (isinstance(answer, ErrorMessage) and answer.fatal):
+            # The node closes the session after this answer and waits for the stream's end.
+            self.fail(f"the node closed the session: {answer.message}")
+        if isinstance(answer, Busy):
+            pause_s = min(answer.retry_after_s, MAX_RETRY_AFTER_S)
+            raise BusyError(f"{self._stream.peer}: {answer.message}", pause_s)
+        if isinstance(answer, ErrorMessage):
+            raise RemoteError(answer.code, f"{self._stream.peer}: {answer.message}")
+        return answer
+
+    def _fail_unexpected(self, answer: AnyMessage) -> PeerUnreachableError:
+        self.fail(f"{self._stream.peer} answered with {type(answer).__name__}")
+        return PeerUnreachableError(self.lost_reason or "")
+
+    def fail(self, reason: str, kind: FailureKind = "lost") -> None:
+        """Mark the link as lost, for replacement; pending requests raise `PeerUnreachableError`."""
+        if self.lost_reason is None:
+            self.lost_reason, self.failure_kind = reason, kind
+        pongs = tuple(self._pongs.values())
+        self._pongs.clear()
+        for waiting in (self._pending_answer, self._hand_over_result, *pongs):
+            if waiting is not None and not waiting.done():
+                waiting.set_exception(PeerUnreachableError(reason))
+                waiting.exception()  # retrieved: the sender may fail by itself
+        self._on_change()
+
+    async def close(self, prefix: Prefix = ()) -> None:
+        """Close the session at the node and wait for its answer. Unreachable nodes raise nothing.
+
+        `prefix` has digests of what the rows hold, for the node's prefix cache.
+        """
+        if self.lost_reason is not None:
+            # Data in flight is of no use any more, and might never be read.
+            self._stream.abort()
+        try:
+            if self.lost_reason is None:
+                await self._exchange(Close(prefix=self.prefix_for_node(prefix)), 1.0)
+        except (ProtocolError, PeerUnreachableError) as error:
+            log.debug("session_close_unanswered", peer=self._stream.peer, reason=str(error))
+        finally:
+            self.closed = True
+            try:
+                await self._tasks.close()
+            finally:
+                await self._stream.close()
+
+    def abort(self) -> None:
+        """Reset the stream at once. Idempotent."""
+        self.closed = True
+        self._stream.abort()

@@ -1,0 +1,393 @@
+"""Session over the swarm: sends steps, receives outputs, replaces lost nodes.
+
+T packed tokens, D hidden.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+
+import torch
+
+from nesa_node.client.recovery.replay import StepReplay
+from nesa_node.client.recovery.retry import RETRYABLE_ERRORS, ChainRebuilder, OpenLimiter
+from nesa_node.client.routing.planner import ChainPlanner
+from nesa_node.client.routing.request import RouteRequest
+from nesa_node.client.session.base import MAX_SESSION_FAILOVERS, Failover
+from nesa_node.client.session.hop import HopLink
+from nesa_node.client.session.prefix import SessionPrefix
+from nesa_node.client.session.route import SessionRoute
+from nesa_node.client.session.slowdown import SlowdownDetector
+from nesa_node.client.session.step_pipeline import StepChunk, StepPipeline, split_step
+from nesa_node.client.session.telemetry import SessionMetrics, SessionTrace
+from nesa_node.compression import tensors
+from nesa_node.compression.hidden_states import HiddenStates
+from nesa_node.core.errors import (
+    CacheFullError,
+    ContextLengthError,
+    MissingBlocksError,
+    NesaError,
+    PeerUnreachableError,
+    ProtocolError,
+    RefusedError,
+    RemoteError,
+)
+from nesa_node.core.ids import PeerId
+from nesa_node.core.logging import bind_session, get_logger, session_name
+from nesa_node.core.wait_tracking import ActiveWait, track_wait, untracked
+from nesa_node.routing.chains import Hop
+from nesa_node.swarm.node import Swarm
+from nesa_node.swarm.p2p.tasks import TaskSet
+from nesa_node.swarm.protocol.messages import RowSlice, Want
+from nesa_node.swarm.protocol.replay_buffer import SentStep
+
+log = get_logger(__name__)
+
+MAX_FRUITLESS_ATTEMPTS = 20
+"""Most attempts at a step that makes no progress, each over a newly linked chain."""
+REPLICATION_INTERVAL_S = 0.25
+"""Seconds between updates of successors: newer tokens are computed again after a failover."""
+_FRUITLESS_MESSAGE = (
+    f"a step failed {MAX_FRUITLESS_ATTEMPTS} times although the chain could be linked each time"
+)
+
+
+class RemoteSession:
+    """A `BlockSession` with its blocks on other machines."""
+
+    def __init__(
+        self,
+        swarm: Swarm,
+        request: RouteRequest,
+        planner: ChainPlanner,
+        open_limiter: OpenLimiter,
+        *,
+        recovery_timeout_s: float,
+        queue_timeout_s: float,
+        step_timeout_s: float,
+        rng: random.Random,
+        prefix: SessionPrefix | None = None,
+        metrics: SessionMetrics | None = None,
+    ) -> None:
+        self.rows = request.rows
+        self.max_tokens = request.max_tokens
+        self.recoveries = 0
+        self._failovers: deque[Failover] = deque(maxlen=MAX_SESSION_FAILOVERS)
+        self._request = request
+        self._prefix = prefix
+        self._changed = asyncio.Event()
+        self.metrics = metrics or SessionMetrics()
+        self._route = SessionRoute(
+            swarm, request, planner, self._changed.set, self.metrics.suspicions
+        )
+        self._trace = SessionTrace(request, session_name(self._route.session))
+        self._route.opener.trace = self._trace.context
+        self._lengths = [0] * request.rows
+        self._pipeline = StepPipeline(
+            self._route,
+            request,
+            self._changed,
+            step_timeout_s=step_timeout_s,
+            rng=rng,
+        )
+        self._replay = StepReplay(self._route, request, self._pipeline)
+        self._rebuilder = ChainRebuilder(
+            self._route,
+            request,
+            self._replay,
+            open_limiter,
+            recovery_timeout_s=recovery_timeout_s,
+            queue_timeout_s=queue_timeout_s,
+            rng=rng,
+        )
+        self._step_number = 0
+        self._next_leaver_check_at = 0.0
+        self._next_replication_at = 0.0
+        self._open_limiter = open_limiter
+        self._step_timeout_s = step_timeout_s
+        self._slowdown = SlowdownDetector(time.monotonic)
+        self._watched_hops: tuple[Hop, ...] = ()
+        self._reconsidering = TaskSet()
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        return tuple(self._lengths)
+
+    @property
+    def hops(self) -> tuple[Hop, ...]:
+        return self._route.hops
+
+    @property
+    def codecs(self) -> tuple[str, ...]:
+        """Codec of the last step's hidden states on each stream, from the client and back to it."""
+        streams = len(self.hops) + 1 if self._request.mode == "chain" else 2 * len(self.hops)
+        via = self._pipeline.output_codecs
+        return ("none",) * (streams - len(via)) + via
+
+    @property
+    def suspected_peers(self) -> frozenset[PeerId]:
+        """Nodes that have been silent for longer than usual."""
+        return self._route.search.silent_peers
+
+    @property
+    def failovers(self) -> tuple[Failover, ...]:
+        return tuple(self._failovers)
+
+    async def open(self) -> None:
+        """Reserve cache on every hop, all or none; wait while nodes are busy or missing.
+
+        Raises `RefusedError` and `ContextLengthError` at once, since waiting does not resolve them.
+        """
+        patience = self._rebuilder.new_retry_policy()
+        with self._log_context(), self._trace.phase("open"):
+            async with self._open_limiter.slot(patience.queue_left_s):
+                await self._rebuilder.rebuild_with_retries(
+                    patience, RETRYABLE_ERRORS, self._lengths, is_opening=True
+                )
+            self._log_chain("chain_opened")
+        self._lengths = list(self._route.prefix_start.start_lengths)
+        await self._record_reused_prefix()
+
+    async def step(
+        self,
+        hidden_TD: torch.Tensor,
+        rows: Sequence[RowSlice],
+        *,
+        want: Want = "all",
+        chunk_tokens: int | None = None,
+    ) -> torch.Tensor:
+        """See `BlockSession.step`. Raises `MissingBlocksError` if lost blocks are not replaced in
+        time.
+
+        With `chunk_tokens` the step is sent in chunks of that many tokens.
+        """
+        self._check_step(hidden_TD, rows)
+        await self._replace_leavers()
+        began = time.perf_counter()
+        chunks = deque(split_step(rows, want, len(self.hops), chunk_tokens))
+        wire_TD = hidden_TD.to(tensors.DTYPES[self._request.dtype])
+        outputs: list[torch.Tensor] = []
+
+        def take(_: SentStep, output_TD: torch.Tensor) -> None:
+            chunk = chunks.popleft()
+            for part in chunk.rows:
+                self._lengths[part.row] += part.count
+            outputs.append(chunk.select_output(output_TD))
+            wait.restart()
+
+        fruitless = 0
+        while chunks:
+            left = len(chunks)
+            try:
+                # Encoded lazily: `take` removes chunks from the deque meanwhile.
+                steps = self._encode_chunks(tuple(chunks), wire_TD)
+                with self._waiting_for_output() as wait:
+                    await self._pipeline.run_steps(steps, self._replay.stages(), take)
+            except PeerUnreachableError as error:
+                with self._log_context():
+                    log.info("chain_broken", reason=str(error))
+                fruitless = 0 if len(chunks) < left else fruitless + 1
+                if fruitless == MAX_FRUITLESS_ATTEMPTS:
+                    raise PeerUnreachableError(_FRUITLESS_MESSAGE) from error
+                await self._recover()
+        self._route.fault_attribution.reset()
+        self._route.prefix_start.mark_caught_up()
+        self._refresh_successors()
+        if len(hidden_TD) == len(rows):
+            step_s = time.perf_counter() - began
+            self.metrics.step_s.observe(step_s)
+            self._check_step_time(step_s)
+        if self._trace.is_enabled:
+            phase = "decode" if len(hidden_TD) == len(rows) else "prefill"
+            self._trace.record_step(phase, len(hidden_TD), time.perf_counter() - began)
+        output_TD = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        return output_TD.to(hidden_TD.dtype)
+
+    async def rollback(self, lengths: Sequence[int]) -> None:
+        """See `BlockSession.rollback`."""
+        if len(lengths) != self.rows or any(
+            not 0 <= new <= old for new, old in zip(lengths, self._lengths, strict=True)
+        ):
+            raise ValueError(f"cannot roll back from {self._lengths} to {list(lengths)}")
+        self._lengths = list(lengths)
+        self._replay.truncate(lengths)
+        try:
+            await self._route.rollback(lengths)
+        except (PeerUnreachableError, RemoteError):
+            await self._recover()
+
+    async def reorder(self, sources: Sequence[int]) -> None:
+        """See `BlockSession.reorder`."""
+        self._lengths = [self._lengths[source] for source in sources]
+        self._replay.reorder(sources)
+        try:
+            await self._route.reorder(sources)
+        except (PeerUnreachableError, RemoteError):
+            # Which rows each node holds is unknown.
+            await self._recover(reopen=True)
+
+    async def close(self) -> None:
+        await self._reconsidering.close()
+        request, prefix, hops = self._request, self._prefix, len(self.hops)
+        with self._log_context():
+            await self._route.close(
+                prefix.final_digests(request.model_id, request.numerics_label) if prefix else ()
+            )
+            log.info("session_closed", lengths=self.lengths)
+        self._trace.end(hops)
+        self._open_limiter.notify_released()
+
+    def _log_context(self) -> AbstractContextManager[None]:
+        """Log context with this session's name."""
+        return bind_session(self._route.session)
+
+    def _log_chain(self, event: str) -> None:
+        hops = [f"{hop.peer_id} {hop.span}" for hop in self.hops]
+        log.info(event, mode=self._request.mode, hops=hops)
+
+    async def _record_reused_prefix(self) -> None:
+        """Record reused tokens for replay, since nodes that join later may lack them."""
+        rows = [RowSlice(row, 0, length) for row, length in enumerate(self._lengths) if length]
+        if self._prefix is None or not rows:
+            return
+        hidden_TD = await self._prefix.compute_inputs(rows)
+        wire_TD = hidden_TD.to(tensors.DTYPES[self._request.dtype])
+        for chunk in split_step(rows, "none", len(self.hops)):
+            # Uncompressed: these are rarely sent.
+            self._step_number += 1
+            meta, payload = tensors.encode(wire_TD[chunk.start : chunk.end])
+            self._replay.record_unsent(
+                SentStep(self._step_number, chunk.rows, chunk.want, meta, payload)
+            )
+
+    def _check_step(self, hidden_TD: torch.Tensor, rows: Sequence[RowSlice]) -> None:
+        total = sum(part.count for part in rows)
+        if hidden_TD.shape != (total, self._request.hidden_size):
+            raise ValueError(f"{list(hidden_TD.shape)} are not the hidden states of {total} tokens")
+        if not tensors.is_finite(hidden_TD):
+            # Every node would refuse them, and be blamed for it.
+            raise ProtocolError("not_finite", "the hidden states hold NaN or infinite values")
+        for part in rows:
+            if part.position != self._lengths[part.row]:
+                raise ValueError(f"row {part.row} has {self._lengths[part.row]} tokens, not {part}")
+            if part.position + part.count > self.max_tokens:
+                raise CacheFullError(
+                    f"row {part.row} would hold {part.position + part.count} tokens; "
+                    f"the session was opened for {self.max_tokens}"
+                )
+
+    def _encode_chunks(
+        self, chunks: Iterable[StepChunk], wire_TD: torch.Tensor
+    ) -> Iterator[SentStep]:
+        for chunk in chunks:
+            self._step_number += 1
+            meta, payload = self._route.links[0].wire.encode(
+                HiddenStates.from_tensor(wire_TD[chunk.start : chunk.end])
+            )
+            yield SentStep(self._step_number, chunk.rows, chunk.want, meta, payload)
+
+    def _check_step_time(self, step_s: float) -> None:
+        """Start a search for better nodes if steps are slower than expected."""
+        if self._watched_hops != self.hops:
+            self._watched_hops = self.hops
+            self._slowdown.start_chain(self._route.selector.expected_s)
+        self._slowdown.record_step(step_s)
+        if not self._reconsidering and self._slowdown.should_reconsider():
+            self._reconsidering.start(
+                self._reconsider(self.hops, self._slowdown.step_s), name="reconsider-chain"
+            )
+
+    async def _reconsider(self, hops: tuple[Hop, ...], step_s: float) -> None:
+        with self._log_context(), untracked():
+            try:
+                leave = await self._route.selector.find_peers_to_leave(hops, step_s)
+            except NesaError as error:
+                log.info("chain_check_failed", reason=str(error))
+                return
+        for link in self._route.links:
+            if link.hop.peer_id in leave:
+                link.is_too_slow = True
+
+    def _refresh_successors(self) -> None:
+        """Update successors, if the session has them."""
+        now = time.monotonic()
+        if self._request.replicate_cache and now >= self._next_replication_at:
+            self._next_replication_at = now + REPLICATION_INTERVAL_S
+            self._route.refresh_successors()
+
+    async def _replace_leavers(self) -> None:
+        """Replace nodes that leave or are too slow, if possible; tried at most once a second."""
+        links = self._route.links
+        leavers = [link for link in links if link.leaving]
+        leavers = leavers or [link for link in links if link.is_too_slow]
+        leaving = frozenset(link.hop.peer_id for link in leavers)
+        if not leaving or time.monotonic() < self._next_leaver_check_at:
+            return
+        if any(link.lost_reason is not None for link in links):
+            # A rebuild drops lost links even if it fails, and a step must not run over the
+            # remaining ones: the step finds the loss and repairs it.
+            return
+        if self._request.mode == "chain":
+            under_way = [link for link in leavers if self._route.prepare_successor(link)]
+            if under_way:
+                # They serve until successors hold their cache.
+                return
+        began = time.monotonic()
+        self._next_leaver_check_at = began + 1.0
+        with self._log_context(), self._trace.phase("move off"):
+            await self._move_off(leavers, leaving, began)
+
+    async def _move_off(
+        self, leavers: Sequence[HopLink], leaving: frozenset[PeerId], began: float
+    ) -> None:
+        try:
+            await self._replay.rebuild(self._lengths, drop=leaving)
+            self._record_failover(leaving, began)
+            log.info("nodes_replaced", peers=sorted(leaving))
+            self.metrics.failovers["left" if any(x.leaving for x in leavers) else "slow"] += 1
+        except NesaError as error:
+            # Otherwise a working session would retry this again and again.
+            for link in leavers:
+                link.is_too_slow = False
+            if isinstance(error, MissingBlocksError):
+                log.info("node_replacement_postponed", reason=str(error))
+            else:
+                log.info("node_replacement_failed", reason=str(error))
+                await self._recover()
+
+    async def _recover(self, *, reopen: bool = False) -> None:
+        """Repair the chain; `anew` opens the session again at every node."""
+        self.recoveries += 1
+        began, before = time.monotonic(), self.hops
+        failed = {link.hop.peer_id for link in self._route.links if link.lost_reason is not None}
+        self._replay.truncate(self._lengths)
+        # Nodes that refuse, or are too small, may be joined by suitable ones.
+        passing = (*RETRYABLE_ERRORS, ContextLengthError, RefusedError)
+        with self._log_context(), self._trace.phase("recover"):
+            if reopen:
+                await self._route.leave_all_nodes()
+            await self._rebuilder.rebuild_with_retries(
+                self._rebuilder.new_retry_policy(), passing, self._lengths
+            )
+            self._log_chain("chain_repaired")
+        gone = {hop.peer_id for hop in before} - {hop.peer_id for hop in self.hops}
+        self._record_failover(failed | gone, began)
+        self.metrics.recovery_s.observe(time.monotonic() - began)
+        self.metrics.failovers["failed"] += 1
+
+    def _record_failover(self, peers: Iterable[PeerId], began: float) -> None:
+        took_ms = (time.monotonic() - began) * 1000
+        self._failovers.append(Failover(time.time(), tuple(sorted(peers)), took_ms))
+
+    def _waiting_for_output(self) -> AbstractContextManager[ActiveWait]:
+        return track_wait(
+            "the answer to a step",
+            blocks=(self._request.span,),
+            peers=[link.hop.peer_id for link in self._route.links],
+            limit_s=self._step_timeout_s,
+        )

@@ -1,0 +1,103 @@
+"""Codecs that write values in a dtype, little-endian, row-major; `none` writes them unchanged.
+
+Codecs `bfloat16` and `float16`: values rounded to 16 bits, little-endian, row-major.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from nesa_node.compression.codec import (
+    DTYPES,
+    add_rounding_bound,
+    concat_bytes,
+    is_finite,
+    read_values,
+    require_finite,
+    round_to_dtype,
+)
+from nesa_node.core.errors import ProtocolError
+
+if TYPE_CHECKING:
+    from nesa_node.compression.tensors import TensorMeta
+
+
+@dataclass(frozen=True, slots=True)
+class RawCodec:
+    """The exact codec; the only one that does not check values when encoding."""
+
+    text: ClassVar[str] = "none"
+    exact: ClassVar[bool] = True
+
+    def nbytes(self, meta: TensorMeta) -> int:
+        return math.prod(meta.shape) * DTYPES[meta.dtype].itemsize
+
+    def encode(self, tensor: Tensor) -> memoryview:
+        # A call into torch takes 20 us and more with cold caches, so few are made.
+        if not tensor.is_cpu:
+            tensor = tensor.cpu()
+        plain = tensor.view(torch.int16) if tensor.dtype.itemsize == 2 else tensor
+        array = plain.numpy()
+        return array.data.cast("B") if array.size else memoryview(b"")
+
+    def decode(self, meta: TensorMeta, data: memoryview, device: torch.device) -> Tensor:
+        dtype = DTYPES[meta.dtype]
+        if not data.nbytes:
+            return torch.empty(meta.shape, dtype=dtype, device=device)
+        # `frombuffer` shares memory and warns about read-only buffers.
+        writable = bytearray(data) if data.readonly else data
+        tensor = torch.frombuffer(writable, dtype=dtype).view(meta.shape)
+        return tensor if device.type == "cpu" else tensor.to(device)
+
+    def error_bound(self, tensor: Tensor) -> Tensor:
+        """Zeros, float64: the codec is exact."""
+        return torch.zeros_like(tensor, dtype=torch.float64)
+
+
+@dataclass(frozen=True, slots=True)
+class Cast:
+    """`bfloat16` and `float16`: values rounded to nearest, ties to even.
+
+    Exact only for tensors of the same dtype.
+
+    Values that would become infinite are refused (`bad_tensor`): beyond 65,504 in float16, within
+    0.2 % of float32's largest in bfloat16.
+    """
+
+    text: Literal["bfloat16", "float16"]
+
+    @property
+    def exact(self) -> bool:
+        return False
+
+    def nbytes(self, meta: TensorMeta) -> int:
+        return 2 * math.prod(meta.shape)
+
+    def encode(self, tensor: Tensor) -> memoryview:
+        cast = tensor.to(DTYPES[self.text])
+        if not is_finite(cast):
+            require_finite(tensor)
+            raise ProtocolError(
+                "bad_tensor", f"a value of {tensor.abs().max().item():g} does not fit {self.text}"
+            )
+        return concat_bytes(cast)
+
+    def decode(self, meta: TensorMeta, data: memoryview, device: torch.device) -> Tensor:
+        cast = read_values(data, 0, math.prod(meta.shape), DTYPES[self.text]).to(device)
+        dtype = DTYPES[meta.dtype]
+        if cast.dtype == dtype:
+            return cast.view(meta.shape)
+        return round_to_dtype(cast.float(), dtype).view(meta.shape)
+
+    def error_bound(self, tensor: Tensor) -> Tensor:
+        """|value| 2^-8 in bfloat16, |value| 2^-11 + 2^-25 in float16; at most two roundings."""
+        if tensor.dtype == DTYPES[self.text]:
+            return torch.zeros_like(tensor, dtype=torch.float64)
+        zero = torch.zeros_like(tensor, dtype=torch.float64)
+        cast = add_rounding_bound(tensor.to(DTYPES[self.text]), zero)
+        return add_rounding_bound(tensor, cast)

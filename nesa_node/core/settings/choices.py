@@ -1,0 +1,25 @@
+"""Allowed values of settings. Apart from `models.py`, so that `--help` does not import pydantic."""
+
+from typing import Literal
+
+DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
+QuantType = Literal["none", "int8", "nf4"]
+RouteName = Literal["chain", "star"]
+Precision = Literal["nf4", "int8", "full"]
+"""Weight precisions, coarsest first. "full": the `--torch-dtype`, not quantized."""
+PlacementGoal = Literal["latency", "throughput"]
+"""An orchestrator's objective: least time per step, or most steps per second of all clients."""
+StrategyName = Literal[
+    "exact-latency",
+    "exact-throughput",
+    "bottleneck",
+    "homology-greedy",
+    "paper-literal",
+    "petals",
+    "random",
+]
+"""Routing strategies; `routing/strategies.py` implements them."""
+SamplingDefaults = Literal["model", "openai"]
+"""Source of a gateway's sampling defaults for requests without sampling parameters."""
+LogFormat = Literal["console", "json"]
+LogLevel = Literal["debug", "info", "warning", "error"]

@@ -1,0 +1,88 @@
+"""Compiler program: machine code for this processor of the functions named on standard input.
+
+Input is JSON: a list of functions, each a key of `FUNCTIONS` with its arguments. Output is JSON in
+base64: the constants, then the machine code of each. It is a process of its own because LLVM takes
+75 MB and is needed for a fraction of a second.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import sys
+from collections.abc import Callable, Sequence
+
+import llvmlite.binding as llvm
+from llvmlite import ir
+
+from nesa_node.engine.kernels.native.amx_matmul import amx_matmul
+from nesa_node.engine.kernels.native.decoder_ops import (
+    add_rms_norm,
+    paged_attention,
+    rope_and_store_kv,
+    silu_and_mul,
+)
+from nesa_node.engine.kernels.native.function_builder import Processor, encode_constants
+from nesa_node.engine.kernels.native.matmul import matmul
+from nesa_node.engine.kernels.native.quantized_matmul import (
+    int8_dequantize,
+    int8_matmul,
+    nf4_dequantize,
+    nf4_matmul,
+)
+
+FUNCTIONS: dict[str, Callable[..., ir.Module]] = {
+    "product": matmul,
+    "int8_product": int8_matmul,
+    "int8_unpack": int8_dequantize,
+    "nf4_product": nf4_matmul,
+    "nf4_unpack": nf4_dequantize,
+    "add_and_norm": add_rms_norm,
+    "rotate": rope_and_store_kv,
+    "attend": paged_attention,
+    "activate": silu_and_mul,
+    "tiles": amx_matmul,
+}
+
+
+def compile_functions(
+    functions: Sequence[Sequence[str | int]], processor: Processor
+) -> list[bytes]:
+    """Return the position-independent machine code of each function.
+
+    Raises `RuntimeError` if code refers to anything outside itself.
+    """
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    # ELF on every system, so that sections have known names.
+    architecture, *_ = llvm.get_process_triple().split("-")
+    target = llvm.Target.from_triple(f"{architecture}-unknown-linux-gnu")
+    machine = target.create_target_machine(
+        cpu=processor.name,
+        features=processor.features,
+        opt=3,
+        reloc="pic",
+        codemodel="small",
+    )
+    return [
+        _compile_module(FUNCTIONS[str(name)](*arguments, processor), machine)
+        for name, *arguments in functions
+    ]
+
+
+def _compile_module(module: ir.Module, machine: llvm.TargetMachine) -> bytes:
+    parsed = llvm.parse_assembly(str(module))
+    parsed.verify()
+    file = llvm.ObjectFileRef.from_data(machine.emit_object(parsed))
+    sections = {section.name() or b"": section.data() for section in file.sections()}
+    if {b".rela.text", b".rel.text"} & sections.keys():
+        raise RuntimeError(f"{module.name} refers to what is outside its code")
+    code: bytes = sections[b".text"]
+    return code
+
+
+if __name__ == "__main__":
+    codes = compile_functions(json.load(sys.stdin), Processor.of_host())
+    json.dump(
+        [base64.b64encode(each).decode() for each in (encode_constants(), *codes)], sys.stdout
+    )

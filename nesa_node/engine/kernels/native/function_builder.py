@@ -1,0 +1,391 @@
+"""Builder of a function `void name(int64_t *job)` in LLVM IR.
+
+A job's fields have 8 bytes each, of any type. The first three are OpenMP's functions
+`omp_get_thread_num` and `omp_get_num_threads` (0 on a single thread), and the address of
+`CONSTANTS`, since position-independent code has no data of its own. Everything is computed in
+float32. Tensors are float32 or bfloat16; stores to bfloat16 round to nearest, ties to even, and
+keep NaN.
+
+The processor that code is compiled for.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import llvmlite.binding as llvm
+from llvmlite import ir
+
+
+@dataclass(frozen=True)
+class Processor:
+    """LLVM's name and features of a processor, and its vector registers."""
+
+    name: str
+    features: str
+    num_vector_registers: int
+    vector_floats: int
+    """Floats per register."""
+
+    @classmethod
+    def of_host(cls) -> Processor:
+        features = llvm.get_host_cpu_features()
+        registers, floats = 16, 4
+        if features.get("avx512f"):
+            registers, floats = 32, 16
+        elif features.get("avx2"):
+            floats = 8
+        elif features.get("neon"):
+            registers = 32
+        return cls(llvm.get_host_cpu_name(), features.flatten(), registers, floats)
+
+
+BYTE, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+FLOAT, POINTER, VOID = ir.FloatType(), ir.PointerType(), ir.VoidType()
+ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+NUM_HEADER_FIELDS = 3
+THREAD_NUM_FIELD, NUM_THREADS_FIELD, CONSTANTS_FIELD = range(NUM_HEADER_FIELDS)
+PREFETCH_L2_LOCALITY, DATA_CACHE = 2, 1
+
+# exp(x) = 2^n exp(r) with r = x - n ln 2; the polynomial is that of Cephes' expf, within 2 ulp.
+_EXP = (
+    1.9875691500e-4,
+    1.3981999507e-3,
+    8.3334519073e-3,
+    4.1665795894e-2,
+    1.6666665459e-1,
+    5.0000001201e-1,
+)
+CONSTANTS = {
+    "one": 1.0,
+    "lowest": float("-inf"),
+    "least": -87.0,
+    "most": 88.0,
+    "log2(e)": 1.44269504088896341,
+    "ln(2), above": -0.693359375,
+    "ln(2), below": 2.12194440e-4,
+    **{f"exp {power}": factor for power, factor in enumerate(_EXP)},
+}
+"""Constants in float32, in memory order."""
+INT_CONSTANTS = {
+    "half": 0x7FFF,
+    "rounds up": 0x8000,
+    "odd": 1,
+    "nan": 0x7FC00000,
+    "upper half": -0x10000,
+}
+"""Constants in int32, stored after `CONSTANTS`."""
+NUM_TILES, TILE_ROWS, TILE_ROW_BYTES = 8, 16, 64
+TILE_SHAPES = struct.pack(
+    "<B15x16H16B", 1, *[TILE_ROW_BYTES] * NUM_TILES, *[0] * 8, *[TILE_ROWS] * NUM_TILES, *[0] * 8
+)
+"""AMX tile configuration (`ldtilecfg`) with tiles of maximum size, stored after `INT_CONSTANTS`."""
+
+
+def encode_constants() -> bytes:
+    """Return the constants' memory, to which the third field points."""
+    numbers = struct.pack(
+        f"<{len(CONSTANTS)}f{len(INT_CONSTANTS)}i", *CONSTANTS.values(), *INT_CONSTANTS.values()
+    )
+    return numbers + TILE_SHAPES
+
+
+class FunctionBuilder:
+    """Builder of one function for one dtype."""
+
+    def __init__(self, name: str, dtype: str, processor: Processor) -> None:
+        self.name, self.dtype, self.processor = name, dtype, processor
+        self.item_bytes = ITEM_BYTES[dtype]
+        self.vector_floats = processor.vector_floats
+        self.vector = ir.VectorType(FLOAT, self.vector_floats)
+        self.module = ir.Module(name)
+        kind = ir.FunctionType(VOID, [POINTER])
+        self.function = ir.Function(self.module, kind, name=name)
+        self.ir_builder = ir.IRBuilder(self.function.append_basic_block("entry"))
+        self._constants: dict[str, ir.Value] = {}
+        self._load_constants()
+
+    def int_field(self, index: int) -> ir.Value:
+        """Load field `index`, not counting the three header fields, as an integer."""
+        return self._load_field(NUM_HEADER_FIELDS + index, I64)
+
+    def pointer_field(self, index: int) -> ir.Value:
+        return self._load_field(NUM_HEADER_FIELDS + index, POINTER)
+
+    def float_field(self, index: int) -> ir.Value:
+        return self._load_field(NUM_HEADER_FIELDS + index, FLOAT)
+
+    def loop(
+        self,
+        first: ir.Value,
+        end: ir.Value,
+        step: int,
+        values: Sequence[ir.Value],
+        body: Callable[[ir.Value, list[ir.Value]], Sequence[ir.Value]],
+    ) -> list[ir.Value]:
+        """Loop from `first` to `end` in steps of `step`; return the final loop-carried values.
+
+        They start as `values`, and `body` returns those of the next iteration.
+        """
+        at = self.ir_builder
+        before = at.block
+        inside, after = (self.function.append_basic_block(name) for name in ("loop", "after"))
+        at.cbranch(at.icmp_signed("<", first, end), inside, after)
+        at.position_at_end(inside)
+        index = at.phi(I64)
+        carried = [at.phi(value.type) for value in values]
+        results = list(body(index, list(carried)))
+        following = at.add(index, I64(step))
+        last = at.block
+        at.cbranch(at.icmp_signed("<", following, end), inside, after)
+        for phi, initial, result in zip(
+            (index, *carried), (first, *values), (following, *results), strict=True
+        ):
+            phi.add_incoming(initial, before)
+            phi.add_incoming(result, last)
+        at.position_at_end(after)
+        outcomes = [at.phi(value.type) for value in values]
+        for phi, initial, result in zip(outcomes, values, results, strict=True):
+            phi.add_incoming(initial, before)
+            phi.add_incoming(result, last)
+        return outcomes
+
+    def for_each(
+        self, first: ir.Value, end: ir.Value, step: int, body: Callable[[ir.Value], None]
+    ) -> None:
+        def run(index: ir.Value, _: list[ir.Value]) -> Sequence[ir.Value]:
+            body(index)
+            return ()
+
+        self.loop(first, end, step, (), run)
+
+    def thread_range(self, count: ir.Value, unit: int = 1) -> tuple[ir.Value, ir.Value, ir.Value]:
+        """Return this thread's range of `count` items, as first, end and thread number.
+
+        Both ends are multiples of `unit`, but for the last end.
+        """
+        at = self.ir_builder
+        alone = at.block
+        among, shared = (self.function.append_basic_block(name) for name in ("among", "shared"))
+        asks = ir.FunctionType(I32, []).as_pointer()
+        which, of_how_many = (
+            self._load_field(THREAD_NUM_FIELD, asks),
+            self._load_field(NUM_THREADS_FIELD, asks),
+        )
+        at.cbranch(at.icmp_unsigned("==", at.ptrtoint(which, I64), I64(0)), shared, among)
+        at.position_at_end(among)
+        index, threads = (at.sext(at.call(asked, []), I64) for asked in (which, of_how_many))
+        at.branch(shared)
+        at.position_at_end(shared)
+        mine, all_ = at.phi(I64), at.phi(I64)
+        for phi, one, many in ((mine, I64(0), index), (all_, I64(1), threads)):
+            phi.add_incoming(one, alone)
+            phi.add_incoming(many, among)
+        units = self._ceil_div(count, I64(unit))
+        size = at.mul(self._ceil_div(units, all_), I64(unit))
+        first = at.mul(mine, size)
+        end = at.add(first, size)
+        return first, at.select(at.icmp_signed("<", end, count), end, count), mine
+
+    def finish(self) -> ir.Module:
+        self.ir_builder.ret_void()
+        return self.module
+
+    def address(self, base: ir.Value, index: ir.Value, size: int = 0) -> ir.Value:
+        """Return the address of item `index` of `size` bytes (default: those of the dtype)."""
+        at = self.ir_builder
+        offset = at.mul(index, I64(size or self.item_bytes))
+        return at.gep(base, [offset], source_etype=BYTE)
+
+    def load(self, address: ir.Value) -> ir.Value:
+        """Load a vector of the dtype as float32."""
+        at = self.ir_builder
+        if self.dtype == "float32":
+            return self.load_float32(address)
+        halves = at.load(address, align=2, typ=ir.VectorType(I16, self.vector_floats))
+        bits = at.zext(halves, ir.VectorType(I32, self.vector_floats))
+        return at.bitcast(at.shl(bits, self._shift_by_16(bits.type)), self.vector)
+
+    def load_float32(self, address: ir.Value) -> ir.Value:
+        """Load a vector of float32."""
+        return self.ir_builder.load(address, align=4, typ=self.vector)
+
+    def load_int8(self, address: ir.Value) -> ir.Value:
+        """Load a vector of int8 as float32."""
+        at = self.ir_builder
+        values = at.load(address, align=1, typ=ir.VectorType(BYTE, self.vector_floats))
+        return at.sitofp(at.sext(values, ir.VectorType(I32, self.vector_floats)), self.vector)
+
+    def load_float(self, address: ir.Value) -> ir.Value:
+        return self.ir_builder.load(address, align=4, typ=FLOAT)
+
+    def load_int64(self, base: ir.Value, index: ir.Value) -> ir.Value:
+        return self.ir_builder.load(self.address(base, index, 8), align=8, typ=I64)
+
+    def store(self, value: ir.Value, address: ir.Value) -> None:
+        """Store a vector or scalar of float32 in the dtype."""
+        if self.dtype == "bfloat16":
+            value = self._upper_half(self._rounded_bits(value))
+        self.ir_builder.store(value, address, align=self.item_bytes)
+
+    def store_rounded(self, value: ir.Value, address: ir.Value) -> ir.Value:
+        """Store a vector in the dtype; return its rounded value."""
+        if self.dtype == "float32":
+            self.store(value, address)
+            return value
+        bits = self._rounded_bits(value)
+        self.ir_builder.store(self._upper_half(bits), address, align=2)
+        return self._keep_upper_half(bits)
+
+    def store_float32(self, value: ir.Value, address: ir.Value) -> None:
+        self.ir_builder.store(value, address, align=4)
+
+    def store_half_away_from_zero(self, value: ir.Value, address: ir.Value) -> None:
+        """Store a vector of finite numbers, ties away from zero: half the work of `store`."""
+        if self.dtype == "bfloat16":
+            bits = self.ir_builder.bitcast(value, self._constants["half"].type)
+            half = self._constants["rounds up"]
+            value = self._upper_half(self.ir_builder.add(bits, half))
+        self.ir_builder.store(value, address, align=self.item_bytes)
+
+    def prefetch(self, address: ir.Value) -> None:
+        """Prefetch into the second-level cache."""
+        kind = ir.FunctionType(VOID, [POINTER, I32, I32, I32])
+        function = self._intrinsic("llvm.prefetch.p0", kind)
+        self.ir_builder.call(
+            function, [address, I32(0), I32(PREFETCH_L2_LOCALITY), I32(DATA_CACHE)]
+        )
+
+    @property
+    def zeros(self) -> ir.Value:
+        return ir.Constant(self.vector, [0.0] * self.vector_floats)
+
+    def constant(self, name: str) -> ir.Value:
+        """Return a vector filled with a constant."""
+        return self._constants[name]
+
+    def broadcast(self, value: ir.Value) -> ir.Value:
+        """Return a vector filled with a scalar."""
+        at = self.ir_builder
+        kind = ir.VectorType(value.type, self.vector_floats)
+        one = at.insert_element(ir.Constant(kind, ir.Undefined), value, I32(0))
+        lanes = ir.Constant(ir.VectorType(I32, self.vector_floats), [0] * self.vector_floats)
+        return at.shuffle_vector(one, ir.Constant(kind, ir.Undefined), lanes)
+
+    def multiply_add(self, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
+        kind = ir.FunctionType(self.vector, [self.vector] * 3)
+        return self.ir_builder.call(
+            self._intrinsic(f"llvm.fma.v{self.vector_floats}f32", kind), [a, b, c]
+        )
+
+    def horizontal_sum(self, lanes: ir.Value) -> ir.Value:
+        kind = ir.FunctionType(FLOAT, [FLOAT, self.vector])
+        add = self._intrinsic(f"llvm.vector.reduce.fadd.v{self.vector_floats}f32", kind)
+        return self.ir_builder.call(add, [FLOAT(-0.0), lanes], fastmath=("reassoc",))
+
+    def maximum(self, a: ir.Value, b: ir.Value) -> ir.Value:
+        return self.ir_builder.select(self.ir_builder.fcmp_ordered(">", a, b), a, b)
+
+    def permute(self, numbers: ir.Value, indices: ir.Value) -> ir.Value:
+        """Permute a vector of sixteen floats by the last four bits of each index (AVX-512)."""
+        kind = ir.FunctionType(numbers.type, [numbers.type, indices.type])
+        pick = self._intrinsic("llvm.x86.avx512.permvar.sf.512", kind)
+        return self.ir_builder.call(pick, [numbers, indices])
+
+    def configure_tiles(self) -> None:
+        base = self._load_field(CONSTANTS_FIELD, POINTER)
+        shapes = self.address(base, I64(len(CONSTANTS) + len(INT_CONSTANTS)), 4)
+        kind = ir.FunctionType(VOID, [POINTER])
+        self.ir_builder.call(self._intrinsic("llvm.x86.ldtilecfg", kind), [shapes])
+
+    def release_tiles(self) -> None:
+        """Release the tiles, which would slow down every context switch."""
+        self.ir_builder.call(self._intrinsic("llvm.x86.tilerelease", ir.FunctionType(VOID, [])), [])
+
+    def call_tile_instruction(self, name: str, *arguments: int | ir.Value) -> None:
+        """Emit one tile instruction; Python integers are tile numbers."""
+        values = [BYTE(each) if isinstance(each, int) else each for each in arguments]
+        kind = ir.FunctionType(VOID, [value.type for value in values])
+        self.ir_builder.call(self._intrinsic(f"llvm.x86.{name}", kind), values)
+
+    def square_root(self, value: ir.Value) -> ir.Value:
+        root = self._intrinsic("llvm.sqrt.f32", ir.FunctionType(FLOAT, [FLOAT]))
+        return self.ir_builder.call(root, [value])
+
+    def round_to_dtype(self, value: ir.Value) -> ir.Value:
+        """Return a vector rounded to the dtype, as float32."""
+        if self.dtype == "float32":
+            return value
+        return self._keep_upper_half(self._rounded_bits(value))
+
+    def exp(self, x: ir.Value) -> ir.Value:
+        """Return exp of a vector, within 2 ulp in [-87, 88]; inputs are clamped to that range."""
+        at, constant = self.ir_builder, self.constant
+        least, most = constant("least"), constant("most")
+        x = at.select(at.fcmp_ordered("<", x, least), least, x)
+        x = at.select(at.fcmp_ordered(">", x, most), most, x)
+        kind = ir.FunctionType(self.vector, [self.vector])
+        nearest = self._intrinsic(f"llvm.rint.v{self.vector_floats}f32", kind)
+        power = at.call(nearest, [at.fmul(x, constant("log2(e)"))])
+        rest = self.multiply_add(power, constant("ln(2), above"), x)
+        rest = self.multiply_add(power, constant("ln(2), below"), rest)
+        sum_ = constant("exp 0")
+        for index in range(1, len(_EXP)):
+            sum_ = self.multiply_add(sum_, rest, constant(f"exp {index}"))
+        sum_ = self.multiply_add(at.fmul(sum_, rest), rest, at.fadd(rest, constant("one")))
+        wide = ir.VectorType(I32, self.vector_floats)
+        exponent = at.shl(at.fptosi(power, wide), ir.Constant(wide, [23] * self.vector_floats))
+        return at.bitcast(at.add(at.bitcast(sum_, wide), exponent), self.vector)
+
+    def _rounded_bits(self, value: ir.Value) -> ir.Value:
+        """Return bits of float32, rounded to bfloat16 in the upper half (nearest, ties to even)."""
+        at = self.ir_builder
+        many = isinstance(value.type, ir.VectorType)
+        half, one, nan = (
+            self._constants[name] if many else I32(INT_CONSTANTS[name])
+            for name in ("half", "odd", "nan")
+        )
+        bits = at.bitcast(value, half.type)
+        odd = at.and_(at.lshr(bits, self._shift_by_16(half.type)), one)
+        nearest = at.add(at.add(bits, half), odd)
+        return at.select(at.fcmp_unordered("uno", value, value), nan, nearest)
+
+    def _upper_half(self, bits: ir.Value) -> ir.Value:
+        many = isinstance(bits.type, ir.VectorType)
+        halves = ir.VectorType(I16, self.vector_floats) if many else I16
+        return self.ir_builder.trunc(
+            self.ir_builder.lshr(bits, self._shift_by_16(bits.type)), halves
+        )
+
+    def _keep_upper_half(self, bits: ir.Value) -> ir.Value:
+        """Return float32 bits with a cleared lower half, as a vector of float32."""
+        return self.ir_builder.bitcast(
+            self.ir_builder.and_(bits, self._constants["upper half"]), self.vector
+        )
+
+    def _shift_by_16(self, kind: ir.Type) -> ir.Value:
+        return (
+            ir.Constant(kind, [16] * self.vector_floats)
+            if isinstance(kind, ir.VectorType)
+            else I32(16)
+        )
+
+    def _load_constants(self) -> None:
+        base = self._load_field(CONSTANTS_FIELD, POINTER)
+        kinds = {**dict.fromkeys(CONSTANTS, FLOAT), **dict.fromkeys(INT_CONSTANTS, I32)}
+        for index, (name, kind) in enumerate(kinds.items()):
+            place = self.address(base, I64(index), 4)
+            self._constants[name] = self.broadcast(self.ir_builder.load(place, align=4, typ=kind))
+
+    def _load_field(self, index: int, kind: ir.Type) -> ir.Value:
+        place = self.ir_builder.gep(self.function.args[0], [I64(8 * index)], source_etype=BYTE)
+        return self.ir_builder.load(place, typ=kind)
+
+    def _ceil_div(self, value: ir.Value, by: ir.Value) -> ir.Value:
+        return self.ir_builder.sdiv(self.ir_builder.sub(self.ir_builder.add(value, by), I64(1)), by)
+
+    def _intrinsic(self, name: str, kind: ir.FunctionType) -> ir.Function:
+        known = self.module.globals.get(name)
+        return known or ir.Function(self.module, kind, name=name)

@@ -1,0 +1,305 @@
+"""A loaded span of a model's blocks, and the input and output buffers of a step.
+
+T packed tokens of all rows in a step, L tokens of one row, D hidden.
+
+Input and output buffers of a step through a span.
+
+T packed tokens, D hidden.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from nesa_node.compression.hidden_states import BufferRange, HiddenStates
+from nesa_node.core.errors import ContextLengthError
+from nesa_node.core.span import Span
+from nesa_node.engine.cache.paged_attention import PackedRows, RowCache, RowChunk
+from nesa_node.engine.cache.pages import PagePool
+from nesa_node.engine.kernels.threads import ThreadController
+from nesa_node.engine.model.fused_decoder import FusedDecoder
+from nesa_node.engine.weights.families import CacheHeads
+
+
+@dataclass(eq=False, slots=True)
+class StepBuffers:
+    """Input [T, D] and output of a step through a span, which may run in several slices."""
+
+    hidden: HiddenStates
+    dtype: torch.dtype
+    """Of the output."""
+    output: HiddenStates | None = None
+    """Complete when all slices have run."""
+
+    def write_output(self, start: int, end: int, output_TD: Tensor) -> None:
+        """Store the output of tokens `start:end`, which is on the CPU."""
+        output_TD = output_TD.to(self.dtype)
+        # A slice of a larger batch's storage is copied, so that keeping it does not keep the whole
+        # batch.
+        is_all = end - start == self.hidden.num_tokens
+        if is_all and output_TD.untyped_storage().nbytes() == output_TD.nbytes:
+            self.output = HiddenStates.from_tensor(output_TD)
+        else:
+            self._get_or_allocate_output().tensor_TD[start:end] = output_TD
+
+    def output_range(self, start: int, end: int) -> BufferRange:
+        """Memory for the output of tokens `start:end`."""
+        return self._get_or_allocate_output().buffer_range(start, end)
+
+    def _get_or_allocate_output(self) -> HiddenStates:
+        if self.output is None:
+            self.output = HiddenStates.zeros(self.hidden.meta.shape, self.dtype)
+        return self.output
+
+
+class TokenSlice(Protocol):
+    """Tokens `start:end` of a `StepBuffers`, packed into a batch."""
+
+    start: int
+    end: int
+
+    @property
+    def buffers(self) -> StepBuffers: ...
+
+
+__all__ = ["ModelBlocks", "RowChunk", "slice_decoder"]
+
+
+T = TypeVar("T")
+
+
+class ModelBlocks:
+    """Forward pass of a span for the next tokens of many rows, with KV caches in a `PagePool`.
+
+    Not thread-safe: one executor thread owns it. It keeps no state between steps.
+    """
+
+    def __init__(
+        self,
+        decoder: nn.Module,
+        layers: str,
+        span: Span,
+        *,
+        heads: CacheHeads,
+        hidden_size: int,
+        context_length: int,
+        weight_bytes: int,
+        packs_rows: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+        threads: ThreadController | None = None,
+    ) -> None:
+        """`decoder` runs `span` on `inputs_embeds` and returns the last block's raw output.
+
+        `packs_rows`: its attention goes through transformers' attention interface, so rows can be
+        packed into one sequence. `threads` is shared by selections of the same span.
+        """
+        self.threads = threads or ThreadController()
+        self.span = span
+        self.hidden_size = hidden_size
+        self.context_length = context_length
+        self.dtype = dtype
+        self.device = device
+        self.weight_bytes = weight_bytes
+        self._packs_rows = packs_rows
+        self._decoder: Any = decoder
+        self._layers_name = layers
+        self._kv_heads = heads
+        self._selections: dict[Span, ModelBlocks] = {}
+
+    @property
+    def cache_bytes_per_token(self) -> int:
+        """KV cache of one token in all blocks: 2 x head_dim x n_kv_heads x blocks x bytes per item.
+
+        Nesa paper, eq. 4, corrected: the paper counts query heads and the whole model's blocks.
+        """
+        per_block = 2 * self._kv_heads.head_dim * self._kv_heads.num_kv_heads * self.dtype.itemsize
+        return per_block * len(self.span)
+
+    def select(self, span: Span) -> ModelBlocks:
+        """Return a sub-span that shares these weights. Raises `ValueError` outside this span."""
+        if span == self.span:
+            return self
+        if not len(span) or not self.span.covers(span):
+            raise ValueError(f"blocks {span} are not within {self.span}")
+        if span not in self._selections:
+            start = span.start - self.span.start
+            self._selections[span] = ModelBlocks(
+                self._slice_decoder(Span(start, start + len(span))),
+                self._layers_name,
+                span,
+                heads=self._kv_heads,
+                hidden_size=self.hidden_size,
+                context_length=self.context_length,
+                weight_bytes=self.weight_bytes * len(span) // len(self.span),
+                packs_rows=self._packs_rows,
+                dtype=self.dtype,
+                device=self.device,
+                threads=self.threads,
+            )
+        return self._selections[span]
+
+    def _slice_decoder(self, local: Span) -> nn.Module:
+        if isinstance(self._decoder, FusedDecoder):
+            return self._decoder.select_layers(local)
+        return slice_decoder(self._decoder, self._layers_name, local)
+
+    def new_pool(self, tokens: int) -> PagePool:
+        """Return an empty KV cache with room for `tokens` tokens of all rows together."""
+        return PagePool(
+            self.span, self._kv_heads, tokens=tokens, dtype=self.dtype, device=self.device
+        )
+
+    def forward(self, hidden_TD: Tensor, runs: Sequence[RowChunk]) -> Tensor:
+        """Run the next tokens of each run's row, packed in the order of `runs`, and cache them.
+
+        Every run's table must have room (`reserve`) and belong to a pool that covers this span.
+        `hidden_TD` may have any floating dtype and device, and is not modified. The result [T, D]
+        has this span's dtype and device. If it raises, all rows keep their length. Raises
+        `ContextLengthError`, and `ValueError` for a wrong shape or another span's pool.
+        """
+        self._check(hidden_TD.shape, runs)
+        return self._run_on_tuned_threads(lambda: self._forward(hidden_TD, runs), len(hidden_TD))
+
+    def _run_on_tuned_threads(self, job: Callable[[], T], tokens: int) -> T:
+        if self.device.type != "cpu":
+            return job()
+        return self.threads.run(job, tokens, len(self.span))
+
+    @torch.inference_mode()
+    def _forward(self, hidden_TD: Tensor, runs: Sequence[RowChunk]) -> Tensor:
+        packed = self._pack(runs)
+        inputs_TD = hidden_TD.to(device=self.device, dtype=self.dtype)
+        if packed is None:
+            output_TD = self._forward_row_by_row(inputs_TD[None], runs)
+        elif self._can_run_compiled(packed):
+            inputs_TD = inputs_TD.contiguous()
+            output_TD = torch.empty_like(inputs_TD)
+            self._decoder.run_few(
+                [BufferRange.from_tensor(inputs_TD)], [BufferRange.from_tensor(output_TD)], packed
+            )
+        elif isinstance(self._decoder, FusedDecoder):
+            output_TD = self._decoder.forward(inputs_TD, packed)
+        else:
+            positions_1T = packed.positions_1T
+            output_TD = self._call_decoder(inputs_TD[None], positions_1T, packed, packed=packed)
+        _advance_lengths(runs)
+        return output_TD
+
+    def forward_buffers(self, pieces: Sequence[TokenSlice], runs: Sequence[RowChunk]) -> None:
+        """Run `forward` on buffers: `pieces` are the packed tokens of `runs`, in the same order.
+
+        Small batches create no tensor: machine code reads and writes the buffers' memory directly.
+        """
+        tokens = 0
+        for piece in pieces:
+            tokens += piece.end - piece.start
+        self._check((tokens, pieces[0].buffers.hidden.meta.shape[1]), runs)
+        self._run_on_tuned_threads(lambda: self._forward_buffers(pieces, runs), tokens)
+
+    def _forward_buffers(self, pieces: Sequence[TokenSlice], runs: Sequence[RowChunk]) -> None:
+        packed = self._pack(runs)
+        if packed is None or not self._can_run_compiled(packed, pieces):
+            return self._forward_tensors(pieces, runs)
+        inputs = [piece.buffers.hidden.buffer_range(piece.start, piece.end) for piece in pieces]
+        outputs = [piece.buffers.output_range(piece.start, piece.end) for piece in pieces]
+        self._decoder.run_few(inputs, outputs, packed)
+        _advance_lengths(runs)
+
+    def _forward_tensors(self, pieces: Sequence[TokenSlice], runs: Sequence[RowChunk]) -> None:
+        inputs = [piece.buffers.hidden.tensor_TD[piece.start : piece.end] for piece in pieces]
+        if len({tensor.dtype for tensor in inputs}) > 1:
+            inputs = [tensor.to(self.dtype) for tensor in inputs]
+        output_TD = self._forward(inputs[0] if len(inputs) == 1 else torch.cat(inputs), runs).cpu()
+        at = 0
+        for piece in pieces:
+            count = piece.end - piece.start
+            piece.buffers.write_output(piece.start, piece.end, output_TD[at : at + count])
+            at += count
+
+    def _pack(self, runs: Sequence[RowChunk]) -> PackedRows | None:
+        return PackedRows(runs[0].table.pool, runs) if self._packs_rows else None
+
+    def _can_run_compiled(self, packed: PackedRows, pieces: Sequence[TokenSlice] = ()) -> bool:
+        decoder = self._decoder
+        if not (isinstance(decoder, FusedDecoder) and decoder.can_run_compiled(packed)):
+            return False
+        # A loop, since `all` takes three times as long.
+        for piece in pieces:
+            if piece.buffers.hidden.dtype != self.dtype or piece.buffers.dtype != self.dtype:
+                return False
+        return True
+
+    def _forward_row_by_row(self, inputs_1TD: Tensor, runs: Sequence[RowChunk]) -> Tensor:
+        outputs, start = [], 0
+        for run in runs:
+            end = run.table.length + run.count
+            positions_1L = torch.arange(run.table.length, end, device=self.device)[None]
+            inputs_1LD = inputs_1TD[:, start : start + run.count]
+            outputs.append(self._call_decoder(inputs_1LD, positions_1L, RowCache(run)))
+            start += run.count
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def _call_decoder(
+        self, inputs_1LD: Tensor, positions_1L: Tensor, cache: PackedRows | RowCache, **extra: Any
+    ) -> Tensor:
+        output = self._decoder(
+            inputs_embeds=inputs_1LD,
+            position_ids=positions_1L,
+            past_key_values=cache,
+            use_cache=True,
+            **extra,
+        )
+        hidden_LD: Tensor = output.last_hidden_state[0]
+        return hidden_LD
+
+    def _check(self, shape: Sequence[int], runs: Sequence[RowChunk]) -> None:
+        if not runs:
+            raise ValueError("expected at least one run")
+        tokens = 0
+        pool = runs[0].table.pool
+        for run in runs:
+            if run.table.pool is not pool or not pool.span.covers(self.span):
+                raise ValueError(f"a cache of blocks {pool.span} cannot serve blocks {self.span}")
+            tokens += run.count
+            if run.count < 1:
+                raise ValueError(f"expected runs of at least one token, got {run.count}")
+            end, room = run.table.length + run.count, run.table.capacity
+            if end > self.context_length:
+                raise ContextLengthError(f"{end} tokens; the model holds {self.context_length}")
+            if end > room:
+                raise ValueError(f"{end} tokens in pages for {room}: reserve them first")
+        if tuple(shape) != (tokens, self.hidden_size):
+            raise ValueError(f"expected [{tokens}, {self.hidden_size}], got {list(shape)}")
+
+
+def _advance_lengths(runs: Sequence[RowChunk]) -> None:
+    for run in runs:
+        run.table.length += run.count
+
+
+def slice_decoder(decoder: nn.Module, layers: str, local: Span) -> nn.Module:
+    """Return a decoder with the layers `local` only, which shares all modules with `decoder`.
+
+    Layers keep their absolute `layer_idx`: some models compute with it (GPT-2 can scale attention
+    by it), and the cache is indexed by it. What the decoder indexes from 0 is sliced to fit.
+    """
+    sliced = copy.copy(decoder)
+    sliced._modules = dict(decoder._modules)
+    stack = decoder.get_submodule(layers)
+    assert isinstance(stack, nn.ModuleList)
+    sliced._modules[layers] = nn.ModuleList(list(stack)[local.start : local.end])
+    config: Any = copy.deepcopy(decoder.config)
+    types = getattr(config, "layer_types", None)
+    config.num_hidden_layers = len(local)
+    if types is not None:
+        config.layer_types = list(types)[local.start : local.end]
+    # Only the decoder's own config: its layers share that of the whole model.
+    object.__setattr__(sliced, "config", config)
+    return sliced

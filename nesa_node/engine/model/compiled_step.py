@@ -1,0 +1,388 @@
+"""Recorded decode step: kernel calls for a fixed number of tokens, replayed without torch.
+
+With cold caches torch takes 10 to 20 us to dispatch an operation, longer than to compute it. Here
+buffers and the arguments of machine code keep their addresses between steps (as in a CUDA graph),
+so that a layer is about ten calls without arguments.
+
+T tokens, D hidden, F inner size, Q query heads, H key/value heads, E head size, P positions, S
+slots.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from nesa_node.compression.hidden_states import BufferRange
+from nesa_node.engine.cache.paged_attention import PackedRow, PackedRows
+from nesa_node.engine.cache.pages import PagePool
+from nesa_node.engine.kernels.linear import FastLinear, KernelLaunch
+from nesa_node.engine.kernels.machine_code import NativeFunction
+
+if TYPE_CHECKING:
+    from nesa_node.engine.model.fused_decoder import FusedLayer, RMSNorm
+
+MAX_VECTOR_FLOATS = 16
+"""Floats in the widest vector register; sizes must be multiples of it."""
+MULTITHREAD_MIN_SLOT_HEADS = 1 << 14
+"""Slots times heads from which attention is multithreaded: below, waking threads takes longer."""
+
+SCRATCH_FIELD, NUM_TOKENS_FIELD, SCRATCH_STRIDE_FIELD = 7, 8, 10
+"""Indices of the `attend` fields that change with every step."""
+
+
+class DecoderFunctions(NamedTuple):
+    """Machine code for one dtype and head shape (`native/layer.py`)."""
+
+    add_rms_norm: NativeFunction
+    rope_and_store_kv: NativeFunction
+    paged_attention: NativeFunction
+    silu_and_mul: NativeFunction
+
+
+class ScratchBuffers:
+    """Scratch buffers of all layers for up to `most_tokens` tokens: one per name, width, dtype."""
+
+    def __init__(self, most_tokens: int) -> None:
+        self._max_tokens = most_tokens
+        self._tensors: dict[tuple[str, int, torch.dtype], Tensor] = {}
+
+    def get(self, name: str, tokens: int, width: int, dtype: torch.dtype) -> Tensor:
+        """Return a contiguous [T, width] buffer. Programs share it: contents last for one step."""
+        key = name, width, dtype
+        if key not in self._tensors:
+            self._tensors[key] = _empty_without_inference_mode((self._max_tokens, width), dtype)
+        return self._tensors[key][:tokens]
+
+    def scratch(self, count: int, dtype: torch.dtype) -> Tensor:
+        """Return scratch memory [count], valid until the next call that uses it."""
+        size = 1 << (count - 1).bit_length()
+        key = "room", size, dtype
+        if key not in self._tensors:
+            self._tensors[key] = _empty_without_inference_mode((size,), dtype)
+        return self._tensors[key][:count]
+
+
+def _empty_without_inference_mode(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    # An inference-mode tensor could not be written outside inference mode.
+    with torch.inference_mode(False):
+        return torch.empty(shape, dtype=dtype)
+
+
+class CompiledStep:
+    """A recorded step of `tokens` tokens through `layers`, with the KV cache in `pool`."""
+
+    def __init__(
+        self,
+        functions: DecoderFunctions,
+        layers: Sequence[FusedLayer],
+        buffers: ScratchBuffers,
+        tokens: int,
+        rotary_tables: tuple[Tensor, Tensor],
+        pool: PagePool,
+    ) -> None:
+        """`rotary_tables`: cosines and signed sines [P, 1, E]."""
+        self._functions = functions
+        self._buffers = buffers
+        self._tokens = tokens
+        self._rotary_tables = rotary_tables
+        self._pool = weakref.ref(pool)
+        self._step = _StepState(tokens, buffers)
+        self._calls: list[KernelLaunch] = []
+        self._references: list[object] = []
+        """Keeps alive what the calls point to."""
+        self._hidden_size = len(layers[0].input_norm.weight)
+        self._dtype = layers[0].input_norm.weight.dtype
+        self._hidden_TD = self._buffer("hidden", self._hidden_size)
+        self._update_TD = self._buffer("added", self._hidden_size)
+        """Last sublayer's output, added to `_hidden_TD` by the next norm."""
+        self._hidden, self._update = (
+            BufferRange.from_tensor(self._hidden_TD),
+            BufferRange.from_tensor(self._update_TD),
+        )
+        self._uses_torch = False
+        for layer in layers:
+            self._add_layer(layer, pool)
+        # Adds the last layer's MLP output to the hidden states; the norm's own output is unused.
+        self._add_norm(layers[-1].post_attention_norm)
+
+    def is_valid_for(self, rotary_tables: tuple[Tensor, Tensor], pool: PagePool) -> bool:
+        """Whether the recorded addresses are still those of `rotary_tables` and `pool`."""
+        return (
+            self._pool() is pool
+            and self._rotary_tables[0] is rotary_tables[0]
+            and self._rotary_tables[1] is rotary_tables[1]
+        )
+
+    def run(
+        self, inputs: Iterable[BufferRange], outputs: Iterable[BufferRange], packed: PackedRows
+    ) -> None:
+        """Copy the packed hidden states from `inputs`, run, and copy the result to `outputs`."""
+        self._step.begin(packed)
+        address = self._hidden.address
+        for part in inputs:
+            ctypes.memmove(address, *part)
+            address += part.nbytes
+        ctypes.memset(self._update.address, 0, self._update.nbytes)
+        try:
+            if self._uses_torch or self._step.multi_token_rows:
+                with torch.inference_mode():
+                    self._run_calls()
+            else:
+                self._run_calls()
+        finally:
+            self._step.end()
+        address = self._hidden.address
+        for part in outputs:
+            ctypes.memmove(part.address, address, part.nbytes)
+            address += part.nbytes
+
+    def _run_calls(self) -> None:
+        for call in self._calls:
+            call()
+
+    def _add_layer(self, layer: FusedLayer, pool: PagePool) -> None:
+        code, step, added_TD = self._functions, self._step, self._update_TD
+        normed_TD = self._add_norm(layer.input_norm)
+        qkv = self._buffer("qkv", (layer.num_q_heads + 2 * layer.num_kv_heads) * layer.head_dim)
+        self._add_matmul(layer.qkv_proj, normed_TD, qkv)
+        if layer.qk_norm is not None:
+            self._calls.append(_QkNormCall(layer, qkv))
+            self._uses_torch = True
+        number = layer.layer_idx - pool.span.start
+        cache = pool.keys_SHD[number].data_ptr(), pool.values_SHD[number].data_ptr()
+        rotate = code.rope_and_store_kv.bind(
+            qkv.data_ptr(),
+            *(table.data_ptr() for table in self._rotary_tables),
+            *cache,
+            ctypes.addressof(step.positions),
+            ctypes.addressof(step.slots),
+            self._tokens,
+            layer.num_q_heads,
+            layer.num_kv_heads,
+        )
+        self._calls.append(rotate.run)
+        attended = self._buffer("attended", layer.num_q_heads * layer.head_dim)
+        self._calls.append(_AttentionCall(code.paged_attention, layer, qkv, cache, attended, step))
+        self._add_matmul(layer.o_proj, attended, added_TD)
+        normed_TD = self._add_norm(layer.post_attention_norm)
+        inner = layer.down_proj.in_features
+        gate_up, active_TF = self._buffer("gate and up", 2 * inner), self._buffer("active", inner)
+        self._add_matmul(layer.gate_up_proj, normed_TD, gate_up)
+        fields = gate_up.data_ptr(), active_TF.data_ptr(), self._tokens, inner
+        self._calls.append(code.silu_and_mul.bind(*fields).run)
+        self._add_matmul(layer.down_proj, active_TF, added_TD)
+
+    def _add_norm(self, norm: RMSNorm) -> Tensor:
+        normed_TD = self._buffer("normed", self._hidden_size)
+        job = self._functions.add_rms_norm.bind(
+            self._hidden_TD.data_ptr(),
+            self._update_TD.data_ptr(),
+            norm.weight.data_ptr(),
+            normed_TD.data_ptr(),
+            self._tokens,
+            self._hidden_size,
+            float_as_field(norm.eps),
+        )
+        self._references.append(norm)
+        self._calls.append(job.run)
+        return normed_TD
+
+    def _add_matmul(self, linear: Any, input_TI: Tensor, output_TO: Tensor) -> None:
+        calls = None
+        if isinstance(linear, FastLinear):
+            calls = linear.bind_into(input_TI, self._buffers.scratch, output_TO)
+        if calls is None:
+            calls = [_MatmulCall(linear, input_TI, output_TO)]
+            self._uses_torch = True
+        self._calls += calls
+        self._references.append(linear)
+
+    def _buffer(self, name: str, width: int) -> Tensor:
+        return self._buffers.get(name, self._tokens, width, self._dtype)
+
+
+class _MatmulCall:
+    """Product of a linear layer without prepared calls: its output is copied to `output_TO`."""
+
+    def __init__(self, linear: Any, input_TI: Tensor, output_TO: Tensor) -> None:
+        self._linear = linear
+        self._input_TI = input_TI
+        self._output_TO = output_TO
+
+    def __call__(self) -> None:
+        self._output_TO.copy_(self._linear.forward(self._input_TI))
+
+
+class _QkNormCall:
+    """RMS norm of a layer's query and key heads, in place (Qwen3)."""
+
+    def __init__(self, layer: FusedLayer, qkv: Tensor) -> None:
+        self._layer = layer
+        self._qkv = qkv
+
+    def __call__(self) -> None:
+        layer, qkv = self._layer, self._qkv
+        assert layer.qk_norm is not None
+        turned = qkv.view(len(qkv), -1, layer.head_dim)[:, : layer.num_rotary_heads]
+        turned.copy_(layer.qk_norm.forward(turned))
+
+
+class _AttentionCall:
+    """Attention of a layer, written to `attended` [T, Q x E]."""
+
+    def __init__(
+        self,
+        attend: NativeFunction,
+        layer: FusedLayer,
+        qkv: Tensor,
+        cache: tuple[int, int],
+        attended: Tensor,
+        step: _StepState,
+    ) -> None:
+        self._function = attend
+        self._layer = layer
+        self._qkv = qkv
+        self._attended = attended
+        self._step = step
+        self._visible = step.visible_slots(layer)
+        self._leading_fields = (
+            qkv.data_ptr(),
+            *cache,
+            attended.data_ptr(),
+            *self._visible.addresses,
+        )
+        self._scale = float_as_field(layer.scaling)
+        self._kernel_call = attend.bind(
+            *self._leading_fields, 0, 0, layer.num_kv_heads, 0, self._scale
+        )
+
+    def __call__(self) -> None:
+        seen, step = self._visible, self._step
+        if seen.tokens and seen.threads == 1:
+            job = self._kernel_call
+            job.set_field(SCRATCH_FIELD, seen.scratch)
+            job.set_field(NUM_TOKENS_FIELD, seen.tokens)
+            job.set_field(SCRATCH_STRIDE_FIELD, seen.scratch_stride)
+            job.run()
+        elif seen.tokens:
+            self._function(
+                *self._leading_fields,
+                seen.scratch,
+                seen.tokens,
+                self._layer.num_kv_heads,
+                seen.scratch_stride,
+                self._scale,
+                threads=seen.threads,
+            )
+        for row in step.multi_token_rows:
+            self._attend_multi_token_row(row)
+
+    def _attend_multi_token_row(self, row: PackedRow) -> None:
+        layer, qkv, packed = self._layer, self._qkv, self._step.packed
+        assert packed is not None
+        query_TQE = qkv.view(len(qkv), -1, layer.head_dim)[:, : layer.num_q_heads]
+        output_LQE = packed.compute_attention(
+            layer.layer_idx, query_TQE, layer.scaling, window=layer.window, rows=[row]
+        )
+        self._attended[row.start : row.start + row.count] = output_LQE.flatten(1)
+
+
+class _StepState:
+    """State of the running step, which all layers share."""
+
+    def __init__(self, tokens: int, buffers: ScratchBuffers) -> None:
+        self._buffers = buffers
+        self.packed: PackedRows | None = None
+        self.multi_token_rows: list[PackedRow] = []
+        """Rows with several tokens: these share what they read, so torch's attention is faster."""
+        self.positions = (ctypes.c_int64 * tokens)()
+        self.slots = (ctypes.c_int64 * tokens)()
+        self._tokens = tokens
+        self._visible_slots: dict[tuple[int | None, int, int], _VisibleSlots] = {}
+
+    def begin(self, packed: PackedRows) -> None:
+        self.packed = packed
+        self.multi_token_rows = []
+        single_rows: list[PackedRow] = []
+        at = 0
+        for row in packed.rows:
+            (single_rows if row.count == 1 else self.multi_token_rows).append(row)
+            first = _first_slot(row)
+            for position in range(row.past, row.past + row.count):
+                self.positions[at] = position
+                self.slots[at] = first + position
+                at += 1
+        for seen in self._visible_slots.values():
+            seen.begin(single_rows)
+
+    def end(self) -> None:
+        """Drop references, so that a pool that is given up can be freed."""
+        self.packed = None
+        self.multi_token_rows = []
+
+    def visible_slots(self, layer: FusedLayer) -> _VisibleSlots:
+        """Return the visible slots for layers with this window and head shape."""
+        key = layer.window, layer.num_q_heads // layer.num_kv_heads, layer.num_kv_heads
+        if key not in self._visible_slots:
+            self._visible_slots[key] = _VisibleSlots(self._tokens, self._buffers, *key)
+        return self._visible_slots[key]
+
+
+class _VisibleSlots:
+    """Range of slots that each token attends to, for rows with a single token in this step."""
+
+    def __init__(
+        self, max_tokens: int, buffers: ScratchBuffers, window: int | None, group: int, heads: int
+    ) -> None:
+        self._buffers = buffers
+        self._window = window
+        self._group = group
+        self._heads = heads
+        self._index_arrays = [(ctypes.c_int64 * max_tokens)() for _ in range(3)]
+        self.addresses = [ctypes.addressof(numbers) for numbers in self._index_arrays]
+        """Addresses of three int64 arrays: token indices, first slots, numbers of slots."""
+        self.tokens = 0
+        self.scratch_stride = 0
+        self.threads = 1
+        self._scratch_floats = 0
+        self.scratch = 0
+        """Address of scratch memory for `_size` scores."""
+
+    def begin(self, rows: Sequence[PackedRow]) -> None:
+        self.tokens = len(rows)
+        tokens, firsts, counts = self._index_arrays
+        total = most = 0
+        for index, row in enumerate(rows):
+            end = row.past + 1
+            skipped = 0 if self._window is None else max(end - self._window, 0)
+            tokens[index] = row.start
+            firsts[index] = _first_slot(row) + skipped
+            counts[index] = count = end - skipped
+            total += count
+            most = max(most, count)
+        self.scratch_stride = -(-most // MAX_VECTOR_FLOATS) * MAX_VECTOR_FLOATS
+        self.threads = (
+            torch.get_num_threads() if total * self._heads >= MULTITHREAD_MIN_SLOT_HEADS else 1
+        )
+        size = self.threads * self._group * self.scratch_stride
+        if size > self._scratch_floats:
+            room = self._buffers.scratch(size, torch.float32)
+            self._scratch_floats, self.scratch = len(room), room.data_ptr()
+
+
+def _first_slot(row: PackedRow) -> int:
+    assert isinstance(row.slots, slice)
+    start: int = row.slots.start
+    return start
+
+
+def float_as_field(value: float) -> int:
+    """Encode a float32 as an integer field of a machine-code function."""
+    return int.from_bytes(struct.pack("<f", value), "little")

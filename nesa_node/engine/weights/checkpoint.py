@@ -1,0 +1,275 @@
+"""Model checkpoint: config and tensors, from a local folder or the hub, and its identity.
+
+Sampled digests, which tell sets of weights apart without reading all of them.
+
+Model identifier, under which nodes find each other in the swarm.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from nesa_node.core.errors import (
+    ConfigError,
+    CorruptCheckpointError,
+    ModelNotFoundError,
+    UnsafeCheckpointError,
+)
+from nesa_node.core.ids import ModelId
+from nesa_node.engine.weights.families import FAMILIES, ModelFamily, get_context_length
+from nesa_node.engine.weights.model_config import DTYPES, parse_dtype, read_config, read_raw_config
+from nesa_node.engine.weights.progress import Progress
+from nesa_node.engine.weights.safetensors_file import (
+    TensorInfo,
+    read_header,
+    read_tensor,
+    read_window,
+)
+from nesa_node.engine.weights.side_files import INDEX_FILE, read_json
+
+WINDOW_BYTES = 256
+WINDOWS_PER_TENSOR = 8
+
+
+def sample_digests(folder: Path, tensors: Mapping[str, TensorInfo]) -> dict[str, str]:
+    """Return a digest per tensor: of its name, dtype, shape and `WINDOWS_PER_TENSOR` windows of its
+    bytes.
+
+    Windows are at both ends and evenly between, so that retrained weights differ in them; a single
+    changed value elsewhere goes unnoticed. How tensors are spread over files does not matter.
+    """
+    return {name: _sample_digest(folder, name, info) for name, info in tensors.items()}
+
+
+def _sample_digest(folder: Path, name: str, info: TensorInfo) -> str:
+    digest = hashlib.sha256(f"{name}\0{info.dtype}\0{list(info.shape)}\0".encode())
+    last = max(info.nbytes - WINDOW_BYTES, 0)
+    for start in sorted(
+        {last * index // (WINDOWS_PER_TENSOR - 1) for index in range(WINDOWS_PER_TENSOR)}
+    ):
+        digest.update(read_window(folder, info, start, min(WINDOW_BYTES, info.nbytes - start)))
+    return digest.hexdigest()
+
+
+SINGLE_FILE = "model.safetensors"
+MAX_WEIGHT_FILES = 2048
+_PICKLE_SUFFIX = re.compile(r"\.(bin|pt|pth|ckpt|pkl|h5|msgpack)$")
+_HUB_NAME_PATTERN = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+class Checkpoint(ABC):
+    """Read-only checkpoint. `tensors` describes all tensors, also those not downloaded yet."""
+
+    def __init__(
+        self,
+        name: str,
+        folder: Path,
+        config: PreTrainedConfig,
+        tensors: Mapping[str, TensorInfo],
+    ) -> None:
+        self.name = name
+        self.folder = folder
+        self.config = config
+        self.tensors = tensors
+
+    @property
+    def family(self) -> ModelFamily:
+        return FAMILIES[self.config.model_type]
+
+    @property
+    def num_blocks(self) -> int:
+        return int(self.config.num_hidden_layers)
+
+    @property
+    def context_length(self) -> int:
+        return get_context_length(self.family, self.config)
+
+    @abstractmethod
+    def fetch(self, names: Iterable[str], progress: Progress | None = None) -> None:
+        """Download the files of these tensors, if missing, and verify them. Blocks the thread.
+
+        Raises `DiskLimitError`, `CorruptCheckpointError`, `ModelNotFoundError`.
+        """
+
+    @abstractmethod
+    def fetch_side_files(self) -> Path:
+        """Return a folder with the tokenizer and the generation config. Blocks the thread."""
+
+    @abstractmethod
+    def tensor_digests(self) -> Mapping[str, str]:
+        """Return digests that identify the weights (`checkpoint.py`)."""
+
+    def read(self, name: str) -> Tensor:
+        """Read one fetched tensor into new CPU memory, in the checkpoint's dtype."""
+        return read_tensor(self.folder, self.tensors[name])
+
+    def resolve_dtype(self, text: str) -> torch.dtype:
+        """Return the dtype named; `auto` is that of the stored weights.
+
+        Raises `ConfigError` for unknown names.
+        """
+        dtype = parse_dtype(text)
+        if dtype is not None:
+            return dtype
+        stated = self.config.dtype
+        if isinstance(stated, torch.dtype) and stated in DTYPES.values():
+            return stated
+        sizes: Counter[torch.dtype] = Counter()
+        for info in self.tensors.values():
+            sizes[info.dtype] += info.numel
+        return max(DTYPES.values(), key=lambda candidate: sizes[candidate])
+
+    def raw_config(self) -> dict[str, object]:
+        return read_raw_config(self.folder, name=self.name)
+
+
+class LocalCheckpoint(Checkpoint):
+    """A folder with `config.json` and `model.safetensors`, or its shards and their index."""
+
+    def fetch(self, names: Iterable[str], progress: Progress | None = None) -> None:
+        missing = {self.tensors[name].file for name in names} - set(self._list_files())
+        if missing:
+            raise ModelNotFoundError(f"{self.folder} no longer has {', '.join(sorted(missing))}")
+
+    def fetch_side_files(self) -> Path:
+        return self.folder
+
+    def tensor_digests(self) -> Mapping[str, str]:
+        return sample_digests(self.folder, self.tensors)
+
+    def _list_files(self) -> Iterable[str]:
+        return (path.name for path in self.folder.iterdir())
+
+
+def open_checkpoint(
+    model: str,
+    *,
+    revision: str | None = None,
+    token: str | None = None,
+    cache_dir: Path,
+    max_disk_bytes: int | None = None,
+    evicts: bool = False,
+    endpoint: str | None = None,
+) -> Checkpoint:
+    """Open a local folder, or a hub repository by name (its config and headers only).
+
+    Blocks the thread. `open_hub` explains how the cache under `cache_dir` is bounded. Raises
+    `ModelNotFoundError`, `UnsupportedModelError`, `UnsafeCheckpointError`,
+    `CorruptCheckpointError`, `DiskLimitError`, and `ConfigError` for a revision of a folder.
+    """
+    folder = Path(os.path.expanduser(model))
+    if folder.is_dir():
+        if revision is not None:
+            raise ConfigError(f"a revision names a version on the hub; {folder} is a local folder")
+        return open_folder(folder)
+    if folder.exists() or not _HUB_NAME_PATTERN.fullmatch(model) or model.startswith("."):
+        raise ModelNotFoundError(
+            f"{model} is no folder; give a folder with config.json and *.safetensors, "
+            "or a name on the hub such as HuggingFaceTB/SmolLM2-135M-Instruct"
+        )
+    # Lazy: huggingface_hub reads its environment variables on import.
+    from nesa_node.engine.weights.hub import open_hub
+
+    return open_hub(
+        model,
+        revision=revision,
+        token=token,
+        cache_dir=cache_dir,
+        max_disk_bytes=max_disk_bytes,
+        evicts=evicts,
+        endpoint=endpoint,
+    )
+
+
+def open_folder(folder: Path) -> LocalCheckpoint:
+    folder = folder.resolve()
+    config = read_config(folder, name=folder.name)
+    files = list_weight_files({path.name for path in folder.iterdir()}, folder, name=folder.name)
+    tensors: dict[str, TensorInfo] = {}
+    for file in files:
+        tensors.update(read_header(folder / file, file))
+    return LocalCheckpoint(folder.name, folder, config, tensors)
+
+
+def list_weight_files(present: set[str], folder: Path, *, name: str) -> tuple[str, ...]:
+    """Return the safetensors files of a checkpoint from the file names `present` in it.
+
+    `folder` must hold the index, if there is one. Raises `UnsafeCheckpointError` where only pickled
+    weights exist, `CorruptCheckpointError` for a bad index, and `ModelNotFoundError` where a file
+    is missing.
+    """
+    if INDEX_FILE in present:
+        files = _read_index(folder / INDEX_FILE)
+        if missing := sorted(set(files) - present):
+            raise ModelNotFoundError(f"{name} lacks {', '.join(missing)}, which {INDEX_FILE} names")
+        return files
+    if SINGLE_FILE in present:
+        return (SINGLE_FILE,)
+    if pickled := sorted(file for file in present if _PICKLE_SUFFIX.search(file)):
+        raise UnsafeCheckpointError(
+            f"{name} has its weights as {pickled[0]}, which can run code when it is opened, and no "
+            "safetensors. Where you trust it, convert it once: AutoModelForCausalLM"
+            ".from_pretrained(MODEL).save_pretrained(FOLDER), with the tokenizer's save_pretrained "
+            "too, and use FOLDER"
+        )
+    raise ModelNotFoundError(f"{name} has no weights: neither {SINGLE_FILE} nor {INDEX_FILE}")
+
+
+def _read_index(index: Path) -> tuple[str, ...]:
+    try:
+        files = sorted(set(read_json(index)["weight_map"].values()))
+    except (KeyError, TypeError, AttributeError) as error:
+        raise CorruptCheckpointError(f"{index} is no safetensors index ({error!r})") from error
+    if len(files) > MAX_WEIGHT_FILES:
+        raise CorruptCheckpointError(f"{index} names {len(files)} files, more than any model has")
+    for file in files:
+        if Path(file).name != file or not file.endswith(".safetensors"):
+            raise CorruptCheckpointError(f"{index} names {file!r}, which is no file beside it")
+    return tuple(files)
+
+
+# Config keys outside the architecture, which differ between two saves of one model.
+_IGNORED_CONFIG_KEYS = frozenset(
+    {
+        "_name_or_path",
+        "architectures",
+        "auto_map",
+        "dtype",
+        "torch_dtype",
+        "transformers_version",
+        "use_cache",
+    }
+)
+
+
+def compute_model_id(checkpoint: Checkpoint) -> ModelId:
+    """Return `name@digest`, with 16 hex digits of SHA-256 over the config and the weights.
+
+    Weights count by the hub's file hashes, or for a local folder by their headers and a sample of
+    every tensor's bytes (`checkpoint.py`). So a folder and its hub repository are two swarms, as
+    are folders of the same name with different weights. Reads the folder; blocks the thread.
+    """
+    config = {
+        key: value
+        for key, value in checkpoint.raw_config().items()
+        if key not in _IGNORED_CONFIG_KEYS
+    }
+    return ModelId(
+        f"{checkpoint.name}@{_hash_config_and_tensors(config, checkpoint.tensor_digests())}"
+    )
+
+
+def _hash_config_and_tensors(config: Mapping[str, object], tensors: Mapping[str, str]) -> str:
+    canonical = json.dumps([config, tensors], sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()[:16]

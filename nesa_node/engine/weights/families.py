@@ -1,0 +1,173 @@
+"""Table of the supported model families: where each keeps its layers, embedding and head.
+
+A family's decoder runs a span with its own forward: masks, rotary tables and ALiBi stay
+transformers'. Families differ in the names of the layers and of the modules before and after them,
+which a span does without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nesa_node.core.errors import UnsupportedModelError
+
+
+@dataclass(frozen=True, slots=True)
+class CacheHeads:
+    """Shape of the KV cache per token and layer: a key and a value of `count * dim` elements.
+
+    `repeats` > 1: the model repeats every head that many times in a row; one copy is stored.
+    """
+
+    num_kv_heads: int
+    head_dim: int
+    repeats: int = 1
+
+
+def _grouped_query_heads(config: Any) -> CacheHeads:
+    heads = config.num_attention_heads
+    count = getattr(config, "num_key_value_heads", None) or heads
+    return CacheHeads(count, getattr(config, "head_dim", None) or config.hidden_size // heads)
+
+
+def _falcon_heads(config: Any) -> CacheHeads:
+    heads, dim = config.num_attention_heads, config.hidden_size // config.num_attention_heads
+    if config.new_decoder_architecture:
+        return CacheHeads(config.num_kv_heads, dim, repeats=heads // config.num_kv_heads)
+    return CacheHeads(1 if config.multi_query else config.num_kv_heads, dim)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFamily:
+    """Module names: `decoder` is a path in the causal LM, the rest are the decoder's attributes.
+
+    In order of use: `embedding`, `projection_in`, `positions` (added) and `embedding_norm` before
+    the blocks; `final_modules`, in order, and the causal LM's `lm_head` after them.
+    """
+
+    title: str
+    decoder: str = "model"
+    layers_name: str = "layers"
+    embedding: str = "embed_tokens"
+    projection_in: str | None = None
+    positions: str | None = None
+    embedding_norm: str | None = None
+    final_modules: tuple[str, ...] = ("norm",)
+    cache_heads: Callable[[Any], CacheHeads] = _grouped_query_heads
+    packs_rows: bool = True
+    """Attention uses transformers' interface, so rows can be packed; else rows run one by one."""
+    has_llama_layers: bool = False
+    """Layers are Llama-shaped, so that `FusedDecoder` can replace the decoder."""
+    default_context_length: int | None = None
+    """Context length where the config of the family need not state one."""
+    unsupported_settings: Mapping[str, object] | None = None
+    """Config settings with which a model of the family is rejected."""
+
+    @property
+    def layers_path(self) -> str:
+        return f"{self.decoder}.{self.layers_name}"
+
+
+MAX_CONTEXT_LENGTH = 2**31 - 1
+FAMILIES: Mapping[str, ModelFamily] = {
+    "llama": ModelFamily("Llama", has_llama_layers=True),
+    "mistral": ModelFamily("Mistral", has_llama_layers=True),
+    "mixtral": ModelFamily("Mixtral"),
+    "qwen2": ModelFamily("Qwen2", has_llama_layers=True),
+    "qwen3": ModelFamily("Qwen3", has_llama_layers=True),
+    "gemma2": ModelFamily("Gemma 2", unsupported_settings={"use_bidirectional_attention": True}),
+    "gemma3_text": ModelFamily(
+        "Gemma 3 (text)", unsupported_settings={"use_bidirectional_attention": True}
+    ),
+    "phi3": ModelFamily("Phi-3"),
+    "gpt2": ModelFamily(
+        "GPT-2",
+        decoder="transformer",
+        layers_name="h",
+        embedding="wte",
+        positions="wpe",
+        final_modules=("ln_f",),
+        unsupported_settings={"add_cross_attention": True},
+    ),
+    "gpt_neox": ModelFamily(
+        "GPT-NeoX", decoder="gpt_neox", embedding="embed_in", final_modules=("final_layer_norm",)
+    ),
+    "bloom": ModelFamily(
+        "BLOOM",
+        decoder="transformer",
+        layers_name="h",
+        embedding="word_embeddings",
+        embedding_norm="word_embeddings_layernorm",
+        final_modules=("ln_f",),
+        packs_rows=False,
+        default_context_length=2048,
+    ),
+    "falcon": ModelFamily(
+        "Falcon",
+        decoder="transformer",
+        layers_name="h",
+        embedding="word_embeddings",
+        final_modules=("ln_f",),
+        cache_heads=_falcon_heads,
+        packs_rows=False,
+    ),
+    "opt": ModelFamily(
+        "OPT",
+        decoder="model.decoder",
+        projection_in="project_in",
+        positions="embed_positions",
+        final_modules=("final_layer_norm", "project_out"),
+    ),
+}
+
+
+def format_family_titles() -> str:
+    return ", ".join(family.title for family in FAMILIES.values())
+
+
+def get_family(model_type: object, *, name: str) -> ModelFamily:
+    """Return the family of a config's `model_type`. Raises `UnsupportedModelError`."""
+    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    if family is None:
+        raise UnsupportedModelError(
+            f"{name} is a {model_type or 'model of unknown type'}, which cannot be served. "
+            f"These families can: {format_family_titles()}"
+        )
+    return family
+
+
+def require_servable(family: ModelFamily, config: Any, *, name: str) -> None:
+    """Raises `UnsupportedModelError` for a model of the family that is no causal decoder."""
+    for key, value in (family.unsupported_settings or {}).items():
+        if getattr(config, key, None) == value:
+            raise UnsupportedModelError(f"{name} sets {key}={value!r}, which cannot be served")
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(f"{name} is an encoder-decoder, which cannot be served")
+
+
+def get_context_length(family: ModelFamily, config: Any) -> int:
+    """Return the maximum number of tokens of one sequence.
+
+    With rotary scaling of type `longrope` or `dynamic` the frequencies change once a sequence
+    outgrows the original length, and keys cached before no longer fit: transformers then recomputes
+    the cache, which a chain of nodes cannot. There the limit is the original length. Raises
+    `UnsupportedModelError` where the config states no valid limit.
+    """
+    limits = [
+        getattr(config, "max_position_embeddings", None)
+        or getattr(config, "seq_length", None)
+        or family.default_context_length
+    ]
+    rope = getattr(config, "rope_parameters", None) or {}
+    limits += [
+        parameters.get("original_max_position_embeddings")
+        or getattr(config, "original_max_position_embeddings", None)
+        for parameters in (rope, *(value for value in rope.values() if isinstance(value, dict)))
+        if parameters.get("rope_type") in ("longrope", "dynamic")
+    ]
+    known = [int(limit) for limit in limits if limit]
+    if not known or not 0 < min(known) <= MAX_CONTEXT_LENGTH:
+        raise UnsupportedModelError("the model's config states no valid context length")
+    return min(known)

@@ -1,0 +1,337 @@
+"""A model without weights, and the mapping of a checkpoint's tensors to its parameters.
+
+Stacking of mixture-of-experts weights without holding them twice.
+
+E experts, R rows, C columns.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+from transformers import initialization as init
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    rename_source_key,
+)
+
+from nesa_node.core.errors import CorruptCheckpointError, UnsupportedModelError
+from nesa_node.core.settings.choices import QuantType
+from nesa_node.core.span import Span
+from nesa_node.engine.kernels import huge_pages
+from nesa_node.engine.kernels.quantize import (
+    compute_quantized_bytes,
+    is_quantizable,
+    make_quantized_linear,
+)
+from nesa_node.engine.weights.checkpoint import Checkpoint
+from nesa_node.engine.weights.families import ModelFamily
+from nesa_node.engine.weights.progress import Progress
+
+
+def is_expert_stacking(converter: WeightConverter) -> bool:
+    """Whether a conversion stacks each kind of weight over experts and concatenates the kinds."""
+    merge, *join = converter.operations
+    return (
+        isinstance(merge, MergeModulelist)
+        and merge.dim == 0
+        and len(join) <= 1
+        and all(isinstance(item, Concatenate) and item.dim == 1 for item in join)
+        and len(join) == len(converter.source_patterns) - 1 <= 1
+    )
+
+
+def stack_experts(
+    converter: WeightConverter,
+    names: Sequence[tuple[str, str]],
+    read: Callable[[str], Tensor],
+) -> Tensor:
+    """Read experts' matrices [R, C] one at a time into their slices of one tensor [E, R', C].
+
+    `names` are pairs of a source pattern and a checkpoint's name, ordered by expert. Equals
+    `converter.convert`, which needs up to three times the memory. Raises `ValueError` where the
+    shapes or numbers of experts disagree.
+    """
+    kinds = [
+        [name for pattern, name in names if pattern == wanted]
+        for wanted in converter.source_patterns
+    ]
+    if len({len(kind) for kind in kinds}) != 1:
+        raise ValueError(f"unequal numbers of experts: {[len(kind) for kind in kinds]}")
+    firsts = [read(kind[0]) for kind in kinds]
+    if len({(first.ndim, first.shape[-1], first.dtype) for first in firsts}) != 1:
+        raise ValueError(f"experts of different shapes: {[list(first.shape) for first in firsts]}")
+    rows = [len(first) for first in firsts]
+    stacked_ERC = torch.empty(
+        (len(kinds[0]), sum(rows), firsts[0].shape[-1]), dtype=firsts[0].dtype
+    )
+    del firsts
+    for index, kind in enumerate(kinds):
+        start = sum(rows[:index])
+        for expert, name in enumerate(kind):
+            matrix_RC = read(name)
+            if matrix_RC.shape != (rows[index], stacked_ERC.shape[2]):
+                raise ValueError(f"{name} has shape {list(matrix_RC.shape)}")
+            stacked_ERC[expert, start : start + rows[index]] = matrix_RC
+    return stacked_ERC
+
+
+@dataclass(slots=True)
+class TensorSource:
+    """Checkpoint tensors (pattern, name) of one of the model's tensors, and their converter."""
+
+    names: list[tuple[str, str]] = field(default_factory=list)
+    converter: WeightConverter | None = None
+
+
+_AUTO: Any = AutoModelForCausalLM
+_no_init_lock = threading.Lock()
+"""Guards `no_init_weights`, which patches torch's functions globally: of two threads inside it, the
+second to leave would restore the first one's patches for good."""
+
+
+class Skeleton:
+    """Causal LM of a checkpoint's config on the meta device, of which parts can be loaded.
+
+    Names are mapped as in transformers' own loading: renamed layers, fused experts, an optional
+    base-model prefix.
+    """
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.checkpoint = checkpoint
+        self.family: ModelFamily = checkpoint.family
+        # Building a model changes its config.
+        config = copy.deepcopy(checkpoint.config)
+        with _no_init_lock, torch.device("meta"), init.no_init_weights():
+            self.model: Any = _AUTO.from_config(config, trust_remote_code=False)
+        self.model.eval().requires_grad_(False)
+        self._shapes = {name: tensor.shape for name, tensor in self.model.state_dict().items()}
+        tied: dict[str, str] = self.model.all_tied_weights_keys
+        self._tied_names = {**tied, **{source: target for target, source in tied.items()}}
+        self._loaded_tied_tensors: dict[str, Tensor] = {}
+        self._sources = self._map_names()
+
+    @property
+    def decoder(self) -> Any:
+        return self.model.get_submodule(self.family.decoder)
+
+    def block_names(self, span: Span) -> list[str]:
+        """Return the names of the model's tensors in these blocks."""
+        prefixes = tuple(
+            f"{self.family.layers_path}.{index}." for index in range(*_span_bounds(span))
+        )
+        return [name for name in self._shapes if name.startswith(prefixes)]
+
+    def module_names(self, path: str) -> list[str]:
+        return [name for name in self._shapes if name.startswith(f"{path}.")]
+
+    def source_names(self, names: Iterable[str]) -> list[str]:
+        """Return the names of the checkpoint's tensors that these are made from.
+
+        Raises `CorruptCheckpointError` naming those that the checkpoint lacks.
+        """
+        wanted = list(names)
+        if missing := [name for name in wanted if self._stored_name(name) not in self._sources]:
+            shown = ", ".join(missing[:8]) + (
+                f" and {len(missing) - 8} more" if missing[8:] else ""
+            )
+            raise CorruptCheckpointError(f"{self.checkpoint.name} lacks the tensors {shown}")
+        stored = (self._sources[self._stored_name(name)] for name in wanted)
+        return [name for source in stored for _, name in source.names]
+
+    def nbytes(
+        self, names: Iterable[str], dtype: torch.dtype, quant_type: QuantType = "none"
+    ) -> int:
+        """Return the bytes of these tensors in memory, loaded with this dtype and quantization.
+
+        Raises `UnsupportedModelError` where weights do not fit into nf4's blocks.
+        """
+        plain, total = [], 0
+        for name in names:
+            module = self._find_quantizable_module(name, quant_type)
+            if module is None:
+                plain.append(name)
+            else:
+                total += compute_quantized_bytes(module, quant_type)
+        infos = (self.checkpoint.tensors[source] for source in self.source_names(plain))
+        return total + sum(info.numel * dtype.itemsize for info in infos)
+
+    def load(
+        self,
+        names: Iterable[str],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        task: str,
+        quant_type: QuantType = "none",
+        progress: Progress | None = None,
+    ) -> None:
+        """Fetch these tensors and assign them, one after another. Blocks the thread.
+
+        With a `quant_type`, linear layers are replaced by quantized ones as their weights are read.
+        Peak memory is that of the loaded tensors plus the largest of them as stored in the
+        checkpoint. Tied tensors share memory, unless the checkpoint holds different values for
+        them. Raises `CorruptCheckpointError` for a missing tensor or one of another shape, and
+        `UnsupportedModelError` for weights that cannot be quantized so.
+        """
+        wanted = list(names)
+        self.checkpoint.fetch(self.source_names(wanted), progress)
+        total, done = self.nbytes(wanted, dtype, quant_type), 0
+        for name in wanted:
+            linear = self._find_quantizable_module(name, quant_type)
+            if linear is None:
+                done += self._assign(name, self._load_tensor(name, dtype, device))
+            else:
+                weight = self._read_checked(name, self._stored_name(name))
+                made = make_quantized_linear(linear, weight, quant_type, dtype=dtype, device=device)
+                del weight
+                self.model.set_submodule(name.rpartition(".")[0], made, strict=True)
+                done += compute_quantized_bytes(linear, quant_type)
+            if progress is not None:
+                progress(task, done, total)
+
+    def make_buffers(self, root: nn.Module, device: torch.device) -> None:
+        """Compute the buffers of `root` that no checkpoint holds (rotary frequencies, scales).
+
+        Call it before `load`, since transformers' initialization also resets a module's weights.
+        Raises `UnsupportedModelError` if transformers leaves one of them unset.
+        """
+        for module in root.modules():
+            fresh = [
+                name for name in module._non_persistent_buffers_set if _is_on_meta(module, name)
+            ]
+            for name in fresh:
+                module._buffers[name] = _nan_like(module._buffers[name], device)
+            if fresh:
+                self.model._init_weights(module)
+            for name in fresh:
+                if not bool(torch.isfinite(getattr(module, name)).all()):
+                    raise UnsupportedModelError(
+                        f"{self.checkpoint.name}: transformers has no initialization of "
+                        f"{type(module).__name__}.{name}, so that the model cannot be served"
+                    )
+
+    def require_complete(self, root: nn.Module) -> None:
+        """Assert that every parameter and buffer of `root` has a value."""
+        left = [name for name, value in root.state_dict(keep_vars=True).items() if value.is_meta]
+        left += [name for name, value in root.named_buffers() if value.is_meta]
+        assert not left, f"never loaded: {left}"
+
+    def _map_names(self) -> dict[str, TensorSource]:
+        transforms = get_model_conversion_mapping(self.model)
+        renamings = [item for item in transforms if isinstance(item, WeightRenaming)]
+        converters = [item for item in transforms if isinstance(item, WeightConverter)]
+        by_pattern = {pattern: item for item in converters for pattern in item.source_patterns}
+        sources: dict[str, TensorSource] = {}
+        # Numeric order as in transformers: experts are stacked in the order of their names.
+        for name in sorted(self.checkpoint.tensors, key=_natural_sort_key):
+            target, pattern = rename_source_key(
+                name, renamings, converters, self.model.base_model_prefix, self._shapes
+            )
+            if target not in self._shapes:
+                continue  # masks and frequencies saved by older versions; other heads
+            source = sources.setdefault(target, TensorSource())
+            source.names.append((pattern or "", name))
+            if pattern is not None:
+                source.converter = by_pattern[pattern]
+        return sources
+
+    def _stored_name(self, name: str) -> str:
+        """Return the checkpoint's name of a tensor: its own or that of the tied tensor."""
+        twin = self._tied_names.get(name)
+        return twin if twin in self._sources and name not in self._sources else name
+
+    def _find_quantizable_module(self, name: str, quant_type: QuantType) -> nn.Module | None:
+        """Return the layer of this weight if it is to be quantized, else None."""
+        path, _, leaf = name.rpartition(".")
+        if quant_type == "none" or leaf != "weight":
+            return None
+        module: nn.Module = self.model.get_submodule(path)
+        return module if is_quantizable(module) else None
+
+    def _assign(self, name: str, tensor: Tensor) -> int:
+        path, _, leaf = name.rpartition(".")
+        module = self.model.get_submodule(path)
+        if leaf in module._parameters:
+            module._parameters[leaf] = nn.Parameter(tensor, requires_grad=False)
+        else:
+            module._buffers[leaf] = tensor
+        return tensor.nbytes
+
+    def _load_tensor(self, name: str, dtype: torch.dtype, device: torch.device) -> Tensor:
+        stored = self._stored_name(name)
+        twin = self._loaded_tied_tensors.get(self._tied_names.get(name, ""))
+        if twin is not None and stored != name:
+            return twin
+        tensor = self._read_checked(name, stored).to(device=device, dtype=dtype)
+        if twin is not None and torch.equal(twin, tensor):
+            return twin
+        tensor = huge_pages.copy_to_huge_pages(tensor)
+        if name in self._tied_names:
+            self._loaded_tied_tensors[name] = tensor
+        return tensor
+
+    def _read_checked(self, name: str, stored: str) -> Tensor:
+        """Read a tensor in its stored dtype. Raises `CorruptCheckpointError` for another shape."""
+        tensor = self._read_converted(stored)
+        if tensor.shape != self._shapes[name]:
+            raise CorruptCheckpointError(
+                f"{self.checkpoint.name}: {stored} has shape {list(tensor.shape)}, "
+                f"its config makes it {list(self._shapes[name])}"
+            )
+        return tensor
+
+    def _read_converted(self, name: str) -> Tensor:
+        source = self._sources[name]
+        read = self.checkpoint.read
+        if source.converter is None:
+            return read(source.names[0][1])
+        if is_expert_stacking(source.converter):
+            try:
+                return stack_experts(source.converter, source.names, read)
+            except ValueError as error:
+                raise CorruptCheckpointError(f"{self.checkpoint.name}: {name}: {error}") from error
+        converter = copy.deepcopy(source.converter)
+        for pattern, origin in source.names:
+            opener: Callable[[], Tensor] = partial(read, origin)
+            converter.add_tensor(name, origin, pattern, opener)  # type: ignore[arg-type]
+        made = converter.convert(name, model=self.model, config=self.model.config)
+        if set(made) != {name}:
+            raise UnsupportedModelError(f"{name} is converted to {sorted(made)}; one is expected")
+        tensor: Tensor = made[name][0] if isinstance(made[name], list) else made[name]
+        return tensor
+
+
+def _span_bounds(span: Span) -> tuple[int, int]:
+    return span.start, span.end
+
+
+def _natural_sort_key(name: str) -> list[tuple[int, str]]:
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
+
+
+def _is_on_meta(module: nn.Module, name: str) -> bool:
+    buffer = module._buffers.get(name)
+    return buffer is not None and buffer.is_meta
+
+
+def _nan_like(buffer: Tensor | None, device: torch.device) -> Tensor:
+    assert buffer is not None
+    if not buffer.is_floating_point():
+        raise UnsupportedModelError(
+            "models with integer buffers outside the checkpoint cannot be served"
+        )
+    return torch.full_like(buffer, torch.nan, device=device)

@@ -1,0 +1,254 @@
+"""Rows of the result table: the results of each cell, compared with the baseline.
+
+The result table as text and as JSON.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import math
+import platform
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, TextIO
+
+import psutil
+from rich.console import Console
+from rich.table import Table
+from transformers import PreTrainedTokenizerBase
+
+from nesa_node.client.model.causal_lm import DistributedModelForCausalLM
+from nesa_node.evaluation.cells import Cell
+from nesa_node.evaluation.multiple_choice import (
+    Accuracy,
+    ChoiceResult,
+    MultipleChoiceItem,
+    measure_choices,
+)
+from nesa_node.evaluation.paired_tests import mcnemar, paired_t
+from nesa_node.evaluation.perplexity import Perplexity, measure_perplexity
+from nesa_node.evaluation.tasks import HarnessTasks, TaskResult
+
+OpenModel = Callable[[Cell], AbstractContextManager[DistributedModelForCausalLM]]
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationSample:
+    """Data on which every cell is measured; measures without ids, items or tasks are skipped."""
+
+    ids: Sequence[int]
+    context: int
+    stride: int
+    items: Sequence[MultipleChoiceItem]
+    tasks: HarnessTasks | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CellResult:
+    cell: Cell
+    perplexity: Perplexity | None
+    choices: ChoiceResult | None
+    tasks: Mapping[str, TaskResult]
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class BaselineChange:
+    """Changes of a row against the baseline, with the p-values of paired tests.
+
+    `perplexity` is the relative change exp(d) - 1, where d is the mean difference of the blocks'
+    negative log-likelihoods; its error is (1 + change) times that of d. Accuracies: McNemar's test.
+    """
+
+    perplexity: float | None
+    perplexity_error: float | None
+    perplexity_p: float | None
+    plain_p: float | None
+    normalised_p: float | None
+    tasks_p: Mapping[str, float]
+
+
+def measure_cells(
+    open_model: OpenModel,
+    tokenizer: PreTrainedTokenizerBase,
+    cells: Sequence[Cell],
+    sample: EvaluationSample,
+) -> Iterator[CellResult]:
+    """Measure the cells in order, one row each. Raises as models and sessions do."""
+    for cell in cells:
+        started = time.perf_counter()
+        perplexity, choices = None, None
+        tasks: Mapping[str, TaskResult] = {}
+        with open_model(cell) as model:
+            # Tasks run first, so that missing datasets fail early.
+            if sample.tasks is not None:
+                tasks = sample.tasks.measure(model, tokenizer)
+            if sample.ids:
+                perplexity = measure_perplexity(
+                    model, sample.ids, context=sample.context, stride=sample.stride
+                )
+            if sample.items:
+                choices = measure_choices(model, tokenizer, sample.items)
+        yield CellResult(cell, perplexity, choices, tasks, time.perf_counter() - started)
+
+
+def compare_rows(row: CellResult, baseline: CellResult) -> BaselineChange:
+    """`row` against a baseline that was measured on the same sample."""
+    change, error, change_p, plain_p, normalised_p = None, None, None, None, None
+    if row.perplexity is not None and baseline.perplexity is not None:
+        difference = paired_t(row.perplexity.block_nll, baseline.perplexity.block_nll)
+        ratio = math.exp(row.perplexity.mean_nll - baseline.perplexity.mean_nll)
+        change, error = ratio - 1, ratio * difference.standard_error
+        change_p = difference.p_value
+    if row.choices is not None and baseline.choices is not None:
+        plain_p = mcnemar(row.choices.plain.right, baseline.choices.plain.right)
+        normalised_p = mcnemar(row.choices.normalised.right, baseline.choices.normalised.right)
+    tasks = {name: mine.p_value(baseline.tasks[name]) for name, mine in row.tasks.items()}
+    return BaselineChange(change, error, change_p, plain_p, normalised_p, tasks)
+
+
+PIPE_COLUMNS = 120
+"""Columns of the table if the output is not a terminal."""
+_PACKAGES = ("nesa-node", "torch", "transformers")
+
+
+def print_rows(rows: Sequence[CellResult], *, title: str, unquantized: str, out: TextIO) -> None:
+    """Print the rows as a table; the first is the baseline.
+
+    `unquantized`: label of weights that are not quantized, their data type.
+    """
+    console = Console(file=out, width=None if out.isatty() else PIPE_COLUMNS)
+    table = Table(title=title, title_justify="left")
+    table.add_column("weights")
+    table.add_column("wire", no_wrap=True)
+    for heading in _headings(rows[0]):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        weights = unquantized if row.cell.weights == "none" else row.cell.weights
+        change = None if row is rows[0] else compare_rows(row, rows[0])
+        table.add_row(weights, row.cell.wire, *_format_results(row, change))
+    console.print(table)
+
+
+def write_rows(rows: Sequence[CellResult], path: Path, *, options: Mapping[str, object]) -> None:
+    """Write a JSON array with one object per row and line, with options and machine.
+
+    Raises `OSError`.
+    """
+    about = {
+        "benchmark": "eval",
+        "measured_at": f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}",
+        "machine": _describe_machine(),
+        "options": dict(options),
+    }
+    lines = [json.dumps(about | describe_row(row, compare_rows(row, rows[0]))) for row in rows]
+    path.write_text("[\n" + ",\n".join(lines) + "\n]\n", encoding="utf-8")
+
+
+def describe_row(row: CellResult, change: BaselineChange) -> dict[str, Any]:
+    """A row with its change, and the values per item that further paired tests need."""
+    told: dict[str, Any] = {
+        "weights": row.cell.weights,
+        "wire": row.cell.wire,
+        "seconds": round(row.seconds, 1),
+    }
+    if row.perplexity is not None:
+        told["perplexity"] = {
+            "value": row.perplexity.value,
+            "standard_error": row.perplexity.standard_error,
+            "tokens": row.perplexity.tokens,
+            "change": change.perplexity,
+            "change_standard_error": change.perplexity_error,
+            "p_value": change.perplexity_p,
+            "block_nll": [round(value, 6) for value in row.perplexity.block_nll],
+        }
+    if row.choices is not None:
+        told["acc"] = _describe_accuracy(row.choices.plain, change.plain_p)
+        told["acc_norm"] = _describe_accuracy(row.choices.normalised, change.normalised_p)
+    for name, task in row.tasks.items():
+        told.setdefault("tasks", {})[name] = {
+            "metric": task.metric,
+            "value": task.value,
+            "standard_error": task.standard_error,
+            "p_value": change.tasks_p[name],
+            "values": task.values,
+        }
+    return told
+
+
+def _describe_accuracy(accuracy: Accuracy, p_value: float | None) -> dict[str, Any]:
+    return {
+        "value": accuracy.value,
+        "standard_error": accuracy.standard_error,
+        "items": len(accuracy.right),
+        "p_value": p_value,
+        "right": "".join("01"[answer] for answer in accuracy.right),
+    }
+
+
+def _headings(row: CellResult) -> list[str]:
+    headings = []
+    if row.perplexity is not None:
+        headings += ["perplexity", "change", "p"]
+    if row.choices is not None:
+        headings += ["acc_norm", "p", "acc", "p"]
+    for name, task in row.tasks.items():
+        headings += [f"{name}\n{task.metric}", "p"]
+    return headings
+
+
+def _format_results(row: CellResult, change: BaselineChange | None) -> list[str]:
+    figures = []
+    if row.perplexity is not None:
+        figures.append(f"{row.perplexity.value:.2f} ± {row.perplexity.standard_error:.2f}")
+        if change is None:
+            figures += ["", ""]
+        else:
+            figures.append(_format_percent(change.perplexity, change.perplexity_error))
+            figures.append(_format_p(change.perplexity_p))
+    if row.choices is not None:
+        tests = (None, None) if change is None else (change.normalised_p, change.plain_p)
+        for accuracy, p_value in zip(
+            (row.choices.normalised, row.choices.plain), tests, strict=True
+        ):
+            figures.append(f"{accuracy.value:.3f} ± {accuracy.standard_error:.3f}")
+            figures.append(_format_p(p_value))
+    for name, task in row.tasks.items():
+        figures.append(f"{task.value:.3f} ± {task.standard_error:.3f}")
+        figures.append("" if change is None else _format_p(change.tasks_p[name]))
+    return figures
+
+
+def _format_percent(change: float | None, error: float | None) -> str:
+    return "" if change is None or error is None else f"{change:+.2%} ± {error:.2%}"
+
+
+def _format_p(value: float | None) -> str:
+    if value is None:
+        return ""
+    return "<0.001" if value < 0.001 else f"{value:.3f}"
+
+
+def _processor_name() -> str:
+    try:
+        facts = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return platform.processor()
+    named = re.search(r"^model name\s*:\s*(.+)$", facts, flags=re.MULTILINE)
+    return named[1] if named else platform.machine()
+
+
+def _describe_machine() -> dict[str, object]:
+    return {
+        "processor": _processor_name(),
+        "cores": psutil.cpu_count(),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "python": platform.python_version(),
+        **{name: importlib.metadata.version(name) for name in _PACKAGES},
+    }

@@ -1,0 +1,188 @@
+"""Requests for a chain, and the `Problem` built from a snapshot and a request."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nesa_node.core.ids import PeerId
+from nesa_node.core.span import Span
+from nesa_node.routing.problem import ChainProblem
+from nesa_node.topology.snapshot import NodeState, Snapshot
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+NodeValues = Mapping[PeerId, float] | Floats | None
+"""Values by peer, or an array in the order of `Snapshot.nodes`; missing and NaN are unknown."""
+
+DEFAULT_RTT_MS = 100.0
+"""Assumed for an unmeasured link: intercontinental, so that a measured near link wins."""
+DEFAULT_BYTES_PER_S = 1.25e6
+"""Assumed for a link without an observed transfer: 10 Mbit/s, a usual home uplink."""
+DEFAULT_BLOCK_S = 0.01
+"""Assumed seconds per token and block if no node has measured its speed."""
+MIN_TOKENS_PER_S = 1e-3
+"""Lower bound on announced speeds: unusably slow, but keeps all times finite."""
+_UNMEASURED_QUANTILE = 0.9
+"""Quantile of the measured times that stands for unmeasured nodes. Below 1, so that one node that
+understates its speed does not set it."""
+_MAX_TIMES_MEDIAN = 10.0
+"""Upper bound on that quantile in medians: in a small swarm the quantile is the slowest node."""
+VISIT_OVERHEAD_S = 0.001
+"""Seconds per visit beside compute, to receive a small message and forward it
+(`python -m benchmarks hop`, measured on a slow core)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ChainRequest:
+    """Requirements of a session on its chain.
+
+    `span`: the blocks to run. `tokens`: tokens of one step over all rows; 1 when decoding, a chunk
+    of the prompt when prefilling. `bytes_per_token`: size of hidden states on the wire.
+    `entry_rtt_ms`: round trips between the client and nodes; `entry_bytes_per_s` is the rate from
+    the client, `exit_bytes_per_s` the rate back. `penalties_s`: extra seconds per visit to a node,
+    for failures and doubts. `stability`: topological stability of nodes, 1 if missing. Nodes in
+    `exclude`, and nodes with fewer than `min_free_tokens` of free cache, are not used.
+    """
+
+    span: Span
+    tokens: int = 1
+    bytes_per_token: float = 16_384.0
+    entry_rtt_ms: NodeValues = None
+    entry_bytes_per_s: NodeValues = None
+    exit_bytes_per_s: NodeValues = None
+    penalties_s: Mapping[PeerId, float] = field(default_factory=dict)
+    stability: Mapping[PeerId, float] = field(default_factory=dict)
+    exclude: frozenset[PeerId] = frozenset()
+    min_free_tokens: int = 0
+    visit_s: float = VISIT_OVERHEAD_S
+    default_rtt_ms: float = DEFAULT_RTT_MS
+    default_bytes_per_s: float = DEFAULT_BYTES_PER_S
+
+    def __post_init__(self) -> None:
+        if len(self.span) == 0 or self.tokens < 1:
+            raise ValueError(f"nothing to run: blocks {self.span}, {self.tokens} tokens")
+
+
+def build_problem(snapshot: Snapshot, request: ChainRequest) -> ChainProblem:
+    """The chain problem over the nodes of `snapshot` that hold a part of `request.span`.
+
+    Nodes keep the snapshot's order. A transfer takes half a round trip plus the message's bytes at
+    the link's rate. Unknown links get the request's defaults, unmeasured nodes the speed of a slow
+    measured node: a node gains nothing by announcing no speed.
+    """
+    rows = np.array(
+        [row for row, node in enumerate(snapshot.nodes) if _is_usable(node, request)],
+        dtype=np.int64,
+    )
+    nodes = [snapshot.nodes[row] for row in rows]
+    peers = tuple(node.peer_id for node in nodes)
+    span = request.span
+    entry_trip_s_N = _one_way_s(_values_at(request.entry_rtt_ms, snapshot, rows), request)
+    up_N = _values_at(request.entry_bytes_per_s, snapshot, rows)
+    down_N = _values_at(request.exit_bytes_per_s, snapshot, rows)
+    return ChainProblem(
+        peers=peers,
+        num_blocks=len(span),
+        starts_N=_ints([max(node.span.start, span.start) - span.start for node in nodes]),
+        ends_N=_ints([min(node.span.end, span.end) - span.start for node in nodes]),
+        block_s_N=block_seconds(nodes, request.tokens),
+        visit_s_N=request.visit_s + _floats([request.penalties_s.get(peer, 0.0) for peer in peers]),
+        load_N=_floats([node.load for node in nodes]),
+        spare_N=_floats([_spare_share(node) for node in nodes]),
+        reliability_N=_floats([node.reliability for node in nodes]),
+        stability_N=_floats([request.stability.get(peer, 1.0) for peer in peers]),
+        entry_s_N=entry_trip_s_N + _message_s(up_N, request),
+        exit_s_N=entry_trip_s_N + _message_s(down_N, request),
+        transfer_s_NN=transfer_seconds(snapshot, peers, request),
+    )
+
+
+def block_seconds(nodes: Sequence[NodeState], tokens: int) -> Floats:
+    """Seconds for a step of `tokens` through one block of each idle node, float64 [N].
+
+    One token runs at decode speed, more tokens at prefill speed. An unmeasured node counts as slow
+    as the slow measured ones; without measured nodes, `DEFAULT_BLOCK_S` per token.
+    """
+    speed_N = _floats(
+        [node.decode_tokens_per_s if tokens == 1 else node.prefill_tokens_per_s for node in nodes]
+    )
+    length_N = _floats([len(node.span) for node in nodes])
+    measured_N = (speed_N > 0) & np.isfinite(speed_N)
+    block_s_N = np.full(len(nodes), DEFAULT_BLOCK_S * tokens)
+    clipped = np.maximum(speed_N[measured_N], MIN_TOKENS_PER_S)
+    block_s_N[measured_N] = tokens / (clipped * length_N[measured_N])
+    if measured_N.any():
+        slow_s = np.quantile(block_s_N[measured_N], _UNMEASURED_QUANTILE, method="higher")
+        median_s = np.quantile(block_s_N[measured_N], 0.5, method="lower")
+        block_s_N[~measured_N] = min(slow_s, _MAX_TIMES_MEDIAN * median_s)
+    return block_s_N
+
+
+def _is_usable(node: NodeState, request: ChainRequest) -> bool:
+    return (
+        node.span.start < request.span.end
+        and request.span.start < node.span.end
+        and len(node.span) > 0
+        and node.peer_id not in request.exclude
+        and node.free_cache_tokens >= request.min_free_tokens
+    )
+
+
+def _spare_share(node: NodeState) -> float:
+    if node.total_cache_tokens <= 0:
+        return max(0.0, 1.0 - node.load)
+    return min(1.0, max(0.0, node.free_cache_tokens / node.total_cache_tokens))
+
+
+def _values_at(values: NodeValues, snapshot: Snapshot, rows: Ints) -> Floats:
+    """The values of the nodes at `rows`; NaN if missing."""
+    if values is None:
+        return np.full(len(rows), np.nan)
+    if isinstance(values, Mapping):
+        nodes = snapshot.nodes
+        return _floats([values.get(nodes[row].peer_id, np.nan) for row in rows])
+    if values.shape != (len(snapshot.nodes),):
+        raise ValueError(f"{values.shape} values for {len(snapshot.nodes)} nodes")
+    return values[rows]
+
+
+def transfer_seconds(snapshot: Snapshot, peers: Sequence[PeerId], request: ChainRequest) -> Floats:
+    """Seconds for the step's message from node i to node j, [N, N]; 0 on the diagonal."""
+    size = len(peers)
+    if snapshot.links is None:
+        nothing_NN = np.full((size, size), np.nan)
+        transfer_s_NN = _one_way_s(nothing_NN, request) + _message_s(nothing_NN, request)
+    else:
+        rtt_ms_NN, rate_NN = snapshot.links.select_arrays(peers)
+        transfer_s_NN = _one_way_s(rtt_ms_NN, request)
+        transfer_s_NN += _message_s(rate_NN, request)
+    np.fill_diagonal(transfer_s_NN, 0.0)
+    return transfer_s_NN
+
+
+def _one_way_s(rtt_ms: Floats, request: ChainRequest) -> Floats:
+    """Seconds one way, as a new array."""
+    seconds = np.where(np.isnan(rtt_ms), request.default_rtt_ms, rtt_ms)
+    seconds *= 0.0005
+    return seconds
+
+
+def _message_s(bytes_per_s: Floats, request: ChainRequest) -> Floats:
+    """Seconds to transmit a step's message, as a new array."""
+    known = bytes_per_s > 0  # False for NaN; a rate of zero is treated as unknown
+    rate = np.where(known, bytes_per_s, request.default_bytes_per_s)
+    seconds: Floats = np.divide(request.tokens * request.bytes_per_token, rate, out=rate)
+    return seconds
+
+
+def _floats(values: Sequence[float]) -> Floats:
+    return np.array(values, dtype=np.float64)
+
+
+def _ints(values: Sequence[int]) -> Ints:
+    return np.array(values, dtype=np.int64)

@@ -1,0 +1,381 @@
+"""Life of a daemon: join the swarm, serve one span after another, leave in order."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import resource
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
+from functools import partial
+from typing import Any
+
+from nesa_node.core.errors import BootstrapError, PeerUnreachableError
+from nesa_node.core.ids import PeerId
+from nesa_node.core.logging import get_logger
+from nesa_node.core.metrics import MetricRegistry
+from nesa_node.core.settings.models import NodeConfig, OrchestratorConfig, PeerConfig, secret_text
+from nesa_node.server.node.announcer import Announcer, NodeFacts
+from nesa_node.server.node.invitation import (
+    print_invitation,
+    register_known_swarm,
+    warn_of_other_copies,
+)
+from nesa_node.server.node.metrics import (
+    daemon_source,
+    model_source,
+    node_source,
+    refresh_directory,
+)
+from nesa_node.server.node.move_limiter import MoveLimiter, fill_holes
+from nesa_node.server.node.node_model import NodeModel, open_node_model
+from nesa_node.server.node.ready_file import check_ready_file, ready_file, ready_file_fields
+from nesa_node.server.node.shutdown import Shutdown, stop_signals
+from nesa_node.server.node.span_choice import count_blocks, fetch_snapshot
+from nesa_node.server.node.span_runner import SpanRunner
+from nesa_node.server.orchestrator.launch import (
+    OnHistory,
+    find_model,
+    make_placement_filter,
+    orchestrate,
+    run_follower,
+)
+from nesa_node.server.scheduler.executor import open_executor
+from nesa_node.server.scheduler.scheduler import Scheduler, open_scheduler
+from nesa_node.swarm.node import Swarm, open_swarm
+from nesa_node.swarm.p2p.identity import Identity
+from nesa_node.swarm.rtt_probe import probe_rtts
+
+log = get_logger(__name__)
+
+WITHDRAW_TIMEOUT_S = 5.0
+MAX_FILES = 1 << 16
+JOIN_RETRY_S = 1.0
+"""Interval between attempts to reach initial peers."""
+JOIN_LOG_INTERVAL_S = 10.0
+"""Interval between log lines about those attempts."""
+
+SideTask = Callable[[Sequence[str]], Coroutine[Any, Any, None]]
+"""Coroutine that runs beside a node, called with the node's addresses."""
+
+
+async def run_bootstrap(
+    config: PeerConfig, *, metric_sources: MetricRegistry | None = None
+) -> None:
+    """Be a member of the DHT until SIGTERM or SIGINT. Raises `SwarmError` and `ConfigError`.
+
+    `told` collects metric sources, here and below.
+    """
+    check_ready_file(config.ready_file)
+    sources = metric_sources or MetricRegistry()
+    with stop_signals() as stopping, suppress(_StoppedError):
+        async with _join_swarm(config, stopping) as swarm:
+            with (
+                ready_file(config.ready_file, ready_file_fields(swarm)),
+                sources.registered(daemon_source(swarm, "bootstrap", sources.version)),
+            ):
+                log.info("bootstrap_ready", addresses=swarm.transport.addresses)
+                print_invitation(config, swarm)
+                await Shutdown(stopping, swarm).wait()
+
+
+async def run_orchestrator(
+    config: OrchestratorConfig,
+    on_history: OnHistory | None = None,
+    *,
+    metric_sources: MetricRegistry | None = None,
+) -> None:
+    """Plan for a swarm until SIGTERM or SIGINT. Raises `SwarmError` and `ConfigError`.
+
+    `on_history` is called with the history as soon as there is one.
+    """
+    check_ready_file(config.ready_file)
+    sources = metric_sources or MetricRegistry()
+    with stop_signals() as stopping, suppress(_StoppedError):
+        async with _join_swarm(config, stopping) as swarm:
+
+            async def plan() -> None:
+                model_id = await find_model(swarm, config.model)
+                with sources.registered(model_source(swarm, model_id)):
+                    await orchestrate(
+                        config, swarm, model_id, on_history=on_history, metric_sources=sources
+                    )
+
+            with (
+                ready_file(config.ready_file, ready_file_fields(swarm)),
+                sources.registered(daemon_source(swarm, "orchestrator", sources.version)),
+            ):
+                await Shutdown(stopping, swarm).run_until_shutdown(plan())
+
+
+async def run_node(
+    config: NodeConfig,
+    on_history: OnHistory | None = None,
+    *,
+    metric_sources: MetricRegistry | None = None,
+    side_task: SideTask | None = None,
+) -> None:
+    """Serve a span of a model until SIGTERM or SIGINT, then drain, withdraw and return.
+
+    `on_history` is called with the history of an orchestrator in this process. `beside` runs while
+    the node can be reached at the addresses given to it. Raises as `serve_node` does.
+    """
+    with stop_signals() as stopping, suppress(_StoppedError):
+        await serve_node(
+            config,
+            stopping,
+            on_history=on_history,
+            metric_sources=metric_sources,
+            side_task=side_task,
+        )
+
+
+async def serve_node(
+    config: NodeConfig,
+    stopping: asyncio.Event,
+    move_limiter: MoveLimiter | None = None,
+    on_history: OnHistory | None = None,
+    *,
+    metric_sources: MetricRegistry | None = None,
+    side_task: SideTask | None = None,
+) -> None:
+    """Serve a span of a model until `stopping` is set, and other spans as `moves` grants requests.
+
+    Without `moves` only this node's own rules request moves. Raises `ConfigError`, `ModelError`,
+    `ResourceError` and `SwarmError`.
+    """
+    check_ready_file(config.ready_file)
+    served = await asyncio.to_thread(open_node_model, config)
+    # Checked before joining, so that an impossible request fails at once.
+    blocks = await asyncio.to_thread(count_blocks, config, served)
+    async with (
+        _join_swarm(config, stopping) as swarm,
+        open_executor() as executor,
+        open_scheduler(executor) as scheduler,
+    ):
+        facts = _node_facts(config, served, blocks)
+        move_limiter = move_limiter or make_move_limiter(config)
+        with register_known_swarm(config, swarm.transport.addresses, served.model_id):
+            async with _running_side_task(side_task, swarm):
+                await _run_services(
+                    config,
+                    served,
+                    facts,
+                    swarm,
+                    scheduler,
+                    stopping,
+                    move_limiter,
+                    on_history,
+                    metric_sources,
+                )
+
+
+class _StoppedError(Exception):
+    """The daemon was stopped before it joined."""
+
+
+@asynccontextmanager
+async def _join_swarm(config: PeerConfig, stopping: asyncio.Event) -> AsyncIterator[Swarm]:
+    """Join the swarm, retrying for `join_timeout_s` while no initial peer answers: machines of a
+    swarm that start together do not listen at the same moment.
+
+    Raises `_StoppedError`, `BootstrapError` and the other errors of `open_swarm`.
+    """
+    _raise_file_limit()
+    identity = Identity.load_or_create(config.identity_path)
+    told_at = time.monotonic()
+    deadline = told_at + config.join_timeout_s
+    async with AsyncExitStack() as stack:
+        async with _cancelled_by(stopping):
+            while True:
+                try:
+                    swarm = await stack.enter_async_context(_open_swarm(config, identity))
+                    break
+                except BootstrapError as error:
+                    now = time.monotonic()
+                    if now >= deadline:
+                        raise
+                    if now >= told_at:
+                        told_at = now + JOIN_LOG_INTERVAL_S
+                        still_s = round(deadline - now)
+                        log.warning("initial_peers_awaited", still_s=still_s, reason=str(error))
+                await asyncio.sleep(JOIN_RETRY_S)
+            await swarm.transport.refresh_addresses()
+        log.info("swarm_joined", peer_id=identity.peer_id, addresses=swarm.transport.addresses)
+        yield swarm
+
+
+@asynccontextmanager
+async def _cancelled_by(stopping: asyncio.Event) -> AsyncIterator[None]:
+    """Cancel the body as soon as `stopping` is set, then raise `_StoppedError`."""
+    at_once = asyncio.get_running_loop().time()
+
+    async def watch() -> None:
+        await stopping.wait()
+        limit.reschedule(at_once)
+
+    try:
+        async with asyncio.timeout(None) as limit:
+            watching = asyncio.create_task(watch())
+            try:
+                yield
+            finally:
+                watching.cancel()
+    except TimeoutError:
+        if limit.expired():
+            raise _StoppedError from None
+        raise
+
+
+def _open_swarm(config: PeerConfig, identity: Identity) -> AbstractAsyncContextManager[Swarm]:
+    return open_swarm(
+        identity,
+        host_maddrs=config.host_maddrs,
+        announce_maddrs=config.announce_maddrs,
+        initial_peers=config.initial_peers,
+        nat_port_map=config.nat_port_map,
+        auto_nat=config.auto_nat,
+        relay=config.relay,
+        swarm_key=secret_text(config.swarm_key),
+        record_ttl_s=config.record_ttl_s,
+    )
+
+
+def _raise_file_limit() -> None:
+    """Raise the file limit: each stream is an open file, and the usual 1,024 are few for a node."""
+    now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_FILES if most == resource.RLIM_INFINITY else min(most, MAX_FILES)
+    if now != resource.RLIM_INFINITY and now < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
+
+
+async def _run_services(
+    config: NodeConfig,
+    served: NodeModel,
+    facts: NodeFacts,
+    swarm: Swarm,
+    scheduler: Scheduler,
+    stopping: asyncio.Event,
+    move_limiter: MoveLimiter,
+    on_history: OnHistory | None,
+    metric_sources: MetricRegistry | None,
+) -> None:
+    announcer = Announcer(
+        swarm.directory,
+        facts,
+        swarm.link_speeds.sent_bytes,
+        lambda: swarm.rtts.nearest_links(swarm.link_speeds),
+    )
+    announcer.is_movable = lambda: move_limiter.refusal is None
+    spans = SpanRunner(
+        config=config,
+        served=served,
+        swarm=swarm,
+        scheduler=scheduler,
+        announcer=announcer,
+        move_limiter=move_limiter,
+        shutdown=Shutdown(stopping, swarm),
+    )
+    peer_id = PeerId(swarm.identity.peer_id)
+    measuring = probe_rtts(
+        swarm,
+        served.model_id,
+        facts.num_blocks,
+        random.Random(peer_id),
+        ping_interval_s=config.ping_every_s,
+    )
+    swarm.directory.set_num_blocks(served.model_id, facts.num_blocks)
+    background = [asyncio.create_task(announcer.run()), asyncio.create_task(measuring)]
+    looking = warn_of_other_copies(swarm.directory, served.model_id)
+    background.append(asyncio.create_task(looking))
+    obedience = make_placement_filter(
+        config, peer_id, num_blocks=facts.num_blocks, max_blocks=facts.max_blocks
+    )
+    if not move_limiter.pinned:
+        watching = fill_holes(
+            partial(fetch_snapshot, served, swarm),
+            peer_id,
+            move_limiter,
+            every_s=config.rebalance_every_s,
+            rng=random.Random(),
+        )
+        background.append(asyncio.create_task(watching))
+        following = run_follower(
+            config, swarm, served.model_id, obedience, move_limiter, num_blocks=facts.num_blocks
+        )
+        background.append(asyncio.create_task(following))
+    if config.orchestrator:
+        planning = orchestrate(
+            config,
+            swarm,
+            served.model_id,
+            distrusted=obedience.distrusted,
+            on_history=on_history,
+            metric_sources=metric_sources,
+        )
+        background.append(asyncio.create_task(planning))
+    of_model = (swarm, served.model_id, facts.num_blocks)
+    if metric_sources is not None:
+        background.append(asyncio.create_task(refresh_directory(*of_model)))
+    sources = metric_sources or MetricRegistry()
+    try:
+        with sources.registered(
+            daemon_source(swarm, "node", sources.version),
+            model_source(*of_model),
+            node_source(spans),
+        ):
+            await spans.run()
+    finally:
+        for task in background:
+            task.cancel()
+        await asyncio.gather(*background, return_exceptions=True)
+        await _withdraw(swarm)
+
+
+@asynccontextmanager
+async def _running_side_task(side_task: SideTask | None, swarm: Swarm) -> AsyncIterator[None]:
+    if side_task is None:
+        yield
+        return
+    running = asyncio.create_task(side_task(swarm.transport.addresses))
+    try:
+        yield
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+def make_move_limiter(config: NodeConfig) -> MoveLimiter:
+    """A move limiter with the operator's limits."""
+    return MoveLimiter(
+        per_hour=config.max_moves_per_hour,
+        pause_s=config.move_pause_s,
+        pinned=config.block_indices is not None,
+    )
+
+
+async def _withdraw(swarm: Swarm) -> None:
+    try:
+        async with asyncio.timeout(WITHDRAW_TIMEOUT_S):
+            await swarm.directory.withdraw()
+    except TimeoutError:
+        log.warning("record_not_withdrawn", reason="no DHT member answered; the record will expire")
+    except PeerUnreachableError as error:
+        # Raised by this node's own p2pd. The error that ended the daemon is reported instead.
+        log.warning("record_not_withdrawn", reason=str(error))
+
+
+def _node_facts(config: NodeConfig, served: NodeModel, max_blocks: int) -> NodeFacts:
+    return NodeFacts(
+        model_id=served.model_id,
+        model_name=served.checkpoint.name,
+        num_blocks=served.checkpoint.num_blocks,
+        context_length=served.checkpoint.context_length,
+        dtype=served.dtype,
+        quant_type=served.quant_type,
+        device=served.device,
+        public_name=config.public_name,
+        max_blocks=max_blocks,
+        location=config.location,
+    )

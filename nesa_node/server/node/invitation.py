@@ -1,0 +1,119 @@
+"""How operators and programs find this node: the printed join command and the known-swarms file."""
+
+from __future__ import annotations
+
+import asyncio
+import shlex
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from ipaddress import ip_address
+
+from nesa_node.core.errors import NesaError
+from nesa_node.core.known_swarms import KnownSwarmStore
+from nesa_node.core.logging import get_logger
+from nesa_node.core.settings.models import NodeConfig, PeerConfig, default_known_swarms_dir
+from nesa_node.swarm.directory import Directory
+from nesa_node.swarm.node import Swarm
+
+log = get_logger(__name__)
+
+OTHER_COPIES_TIMEOUT_S = 30.0
+MAX_COPIES_LOGGED = 4
+
+
+def print_invitation(config: PeerConfig, swarm: Swarm) -> None:
+    """Print the command that joins this swarm, on a first node or a bootstrap node.
+
+    One plain line on stdout, to be copied; a log event where logs are JSON.
+    """
+    address = most_reachable_address(swarm.transport.addresses)
+    if address is None or (config.initial_peers and isinstance(config, NodeConfig)):
+        return
+    command = join_command(config, address)
+    if config.log_format == "json":
+        log.info("invitation_printed", command=command)
+        return
+    # The terminal may be gone; the node continues.
+    with suppress(OSError):
+        print(f"{_heading(config, address)}:\n{command}", flush=True)
+
+
+def _heading(config: PeerConfig, address: str) -> str:
+    if not _is_loopback(address):
+        return "join with another machine"
+    if all(_is_loopback(each) for each in config.host_maddrs):
+        why = "this one listens on this machine only: --host-maddrs /ip4/0.0.0.0/tcp/0 listens for "
+        return f"join from this machine ({why}other machines)"
+    why = "no address is known that other machines reach: --announce-maddrs names one"
+    return f"join from this machine ({why})"
+
+
+def join_command(config: PeerConfig, address: str) -> str:
+    """A shell command. A private swarm's key is named by its path, never by its value."""
+    model = config.model if isinstance(config, NodeConfig) else "MODEL"
+    words = ["nesa-node", "run", model, "--initial-peers", address]
+    if config.swarm_key is not None:
+        words += ["--swarm-key", "@PATH"]
+    return shlex.join(words)
+
+
+async def warn_of_other_copies(directory: Directory, model_id: str) -> None:
+    """Log once if the swarm serves different weights under the name of `model_id`.
+
+    Such nodes are another swarm, which the operator may have meant to join. Returns in any case,
+    after at most `OTHER_COPIES_TIMEOUT_S`.
+    """
+    name = model_id.partition("@")[0]
+    try:
+        async with asyncio.timeout(OTHER_COPIES_TIMEOUT_S):
+            records = await directory.fetch_all()
+    except (TimeoutError, NesaError) as error:
+        log.debug("other_copies_not_listed", reason=str(error))
+        return
+    served = {record.model_id for record in records} - {model_id}
+    copies = sorted(each for each in served if each.partition("@")[0] == name)
+    if copies:
+        log.warning(
+            "other_copy_served",
+            served=", ".join(copies[:MAX_COPIES_LOGGED]),
+            here=model_id,
+            advice="these weights differ, so that each session uses one or the other; to serve "
+            "the same, use the files or the --revision that those nodes have",
+        )
+
+
+@contextmanager
+def register_known_swarm(
+    config: NodeConfig, addresses: Sequence[str], model_id: str
+) -> Iterator[None]:
+    """Register the swarm for commands on this machine: now through this node, later by lasting
+    addresses.
+
+    Loopback addresses are not kept: nodes of this machine are found while they run.
+    """
+    known = KnownSwarmStore(default_known_swarms_dir())
+    lasting = [address for address in (*config.initial_peers, *addresses) if _reachability(address)]
+    if lasting:
+        known.save_last(lasting, model_id)
+    with known.register_node(addresses, model_id, config.public_name):
+        yield
+
+
+def most_reachable_address(addresses: Sequence[str]) -> str | None:
+    """The address that most machines can reach: a public one before a LAN's before loopback."""
+    return max(addresses, key=_reachability, default=None)
+
+
+def _reachability(address: str) -> int:
+    _, protocol, host, *_ = address.split("/")
+    if not protocol.startswith("ip"):
+        return 4
+    ip = ip_address(host)
+    if ip.is_loopback or ip.is_link_local:
+        return 0
+    return (3 if ip.is_global else 2) if ip.version == 4 else 1
+
+
+def _is_loopback(address: str) -> bool:
+    _, protocol, host, *_ = address.split("/")
+    return ip_address(host).is_loopback if protocol.startswith("ip") else host == "localhost"

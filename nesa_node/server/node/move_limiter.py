@@ -1,0 +1,201 @@
+"""Requests that this node should serve another span, and the limit on how many it grants.
+
+`rebalance` and `follow` request moves; `Spans` carries out one after another. At most
+`per_hour` are granted in any hour, `pause_s` apart, and none where the operator has pinned the
+blocks.
+
+A node's own rule where no orchestrator plans: fill holes that persist.
+
+It heals a swarm that has lost a region. Nodes with blocks that have other holders move to blocks
+without one; all other nodes stay.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable
+from typing import Literal
+
+from nesa_node.core.errors import SwarmError
+from nesa_node.core.ids import PeerId
+from nesa_node.core.logging import get_logger
+from nesa_node.core.span import Span
+from nesa_node.sharding.holes import plan_repairs, unheld_blocks
+from nesa_node.topology.snapshot import Snapshot
+
+log = get_logger(__name__)
+
+MoveOutcome = Literal[
+    "moved",
+    "pinned",
+    "too_many",
+    "too_soon",
+    "superseded",
+    "held_already",
+    "not_of_model",
+    "no_memory",
+    "uncovered",
+    "failed",
+    "ended",
+]
+"""Outcome of a request.
+
+"uncovered": some blocks of the old span would lose their last holder. "failed": the span could not
+be loaded, and the node returned to the old one. "ended": the daemon ends.
+"""
+HOUR_S = 3600.0
+
+
+class MoveRequest:
+    """A move request, made by `MoveLimiter.request_move`."""
+
+    def __init__(self, span: Span, reason: str, outcomes: Counter[MoveOutcome]) -> None:
+        self.span = span
+        self.reason = reason
+        self._outcomes = outcomes
+        self.outcome: MoveOutcome | None = None
+        self._settled = asyncio.Event()
+
+    async def wait(self) -> MoveOutcome:
+        """Wait for the outcome; that of a granted move is known once the node serves again."""
+        await self._settled.wait()
+        assert self.outcome is not None
+        return self.outcome
+
+    def settle(self, outcome: MoveOutcome) -> None:
+        """Set the outcome. Only the first call counts."""
+        if self.outcome is None:
+            self.outcome = outcome
+            self._outcomes[outcome] += 1
+            self._settled.set()
+            log.info(
+                "move_request_settled", span=str(self.span), reason=self.reason, answer=outcome
+            )
+
+
+class MoveLimiter:
+    """Move limiter with room for one waiting request: a newer one replaces it. Runs on the event
+    loop.
+    """
+
+    def __init__(
+        self,
+        *,
+        per_hour: int,
+        pause_s: float,
+        pinned: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.pinned = pinned
+        self.outcomes: Counter[MoveOutcome] = Counter()
+        """Outcomes of all requests so far."""
+        self._per_hour = per_hour
+        self._pause_s = pause_s
+        self._clock = clock
+        self._started_at: deque[float] = deque()
+        self._ended_at: float | None = None
+        self._pending: MoveRequest | None = None
+        self._granted: MoveRequest | None = None
+        self._has_request = asyncio.Event()
+        self._closed = False
+
+    @property
+    def refusal(self) -> MoveOutcome | None:
+        """Why no move may begin now; None if one may."""
+        now = self._clock()
+        while self._started_at and self._started_at[0] <= now - HOUR_S:
+            self._started_at.popleft()
+        if self._closed:
+            return "ended"
+        if self.pinned:
+            return "pinned"
+        if len(self._started_at) >= self._per_hour:
+            return "too_many"
+        if self._ended_at is not None and now < self._ended_at + self._pause_s:
+            return "too_soon"
+        return None
+
+    def request_move(self, span: Span, reason: str) -> MoveRequest:
+        """Request a move to `span`; `reason` is for the log."""
+        wish = MoveRequest(span, reason, self.outcomes)
+        refusal = self.refusal
+        if refusal is not None:
+            wish.settle(refusal)
+            return wish
+        if self._pending is not None:
+            self._pending.settle("superseded")
+        self._pending = wish
+        self._has_request.set()
+        return wish
+
+    async def next_request(self) -> MoveRequest:
+        """Wait for a request that may be granted now; the caller settles it."""
+        while True:
+            await self._has_request.wait()
+            self._has_request.clear()
+            wish, self._pending = self._pending, None
+            assert wish is not None
+            refusal = self.refusal
+            if refusal is None:
+                self._granted = wish
+                return wish
+            wish.settle(refusal)
+
+    def record_start(self) -> None:
+        """Count a move that begins."""
+        self._started_at.append(self._clock())
+
+    def record_end(self) -> None:
+        """Record that a move ended, with or without success; the pause begins."""
+        self._ended_at = self._clock()
+
+    def close(self) -> None:
+        """Grant no more requests; unsettled ones get the outcome "ended"."""
+        self._closed = True
+        for wish in (self._pending, self._granted):
+            if wish is not None:
+                wish.settle("ended")
+
+
+HOLE_CHECK_JITTER = (0.8, 1.2)
+"""Jitter of the interval between snapshots, so that nodes do not fetch at the same time."""
+
+
+async def fill_holes(
+    fetch_snapshot: Callable[[], Awaitable[Snapshot]],
+    peer_id: PeerId,
+    move_limiter: MoveLimiter,
+    *,
+    every_s: float,
+    rng: random.Random,
+) -> None:
+    """Check for holes about every `every_s` seconds, until cancelled.
+
+    A block must lack a holder in two consecutive snapshots: a restarting node or a late record is
+    no reason to move. `Moves` and its limits contain the effect of other wrong snapshots.
+    """
+    before: frozenset[int] = frozenset()
+    while True:
+        await asyncio.sleep(every_s * rng.uniform(*HOLE_CHECK_JITTER))
+        try:
+            snapshot = await fetch_snapshot()
+        except (SwarmError, OSError) as error:
+            log.warning("snapshot_not_fetched", reason=str(error))
+            continue
+        except Exception:  # a bug: the node continues, and holes still need filling
+            log.exception("snapshot_not_fetched")
+            continue
+        holes = unheld_blocks(snapshot)
+        staying, before = holes & before, holes
+        if not staying:
+            continue
+        # Records of hostile nodes can make this take a second.
+        repairs = await asyncio.to_thread(plan_repairs, snapshot, staying)
+        span = repairs.get(peer_id)
+        log.info("blocks_unheld", blocks=sorted(staying), mine=None if span is None else str(span))
+        if span is not None:
+            await move_limiter.request_move(span, "these blocks have no holder").wait()
+            before = frozenset()

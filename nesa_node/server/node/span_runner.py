@@ -1,0 +1,271 @@
+"""The loop of a daemon that serves one span after another.
+
+Listener for incoming streams, independent of the span that the node serves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Literal
+
+from nesa_node.core.errors import (
+    InsufficientMemoryError,
+    NesaError,
+    ProtocolError,
+    StreamClosedError,
+)
+from nesa_node.core.ids import PeerId
+from nesa_node.core.logging import get_logger
+from nesa_node.core.settings.models import NodeConfig
+from nesa_node.core.span import Span
+from nesa_node.engine.model.devices import release_memory
+from nesa_node.engine.model.throughput import SpanThroughput
+from nesa_node.server.node.announcer import DTYPE_NAMES, Announcer, Capacity
+from nesa_node.server.node.invitation import print_invitation
+from nesa_node.server.node.move_limiter import MoveLimiter, MoveOutcome, MoveRequest
+from nesa_node.server.node.node_model import NodeModel
+from nesa_node.server.node.ready_file import ready_file, ready_file_fields
+from nesa_node.server.node.served_span import ServedSpan, keep_speed_current, open_span
+from nesa_node.server.node.shutdown import Shutdown
+from nesa_node.server.node.span_choice import claim_span, fetch_snapshot, require_memory
+from nesa_node.server.scheduler.scheduler import Scheduler
+from nesa_node.server.session.handshake import RefusalLog, receive_first_message, send_refusal
+from nesa_node.server.session.session_server import SessionServer
+from nesa_node.sharding.holes import is_covered_without
+from nesa_node.swarm.node import Swarm
+from nesa_node.swarm.protocol.messages import PROTOCOL
+from nesa_node.swarm.protocol.stream import Stream
+
+log = get_logger(__name__)
+
+
+class StreamListener:
+    """Routes streams to the current span's server; refuses them (`draining`) between two spans."""
+
+    def __init__(self) -> None:
+        self._server: SessionServer | None = None
+
+    @contextmanager
+    def routing_to(self, server: SessionServer) -> Iterator[None]:
+        self._server = server
+        try:
+            yield
+        finally:
+            self._server = None
+
+    async def handle(
+        self, peer: PeerId, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        """Serve one incoming stream until its final message; the caller closes it."""
+        if self._server is not None:
+            await self._server.handle(peer, reader, writer)
+            return
+        stream = Stream(peer, reader, writer)
+        try:
+            # Read before it is refused: see `SessionServer.handle`.
+            await receive_first_message(stream)
+            await send_refusal(
+                stream, ProtocolError("draining", "this node is changing its blocks")
+            )
+        except StreamClosedError:
+            log.debug("stream_ended", peer=peer)
+        except ProtocolError as error:
+            await send_refusal(stream, error)
+
+
+MOVE_IDLE_S = 5.0
+"""Longest wait for an idle session when the node moves. Its client recomputes the cache elsewhere
+when it continues; it may be waiting for the very blocks that the node is to load."""
+
+
+@dataclass(slots=True)
+class _MoveInProgress:
+    """A move in progress. `answer` is its outcome once the node serves again."""
+
+    request: MoveRequest
+    old_span: Span
+    outcome: MoveOutcome = "moved"
+
+
+@dataclass(kw_only=True)
+class SpanRunner:
+    """Serves one span after another under the same peer id and addresses."""
+
+    config: NodeConfig
+    served: NodeModel
+    swarm: Swarm
+    scheduler: Scheduler
+    announcer: Announcer
+    move_limiter: MoveLimiter
+    shutdown: Shutdown
+    refusals: RefusalLog = field(default_factory=RefusalLog)
+    served_span: ServedSpan | None = None
+    """The span served now."""
+    _listener: StreamListener = field(default_factory=StreamListener)
+    _move: _MoveInProgress | None = None
+    _invitation_printed: bool = False
+    _past_prefix_tokens: tuple[int, int] = (0, 0)
+    """Sums over the earlier spans."""
+
+    def prefix_tokens(self) -> tuple[int, int]:
+        """Tokens of prefixes that sessions asked for, and that were found in the cache, over all
+        spans.
+        """
+        asked, found = self._past_prefix_tokens
+        if self.served_span is not None:
+            prefixes = self.served_span.admission.pool.prefixes
+            asked, found = asked + prefixes.queried_tokens, found + prefixes.reused_tokens
+        return asked, found
+
+    async def run(self) -> None:
+        """Claim a span and serve it, then further ones as `moves` grants requests, until shutdown.
+
+        Raises `ModelError`, `ResourceError` and `SwarmError`.
+        """
+        rng = random.Random(self.swarm.identity.peer_id)
+        claim = claim_span(self.config, self.served, self.swarm, self.announcer, rng=rng)
+        span = await self.shutdown.run_until_shutdown(claim)
+        await self.swarm.transport.serve(PROTOCOL, self._listener.handle)
+        try:
+            while span is not None:
+                span = await self._run_span(span)
+                # Runs when nothing refers to the old weights: loading begins before the process
+                # would return their memory by itself.
+                await self.scheduler.executor.run(release_memory)
+                if self.shutdown.is_requested:
+                    return
+                if span is not None:
+                    await self.announcer.announce("joining", span)
+        finally:
+            self.move_limiter.close()
+
+    async def _run_span(self, span: Span) -> Span | None:
+        """Load, serve and drain `span`. Returns the next span; None on shutdown."""
+        async with AsyncExitStack() as stack:
+            opening = open_span(
+                self.config, self.served, self.swarm, self.scheduler, span, self.refusals
+            )
+            try:
+                part = await self.shutdown.run_until_shutdown(stack.enter_async_context(opening))
+            except Exception as error:
+                # Any error, as torch has its own: the old span could be loaded.
+                if self._move is None or span == self._move.old_span:
+                    raise
+                return self._fall_back(self._move, error)
+            if part is None:
+                return None
+            self.announcer.throughput, self.announcer.capacity = part.throughput, part.capacity
+            self.served_span = part
+            try:
+                return await self._serve(part)
+            finally:
+                # Drop the reference, so that its memory is freed.
+                self._past_prefix_tokens, self.served_span = self.prefix_tokens(), None
+                self.announcer.throughput, self.announcer.capacity = SpanThroughput(0, 0), Capacity
+
+    async def _serve(self, served_span: ServedSpan) -> Span | None:
+        span, drain_s = served_span.blocks.span, self.config.drain_timeout_s
+        with self._listener.routing_to(served_span.server):
+            await self.announcer.announce("serving", span)
+            with ready_file(
+                self.config.ready_file, ready_file_fields(self.swarm, self.served, span)
+            ):
+                self._log_serving(served_span)
+                self._finish_move()
+                async with keep_speed_current(
+                    served_span.blocks, self.scheduler.executor, self.announcer
+                ):
+                    wish = await self._next_move(served_span)
+            if wish is None:
+                await self.announcer.announce("draining", span)
+                await served_span.server.drain(drain_s)
+                return None
+            log.info("move_started", was=str(span), to=str(wish.span), reason=wish.reason)
+            self.move_limiter.record_start()
+            self._move = _MoveInProgress(wish, span)
+            await served_span.server.drain(drain_s, idle_s=MOVE_IDLE_S)
+            return wish.span
+
+    async def _next_move(self, served_span: ServedSpan) -> MoveRequest | None:
+        """The next granted request, already announced; None on shutdown."""
+        while (
+            wish := await self.shutdown.run_until_shutdown(self.move_limiter.next_request())
+        ) is not None:
+            verdict = await self.shutdown.run_until_shutdown(self._try_grant(wish, served_span))
+            if verdict == "granted":
+                return wish
+            if verdict is None:
+                return None
+            wish.settle(verdict)
+        return None
+
+    async def _try_grant(
+        self, request: MoveRequest, served_span: ServedSpan
+    ) -> MoveOutcome | Literal["granted"]:
+        """Announce that the span is given up, or return why it cannot be."""
+        span, blocks = served_span.blocks.span, self.served.checkpoint.num_blocks
+        if request.span == span:
+            return "held_already"
+        if not 0 <= request.span.start < request.span.end <= blocks:
+            return "not_of_model"
+        try:
+            await asyncio.to_thread(
+                require_memory,
+                self.config,
+                self.served,
+                request.span,
+                regained_bytes=served_span.blocks.weight_bytes,
+            )
+        except InsufficientMemoryError as error:
+            log.warning("move_refused", span=str(request.span), reason=str(error))
+            return "no_memory"
+        if not await self._is_spared(span):
+            return "uncovered"
+        await self.announcer.announce("draining", span, next_span=request.span)
+        # Several holders of these blocks may give them up at the same time, each relying on the
+        # rest. The last to announce sees it here, before any client was told.
+        if not await self._is_spared(span):
+            await self.announcer.announce("serving", span)
+            return "uncovered"
+        return "granted"
+
+    async def _is_spared(self, span: Span) -> bool:
+        snapshot = await fetch_snapshot(self.served, self.swarm)
+        return is_covered_without(snapshot, self.swarm.identity.peer_id, span)
+
+    def _fall_back(self, move: _MoveInProgress, error: Exception) -> Span:
+        log.error(
+            "move_failed",
+            span=str(move.request.span),
+            back_to=str(move.old_span),
+            reason=str(error),
+            exc_info=None if isinstance(error, NesaError | OSError) else error,
+        )
+        move.outcome = "failed"
+        return move.old_span
+
+    def _finish_move(self) -> None:
+        """Settle the move in progress, if any: the node serves again."""
+        if self._move is not None:
+            self.move_limiter.record_end()
+            self._move.request.settle(self._move.outcome)
+            self._move = None
+
+    def _log_serving(self, served_span: ServedSpan) -> None:
+        log.info(
+            "span_served",
+            model=self.served.model_id,
+            span=str(served_span.blocks.span),
+            dtype=DTYPE_NAMES[self.served.dtype],
+            quant_type=self.served.quant_type,
+            weight_mib=served_span.blocks.weight_bytes >> 20,
+            decode_tokens_per_s=round(served_span.throughput.decode_tokens_per_s, 1),
+            cache_tokens=served_span.admission.total_tokens,
+        )
+        if not self._invitation_printed:
+            self._invitation_printed = True
+            print_invitation(self.config, self.swarm)

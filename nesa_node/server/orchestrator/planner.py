@@ -1,0 +1,288 @@
+"""Planner of an orchestrator: decides on one snapshot what moves, and scores a swarm.
+
+Pure but for what it remembers between snapshots; `Orchestrator` runs it in a thread.
+
+Change detection over consecutive snapshots.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import numpy as np
+
+from nesa_node.core.span import Span
+from nesa_node.routing.chain_request import ChainRequest
+from nesa_node.routing.placement.moves import MoveCosts, RebalancePlan
+from nesa_node.routing.placement.placement_problem import (
+    Assignment,
+    PlacementProblem,
+    make_placement_problem,
+)
+from nesa_node.routing.placement.rebalance import RebalancePolicy, no_moves, rebalance
+from nesa_node.routing.placement.schemas import SchemaChoice, SchemaLibrary, choose_schema
+from nesa_node.routing.placement.score import Goal, PlacementScore, score_assignment
+from nesa_node.server.orchestrator.swarm_score import SwarmScore
+from nesa_node.swarm.dht.notices import MAX_MAGNITUDE, MAX_PLACEMENT_MOVES, AnnouncedMove
+from nesa_node.topology.changes.detector import (
+    ChangeReport,
+    ChangeState,
+    Observation,
+    PlanCostPair,
+    judge_snapshot,
+)
+from nesa_node.topology.changes.membership import BlockHoldings
+from nesa_node.topology.changes.shift import ConnectivitySnapshot, make_connectivity
+from nesa_node.topology.changes.triggers import Sensitivity, Trigger
+from nesa_node.topology.shape.filtration import round_trip_filtration
+from nesa_node.topology.snapshot import Snapshot
+
+
+class ChangeMonitor:
+    def __init__(self, sensitivity: Sensitivity) -> None:
+        self._state = ChangeState(sensitivity=sensitivity)
+        self._num_blocks = 0
+
+    def observe(self, snapshot: Snapshot, plan: PlanCostPair | None) -> ChangeReport:
+        if snapshot.num_blocks != self._num_blocks:
+            self._num_blocks = snapshot.num_blocks
+            self._state = ChangeState(sensitivity=self._state.sensitivity)
+        now = Observation(
+            connections=_connections(snapshot), holdings=_holdings(snapshot), plan=plan
+        )
+        self._state, report = judge_snapshot(self._state, now)
+        return report
+
+
+def _holdings(snapshot: Snapshot) -> BlockHoldings:
+    """Count announced spans of joining nodes too: a node that moves is no loss."""
+    everyone = (*snapshot.nodes, *snapshot.joining)
+    holders_B = np.zeros(snapshot.num_blocks, dtype=np.int64)
+    for node in everyone:
+        holders_B[node.span.start : node.span.end] += 1
+    capacity = sum(node.decode_tokens_per_s * len(node.span) for node in everyone)
+    return BlockHoldings(tuple(holders_B.tolist()), capacity)
+
+
+def _connections(snapshot: Snapshot) -> ConnectivitySnapshot:
+    """Pairs without a measurement count as not connected."""
+    peers = tuple(node.peer_id for node in snapshot.nodes)
+    return make_connectivity(peers, round_trip_filtration(snapshot))
+
+
+REPLICAS = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacementDecision:
+    """What to publish: nothing if there are no `moves`; then `reason` says why nothing moves.
+
+    `planned` and `triggers` are for explanations only: the cost of the moves, and the changes seen.
+    """
+
+    moves: tuple[AnnouncedMove, ...]
+    gain: float
+    repairs: int
+    latency_before_s: float | None
+    latency_after_s: float | None
+    steps_per_s_before: float | None
+    steps_per_s_after: float | None
+    strategy: str
+    trigger: str
+    reason: str
+    parameters: Mapping[str, float] = field(default_factory=dict)
+    schema_name: str | None = None
+    planned: RebalancePlan | None = None
+    triggers: tuple[Trigger, ...] = ()
+
+
+class PlacementPlanner(Protocol):
+    def decide(self, snapshot: Snapshot) -> PlacementDecision:
+        """Decide on the next snapshot; runs in a thread."""
+
+
+class Rebalancer:
+    """Repairs losses at once, and moves for a gain only where a plan stays better for a while.
+
+    The best of many plans on one noisy measurement always looks good. A plan is therefore kept, and
+    its gain measured on the snapshots that follow.
+    """
+
+    def __init__(
+        self,
+        *,
+        goal: Goal = "latency",
+        replicas: int = REPLICAS,
+        policy: RebalancePolicy | None = None,
+        costs: MoveCosts | None = None,
+        sensitivity: Sensitivity | None = None,
+        library: Callable[[], SchemaLibrary | None] = lambda: None,
+    ) -> None:
+        """`library` returns the known schemas. It is called for every snapshot, in the deciding
+        thread.
+        """
+        self._goal: Goal = goal
+        self._replicas = replicas
+        self._policy = policy or RebalancePolicy()
+        self._costs = costs or MoveCosts()
+        self._change_monitor = ChangeMonitor(sensitivity or Sensitivity(replicas_wanted=replicas))
+        self._pending_plan: RebalancePlan | None = None
+        self._library = library
+
+    def decide(self, snapshot: Snapshot) -> PlacementDecision:
+        if snapshot.num_blocks < 1:
+            return _no_moves("no node serves the model")
+        room = make_placement_problem(
+            snapshot, ChainRequest(span=Span(0, snapshot.num_blocks)), replicas=self._replicas
+        )
+        schema = self._schema(room)
+        decision = self._plan_moves(snapshot, room, None if schema is None else schema.layout)
+        return decision if schema is None else replace(decision, schema_name=schema.schema.name)
+
+    def _schema(self, room: PlacementProblem) -> SchemaChoice | None:
+        """The schema for a swarm like this one, if any is known."""
+        library = self._library()
+        if library is None or room.problem.num_nodes == 0 or library.goal != self._goal:
+            return None
+        if library.num_blocks != room.problem.num_blocks:
+            return None
+        return choose_schema(library, room)
+
+    def _plan_moves(
+        self, snapshot: Snapshot, room: PlacementProblem, start: Assignment | None
+    ) -> PlacementDecision:
+        kept = self._remeasured_plan(room)
+        report = self._change_monitor.observe(snapshot, None if kept is None else _plan_costs(kept))
+        if kept is not None and report.plan_gained:
+            self._pending_plan = None
+            return self._describe(kept, report)
+        found = rebalance(
+            snapshot,
+            ChainRequest(span=Span(0, snapshot.num_blocks)),
+            goal=self._goal,
+            replicas=self._replicas,
+            policy=self._policy,
+            costs=self._costs,
+            pinned=frozenset(node.peer_id for node in snapshot.nodes if not node.movable),
+            start=start,
+        )
+        if found.trigger != "gain":
+            self._pending_plan = None
+            return self._describe(found, report)
+        if kept is None or kept.gain < self._policy.min_gain:
+            self._pending_plan = found
+        seen = f"{_finite_gain(found.gain):.0%} would be gained, if that lasts"
+        return self._describe(no_moves(found.before, self._goal, seen), report)
+
+    def _remeasured_plan(self, room: PlacementProblem) -> RebalancePlan | None:
+        """The kept plan with its current value.
+
+        None if the spans of its nodes have changed, or blocks have lost holders that it counted on.
+        """
+        if self._pending_plan is None:
+            return None
+        rows = {peer: row for row, peer in enumerate(room.problem.peers)}
+        layout = now = room.current_assignment()
+        for move in self._pending_plan.moves:
+            row = rows.get(move.peer_id)
+            if row is None or now.span(row) != move.before:
+                return None
+            layout = layout.with_span(row, move.after)
+        before, after = score_assignment(room, now), score_assignment(room, layout)
+        if before.deficit > self._pending_plan.before.deficit or after.deficit > before.deficit:
+            return None
+        return replace(self._pending_plan, before=before, after=after)
+
+    def _describe(self, moves: RebalancePlan, report: ChangeReport) -> PlacementDecision:
+        before, after = moves.before, moves.after
+        return PlacementDecision(
+            moves=tuple(
+                AnnouncedMove(
+                    peer=move.peer_id,
+                    was=(move.before.start, move.before.end),
+                    to=(move.after.start, move.after.end),
+                    gain=_finite_gain(move.gain),
+                )
+                for move in moves.moves[:MAX_PLACEMENT_MOVES]
+                if len(move.after)
+            ),
+            gain=_finite_gain(moves.gain),
+            repairs=max(before.deficit.holes - after.deficit.holes, 0),
+            latency_before_s=_finite(before.latency_s),
+            latency_after_s=_finite(after.latency_s),
+            steps_per_s_before=_finite(before.steps_per_s),
+            steps_per_s_after=_finite(after.steps_per_s),
+            strategy=f"rebalance-{self._goal}",
+            trigger=moves.trigger,
+            reason=_describe_reason(moves, report),
+            parameters={
+                "min_gain": self._policy.min_gain,
+                "horizon_s": self._policy.horizon_s,
+                "replicas": float(self._replicas),
+                "cost_s": _finite(moves.cost_s) or 0.0,
+            },
+            planned=moves,
+            triggers=report.triggers,
+        )
+
+
+def score_swarm(snapshot: Snapshot) -> SwarmScore:
+    """Score the serving nodes as planners do."""
+    serving = replace(snapshot, joining=())
+    coverage = serving.coverage()
+    holes = sum(count == 0 for count in coverage)
+    thin = sum(max(REPLICAS - count, 0) for count in coverage)
+    if not serving.nodes or serving.num_blocks < 1:
+        return SwarmScore(holes, thin, math.inf, 0.0)
+    score: PlacementScore = measure_snapshot(serving)
+    return SwarmScore(holes, thin, score.latency_s, score.steps_per_s)
+
+
+def measure_snapshot(snapshot: Snapshot) -> PlacementScore:
+    room = make_placement_problem(snapshot, ChainRequest(span=Span(0, snapshot.num_blocks)))
+    return score_assignment(room, room.current_assignment())
+
+
+def _plan_costs(moves: RebalancePlan) -> PlanCostPair:
+    return PlanCostPair(current=moves.before.cost(moves.goal), best=moves.after.cost(moves.goal))
+
+
+def _describe_reason(moves: RebalancePlan, report: ChangeReport) -> str:
+    """What moves and why, and what else has changed."""
+    words = {
+        "none": moves.refused or "nothing better was found",
+        "hole": "blocks without a holder",
+        "replicas": "replicas are missing",
+        "gain": f"{_finite_gain(moves.gain):.0%} of the {moves.goal}'s cost is gained",
+    }[moves.trigger]
+    if moves.refused and moves.trigger != "none":
+        words = f"{words}; {moves.refused}"
+    return "; ".join((words, *report.fired))[:256]
+
+
+def _no_moves(reason: str) -> PlacementDecision:
+    return PlacementDecision(
+        moves=(),
+        gain=0.0,
+        repairs=0,
+        latency_before_s=None,
+        latency_after_s=None,
+        steps_per_s_before=None,
+        steps_per_s_after=None,
+        strategy="none",
+        trigger="none",
+        reason=reason,
+    )
+
+
+def _finite(value: float) -> float | None:
+    """Clamp to the range of a notice's numbers."""
+    return float(min(value, MAX_MAGNITUDE)) if math.isfinite(value) else None
+
+
+def _finite_gain(value: float) -> float:
+    """Clamp to [-1, 1]: a swarm without any chain saves all of an infinite cost."""
+    return float(min(max(value, -1.0), 1.0))

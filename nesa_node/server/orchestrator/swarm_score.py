@@ -1,0 +1,81 @@
+"""Score of a swarm, and of the swarm after moves, from a node's own snapshot."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+from nesa_node.core.ids import PeerId
+from nesa_node.core.span import Span
+from nesa_node.swarm.dht.notices import AnnouncedMove
+from nesa_node.topology.snapshot import NodeState, Snapshot
+
+
+@dataclass(frozen=True, slots=True)
+class SwarmScore:
+    """Blocks without a holder, holders missing to have two of each block, seconds per step, steps
+    per second of the whole swarm.
+    """
+
+    holes: int
+    missing_replicas: int
+    latency_s: float
+    steps_per_s: float
+
+
+ScoreSwarm = Callable[[Snapshot], SwarmScore]
+"""Scores the serving nodes of a snapshot."""
+
+
+def apply_moves(snapshot: Snapshot, moves: Iterable[AnnouncedMove]) -> Snapshot:
+    """The swarm after the moves that still start from their nodes' spans."""
+    spans = {move.peer: move.span for move in moves if is_applicable(snapshot, move)}
+    return replace(
+        snapshot,
+        nodes=tuple(
+            _with_span(node, spans[node.peer_id]) if node.peer_id in spans else node
+            for node in snapshot.nodes
+        ),
+    )
+
+
+def _with_span(node: NodeState, span: Span) -> NodeState:
+    """The node with another span, at the same speed per block."""
+    share = max(len(node.span), 1) / max(len(span), 1)
+    return replace(
+        node,
+        span=span,
+        prefill_tokens_per_s=node.prefill_tokens_per_s * share,
+        decode_tokens_per_s=node.decode_tokens_per_s * share,
+    )
+
+
+def is_applicable(snapshot: Snapshot, move: AnnouncedMove) -> bool:
+    node = snapshot.find_node(PeerId(move.peer))
+    return node is not None and node.span == move.previous_span
+
+
+def stays_covered(snapshot: Snapshot, own: NodeState, span: Span) -> bool:
+    """Whether every block that `own` gives up for `span` keeps a holder."""
+    coverage = snapshot.without_peers(own.peer_id).coverage()
+    given_up = set(range(own.span.start, own.span.end)) - set(range(span.start, span.end))
+    return all(coverage[block] > 0 for block in given_up if block < len(coverage))
+
+
+def savings(before: SwarmScore, after: SwarmScore) -> tuple[float, float]:
+    """Shares saved of the time of a step, and of the time between steps."""
+    return (
+        _saved_fraction(before.latency_s, after.latency_s),
+        _saved_fraction(_inverse(before.steps_per_s), _inverse(after.steps_per_s)),
+    )
+
+
+def _saved_fraction(before: float, after: float) -> float:
+    if not math.isfinite(before):
+        return 0.0 if not math.isfinite(after) else 1.0
+    return 1.0 - after / before if before > 0 else 0.0
+
+
+def _inverse(rate: float) -> float:
+    return 1.0 / rate if rate > 0 else math.inf

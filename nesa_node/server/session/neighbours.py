@@ -1,0 +1,201 @@
+"""Streams to neighbour nodes of a session: to push outputs, or to hand the session over."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Awaitable, Callable, Sequence
+
+from nesa_node.core.errors import NesaError, NoAddressError, PeerUnreachableError, ProtocolError
+from nesa_node.core.ids import ModelId, PeerId
+from nesa_node.core.logging import get_logger
+from nesa_node.core.span import Span
+from nesa_node.swarm.dht.records import NodeRecord
+from nesa_node.swarm.node import Swarm
+from nesa_node.swarm.protocol.link_encoder import LinkEncoder, get_link_speed
+from nesa_node.swarm.protocol.messages import (
+    PROTOCOL,
+    VERSION,
+    Downstream,
+    ErrorMessage,
+    Open,
+    PushOpen,
+    PushOpened,
+    TransferOpen,
+    TransferOpened,
+)
+from nesa_node.swarm.protocol.stream import Stream, peer_timeout
+
+log = get_logger(__name__)
+
+NEIGHBOUR_TIMEOUT_S = 10.0
+"""Longest wait of neighbours for each other while they are linked."""
+NOT_REACHED_MESSAGE = (
+    "this node could not reach the next one, or was refused there; its log says why"
+)
+
+
+QUICK_LOOKUP_INTERVAL_S = 0.5
+FULL_LOOKUP_INTERVAL_S = 2.0
+"""Least time between two lookups that found nothing: clients may name peers that do not exist."""
+
+
+class NeighbourLookup:
+    """Finds the records of peers that clients name, for all sessions of a node."""
+
+    def __init__(self, swarm: Swarm, model_id: ModelId) -> None:
+        self.swarm = swarm
+        self.model_id = model_id
+        self._quick_lookup = _SharedLookup(
+            lambda: swarm.directory.try_fetch_one(model_id), QUICK_LOOKUP_INTERVAL_S
+        )
+        self._full_lookup = _SharedLookup(
+            lambda: swarm.directory.fetch(model_id), FULL_LOOKUP_INTERVAL_S
+        )
+
+    async def find_record(self, neighbour: Downstream) -> NodeRecord | None:
+        """The newest record of a peer; fetched if the known one does not cover the blocks, or there
+        is none.
+
+        Asks the fastest DHT member first: a full fetch waits seconds for members that are gone,
+        possibly the very node that the peer replaces.
+        """
+        directory = self.swarm.directory
+
+        def is_known() -> bool:
+            record = directory.record(PeerId(neighbour.peer))
+            return record is not None and Span(*record.span).covers(Span(*neighbour.blocks))
+
+        asked_at = time.monotonic()
+        await self._quick_lookup.run_until(is_known, asked_at)
+        await self._full_lookup.run_until(is_known, asked_at)
+        return directory.record(PeerId(neighbour.peer))
+
+    def close(self) -> None:
+        """Cancel the lookups in progress."""
+        self._quick_lookup.close()
+        self._full_lookup.close()
+
+
+class _SharedLookup:
+    """Single-flight lookup: concurrent calls share one fetch, and fruitless fetches are `pause_s`
+    apart.
+
+    Each fetch is its own task, so it continues when the session that began it ends.
+    """
+
+    def __init__(self, fetch: Callable[[], Awaitable[object]], pause_s: float) -> None:
+        self._fetch = fetch
+        self._pause_s = pause_s
+        self._running: asyncio.Task[None] | None = None
+        self._began_at = -math.inf
+        """Start of the last fetch that has ended."""
+        self._next_at = -math.inf
+
+    async def run_until(self, is_found: Callable[[], bool], asked_at: float) -> None:
+        """Fetch until found, or until a fetch that began after `asked_at` has found nothing."""
+        while not is_found() and self._began_at <= asked_at:
+            if self._running is None or self._running.done():
+                self._running = asyncio.create_task(self._fetch_once(), name="neighbour-look")
+            await asyncio.shield(self._running)
+            if is_found():
+                self._next_at = -math.inf
+
+    async def _fetch_once(self) -> None:
+        await asyncio.sleep(self._next_at - time.monotonic())
+        began_at = time.monotonic()
+        self._next_at = began_at + self._pause_s
+        try:
+            await self._fetch()
+        except NesaError as error:
+            log.warning("neighbour_lookup_failed", error=str(error))
+        self._began_at = began_at
+
+    def close(self) -> None:
+        if self._running is not None:
+            self._running.cancel()
+
+
+async def dial_downstream(
+    lookup: NeighbourLookup, opened: Open, downstream: Downstream, epoch: int
+) -> tuple[Stream, LinkEncoder]:
+    """Open a push stream to the next node. Raises `ProtocolError("downstream_lost")`."""
+    introduction = PushOpen(
+        version=VERSION, session=opened.session, secret=opened.secret, epoch=epoch
+    )
+    stream, answer = await _dial_neighbour(lookup, downstream, introduction, PushOpened)
+    codecs = answer.codecs if isinstance(answer, PushOpened) else ()
+    try:
+        speed = await get_link_speed(lookup.swarm, stream.peer, opened.quality)
+    except BaseException:
+        await stream.close()
+        raise
+    return stream, LinkEncoder(opened.quality, codecs, speed)
+
+
+async def dial_successor(lookup: NeighbourLookup, opened: Open, successor: Downstream) -> Stream:
+    """Open a stream to the session's successor. Raises `ProtocolError("downstream_lost")`."""
+    introduction = TransferOpen(version=VERSION, session=opened.session, secret=opened.secret)
+    stream, _ = await _dial_neighbour(lookup, successor, introduction, TransferOpened)
+    return stream
+
+
+async def _dial_neighbour(
+    lookup: NeighbourLookup,
+    neighbour: Downstream,
+    introduction: PushOpen | TransferOpen,
+    welcome: type[PushOpened | TransferOpened],
+) -> tuple[Stream, PushOpened | TransferOpened]:
+    """Open a stream to a peer with a record that covers the blocks, and return its answer."""
+    peer = PeerId(neighbour.peer)
+    try:
+        record = await lookup.find_record(neighbour)
+        if record is None or record.model_id != lookup.model_id:
+            raise PeerUnreachableError(f"no valid record of {peer} is known")
+        if not Span(*record.span).covers(Span(*neighbour.blocks)):
+            raise PeerUnreachableError(f"{peer} announces {record.span}")
+        stream = await _open_stream(lookup, peer, record.addresses)
+        try:
+            answer = await _shake_hands(stream, introduction, welcome)
+        except BaseException:
+            await stream.close()
+            raise
+    except (NesaError, OSError) as error:
+        # The client must not learn the result of dialling addresses that another peer announced.
+        log.info("neighbour_not_reached", peer=peer, reason=str(error))
+        raise ProtocolError("downstream_lost", NOT_REACHED_MESSAGE) from error
+    return stream, answer
+
+
+async def _open_stream(lookup: NeighbourLookup, peer: PeerId, addresses: Sequence[str]) -> Stream:
+    """Open a stream to `peer`, and report it if this node itself knew it as alive.
+
+    Raises `PeerUnreachableError`. A client chooses which peers a node dials, and how often: its
+    choice alone accuses no peer.
+    """
+    swarm = lookup.swarm
+    was_near = not math.isnan(swarm.rtts.rtt_ms(peer))
+    try:
+        reader, writer = await swarm.transport.open_stream(peer, PROTOCOL, addresses)
+    except NoAddressError:
+        raise
+    except PeerUnreachableError:
+        if was_near and not await swarm.transport.is_connected(peer):
+            swarm.failure_reporter.record_failure(lookup.model_id, peer, "lost")
+        raise
+    return Stream(peer, reader, writer)
+
+
+async def _shake_hands(
+    stream: Stream,
+    introduction: PushOpen | TransferOpen,
+    welcome: type[PushOpened | TransferOpened],
+) -> PushOpened | TransferOpened:
+    async with peer_timeout(stream.peer, NEIGHBOUR_TIMEOUT_S + 2, "opening a stream between nodes"):
+        await stream.send(introduction)
+        answer, _ = await stream.receive()
+    if not isinstance(answer, welcome):
+        words = answer.message if isinstance(answer, ErrorMessage) else type(answer).__name__
+        raise PeerUnreachableError(f"it answered: {words}")
+    return answer

@@ -1,0 +1,317 @@
+"""Output of a session: kept for replay, then sent to the next node or to the client.
+
+T packed tokens, D hidden.
+
+Push stream on which a node of a chain sends its outputs to the next one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from nesa_node.compression import tensors
+from nesa_node.compression.hidden_states import HiddenStates
+from nesa_node.core.errors import ProtocolError, StreamClosedError
+from nesa_node.core.logging import get_logger
+from nesa_node.server.session.step_sequencer import MIN_THREADED_BYTES
+from nesa_node.swarm.protocol.link_encoder import (
+    UNCOMPRESSED,
+    HiddenStatesSpec,
+    LinkEncoder,
+    extend_via,
+    normalize_via,
+)
+from nesa_node.swarm.protocol.messages import (
+    MAX_TOKENS,
+    Downstream,
+    ErrorMessage,
+    Open,
+    Output,
+    Received,
+    Step,
+)
+from nesa_node.swarm.protocol.replay_buffer import ReplayBuffer, ReplaySlice, SentStep
+from nesa_node.swarm.protocol.stream import Stream
+
+log = get_logger(__name__)
+
+OnLost = Callable[[str], Awaitable[None]]
+
+
+class DownstreamStream:
+    """Sends until the downstream is lost or refuses; then calls `on_lost(reason)` once."""
+
+    def __init__(self, stream: Stream, wire: LinkEncoder, on_lost: OnLost) -> None:
+        self.is_lost = False
+        self.stream = stream
+        self._wire = wire
+        self._on_lost = on_lost
+
+    @property
+    def is_writable(self) -> bool:
+        return self.is_lost or self.stream.can_send_now
+
+    async def send(self, step: Step, payload: memoryview | bytes | bytearray) -> None:
+        """Send a step. Does nothing for a lost downstream, since the sender keeps its outputs for
+        replay.
+        """
+        if self.is_lost:
+            return
+        try:
+            await self.stream.send(step, payload)
+        except StreamClosedError as error:
+            await self._mark_lost(str(error))
+
+    async def read_replies(self) -> None:
+        """Read the downstream's messages: arrival reports, or a refusal.
+
+        At most one report per message sent; more is a flood that its client has not paid for.
+        """
+        told = 0
+        try:
+            message, _ = await self.stream.receive()
+            while isinstance(message, Received):
+                told += 1
+                if told > self.stream.messages_sent:
+                    raise ProtocolError("unexpected", "it tells of messages that were not sent")
+                self._wire.record_arrival(message)
+                if self.stream.unread_bytes:
+                    await asyncio.sleep(0)
+                message, _ = await self.stream.receive()
+            words = message.message if isinstance(message, ErrorMessage) else type(message).__name__
+            await self._mark_lost(f"it answered: {words}")
+        except ProtocolError as error:
+            await self._mark_lost(str(error))
+
+    def abort(self) -> None:
+        """Stop sending and abort a send in progress."""
+        self.is_lost = True
+        self.stream.abort()
+
+    async def _mark_lost(self, reason: str) -> None:
+        if not self.is_lost:
+            self.is_lost = True
+            log.info("downstream_lost", peer=self.stream.peer, reason=reason)
+            await self._on_lost(reason)
+
+
+@asynccontextmanager
+async def open_downstream(
+    stream: Stream, wire: LinkEncoder, on_lost: OnLost
+) -> AsyncIterator[DownstreamStream]:
+    """Open a push over `stream`, which is closed on exit."""
+    push = DownstreamStream(stream, wire, on_lost)
+    watcher = asyncio.create_task(push.read_replies())
+    try:
+        yield push
+    finally:
+        watcher.cancel()
+        try:
+            await asyncio.gather(watcher, return_exceptions=True)
+        finally:
+            await stream.close()
+
+
+DialDownstream = Callable[[Downstream, int], Awaitable[tuple[Stream, LinkEncoder]]]
+"""`dial(downstream, epoch)` opens a push stream. Raises `ProtocolError("downstream_lost")`."""
+
+
+class OutputSender:
+    """Sends each step's output in order. Only one task at a time may call it."""
+
+    def __init__(
+        self,
+        client: Stream,
+        wire: LinkEncoder,
+        opened: Open,
+        hidden_size: int,
+        dial: DialDownstream,
+    ) -> None:
+        """`wire` is the client's."""
+        self._client = client
+        self._wire = self.client_wire = wire
+        self._session = opened.session
+        self._mode = opened.mode
+        self._quality = opened.quality
+        self._states = HiddenStatesSpec(hidden_size, opened.dtype, opened.rows * opened.max_tokens)
+        self._dial = dial
+        self._replay_buffer = ReplayBuffer()
+        self._emit_from: Sequence[int] = [0] * opened.rows
+        self._downstream: Downstream | None = None
+        self._stream: DownstreamStream | None = None
+        self.last_pushed = (-1, -1)
+        """Epoch and number of the last step of which sending downstream has begun."""
+        self._stream_scope = AsyncExitStack()
+
+    @property
+    def is_writable(self) -> bool:
+        """Whether a small output can be sent without waiting."""
+        if self._downstream is None:
+            return self._client.can_send_now
+        return self._stream is None or self._stream.is_writable
+
+    async def emit(self, step: Step, output: HiddenStates) -> None:
+        """Keep and send the output [T, D] of a step.
+
+        Raises `ProtocolError("not_finite")` for an output that the next node would have to report:
+        a client's large inputs suffice to make a node compute one.
+        """
+        if self._downstream is None:
+            # An output for the client is compressed once the wanted tokens are known.
+            meta, payload = output.meta, output.payload
+        else:
+            await _require_finite(output)
+            meta, payload = await self._wire.encode_off_loop(output)
+        via = normalize_via(self._quality, step.via)
+        kept = SentStep(step.step, step.rows, step.want, meta, payload, via)
+        if self._downstream is not None:
+            self._replay_buffer.append(kept)
+        await self._send(ReplaySlice.of_step(kept), step.epoch)
+
+    def store(self, sent_step: SentStep) -> None:
+        """Store an output that the donor of this session kept.
+
+        Raises `ProtocolError` in a star, where nodes keep no outputs.
+        """
+        if self._mode == "star":
+            raise ProtocolError("unexpected", "a star's nodes keep no outputs")
+        self._replay_buffer.append(
+            replace(sent_step, via=normalize_via(self._quality, sent_step.via))
+        )
+
+    def stored_outputs(self, start: Sequence[int], end: Sequence[int]) -> Iterator[ReplaySlice]:
+        """Stored outputs of the tokens `start[row] <= position < end[row]`."""
+        return self._replay_buffer.iter_steps(start, end)
+
+    def truncate(self, lengths: Sequence[int]) -> None:
+        """Drop stored outputs of tokens from `lengths` on; they will be sent anew."""
+        self._replay_buffer.truncate(lengths)
+        self._emit_from = [min(pair) for pair in zip(self._emit_from, lengths, strict=True)]
+
+    def reorder(self, sources: Sequence[int]) -> None:
+        """Let each row continue with the sent state of row `sources[row]`."""
+        self._replay_buffer.reorder(sources)
+        self._emit_from = [self._emit_from[source] for source in sources]
+
+    def abort_other_than(self, downstream: Downstream | None) -> None:
+        """Abort the stream to any other node than `downstream`, with a send in progress.
+
+        Across a cut link, a large send would otherwise be waited for until it times out.
+        """
+        if downstream != self._downstream and self._stream is not None:
+            self._stream.abort()
+
+    async def link(
+        self, downstream: Downstream | None, epoch: int, emit_from: Sequence[int]
+    ) -> None:
+        """Send to `downstream` (None: the client) from now on, first the stored outputs that it
+        lacks.
+
+        `emit_from` gives, per row, the first position that it lacks. A live stream to the same node
+        is reused. Raises `ProtocolError("downstream_lost")`.
+        """
+        self._emit_from = emit_from
+        alive = self._stream is not None and not self._stream.is_lost
+        if downstream != self._downstream or (downstream is not None and not alive):
+            self._downstream, self._wire = downstream, self.client_wire
+            self._stream = None
+            await self._stream_scope.aclose()
+            if downstream is not None:
+                stream, self._wire = await self._dial(downstream, epoch)
+                self._stream = await self._stream_scope.enter_async_context(
+                    open_downstream(stream, self._wire, partial(self._report_lost, downstream.peer))
+                )
+        await self._begin_wire()
+        for held in self._replay_buffer.iter_steps(emit_from, [MAX_TOKENS] * len(emit_from)):
+            if self._stream is not None and self._stream.is_lost:
+                return
+            await self._send(held, epoch)
+            # A receiver that takes each output at once would otherwise block the event loop.
+            await asyncio.sleep(0)
+
+    async def _begin_wire(self) -> None:
+        if self._stream is None:
+            return await self._wire.prepare(self._client, self._states)
+        try:
+            await self._wire.prepare(self._stream.stream, self._states)
+        except StreamClosedError as error:
+            raise ProtocolError("downstream_lost", str(error)) from error
+
+    def clear(self) -> None:
+        """Drop stored outputs, so that references to this object hold no memory."""
+        self._replay_buffer = ReplayBuffer()
+
+    async def close(self) -> None:
+        """Close the downstream stream."""
+        await self._stream_scope.aclose()
+
+    async def _send(self, held: ReplaySlice, epoch: int) -> None:
+        """Send the part of a step that its receiver lacks."""
+        lacking = held.clip(self._emit_from, [MAX_TOKENS] * len(self._emit_from))
+        if lacking is None:
+            return
+        part = await lacking.materialize()
+        if self._downstream is None:
+            await self._send_to_client(part, epoch)
+        elif self._stream is not None:
+            part = self._wire.reencode(part)
+            self.last_pushed = epoch, part.step
+            await self._stream.send(
+                Step(
+                    session=self._session,
+                    epoch=epoch,
+                    step=part.step,
+                    rows=part.rows,
+                    tensor=part.meta,
+                    want=part.want,
+                    via=extend_via(part.via, part.meta.codec),
+                ),
+                part.payload,
+            )
+
+    async def _send_to_client(self, sent_step: SentStep, epoch: int) -> None:
+        meta, payload = sent_step.meta, sent_step.payload
+        if sent_step.want == "last" and any(part.count > 1 for part in sent_step.rows):
+            ends = torch.tensor([part.count for part in sent_step.rows]).cumsum(0) - 1
+            meta, payload = await self.client_wire.encode_off_loop(
+                HiddenStates.from_tensor(sent_step.decode()[ends])
+            )
+        elif sent_step.want == "none":
+            meta, payload = tensors.encode(sent_step.decode()[:0])
+        elif self.client_wire.compresses and meta.codec == UNCOMPRESSED:
+            meta, payload = await self.client_wire.encode_off_loop(
+                HiddenStates.from_tensor(sent_step.decode())
+            )
+        via = extend_via(sent_step.via, meta.codec)
+        await self._client.send(
+            Output(epoch=epoch, step=sent_step.step, rows=sent_step.rows, tensor=meta, via=via),
+            payload,
+        )
+
+    async def _report_lost(self, peer: str, reason: str) -> None:
+        """Report a lost downstream to the client. Later outputs are only stored until it links a
+        replacement.
+        """
+        try:
+            await self._client.send(
+                ErrorMessage(code="downstream_lost", message=reason, fatal=False, peer=peer)
+            )
+        except StreamClosedError:
+            log.debug("client_disconnected", peer=self._client.peer)
+
+
+async def _require_finite(output: HiddenStates) -> None:
+    """Raises `ProtocolError("not_finite")` for NaN or infinite values."""
+    large = output.nbytes >= MIN_THREADED_BYTES
+    if not (await asyncio.to_thread(_is_finite, output) if large else output.is_finite):
+        raise ProtocolError("not_finite", "these inputs make this node compute NaN or infinities")
+
+
+def _is_finite(output: HiddenStates) -> bool:
+    return output.is_finite

@@ -1,0 +1,403 @@
+"""Server of the streams that peers open: clients' sessions, upstream pushes, and transfers."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from structlog.contextvars import bind_contextvars
+
+from nesa_node.compression.quality import check_quality, codec_names
+from nesa_node.compression.tensors import DTYPES
+from nesa_node.core.errors import (
+    ConfigError,
+    ProtocolError,
+    StreamClosedError,
+    VersionMismatchError,
+)
+from nesa_node.core.ids import ModelId, PeerId, SessionId
+from nesa_node.core.logging import get_logger, session_name
+from nesa_node.core.span import Span
+from nesa_node.engine.model.blocks import ModelBlocks
+from nesa_node.server.scheduler.scheduler import Scheduler
+from nesa_node.server.scheduler.session_queue import PRIORITIES
+from nesa_node.server.session.admission import Admission
+from nesa_node.server.session.handshake import RefusalLog, receive_first_message, send_refusal
+from nesa_node.server.session.message_loop import Drain, serve_session
+from nesa_node.server.session.neighbours import (
+    NEIGHBOUR_TIMEOUT_S,
+    NeighbourLookup,
+    dial_downstream,
+    dial_successor,
+)
+from nesa_node.server.session.output_sender import OutputSender
+from nesa_node.server.session.prefix_cache import PrefixCacheView, check_prefix
+from nesa_node.server.session.session import Session
+from nesa_node.server.session.session_trace import NodeTrace
+from nesa_node.server.session.transfer import SessionDonor, TransferReceiver
+from nesa_node.swarm.node import Swarm
+from nesa_node.swarm.p2p.membership import verify_membership
+from nesa_node.swarm.protocol.link_encoder import LinkEncoder, get_link_speed, report_arrival
+from nesa_node.swarm.protocol.messages import (
+    VERSION,
+    AnyMessage,
+    Closed,
+    Open,
+    Opened,
+    Pages,
+    Probe,
+    PushOpen,
+    PushOpened,
+    Step,
+    Sync,
+    Synced,
+    TransferOpen,
+    TransferOpened,
+)
+from nesa_node.swarm.protocol.stream import Stream
+
+log = get_logger(__name__)
+
+FINITE_OUTPUTS_SINCE = (1, 4)
+"""Protocol version since which nodes check their outputs before a push, so that values which are
+not finite are the sender's fault. A wrong dtype, shape or codec is not: the client chooses these
+for each node separately."""
+CLOSE_GRACE_S = 0.5
+"""Time on closing for the last answers to clients of sessions that have just ended."""
+
+
+class SessionServer:
+    """All sessions of one span. `drain` refuses new ones and ends the open ones, `close` cuts them
+    off.
+    """
+
+    def __init__(
+        self,
+        swarm: Swarm,
+        model_id: ModelId,
+        blocks: ModelBlocks,
+        scheduler: Scheduler,
+        admission: Admission,
+        *,
+        swarm_key: str | None = None,
+        step_timeout_s: float = 30.0,
+        idle_timeout_s: float = 600.0,
+        refusals: RefusalLog | None = None,
+    ) -> None:
+        self._swarm = swarm
+        self._model_id = model_id
+        self._blocks = blocks
+        self._scheduler = scheduler
+        self._admission = admission
+        self._swarm_key = swarm_key
+        self._step_timeout_s = step_timeout_s
+        self._idle_timeout_s = idle_timeout_s
+        self._sessions: dict[tuple[PeerId, SessionId], Session] = {}
+        self._refusals = refusals or RefusalLog()
+        self._drain = Drain()
+        self._budget = swarm.message_budget
+        self._neighbours = NeighbourLookup(swarm, model_id)
+        self._handler_tasks: set[asyncio.Task[Any]] = set()
+        self._no_sessions = asyncio.Event()
+        self._no_sessions.set()
+
+    async def handle(
+        self, peer: PeerId, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        """Serve one incoming stream until its final message; the caller closes it.
+
+        A peer's mistake is answered, never raised.
+        """
+        stream = Stream(peer, reader, writer)
+        self._track_handler()
+        try:
+            # Read the message before refusing it: an answer sent while a peer still writes can be
+            # lost with the stream. The transport bounds how many streams may wait here.
+            message = await receive_first_message(stream)
+            await self._budget.wait_until_paid(stream, message)
+            if isinstance(message, Open | PushOpen | TransferOpen):
+                # Bound for the rest of this task, which belongs to the stream.
+                bind_contextvars(session=session_name(message.session))
+            self._admission.check_peer(peer)
+            with self._admission.admit_stream(peer):
+                await self._dispatch(stream, message)
+        except StreamClosedError:
+            log.debug("stream_ended", peer=peer)
+        except ProtocolError as error:
+            self._refusals.record(peer=peer, code=error.code, reason=str(error))
+            await send_refusal(stream, error, free_tokens=self._admission.free_tokens)
+
+    async def drain(self, timeout_s: float, *, idle_s: float | None = None) -> None:
+        """Tell every client to move off; after `timeout_s` seconds the remaining sessions are cut
+        off.
+
+        Sessions that are idle for `idle_s` are cut off earlier.
+        """
+        self._drain.begin(timeout_s, idle_s)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._no_sessions.wait()
+        except TimeoutError:
+            log.warning("drain_timed_out", sessions=len(self._sessions))
+
+    async def close(self) -> None:
+        """End every open stream; afterwards no session uses the blocks."""
+        if self._handler_tasks:
+            await asyncio.wait(self._handler_tasks, timeout=CLOSE_GRACE_S)
+        while tasks := [task for task in self._handler_tasks if not task.done()]:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+        self._neighbours.close()
+
+    def _track_handler(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        if task not in self._handler_tasks:
+            self._handler_tasks.add(task)
+            task.add_done_callback(self._handler_tasks.discard)
+
+    async def _dispatch(self, stream: Stream, message: AnyMessage) -> None:
+        if isinstance(message, Open):
+            _check_version(message.version)
+            await self._open(stream, message)
+        elif isinstance(message, PushOpen):
+            _check_version(message.version)
+            await self._accept_push(stream, message)
+        elif isinstance(message, TransferOpen):
+            _check_version(message.version)
+            await self._accept_transfer(stream, message)
+        else:
+            raise ProtocolError(
+                "unexpected",
+                "a stream begins with open, push_open or transfer_open, "
+                f"not {_message_name(message)}",
+            )
+
+    async def _open(self, stream: Stream, opened: Open) -> None:
+        self._check_open(stream.peer, opened)
+        trace = NodeTrace(opened, self._swarm.identity.peer_id)
+        try:
+            await self._run_session(stream, opened, trace)
+        except ProtocolError as error:
+            trace.end(error=error.code)
+            raise
+        finally:
+            trace.end()
+        # Sent last, so that a client which reads it finds the room free.
+        await stream.send(Closed())
+
+    async def _run_session(self, stream: Stream, opened: Open, trace: NodeTrace) -> None:
+        """Run the session from its opening to its end."""
+        blocks = self._blocks.select(Span(*opened.blocks))
+        reach = (self._neighbours, opened)
+        speed = await get_link_speed(self._swarm, stream.peer, opened.quality)
+        wire = LinkEncoder(opened.quality, opened.codecs, speed)
+        outlet = OutputSender(
+            stream, wire, opened, self._blocks.hidden_size, partial(dial_downstream, *reach)
+        )
+        executor = self._scheduler.executor
+        try:
+            with self._admission.admit_session(
+                stream.peer, rows=opened.rows, max_tokens=opened.max_tokens
+            ) as place:
+                tables = [place.reservation.new_table() for _ in range(opened.rows)]
+                prefixes = PrefixCacheView(tables, opened, stream.peer, self._admission.limits)
+                async with self._scheduler.open_queue(
+                    tables,
+                    blocks,
+                    client=stream.peer,
+                    priority=PRIORITIES.index(opened.priority),
+                    dtype=DTYPES[opened.dtype],
+                    session=session_name(opened.session),
+                ) as work:
+                    parts = (work, outlet, executor)
+                    transfers = SessionDonor(
+                        partial(dial_successor, *reach), opened.session, *parts
+                    )
+                    succession = TransferReceiver(*parts, opened.max_tokens, opened.quality)
+                    owned = (work, outlet, place, transfers, succession, prefixes)
+                    try:
+                        await self._serve(Session(opened, stream, *owned), trace)
+                    finally:
+                        await transfers.close()
+        finally:
+            await outlet.close()
+
+    async def _serve(self, session: Session, trace: NodeTrace) -> None:
+        opened, client = session.opened, session.client
+        with self._registered(session):
+            try:
+                await client.send(
+                    Opened(
+                        version=VERSION,
+                        max_tokens=opened.max_tokens,
+                        context_length=self._blocks.context_length,
+                        step_timeout_s=self._step_timeout_s,
+                        held=session.lengths,
+                        codecs=codec_names(),
+                    )
+                )
+                trace.end_opening()
+                await serve_session(
+                    session,
+                    drain=self._drain,
+                    budget=self._budget,
+                    idle_timeout_s=self._idle_timeout_s,
+                    refused_messages=self._refusals.messages,
+                )
+            finally:
+                trace.record_session(session)
+                await session.close()
+
+    @contextmanager
+    def _registered(self, session: Session) -> Iterator[None]:
+        """Register the session, so that pushes find it and a drain waits for it."""
+        opened = session.opened
+        key = (session.client.peer, SessionId(opened.session))
+        # Checked again: another session may have opened under this id while this one waited.
+        self._check_is_new(key)
+        self._sessions[key] = session
+        self._no_sessions.clear()
+        log.info(
+            "session_opened",
+            rows=opened.rows,
+            max_tokens=opened.max_tokens,
+            blocks=str(Span(*opened.blocks)),
+            mode=opened.mode,
+        )
+        try:
+            yield
+        finally:
+            del self._sessions[key]
+            if not self._sessions:
+                self._no_sessions.set()
+            log.info("session_closed", lengths=session.lengths)
+
+    def _check_open(self, peer: PeerId, opened: Open) -> None:
+        if not verify_membership(
+            self._swarm_key,
+            opened.membership,
+            SessionId(opened.session),
+            peer,
+            self._swarm.identity.peer_id,
+        ):
+            raise ProtocolError("not_a_member", "the swarm keys of this node and its client differ")
+        if opened.model != self._model_id:
+            raise ProtocolError(
+                "wrong_model", f"this node serves {self._model_id}, not {opened.model}"
+            )
+        start, end = opened.blocks
+        if start >= end or not self._blocks.span.covers(Span(start, end)):
+            raise ProtocolError(
+                "wrong_blocks", f"this node holds {self._blocks.span}, not {start}:{end}"
+            )
+        limit = self._blocks.context_length
+        if limit and opened.max_tokens > limit:
+            raise ProtocolError(
+                "context_length", f"{opened.max_tokens} tokens; the model holds {limit}"
+            )
+        if opened.mode == "star" and opened.donor is not None:
+            raise ProtocolError("not_donor", "a star's nodes hand nothing over")
+        check_prefix(opened.prefix, opened.rows)
+        _check_quality(opened.quality)
+        self._check_is_new((peer, SessionId(opened.session)))
+        if self._drain.has_begun:
+            raise ProtocolError("draining", "this node is giving up its blocks")
+
+    def _check_is_new(self, key: tuple[PeerId, SessionId]) -> None:
+        if key in self._sessions:
+            raise ProtocolError("session_exists", "this session is open here already")
+
+    async def _accept_push(self, stream: Stream, opened: PushOpen) -> None:
+        session = self._find_session(opened)
+        await self._wait_for_link(session, opened.epoch)
+        if session.upstream != stream.peer:
+            raise ProtocolError("not_upstream", f"{stream.peer} is not upstream of this session")
+        with session.reading_upstream(stream):
+            await stream.send(PushOpened(epoch=opened.epoch, codecs=codec_names()))
+            while True:
+                message, payload = await stream.receive(
+                    max_tensor_bytes=session.sequencer.max_step_bytes
+                )
+                if isinstance(message, Step):
+                    try:
+                        await session.submit(stream.peer, message, payload)
+                    except ProtocolError as error:
+                        if error.code == "not_finite" and opened.version >= FINITE_OUTPUTS_SINCE:
+                            self._swarm.failure_reporter.record_failure(
+                                self._model_id, stream.peer, "wrong"
+                            )
+                        await self._budget.wait_until_paid(stream, message, is_refused=True)
+                        raise
+                elif not isinstance(message, Probe):
+                    raise ProtocolError("unexpected", f"{_message_name(message)} on a push stream")
+                await report_arrival(stream, session.opened.quality, opened.version)
+                await self._budget.wait_until_paid(stream, message)
+
+    async def _accept_transfer(self, stream: Stream, opened: TransferOpen) -> None:
+        """Receive a session from the donor that its client named, until the client links it."""
+        session = self._find_session(opened)
+        session.check_donor(stream.peer)
+        with session.reading_upstream(stream):
+            await stream.send(TransferOpened())
+            while True:
+                message, payload = await stream.receive(max_tensor_bytes=session.max_transfer_bytes)
+                if not isinstance(message, Pages | Step | Sync):
+                    raise ProtocolError("unexpected", f"{_message_name(message)} in a transfer")
+                try:
+                    held = await session.accept_transfer(message, payload)
+                except ProtocolError:
+                    await self._budget.wait_until_paid(stream, message, is_refused=True)
+                    raise
+                if isinstance(message, Sync):
+                    await stream.send(Synced(lengths=held))
+                await self._budget.wait_until_paid(stream, message)
+
+    def _find_session(self, opened: PushOpen | TransferOpen) -> Session:
+        """Find a session by id and secret; ids alone are not unique between clients."""
+        for (_, session_id), session in self._sessions.items():
+            if session_id == opened.session and hmac.compare_digest(
+                session.opened.secret, opened.secret
+            ):
+                return session
+        # One answer for both cases: a stranger must not learn which sessions exist.
+        raise ProtocolError("unknown_session", "no such session here, or another secret")
+
+    async def _wait_for_link(self, session: Session, epoch: int) -> None:
+        """Wait for the client's `link`: an upstream may be linked, and push, before it arrives
+        here.
+        """
+        try:
+            async with asyncio.timeout(NEIGHBOUR_TIMEOUT_S):
+                await session.wait_for_epoch(epoch)
+        except TimeoutError:
+            raise ProtocolError(
+                "future_epoch",
+                f"the client did not begin epoch {epoch} within {NEIGHBOUR_TIMEOUT_S:g} s",
+            ) from None
+
+
+def _check_quality(quality: str) -> None:
+    try:
+        full = check_quality(quality)
+    except ConfigError as error:
+        raise ProtocolError("unknown_quality", str(error)) from None
+    if full != quality:
+        raise ProtocolError("unknown_quality", f"{quality!r} is not complete: write {full!r}")
+
+
+def _check_version(version: tuple[int, int]) -> None:
+    if version[0] != VERSION[0]:
+        raise VersionMismatchError(
+            f"this node speaks protocol {VERSION[0]}.{VERSION[1]}, "
+            f"the peer {version[0]}.{version[1]}; update the older one"
+        )
+
+
+def _message_name(message: AnyMessage) -> str:
+    return type(message).__name__.lower()

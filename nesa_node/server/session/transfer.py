@@ -1,0 +1,305 @@
+"""Hand-over of a session to another node: the cache, and the outputs kept for replay.
+
+The donor sends what its successor lacks as often as it is asked: once in bulk while the session
+continues, and the small rest when it moves. L tokens of one row, H heads, D head size.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from nesa_node.compression import tensors
+from nesa_node.core.errors import NesaError, ProtocolError
+from nesa_node.engine.cache.pages import PageTable
+from nesa_node.server.scheduler.executor import Executor
+from nesa_node.server.scheduler.session_queue import SessionQueue
+from nesa_node.server.session.output_sender import OutputSender
+from nesa_node.server.session.step_sequencer import decode_step
+from nesa_node.swarm.protocol.link_encoder import UNCOMPRESSED, check_codec_allowed
+from nesa_node.swarm.protocol.messages import Downstream, ErrorMessage, Pages, Step, Sync, Synced
+from nesa_node.swarm.protocol.replay_buffer import ReplaySlice, SentStep
+from nesa_node.swarm.protocol.stream import Stream, peer_timeout
+
+TRANSFER_CHUNK_TOKENS = 128
+TRANSFER_TIMEOUT_S = 30.0
+
+
+MAX_TRUNCATIONS = 4
+"""Most truncations during one hand-over, after each of which the rest is sent. Beam search
+truncates a session with every step."""
+
+
+class TransferSender:
+    """The donor's side of one hand-over. Only one task at a time may `sync`."""
+
+    def __init__(
+        self,
+        stream: Stream,
+        session: bytes,
+        queue: SessionQueue,
+        output_sender: OutputSender,
+        executor: Executor,
+    ) -> None:
+        self._stream = stream
+        self._session = session
+        self._queue = queue
+        self._output_sender = output_sender
+        self._executor = executor
+        self._sent = [0] * len(queue.tables)
+        self._outputs_sent = [0] * len(queue.tables)
+        self._truncations = 0
+        self._must_truncate = True
+        """Whether the successor may hold more than `_sent`, also from an earlier transfer."""
+
+    def truncate(self, lengths: Sequence[int]) -> None:
+        """Note that the session was truncated; the next sync truncates the successor."""
+        self._truncations += 1
+        self._must_truncate = True
+        for sent in (self._sent, self._outputs_sent):
+            sent[:] = [min(pair) for pair in zip(sent, lengths, strict=True)]
+
+    async def sync(self) -> tuple[int, ...]:
+        """Send what the successor lacks and return the lengths that it then holds.
+
+        Raises `ProtocolError("downstream_lost")` if it is lost or refuses.
+        """
+        try:
+            async with peer_timeout(self._stream.peer, TRANSFER_TIMEOUT_S, "taking over a session"):
+                await self._send_all()
+                return await self._sync_lengths(tuple(self._sent))
+        except NesaError as error:
+            raise ProtocolError("downstream_lost", str(error)) from error
+
+    async def close(self) -> None:
+        await self._stream.close()
+
+    async def _send_all(self) -> None:
+        for _ in range(MAX_TRUNCATIONS):
+            cuts = self._truncations
+            if self._must_truncate:
+                self._must_truncate = False
+                await self._sync_lengths(tuple(self._sent))
+            for row in range(len(self._sent)):
+                await self._send_row(row, cuts)
+            for held in self._output_sender.stored_outputs(self._outputs_sent, tuple(self._sent)):
+                # A successor that takes each output at once would otherwise block the event loop.
+                await asyncio.sleep(0)
+                if self._truncations != cuts:
+                    break
+                await self._send_output(held, cuts)
+            if self._truncations == cuts:
+                return
+        # Truncations outpace the transfer. Pages without their kept outputs are of no use.
+        self.truncate([0] * len(self._sent))
+
+    async def _sync_lengths(self, lengths: tuple[int, ...]) -> tuple[int, ...]:
+        await self._stream.send(Sync(lengths=lengths))
+        answer, _ = await self._stream.receive()
+        if isinstance(answer, Synced):
+            return answer.lengths
+        words = answer.message if isinstance(answer, ErrorMessage) else type(answer).__name__
+        raise ProtocolError("downstream_lost", f"{self._stream.peer} answered: {words}")
+
+    async def _send_row(self, row: int, truncations: int) -> None:
+        table = self._queue.tables[row]
+        while self._truncations == truncations and (start := self._sent[row]) < (
+            length := table.length
+        ):
+            end = min(start + TRANSFER_CHUNK_TOKENS, length)
+            tokens = await self._executor.run(partial(self._export, table, start, end))
+            if self._truncations != truncations:
+                # Another session may have owned these pages while they were read.
+                return
+            meta, payload = tensors.encode(tokens)
+            self._sent[row] = end  # set before the send: a truncation meanwhile lowers it
+            await self._stream.send(Pages(row=row, position=start, tensor=meta), payload)
+
+    def _export(self, table: PageTable, start: int, end: int) -> Tensor:
+        # Slots are looked up on the device's thread: an earlier iteration may have replaced a page.
+        slots = table.slots(start, end)
+        return table.pool.export_tokens(slots, self._queue.blocks.span)
+
+    async def _send_output(self, held: ReplaySlice, truncations: int) -> None:
+        kept = await held.materialize()
+        if self._truncations != truncations:
+            return
+        for part in kept.rows:
+            self._outputs_sent[part.row] = part.position + part.count
+        await self._stream.send(
+            Step(
+                session=self._session,
+                epoch=0,
+                step=kept.step,
+                rows=kept.rows,
+                tensor=kept.meta,
+                want=kept.want,
+                via=kept.via,
+            ),
+            kept.payload,
+        )
+
+
+class TransferReceiver:
+    """The successor's side: fills an empty session before its client links it."""
+
+    def __init__(
+        self,
+        queue: SessionQueue,
+        output_sender: OutputSender,
+        executor: Executor,
+        max_tokens: int,
+        quality: str,
+    ) -> None:
+        self._quality = quality
+        self._queue = queue
+        self._output_sender = output_sender
+        self._executor = executor
+        self._max_tokens = max_tokens
+        self._output_ranges: list[range | None] = [None] * len(queue.tables)
+        """Range of tokens per row for which outputs arrived. The donor kept none for tokens of its
+        prefix."""
+
+    async def receive(self, message: Pages | Step | Sync, payload: bytearray) -> None:
+        """Apply one message. Raises `ProtocolError` for what does not fit the session."""
+        match message:
+            case Pages():
+                await self._receive_pages(message, payload)
+            case Step():
+                await self._receive_output(message, payload)
+            case Sync():
+                self._truncate(message.lengths)
+
+    async def _receive_pages(self, pages: Pages, payload: bytearray) -> None:
+        """Append pages to a row."""
+        if pages.row >= len(self._queue.tables):
+            raise ProtocolError("bad_rows", f"row {pages.row} does not exist")
+        table, blocks = self._queue.tables[pages.row], self._queue.blocks
+        heads, count = table.pool.heads, (pages.tensor.shape or (0, 0))[1:2]
+        shape = (2 * len(blocks.span), *count, heads.num_kv_heads, heads.head_dim)
+        dtype = tensors.DTYPE_NAMES[blocks.dtype]
+        found = (pages.tensor.dtype, pages.tensor.shape, pages.tensor.codec)
+        # An empty message would still take a turn of the device's thread.
+        if found != (dtype, shape, UNCOMPRESSED) or count[0] < 1:
+            raise ProtocolError(
+                "bad_tensor",
+                f"expected {dtype}{list(shape)}, got {pages.tensor.dtype}"
+                f"{list(pages.tensor.shape)} as {pages.tensor.codec[:32]!r}",
+            )
+        end = pages.position + shape[1]
+        if pages.position != table.length or end > self._max_tokens:
+            raise ProtocolError("bad_position", f"row {pages.row} continues at {table.length}")
+        table.reserve(end)
+        await self._executor.run(
+            partial(self._import_pages, pages, payload, table.slots(table.length, end))
+        )
+        table.length = end
+
+    async def _receive_output(self, step: Step, payload: bytearray) -> None:
+        """Store an output that the donor kept, for a receiver that lacks it."""
+        self._check_output(step)
+        # A receiver would blame this node for values that are not finite.
+        await decode_step(step, payload)
+        for part in step.rows:
+            kept = self._output_ranges[part.row] or range(part.position, part.position)
+            self._output_ranges[part.row] = range(kept.start, part.position + part.count)
+        self._output_sender.store(
+            SentStep(step.step, step.rows, step.want, step.tensor, payload, step.via)
+        )
+
+    def _check_output(self, step: Step) -> None:
+        check_codec_allowed(self._quality, step.tensor)
+        rows = {part.row for part in step.rows}
+        if len(rows) < len(step.rows) or max(rows) >= len(self._output_ranges):
+            raise ProtocolError("bad_rows", f"a kept output of rows {sorted(rows)}")
+        for part in step.rows:
+            kept = self._output_ranges[part.row] or range(part.position, part.position)
+            if part.position != kept.stop or part.position + part.count > self._max_tokens:
+                raise ProtocolError("bad_position", f"a kept output of {part}")
+        total = sum(part.count for part in step.rows)
+        dtype, shape = (
+            tensors.DTYPE_NAMES[self._queue.dtype],
+            (total, self._queue.blocks.hidden_size),
+        )
+        if (step.tensor.dtype, step.tensor.shape) != (dtype, shape):
+            raise ProtocolError(
+                "bad_tensor",
+                f"expected {dtype}{list(shape)}, got {step.tensor.dtype}{list(step.tensor.shape)}",
+            )
+
+    def _truncate(self, lengths: Sequence[int]) -> None:
+        if len(lengths) != len(self._queue.tables):
+            raise ProtocolError("bad_rows", f"{len(lengths)} lengths")
+        for table, length in zip(self._queue.tables, lengths, strict=True):
+            table.truncate(min(table.length, length))
+        self._output_ranges = [
+            kept and range(kept.start, min(kept.stop, length))
+            for kept, length in zip(self._output_ranges, lengths, strict=True)
+        ]
+        self._output_sender.truncate(lengths)
+
+    def _import_pages(self, pages: Pages, payload: bytearray, slots: slice | torch.Tensor) -> None:
+        tokens = tensors.decode(pages.tensor, payload, max_bytes=pages.tensor.max_nbytes)
+        self._queue.tables[pages.row].pool.import_tokens(slots, self._queue.blocks.span, tokens)
+
+
+class SessionDonor:
+    """Hands a session to one successor at a time; the stream stays open for later syncs."""
+
+    def __init__(
+        self,
+        dial: Callable[[Downstream], Awaitable[Stream]],
+        session: bytes,
+        queue: SessionQueue,
+        output_sender: OutputSender,
+        executor: Executor,
+    ) -> None:
+        self._dial = dial
+        self._parts = (session, queue, output_sender, executor)
+        self._blocks = queue.blocks.span
+        self._successor: Downstream | None = None
+        self._transfer: TransferSender | None = None
+        self._busy = False
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a sync is in progress."""
+        return self._busy
+
+    async def sync(self, successor: Downstream) -> tuple[int, ...]:
+        """Send `to` what it lacks and return the lengths that it then holds. Raises
+        `ProtocolError`.
+        """
+        if successor.blocks != (self._blocks.start, self._blocks.end):
+            raise ProtocolError("bad_link", f"blocks {successor.blocks} are not {self._blocks}")
+        if self._busy:
+            raise ProtocolError("unexpected", "the session is being handed over already")
+        self._busy = True
+        try:
+            if self._transfer is None or successor != self._successor:
+                await self.close()
+                self._successor, self._transfer = (
+                    successor,
+                    TransferSender(await self._dial(successor), *self._parts),
+                )
+            return await self._transfer.sync()
+        except ProtocolError:
+            await self.close()
+            raise
+        finally:
+            self._busy = False
+
+    def truncate(self, lengths: Sequence[int]) -> None:
+        """Record that the session was truncated to `lengths`."""
+        if self._transfer is not None:
+            self._transfer.truncate(lengths)
+
+    async def close(self) -> None:
+        """Close the stream. May be called twice."""
+        transfer, self._transfer = self._transfer, None
+        if transfer is not None:
+            await transfer.close()

@@ -1,0 +1,339 @@
+"""Node records: what a node announces about itself on the DHT, signed (`sealing.py`).
+
+The signature covers the bytes as sent, so that fields added by a later minor version are preserved;
+they are ignored here.
+
+Bounded table of the node records that this node remembers.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from typing import Annotated, Any, Literal, Self, TypeVar
+
+import msgspec
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
+
+from nesa_node.core.errors import RecordError
+from nesa_node.core.ids import ModelId, PeerId, model_name_candidates
+from nesa_node.core.settings.models import MAX_RECORD_TTL_S
+from nesa_node.core.span import Span
+from nesa_node.swarm.dht.sealing import (
+    CLOCK_SKEW_S,
+    RECORD_KIND,
+    StatementKind,
+    open_envelope,
+    read_fields,
+    seal_body,
+)
+from nesa_node.swarm.p2p.identity import Identity
+from nesa_node.swarm.p2p.membership import Membership
+from nesa_node.topology.links.packed import MAX_PACKED_BYTES, MeasuredLink, unpack_links
+from nesa_node.topology.snapshot import NodeState
+
+MAX_RECORD_BYTES = 4096
+MAX_ADDRESSES = 16
+
+RECORD_MAJOR = 1
+_RECORD_KIND = StatementKind(RECORD_KIND, MAX_RECORD_BYTES)
+_PUBLIC_NETWORK = Membership(None)
+
+
+def _check_printable(text: str) -> str:
+    if not text.isprintable():
+        raise ValueError("must be printable")
+    return text
+
+
+def max_items(length: int) -> BeforeValidator:
+    """Validator of a list or dict with at most `length` items; MessagePack's lists become tuples.
+
+    pydantic's own `max_length` counts only after it has validated all items and kept their errors.
+    """
+
+    def check(value: object) -> object:
+        if isinstance(value, list | tuple | dict) and len(value) > length:
+            raise ValueError(f"must have at most {length} items")
+        return tuple(value) if isinstance(value, list) else value
+
+    return BeforeValidator(check)
+
+
+Text = Annotated[str, AfterValidator(_check_printable)]
+Count = Annotated[int, Field(ge=0, lt=2**50)]
+Rate = Annotated[float, Field(ge=0, le=1e8)]
+Time = Annotated[float, Field(gt=0, lt=1e11)]
+_Model = TypeVar("_Model", bound=BaseModel)
+CodecText = Annotated[str, Field(pattern=r"^[a-z0-9:@]{1,32}$")]
+
+
+def _check_packed_links(packed: bytes) -> bytes:
+    unpack_links(packed)
+    return packed
+
+
+PackedLinks = Annotated[
+    bytes, Field(max_length=MAX_PACKED_BYTES), AfterValidator(_check_packed_links)
+]
+Pair = Annotated[tuple[int, int], max_items(2)]
+
+
+class NodeStatus(BaseModel):
+    """Fields of a record that the node decides; `Directory.publish` completes and signs it.
+
+    `state` is "joining" (loads its span), "serving" (accepts sessions), "draining" (finishes its
+    sessions) or "withdrawn" (has left).
+    """
+
+    model_config = ConfigDict(frozen=True, extra="ignore", strict=True, allow_inf_nan=False)
+
+    state: Literal["joining", "serving", "draining", "withdrawn"]
+    model_id: Text = Field(min_length=1, max_length=256)
+    model_name: Text = Field(min_length=1, max_length=256)
+    num_blocks: int = Field(ge=1, le=10_000)
+    span: Pair
+    dtype: str = Field(pattern=r"^[a-z0-9_]{1,24}$")
+    quantization: str = Field(default="none", pattern=r"^[a-z0-9_]{1,24}$")
+    protocol_version: Annotated[
+        tuple[Annotated[int, Field(ge=0, le=999)], Annotated[int, Field(ge=0, le=999)]],
+        max_items(2),
+    ]
+    prefill_tokens_per_s: Rate = 0.0
+    decode_tokens_per_s: Rate = 0.0
+    free_cache_tokens: Count = 0
+    total_cache_tokens: Count = 0
+    gpu_memory_total_bytes: Count = 0
+    gpu_memory_free_bytes: Count = 0
+    cpu_memory_total_bytes: Count = 0
+    cpu_memory_free_bytes: Count = 0
+    load: float = Field(default=0.0, ge=0, le=1000)
+    uptime_s: float = Field(default=0.0, ge=0, le=1e10)
+    sessions: Count = 0
+    """Open sessions."""
+    tokens: Count = 0
+    """Tokens computed since the node started."""
+    context_length: int = Field(default=0, ge=0, lt=2**40)
+    public_name: Annotated[Text, Field(max_length=64)] | None = None
+    codecs: Annotated[tuple[CodecText, ...], max_items(32)] = ()
+    """Codecs that the node decodes beside "none"."""
+    sent_bytes: Annotated[dict[CodecText, Count], max_items(16)] = Field(default_factory=dict)
+    """Bytes of hidden states sent since the node started, by codec."""
+    movable: bool = False
+    """Whether the node may move to other blocks, by its operator's settings and its own limits."""
+    next_span: Pair | None = None
+    """Span that a draining node moves to."""
+    measured: PackedLinks = b""
+    """Round trips and rates to peers, packed (`topology/links/packed.py`)."""
+    max_blocks: int = Field(default=0, ge=0, le=10_000)
+    """Blocks of the model that fit into the node's memory limit; 0 if unknown."""
+    location: (
+        Annotated[
+            tuple[Annotated[float, Field(ge=-90, le=90)], Annotated[float, Field(ge=-180, le=180)]],
+            max_items(2),
+        ]
+        | None
+    ) = None
+    """Latitude and longitude in degrees."""
+
+    @model_validator(mode="after")
+    def _check_span(self) -> Self:
+        if not 0 <= self.span[0] < self.span[1] <= self.num_blocks:
+            raise ValueError(f"span {self.span} is not within {self.num_blocks} blocks")
+        if self.next_span and not 0 <= self.next_span[0] < self.next_span[1] <= self.num_blocks:
+            raise ValueError(f"next span {self.next_span} is not within {self.num_blocks} blocks")
+        return self
+
+
+class NodeRecord(NodeStatus):
+    """A complete record with all fields bounded; one returned by `open_record` has a valid
+    signature."""
+
+    peer_id: str = Field(max_length=128)
+    seq: int = Field(ge=0, lt=2**53)
+    issued_at: Time
+    expires_at: Time
+    addresses: Annotated[
+        tuple[Annotated[str, Field(pattern=r"^/[!-~]{1,254}$")], ...], max_items(MAX_ADDRESSES)
+    ] = ()
+
+    @model_validator(mode="after")
+    def _check_addresses(self) -> Self:
+        suffix = f"/p2p/{self.peer_id}"
+        if not all(address.endswith(suffix) for address in self.addresses):
+            raise ValueError("an address must end in the node's own peer id")
+        if not 0 < self.expires_at - self.issued_at <= MAX_RECORD_TTL_S:
+            raise ValueError(f"a record lives at most {MAX_RECORD_TTL_S:g} s")
+        return self
+
+    def node_state(self) -> NodeState:
+        """The fields that planners use."""
+        shared = self.model_dump(include=_SHARED_FIELDS)
+        return NodeState(peer_id=PeerId(self.peer_id), span=Span(*self.span), **shared)
+
+    def measured_links(self) -> tuple[MeasuredLink, ...]:
+        return unpack_links(self.measured)
+
+
+_SHARED_FIELDS = set(NodeState.__dataclass_fields__) - {"peer_id", "span"}
+
+
+def seal_record(
+    record: NodeRecord, identity: Identity, membership: Membership = _PUBLIC_NETWORK
+) -> bytes:
+    """Sign `record`. Raises `RecordError` if it is too large or names another signer."""
+    if record.peer_id != identity.peer_id:
+        raise RecordError("foreign", f"cannot sign a record of {record.peer_id}")
+    body = msgspec.msgpack.encode({"version": RECORD_MAJOR, **record.model_dump()})
+    return seal_body(_RECORD_KIND, body, identity, membership)
+
+
+def open_record(data: bytes, *, now: float, membership: Membership = _PUBLIC_NETWORK) -> NodeRecord:
+    """Verify and parse a record, valid at `now` (seconds since the epoch).
+
+    Raises `RecordError` with one of the reasons oversized, malformed, foreign (not of this private
+    swarm), signature, version, expired and future.
+    """
+    record = open_record_of_any_age(data, membership=membership)
+    check_record_age(record, now)
+    return record
+
+
+def open_record_of_any_age(data: bytes, *, membership: Membership = _PUBLIC_NETWORK) -> NodeRecord:
+    """Verify and parse a record regardless of its age, so that the result can be cached."""
+    peer_id, body = open_envelope(_RECORD_KIND, data, membership)
+    record = _parse_record(body)
+    if record.peer_id != peer_id:
+        raise RecordError("signature", f"{peer_id} signed a record of {record.peer_id}")
+    return record
+
+
+def check_record_age(record: NodeRecord, now: float) -> None:
+    """Raise `RecordError`: expired, or future (issued more than `CLOCK_SKEW_S` from now)."""
+    if record.expires_at <= now:
+        raise RecordError("expired", f"the record of {record.peer_id} has expired")
+    if record.issued_at > now + CLOCK_SKEW_S:
+        raise RecordError(
+            "future",
+            f"the record of {record.peer_id} was made {record.issued_at - now:.0f} s from now; "
+            "one of the two clocks is wrong",
+        )
+
+
+def model_key(model_id: ModelId) -> str:
+    """DHT key of the records of a model's nodes."""
+    return f"nesa/1/model/{model_id}"
+
+
+def filter_by_model(records: Iterable[NodeRecord], wanted: str | None) -> Iterator[NodeRecord]:
+    """Filter records by a model's name, folder or full id; all of them if `wanted` is None."""
+    names = None if wanted is None else model_name_candidates(wanted)
+    for record in records:
+        if names is None or record.model_id in names or record.model_name in names:
+            yield record
+
+
+def majority_num_blocks(records: Iterable[NodeRecord]) -> int:
+    """Number of blocks of a model that most of its records announce; 0 without records.
+
+    Used when no checkpoint is open. Ties go to a number with a holder for each block, then to the
+    smaller one: a false larger number leaves blocks without a holder.
+    """
+    spans: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    for record in records:
+        spans[record.num_blocks].append(record.span)
+
+    def rank(num_blocks: int) -> tuple[int, bool, int]:
+        end = 0
+        for span in sorted(spans[num_blocks]):
+            end = max(end, span[1]) if span[0] <= end else end
+        return len(spans[num_blocks]), end == num_blocks, -num_blocks
+
+    return max(spans, key=rank, default=0)
+
+
+ALL_NODES_KEY = "nesa/1/nodes"
+"""DHT key of the index of all nodes."""
+
+
+def _parse_record(body: bytes) -> NodeRecord:
+    return parse_statement(NodeRecord, read_fields(_RECORD_KIND, body, RECORD_MAJOR))
+
+
+def parse_statement(model: type[_Model], fields: dict[str, Any]) -> _Model:
+    """Validate the fields of a signed statement. Raises `RecordError` (malformed)."""
+    try:
+        return model.model_validate(fields)
+    except ValidationError as error:
+        # Without the input, which takes milliseconds to format.
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        field = ".".join(map(str, first["loc"]))
+        words = f"a field is out of bounds: {field}: {first['msg']}"
+        raise RecordError("malformed", words[:200]) from error
+    except RecursionError as error:
+        raise RecordError("malformed", "fields are nested too deeply") from error
+
+
+MAX_NODES_PER_MODEL = 1024
+"""Planning allocates arrays of nodes by nodes: 160 MiB, and a third of a second, for 1,024."""
+MAX_NODES = 16_384
+"""Nodes of all models together; models with a known number of blocks are exempt."""
+
+
+class RecordTable:
+    """Newest record of each peer, including expired ones until they are dropped.
+
+    Identities are free, so a full table refuses new peers instead of evicting old ones: invented
+    records never displace those of nodes that were known before.
+    """
+
+    def __init__(self, own_peer_id: PeerId) -> None:
+        """The record of `own`, this node's peer id, is always accepted."""
+        self._own = own_peer_id
+        self._records: dict[PeerId, NodeRecord] = {}
+        self._num_by_model: Counter[str] = Counter()
+
+    def __iter__(self) -> Iterator[NodeRecord]:
+        return iter(self._records.values())
+
+    def get(self, peer: PeerId) -> NodeRecord | None:
+        return self._records.get(peer)
+
+    def add(
+        self, record: NodeRecord, *, is_trusted_model: bool = False, is_single_source: bool = False
+    ) -> bool:
+        """Remember `record` in place of its peer's older one. False if the table is full.
+
+        A trusted model may have `MAX_NODES_PER_MODEL` nodes however full the table is. New peers
+        with `is_single_source`, which only one DHT member named, may fill half of that: what a
+        single member invents must leave room for what all members name.
+        """
+        peer = PeerId(record.peer_id)
+        before = self._records.get(peer)
+        if before is None or before.model_id != record.model_id:
+            self.drop(peer)
+            most = MAX_NODES_PER_MODEL // 2 if is_single_source else MAX_NODES_PER_MODEL
+            is_full = self._num_by_model[record.model_id] >= most or (
+                len(self._records) >= MAX_NODES and not is_trusted_model
+            )
+            if is_full and peer != self._own:
+                return False
+            self._num_by_model[record.model_id] += 1
+        self._records[peer] = record
+        return True
+
+    def drop(self, peer: PeerId) -> None:
+        """Remove the record of `peer`, if there is one."""
+        record = self._records.pop(peer, None)
+        if record is not None:
+            self._num_by_model[record.model_id] -= 1
+            if not self._num_by_model[record.model_id]:
+                del self._num_by_model[record.model_id]

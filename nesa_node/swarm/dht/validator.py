@@ -1,0 +1,269 @@
+"""Validation of all statements that are stored at this DHT member or returned by a lookup.
+
+Only a sealed record or notice is valid: under the subkey of its signer, under the key of its own
+model (or the index of all nodes), with the signed expiry, and not older than the newest one seen. A
+peer can thus neither write for another peer, nor replay what that peer has replaced or withdrawn.
+
+How long this node has known each peer: a measure of trust that a peer cannot forge.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import msgspec
+
+from nesa_node.core.errors import RecordError
+from nesa_node.core.ids import ModelId, PeerId
+from nesa_node.swarm.dht.notices import (
+    NOTICE_KINDS,
+    Notice,
+    check_notice_age,
+    notice_key,
+    open_notice,
+)
+from nesa_node.swarm.dht.records import (
+    ALL_NODES_KEY,
+    MAX_RECORD_BYTES,
+    NodeRecord,
+    check_record_age,
+    model_key,
+    open_record_of_any_age,
+)
+from nesa_node.swarm.dht.sealing import read_kind
+from nesa_node.swarm.p2p.hivemind_imports import DHTID, DHTProtocol, DHTRecord, RecordValidatorBase
+from nesa_node.swarm.p2p.membership import Membership
+
+_MAX_KNOWN_PEERS = 4096
+_FORGET_AFTER_S = 600.0
+_SWEEP_INTERVAL_S = 1.0
+"""Minimum time between sweeps for expired peers in a full table."""
+
+
+@dataclass(slots=True)
+class _Presence:
+    since: float
+    until: float
+
+
+class PeerAges:
+    """Since when each peer's records have been seen, without a gap of `_FORGET_AFTER_S`.
+
+    A full table ignores new peers: identities are free, and must not evict peers known before.
+    `clock` gives seconds since the epoch.
+    """
+
+    def __init__(self, clock: Callable[[], float], max_peers: int = _MAX_KNOWN_PEERS) -> None:
+        self._clock = clock
+        self._max_peers = max_peers
+        self._known: dict[PeerId, _Presence] = {}
+        self._swept_at = -math.inf
+
+    def record_seen(self, peer: PeerId, until: float) -> None:
+        """Note a valid record of `peer` that expires at `until`."""
+        now = self._clock()
+        known = self._known.get(peer)
+        if known is not None and known.until + _FORGET_AFTER_S > now:
+            known.until = max(known.until, until)
+            return
+        if known is None and len(self._known) >= self._max_peers:
+            self._sweep(now)
+            if len(self._known) >= self._max_peers:
+                return
+        self._known[peer] = _Presence(now, until)
+
+    def known_s(self, peer: PeerId) -> float:
+        """Seconds since `peer` is known; 0 if unknown, or without records for ten minutes."""
+        known = self._known.get(peer)
+        now = self._clock()
+        if known is None or known.until + _FORGET_AFTER_S <= now:
+            return 0.0
+        return max(now - known.since, 0.0)
+
+    def _sweep(self, now: float) -> None:
+        if abs(now - self._swept_at) < _SWEEP_INTERVAL_S:
+            return
+        self._swept_at = now
+        gone = [peer for peer, known in self._known.items() if known.until <= now]
+        for peer in gone:
+            del self._known[peer]
+
+
+_MAX_REMEMBERED_RECORDS = 16_384
+_MAX_REMEMBERED_NOTICES = 4096
+_MAX_OPENED_RECORDS = 4096
+_WRAPPING_BYTES = 8
+_MAX_STATEMENT_BYTES = max(
+    MAX_RECORD_BYTES, *(kind.bounds.kind.max_bytes for kind in NOTICE_KINDS.values())
+)
+
+_Key = TypeVar("_Key", bound=Hashable)
+_Value = TypeVar("_Value")
+
+
+class RecordValidator(RecordValidatorBase):  # type: ignore[misc]
+    """Validator of DHT statements, with a cache of verified ones.
+
+    `clock` gives seconds since the epoch. `dropped` counts refused statements by reason. Each kind
+    has a separate cache, so that a flood of one kind evicts no other kind.
+    """
+
+    def __init__(self, membership: Membership, clock: Callable[[], float]) -> None:
+        self.dropped: Counter[str] = Counter()
+        self.peer_ages = PeerAges(clock)
+        self._membership = membership
+        self._clock = clock
+        self.index_id = dht_id(membership.dht_key(ALL_NODES_KEY))
+        self._newest: _LruTable[PeerId, int] = _LruTable(_MAX_REMEMBERED_RECORDS)
+        self._opened: _LruTable[bytes, NodeRecord | tuple[str, str]] = _LruTable(
+            _MAX_OPENED_RECORDS
+        )
+        self._notices = {name: _NoticeMemory(kind) for name, kind in NOTICE_KINDS.items()}
+
+    def validate(self, record: DHTRecord) -> bool:
+        try:
+            self.check(record.key, record.subkey, record.value, record.expiration_time)
+        except RecordError as error:
+            self.dropped[error.reason] += 1
+            return False
+        return True
+
+    def check(
+        self, key: bytes, subkey: bytes, value: bytes, expiration: float
+    ) -> NodeRecord | Notice:
+        """Validate and parse a statement in hivemind's four fields. Raises `RecordError`.
+
+        Reasons beside those of `unseal`: unwanted (no subkey), subkey (not the signer's), key,
+        expiry, stale, and too_soon (for kinds of notices with a minimum interval).
+        """
+        if subkey in DHTProtocol.RESERVED_SUBKEYS:
+            raise RecordError("unwanted", "only records under a peer's own subkey are kept")
+        sealed = _unwrap(value)
+        kind = NOTICE_KINDS.get(read_kind(sealed))
+        statement = self.open_record(sealed) if kind is None else self.open_notice(kind, sealed)
+        if subkey != msgspec.msgpack.encode(statement.peer_id):
+            raise RecordError("subkey", f"{statement.peer_id} may not write another peer's subkey")
+        if key not in self._keys(statement):
+            raise RecordError("key", f"what {statement.peer_id} says belongs elsewhere")
+        if expiration != statement.expires_at:
+            raise RecordError("expiry", "the expiry is not the signed one")
+        if isinstance(statement, Notice):
+            self._notices[statement.bounds.kind.name].remember(statement)
+        else:
+            self._remember(statement)
+        return statement
+
+    def open_record(self, sealed: bytes) -> NodeRecord:
+        """Verify and parse a record as `unseal`, with the result cached for the same bytes."""
+
+        def unseal() -> NodeRecord:
+            return open_record_of_any_age(sealed, membership=self._membership)
+
+        record = _open_once(self._opened, sealed, unseal)
+        check_record_age(record, self._clock())
+        return record
+
+    def open_notice(self, kind: type[Notice], sealed: bytes) -> Notice:
+        """Verify and parse a notice, with the result cached. Raises `RecordError`."""
+        opened = self._notices[kind.bounds.kind.name].opened
+        notice = _open_once(opened, sealed, lambda: open_notice(kind, sealed, self._membership))
+        check_notice_age(notice, self._clock())
+        return notice
+
+    def newest_seq(self, peer: PeerId) -> int:
+        """Highest sequence number of a record of `peer` seen so far; -1 if none is remembered."""
+        return self._newest.get(peer, -1)
+
+    def newest_notice(
+        self, kind: type[Notice], model_id: ModelId, peer: PeerId
+    ) -> tuple[tuple[int, int], float] | None:
+        """`(epoch, seq)` and expiry of the newest such notice of `peer` seen so far."""
+        latest = self._notices[kind.bounds.kind.name].latest.get((model_id, peer))
+        return None if latest is None else (latest[0], latest[2])
+
+    def _keys(self, statement: NodeRecord | Notice) -> tuple[bytes, ...]:
+        model = ModelId(statement.model_id)
+        if isinstance(statement, Notice):
+            return (dht_id(self._membership.dht_key(notice_key(type(statement), model))),)
+        return self.index_id, dht_id(self._membership.dht_key(model_key(model)))
+
+    def _remember(self, record: NodeRecord) -> None:
+        peer = PeerId(record.peer_id)
+        if record.seq < self.newest_seq(peer):
+            raise RecordError("stale", f"a newer record of {peer} is known")
+        self._newest.put(peer, record.seq)
+        self.peer_ages.record_seen(peer, record.expires_at)
+
+
+class _LruTable(OrderedDict[_Key, _Value], Generic[_Key, _Value]):
+    """Mapping that keeps the `limit` entries put last."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__()
+        self._limit = limit
+
+    def put(self, key: _Key, value: _Value) -> None:
+        self[key] = value
+        self.move_to_end(key)
+        if len(self) > self._limit:
+            self.popitem(last=False)
+
+
+class _NoticeMemory:
+    """Order, issue time and expiry of the newest notices of one kind, by model and signer."""
+
+    def __init__(self, kind: type[Notice]) -> None:
+        self.latest: _LruTable[tuple[str, str], tuple[tuple[int, int], float, float]] = _LruTable(
+            _MAX_REMEMBERED_NOTICES
+        )
+        # Bounded tightly: a parsed placement takes a hundred times its packed size.
+        self.opened: _LruTable[bytes, Notice | tuple[str, str]] = _LruTable(
+            2 * kind.bounds.max_per_key
+        )
+
+    def remember(self, notice: Notice) -> None:
+        at = notice.model_id, notice.peer_id
+        name = notice.bounds.kind.name
+        order, issued_at, _ = self.latest.get(at, (notice.order, 0.0, 0.0))
+        if notice.order < order:
+            raise RecordError("stale", f"a newer {name} of {notice.peer_id} is known")
+        if notice.order > order and notice.issued_at < issued_at + notice.bounds.min_interval_s:
+            raise RecordError("too_soon", f"{notice.peer_id} makes too many {name}s")
+        self.latest.put(at, (notice.order, notice.issued_at, notice.expires_at))
+
+
+def dht_id(key: str) -> bytes:
+    """20-byte id of `key` in hivemind's DHT."""
+    return bytes(DHTID.generate(source=key).to_bytes())
+
+
+def _open_once(
+    opened: _LruTable[bytes, _Value | tuple[str, str]], sealed: bytes, opening: Callable[[], _Value]
+) -> _Value:
+    digest = hashlib.sha256(sealed).digest()
+    result = opened.get(digest)
+    if result is None:
+        try:
+            result = opening()
+        except RecordError as error:
+            # The error itself would keep its traceback's frames alive.
+            result = error.reason, str(error)
+        opened.put(digest, result)
+    if isinstance(result, tuple):
+        raise RecordError(*result)
+    return result
+
+
+def _unwrap(value: bytes) -> bytes:
+    """Unpack a stored value, which hivemind wraps in msgpack, here of bytes."""
+    if len(value) > _MAX_STATEMENT_BYTES + _WRAPPING_BYTES:
+        raise RecordError("oversized", f"a record of {len(value)} bytes is too large")
+    try:
+        return msgspec.msgpack.decode(value, type=bytes)
+    except (msgspec.DecodeError, ValueError) as error:
+        raise RecordError("malformed", "not a sealed record") from error

@@ -1,0 +1,176 @@
+"""Store of notices: publishes this node's own, and fetches and remembers those of all signers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection
+from itertools import islice
+from typing import TypeVar
+
+from nesa_node.core.errors import RecordError
+from nesa_node.core.ids import ModelId, PeerId
+from nesa_node.core.logging import get_logger
+from nesa_node.swarm.dht.member import DhtStore
+from nesa_node.swarm.dht.notices import Notice, notice_key, seal_notice
+from nesa_node.swarm.dht.validator import PeerAges, RecordValidator
+from nesa_node.swarm.p2p.identity import Identity
+from nesa_node.swarm.p2p.membership import Membership
+
+log = get_logger(__name__)
+
+STATEMENTS_PER_LOOP_TURN = 16
+"""Statements read per turn of the event loop. Signatures are verified again when there are more
+statements than the validator caches."""
+_MAX_READ_FACTOR = 8
+"""Notices read in one fetch, as a multiple of what one member keeps under a key."""
+_MAX_TOPICS = 64
+"""Remembered pairs of kind and model."""
+
+_Kind = TypeVar("_Kind", bound=Notice)
+_Topic = tuple[type[Notice], ModelId]
+
+
+class NoticeStore:
+    """Publishes, fetches and remembers notices; made by `open_swarm`.
+
+    `clock` gives seconds since the epoch.
+    """
+
+    def __init__(
+        self,
+        store: DhtStore,
+        identity: Identity,
+        validator: RecordValidator,
+        membership: Membership,
+        *,
+        clock: Callable[[], float],
+    ) -> None:
+        self.store = store
+        self.membership = membership
+        self._identity = identity
+        self._validator = validator
+        self._clock = clock
+        self._known: dict[_Topic, dict[PeerId, Notice]] = {}
+        self._pinned = {identity.peer_id}
+
+    def pin_signers(self, signers: Collection[PeerId]) -> None:
+        """Never evict the notices of `signers`."""
+        self._pinned.update(signers)
+
+    @property
+    def peer_ages(self) -> PeerAges:
+        """How long this node has known each peer."""
+        return self._validator.peer_ages
+
+    async def publish(
+        self,
+        kind: type[_Kind],
+        model_id: ModelId,
+        *,
+        epoch: int = 0,
+        ttl_s: float,
+        **fields: object,
+    ) -> _Kind:
+        """Sign a notice and store it in place of this node's last one of that kind and model.
+
+        `fields` are those of its kind. A refusal by the DHT is logged, not raised. Raises
+        `RecordError` if the notice is too large, `ValueError` if it breaks its kind's bounds, and
+        `PeerUnreachableError` if this node's own p2pd has ended.
+        """
+        notice = self._make_notice(kind, model_id, epoch, ttl_s, fields)
+        sealed = seal_notice(notice, self._identity, self.membership)
+        self._remember(notice)
+        name = kind.bounds.kind.name
+        failure = await self.store.put(
+            [notice_key(kind, model_id)], sealed, notice.expires_at, notice.peer_id
+        )
+        if failure is not None:
+            log.warning("notice_not_stored", kind=name, seq=notice.seq, reason=failure)
+        return notice
+
+    async def fetch(self, kind: type[_Kind], model_id: ModelId) -> list[_Kind]:
+        """Fetch the notices of a kind about a model; returns all that are known and valid now."""
+        found = await self.store.find(notice_key(kind, model_id))
+        for number, sealed in enumerate(
+            islice(found, _MAX_READ_FACTOR * kind.bounds.max_per_key), 1
+        ):
+            if number % STATEMENTS_PER_LOOP_TURN == 0:
+                await asyncio.sleep(0)
+            try:
+                notice = self._validator.open_notice(kind, sealed)
+            except RecordError as error:
+                self._validator.dropped[error.reason] += 1
+                continue
+            if notice.model_id == model_id:
+                self._remember(notice)
+        return self.known_notices(kind, model_id)
+
+    def known_notices(self, kind: type[_Kind], model_id: ModelId) -> list[_Kind]:
+        """Remembered notices that have not expired, without network access."""
+        now = self._clock()
+        return [
+            notice
+            for notice in self._known.get((kind, model_id), {}).values()
+            if notice.expires_at > now and isinstance(notice, kind)
+        ]
+
+    def own_notice(self, kind: type[_Kind], model_id: ModelId) -> _Kind | None:
+        """The notice that this node published last, if it is still valid."""
+        mine = self._identity.peer_id
+        return next((n for n in self.known_notices(kind, model_id) if n.peer_id == mine), None)
+
+    def _make_notice(
+        self,
+        kind: type[_Kind],
+        model_id: ModelId,
+        epoch: int,
+        ttl_s: float,
+        fields: dict[str, object],
+    ) -> _Kind:
+        """Make the next notice; its order and expiry rise, also after a restart."""
+        now = self._clock()
+        (last_epoch, last_seq), last_expiry = self._validator.newest_notice(
+            kind, model_id, self._identity.peer_id
+        ) or ((0, -1), 0.0)
+        own = self.own_notice(kind, model_id)
+        if own is not None:
+            last_epoch, last_seq = max(own.order, (last_epoch, last_seq))
+            last_expiry = max(own.expires_at, last_expiry)
+        expires_at = max(now + ttl_s, last_expiry + 0.001)
+        return kind.model_validate(
+            {
+                **fields,
+                "model_id": model_id,
+                "peer_id": self._identity.peer_id,
+                "epoch": max(epoch, last_epoch),
+                "seq": max(int(now * 1000), last_seq + 1),
+                "issued_at": max(now, expires_at - kind.bounds.max_ttl_s),
+                "expires_at": expires_at,
+            }
+        )
+
+    def _remember(self, notice: Notice) -> None:
+        topic = type(notice), ModelId(notice.model_id)
+        notices = self._known.setdefault(topic, {})
+        known = notices.get(notice.signer)
+        if known is None or known.order < notice.order:
+            notices[notice.signer] = notice
+        if len(notices) > notice.bounds.max_per_key:
+            self._evict(notices, notice.bounds.max_per_key)
+        if len(self._known) > _MAX_TOPICS:
+            self._known.pop(next(iter(self._known)))
+
+    def _evict(self, notices: dict[PeerId, Notice], limit: int) -> None:
+        """Evict expired notices, then those of the signers known for the shortest time.
+
+        Pinned signers (`spare`) are kept.
+        """
+        now, known_s = self._clock(), self.peer_ages.known_s
+        for peer in [peer for peer, notice in notices.items() if notice.expires_at <= now]:
+            del notices[peer]
+        while len(notices) > limit:
+            others = [peer for peer in notices if peer not in self._pinned]
+            if not others:
+                return
+            # Among signers known for equally long, the one that came last.
+            del notices[min(reversed(others), key=known_s)]

@@ -1,0 +1,207 @@
+"""Choice of the addresses in an untrusted record that are dialled.
+
+A record may contain 16 addresses of arbitrary hosts: of this machine, of its operator's private
+network, or of a host that an attacker wants all readers of the record to dial.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import ipaddress
+import socket
+import threading
+from collections.abc import Container, Sequence
+from concurrent.futures import Future
+from itertools import chain
+from queue import SimpleQueue
+from typing import Any
+
+import psutil
+
+MAX_DIALLED_ADDRESSES = 2
+RESOLVE_TIMEOUT_S = 1.2
+"""For all names of a record; less than a client's timeout for opening a session."""
+MAX_NAME_LOOKUPS = 4
+"""Concurrent name lookups in this process; further ones wait. A name server that does not answer
+blocks a thread for half a minute, whatever the timeout, and names in records are untrusted."""
+
+_Host = ipaddress.IPv4Address | ipaddress.IPv6Address
+_NAT64 = ipaddress.ip_network("64:ff9b::/96")
+_NAME_PROTOCOLS = ("dns", "dns4", "dns6", "dnsaddr")
+_LOCAL_DOMAINS = (".local", ".localhost", ".internal", ".lan", ".home.arpa")
+_FAMILIES = {"dns4": socket.AF_INET, "dns6": socket.AF_INET6}
+
+
+def is_public_node(
+    own_addresses: Sequence[str],
+    announced_addresses: Sequence[str],
+    interface_hosts: Container[str],
+) -> bool:
+    """Whether a node with addresses `own` is on the internet, not in a private network.
+
+    If its operator announces addresses, one of them must be public; a name counts as public unless
+    its domain is local. Else an interface of this machine must have a public address (`held`:
+    addresses of all interfaces). An address mapped by a router does not count, since the node's
+    neighbours are behind that router, too. Nor does public IPv6 beside private IPv4, which private
+    networks have as well.
+    """
+    if announced_addresses:
+        return any(map(_is_public, announced_addresses))
+    hosts = [
+        host
+        for address in own_addresses
+        if (host := _host_of(address)) and str(host) in interface_hosts
+    ]
+    has_private = any(host.version == 4 and _reach_of_host(host) == "private" for host in hosts)
+    versions = {host.version for host in hosts if host.is_global}
+    return 4 in versions or (6 in versions and not has_private)
+
+
+def interface_addresses() -> frozenset[str]:
+    """Current addresses of this machine's network interfaces."""
+    return frozenset(
+        entry.address.partition("%")[0]
+        for entries in psutil.net_if_addrs().values()
+        for entry in entries
+    )
+
+
+def choose_dial_addresses(
+    addresses: Sequence[str], own_addresses: Sequence[str], *, public_only: bool
+) -> tuple[str, ...]:
+    """Choose at most `MAX_DIALLED_ADDRESSES` of `addresses`.
+
+    With `public_only`, for a node on the internet, only public ones. Any other node dials one
+    public address and one private one. A link-local address is chosen only if this node's `own`
+    addresses include one, and a loopback address only if all of them are loopback.
+    """
+    known = [address for address in addresses if _protocol_of(address)]
+    public = sorted(filter(_is_public, known), key=lambda address: address.startswith("/ip6/"))
+    if public_only:
+        return tuple(public[:MAX_DIALLED_ADDRESSES])
+    reached = {_reach_of_address(address) for address in own_addresses}
+    if not reached <= {"host"}:
+        reached.discard("host")
+    reached.add("private")
+    private = sorted(
+        (
+            address
+            for address in known
+            if not _is_public(address) and _reach_of_address(address) in reached
+        ),
+        key=lambda address: _reach_of_address(address) != "private",
+    )
+    return tuple((public[:1] + private + public[1:])[:MAX_DIALLED_ADDRESSES])
+
+
+async def resolve_names(addresses: Sequence[str]) -> tuple[str, ...]:
+    """Resolve the names in `addresses`, for a node on the internet, and choose public addresses.
+
+    The resolved IP address is dialled, not the name, which its owner could point elsewhere after
+    the check.
+    """
+    lookups = [asyncio.create_task(_resolve_address(address)) for address in addresses]
+    try:
+        if lookups:
+            await asyncio.wait(lookups, timeout=RESOLVE_TIMEOUT_S)
+        found = [task.result() for task in lookups if task.done()]
+    finally:
+        for task in lookups:
+            task.cancel()
+    return choose_dial_addresses(list(chain.from_iterable(found)), (), public_only=True)
+
+
+async def _resolve_address(address: str) -> list[str]:
+    """Resolve an address with a name to IP addresses; return any other unchanged."""
+    if _protocol_of(address) not in _NAME_PROTOCOLS:
+        return [address]
+    _, kind, name, *rest = address.split("/")
+    try:
+        entries = await _getaddrinfo(name, _FAMILIES.get(kind, socket.AF_UNSPEC))
+    except (OSError, ValueError):
+        return []
+    protocols = {socket.AF_INET: "ip4", socket.AF_INET6: "ip6"}
+    return [
+        "/".join(("", protocols[family], str(where[0]), *rest))
+        for family, _, _, _, where in entries
+        if family in protocols
+    ]
+
+
+async def _getaddrinfo(name: str, family: int) -> list[Any]:
+    """Run `socket.getaddrinfo` when a lookup thread is free. Raises its errors."""
+    found: Future[list[Any]] = Future()
+    _lookup_queue().put((found, name, family))
+    return await asyncio.wrap_future(found)
+
+
+@functools.cache
+def _lookup_queue() -> SimpleQueue[tuple[Future[list[Any]], str, int]]:
+    """Queue of name lookups; its daemon threads block neither other work nor the exit."""
+    lookups: SimpleQueue[tuple[Future[list[Any]], str, int]] = SimpleQueue()
+    for number in range(MAX_NAME_LOOKUPS):
+        name = f"name-lookup-{number}"
+        threading.Thread(target=_run_lookups, args=(lookups,), name=name, daemon=True).start()
+    return lookups
+
+
+def _run_lookups(lookups: SimpleQueue[tuple[Future[list[Any]], str, int]]) -> None:
+    while True:
+        found, name, family = lookups.get()
+        if not found.set_running_or_notify_cancel():
+            continue  # its caller was cancelled
+        try:
+            found.set_result(socket.getaddrinfo(name, None, family, socket.SOCK_STREAM))
+        except (OSError, ValueError) as error:
+            found.set_exception(error)
+
+
+def _is_public(address: str) -> bool:
+    host = _host_of(address)
+    if host is None:
+        name = address.split("/")[2].lower().rstrip(".")
+        return "." in name and not name.endswith(_LOCAL_DOMAINS)
+    return host.is_global and not host.is_multicast
+
+
+def _reach_of_address(address: str) -> str:
+    """Scope in which an address can be dialled: internet, private, link, host or nowhere."""
+    host = _host_of(address)
+    if host is None:
+        return "host" if address.split("/")[2:3] == ["localhost"] else "private"
+    return _reach_of_host(host)
+
+
+def _reach_of_host(host: _Host) -> str:
+    if host.is_global and not host.is_multicast:
+        return "internet"
+    if host.is_loopback or host.is_unspecified:
+        return "host"
+    if host.is_multicast or host.is_reserved:
+        return "nowhere"
+    return "link" if host.is_link_local else "private"
+
+
+def _protocol_of(address: str) -> str:
+    """Protocol of the address's first part; "" if it cannot be dialled."""
+    _, kind, host, *_ = (*address.split("/"), "", "", "")
+    if kind in _NAME_PROTOCOLS:
+        return kind if host else ""
+    return kind if kind in ("ip4", "ip6") and _host_of(address) is not None else ""
+
+
+def _host_of(address: str) -> _Host | None:
+    """IP address in a multiaddress, or the IPv4 address embedded in it; None for a name."""
+    _, kind, host, *_ = (*address.split("/"), "", "", "")
+    if kind not in ("ip4", "ip6"):
+        return None
+    try:
+        found = ipaddress.ip_address(host)
+    except ValueError:
+        return None
+    if isinstance(found, ipaddress.IPv6Address):
+        if found in _NAT64:
+            return ipaddress.IPv4Address(int(found) & 0xFFFFFFFF)
+        return found.ipv4_mapped or found.sixtofour or found
+    return found

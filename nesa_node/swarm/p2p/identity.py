@@ -1,0 +1,205 @@
+"""Identity of a node: an Ed25519 key in a file, and the peer id that contains its public key.
+
+The file has the format of libp2p's daemon, a protobuf `PrivateKey`: for an Ed25519 key 4 constant
+bytes of framing, the 32-byte seed and the 32-byte public key. An Ed25519 peer id is the base58 text
+of an identity multihash over the protobuf `PublicKey`, so that a signature can be verified with
+nothing but the signer's peer id.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import stat
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
+from nesa_node.core.errors import ConfigError, IdentityError
+from nesa_node.core.ids import PeerId
+from nesa_node.core.logging import get_logger
+from nesa_node.core.settings.models import default_identity_path
+from nesa_node.core.settings.user_file import user_path
+
+log = get_logger(__name__)
+
+_PRIVATE_KEY_HEADER = bytes.fromhex("08011240")
+_PEER_ID_HEADER = bytes.fromhex("002408011220")
+_KEY_BYTES = 32
+_FILE_BYTES = len(_PRIVATE_KEY_HEADER) + 2 * _KEY_BYTES
+_BASE58 = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
+_MAX_PEER_ID_CHARS = 128
+
+
+class Identity:
+    """Key pair and the file that holds it. The private key never appears in `repr` or logs."""
+
+    def __init__(self, private_key: Ed25519PrivateKey, path: Path) -> None:
+        self._private_key = private_key
+        self.path = path
+        public = private_key.public_key().public_bytes_raw()
+        self.peer_id = PeerId(base58_encode(_PEER_ID_HEADER + public))
+
+    def __repr__(self) -> str:
+        return f"Identity(peer_id={self.peer_id!r}, path={str(self.path)!r})"
+
+    @classmethod
+    def load_or_create(cls, path: Path) -> Identity:
+        """Read the key file at `path`, or create one that only its owner can read.
+
+        Only the default path's folder is created: a misspelt path raises `ConfigError`, instead of
+        giving the node another peer id. Raises `IdentityError` if the file cannot be read or
+        created, is readable by other users, or does not hold an Ed25519 key.
+        """
+        path = user_path(path).absolute()
+        identity, made = cls._open(path)
+        if made:
+            log.info("identity_made", path=str(path), peer_id=identity.peer_id)
+        return identity
+
+    @classmethod
+    def _open(cls, path: Path) -> tuple[Identity, bool]:
+        """The identity at `path`, and whether this call created it. Raises as `load_or_create`."""
+        try:
+            made = not path.exists() and _create(path)
+            return cls(_parse_private_key(_read_private(path), path), path), made
+        except OSError as error:
+            raise IdentityError(
+                f"cannot use the identity file {path}: {error.strerror}; choose another one with "
+                "--identity-path"
+            ) from error
+
+    @classmethod
+    def ephemeral(cls, directory: Path) -> Identity:
+        """Create an identity in a file of its own in `directory`, which the caller removes."""
+        path = directory.absolute() / f"ephemeral-{secrets.token_hex(8)}.key"
+        return cls._open(path)[0]
+
+    def sign(self, data: bytes) -> bytes:
+        """Sign `data`: 64 bytes that `verify(self.peer_id, data, ...)` accepts.
+
+        Callers start `data` with a prefix for its purpose, so that a signature made for one purpose
+        is invalid for any other.
+        """
+        return self._private_key.sign(data)
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Lock the key file. Raises `IdentityError` if another process holds the lock.
+
+        Two daemons with one peer id would take each other's connections and records. The kernel
+        releases the lock when the process ends, even after SIGKILL.
+        """
+        descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise IdentityError(
+                    f"the identity {self.path} is in use by another nesa-node on this machine; "
+                    "stop that one, or give this one its own file with --identity-path"
+                ) from error
+            yield
+        finally:
+            os.close(descriptor)
+
+
+def verify_signature(peer_id: PeerId, data: bytes, signature: bytes) -> bool:
+    """Whether the owner of `peer_id` signed `data`. False for ids that are not Ed25519 ids."""
+    try:
+        Ed25519PublicKey.from_public_bytes(public_key_bytes(peer_id)).verify(signature, data)
+    except (InvalidSignature, ValueError):
+        return False
+    return True
+
+
+def public_key_bytes(peer_id: PeerId) -> bytes:
+    """The 32 bytes of the public key inside an Ed25519 peer id; `ValueError` for any other text."""
+    raw = base58_decode(peer_id)
+    if len(raw) != len(_PEER_ID_HEADER) + _KEY_BYTES or not raw.startswith(_PEER_ID_HEADER):
+        raise ValueError(f"{peer_id[:_MAX_PEER_ID_CHARS]!r} is not an Ed25519 peer id")
+    return raw[len(_PEER_ID_HEADER) :]
+
+
+def base58_encode(data: bytes) -> str:
+    """Bitcoin's base58 alphabet; a leading zero byte becomes a leading `1`."""
+    number = int.from_bytes(data)
+    digits: list[str] = []
+    while number:
+        number, digit = divmod(number, 58)
+        digits.append(_BASE58[digit])
+    zeros = len(data) - len(data.lstrip(b"\0"))
+    return "1" * zeros + "".join(reversed(digits))
+
+
+def base58_decode(text: str) -> bytes:
+    """The inverse of `base58_encode`; `ValueError` for foreign characters or an overlong text."""
+    if len(text) > _MAX_PEER_ID_CHARS:
+        raise ValueError("base58 text is too long for a peer id")
+    number = 0
+    for character in text:
+        number = number * 58 + _BASE58.index(character)
+    zeros = len(text) - len(text.lstrip("1"))
+    return b"\0" * zeros + number.to_bytes((number.bit_length() + 7) // 8)
+
+
+def _create(path: Path) -> bool:
+    """Write a new key under a temporary name and link it to `path`.
+
+    False if another process was faster. Raises `ConfigError` without a folder.
+    """
+    if path == default_identity_path().absolute():
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    elif not path.parent.exists():
+        raise ConfigError(
+            f"cannot make the identity file {path}: there is no folder {path.parent}; make it, or "
+            "correct --identity-path"
+        )
+    key = Ed25519PrivateKey.generate()
+    content = _PRIVATE_KEY_HEADER + key.private_bytes_raw() + key.public_key().public_bytes_raw()
+    # mkstemp creates the file exclusively and with mode 0600.
+    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.link(temporary, path)
+    except FileExistsError:
+        return False
+    finally:
+        os.unlink(temporary)
+    return True
+
+
+def _read_private(path: Path) -> bytes:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        mode = os.fstat(descriptor).st_mode
+        if not stat.S_ISREG(mode):
+            raise IdentityError(f"the identity {path} is not a regular file")
+        if mode & 0o077:
+            raise IdentityError(
+                f"the identity {path} can be read by other users (mode {stat.S_IMODE(mode):04o}); "
+                f"run `chmod 600 {path}`, and make a new one if it may have been copied"
+            )
+        return os.read(descriptor, _FILE_BYTES + 1)
+    finally:
+        os.close(descriptor)
+
+
+def _parse_private_key(content: bytes, path: Path) -> Ed25519PrivateKey:
+    if len(content) == _FILE_BYTES and content.startswith(_PRIVATE_KEY_HEADER):
+        body = content[len(_PRIVATE_KEY_HEADER) :]
+        key = Ed25519PrivateKey.from_private_bytes(body[:_KEY_BYTES])
+        if key.public_key().public_bytes_raw() == body[_KEY_BYTES:]:
+            return key
+    raise IdentityError(
+        f"the identity {path} is damaged or not a libp2p Ed25519 key; remove it to get a new peer "
+        "id, or choose another file with --identity-path"
+    )

@@ -1,0 +1,213 @@
+"""Messages and their tensors over one libp2p stream.
+
+A message consists of one or more frames. A frame is two little-endian uint32 (header bytes, payload
+bytes), the header and the payload. The first frame of a message has its header; a tensor that does
+not fit in one frame continues in frames without header. Sizes are checked before memory is
+allocated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
+
+from nesa_node.compression import tensors
+from nesa_node.core.errors import FrameError, PeerUnreachableError, StreamClosedError
+from nesa_node.core.ids import PeerId
+from nesa_node.swarm.p2p.pipe import MAX_UNREAD_BYTES, Pipe
+from nesa_node.swarm.protocol.link_speed import MIN_SAMPLE_BYTES
+from nesa_node.swarm.protocol.messages import (
+    AnyMessage,
+    Message,
+    Received,
+    decode_message,
+    encode_message,
+    tensor_of,
+)
+
+MAX_HEADER_BYTES = 64 * 1024
+MAX_CHUNK_BYTES = 1 << 20
+FRAME_TIMEOUT_S = 30.0
+"""Time in which a begun frame must arrive, and in which the receiver must accept a sent one: bounds
+the wait for a sender that trickles or a receiver that does not read."""
+
+_MAX_JOINED_CHUNK_BYTES = 64 * 1024
+"""Chunk size up to which a frame is joined and written at once: libp2p then sends it in one piece,
+which halves the transfer cost of a small step."""
+
+_PREFIX = struct.Struct("<II")
+_BROKEN_STREAM_ERRORS = (ConnectionError, BrokenPipeError, asyncio.IncompleteReadError, OSError)
+
+
+class Stream:
+    """Duplex message stream. Any task may send, one task receives, and its opener closes it."""
+
+    def __init__(self, peer: PeerId, reader: Any, writer: Any) -> None:
+        self.peer = peer
+        self.bytes_sent = 0
+        self.messages_sent = 0
+        self.bytes_received = 0
+        self.arrival: Received | None = None
+        """Arrival time of the last message's payload, if it was limited by the network."""
+        self._was_paused = False
+        self._reader: Pipe = reader
+        self._writer: Pipe = writer
+        self._send_lock = asyncio.Lock()
+
+    @property
+    def raw_bytes_received(self) -> int:
+        """Bytes received from the peer, including those of an incomplete message."""
+        return self._reader.received_bytes
+
+    @property
+    def unread_bytes(self) -> int:
+        """Bytes received that belong to messages not returned by `receive` yet."""
+        return self._reader.unread_bytes
+
+    @property
+    def can_send_now(self) -> bool:
+        """Whether a message of one frame can be sent without waiting."""
+        return self._writer.is_flushed and not self._send_lock.locked()
+
+    async def send(self, message: Message, payload: memoryview | bytearray | bytes = b"") -> None:
+        """Send a message and, in chunks, its tensor's bytes; `payload` may be reused afterwards.
+
+        Raises `StreamClosedError`, also if the peer reads nothing for `FRAME_TIMEOUT_S`.
+        Cancellation leaves the stream unusable.
+        """
+        header = encode_message(message)
+        view = memoryview(payload).cast("B")
+        self.messages_sent += 1
+        async with self._send_lock:
+            try:
+                for start in range(0, max(1, len(view)), MAX_CHUNK_BYTES):
+                    await self._send_frame(header, view[start : start + MAX_CHUNK_BYTES])
+                    header = b""
+            except TimeoutError:
+                raise StreamClosedError(
+                    f"{self.peer} took nothing for {FRAME_TIMEOUT_S:.0f} s"
+                ) from None
+            except _BROKEN_STREAM_ERRORS as error:
+                raise StreamClosedError(f"the stream to {self.peer} broke: {error!r}") from None
+
+    async def _send_frame(self, header: bytes, chunk: memoryview) -> None:
+        prefix = _PREFIX.pack(len(header), len(chunk))
+        if len(chunk) <= _MAX_JOINED_CHUNK_BYTES:
+            self._writer.write(b"".join((prefix, header, chunk)))
+        else:
+            self._writer.write(prefix + header)
+            self._writer.write(chunk)
+        self.bytes_sent += len(prefix) + len(header) + len(chunk)
+        if not self._writer.is_flushed:
+            async with asyncio.timeout(FRAME_TIMEOUT_S):
+                await self._writer.drain()
+
+    async def receive(self, *, max_tensor_bytes: int = 0) -> tuple[AnyMessage, bytearray]:
+        """Wait for the next message and all bytes of its tensor, in a buffer that the caller owns.
+
+        Raises `StreamClosedError` at the end of the stream, and `FrameError` or
+        `ProtocolError("bad_tensor")`, after which the stream cannot be read any more.
+        """
+        try:
+            await self._reader.wait_readable()
+            # The pipe had stopped receiving, so that the arrival cannot be timed.
+            self._was_paused = self._reader.unread_bytes >= MAX_UNREAD_BYTES
+            return await self._receive_message(max_tensor_bytes)
+        except TimeoutError:
+            raise FrameError(f"a message stopped midway for {FRAME_TIMEOUT_S:.0f} s") from None
+        except _BROKEN_STREAM_ERRORS:
+            raise StreamClosedError(f"{self.peer} closed the stream") from None
+
+    async def _receive_message(self, max_tensor_bytes: int) -> tuple[AnyMessage, bytearray]:
+        header_bytes, chunk_bytes = _PREFIX.unpack(await self._read(_PREFIX.size))
+        if not 0 < header_bytes <= MAX_HEADER_BYTES:
+            raise FrameError(f"a header of {header_bytes} bytes; 1 to {MAX_HEADER_BYTES} allowed")
+        if chunk_bytes > MAX_CHUNK_BYTES:
+            raise FrameError(f"a chunk of {chunk_bytes} bytes; at most {MAX_CHUNK_BYTES} allowed")
+        message = decode_message(await self._read(header_bytes))
+        meta = tensor_of(message)
+        total = 0 if meta is None else tensors.check_meta(meta, max_bytes=max_tensor_bytes)
+        self.bytes_received += _PREFIX.size + header_bytes + total
+        _check_fits(chunk_bytes, total)
+        self.arrival = None
+        if chunk_bytes == total:
+            if total < MIN_SAMPLE_BYTES:
+                return message, await self._read(total)
+            with self._time_arrival(total):
+                return message, await self._read(total)
+        with self._time_arrival(total):
+            return message, await self._read_chunks(chunk_bytes, total)
+
+    async def _read_chunks(self, chunk_bytes: int, total: int) -> bytearray:
+        payload = bytearray(total)
+        view = memoryview(payload)
+        await self._read_into(view[:chunk_bytes])
+        filled = chunk_bytes
+        while filled < total:
+            header_bytes, chunk_bytes = _PREFIX.unpack(await self._read(_PREFIX.size))
+            if header_bytes or not 0 < chunk_bytes <= MAX_CHUNK_BYTES:
+                raise FrameError("a tensor's frames were interrupted or have impossible sizes")
+            _check_fits(filled + chunk_bytes, total)
+            await self._read_into(view[filled : filled + chunk_bytes])
+            filled += chunk_bytes
+        return payload
+
+    @contextmanager
+    def _time_arrival(self, nbytes: int) -> Iterator[None]:
+        """Time the arrival of a payload, without the bytes that were already received."""
+        here, started = self._reader.unread_bytes, time.perf_counter()
+        yield
+        seconds = time.perf_counter() - started
+        if not self._was_paused and nbytes - here >= MIN_SAMPLE_BYTES // 2:
+            self.arrival = Received(nbytes=nbytes - here, seconds=seconds)
+
+    async def _read(self, count: int) -> bytearray:
+        """The next bytes of a begun message, mostly without waiting."""
+        data = self._reader.read_nowait(count)
+        if data is None:
+            data = bytearray(count)
+            await self._read_into(memoryview(data))
+        return data
+
+    async def _read_into(self, view: memoryview) -> None:
+        async with asyncio.timeout(FRAME_TIMEOUT_S):
+            await self._reader.read_into(view)
+
+    async def close(self) -> None:
+        """Close the stream, even when cancelled.
+
+        May be called twice, and does not raise if the peer is gone.
+        """
+        self._writer.close()
+        try:
+            async with asyncio.timeout(1.0):
+                await self._writer.wait_closed()
+        except TimeoutError:
+            pass  # `abort` closes this side all the same
+        finally:
+            self.abort()
+
+    def abort(self) -> None:
+        """Close the stream at once and drop unsent bytes; a no-op if it is closed."""
+        self._writer.abort()
+
+
+def _check_fits(count: int, total: int) -> None:
+    if count > total:
+        raise FrameError(f"{count} bytes came for a tensor of {total}")
+
+
+@asynccontextmanager
+async def peer_timeout(peer: PeerId, seconds: float, activity: str) -> AsyncIterator[None]:
+    """Raise `PeerUnreachableError` if the body waits for `peer` longer than `seconds`."""
+    try:
+        async with asyncio.timeout(seconds):
+            yield
+    except TimeoutError:
+        raise PeerUnreachableError(
+            f"{peer} was silent for {seconds:g} s while {activity}"
+        ) from None

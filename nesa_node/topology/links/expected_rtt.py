@@ -1,0 +1,228 @@
+"""Expected round trips, from locations or from network coordinates.
+
+Legend: N nodes, K dimensions.
+
+Least-squares fit of round trips: height_i + height_j + stretch x light time on a great circle.
+
+The prior of every estimate between nodes with known locations.
+
+Legend: N nodes, E measured pairs.
+
+Kernel smoother over pairs: corrects expected round trips by measurements of nearby pairs.
+
+Cable detours belong to regions, not to machines: if a node in Mumbai reaches Frankfurt across the
+Pacific, so do its neighbours, and to Paris, too. So log(measured / expected) is averaged over
+measured pairs, weighted by the distance of both ends to those of the pair in question, and shrunk
+towards no correction where few pairs are measured.
+
+Legend: N nodes in P clusters, E measured pairs. There are at most `MAX_CLUSTERS` clusters, so that
+5,000 nodes cost as little as 200.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.sparse import csr_array, vstack
+from scipy.sparse.linalg import lsqr
+
+from nesa_node.topology.geography import great_circle_km, min_rtt_ms
+from nesa_node.topology.links.vivaldi import (
+    CABLE_STRETCH,
+    MAX_ERROR,
+    NetworkCoordinates,
+    fit_coordinates,
+    positions_from_places,
+)
+
+Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
+
+TYPICAL_HEIGHT_MS = 8.0
+TYPICAL_STRETCH = 1.6
+STRETCH_BOUNDS = (1.0, 3.0)
+"""Bounds of the fitted stretch: nothing is faster than light, and detours beyond 3 are rare."""
+MIN_FITTED_HEIGHT_MS = 0.1
+_ITERATIONS = 5
+_RIDGE_WEIGHT = 0.02
+_RELATIVE_ERROR_TOLERANCE = 0.05
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeightFit:
+    """`height_ms_N` is each node's access delay; `stretch` the ratio of cable to great circle."""
+
+    height_ms_N: Floats
+    stretch: float
+
+    def predict_ms_NN(self, light_ms_NN: Floats) -> Floats:
+        rtt_ms_NN = self.stretch * light_ms_NN
+        rtt_ms_NN += self.height_ms_N[:, None]
+        rtt_ms_NN += self.height_ms_N[None, :]
+        return rtt_ms_NN
+
+
+def fit_heights(rtt_ms_NN: Floats, light_ms_NN: Floats) -> HeightFit:
+    """Fit heights and stretch to relative errors, over the pairs that are finite in both arrays.
+
+    Iteratively reweighted least squares, `_ITERATIONS` times, so that a detour counts by its size
+    and not by its square. A ridge pulls towards the typical values, which nodes without
+    measurements get.
+    """
+    size = len(rtt_ms_NN)
+    known_NN = np.isfinite(rtt_ms_NN) & np.isfinite(light_ms_NN)
+    i_E, j_E = np.nonzero(np.triu(known_NN, 1))
+    rtt_ms_E, light_ms_E = rtt_ms_NN[i_E, j_E], light_ms_NN[i_E, j_E]
+    height_N = np.full(size, TYPICAL_HEIGHT_MS)
+    stretch = TYPICAL_STRETCH
+    count = len(i_E)
+    row_E = np.arange(count)
+    ridge = csr_array(
+        (np.full(size + 1, _RIDGE_WEIGHT), (np.arange(size + 1), np.arange(size + 1))),
+        shape=(size + 1, size + 1),
+    )
+    prior = _RIDGE_WEIGHT * np.append(height_N, stretch)
+    weight_E = 1.0 / np.maximum(rtt_ms_E, 2.0)
+    robust_E = np.ones(count)
+    for _ in range(_ITERATIONS if count else 0):
+        w_E = weight_E * robust_E
+        system = csr_array(
+            (
+                np.concatenate((w_E, w_E, w_E * light_ms_E)),
+                (np.tile(row_E, 3), np.concatenate((i_E, j_E, np.full(count, size)))),
+            ),
+            shape=(count, size + 1),
+        )
+        wanted = np.concatenate((w_E * rtt_ms_E, prior))
+        solution = lsqr(vstack((system, ridge)).tocsr(), wanted, iter_lim=100)[0]
+        height_N = np.maximum(solution[:size], MIN_FITTED_HEIGHT_MS)
+        stretch = float(np.clip(solution[size], *STRETCH_BOUNDS))
+        expected_E = height_N[i_E] + height_N[j_E] + stretch * light_ms_E
+        wrong_E = np.abs(expected_E / rtt_ms_E - 1.0)
+        robust_E = 1.0 / np.sqrt(np.maximum(wrong_E / _RELATIVE_ERROR_TOLERANCE, 1.0))
+    return HeightFit(height_N, stretch)
+
+
+Ints = NDArray[np.int64]
+
+MAX_CLUSTERS = 256
+SHRINKAGE_WEIGHT = 0.5
+"""Weight of "no correction", in measurements at distance zero."""
+MAX_LOG_CORRECTION = 2.0
+
+
+def smooth_corrections(
+    rtt_ms_NN: Floats,
+    expected_ms_NN: Floats,
+    distance: Callable[[int], Floats],
+    reach: float,
+) -> Floats:
+    """Correction factors of `expected_ms_NN`, [N, N].
+
+    `distance(node)` gives the distances [N] of all nodes from one. A measurement's weight falls by
+    a factor of e per `reach` of distance, at both ends.
+    """
+    centres, place_N, apart_PP = _cluster_nodes(len(rtt_ms_NN), distance, reach)
+    log_PP = np.zeros((len(centres), len(centres)))
+    count_PP = np.zeros_like(log_PP)
+    known_NN = np.isfinite(rtt_ms_NN) & (rtt_ms_NN > 0) & (expected_ms_NN > 0)
+    np.fill_diagonal(known_NN, False)
+    i_E, j_E = np.nonzero(known_NN)
+    log_E = np.clip(
+        np.log(rtt_ms_NN[i_E, j_E] / expected_ms_NN[i_E, j_E]),
+        -MAX_LOG_CORRECTION,
+        MAX_LOG_CORRECTION,
+    )
+    np.add.at(log_PP, (place_N[i_E], place_N[j_E]), log_E)
+    np.add.at(count_PP, (place_N[i_E], place_N[j_E]), 1.0)
+    weight_PP = np.exp(-apart_PP / reach)
+    smooth_PP = weight_PP @ log_PP @ weight_PP.T
+    smooth_PP /= weight_PP @ count_PP @ weight_PP.T + SHRINKAGE_WEIGHT
+    factor_NN: Floats = np.exp(smooth_PP)[np.ix_(place_N, place_N)]
+    return factor_NN
+
+
+def _cluster_nodes(
+    size: int, distance: Callable[[int], Floats], reach: float
+) -> tuple[list[int], Ints, Floats]:
+    """Cluster centres, the cluster of each node [N], and the distances between centres [P, P].
+
+    Greedy max-min: the next centre is the node farthest from all centres, until every node is
+    within a tenth of `reach` of one or there are `MAX_CLUSTERS`.
+    """
+    centres: list[int] = []
+    columns: list[Floats] = []
+    nearest_N = np.full(size, np.inf)
+    place_N = np.zeros(size, dtype=np.int64)
+    following = 0
+    while len(centres) < min(size, MAX_CLUSTERS):
+        far_N = distance(following)
+        nearer_N = far_N < nearest_N
+        place_N[nearer_N] = len(centres)
+        nearest_N = np.minimum(nearest_N, far_N)
+        centres.append(following)
+        columns.append(far_N)
+        following = int(np.argmax(nearest_N))
+        if nearest_N[following] <= 0.1 * reach:
+            break
+    return centres, place_N, np.array([column[centres] for column in columns])
+
+
+CORRECTION_REACH_KM = 300.0
+CORRECTION_REACH_MS = 25.0
+"""Distances at which the influence of a measurement falls to 1/e: on the globe, and between network
+coordinates."""
+MIN_EXPECTED_RTT_MS = 0.1
+_PLACED_NODE_ERROR = 0.2
+"""Initial relative error of a coordinate that is taken from a known location."""
+
+
+def expect_from_places(rtt_ms_NN: Floats, places_N2: Floats) -> Floats:
+    """Round trips [N, N] in ms from great circles and access links; all places must be known."""
+    light_ms_NN = min_rtt_ms(places_N2, places_N2)
+    expected_NN = fit_heights(rtt_ms_NN, light_ms_NN).predict_ms_NN(light_ms_NN)
+
+    def distance_km(node: int) -> Floats:
+        distance_1N = great_circle_km(places_N2[node : node + 1], places_N2)
+        flat_N: Floats = distance_1N[0]
+        return flat_N
+
+    expected_NN *= smooth_corrections(rtt_ms_NN, expected_NN, distance_km, CORRECTION_REACH_KM)
+    return np.maximum(expected_NN, np.maximum(light_ms_NN, MIN_EXPECTED_RTT_MS), out=expected_NN)
+
+
+def expect_from_coordinates(
+    rtt_ms_NN: Floats, places_N2: Floats, rng: np.random.Generator
+) -> Floats:
+    """Round trips [N, N] in ms from coordinates fitted to the measurements, starting at places."""
+    cloud = _fit_coordinates(rtt_ms_NN, places_N2, rng)
+    expected_NN = cloud.predict_ms_NN()
+
+    def distance_ms(node: int) -> Floats:
+        apart_NK = cloud.position_ms_NK - cloud.position_ms_NK[node]
+        norm_N: Floats = np.linalg.norm(apart_NK, axis=1)
+        return norm_N
+
+    expected_NN *= smooth_corrections(rtt_ms_NN, expected_NN, distance_ms, CORRECTION_REACH_MS)
+    light_ms_NN = np.fmax(min_rtt_ms(places_N2, places_N2), MIN_EXPECTED_RTT_MS)
+    return np.maximum(expected_NN, light_ms_NN, out=expected_NN)
+
+
+def _fit_coordinates(
+    rtt_ms_NN: Floats, places_N2: Floats, rng: np.random.Generator
+) -> NetworkCoordinates:
+    """Coordinates fitted to the measurements; nodes with a known place start there."""
+    size = len(rtt_ms_NN)
+    placed_N = np.isfinite(places_N2).all(axis=1)
+    fit = HeightFit(np.full(size, TYPICAL_HEIGHT_MS), CABLE_STRETCH)
+    if placed_N.any():
+        fit = fit_heights(rtt_ms_NN, min_rtt_ms(places_N2, places_N2))
+    start = NetworkCoordinates(
+        positions_from_places(places_N2) * (fit.stretch / CABLE_STRETCH),
+        fit.height_ms_N,
+        np.where(placed_N, _PLACED_NODE_ERROR, MAX_ERROR),
+    )
+    return fit_coordinates(rtt_ms_NN, start, rng)

@@ -1,0 +1,316 @@
+"""Synthetic swarms: regions, access links, nodes, and clients.
+
+A round trip is that between the two regions' exchanges (a great circle, stretched by cable detours)
+plus both access delays, short in a data centre and long at home. Every pair has noise and a few
+take detours, so triangle violations are as common as in real networks.
+
+Legend: R regions, N nodes, C clients.
+
+Random links of a synthetic swarm.
+
+A round trip is that between the regions' exchanges, times a random factor, plus both access delays.
+A rate is that of the slower access link, less a random loss.
+
+Legend: A and B machines each, R regions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nesa_node.core.ids import ModelId
+from nesa_node.topology.geography import CITIES, Region, min_rtt_ms
+from nesa_node.topology.links.matrix import Links, make_symmetric
+from nesa_node.topology.simulation.devices import LLAMA_70B, Block
+from nesa_node.topology.simulation.nodes import choose_spans, draw_devices, draw_nodes, fit_devices
+from nesa_node.topology.snapshot import Snapshot
+from nesa_node.topology.tables import RegionTable
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+BYTES_PER_MBIT = 125_000.0
+"""Bytes/s of one Mbit/s."""
+
+DETOUR_FRACTION = 0.02
+"""Fraction of pairs that are connected by a detour."""
+
+_ROWS_PER_CHUNK = 256
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AccessLinks:
+    """Access links of A machines; `rtt_ms_A` is the round trip to the region's exchange."""
+
+    residential_A: Bools
+    rtt_ms_A: Floats
+    up_bytes_per_s_A: Floats
+    down_bytes_per_s_A: Floats
+
+    def __len__(self) -> int:
+        return len(self.rtt_ms_A)
+
+    def select(self, rows: Ints) -> Self:
+        """Access links of the machines with these indices, in this order."""
+        return type(self)(
+            self.residential_A[rows],
+            self.rtt_ms_A[rows],
+            self.up_bytes_per_s_A[rows],
+            self.down_bytes_per_s_A[rows],
+        )
+
+
+def draw_access(residential_A: Bools, rng: np.random.Generator) -> AccessLinks:
+    """Draw access links. Medians: 9 ms, 40 Mbit/s up, 250 down at home; else 0.6 ms, 2 Gbit/s."""
+    count = len(residential_A)
+    spread_A = np.where(residential_A, 0.6, 0.5)
+    down_A = np.where(residential_A, 250.0, 2000.0) * rng.lognormal(0.0, spread_A)
+    up_A = np.where(residential_A, 40.0, 2000.0) * rng.lognormal(0.0, spread_A)
+    return AccessLinks(
+        residential_A,
+        np.where(residential_A, 9.0, 0.6) * rng.lognormal(0.0, 0.5, count),
+        np.minimum(up_A, np.where(residential_A, down_A, np.inf)) * BYTES_PER_MBIT,
+        down_A * BYTES_PER_MBIT,
+    )
+
+
+def draw_rtts_ms(
+    rtt_ms_RR: Floats,
+    region_A: Ints,
+    access_A: AccessLinks,
+    region_B: Ints,
+    access_B: AccessLinks,
+    rng: np.random.Generator,
+) -> Floats:
+    """Draw round trips in ms, [A, B]. Noise differs by direction: see `links.mirror`."""
+    rtt_ms_AB = np.empty((len(region_A), len(region_B)))
+    for start in range(0, len(region_A), _ROWS_PER_CHUNK):
+        rows = slice(start, start + _ROWS_PER_CHUNK)
+        part_AB = rtt_ms_RR[np.ix_(region_A[rows], region_B)]
+        part_AB *= rng.lognormal(0.0, 0.04, part_AB.shape)
+        detour_AB = rng.random(part_AB.shape) < DETOUR_FRACTION
+        part_AB[detour_AB] *= 1.0 + rng.uniform(0.3, 1.0, int(detour_AB.sum()))
+        part_AB += access_A.rtt_ms_A[rows, None]
+        part_AB += access_B.rtt_ms_A[None, :]
+        rtt_ms_AB[rows] = part_AB
+    return rtt_ms_AB
+
+
+def draw_rates(access_A: AccessLinks, access_B: AccessLinks, rng: np.random.Generator) -> Floats:
+    """Draw rates in bytes/s, [A, B]: what both access links carry, less up to 30 %."""
+    rate_AB: Floats = np.minimum(
+        access_A.up_bytes_per_s_A[:, None], access_B.down_bytes_per_s_A[None, :]
+    )
+    for start in range(0, len(access_A), _ROWS_PER_CHUNK):
+        part_AB = rate_AB[start : start + _ROWS_PER_CHUNK]
+        part_AB *= rng.uniform(0.7, 1.0, part_AB.shape)
+    return rate_AB
+
+
+WORLD_MODEL = ModelId("world@0")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class World:
+    """A synthetic swarm with its ground truth.
+
+    In `snapshot` all nodes serve, and all links have just been measured. `region_N` and `region_C`
+    are indices into `regions`, `device_N` names in `devices.DEVICES`. `client_up_bytes_per_s_CN`
+    are rates from client to node, `client_down_bytes_per_s_CN` those back.
+    """
+
+    snapshot: Snapshot
+    regions: tuple[Region, ...]
+    region_rtt_ms_RR: Floats
+    region_N: Ints
+    device_N: tuple[str, ...]
+    access_N: AccessLinks
+    region_C: Ints
+    access_C: AccessLinks
+    client_rtt_ms_CN: Floats
+    client_up_bytes_per_s_CN: Floats
+    client_down_bytes_per_s_CN: Floats
+
+    @property
+    def links(self) -> Links:
+        assert self.snapshot.links is not None, "a world's snapshot has links"
+        return self.snapshot.links
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.device_N)
+
+    @property
+    def num_clients(self) -> int:
+        return len(self.region_C)
+
+
+def make_world(
+    num_nodes: int,
+    num_blocks: int,
+    rng: np.random.Generator,
+    *,
+    num_regions: int = 8,
+    num_clients: int = 4,
+    residential_share: float = 0.7,
+    block: Block = LLAMA_70B,
+    taken_at: float = 0.0,
+) -> World:
+    """Make a swarm in some of `geography.CITIES`; deterministic in its arguments.
+
+    At least two nodes hold every block if memory allows it (`world_nodes.fit_devices`). `load` is 0
+    to 0.95; `reliability` is 0.95 in the mean, lower for residential nodes.
+    """
+    if not 1 <= num_regions <= len(CITIES):
+        raise ValueError(f"1 to {len(CITIES)} regions, got {num_regions}")
+    chosen = np.sort(rng.choice(len(CITIES), size=num_regions, replace=False))
+    regions = tuple(CITIES[int(city)] for city in chosen)
+    return populate(
+        regions,
+        _cable_rtts_ms(regions, rng),
+        num_nodes,
+        num_blocks,
+        rng,
+        num_clients=num_clients,
+        residential_share=residential_share,
+        block=block,
+        taken_at=taken_at,
+    )
+
+
+def _cable_rtts_ms(regions: Sequence[Region], rng: np.random.Generator) -> Floats:
+    """Round trips between exchanges, [R, R]; cables are 1.2 to 2.5 times the great circle."""
+    stretch_RR = 1.2 + rng.gamma(2.0, 0.18, (len(regions), len(regions))).clip(max=1.3)
+    rtt_ms_RR = min_rtt_ms(region_coordinates(regions), region_coordinates(regions)) * stretch_RR
+    make_symmetric(rtt_ms_RR)
+    return rtt_ms_RR + 0.5
+
+
+def world_from_table(
+    table: RegionTable,
+    num_nodes: int,
+    num_blocks: int,
+    rng: np.random.Generator,
+    *,
+    num_clients: int = 4,
+    residential_share: float = 0.7,
+    block: Block = LLAMA_70B,
+    taken_at: float = 0.0,
+) -> World:
+    """Make a swarm in the regions of a table, with the table's round trips between them."""
+    return populate(
+        table.regions,
+        table.rtt_ms_RR,
+        num_nodes,
+        num_blocks,
+        rng,
+        num_clients=num_clients,
+        residential_share=residential_share,
+        block=block,
+        taken_at=taken_at,
+    )
+
+
+def world_from_round_trips(
+    rtt_ms_NN: Floats,
+    num_blocks: int,
+    rng: np.random.Generator,
+    *,
+    num_clients: int = 4,
+    block: Block = LLAMA_70B,
+    taken_at: float = 0.0,
+) -> World:
+    """Make a swarm with a measured matrix of round trips; its nodes are residential, unlocated.
+
+    `rtt_ms_NN` must be symmetric and complete (`measured.symmetric` and `estimate.fill`). Clients
+    stand one access link behind random nodes.
+    """
+    nowhere = (Region("nowhere", 0.0, 0.0),)
+    world = populate(
+        nowhere,
+        np.zeros((1, 1)),
+        len(rtt_ms_NN),
+        num_blocks,
+        rng,
+        num_clients=num_clients,
+        residential_share=1.0,
+        block=block,
+        taken_at=taken_at,
+    )
+    links = replace(world.links, rtt_ms_NN=rtt_ms_NN)
+    nodes = tuple(replace(node, location=None) for node in world.snapshot.nodes)
+    near_C = rng.integers(len(rtt_ms_NN), size=num_clients)
+    access_ms_C = draw_access(np.ones(num_clients, dtype=bool), rng).rtt_ms_A
+    return replace(
+        world,
+        snapshot=replace(world.snapshot, nodes=nodes, links=links),
+        client_rtt_ms_CN=rtt_ms_NN[near_C] + access_ms_C[:, None],
+    )
+
+
+def populate(
+    regions: tuple[Region, ...],
+    region_rtt_ms_RR: Floats,
+    num_nodes: int,
+    num_blocks: int,
+    rng: np.random.Generator,
+    *,
+    num_clients: int = 4,
+    residential_share: float = 0.7,
+    block: Block = LLAMA_70B,
+    taken_at: float = 0.0,
+) -> World:
+    """Make a swarm in regions with the given round trips in ms, [R, R]."""
+    if num_nodes < 1 or num_blocks < 1:
+        raise ValueError(f"a world needs nodes and blocks, got {num_nodes} and {num_blocks}")
+    share_R = rng.dirichlet(np.full(len(regions), 2.0))
+    region_N = rng.choice(len(regions), size=num_nodes, p=share_R)
+    region_C = rng.choice(len(regions), size=num_clients, p=share_R)
+    devices, quantization = fit_devices(
+        draw_devices(num_nodes, residential_share, rng), num_blocks, block
+    )
+    access_N = draw_access(np.array([device.residential for device in devices]), rng)
+    access_C = draw_access(np.ones(num_clients, dtype=bool), rng)
+    max_blocks_N = np.array([device.max_blocks(block, quantization) for device in devices])
+    nodes = draw_nodes(
+        devices,
+        quantization,
+        choose_spans(max_blocks_N, num_blocks, rng),
+        region_coordinates(regions)[region_N],
+        block,
+        rng,
+    )
+    rtt_ms_NN = draw_rtts_ms(region_rtt_ms_RR, region_N, access_N, region_N, access_N, rng)
+    make_symmetric(rtt_ms_NN)
+    rate_NN = draw_rates(access_N, access_N, rng)
+    np.fill_diagonal(rate_NN, np.inf)
+    just_now_NN = np.broadcast_to(0.0, rtt_ms_NN.shape)
+    sure_NN = np.broadcast_to(1.0, rtt_ms_NN.shape)
+    peers = tuple(node.peer_id for node in nodes)
+    links = Links(peers, rtt_ms_NN, rate_NN, just_now_NN, sure_NN)
+    return World(
+        snapshot=Snapshot(WORLD_MODEL, num_blocks, nodes, taken_at, links=links),
+        regions=regions,
+        region_rtt_ms_RR=region_rtt_ms_RR,
+        region_N=region_N,
+        device_N=tuple(device.name for device in devices),
+        access_N=access_N,
+        region_C=region_C,
+        access_C=access_C,
+        client_rtt_ms_CN=draw_rtts_ms(
+            region_rtt_ms_RR, region_C, access_C, region_N, access_N, rng
+        ),
+        client_up_bytes_per_s_CN=draw_rates(access_C, access_N, rng),
+        client_down_bytes_per_s_CN=draw_rates(access_N, access_C, rng).T,
+    )
+
+
+def region_coordinates(regions: Sequence[Region]) -> Floats:
+    """Latitude and longitude of regions in degrees, [R, 2]."""
+    return np.array([(region.latitude, region.longitude) for region in regions])

@@ -1,0 +1,234 @@
+"""Rate limits per caller: requests and tokens per minute, and concurrent requests.
+
+Token buckets that hold a minute's worth: within any T minutes a caller gets at most (1 + T) times
+the limit. A bucket takes two numbers per caller, where an exact sliding window needs the times of
+the last N requests, and it gives the retry time directly.
+
+The tokens of a request are known when it has ended, so they are charged afterwards: a request is
+admitted while the bucket is not empty, and may leave it negative.
+
+Throttle of wrong API keys, per client address.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from ipaddress import IPv6Address, ip_address
+
+from nesa_node.web.key_store import KeyLimits
+from nesa_node.web.problem import HttpProblem
+
+MAX_IDLE_CALLERS = 4096
+"""Maximum number of idle callers in memory; an evicted one starts with full buckets again."""
+_MINUTE_S = 60.0
+_NEXT_REQUEST_TEXT = "the next one is free"
+_DEBT_TEXT = "it has used more, which is paid off"
+_CONCURRENCY_RETRY_S = 1.0
+# Tolerance for rounding errors.
+_ROUNDING_ERROR = 1e-9
+
+
+@dataclass(slots=True)
+class TokenBucket:
+    """Token bucket with `level` at time `at`, in seconds of any clock; it holds `per_minute`."""
+
+    level: float
+    updated_at: float
+
+    def refill(self, per_minute: float, now: float) -> None:
+        passed = max(0.0, now - self.updated_at)
+        self.level = min(per_minute, self.level + passed * per_minute / _MINUTE_S)
+        self.updated_at = max(self.updated_at, now)
+
+    def wait_s(self, amount: float, per_minute: float) -> float:
+        """Seconds from the last `fill` until `amount` is available; 0.0 if it is."""
+        lacking = amount - self.level
+        return 0.0 if lacking <= _ROUNDING_ERROR else lacking * _MINUTE_S / per_minute
+
+    def full_in_s(self, per_minute: float) -> float:
+        return max(0.0, per_minute - self.level) * _MINUTE_S / per_minute
+
+
+@dataclass(slots=True)
+class _CallerUsage:
+    requests: TokenBucket
+    tokens: TokenBucket
+    running: int = 0
+
+
+@dataclass(slots=True)
+class Allowance:
+    """An admitted request. `headers` give the remaining limits, as OpenAI's do."""
+
+    headers: Mapping[str, str]
+    _spend: Callable[[int], None] = field(repr=False)
+
+    def spend_tokens(self, count: int) -> None:
+        """Charge tokens to the caller; may be called several times."""
+        self._spend(count)
+
+
+class RateLimiter:
+    """Rate limits of all callers of this process. `clock` is monotonic, in seconds."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._usage: dict[str, _CallerUsage] = {}
+
+    def __len__(self) -> int:
+        return len(self._usage)
+
+    @contextmanager
+    def admit_request(self, caller: str, limits: KeyLimits) -> Iterator[Allowance]:
+        """Admit one request of `caller`, which runs until the context ends.
+
+        Raises `Problem` 429 beyond a limit; a refused request costs nothing.
+        """
+        now = self._clock()
+        account = self._refilled_usage(caller, limits, now)
+        self._check_limits(account, limits, now)
+        if limits.requests_per_minute is not None:
+            account.requests.level -= 1
+        account.running += 1
+        try:
+            yield Allowance(
+                _rate_limit_headers(account, limits),
+                lambda count: self._spend_tokens(account, limits, count),
+            )
+        finally:
+            account.running -= 1
+
+    def _refilled_usage(self, caller: str, limits: KeyLimits, now: float) -> _CallerUsage:
+        account = self._usage.get(caller)
+        if account is None:
+            if len(self._usage) >= MAX_IDLE_CALLERS:
+                self._usage = {n: a for n, a in self._usage.items() if a.running}
+            # The first `fill` cuts the level to the capacity.
+            account = _CallerUsage(TokenBucket(math.inf, now), TokenBucket(math.inf, now))
+            self._usage[caller] = account
+        if limits.requests_per_minute is not None:
+            account.requests.refill(limits.requests_per_minute, now)
+        if limits.tokens_per_minute is not None:
+            account.tokens.refill(limits.tokens_per_minute, now)
+        return account
+
+    def _check_limits(self, account: _CallerUsage, limits: KeyLimits, now: float) -> None:
+        most = limits.concurrent_requests
+        if most is not None and account.running >= most:
+            raise _rate_limit_problem(
+                f"this key may have {most} requests at once; wait until one of them ends",
+                _CONCURRENCY_RETRY_S,
+                _rate_limit_headers(account, limits),
+            )
+        for bucket, per_minute, may, then in (
+            (account.requests, limits.requests_per_minute, "make {} requests", _NEXT_REQUEST_TEXT),
+            (account.tokens, limits.tokens_per_minute, "use {} tokens", _DEBT_TEXT),
+        ):
+            wait_s = bucket.wait_s(1, per_minute) if per_minute else 0.0
+            if wait_s:
+                raise _rate_limit_problem(
+                    f"this key may {may.format(per_minute)} per minute; {then} in {wait_s:.3g} s",
+                    wait_s,
+                    _rate_limit_headers(account, limits),
+                )
+
+    def _spend_tokens(self, account: _CallerUsage, limits: KeyLimits, count: int) -> None:
+        if limits.tokens_per_minute is not None:
+            account.tokens.refill(limits.tokens_per_minute, self._clock())
+            account.tokens.level -= count
+
+
+def _rate_limit_problem(
+    message: str, retry_after_s: float, headers: Mapping[str, str]
+) -> HttpProblem:
+    return HttpProblem(
+        429, message, code="rate_limit_exceeded", retry_after_s=retry_after_s, headers=headers
+    )
+
+
+def _rate_limit_headers(account: _CallerUsage, limits: KeyLimits) -> dict[str, str]:
+    headers = {}
+    for what, bucket, per_minute in (
+        ("requests", account.requests, limits.requests_per_minute),
+        ("tokens", account.tokens, limits.tokens_per_minute),
+    ):
+        if per_minute is not None:
+            headers[f"x-ratelimit-limit-{what}"] = str(per_minute)
+            headers[f"x-ratelimit-remaining-{what}"] = str(
+                max(0, math.floor(bucket.level + _ROUNDING_ERROR))
+            )
+            headers[f"x-ratelimit-reset-{what}"] = _format_duration(bucket.full_in_s(per_minute))
+    return headers
+
+
+def _format_duration(seconds: float) -> str:
+    """Duration in OpenAI's format: `12ms`, `1.5s`, `6m0s`."""
+    if seconds < 1:
+        return f"{math.ceil(seconds * 1000)}ms"
+    if seconds < _MINUTE_S:
+        return f"{seconds:.3g}s"
+    minutes, rest = divmod(math.ceil(seconds), int(_MINUTE_S))
+    return f"{minutes}m{rest}s"
+
+
+WRONG_KEYS_PER_MINUTE = 20
+"""Wrong keys per address and minute, and the burst that is allowed at once."""
+MAX_TRACKED_ADDRESSES = 4096
+_IPV6_CLIENT_PREFIX_BITS = 64
+"""Prefix length in bits that counts as one IPv6 client: every household or server has a /64."""
+
+
+class WrongKeyThrottle:
+    """Token bucket of attempts per address. `clock` is monotonic, in seconds.
+
+    A full table evicts the address with the oldest attempt: an attacker with more addresses is not
+    throttled, but uses no more memory.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._buckets: OrderedDict[str, TokenBucket] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._buckets)
+
+    def wait_s(self, address: str) -> float:
+        """Seconds until this address may try again; 0.0 if now."""
+        bucket = self._buckets.get(address_group(address))
+        if bucket is None:
+            return 0.0
+        bucket.refill(WRONG_KEYS_PER_MINUTE, self._clock())
+        return bucket.wait_s(1, WRONG_KEYS_PER_MINUTE)
+
+    def record_failure(self, address: str) -> None:
+        """Count one wrong key from this address."""
+        group = address_group(address)
+        now = self._clock()
+        bucket = self._buckets.pop(group, None) or TokenBucket(WRONG_KEYS_PER_MINUTE, now)
+        bucket.refill(WRONG_KEYS_PER_MINUTE, now)
+        bucket.level = max(0.0, bucket.level - 1)
+        self._buckets[group] = bucket
+        while len(self._buckets) > MAX_TRACKED_ADDRESSES:
+            self._buckets.popitem(last=False)
+
+
+def address_group(address: str) -> str:
+    """Key of the bucket of an address: the IPv4 address or the IPv6 /64."""
+    try:
+        parsed = ip_address(address)
+    except ValueError:
+        return address
+    if not isinstance(parsed, IPv6Address):
+        return address
+    if parsed.ipv4_mapped is not None:
+        return str(parsed.ipv4_mapped)
+    return str(
+        IPv6Address(
+            int(parsed) >> (128 - _IPV6_CLIENT_PREFIX_BITS) << (128 - _IPV6_CLIENT_PREFIX_BITS)
+        )
+    )

@@ -1,0 +1,245 @@
+"""HTTP server (uvicorn) in the caller's event loop, as an async context.
+
+Serves an application with authentication, limits, CORS and request ids.
+
+Request ids: taken from the client or generated, and returned in the response.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import re
+import resource
+import secrets
+import socket
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any, cast
+
+import uvicorn
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from nesa_node.core.errors import AddressInUseError
+from nesa_node.core.logging import get_logger
+from nesa_node.core.settings.http_address import HttpAddress
+from nesa_node.core.settings.models import AccessConfig
+from nesa_node.web.access import AccessMiddleware
+from nesa_node.web.authenticator import Authenticator
+from nesa_node.web.body_reader import BodyReader
+from nesa_node.web.connections import ConnectionTable, HttpConnection
+from nesa_node.web.origin_policy import OriginPolicy
+from nesa_node.web.rate_limits import RateLimiter
+
+log = get_logger(__name__)
+
+MAX_CONNECTIONS = 32
+_MAX_HEADER_BYTES = 16_384
+_SHUTDOWN_TIMEOUT_S = 1
+_RESERVED_FILES = 1024
+"""Open files of this process besides its HTTP connections."""
+
+
+@asynccontextmanager
+async def serve_app(
+    app: ASGIApp,
+    address: HttpAddress,
+    *,
+    flag: str = "--listen",
+    max_connections: int = MAX_CONNECTIONS,
+    origins: Collection[str] = (),
+    allow_any_host: Callable[[], bool] = lambda: False,
+    trusted_proxies: Sequence[str] = (),
+) -> AsyncIterator[HttpAddress]:
+    """Serve `app` until the context ends; yields the address, with the actual port for port 0.
+
+    Beyond `max_connections` a waiting connection is dropped (`ConnectionTable`), or the request is
+    refused with 503. `app` is wrapped in a `Guard` with `origins` and `allow_any_host`. Forwarded
+    client addresses and schemes are accepted from `trusted_proxies` (IP addresses or networks).
+    Raises `AddressInUseError`, which names `flag`, if the address cannot be bound. Connections are
+    closed on exit.
+    """
+    _raise_file_limit(max_connections + _RESERVED_FILES)
+    listening = _open_socket(address, flag)
+    found = replace(address, port=listening.getsockname()[1])
+    server = _Server(
+        uvicorn.Config(
+            OriginPolicy(app, found, origins, allow_any_host),
+            log_config=None,
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            proxy_headers=bool(trusted_proxies),
+            forwarded_allow_ips=list(trusted_proxies),
+            lifespan="off",
+            http=cast("Any", partial(HttpConnection, table=ConnectionTable(max_connections))),
+            ws="none",
+            h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
+            timeout_graceful_shutdown=_SHUTDOWN_TIMEOUT_S,
+        )
+    )
+    serving = asyncio.create_task(server.serve([listening]))
+    try:
+        # A server that is asked to exit before it listens leaves its socket open.
+        await server.started_listening.wait()
+        log.info("http_server_started", url=f"http://{found}/")
+        yield found
+    finally:
+        server.should_exit = True
+        (error,) = await asyncio.gather(serving, return_exceptions=True)
+        if isinstance(error, Exception):
+            log.error("http_server_failed", reason=repr(error))
+        listening.close()
+
+
+class _Server(uvicorn.Server):
+    """uvicorn server without signal handlers. `started_listening` is set when startup succeeded or
+    failed."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.started_listening = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        try:
+            await super().startup(sockets)
+        finally:
+            self.started_listening.set()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _raise_file_limit(wanted: int) -> None:
+    """Raise the limit of open files, usually 1,024, since each connection is one."""
+    now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most != resource.RLIM_INFINITY:
+        wanted = min(wanted, most)
+    if now != resource.RLIM_INFINITY and now < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
+
+
+def check_can_listen(address: HttpAddress, flag: str) -> None:
+    """Raise `AddressInUseError` if `serve_app` could not listen on `address` now."""
+    _open_socket(address, flag).close()
+
+
+def _open_socket(address: HttpAddress, flag: str) -> socket.socket:
+    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind((address.host, address.port))
+        listening.listen()
+        listening.setblocking(False)
+    except OSError as error:
+        listening.close()
+        raise AddressInUseError(
+            f"cannot listen on {address}: {error.strerror or error}; "
+            f"give another {_part_to_change(error)} with {flag}"
+        ) from None
+    return listening
+
+
+def _part_to_change(error: OSError) -> str:
+    return "address" if error.errno == errno.EADDRNOTAVAIL else "port"
+
+
+REQUEST_ID_HEADER = "x-request-id"
+_WELL_FORMED = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
+
+
+class RequestIdMiddleware:
+    """ASGI middleware that sets `scope["state"]["request_id"]` and the response header."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        state = scope.setdefault("state", {})
+        if "request_id" in state:
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get(REQUEST_ID_HEADER, "")
+        name = given if _WELL_FORMED.fullmatch(given) else f"req_{secrets.token_hex(16)}"
+        state["request_id"] = name
+
+        async def sent(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)[REQUEST_ID_HEADER] = name
+            await send(message)
+
+        await self._app(scope, receive, sent)
+
+
+_CORS_METHODS = ("GET", "HEAD", "POST", "DELETE")
+_EXPOSED_HEADERS = (
+    "retry-after",
+    "x-request-id",
+    *(
+        f"x-ratelimit-{what}-{of}"
+        for what in ("limit", "remaining", "reset")
+        for of in ("requests", "tokens")
+    ),
+)
+
+
+@asynccontextmanager
+async def serve_authenticated(
+    app: ASGIApp,
+    config: AccessConfig,
+    address: HttpAddress,
+    *,
+    public: Collection[str] = (),
+    max_connections: int = MAX_CONNECTIONS,
+    authenticator: Authenticator | None = None,
+    wrap_app: Callable[[ASGIApp], ASGIApp] = lambda app: app,
+) -> AsyncIterator[HttpAddress]:
+    """Serve `app` as `serve_app` does, with the access rules of `config`.
+
+    `public` paths need no key. `wrap_app` wraps the application and sees refused requests and
+    request ids, too. Raises `ConfigError` if `address` would be open to the network without
+    permission.
+    """
+    authenticator = authenticator or Authenticator(config)
+    authenticator.check_exposure(address)
+    address = replace(address, host_names=config.host_names)
+    gated: ASGIApp = AccessMiddleware(
+        app,
+        authenticator,
+        address,
+        rate_limiter=RateLimiter(),
+        body_reader=BodyReader(config.max_request_bytes),
+        public=public,
+    )
+    if config.cors_origins:
+        # Outside `Access`: a browser sends preflight requests without the key.
+        gated = CORSMiddleware(
+            gated,
+            allow_origins=config.cors_origins,
+            allow_methods=_CORS_METHODS,
+            allow_headers=("*",),
+            allow_private_network=True,
+            expose_headers=_EXPOSED_HEADERS,
+        )
+    if authenticator.is_open and not address.is_loopback:
+        log.warning("server_opened_without_keys", address=str(address))
+    async with serve_app(
+        RequestIdMiddleware(wrap_app(gated)),
+        address,
+        max_connections=max_connections,
+        origins=config.cors_origins,
+        # A page that uses a host name of its own (DNS rebinding) has neither key nor cookie, so
+        # host names matter only while no key is required.
+        allow_any_host=lambda: not authenticator.is_open,
+        trusted_proxies=config.trusted_proxies,
+    ) as found:
+        yield found

@@ -1,0 +1,221 @@
+"""`nesa-node simulate` on descriptions, without a swarm."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nesa_node.cli.app import run_command
+from nesa_node.routing.strategies import STRATEGIES
+from nesa_node.topology.simulation.world import make_world
+from nesa_node.topology.snapshot_json import snapshot_to_json
+
+SWARM: dict[str, Any] = {
+    "num_blocks": 80,
+    "quantization": "nf4",
+    "nodes": [
+        {"name": "attic", "device": "rtx3090", "region": "frankfurt", "span": "0:40"},
+        {"name": "studio", "device": "rtx4090", "region": "frankfurt", "span": "40:80"},
+        {"name": "lab", "device": "a10", "count": 3, "region": "london"},
+        {"name": "old", "device": "gtx1080ti", "region": "paris", "span": "60:76"},
+    ],
+    "client": {"region": "paris"},
+}
+
+
+@pytest.fixture
+def swarm(tmp_path: Path) -> Path:
+    path = tmp_path / "swarm.json"
+    path.write_text(json.dumps(SWARM))
+    return path
+
+
+def _told(capsys: pytest.CaptureFixture[str], *argv: object) -> Any:
+    assert run_command(["simulate", *map(str, argv), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def _refused(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
+    assert run_command(["simulate", *map(str, argv)]) == 2
+    return capsys.readouterr().err
+
+
+def test_a_newcomer_takes_a_span_and_adds_throughput(
+    swarm: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = _told(capsys, "--nodes", swarm, "--add", "rtx3090@40ms")
+    (span,) = told["joined"].values()
+    assert span in told["changed"]["spans"].values()
+    assert told["changed"]["tokens_per_s"] > told["now"]["tokens_per_s"]
+    assert sum(told["changed"]["coverage"]) > sum(told["now"]["coverage"])
+
+
+def test_a_loss_that_leaves_a_hole_is_mended(
+    swarm: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = _told(
+        capsys, "--nodes", swarm, "--remove", "studio", "--remove", "lab-*", "--add", "h100@paris",
+        "--add", "gtx1060@20ms", "--replicas", "1",
+    )  # fmt: skip
+    assert told["lost"] == ["studio", "lab-1", "lab-2", "lab-3"]
+    assert told["changed"]["holes"] == []
+    told = _told(capsys, "--nodes", swarm, "--remove", "studio", "--remove", "lab-*")
+    assert told["changed"]["holes"]
+    assert told["changed"]["latency_s"] is None
+    assert told["moves"]["refused"] or told["moves"]["moves"]
+
+
+def test_tables_fit_into_100_columns(swarm: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["simulate", "--nodes", str(swarm), "--add", "2xa100@new-york", "--remove", "attic"]
+    assert run_command(argv) == 0
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 100
+    for word in ("latency of a token", "joins ", "lost ", "moves ", "chain ", "bound ", "changed"):
+        assert word in text
+
+
+def test_nothing_is_said_to_change_where_nothing_does(
+    swarm: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command(["simulate", "--nodes", str(swarm)]) == 0
+    assert "changed" not in capsys.readouterr().out
+
+
+def test_a_made_up_world_is_the_same_for_the_same_seed(capsys: pytest.CaptureFixture[str]) -> None:
+    world = "regions=3,nodes=12,blocks=24,clients=2"
+    first = _told(capsys, "--world", world, "--seed", 5)
+    assert first == _told(capsys, "--world", world, "--seed", 5)
+    assert first != _told(capsys, "--world", world, "--seed", 6)
+    assert len(first["now"]["spans"]) == 12
+
+
+@pytest.mark.parametrize("strategy", list(STRATEGIES))
+def test_strategies_choose_the_chains(
+    strategy: str, swarm: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = _told(capsys, "--nodes", swarm, "--strategy", strategy, "--goal", "throughput")
+    assert told["now"]["chain"][0][1] == 0
+    assert told["now"]["chain"][-1][2] == 80
+
+
+def _recording(tmp_path: Path) -> Path:
+    """Nine snapshots: calm, then everybody with the last blocks is lost."""
+    snapshot = make_world(10, 24, np.random.default_rng(3)).snapshot
+    ends = [node.peer_id for node in snapshot.nodes if node.span.end == 24]
+    lines = []
+    for at in range(9):
+        seen = snapshot if at < 6 else snapshot.without_peers(*ends)
+        lines.append(snapshot_to_json(replace(seen, taken_at=60.0 * at)).decode())
+    path = tmp_path / "recorded.jsonl"
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def test_a_replay_shows_a_loss_and_what_would_have_moved(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = _told(capsys, "--replay", _recording(tmp_path), "--replicas", 1)
+    assert isinstance(rows, list)
+    assert [row["at_s"] for row in rows] == [60.0 * at for at in range(9)]
+    assert all(row["latency_s"] is not None and row["holes"] == [] for row in rows[:6])
+    assert all(row["latency_s"] is None and row["holes"] for row in rows[6:])
+    assert {row["trigger"] for row in rows[6:]} <= {"hole", "none"}
+
+
+def test_a_replay_is_a_table_of_100_columns(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command(["simulate", "--replay", str(_recording(tmp_path))]) == 0
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 100
+    assert "9 snapshots" in text
+
+
+def test_pictures_are_drawn(
+    swarm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    drawn = tmp_path / "swarm.svg"
+    _told(capsys, "--nodes", swarm, "--add", "t4@frankfurt", "--plot", drawn)
+    assert drawn.read_text().lstrip().startswith("<?xml")
+    over_time = tmp_path / "replay.png"
+    _told(capsys, "--replay", _recording(tmp_path), "--plot", over_time)
+    assert over_time.read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_matplotlib_the_extra_is_named(
+    swarm: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    told = _refused(capsys, "--nodes", swarm, "--plot", "x.svg")
+    assert "pip install 'nesa-node[plan]'" in told
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ([], "give one of --nodes"),
+        (["--world", "nodes=3", "--nodes", "x.json"], "give one of --nodes"),
+        (["--nodes", "/no/such.json"], "No such file"),
+        (["--world", "nodes=0"], "nodes=0: a whole number from 1"),
+        (["--world", "people=3"], "give KEY=NUMBER of regions, nodes"),
+        (["--world", "nodes=many"], "'many' is no number"),
+        (["--world", "homes=2"], "a share from 0 to 1"),
+        (["--world", "nodes=5", "--add", "rtx3090"], "--add: a newcomer looks like"),
+        (["--world", "nodes=5", "--add", "abacus@40ms"], "no device is called"),
+        (["--world", "nodes=5", "--add", "t4@atlantis"], "no region is called"),
+        (["--world", "nodes=5", "--remove", "nobody"], "--remove nobody: no node is called that"),
+        (["--world", "nodes=5", "--remove", "*"], "leaves no node at all"),
+        (["--world", "nodes=5", "--replicas", "0"], "--replicas 0"),
+        (["--world", "nodes=5", "--seed=-1"], "--seed -1"),
+        (
+            ["--world", "nodes=5", "--strategy", "luck"],
+            'Choose from: "exact-latency", ',
+        ),
+        (["--world", "nodes=5", "--plot", "x.bmp"], "must end in one of .svg"),
+        (["--world", "nodes=5", "--plot", "/no/such/x.svg"], "there is no folder"),
+        (["--replay", "/no/such.jsonl"], "--replay /no/such.jsonl: No such file"),
+        (["--replay", "/dev/null"], "no snapshot in it"),
+        (["--replay", "/dev/null", "--add", "t4@40ms"], "leave out --add"),
+    ],
+)
+def test_mistakes_are_told_with_what_would_be_right(
+    argv: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = _refused(capsys, *argv)
+    assert words in told
+    assert told.count("\n") == 1
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("flag", ["--nodes", "--replay"])
+def test_a_file_without_an_end_is_refused(
+    flag: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for module in ("cli.simulate_input", "cli.simulate_replay", "topology.swarm_file"):
+        monkeypatch.setattr(f"nesa_node.{module}.MAX_BYTES", 1000)
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    writer = os.open(path, os.O_RDWR)
+    os.write(writer, b"x" * 30_000)  # the format is looked for in the first few thousand
+    try:
+        assert "1000" in _refused(capsys, flag, path)
+    finally:
+        os.close(writer)
+
+
+def test_a_broken_line_of_a_recording_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = _recording(tmp_path)
+    path.write_text(path.read_text().replace('"version":1', '"version":9', 1))
+    assert "line 1 has version 9" in _refused(capsys, "--replay", path)

@@ -1,0 +1,96 @@
+"""What `nesa-node explain PLACEMENT` prints."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nesa_node.cli.app import run_command
+from nesa_node.core.decision_log import DecisionLog
+from nesa_node.core.ids import ModelId, PeerId
+from nesa_node.core.span import Span
+from nesa_node.server.orchestrator.history import decision_entry
+from nesa_node.server.orchestrator.planner import Rebalancer
+from nesa_node.topology.snapshot import NodeState, Snapshot
+from tests.swarm.notice_fields import PEERS
+
+NAME = "7.1800000000000@abcdefgh"
+
+
+def _snapshot(*spans: tuple[int, int], at: float = 1_800_000_000.0) -> Snapshot:
+    nodes = tuple(
+        NodeState(
+            PeerId(PEERS[i]), Span(*span), decode_tokens_per_s=10.0, max_blocks=10, movable=True
+        )
+        for i, span in enumerate(spans)
+    )
+    return Snapshot(ModelId("tiny@01"), 20, nodes, taken_at=at)
+
+
+@pytest.fixture
+def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DecisionLog:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    return DecisionLog(tmp_path / "nesa-node" / "decisions.db")
+
+
+def _explain(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    assert run_command(["explain", *argv]) == 0
+    return capsys.readouterr().out
+
+
+def test_a_placement_says_why_what_and_at_what_cost(
+    log: DecisionLog, capsys: pytest.CaptureFixture[str]
+) -> None:
+    snapshot = _snapshot((0, 10), (0, 10), (0, 10), (10, 20))
+    rebalancer = Rebalancer()
+    rebalancer.decide(_snapshot((0, 10), (0, 10), (0, 10), (10, 20), (10, 20), at=1.0))
+    decision = rebalancer.decide(snapshot)
+    log.add(decision_entry(NAME, decision, snapshot, epoch=7))
+    text = _explain(capsys, NAME[:6])
+    assert max(map(len, text.splitlines())) <= 100
+    for words in (
+        "published",
+        "because of missing replicas",
+        f"…{decision.moves[0].peer[-6:]}",
+        "10:20",
+        "a gain of at least 10%",
+        snapshot.digest(),
+        "blocks lost holders",
+        "rebalance-latency",
+    ):
+        assert words in text, words
+    (told,) = json.loads(_explain(capsys, NAME, "--json"))
+    assert told["moves"][0]["load_s"] > 0
+    assert NAME in _explain(capsys)
+
+
+def test_a_swarm_without_a_chain_is_told_in_words(
+    log: DecisionLog, capsys: pytest.CaptureFixture[str]
+) -> None:
+    snapshot = _snapshot((0, 10), (0, 10))
+    log.add(decision_entry(NAME, Rebalancer().decide(snapshot), snapshot, epoch=7))
+    text = _explain(capsys, NAME)
+    assert "because of unserved blocks" in text
+    assert "no chain" in text
+
+
+def test_what_was_refused_is_told(log: DecisionLog, capsys: pytest.CaptureFixture[str]) -> None:
+    snapshot = _snapshot((0, 10))
+    snapshot = replace(snapshot, nodes=tuple(replace(n, movable=False) for n in snapshot.nodes))
+    log.add(decision_entry(None, Rebalancer().decide(snapshot), snapshot, epoch=7))
+    text = _explain(capsys, "none-")
+    assert "nothing was published" in text
+    assert "no node that may move has memory to spare" in " ".join(text.split())
+
+
+@pytest.mark.parametrize("hostile", ["[bold]x[/bold]", "[link=http://x]y[/link]"])
+def test_a_hostile_model_name_stays_plain_text(
+    hostile: str, log: DecisionLog, capsys: pytest.CaptureFixture[str]
+) -> None:
+    snapshot: Any = replace(_snapshot((0, 10), (10, 20)), model_id=ModelId(hostile))
+    log.add(decision_entry(None, Rebalancer().decide(snapshot), snapshot, epoch=7))
+    assert hostile in _explain(capsys, "none-")

@@ -1,0 +1,188 @@
+"""The package's modules as syntax trees, for the rules and the counts of this folder."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+PERSONS = re.compile(
+    r"\b(who|whom|whose|whoever|nobody|no one|somebody|someone|everybody|everyone|anybody|anyone"
+    r"|others)\b",
+    re.IGNORECASE,
+)
+_WORD = re.compile(r"[A-Za-z][A-Za-z'-]*")
+_CODE = re.compile(r"`[^`\n]*`")
+
+
+@dataclass(frozen=True)
+class Module:
+    """One Python file of a checkout."""
+
+    root: Path
+    path: Path
+    """Relative to `root`."""
+
+    @cached_property
+    def name(self) -> str:
+        parts = self.path.with_suffix("").parts
+        return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+    @cached_property
+    def text(self) -> str:
+        return (self.root / self.path).read_text("utf-8")
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.text)
+
+    @property
+    def lines(self) -> int:
+        return self.text.count("\n")
+
+    def classes(self) -> Iterator[str]:
+        return (node.name for node in ast.walk(self.tree) if isinstance(node, ast.ClassDef))
+
+    def imports(self) -> set[str]:
+        """Dotted names that it imports, also in functions and for types only.
+
+        `from a.b import c` imports `a.b` and `a.b.c`.
+        """
+        found: set[str] = set()
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Import):
+                found.update(alias.name for alias in node.names)
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                found.add(node.module)
+                found.update(f"{node.module}.{alias.name}" for alias in node.names)
+        return found
+
+    def prose(self) -> Iterator[tuple[int, str]]:
+        """Line number and text of each line of its docstrings and comments, without code spans."""
+        for first, text in (*self._docstrings(), *self._comments()):
+            for offset, line in enumerate(text.split("\n")):
+                yield first + offset, _CODE.sub("", line)
+
+    def _docstrings(self) -> Iterator[tuple[int, str]]:
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+                if isinstance(node.value.value, str):
+                    yield node.lineno, node.value.value
+
+    def _comments(self) -> Iterator[tuple[int, str]]:
+        for token in tokenize.generate_tokens(io.StringIO(self.text).readline):
+            if token.type == tokenize.COMMENT:
+                yield token.start[0], token.string
+
+
+def modules_of(root: Path, *folders: str) -> list[Module]:
+    """All modules of these folders of a checkout, sorted by path."""
+    found = [path for folder in folders for path in (root / folder).rglob("*.py")]
+    return [Module(root, path.relative_to(root)) for path in sorted(found)]
+
+
+def importers(modules: list[Module], targets: list[Module]) -> dict[str, set[str]]:
+    """For each target's name the names of those among `modules` that import it."""
+    names = {module.name for module in targets}
+    found: dict[str, set[str]] = defaultdict(set)
+    for module in modules:
+        for name in module.imports() & names - {module.name}:
+            found[name].add(module.name)
+    return found
+
+
+def circles(modules: list[Module]) -> list[set[str]]:
+    """Sets of modules that import each other, for types only or in functions included."""
+    names = {module.name for module in modules}
+    graph = {
+        module.name: {
+            name
+            for name in module.imports() & names
+            # a package that is imported for a module of its own is no circle
+            if not module.name.startswith(f"{name}.") and name != module.name
+        }
+        for module in modules
+    }
+    return [group for group in _strongly_connected(graph) if len(group) > 1]
+
+
+def _strongly_connected(graph: dict[str, set[str]]) -> list[set[str]]:
+    """Tarjan's algorithm."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    groups: list[set[str]] = []
+
+    def visit(name: str) -> None:
+        index[name] = low[name] = len(index)
+        stack.append(name)
+        for other in graph[name]:
+            if other not in index:
+                visit(other)
+                low[name] = min(low[name], low[other])
+            elif other in stack:
+                low[name] = min(low[name], index[other])
+        if low[name] == index[name]:
+            cut = stack.index(name)
+            groups.append(set(stack[cut:]))
+            del stack[cut:]
+
+    for name in graph:
+        if name not in index:
+            visit(name)
+    return groups
+
+
+def folders_of(modules: list[Module]) -> dict[Path, int]:
+    """How many modules lie directly in each folder, `__init__.py` not counted."""
+    counts: dict[Path, int] = defaultdict(int)
+    for module in modules:
+        if module.path.name != "__init__.py":
+            counts[module.path.parent] += 1
+    return dict(counts)
+
+
+def doubled_classes(modules: list[Module]) -> dict[str, list[str]]:
+    """Class names that are defined more than once, with the modules that define them."""
+    places: dict[str, list[str]] = defaultdict(list)
+    for module in modules:
+        for name in module.classes():
+            places[name].append(module.name)
+    return {name: found for name, found in sorted(places.items()) if len(found) > 1}
+
+
+def persons(modules: list[Module]) -> tuple[list[str], int]:
+    """Places with an indefinite person, and the number of words of prose."""
+    found: list[str] = []
+    words = 0
+    for module in modules:
+        for line, text in module.prose():
+            words += len(_WORD.findall(text))
+            found += [f"{module.path}:{line}: {match[0]}" for match in PERSONS.finditer(text)]
+    return found, words
+
+
+def settings_declared(root: Path, folder: str, suffixes: tuple[str, ...]) -> dict[str, set[str]]:
+    """Annotated class fields in `folder` by name, of classes whose name ends in a suffix."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for module in modules_of(root, folder):
+        for node in ast.walk(module.tree):
+            if not isinstance(node, ast.ClassDef) or not node.name.endswith(suffixes):
+                continue
+            for item in node.body:
+                if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
+                    found[item.target.id].add(f"{module.name}.{node.name}")
+    return found
+
+
+def settings_twice(root: Path) -> dict[str, set[str]]:
+    """Settings that a config model declares, and the command line once more."""
+    models = settings_declared(root, "nesa_node/core", ("Config", "Settings"))
+    flags = settings_declared(root, "nesa_node/cli", ("Flags", "Options", "Settings"))
+    return {name: models[name] | flags[name] for name in sorted(models.keys() & flags.keys())}

@@ -1,0 +1,379 @@
+"""Orchestrators that lead, stand ready, publish and explain themselves."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+import time
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nesa_node.core.decision_log import DecisionLog
+from nesa_node.core.errors import ConfigError
+from nesa_node.core.ids import ModelId, PeerId
+from nesa_node.core.settings.models import OrchestratorConfig
+from nesa_node.core.span import Span
+from nesa_node.routing.succession import LeaseTerms
+from nesa_node.server.orchestrator.follower import follow_placements
+from nesa_node.server.orchestrator.history import History, is_same_reason
+from nesa_node.server.orchestrator.launch import find_model, orchestrate
+from nesa_node.server.orchestrator.orchestrator import Orchestrator, OrchestratorIntervals
+from nesa_node.server.orchestrator.placement_filter import PlacementFilter
+from nesa_node.server.orchestrator.planner import (
+    PlacementDecision,
+    Rebalancer,
+    _finite,
+    score_swarm,
+)
+from nesa_node.swarm.dht.notices import MAX_MAGNITUDE, AnnouncedMove, PlacementNotice
+from nesa_node.swarm.lease import LeaseKeeper
+from nesa_node.swarm.node import Swarm
+from nesa_node.topology.changes.triggers import Sensitivity
+from nesa_node.topology.snapshot import NodeState, Snapshot
+from tests.swarm.local_swarm import eventually, local_swarm
+from tests.swarm.notice_fields import PEERS
+from tests.swarm.record_fields import MODEL_ID, make_status
+
+MODEL = ModelId(MODEL_ID)
+QUICK = LeaseTerms(ttl_s=3.0, succession_delay_s=1.5)
+IDLE = PlacementDecision(
+    moves=(),
+    gain=0.0,
+    repairs=0,
+    latency_before_s=1.0,
+    latency_after_s=1.0,
+    steps_per_s_before=1.0,
+    steps_per_s_after=1.0,
+    strategy="scripted",
+    trigger="none",
+    reason="nothing better was found",
+)
+
+
+class Scripted:
+    """Decides what it is told, and counts how often it was asked."""
+
+    def __init__(self) -> None:
+        self.decision = IDLE
+        self.asked = 0
+
+    def decide(self, _: Snapshot) -> PlacementDecision:
+        self.asked += 1
+        return self.decision
+
+
+def moving(peer: PeerId, to: tuple[int, int]) -> PlacementDecision:
+    move = AnnouncedMove(peer=peer, was=(0, 10), to=to, gain=0.2)
+    return replace(IDLE, moves=(move,), gain=0.2, trigger="gain", reason="20% are gained")
+
+
+def build(
+    swarm: Swarm,
+    planner: Scripted,
+    decisions: DecisionLog | None = None,
+    history: History | None = None,
+) -> tuple[Orchestrator, LeaseKeeper]:
+    lease = LeaseKeeper(swarm.notices, swarm.identity.peer_id, MODEL, clock=time.time, terms=QUICK)
+    orchestrator = Orchestrator(
+        swarm.notices,
+        lease,
+        MODEL,
+        lambda: swarm.directory.fetch(MODEL),
+        planner,
+        decisions=decisions,
+        history=history,
+        intervals=OrchestratorIntervals(every_s=0.1, placement_ttl_s=20.0),
+        rng=random.Random(1),
+    )
+    return orchestrator, lease
+
+
+async def _lead(lease: LeaseKeeper) -> None:
+    async def leads() -> bool:
+        await lease.step()
+        return lease.is_leader
+
+    await eventually(leads)
+
+
+async def test_leader_publishes_only_what_is_new(tmp_path: Path) -> None:
+    async with local_swarm(tmp_path, 2) as (boss, node):
+        await node.directory.publish(make_status())
+        planner, log = Scripted(), DecisionLog(tmp_path / "decisions.db")
+        orchestrator, lease = build(boss, planner, log)
+        assert await orchestrator.step() is None
+        assert planner.asked == 0  # it does not lead
+        await _lead(lease)
+        for _ in range(3):
+            assert await orchestrator.step() is None
+        assert await node.notices.fetch(PlacementNotice, MODEL) == []
+        planner.decision = moving(node.identity.peer_id, (10, 20))
+        first = await orchestrator.step()
+        assert first is not None
+        assert await orchestrator.step() is None
+        assert await node.notices.fetch(PlacementNotice, MODEL) == [first]
+        planner.decision = moving(node.identity.peer_id, (20, 30))
+        second = await orchestrator.step()
+        assert second is not None
+        assert await node.notices.fetch(PlacementNotice, MODEL) == [second]
+        assert len(second.based_on) == 64
+        entries = log.recent(10)
+        assert [entry.name for entry in entries[1:]] == [first.name, second.name]
+        assert entries[0].name.startswith("none-")
+        (found,) = log.find(second.name)
+        assert found.kind == "placement"
+        assert found.body["based_on"] == second.based_on
+        assert found.body["moves"] == [
+            {"peer": node.identity.peer_id, "was": [0, 10], "to": [20, 30], "gain": 0.2}
+        ]
+
+
+async def test_who_stands_ready_looks_without_planning(tmp_path: Path) -> None:
+    async with local_swarm(tmp_path, 2) as (boss, node):
+        await node.directory.publish(make_status())
+        planner, history = Scripted(), History()
+        orchestrator, lease = build(boss, planner, history=history)
+        assert await orchestrator.step() is None
+        seen = history.document()
+        assert seen is not None
+        assert (seen["leads"], planner.asked, len(seen["nodes"])) == (False, 0, 1)
+        await _lead(lease)
+        planner.decision = moving(node.identity.peer_id, (10, 20))
+        placement = await orchestrator.step()
+        assert placement is not None
+        seen = history.document()
+        assert seen is not None
+        assert (seen["leads"], seen["active"]["name"]) == (True, placement.name)
+        assert seen["history"]["placement"] == [None, placement.name]
+
+
+async def test_those_who_stand_ready_do_not_plan_until_the_leader_is_gone(tmp_path: Path) -> None:
+    async with local_swarm(tmp_path, 3) as (one, other, node):
+        await node.directory.publish(make_status())
+        planners = Scripted(), Scripted()
+        for planner in planners:
+            planner.decision = moving(node.identity.peer_id, (10, 20))
+        built = [
+            build(swarm, planner) for swarm, planner in zip((one, other), planners, strict=True)
+        ]
+        tasks = [asyncio.create_task(orchestrator.run()) for orchestrator, _ in built]
+        try:
+
+            async def planned() -> bool:
+                return len(await node.notices.fetch(PlacementNotice, MODEL)) > 0
+
+            await eventually(planned, timeout_s=20)
+            leads = [lease.is_leader for _, lease in built]
+            assert sorted(leads) == [False, True]
+            index = leads.index(True)
+            assert planners[1 - index].asked == 0
+            epoch = built[index][1].epoch
+            tasks[index].cancel()
+
+            async def followed() -> bool:
+                placements = await node.notices.fetch(PlacementNotice, MODEL)
+                return max(placement.epoch for placement in placements) > epoch
+
+            await eventually(followed, timeout_s=20)
+            assert built[1 - index][1].is_leader
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class _Wish:
+    async def wait(self) -> str:
+        return "moved"
+
+
+class _Moves:
+    """Grants everything: the node announces its new span at once."""
+
+    def __init__(self, swarm: Swarm) -> None:
+        self.swarm = swarm
+        self.granted: list[Span] = []
+
+    def request_move(self, span: Span, _: str) -> _Wish:
+        self.granted.append(span)
+        return _Wish()
+
+    async def announce(self, **fields: Any) -> None:
+        span = self.granted[-1]
+        await self.swarm.directory.publish(make_status(span=(span.start, span.end), **fields))
+
+
+async def test_uneven_swarm_is_mended_by_an_orchestrator_and_willing_nodes(
+    tmp_path: Path,
+) -> None:
+    """Three nodes hold the same blocks, one the others': two holders of each are wanted."""
+    fields = {"num_blocks": 20, "max_blocks": 10, "decode_tokens_per_s": 10.0, "movable": True}
+    spans = [(0, 10), (0, 10), (0, 10), (10, 20)]
+    async with local_swarm(tmp_path, 4) as members:
+        for member, span in zip(members, spans, strict=True):
+            await member.directory.publish(make_status(span=span, **fields))
+        config = OrchestratorConfig(
+            orchestrate_every_s=0.2, lease_ttl_s=3, decisions_path=tmp_path / "decisions.db"
+        )
+        moves = [_Moves(member) for member in members[:3]]
+
+        def follower(index: int) -> Any:
+            swarm = members[index]
+
+            async def look() -> Snapshot:
+                return await swarm.directory.fetch(MODEL, 20)
+
+            return follow_placements(
+                swarm.notices,
+                lambda: swarm.directory.snapshot(MODEL, 20),
+                look,
+                MODEL,
+                PlacementFilter(swarm.identity.peer_id, score_swarm, num_blocks=20, max_blocks=10),
+                moves[index],
+                every_s=0.2,
+                rng=random.Random(index),
+            )
+
+        tasks = [
+            asyncio.create_task(orchestrate(config, members[3], MODEL)),
+            *(asyncio.create_task(follower(index)) for index in range(3)),
+        ]
+        try:
+
+            async def asked() -> bool:
+                return any(each.granted for each in moves)
+
+            await eventually(asked, timeout_s=30)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        assert {span for each in moves for span in each.granted} == {Span(10, 20)}
+        mover = next(each for each in moves if each.granted)
+        await mover.announce(**fields)
+        snapshot = await members[3].directory.fetch(MODEL)
+        assert min(snapshot.coverage()) == 2
+        assert Rebalancer().decide(snapshot).moves == ()
+        entries = DecisionLog(tmp_path / "decisions.db").recent(100)
+        (entry,) = (entry for entry in entries if entry.body["trigger"] == "replicas")
+        assert entry.body["published"]
+        assert entry.body["moves"][0]["load_s"] > 0
+        assert "replicas" in [each["name"] for each in entry.body["triggers"]]
+
+
+async def test_model_is_found_by_name_and_ambiguity_is_refused(tmp_path: Path) -> None:
+    async with local_swarm(tmp_path, 3) as members:
+        await members[0].directory.publish(make_status())
+        assert await find_model(members[2], None) == MODEL
+        await members[1].directory.publish(make_status(model_id="other@0", model_name="other"))
+        assert await find_model(members[2], "/models/other/") == "other@0"
+        assert await find_model(members[2], MODEL_ID) == MODEL
+        with pytest.raises(ConfigError, match="several models"):
+            await find_model(members[2], None)
+
+
+async def test_another_model_of_the_same_name_does_not_stop_an_orchestrator(
+    tmp_path: Path,
+) -> None:
+    async with local_swarm(tmp_path, 3) as members:
+        name = make_status().model_name
+        for member in members[:2]:
+            await member.directory.publish(make_status())
+        await members[2].directory.publish(make_status(model_id="zzz@0", model_name=name))
+        await members[0].directory.fetch_all()
+        assert await find_model(members[0], name) == MODEL
+        assert await find_model(members[0], "zzz@0") == "zzz@0"
+
+
+def _nodes(*spans: tuple[int, int], **fields: Any) -> Snapshot:
+    nodes = tuple(
+        NodeState(PeerId(PEERS[i]), Span(*span), decode_tokens_per_s=10.0, movable=True, **fields)
+        for i, span in enumerate(spans)
+    )
+    return Snapshot(MODEL, 20, nodes, taken_at=1000.0)
+
+
+def test_rebalancer_mends_a_loss_at_once() -> None:
+    hole = Rebalancer().decide(_nodes((0, 10), (0, 10), max_blocks=10))
+    assert (hole.trigger, hole.repairs, hole.latency_before_s) == ("hole", 10, None)
+    assert hole.gain == 1.0
+    assert len(hole.moves) == 1
+    assert Rebalancer().decide(replace(_nodes(), num_blocks=0)).moves == ()
+
+
+def test_huge_costs_fit_a_placement() -> None:
+    assert _finite(1e300) == MAX_MAGNITUDE
+    assert _finite(math.inf) is None
+    slow = _nodes((0, 10), (0, 10), (10, 20), max_blocks=10)
+    slow = replace(
+        slow, nodes=tuple(replace(node, decode_tokens_per_s=1e-320) for node in slow.nodes)
+    )
+    decision = Rebalancer().decide(slow)
+    assert decision.latency_before_s is not None
+    assert decision.latency_before_s <= MAX_MAGNITUDE
+
+
+def _thin_at_the_end(*, slow: bool) -> Snapshot:
+    """Five hold the first half, two slow ones the second; or all are alike and even."""
+    spans = [(0, 10)] * (5 if slow else 3) + [(10, 20)] * (2 if slow else 4)
+    snapshot = _nodes(*spans, max_blocks=10)
+    speeds = [10.0 if span == (0, 10) or not slow else 2.0 for span in spans]
+    nodes = tuple(
+        replace(node, decode_tokens_per_s=speed)
+        for node, speed in zip(snapshot.nodes, speeds, strict=True)
+    )
+    return replace(snapshot, nodes=nodes)
+
+
+def test_rebalancer_moves_for_a_gain_that_lasts() -> None:
+    rebalancer = Rebalancer(goal="throughput", sensitivity=Sensitivity(move_in_a_row=3))
+    uneven = _thin_at_the_end(slow=True)
+    decisions = [rebalancer.decide(replace(uneven, taken_at=float(i))) for i in range(4)]
+    assert [bool(decision.moves) for decision in decisions] == [False, False, False, True]
+    assert decisions[3].trigger == "gain"
+    assert decisions[3].gain > 0.1
+    held = Counter(move.previous_span for move in decisions[3].moves)
+    assert set(held) == {Span(0, 10)}
+
+
+def test_rebalancer_does_not_move_for_a_gain_that_comes_and_goes() -> None:
+    rebalancer = Rebalancer(goal="throughput", sensitivity=Sensitivity(move_in_a_row=3))
+    uneven, even = (_thin_at_the_end(slow=slow) for slow in (True, False))
+    for index in range(12):
+        snapshot = uneven if index % 3 < 2 else even
+        assert rebalancer.decide(replace(snapshot, taken_at=float(index))).moves == ()
+
+
+def test_rebalancer_gives_up_a_plan_that_would_cost_a_replica_by_now() -> None:
+    rebalancer = Rebalancer(goal="throughput", sensitivity=Sensitivity(move_in_a_row=3))
+    uneven = _thin_at_the_end(slow=True)
+    twin = Rebalancer(goal="throughput", sensitivity=Sensitivity(move_in_a_row=3))
+    looks = [replace(uneven, taken_at=float(i)) for i in range(4)]
+    planned = [twin.decide(look) for look in looks][-1].moves
+    staying = [node.peer_id for node in uneven.nodes if node.span == Span(0, 10)]
+    staying = [peer for peer in staying if peer not in {move.peer for move in planned}]
+    *before, last = looks
+    assert all(not rebalancer.decide(look).moves for look in before)
+    for peer in staying[1:]:
+        last = last.without_peers(peer)
+    assert rebalancer.decide(last).trigger != "gain"
+
+
+def test_worth_of_a_swarm_with_holes_is_nothing() -> None:
+    assert score_swarm(_nodes((0, 10))).holes == 10
+    assert score_swarm(_nodes((0, 10))).steps_per_s == 0.0
+    assert score_swarm(replace(_nodes(), num_blocks=20)).holes == 20
+    whole = score_swarm(_nodes((0, 10), (10, 20)))
+    assert whole.holes == 0
+    assert 0 < whole.latency_s < 10
+    assert whole.steps_per_s > 0
+
+
+def test_reasons_that_differ_in_numbers_only_are_told_once() -> None:
+    assert is_same_reason("12% could be gained", "3.5% could be gained")
+    assert not is_same_reason("12% could be gained", "replicas are missing")

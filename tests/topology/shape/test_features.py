@@ -1,0 +1,101 @@
+import math
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from nesa_node.topology.shape.diagrams import (
+    bottleneck_distance,
+    make_diagram,
+    wasserstein_distance,
+)
+from nesa_node.topology.shape.features import (
+    compute_features,
+    feature_names,
+    lifetime_image,
+    persistence_image,
+)
+from nesa_node.topology.shape.filtration import make_filtration
+from nesa_node.topology.shape.network_shape import compute_shape
+
+
+def points(count: int, seed: int) -> NDArray[np.float64]:
+    point_N2 = np.random.default_rng(seed).random((count, 2))
+    distance_NN: NDArray[np.float64] = np.hypot(*(point_N2[:, None] - point_N2).transpose(2, 0, 1))
+    return np.maximum(distance_NN, distance_NN.T)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 60, 600])
+def test_features_have_one_length_and_are_finite(count: int) -> None:
+    features = compute_features(compute_shape(make_filtration(points(count, 0)), num_landmarks=50))
+    assert features.names == feature_names()
+    assert features.value_F.shape == (len(feature_names()),)
+    assert len(set(features.names)) == len(features.names)
+    assert np.isfinite(features.value_F).all()
+    assert features.as_dict()["nodes"] == count
+
+
+def test_features_do_not_depend_on_the_nodes_order_nor_on_the_unit() -> None:
+    distance_NN = points(60, 1)
+    order = np.random.default_rng(2).permutation(60)
+    first = compute_features(compute_shape(make_filtration(distance_NN))).as_dict()
+    second = compute_features(
+        compute_shape(make_filtration(8 * distance_NN[np.ix_(order, order)]))
+    ).as_dict()
+    assert second.pop("unit") == pytest.approx(8 * first.pop("unit"))
+    assert second == pytest.approx(first, abs=1e-9)
+
+
+def test_unreachable_parts_are_counted_and_everything_stays_finite() -> None:
+    distance_NN = points(20, 3)
+    distance_NN[:8, 8:] = distance_NN[8:, :8] = np.inf
+    features = compute_features(compute_shape(make_filtration(distance_NN))).as_dict()
+    assert features["parts"] == 2
+    assert all(math.isfinite(value) for value in features.values())
+
+
+def test_an_images_mass_is_the_sum_of_lifetimes() -> None:
+    diagram = make_diagram(1, np.array([1.0, 2.0, 1.5]), np.array([1.5, 4.0, np.inf]))
+    image = persistence_image(diagram, extent=(5.0, 5.0), pixels=(10, 20), spread=0.05)
+    assert image.shape == (10, 20)
+    assert image.sum() == pytest.approx(2.5)
+    # Birth 2 lies on the border of the fourth and fifth of ten columns, lifetime 2 of rows 7 and 8.
+    assert image[3:5, 7:9].sum() == pytest.approx(2.0, rel=1e-3)
+    line = lifetime_image(diagram, extent=5.0, pixels=10, spread=0.05)
+    assert line.sum() == pytest.approx(2.5)
+
+
+def test_betti_numbers_count_both_ends_as_a_complex_does() -> None:
+    diagram = make_diagram(1, np.array([1.0, 2.0]), np.array([2.0, np.inf]))
+    assert [diagram.betti(scale) for scale in (0.9, 1.0, 2.0, 9.0)] == [0, 1, 1, 1]
+    assert diagram.num_essential == 1
+
+
+def test_barcode_begins_with_the_longest_and_leaves_out_what_never_lived() -> None:
+    diagram = make_diagram(0, np.array([0.0, 1.0, 0.0]), np.array([1.0, 1.0, np.inf]))
+    assert diagram.barcode() == ((0.0, math.inf), (0.0, 1.0))
+    assert diagram.barcode(1) == ((0.0, math.inf),)
+
+
+def test_distances_of_small_diagrams_by_hand() -> None:
+    one = make_diagram(1, np.array([0.0]), np.array([4.0]))
+    two = make_diagram(1, np.array([1.0, 5.0]), np.array([4.0, 6.0]))
+    empty = make_diagram(1, np.array([]), np.array([]))
+    assert bottleneck_distance(one, two, relative_error=1e-6) == pytest.approx(1.0)
+    # (0, 4) to (1, 4) moves by 1; (5, 6) to the diagonal by a half.
+    assert wasserstein_distance(one, two, relative_error=1e-6) == pytest.approx(1.5)
+    assert bottleneck_distance(one, empty) == pytest.approx(2.0, rel=0.02)
+    assert bottleneck_distance(empty, empty) == 0.0
+
+
+def test_diagrams_of_two_dimensions_cannot_be_compared() -> None:
+    with pytest.raises(ValueError, match="H0 cannot"):
+        bottleneck_distance(
+            make_diagram(0, np.empty(0), np.empty(0)), make_diagram(1, np.empty(0), np.empty(0))
+        )
+
+
+def test_another_essential_class_is_infinitely_far() -> None:
+    one = make_diagram(0, np.zeros(1), np.full(1, np.inf))
+    two = make_diagram(0, np.zeros(2), np.full(2, np.inf))
+    assert bottleneck_distance(one, two) == math.inf
