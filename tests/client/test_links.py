@@ -32,8 +32,8 @@ async def test_the_node_before_a_newcomer_sends_what_that_lacks(
     async def link(to: HopLink, message: Link, _: object) -> None:
         told[to] = message
 
-    monkeypatch.setattr(route, "_link", link)
-    await route._link_all(route.links, {newcomer: (2,)}, [5], lambda _: False)
+    monkeypatch.setattr(route, "_link_hop", link)
+    await route._link_hops(route.links, {newcomer: (2,)}, [5], lambda _: False)
     assert [told[each].lengths for each in (first, newcomer, last)] == [(5,), (2,), (5,)]
     assert [told[each].emit_from for each in (first, newcomer)] == [(2,), (5,)]
     await route.close()
@@ -44,13 +44,15 @@ async def test_a_slow_node_is_left_for_none_that_failed_and_a_leaving_one_is(lea
     route: Any = ScriptedRoute(request("chain", rows=1, hops=3), lambda: None)
     await route.rebuild([0])
     route._swarm = MagicMock()
-    route._swarm.transport.while_alive = nullcontext
-    route.nodes.plan = AsyncMock(side_effect=MissingBlocksError([(1, 2)], "all have failed"))
+    route._swarm.transport.check_alive_during = nullcontext
+    route.selector.plan_hops = AsyncMock(
+        side_effect=MissingBlocksError([(1, 2)], "all have failed")
+    )
     link = route.links[1]
-    link.leaving, link.is_unwanted = leaves, True
+    link.leaving, link.is_too_slow = leaves, True
     with pytest.raises(MissingBlocksError):
         await SessionRoute.rebuild(route, [0], drop=frozenset({link.hop.peer_id}))
-    assert route.nodes.plan.await_args.kwargs["no_suspects"] is not leaves
+    assert route.selector.plan_hops.await_args.kwargs["exclude_suspects"] is not leaves
     await route.close()
 
 
@@ -66,7 +68,7 @@ async def test_a_look_that_ends_with_libp2ps_daemon_is_that_error_and_no_cancell
         look.cancel()
         await look
 
-    route.nodes.plan = closed
+    route.selector.plan_hops = closed
     with pytest.raises(SwarmError, match="p2pd"):
         await SessionRoute.rebuild(route, [0])
     await route.close()

@@ -71,9 +71,10 @@ class Module:
 
     def _docstrings(self) -> Iterator[tuple[int, str]]:
         for node in ast.walk(self.tree):
-            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-                if isinstance(node.value.value, str):
-                    yield node.lineno, node.value.value
+            if not isinstance(node, ast.Expr) or not isinstance(node.value, ast.Constant):
+                continue
+            if isinstance(node.value.value, str):
+                yield node.lineno, node.value.value
 
     def _comments(self) -> Iterator[tuple[int, str]]:
         for token in tokenize.generate_tokens(io.StringIO(self.text).readline):

@@ -37,7 +37,7 @@ async def test_pong_tells_the_bytes_that_came_from_the_node_before(blocks: Model
         peer.wire.say(Ping(nonce=1))
         assert (await peer.wire.hear_a(Pong)).upstream_bytes == 0
         wire = node.connect("up")
-        cast(Any, wire).heard_bytes = 77
+        cast(Any, wire).raw_bytes_received = 77
         wire.say(PushOpen(version=VERSION, session=peer.session, secret=peer.secret, epoch=1))
         await wire.hear_a(PushOpened)
         peer.wire.say(Ping(nonce=2))

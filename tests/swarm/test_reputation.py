@@ -321,7 +321,7 @@ def expiring(number: int, now: float) -> tuple[Any, RecordTable, ExitHistories]:
     directory: Any = Directory.__new__(Directory)
     directory.ttl_s, directory._known, directory._clock = 60.0, known, lambda: now
     directory._identity = SimpleNamespace(peer_id=own)
-    directory._hearsay = SimpleNamespace(histories=histories)
+    directory._reputation = SimpleNamespace(histories=histories)
     return directory, known, histories
 
 
@@ -334,7 +334,7 @@ def _lasting(peer: str, now: float, seconds: float) -> Any:
 async def test_other_tasks_get_turns_while_many_records_expire() -> None:
     directory, known, histories = expiring(1000, 1e9)
     async with turns_of_the_loop() as turns:
-        await directory._forget_expired()
+        await directory._drop_expired()
         assert turns[0] >= 60
     assert [record.peer_id for record in known] == ["alive"]
     assert sum(histories.counts(PeerId(f"gone-{i}")).failures for i in range(1000)) == 1000
@@ -342,7 +342,7 @@ async def test_other_tasks_get_turns_while_many_records_expire() -> None:
 
 async def test_looks_at_the_same_time_count_an_end_once_and_no_renewed_record() -> None:
     directory, known, histories = expiring(100, 1e9)
-    looks = [asyncio.create_task(directory._forget_expired()) for _ in range(2)]
+    looks = [asyncio.create_task(directory._drop_expired()) for _ in range(2)]
     await asyncio.sleep(0)
     known.add(_lasting("gone-99", 1e9, 30.0))
     await asyncio.gather(*looks)

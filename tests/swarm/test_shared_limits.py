@@ -125,7 +125,7 @@ async def test_records_that_find_no_room_are_tried_in_turns() -> None:
 
     peer.protocol = SimpleNamespace(storage=SimpleNamespace(store_subkey=refuse))
     async with turns_of_the_loop() as turns:
-        assert await peer._keep(bytes(20), items) == 0
+        assert await peer._store_valid(bytes(20), items) == 0
         assert len(tried) == 800
         assert turns[0] >= 800 // 16 - 1
 
@@ -174,8 +174,8 @@ async def test_only_a_node_that_hears_others_takes_silent_ones_for_failed(
         if not is_cut_off:
             await other.directory.publish(make_status())
         await reader.directory.fetch(MODEL)
-        histories = cast(Any, reader.directory)._hearsay.histories
-        assert histories.of(silent.identity.peer_id).failures == (0 if is_cut_off else 1)
+        histories = cast(Any, reader.directory)._reputation.histories
+        assert histories.counts(silent.identity.peer_id).failures == (0 if is_cut_off else 1)
 
 
 def test_twenty_neighbours_of_an_answer_count() -> None:

@@ -41,7 +41,7 @@ async def chat_prompt(
     param: str = "messages",
     render: Render | None = None,
 ) -> list[int]:
-    """Tokens of a conversation, at most about `most`, that an answer continues.
+    """Tokens of a conversation, at most about `max_tokens`, that an answer continues.
 
     `continued`: the answer continues the last message; `special`: add the tokenizer's special
     tokens; `render`: renders an untrusted template in a child process; None: the template is

@@ -134,7 +134,7 @@ class NodeSelector:
         """Plan hops that include `keep`, or new hops if that fails; also return all nodes'
         addresses.
 
-        `may_ping` allows pings before planning, for which a repair has no time. `no_suspects`
+        `may_ping` allows pings before planning, for which a repair has no time. `exclude_suspects`
         excludes suspected peers even as a last resort. The decision is recorded under `session`, if
         given. Raises `MissingBlocksError`, `ModelMismatchError`, `ContextLengthError` or
         `RefusedError`, by the reason why the blocks cannot be had.

@@ -181,7 +181,7 @@ class ModelBlocks:
         elif self._can_run_compiled(packed):
             inputs_TD = inputs_TD.contiguous()
             output_TD = torch.empty_like(inputs_TD)
-            self._decoder.run_few(
+            self._decoder.run_compiled(
                 [BufferRange.from_tensor(inputs_TD)], [BufferRange.from_tensor(output_TD)], packed
             )
         elif isinstance(self._decoder, FusedDecoder):
@@ -209,7 +209,7 @@ class ModelBlocks:
             return self._forward_tensors(pieces, runs)
         inputs = [piece.buffers.hidden.buffer_range(piece.start, piece.end) for piece in pieces]
         outputs = [piece.buffers.output_range(piece.start, piece.end) for piece in pieces]
-        self._decoder.run_few(inputs, outputs, packed)
+        self._decoder.run_compiled(inputs, outputs, packed)
         _advance_lengths(runs)
 
     def _forward_tensors(self, pieces: Sequence[TokenSlice], runs: Sequence[RowChunk]) -> None:

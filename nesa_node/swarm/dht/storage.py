@@ -58,7 +58,7 @@ class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
     Records: in a full storage, updates of stored subkeys are accepted and new subkeys refused. An
     attacker with many identities can keep new nodes out of a key, but cannot evict stored ones. A
     node serves one model, so a signer's later record under another model's key replaces its earlier
-    one. When there are `MAX_KEYS`, a new key evicts a key if all signers of that one
+    one. When there are `MAX_MODEL_KEYS`, a new key evicts a key if all signers of that one
     have been known for less time than its own (`known_s`, by peer id), and a small random sample of
     keys contains it.
 

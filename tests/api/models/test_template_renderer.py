@@ -150,8 +150,8 @@ async def test_what_it_makes_is_what_transformers_makes(
     messages = CONVERSATIONS[conversation]
     for options in (
         {},
-        {"generation": False},
-        {"generation": False, "continued": True},
+        {"add_generation_prompt": False},
+        {"add_generation_prompt": False, "continue_final_message": True},
         {"tools": [Tool.model_validate(TOOL)]},
     ):
         here = await prompt_or_problem(characters, messages, **options)

@@ -79,15 +79,15 @@ async def test_node_that_obeys_slowly_is_kept(monkeypatch: pytest.MonkeyPatch) -
 
 async def test_node_silent_at_a_link_is_lost_and_a_slow_one_is_not() -> None:
     route: Any = ScriptedRoute(request("chain", rows=1, hops=3), lambda: None)
-    route.nodes.suspect = lambda *_: None
+    route.selector.record_failure = lambda *_: None
     await route.rebuild([0])
     slow, silent, _ = route.scripted
     slow.obeys_s = LONG_S
     silent.hang()
     async with asyncio.timeout(15):
         with pytest.raises(PeerUnreachableError, match="node-1 did not answer"):
-            await route._link_all(route.links, {}, [0], lambda _: False)
-    assert [link.lost is not None for link in route.links] == [False, True, False]
+            await route._link_hops(route.links, {}, [0], lambda _: False)
+    assert [link.lost_reason is not None for link in route.links] == [False, True, False]
     assert slow.pings_beside > 1
     await route.close()
 

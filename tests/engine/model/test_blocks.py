@@ -108,7 +108,7 @@ def test_a_step_that_fails_leaves_the_cache_as_it_was(
     cache, undisturbed = new_row(blocks), new_row(blocks)
     for each in (cache, undisturbed):
         forward(blocks, hidden(20), each)
-    last = blocks._decoder.layers[-1].down
+    last = blocks._decoder.layers[-1].down_proj
     with monkeypatch.context() as patch:
         patch.setattr(last, "forward", lambda hidden: 1 / 0)
         # Fewer tokens would not come that way.

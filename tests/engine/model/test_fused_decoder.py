@@ -295,7 +295,7 @@ def test_few_programs_are_kept(models_dir: Path) -> None:
         row = new_row(blocks.select(part))
         for tokens in range(1, COMPILED_MAX_TOKENS + 1):
             forward(blocks.select(part), torch.randn(tokens, blocks.hidden_size), row)
-    programs = blocks._decoder._few._programs
+    programs = blocks._decoder._compiled_decoder._steps
     assert len(programs) == MAX_COMPILED_STEPS
     threads = torch.get_num_threads()
     assert (COMPILED_MAX_TOKENS, 2, 2, threads) in programs
@@ -354,7 +354,7 @@ def test_half_a_rotation_is_refused(models_dir: Path) -> None:
 
 def test_layers_that_differ_have_none(models_dir: Path) -> None:
     layers = load("llama", models_dir, torch.float32)._decoder.layers
-    layers[1].act = torch.nn.GELU()
+    layers[1].act_fn = torch.nn.GELU()
     with pytest.raises(ValueError, match="have none"):
         CompiledDecoder(layers)
 

@@ -41,7 +41,7 @@ async def _exchange_and_lose_a_daemon(directory: Path) -> type[asyncio.AbstractE
         os.kill(client.daemon_pid, signal.SIGKILL)
         await asyncio.wait_for(client.daemon_exited.wait(), 5)
         with pytest.raises((asyncio.IncompleteReadError, OSError)):
-            await asyncio.wait_for(pipe.readable(), 5)
+            await asyncio.wait_for(pipe.wait_readable(), 5)
         pipe.close()
     return type(asyncio.get_running_loop())
 
