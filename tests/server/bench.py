@@ -60,7 +60,7 @@ _numbers = itertools.count(1)
 class Wire:
     """A stream in memory. The node has it as its `Stream`; `say` and `hear` are the peer's side."""
 
-    settled = True
+    can_send_now = True
 
     def __init__(self, peer: str) -> None:
         self.peer = PeerId(peer)
@@ -69,7 +69,7 @@ class Wire:
         self._to_peer: asyncio.Queue[tuple[Any, bytes] | None] = asyncio.Queue()
 
     @property
-    def unread(self) -> int:
+    def unread_bytes(self) -> int:
         return self._to_node.qsize()
 
     async def send(self, message: Message, payload: memoryview | bytes = b"") -> None:
@@ -266,14 +266,14 @@ class Node:
         self.admission = Admission(limits, pool)
         swarm = SimpleNamespace(
             identity=SimpleNamespace(peer_id=NODE),
-            speeds=LinkSpeeds(),
-            reporter=SimpleNamespace(note=self._note),
+            link_speeds=LinkSpeeds(),
+            failure_reporter=SimpleNamespace(record_failure=self._note),
             transport=SimpleNamespace(is_local=AsyncMock(return_value=False)),
             message_budget=MessageBudget(),
         )
         self.reported: list[tuple[str, str]] = []
         """Whom the node told others of, and as what."""
-        self.speeds: LinkSpeeds = swarm.speeds
+        self.speeds: LinkSpeeds = swarm.link_speeds
         self.server = SessionServer(
             cast(Any, swarm),
             MODEL,

@@ -42,7 +42,7 @@ NEXT = "next"
 class FarEnd:
     """The end of a wire that another node holds, as the `Stream` of its push."""
 
-    settled = True
+    can_send_now = True
 
     def __init__(self, wire: Wire) -> None:
         self.peer = wire.peer

@@ -35,7 +35,7 @@ class _CutsInTheMiddle:
 
 
 class _NothingKept:
-    def kept(self, *_: object) -> list[Any]:
+    def stored_outputs(self, *_: object) -> list[Any]:
         return []
 
 
@@ -109,7 +109,7 @@ async def test_successor_lacks_no_kept_output_where_the_session_is_cut_meanwhile
 
     wire.cut = cut
     work: Any = SimpleNamespace(tables=[table], blocks=blocks)
-    outlet: Any = SimpleNamespace(kept=outbox.iter_steps)
+    outlet: Any = SimpleNamespace(stored_outputs=outbox.iter_steps)
     async with open_executor() as executor:
         sending = TransferSender(cast(Any, wire), b"s" * 16, work, outlet, executor)
         for length in (0, 10, 10):

@@ -50,7 +50,7 @@ class Writing:
     def __init__(self, pool: PagePool) -> None:
         self._sides = (*pool.keys_SHD, *pool.values_SHD)
 
-    def run(self, _: Any, runs: Any) -> None:
+    def forward_buffers(self, _: Any, runs: Any) -> None:
         for run in runs:
             end = run.table.length + run.count
             for side_SHD in self._sides:
@@ -121,7 +121,7 @@ async def test_pages_that_are_replaced_meanwhile_are_handed_over_as_they_were(ca
     tables, shares = case()
     blocks: Any = Writing(tables[0].pool)
     work: Any = SimpleNamespace(tables=tables, blocks=blocks)
-    outlet: Any = SimpleNamespace(kept=lambda *_: [])
+    outlet: Any = SimpleNamespace(stored_outputs=lambda *_: [])
     stream: Any = Successor()
     gate = threading.Event()
     async with open_executor() as executor, asyncio.timeout(10):

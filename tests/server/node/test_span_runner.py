@@ -48,7 +48,7 @@ class _Node:
         self.announcer = _Announcer()
         identity = SimpleNamespace(peer_id=peer)
         network: Any = SimpleNamespace(
-            identity=identity, transport=SimpleNamespace(lost=asyncio.Event())
+            identity=identity, transport=SimpleNamespace(daemon_exited=asyncio.Event())
         )
         self._part = SimpleNamespace(blocks=SimpleNamespace(span=span, weight_bytes=WEIGHTS))
         self._spans = SpanRunner(

@@ -209,10 +209,10 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_the_system_ends_a_study_that_takes_more_processor_time_than_it_may() -> None:
     program = """
 import resource, sys
-from nesa_node.server import study
+from nesa_node.server.orchestrator import study
 def told(question):
     limits = str(resource.getrlimit(resource.RLIMIT_CPU))
-    return study.Findings(exponents={}, tuning=limits, schemas="")
+    return study.StudyResult(exponents={}, tuning=limits, schemas="")
 study.study = told
 study.main()
 """

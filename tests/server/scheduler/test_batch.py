@@ -36,7 +36,7 @@ class Recorder:
     def __init__(self) -> None:
         self.seen: dict[int, list[tuple[float, float]]] = {}
 
-    def run(self, pieces: Sequence[TokenChunk], runs: Sequence[RowChunk]) -> None:
+    def forward_buffers(self, pieces: Sequence[TokenChunk], runs: Sequence[RowChunk]) -> None:
         parts = [piece.buffers.hidden.tensor_TD[piece.start : piece.end] for piece in pieces]
         output_TD = self.forward(torch.cat(parts), runs)
         outputs = torch.split(output_TD, [len(part_TD) for part_TD in parts])

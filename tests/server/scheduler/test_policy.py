@@ -521,7 +521,7 @@ def test_a_pause_looks_at_each_session_a_few_times(monkeypatch: pytest.MonkeyPat
     bench = Bench()
     bench.warm_up()
     looks = 0
-    ran_at = vars(ScheduledSession)["ran_at"].fget
+    ran_at = vars(ScheduledSession)["recent_decode_times"].fget
 
     def counted(lane: ScheduledSession) -> tuple[float, ...]:
         nonlocal looks

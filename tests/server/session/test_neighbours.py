@@ -75,7 +75,7 @@ class SlowLooks:
         found = peer == self._peer and len(self.looks) > self._in_vain
         return SimpleNamespace(span=(2, 4)) if found else None
 
-    async def glance_soon(self, _: ModelId) -> bool:
+    async def try_fetch_one(self, _: ModelId) -> bool:
         self.looks.append(("glance", time.monotonic()))
         await asyncio.sleep(0)
         return True
@@ -205,7 +205,7 @@ async def test_node_on_the_internet_dials_no_private_address(
     async with local_swarm(tmp_path, 1) as (node,):
         dialled: list[Any] = []
         transport: Any = node.transport
-        transport.announced = ("/ip4/8.8.8.8/tcp/31330",)
+        transport.announce_addresses = ("/ip4/8.8.8.8/tcp/31330",)
 
         async def connect(_peer: PeerId, addresses: Any, _timeout_s: float = 0.0) -> None:
             dialled.extend(addresses)
@@ -236,7 +236,7 @@ async def test_few_of_a_strangers_addresses_are_dialled_and_names_only_as_number
     async with local_swarm(tmp_path, 1) as (node,):
         dialled: list[str] = []
         transport: Any = node.transport
-        transport.announced = ("/ip4/8.8.8.8/tcp/31330",) if is_public else ()
+        transport.announce_addresses = ("/ip4/8.8.8.8/tcp/31330",) if is_public else ()
 
         async def connect(_peer: PeerId, addresses: Any, _timeout_s: float = 0.0) -> None:
             dialled.extend(addresses)

@@ -23,12 +23,12 @@ class _TakesAll:
     """A client, and its wire: each message is taken at once."""
 
     compresses = False
-    settled = True
+    can_send_now = True
 
     def __init__(self) -> None:
         self.heard: list[Message] = []
 
-    async def begin(self, *_: object) -> None:
+    async def prepare(self, *_: object) -> None:
         pass
 
     async def send(self, message: Message, payload: object = b"") -> None:
@@ -93,7 +93,7 @@ async def test_nothing_is_sent_again_to_a_node_that_is_lost() -> None:
         async def close(self) -> None:
             pass
 
-        def readable(self, kept: SentStep) -> SentStep:
+        def reencode(self, kept: SentStep) -> SentStep:
             copied.append(kept)
             return kept
 

@@ -27,7 +27,7 @@ class Listener:
     heard: int = 0
     lost: asyncio.Future[str] = field(default_factory=asyncio.Future)
 
-    def note(self, _: Received) -> None:
+    def record_arrival(self, _: Received) -> None:
         self.heard += 1
 
     async def on_lost(self, reason: str) -> None:

@@ -200,7 +200,7 @@ async def test_what_ran_where_it_arrived_and_cannot_be_sent_there_is_sent_all_th
     spied = Spied(monkeypatch)
     async with open_node(blocks) as node, node.serving():
         peer = await opened(node, max_tokens=40)
-        peer.wire.settled = large  # or what was sent before is still on its way
+        peer.wire.can_send_now = large  # or what was sent before is still on its way
         for _ in range(30):
             peer.step({0: 1})
             await peer.output()
