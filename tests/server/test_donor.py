@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 
 from nesa_node.compression import tensors
+from nesa_node.engine.cache.pages import PageTable
 from nesa_node.engine.model.blocks import ModelBlocks, RowChunk
 from nesa_node.server.scheduler.executor import open_executor
 from nesa_node.server.session.transfer import MAX_TRUNCATIONS, TransferSender
@@ -34,9 +35,13 @@ class _CutsInTheMiddle:
         return result
 
 
-class _NothingKept:
-    def stored_outputs(self, *_: object) -> list[Any]:
-        return []
+def state_of(table: PageTable, blocks: ModelBlocks, outputs: ReplayBuffer | None = None) -> Any:
+    return SimpleNamespace(
+        tables=[table],
+        blocks=blocks,
+        opened=SimpleNamespace(session=b"s" * 16),
+        replay_buffer=outputs or ReplayBuffer(),
+    )
 
 
 async def test_pages_that_were_read_while_the_session_was_cut_are_not_sent(
@@ -54,9 +59,8 @@ async def test_pages_that_were_read_while_the_session_was_cut_are_not_sent(
         table.truncate(10)
         sending.truncate([10])
 
-    work: Any = SimpleNamespace(tables=[table], blocks=blocks)
-    others: list[Any] = [_NothingKept(), _CutsInTheMiddle(cut)]
-    sending = TransferSender(cast(Any, wire), b"s" * 16, work, *others)
+    executor: Any = _CutsInTheMiddle(cut)
+    sending = TransferSender(cast(Any, wire), state_of(table, blocks), executor)
     for length in (0, 0, 10):
         wire.say(Synced(lengths=(length,)))
     assert await sending.sync() == (10,)
@@ -108,10 +112,8 @@ async def test_successor_lacks_no_kept_output_where_the_session_is_cut_meanwhile
         sending.truncate([10])
 
     wire.cut = cut
-    work: Any = SimpleNamespace(tables=[table], blocks=blocks)
-    outlet: Any = SimpleNamespace(stored_outputs=outbox.iter_steps)
     async with open_executor() as executor:
-        sending = TransferSender(cast(Any, wire), b"s" * 16, work, outlet, executor)
+        sending = TransferSender(cast(Any, wire), state_of(table, blocks, outbox), executor)
         for length in (0, 10, 10):
             wire.say(Synced(lengths=(length,)))
         assert await sending.sync() == (10,)
@@ -135,11 +137,8 @@ async def test_session_that_is_cut_while_its_pages_are_sent_is_handed_over(
         sending.truncate([0])
 
     wire.cut = cut
-    work: Any = SimpleNamespace(tables=[table], blocks=blocks)
     async with open_executor() as executor:
-        sending = TransferSender(
-            cast(Any, wire), b"s" * 16, work, cast(Any, _NothingKept()), executor
-        )
+        sending = TransferSender(cast(Any, wire), state_of(table, blocks), executor)
         for length in (0, 0, TOKENS):
             wire.say(Synced(lengths=(length,)))
         assert await sending.sync() == (TOKENS,)
@@ -157,11 +156,8 @@ async def test_session_that_is_cut_all_the_time_is_given_up_for_now(blocks: Mode
     blocks.forward(torch.randn(TOKENS, blocks.hidden_size), [RowChunk(table, TOKENS)])
     wire = _Cuts("successor", Pages)
     wire.times = 1000
-    work: Any = SimpleNamespace(tables=[table], blocks=blocks)
     async with open_executor() as executor:
-        sending = TransferSender(
-            cast(Any, wire), b"s" * 16, work, cast(Any, _NothingKept()), executor
-        )
+        sending = TransferSender(cast(Any, wire), state_of(table, blocks), executor)
         wire.cut = lambda: sending.truncate([20])
         for _ in range(MAX_TRUNCATIONS + 1):
             wire.say(Synced(lengths=(0,)))

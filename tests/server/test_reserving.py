@@ -26,6 +26,7 @@ from nesa_node.server.scheduler.batch import (
 from nesa_node.server.scheduler.executor import open_executor
 from nesa_node.server.session.transfer import TransferSender
 from nesa_node.swarm.protocol.messages import Pages, RowSlice, Step, Synced
+from nesa_node.swarm.protocol.replay_buffer import ReplayBuffer
 
 WRITTEN = -99.0
 VALUES = [float(number) for number in range(1, PAGE_TOKENS + 1)]
@@ -120,8 +121,7 @@ def prefix() -> tuple[list[PageTable], list[SessionBatch]]:
 async def test_pages_that_are_replaced_meanwhile_are_handed_over_as_they_were(case: Any) -> None:
     tables, shares = case()
     blocks: Any = Writing(tables[0].pool)
-    work: Any = SimpleNamespace(tables=tables, blocks=blocks)
-    outlet: Any = SimpleNamespace(stored_outputs=lambda *_: [])
+    state: Any = SimpleNamespace(tables=tables, blocks=blocks, replay_buffer=ReplayBuffer())
     stream: Any = Successor()
     gate = threading.Event()
     async with open_executor() as executor, asyncio.timeout(10):
@@ -130,9 +130,7 @@ async def test_pages_that_are_replaced_meanwhile_are_handed_over_as_they_were(ca
         await asyncio.sleep(0.01)
         running = asyncio.create_task(executor.run(lambda: run_batch(blocks, shares)))
         await asyncio.sleep(0.01)
-        sending = asyncio.create_task(
-            TransferSender(stream, b"s" * 16, work, outlet, executor).sync()
-        )
+        sending = asyncio.create_task(TransferSender(stream, state, executor).sync())
         await asyncio.sleep(0.01)
         gate.set()
         await asyncio.gather(ahead, running, sending)

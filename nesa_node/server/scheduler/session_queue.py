@@ -175,6 +175,8 @@ class SessionQueue(ScheduledSession):
         self._session = session
         self._wake_scheduler = wake_scheduler
         self._try_inline = try_inline
+        self.end_positions: dict[int, int] = {}
+        """Where the queued tokens of a row end."""
         self._steps: deque[QueuedStep] = deque()
         self._results: deque[tuple[Step, HiddenStates] | ProtocolError] = deque()
         self._has_results = asyncio.Event()
@@ -196,6 +198,8 @@ class SessionQueue(ScheduledSession):
         `wake_receiver` or `take_output`.
         """
         self._steps.append(QueuedStep(hidden, self.dtype, step=step, arrived_at=time.monotonic()))
+        for part in step.rows:
+            self.end_positions[part.row] = part.position + part.count
         self._update_counts()
         if not self._try_inline():
             self._wake_scheduler()
@@ -205,6 +209,11 @@ class SessionQueue(ScheduledSession):
         """Size of the next output in bytes; None without one."""
         result = self._results[0] if self._results else None
         return None if result is None or isinstance(result, ProtocolError) else result[1].nbytes
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether `wait_for_output` will raise."""
+        return bool(self._results) and isinstance(self._results[-1], ProtocolError)
 
     def wake_receiver(self) -> None:
         """Wake the tasks that wait for outputs, if there are any outputs."""
@@ -234,8 +243,7 @@ class SessionQueue(ScheduledSession):
     def clear_and_pause(self) -> None:
         """Drop all queued steps and outputs. Steps submitted later wait for `resume`."""
         self._batch = None
-        self._steps.clear()
-        self._update_counts()
+        self._clear_steps()
         self._results.clear()
         self._has_results.clear()
         self.paused = True
@@ -290,8 +298,7 @@ class SessionQueue(ScheduledSession):
             "step_failed", session=self._session, client=self.client, code=code, exc_info=mistake
         )
         text = str(error) if code == "cache_full" else f"this node failed: {type(error).__name__}"
-        self._steps.clear()
-        self._update_counts()
+        self._clear_steps()
         self.append_error(ProtocolError(code, text))
 
     def append_error(self, error: ProtocolError) -> None:
@@ -299,9 +306,14 @@ class SessionQueue(ScheduledSession):
         self._results.append(error)
         self.wake_receiver()
 
+    def _clear_steps(self) -> None:
+        self._steps.clear()
+        self._update_counts()
+
     def _update_counts(self) -> None:
         self.queued_tokens = sum(pending.remaining_tokens for pending in self._steps)
         if not self._steps:
+            self.end_positions.clear()
             return
         head = self._steps[0]
         whole = len(self._steps) == 1 and not head.scheduled_tokens

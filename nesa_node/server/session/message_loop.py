@@ -190,7 +190,7 @@ async def _apply_message(session: Session, message: AnyMessage, payload: bytearr
             await client.send(
                 Pong(
                     nonce=message.nonce,
-                    epoch=session.sequencer.epoch,
+                    epoch=session.state.epoch,
                     step=session.sequencer.last_step,
                     busy=session.is_busy,
                     pushed=session.last_pushed_step,

@@ -8,9 +8,8 @@ Push stream on which a node of a chain sends its outputs to the next one.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -19,6 +18,7 @@ from nesa_node.compression import tensors
 from nesa_node.compression.hidden_states import HiddenStates
 from nesa_node.core.errors import ProtocolError, StreamClosedError
 from nesa_node.core.logging import get_logger
+from nesa_node.server.session.session_state import SessionState
 from nesa_node.server.session.step_sequencer import MIN_THREADED_BYTES
 from nesa_node.swarm.protocol.link_encoder import (
     UNCOMPRESSED,
@@ -31,12 +31,11 @@ from nesa_node.swarm.protocol.messages import (
     MAX_TOKENS,
     Downstream,
     ErrorMessage,
-    Open,
     Output,
     Received,
     Step,
 )
-from nesa_node.swarm.protocol.replay_buffer import ReplayBuffer, ReplaySlice, SentStep
+from nesa_node.swarm.protocol.replay_buffer import ReplaySlice, SentStep
 from nesa_node.swarm.protocol.stream import Stream
 
 log = get_logger(__name__)
@@ -129,25 +128,24 @@ class OutputSender:
         self,
         client: Stream,
         wire: LinkEncoder,
-        opened: Open,
-        hidden_size: int,
+        state: SessionState,
         dial: DialDownstream,
+        stream_scope: AsyncExitStack,
     ) -> None:
-        """`wire` is the client's."""
+        """`wire` is the client's. The caller closes `stream_scope`, and thereby the push stream."""
+        opened = state.opened
         self._client = client
         self._wire = self.client_wire = wire
-        self._session = opened.session
-        self._mode = opened.mode
-        self._quality = opened.quality
-        self._states = HiddenStatesSpec(hidden_size, opened.dtype, opened.rows * opened.max_tokens)
+        self._state = state
+        self._states = HiddenStatesSpec(
+            state.blocks.hidden_size, opened.dtype, opened.rows * opened.max_tokens
+        )
         self._dial = dial
-        self._replay_buffer = ReplayBuffer()
-        self._emit_from: Sequence[int] = [0] * opened.rows
         self._downstream: Downstream | None = None
         self._stream: DownstreamStream | None = None
         self.last_pushed = (-1, -1)
         """Epoch and number of the last step of which sending downstream has begun."""
-        self._stream_scope = AsyncExitStack()
+        self._stream_scope = stream_scope
 
     @property
     def is_writable(self) -> bool:
@@ -168,36 +166,11 @@ class OutputSender:
         else:
             await _require_finite(output)
             meta, payload = await self._wire.encode_off_loop(output)
-        via = normalize_via(self._quality, step.via)
+        via = normalize_via(self._state.opened.quality, step.via)
         kept = SentStep(step.step, step.rows, step.want, meta, payload, via)
         if self._downstream is not None:
-            self._replay_buffer.append(kept)
+            self._state.replay_buffer.append(kept)
         await self._send(ReplaySlice.of_step(kept), step.epoch)
-
-    def store(self, sent_step: SentStep) -> None:
-        """Store an output that the donor of this session kept.
-
-        Raises `ProtocolError` in a star, where nodes keep no outputs.
-        """
-        if self._mode == "star":
-            raise ProtocolError("unexpected", "a star's nodes keep no outputs")
-        self._replay_buffer.append(
-            replace(sent_step, via=normalize_via(self._quality, sent_step.via))
-        )
-
-    def stored_outputs(self, start: Sequence[int], end: Sequence[int]) -> Iterator[ReplaySlice]:
-        """Stored outputs of the tokens `start[row] <= position < end[row]`."""
-        return self._replay_buffer.iter_steps(start, end)
-
-    def truncate(self, lengths: Sequence[int]) -> None:
-        """Drop stored outputs of tokens from `lengths` on; they will be sent anew."""
-        self._replay_buffer.truncate(lengths)
-        self._emit_from = [min(pair) for pair in zip(self._emit_from, lengths, strict=True)]
-
-    def reorder(self, sources: Sequence[int]) -> None:
-        """Let each row continue with the sent state of row `sources[row]`."""
-        self._replay_buffer.reorder(sources)
-        self._emit_from = [self._emit_from[source] for source in sources]
 
     def abort_other_than(self, downstream: Downstream | None) -> None:
         """Abort the stream to any other node than `downstream`, with a send in progress.
@@ -216,7 +189,7 @@ class OutputSender:
         `emit_from` gives, per row, the first position that it lacks. A live stream to the same node
         is reused. Raises `ProtocolError("downstream_lost")`.
         """
-        self._emit_from = emit_from
+        self._state.emit_from = emit_from
         alive = self._stream is not None and not self._stream.is_lost
         if downstream != self._downstream or (downstream is not None and not alive):
             self._downstream, self._wire = downstream, self.client_wire
@@ -228,7 +201,7 @@ class OutputSender:
                     open_downstream(stream, self._wire, partial(self._report_lost, downstream.peer))
                 )
         await self._begin_wire()
-        for held in self._replay_buffer.iter_steps(emit_from, [MAX_TOKENS] * len(emit_from)):
+        for held in self._state.replay_buffer.iter_steps(emit_from, [MAX_TOKENS] * len(emit_from)):
             if self._stream is not None and self._stream.is_lost:
                 return
             await self._send(held, epoch)
@@ -243,17 +216,10 @@ class OutputSender:
         except StreamClosedError as error:
             raise ProtocolError("downstream_lost", str(error)) from error
 
-    def clear(self) -> None:
-        """Drop stored outputs, so that references to this object hold no memory."""
-        self._replay_buffer = ReplayBuffer()
-
-    async def close(self) -> None:
-        """Close the downstream stream."""
-        await self._stream_scope.aclose()
-
     async def _send(self, held: ReplaySlice, epoch: int) -> None:
         """Send the part of a step that its receiver lacks."""
-        lacking = held.clip(self._emit_from, [MAX_TOKENS] * len(self._emit_from))
+        emit_from = self._state.emit_from
+        lacking = held.clip(emit_from, [MAX_TOKENS] * len(emit_from))
         if lacking is None:
             return
         part = await lacking.materialize()
@@ -264,7 +230,7 @@ class OutputSender:
             self.last_pushed = epoch, part.step
             await self._stream.send(
                 Step(
-                    session=self._session,
+                    session=self._state.opened.session,
                     epoch=epoch,
                     step=part.step,
                     rows=part.rows,

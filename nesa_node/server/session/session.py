@@ -11,15 +11,15 @@ from functools import partial
 from nesa_node.core.errors import ProtocolError
 from nesa_node.core.ids import PeerId
 from nesa_node.core.logging import get_logger
-from nesa_node.server.scheduler.session_queue import SessionQueue
 from nesa_node.server.session.admission import SessionGrant
 from nesa_node.server.session.output_sender import OutputSender
-from nesa_node.server.session.prefix_cache import PrefixCacheView
+from nesa_node.server.session.session_state import SessionState
 from nesa_node.server.session.step_sequencer import StepSequencer, content_key, decode_step
 from nesa_node.server.session.transfer import TRANSFER_CHUNK_TOKENS, SessionDonor, TransferReceiver
 from nesa_node.swarm.p2p.tasks import wait_until_done
 from nesa_node.swarm.protocol.link_encoder import LinkEncoder
-from nesa_node.swarm.protocol.messages import Downstream, Link, Open, Pages, Prefix, Step, Sync
+from nesa_node.swarm.protocol.messages import Downstream, Link, Pages, Prefix, Step, Sync
+from nesa_node.swarm.protocol.replay_buffer import ReplayBuffer
 from nesa_node.swarm.protocol.stream import Stream
 
 log = get_logger(__name__)
@@ -42,18 +42,17 @@ class Session:
 
     def __init__(
         self,
-        opened: Open,
         client: Stream,
-        queue: SessionQueue,
+        state: SessionState,
         sender: OutputSender,
         grant: SessionGrant,
         donor: SessionDonor,
         receiver: TransferReceiver,
-        prefixes: PrefixCacheView,
     ) -> None:
-        """The caller closes `work`, `sender` and `donor`."""
-        self.opened = opened
+        """The caller closes the queue, the sender's streams and `donor`."""
+        self.opened = opened = state.opened
         self.client = client
+        self.state = state
         self.upstream: PeerId | None = PeerId(opened.upstream) if opened.upstream else None
         self.active_at = time.monotonic()
         self.emitted_steps = 0
@@ -61,19 +60,8 @@ class Session:
         self.first_step_times: tuple[float, float] | None = None
         """When the first step arrived and its output was sent, in seconds since the Unix epoch."""
         self._first_came_at = 0.0
-        self.sequencer = StepSequencer(
-            session=opened.session,
-            rows=opened.rows,
-            max_tokens=opened.max_tokens,
-            hidden_size=queue.blocks.hidden_size,
-            dtype=opened.dtype,
-            quality=opened.quality,
-            grow_row=self._grow_row,
-        )
-        self.sequencer.epoch = opened.epoch
-        self._queue = queue
-        self._prefixes = prefixes
-        self.sequencer.expected_positions = list(self.lengths)
+        self.sequencer = StepSequencer(state, self._grow_row)
+        self._queue = state.queue
         self._grant = grant
         self._sender = sender
         self._donor = donor
@@ -90,14 +78,10 @@ class Session:
         self._closed = False
 
     @property
-    def lengths(self) -> tuple[int, ...]:
-        return tuple(table.length for table in self._queue.tables)
-
-    @property
     def max_transfer_bytes(self) -> int:
         """The largest tensor that a donor may send."""
         return max(
-            self._queue.blocks.cache_bytes_per_token * TRANSFER_CHUNK_TOKENS,
+            self.state.blocks.cache_bytes_per_token * TRANSFER_CHUNK_TOKENS,
             self.sequencer.max_step_bytes,
         )
 
@@ -109,7 +93,7 @@ class Session:
     def last_pushed_step(self) -> int:
         """The last step of this epoch that was begun to be pushed; -1 without one."""
         epoch, step = self._sender.last_pushed
-        return step if epoch == self.sequencer.epoch else -1
+        return step if epoch == self.state.epoch else -1
 
     @property
     def upstream_bytes(self) -> int:
@@ -157,7 +141,8 @@ class Session:
     async def rollback(self, epoch: int, lengths: Sequence[int]) -> None:
         """Begin an epoch with the caches truncated to `lengths`. Raises `ProtocolError`."""
         self._require_linked()
-        self._begin_epoch(epoch, lengths)
+        self.active_at = time.monotonic()
+        self.state.begin_epoch(epoch, lengths)
         async with self._changing_caches(partial(self._truncate, lengths)):
             pass
 
@@ -169,14 +154,15 @@ class Session:
         self._check_link(link)
         # Before any step the first link can only cut reused prefix pages: the announced digests
         # still describe the tokens that follow.
-        as_announced = self.sequencer.epoch == self.opened.epoch
+        as_announced = self.state.epoch == self.opened.epoch
         async with self._transfer_lock:
-            self._begin_epoch(link.epoch, link.lengths)
+            self.active_at = time.monotonic()
+            self.state.begin_epoch(link.epoch, link.lengths)
             self._receiver = None
         self._sender.abort_other_than(link.downstream)
         self.upstream = PeerId(link.upstream) if link.upstream else None
         # In a star a node cannot see its position: the first blocks are the likely entry hop.
-        first = self.opened.mode == "chain" or self._queue.blocks.span.start == 0
+        first = self.opened.mode == "chain" or self.state.blocks.span.start == 0
         self._queue.is_entry_hop = first and self.upstream is None
         cut = partial(self._truncate, link.lengths, as_announced=as_announced)
         async with self._changing_caches(cut):
@@ -188,14 +174,15 @@ class Session:
         Raises `ProtocolError`, also while steps are queued.
         """
         self._require_linked()
-        rows = len(self._queue.tables)
+        rows, lengths = len(self.state.tables), self.state.lengths
         if len(sources) != rows or max(sources) >= rows:
             raise ProtocolError("bad_rows", f"{len(sources)} sources for {rows} rows")
-        if tuple(self.sequencer.expected_positions) != self.lengths:
+        if self.state.expected_positions != lengths:
             raise ProtocolError("bad_position", "steps are under way")
         self.sequencer.reserve_reordered(sources)
-        self._begin_epoch(epoch, self.lengths)
-        async with self._changing_caches(partial(self._permute, sources)):
+        self.active_at = time.monotonic()
+        self.state.begin_epoch(epoch, lengths, sources)
+        async with self._changing_caches(partial(self._reorder, sources)):
             pass
 
     async def hand_over(self, to: Downstream) -> tuple[int, ...]:
@@ -223,15 +210,14 @@ class Session:
         async with self._transfer_lock:
             self._require_open()
             await self._require_unlinked().receive(message, payload)
-            self.sequencer.expected_positions = list(self.lengths)
-        return self.lengths
+        return self.state.lengths
 
     def publish_prefix(self, prefix: Prefix) -> None:
         """Publish the rows' pages under these digests for later sessions.
 
         Raises `ProtocolError`.
         """
-        self._prefixes.publish_as(prefix)
+        self.state.publish_prefix_as(prefix)
 
     async def wait_for_epoch(self, epoch: int) -> None:
         """Wait until the client begins `epoch`, for a push that arrived before its `link`.
@@ -239,11 +225,11 @@ class Session:
         Raises `ProtocolError("future_epoch")` at once if `MAX_EARLY_PUSHES` wait already, since the
         pipe of each holds what arrives meanwhile.
         """
-        if self.sequencer.epoch < epoch and self._early_pushes >= MAX_EARLY_PUSHES:
+        if self.state.epoch < epoch and self._early_pushes >= MAX_EARLY_PUSHES:
             raise ProtocolError("future_epoch", f"{MAX_EARLY_PUSHES} pushes wait already")
         self._early_pushes += 1
         try:
-            await self._wait_until(lambda: self.sequencer.epoch >= epoch)
+            await self._wait_until(lambda: self.state.epoch >= epoch)
         finally:
             self._early_pushes -= 1
 
@@ -280,7 +266,8 @@ class Session:
         self._closed = True
         if self._upstream_task is not None:
             self._upstream_task.cancel()
-        self._sender.clear()
+        # References to this object hold no memory.
+        self.state.replay_buffer = ReplayBuffer()
         letting_go = asyncio.create_task(self._release())
         await wait_until_done(letting_go)
         letting_go.result()
@@ -325,8 +312,8 @@ class Session:
         async with self._emit_lock:
             result = self._queue.take_output()
             # A task that began a new epoch is waiting to truncate this step; it must not be sent.
-            if result is not None and result[0].epoch == self.sequencer.epoch:
-                self._prefixes.publish()
+            if result is not None and result[0].epoch == self.state.epoch:
+                self.state.publish_prefix()
                 await self._sender.emit(*result)
                 self.emitted_steps += 1
                 if self.first_step_times is None:
@@ -356,7 +343,7 @@ class Session:
 
     def _grow_row(self, have: int, want: int) -> None:
         """Reserve `want` tokens for a row that has `have`. Raises `ProtocolError`."""
-        limit = self._queue.blocks.context_length
+        limit = self.state.blocks.context_length
         if want > limit:
             raise ProtocolError("context_length", f"{want} tokens; the model holds {limit}")
         self._grant.grow_row(have, want)
@@ -364,7 +351,7 @@ class Session:
     def _check_link(self, link: Link) -> None:
         if len(link.emit_from) != len(link.lengths):
             raise ProtocolError("bad_rows", "`emit_from` and `lengths` must have one entry a row")
-        downstream, span = link.downstream, self._queue.blocks.span
+        downstream, span = link.downstream, self.state.blocks.span
         if downstream is None:
             return
         if self.opened.mode == "star":
@@ -372,12 +359,6 @@ class Session:
         if not span.end == downstream.blocks[0] < downstream.blocks[1]:
             # This also makes a cycle impossible: block numbers only rise along a chain.
             raise ProtocolError("bad_link", f"blocks {downstream.blocks} do not follow {span}")
-
-    def _begin_epoch(self, epoch: int, lengths: Sequence[int]) -> None:
-        """Runs without awaiting, or a step of the new epoch could be queued and then dropped."""
-        self.active_at = time.monotonic()
-        self.sequencer.begin_epoch(epoch, lengths)
-        self._queue.clear_and_pause()
 
     @asynccontextmanager
     async def _changing_caches(self, change: Callable[[], None]) -> AsyncIterator[None]:
@@ -394,23 +375,11 @@ class Session:
                 self._queue.resume()
             yield
 
-    def _permute(self, sources: Sequence[int]) -> None:
-        self._grant.reservation.reorder(self._queue.tables, sources)
-        self._prefixes.reorder(sources)
-        self._sender.reorder(sources)
+    def _reorder(self, sources: Sequence[int]) -> None:
+        self.state.reorder(sources)
         self._donor.truncate([0] * len(sources))
-        self.sequencer.expected_positions = list(self.lengths)
 
     def _truncate(self, lengths: Sequence[int], *, as_announced: bool = False) -> None:
-        if any(length > have for have, length in zip(self.lengths, lengths, strict=True)):
-            self._queue.clear_and_pause()
-            self.sequencer.expected_positions = list(self.lengths)
-            raise ProtocolError(
-                "bad_position", f"asked to keep {list(lengths)} of {list(self.lengths)} tokens"
-            )
-        for table, length in zip(self._queue.tables, lengths, strict=True):
-            table.truncate(length)
-        if not as_announced:
-            self._prefixes.truncate(lengths)
-        self._sender.truncate(lengths)
+        self.state.require_held(lengths)
+        self.state.truncate(lengths, as_announced=as_announced)
         self._donor.truncate(lengths)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -35,8 +35,8 @@ from nesa_node.server.session.neighbours import (
     dial_successor,
 )
 from nesa_node.server.session.output_sender import OutputSender
-from nesa_node.server.session.prefix_cache import PrefixCacheView, check_prefix
 from nesa_node.server.session.session import Session
+from nesa_node.server.session.session_state import SessionState, check_prefix
 from nesa_node.server.session.session_trace import NodeTrace
 from nesa_node.server.session.transfer import SessionDonor, TransferReceiver
 from nesa_node.swarm.node import Swarm
@@ -197,16 +197,13 @@ class SessionServer:
         reach = (self._neighbours, opened)
         speed = await get_link_speed(self._swarm, stream.peer, opened.quality)
         wire = LinkEncoder(opened.quality, opened.codecs, speed)
-        outlet = OutputSender(
-            stream, wire, opened, self._blocks.hidden_size, partial(dial_downstream, *reach)
-        )
         executor = self._scheduler.executor
-        try:
+        # The push stream closes after the pages are free.
+        async with AsyncExitStack() as push_scope:
             with self._admission.admit_session(
                 stream.peer, rows=opened.rows, max_tokens=opened.max_tokens
-            ) as place:
-                tables = [place.reservation.new_table() for _ in range(opened.rows)]
-                prefixes = PrefixCacheView(tables, opened, stream.peer, self._admission.limits)
+            ) as grant:
+                tables = [grant.reservation.new_table() for _ in range(opened.rows)]
                 async with self._scheduler.open_queue(
                     tables,
                     blocks,
@@ -214,19 +211,19 @@ class SessionServer:
                     priority=PRIORITIES.index(opened.priority),
                     dtype=DTYPES[opened.dtype],
                     session=session_name(opened.session),
-                ) as work:
-                    parts = (work, outlet, executor)
-                    transfers = SessionDonor(
-                        partial(dial_successor, *reach), opened.session, *parts
+                ) as queue:
+                    state = SessionState(
+                        opened, stream.peer, queue, grant.reservation, self._admission.limits
                     )
-                    succession = TransferReceiver(*parts, opened.max_tokens, opened.quality)
-                    owned = (work, outlet, place, transfers, succession, prefixes)
+                    dial = partial(dial_downstream, *reach)
+                    sender = OutputSender(stream, wire, state, dial, push_scope)
+                    donor = SessionDonor(partial(dial_successor, *reach), state, executor)
+                    receiver = TransferReceiver(state, executor)
+                    session = Session(stream, state, sender, grant, donor, receiver)
                     try:
-                        await self._serve(Session(opened, stream, *owned), trace)
+                        await self._serve(session, trace)
                     finally:
-                        await transfers.close()
-        finally:
-            await outlet.close()
+                        await donor.close()
 
     async def _serve(self, session: Session, trace: NodeTrace) -> None:
         opened, client = session.opened, session.client
@@ -238,7 +235,7 @@ class SessionServer:
                         max_tokens=opened.max_tokens,
                         context_length=self._blocks.context_length,
                         step_timeout_s=self._step_timeout_s,
-                        held=session.lengths,
+                        held=session.state.lengths,
                         codecs=codec_names(),
                     )
                 )
@@ -276,7 +273,7 @@ class SessionServer:
             del self._sessions[key]
             if not self._sessions:
                 self._no_sessions.set()
-            log.info("session_closed", lengths=session.lengths)
+            log.info("session_closed", lengths=session.state.lengths)
 
     def _check_open(self, peer: PeerId, opened: Open) -> None:
         if not verify_membership(

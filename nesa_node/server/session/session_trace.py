@@ -32,7 +32,7 @@ class NodeTrace:
             began_at, ended_at = session.first_step_times
             self._start_child("first step", began_at).end(at=ended_at)
         self._span.set_attributes(
-            {"nesa.steps": session.emitted_steps, "nesa.tokens": sum(session.lengths)}
+            {"nesa.steps": session.emitted_steps, "nesa.tokens": sum(session.state.lengths)}
         )
 
     def end(self, error: str | None = None) -> None:

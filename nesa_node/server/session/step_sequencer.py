@@ -13,6 +13,7 @@ from functools import partial
 from nesa_node.compression import tensors
 from nesa_node.compression.hidden_states import HiddenStates
 from nesa_node.core.errors import ProtocolError
+from nesa_node.server.session.session_state import SessionState
 from nesa_node.swarm.protocol.link_encoder import OFF_LOOP_BYTES, UNCOMPRESSED, check_codec_allowed
 from nesa_node.swarm.protocol.messages import Step
 
@@ -49,51 +50,33 @@ def _digest(payload: bytearray) -> bytes:
 
 
 class StepSequencer:
-    """Decides about each step without any I/O.
+    """Decides about each step of a session without any I/O."""
 
-    `expected[row]` is the position that the row's next token must have: cached tokens plus queued
-    ones.
-    """
-
-    def __init__(
-        self,
-        *,
-        session: bytes,
-        rows: int,
-        max_tokens: int,
-        hidden_size: int,
-        dtype: str,
-        quality: str,
-        grow_row: Callable[[int, int], None],
-    ) -> None:
-        """`grow_row(have, want)` reserves more tokens for a row beyond `max_tokens`.
+    def __init__(self, state: SessionState, grow_row: Callable[[int, int], None]) -> None:
+        """`grow_row(have, want)` reserves more tokens for a row beyond those that it opened with.
 
         It raises `ProtocolError` where there is no room for `want` tokens.
         """
-        self.epoch = 0
-        self.expected_positions = [0] * rows
-        self._session = session
-        self._row_capacity = [max_tokens] * rows
-        self._max_tokens = max_tokens
-        self._hidden_size = hidden_size
-        self._dtype = dtype
-        self._quality = quality
+        opened = state.opened
+        self._state = state
+        self._session = opened.session
+        self._row_capacity = [opened.max_tokens] * opened.rows
+        self._hidden_size = state.blocks.hidden_size
+        self._dtype = opened.dtype
+        self._quality = opened.quality
         self._grow_row = grow_row
-        self._last_accepted: tuple[Step, bytes | bytearray] | None = None
-
-    @property
-    def max_step_bytes(self) -> int:
+        itemsize = tensors.DTYPES[opened.dtype].itemsize
+        self.max_step_bytes = opened.rows * opened.max_tokens * self._hidden_size * itemsize
         """The largest tensor that one step of this session can carry."""
-        itemsize = tensors.DTYPES[self._dtype].itemsize
-        return len(self.expected_positions) * self._max_tokens * self._hidden_size * itemsize
 
     @property
     def last_step(self) -> int:
-        return self._last_accepted[0].step if self._last_accepted is not None else -1
+        last = self._state.last_accepted
+        return -1 if last is None else last[0].step
 
     def needs_decoding(self, step: Step, content: bytes | bytearray) -> bool:
-        """Whether a step needs decoding: False for an older epoch and for a repetition of the last
-        step.
+        """Whether a step needs decoding: False for an older epoch, for a repetition of the last
+        step, and once a step failed.
 
         `content` is the payload, which must not change any more, or its digest. Raises
         `ProtocolError` for an invalid header: a few bytes may describe gigabytes, so a step is
@@ -101,12 +84,13 @@ class StepSequencer:
         """
         if step.session != self._session:
             raise ProtocolError("unknown_session", "the step names another session")
-        if step.epoch < self.epoch:
+        epoch = self._state.epoch
+        if step.epoch < epoch:
             return False
-        if step.epoch > self.epoch:
-            raise ProtocolError(
-                "future_epoch", f"epoch {step.epoch} has not begun; it is {self.epoch}"
-            )
+        if step.epoch > epoch:
+            raise ProtocolError("future_epoch", f"epoch {step.epoch} has not begun; it is {epoch}")
+        if self._state.queue.has_failed:
+            return False
         check_codec_allowed(self._quality, step.tensor)
         total = sum(part.count for part in step.rows)
         if step.tensor.dtype != self._dtype or step.tensor.shape != (total, self._hidden_size):
@@ -123,42 +107,17 @@ class StepSequencer:
     def accept(self, step: Step, content: bytes | bytearray) -> bool:
         """Accept a decoded step; checks `needs_decoding` again, since the epoch may have changed.
 
-        A refused step changes nothing but reserved room.
+        The caller queues it at once. A refused step changes nothing but reserved room.
         """
         if not self.needs_decoding(step, content):
             return False
-        for part in step.rows:
-            self.expected_positions[part.row] += part.count
-        self._last_accepted = (step, content)
+        self._state.last_accepted = (step, content)
         return True
 
     def reserve_reordered(self, sources: Sequence[int]) -> None:
         """Reserve room in each row for the tokens of row `sources[row]`. Raises `ProtocolError`."""
         for row, source in enumerate(sources):
-            self._reserve_row(row, self.expected_positions[source])
-
-    def begin_epoch(self, epoch: int, lengths: Sequence[int]) -> None:
-        """Begin an epoch in which each row continues at `lengths[row]`.
-
-        Raises `ProtocolError`, without any change, for an epoch that is not newer and for lengths
-        that were never reached.
-        """
-        if epoch <= self.epoch:
-            raise ProtocolError("stale_epoch", f"epoch {epoch} is not newer than {self.epoch}")
-        if len(lengths) != len(self.expected_positions):
-            raise ProtocolError(
-                "bad_rows", f"{len(lengths)} lengths for {len(self.expected_positions)} rows"
-            )
-        if any(
-            length > have for length, have in zip(lengths, self.expected_positions, strict=True)
-        ):
-            raise ProtocolError(
-                "bad_position", f"asked to keep {list(lengths)} of {self.expected_positions} tokens"
-            )
-        self.epoch = epoch
-        self.expected_positions = list(lengths)
-        # A step that the new epoch rolled back may return under its old number.
-        self._last_accepted = None
+            self._reserve_row(row, self._state.expected_position(source))
 
     def _reserve_row(self, row: int, tokens: int) -> None:
         if tokens > self._row_capacity[row]:
@@ -166,25 +125,26 @@ class StepSequencer:
             self._row_capacity[row] = tokens
 
     def _is_duplicate(self, step: Step, content: bytes | bytearray) -> bool:
-        if self._last_accepted is None or step.step > self._last_accepted[0].step:
+        last = self._state.last_accepted
+        if last is None or step.step > last[0].step:
             return False
-        if step.step < self._last_accepted[0].step:
-            raise ProtocolError("stale_step", f"step {step.step} came after {self.last_step}")
-        if (step, content) != self._last_accepted:
+        if step.step < last[0].step:
+            raise ProtocolError("stale_step", f"step {step.step} came after {last[0].step}")
+        if (step, content) != last:
             raise ProtocolError("step_conflict", f"step {step.step} came again with other bytes")
         return True
 
     def _check_rows(self, step: Step) -> None:
         seen: set[int] = set()
         for part in step.rows:
-            if part.row >= len(self.expected_positions) or part.row in seen:
+            if part.row >= len(self._row_capacity) or part.row in seen:
                 raise ProtocolError("bad_rows", f"row {part.row} is repeated or does not exist")
             seen.add(part.row)
-            if part.position != self.expected_positions[part.row]:
+            expected = self._state.expected_position(part.row)
+            if part.position != expected:
                 raise ProtocolError(
                     "bad_position",
-                    f"row {part.row} continues at {self.expected_positions[part.row]}, "
-                    f"not {part.position}",
+                    f"row {part.row} continues at {expected}, not {part.position}",
                 )
         for part in step.rows:
             self._reserve_row(part.row, part.position + part.count)

@@ -17,8 +17,7 @@ from nesa_node.compression import tensors
 from nesa_node.core.errors import NesaError, ProtocolError
 from nesa_node.engine.cache.pages import PageTable
 from nesa_node.server.scheduler.executor import Executor
-from nesa_node.server.scheduler.session_queue import SessionQueue
-from nesa_node.server.session.output_sender import OutputSender
+from nesa_node.server.session.session_state import SessionState
 from nesa_node.server.session.step_sequencer import decode_step
 from nesa_node.swarm.protocol.link_encoder import UNCOMPRESSED, check_codec_allowed
 from nesa_node.swarm.protocol.messages import Downstream, ErrorMessage, Pages, Step, Sync, Synced
@@ -40,18 +39,14 @@ class TransferSender:
     def __init__(
         self,
         stream: Stream,
-        session: bytes,
-        queue: SessionQueue,
-        output_sender: OutputSender,
+        state: SessionState,
         executor: Executor,
     ) -> None:
         self._stream = stream
-        self._session = session
-        self._queue = queue
-        self._output_sender = output_sender
+        self._state = state
         self._executor = executor
-        self._sent = [0] * len(queue.tables)
-        self._outputs_sent = [0] * len(queue.tables)
+        self._sent = [0] * len(state.tables)
+        self._outputs_sent = [0] * len(state.tables)
         self._truncations = 0
         self._must_truncate = True
         """Whether the successor may hold more than `_sent`, also from an earlier transfer."""
@@ -86,7 +81,8 @@ class TransferSender:
                 await self._sync_lengths(tuple(self._sent))
             for row in range(len(self._sent)):
                 await self._send_row(row, cuts)
-            for held in self._output_sender.stored_outputs(self._outputs_sent, tuple(self._sent)):
+            outputs = self._state.replay_buffer.iter_steps(self._outputs_sent, tuple(self._sent))
+            for held in outputs:
                 # A successor that takes each output at once would otherwise block the event loop.
                 await asyncio.sleep(0)
                 if self._truncations != cuts:
@@ -106,7 +102,7 @@ class TransferSender:
         raise ProtocolError("downstream_lost", f"{self._stream.peer} answered: {words}")
 
     async def _send_row(self, row: int, truncations: int) -> None:
-        table = self._queue.tables[row]
+        table = self._state.tables[row]
         while self._truncations == truncations and (start := self._sent[row]) < (
             length := table.length
         ):
@@ -122,7 +118,7 @@ class TransferSender:
     def _export(self, table: PageTable, start: int, end: int) -> Tensor:
         # Slots are looked up on the device's thread: an earlier iteration may have replaced a page.
         slots = table.slots(start, end)
-        return table.pool.export_tokens(slots, self._queue.blocks.span)
+        return table.pool.export_tokens(slots, self._state.blocks.span)
 
     async def _send_output(self, held: ReplaySlice, truncations: int) -> None:
         kept = await held.materialize()
@@ -132,7 +128,7 @@ class TransferSender:
             self._outputs_sent[part.row] = part.position + part.count
         await self._stream.send(
             Step(
-                session=self._session,
+                session=self._state.opened.session,
                 epoch=0,
                 step=kept.step,
                 rows=kept.rows,
@@ -147,20 +143,11 @@ class TransferSender:
 class TransferReceiver:
     """The successor's side: fills an empty session before its client links it."""
 
-    def __init__(
-        self,
-        queue: SessionQueue,
-        output_sender: OutputSender,
-        executor: Executor,
-        max_tokens: int,
-        quality: str,
-    ) -> None:
-        self._quality = quality
-        self._queue = queue
-        self._output_sender = output_sender
+    def __init__(self, state: SessionState, executor: Executor) -> None:
+        self._state = state
         self._executor = executor
-        self._max_tokens = max_tokens
-        self._output_ranges: list[range | None] = [None] * len(queue.tables)
+        self._max_tokens = state.opened.max_tokens
+        self._output_ranges: list[range | None] = [None] * len(state.tables)
         """Range of tokens per row for which outputs arrived. The donor kept none for tokens of its
         prefix."""
 
@@ -176,9 +163,9 @@ class TransferReceiver:
 
     async def _receive_pages(self, pages: Pages, payload: bytearray) -> None:
         """Append pages to a row."""
-        if pages.row >= len(self._queue.tables):
+        if pages.row >= len(self._state.tables):
             raise ProtocolError("bad_rows", f"row {pages.row} does not exist")
-        table, blocks = self._queue.tables[pages.row], self._queue.blocks
+        table, blocks = self._state.tables[pages.row], self._state.blocks
         heads, count = table.pool.heads, (pages.tensor.shape or (0, 0))[1:2]
         shape = (2 * len(blocks.span), *count, heads.num_kv_heads, heads.head_dim)
         dtype = tensors.DTYPE_NAMES[blocks.dtype]
@@ -207,12 +194,12 @@ class TransferReceiver:
         for part in step.rows:
             kept = self._output_ranges[part.row] or range(part.position, part.position)
             self._output_ranges[part.row] = range(kept.start, part.position + part.count)
-        self._output_sender.store(
+        self._state.store_output(
             SentStep(step.step, step.rows, step.want, step.tensor, payload, step.via)
         )
 
     def _check_output(self, step: Step) -> None:
-        check_codec_allowed(self._quality, step.tensor)
+        check_codec_allowed(self._state.opened.quality, step.tensor)
         rows = {part.row for part in step.rows}
         if len(rows) < len(step.rows) or max(rows) >= len(self._output_ranges):
             raise ProtocolError("bad_rows", f"a kept output of rows {sorted(rows)}")
@@ -222,8 +209,8 @@ class TransferReceiver:
                 raise ProtocolError("bad_position", f"a kept output of {part}")
         total = sum(part.count for part in step.rows)
         dtype, shape = (
-            tensors.DTYPE_NAMES[self._queue.dtype],
-            (total, self._queue.blocks.hidden_size),
+            tensors.DTYPE_NAMES[self._state.queue.dtype],
+            (total, self._state.blocks.hidden_size),
         )
         if (step.tensor.dtype, step.tensor.shape) != (dtype, shape):
             raise ProtocolError(
@@ -232,19 +219,17 @@ class TransferReceiver:
             )
 
     def _truncate(self, lengths: Sequence[int]) -> None:
-        if len(lengths) != len(self._queue.tables):
+        if len(lengths) != len(self._state.tables):
             raise ProtocolError("bad_rows", f"{len(lengths)} lengths")
-        for table, length in zip(self._queue.tables, lengths, strict=True):
-            table.truncate(min(table.length, length))
         self._output_ranges = [
             kept and range(kept.start, min(kept.stop, length))
             for kept, length in zip(self._output_ranges, lengths, strict=True)
         ]
-        self._output_sender.truncate(lengths)
+        self._state.truncate(lengths)
 
     def _import_pages(self, pages: Pages, payload: bytearray, slots: slice | torch.Tensor) -> None:
         tokens = tensors.decode(pages.tensor, payload, max_bytes=pages.tensor.max_nbytes)
-        self._queue.tables[pages.row].pool.import_tokens(slots, self._queue.blocks.span, tokens)
+        self._state.tables[pages.row].pool.import_tokens(slots, self._state.blocks.span, tokens)
 
 
 class SessionDonor:
@@ -253,14 +238,12 @@ class SessionDonor:
     def __init__(
         self,
         dial: Callable[[Downstream], Awaitable[Stream]],
-        session: bytes,
-        queue: SessionQueue,
-        output_sender: OutputSender,
+        state: SessionState,
         executor: Executor,
     ) -> None:
         self._dial = dial
-        self._parts = (session, queue, output_sender, executor)
-        self._blocks = queue.blocks.span
+        self._state = state
+        self._executor = executor
         self._successor: Downstream | None = None
         self._transfer: TransferSender | None = None
         self._busy = False
@@ -274,18 +257,18 @@ class SessionDonor:
         """Send `to` what it lacks and return the lengths that it then holds. Raises
         `ProtocolError`.
         """
-        if successor.blocks != (self._blocks.start, self._blocks.end):
-            raise ProtocolError("bad_link", f"blocks {successor.blocks} are not {self._blocks}")
+        span = self._state.blocks.span
+        if successor.blocks != (span.start, span.end):
+            raise ProtocolError("bad_link", f"blocks {successor.blocks} are not {span}")
         if self._busy:
             raise ProtocolError("unexpected", "the session is being handed over already")
         self._busy = True
         try:
             if self._transfer is None or successor != self._successor:
                 await self.close()
-                self._successor, self._transfer = (
-                    successor,
-                    TransferSender(await self._dial(successor), *self._parts),
-                )
+                stream = await self._dial(successor)
+                self._successor = successor
+                self._transfer = TransferSender(stream, self._state, self._executor)
             return await self._transfer.sync()
         except ProtocolError:
             await self.close()

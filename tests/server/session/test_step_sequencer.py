@@ -1,12 +1,18 @@
 """Steps are applied once, in order, and nothing refused leaves a trace."""
 
 import asyncio
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 
 from nesa_node.compression import tensors
 from nesa_node.core.errors import ProtocolError
+from nesa_node.core.ids import PeerId
+from nesa_node.core.span import Span
+from nesa_node.server.scheduler.session_queue import SessionQueue
+from nesa_node.server.session.session_state import SessionState
 from nesa_node.server.session.step_sequencer import StepSequencer, decode_step
 from nesa_node.swarm.protocol.messages import RowSlice, Step
 
@@ -17,28 +23,61 @@ HIDDEN = 8
 MOST = 20
 
 
-def inbox(rows: int = 2) -> StepSequencer:
-    """Of 16 tokens a row, with room for `MOST`."""
+class Inbox(StepSequencer):
+    """That of a session of 16 tokens a row, with room for `MOST`, whose steps wait in its queue."""
 
-    def outgrow(have: int, want: int) -> None:
+    def __init__(self, rows: int) -> None:
+        tables: Any = [SimpleNamespace(length=0, reuse_prefix=lambda _: None) for _ in range(rows)]
+        blocks: Any = SimpleNamespace(hidden_size=HIDDEN, span=Span(0, 1))
+        opened: Any = SimpleNamespace(
+            session=SESSION,
+            rows=rows,
+            max_tokens=16,
+            dtype="float32",
+            quality="exact",
+            epoch=0,
+            donor=None,
+            prefix=(),
+            blocks=(0, 1),
+        )
+        client = PeerId("client")
+        queue = SessionQueue(
+            tables,
+            blocks,
+            client=client,
+            priority=0,
+            dtype=torch.float32,
+            wake_scheduler=lambda: None,
+            try_inline=lambda: False,
+        )
+        limits: Any = SimpleNamespace(trusted=())
+        self.state = SessionState(opened, client, queue, cast(Any, None), limits)
+        super().__init__(self.state, self._outgrow)
+
+    def accept(self, step: Step, content: Any) -> bool:
+        accepted = super().accept(step, content)
+        if accepted:
+            self.state.queue.submit(step, asyncio.run(decode_step(step, content)))
+        return accepted
+
+    @property
+    def expected_positions(self) -> list[int]:
+        return list(self.state.expected_positions)
+
+    @staticmethod
+    def _outgrow(have: int, want: int) -> None:
         assert 16 <= have < want
         if want > MOST:
             raise ProtocolError("cache_full", f"{want} tokens")
 
-    made = StepSequencer(
-        session=SESSION,
-        rows=rows,
-        max_tokens=16,
-        hidden_size=HIDDEN,
-        dtype="float32",
-        quality="exact",
-        grow_row=outgrow,
-    )
-    made.begin_epoch(1, [0] * rows)
+
+def inbox(rows: int = 2) -> Inbox:
+    made = Inbox(rows)
+    made.state.begin_epoch(1, [0] * rows)
     return made
 
 
-def accept(box: StepSequencer, message: Step, payload: bytearray) -> bool:
+def accept(box: Inbox, message: Step, payload: bytearray) -> bool:
     if not box.needs_decoding(message, payload):
         return False
     asyncio.run(decode_step(message, payload))
@@ -83,13 +122,13 @@ def test_a_row_grows_beyond_its_promise_while_there_is_room() -> None:
         accept(box, *step(3, [(0, 20, 1)]))
     assert refused.value.code == "cache_full"
     assert box.expected_positions == [20, 0]
-    box.begin_epoch(2, [10, 0])
+    box.state.begin_epoch(2, [10, 0])
     assert accept(box, *step(3, [(0, 10, 10)], epoch=2))
 
 
 def test_a_step_of_an_older_epoch_is_not_examined_whatever_it_holds() -> None:
     box = inbox()
-    box.begin_epoch(2, [0, 0])
+    box.state.begin_epoch(2, [0, 0])
     for bad in (step(1, [(0, 0, 2)]), step(1, [(0, 0, 2)], shape=(3, HIDDEN))):
         assert not box.needs_decoding(*bad)
 
@@ -98,7 +137,7 @@ def test_a_step_whose_epoch_ended_while_it_was_examined_is_dropped() -> None:
     box = inbox()
     message, payload = step(1, [(0, 0, 2)])
     assert box.needs_decoding(message, payload)
-    box.begin_epoch(2, [0, 0])
+    box.state.begin_epoch(2, [0, 0])
     assert not box.accept(message, payload)
     assert box.expected_positions == [0, 0]
 
@@ -145,7 +184,7 @@ def test_of_two_steps_that_are_examined_at_once_one_is_taken() -> None:
 
 def test_older_epochs_are_dropped_and_future_ones_refused() -> None:
     box = inbox()
-    box.begin_epoch(3, [0, 0])
+    box.state.begin_epoch(3, [0, 0])
     assert not accept(box, *step(1, [(0, 0, 1)], epoch=2))
     with pytest.raises(ProtocolError) as refused:
         accept(box, *step(1, [(0, 0, 1)], epoch=4))
@@ -156,7 +195,7 @@ def test_a_new_epoch_takes_an_undone_step_again() -> None:
     box = inbox()
     accept(box, *step(1, [(0, 0, 4)]))
     accept(box, *step(2, [(0, 4, 1)]))
-    box.begin_epoch(2, [4, 0])
+    box.state.begin_epoch(2, [4, 0])
     assert accept(box, *step(2, [(0, 4, 1)], epoch=2))
 
 
@@ -164,8 +203,8 @@ def test_a_new_epoch_takes_an_undone_step_again() -> None:
 def test_impossible_epochs_change_nothing(epoch: int, lengths: list[int]) -> None:
     box = inbox()
     with pytest.raises(ProtocolError):
-        box.begin_epoch(epoch, lengths)
-    assert box.epoch == 1
+        box.state.begin_epoch(epoch, lengths)
+    assert box.state.epoch == 1
     assert box.expected_positions == [0, 0]
 
 

@@ -1,0 +1,190 @@
+"""State of a session by row: its pages, queued steps, epoch, prefix keys and stored outputs.
+
+Pages are shared by sessions of one peer, or of any trusted peer if this one is trusted. Other peers
+can neither find them nor leave pages to be found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from nesa_node.core.errors import ProtocolError
+from nesa_node.core.ids import PeerId
+from nesa_node.core.logging import get_logger
+from nesa_node.engine.cache.pages import PAGE_TOKENS, CacheReservation
+from nesa_node.engine.cache.prefix_index import PrefixKey
+from nesa_node.server.scheduler.session_queue import SessionQueue
+from nesa_node.server.session.admission import AdmissionLimits
+from nesa_node.swarm.protocol.link_encoder import normalize_via
+from nesa_node.swarm.protocol.messages import MAX_PREFIX_DIGESTS, PREFIX_TOKENS, Open, Prefix, Step
+from nesa_node.swarm.protocol.replay_buffer import ReplayBuffer, SentStep
+
+log = get_logger(__name__)
+
+assert PAGE_TOKENS == PREFIX_TOKENS, "a digest names what one page ends with"
+
+TRUSTED_SCOPE = PeerId("")
+"""Scope shared by all trusted peers; no peer id is empty."""
+
+
+class SessionState:
+    """Owner of what a session holds by row; it alone begins epochs, truncates and reorders.
+
+    The client names its tokens by digests only. A false digest harms only peers in the same scope.
+    """
+
+    def __init__(
+        self,
+        opened: Open,
+        client: PeerId,
+        queue: SessionQueue,
+        reservation: CacheReservation,
+        limits: AdmissionLimits,
+    ) -> None:
+        """Let the queue's empty tables begin with matching cached pages."""
+        self.opened = opened
+        self.queue = queue
+        self.tables = queue.tables
+        self.blocks = queue.blocks
+        self.epoch = opened.epoch
+        self.last_accepted: tuple[Step, bytes | bytearray] | None = None
+        """Last step of this epoch, with its content."""
+        self.replay_buffer = ReplayBuffer()
+        self.emit_from: Sequence[int] = [0] * opened.rows
+        """By row, the first position whose output the receiver lacks."""
+        self._epoch_lengths: Sequence[int] | None = None
+        """Lengths with which the epoch begins; None once the tables have them."""
+        self._reservation = reservation
+        self._scope = TRUSTED_SCOPE if client in limits.trusted else client
+        # A successor receives its pages from the donor.
+        prefix = opened.prefix if opened.donor is None else ()
+        pages = opened.max_tokens // PAGE_TOKENS
+        self._prefix_keys = [keys[:pages] for keys in self._keys_of(prefix)]
+        self._published_pages = [0] * opened.rows
+        for table, keys in zip(self.tables, self._prefix_keys, strict=True):
+            table.reuse_prefix(keys)
+        if reused := sum(self.lengths):
+            log.info("prefix_reused", tokens=reused)
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Cached tokens by row."""
+        return tuple(table.length for table in self.tables)
+
+    @property
+    def expected_positions(self) -> tuple[int, ...]:
+        """By row, the position that its next token must have: cached tokens plus queued ones."""
+        return tuple(map(self.expected_position, range(len(self.tables))))
+
+    def expected_position(self, row: int) -> int:
+        lengths = self._epoch_lengths
+        length = self.tables[row].length if lengths is None else lengths[row]
+        return self.queue.end_positions.get(row, length)
+
+    def begin_epoch(
+        self, epoch: int, lengths: Sequence[int], sources: Sequence[int] | None = None
+    ) -> None:
+        """Begin an epoch in which each row continues at `lengths[row]`, or as a copy of row
+        `sources[row]`; queued steps are dropped.
+
+        Call `truncate` or `reorder` next, once no iteration uses the tables. Raises
+        `ProtocolError`, without any change, for an epoch that is not newer and for lengths that
+        were never reached.
+        """
+        if epoch <= self.epoch:
+            raise ProtocolError("stale_epoch", f"epoch {epoch} is not newer than {self.epoch}")
+        expected = self.expected_positions
+        if len(lengths) != len(expected):
+            raise ProtocolError("bad_rows", f"{len(lengths)} lengths for {len(expected)} rows")
+        if any(length > have for length, have in zip(lengths, expected, strict=True)):
+            raise ProtocolError(
+                "bad_position", f"asked to keep {list(lengths)} of {list(expected)} tokens"
+            )
+        self.epoch = epoch
+        # A step that the new epoch rolled back may return under its old number.
+        self.last_accepted = None
+        self.queue.clear_and_pause()
+        self._epoch_lengths = lengths if sources is None else [lengths[row] for row in sources]
+
+    def require_held(self, lengths: Sequence[int]) -> None:
+        """Raises `ProtocolError`, and drops queued steps, if the tables hold fewer tokens."""
+        if any(length > have for have, length in zip(self.lengths, lengths, strict=True)):
+            self.queue.clear_and_pause()
+            self._epoch_lengths = None
+            raise ProtocolError(
+                "bad_position", f"asked to keep {list(lengths)} of {list(self.lengths)} tokens"
+            )
+
+    def truncate(self, lengths: Sequence[int], *, as_announced: bool = False) -> None:
+        """Drop tokens from `lengths` on, with their stored outputs, which will be sent anew.
+
+        Prefix keys stay only if the tokens that follow are `as_announced`.
+        """
+        for table, length in zip(self.tables, lengths, strict=True):
+            table.truncate(min(table.length, length))
+        self._epoch_lengths = None
+        if not as_announced:
+            self._prefix_keys = [
+                keys[: length // PAGE_TOKENS]
+                for keys, length in zip(self._prefix_keys, lengths, strict=True)
+            ]
+            self._published_pages = [
+                min(done, len(keys))
+                for done, keys in zip(self._published_pages, self._prefix_keys, strict=True)
+            ]
+        self.replay_buffer.truncate(lengths)
+        self.emit_from = [min(pair) for pair in zip(self.emit_from, lengths, strict=True)]
+
+    def reorder(self, sources: Sequence[int]) -> None:
+        """Let each row continue as a copy of row `sources[row]`."""
+        self._reservation.reorder(self.tables, sources)
+        self._epoch_lengths = None
+        self._prefix_keys = [self._prefix_keys[source] for source in sources]
+        self._published_pages = [self._published_pages[source] for source in sources]
+        self.replay_buffer.reorder(sources)
+        self.emit_from = [self.emit_from[source] for source in sources]
+
+    def store_output(self, sent_step: SentStep) -> None:
+        """Store an output that the donor of this session kept.
+
+        Raises `ProtocolError` in a star, where nodes keep no outputs.
+        """
+        if self.opened.mode == "star":
+            raise ProtocolError("unexpected", "a star's nodes keep no outputs")
+        via = normalize_via(self.opened.quality, sent_step.via)
+        self.replay_buffer.append(replace(sent_step, via=via))
+
+    def publish_prefix(self) -> None:
+        """Publish the full pages of the announced prefixes that the rows have computed."""
+        for row, (table, keys) in enumerate(zip(self.tables, self._prefix_keys, strict=True)):
+            full = min(len(keys), table.length // PAGE_TOKENS)
+            if full > self._published_pages[row]:
+                table.publish_prefix(keys)
+                self._published_pages[row] = full
+
+    def publish_prefix_as(self, prefix: Prefix) -> None:
+        """Publish the rows' pages under the digests of `prefix`.
+
+        Raises `ProtocolError`.
+        """
+        check_prefix(prefix, len(self.tables))
+        for table, keys in zip(self.tables, self._keys_of(prefix), strict=True):
+            table.publish_prefix(keys)
+
+    def _keys_of(self, prefix: Prefix) -> list[list[PrefixKey]]:
+        rows: list[list[PrefixKey]] = [
+            [(self._scope, self.opened.blocks, digest) for digest in digests] for digests in prefix
+        ]
+        return rows + [[] for _ in range(len(self.tables) - len(rows))]
+
+
+def check_prefix(prefix: Prefix, rows: int) -> None:
+    """Raises `ProtocolError("bad_prefix")` for more digests than a session of `rows` may name."""
+    if len(prefix) > rows:
+        raise ProtocolError("bad_prefix", f"prefixes of {len(prefix)} rows, there are {rows}")
+    digests = sum(map(len, prefix))
+    if digests > MAX_PREFIX_DIGESTS:
+        raise ProtocolError(
+            "bad_prefix", f"{digests} digests; at most {MAX_PREFIX_DIGESTS} are read"
+        )
